@@ -1,0 +1,43 @@
+"""The error types users see, and the exit codes that go with them.
+
+Every message names the key, the offending value and the remedy, on one line. The command line
+prints it without a traceback (unless ``--debug``) and exits with ``exit_code``.
+"""
+
+EXIT_DONE = 0
+EXIT_FAILURE = 1
+EXIT_USAGE = 2
+EXIT_REQUEUE = 75
+"""Stopped at a safe point with a committed checkpoint: requeue the job."""
+EXIT_NEVER_REQUEUE = 93
+"""Running again cannot help (no progress, poisoned data)."""
+
+
+class MegatronDebertaError(Exception):
+    """Base of the errors that are the user's to fix."""
+
+    exit_code = EXIT_FAILURE
+
+
+class ConfigError(MegatronDebertaError):
+    """A configuration or command-line value is wrong."""
+
+    exit_code = EXIT_USAGE
+
+
+class DataError(MegatronDebertaError):
+    """Text, shards or a tokenizer are missing, damaged or do not fit together."""
+
+
+class TopologyError(MegatronDebertaError):
+    """Ranks, process groups and parallel sizes do not fit together."""
+
+    exit_code = EXIT_USAGE
+
+
+class CheckpointError(MegatronDebertaError):
+    """A checkpoint is missing, damaged, or of another model."""
+
+
+class NumericsError(MegatronDebertaError):
+    """A loss or gradient is not finite."""
