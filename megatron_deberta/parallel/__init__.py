@@ -1,0 +1,1 @@
+"""Ranks, process groups, differentiable collectives and parallel layers; knows no DeBERTa."""
