@@ -1,0 +1,1 @@
+"""The ``megatron-deberta`` command: one module a subcommand, imported only when it is called."""

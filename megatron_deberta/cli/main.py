@@ -1,0 +1,127 @@
+"""Finds the subcommand, runs it, and turns errors into one line and an exit code.
+
+Owns the table of subcommands and the exit codes. Refuses work of its own: each subcommand is a
+module beside this one with ``add_arguments(parser)`` and ``run(args) -> int``, imported only when
+it is called, so that ``--help`` costs no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, cast
+
+from megatron_deberta import __version__
+from megatron_deberta.errors import EXIT_FAILURE, MegatronDebertaError
+
+EXIT_INTERRUPTED = 130
+"""What a shell reports of a command ended by SIGINT."""
+
+
+class Command(NamedTuple):
+    """One subcommand: what is typed, the module in ``cli/`` that does it, what it is for."""
+
+    name: str
+    module: str
+    help: str
+
+
+class CommandModule(Protocol):
+    """What a module in ``cli/`` offers."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declare the subcommand's arguments."""
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Do the work and return the exit code."""
+
+
+COMMANDS: tuple[Command, ...] = (
+    Command("train-tokenizer", "train_tokenizer", "learn a vocabulary from text"),
+    Command("preprocess", "preprocess", "turn text into tokenized, memory-mapped shards"),
+    Command("inspect", "inspect", "look into shards, tokenizers and training samples"),
+    Command("verify", "verify", "check shards and checkpoints against their hashes"),
+    Command("pretrain", "pretrain", "train, as one rank of a run or alone"),
+    Command("convert", "convert", "export to Hugging Face format, or import a release"),
+    Command("fill-mask", "fill_mask", "predict the [MASK]s of a text"),
+)
+
+
+def import_command(command: Command) -> CommandModule:
+    """Import the module behind a subcommand."""
+    module = importlib.import_module(f"megatron_deberta.cli.{command.module}")
+    return cast(CommandModule, module)
+
+
+def build_overview() -> argparse.ArgumentParser:
+    """Build the parser of ``megatron-deberta`` itself, which knows the table and no more."""
+    width = max(len(command.name) for command in COMMANDS)
+    table = "\n".join(f"  {command.name:<{width}}  {command.help}" for command in COMMANDS)
+    parser = argparse.ArgumentParser(
+        prog="megatron-deberta",
+        description="Pretrain DeBERTa with tensor parallelism and DeepSpeed ZeRO.",
+        epilog=f"commands:\n{table}\n\nmegatron-deberta COMMAND --help tells more about each.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"megatron-deberta {__version__}")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks of errors")
+    parser.add_argument(
+        "command", choices=[command.name for command in COMMANDS], metavar="COMMAND"
+    )
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+def build_parser(command: Command, module: CommandModule) -> argparse.ArgumentParser:
+    """Build one subcommand's parser; its help ends with the rest of the module's docstring."""
+    lines = (module.__doc__ or command.help).strip().splitlines()
+    parser = argparse.ArgumentParser(
+        prog=f"megatron-deberta {command.name}",
+        description=lines[0],
+        epilog="\n".join(lines[1:]).strip() or None,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--debug", action="store_true", help="show tracebacks of errors")
+    module.add_arguments(parser)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``megatron-deberta`` and return its exit code.
+
+    Args:
+        argv: arguments without the program's name; None takes those of the process.
+
+    Returns:
+        The subcommand's exit code, or the error's (see ``megatron_deberta.errors``).
+
+    Raises:
+        SystemExit: on ``--help``, ``--version`` (0) and wrong usage (2), as argparse does.
+    """
+    overview = build_overview().parse_args(argv)
+    command = next(entry for entry in COMMANDS if entry.name == overview.command)
+    debug: bool = overview.debug
+    try:
+        module = import_command(command)
+        args = build_parser(command, module).parse_args(overview.arguments)
+        debug = debug or args.debug
+        return module.run(args)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except (MegatronDebertaError, OSError) as error:
+        if debug:
+            traceback.print_exc()
+        print(f"megatron-deberta: error: {describe(error)}", file=sys.stderr)
+        return error.exit_code if isinstance(error, MegatronDebertaError) else EXIT_FAILURE
+
+
+def describe(error: MegatronDebertaError | OSError) -> str:
+    """Put an error on one line; an OSError as ``file: reason``."""
+    if isinstance(error, OSError) and error.strerror:
+        text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    else:
+        text = str(error) or type(error).__name__
+    return " ".join(text.split())
