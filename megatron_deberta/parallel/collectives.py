@@ -65,6 +65,13 @@ def all_reduce_sum(x: Tensor, group: ProcessGroup) -> Tensor:
     return out
 
 
+def all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Stack every rank's ``x``: ``[...] -> [tp, ...]``; not differentiable."""
+    out = x.new_empty((group.size(), *x.shape))
+    _all_gather_single(out, x.contiguous(), group=group)
+    return out
+
+
 def copy_to(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """Hand a replicated tensor to computations that differ by rank.
 
@@ -187,7 +194,7 @@ def _exchange(
 ) -> Tensor:
     if group is None or group.size() == 1:
         return x
-    return cast(Tensor, _Collective.apply(x, group, forward, backward))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _Collective.apply(x, group, forward, backward))
 
 
 class _Collective(torch.autograd.Function):
@@ -202,22 +209,28 @@ class _Collective(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.transpose(grads[0], ctx.group).contiguous(), None, None, None
+        grad: Tensor = ctx.transpose(grads[0], ctx.group)
+        return grad.contiguous(), None, None, None
 
 
 def _identity(x: Tensor, group: ProcessGroup) -> Tensor:
     return x
 
 
-def _split_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
-    """``[B, N, ...] -> [tp, B, N/tp, ...]``, contiguous, so that each rank's part is one block."""
-    parts = group.size()
+def _check_divides(x: Tensor, parts: int) -> None:
     if x.shape[_SEQUENCE_DIM] % parts:
         raise TopologyError(
             f"a sequence of {x.shape[_SEQUENCE_DIM]} tokens does not split over {parts} ranks; "
             f"make data.sequence_length a multiple of parallel.tensor_parallel_size={parts}"
         )
-    return x.unflatten(_SEQUENCE_DIM, (parts, -1)).movedim(_SEQUENCE_DIM, 0).contiguous()
+
+
+def _split_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
+    """``[B, N, ...] -> [tp, B, N/tp, ...]``, contiguous, so that a rank's part is one block."""
+    parts = group.size()
+    _check_divides(x, parts)
+    blocks: Tensor = x.unflatten(_SEQUENCE_DIM, (parts, x.shape[_SEQUENCE_DIM] // parts))
+    return blocks.movedim(_SEQUENCE_DIM, 0).contiguous()
 
 
 def _join_sequence(blocks: Tensor) -> Tensor:
@@ -225,15 +238,8 @@ def _join_sequence(blocks: Tensor) -> Tensor:
     return blocks.movedim(0, _SEQUENCE_DIM).flatten(_SEQUENCE_DIM, _SEQUENCE_DIM + 1)
 
 
-def _all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
-    """``[...] -> [tp, ...]``."""
-    out = x.new_empty((group.size(), *x.shape))
-    _all_gather_single(out, x.contiguous(), group=group)
-    return out
-
-
 def _all_gather_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
-    return _join_sequence(_all_gather(x, group))
+    return _join_sequence(all_gather(x, group))
 
 
 def _reduce_scatter_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -244,11 +250,14 @@ def _reduce_scatter_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def _slice_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
-    return _split_sequence(x, group)[group.rank()].clone()
+    _check_divides(x, group.size())
+    own = x.chunk(group.size(), dim=_SEQUENCE_DIM)[group.rank()]
+    # A copy even where the slice is contiguous: a view would keep the whole sequence alive.
+    return own.clone(memory_format=torch.contiguous_format)
 
 
 def _all_gather_channels(x: Tensor, group: ProcessGroup) -> Tensor:
-    return _all_gather(x, group).movedim(0, -2).flatten(-2)
+    return all_gather(x, group).movedim(0, -2).flatten(-2)
 
 
 def _slice_channels(x: Tensor, group: ProcessGroup) -> Tensor:

@@ -150,6 +150,7 @@ def _from_torchrun(env: Mapping[str, str]) -> RankEnvironment:
             f"RANK={rank} and WORLD_SIZE={world_size} without MASTER_ADDR; start the job through "
             "torchrun, or set MASTER_ADDR and MASTER_PORT"
         )
+    alone = world_size == 1 and "MASTER_PORT" not in env
     return RankEnvironment(
         launcher="torchrun",
         rank=rank,
@@ -157,9 +158,7 @@ def _from_torchrun(env: Mapping[str, str]) -> RankEnvironment:
         local_rank=_number(env, "LOCAL_RANK", "torchrun"),
         local_world_size=_number(env, "LOCAL_WORLD_SIZE", "torchrun"),
         master_address=env.get("MASTER_ADDR", "127.0.0.1"),
-        master_port=_port(env, "torchrun") if world_size == 1 else _number(
-            env, "MASTER_PORT", "torchrun"
-        ),
+        master_port=_FIRST_PORT if alone else _number(env, "MASTER_PORT", "torchrun"),
     )
 
 

@@ -180,10 +180,9 @@ def _local_device(device: torch.device, local_rank: int) -> torch.device:
     if device.type != "cuda":
         return device
     available = torch.cuda.device_count()
-    index = local_rank if device.index is None else device.index
+    chosen: int | None = device.index
     # srun --gpus-per-task shows each rank only its own GPU, always as number 0.
-    if available == 1 and device.index is None:
-        index = 0
+    index = chosen if chosen is not None else local_rank if available > 1 else 0
     if index >= available:
         raise TopologyError(
             f"train.device={device.type} needs GPU {index} for local rank {local_rank}, but this "
