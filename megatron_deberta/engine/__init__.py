@@ -1,0 +1,1 @@
+"""Turning losses into updates: the engines, the optimizer, the schedule, the loss scale."""

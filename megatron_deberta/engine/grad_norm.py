@@ -1,0 +1,70 @@
+"""The global gradient norm under tensor parallelism, and the agreement of ranks on finiteness.
+
+Owns collectives on scalars. Refuses gradients that are themselves sharded over data-parallel
+ranks: there DeepSpeed computes the norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_deberta.parallel.topology import ProcessGroups
+
+CLIP_EPSILON = 1e-6
+"""Added to the norm before dividing by it, as torch and DeepSpeed do."""
+
+
+def global_grad_norm(gradients: Iterable[tuple[Tensor, bool]], groups: ProcessGroups) -> float:
+    """2-norm of the whole model's gradient.
+
+    Squares of sharded gradients are summed over tensor-parallel ranks, those of replicated ones
+    are counted once. Summed in fp64, so that the order of parameters does not matter.
+    Collective over tensor-parallel ranks.
+
+    Args:
+        gradients: (gradient, whether its parameter is split over tensor-parallel ranks), already
+            averaged over data-parallel ranks.
+        groups: the rank grid.
+
+    Returns:
+        The norm; inf or nan if any element on any rank is.
+    """
+    sharded = torch.zeros((), dtype=torch.float64, device=groups.device)
+    replicated = torch.zeros_like(sharded)
+    for gradient, is_sharded in gradients:
+        square = torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+        if is_sharded:
+            sharded += square
+        else:
+            replicated += square
+    # Replicated squares are equal on every rank; the mean keeps them so down to the last bit.
+    total = sharded + replicated / groups.tp_size
+    if groups.tp_group is not None:
+        dist.all_reduce(total, group=groups.tp_group)
+    return float(total.sqrt())
+
+
+def clip_coefficient(grad_norm: float, max_norm: float) -> float:
+    """Factor that brings a gradient of norm ``grad_norm`` down to ``max_norm``; 0 never clips."""
+    if max_norm <= 0:
+        return 1.0
+    return 1.0 / max(1.0, (grad_norm + CLIP_EPSILON) / max_norm)
+
+
+def any_nonfinite(value: Tensor, groups: ProcessGroups) -> bool:
+    """Whether any element is inf or nan on any rank. Collective over all ranks.
+
+    Args:
+        value: any shape, e.g. the loss.
+        groups: the rank grid.
+    """
+    bad = (~torch.isfinite(value.detach())).any().to(torch.int32)
+    # Over the grid's rows, then its columns: no group of all ranks is needed.
+    for group in (groups.tp_group, groups.dp_group):
+        if group is not None:
+            dist.all_reduce(bad, op=dist.ReduceOp.MAX, group=group)
+    return bool(bad)

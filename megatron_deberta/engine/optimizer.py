@@ -1,0 +1,167 @@
+"""Which parameters decay, and which AdamW updates them.
+
+Owns the parameter groups and the choice of an implementation. Refuses learning rates
+(``schedule``), clipping (``grad_norm``) and loss scales (``loss_scale``).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_deberta.config.schema import OptimizerConfig
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Keys of Adam's moments in an optimizer's state, whichever implementation runs."""
+
+
+def decays(name: str) -> bool:
+    """Whether weight decay applies to a canonical parameter name: not to biases and norms."""
+    return not name.endswith((".bias", "norm.weight"))
+
+
+def parameter_groups(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float
+) -> list[dict[str, Any]]:
+    """Split parameters into those that decay and those that do not, each in the given order.
+
+    Args:
+        named_parameters: canonical names; those that need no gradient are left out.
+        weight_decay: for the first group.
+
+    Returns:
+        Optimizer groups of ``params`` and ``weight_decay``; an empty one is left out.
+    """
+    decaying: list[nn.Parameter] = []
+    exempt: list[nn.Parameter] = []
+    for name, parameter in named_parameters:
+        if parameter.requires_grad:
+            (decaying if decays(name) else exempt).append(parameter)
+    groups = [
+        {"params": decaying, "weight_decay": weight_decay},
+        {"params": exempt, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def build_optimizer(
+    groups: list[dict[str, Any]], config: OptimizerConfig, on_gpu: bool
+) -> torch.optim.Optimizer:
+    """AdamW over the groups, the fastest that is installed.
+
+    NVIDIA's apex where the update runs on a GPU and apex is there, torch's fused kernel otherwise;
+    without bias correction and without apex, :class:`UncorrectedAdamW`. All keep the state keys
+    ``exp_avg`` and ``exp_avg_sq``.
+
+    Args:
+        groups: from :func:`parameter_groups`.
+        config: hyperparameters.
+        on_gpu: whether the update itself runs on a GPU (False with offload).
+    """
+    arguments: dict[str, Any] = {
+        "lr": config.learning_rate,
+        "betas": (config.beta1, config.beta2),
+        "eps": config.eps,
+    }
+    fused_adam = apex_fused_adam() if on_gpu else None
+    if fused_adam is not None:
+        return fused_adam(
+            groups, adam_w_mode=True, bias_correction=config.bias_correction, **arguments
+        )
+    if config.bias_correction:
+        return torch.optim.AdamW(groups, fused=True, **arguments)
+    return UncorrectedAdamW(groups, **arguments)
+
+
+def apex_fused_adam() -> Callable[..., torch.optim.Optimizer] | None:
+    """NVIDIA apex's ``FusedAdam``, or None.
+
+    PyPI's ``apex`` is another project, and NVIDIA's can be built without its kernels: only the
+    compiled ``amp_C`` beside ``apex.optimizers`` shows the real one.
+    """
+    try:
+        importlib.import_module("amp_C")
+        optimizers = importlib.import_module("apex.optimizers")
+    except ImportError:
+        return None
+    fused_adam: Callable[..., torch.optim.Optimizer] | None = getattr(optimizers, "FusedAdam", None)
+    return fused_adam
+
+
+class UncorrectedAdamW(torch.optim.Optimizer):
+    """AdamW without bias correction, as Microsoft's release trains.
+
+    ``m = b1 m + (1 - b1) g``, ``v = b2 v + (1 - b2) g^2``,
+    ``p = p - lr (m / (sqrt(v) + eps) + decay p)``. Elementwise, so correct on ZeRO's flat parts.
+
+    Source: microsoft/DeBERTa, ``optims/xadam.py``.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[dict[str, Any]],
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient; a closure is refused."""
+        if closure is not None:
+            raise ValueError("UncorrectedAdamW takes no closure")
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group)
+
+    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros(())
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        beta1, beta2 = group["betas"]
+        state["step"] += 1
+        state["exp_avg"].lerp_(gradient, 1 - beta1)
+        state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        root = state["exp_avg_sq"].sqrt().add_(group["eps"])
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.addcdiv_(state["exp_avg"], root, value=-group["lr"])
+
+
+def adam_step(optimizer: torch.optim.Optimizer) -> int:
+    """How many updates Adam has done; 0 before the first one."""
+    for group in optimizer.param_groups:
+        if "step" in group:
+            return int(group["step"])
+        for parameter in group["params"]:
+            if "step" in optimizer.state.get(parameter, {}):
+                return int(optimizer.state[parameter]["step"])
+    return 0
+
+
+def set_adam_step(optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Set the number of updates done, for every parameter of the optimizer.
+
+    apex counts in the group, torch in each parameter's state. Each parameter gets a counter of its
+    own: a shared tensor would be counted up once a parameter.
+    """
+    for group in optimizer.param_groups:
+        if _counts_in_group(optimizer):
+            group["step"] = step
+            continue
+        for parameter in group["params"]:
+            device = parameter.device if group.get("fused") else torch.device("cpu")
+            optimizer.state[parameter]["step"] = torch.tensor(
+                float(step), dtype=torch.float32, device=device
+            )
+
+
+def _counts_in_group(optimizer: torch.optim.Optimizer) -> bool:
+    return not isinstance(optimizer, torch.optim.AdamW | UncorrectedAdamW)
