@@ -1,0 +1,467 @@
+"""DeBERTa that fills masks through its enhanced mask decoder, for use with transformers.
+
+Self-contained on purpose (torch and transformers only): ``megatron-deberta convert --to hf`` puts a
+copy of this file beside the weights, and ``trust_remote_code=True`` runs that copy. Parameter names
+are those of transformers' own ``deberta`` and ``deberta-v2`` classes, so the stock ``AutoModel``
+reads the same encoder. What those classes lack is here: the mask decoder, the paper's p2c index,
+absolute positions at the input together with relative ones, and projections without bias.
+
+Source: He et al. 2021, arXiv:2006.03654, and the code released with it.
+Letters: B batch, N tokens, D hidden size, A heads, H head size, S position slots, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import DebertaConfig, DebertaV2Config, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput
+
+
+class MegatronDebertaConfig(DebertaV2Config):
+    """Configuration of what the stock classes cannot express; the fields are DeBERTa-v2's and more.
+
+    On top of those: ``absolute_positions`` (decoder, input, none), ``mask_decoder_passes``,
+    ``p2c_index`` (released, paper), ``key_bias``, ``position_key_bias``.
+    """
+
+    model_type = "megatron-deberta"
+
+
+def setting(config: PretrainedConfig, name: str) -> Any:
+    """Read a field that the stock configurations do not declare, or what a release means by it."""
+    input_positions = config.position_biased_input
+    defaults = {
+        "absolute_positions": "input" if input_positions else "decoder",
+        "mask_decoder_passes": 0 if input_positions else 2,
+        "p2c_index": "released",
+        "key_bias": config.model_type != "deberta",
+        "position_key_bias": config.model_type != "deberta",
+        "position_buckets": -1,
+        "share_att_key": False,
+        "norm_rel_ebd": "none",
+        "conv_kernel_size": 0,
+        "conv_act": "tanh",
+    }
+    return getattr(config, name, defaults[name])
+
+
+def position_terms(config: PretrainedConfig) -> tuple[bool, bool]:
+    """Whether the content-to-position and the position-to-content terms are on."""
+    terms = (config.pos_att_type or []) if config.relative_attention else []
+    return "c2p" in terms, "p2c" in terms
+
+
+def position_slots(length: int, config: PretrainedConfig, device: torch.device) -> Tensor:
+    """Row of the relative-position table for every pair, int64 ``[N query, N key]``.
+
+    Source: section 3.1, Eq. 3; log buckets as in the released ``make_log_bucket_position``.
+    """
+    reach = config.max_relative_positions
+    reach = reach if reach > 0 else config.max_position_embeddings
+    buckets = setting(config, "position_buckets")
+    place = torch.arange(length, device=device)
+    distance = place[:, None] - place[None, :]
+    if buckets <= 0:
+        return (distance + reach).clamp(0, 2 * reach - 1)
+    middle = buckets // 2
+    far = distance.abs().clamp(min=middle).float() / middle
+    steps = torch.log(far) / torch.log(torch.tensor((reach - 1) / middle)) * (middle - 1)
+    logarithmic = (torch.ceil(steps).long() + middle) * distance.sign()
+    bucket = torch.where(distance.abs() <= middle, distance, logarithmic)
+    return (bucket + buckets).clamp(0, 2 * buckets - 1)
+
+
+class SelfAttention(nn.Module):
+    """Disentangled self-attention whose queries may come from elsewhere (the mask decoder).
+
+    Source: section 3.1, Eq. 4; ``p2c_index="released"`` reads the p2c term at delta(i, j).
+    """
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__()
+        width = config.hidden_size
+        self.num_heads = config.num_attention_heads
+        self.c2p, self.p2c = position_terms(config)
+        self.paper_index = setting(config, "p2c_index") == "paper"
+        self.shared = setting(config, "share_att_key")
+        self.v1_names = config.model_type == "deberta"
+        self.dropout = nn.Dropout(config.attention_probs_dropout_prob)
+        self.pos_dropout = nn.Dropout(config.hidden_dropout_prob)
+        if self.v1_names:
+            self.in_proj = nn.Linear(width, 3 * width, bias=False)
+            self.q_bias = nn.Parameter(torch.zeros(width))
+            self.v_bias = nn.Parameter(torch.zeros(width))
+        else:
+            self.query_proj = nn.Linear(width, width)
+            self.key_proj = nn.Linear(width, width, bias=setting(config, "key_bias"))
+            self.value_proj = nn.Linear(width, width)
+        if self.c2p and not self.shared:
+            name = "pos_proj" if self.v1_names else "pos_key_proj"
+            bias = setting(config, "position_key_bias")
+            self.add_module(name, nn.Linear(width, width, bias=bias))
+        if self.p2c and not self.shared:
+            name = "pos_q_proj" if self.v1_names else "pos_query_proj"
+            self.add_module(name, nn.Linear(width, width))
+
+    def forward(
+        self, hidden: Tensor, query: Tensor, mask: Tensor, slots: Tensor, table: Tensor | None
+    ) -> Tensor:
+        """Attend from ``query`` ``[B, N, D]`` to ``hidden`` ``[B, N, D]``.
+
+        Args:
+            hidden: what keys and values are made of.
+            query: what queries are made of, at the same positions.
+            mask: bool ``[B, N]``, True = a key that may be seen.
+            slots: int64 ``[N, N]`` rows of the position table.
+            table: ``[S, D]`` relative positions, or None.
+
+        Returns:
+            ``[B, N, D]``.
+        """
+        queries, keys, values = self._content(query, hidden)
+        scale = (queries.size(-1) * (1 + self.c2p + self.p2c)) ** -0.5
+        queries = queries * scale
+        scores = queries @ keys.transpose(-1, -2)
+        pairs = slots.expand_as(scores)
+        if table is not None:
+            table = self.pos_dropout(table)
+        if self.c2p:
+            position_keys = self._split(self._position_projection("key")(table))
+            c2p = queries @ position_keys.transpose(-1, -2)
+            scores = scores + c2p.gather(-1, pairs)
+        if self.p2c:
+            position_queries = self._split(self._position_projection("query")(table)) * scale
+            p2c = keys @ position_queries.transpose(-1, -2)
+            index = pairs if self.paper_index else pairs.transpose(-1, -2)
+            scores = scores + p2c.gather(-1, index).transpose(-1, -2)
+        scores = scores.masked_fill(~mask[:, None, None, :], torch.finfo(scores.dtype).min)
+        probabilities = self.dropout(scores.float().softmax(-1).to(values.dtype))
+        return (probabilities @ values).transpose(1, 2).flatten(2)
+
+    def _content(self, query: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if not self.v1_names:
+            projected = self.query_proj(query), self.key_proj(hidden), self.value_proj(hidden)
+        else:
+            width = query.size(-1)
+            # in_proj holds query, key and value rows head by head.
+            weights = self.in_proj.weight.view(self.num_heads, 3, -1, width)
+            weight_q, weight_k, weight_v = (weights[:, i].reshape(-1, width) for i in range(3))
+            projected = (
+                F.linear(query, weight_q, self.q_bias),
+                F.linear(hidden, weight_k),
+                F.linear(hidden, weight_v, self.v_bias),
+            )
+        queries, keys, values = (self._split(part) for part in projected)
+        return queries, keys, values
+
+    def _position_projection(self, kind: str) -> nn.Module:
+        if self.shared:
+            return self.get_submodule(f"{kind}_proj")
+        v1_name = {"key": "pos_proj", "query": "pos_q_proj"}[kind]
+        return self.get_submodule(v1_name if self.v1_names else f"pos_{kind}_proj")
+
+    def _split(self, projected: Tensor) -> Tensor:
+        """``[..., N, A * H]`` -> ``[..., A, N, H]``."""
+        return projected.unflatten(-1, (self.num_heads, -1)).transpose(-2, -3)
+
+
+class ResidualOutput(nn.Module):
+    """Projection, dropout, residual, LayerNorm: the end of both blocks of a layer."""
+
+    def __init__(self, config: PretrainedConfig, input_size: int) -> None:
+        super().__init__()
+        self.dense = nn.Linear(input_size, config.hidden_size)
+        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(self, inner: Tensor, residual: Tensor) -> Tensor:
+        """Return ``LayerNorm(residual + dropout(dense(inner)))``."""
+        normalised: Tensor = self.LayerNorm(residual + self.dropout(self.dense(inner)))
+        return normalised
+
+
+class Layer(nn.Module):
+    """One transformer layer; queries and the residual come from ``query``."""
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__()
+        self.attention = nn.ModuleDict(
+            {"self": SelfAttention(config), "output": ResidualOutput(config, config.hidden_size)}
+        )
+        self.intermediate = nn.ModuleDict(
+            {"dense": nn.Linear(config.hidden_size, config.intermediate_size)}
+        )
+        self.output = ResidualOutput(config, config.intermediate_size)
+
+    def forward(self, hidden: Tensor, query: Tensor, *shared: Any) -> Tensor:
+        """Map ``query`` ``[B, N, D]`` to ``[B, N, D]``; ``shared`` as in the attention."""
+        context = self.attention["self"](hidden, query, *shared)
+        attended = self.attention["output"](context, query)
+        out: Tensor = self.output(F.gelu(self.intermediate["dense"](attended)), attended)
+        return out
+
+
+class ConvolutionBranch(nn.Module):
+    """Convolution of the embeddings, added to the first layer's output."""
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__()
+        size = setting(config, "conv_kernel_size")
+        self.conv = nn.Conv1d(config.hidden_size, config.hidden_size, size, padding=size // 2)
+        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.activation = {"gelu": F.gelu, "tanh": torch.tanh}[setting(config, "conv_act")]
+
+    def forward(self, embedded: Tensor, hidden: Tensor, mask: Tensor) -> Tensor:
+        """Combine ``[B, N, D]`` and ``[B, N, D]``; padding gives zeros."""
+        convolved = self.conv(embedded.transpose(1, 2)).transpose(1, 2) * mask.unsqueeze(-1)
+        out: Tensor = self.LayerNorm(hidden + self.activation(self.dropout(convolved)))
+        return out * mask.unsqueeze(-1)
+
+
+class Embeddings(nn.Module):
+    """Tokens, and the absolute positions, which enter here or in the mask decoder."""
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__()
+        if config.type_vocab_size > 0:
+            raise ValueError(f"type_vocab_size={config.type_vocab_size}: token types are not built")
+        self.at_input = setting(config, "absolute_positions") == "input"
+        self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        if setting(config, "absolute_positions") != "none":
+            size = config.max_position_embeddings
+            self.position_embeddings = nn.Embedding(size, config.hidden_size)
+        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(self, input_ids: Tensor, mask: Tensor) -> Tensor:
+        """Return ``[B, N, D]``, zero at padding."""
+        hidden = self.word_embeddings(input_ids)
+        if self.at_input:
+            hidden = hidden + self.position_embeddings.weight[: input_ids.size(1)]
+        out: Tensor = self.dropout(self.LayerNorm(hidden) * mask.unsqueeze(-1))
+        return out
+
+
+class Encoder(nn.Module):
+    """The layers, the relative-position table they share, and the convolution."""
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__()
+        self.layer = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.has_positions = any(position_terms(config))
+        self.LayerNorm: nn.Module = nn.Identity()
+        if self.has_positions:
+            reach = config.max_relative_positions
+            span = setting(config, "position_buckets")
+            span = span if span > 0 else reach if reach > 0 else config.max_position_embeddings
+            self.rel_embeddings = nn.Embedding(2 * span, config.hidden_size)
+            if "layer_norm" in setting(config, "norm_rel_ebd"):
+                self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.conv = (
+            ConvolutionBranch(config) if setting(config, "conv_kernel_size") > 0 else None
+        )
+
+    def table(self) -> Tensor | None:
+        """The relative-position table ``[S, D]`` as every layer reads it."""
+        return self.LayerNorm(self.rel_embeddings.weight) if self.has_positions else None
+
+
+class MegatronDebertaPreTrainedModel(PreTrainedModel):
+    """Initial values and the prefix of the encoder's names."""
+
+    config_class = MegatronDebertaConfig
+    base_model_prefix = "deberta"
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        for name in ("q_bias", "v_bias", "bias"):
+            bias = getattr(module, name, None)
+            if isinstance(module, SelfAttention | VocabularyHead) and bias is not None:
+                nn.init.zeros_(bias)
+
+
+class MegatronDebertaModel(MegatronDebertaPreTrainedModel):
+    """The encoder, for downstream tasks."""
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__(config)
+        self.embeddings = Embeddings(config)
+        self.encoder = Encoder(config)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The token table."""
+        return self.embeddings.word_embeddings
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replace the token table."""
+        self.embeddings.word_embeddings = value
+
+    def shared_inputs(self, mask: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Mask, position slots and position table: what every layer reads besides states."""
+        return mask, position_slots(mask.size(1), self.config, mask.device), self.encoder.table()
+
+    def hidden_states(self, input_ids: Tensor, mask: Tensor) -> list[Tensor]:
+        """Embeddings and the output of every layer, ``[B, N, D]`` each."""
+        shared = self.shared_inputs(mask)
+        states = [self.embeddings(input_ids, mask)]
+        for index, layer in enumerate(self.encoder.layer):
+            hidden = layer(states[-1], states[-1], *shared)
+            if index == 0 and self.encoder.conv is not None:
+                hidden = self.encoder.conv(states[0], hidden, mask)
+            states.append(hidden)
+        return states
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> Any:
+        """Encode; see `hidden_states`. Token types do not exist in this model."""
+        states = self.hidden_states(input_ids, as_mask(input_ids, attention_mask))
+        wanted = output_hidden_states or self.config.output_hidden_states
+        out = BaseModelOutput(states[-1], tuple(states) if wanted else None)
+        return out.to_tuple() if return_dict is False else out
+
+
+class VocabularyHead(nn.Module):
+    """Dense, GELU, LayerNorm, then the token table and a bias."""
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.bias = nn.Parameter(torch.zeros(config.vocab_size))
+
+    def forward(self, hidden: Tensor, token_table: Tensor) -> Tensor:
+        """Map ``[B, N, D]`` to logits ``[B, N, V]``."""
+        return F.linear(self.LayerNorm(F.gelu(self.dense(hidden))), token_table, self.bias)
+
+
+class DebertaForMaskedLM(MegatronDebertaPreTrainedModel):
+    """Fill-mask through the enhanced mask decoder.
+
+    Source: section 3.3; what was released: the encoder's last layer runs ``mask_decoder_passes``
+    times, keys and values always from its input, the first query being that input plus absolute
+    positions. ``from_pretrained`` returns the subclass that the configuration's type asks for.
+    """
+
+    config_class = DebertaConfig
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__(config)
+        self.deberta = MegatronDebertaModel(config)
+        self.lm_predictions = nn.ModuleDict({"lm_head": VocabularyHead(config)})
+        self.post_init()
+
+    @classmethod
+    def from_pretrained(cls, name_or_path: Any, *args: Any, **kwargs: Any) -> DebertaForMaskedLM:
+        """Load; arguments as those of ``transformers.PreTrainedModel.from_pretrained``.
+
+        Raises:
+            ValueError: the directory holds another kind of model.
+        """
+        config = kwargs.get("config")
+        if config is None:
+            model_type = PretrainedConfig.get_config_dict(name_or_path)[0].get("model_type")
+        else:
+            model_type = config.model_type
+        for kind in (DebertaForMaskedLM, DebertaV2ForMaskedLM, MegatronDebertaForMaskedLM):
+            if kind.config_class.model_type == model_type:
+                return super(DebertaForMaskedLM, kind).from_pretrained(
+                    name_or_path, *args, **kwargs
+                )
+        raise ValueError(
+            f"{name_or_path}: model_type {model_type!r} is no DeBERTa; "
+            "load it with transformers.AutoModelForMaskedLM"
+        )
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """Resize the token table as transformers does, and the head's bias (new ones 0)."""
+        table = super().resize_token_embeddings(*args, **kwargs)
+        head = self.lm_predictions["lm_head"]
+        grown = head.bias.new_zeros(table.num_embeddings)
+        kept = min(len(grown), len(head.bias))
+        grown[:kept] = head.bias.detach()[:kept]
+        head.bias = nn.Parameter(grown)
+        return table
+
+    def decode(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        """Run the mask decoder at every position.
+
+        Args:
+            hidden: ``[B, N, D]`` input of the last layer.
+            mask: bool ``[B, N]``, True = real token.
+
+        Returns:
+            ``[B, N, D]``.
+        """
+        query = hidden
+        if setting(self.config, "absolute_positions") == "decoder":
+            positions = self.deberta.embeddings.position_embeddings.weight
+            query = query + positions[: hidden.size(1)]
+        shared = self.deberta.shared_inputs(mask)
+        for _ in range(setting(self.config, "mask_decoder_passes")):
+            query = self.deberta.encoder.layer[-1](hidden, query, *shared)
+        return query
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> Any:
+        """Predict every token.
+
+        Args:
+            input_ids: int64 ``[B, N]``.
+            attention_mask: ``[B, N]``, non-zero = real token; None: all are.
+            token_type_ids: accepted because tokenizers send them; the model has none.
+            labels: int64 ``[B, N]``, -100 = not counted; with them, ``loss`` is the mean.
+            output_hidden_states: also return the encoder's states.
+            return_dict: False returns a tuple.
+
+        Returns:
+            ``MaskedLMOutput`` with ``logits`` ``[B, N, V]``.
+        """
+        mask = as_mask(input_ids, attention_mask)
+        states = self.deberta.hidden_states(input_ids, mask)
+        plain = setting(self.config, "mask_decoder_passes") == 0
+        decoded = states[-1] if plain else self.decode(states[-2], mask)
+        head = self.lm_predictions["lm_head"]
+        logits = head(decoded, self.deberta.embeddings.word_embeddings.weight)
+        loss = None if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        wanted = output_hidden_states or self.config.output_hidden_states
+        out = MaskedLMOutput(loss, logits, tuple(states) if wanted else None)
+        return out.to_tuple() if return_dict is False else out
+
+
+class DebertaV2ForMaskedLM(DebertaForMaskedLM):
+    """The same for exports of type ``deberta-v2``; transformers matches classes by configuration."""
+
+    config_class = DebertaV2Config
+
+
+class MegatronDebertaForMaskedLM(DebertaForMaskedLM):
+    """The same for what the stock classes cannot express."""
+
+    config_class = MegatronDebertaConfig
+
+
+def as_mask(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """Bool ``[B, N]``, True = real token; all of them where no mask is given."""
+    if attention_mask is None:
+        return torch.ones_like(input_ids, dtype=torch.bool)
+    return attention_mask.bool()
