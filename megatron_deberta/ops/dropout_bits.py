@@ -1,0 +1,161 @@
+"""Dropout bits that are a function of where an element stands, never of a generator's state.
+
+Every backend and every layout calls the same integer function, so that tensor parallelism,
+recomputation and resume drop the same elements. All arithmetic is modulo 2**32::
+
+    mix(x):   x ^= x >> 16;  x *= 0x7feb352d;  x ^= x >> 15;  x *= 0x846ca68b;  x ^= x >> 16
+    row     = mix(mix(mix(mix(low ^ 0x9e3779b9) ^ high) ^ head) ^ query)
+    word    = mix(row ^ (0x9e3779b9 * (key // 4)))
+    byte    = (word >> (8 * (key % 4))) & 255
+    dropped = byte < round(256 * p)
+
+``low`` and ``high`` are the halves of the row's 64-bit seed, ``head`` the global head, ``query``
+and ``key`` positions in the row; shifts are logical. ``mix`` is the finaliser "lowbias32" of
+https://github.com/skeeto/hash-prospector. Eight bits an element make p a multiple of 1/256: the
+rate is round(256 p) / 256 and the scale belongs to that rate, so the expectation is exact.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_GOLDEN_32 = 0x9E3779B9 - (1 << 32)
+_MULTIPLY_1 = 0x7FEB352D
+_MULTIPLY_2 = 0x846CA68B - (1 << 32)
+_GOLDEN_64 = 0x9E3779B97F4A7C15 - (1 << 64)
+_SPLITMIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+_SPLITMIX_2 = 0x94D049BB133111EB - (1 << 64)
+
+
+def drop_threshold(dropout_p: float) -> int:
+    """Bytes below this are dropped: round(256 p).
+
+    Args:
+        dropout_p: dropout probability.
+
+    Raises:
+        ValueError: if the probability is below 0 or rounds to 1.
+    """
+    threshold = round(256 * dropout_p) if 0 <= dropout_p < 1 else 256
+    if threshold > 255:
+        raise ValueError(f"dropout_p: got {dropout_p}, expected 0 <= dropout_p < 0.998")
+    return threshold
+
+
+def keep_scale(dropout_p: float) -> float:
+    """Factor on kept elements: 256 / (256 - round(256 p)).
+
+    Args:
+        dropout_p: dropout probability.
+
+    Raises:
+        ValueError: if the probability is below 0 or rounds to 1.
+    """
+    return 256 / (256 - drop_threshold(dropout_p))
+
+
+def row_keys(seed: Tensor, q_positions: Tensor, num_heads: int, head_offset: int) -> Tensor:
+    """The part of the hash that does not depend on the key.
+
+    Args:
+        seed: int64 ``[batch]``.
+        q_positions: integers ``[batch, q_len]`` or ``[q_len]``.
+        num_heads: local heads.
+        head_offset: global index of the first local head.
+
+    Returns:
+        int32 ``[batch, num_heads, q_len]``.
+    """
+    low = (((seed & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000).to(torch.int32)
+    high = (seed >> 32).to(torch.int32)
+    device = seed.device
+    head = torch.arange(head_offset, head_offset + num_heads, dtype=torch.int32, device=device)
+    state = _mix32_(_mix32_(low ^ _GOLDEN_32) ^ high)
+    state = _mix32_(state[:, None] ^ head)
+    query = torch.atleast_2d(q_positions).to(torch.int32)
+    return _mix32_(state[:, :, None] ^ query[:, None, :])
+
+
+def random_bytes(rows: Tensor, num_keys: int, key_offset: int = 0) -> Tensor:
+    """The uniform byte of each (row, key).
+
+    Args:
+        rows: row keys, int32, any shape.
+        num_keys: keys, counted from ``key_offset``.
+        key_offset: position of the first key.
+
+    Returns:
+        uint8 ``[*rows.shape, num_keys]``.
+    """
+    first = key_offset // 4
+    last = -(-(key_offset + num_keys) // 4)
+    columns = torch.arange(first, last, dtype=torch.int32, device=rows.device) * _GOLDEN_32
+    words = _mix32_(rows.unsqueeze(-1) ^ columns)
+    # Byte k % 4 of a word, least significant first: the memory order of little-endian machines.
+    start = key_offset - 4 * first
+    return words.view(torch.uint8)[..., start : start + num_keys]
+
+
+def keep_mask(
+    seed: Tensor,
+    q_positions: Tensor,
+    num_keys: int,
+    dropout_p: float,
+    *,
+    num_heads: int = 1,
+    head_offset: int = 0,
+    key_offset: int = 0,
+) -> Tensor:
+    """Which elements dropout keeps. Hidden dropout uses one head, keys are then features.
+
+    Args:
+        seed: int64 ``[batch]``, one a row.
+        q_positions: integers ``[batch, q_len]`` or ``[q_len]`` (the same in every row).
+        num_keys: keys, counted from ``key_offset``.
+        dropout_p: dropout probability, rounded to a multiple of 1/256.
+        num_heads: local heads.
+        head_offset: global index of the first local head.
+        key_offset: position of the first key.
+
+    Returns:
+        bool ``[batch, num_heads, q_len, num_keys]``, True = keep, on the seed's device.
+
+    Raises:
+        ValueError: if the probability is below 0 or rounds to 1.
+    """
+    threshold = drop_threshold(dropout_p)
+    rows = row_keys(seed, q_positions, num_heads, head_offset)
+    return random_bytes(rows, num_keys, key_offset) >= threshold
+
+
+def mix_seed(*parts: int | Tensor) -> Tensor:
+    """Hashes integers to a 64-bit seed, one SplitMix64 step a part; the order matters.
+
+    Args:
+        *parts: integers (taken modulo 2**64) and integer tensors that broadcast together.
+
+    Returns:
+        int64, of the broadcast shape (0-dimensional for plain integers).
+    """
+    state = torch.zeros((), dtype=torch.int64, device="cpu")
+    for part in parts:
+        if isinstance(part, int):
+            signed = (part + (1 << 63)) % (1 << 64) - (1 << 63)
+            part = torch.tensor(signed, dtype=torch.int64, device="cpu")
+        state = (state ^ part.long()) + _GOLDEN_64
+        state = (state ^ ((state >> 30) & ((1 << 34) - 1))) * _SPLITMIX_1
+        state = (state ^ ((state >> 27) & ((1 << 37) - 1))) * _SPLITMIX_2
+        state = state ^ ((state >> 31) & ((1 << 33) - 1))
+    return state
+
+
+def _mix32_(x: Tensor) -> Tensor:
+    """The finaliser ``mix`` of the module docstring, in place on an int32 tensor."""
+    # torch shifts int32 arithmetically; the masks make the shifts logical.
+    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    x *= _MULTIPLY_1
+    x ^= (x >> 15).bitwise_and_(0x1FFFF)
+    x *= _MULTIPLY_2
+    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    return x
