@@ -1,0 +1,67 @@
+"""The tensors of one micro batch.
+
+Owns the field names, shapes and dtypes that cross from data to objective and model. Refuses to
+build them (``loader.py``) or to interpret them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+IGNORED_LABEL = -100
+"""Label of a padded masked position."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One micro batch of packed, masked rows; on the CPU until ``to``.
+
+    Every tensor-parallel rank of a data-parallel rank holds the same batch.
+
+    Attributes:
+        input_ids: [B, N] int64 tokens after masking; padding at the end of a row.
+        attention_mask: [B, N] bool, True = real token.
+        masked_positions: [B, M] int64 row positions to predict, ascending, -1 = padding at the
+            end. M is a constant of the run.
+        labels: [B, M] int64 original tokens at those positions, -100 = padding.
+        sample_index: [B] int64 global sample index, -1 = a row that only fills the last
+            validation batch and has no labels.
+        document_ids: [B, N] int64, non-decreasing along a row, or None where attention crosses
+            documents.
+        position_ids: [B, N] int64 positions restarting in each document, or None = 0..N-1.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    masked_positions: Tensor
+    labels: Tensor
+    sample_index: Tensor
+    document_ids: Tensor | None = None
+    position_ids: Tensor | None = None
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+        """Return the batch on ``device``; ``non_blocking`` helps from pinned memory only."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Batch:
+        """Return the batch in page-locked memory; torch's loader calls it by this name."""
+        return self._map(lambda tensor: tensor.pin_memory())
+
+    @property
+    def num_tokens(self) -> int:
+        """Real tokens; waits for the device if the batch is on one."""
+        return int(self.attention_mask.sum())
+
+    @property
+    def num_targets(self) -> int:
+        """Masked positions to predict; waits for the device if the batch is on one."""
+        return int((self.masked_positions >= 0).sum())
+
+    def _map(self, transform: Callable[[Tensor], Tensor]) -> Batch:
+        tensors = {item.name: getattr(self, item.name) for item in fields(self)}
+        present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        return replace(self, **{name: transform(tensor) for name, tensor in present.items()})

@@ -1,0 +1,52 @@
+"""The bytes of Megatron's indexed dataset: header, dtype codes, file names.
+
+Owns the constants that writer and reader share. Refuses the codes 6 and 7, which mean float64
+and float32 in megatron-core and the reverse in GPT-NeoX.
+
+Source: megatron-core 0.16.1, ``megatron/core/datasets/indexed_dataset.py``.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import numpy as np
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+"""Magic, version, dtype code, number of sequences, number of documents + 1."""
+
+DTYPE_CODES: dict[int, np.dtype[Any]] = {
+    1: np.dtype(np.uint8),
+    2: np.dtype(np.int8),
+    3: np.dtype(np.int16),
+    4: np.dtype(np.int32),
+    5: np.dtype(np.int64),
+    8: np.dtype(np.uint16),
+}
+CODES_OF_DTYPES = {dtype: code for code, dtype in DTYPE_CODES.items()}
+
+LARGEST_UINT16_VOCABULARY = 65_500
+"""Megatron's bound, below 2^16 because ids above the vocabulary may be special tokens."""
+
+
+def bin_path(prefix: str) -> str:
+    """Return the name of the token file of a shard."""
+    return f"{prefix}.bin"
+
+
+def idx_path(prefix: str) -> str:
+    """Return the name of the index file of a shard."""
+    return f"{prefix}.idx"
+
+
+def manifest_path(prefix: str) -> str:
+    """Return the name of the sidecar manifest of a shard."""
+    return f"{prefix}.manifest.json"
+
+
+def dtype_for_vocab(vocab_size: int) -> np.dtype[Any]:
+    """Return the token dtype Megatron uses for a vocabulary: uint16 below 65,500, else int32."""
+    return np.dtype(np.uint16 if vocab_size < LARGEST_UINT16_VOCABULARY else np.int32)

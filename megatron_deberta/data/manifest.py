@@ -1,0 +1,142 @@
+"""The sidecar ``{prefix}.manifest.json``: where a shard came from and what its bytes are.
+
+Owns its fields and both directions. Refuses to be needed: shards written by Megatron have none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass
+from typing import BinaryIO
+
+from megatron_deberta.data.indexed_format import bin_path, idx_path, manifest_path
+from megatron_deberta.data.indexed_writer import ShardSummary
+from megatron_deberta.data.publish import write_atomically
+from megatron_deberta.errors import DataError
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """What is recorded beside a shard.
+
+    Attributes:
+        tokenizer_fingerprint: identifies the tokenizer by content.
+        tokenizer_path: where that tokenizer was.
+        vocab_size: ids the tokenizer can give.
+        dtype: numpy name of the token type.
+        num_documents: documents.
+        num_sequences: sentences.
+        num_tokens: tokens.
+        bin_sha256: hex digest of the ``.bin`` file.
+        idx_sha256: hex digest of the ``.idx`` file.
+        sources: input files, in order.
+        format_version: of this file.
+    """
+
+    tokenizer_fingerprint: str
+    tokenizer_path: str
+    vocab_size: int
+    dtype: str
+    num_documents: int
+    num_sequences: int
+    num_tokens: int
+    bin_sha256: str
+    idx_sha256: str
+    sources: tuple[str, ...]
+    format_version: int = FORMAT_VERSION
+
+
+def write_manifest(
+    prefix: str,
+    summary: ShardSummary,
+    *,
+    tokenizer_fingerprint: str,
+    tokenizer_path: str,
+    vocab_size: int,
+    sources: tuple[str, ...],
+) -> Manifest:
+    """Write the manifest of a shard just published; atomic.
+
+    Args:
+        prefix: path of the shard without suffix.
+        summary: ``IndexedWriter.summary``.
+        tokenizer_fingerprint: of the tokenizer that made the ids.
+        tokenizer_path: of that tokenizer.
+        vocab_size: of that tokenizer.
+        sources: input files.
+
+    Returns:
+        What was written.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    manifest = Manifest(
+        tokenizer_fingerprint=tokenizer_fingerprint,
+        tokenizer_path=tokenizer_path,
+        vocab_size=vocab_size,
+        sources=sources,
+        **asdict(summary),
+    )
+    content = json.dumps(asdict(manifest), indent=2) + "\n"
+    write_atomically(manifest_path(prefix), content.encode())
+    return manifest
+
+
+def read_manifest(prefix: str) -> Manifest | None:
+    """Read the manifest of a shard; None where there is none.
+
+    Raises:
+        DataError: the file is unreadable, no JSON, of another version, or a field is missing,
+            unknown or of the wrong type.
+    """
+    path = manifest_path(prefix)
+    if not os.path.exists(path):
+        return None
+    try:
+        with open(path, encoding="utf-8") as stream:
+            fields = json.load(stream)
+        manifest = Manifest(**{**fields, "sources": tuple(fields["sources"])})
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise DataError(f"{path}: not a shard manifest ({error}); preprocess again") from error
+    if manifest.format_version != FORMAT_VERSION:
+        raise DataError(f"{path}: format_version {manifest.format_version} is not {FORMAT_VERSION}")
+    for name, value in asdict(manifest).items():
+        expected = {"vocab_size": int, "format_version": int, "sources": tuple}.get(
+            name, int if name.startswith("num_") else str
+        )
+        if type(value) is not expected:
+            raise DataError(f"{path}: {name} is {value!r}, not {expected.__name__}")
+    return manifest
+
+
+def verify_hashes(prefix: str, manifest: Manifest) -> None:
+    """Compare the SHA-256 of both files with the manifest; reads the whole shard.
+
+    Raises:
+        DataError: a file cannot be read or differs.
+    """
+    for path, expected in (
+        (idx_path(prefix), manifest.idx_sha256),
+        (bin_path(prefix), manifest.bin_sha256),
+    ):
+        try:
+            with open(path, "rb") as stream:
+                found = _sha256(stream)
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror}; preprocess again") from error
+        if found != expected:
+            raise DataError(
+                f"{path}: SHA-256 {found} is not the manifest's {expected}; preprocess again"
+            )
+
+
+def _sha256(stream: BinaryIO) -> str:
+    digest = hashlib.sha256()
+    while piece := stream.read(1 << 20):
+        digest.update(piece)
+    return digest.hexdigest()
