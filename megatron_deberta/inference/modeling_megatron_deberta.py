@@ -60,9 +60,9 @@ def position_slots(length: int, config: PretrainedConfig, device: torch.device) 
 
     Source: section 3.1, Eq. 3; log buckets as in the released ``make_log_bucket_position``.
     """
-    reach = config.max_relative_positions
+    reach: int = config.max_relative_positions
     reach = reach if reach > 0 else config.max_position_embeddings
-    buckets = setting(config, "position_buckets")
+    buckets: int = setting(config, "position_buckets")
     place = torch.arange(length, device=device)
     distance = place[:, None] - place[None, :]
     if buckets <= 0:
@@ -122,6 +122,7 @@ class SelfAttention(nn.Module):
         Returns:
             ``[B, N, D]``.
         """
+        values: Tensor
         queries, keys, values = self._content(query, hidden)
         scale = (queries.size(-1) * (1 + self.c2p + self.p2c)) ** -0.5
         queries = queries * scale
@@ -140,7 +141,8 @@ class SelfAttention(nn.Module):
             scores = scores + p2c.gather(-1, index).transpose(-1, -2)
         scores = scores.masked_fill(~mask[:, None, None, :], torch.finfo(scores.dtype).min)
         probabilities = self.dropout(scores.float().softmax(-1).to(values.dtype))
-        return (probabilities @ values).transpose(1, 2).flatten(2)
+        context: Tensor = (probabilities @ values).transpose(1, 2).flatten(2)
+        return context
 
     def _content(self, query: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if not self.v1_names:
@@ -166,7 +168,8 @@ class SelfAttention(nn.Module):
 
     def _split(self, projected: Tensor) -> Tensor:
         """``[..., N, A * H]`` -> ``[..., A, N, H]``."""
-        return projected.unflatten(-1, (self.num_heads, -1)).transpose(-2, -3)
+        heads: Tensor = projected.unflatten(-1, (self.num_heads, -1)).transpose(-2, -3)
+        return heads
 
 
 class ResidualOutput(nn.Module):
@@ -214,12 +217,14 @@ class ConvolutionBranch(nn.Module):
         self.conv = nn.Conv1d(config.hidden_size, config.hidden_size, size, padding=size // 2)
         self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
-        self.activation = {"gelu": F.gelu, "tanh": torch.tanh}[setting(config, "conv_act")]
+        self.tanh = setting(config, "conv_act") == "tanh"
 
     def forward(self, embedded: Tensor, hidden: Tensor, mask: Tensor) -> Tensor:
         """Combine ``[B, N, D]`` and ``[B, N, D]``; padding gives zeros."""
         convolved = self.conv(embedded.transpose(1, 2)).transpose(1, 2) * mask.unsqueeze(-1)
-        out: Tensor = self.LayerNorm(hidden + self.activation(self.dropout(convolved)))
+        convolved = self.dropout(convolved)
+        activated = torch.tanh(convolved) if self.tanh else F.gelu(convolved)
+        out: Tensor = self.LayerNorm(hidden + activated)
         return out * mask.unsqueeze(-1)
 
 
@@ -262,9 +267,7 @@ class Encoder(nn.Module):
             self.rel_embeddings = nn.Embedding(2 * span, config.hidden_size)
             if "layer_norm" in setting(config, "norm_rel_ebd"):
                 self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.conv = (
-            ConvolutionBranch(config) if setting(config, "conv_kernel_size") > 0 else None
-        )
+        self.conv = ConvolutionBranch(config) if setting(config, "conv_kernel_size") > 0 else None
 
     def table(self) -> Tensor | None:
         """The relative-position table ``[S, D]`` as every layer reads it."""
@@ -299,7 +302,7 @@ class MegatronDebertaModel(MegatronDebertaPreTrainedModel):
         """The token table."""
         return self.embeddings.word_embeddings
 
-    def set_input_embeddings(self, value: nn.Module) -> None:
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
         """Replace the token table."""
         self.embeddings.word_embeddings = value
 
@@ -377,9 +380,11 @@ class DebertaForMaskedLM(MegatronDebertaPreTrainedModel):
             model_type = config.model_type
         for kind in (DebertaForMaskedLM, DebertaV2ForMaskedLM, MegatronDebertaForMaskedLM):
             if kind.config_class.model_type == model_type:
-                return super(DebertaForMaskedLM, kind).from_pretrained(
+                model: DebertaForMaskedLM
+                model = super(DebertaForMaskedLM, kind).from_pretrained(
                     name_or_path, *args, **kwargs
                 )
+                return model
         raise ValueError(
             f"{name_or_path}: model_type {model_type!r} is no DeBERTa; "
             "load it with transformers.AutoModelForMaskedLM"
@@ -387,12 +392,13 @@ class DebertaForMaskedLM(MegatronDebertaPreTrainedModel):
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
         """Resize the token table as transformers does, and the head's bias (new ones 0)."""
-        table = super().resize_token_embeddings(*args, **kwargs)
+        table: nn.Embedding = super().resize_token_embeddings(*args, **kwargs)
         head = self.lm_predictions["lm_head"]
-        grown = head.bias.new_zeros(table.num_embeddings)
-        kept = min(len(grown), len(head.bias))
-        grown[:kept] = head.bias.detach()[:kept]
-        head.bias = nn.Parameter(grown)
+        old = head.get_parameter("bias").detach()
+        new = old.new_zeros(table.num_embeddings)
+        kept = min(len(old), len(new))
+        new[:kept] = old[:kept]
+        head.bias = nn.Parameter(new)
         return table
 
     def decode(self, hidden: Tensor, mask: Tensor) -> Tensor:
@@ -449,7 +455,7 @@ class DebertaForMaskedLM(MegatronDebertaPreTrainedModel):
 
 
 class DebertaV2ForMaskedLM(DebertaForMaskedLM):
-    """The same for exports of type ``deberta-v2``; transformers matches classes by configuration."""
+    """The same for type ``deberta-v2``: transformers matches classes by their configuration."""
 
     config_class = DebertaV2Config
 
