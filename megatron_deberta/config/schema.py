@@ -38,7 +38,7 @@ class ModelConfig:
     position_terms: PositionTerms = "c2p+p2c"
     """Which position terms enter the attention logits (paper, Eq. 2 to 4)."""
     p2c_index: P2CIndex = "released"
-    """``released``: the p2c term at delta(i,j), as Microsoft's code; ``paper``: delta(j,i), Eq. 4."""
+    """The p2c term at delta(i,j) as in Microsoft's code (``released``) or delta(j,i), Eq. 4."""
     share_position_projections: bool = True
     """Project positions with the content query/key weights (v2 on) or with weights of their own."""
     key_bias: bool = True
@@ -54,7 +54,7 @@ class ModelConfig:
     mask_decoder_passes: int = 2
     """Passes of the last layer in the enhanced mask decoder; 0 is a plain MLM head (BERT's)."""
     absolute_positions: AbsolutePositions = "decoder"
-    """Where absolute positions enter: ``decoder`` (DeBERTa), ``input`` (RoBERTa, DeBERTa-AP), ``none``."""
+    """Where they enter: ``decoder`` (DeBERTa), ``input`` (RoBERTa, DeBERTa-AP), ``none``."""
     hidden_dropout: float = 0.1
     """Dropout of hidden states and of the position table."""
     attention_dropout: float = 0.1
@@ -78,7 +78,7 @@ class DataConfig:
     """Shards, packing, order and loading."""
 
     train: tuple[str, ...] = ()
-    """Shard prefixes (``.bin``/``.idx`` without the suffix), or ``weight prefix weight prefix ...``."""
+    """Shard prefixes (paths without ``.bin``/``.idx``), or ``weight prefix weight prefix ...``."""
     validation: tuple[str, ...] = ()
     """Shard prefixes for validation; empty: ``validation_fraction`` of the training documents."""
     validation_fraction: float = 0.05
@@ -112,7 +112,7 @@ class ObjectiveConfig:
     max_span_words: int = 3
     """Longest masked span in words, drawn with p proportional to 1/n; 1 masks single pieces."""
     masking: Literal["released", "uniform"] = "uniform"
-    """``released``: Microsoft's left-to-right generator, which starves the row's end; ``uniform``: not."""
+    """``released`` is Microsoft's left-to-right generator, which starves a row's end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,7 +162,7 @@ class PrecisionConfig:
     engine: Literal["deepspeed", "plain"] = "deepspeed"
     """``plain`` is the readable oracle that tests compare DeepSpeed with."""
     zero_stage: Literal[0, 1, 2, 3] = 1
-    """What is sharded over data-parallel ranks: 1 optimizer, 2 gradients, 3 weights. 0 needs fp32."""
+    """Sharded over data-parallel ranks: 1 optimizer, 2 gradients, 3 weights. 0 needs fp32."""
     offload_optimizer: bool = False
     """Keep optimizer state in host memory."""
     initial_loss_scale_power: int = 16
@@ -229,6 +229,10 @@ class LogConfig:
 class ClusterConfig:
     """What the launcher promises the job."""
 
+    nodes: int = 0
+    """Nodes the run is sized for; 0: not said. Other numbers run it where the batch divides."""
+    ranks_per_node: int = 0
+    """Ranks (GPUs) a node the run is sized for; tensor parallelism stays within; 0: not said."""
     timeout_minutes: float = 30.0
     """How long a collective may wait before the process group gives up."""
 

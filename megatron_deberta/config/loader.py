@@ -1,0 +1,200 @@
+"""From YAML files and ``section.key=value`` overrides to a checked ``RunConfig``, and back.
+
+Owns precedence (defaults < files named under ``base`` < the file < overrides) and the wording of
+errors about names and types. Refuses cross-section logic (``rules.py``).
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args, get_origin, get_type_hints
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from megatron_deberta.config.rules import validate
+from megatron_deberta.config.schema import RunConfig
+from megatron_deberta.config.yaml_reader import parse_yaml, read_yaml
+from megatron_deberta.errors import ConfigError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+BASE_KEY = "base"
+"""Top-level key of a file that names the file or files it builds on, relative to itself."""
+
+OVERRIDES = "command line"
+"""How errors name the place of ``section.key=value``."""
+
+
+def load_config(path: str | os.PathLike[str] | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a run's config: defaults < files under ``base`` < the file < overrides.
+
+    Args:
+        path: YAML file; None takes the defaults.
+        overrides: ``section.key=value``, values in YAML; of two for one key the last counts.
+
+    Returns:
+        The config, checked by ``rules.validate``.
+
+    Raises:
+        ConfigError: unreadable file, unknown or duplicate key, wrong type, or a broken rule.
+    """
+    layers = list(_layers(Path(path), ())) if path is not None else []
+    layers += [(OVERRIDES, _parse_override(text)) for text in overrides]
+    return _build(layers)
+
+
+def config_from_dict(data: Mapping[str, Any], source: str) -> RunConfig:
+    """Build a config from plain data, such as a checkpoint's metadata.
+
+    Args:
+        data: sections of keys; what is absent takes its default.
+        source: where the data comes from, for errors.
+
+    Raises:
+        ConfigError: unknown key, wrong type, or a broken rule.
+    """
+    return _build([(source, data)])
+
+
+def config_to_dict(config: DataclassInstance) -> dict[str, Any]:
+    """Turn a config or one of its sections into plain JSON types (tuples become lists)."""
+    return cast(dict[str, Any], json.loads(json.dumps(asdict(config))))
+
+
+def config_hash(config: DataclassInstance) -> str:
+    """SHA-256 of a config or one of its sections, independent of field order; hexadecimal."""
+    canonical = json.dumps(asdict(config), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def save_config(config: RunConfig, path: str | os.PathLike[str]) -> None:
+    """Write the resolved config as YAML, in whole or not at all."""
+    target = Path(path)
+    text = OmegaConf.to_yaml(OmegaConf.structured(config))
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o644)
+        os.replace(name, target)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def _build(layers: Iterable[tuple[str, Mapping[str, Any]]]) -> RunConfig:
+    merged: DictConfig = OmegaConf.structured(RunConfig)
+    for section in merged:
+        # Frozen dataclasses arrive read-only; the layers are set key by key, to name the key.
+        OmegaConf.set_readonly(merged[section], False)
+    for source, data in layers:
+        _apply(merged, data, source)
+    config = cast(RunConfig, OmegaConf.to_object(merged))
+    validate(config)
+    return config
+
+
+def _layers(path: Path, chain: tuple[Path, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield a file's bases, depth first, and then the file."""
+    resolved = path.resolve()
+    if resolved in chain:
+        raise ConfigError(f"{path}: builds on itself through `{BASE_KEY}`; break the circle")
+    data = read_yaml(path)
+    bases = data.pop(BASE_KEY, [])
+    if isinstance(bases, str):
+        bases = [bases]
+    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+        raise ConfigError(f"{path}: {BASE_KEY}={bases!r} is not a file name or a list of them")
+    for base in bases:
+        yield from _layers(path.parent / base, (*chain, resolved))
+    yield str(path), data
+
+
+def _parse_override(override: str) -> dict[str, Any]:
+    key, equals, value = override.partition("=")
+    section, dot, name = key.strip().partition(".")
+    if not equals or not dot or not section or not name:
+        raise ConfigError(
+            f"{OVERRIDES}: {override!r} is not section.key=value, as in train.steps=1000"
+        )
+    # `checkpoint.load_from=` empties a text; YAML alone would read it as null.
+    parsed = parse_yaml(value, OVERRIDES) if value.strip() else ""
+    return {section: {name: parsed}}
+
+
+def _apply(config: DictConfig, data: Mapping[str, Any], source: str) -> None:
+    """Put one layer over the config, having checked its names."""
+    for section, values in data.items():
+        known = _section_keys().get(section)
+        if known is None:
+            raise ConfigError(f"{source}: no section {section!r}{_suggest_section(section)}")
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"{source}: {section}={values!r} is not a section; set {section}.key")
+        for key, value in values.items():
+            if key not in known:
+                meant = _suggest_key(str(key), section)
+                raise ConfigError(f"{source}: no key {section}.{key}{meant}")
+            _set(config, section, str(key), value, source)
+
+
+def _set(config: DictConfig, section: str, key: str, value: Any, source: str) -> None:
+    name = f"{section}.{key}"
+    if _mentions_interpolation(value):
+        raise ConfigError(f"{source}: {name}={value!r}: '${{' and '???' mean nothing; spell it out")
+    try:
+        OmegaConf.update(config, name, value)
+    except OmegaConfBaseException as error:
+        remedy = _expected(section, key)
+        raise ConfigError(f"{source}: {name}={value!r} does not fit; {remedy}") from error
+
+
+def _mentions_interpolation(value: Any) -> bool:
+    if isinstance(value, list):
+        return any(_mentions_interpolation(item) for item in value)
+    return isinstance(value, str) and ("${" in value or value == "???")
+
+
+def _section_keys() -> dict[str, tuple[str, ...]]:
+    default = RunConfig()
+    sections = ((item.name, getattr(default, item.name)) for item in fields(RunConfig))
+    return {name: tuple(key.name for key in fields(section)) for name, section in sections}
+
+
+def _suggest_section(wrong: str) -> str:
+    keys = _section_keys()
+    close = difflib.get_close_matches(wrong, keys, n=1)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    home = next((f"{name}.{wrong}" for name, known in keys.items() if wrong in known), None)
+    return f"; did you mean {home}?" if home else f"; the sections are {', '.join(keys)}"
+
+
+def _suggest_key(wrong: str, section: str) -> str:
+    """Name the key that was meant: of the same name elsewhere, or of a similar one here."""
+    keys = _section_keys()
+    close = [f"{name}.{wrong}" for name, known in keys.items() if wrong in known]
+    close += [f"{section}.{key}" for key in difflib.get_close_matches(wrong, keys[section], n=1)]
+    return f"; did you mean {close[0]}?" if close else f"; {section} has {', '.join(keys[section])}"
+
+
+def _expected(section: str, key: str) -> str:
+    """Say what a key takes, from its annotation and its default."""
+    holder = type(getattr(RunConfig(), section))
+    hint = get_type_hints(holder)[key]
+    default = getattr(holder(), key)
+    if get_origin(hint) is Literal:
+        return f"write one of {', '.join(map(str, get_args(hint)))}"
+    if isinstance(default, tuple):
+        return f"write a list, as in {section}.{key}=[first,second]"
+    return f"write a value of type {hint.__name__}, such as {json.dumps(default)}"

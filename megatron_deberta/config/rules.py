@@ -1,0 +1,323 @@
+"""What must hold between keys, and the batch arithmetic that follows from them.
+
+Owns checks that need more than one value. Refuses types and names (``loader.py``). Every error
+names the key, its value and what to write instead.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from megatron_deberta.config.schema import (
+    DataConfig,
+    ModelConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    RunConfig,
+)
+from megatron_deberta.errors import ConfigError, TopologyError
+
+
+class BatchArithmetic(NamedTuple):
+    """How one optimizer step's sequences are spread."""
+
+    dp_size: int
+    """Data-parallel ranks."""
+    micro_batch_size: int
+    """Sequences a rank and forward pass."""
+    accumulation_steps: int
+    """Forward passes a rank and optimizer step."""
+    tokens_per_step: int
+    """Tokens an optimizer step, padding included."""
+
+
+def validate(config: RunConfig) -> None:
+    """Check everything that does not depend on the number of ranks.
+
+    Raises:
+        ConfigError: naming the first key that is wrong, its value and the remedy.
+    """
+    _check_ranges(config)
+    _check_model(config.model)
+    _check_lengths(config.model, config.data)
+    _check_objective(config.objective)
+    _check_parallel(config.model, config.data, config.parallel)
+    _check_precision(config.precision)
+    _check_schedule(config)
+    _check_optimizer(config.optimizer)
+    _check_cluster(config)
+
+
+def validate_for_world(config: RunConfig, world_size: int) -> BatchArithmetic:
+    """Check that the config runs on this many ranks.
+
+    Args:
+        config: the run.
+        world_size: ranks in all; tensor-parallel times data-parallel size.
+
+    Returns:
+        The batch arithmetic on those ranks.
+
+    Raises:
+        ConfigError: the batch does not divide, or ``validate`` refuses.
+        TopologyError: the ranks do not divide into tensor-parallel groups.
+    """
+    validate(config)
+    tp_size = config.parallel.tensor_parallel_size
+    if world_size % tp_size:
+        fits = [size for size in _divisors(world_size) if config.model.num_heads % size == 0]
+        raise TopologyError(
+            f"parallel.tensor_parallel_size={tp_size} does not divide the {world_size} ranks; "
+            f"start a multiple of {tp_size} ranks or use one of {_join(fits)}"
+        )
+    return batch_arithmetic(config, world_size // tp_size)
+
+
+def batch_arithmetic(config: RunConfig, dp_size: int) -> BatchArithmetic:
+    """Divide the global batch over data-parallel ranks and micro batches.
+
+    global_batch_size = micro_batch_size x accumulation_steps x dp_size.
+
+    Args:
+        config: the run.
+        dp_size: data-parallel ranks.
+
+    Raises:
+        ConfigError: it does not divide; the nearest batches that do are named.
+    """
+    total = config.train.global_batch_size
+    micro = config.train.micro_batch_size
+    unit = micro * dp_size
+    if total % unit:
+        below = total // unit * unit
+        near = _join([size for size in (below, below + unit) if size > 0])
+        remedy = f"nearest train.global_batch_size: {near}"
+        if total % dp_size == 0:
+            remedy += f"; or train.micro_batch_size={_nearest_divisor(total // dp_size, micro)}"
+        raise ConfigError(
+            f"train.global_batch_size={total} is not a multiple of train.micro_batch_size={micro} "
+            f"x {dp_size} data-parallel ranks = {unit}; {remedy}"
+        )
+    return BatchArithmetic(
+        dp_size=dp_size,
+        micro_batch_size=micro,
+        accumulation_steps=total // unit,
+        tokens_per_step=total * config.data.sequence_length,
+    )
+
+
+_POSITIVE = (
+    "model.num_layers",
+    "model.hidden_size",
+    "model.num_heads",
+    "model.ffn_hidden_size",
+    "model.vocab_size",
+    "model.max_position_embeddings",
+    "model.max_relative_positions",
+    "model.initializer_range",
+    "model.layer_norm_eps",
+    "data.sequence_length",
+    "objective.max_span_words",
+    "parallel.tensor_parallel_size",
+    "optimizer.learning_rate",
+    "optimizer.eps",
+    "precision.loss_scale_window",
+    "precision.min_loss_scale",
+    "train.steps",
+    "train.global_batch_size",
+    "train.micro_batch_size",
+    "train.eval_batches",
+    "log.every",
+    "cluster.timeout_minutes",
+)
+_NOT_NEGATIVE = (
+    "model.position_buckets",
+    "model.conv_kernel_size",
+    "model.mask_decoder_passes",
+    "data.num_workers",
+    "optimizer.warmup_steps",
+    "optimizer.weight_decay",
+    "optimizer.clip_grad_norm",
+    "precision.initial_loss_scale_power",
+    "checkpoint.save_every",
+    "checkpoint.keep_last",
+    "train.stop_after",
+    "train.seed",
+    "train.eval_every",
+    "cluster.nodes",
+    "cluster.ranks_per_node",
+)
+_BELOW_ONE = (
+    "model.hidden_dropout",
+    "model.attention_dropout",
+    "data.validation_fraction",
+    "optimizer.beta1",
+    "optimizer.beta2",
+)
+_SHARES = (
+    "objective.mask_probability",
+    "objective.mask_token_probability",
+    "objective.random_token_probability",
+)
+
+
+def _value(config: RunConfig, name: str) -> float:
+    section, key = name.split(".")
+    value: float = getattr(getattr(config, section), key)
+    return value
+
+
+def _check_ranges(config: RunConfig) -> None:
+    for names, holds, remedy in (
+        (_POSITIVE, lambda value: value > 0, "write a number above 0"),
+        (_NOT_NEGATIVE, lambda value: value >= 0, "write 0 or more"),
+        (_BELOW_ONE, lambda value: 0 <= value < 1, "write a number from 0 to below 1"),
+        (_SHARES, lambda value: 0 <= value <= 1, "write a number from 0 to 1"),
+    ):
+        for name in names:
+            value = _value(config, name)
+            if not (math.isfinite(value) and holds(value)):
+                raise ConfigError(f"{name}={value} is out of range; {remedy}")
+
+
+def _check_model(model: ModelConfig) -> None:
+    if model.hidden_size % model.num_heads:
+        raise ConfigError(
+            f"model.num_heads={model.num_heads} does not divide model.hidden_size="
+            f"{model.hidden_size}; use {_nearest_divisor(model.hidden_size, model.num_heads)} heads"
+        )
+    if model.position_buckets and not 4 <= model.position_buckets <= model.max_relative_positions:
+        raise ConfigError(
+            f"model.position_buckets={model.position_buckets} is not between 4 and "
+            f"model.max_relative_positions={model.max_relative_positions}; 0 means no buckets"
+        )
+    if model.conv_kernel_size and model.conv_kernel_size % 2 == 0:
+        raise ConfigError(
+            f"model.conv_kernel_size={model.conv_kernel_size} is even, so it has no middle; "
+            f"use {model.conv_kernel_size + 1}, or 0 for no convolution"
+        )
+    if model.absolute_positions == "decoder" and model.mask_decoder_passes == 0:
+        raise ConfigError(
+            "model.absolute_positions=decoder needs the mask decoder, but "
+            "model.mask_decoder_passes=0; use absolute_positions=none or =input"
+        )
+
+
+def _check_lengths(model: ModelConfig, data: DataConfig) -> None:
+    length = data.sequence_length
+    if length < 4:
+        raise ConfigError(f"data.sequence_length={length} holds no text; use 4 or more")
+    if model.absolute_positions != "none" and length > model.max_position_embeddings:
+        raise ConfigError(
+            f"data.sequence_length={length} exceeds model.max_position_embeddings="
+            f"{model.max_position_embeddings}; shorten the rows or enlarge the table"
+        )
+
+
+def _check_objective(objective: ObjectiveConfig) -> None:
+    if objective.mask_probability == 0:
+        raise ConfigError(
+            "objective.mask_probability=0 leaves nothing to learn; the paper has 0.15"
+        )
+    replaced = objective.mask_token_probability + objective.random_token_probability
+    if replaced > 1 + 1e-9:
+        raise ConfigError(
+            f"objective.mask_token_probability={objective.mask_token_probability} and "
+            f"objective.random_token_probability={objective.random_token_probability} add up to "
+            f"{replaced:g}; make it 1 at most"
+        )
+
+
+def _check_parallel(model: ModelConfig, data: DataConfig, parallel: ParallelConfig) -> None:
+    tp_size = parallel.tensor_parallel_size
+    split = {
+        "model.num_heads": model.num_heads,
+        "model.ffn_hidden_size": model.ffn_hidden_size,
+    }
+    if model.conv_kernel_size:
+        split["model.hidden_size"] = model.hidden_size
+    for name, size in split.items():
+        if size % tp_size:
+            fits = [d for d in _divisors(math.gcd(*split.values())) if d <= 2 * tp_size]
+            raise ConfigError(
+                f"parallel.tensor_parallel_size={tp_size} does not divide {name}={size}; "
+                f"use one of {_join(fits)}"
+            )
+    if parallel.sequence_parallel and tp_size == 1:
+        raise ConfigError(
+            "parallel.sequence_parallel=true needs parallel.tensor_parallel_size above 1; "
+            "set it to false"
+        )
+    if parallel.sequence_parallel and data.sequence_length % tp_size:
+        raise ConfigError(
+            f"data.sequence_length={data.sequence_length} does not divide over "
+            f"parallel.tensor_parallel_size={tp_size} for sequence_parallel; use "
+            f"{data.sequence_length // tp_size * tp_size + tp_size}"
+        )
+
+
+def _check_precision(precision: PrecisionConfig) -> None:
+    sharded = precision.engine == "deepspeed" and precision.zero_stage > 0
+    if precision.engine == "deepspeed" and precision.zero_stage == 0 and precision.dtype != "fp32":
+        raise ConfigError(
+            f"precision.zero_stage=0 with precision.dtype={precision.dtype} takes a wrong first "
+            "step in DeepSpeed; use zero_stage=1, which costs nothing on one rank"
+        )
+    if precision.offload_optimizer and not sharded:
+        raise ConfigError(
+            "precision.offload_optimizer=true needs precision.engine=deepspeed and "
+            "precision.zero_stage of 1 or more"
+        )
+    if precision.initial_loss_scale_power > 32:
+        raise ConfigError(
+            f"precision.initial_loss_scale_power={precision.initial_loss_scale_power} "
+            "overflows at once; use 16"
+        )
+
+
+def _check_schedule(config: RunConfig) -> None:
+    steps = config.train.steps
+    if not config.train.run_dir:
+        raise ConfigError("train.run_dir is empty; name the folder of the run")
+    if config.optimizer.warmup_steps > steps:
+        raise ConfigError(
+            f"optimizer.warmup_steps={config.optimizer.warmup_steps} exceeds train.steps={steps}, "
+            f"so the learning rate never peaks; use {max(steps // 10, 1)}"
+        )
+    if config.train.stop_after > steps:
+        raise ConfigError(
+            f"train.stop_after={config.train.stop_after} exceeds train.steps={steps}; "
+            "use 0 to run to the end"
+        )
+
+
+def _check_optimizer(optimizer: OptimizerConfig) -> None:
+    if optimizer.learning_rate > 1:
+        raise ConfigError(
+            f"optimizer.learning_rate={optimizer.learning_rate:g} is above 1; the paper has 2e-4"
+        )
+
+
+def _check_cluster(config: RunConfig) -> None:
+    tp_size = config.parallel.tensor_parallel_size
+    ranks = config.cluster.ranks_per_node
+    if ranks and ranks % tp_size:
+        raise ConfigError(
+            f"parallel.tensor_parallel_size={tp_size} does not divide cluster.ranks_per_node="
+            f"{ranks}, so a layer would be split across nodes; use one of {_join(_divisors(ranks))}"
+        )
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def _nearest_divisor(number: int, wanted: int) -> int:
+    return min(_divisors(number), key=lambda size: (abs(size - wanted), size))
+
+
+def _join(sizes: list[int]) -> str:
+    return ", ".join(map(str, sizes))
