@@ -1,0 +1,144 @@
+"""Assembly: the encoder that users fine-tune, and the model that is pretrained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from megatron_deberta.config.schema import ModelConfig
+from megatron_deberta.model.attention import AttentionContext
+from megatron_deberta.model.dropout import DropoutSeeds
+from megatron_deberta.model.embeddings import Embeddings
+from megatron_deberta.model.encoder import Encoder
+from megatron_deberta.model.heads import MaskedLanguageModelHead
+from megatron_deberta.model.mask_decoder import EnhancedMaskDecoder, pick_rows
+from megatron_deberta.model.seams import Rows, SequenceExit
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How the model runs; changes speed and memory, never results."""
+
+    recompute: Literal["none", "selective", "full"] = "none"
+    attention_backend: str | None = None
+    """None lets the operator choose."""
+
+
+class DebertaModel(nn.Module):
+    """The DeBERTa encoder.
+
+    Source: He et al. 2021, arXiv:2006.03654, section 3, with the release's choices where the two
+    differ (docs/model.md).
+    """
+
+    def __init__(self, config: ModelConfig, execution: Execution | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.execution = execution or Execution()
+        self.embeddings = Embeddings(config)
+        self.encoder = Encoder(config, recompute_layers=self.execution.recompute == "full")
+        self.exit = SequenceExit()
+
+    def context(
+        self,
+        attention_mask: Tensor,
+        document_ids: Tensor | None,
+        seeds: DropoutSeeds | None,
+    ) -> AttentionContext:
+        """What all attention layers of this forward pass share."""
+        return AttentionContext(
+            position_table=self.encoder.position_table(),
+            key_padding=attention_mask,
+            document_ids=document_ids,
+            seeds=seeds,
+            backend=self.execution.attention_backend,
+            recompute_core=self.execution.recompute == "selective" and self.training,
+        )
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        seeds: DropoutSeeds | None = None,
+    ) -> Tensor:
+        """Encode; what downstream tasks read.
+
+        Args:
+            input_ids: int64 ``[B, N]``.
+            attention_mask: bool ``[B, N]``, True = real token; None: all are.
+            position_ids: int64 ``[B, N]`` absolute positions; None: 0 to N-1.
+            document_ids: int64 ``[B, N]``, non-decreasing; attention, convolution and positions
+                stay inside a document. None: a row is one sequence.
+            seeds: keys of dropout; None turns it off.
+
+        Returns:
+            ``[B, N, D]`` hidden states of the last layer, whole on every rank.
+        """
+        mask = _all_real(input_ids) if attention_mask is None else attention_mask
+        rows = Rows.of_sequence(mask, position_ids)
+        context = self.context(mask, document_ids, seeds)
+        embedded, held = self.embeddings(input_ids, rows, seeds)
+        out: Tensor = self.exit(self.encoder(embedded, held, context, self.config.num_layers))
+        return out
+
+
+class DebertaForPretraining(DebertaModel):
+    """Encoder, enhanced mask decoder and vocabulary head."""
+
+    def __init__(self, config: ModelConfig, execution: Execution | None = None) -> None:
+        super().__init__(config, execution)
+        self.mask_decoder = EnhancedMaskDecoder(config) if config.mask_decoder_passes else None
+        self.head = MaskedLanguageModelHead(config)
+
+    def masked_logits(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        masked_positions: Tensor,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        seeds: DropoutSeeds | None = None,
+    ) -> Tensor:
+        """Logits at picked positions only.
+
+        With the mask decoder the ordinary output of the last layer reaches no loss, so that layer
+        runs only inside the decoder (docs/model.md).
+
+        Args:
+            input_ids: int64 ``[B, N]``.
+            attention_mask: bool ``[B, N]``, True = real token.
+            masked_positions: int64 ``[B, M]`` row positions, -1 = padding.
+            position_ids: as in `DebertaModel.forward`.
+            document_ids: as in `DebertaModel.forward`.
+            seeds: keys of dropout; None turns it off.
+
+        Returns:
+            ``[B, M, V]`` logits (the local part of V where the vocabulary is split).
+        """
+        rows = Rows.of_sequence(attention_mask, position_ids)
+        context = self.context(attention_mask, document_ids, seeds)
+        embedded, held = self.embeddings(input_ids, rows, seeds)
+        num_layers = self.config.num_layers - (1 if self.mask_decoder is not None else 0)
+        hidden = self.exit(self.encoder(embedded, held, context, num_layers))
+        if self.mask_decoder is None:
+            decoded = pick_rows(hidden, masked_positions)
+        else:
+            last_layer = self.encoder.layers[-1]
+            decoded = self.mask_decoder(hidden, rows.whole(), masked_positions, last_layer, context)
+        logits: Tensor = self.head(decoded, self.embeddings.token.weight)
+        return logits
+
+    def logits(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Logits ``[B, N, V]`` at every position, without dropout: what fill-mask reads."""
+        mask = _all_real(input_ids) if attention_mask is None else attention_mask
+        everywhere = torch.arange(input_ids.size(1), device=input_ids.device)
+        return self.masked_logits(input_ids, mask, everywhere.expand(input_ids.shape))
+
+
+def _all_real(input_ids: Tensor) -> Tensor:
+    return torch.ones_like(input_ids, dtype=torch.bool)

@@ -1,0 +1,50 @@
+"""The stack of layers, the shared position table, and recomputation."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron_deberta.config.schema import ModelConfig
+from megatron_deberta.model.attention import AttentionContext
+from megatron_deberta.model.embeddings import RelativePositionTable
+from megatron_deberta.model.layers import ConvolutionBranch, Layer
+from megatron_deberta.model.seams import Rows
+from megatron_deberta.ops import RelativePositions
+
+
+class Encoder(nn.Module):
+    """All transformer layers."""
+
+    def __init__(self, config: ModelConfig, recompute_layers: bool) -> None:
+        super().__init__()
+        self.recompute_layers = recompute_layers
+        span = RelativePositions(config.max_relative_positions, config.position_buckets).span
+        self.relative_positions = (
+            RelativePositionTable(config, 2 * span) if config.position_terms != "none" else None
+        )
+        self.layers = nn.ModuleList(Layer(config, index) for index in range(config.num_layers))
+        self.conv = ConvolutionBranch(config) if config.conv_kernel_size > 0 else None
+
+    def position_table(self) -> Tensor | None:
+        """The relative-position table ``[S, D]`` as every layer reads it, or None."""
+        if self.relative_positions is None:
+            return None
+        table: Tensor = self.relative_positions()
+        return table
+
+    def forward(
+        self, embedded: Tensor, rows: Rows, context: AttentionContext, num_layers: int
+    ) -> Tensor:
+        """Run the first ``num_layers`` layers on ``[B, R, D]``."""
+        hidden = embedded
+        for index, layer in enumerate(self.layers[:num_layers]):
+            if self.recompute_layers and self.training:
+                hidden = checkpoint(
+                    layer, hidden, rows, context, use_reentrant=False, preserve_rng_state=False
+                )
+            else:
+                hidden = layer(hidden, rows, context)
+            if index == 0 and self.conv is not None:
+                hidden = self.conv(embedded, hidden, rows, context.document_ids, context.seeds)
+        return hidden

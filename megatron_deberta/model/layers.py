@@ -1,0 +1,125 @@
+"""Feed-forward block, transformer layer, and the convolution beside the first layer."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from megatron_deberta.config.schema import ModelConfig
+from megatron_deberta.model.attention import AttentionContext, DisentangledSelfAttention, Memory
+from megatron_deberta.model.dropout import Dropout, DropoutSeeds
+from megatron_deberta.model.seams import (
+    BlockInput,
+    BlockOutput,
+    ChannelExit,
+    LayerNorm,
+    Rows,
+)
+
+
+class FeedForward(nn.Module):
+    """Two projections around an erf GELU, with dropout, residual and LayerNorm after."""
+
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        super().__init__()
+        self.input = BlockInput()
+        self.up = nn.Linear(config.hidden_size, config.ffn_hidden_size)
+        self.down = BlockOutput(config.ffn_hidden_size, config.hidden_size)
+        self.norm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.dropout = Dropout(config.hidden_dropout, f"encoder.layers.{index}.ffn")
+
+    def forward(self, hidden: Tensor, rows: Rows, context: AttentionContext) -> Tensor:
+        """Map ``[B, R, D]`` to ``[B, R, D]``."""
+        inner = self.up(self.input(hidden, rows))
+        if context.recompute_core:
+            # Saves only the projection; GELU is run again in backward.
+            inner = checkpoint(F.gelu, inner, use_reentrant=False, preserve_rng_state=False)
+        else:
+            inner = F.gelu(inner)
+        out = self.dropout(self.down(inner, rows), rows.positions, context.seeds)
+        normalised: Tensor = self.norm(hidden + out, rows)
+        return normalised
+
+
+class Layer(nn.Module):
+    """One transformer layer: disentangled attention, then feed-forward."""
+
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        super().__init__()
+        self.attention = DisentangledSelfAttention(config, index)
+        self.ffn = FeedForward(config, index)
+
+    def forward(
+        self, hidden: Tensor, rows: Rows, context: AttentionContext, memory: Memory | None = None
+    ) -> Tensor:
+        """Map ``[B, R, D]`` to ``[B, R, D]``; ``memory`` as in the attention block."""
+        attended = self.attention(hidden, rows, context, memory)
+        out: Tensor = self.ffn(attended, rows, context)
+        return out
+
+
+class TokenConv1d(nn.Conv1d):
+    """A convolution over tokens that sees zeros beyond a row's, and a document's, edge."""
+
+    def forward(self, hidden: Tensor, document_ids: Tensor | None) -> Tensor:  # type: ignore[override]
+        """Map ``[B, N, D]`` to ``[B, N, C]``.
+
+        Args:
+            hidden: all tokens of the rows.
+            document_ids: int64 ``[B, N]``, or None where a row is one sequence.
+        """
+        if document_ids is None:
+            return F.conv1d(
+                hidden.transpose(1, 2), self.weight, self.bias, padding=self.padding
+            ).transpose(1, 2)
+        reach = self.kernel_size[0] // 2
+        length = hidden.size(1)
+        padded = F.pad(hidden, (0, 0, reach, reach))
+        # No document has a negative id, so nothing beyond the row counts as the same document.
+        padded_ids = F.pad(document_ids, (reach, reach), value=-1)
+        out: Tensor | None = None
+        for tap in range(self.kernel_size[0]):
+            same = padded_ids[:, tap : tap + length] == document_ids
+            seen = padded[:, tap : tap + length] * same.unsqueeze(-1)
+            part = F.linear(seen, self.weight[:, :, tap], self.bias if tap == reach else None)
+            out = part if out is None else out + part
+        assert out is not None
+        return out
+
+
+class ConvolutionBranch(nn.Module):
+    """Convolution of the embedding output, added to the first layer's output.
+
+    Source: the released 1.5B model (He et al. 2021, arXiv:2006.03654, section 5.3 and the
+    release's ``ConvLayer``).
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        size = config.conv_kernel_size
+        self.input = BlockInput()
+        self.conv = TokenConv1d(config.hidden_size, config.hidden_size, size, padding=size // 2)
+        self.exit = ChannelExit()
+        self.norm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.dropout = Dropout(config.hidden_dropout, "encoder.conv")
+        self.activation: Literal["gelu", "tanh"] = config.conv_activation
+
+    def forward(
+        self,
+        embedded: Tensor,
+        layer_output: Tensor,
+        rows: Rows,
+        document_ids: Tensor | None,
+        seeds: DropoutSeeds | None,
+    ) -> Tensor:
+        """Return ``[B, R, D]``: LayerNorm(layer_output + act(conv(embedded))), zero at padding."""
+        convolved = self.exit(self.conv(self.input(embedded, rows), document_ids), rows)
+        real = rows.real.unsqueeze(-1)
+        convolved = self.dropout(convolved * real, rows.positions, seeds)
+        activated = F.gelu(convolved) if self.activation == "gelu" else torch.tanh(convolved)
+        out: Tensor = self.norm(layer_output + activated, rows) * real
+        return out

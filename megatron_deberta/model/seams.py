@@ -1,0 +1,101 @@
+"""The places where a parallel run cuts the model, as modules that do nothing on one device.
+
+``sharding`` replaces each of them by its parallel form (docs/topology.md); nothing here or
+elsewhere in ``model`` knows how. Every seam is told which `Rows` it is given, because the same
+last layer works on the token sequence in the encoder and on picked rows in the mask decoder.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which tokens the rows of a hidden-state tensor ``[B, R, D]`` are."""
+
+    positions: Tensor
+    """int64 ``[B, R]``: place of the token in its row of the batch; keys dropout. -1 = padding."""
+    position_ids: Tensor
+    """int64 ``[B, R]``: absolute position, which restarts in packed documents."""
+    real: Tensor
+    """bool ``[B, R]``: False for padding."""
+    sequence: bool
+    """True: the token sequence, of which a rank may hold a shard; False: whole on every rank."""
+
+    @staticmethod
+    def of_sequence(attention_mask: Tensor, position_ids: Tensor | None = None) -> Rows:
+        """Rows of a whole batch; ``attention_mask`` is bool ``[B, N]``, True = real token."""
+        positions = torch.arange(attention_mask.size(1), device=attention_mask.device)
+        positions = positions.expand(attention_mask.shape)
+        ids = positions if position_ids is None else position_ids
+        return Rows(positions, ids, attention_mask, sequence=True)
+
+    def pick(self, picked: Tensor) -> Rows:
+        """The rows at places ``picked`` (int64 ``[B, M]``, -1 = padding), whole on every rank."""
+        place = picked.clamp(min=0)
+        return Rows(picked, self.position_ids.gather(1, place), picked >= 0, sequence=False)
+
+    def whole(self) -> Rows:
+        """The same rows once every rank holds all of them."""
+        return Rows(self.positions, self.position_ids, self.real, sequence=False)
+
+
+class SequenceEntry(nn.Module):
+    """Where the token sequence may be split over ranks: rows of the batch -> rows held here."""
+
+    def forward(self, rows: Rows) -> Rows:
+        """Return the rows that this rank holds."""
+        return rows
+
+
+class SequenceExit(nn.Module):
+    """Where the split ends: hidden states held here -> hidden states of all rows."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return ``[B, N, D]``; the consumer must compute the same on every rank."""
+        return hidden
+
+
+class BlockInput(nn.Module):
+    """Residual stream -> what a block's (split) projections read."""
+
+    def forward(self, hidden: Tensor, rows: Rows) -> Tensor:
+        """Return all N tokens where ``rows.sequence``, else the same rows."""
+        return hidden
+
+
+class SharedInput(nn.Module):
+    """A replicated tensor -> the same, read by projections that are split."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        """Return ``value``."""
+        return value
+
+
+class BlockOutput(nn.Linear):
+    """A block's last projection, back into the residual stream."""
+
+    def forward(self, input: Tensor, rows: Rows) -> Tensor:  # type: ignore[override]
+        """Return ``[B, R, D]`` for the rows held here."""
+        return F.linear(input, self.weight, self.bias)
+
+
+class LayerNorm(nn.LayerNorm):
+    """LayerNorm of residual-stream rows."""
+
+    def forward(self, input: Tensor, rows: Rows) -> Tensor:  # type: ignore[override]
+        """Normalise ``[B, R, D]`` over D."""
+        return F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+class ChannelExit(nn.Module):
+    """Convolution output, split over channels -> residual-stream rows."""
+
+    def forward(self, value: Tensor, rows: Rows) -> Tensor:
+        """Return ``[B, R, D]`` for the rows held here."""
+        return value

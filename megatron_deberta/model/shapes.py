@@ -1,0 +1,22 @@
+"""Names, shapes and initial values of all parameters, without building anything large."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from megatron_deberta.config.schema import ModelConfig
+from megatron_deberta.model.deberta import DebertaForPretraining
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Canonical name -> logical shape of every parameter, in the model's order."""
+    with torch.device("meta"):
+        model = DebertaForPretraining(config)
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def count_parameters(config: ModelConfig) -> int:
+    """Number of parameters of the pretraining model, tied embeddings once."""
+    return sum(math.prod(shape) for shape in parameter_shapes(config).values())

@@ -1,0 +1,85 @@
+"""Every initial value, as a function of (seed, canonical name, element index).
+
+No generator: any slice of any parameter can be filled on its own, so every tensor-parallel rank
+fills its part and all layouts start from the same model.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+
+import torch
+from torch import Tensor
+
+from megatron_deberta.config.schema import ModelConfig
+from megatron_deberta.ops.dropout_bits import mix_seed
+
+_CHUNK_ELEMENTS = 1 << 22
+
+
+def fill_initial(
+    out: Tensor,
+    name: str,
+    logical_shape: tuple[int, ...],
+    config: ModelConfig,
+    seed: int,
+    *,
+    dim: int | None = None,
+    offset: int = 0,
+) -> None:
+    """Fill ``out`` in place with its slice of parameter ``name``.
+
+    Weights are N(0, ``initializer_range``), LayerNorm weights 1, biases 0 (the release's
+    ``init_weights``).
+
+    Args:
+        out: the slice to fill; equals ``logical_shape`` except along ``dim``.
+        name: canonical name (docs/architecture.md).
+        logical_shape: shape of the whole parameter.
+        config: the architecture; gives ``initializer_range``.
+        seed: seed of the run.
+        dim: dimension along which ``out`` is a slice; None: it is whole.
+        offset: first index of the slice along ``dim``.
+    """
+    if name.endswith("norm.weight"):
+        out.fill_(1.0)
+        return
+    if name.endswith("bias"):
+        out.zero_()
+        return
+    key = zlib.crc32(name.encode())
+    index = _element_index(tuple(out.shape), logical_shape, dim, offset, out.device)
+    flat = out.view(-1)
+    for start in range(0, flat.numel(), _CHUNK_ELEMENTS):
+        stop = min(start + _CHUNK_ELEMENTS, flat.numel())
+        values = _standard_normal(seed, key, index(start, stop))
+        flat[start:stop] = (values * config.initializer_range).to(out.dtype)
+
+
+def _element_index(  # type: ignore[no-untyped-def]
+    shape: tuple[int, ...],
+    logical_shape: tuple[int, ...],
+    dim: int | None,
+    offset: int,
+    device: torch.device,
+):
+    """Function from a range of local flat indices to the elements' logical flat indices."""
+    split = 0 if dim is None else dim
+    inner = math.prod(shape[split + 1 :])
+    local_block, logical_block = shape[split] * inner, logical_shape[split] * inner
+
+    def index(start: int, stop: int) -> Tensor:
+        local = torch.arange(start, stop, device=device)
+        return (local // local_block) * logical_block + offset * inner + local % local_block
+
+    return index
+
+
+def _standard_normal(seed: int, key: int, index: Tensor) -> Tensor:
+    """Box-Muller on 48 hashed bits an index; float64, so that devices agree after rounding."""
+    bits = mix_seed(seed, key, index)
+    radius_bits = (bits >> 40) & 0xFFFFFF
+    angle_bits = (bits >> 16) & 0xFFFFFF
+    radius = torch.sqrt(-2.0 * torch.log((radius_bits.double() + 0.5) / (1 << 24)))
+    return radius * torch.cos(2.0 * math.pi * (angle_bits.double() + 0.5) / (1 << 24))

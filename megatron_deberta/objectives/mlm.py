@@ -1,0 +1,64 @@
+"""Masked language modelling: the loss that DeBERTa is pretrained with."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megatron_deberta.config.schema import ModelConfig
+from megatron_deberta.model import DebertaForPretraining, DropoutSeeds, Execution
+
+IGNORED_LABEL = -100
+
+
+class TokenLoss(nn.Module):
+    """Cross-entropy a token; ``sharding`` replaces it where the vocabulary is split."""
+
+    def forward(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Compare logits ``[T, V]`` with labels int64 ``[T]`` (-100 = none).
+
+        Returns:
+            fp32 ``[T]`` losses in nats, 0 where there is no label, and bool ``[T]``, True where
+            the most likely token is the label.
+        """
+        loss = F.cross_entropy(logits.float(), labels, ignore_index=IGNORED_LABEL, reduction="none")
+        return loss, logits.argmax(-1) == labels
+
+
+class MaskedLanguageModel(DebertaForPretraining):
+    """The pretraining model with its loss; parameters are those of the model."""
+
+    def __init__(self, config: ModelConfig, execution: Execution | None = None) -> None:
+        super().__init__(config, execution)
+        self.token_loss = TokenLoss()
+
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        masked_positions: Tensor,
+        labels: Tensor,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        seeds: DropoutSeeds | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Loss of a micro batch.
+
+        Args:
+            input_ids: int64 ``[B, N]`` tokens after masking.
+            attention_mask: bool ``[B, N]``, True = real token.
+            masked_positions: int64 ``[B, M]`` row positions to predict, -1 = padding.
+            labels: int64 ``[B, M]`` original tokens there, -100 = padding.
+            position_ids: int64 ``[B, N]`` or None.
+            document_ids: int64 ``[B, N]`` or None.
+            seeds: keys of dropout; None turns it off.
+
+        Returns:
+            fp32 scalar, the **sum** of the losses in nats, and an int64 scalar, the number of
+            right predictions. The caller divides by the number of labels of the global batch.
+        """
+        logits = self.masked_logits(
+            input_ids, attention_mask, masked_positions, position_ids, document_ids, seeds
+        )
+        loss, right = self.token_loss(logits.flatten(0, 1), labels.flatten())
+        return loss.sum(), right.sum()

@@ -1,0 +1,181 @@
+"""Our single-device model against transformers' DeBERTa-v2: outputs and every gradient, fp32."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.support.tolerances import FP32_MODEL
+from transformers import DebertaV2Config, DebertaV2ForMaskedLM
+
+from megatron_deberta.config.schema import ModelConfig
+from megatron_deberta.model import DebertaModel, Execution
+from megatron_deberta.model.seams import Rows
+from megatron_deberta.objectives import MaskedLanguageModel
+from tests.support.stock_weights import copy_from_stock, gradients_by_stock_name, randomize
+
+BASE = ModelConfig(
+    num_layers=3,
+    hidden_size=64,
+    num_heads=4,
+    ffn_hidden_size=128,
+    vocab_size=97,
+    max_position_embeddings=64,
+    max_relative_positions=32,
+    position_buckets=8,
+    mask_decoder_passes=0,
+    absolute_positions="none",
+)
+VARIANTS = {
+    "1.5b-like": replace(BASE, conv_kernel_size=3),
+    "conv-tanh": replace(BASE, conv_kernel_size=3, conv_activation="tanh"),
+    "v3-like": BASE,
+    "v1-like": replace(
+        BASE,
+        position_buckets=0,
+        max_relative_positions=16,
+        share_position_projections=False,
+        normalize_position_table=False,
+    ),
+    "c2p-only": replace(BASE, position_terms="c2p"),
+    "p2c-only": replace(BASE, position_terms="p2c"),
+    "neither": replace(BASE, position_terms="none"),
+    "c2p-only-separate": replace(BASE, position_terms="c2p", share_position_projections=False),
+}
+
+
+def stock_config(config: ModelConfig) -> DebertaV2Config:
+    terms = [t for t in ("c2p", "p2c") if t in config.position_terms]
+    return DebertaV2Config(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        intermediate_size=config.ffn_hidden_size,
+        max_position_embeddings=config.max_position_embeddings,
+        type_vocab_size=0,
+        layer_norm_eps=config.layer_norm_eps,
+        relative_attention=config.position_terms != "none",
+        max_relative_positions=config.max_relative_positions,
+        position_buckets=config.position_buckets or -1,
+        norm_rel_ebd="layer_norm" if config.normalize_position_table else "none",
+        share_att_key=config.share_position_projections,
+        pos_att_type=terms,
+        position_biased_input=False,
+        conv_kernel_size=config.conv_kernel_size,
+        conv_act=config.conv_activation,
+        pad_token_id=0,
+    )
+
+
+def make_batch(config: ModelConfig, length: int, padded: bool) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(4, config.vocab_size, (3, length), generator=generator)
+    mask = torch.ones(3, length, dtype=torch.bool)
+    if padded:
+        mask[1, length - 5 :] = False
+        mask[2, length // 2 :] = False
+        ids = ids.masked_fill(~mask, 0)
+    picked = torch.tensor([[0, 3, 7], [1, 4, -1], [2, -1, -1]])
+    labels = torch.where(picked >= 0, ids.gather(1, picked.clamp(min=0)), -100)
+    return {"input_ids": ids, "attention_mask": mask, "masked_positions": picked, "labels": labels}
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+@pytest.mark.parametrize(("length", "padded"), [(37, True), (53, False)])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_outputs_and_gradients(variant: str, length: int, padded: bool, backend: str) -> None:
+    config = VARIANTS[variant]
+    stock = DebertaV2ForMaskedLM(stock_config(config)).eval()
+    randomize(stock)
+    ours = MaskedLanguageModel(config, Execution(attention_backend=backend))
+    copy_from_stock(ours, stock)
+    batch = make_batch(config, length, padded)
+
+    real = batch["attention_mask"].unsqueeze(-1)
+    encoded = DebertaModel.forward(ours, batch["input_ids"], batch["attention_mask"])
+    stock_encoded = stock.deberta(batch["input_ids"], batch["attention_mask"].long())[0]
+    torch.testing.assert_close(encoded * real, stock_encoded * real, **FP32_MODEL)
+
+    full_labels = torch.full_like(batch["input_ids"], -100)
+    for row, column, label in zip(
+        *torch.where(batch["masked_positions"] >= 0),
+        batch["labels"][batch["masked_positions"] >= 0],
+        strict=True,
+    ):
+        full_labels[row, batch["masked_positions"][row, column]] = label
+    out = stock(batch["input_ids"], batch["attention_mask"].long(), labels=full_labels)
+    loss, _ = ours(**batch)
+    count = (batch["labels"] >= 0).sum()
+    torch.testing.assert_close(loss / count, out.loss, **FP32_MODEL)
+    logits = ours.logits(batch["input_ids"], batch["attention_mask"])
+    torch.testing.assert_close(logits * real, out.logits * real, **FP32_MODEL)
+
+    (loss / count).backward()
+    out.loss.backward()
+    mine = gradients_by_stock_name(ours)
+    theirs = {n: p.grad for n, p in stock.named_parameters() if p.grad is not None}
+    theirs.pop("cls.predictions.decoder.bias", None)
+    assert mine.keys() == theirs.keys()
+    for name, grad in mine.items():
+        torch.testing.assert_close(
+            grad, theirs[name], **FP32_MODEL, msg=lambda m, name=name: f"{name}: {m}"
+        )
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+@pytest.mark.parametrize("variant", ["1.5b-like", "v1-like"])
+def test_mask_decoder_restated_with_stock_layers(variant: str, backend: str) -> None:
+    """The released decoder, written out with transformers' own last layer at every position."""
+    config = replace(VARIANTS[variant], mask_decoder_passes=2, absolute_positions="decoder")
+    stock = DebertaV2ForMaskedLM(stock_config(config)).eval()
+    randomize(stock)
+    ours = MaskedLanguageModel(config, Execution(attention_backend=backend))
+    randomize(ours, seed=5)
+    copy_from_stock(ours, stock)
+    batch = make_batch(config, 41, padded=True)
+    assert ours.mask_decoder is not None
+    assert ours.mask_decoder.position is not None
+    position_table = ours.mask_decoder.position.weight.detach().clone().requires_grad_()
+
+    encoder = stock.deberta.encoder
+    states = stock.deberta(
+        batch["input_ids"], batch["attention_mask"].long(), output_hidden_states=True
+    ).hidden_states
+    hidden = states[-2]
+    query = hidden + position_table[: hidden.size(1)]
+    extended = encoder.get_attention_mask(batch["attention_mask"].long())
+    relative = encoder.get_rel_pos(hidden)
+    table = encoder.get_rel_embedding()
+    for _ in range(2):
+        query = encoder.layer[-1](
+            hidden, extended, query_states=query, relative_pos=relative, rel_embeddings=table
+        )[0]
+    logits = stock.cls(query)
+    valid = batch["masked_positions"] >= 0
+    rows = torch.where(valid)[0]
+    selected = logits[rows, batch["masked_positions"][valid]]
+    expected = torch.nn.functional.cross_entropy(selected, batch["labels"][valid], reduction="sum")
+
+    loss, _ = ours(**batch)
+    torch.testing.assert_close(loss, expected, **FP32_MODEL)
+    everywhere = ours.logits(batch["input_ids"], batch["attention_mask"])
+    real = batch["attention_mask"].unsqueeze(-1)
+    torch.testing.assert_close(everywhere * real, logits * real, **FP32_MODEL)
+
+    loss.backward()
+    expected.backward()
+    torch.testing.assert_close(
+        ours.mask_decoder.position.weight.grad, position_table.grad, **FP32_MODEL
+    )
+    theirs = {n: p.grad for n, p in stock.named_parameters() if p.grad is not None}
+    for name, grad in gradients_by_stock_name(ours).items():
+        torch.testing.assert_close(
+            grad, theirs[name], **FP32_MODEL, msg=lambda m, name=name: f"{name}: {m}"
+        )
+
+
+def test_rows_of_sequence_are_the_batch() -> None:
+    rows = Rows.of_sequence(torch.ones(2, 5, dtype=torch.bool))
+    assert rows.positions.tolist() == [[0, 1, 2, 3, 4]] * 2

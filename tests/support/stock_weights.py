@@ -1,0 +1,66 @@
+"""Copies weights of stock transformers models into ours, independently of the export."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import Tensor, nn
+
+_LAYER, _STOCK_LAYER = r"^encoder\.layers\.(\d+)\.", r"deberta.encoder.layer.\1."
+_STOCK = (
+    (r"^embeddings\.token\.weight$", "deberta.embeddings.word_embeddings.weight"),
+    (r"^embeddings\.position\.weight$", "deberta.embeddings.position_embeddings.weight"),
+    (r"^embeddings\.norm\.", "deberta.embeddings.LayerNorm."),
+    (r"^encoder\.relative_positions\.weight$", "deberta.encoder.rel_embeddings.weight"),
+    (r"^encoder\.relative_positions\.norm\.", "deberta.encoder.LayerNorm."),
+    (r"^encoder\.conv\.conv\.", "deberta.encoder.conv.conv."),
+    (r"^encoder\.conv\.norm\.", "deberta.encoder.conv.LayerNorm."),
+    (_LAYER + r"attention\.(query|key|value)\.", _STOCK_LAYER + r"attention.self.\2_proj."),
+    (
+        _LAYER + r"attention\.position_(key|query)\.",
+        _STOCK_LAYER + r"attention.self.pos_\2_proj.",
+    ),
+    (_LAYER + r"attention\.output\.", _STOCK_LAYER + "attention.output.dense."),
+    (_LAYER + r"attention\.norm\.", _STOCK_LAYER + "attention.output.LayerNorm."),
+    (_LAYER + r"ffn\.up\.", _STOCK_LAYER + "intermediate.dense."),
+    (_LAYER + r"ffn\.down\.", _STOCK_LAYER + "output.dense."),
+    (_LAYER + r"ffn\.norm\.", _STOCK_LAYER + "output.LayerNorm."),
+    (r"^head\.transform\.", "cls.predictions.transform.dense."),
+    (r"^head\.norm\.", "cls.predictions.transform.LayerNorm."),
+    (r"^head\.bias$", "cls.predictions.bias"),
+)
+
+
+def stock_name(name: str) -> str | None:
+    """The name in ``DebertaV2ForMaskedLM`` of one of our parameters; None: it has none."""
+    for pattern, replacement in _STOCK:
+        if re.match(pattern, name):
+            return re.sub(pattern, replacement, name)
+    return None
+
+
+def copy_from_stock(ours: nn.Module, stock: nn.Module) -> None:
+    """Give ``ours`` the weights of ``stock``; parameters that stock lacks keep their values."""
+    theirs = dict(stock.named_parameters())
+    with torch.no_grad():
+        for name, parameter in ours.named_parameters():
+            other = theirs.get(stock_name(name) or "")
+            if other is not None:
+                parameter.copy_(other)
+
+
+def randomize(model: nn.Module, seed: int = 0) -> None:
+    """Random values everywhere, so that nothing hides in norms of 1 and biases of 0."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            centre = 1.0 if re.search(r"[nN]orm\.weight$", name) else 0.0
+            parameter.copy_(centre + 0.1 * noise)
+
+
+def gradients_by_stock_name(ours: nn.Module) -> dict[str, Tensor]:
+    """Gradients of ``ours`` under transformers' names."""
+    named = {stock_name(name): p.grad for name, p in ours.named_parameters() if p.grad is not None}
+    return {name: grad for name, grad in named.items() if name is not None}
