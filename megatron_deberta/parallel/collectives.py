@@ -68,7 +68,8 @@ def all_reduce_sum(x: Tensor, group: ProcessGroup) -> Tensor:
 def all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
     """Stack every rank's ``x``: ``[...] -> [tp, ...]``; not differentiable."""
     out = x.new_empty((group.size(), *x.shape))
-    _all_gather_single(out, x.contiguous(), group=group)
+    # Flat, because gloo knows only the concatenated form.
+    _all_gather_single(out.view(-1), x.contiguous().view(-1), group=group)
     return out
 
 
@@ -245,7 +246,7 @@ def _all_gather_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
 def _reduce_scatter_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
     blocks = _split_sequence(x, group)
     out = torch.empty_like(blocks[0])
-    _reduce_scatter_single(out, blocks, group=group)
+    _reduce_scatter_single(out.view(-1), blocks.view(-1), group=group)
     return out
 
 

@@ -1,0 +1,193 @@
+"""Every collective against the same linear map written out in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_deberta.errors import TopologyError
+from megatron_deberta.parallel import collectives
+from megatron_deberta.parallel.linear import ColumnParallelLinear, layer_norm, row_parallel
+from tests.support.ranks import RankPool, grid
+
+B, N, C = 2, 8, 12
+
+# What one process does with the list of all ranks' inputs: the list of all ranks' outputs.
+ORACLES: dict[str, Callable[[list[Tensor]], list[Tensor]]] = {
+    "copy_to": lambda xs: list(xs),
+    "reduce_from": lambda xs: [sum(xs, torch.zeros(()))] * len(xs),
+    "gather_sequence": lambda xs: [torch.cat(xs, dim=1)] * len(xs),
+    "reduce_scatter_sequence": lambda xs: list(sum(xs, torch.zeros(())).chunk(len(xs), dim=1)),
+    "scatter_sequence": lambda xs: [x.chunk(len(xs), dim=1)[r] for r, x in enumerate(xs)],
+    "leave_sequence": lambda xs: [torch.cat(xs, dim=1)] * len(xs),
+    "gather_channels": lambda xs: [torch.cat(xs, dim=-1)] * len(xs),
+    "channels_to_sequence": lambda xs: list(torch.cat(xs, dim=-1).chunk(len(xs), dim=1)),
+}
+REPLICATED_INPUT = {"copy_to", "scatter_sequence"}
+"""All ranks hold one and the same tensor, so its gradient is the sum over ranks."""
+REPLICATED_OUTPUT = {"reduce_from", "leave_sequence", "gather_channels"}
+"""All ranks compute the same loss from it, so that loss counts once."""
+
+
+def _local_shape(name: str, tp: int) -> tuple[int, int, int]:
+    if name in {"gather_sequence", "leave_sequence"}:
+        return B, N // tp, C
+    if name in {"gather_channels", "channels_to_sequence"}:
+        return B, N, C // tp
+    return B, N, C
+
+
+def _inputs(name: str, tp: int, dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    shape = _local_shape(name, tp)
+    count = 1 if name in REPLICATED_INPUT else tp
+    # Integers, so that 16-bit sums are exact and every type is held to equality.
+    drawn = [torch.randint(-8, 8, shape, generator=generator).to(dtype) for _ in range(count)]
+    return drawn * (tp // count)
+
+
+def _weights(shape: torch.Size, seed: int, dtype: torch.dtype) -> Tensor:
+    """Coefficients of a scalar loss, different at every element."""
+    return torch.randint(-8, 8, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def _loss_seed(name: str, rank: int) -> int:
+    return 0 if name in REPLICATED_OUTPUT else rank
+
+
+def run_collective(
+    rank: int, name: str, tp: int, dtype: torch.dtype, strided: bool
+) -> tuple[Tensor, Tensor, bool]:
+    groups = grid(tp)
+    x = _inputs(name, tp, dtype)[groups.tp_rank].clone()
+    if strided:
+        x = x.transpose(0, 1).contiguous().transpose(0, 1)
+    x.requires_grad_()
+    contiguous: list[bool] = []
+    x.register_hook(lambda grad: contiguous.append(grad.is_contiguous()))
+    before = x.detach().clone()
+    y = getattr(collectives, name)(x, groups.tp_group)
+    weights = _weights(y.shape, _loss_seed(name, groups.tp_rank), dtype)
+    if strided:  # then the gradient of y arrives strided
+        (y.mT.contiguous() * weights.mT.contiguous()).sum().backward()
+    else:
+        (y * weights).sum().backward()
+    assert x.grad is not None
+    assert y.dtype == x.grad.dtype == dtype
+    assert torch.equal(x.detach(), before), "the input was overwritten"
+    return y.detach(), x.grad, contiguous == [True]
+
+
+def _expected(name: str, tp: int, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+    leaves = [x.double().requires_grad_() for x in _inputs(name, tp, dtype)]
+    if name in REPLICATED_INPUT:
+        leaves = [leaves[0]] * tp
+    outputs = ORACLES[name](leaves)
+    counted = 1 if name in REPLICATED_OUTPUT else tp
+    losses = [
+        (y * _weights(y.shape, _loss_seed(name, rank), torch.float64)).sum()
+        for rank, y in enumerate(outputs[:counted])
+    ]
+    sum(losses, torch.zeros(())).backward()
+    grads = [leaf.grad for leaf in leaves]
+    return [y.detach() for y in outputs], [g for g in grads if g is not None]
+
+
+@pytest.mark.parametrize("name", ORACLES)
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str
+)
+def test_forward_and_gradient_equal_one_process(
+    four_ranks: RankPool, name: str, tp: int, dtype: torch.dtype
+) -> None:
+    outputs, grads = _expected(name, tp, dtype)
+    for strided in (False, True):
+        results = four_ranks.run(run_collective, name, tp, dtype, strided)
+        for rank, (y, grad, contiguous) in enumerate(results):
+            assert torch.equal(y.double(), outputs[rank % tp].double())
+            assert torch.equal(grad.double(), grads[rank % tp])
+            assert contiguous
+
+
+def run_uneven(rank: int) -> list[str]:
+    messages = []
+    for name in ("reduce_scatter_sequence", "scatter_sequence", "channels_to_sequence"):
+        with pytest.raises(TopologyError) as caught:
+            getattr(collectives, name)(torch.zeros(1, 7, 2), grid(2).tp_group)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_uneven_sequence_is_refused_before_communicating(two_ranks: RankPool) -> None:
+    for messages in two_ranks.run(run_uneven):
+        assert all("7 tokens" in m and "tensor_parallel_size=2" in m for m in messages)
+
+
+def run_identity(rank: int) -> bool:
+    x = torch.randn(2, 3, 4)
+    alone = grid(1).tp_group
+    return all(
+        getattr(collectives, name)(x, group) is x for name in ORACLES for group in (None, alone)
+    )
+
+
+def test_no_group_and_one_rank_are_the_identity(two_ranks: RankPool) -> None:
+    assert two_ranks.run(run_identity) == [True, True]
+
+
+def _feed_forward_parts() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    shapes = {
+        "x": (B, N, C), "norm": (C,), "norm_bias": (C,), "up": (16, C), "up_bias": (16,),
+        "down": (C, 16), "down_bias": (C,),
+    }  # fmt: skip
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+        for name, shape in shapes.items()
+    }
+
+
+def run_feed_forward(rank: int, tp: int, sequence: bool) -> dict[str, Tensor]:
+    """norm(down(gelu(up(x)))) with the seams of tensor or sequence parallelism."""
+    groups, full = grid(tp), _feed_forward_parts()
+    group, me = groups.tp_group, groups.tp_rank
+    local = ColumnParallelLinear(C, 16, tp, dtype=torch.float64)
+    local.load_state_dict(
+        {"weight": full["up"].chunk(tp)[me], "bias": full["up_bias"].chunk(tp)[me]}
+    )
+    down = full["down"].detach().chunk(tp, dim=1)[me].requires_grad_()
+    enter = collectives.gather_sequence if sequence else collectives.copy_to
+    x = full["x"].detach()
+    x = (x.chunk(tp, dim=1)[me] if sequence else x).requires_grad_()
+    h = torch.nn.functional.gelu(local(enter(x, group)))
+    y = row_parallel(h, down, full["down_bias"], group, sequence=sequence)
+    y = layer_norm(y, full["norm"], full["norm_bias"], 1e-7, group, sequence=sequence)
+    whole = collectives.leave_sequence(y, group) if sequence else y
+    whole.pow(3).sum().backward()
+    parts = {"x": x, "up": local.weight, "up_bias": local.bias, "down": down}
+    grads = {name: part.grad for name, part in {**full, **parts}.items() if part is not None}
+    return {"y": whole.detach(), **{k: g for k, g in grads.items() if g is not None}}
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("tp", [2, 4])
+def test_parallel_layers_equal_one_process(four_ranks: RankPool, tp: int, sequence: bool) -> None:
+    full = _feed_forward_parts()
+    h = torch.nn.functional.gelu(full["x"] @ full["up"].T + full["up_bias"])
+    y = h @ full["down"].T + full["down_bias"]
+    y = torch.nn.functional.layer_norm(y, (C,), full["norm"], full["norm_bias"], 1e-7)
+    y.pow(3).sum().backward()
+    split_dim = {"up": 0, "up_bias": 0, "down": 1} | ({"x": 1} if sequence else {})
+    for rank, result in enumerate(four_ranks.run(run_feed_forward, tp, sequence)):
+        torch.testing.assert_close(result.pop("y"), y.detach(), rtol=1e-12, atol=1e-12)
+        assert set(result) == set(full)
+        for name, grad in result.items():
+            expected = full[name].grad
+            assert expected is not None
+            if name in split_dim:
+                expected = expected.chunk(tp, dim=split_dim[name])[rank % tp]
+            torch.testing.assert_close(grad, expected, rtol=1e-9, atol=1e-9, msg=name)

@@ -1,0 +1,229 @@
+"""Real gloo ranks for tests: persistent processes that run test functions together.
+
+Starting torch costs seconds a process, so tests share pools (fixtures ``two_ranks`` and
+``four_ranks`` of ``tests/distributed/conftest.py``) and ``run_ranks`` is for what needs processes
+of its own. A function that ranks run is importable (module level), takes the rank first, and
+returns anything that pickles; here, unlike in the package, both ends are ours.
+
+    def summed(rank: int, start: int) -> float: ...
+
+    def test_sum(two_ranks): assert two_ranks.run(summed, 3) == [7.0, 7.0]
+"""
+
+from __future__ import annotations
+
+import datetime
+import faulthandler
+import functools
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_deberta.parallel.topology import ProcessGroups, build_grid, shutdown
+
+DEFAULT_TIMEOUT = 120.0
+"""Seconds a function may take on all ranks."""
+_GRACE_SECONDS = 1.0
+"""How long the other ranks may take to tell why they failed too."""
+
+
+class RankFailure(AssertionError):
+    """A rank raised, died or did not answer; the message holds each rank's traceback."""
+
+
+class RankPool:
+    """Processes of one gloo world that run functions one after another.
+
+    A failure leaves the ranks at different places, so it ends them all; the next call starts
+    others.
+
+    Args:
+        world_size: number of processes.
+        start_distributed: start ``torch.distributed`` in them; False leaves it to the functions.
+    """
+
+    def __init__(self, world_size: int, *, start_distributed: bool = True) -> None:
+        self.world_size = world_size
+        self._start_distributed = start_distributed
+        self._processes: list[multiprocessing.process.BaseProcess] = []
+        self._pipes: list[Connection] = []
+        self._folder = ""
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Process ids by rank; empty before the first ``run``."""
+        return [process.pid or 0 for process in self._processes]
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float | None = None) -> Any:
+        """Call ``function(rank, *args)`` on every rank.
+
+        Returns:
+            The results by rank.
+
+        Raises:
+            RankFailure: a rank raised, died or took longer than ``timeout`` seconds.
+        """
+        if not self._processes:
+            self._start()
+        task = pickle.dumps((function, args))
+        for pipe in self._pipes:
+            pipe.send_bytes(task)
+        failures: dict[int, str] = {}
+        results: dict[int, Any] = {}
+        deadline = time.monotonic() + (timeout or DEFAULT_TIMEOUT)
+        while len(results) + len(failures) < self.world_size:
+            waiting = {
+                pipe: rank
+                for rank, pipe in enumerate(self._pipes)
+                if rank not in results and rank not in failures
+            }
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self._abort(failures, list(waiting.values()))
+                break
+            for pipe in ready:
+                rank = waiting[pipe]  # type: ignore[index]
+                answer, value = self._receive(rank)
+                (results if answer else failures)[rank] = value
+            if failures:
+                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+        if failures:
+            self._kill()
+            text = "\n".join(f"--- rank {rank} ---\n{failures[rank]}" for rank in sorted(failures))
+            raise RankFailure(f"{len(failures)} of {self.world_size} ranks failed\n{text}")
+        return [results[rank] for rank in range(self.world_size)]
+
+    def close(self) -> None:
+        """End the processes in order; kill what does not end."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(5)
+        self._kill()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._folder = tempfile.mkdtemp(prefix="ranks-")
+        before = os.environ.get("OMP_NUM_THREADS")
+        os.environ["OMP_NUM_THREADS"] = "1"  # read when the child imports torch
+        try:
+            for rank in range(self.world_size):
+                ours, theirs = context.Pipe()
+                store = os.path.join(self._folder, "store") if self._start_distributed else ""
+                # Not daemonic: a test's data loader must be able to start workers of its own.
+                process = context.Process(
+                    target=_serve, args=(theirs, rank, self.world_size, store), daemon=False
+                )
+                process.start()
+                theirs.close()
+                self._processes.append(process)
+                self._pipes.append(ours)
+        finally:
+            if before is None:
+                del os.environ["OMP_NUM_THREADS"]
+            else:
+                os.environ["OMP_NUM_THREADS"] = before
+
+    def _receive(self, rank: int) -> tuple[bool, Any]:
+        try:
+            answer: tuple[bool, Any] = pickle.loads(self._pipes[rank].recv_bytes())
+        except (EOFError, ConnectionResetError):
+            self._processes[rank].join(5)
+            return False, f"died with exit code {self._processes[rank].exitcode}"
+        return answer
+
+    def _abort(self, failures: dict[int, str], ranks: list[int]) -> None:
+        """Give up on silent ranks; where they are the only failure, have them show their stacks."""
+        silent = not failures
+        for rank in ranks:
+            failures[rank] = "gave no answer in time"
+            if silent:
+                failures[rank] += "; its stack is on standard error"
+                os.kill(self.process_ids[rank], signal.SIGABRT)
+        for rank in ranks:
+            self._processes[rank].join(_GRACE_SECONDS if silent else 0)
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = ""
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float | None = None,
+    start_distributed: bool = True,
+) -> Any:
+    """Call ``function(rank, *args)`` on processes started for it alone; see ``RankPool.run``."""
+    with RankPool(world_size, start_distributed=start_distributed) as pool:
+        return pool.run(function, *args, timeout=timeout)
+
+
+@functools.cache
+def grid(tp_size: int) -> ProcessGroups:
+    """The rank grid of this rank's world, built once a process; collective at first use."""
+    return build_grid(tp_size, torch.device("cpu"), datetime.timedelta(seconds=DEFAULT_TIMEOUT))
+
+
+def _serve(pipe: Connection, rank: int, world_size: int, store: str) -> None:
+    """A rank's life: answer tasks until the other end of the pipe closes."""
+    faulthandler.enable()  # SIGABRT shows the stack
+    torch.set_num_threads(1)
+    try:
+        if store:
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+            dist.init_process_group(
+                "gloo",
+                store=dist.FileStore(store, world_size),
+                rank=rank,
+                world_size=world_size,
+                timeout=datetime.timedelta(seconds=DEFAULT_TIMEOUT),
+            )
+        while True:
+            try:
+                task = pipe.recv_bytes()
+            except EOFError:
+                break
+            pipe.send_bytes(_perform(task, rank))
+    finally:
+        shutdown()
+
+
+def _perform(task: bytes, rank: int) -> bytes:
+    try:
+        function, args = pickle.loads(task)
+        return pickle.dumps((True, function(rank, *args)))
+    except BaseException:
+        # Tests may raise anything, and pytest.fail is no Exception.
+        return pickle.dumps((False, traceback.format_exc()))
