@@ -24,14 +24,9 @@ _INTEGERS = (torch.int16, torch.int32, torch.int64)
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionArguments:
-    """Arguments of ``disentangled_attention``; shapes and meaning are told there."""
+class AttentionRules:
+    """What ``disentangled_attention`` is told besides its five differentiable tensors."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    pos_key: Tensor | None
-    pos_query: Tensor | None
     positions: RelativePositions
     q_positions: Tensor | None
     key_padding: Tensor | None
@@ -43,6 +38,19 @@ class AttentionArguments:
     head_offset: int
     scale: float
     p2c_index: P2CIndex
+    return_lse: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionArguments:
+    """Arguments of ``disentangled_attention``; shapes and meaning are told there."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    pos_key: Tensor | None
+    pos_query: Tensor | None
+    rules: AttentionRules
 
 
 def default_scale(head_dim: int, pos_key: Tensor | None, pos_query: Tensor | None) -> float:
@@ -85,10 +93,10 @@ def check_arguments(a: AttentionArguments) -> None:
     """
     _check_heads(a)
     _check_rows(a)
-    if a.p2c_index not in ("released", "paper"):
-        raise ValueError(f"p2c_index: got {a.p2c_index!r}, expected 'released' or 'paper'")
-    if a.head_offset < 0:
-        raise ValueError(f"head_offset: got {a.head_offset}, expected at least 0")
+    if a.rules.p2c_index not in ("released", "paper"):
+        raise ValueError(f"p2c_index: got {a.rules.p2c_index!r}, expected 'released' or 'paper'")
+    if a.rules.head_offset < 0:
+        raise ValueError(f"head_offset: got {a.rules.head_offset}, expected at least 0")
     if a.q.device.type == "cpu" or os.environ.get("MEGATRON_DEBERTA_CHECK") == "1":
         _check_values(a)
 
@@ -101,12 +109,12 @@ def without_idle_masks(a: AttentionArguments) -> AttentionArguments:
     """
     if a.q.device.type != "cpu":
         return a
-    padding, documents = a.key_padding, a.document_ids
+    padding, documents = a.rules.key_padding, a.rules.document_ids
     if padding is not None and bool(padding.all()):
         padding = None
     if documents is not None and bool((documents == documents[:, :1]).all()):
         documents = None
-    return replace(a, key_padding=padding, document_ids=documents)
+    return replace(a, rules=replace(a.rules, key_padding=padding, document_ids=documents))
 
 
 def _check(name: str, tensor: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
@@ -135,11 +143,11 @@ def _check_heads(a: AttentionArguments) -> None:
     _check_dtype("q", a.q, _FLOATS)
     _check("k", a.k, (batch, heads, k_len, head_dim), a.q)
     _check("v", a.v, (batch, heads, k_len, head_dim), a.q)
-    if a.q_positions is None and q_len != k_len:
+    if a.rules.q_positions is None and q_len != k_len:
         raise ValueError(
             f"q: got {q_len} queries for {k_len} keys, expected as many, or q_positions"
         )
-    table = (heads, 2 * a.positions.span, head_dim)
+    table = (heads, 2 * a.rules.positions.span, head_dim)
     tables = [("pos_key", a.pos_key), ("pos_query", a.pos_query)]
     for name, maybe in tables:
         if maybe is not None:
@@ -153,39 +161,39 @@ def _check_rows(a: AttentionArguments) -> None:
     """Tensors of integers and flags, one row a batch row."""
     batch, _, q_len, _ = a.q.shape
     k_len = a.k.shape[2]
-    if a.q_positions is not None:
-        _check("q_positions", a.q_positions, (batch, q_len), a.q)
-        _check_dtype("q_positions", a.q_positions, _INTEGERS)
-    if a.key_padding is not None:
-        _check("key_padding", a.key_padding, (batch, k_len), a.q)
-        _check_dtype("key_padding", a.key_padding, (torch.bool,))
-    if a.document_ids is not None:
-        _check("document_ids", a.document_ids, (batch, k_len), a.q)
-        _check_dtype("document_ids", a.document_ids, _INTEGERS)
-    if a.seed is not None:
-        _check("seed", a.seed, (batch,), a.q)
-        _check_dtype("seed", a.seed, (torch.int64,))
+    if a.rules.q_positions is not None:
+        _check("q_positions", a.rules.q_positions, (batch, q_len), a.q)
+        _check_dtype("q_positions", a.rules.q_positions, _INTEGERS)
+    if a.rules.key_padding is not None:
+        _check("key_padding", a.rules.key_padding, (batch, k_len), a.q)
+        _check_dtype("key_padding", a.rules.key_padding, (torch.bool,))
+    if a.rules.document_ids is not None:
+        _check("document_ids", a.rules.document_ids, (batch, k_len), a.q)
+        _check_dtype("document_ids", a.rules.document_ids, _INTEGERS)
+    if a.rules.seed is not None:
+        _check("seed", a.rules.seed, (batch,), a.q)
+        _check_dtype("seed", a.rules.seed, (torch.int64,))
 
 
 def _check_values(a: AttentionArguments) -> None:
     """Values of positions and masks."""
-    if a.q_positions is not None and a.q_positions.numel():
-        low, high = (int(x) for x in torch.aminmax(a.q_positions))
+    if a.rules.q_positions is not None and a.rules.q_positions.numel():
+        low, high = (int(x) for x in torch.aminmax(a.rules.q_positions))
         if low < -1 or high >= a.k.shape[2]:
             raise ValueError(
                 f"q_positions: got values in [{low}, {high}], expected -1 or "
                 f"[0, {a.k.shape[2]}), the positions of the keys"
             )
-    if a.key_padding is not None and a.key_padding.shape[1]:
-        edges = (a.key_padding[:, 1:] != a.key_padding[:, :-1]).sum(1)
-        edges = edges + a.key_padding[:, 0].int() + a.key_padding[:, -1].int()
+    if a.rules.key_padding is not None and a.rules.key_padding.shape[1]:
+        edges = (a.rules.key_padding[:, 1:] != a.rules.key_padding[:, :-1]).sum(1)
+        edges = edges + a.rules.key_padding[:, 0].int() + a.rules.key_padding[:, -1].int()
         if bool((edges > 2).any()):
             row = int(torch.nonzero(edges > 2)[0])
             raise ValueError(
                 f"key_padding: got a gap between real keys in row {row}, expected one run of True"
             )
-    if a.document_ids is not None and bool((a.document_ids.diff(dim=1) < 0).any()):
-        row = int(torch.nonzero((a.document_ids.diff(dim=1) < 0).any(1))[0])
+    if a.rules.document_ids is not None and bool((a.rules.document_ids.diff(dim=1) < 0).any()):
+        row = int(torch.nonzero((a.rules.document_ids.diff(dim=1) < 0).any(1))[0])
         raise ValueError(
             f"document_ids: got decreasing ids in row {row}, expected non-decreasing ones"
         )

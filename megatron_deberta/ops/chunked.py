@@ -1,5 +1,197 @@
-"""Disentangled attention in blocks; until they are written, the reference under this name."""
+"""Disentangled attention in blocks, forward and backward; memory O(length x block).
 
-from megatron_deberta.ops.reference import attend
+For devices without the fused kernels: the CPU and older GPUs. A block is one head, some batch
+rows, some queries and all keys, small enough to stay in cache. Nothing of a block is kept:
+backward computes the scores again, so the dropout bits must be, and are, a function of position.
+With S the scores, P = softmax(S), M the dropout mask, s its scale and o the output::
 
-__all__ = ["attend"]
+    o = s (P * M) v                          dv += s (P * M)^T do
+    G = P * M * (s do v^T)                   dS = G - P rowsum(G)
+
+Products and softmax are float32 (float64 for float64 inputs), whatever the input's type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_deberta.ops.arguments import AttentionArguments
+from megatron_deberta.ops.dropout_bits import drop_threshold, keep_scale, random_bytes, row_keys
+from megatron_deberta.ops.position_terms import Block, ConsecutiveTerms, GatheredTerms, Scratch
+from megatron_deberta.ops.visibility import hides_keys, query_positions, visible_keys
+
+_BLOCK_ELEMENTS = {"cpu": 1 << 18}
+"""Scores in a block: on the CPU, a few buffers of this size fit a core's second-level cache."""
+_BLOCK_ELEMENTS_GPU = 1 << 25
+
+
+def attend(a: AttentionArguments) -> tuple[Tensor, Tensor | None]:
+    """Attention block by block.
+
+    Args:
+        a: checked arguments.
+
+    Returns:
+        Output like ``q``, and where asked for the log-sum-exp of the scores, float32
+        ``[batch, heads, q_len]``.
+    """
+    output, lse = _ChunkedAttention.apply(a.q, a.k, a.v, a.pos_key, a.pos_query, a.rules)
+    return output, lse
+
+
+class _ChunkedAttention(torch.autograd.Function):
+    """The formulas of the module docstring as an autograd function."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor | None]:
+        a = AttentionArguments(*args)
+        ctx.save_for_backward(*args[:5])
+        ctx.rules = a.rules
+        output, lse = _forward(a)
+        if lse is not None:
+            ctx.mark_non_differentiable(lse)
+        return output, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_output: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (*_backward(AttentionArguments(*ctx.saved_tensors, ctx.rules), d_output), None)
+
+
+class _Blocks:
+    """What forward and backward share: the blocks of a call, their scores and their masks."""
+
+    def __init__(self, a: AttentionArguments) -> None:
+        self.a = a
+        self.batch, self.heads, self.q_len, self.head_dim = a.q.shape
+        self.k_len = a.k.shape[2]
+        self.dtype = torch.float64 if a.q.dtype == torch.float64 else torch.float32
+        self.scratch = Scratch(a.q, self.dtype)
+        self.at = query_positions(a.rules, self.q_len, a.q.device)
+        self.terms: ConsecutiveTerms | GatheredTerms
+        if a.rules.q_positions is None:
+            self.terms = ConsecutiveTerms(a, self.dtype, self.scratch)
+        else:
+            self.terms = GatheredTerms(a, self.dtype, self.scratch, self.at)
+        self.rows = None
+        if a.rules.seed is not None:
+            self.rows = row_keys(a.rules.seed, self.at, self.heads, a.rules.head_offset)
+        self.bias: Tensor | None = None
+        self.blind: Tensor | None = None
+
+    def __iter__(self) -> Iterator[Block]:
+        """Blocks; the heads of one place follow each other and share its masks."""
+        budget = _BLOCK_ELEMENTS.get(self.a.q.device.type, _BLOCK_ELEMENTS_GPU)
+        queries = max(1, min(self.q_len, budget // max(1, self.k_len)))
+        rows = max(1, budget // max(1, queries * self.k_len))
+        for row in range(0, self.batch, rows):
+            for query in range(0, self.q_len, queries):
+                at_rows = slice(row, min(row + rows, self.batch))
+                at_queries = slice(query, min(query + queries, self.q_len))
+                self._look(at_rows, at_queries)
+                for head in range(self.heads):
+                    yield Block(head, at_rows, at_queries)
+
+    def _look(self, rows: slice, queries: slice) -> None:
+        """Finds which keys the queries of a place see: a bias on scores, and queries that see none."""
+        if not hides_keys(self.a.rules):
+            return
+        at = self.at[rows, queries] if self.at.shape[0] > 1 else self.at[:, queries]
+        visible = visible_keys(self.a.rules, at, rows, self.k_len)
+        self.blind = ~visible.any(-1, keepdim=True)
+        lowest = torch.finfo(self.dtype).min
+        self.bias = torch.zeros(visible.shape, dtype=self.dtype, device=at.device)
+        self.bias.masked_fill_(~visible, lowest)
+
+    def queries(self, x: Tensor, block: Block) -> Tensor:
+        """The block's part of a tensor shaped like q, in the dtype of the scores."""
+        return x[block.rows, block.head, block.queries].to(self.dtype)
+
+    def keys(self, x: Tensor, block: Block) -> Tensor:
+        """The block's part of a tensor shaped like k, in the dtype of the scores."""
+        return x[block.rows, block.head].to(self.dtype)
+
+    def buffer(self, name: str, block: Block) -> Tensor:
+        """A scratch buffer of the shape of the block's scores."""
+        rows = block.rows.stop - block.rows.start
+        return self.scratch.get(name, rows, block.queries.stop - block.queries.start, self.k_len)
+
+    def scores(self, q: Tensor, k: Tensor, block: Block) -> Tensor:
+        """The block's scores, with what is hidden far below everything visible."""
+        scores = torch.bmm(q, k.transpose(1, 2), out=self.buffer("scores", block))
+        self.terms.add_to(scores, q, k, block)
+        return scores if self.bias is None else scores.add_(self.bias)
+
+    def keep(self, block: Block) -> Tensor | None:
+        """1 where dropout keeps, 0 where it drops, in the dtype of the scores."""
+        if self.rows is None:
+            return None
+        rows = self.rows[block.rows, block.head, block.queries]
+        threshold = drop_threshold(self.a.rules.dropout_p)
+        return torch.ge(random_bytes(rows, self.k_len), threshold, out=self.buffer("keep", block))
+
+    def shown(self, x: Tensor) -> Tensor:
+        """Zero for queries that see no key."""
+        return x if self.blind is None else x.masked_fill(self.blind, 0.0)
+
+
+def _forward(a: AttentionArguments) -> tuple[Tensor, Tensor | None]:
+    blocks = _Blocks(a)
+    output = torch.empty_like(a.q)
+    lse = None
+    if a.rules.return_lse:
+        lse = torch.empty(a.q.shape[:3], dtype=torch.float32, device=a.q.device)
+    factor = keep_scale(a.rules.dropout_p)
+    for block in blocks:
+        q = blocks.queries(a.q, block) * a.rules.scale
+        scores = blocks.scores(q, blocks.keys(a.k, block), block)
+        if lse is not None:
+            value = torch.logsumexp(scores, -1, keepdim=True)
+            if blocks.blind is not None:
+                value.masked_fill_(blocks.blind, float("-inf"))
+            lse[block.rows, block.head, block.queries] = value.squeeze(-1)
+        probabilities = torch.softmax(scores, -1, out=scores)
+        keep = blocks.keep(block)
+        if keep is not None:
+            probabilities.mul_(keep)
+        mixed = torch.bmm(probabilities, blocks.keys(a.v, block)).mul_(factor)
+        output[block.rows, block.head, block.queries] = blocks.shown(mixed)
+    return output, lse
+
+
+def _backward(a: AttentionArguments, d_output: Tensor) -> tuple[Tensor | None, ...]:
+    """Gradients of q, k, v, pos_key and pos_query."""
+    blocks = _Blocks(a)
+    d_q = torch.empty_like(a.q)
+    d_k = torch.zeros(a.k.shape, dtype=blocks.dtype, device=a.q.device)
+    d_v = torch.zeros_like(d_k)
+    factor = keep_scale(a.rules.dropout_p)
+    for block in blocks:
+        q = blocks.queries(a.q, block) * a.rules.scale
+        k = blocks.keys(a.k, block)
+        d_o = blocks.shown(blocks.queries(d_output, block) * factor)
+        scores = blocks.scores(q, k, block)
+        probabilities = torch.softmax(scores, -1, out=scores)
+        keep = blocks.keep(block)
+        kept = probabilities if keep is None else keep.mul_(probabilities)
+        d_v[block.rows, block.head].baddbmm_(kept.transpose(1, 2), d_o)
+        v = blocks.keys(a.v, block)
+        d_scores = torch.bmm(d_o, v.transpose(1, 2), out=blocks.buffer("gradient", block))
+        d_scores.mul_(kept)
+        d_scores.addcmul_(probabilities, d_scores.sum(-1, keepdim=True), value=-1)
+        d_query = torch.bmm(d_scores, k)
+        d_key = d_k[block.rows, block.head].baddbmm_(d_scores.transpose(1, 2), q)
+        blocks.terms.add_gradients(d_scores, q, k, d_query, d_key, block)
+        d_q[block.rows, block.head, block.queries] = d_query.mul_(a.rules.scale)
+    terms = blocks.terms
+    d_pos_key = d_pos_query = None
+    if a.pos_key is not None and terms.c2p is not None:
+        d_pos_key = terms.c2p.folded_gradient(a.pos_key, 1.0)
+    if a.pos_query is not None and terms.p2c is not None:
+        d_pos_query = terms.p2c.folded_gradient(a.pos_query, a.rules.scale)
+    return d_q, d_k.to(a.k.dtype), d_v.to(a.v.dtype), d_pos_key, d_pos_query

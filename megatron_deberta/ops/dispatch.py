@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_deberta.ops import chunked, reference
 from megatron_deberta.ops.arguments import (
     AttentionArguments,
+    AttentionRules,
     P2CIndex,
     check_arguments,
     default_scale,
@@ -138,22 +139,25 @@ def disentangled_attention(
         v=v,
         pos_key=pos_key,
         pos_query=pos_query,
-        positions=positions,
-        q_positions=q_positions,
-        key_padding=key_padding,
-        document_ids=document_ids,
-        causal=causal,
-        dropout_p=dropout_p,
-        seed=row_seeds(seed, dropout_p, q),
-        head_offset=head_offset,
-        scale=default_scale(q.shape[-1], pos_key, pos_query) if scale is None else scale,
-        p2c_index=p2c_index,
+        rules=AttentionRules(
+            positions=positions,
+            q_positions=q_positions,
+            key_padding=key_padding,
+            document_ids=document_ids,
+            causal=causal,
+            dropout_p=dropout_p,
+            seed=row_seeds(seed, dropout_p, q),
+            head_offset=head_offset,
+            scale=default_scale(q.shape[-1], pos_key, pos_query) if scale is None else scale,
+            p2c_index=p2c_index,
+            return_lse=return_lse,
+        ),
     )
     check_arguments(arguments)
     chosen = choose_backend(backend)
     _log_once(chosen, q.device.type, q.dtype)
     output, lse = _BACKENDS[chosen](without_idle_masks(arguments))
-    return (output, lse) if return_lse else output
+    return output if lse is None else (output, lse)
 
 
 def choose_backend(requested: str | None) -> str:

@@ -5,49 +5,54 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_deberta.ops.arguments import AttentionArguments
+from megatron_deberta.ops.arguments import AttentionRules
 
 
-def query_positions(a: AttentionArguments) -> Tensor:
-    """Where the queries stand, int64 ``[batch or 1, q_len]``, -1 for padding.
+def query_positions(rules: AttentionRules, q_len: int, device: torch.device) -> Tensor:
+    """Where the queries stand.
 
     Args:
-        a: checked arguments.
+        rules: of the call.
+        q_len: number of queries.
+        device: where the result lives.
+
+    Returns:
+        int64 ``[batch, q_len]``, -1 for padding; ``[1, q_len]`` where all rows are alike.
     """
-    if a.q_positions is None:
-        return torch.arange(a.q.shape[2], device=a.q.device)[None]
-    return a.q_positions.long()
+    if rules.q_positions is None:
+        return torch.arange(q_len, device=device)[None]
+    return rules.q_positions.long()
 
 
-def visible_keys(
-    a: AttentionArguments, rows: slice = slice(None), queries: slice = slice(None)
-) -> Tensor | None:
+def hides_keys(rules: AttentionRules) -> bool:
+    """Whether some query may not see some key.
+
+    Args:
+        rules: of the call.
+    """
+    masks = (rules.key_padding, rules.document_ids, rules.q_positions)
+    return rules.causal or any(mask is not None for mask in masks)
+
+
+def visible_keys(rules: AttentionRules, at: Tensor, rows: slice, k_len: int) -> Tensor:
     """Which keys a block of queries sees.
 
     Args:
-        a: checked arguments.
+        rules: of the call.
+        at: where the block's queries stand, ``[batch rows or 1, queries]``.
         rows: batch rows of the block.
-        queries: queries of the block.
+        k_len: number of keys.
 
     Returns:
-        bool, broadcastable to ``[batch rows, queries, k_len]``; None where everything is visible.
+        bool, broadcastable to ``[batch rows, queries, k_len]``, three-dimensional.
     """
-    visible: Tensor | None = None
-
-    def narrow(mask: Tensor) -> None:
-        nonlocal visible
-        visible = mask if visible is None else visible & mask
-
-    at = query_positions(a)
-    at = at[rows if a.q_positions is not None else slice(None), queries]
-    if a.key_padding is not None:
-        narrow(a.key_padding[rows, None, :])
-    if a.document_ids is not None:
-        documents = a.document_ids[rows]
+    visible = (at >= 0)[:, :, None]
+    if rules.key_padding is not None:
+        visible = visible & rules.key_padding[rows, None, :]
+    if rules.document_ids is not None:
+        documents = rules.document_ids[rows]
         own = documents.gather(1, at.clamp(min=0).expand(documents.shape[0], -1))
-        narrow(own[:, :, None] == documents[:, None, :])
-    if a.causal:
-        narrow(torch.arange(a.k.shape[2], device=a.q.device) <= at[:, :, None])
-    if a.q_positions is not None:
-        narrow((at >= 0)[:, :, None])
+        visible = visible & (own[:, :, None] == documents[:, None, :])
+    if rules.causal:
+        visible = visible & (torch.arange(k_len, device=at.device) <= at[:, :, None])
     return visible
