@@ -1,0 +1,158 @@
+"""Metrics of a run on disk: JSON lines for programs, TensorBoard for eyes, a PNG of the curve.
+
+Owns ``metrics.jsonl`` and ``tensorboard/`` in the run folder. Refuses to print (``console.py``).
+Written by rank 0 only.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import orjson
+
+from megatron_deberta.errors import DataError
+
+RecordKind = Literal["train", "validation"]
+
+FILE_NAME = "metrics.jsonl"
+
+
+class MetricsWriter:
+    """Appends one record a call; numbers that are not finite are written as null.
+
+    Args:
+        run_dir: folder of the run.
+        resume_step: optimizer steps of the checkpoint that the run continues from. Records of
+            later steps were made by work that was lost, and are cut: the steps come again.
+        tensorboard: also write TensorBoard events.
+
+    Raises:
+        DataError: ``metrics.jsonl`` holds something other than records.
+        OSError: the folder cannot be written.
+    """
+
+    def __init__(
+        self, run_dir: str | os.PathLike[str], *, resume_step: int = 0, tensorboard: bool = True
+    ) -> None:
+        folder = Path(run_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / FILE_NAME
+        _cut_after(self.path, resume_step)
+        self._file = self.path.open("ab")
+        self._events: Any = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=resume_step + 1)
+
+    def write(
+        self, step: int, values: Mapping[str, float | int], *, kind: RecordKind = "train"
+    ) -> None:
+        """Append a record.
+
+        Args:
+            step: optimizer steps done.
+            values: metrics by name.
+            kind: where they were measured.
+        """
+        record = {"step": step, "kind": kind, **values}
+        self._file.write(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
+        self._file.flush()
+        if self._events is not None:
+            for name, value in values.items():
+                self._events.add_scalar(f"{kind}/{name}", value, step)
+
+    def close(self) -> None:
+        """Flush everything to disk and close."""
+        if not self._file.closed:
+            os.fsync(self._file.fileno())
+            self._file.close()
+        if self._events is not None:
+            self._events.close()
+
+    def __enter__(self) -> MetricsWriter:
+        """Return the writer."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the writer."""
+        self.close()
+
+
+def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Read the records of a run; a last line torn by a crash is left out.
+
+    Raises:
+        DataError: a line is not a record; the line is named.
+    """
+    *lines, _torn = Path(path).read_bytes().split(b"\n")
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = orjson.loads(line)
+            records.append({**record, "step": int(record["step"])})
+        except (ValueError, TypeError, KeyError) as error:
+            raise DataError(
+                f"{path}:{number}: not a metrics record ({error}); move the file away to go on"
+            ) from error
+    return records
+
+
+def _cut_after(path: Path, step: int) -> None:
+    """Drop records of later steps, by a new file in the old one's place."""
+    if not path.exists():
+        return
+    kept = [record for record in read_metrics(path) if record["step"] <= step]
+    staged = path.with_suffix(".jsonl.tmp")
+    with staged.open("wb") as file:
+        file.writelines(orjson.dumps(item, option=orjson.OPT_APPEND_NEWLINE) for item in kept)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(staged, path)
+
+
+def plot_loss(
+    metrics_path: str | os.PathLike[str],
+    png_path: str | os.PathLike[str],
+    *,
+    unigram: float | None = None,
+) -> None:
+    """Draw training and validation loss over steps.
+
+    Args:
+        metrics_path: a ``metrics.jsonl`` whose records hold ``loss``.
+        png_path: the picture, written in whole or not at all.
+        unigram: unigram cross-entropy of the validation targets in nats, drawn as a line.
+
+    Raises:
+        DataError: there is no finite loss to draw.
+    """
+    from matplotlib.figure import Figure
+
+    curves: dict[str, list[tuple[int, float]]] = {"train": [], "validation": []}
+    for record in read_metrics(metrics_path):
+        loss = record.get("loss")
+        if record.get("kind") in curves and isinstance(loss, (int, float)):
+            curves[record["kind"]].append((record["step"], float(loss)))
+    if not any(curves.values()):
+        raise DataError(f"{metrics_path}: holds no finite loss; train for a few steps first")
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for kind, points in curves.items():
+        if points:
+            axes.plot(
+                *zip(*points, strict=True), marker="o" if kind == "validation" else "", label=kind
+            )
+    if unigram is not None:
+        axes.axhline(unigram, color="gray", linestyle="--", label=f"unigram ({unigram:.2f})")
+    axes.set(xlabel="optimizer step", ylabel="loss (nats per masked token)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    target = Path(png_path)
+    staged = target.with_suffix(".tmp.png")
+    figure.savefig(staged, dpi=120)
+    os.replace(staged, target)
