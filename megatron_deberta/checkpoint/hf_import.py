@@ -1,0 +1,287 @@
+"""Reads models of Hugging Face and of Microsoft's releases into canonical tensors.
+
+Owns finding and reading their files and saying what they lack. Refuses writing checkpoints and
+tokenizers (``inference/import_release.py``). Pickles are read by ``legacy_bin.py`` only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megatron_deberta.checkpoint.hf_config import from_hf_config
+from megatron_deberta.checkpoint.hf_names import (
+    TOKEN_TYPES,
+    ForeignTensor,
+    ModelType,
+    foreign_tensors,
+    standard_names,
+)
+from megatron_deberta.checkpoint.legacy_bin import convert_bin
+from megatron_deberta.config.schema import ModelConfig
+from megatron_deberta.errors import CheckpointError
+from megatron_deberta.model.shapes import parameter_shapes
+from megatron_deberta.model.weight_init import fill_initial
+
+Source: TypeAlias = Literal["hf", "microsoft"]
+
+_TYPES = ("deberta", "deberta-v2", "roberta", "megatron-deberta")
+_MAY_BE_MISSING = ("head.", "mask_decoder.")
+_LEFT_OUT = re.compile(
+    r"mask_predictions\.|pooler\.|(roberta\.)?pooler\.|classifier\.|.*position_ids$|.*\._weight$"
+)
+_TIED = re.compile(r"(cls\.predictions\.decoder|lm_head\.decoder)\.(weight|bias)")
+_TOKEN_TABLE = re.compile(r"(deberta|roberta)\.embeddings\.word_embeddings\.weight")
+
+
+@dataclass(frozen=True)
+class Release:
+    """A foreign model, ready to be read tensor by tensor."""
+
+    config: ModelConfig
+    """Its architecture."""
+    notes: tuple[str, ...]
+    """What the user should know: what was initialised, what was left out."""
+    _tensors: dict[str, tuple[ForeignTensor, Path, str]]
+    _token_types: tuple[Path, str] | None
+    _seed: int
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Canonical name and fp32 tensor of every parameter, one foreign tensor at a time."""
+        found: set[str] = set()
+        with ExitStack() as stack:
+            files = {
+                path: stack.enter_context(safe_open(path, framework="pt"))
+                for path in {place[1] for place in self._tensors.values()}
+            }
+            for entry, path, name in self._tensors.values():
+                for part, tensor in entry.unpack(files[path].get_tensor(name).float()).items():
+                    found.add(part)
+                    if part == "embeddings.position.weight":
+                        tensor = self._with_token_type(tensor)
+                    yield part, tensor
+        for name, shape in parameter_shapes(self.config).items():
+            if name not in found:
+                fresh = torch.empty(shape)
+                fill_initial(fresh, name, shape, self.config, self._seed)
+                yield name, fresh
+
+    def _with_token_type(self, positions: Tensor) -> Tensor:
+        """RoBERTa adds one and the same token-type row to every token; our model has no such row."""
+        if self._token_types is None:
+            return positions
+        path, name = self._token_types
+        with safe_open(path, framework="pt") as file:
+            row = file.get_tensor(name).float()
+        return positions + row if row.any() else positions
+
+
+def open_release(
+    directory: Path,
+    source: Source,
+    scratch: Path,
+    *,
+    allow_pickle: bool = False,
+    sha256: str = "",
+    seed: int = 0,
+) -> Release:
+    """Find config and weights of a model and check that they fit our architecture.
+
+    Args:
+        directory: a folder with ``config.json`` (or ``model_config.json``) and weights.
+        source: who wrote it; Microsoft's configs name no type, their files' names tell it.
+        scratch: folder for the converted copy of a ``.bin`` file.
+        allow_pickle: read a ``.bin`` file, with ``weights_only`` and in a process of its own.
+        sha256: digest that the weight file must have; empty checks nothing.
+        seed: of parameters the file lacks.
+
+    Raises:
+        CheckpointError: something is missing, damaged, or not our architecture.
+    """
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} is no folder; give one with config.json and weights")
+    fields = _read_config(directory)
+    stored = _stored_tensors(_weight_files(directory, scratch, allow_pickle, sha256))
+    model_type = _model_type(fields, source, stored)
+    config = _fit_config(from_hf_config(fields, model_type), fields, stored)
+    expected = foreign_tensors(config, model_type, fields.get("pad_token_id") or 0)
+    return _match(config, expected, stored, seed)
+
+
+def _match(
+    config: ModelConfig,
+    expected: list[ForeignTensor],
+    stored: dict[str, tuple[Path, str, tuple[int, ...]]],
+    seed: int,
+) -> Release:
+    tensors: dict[str, tuple[ForeignTensor, Path, str]] = {}
+    fresh: list[str] = []
+    for entry in expected:
+        if entry.name not in stored:
+            if not all(part.startswith(_MAY_BE_MISSING) for part in entry.parts):
+                raise CheckpointError(
+                    f"the weights lack {entry.name}; the file is damaged or of another model"
+                )
+            fresh += entry.parts
+            continue
+        path, name, shape = stored[entry.name]
+        if shape != entry.shape:
+            raise CheckpointError(
+                f"{name}: shape {shape} is not {entry.shape} of config.json; "
+                "config and weights are of different models"
+            )
+        if entry.parts:
+            tensors[entry.name] = (entry, path, name)
+    known = {entry.name for entry in expected}
+    left_out = sorted(name for name in stored if name not in known)
+    _check_left_out(left_out, stored)
+    notes = []
+    if fresh:
+        notes.append(f"not in the file, newly initialised: {', '.join(fresh)}")
+    if left_out:
+        notes.append(f"left out, no part of our model: {', '.join(left_out)}")
+    token_types = (
+        stored[TOKEN_TYPES][:2] if TOKEN_TYPES in known and TOKEN_TYPES in stored else None
+    )
+    return Release(config, tuple(notes), tensors, token_types, seed)
+
+
+def _check_left_out(
+    left_out: list[str], stored: dict[str, tuple[Path, str, tuple[int, ...]]]
+) -> None:
+    """Accept tensors without a place only where nothing is lost by leaving them out."""
+    for name in left_out:
+        if _TIED.fullmatch(name):
+            kind = name.rpartition(".")[2]
+            pattern = _TOKEN_TABLE if kind == "weight" else re.compile(r".*lm_head\.bias")
+            twin = next((other for other in stored if pattern.fullmatch(other)), None)
+            if twin is None or not torch.equal(_load(stored[name]), _load(stored[twin])):
+                raise CheckpointError(
+                    f"{name} differs from {twin}; only models with tied embeddings can be imported"
+                )
+        elif not _LEFT_OUT.match(name):
+            raise CheckpointError(
+                f"the weights hold {name}, which config.json does not account for; "
+                "config and weights are of different models"
+            )
+
+
+def _load(place: tuple[Path, str, tuple[int, ...]]) -> Tensor:
+    with safe_open(place[0], framework="pt") as file:
+        return cast(Tensor, file.get_tensor(place[1]))
+
+
+def _fit_config(
+    config: ModelConfig,
+    fields: dict[str, Any],
+    stored: dict[str, tuple[Path, str, tuple[int, ...]]],
+) -> ModelConfig:
+    """Let the tensors decide what configs leave open: the vocabulary and the mask decoder."""
+    token_table = next((name for name in stored if _TOKEN_TABLE.fullmatch(name)), None)
+    if token_table is None:
+        raise CheckpointError("the weights lack word_embeddings; give a whole model's files")
+    config = replace(config, vocab_size=stored[token_table][2][0])
+    plain_head = any(name.startswith("cls.predictions.") for _, name, _ in stored.values())
+    positions = "deberta.embeddings.position_embeddings.weight" in stored
+    if plain_head and not positions and "mask_decoder_passes" not in fields:
+        # Trained by transformers' own class, which has no mask decoder.
+        config = replace(config, mask_decoder_passes=0, absolute_positions="none")
+    return config
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    for name in ("config.json", "model_config.json"):
+        path = directory / name
+        if path.is_file():
+            try:
+                fields = json.loads(path.read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise CheckpointError(f"{path} is not JSON: {error}; fetch it again") from None
+            if not isinstance(fields, dict):
+                raise CheckpointError(f"{path} holds no JSON object; fetch it again")
+            return fields
+    raise CheckpointError(f"{directory} has neither config.json nor model_config.json; add one")
+
+
+def _model_type(
+    fields: dict[str, Any], source: Source, stored: dict[str, tuple[Path, str, tuple[int, ...]]]
+) -> ModelType:
+    if source == "microsoft":
+        v1 = any(name.endswith(".in_proj.weight") for name in stored)
+        return "deberta" if v1 else "deberta-v2"
+    model_type = fields.get("model_type")
+    if model_type not in _TYPES:
+        raise CheckpointError(
+            f"config.json: model_type={model_type!r} is none of {', '.join(_TYPES)}; "
+            "give a DeBERTa or RoBERTa, or use --from microsoft"
+        )
+    return cast(ModelType, model_type)
+
+
+def _stored_tensors(files: list[Path]) -> dict[str, tuple[Path, str, tuple[int, ...]]]:
+    """Standard name -> file, name in the file, shape."""
+    shapes: dict[str, tuple[Path, tuple[int, ...]]] = {}
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 - not a dict
+                    shapes[name] = (path, tuple(file.get_slice(name).get_shape()))
+        except SafetensorError as error:
+            raise CheckpointError(f"{path} is damaged: {error}; fetch it again") from None
+    names = standard_names(shapes)
+    return {names[name]: (path, name, shape) for name, (path, shape) in shapes.items()}
+
+
+def _weight_files(directory: Path, scratch: Path, allow_pickle: bool, sha256: str) -> list[Path]:
+    files = sorted(directory.glob("*.safetensors"))
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        named = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        files = [directory / name for name in sorted(set(named))]
+    if files:
+        for path in files:
+            _check_digest(path, sha256 if len(files) == 1 else "")
+            if not path.is_file():
+                raise CheckpointError(f"{path} is missing, but {index.name} names it")
+        return files
+    pickles = sorted([*directory.glob("*.bin"), *directory.glob("*.pt")])
+    if len(pickles) != 1:
+        found = ", ".join(path.name for path in pickles) or "none"
+        raise CheckpointError(
+            f"{directory} must hold *.safetensors or exactly one .bin file; found {found}"
+        )
+    if not allow_pickle:
+        raise CheckpointError(
+            f"{pickles[0]} is a pickle, which can run code; give safetensors, or "
+            "--allow-pickle-weights-only to read its tensors in a process of its own"
+        )
+    _check_digest(pickles[0], sha256)
+    target = scratch / "weights.safetensors"
+    try:
+        convert_bin(pickles[0], target)
+    except ValueError as error:
+        raise CheckpointError(f"{pickles[0]} cannot be read as plain weights: {error}") from None
+    return [target]
+
+
+def _check_digest(path: Path, sha256: str) -> None:
+    if not sha256:
+        return
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(1 << 22):
+            digest.update(block)
+    if digest.hexdigest() != sha256.lower():
+        raise CheckpointError(
+            f"{path}: SHA-256 is {digest.hexdigest()}, not {sha256.lower()}; fetch the file again"
+        )
