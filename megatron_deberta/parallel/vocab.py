@@ -75,7 +75,7 @@ def vocab_parallel_cross_entropy(
     """Cross-entropy per token, and whether the likeliest piece is the right one.
 
     Collective over ``group`` in forward (one all-gather of maxima, one all-reduce), local in
-    backward. Keeps the logits and one fp32 number a token for backward; nothing else of the size of
+    backward. Keeps the logits and a few numbers a token for backward; nothing else of the size of
     the logits exists but their gradient.
 
     Args:
@@ -146,19 +146,18 @@ class _CrossEntropy(torch.autograd.Function):
             dist.all_reduce(parts, group=group)
         sum_exp, label_logits, hits = parts
         counted = labels != IGNORED_LABEL
-        log_sum = sum_exp.log()
-        # A row of no finite logit, or one with a NaN, must not look like a good one.
-        loss = torch.where(counted, log_sum - label_logits, 0)
+        loss = torch.where(counted, sum_exp.log() - label_logits, 0)
         correct = counted & (hits > 0)
 
-        ctx.save_for_backward(logits, log_sum + top, columns, owned, counted)
+        # Not their sum in the log: at logits far from zero it would round the softmax.
+        ctx.save_for_backward(logits, top, sum_exp, columns, owned, counted)
         ctx.num_columns = num_columns
         ctx.mark_non_differentiable(correct)
         return loss, correct
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        logits, log_normalizer, columns, owned, counted = ctx.saved_tensors
+        logits, top, sum_exp, columns, owned, counted = ctx.saved_tensors
         scale = torch.where(counted, grads[0], 0).unsqueeze(1)
         num_columns = ctx.num_columns
         out = torch.empty_like(logits)
@@ -166,9 +165,10 @@ class _CrossEntropy(torch.autograd.Function):
         if num_columns == 0:
             return out, None, None, None, None
         label_part = torch.where(owned.unsqueeze(1), -scale, 0)
+        softmax_part = scale / sum_exp.unsqueeze(1)
         for rows in _blocks(logits):
             block = logits[rows, :num_columns].to(scale.dtype, copy=True)
-            block.sub_(log_normalizer[rows].unsqueeze(1)).exp_().mul_(scale[rows])
+            block.sub_(top[rows].unsqueeze(1)).exp_().mul_(softmax_part[rows])
             block.scatter_add_(1, columns[rows].unsqueeze(1), label_part[rows])
             out[rows, :num_columns] = block
         return out, None, None, None, None

@@ -39,7 +39,7 @@ _GRACE_SECONDS = 1.0
 """How long the other ranks may take to tell why they failed too."""
 
 
-class RankFailure(AssertionError):
+class RankError(AssertionError):
     """A rank raised, died or did not answer; the message holds each rank's traceback."""
 
 
@@ -84,7 +84,7 @@ class RankPool:
             The results by rank.
 
         Raises:
-            RankFailure: a rank raised, died or took longer than ``timeout`` seconds.
+            RankError: a rank raised, died or took longer than ``timeout`` seconds.
         """
         if not self._processes:
             self._start()
@@ -113,7 +113,7 @@ class RankPool:
         if failures:
             self._kill()
             text = "\n".join(f"--- rank {rank} ---\n{failures[rank]}" for rank in sorted(failures))
-            raise RankFailure(f"{len(failures)} of {self.world_size} ranks failed\n{text}")
+            raise RankError(f"{len(failures)} of {self.world_size} ranks failed\n{text}")
         return [results[rank] for rank in range(self.world_size)]
 
     def close(self) -> None:

@@ -1,0 +1,163 @@
+"""Any tensor-parallel layout is the same model: loss and every gradient, float64, dropout on.
+
+No engine here; each rank's backward alone must leave whole gradients on replicated parameters
+and its own part on split ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_deberta.config.schema import ModelConfig, ParallelConfig, RunConfig
+from megatron_deberta.model import DebertaModel, DropoutSeeds, Execution
+from megatron_deberta.objectives import MaskedLanguageModel
+from megatron_deberta.parallel.topology import single_process_groups
+from megatron_deberta.sharding import ParameterSpec, build_model
+from tests.support.ranks import RankPool, grid
+from tests.support.tolerances import FP64
+
+BASE = ModelConfig(
+    num_layers=3,
+    hidden_size=32,
+    num_heads=4,
+    ffn_hidden_size=64,
+    vocab_size=131,
+    max_position_embeddings=32,
+    max_relative_positions=16,
+    position_buckets=4,
+    conv_kernel_size=3,
+)
+MODELS = {
+    "1.5b-like": BASE,
+    "v1-like": replace(
+        BASE,
+        conv_kernel_size=0,
+        position_buckets=0,
+        share_position_projections=False,
+        normalize_position_table=False,
+        key_bias=False,
+        position_key_bias=False,
+    ),
+    "roberta-like": replace(
+        BASE,
+        conv_kernel_size=0,
+        position_terms="none",
+        mask_decoder_passes=0,
+        absolute_positions="input",
+    ),
+}
+
+
+class EncoderProbe(DebertaModel):
+    """The plain encoder, every layer on the token sequence, under a made-up loss."""
+
+    def __init__(self, config: ModelConfig, execution: Execution | None = None) -> None:
+        super().__init__(config, execution)
+
+    def forward(  # type: ignore[override]
+        self, input_ids: Tensor, attention_mask: Tensor, seeds: DropoutSeeds | None, **_: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        hidden = super().forward(input_ids, attention_mask, seeds=seeds)
+        weights = torch.linspace(-1, 1, hidden.size(-1), dtype=hidden.dtype)
+        real = attention_mask.unsqueeze(-1)
+        return (torch.sin(hidden * weights) * real).sum(), attention_mask.sum()
+
+
+def make_batch(documents: bool) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(4, BASE.vocab_size, (2, 16), generator=generator)
+    mask = torch.ones(2, 16, dtype=torch.bool)
+    mask[1, 11:] = False
+    picked = torch.tensor([[0, 5, 9, 15], [3, 4, 10, -1]])
+    labels = torch.where(picked >= 0, ids.gather(1, picked.clamp(min=0)), -100)
+    batch: dict[str, Any] = {
+        "input_ids": ids.masked_fill(~mask, 0),
+        "attention_mask": mask,
+        "masked_positions": picked,
+        "labels": labels,
+        "seeds": DropoutSeeds(11, 5, torch.tensor([100, 2**40])),
+    }
+    if documents:
+        edges = torch.tensor([[6], [4]])
+        place = torch.arange(16).expand(2, 16)
+        batch["document_ids"] = (place >= edges).long()
+        batch["position_ids"] = torch.where(place >= edges, place - edges, place)
+    return batch
+
+
+def run_layout(rank: int, config: RunConfig, probe: bool, documents: bool) -> dict[str, Any]:
+    """Loss and gradients (true parts) of this rank, with their specs."""
+    tp_size = config.parallel.tensor_parallel_size
+    groups = single_process_groups(torch.device("cpu")) if tp_size == 1 else grid(tp_size)
+    sharded = build_model(
+        config,
+        groups,
+        torch.float64,
+        model_class=EncoderProbe if probe else MaskedLanguageModel,
+    )
+    sharded.module.train()
+    loss, count = sharded.module(**make_batch(documents))
+    loss.backward()
+    gradients = {
+        name: (sharded.specs[name], sharded.specs[name].true_part(parameter.grad))
+        for name, parameter in sharded.module.named_parameters()
+        if parameter.grad is not None
+    }
+    return {"loss": loss.item(), "count": int(count), "gradients": gradients}
+
+
+def assemble(parts: list[tuple[ParameterSpec, Tensor]]) -> Tensor:
+    """One logical gradient from all ranks' parts; replicated parts must agree."""
+    spec = parts[0][0]
+    if spec.dim is not None:
+        return torch.cat([part for _, part in parts], spec.dim)
+    for _, part in parts[1:]:
+        torch.testing.assert_close(part, parts[0][1], rtol=0, atol=0)
+    return parts[0][1]
+
+
+def check(
+    pool: RankPool, model: ModelConfig, parallel: ParallelConfig, *, probe: bool, documents: bool
+) -> None:
+    oracle = run_layout(0, RunConfig(model=model), probe, documents)
+    ranks = pool.run(run_layout, RunConfig(model=model, parallel=parallel), probe, documents)
+    assert oracle["gradients"]
+    for rank in ranks:
+        assert rank["count"] == oracle["count"]
+        assert rank["loss"] == pytest.approx(oracle["loss"], rel=1e-12)
+        assert rank["gradients"].keys() == oracle["gradients"].keys()
+    for name, (_, expected) in oracle["gradients"].items():
+        actual = assemble([rank["gradients"][name] for rank in ranks])
+        torch.testing.assert_close(
+            actual, expected, **FP64, msg=lambda m, name=name: f"{name}: {m}"
+        )
+
+
+@pytest.mark.parametrize("probe", [False, True], ids=["pretraining", "encoder"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("sequence", [False, True], ids=["tp", "tp+sp"])
+def test_two_ranks(two_ranks: RankPool, sequence: bool, recompute: Any, probe: bool) -> None:
+    parallel = ParallelConfig(
+        tensor_parallel_size=2, sequence_parallel=sequence, recompute=recompute
+    )
+    check(two_ranks, BASE, parallel, probe=probe, documents=False)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("sequence", [False, True], ids=["tp", "tp+sp"])
+@pytest.mark.parametrize("documents", [False, True], ids=["row", "documents"])
+def test_models(two_ranks: RankPool, sequence: bool, model: str, documents: bool) -> None:
+    parallel = ParallelConfig(tensor_parallel_size=2, sequence_parallel=sequence)
+    check(two_ranks, MODELS[model], parallel, probe=False, documents=documents)
+
+
+@pytest.mark.parametrize("probe", [False, True], ids=["pretraining", "encoder"])
+@pytest.mark.parametrize("sequence", [False, True], ids=["tp", "tp+sp"])
+def test_four_ranks(four_ranks: RankPool, sequence: bool, probe: bool) -> None:
+    parallel = ParallelConfig(tensor_parallel_size=4, sequence_parallel=sequence)
+    check(four_ranks, BASE, parallel, probe=probe, documents=False)

@@ -1,0 +1,33 @@
+"""A signal to one rank stops all ranks at the same step."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from megatron_deberta.train.preemption import StopSignal
+from tests.support.ranks import RankPool, grid
+
+
+def run_steps(rank: int, tp_size: int, target: int) -> tuple[int, bool]:
+    groups = grid(tp_size)
+    with StopSignal() as stop:
+        for step in range(6):
+            if rank == target and step == 3:
+                os.kill(os.getpid(), signal.SIGUSR2)
+            if stop.agree(groups):
+                return step, stop.requested()
+    return -1, stop.requested()
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+@pytest.mark.parametrize("target", [0, 1, 3])
+def test_all_ranks_stop_together(four_ranks: RankPool, tp_size: int, target: int) -> None:
+    stopped = four_ranks.run(run_steps, tp_size, target)
+    assert stopped == [(3, rank == target) for rank in range(4)]
+
+
+def test_nobody_stops_without_a_signal(two_ranks: RankPool) -> None:
+    assert two_ranks.run(run_steps, 2, -1) == [(-1, False)] * 2

@@ -1,0 +1,73 @@
+"""Stop signals on one process; agreement of ranks is in tests/distributed/test_stop_signal.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megatron_deberta.parallel.topology import single_process_groups
+from megatron_deberta.train.preemption import STOP_SIGNALS, StopSignal
+
+GROUPS = single_process_groups(torch.device("cpu"))
+
+LOADER_UNDER_FIRE = """
+import os, signal, torch
+from torch.utils.data import DataLoader
+from megatron_deberta.train.preemption import StopSignal, leave_stopping_to_parent
+
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        return torch.tensor(index)
+
+with StopSignal() as stop:
+    loader = DataLoader(Slow(), num_workers=1, worker_init_fn=leave_stopping_to_parent)
+    seen = []
+    for batch in loader:
+        if not seen:
+            os.killpg(0, signal.SIGTERM)
+            os.killpg(0, signal.SIGUSR2)
+        seen.append(int(batch))
+    print(seen == list(range(8)), stop.received.name)
+"""
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_signal_is_remembered_and_handlers_come_back(number: signal.Signals) -> None:
+    before = [signal.getsignal(n) for n in STOP_SIGNALS]
+    with StopSignal() as stop:
+        assert not stop.requested()
+        assert not stop.agree(GROUPS)
+        assert stop.received is None
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requested()
+        assert stop.agree(GROUPS)
+        assert stop.received is number
+    assert [signal.getsignal(n) for n in STOP_SIGNALS] == before
+
+
+def test_handlers_come_back_after_an_error() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(RuntimeError, match="step failed"), StopSignal():
+        raise RuntimeError("step failed")
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_loader_processes_outlive_a_signal_to_the_group() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LOADER_UNDER_FIRE],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        start_new_session=True,
+        check=False,
+    )
+    assert done.stdout.split() == ["True", "SIGTERM"], done.stderr
+    assert done.returncode == 0, done.stderr
