@@ -7,7 +7,13 @@ from torch import Tensor, nn
 
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.model.dropout import Dropout, DropoutSeeds
-from megatron_deberta.model.seams import LayerNorm, Rows, SequenceEntry, SharedInput
+from megatron_deberta.model.seams import (
+    LayerNorm,
+    PositionEmbedding,
+    Rows,
+    SequenceEntry,
+    SharedInput,
+)
 
 
 class Embeddings(nn.Module):
@@ -22,7 +28,7 @@ class Embeddings(nn.Module):
         self.entry = SequenceEntry()
         self.token = nn.Embedding(config.vocab_size, config.hidden_size)
         self.position = (
-            nn.Embedding(config.max_position_embeddings, config.hidden_size)
+            PositionEmbedding(config.max_position_embeddings, config.hidden_size)
             if config.absolute_positions == "input"
             else None
         )
@@ -42,7 +48,7 @@ class Embeddings(nn.Module):
         held = self.entry(rows)
         hidden = self.token(input_ids)
         if self.position is not None:
-            hidden = hidden + self.position(held.position_ids)
+            hidden = hidden + self.position(held)
         hidden = self.norm(hidden, held) * held.real.unsqueeze(-1)
         return self.dropout(hidden, held.positions, seeds), held
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.model.attention import AttentionContext
 from megatron_deberta.model.layers import Layer
-from megatron_deberta.model.seams import Rows
+from megatron_deberta.model.seams import PositionEmbedding, Rows
 
 
 class EnhancedMaskDecoder(nn.Module):
@@ -25,7 +25,7 @@ class EnhancedMaskDecoder(nn.Module):
         super().__init__()
         self.num_passes = config.mask_decoder_passes
         self.position = (
-            nn.Embedding(config.max_position_embeddings, config.hidden_size)
+            PositionEmbedding(config.max_position_embeddings, config.hidden_size)
             if config.absolute_positions == "decoder"
             else None
         )
@@ -52,7 +52,7 @@ class EnhancedMaskDecoder(nn.Module):
         picked_rows = rows.pick(picked)
         query = pick_rows(hidden, picked)
         if self.position is not None:
-            query = query + self.position(picked_rows.position_ids)
+            query = query + self.position(picked_rows)
         for decoder_pass in range(1, self.num_passes + 1):
             seeds = None if context.seeds is None else context.seeds.at_pass(decoder_pass)
             query = last_layer(query, picked_rows, replace(context, seeds=seeds), memory)

@@ -85,6 +85,14 @@ class BlockOutput(nn.Linear):
         return F.linear(input, self.weight, self.bias)
 
 
+class PositionEmbedding(nn.Embedding):
+    """Absolute positions of residual-stream rows."""
+
+    def forward(self, rows: Rows) -> Tensor:  # type: ignore[override]
+        """Return ``[B, R, D]`` for the rows held here."""
+        return F.embedding(rows.position_ids, self.weight)
+
+
 class LayerNorm(nn.LayerNorm):
     """LayerNorm of residual-stream rows."""
 

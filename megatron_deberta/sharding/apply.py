@@ -8,6 +8,7 @@ SequenceExit       identity                            all-gather; backward: own
 BlockInput         identity; backward: all-reduce      all-gather; backward: reduce-scatter
 BlockOutput        all-reduce                          reduce-scatter; bias gradient summed
 LayerNorm          identity                            parameter gradients summed
+PositionEmbedding  identity                            table gradient summed
 ChannelExit        all-gather channels                 all-to-all channels to tokens
 SharedInput        identity; backward: all-reduce      the same
 token embedding    all-reduce                          reduce-scatter
@@ -26,6 +27,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.nn import functional
 
 from megatron_deberta.model import seams
 from megatron_deberta.model.attention import DisentangledSelfAttention
@@ -101,6 +103,19 @@ class _BlockOutput(_Split):
         return row_parallel(input, self.weight, self.bias, self.group, sequence=sequence)
 
 
+class _PositionEmbedding(_Split):
+    def __init__(
+        self, whole: seams.PositionEmbedding, group: ProcessGroup | None, sequence: bool
+    ) -> None:
+        super().__init__(group, sequence)
+        self.weight = whole.weight
+
+    def forward(self, rows: Rows) -> Tensor:
+        own_tokens = self.sequence and rows.sequence
+        weight = copy_to(self.weight, self.group) if own_tokens else self.weight
+        return functional.embedding(rows.position_ids, weight)
+
+
 class _LayerNorm(_Split):
     def __init__(self, whole: seams.LayerNorm, group: ProcessGroup | None, sequence: bool) -> None:
         super().__init__(group, sequence)
@@ -155,6 +170,7 @@ def insert_communication(
         seams.SharedInput: lambda _: _SharedInput(group, sequence),
         seams.ChannelExit: lambda _: _ChannelExit(group, sequence),
         seams.BlockOutput: lambda whole: _BlockOutput(whole, group, sequence),
+        seams.PositionEmbedding: lambda whole: _PositionEmbedding(whole, group, sequence),
         seams.LayerNorm: lambda whole: _LayerNorm(whole, group, sequence),
         TokenLoss: lambda _: _TokenLoss(vocab_start, vocab_size, group, sequence),
     }
