@@ -1,0 +1,89 @@
+"""The attention block against Algorithm 1 of the paper, written out with loops in float64."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_deberta.config.schema import ModelConfig
+from megatron_deberta.model.attention import AttentionContext, DisentangledSelfAttention
+from megatron_deberta.model.seams import Rows
+from tests.support.stock_weights import randomize
+from tests.support.tolerances import FP64
+
+CONFIG = ModelConfig(
+    hidden_size=16,
+    num_heads=2,
+    max_relative_positions=3,
+    position_buckets=0,
+    share_position_projections=False,
+    normalize_position_table=False,
+    p2c_index="paper",
+)
+
+
+def delta(i: int, j: int, k: int) -> int:
+    """Relative distance from token i to token j: He et al. 2021, Eq. 3."""
+    if i - j <= -k:
+        return 0
+    if i - j >= k:
+        return 2 * k - 1
+    return i - j + k
+
+
+def algorithm_1(block: DisentangledSelfAttention, hidden: Tensor, table: Tensor) -> Tensor:
+    """Eq. 4 and Algorithm 1 for one sequence ``[N, D]``, entry by entry; heads concatenated."""
+    length, size = hidden.size(0), block.head_size
+    assert block.position_key is not None
+    assert block.position_query is not None
+    content_q, content_k, content_v = (f(hidden) for f in (block.query, block.key, block.value))
+    position_k, position_q = block.position_key(table), block.position_query(table)
+    span = CONFIG.max_relative_positions
+    heads = []
+    for head in range(CONFIG.num_heads):
+        cut = slice(head * size, (head + 1) * size)
+        scores = torch.zeros(length, length, dtype=hidden.dtype)
+        for i in range(length):
+            for j in range(length):
+                c2c = content_q[i, cut] @ content_k[j, cut]
+                c2p = content_q[i, cut] @ position_k[delta(i, j, span), cut]
+                p2c = content_k[j, cut] @ position_q[delta(j, i, span), cut]
+                scores[i, j] = (c2c + c2p + p2c) / math.sqrt(3 * size)
+        heads.append(scores.softmax(-1) @ content_v[:, cut])
+    return torch.cat(heads, -1)
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+def test_paper_index_is_algorithm_1(backend: str) -> None:
+    block = DisentangledSelfAttention(CONFIG, 0).double()
+    randomize(block)
+    generator = torch.Generator().manual_seed(2)
+    hidden = torch.randn(1, 9, 16, generator=generator, dtype=torch.float64)
+    table = torch.randn(6, 16, generator=generator, dtype=torch.float64)
+    context = AttentionContext(table, None, None, None, backend, recompute_core=False)
+    rows = Rows.of_sequence(torch.ones(1, 9, dtype=torch.bool))
+
+    attended = algorithm_1(block, hidden[0], table)
+    expected = block.norm(hidden + block.output(attended.unsqueeze(0), rows), rows)
+    torch.testing.assert_close(block(hidden, rows, context), expected, **FP64)
+
+
+@pytest.mark.parametrize("index", ["released", "paper"])
+def test_the_two_indices_differ(index: Any) -> None:
+    """Guards the switch itself: the released code is not Eq. 4 (docs/model.md)."""
+    block = DisentangledSelfAttention(replace(CONFIG, p2c_index=index), 0).double()
+    randomize(block)
+    generator = torch.Generator().manual_seed(2)
+    hidden = torch.randn(1, 9, 16, generator=generator, dtype=torch.float64)
+    table = torch.randn(6, 16, generator=generator, dtype=torch.float64)
+    context = AttentionContext(table, None, None, None, "reference", recompute_core=False)
+    rows = Rows.of_sequence(torch.ones(1, 9, dtype=torch.bool))
+    attended = algorithm_1(block, hidden[0], table)
+    expected = block.norm(hidden + block.output(attended.unsqueeze(0), rows), rows)
+    equal = torch.allclose(block(hidden, rows, context), expected, **FP64)
+    assert equal == (index == "paper")

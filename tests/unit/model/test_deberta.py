@@ -1,0 +1,127 @@
+"""Properties of the whole model that no parity test shows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_deberta.config.schema import ModelConfig
+from megatron_deberta.model import DropoutSeeds, Execution
+from megatron_deberta.objectives import MaskedLanguageModel
+from tests.support.stock_weights import randomize
+from tests.support.tolerances import FP64
+
+CONFIG = ModelConfig(
+    num_layers=3,
+    hidden_size=32,
+    num_heads=4,
+    ffn_hidden_size=64,
+    vocab_size=67,
+    max_position_embeddings=32,
+    max_relative_positions=16,
+    position_buckets=4,
+    conv_kernel_size=3,
+)
+LENGTHS = (5, 9, 4)
+
+
+def make(config: ModelConfig = CONFIG, **execution: Any) -> MaskedLanguageModel:
+    model = MaskedLanguageModel(config, Execution(**execution)).double()
+    randomize(model)
+    return model.train()
+
+
+def tokens(length: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(4, CONFIG.vocab_size, (1, length), generator=generator)
+
+
+def real(ids: torch.Tensor) -> torch.Tensor:
+    return torch.ones_like(ids, dtype=torch.bool)
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+def test_packed_equals_separate(backend: str) -> None:
+    """Documents in one row give the logits they give alone, decoder and convolution included."""
+    model = make(attention_backend=backend)
+    parts = [tokens(length, seed) for seed, length in enumerate(LENGTHS)]
+    ids = torch.cat(parts, 1)
+    documents = torch.cat([torch.full((1, n), i) for i, n in enumerate(LENGTHS)], 1)
+    positions = torch.cat([torch.arange(n).unsqueeze(0) for n in LENGTHS], 1)
+    everywhere = torch.arange(ids.size(1)).unsqueeze(0)
+    packed = model.masked_logits(ids, real(ids), everywhere, positions, documents)
+    separate = torch.cat([model.logits(part) for part in parts], 1)
+    torch.testing.assert_close(packed, separate, **FP64)
+
+
+def test_padding_does_not_matter() -> None:
+    model = make()
+    ids = tokens(9)
+    padded = torch.cat([ids, tokens(4, seed=9)], 1)
+    mask = torch.arange(13).unsqueeze(0) < 9
+    torch.testing.assert_close(model.logits(padded, mask)[:, :9], model.logits(ids), **FP64)
+
+
+def test_picked_rows_are_rows_of_all() -> None:
+    model = make()
+    ids = tokens(12)
+    picked = torch.tensor([[2, 11, -1, 0]])
+    some = model.masked_logits(ids, real(ids), picked)
+    all_rows = model.logits(ids)
+    torch.testing.assert_close(some[:, [0, 1, 3]], all_rows[:, [2, 11, 0]], **FP64)
+
+
+def loss(model: MaskedLanguageModel, seeds: DropoutSeeds | None, ids: torch.Tensor) -> Any:
+    picked = torch.tensor([[1, 5]]).expand(ids.size(0), 2)
+    return model(ids, real(ids), picked, ids.gather(1, picked), seeds=seeds)[0]
+
+
+def test_dropout_is_a_function_of_sample_step_and_seed() -> None:
+    model = make()
+    ids = tokens(12)
+    first = loss(model, DropoutSeeds(1, 2, torch.tensor([3])), ids)
+    assert torch.equal(first, loss(model, DropoutSeeds(1, 2, torch.tensor([3])), ids))
+    for other in (DropoutSeeds(9, 2, torch.tensor([3])), DropoutSeeds(1, 9, torch.tensor([3])),
+                  DropoutSeeds(1, 2, torch.tensor([9]))):  # fmt: skip
+        assert not torch.equal(first, loss(model, other, ids))
+    assert not torch.equal(first, loss(model, None, ids))
+
+
+def test_batch_composition_does_not_matter() -> None:
+    """A sample drops the same elements whichever rows stand beside it."""
+    model = make(replace(CONFIG, conv_kernel_size=0))
+    ids = torch.cat([tokens(12), tokens(12, seed=1)])
+    together = loss(model, DropoutSeeds(1, 2, torch.tensor([3, 4])), ids)
+    alone = loss(model, DropoutSeeds(1, 2, torch.tensor([3])), ids[:1]) + loss(
+        model, DropoutSeeds(1, 2, torch.tensor([4])), ids[1:]
+    )
+    torch.testing.assert_close(together, alone, **FP64)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recomputation_changes_nothing(recompute: str) -> None:
+    plain, again = make(), make(recompute=recompute)
+    for model in (plain, again):
+        loss(model, DropoutSeeds(1, 2, torch.tensor([3])), tokens(12)).backward()
+    for (name, ours), other in zip(plain.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(ours.grad, other.grad), name
+
+
+def test_every_parameter_learns() -> None:
+    model = make()
+    loss(model, DropoutSeeds(1, 2, torch.tensor([3])), tokens(12)).backward()
+    assert [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
+
+
+def test_dropout_rate() -> None:
+    from megatron_deberta.model.dropout import Dropout
+
+    dropout = Dropout(0.1, "somewhere")
+    ones = torch.ones(4, 64, 96)
+    out = dropout(ones, torch.arange(64).expand(4, 64), DropoutSeeds(1, 1, torch.arange(4)))
+    kept = out != 0
+    assert kept.float().mean() == pytest.approx(1 - 26 / 256, abs=0.01)
+    assert out.mean() == pytest.approx(1.0, abs=0.01)
