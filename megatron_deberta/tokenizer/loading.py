@@ -1,0 +1,212 @@
+"""Finds out what kind of tokenizer a path holds, and loads it.
+
+Owns the accepted layouts. Refuses vocabularies whose ids are not one to one or whose special
+tokens are missing, shared or reachable from plain text.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from megatron_deberta.errors import DataError
+from megatron_deberta.tokenizer.sentencepiece_model import build_backend, rows_for
+from megatron_deberta.tokenizer.special_tokens import (
+    USUAL_NAMES,
+    SpecialTokens,
+    declare_special_tokens,
+    has_guard,
+    refuse_leaks,
+    resolve_special_tokens,
+    with_guard,
+)
+from megatron_deberta.tokenizer.tokenizer import (
+    CONFIG_FILE,
+    JSON_FILE,
+    SENTENCEPIECE_FILE,
+    SIZE_KEY,
+    Tokenizer,
+)
+
+_LAYOUTS = "tokenizer.json, spm.model (or one other *.model), or vocab.json with merges.txt"
+
+
+def load_tokenizer(path: str) -> Tokenizer:
+    """Load a tokenizer of any supported kind.
+
+    Args:
+        path: a directory with ``tokenizer.json``, a SentencePiece ``*.model``, or a byte-level
+            BPE's ``vocab.json`` and ``merges.txt`` (taken in this order); or such a ``*.model``
+            or ``tokenizer.json`` itself.
+
+    Raises:
+        DataError: nothing usable is there, a file is damaged, ids are not one to one, or a
+            special token is missing, shared, or what plain text turns into.
+    """
+    location = Path(path)
+    if location.is_dir():
+        if (location / JSON_FILE).is_file():
+            return _load_json(location / JSON_FILE)
+        model = _find_sentencepiece(location)
+        if model is not None:
+            return _load_sentencepiece(model)
+        if (location / "vocab.json").is_file() and (location / "merges.txt").is_file():
+            return _load_byte_level(location)
+        raise DataError(f"tokenizer {path}: expected {_LAYOUTS} in this folder")
+    if not location.is_file():
+        raise DataError(f"tokenizer {path}: no such file or folder; expected {_LAYOUTS}")
+    return _load_json(location) if location.suffix == ".json" else _load_sentencepiece(location)
+
+
+def sentencepiece_tokenizer(content: bytes, where: str) -> Tokenizer:
+    """Build the tokenizer of a SentencePiece model, its table rounded up as the release's is.
+
+    Args:
+        content: bytes of the ``.model`` file.
+        where: what to call it in errors.
+
+    Raises:
+        DataError: see ``load_tokenizer``.
+    """
+    backend, special = build_backend(content, where)
+    refuse_leaks(backend, special, where)
+    rows = rows_for(backend.get_vocab_size())
+    return Tokenizer(
+        json.loads(backend.to_str()), special, vocab_size=rows, sentencepiece_model=content
+    )
+
+
+def _find_sentencepiece(folder: Path) -> Path | None:
+    if (folder / SENTENCEPIECE_FILE).is_file():
+        return folder / SENTENCEPIECE_FILE
+    found = sorted(folder.glob("*.model"))
+    if len(found) > 1:
+        raise DataError(f"tokenizer {folder}: {len(found)} *.model files; name one of them")
+    return found[0] if found else None
+
+
+def _load_sentencepiece(path: Path) -> Tokenizer:
+    return sentencepiece_tokenizer(_read(path), f"tokenizer {path}")
+
+
+def _load_byte_level(folder: Path) -> Tokenizer:
+    """Load GPT-2's or RoBERTa's files; special tokens they lack are appended after the pieces."""
+    where = f"tokenizer {folder}"
+    try:
+        model = models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
+    except Exception as error:  # the library raises bare Exception for every damage
+        raise DataError(f"{where}: vocab.json and merges.txt do not fit ({error})") from error
+    backend = Backend(model)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    vocabulary = backend.get_vocab()
+    special = SpecialTokens(
+        **{
+            role: next((name for name in usual if name in vocabulary), usual[0])
+            for role, usual in USUAL_NAMES.items()
+        }
+    )
+    # Pieces carry the space before them, so the mask takes it along, as RoBERTa's does.
+    mask = AddedToken(special.mask, special=True, normalized=False, lstrip=True)
+    others = [name for name in special.by_role().values() if name != special.mask]
+    backend.add_special_tokens(
+        [*(AddedToken(name, special=True, normalized=False) for name in others), mask]
+    )
+    if "<|endoftext|>" in vocabulary:
+        backend.add_special_tokens([AddedToken("<|endoftext|>", special=True, normalized=False)])
+    declare_special_tokens(backend, special)
+    refuse_leaks(backend, special, where)
+    return Tokenizer(json.loads(backend.to_str()), special)
+
+
+def _load_json(path: Path) -> Tokenizer:
+    where = f"tokenizer {path}"
+    text = _read(path)
+    try:
+        spec = json.loads(text)
+        backend = Backend.from_str(text.decode())
+    except Exception as error:  # the library raises bare Exception for every damage
+        raise DataError(f"{where}: not a tokenizer.json ({error})") from error
+    backend.no_truncation()
+    backend.no_padding()
+    _refuse_ambiguous_ids(spec, backend, where)
+    config = _read_config(path.with_name(CONFIG_FILE))
+    declared = {role: name for role in USUAL_NAMES if (name := _name(config, f"{role}_token"))}
+    special = resolve_special_tokens(backend.get_vocab(), declared, where)
+    declare_special_tokens(backend, special)
+    _guard(backend)
+    refuse_leaks(backend, special, where)
+    source = path.with_name(SENTENCEPIECE_FILE)
+    return Tokenizer(
+        # Scores stay as they are in the file: the library does not write what it reads to the bit.
+        {**json.loads(backend.to_str()), "model": spec["model"]},
+        special,
+        vocab_size=_rows(config, backend, where),
+        sentencepiece_model=_read(source) if source.is_file() else None,
+    )
+
+
+def _guard(backend: Backend) -> None:
+    """Keep special tokens that a unigram model would find in text out of its reach."""
+    spec = json.loads(backend.to_str())
+    if spec["model"]["type"] != "Unigram":
+        return
+    pieces = {piece for piece, _ in spec["model"]["vocab"]}
+    names = [token["content"] for token in spec["added_tokens"] if token["special"]]
+    reachable = [name for name in names if name in pieces]
+    if reachable and not has_guard(spec, reachable):
+        backend.pre_tokenizer = with_guard(backend.pre_tokenizer, reachable)
+
+
+def _rows(config: dict[str, Any], backend: Backend, where: str) -> int | None:
+    rows, tokens = config.get(SIZE_KEY), max(backend.get_vocab().values()) + 1
+    if rows is not None and (type(rows) is not int or rows < tokens):
+        raise DataError(
+            f"{where}: {SIZE_KEY} {rows!r} in {CONFIG_FILE} is below the {tokens} ids; "
+            "remove the key"
+        )
+    return rows
+
+
+def _refuse_ambiguous_ids(spec: dict[str, Any], backend: Backend, where: str) -> None:
+    vocabulary = backend.get_vocab()
+    listed = len(spec["model"]["vocab"])
+    if len(set(vocabulary.values())) != len(vocabulary):
+        raise DataError(f"{where}: two tokens share an id")
+    if listed != backend.get_vocab_size(with_added_tokens=False):
+        raise DataError(f"{where}: a piece occurs twice among its {listed} pieces")
+    for token in spec["added_tokens"]:
+        if vocabulary.get(token["content"]) != token["id"]:
+            raise DataError(
+                f"{where}: added token {token['content']!r} says id {token['id']}, "
+                f"the vocabulary {vocabulary.get(token['content'])}"
+            )
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        config = json.loads(_read(path))
+    except ValueError as error:
+        raise DataError(f"{path}: not JSON ({error})") from error
+    if not isinstance(config, dict):
+        raise DataError(f"{path}: expected a JSON object")
+    return config
+
+
+def _name(config: dict[str, Any], key: str) -> str | None:
+    value = config.get(key)
+    name = value.get("content") if isinstance(value, dict) else value
+    return name if isinstance(name, str) else None
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from error

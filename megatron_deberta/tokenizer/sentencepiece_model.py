@@ -1,0 +1,168 @@
+"""Reads a SentencePiece model and rebuilds it as a ``tokenizer.json`` pipeline.
+
+Owns the translation. Refuses the settings that have no equivalent there.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from megatron_deberta.errors import DataError
+from megatron_deberta.tokenizer.special_tokens import (
+    USUAL_NAMES,
+    SpecialTokens,
+    declare_special_tokens,
+    with_guard,
+)
+
+SPACE = "\u2581"
+ROUND_UP = 100
+"""The release's embedding table has 128,100 rows for 128,000 pieces and [MASK]."""
+
+_UNIGRAM, _BPE = 1, 2
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
+
+
+def rows_for(num_tokens: int) -> int:
+    """Return the rows of the embedding table for a SentencePiece vocabulary.
+
+    Source: the DeBERTa v2 and v3 releases, rounded up to hundreds.
+    """
+    return math.ceil(num_tokens / ROUND_UP) * ROUND_UP
+
+
+def build_backend(content: bytes, where: str) -> tuple[Backend, SpecialTokens]:
+    """Build the pipeline of a SentencePiece model, missing special tokens appended.
+
+    Pieces keep their ids. A space at either end and runs of spaces vanish where the model says
+    so. Text after a special token continues the word, as in training: ``[MASK].`` ends in the
+    full stop that follows a word, not in one that begins a text.
+
+    Args:
+        content: bytes of the ``.model`` file.
+        where: what to call it in errors.
+
+    Raises:
+        DataError: no SentencePiece model, or one with settings that have no equivalent.
+    """
+    proto = _parse(content, where)
+    _refuse_unsupported(proto, where)
+    special = _special_tokens(proto)
+    is_unigram = proto.trainer_spec.model_type == _UNIGRAM
+    backend = Backend(_unigram(proto) if is_unigram else _bpe(proto))
+    tidy = proto.normalizer_spec.remove_extra_whitespaces
+    backend.normalizer = _normalizer(proto.normalizer_spec.precompiled_charsmap, tidy)
+    metaspace = pre_tokenizers.Metaspace(
+        replacement=SPACE,
+        prepend_scheme="first" if proto.normalizer_spec.add_dummy_prefix else "never",
+        split=tidy and proto.trainer_spec.split_by_whitespace,
+    )
+    apart = [piece.piece for piece in proto.pieces if piece.type != _NORMAL]
+    backend.pre_tokenizer = with_guard(metaspace, apart) if is_unigram else metaspace
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace(SPACE, " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    backend.add_tokens(
+        [
+            AddedToken(piece.piece, normalized=False)
+            for piece in proto.pieces
+            if piece.type == _USER_DEFINED
+        ]
+    )
+    control = [piece.piece for piece in proto.pieces if piece.type in (_CONTROL, _UNKNOWN)]
+    backend.add_special_tokens(
+        [AddedToken(piece, special=True, normalized=False) for piece in control]
+    )
+    declare_special_tokens(backend, special)
+    return backend, special
+
+
+def _parse(content: bytes, where: str) -> Any:
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+    from sentencepiece import sentencepiece_model_pb2
+
+    proto = sentencepiece_model_pb2.ModelProto()
+    try:
+        proto.ParseFromString(content)
+    except DecodeError as error:
+        raise DataError(f"{where}: not a SentencePiece model ({error})") from error
+    if not proto.pieces:
+        raise DataError(f"{where}: not a SentencePiece model (it has no pieces)")
+    return proto
+
+
+def _refuse_unsupported(proto: Any, where: str) -> None:
+    trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
+    if trainer.model_type not in (_UNIGRAM, _BPE):
+        raise DataError(f"{where}: model_type {trainer.model_type} is neither unigram nor bpe")
+    if trainer.treat_whitespace_as_suffix or not normalizer.escape_whitespaces:
+        raise DataError(
+            f"{where}: treat_whitespace_as_suffix=true and escape_whitespaces=false are not "
+            "supported; train with SentencePiece's defaults"
+        )
+    names = [piece.piece for piece in proto.pieces]
+    if len(set(names)) != len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise DataError(f"{where}: piece {twice!r} occurs twice")
+
+
+def _special_tokens(proto: Any) -> SpecialTokens:
+    control = {piece.piece for piece in proto.pieces if piece.type == _CONTROL}
+    names = {
+        role: next((name for name in usual if name in control), usual[0])
+        for role, usual in USUAL_NAMES.items()
+    }
+    unknown = next((piece.piece for piece in proto.pieces if piece.type == _UNKNOWN), None)
+    return SpecialTokens(**{**names, "unk": unknown or names["unk"]})
+
+
+def _normalizer(charsmap: bytes, tidy: bool) -> normalizers.Sequence:
+    steps: list[normalizers.Normalizer] = []
+    if charsmap:
+        steps.append(normalizers.Precompiled(charsmap))
+    if tidy:
+        # The space at the front stays: it is the one that the metaspace would put there.
+        steps.append(normalizers.Replace(Regex(" {2,}"), " "))
+        steps.append(normalizers.Replace(Regex(" \\z"), ""))
+    return normalizers.Sequence(steps)
+
+
+def _unigram(proto: Any) -> models.Unigram:
+    # Nine digits tell float32 scores apart, and unlike seventeen survive the library's JSON reader.
+    return models.Unigram(
+        [(piece.piece, float(f"{piece.score:.9g}")) for piece in proto.pieces],
+        unk_id=proto.trainer_spec.unk_id,
+        byte_fallback=proto.trainer_spec.byte_fallback,
+    )
+
+
+def _bpe(proto: Any) -> models.BPE:
+    """Rebuild the merges: every split of a piece into two pieces, best score first.
+
+    SentencePiece merges the neighbours whose union scores best. Only normal pieces take part, so
+    no text can merge into a control or byte piece.
+    """
+    scores = {piece.piece: piece.score for piece in proto.pieces if piece.type == _NORMAL}
+    ids = {piece.piece: token_id for token_id, piece in enumerate(proto.pieces)}
+    merges: list[tuple[float, int, int, tuple[str, str]]] = []
+    for piece, score in scores.items():
+        for cut in range(1, len(piece)):
+            left, right = piece[:cut], piece[cut:]
+            if left in scores and right in scores:
+                merges.append((-score, ids[left], ids[right], (left, right)))
+    return models.BPE(
+        vocab=ids,
+        merges=[pair for *_, pair in sorted(merges)],
+        unk_token=next((p.piece for p in proto.pieces if p.type == _UNKNOWN), None),
+        fuse_unk=True,
+        byte_fallback=proto.trainer_spec.byte_fallback,
+    )
