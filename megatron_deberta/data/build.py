@@ -1,0 +1,233 @@
+"""From a run's configuration to its loaders.
+
+Owns how the sections of the config meet: prefixes, weights, split, masks, layout. Refuses to read
+files other than shards and their manifests.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from megatron_deberta.config.schema import RunConfig
+from megatron_deberta.data.blend import BlendedRows
+from megatron_deberta.data.collate import BatchBuilder
+from megatron_deberta.data.corpus import Corpus, open_shard, split_validation
+from megatron_deberta.data.loader import TrainLoader, ValidationLoader
+from megatron_deberta.data.manifest import read_manifest
+from megatron_deberta.data.masking import Masker
+from megatron_deberta.data.packing import PackedRows, RowSource
+from megatron_deberta.data.randomness import Purpose
+from megatron_deberta.data.sampler import StepSampler
+from megatron_deberta.data.vocabulary import Vocabulary
+from megatron_deberta.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Corpora:
+    """The documents of a run.
+
+    Attributes:
+        train: one corpus, or one a component of a blend.
+        weights: a share of samples for each of ``train``.
+        validation: held-out documents, or None.
+    """
+
+    train: tuple[Corpus, ...]
+    weights: tuple[float, ...]
+    validation: Corpus | None
+
+
+def parse_prefixes(values: tuple[str, ...], key: str) -> tuple[list[list[str]], list[float]]:
+    """Read ``prefix prefix ...`` (one corpus) or ``weight prefix weight prefix ...`` (a blend).
+
+    Args:
+        values: ``data.train`` or ``data.validation``.
+        key: which, for messages.
+
+    Returns:
+        Prefixes of each component, and the components' weights.
+
+    Raises:
+        ConfigError: there is no prefix, or weights and prefixes do not alternate.
+    """
+    if not values:
+        raise ConfigError(f"{key} is empty; give shard prefixes, as preprocess printed them")
+    numbers = [_as_number(value) for value in values]
+    if all(number is None for number in numbers):
+        return [list(values)], [1.0]
+    weights, rest = numbers[::2], numbers[1::2]
+    if len(values) % 2 or None in weights or any(number is not None for number in rest):
+        raise ConfigError(
+            f"{key} is {list(values)}; give prefixes only, or a weight before every prefix"
+        )
+    return [[prefix] for prefix in values[1::2]], [
+        number for number in weights if number is not None
+    ]
+
+
+def tokenizer_path(config: RunConfig) -> str:
+    """Return ``tokenizer.path``, or else where the first training shard's tokenizer was.
+
+    Raises:
+        ConfigError: neither is known, or ``data.train`` is malformed.
+        DataError: the manifest is damaged.
+    """
+    if config.tokenizer.path:
+        return config.tokenizer.path
+    components, _ = parse_prefixes(config.data.train, "data.train")
+    manifest = read_manifest(components[0][0])
+    if manifest is None:
+        raise ConfigError(
+            f"tokenizer.path is empty and {components[0][0]}.manifest.json is missing; set "
+            "tokenizer.path"
+        )
+    return manifest.tokenizer_path
+
+
+def open_corpora(config: RunConfig, vocabulary: Vocabulary, hashes: bool) -> Corpora:
+    """Open all shards of a run and split off validation.
+
+    Args:
+        config: the run; ``data`` and ``train.seed`` are used.
+        vocabulary: of the run's tokenizer.
+        hashes: read every shard and compare its SHA-256 with the manifest.
+
+    Raises:
+        ConfigError: prefixes or weights are malformed.
+        DataError: a shard is missing, damaged, of another tokenizer, or too small to split.
+    """
+    data = config.data
+    components, weights = parse_prefixes(data.train, "data.train")
+    _refuse_twice([prefix for part in components for prefix in part] + list(data.validation))
+    shards = [[open_shard(prefix, vocabulary, hashes) for prefix in part] for part in components]
+    if not data.validation:
+        if data.validation_fraction == 0:
+            return Corpora(tuple(Corpus(part) for part in shards), tuple(weights), None)
+        splits = [
+            split_validation(part, data.validation_fraction, config.train.seed) for part in shards
+        ]
+        held_out = _joined([validation for _, validation in splits])
+        return Corpora(tuple(train for train, _ in splits), tuple(weights), held_out)
+    held_out = Corpus([open_shard(prefix, vocabulary, hashes) for prefix in data.validation])
+    return Corpora(tuple(Corpus(part) for part in shards), tuple(weights), held_out)
+
+
+def build_loaders(
+    config: RunConfig,
+    vocabulary: Vocabulary,
+    dp_rank: int,
+    dp_size: int,
+    consumed_samples: int,
+    corpora: Corpora | None = None,
+) -> tuple[TrainLoader, ValidationLoader | None]:
+    """Build the loaders of one data-parallel rank; all its tensor-parallel ranks get the same.
+
+    Args:
+        config: the run.
+        vocabulary: of the run's tokenizer.
+        dp_rank: data-parallel rank.
+        dp_size: data-parallel ranks.
+        consumed_samples: global samples of the steps already done.
+        corpora: from ``open_corpora`` where the caller has them already.
+
+    Returns:
+        Training and validation loader; no validation where ``data.validation`` is empty and
+        ``data.validation_fraction`` 0.
+
+    Raises:
+        ConfigError: sizes do not divide, or prefixes or weights are malformed.
+        DataError: see ``open_corpora``.
+    """
+    if corpora is None:
+        corpora = open_corpora(config, vocabulary, config.data.verify_hashes and dp_rank == 0)
+    sampler = StepSampler(
+        global_batch_size=config.train.global_batch_size,
+        micro_batch_size=config.train.micro_batch_size,
+        dp_rank=dp_rank,
+        dp_size=dp_size,
+    )
+    train = TrainLoader(
+        _builder(config, vocabulary, training_rows(config, vocabulary, corpora)),
+        sampler,
+        consumed_samples,
+        num_workers=config.data.num_workers,
+        pin_memory=torch.cuda.is_available() and config.train.device != "cpu",
+    )
+    if corpora.validation is None:
+        return train, None
+    rows = _packed(config, vocabulary, corpora.validation)
+    validation = ValidationLoader(
+        _builder(config, vocabulary, rows, Purpose.VALIDATION_MASK),
+        min(config.train.eval_batches * config.train.global_batch_size, rows.rows_per_epoch),
+        config.train.micro_batch_size,
+        dp_rank,
+        dp_size,
+    )
+    return train, validation
+
+
+def training_rows(config: RunConfig, vocabulary: Vocabulary, corpora: Corpora) -> RowSource:
+    """Return the unmasked rows of a run, by global sample index."""
+    sources = [
+        _packed(config, vocabulary, corpus, component)
+        for component, corpus in enumerate(corpora.train)
+    ]
+    return sources[0] if len(sources) == 1 else BlendedRows(sources, corpora.weights)
+
+
+def _packed(
+    config: RunConfig, vocabulary: Vocabulary, corpus: Corpus, component: int = 0
+) -> PackedRows:
+    data = config.data
+    return PackedRows(
+        corpus, vocabulary, data.sequence_length, data.packing, config.train.seed, component
+    )
+
+
+def _builder(
+    config: RunConfig,
+    vocabulary: Vocabulary,
+    rows: RowSource,
+    purpose: Purpose = Purpose.TRAINING_MASK,
+) -> BatchBuilder:
+    length = config.data.sequence_length
+    return BatchBuilder(
+        rows,
+        Masker(config.objective, vocabulary, length, config.train.seed, purpose),
+        vocabulary,
+        length,
+        config.data.attend_across_documents,
+    )
+
+
+def _refuse_twice(prefixes: list[str]) -> None:
+    """A shard under two names would be split twice, and its documents be on both sides."""
+    seen: dict[str, str] = {}
+    for prefix in prefixes:
+        first = seen.setdefault(os.path.realpath(prefix), prefix)
+        if first is not prefix:
+            raise ConfigError(
+                f"data.train and data.validation: {prefix} is there twice (as {first}); leave one "
+                "out, or raise its weight"
+            )
+
+
+def _joined(corpora: list[Corpus]) -> Corpus:
+    """Return several corpora as one."""
+    shards = [shard for corpus in corpora for shard in corpus.shards]
+    numbers, base = [], 0
+    for corpus in corpora:
+        numbers.append(corpus.document_numbers + base)
+        base += sum(len(shard) for shard in corpus.shards)
+    return Corpus(shards, np.concatenate(numbers))
+
+
+def _as_number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None

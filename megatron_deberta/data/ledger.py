@@ -1,0 +1,146 @@
+"""Which sample went to which step, rank and row, to prove that none is lost or repeated.
+
+Owns ``rank-XXXXX.jsonl`` files, one a data-parallel rank, and the check of all of them. A record
+survives the death of the process once ``append`` returns, and of the machine after ``sync``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_deberta.data.batch import Batch
+from megatron_deberta.data.publish import write_atomically
+from megatron_deberta.errors import DataError
+
+
+class Ledger:
+    """One data-parallel rank's record; only its first tensor-parallel rank keeps one.
+
+    Opening drops what a killed run wrote beyond the step it resumes from. Rank 0 does so for
+    ranks that this layout does not have.
+
+    Args:
+        directory: the run's ``ledger`` folder; created.
+        dp_rank: data-parallel rank.
+        dp_size: data-parallel ranks.
+        completed_steps: steps up to this one (counted from 1) stand; 0 starts afresh.
+
+    Raises:
+        DataError: the folder cannot be written, or a record within those steps is damaged.
+    """
+
+    def __init__(
+        self, directory: str | Path, dp_rank: int, dp_size: int, completed_steps: int
+    ) -> None:
+        """See the class."""
+        folder = Path(directory)
+        self._rank = dp_rank
+        path = _rank_file(folder, dp_rank)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            _cut(path, completed_steps)
+            if dp_rank == 0:
+                for other in sorted(folder.glob("rank-*.jsonl")):
+                    if int(other.stem.removeprefix("rank-")) >= dp_size:
+                        _cut(other, completed_steps)
+            self._stream = path.open("ab", buffering=0)
+        except OSError as error:
+            raise DataError(f"{path}: cannot write the ledger: {error}") from error
+
+    def append(self, step: int, batches: Sequence[Batch]) -> None:
+        """Record a step's rows in order.
+
+        Args:
+            step: counted from 1.
+            batches: this rank's micro batches.
+
+        Raises:
+            DataError: the disk is full.
+        """
+        samples = [index for batch in batches for index in batch.sample_index.tolist()]
+        record = {"step": step, "rank": self._rank, "samples": samples}
+        try:
+            self._stream.write(json.dumps(record).encode() + b"\n")
+        except OSError as error:
+            raise DataError(f"{self._stream.name}: cannot write the ledger: {error}") from error
+
+    def sync(self) -> None:
+        """Flush to disk; call before a checkpoint commits."""
+        os.fsync(self._stream.fileno())
+
+    def close(self) -> None:
+        """Flush and close."""
+        self.sync()
+        self._stream.close()
+
+
+def read_ledger(directory: str | Path) -> dict[int, list[int]]:
+    """Merge the ranks' files.
+
+    Returns:
+        Step to its samples, ranks in order and rows in order within a rank.
+
+    Raises:
+        DataError: there is no ledger, a line is damaged, or a rank has a step twice.
+    """
+    files = sorted(Path(directory).glob("rank-*.jsonl"))
+    if not files:
+        raise DataError(f"{directory}: no ledger; run with data.ledger=true")
+    parts: dict[int, dict[int, list[int]]] = defaultdict(dict)
+    for path in files:
+        for line in path.read_bytes().splitlines(keepends=True):
+            step, rank, samples = _parse(path, line)
+            if rank in parts[step]:
+                raise DataError(f"{path}: rank {rank} has step {step} twice")
+            parts[step][rank] = samples
+    return {
+        step: [sample for rank in sorted(ranks) for sample in ranks[rank]]
+        for step, ranks in sorted(parts.items())
+    }
+
+
+def check_ledger(directory: str | Path, global_batch_size: int, num_steps: int) -> None:
+    """Check that steps 1..num_steps read every sample exactly once, in order.
+
+    Raises:
+        DataError: a step is missing or beyond the last, or its samples are not those of the
+            global batch.
+    """
+    steps = read_ledger(directory)
+    if list(steps) != list(range(1, num_steps + 1)):
+        wrong = sorted({*steps} ^ {*range(1, num_steps + 1)})
+        raise DataError(f"{directory}: steps {wrong[:5]} are missing or too many of {num_steps}")
+    for step, samples in steps.items():
+        first = (step - 1) * global_batch_size
+        if samples != list(range(first, first + global_batch_size)):
+            raise DataError(
+                f"{directory}: step {step} read {samples[:5]}..., not samples {first} to "
+                f"{first + global_batch_size - 1}"
+            )
+
+
+def _rank_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank:05d}.jsonl"
+
+
+def _cut(path: Path, completed_steps: int) -> None:
+    """Drop records beyond a step, and a last line that was not finished."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_bytes().splitlines(keepends=True):
+        if line.endswith(b"\n") and _parse(path, line)[0] <= completed_steps:
+            kept.append(line)
+    write_atomically(path, b"".join(kept))
+
+
+def _parse(path: Path, line: bytes) -> tuple[int, int, list[int]]:
+    try:
+        record = json.loads(line)
+        return int(record["step"]), int(record["rank"]), [int(item) for item in record["samples"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path}: damaged record {line[:60]!r}; remove the ledger") from error

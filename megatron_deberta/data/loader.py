@@ -1,0 +1,198 @@
+"""Steps of micro batches for one rank, built by worker processes.
+
+Owns worker start, pinning, and what a dead worker looks like. Refuses to have a position of its
+own: it starts at a number of consumed samples and that number is all there is to resume.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from megatron_deberta.data.batch import Batch
+from megatron_deberta.data.collate import FILLER, BatchBuilder
+from megatron_deberta.data.sampler import StepSampler
+from megatron_deberta.errors import DataError
+
+_WORKER_DIED = "exited unexpectedly"
+"""What torch says, in a RuntimeError, of a worker that is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """A ``DataError`` on its way out of a worker, without torch's traceback around it."""
+
+    message: str
+
+
+class _MicroBatches(Dataset["Batch | _Failure"]):
+    """Sample indices to batch, in whichever process torch calls it."""
+
+    def __init__(self, builder: BatchBuilder) -> None:
+        self._builder = builder
+
+    def __getitem__(self, samples: Sequence[int]) -> Batch | _Failure:
+        try:
+            return self._builder.build(samples)
+        except DataError as error:
+            return _Failure(str(error))
+
+
+class TrainLoader:
+    """Endless steps of a data-parallel rank; iterating yields the micro batches of one step.
+
+    The batches are the same for any number of workers. Worker processes are forked when iteration
+    starts, so they share the shards' indices with the rank.
+
+    Args:
+        builder: builds batches.
+        sampler: deals samples.
+        consumed_samples: global samples of the steps already done.
+        num_workers: processes; 0 builds in this process.
+        pin_memory: put batches into page-locked memory (needs CUDA).
+
+    Attributes:
+        consumed_samples: where iteration starts.
+    """
+
+    def __init__(
+        self,
+        builder: BatchBuilder,
+        sampler: StepSampler,
+        consumed_samples: int,
+        num_workers: int,
+        pin_memory: bool,
+    ) -> None:
+        """See the class."""
+        self.consumed_samples = consumed_samples
+        self._dataset = _MicroBatches(builder)
+        self._sampler = sampler
+        self._num_workers = num_workers
+        self._pin_memory = pin_memory
+
+    def __iter__(self) -> Iterator[list[Batch]]:
+        """Yield the micro batches of the next step, for ever.
+
+        Raises:
+            DataError: a shard is damaged, or a worker process died.
+        """
+        batches = self._batches()
+        while True:
+            step = []
+            for _ in range(self._sampler.num_micro_batches):
+                try:
+                    batch = next(batches)
+                except RuntimeError as error:
+                    if _WORKER_DIED not in str(error):
+                        raise
+                    raise DataError(
+                        f"a loader process died ({' '.join(str(error).split())}); was it killed "
+                        "for memory, or is /dev/shm full? lower data.num_workers (0: no processes)"
+                    ) from error
+                if isinstance(batch, _Failure):
+                    raise DataError(batch.message)
+                step.append(batch)
+            yield step
+
+    def _batches(self) -> Iterator[Batch | _Failure]:
+        workers = self._num_workers
+        # Workers hold the step after the one in use, however many micro batches that is.
+        ahead = max(2, -(-2 * self._sampler.num_micro_batches // workers)) if workers else None
+        loader = DataLoader(
+            self._dataset,
+            batch_size=None,
+            sampler=_EndlessSamples(self._sampler, self.consumed_samples),
+            num_workers=workers,
+            collate_fn=_unchanged,
+            pin_memory=self._pin_memory,
+            prefetch_factor=ahead,
+            multiprocessing_context="fork" if workers else None,
+            worker_init_fn=_ignore_signals,
+        )
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        handler = signal.getsignal(signal.SIGCHLD)
+        batches = iter(loader)
+        if in_main_thread:
+            # torch raises from a signal handler when a worker dies, wherever the rank happens to
+            # be. Without it the loss is found when the next batch is asked for.
+            signal.signal(signal.SIGCHLD, handler)
+        return batches
+
+
+class ValidationLoader:
+    """The same batches at every validation, fixed by the validation sample index.
+
+    All ranks yield equally many micro batches, so that collectives meet; rows beyond the last
+    sample are fillers without labels. Builds in this process: a validation is short.
+
+    Args:
+        builder: builds batches with validation masks.
+        num_samples: how many validation samples, over all ranks.
+        micro_batch_size: samples a forward pass.
+        dp_rank: data-parallel rank.
+        dp_size: data-parallel ranks.
+    """
+
+    def __init__(
+        self,
+        builder: BatchBuilder,
+        num_samples: int,
+        micro_batch_size: int,
+        dp_rank: int,
+        dp_size: int,
+    ) -> None:
+        """See the class."""
+        self.num_samples = num_samples
+        self._builder = builder
+        self._micro_batch_size = micro_batch_size
+        self._dp_rank = dp_rank
+        self._dp_size = dp_size
+
+    def __len__(self) -> int:
+        """Return the number of micro batches a rank."""
+        return -(-self.num_samples // (self._micro_batch_size * self._dp_size))
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield this rank's micro batches.
+
+        Raises:
+            DataError: a shard is damaged.
+        """
+        for number in range(len(self)):
+            begin = (number * self._dp_size + self._dp_rank) * self._micro_batch_size
+            samples = range(begin, begin + self._micro_batch_size)
+            yield self._builder.build([s if s < self.num_samples else FILLER for s in samples])
+
+
+class _EndlessSamples:
+    """The sample indices of one micro batch after the other."""
+
+    def __init__(self, sampler: StepSampler, consumed_samples: int) -> None:
+        self._sampler = sampler
+        self._consumed_samples = consumed_samples
+
+    def __iter__(self) -> Iterator[range]:
+        first = self._consumed_samples
+        while True:
+            yield from self._sampler.micro_batches(first)
+            first += self._sampler.global_batch_size
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
+
+
+def _ignore_signals(worker: int) -> None:
+    """Leave signals to the rank, which still needs batches between SIGTERM and its checkpoint.
+
+    torch stops its workers by message, and they end by themselves when the rank is gone.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    torch.set_num_threads(1)

@@ -1,0 +1,90 @@
+"""Randomness without state: every draw is a function of what it is for.
+
+Owns the hash, the keyed generators and the permutation that order, split and masks use. Refuses
+to hold a stream between calls, so that resuming has nothing to restore.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+_MASK64 = (1 << 64) - 1
+_FEISTEL_ROUNDS = 6
+
+
+class Purpose(IntEnum):
+    """What a draw is for; purposes never share a stream, values are part of a run's identity."""
+
+    DOCUMENT_ORDER = 1
+    ROW_ORDER = 2
+    SPLIT = 3
+    TRAINING_MASK = 4
+    VALIDATION_MASK = 5
+
+
+def mix64(*parts: int) -> int:
+    """Hash integers to 64 bits; the order of the parts matters.
+
+    Source: the finaliser of SplitMix64 (Steele et al. 2014), applied after each part.
+    """
+    state = 0
+    for part in parts:
+        state = (state + part + 0x9E3779B97F4A7C15) & _MASK64
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK64
+        state ^= state >> 31
+    return state
+
+
+def hash_indices(key: int, count: int) -> npt.NDArray[np.uint64]:
+    """Return [count] uint64 hashes of 0..count-1 under ``key``: ``mix64(i)`` started at ``key``."""
+    state: npt.NDArray[np.uint64] = np.arange(count, dtype=np.uint64)
+    state = state + np.uint64((key + 0x9E3779B97F4A7C15) & _MASK64)
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    hashes: npt.NDArray[np.uint64] = state ^ (state >> np.uint64(31))
+    return hashes
+
+
+def keyed_generator(*parts: int) -> np.random.Generator:
+    """Return a fresh Philox generator whose 128-bit key is a function of ``parts``.
+
+    The last part is hashed with another prefix for the second half, so that generators that
+    differ in any part have unrelated keys.
+    """
+    key = np.array([mix64(*parts), mix64(len(parts), *parts)], dtype=np.uint64)
+    return np.random.Generator(np.random.Philox(key=key))
+
+
+class KeyedPermutation:
+    """A permutation of 0..size-1 that needs no table.
+
+    A Feistel network over the next even number of bits; values outside the range walk on through
+    the network until they are inside, which keeps it a bijection.
+
+    Args:
+        size: how many values; at least 1.
+        key: which permutation.
+    """
+
+    def __init__(self, size: int, key: int) -> None:
+        """See the class."""
+        self._size = size
+        self._half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
+        self._half_mask = (1 << self._half_bits) - 1
+        self._round_keys = [mix64(key, number) for number in range(_FEISTEL_ROUNDS)]
+
+    def __call__(self, index: int) -> int:
+        """Return where ``index``, in [0, size), goes."""
+        while True:
+            left, right = index >> self._half_bits, index & self._half_mask
+            for key in self._round_keys:
+                mixed = ((right ^ key) * 0xBF58476D1CE4E5B9) & _MASK64
+                mixed = ((mixed ^ (mixed >> 29)) * 0x94D049BB133111EB) & _MASK64
+                left, right = right, left ^ ((mixed >> 32) & self._half_mask)
+            index = left << self._half_bits | right
+            if index < self._size:
+                return index

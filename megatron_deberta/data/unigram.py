@@ -1,0 +1,80 @@
+"""What guessing by token frequency alone would score.
+
+Owns the unigram baseline that a validation loss is printed beside. Refuses to look at context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_deberta.data.batch import Batch
+from megatron_deberta.data.corpus import Corpus
+
+_CHUNK_TOKENS = 1 << 22
+
+
+def unigram_log_probabilities(
+    corpora: Sequence[Corpus],
+    weights: Sequence[float],
+    vocab_size: int,
+    max_tokens: int = 200_000_000,
+) -> npt.NDArray[np.float64]:
+    """Estimate log p(token) from training documents, with one added to every count.
+
+    Args:
+        corpora: training documents, one corpus a component of the blend.
+        weights: the components' shares.
+        vocab_size: V.
+        max_tokens: reads no more than about this many from the front of each corpus.
+
+    Returns:
+        [V] float64 natural logarithms.
+    """
+    counted = [_counts(corpus, vocab_size, max_tokens) for corpus in corpora]
+    total = sum(counts.sum() for counts in counted)
+    shares = np.asarray(weights) / np.sum(weights)
+    counts = np.ones(vocab_size)
+    for share, part in zip(shares, counted, strict=True):
+        counts += part * (share * total / part.sum())
+    log_probabilities: npt.NDArray[np.float64] = np.log(counts / counts.sum())
+    return log_probabilities
+
+
+def unigram_cross_entropy(
+    log_probabilities: npt.NDArray[np.float64], batches: Iterable[Batch]
+) -> tuple[float, int]:
+    """Score the unigram model on the masked targets of batches.
+
+    Args:
+        log_probabilities: [V] from ``unigram_log_probabilities``.
+        batches: CPU batches, e.g. a ``ValidationLoader``; over several ranks add up both results.
+
+    Returns:
+        Sum over targets of -log p in nats, and the number of targets.
+    """
+    loss, targets = 0.0, 0
+    for batch in batches:
+        labels = batch.labels[batch.masked_positions >= 0].numpy()
+        loss -= float(log_probabilities[labels].sum())
+        targets += labels.size
+    return loss, targets
+
+
+def _counts(corpus: Corpus, vocab_size: int, max_tokens: int) -> npt.NDArray[np.int64]:
+    counts = np.zeros(vocab_size, np.int64)
+    ends = np.cumsum(corpus.lengths)
+    num_documents = min(int(np.searchsorted(ends, max_tokens)) + 1, len(corpus))
+    starts = corpus.starts(np.arange(num_documents)).tolist()
+    pieces, held = [], 0
+    for start, length in zip(starts, corpus.lengths[:num_documents].tolist(), strict=True):
+        pieces.append(corpus.tokens(start, length))
+        held += length
+        if held >= _CHUNK_TOKENS:
+            counts += np.bincount(np.concatenate(pieces), minlength=vocab_size)
+            pieces, held = [], 0
+    if pieces:
+        counts += np.bincount(np.concatenate(pieces), minlength=vocab_size)
+    return counts

@@ -1,0 +1,111 @@
+"""What data needs to know of a tokenizer, as plain numbers.
+
+Owns the facts that packing and masking use. Refuses to read a tokenizer: the caller converts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_deberta.errors import DataError
+
+
+class TokenizerFacts(Protocol):
+    """The attributes of a tokenizer that data uses, without importing one."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids run from 0 to this."""
+
+    @property
+    def pad_id(self) -> int:
+        """Id of [PAD]."""
+
+    @property
+    def cls_id(self) -> int:
+        """Id of [CLS]."""
+
+    @property
+    def sep_id(self) -> int:
+        """Id of [SEP]."""
+
+    @property
+    def mask_id(self) -> int:
+        """Id of [MASK]."""
+
+    @property
+    def special_ids(self) -> tuple[int, ...]:
+        """Ids of all special tokens."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies the tokenizer by content."""
+
+    def word_starts(self) -> npt.NDArray[np.bool_]:
+        """[vocab_size] bool, True = the piece begins a word."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Vocabulary:
+    """Special ids and word starts of a tokenizer.
+
+    Attributes:
+        size: ids run from 0 to ``size - 1``.
+        pad_id: fills a row's end.
+        cls_id: begins a row.
+        sep_id: ends a row, and each document inside it.
+        mask_id: stands for a masked token.
+        special_ids: ids that are no text, those above and the unknown token included.
+        word_starts: [size] bool, True = the piece begins a word.
+        fingerprint: identifies the tokenizer by content, as in shard manifests.
+        is_special: [size] bool, derived.
+        ordinary_ids: [size - specials] int64, derived.
+
+    Raises:
+        DataError: ``word_starts`` has another length, or a special id is outside the vocabulary.
+    """
+
+    size: int
+    pad_id: int
+    cls_id: int
+    sep_id: int
+    mask_id: int
+    special_ids: tuple[int, ...]
+    word_starts: npt.NDArray[np.bool_]
+    fingerprint: str
+    is_special: npt.NDArray[np.bool_] = field(init=False, repr=False)
+    ordinary_ids: npt.NDArray[np.int64] = field(init=False, repr=False)
+
+    @classmethod
+    def of(cls, tokenizer: TokenizerFacts) -> Vocabulary:
+        """Take the facts from a tokenizer."""
+        return cls(
+            size=tokenizer.vocab_size,
+            pad_id=tokenizer.pad_id,
+            cls_id=tokenizer.cls_id,
+            sep_id=tokenizer.sep_id,
+            mask_id=tokenizer.mask_id,
+            special_ids=tokenizer.special_ids,
+            word_starts=tokenizer.word_starts(),
+            fingerprint=tokenizer.fingerprint,
+        )
+
+    def __post_init__(self) -> None:
+        """Check the facts and derive the tables."""
+        specials = {*self.special_ids, self.pad_id, self.cls_id, self.sep_id, self.mask_id}
+        if self.word_starts.shape != (self.size,):
+            raise DataError(
+                f"tokenizer: word_starts has shape {self.word_starts.shape}, not ({self.size},)"
+            )
+        if min(specials) < 0 or max(specials) >= self.size or len(specials) >= self.size:
+            raise DataError(
+                f"tokenizer: special ids {sorted(specials)} do not fit a vocabulary of {self.size}"
+            )
+        is_special = np.zeros(self.size, np.bool_)
+        is_special[sorted(specials)] = True
+        object.__setattr__(self, "is_special", is_special)
+        object.__setattr__(self, "ordinary_ids", np.flatnonzero(~is_special))
