@@ -49,25 +49,25 @@ def parameter_groups(
 
 
 def build_optimizer(
-    groups: list[dict[str, Any]], config: OptimizerConfig, on_gpu: bool
+    groups: list[dict[str, Any]], config: OptimizerConfig, *, allow_apex: bool
 ) -> torch.optim.Optimizer:
     """AdamW over the groups, the fastest that is installed.
 
-    NVIDIA's apex where the update runs on a GPU and apex is there, torch's fused kernel otherwise;
+    NVIDIA's apex where it may be and is there, torch's fused kernel otherwise;
     without bias correction and without apex, :class:`UncorrectedAdamW`. All keep the state keys
     ``exp_avg`` and ``exp_avg_sq``.
 
     Args:
         groups: from :func:`parameter_groups`.
         config: hyperparameters.
-        on_gpu: whether the update itself runs on a GPU (False with offload).
+        allow_apex: whether apex may be taken: the update runs on a GPU, once for each group.
     """
     arguments: dict[str, Any] = {
         "lr": config.learning_rate,
         "betas": (config.beta1, config.beta2),
         "eps": config.eps,
     }
-    fused_adam = apex_fused_adam() if on_gpu else None
+    fused_adam = apex_fused_adam() if allow_apex else None
     if fused_adam is not None:
         return fused_adam(
             groups, adam_w_mode=True, bias_correction=config.bias_correction, **arguments
@@ -135,33 +135,41 @@ class UncorrectedAdamW(torch.optim.Optimizer):
         parameter.addcdiv_(state["exp_avg"], root, value=-group["lr"])
 
 
-def adam_step(optimizer: torch.optim.Optimizer) -> int:
-    """How many updates Adam has done; 0 before the first one."""
-    for group in optimizer.param_groups:
-        if "step" in group:
-            return int(group["step"])
-        for parameter in group["params"]:
-            if "step" in optimizer.state.get(parameter, {}):
-                return int(optimizer.state[parameter]["step"])
-    return 0
+def adam_step(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> int:
+    """How many updates Adam has done; 0 before the first one.
 
-
-def set_adam_step(optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Set the number of updates done, for every parameter of the optimizer.
-
-    apex counts in the group, torch in each parameter's state. Each parameter gets a counter of its
-    own: a shared tensor would be counted up once a parameter.
+    Args:
+        optimizer: one of :func:`build_optimizer`.
+        parameters: those it updates. Its own groups do not tell: ZeRO-3 empties them.
     """
-    for group in optimizer.param_groups:
-        if _counts_in_group(optimizer):
+    if not _counts_in_state(optimizer):
+        return int(optimizer.param_groups[0].get("step", 0))
+    return max(int(optimizer.state[parameter].get("step", 0)) for parameter in parameters)
+
+
+def set_adam_step(
+    optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor], step: int
+) -> None:
+    """Set the number of updates done.
+
+    Each parameter gets a counter of its own: a shared tensor would be counted up once a parameter.
+
+    Args:
+        optimizer: one of :func:`build_optimizer`.
+        parameters: those it updates.
+        step: updates done.
+    """
+    if not _counts_in_state(optimizer):
+        for group in optimizer.param_groups:
             group["step"] = step
-            continue
-        for parameter in group["params"]:
-            device = parameter.device if group.get("fused") else torch.device("cpu")
-            optimizer.state[parameter]["step"] = torch.tensor(
-                float(step), dtype=torch.float32, device=device
-            )
+        return
+    fused = optimizer.defaults.get("fused", False)
+    for parameter in parameters:
+        optimizer.state[parameter]["step"] = torch.tensor(
+            float(step), dtype=torch.float32, device=parameter.device if fused else "cpu"
+        )
 
 
-def _counts_in_group(optimizer: torch.optim.Optimizer) -> bool:
-    return not isinstance(optimizer, torch.optim.AdamW | UncorrectedAdamW)
+def _counts_in_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Apex's optimizer counts in its groups instead."""
+    return isinstance(optimizer, torch.optim.AdamW | UncorrectedAdamW)

@@ -52,7 +52,7 @@ class PlainEngine:
         self._optimizer = build_optimizer(
             parameter_groups(self._masters.items(), config.optimizer.weight_decay),
             config.optimizer,
-            on_gpu=groups.device.type == "cuda",
+            allow_apex=groups.device.type == "cuda",
         )
         # Unused parameters get zeros, as from DeepSpeed: they decay, and so do their moments.
         self._gradients = {name: torch.zeros_like(m) for name, m in self._masters.items()}
@@ -105,16 +105,17 @@ class PlainEngine:
             for key in MOMENTS:
                 moment = getattr(state, key).to(master.device, copy=True)
                 self._optimizer.state[master][key] = moment
-        set_adam_step(self._optimizer, 0)
+        set_adam_step(self._optimizer, self._masters.values(), 0)
         self._round_masters()
 
     def scalars(self) -> dict[str, int | float]:
         """Adam's step count, the loss scale and its counters."""
-        return {"adam_step": adam_step(self._optimizer), **self._loss_scale.scalars()}
+        steps = adam_step(self._optimizer, self._masters.values())
+        return {"adam_step": steps, **self._loss_scale.scalars()}
 
     def load_scalars(self, scalars: Mapping[str, int | float]) -> None:
         """Set what :meth:`scalars` gave."""
-        set_adam_step(self._optimizer, int(scalars["adam_step"]))
+        set_adam_step(self._optimizer, self._masters.values(), int(scalars["adam_step"]))
         self._loss_scale.load_scalars(scalars)
 
     def destroy(self) -> None:

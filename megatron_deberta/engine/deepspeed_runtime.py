@@ -1,0 +1,181 @@
+"""DeepSpeed as a library: how it is imported, told its ranks, and kept from surprises.
+
+Owns everything DeepSpeed reads from the process: environment, accelerator, process groups. What
+is changed for a call is put back after it. Refuses engines and states.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import HashStore
+from torch.distributed import ProcessGroup
+
+from megatron_deberta.config.schema import RunConfig
+from megatron_deberta.engine.deepspeed_config import deepspeed_config
+from megatron_deberta.errors import ConfigError
+from megatron_deberta.parallel.topology import ProcessGroups
+
+
+class ModelParallelUnit:
+    """The rank grid in the words DeepSpeed asks for it.
+
+    It must not have ``initialize_sequence_parallel``: DeepSpeed takes that for its own sequence
+    parallelism and then ignores the groups.
+    """
+
+    def __init__(self, groups: ProcessGroups) -> None:
+        self._groups = groups
+
+    def get_data_parallel_group(self) -> ProcessGroup:
+        """Ranks that split the batch; the whole (one-process) world where there is no grid."""
+        return _group_or_world(self._groups.dp_group)
+
+    def get_data_parallel_rank(self) -> int:
+        """Place among them."""
+        return self._groups.dp_rank
+
+    def get_data_parallel_world_size(self) -> int:
+        """Their number."""
+        return self._groups.dp_size
+
+    def get_model_parallel_group(self) -> ProcessGroup:
+        """Ranks that split a layer; the whole (one-process) world where there is no grid."""
+        return _group_or_world(self._groups.tp_group)
+
+    def get_model_parallel_rank(self) -> int:
+        """Place among them."""
+        return self._groups.tp_rank
+
+    def get_model_parallel_world_size(self) -> int:
+        """Their number."""
+        return self._groups.tp_size
+
+    get_tensor_model_parallel_group = get_model_parallel_group
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+
+
+def import_deepspeed(device: torch.device) -> ModuleType:
+    """Import DeepSpeed for a device, quietly and without a compiler.
+
+    Raises:
+        ConfigError: DeepSpeed already runs for another kind of device in this process.
+    """
+    os.environ["DS_ACCELERATOR"] = device.type
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import deepspeed
+        import deepspeed.ops
+    # It logs its warnings to standard output, where they break the console's lines.
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # It calls collectives by names that torch has renamed: one warning a call.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\..* is deprecated", FutureWarning)
+    # Starting its communication would compile a shared-memory operator that training never uses,
+    # and fail without ninja.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    started_for = deepspeed.accelerator.get_accelerator().device_name()
+    if started_for.split(":")[0] != device.type:
+        raise ConfigError(
+            f"train.device={device.type} but DeepSpeed already runs for {started_for} in this "
+            f"process; start a new process"
+        )
+    module: ModuleType = deepspeed
+    return module
+
+
+@contextmanager
+def deepspeed_environment(groups: ProcessGroups) -> Iterator[None]:
+    """Let DeepSpeed construct things: the right GPU, fp16 allowed on CPU, no noise.
+
+    ``LOCAL_RANK`` stays set, because ZeRO-3 reads it in every forward pass.
+    """
+    if groups.device.type == "cuda":
+        # DeepSpeed picks its GPU by this variable alone, but srun may show a rank only its own.
+        os.environ["LOCAL_RANK"] = str(groups.device.index)
+    os.environ.setdefault("LOCAL_RANK", "0")
+    # DeepSpeed refuses to go on where the two differ.
+    of_open_mpi = os.environ.pop("OMPI_COMM_WORLD_LOCAL_RANK", None)
+    try:
+        # Some of its constructors print.
+        with _fp16_on_cpu(groups.device), redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        if of_open_mpi is not None:
+            os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] = of_open_mpi
+
+
+def start_single_process(groups: ProcessGroups) -> bool:
+    """Start ``torch.distributed`` for a process that is alone; DeepSpeed cannot do without.
+
+    Returns:
+        Whether it was started here, so that the caller ends it.
+    """
+    if dist.is_initialized():
+        return False
+    backend = "nccl" if groups.device.type == "cuda" else "gloo"
+    # A store in memory needs no port, no file and no variable of a launcher.
+    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    return True
+
+
+def zero3_partition(module: nn.Module, groups: ProcessGroups, config: RunConfig) -> None:
+    """Spread a module's parameters over data-parallel ranks, for ZeRO-3.
+
+    Called for each leaf module as soon as it is filled, it keeps the whole model from ever
+    existing on one rank. Parameters that are already spread are left alone. Collective over
+    data-parallel ranks; the values are those of the first of them.
+
+    Args:
+        module: its parameters are in ``precision.dtype``; each becomes an empty tensor with a
+            part of the values in ``ds_tensor``.
+        groups: the rank grid.
+        config: the run, with ``precision.zero_stage=3``.
+    """
+    deepspeed = import_deepspeed(groups.device)
+    start_single_process(groups)
+    unit = ModelParallelUnit(groups)
+    with deepspeed_environment(groups):
+        deepspeed.comm.init_distributed(verbose=False)
+        deepspeed.zero.Init(
+            module=module,
+            data_parallel_group=unit.get_data_parallel_group(),
+            mpu=unit,
+            config_dict_or_path=deepspeed_config(config, groups.dp_size),
+            dtype=next(module.parameters()).dtype,
+        )
+
+
+@contextmanager
+def _fp16_on_cpu(device: torch.device) -> Iterator[None]:
+    """Lift DeepSpeed's refusal of fp16 on CPUs without native fp16: torch computes it rightly."""
+    from deepspeed.accelerator import get_accelerator
+
+    if device.type != "cpu":
+        yield
+        return
+    accelerator: Any = get_accelerator()
+    accelerator.is_fp16_supported = lambda: True
+    try:
+        yield
+    finally:
+        del accelerator.is_fp16_supported
+
+
+def _group_or_world(group: ProcessGroup | None) -> ProcessGroup:
+    if group is not None:
+        return group
+    world: ProcessGroup | None = dist.group.WORLD
+    if world is None:
+        raise RuntimeError("torch.distributed is not started; DeepSpeed needs it")
+    return world
