@@ -182,7 +182,7 @@ def from_hf_config(fields: dict[str, Any], model_type: ModelType) -> ModelConfig
     }
     length = fields.get("max_position_embeddings", 512)
     if model_type == "roberta":
-        length -= fields.get("pad_token_id", 1) + 1
+        length -= padding_id(fields, model_type) + 1
         return ModelConfig(
             **shared,
             max_position_embeddings=length,
@@ -195,6 +195,12 @@ def from_hf_config(fields: dict[str, Any], model_type: ModelType) -> ModelConfig
             absolute_positions="input",
         )
     return _deberta_config(fields, model_type, shared, length)
+
+
+def padding_id(fields: dict[str, Any], model_type: ModelType) -> int:
+    """Id of [PAD] that a configuration names or, by its type, implies."""
+    written: int | None = fields.get("pad_token_id")
+    return (1 if model_type == "roberta" else 0) if written is None else written
 
 
 def _deberta_config(

@@ -10,16 +10,15 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_deberta.checkpoint.hf_config import from_hf_config
+from megatron_deberta.checkpoint.hf_config import from_hf_config, padding_id
 from megatron_deberta.checkpoint.hf_names import (
     TOKEN_TYPES,
     ForeignTensor,
@@ -44,6 +43,19 @@ _TIED = re.compile(r"(cls\.predictions\.decoder|lm_head\.decoder)\.(weight|bias)
 _TOKEN_TABLE = re.compile(r"(deberta|roberta)\.embeddings\.word_embeddings\.weight")
 
 
+class Stored(NamedTuple):
+    """A tensor in a file."""
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+
+    def load(self) -> Tensor:
+        """Read it, in its own dtype."""
+        with safe_open(self.path, framework="pt") as file:
+            return cast(Tensor, file.get_tensor(self.name))
+
+
 @dataclass(frozen=True)
 class Release:
     """A foreign model, ready to be read tensor by tensor."""
@@ -52,24 +64,19 @@ class Release:
     """Its architecture."""
     notes: tuple[str, ...]
     """What the user should know: what was initialised, what was left out."""
-    _tensors: dict[str, tuple[ForeignTensor, Path, str]]
-    _token_types: tuple[Path, str] | None
+    _tensors: tuple[tuple[ForeignTensor, Stored], ...]
+    _token_types: Stored | None
     _seed: int
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Canonical name and fp32 tensor of every parameter, one foreign tensor at a time."""
         found: set[str] = set()
-        with ExitStack() as stack:
-            files = {
-                path: stack.enter_context(safe_open(path, framework="pt"))
-                for path in {place[1] for place in self._tensors.values()}
-            }
-            for entry, path, name in self._tensors.values():
-                for part, tensor in entry.unpack(files[path].get_tensor(name).float()).items():
-                    found.add(part)
-                    if part == "embeddings.position.weight":
-                        tensor = self._with_token_type(tensor)
-                    yield part, tensor
+        for entry, stored in self._tensors:
+            for part, tensor in entry.unpack(stored.load().float()).items():
+                found.add(part)
+                if part == "embeddings.position.weight":
+                    tensor = self._with_token_type(tensor)
+                yield part, tensor
         for name, shape in parameter_shapes(self.config).items():
             if name not in found:
                 fresh = torch.empty(shape)
@@ -77,12 +84,10 @@ class Release:
                 yield name, fresh
 
     def _with_token_type(self, positions: Tensor) -> Tensor:
-        """RoBERTa adds one and the same token-type row to every token; our model has no such row."""
+        """RoBERTa adds the same token-type row to every token; our model has no such row."""
         if self._token_types is None:
             return positions
-        path, name = self._token_types
-        with safe_open(path, framework="pt") as file:
-            row = file.get_tensor(name).float()
+        row = self._token_types.load().float()
         return positions + row if row.any() else positions
 
 
@@ -111,20 +116,22 @@ def open_release(
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is no folder; give one with config.json and weights")
     fields = _read_config(directory)
-    stored = _stored_tensors(_weight_files(directory, scratch, allow_pickle, sha256))
-    model_type = _model_type(fields, source, stored)
+    places = _stored_tensors(_weight_files(directory, scratch, allow_pickle, sha256))
+    model_type = _model_type(fields, source, places)
+    names = standard_names(places, model_type)
+    stored = {names[name]: place for name, place in places.items()}
     config = _fit_config(from_hf_config(fields, model_type), fields, stored)
-    expected = foreign_tensors(config, model_type, fields.get("pad_token_id") or 0)
+    expected = foreign_tensors(config, model_type, padding_id(fields, model_type))
     return _match(config, expected, stored, seed)
 
 
 def _match(
     config: ModelConfig,
     expected: list[ForeignTensor],
-    stored: dict[str, tuple[Path, str, tuple[int, ...]]],
+    stored: dict[str, Stored],
     seed: int,
 ) -> Release:
-    tensors: dict[str, tuple[ForeignTensor, Path, str]] = {}
+    tensors: list[tuple[ForeignTensor, Stored]] = []
     fresh: list[str] = []
     for entry in expected:
         if entry.name not in stored:
@@ -134,14 +141,14 @@ def _match(
                 )
             fresh += entry.parts
             continue
-        path, name, shape = stored[entry.name]
-        if shape != entry.shape:
+        place = stored[entry.name]
+        if place.shape != entry.shape:
             raise CheckpointError(
-                f"{name}: shape {shape} is not {entry.shape} of config.json; "
+                f"{place.name}: shape {place.shape} is not {entry.shape} of config.json; "
                 "config and weights are of different models"
             )
         if entry.parts:
-            tensors[entry.name] = (entry, path, name)
+            tensors.append((entry, place))
     known = {entry.name for entry in expected}
     left_out = sorted(name for name in stored if name not in known)
     _check_left_out(left_out, stored)
@@ -150,22 +157,18 @@ def _match(
         notes.append(f"not in the file, newly initialised: {', '.join(fresh)}")
     if left_out:
         notes.append(f"left out, no part of our model: {', '.join(left_out)}")
-    token_types = (
-        stored[TOKEN_TYPES][:2] if TOKEN_TYPES in known and TOKEN_TYPES in stored else None
-    )
-    return Release(config, tuple(notes), tensors, token_types, seed)
+    token_types = stored.get(TOKEN_TYPES) if TOKEN_TYPES in known else None
+    return Release(config, tuple(notes), tuple(tensors), token_types, seed)
 
 
-def _check_left_out(
-    left_out: list[str], stored: dict[str, tuple[Path, str, tuple[int, ...]]]
-) -> None:
+def _check_left_out(left_out: list[str], stored: dict[str, Stored]) -> None:
     """Accept tensors without a place only where nothing is lost by leaving them out."""
     for name in left_out:
         if _TIED.fullmatch(name):
             kind = name.rpartition(".")[2]
             pattern = _TOKEN_TABLE if kind == "weight" else re.compile(r".*lm_head\.bias")
             twin = next((other for other in stored if pattern.fullmatch(other)), None)
-            if twin is None or not torch.equal(_load(stored[name]), _load(stored[twin])):
+            if twin is None or not torch.equal(stored[name].load(), stored[twin].load()):
                 raise CheckpointError(
                     f"{name} differs from {twin}; only models with tied embeddings can be imported"
                 )
@@ -176,22 +179,17 @@ def _check_left_out(
             )
 
 
-def _load(place: tuple[Path, str, tuple[int, ...]]) -> Tensor:
-    with safe_open(place[0], framework="pt") as file:
-        return cast(Tensor, file.get_tensor(place[1]))
-
-
 def _fit_config(
     config: ModelConfig,
     fields: dict[str, Any],
-    stored: dict[str, tuple[Path, str, tuple[int, ...]]],
+    stored: dict[str, Stored],
 ) -> ModelConfig:
     """Let the tensors decide what configs leave open: the vocabulary and the mask decoder."""
     token_table = next((name for name in stored if _TOKEN_TABLE.fullmatch(name)), None)
     if token_table is None:
         raise CheckpointError("the weights lack word_embeddings; give a whole model's files")
-    config = replace(config, vocab_size=stored[token_table][2][0])
-    plain_head = any(name.startswith("cls.predictions.") for _, name, _ in stored.values())
+    config = replace(config, vocab_size=stored[token_table].shape[0])
+    plain_head = any(place.name.startswith("cls.predictions.") for place in stored.values())
     positions = "deberta.embeddings.position_embeddings.weight" in stored
     if plain_head and not positions and "mask_decoder_passes" not in fields:
         # Trained by transformers' own class, which has no mask decoder.
@@ -201,23 +199,24 @@ def _fit_config(
 
 def _read_config(directory: Path) -> dict[str, Any]:
     for name in ("config.json", "model_config.json"):
-        path = directory / name
-        if path.is_file():
-            try:
-                fields = json.loads(path.read_text(encoding="utf-8"))
-            except ValueError as error:
-                raise CheckpointError(f"{path} is not JSON: {error}; fetch it again") from None
-            if not isinstance(fields, dict):
-                raise CheckpointError(f"{path} holds no JSON object; fetch it again")
-            return fields
+        if (directory / name).is_file():
+            return _read_json(directory / name)
     raise CheckpointError(f"{directory} has neither config.json nor model_config.json; add one")
 
 
-def _model_type(
-    fields: dict[str, Any], source: Source, stored: dict[str, tuple[Path, str, tuple[int, ...]]]
-) -> ModelType:
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}; fetch it again") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds no JSON object; fetch it again")
+    return content
+
+
+def _model_type(fields: dict[str, Any], source: Source, places: dict[str, Stored]) -> ModelType:
     if source == "microsoft":
-        v1 = any(name.endswith(".in_proj.weight") for name in stored)
+        v1 = any(name.endswith(".in_proj.weight") for name in places)
         return "deberta" if v1 else "deberta-v2"
     model_type = fields.get("model_type")
     if model_type not in _TYPES:
@@ -228,31 +227,33 @@ def _model_type(
     return cast(ModelType, model_type)
 
 
-def _stored_tensors(files: list[Path]) -> dict[str, tuple[Path, str, tuple[int, ...]]]:
-    """Standard name -> file, name in the file, shape."""
-    shapes: dict[str, tuple[Path, tuple[int, ...]]] = {}
+def _stored_tensors(files: list[Path]) -> dict[str, Stored]:
+    places: dict[str, Stored] = {}
     for path in files:
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 - not a dict
-                    shapes[name] = (path, tuple(file.get_slice(name).get_shape()))
+                    places[name] = Stored(path, name, tuple(file.get_slice(name).get_shape()))
         except SafetensorError as error:
             raise CheckpointError(f"{path} is damaged: {error}; fetch it again") from None
-    names = standard_names(shapes)
-    return {names[name]: (path, name, shape) for name, (path, shape) in shapes.items()}
+    return places
 
 
 def _weight_files(directory: Path, scratch: Path, allow_pickle: bool, sha256: str) -> list[Path]:
     files = sorted(directory.glob("*.safetensors"))
     index = directory / "model.safetensors.index.json"
     if index.is_file():
-        named = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        named = _read_json(index).get("weight_map", {}).values()
         files = [directory / name for name in sorted(set(named))]
+    for path in files:
+        if not path.is_file():
+            raise CheckpointError(f"{path} is missing, but {index.name} names it; fetch it again")
+    if sha256 and len(files) > 1:
+        raise CheckpointError(
+            f"--sha256 checks one file, but {directory} has {len(files)}; omit it"
+        )
     if files:
-        for path in files:
-            _check_digest(path, sha256 if len(files) == 1 else "")
-            if not path.is_file():
-                raise CheckpointError(f"{path} is missing, but {index.name} names it")
+        _check_digest(files[0], sha256)
         return files
     pickles = sorted([*directory.glob("*.bin"), *directory.glob("*.pt")])
     if len(pickles) != 1:

@@ -144,7 +144,7 @@ def foreign_tensors(
     return tensors
 
 
-def standard_names(names: Iterable[str]) -> dict[str, str]:
+def standard_names(names: Iterable[str], model_type: ModelType) -> dict[str, str]:
     """Name in the file -> the spelling that `foreign_tensors` uses, for every tensor of a file.
 
     Brought into line: the ``bert.`` prefix of Microsoft's first files, encoders saved without any
@@ -152,12 +152,16 @@ def standard_names(names: Iterable[str]) -> dict[str, str]:
     """
     names = list(names)
     bare = any(name.startswith("embeddings.word_embeddings.") for name in names)
-    return {name: _standard_name(name, bare) for name in names}
+    prefix = "roberta" if model_type == "roberta" else "deberta"
+    return {
+        name: f"{prefix}.{name}"
+        if bare and name.startswith(("embeddings.", "encoder."))
+        else _standard_name(name)
+        for name in names
+    }
 
 
-def _standard_name(name: str, bare: bool) -> str:
-    if bare and name.startswith(("embeddings.", "encoder.")):
-        return f"deberta.{name}"
+def _standard_name(name: str) -> str:
     for old, new in (
         ("bert.", "deberta."),
         ("cls.predictions.transform.", "lm_predictions.lm_head."),

@@ -1,0 +1,201 @@
+"""Compares an export, loaded as its users load it, with our own model on real text.
+
+Owns the texts, the classes that users load and the tolerances of an export. Refuses to repair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers.utils import logging
+
+from megatron_deberta.checkpoint.hf_export import DTYPES
+from megatron_deberta.checkpoint.hf_names import ModelType
+from megatron_deberta.errors import CheckpointError
+from megatron_deberta.inference.modeling_megatron_deberta import (
+    DebertaForMaskedLM,
+    MegatronDebertaModel,
+)
+from megatron_deberta.model import DebertaForPretraining, DebertaModel
+from megatron_deberta.tokenizer import Tokenizer
+
+FP32_TOLERANCE = 1e-4
+"""Largest difference of fp32 logits and encoder states, relative to the largest of them (or 1)."""
+RUNNING_TOLERANCE = {"fp16": 2e-2, "bf16": 1e-1}
+"""Largest relative (Frobenius) error of logits computed in 16 bits, against fp32."""
+_MAX_TOKENS = 256
+_TEXTS = (
+    "The library was nearly empty, and only the rustle of a page or the tick of the tall clock "
+    "by the door told the reader that time was passing. She had come to find one letter, written "
+    "in the spring of 1848, and had found instead a drawer full of maps; some of them showed "
+    "islands that no ship had ever reached. “Who drew these?” she asked, but nobody answered.",
+    "In 2021, a model's attention was split in two: what a word is, and where it stands.",
+    "Is it raining?",
+)
+
+
+@dataclass(frozen=True)
+class ExportCheck:
+    """What was compared and how well it agreed."""
+
+    max_error: float
+    """Largest difference of fp32 logits, relative to the largest logit (or 1)."""
+    running_error: float
+    """Relative (Frobenius) error of the logits in the export's own format; 0 for fp32."""
+    encoder_checked: bool
+    """Whether the stock encoder was compared as well."""
+
+
+def check_export(
+    directory: Path,
+    model_type: ModelType,
+    ours: DebertaForPretraining,
+    tokenizer: Tokenizer,
+    dtype: str,
+) -> ExportCheck:
+    """Load what users load from ``directory`` and compare it with our model.
+
+    Args:
+        directory: the export.
+        model_type: of the export.
+        ours: our model with the weights as exported, rounded to ``dtype``, in fp32.
+        tokenizer: the one that training used.
+        dtype: format of the exported weights.
+
+    Raises:
+        CheckpointError: token ids, logits or encoder states differ; the export must not be used.
+    """
+    with _quiet():
+        rows = _encode(directory, tokenizer, ours.config.max_position_embeddings)
+        padded = _pad(rows, tokenizer.pad_id)
+        batches = [*((row.unsqueeze(0), None) for row in rows[:1]), padded]
+        expected = [_our_outputs(ours, *batch) for batch in batches]
+        model = _load_fill_mask(directory, model_type, torch.float32)
+        max_error = 0.0
+        for (ids, mask), (logits, _) in zip(batches, expected, strict=True):
+            max_error = max(max_error, _compare("logits", _logits(model, ids, mask), logits, mask))
+        encoder_checked = model_type != "megatron-deberta"
+        encoder = _load_encoder(directory, model_type)
+        for (ids, mask), (_, states) in zip(batches, expected, strict=True):
+            with torch.no_grad():
+                theirs = encoder(ids, **_mask_argument(mask)).last_hidden_state
+            _compare("encoder states", theirs, states, mask)
+        running = 0.0
+        if dtype != "fp32":
+            model = _load_fill_mask(directory, model_type, DTYPES[dtype])
+            ids, mask = padded
+            running = _relative_error(_logits(model, ids, mask), expected[-1][0], mask)
+            if not running <= RUNNING_TOLERANCE[dtype]:
+                raise CheckpointError(
+                    f"logits computed in {dtype} are off by {running:.2g} (limit "
+                    f"{RUNNING_TOLERANCE[dtype]}); export with --dtype fp32"
+                )
+    return ExportCheck(max_error, running, encoder_checked)
+
+
+def _encode(directory: Path, tokenizer: Tokenizer, max_positions: int) -> list[Tensor]:
+    """Rows of real text, each of which the exported tokenizer must encode as training does."""
+    theirs = transformers.AutoTokenizer.from_pretrained(directory)
+    rows = []
+    for text in _TEXTS:
+        ids = [tokenizer.cls_id, *tokenizer.encode(text), tokenizer.sep_id]
+        if theirs(text)["input_ids"] != ids:
+            raise CheckpointError(
+                f"the exported tokenizer gives other ids than training for {text[:40]!r}"
+            )
+        # A mask in every row: users ask nothing else.
+        ids[1] = tokenizer.mask_id
+        rows.append(torch.tensor(ids[: min(_MAX_TOKENS, max_positions)]))
+    return rows
+
+
+def _pad(rows: list[Tensor], pad_id: int) -> tuple[Tensor, Tensor]:
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad_id)
+    lengths = torch.tensor([len(row) for row in rows])
+    return ids, torch.arange(ids.size(1)) < lengths[:, None]
+
+
+@torch.no_grad()
+def _our_outputs(
+    ours: DebertaForPretraining, ids: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Logits ``[B, N, V]`` and encoder states ``[B, N, D]``."""
+    return ours.logits(ids, mask), DebertaModel.forward(ours, ids, mask)
+
+
+def _load_fill_mask(directory: Path, model_type: ModelType, dtype: torch.dtype) -> Any:
+    kind = transformers.RobertaForMaskedLM if model_type == "roberta" else DebertaForMaskedLM
+    model, report = kind.from_pretrained(directory, dtype=dtype, output_loading_info=True)
+    _refuse_missing(report, "for fill-mask")
+    return model.eval()
+
+
+def _load_encoder(directory: Path, model_type: ModelType) -> Any:
+    """What ``AutoModel`` gives: the stock encoder, or ours for our own type."""
+    kind = MegatronDebertaModel if model_type == "megatron-deberta" else transformers.AutoModel
+    # RoBERTa's pooler is no part of pretraining; transformers would add an untrained one.
+    options = {"add_pooling_layer": False} if model_type == "roberta" else {}
+    model, report = kind.from_pretrained(
+        directory, dtype=torch.float32, output_loading_info=True, **options
+    )
+    _refuse_missing(report, "for the encoder")
+    return model.eval()
+
+
+def _refuse_missing(report: dict[str, Any], purpose: str) -> None:
+    wrong = [*report["missing_keys"], *report["mismatched_keys"]]
+    if wrong:
+        raise CheckpointError(f"the export lacks {wrong[0]} {purpose}; this is a bug, report it")
+
+
+@torch.no_grad()
+def _logits(model: Any, ids: Tensor, mask: Tensor | None) -> Tensor:
+    logits: Tensor = model(ids, **_mask_argument(mask)).logits
+    return logits
+
+
+def _mask_argument(mask: Tensor | None) -> dict[str, Tensor]:
+    return {} if mask is None else {"attention_mask": mask.long()}
+
+
+def _compare(what: str, theirs: Tensor, ours: Tensor, mask: Tensor | None) -> float:
+    theirs, ours = _real(theirs, mask), _real(ours, mask)
+    scale = max(1.0, ours.abs().max().item())
+    error = (theirs - ours).abs().max().item() / scale
+    if not error <= FP32_TOLERANCE:
+        raise CheckpointError(
+            f"{what} of the export differ from our model's by {error:.2g} (limit "
+            f"{FP32_TOLERANCE:g}); nothing was exported"
+        )
+    return error
+
+
+def _relative_error(theirs: Tensor, ours: Tensor, mask: Tensor | None) -> float:
+    theirs, ours = _real(theirs, mask), _real(ours, mask)
+    error: float = ((theirs - ours).norm() / ours.norm()).item()
+    return error
+
+
+def _real(values: Tensor, mask: Tensor | None) -> Tensor:
+    """Values at real tokens, fp32; what stands at padding means nothing."""
+    return values.float() if mask is None else values.float()[mask]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers' loading reports from the user, to whom they say nothing here."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+        logging.enable_progress_bar()
