@@ -1,0 +1,36 @@
+# `make` or `make help` lists the targets. Every target makes .venv where it is missing.
+.DEFAULT_GOAL := help
+.PHONY: help venv format lint type test test-dist test-parity check
+
+BIN := .venv/bin
+PYTEST := OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu $(BIN)/python -m pytest
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+venv: ## make .venv and install what development needs
+	launch/setup_venv.sh --dev
+
+format: venv ## rewrite the code in the house style
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+lint: venv ## check style and spelling
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/codespell
+
+type: venv ## check types
+	$(BIN)/mypy
+
+test: venv ## unit tests
+	$(PYTEST) tests/unit
+
+test-dist: venv ## tests on real ranks
+	$(PYTEST) tests/distributed
+
+test-parity: venv ## comparisons with transformers
+	$(PYTEST) tests/parity
+
+check: ## everything that must pass before a merge
+	tests/run.sh
