@@ -27,7 +27,7 @@ from megatron_deberta.parallel.collectives import (
 IGNORED_LABEL = -100
 """Label of a token that has no loss."""
 
-_BLOCK_ELEMENTS = {"cpu": 2**20, "cuda": 2**25}
+_BLOCK_ELEMENTS = {"cpu": 2**18, "cuda": 2**25}
 """Logits in fp32 at a time: what stays in a CPU's cache, what keeps a GPU busy."""
 
 

@@ -1,0 +1,175 @@
+"""DeepSpeed's engine against the plain one on real ranks, and the plain one against one process."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megatron_deberta.engine import deepspeed_config
+from megatron_deberta.engine.grad_norm import any_nonfinite
+from megatron_deberta.parallel.topology import ProcessGroups, single_process_groups
+from tests.support.ranks import RankPool, grid
+from tests.support.toy_engine import (
+    assert_same_states,
+    local_part,
+    start,
+    states,
+    toy_config,
+    train,
+)
+
+STEPS = 6
+# Two ranks' sums are the same in any order, so only the norm's last bits may differ.
+NORM = {"rel_tol": 1e-5}
+SHARDED = [(d, s) for d in ("fp32", "bf16", "fp16") for s in (0, 1, 2, 3) if s or d == "fp32"]
+
+
+def compare_with_plain(
+    rank: int, tp_size: int, dtype: str, stage: int, clip: float, weights: dict[str, float]
+) -> None:
+    groups = grid(tp_size)
+    deepspeed_config.PERSISTENCE_THRESHOLD = 0
+    config = toy_config("deepspeed", dtype, stage, dp_size=groups.dp_size, clip=clip)
+    engine = start(config, groups)
+    ours = train(engine, config, groups, range(STEPS))
+    our_states, our_scalars = states(engine), engine.scalars()
+    engine.destroy()
+
+    config = toy_config("plain", dtype, dp_size=groups.dp_size, clip=clip)
+    oracle = start(config, groups)
+    theirs = train(oracle, config, groups, range(STEPS))
+    for (outcome, loss), (expected, expected_loss) in zip(ours, theirs, strict=True):
+        assert math.isclose(outcome.grad_norm, expected.grad_norm, **NORM)
+        assert (outcome.skipped, outcome.loss_scale) == (expected.skipped, expected.loss_scale)
+        assert math.isclose(loss, expected_loss, rel_tol=1e-5)
+    assert_same_states(our_states, states(oracle), **weights)
+    assert our_scalars == oracle.scalars()
+
+
+@pytest.mark.parametrize(("dtype", "stage"), SHARDED)
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_every_stage_and_format_equals_the_plain_engine_on_two_ranks(
+    two_ranks: RankPool, tp_size: int, dtype: str, stage: int
+) -> None:
+    # Clipping at half the usual norm, so that a wrong norm is a wrong update.
+    two_ranks.run(compare_with_plain, tp_size, dtype, stage, 0.5, {"rtol": 1e-5, "atol": 1e-6})
+
+
+@pytest.mark.parametrize(("dtype", "stage"), [("fp32", 0), ("bf16", 1), ("fp16", 2), ("fp32", 3)])
+def test_tensor_and_data_parallel_together_equal_the_plain_engine(
+    four_ranks: RankPool, dtype: str, stage: int
+) -> None:
+    four_ranks.run(compare_with_plain, 2, dtype, stage, 0.5, {"rtol": 1e-5, "atol": 1e-6})
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_no_clipping_equals_the_plain_engine(two_ranks: RankPool, stage: int) -> None:
+    two_ranks.run(compare_with_plain, 1, "fp16", stage, 0.0, {"rtol": 1e-5, "atol": 1e-6})
+
+
+def scale_grows_and_overflows(rank: int, tp_size: int, stage: int, clip: float) -> list[float]:
+    """fp16 with growth every 2 steps and two overflows, the first spared by the hysteresis."""
+    groups = grid(tp_size)
+    deepspeed_config.PERSISTENCE_THRESHOLD = 0
+    blown_up = {4: 1e6, 5: 1e6}
+    results = []
+    for name in ("deepspeed", "plain"):
+        config = toy_config(name, "fp16", stage, dp_size=groups.dp_size, clip=clip, scale_window=2)
+        engine = start(config, groups)
+        history = train(engine, config, groups, range(10), blown_up)
+        results.append((history, states(engine), engine.scalars()))
+        engine.destroy()
+    (ours, our_states, our_scalars), (theirs, their_states, their_scalars) = results
+    for (outcome, _), (expected, _) in zip(ours, theirs, strict=True):
+        assert (outcome.skipped, outcome.loss_scale) == (expected.skipped, expected.loss_scale)
+        assert math.isclose(outcome.grad_norm, expected.grad_norm, **NORM)
+    assert_same_states(our_states, their_states, rtol=1e-5, atol=1e-6)
+    assert our_scalars == their_scalars
+    assert our_scalars["adam_step"] == 8
+    return [outcome.loss_scale for outcome, _ in ours]
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_fp16_update_is_right_where_the_loss_scale_grows_and_overflows(
+    two_ranks: RankPool, tp_size: int, stage: int, clip: float
+) -> None:
+    scales = two_ranks.run(scale_grows_and_overflows, tp_size, stage, clip)[0]
+    assert scales == [256, 256, 256, 512, 512, 512, 256, 256, 256, 512]
+
+
+def gradient_norm(rank: int, tp_size: int, stage: int) -> tuple[float, float]:
+    groups = grid(tp_size)
+    deepspeed_config.PERSISTENCE_THRESHOLD = 0
+    config = toy_config("deepspeed", "fp32", stage, dp_size=groups.dp_size)
+    engine = start(config, groups)
+    norm = train(engine, config, groups, range(1))[0][0].grad_norm
+    engine.destroy()
+    return norm, norm_on_one_process(groups)
+
+
+def norm_on_one_process(groups: ProcessGroups) -> float:
+    """The same global batch in one plain process: as many micro batches as rows demand."""
+    alone = single_process_groups(torch.device("cpu"))
+    engine = start(toy_config("plain"), alone)
+    from tests.support.toy_engine import MICRO_BATCHES, micro_batch
+
+    whole = [
+        ProcessGroups(0, 1, 0, 1, dp_rank, groups.dp_size, None, None, alone.device)
+        for dp_rank in range(groups.dp_size)
+    ]
+    for layout in whole:
+        for index in range(MICRO_BATCHES):
+            loss = engine.module(micro_batch(0, index, layout))
+            engine.accumulate(loss / (MICRO_BATCHES * groups.dp_size))
+    return engine.step(0.0).grad_norm
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_gradient_norm_is_that_of_one_process_under_any_layout(
+    four_ranks: RankPool, stage: int
+) -> None:
+    for tp_size in (1, 2, 4):
+        for norm, expected in four_ranks.run(gradient_norm, tp_size, stage):
+            assert math.isclose(norm, expected, rel_tol=1e-5), tp_size
+
+
+def plain_weights(rank: int, tp_size: int) -> None:
+    groups = grid(tp_size)
+    config = toy_config("plain", dp_size=groups.dp_size)
+    engine = start(config, groups)
+    train(engine, config, groups, range(STEPS))
+
+    one = toy_config("plain", dp_size=1)
+    alone = single_process_groups(torch.device("cpu"))
+    reference = start(one, alone)
+    train(reference, one, alone, range(STEPS))
+    expected = {
+        name: type(state)(
+            *(local_part(t, name, groups) for t in (state.weight, state.exp_avg, state.exp_avg_sq))
+        )
+        for name, state in reference.gather_states()
+    }
+    assert_same_states(states(engine), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_plain_engine_on_tensor_parallel_ranks_equals_one_process(two_ranks: RankPool) -> None:
+    two_ranks.run(plain_weights, 2)
+
+
+def nonfinite_on_one_rank(rank: int, tp_size: int, bad_rank: int, value: float) -> bool:
+    loss = torch.tensor(value if rank == bad_rank else 1.0)
+    return any_nonfinite(loss, grid(tp_size))
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_all_ranks_learn_of_a_loss_that_is_not_finite_on_one(
+    four_ranks: RankPool, tp_size: int
+) -> None:
+    for bad_rank in range(4):
+        for value in (math.nan, math.inf):
+            assert all(four_ranks.run(nonfinite_on_one_rank, tp_size, bad_rank, value))
+    assert not any(four_ranks.run(nonfinite_on_one_rank, tp_size, -1, math.nan))
