@@ -1,0 +1,185 @@
+"""A tiny tensor-parallel model and a run of it, for tests of the engines.
+
+Two blocks, LayerNorms, a tied embedding and an odd width, so that partitions need padding. The
+weights of every layout are slices of the same logical ones, and so is the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_deberta.config.schema import (
+    OptimizerConfig,
+    PrecisionConfig,
+    RunConfig,
+    TrainConfig,
+)
+from megatron_deberta.engine.factory import build_engine
+from megatron_deberta.engine.protocol import Engine, ParameterState, StepOutcome
+from megatron_deberta.engine.schedule import learning_rate
+from megatron_deberta.parallel.collectives import copy_to, reduce_from
+from megatron_deberta.parallel.topology import ProcessGroups
+
+VOCAB, WIDTH, INNER, MICRO_BATCH, MICRO_BATCHES = 11, 7, 12, 2, 2
+TOTAL_STEPS = 20
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Placement:
+    dim: int | None
+
+
+class Block(nn.Module):
+    def __init__(self, groups: ProcessGroups) -> None:
+        super().__init__()
+        self.group = groups.tp_group
+        self.up = nn.Linear(WIDTH, INNER // groups.tp_size)
+        self.down = nn.Linear(INNER // groups.tp_size, WIDTH, bias=False)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = F.gelu(self.up(copy_to(x, self.group)))
+        return self.norm(x + reduce_from(self.down(inner), self.group))
+
+
+class Toy(nn.Module):
+    """Next-token-like classification: ids [B, N] -> mean cross-entropy (fp32 scalar)."""
+
+    def __init__(self, groups: ProcessGroups) -> None:
+        super().__init__()
+        self.token = nn.Embedding(VOCAB, WIDTH)
+        self.layers = nn.ModuleList(Block(groups) for _ in range(2))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.token(ids)
+        for layer in self.layers:
+            x = layer(x)
+        logits = F.linear(self.head(x), self.token.weight)
+        return F.cross_entropy(logits.float().flatten(0, 1), (ids * 3 + 1).flatten() % VOCAB)
+
+
+def split_dim(name: str) -> int | None:
+    if ".up." in name:
+        return 0
+    return 1 if ".down." in name else None
+
+
+def toy_specs(module: nn.Module) -> dict[str, Placement]:
+    return {name: Placement(split_dim(name)) for name, _ in module.named_parameters()}
+
+
+def build_toy(
+    groups: ProcessGroups, dtype: str, partition: Callable[[nn.Module], None] | None = None
+) -> Toy:
+    module = Toy(groups).to(DTYPES[dtype])
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for path, child in module.named_modules():
+            for leaf, parameter in child.named_parameters(recurse=False):
+                name = f"{path}.{leaf}"
+                shape, dim = list(parameter.shape), split_dim(name)
+                if dim is not None:
+                    shape[dim] *= groups.tp_size
+                logical = torch.randn(shape, generator=generator) * 0.3 + ("norm.w" in name)
+                parameter.copy_(local_part(logical, name, groups))
+            if partition and next(child.parameters(recurse=False), None) is not None:
+                partition(child)
+    return module
+
+
+def local_part(logical: Tensor, name: str, groups: ProcessGroups) -> Tensor:
+    dim = split_dim(name)
+    return logical if dim is None else logical.chunk(groups.tp_size, dim)[groups.tp_rank]
+
+
+def toy_config(
+    engine: str,
+    dtype: str = "fp32",
+    stage: int = 1,
+    *,
+    dp_size: int = 1,
+    clip: float = 0.5,
+    scale_window: int = 1000,
+    bias_correction: bool = True,
+) -> RunConfig:
+    return RunConfig(
+        precision=PrecisionConfig(
+            engine=engine,  # type: ignore[arg-type]
+            dtype=dtype,  # type: ignore[arg-type]
+            zero_stage=stage,  # type: ignore[arg-type]
+            initial_loss_scale_power=8,
+            loss_scale_window=scale_window,
+        ),
+        optimizer=OptimizerConfig(
+            learning_rate=2e-2,
+            warmup_steps=2,
+            clip_grad_norm=clip,
+            weight_decay=0.1,
+            bias_correction=bias_correction,
+        ),
+        train=TrainConfig(
+            global_batch_size=MICRO_BATCH * MICRO_BATCHES * dp_size, micro_batch_size=MICRO_BATCH
+        ),
+    )
+
+
+def start(config: RunConfig, groups: ProcessGroups) -> Engine:
+    module = build_toy(groups, config.precision.dtype)
+    return build_engine(config, module, toy_specs(module), groups)
+
+
+def micro_batch(step: int, index: int, groups: ProcessGroups) -> Tensor:
+    """Ids [B, 5] of one micro batch; the global batch of a step does not depend on the layout."""
+    generator = torch.Generator().manual_seed(100 + step)
+    rows = torch.randint(
+        0, VOCAB, (MICRO_BATCH * MICRO_BATCHES * groups.dp_size, 5), generator=generator
+    )
+    unit = MICRO_BATCH * groups.dp_size
+    first = index * unit + groups.dp_rank * MICRO_BATCH
+    return rows[first : first + MICRO_BATCH]
+
+
+def train(
+    engine: Engine,
+    config: RunConfig,
+    groups: ProcessGroups,
+    steps: range,
+    loss_factors: Mapping[int, float] | None = None,
+) -> list[tuple[StepOutcome, float]]:
+    """Run steps; returns what each did and this rank's last loss."""
+    history = []
+    for step in steps:
+        factor = (loss_factors or {}).get(step, 1.0) / MICRO_BATCHES
+        for index in range(MICRO_BATCHES):
+            loss = engine.module(micro_batch(step, index, groups))
+            engine.accumulate(loss * factor)
+        rate = learning_rate(step, config.optimizer, TOTAL_STEPS)
+        history.append((engine.step(rate), loss.item()))
+    return history
+
+
+def states(engine: Engine) -> dict[str, ParameterState]:
+    return dict(engine.gather_states())
+
+
+def assert_same_states(
+    ours: dict[str, ParameterState], theirs: dict[str, ParameterState], **tolerance: float
+) -> None:
+    """Compare every tensor of two states; bit for bit without a tolerance."""
+    assert list(ours) == list(theirs)
+    for name in ours:
+        for field in ("weight", "exp_avg", "exp_avg_sq"):
+            a, b = getattr(ours[name], field), getattr(theirs[name], field)
+            torch.testing.assert_close(
+                a,
+                b,
+                **(tolerance or {"rtol": 0, "atol": 0}),
+                msg=lambda m, n=name, f=field: f"{n} {f}: {m}",
+            )
