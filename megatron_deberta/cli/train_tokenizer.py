@@ -1,0 +1,76 @@
+"""Learn a SentencePiece vocabulary from text and write a tokenizer directory.
+
+The directory holds spm.model for SentencePiece, and tokenizer.json with tokenizer_config.json for
+Hugging Face's AutoTokenizer and for this package. Ids: 0 [PAD], 1 [CLS], 2 [SEP], 3 [UNK], then
+the other pieces, [MASK] last.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+from megatron_deberta.cli.text_input import add_input_arguments, iter_input_blocks
+from megatron_deberta.preprocess.records import parse_documents
+from megatron_deberta.preprocess.sources import Block, find_sources
+from megatron_deberta.tokenizer.training import refuse_existing, train_sentencepiece
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the subcommand's arguments."""
+    add_input_arguments(parser)
+    parser.add_argument("--output", required=True, metavar="DIR", help="directory to create")
+    parser.add_argument(
+        "--vocab-size",
+        type=int,
+        default=128_000,
+        metavar="N",
+        help="pieces, the first four special ones included, [MASK] not (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--model-type",
+        choices=("unigram", "bpe"),
+        default="unigram",
+        help="bpe falls back to bytes for rare characters (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--character-coverage",
+        type=float,
+        default=0.9995,
+        metavar="SHARE",
+        help="share of the text's characters that get a piece (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--sample-mb",
+        type=float,
+        default=500.0,
+        metavar="MB",
+        help="train on an even sample of this size; 0: on everything (default: %(default)s)",
+    )
+    parser.add_argument("--force", action="store_true", help="replace an existing tokenizer")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train, and say what was written."""
+    refuse_existing(args.output, args.force)
+    sources = find_sources(args.input)
+    tokenizer = train_sentencepiece(
+        _texts(iter_input_blocks(sources, args), args.input_key),
+        args.output,
+        vocab_size=args.vocab_size,
+        model_type=args.model_type,
+        character_coverage=args.character_coverage,
+        sample_bytes=round(args.sample_mb * 1e6),
+        force=args.force,
+    )
+    print(
+        f"{args.output}: {tokenizer.num_tokens:,} tokens, "
+        f"model.vocab_size={tokenizer.vocab_size}, fingerprint {tokenizer.fingerprint}"
+    )
+    return 0
+
+
+def _texts(blocks: Iterator[Block], keys: list[str]) -> Iterator[str]:
+    for block in blocks:
+        for texts in parse_documents(block, keys):
+            yield from texts

@@ -1,0 +1,227 @@
+"""Learns a SentencePiece vocabulary with the release's ids, and publishes it as a directory.
+
+Owns the trainer's settings, the sample of the corpus it sees, and the atomic publication. Refuses
+to read files: text comes as an iterator.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+import re
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Literal
+
+from megatron_deberta.errors import ConfigError, DataError
+from megatron_deberta.tokenizer.loading import sentencepiece_tokenizer
+from megatron_deberta.tokenizer.tokenizer import (
+    CONFIG_FILE,
+    JSON_FILE,
+    SENTENCEPIECE_FILE,
+    Tokenizer,
+)
+
+ModelType = Literal["unigram", "bpe"]
+
+_LONGEST_LINE = 4096
+"""Characters of a line; SentencePiece would silently drop what is longer than its limit."""
+_SAMPLE_SEED = 0
+_TRAINER_THREADS = 16
+"""Fixed, because the order of its sums, and so the vocabulary, depends on it."""
+
+
+def train_sentencepiece(
+    texts: Iterable[str],
+    output: str,
+    *,
+    vocab_size: int,
+    model_type: ModelType = "unigram",
+    character_coverage: float = 0.9995,
+    sample_bytes: int = 0,
+    force: bool = False,
+) -> Tokenizer:
+    """Train a vocabulary and write its directory.
+
+    Ids are those of the release: 0 [PAD], 1 [CLS], 2 [SEP], 3 [UNK], the other pieces up to
+    ``vocab_size``, and [MASK] = ``vocab_size``. Normalization is SentencePiece's ``nmt_nfkc``.
+    BPE spells characters outside its vocabulary in bytes.
+
+    Args:
+        texts: documents or lines.
+        output: directory to create; it appears complete or not at all.
+        vocab_size: pieces, [MASK] not counted.
+        model_type: ``unigram`` or ``bpe``.
+        character_coverage: share of the text's characters that get pieces of their own.
+        sample_bytes: UTF-8 bytes of text to train on, drawn evenly from the whole; 0: all.
+        force: replace a tokenizer directory that exists.
+
+    Returns:
+        The tokenizer in ``output``.
+
+    Raises:
+        ConfigError: ``output`` exists, or a setting is out of range or more than the text
+            supports; the message names the vocabulary size that would work.
+        DataError: there is no text, or training fails otherwise.
+        OSError: the disk is full or ``output`` cannot be written.
+    """
+    _refuse_settings(vocab_size, character_coverage, sample_bytes)
+    refuse_existing(output, force)
+    lines = sample_lines(texts, sample_bytes)
+    if not lines:
+        raise DataError("train-tokenizer: the input has no text; check --input and --input-key")
+    content = _train(lines, vocab_size, model_type, character_coverage)
+    tokenizer = sentencepiece_tokenizer(content, "the trained model")
+    _publish(tokenizer, Path(output))
+    return tokenizer
+
+
+def sample_lines(texts: Iterable[str], sample_bytes: int) -> list[str]:
+    """Cut texts into lines and keep an even, reproducible sample of bounded size.
+
+    Args:
+        texts: documents.
+        sample_bytes: most UTF-8 bytes kept; 0: all.
+
+    Returns:
+        Lines in the order of the input. While they exceed the bound, every second one is dropped
+        and later lines are drawn at half the rate.
+    """
+    generator = random.Random(_SAMPLE_SEED)
+    lines: list[str] = []
+    kept_bytes, rate = 0, 1.0
+    for text in texts:
+        for line in _lines(text):
+            if rate < 1.0 and generator.random() >= rate:
+                continue
+            lines.append(line)
+            kept_bytes += len(line.encode())
+            while sample_bytes and kept_bytes > sample_bytes:
+                lines = [line for line in lines if generator.random() < 0.5]
+                kept_bytes = sum(len(line.encode()) for line in lines)
+                rate /= 2
+    return lines
+
+
+def refuse_existing(output: str, force: bool) -> None:
+    """Refuse an output directory that is in use.
+
+    Raises:
+        ConfigError: ``output`` is a file, or a non-empty directory that ``force`` does not allow
+            to replace or that holds something else than a tokenizer.
+    """
+    path = Path(output)
+    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        return
+    if not path.is_dir():
+        raise ConfigError(f"--output {output}: is a file; name a new directory")
+    if not force:
+        raise ConfigError(f"--output {output}: exists; name a new directory or add --force")
+    ours = {SENTENCEPIECE_FILE, JSON_FILE, CONFIG_FILE}
+    others = sorted(entry.name for entry in path.iterdir() if entry.name not in ours)
+    if others:
+        raise ConfigError(
+            f"--output {output}: --force replaces a tokenizer directory, but this one also holds "
+            f"{others[0]}; name a new directory"
+        )
+
+
+def _refuse_settings(vocab_size: int, character_coverage: float, sample_bytes: int) -> None:
+    if vocab_size < 5:
+        raise ConfigError(f"--vocab-size {vocab_size}: must exceed the 4 special pieces")
+    if not 0.9 <= character_coverage <= 1.0:
+        raise ConfigError(
+            f"--character-coverage {character_coverage}: must be from 0.9 to 1; 0.9995 suits most"
+        )
+    if sample_bytes < 0:
+        raise ConfigError(f"--sample-mb {sample_bytes / 1e6:g}: must be positive, or 0 for all")
+
+
+def _lines(text: str) -> Iterator[str]:
+    for line in text.split("\n"):
+        if not line.strip():
+            continue
+        while len(line) > _LONGEST_LINE:
+            cut = line.rfind(" ", 1, _LONGEST_LINE)
+            cut = _LONGEST_LINE if cut < 0 else cut
+            yield line[:cut]
+            line = line[cut:]
+        yield line
+
+
+def _train(
+    lines: list[str], vocab_size: int, model_type: ModelType, character_coverage: float
+) -> bytes:
+    import sentencepiece
+
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(lines),
+            model_writer=model,
+            model_type=model_type,
+            vocab_size=vocab_size,
+            character_coverage=character_coverage,
+            byte_fallback=model_type == "bpe",
+            pad_id=0,
+            bos_id=1,
+            eos_id=2,
+            unk_id=3,
+            pad_piece="[PAD]",
+            bos_piece="[CLS]",
+            eos_piece="[SEP]",
+            unk_piece="[UNK]",
+            normalization_rule_name="nmt_nfkc",
+            max_sentence_length=4 * _LONGEST_LINE,
+            train_extremely_large_corpus=True,
+            num_threads=_TRAINER_THREADS,
+            minloglevel=2,
+        )
+    except (RuntimeError, OSError) as error:
+        raise _explained(str(error), vocab_size) from error
+    return model.getvalue()
+
+
+def _explained(message: str, vocab_size: int) -> ConfigError | DataError:
+    if found := re.search(r"too high .* value <= (\d+)", message):
+        return ConfigError(
+            f"--vocab-size {vocab_size}: this text supports at most {found[1]} pieces; "
+            f"use --vocab-size {found[1]} or more text"
+        )
+    if found := re.search(r"smaller than required_chars\. \d+ vs (\d+)", message):
+        return ConfigError(
+            f"--vocab-size {vocab_size}: the text's characters alone need {found[1]} pieces; "
+            f"use --vocab-size {found[1]} or more, or a lower --character-coverage"
+        )
+    if "sentences_.empty()" in message:
+        return DataError("train-tokenizer: nothing is left of the text after normalization")
+    return DataError(f"train-tokenizer: SentencePiece failed: {message}")
+
+
+def _publish(tokenizer: Tokenizer, output: Path) -> None:
+    """Write the directory under a temporary name beside ``output`` and rename it into place."""
+    output = output.absolute()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".tmp", dir=output.parent))
+    try:
+        fresh = staging / "new"
+        tokenizer.save(str(fresh))
+        for path in [*fresh.iterdir(), fresh]:
+            _fsync(path)
+        if output.exists():
+            output.rename(staging / "old")
+        fresh.rename(output)
+        _fsync(output.parent)
+    finally:
+        shutil.rmtree(staging)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
