@@ -6,9 +6,8 @@
 #
 # Environment:
 #   PYTHON                  interpreter to build on (3.10 or newer); default: the first that fits
-#   MEGATRON_DEBERTA_TORCH  arguments of `pip install` that choose torch; default: torch==2.13.0
-#                           (without a GPU, "torch==2.13.0 --index-url
-#                           https://download.pytorch.org/whl/cpu" saves several gigabytes)
+#   MEGATRON_DEBERTA_TORCH  what `pip install` is given to install torch, options included;
+#                           default: torch==2.13.0. Without a GPU, the CPU build saves gigabytes.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
