@@ -1,68 +1,17 @@
-"""Linear layers and norms on one rank's part of a layer.
+"""Row-parallel linear layers, and norms on token shards.
 
 Owns the arithmetic beside the collectives: where a bias joins, whose gradient is only a part.
-Refuses to gather the input of a column-parallel layer: several layers share one gather, which
-their caller places.
+A column-parallel layer needs nothing from here: it is ``torch.nn.Linear`` with fewer outputs,
+behind ``copy_to`` or ``gather_sequence``, which several such layers share.
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
-from megatron_deberta.errors import TopologyError
 from megatron_deberta.parallel.collectives import copy_to, reduce_from, reduce_scatter_sequence
-
-
-class ColumnParallelLinear(nn.Module):
-    """A linear layer's output features of one rank; no communication.
-
-    Its input must have passed ``copy_to`` (replicated rows) or ``gather_sequence`` (token shards),
-    which sum the input's gradient over ranks.
-
-    Attributes:
-        weight: ``[out_features / tp, in_features]``, local.
-        bias: ``[out_features / tp]``, local, or None.
-    """
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        tp_size: int,
-        *,
-        bias: bool = True,
-        dtype: torch.dtype | None = None,
-        device: torch.device | None = None,
-    ) -> None:
-        """Create the local part, uninitialised.
-
-        Args:
-            in_features: input width.
-            out_features: output width over all ranks.
-            tp_size: ranks the output is split over.
-            bias: whether there is one.
-            dtype: of the parameters.
-            device: of the parameters.
-
-        Raises:
-            TopologyError: ``tp_size`` does not divide ``out_features``.
-        """
-        super().__init__()
-        if out_features % tp_size:
-            raise TopologyError(
-                f"{out_features} output features do not split over parallel.tensor_parallel_size="
-                f"{tp_size}; choose a size that divides them"
-            )
-        local = out_features // tp_size
-        self.weight = nn.Parameter(torch.empty(local, in_features, dtype=dtype, device=device))
-        self.bias = nn.Parameter(torch.empty(local, dtype=dtype, device=device)) if bias else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``[..., in_features]`` to this rank's ``[..., out_features / tp]``."""
-        return functional.linear(x, self.weight, self.bias)
 
 
 def row_parallel(

@@ -95,17 +95,13 @@ class RankPool:
         results: dict[int, Any] = {}
         deadline = time.monotonic() + (timeout or DEFAULT_TIMEOUT)
         while len(results) + len(failures) < self.world_size:
-            waiting = {
-                pipe: rank
-                for rank, pipe in enumerate(self._pipes)
-                if rank not in results and rank not in failures
-            }
-            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            silent = [r for r in range(self.world_size) if r not in results and r not in failures]
+            pipes = [self._pipes[rank] for rank in silent]
+            ready = wait(pipes, max(0.0, deadline - time.monotonic()))
             if not ready:
-                self._abort(failures, list(waiting.values()))
+                self._abort(failures, silent)
                 break
-            for pipe in ready:
-                rank = waiting[pipe]  # type: ignore[index]
+            for rank in (r for r in silent if self._pipes[r] in ready):
                 answer, value = self._receive(rank)
                 (results if answer else failures)[rank] = value
             if failures:
@@ -205,7 +201,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, store: str) -> None:
             os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
             dist.init_process_group(
                 "gloo",
-                store=dist.FileStore(store, world_size),
+                init_method=f"file://{store}",
                 rank=rank,
                 world_size=world_size,
                 timeout=datetime.timedelta(seconds=DEFAULT_TIMEOUT),
