@@ -1,0 +1,345 @@
+"""Exports as their users load them: stock encoders, the mask decoder, pipelines, precisions."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import DebertaV2ForMaskedLM
+
+from megatron_deberta.checkpoint.hf_export import write_hf_model
+from megatron_deberta.config.schema import ModelConfig
+from megatron_deberta.errors import CheckpointError, ConfigError
+from megatron_deberta.inference import DebertaForMaskedLM
+from megatron_deberta.inference.export import Export, export_model
+from megatron_deberta.inference.weights import build_filled
+from tests.support.stock_weights import stock_name
+from tests.support.tiny_models import V2, random_weights, reader, tiny_tokenizer
+from tests.support.tolerances import FP32_MODEL
+
+V1 = replace(
+    V2,
+    position_buckets=0,
+    share_position_projections=False,
+    normalize_position_table=False,
+    key_bias=False,
+    position_key_bias=False,
+)
+SEPARATE = replace(V2, share_position_projections=False)
+STOCK = {
+    "v3-like": V2,
+    "1.5b-like": replace(V2, conv_kernel_size=3),
+    "conv-tanh": replace(V2, conv_kernel_size=5, conv_activation="tanh"),
+    "separate": SEPARATE,
+    "v2-linear": replace(V2, position_buckets=0, max_relative_positions=16),
+    "v2-c2p": replace(V2, position_terms="c2p"),
+    "v2-p2c": replace(SEPARATE, position_terms="p2c", position_key_bias=False),
+    "v2-none": replace(V2, position_terms="none"),
+    "no-decoder": replace(V2, mask_decoder_passes=0, absolute_positions="none"),
+    "v1": V1,
+    "v1-short-span": replace(V1, max_relative_positions=8),
+    "v1-c2p": replace(V1, position_terms="c2p"),
+    "v1-p2c": replace(V1, position_terms="p2c"),
+    "v1-none": replace(V1, position_terms="none"),
+}
+ROBERTA = replace(V2, position_terms="none", absolute_positions="input", mask_decoder_passes=0)
+OWN = {
+    "paper-index": replace(V2, p2c_index="paper"),
+    "deberta-ap": replace(V2, absolute_positions="input", mask_decoder_passes=0),
+    "input-and-decoder": replace(V2, absolute_positions="input"),
+    "shared-without-key-bias": replace(V2, key_bias=False),
+    "v1-with-conv": replace(V1, conv_kernel_size=3),
+    "three-passes-no-positions": replace(
+        V2, p2c_index="paper", mask_decoder_passes=3, absolute_positions="none"
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _own_module_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of remote code go to the test's folder."""
+    cache = str(tmp_path / "modules")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", cache)
+    monkeypatch.syspath_prepend(cache)
+
+
+def export(config: ModelConfig, output: Path, dtype: str = "fp32") -> Export:
+    return export_model(
+        config, reader(random_weights(config)), tiny_tokenizer(), output, dtype=dtype
+    )
+
+
+def make_batch(length: int = 41) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(5, 70, (3, length), generator=generator)
+    lengths = torch.tensor([length, length - 9, 7])
+    mask = torch.arange(length) < lengths[:, None]
+    return ids.masked_fill(~mask, 0), mask
+
+
+def our_logits(config: ModelConfig, ids: Tensor, mask: Tensor | None) -> Tensor:
+    with torch.no_grad():
+        return build_filled(config, reader(random_weights(config)), "reference").logits(ids, mask)
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_stock_encoder_and_our_fill_mask_load(name: str, tmp_path: Path) -> None:
+    config = STOCK[name]
+    result = export(config, tmp_path / "out")
+    assert result.model_type == ("deberta" if name.startswith("v1") else "deberta-v2")
+    assert result.reason == ""
+    assert result.check.max_error < 1e-5
+
+    encoder, report = transformers.AutoModel.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
+    assert type(encoder).__module__.startswith("transformers.models.")
+    assert not report["missing_keys"]
+    model, report = DebertaForMaskedLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    ids, mask = make_batch()
+    ours = build_filled(config, reader(random_weights(config)), "reference")
+    with torch.no_grad():
+        states = encoder.eval()(ids, attention_mask=mask.long()).last_hidden_state
+        logits = model.eval()(ids, attention_mask=mask.long()).logits
+        torch.testing.assert_close(logits[mask], ours.logits(ids, mask)[mask], **FP32_MODEL)
+        expected = super(type(ours), ours).forward(ids, mask)
+        torch.testing.assert_close(states[mask], expected[mask], **FP32_MODEL)
+
+
+def released_decoder(config: ModelConfig, weights: dict[str, Tensor]) -> DebertaV2ForMaskedLM:
+    """A stock v2 model with these weights; v1 is v2 with linear distances and zero key biases."""
+    stock = DebertaV2ForMaskedLM(
+        transformers.DebertaV2Config(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_heads,
+            intermediate_size=config.ffn_hidden_size,
+            max_position_embeddings=config.max_position_embeddings,
+            relative_attention=True,
+            max_relative_positions=config.max_relative_positions,
+            position_buckets=config.position_buckets or -1,
+            norm_rel_ebd="layer_norm" if config.normalize_position_table else "none",
+            share_att_key=config.share_position_projections,
+            pos_att_type=["c2p", "p2c"],
+            position_biased_input=False,
+            conv_kernel_size=config.conv_kernel_size,
+            conv_act=config.conv_activation,
+        )
+    ).eval()
+    with torch.no_grad():
+        for name, parameter in stock.named_parameters():
+            if name.endswith(("key_proj.bias", "decoder.bias")):
+                parameter.zero_()
+        theirs = dict(stock.named_parameters())
+        for name, value in weights.items():
+            if stock_name(name) is not None:
+                theirs[stock_name(name)].copy_(value)
+    return stock
+
+
+@pytest.mark.parametrize("name", ["v3-like", "1.5b-like", "separate", "v1"])
+def test_mask_decoder_restated_with_stock_layers(name: str, tmp_path: Path) -> None:
+    """The released decoder written out: input of the last layer plus positions, two passes."""
+    config, weights = STOCK[name], random_weights(STOCK[name])
+    stock = released_decoder(config, weights)
+    ids, mask = make_batch()
+    encoder = stock.deberta.encoder
+    with torch.no_grad():
+        states = stock.deberta(ids, mask.long(), output_hidden_states=True).hidden_states
+        hidden = states[-2]
+        query = hidden + weights["mask_decoder.position.weight"][: hidden.size(1)]
+        for _ in range(2):
+            query = encoder.layer[-1](
+                hidden,
+                encoder.get_attention_mask(mask.long()),
+                query_states=query,
+                relative_pos=encoder.get_rel_pos(hidden),
+                rel_embeddings=encoder.get_rel_embedding(),
+            )[0]
+        expected = stock.cls.predictions.transform(query)
+        expected = expected @ weights["embeddings.token.weight"].T + weights["head.bias"]
+    export(config, tmp_path / "out")
+    model = DebertaForMaskedLM.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        logits = model(ids, attention_mask=mask.long()).logits
+    torch.testing.assert_close(logits[mask], expected[mask], **FP32_MODEL)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_what_stock_cannot_express_leaves_as_our_own_type(name: str, tmp_path: Path) -> None:
+    config = OWN[name]
+    result = export(config, tmp_path / "out")
+    assert result.model_type == "megatron-deberta"
+    assert result.reason
+    fields = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert fields["model_type"] == "megatron-deberta"
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        transformers.AutoModel.from_pretrained(tmp_path / "out", trust_remote_code=False)
+    ids, mask = make_batch()
+    expected = our_logits(config, ids, mask)[mask]
+    for kind, options in (
+        (DebertaForMaskedLM, {}),
+        (transformers.AutoModelForMaskedLM, {"trust_remote_code": True}),
+    ):
+        model = kind.from_pretrained(tmp_path / "out", **options).eval()
+        with torch.no_grad():
+            logits = model(ids, attention_mask=mask.long()).logits[mask]
+        torch.testing.assert_close(logits, expected, **FP32_MODEL)
+    encoder = transformers.AutoModel.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    assert encoder(ids, attention_mask=mask.long()).last_hidden_state.shape == (*ids.shape, 32)
+
+
+def test_roberta_leaves_as_roberta(tmp_path: Path) -> None:
+    assert export(ROBERTA, tmp_path / "out").model_type == "roberta"
+    assert not list((tmp_path / "out").glob("*.py"))
+    model, report = transformers.AutoModelForMaskedLM.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
+    assert type(model) is transformers.RobertaForMaskedLM
+    assert not report["missing_keys"]
+    ids, mask = make_batch()
+    with torch.no_grad():
+        logits = model.eval()(ids, attention_mask=mask.long()).logits
+    torch.testing.assert_close(logits[mask], our_logits(ROBERTA, ids, mask)[mask], **FP32_MODEL)
+
+
+@pytest.mark.parametrize(("name", "config"), [("v2", V2), ("v1", V1), ("own", OWN["paper-index"])])
+def test_pipeline_answers_through_the_mask_decoder(
+    name: str, config: ModelConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Each in a folder of its own name: transformers caches remote code by it.
+    export(config, tmp_path / name)
+    text = "The quick brown [MASK] jumps"
+    filler = transformers.pipeline(
+        "fill-mask", model=str(tmp_path / name), trust_remote_code=True, top_k=3
+    )
+    answers = filler(text)
+    assert type(filler.model).__module__.startswith("transformers_modules")
+    tokenizer = tiny_tokenizer()
+    ids = [tokenizer.cls_id, *tokenizer.encode(text, parse_special=True), tokenizer.sep_id]
+    row = torch.tensor([ids])
+    probabilities = our_logits(config, row, None)[0, ids.index(tokenizer.mask_id)].softmax(-1)
+    best = probabilities.topk(3)
+    assert [answer["token"] for answer in answers] == best.indices.tolist()
+    assert [answer["score"] for answer in answers] == pytest.approx(best.values.tolist(), rel=1e-4)
+    assert not [record for record in caplog.records if "not supported" in record.message]
+
+
+@pytest.mark.parametrize("config", [V2, V1])
+def test_stock_masked_lm_warns_of_its_new_head(
+    config: ModelConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    export(config, tmp_path / "out")
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    try:
+        with caplog.at_level(logging.WARNING):
+            model, report = transformers.AutoModelForMaskedLM.from_pretrained(
+                tmp_path / "out", output_loading_info=True
+            )
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert type(model).__module__.startswith("transformers.models.")
+    assert "cls.predictions.transform.dense.weight" in report["missing_keys"]
+    assert "newly initialized" in caplog.text
+
+
+def test_stock_masked_lm_is_right_where_there_is_no_mask_decoder(tmp_path: Path) -> None:
+    config = STOCK["no-decoder"]
+    export(config, tmp_path / "out")
+    model, report = DebertaV2ForMaskedLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not report["missing_keys"]
+    ids, mask = make_batch()
+    with torch.no_grad():
+        logits = model.eval()(ids, attention_mask=mask.long()).logits
+    torch.testing.assert_close(logits[mask], our_logits(config, ids, mask)[mask], **FP32_MODEL)
+
+
+@pytest.mark.parametrize(("dtype", "name"), [("fp16", "float16"), ("bf16", "bfloat16")])
+def test_precision(dtype: str, name: str, tmp_path: Path) -> None:
+    result = export(V2, tmp_path / "out", dtype)
+    assert 0 < result.check.running_error < 0.02
+    model = DebertaForMaskedLM.from_pretrained(tmp_path / "out")
+    assert model.dtype == getattr(torch, name)
+
+
+def test_a_weight_beyond_fp16_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
+    weights = random_weights(V2)
+    weights["head.transform.weight"][0, 0] = 1e6
+    with pytest.raises(CheckpointError, match="lm_head.dense.weight holds 1e\\+06.*bf16"):
+        export_model(V2, reader(weights), tiny_tokenizer(), tmp_path / "out", dtype="fp16")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_export_that_computes_something_else_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wrong switch in config.json is found by the comparison, not by the user."""
+
+    def wrong(folder: Path, *rest: object) -> None:
+        write_hf_model(folder, *rest)
+        path = folder / "config.json"
+        path.write_text(path.read_text().replace('"share_att_key": true', '"share_att_key": false'))
+
+    monkeypatch.setattr("megatron_deberta.inference.export.write_hf_model", wrong)
+    with pytest.raises(CheckpointError, match="lacks"):
+        export(V2, tmp_path / "out")
+
+    def wrong_decoder(folder: Path, *rest: object) -> None:
+        write_hf_model(folder, *rest)
+        path = folder / "config.json"
+        path.write_text(
+            path.read_text().replace('"mask_decoder_passes": 2', '"mask_decoder_passes": 1')
+        )
+
+    monkeypatch.setattr("megatron_deberta.inference.export.write_hf_model", wrong_decoder)
+    with pytest.raises(CheckpointError, match="logits of the export differ"):
+        export(V2, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_output_in_use_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "kept.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="not empty"):
+        export(V2, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["kept.txt"]
+
+
+def test_weights_are_split_into_files_of_bounded_size(tmp_path: Path) -> None:
+    weights = random_weights(V2)
+    export_model(V2, reader(weights), tiny_tokenizer(), tmp_path / "out", max_shard_bytes=40_000)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    files = set(index["weight_map"].values())
+    assert len(files) > 3
+    assert all((tmp_path / "out" / file).stat().st_size < 48_000 for file in files)
+    total = sum(value.numel() * 4 for value in weights.values())
+    assert index["metadata"]["total_size"] == total
+
+
+def test_loss_resize_and_saving_again(tmp_path: Path) -> None:
+    export(V2, tmp_path / "out")
+    model = DebertaForMaskedLM.from_pretrained(tmp_path / "out").eval()
+    ids, mask = make_batch()
+    labels = torch.where(torch.arange(ids.size(1)) == 3, ids, -100)
+    out = model(ids, attention_mask=mask.long(), labels=labels)
+    expected = torch.nn.functional.cross_entropy(out.logits[:, 3], ids[:, 3])
+    torch.testing.assert_close(out.loss, expected)
+
+    model.save_pretrained(tmp_path / "again")
+    again = DebertaForMaskedLM.from_pretrained(tmp_path / "again").eval()
+    torch.testing.assert_close(again(ids, mask).logits, model(ids, mask).logits)
+
+    grown = model.resize_token_embeddings(V2.vocab_size + 8)
+    assert grown.num_embeddings == V2.vocab_size + 8
+    logits = model(ids, attention_mask=mask.long()).logits
+    assert logits.size(-1) == V2.vocab_size + 8
+    torch.testing.assert_close(logits[..., : V2.vocab_size], out.logits)

@@ -1,0 +1,72 @@
+"""Tiny models and a tiny tokenizer for tests of export, import and fill-mask."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable
+from functools import cache
+
+import sentencepiece
+import torch
+from torch import Tensor
+
+from megatron_deberta.config.schema import ModelConfig
+from megatron_deberta.model import parameter_shapes
+from megatron_deberta.tokenizer import Tokenizer
+from megatron_deberta.tokenizer.loading import sentencepiece_tokenizer
+
+TEXT = (
+    "The quick brown fox jumps over the lazy dog near the bank of the river.",
+    "A model reads text, hides some of its words and learns to guess what they were.",
+    "She sells sea shells by the sea shore, and he counts them one by one in the evening.",
+    "When the rain stopped, the children went out to play until the sun had set.",
+)
+V2 = ModelConfig(
+    num_layers=3,
+    hidden_size=32,
+    num_heads=4,
+    ffn_hidden_size=48,
+    vocab_size=208,
+    max_position_embeddings=96,
+    max_relative_positions=32,
+    position_buckets=8,
+)
+"""Like v2 and v3: log buckets, shared projections, LayerNorm on the table."""
+
+
+@cache
+def tiny_tokenizer() -> Tokenizer:
+    """A SentencePiece unigram vocabulary of 200 pieces and [MASK]."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXT * 20),
+        model_writer=model,
+        vocab_size=200,
+        hard_vocab_limit=False,
+        pad_id=0,
+        bos_id=1,
+        eos_id=2,
+        unk_id=3,
+        pad_piece="[PAD]",
+        bos_piece="[CLS]",
+        eos_piece="[SEP]",
+        unk_piece="[UNK]",
+        minloglevel=2,
+    )
+    return sentencepiece_tokenizer(model.getvalue(), "tiny")
+
+
+def random_weights(config: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
+    """Canonical name -> random fp32 tensor, norms and biases included."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, shape in parameter_shapes(config).items():
+        centre = 1.0 if re.search(r"norm\.weight$", name) else 0.0
+        weights[name] = centre + 0.1 * torch.randn(shape, generator=generator)
+    return weights
+
+
+def reader(weights: dict[str, Tensor]) -> Callable[[str], Tensor]:
+    """What export takes: a function from name to tensor."""
+    return lambda name: weights[name]
