@@ -180,6 +180,7 @@ def assert_same_states(
             torch.testing.assert_close(
                 a,
                 b,
-                **(tolerance or {"rtol": 0, "atol": 0}),
-                msg=lambda m, n=name, f=field: f"{n} {f}: {m}",
+                rtol=tolerance.get("rtol", 0.0),
+                atol=tolerance.get("atol", 0.0),
+                msg=lambda text, where=f"{name} {field}": f"{where}: {text}",
             )

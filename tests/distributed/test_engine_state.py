@@ -1,0 +1,161 @@
+"""State in and out of the engines: resume is exact, stages exchange states, ZeRO-3 builds lean."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_deberta.engine import deepspeed_config
+from megatron_deberta.engine.deepspeed_runtime import zero3_partition
+from megatron_deberta.engine.factory import build_engine
+from megatron_deberta.engine.protocol import ParameterState
+from tests.support.ranks import RankPool, grid
+from tests.support.toy_engine import (
+    Toy,
+    assert_same_states,
+    build_toy,
+    start,
+    states,
+    toy_config,
+    toy_specs,
+    train,
+)
+
+SHARDED = [(d, s) for d in ("fp32", "bf16", "fp16") for s in (0, 1, 2, 3) if s or d == "fp32"]
+# The first and the last step before the checkpoint grow the loss scale; step 4 overflows.
+LOSS_FACTORS = {4: 1e6}
+
+
+def resumed(rank: int, tp_size: int, name: str, dtype: str, stage: int) -> None:
+    groups = grid(tp_size)
+    deepspeed_config.PERSISTENCE_THRESHOLD = 0
+    config = toy_config(name, dtype, stage, dp_size=groups.dp_size, scale_window=2)
+    unbroken = start(config, groups)
+    train(unbroken, config, groups, range(3), LOSS_FACTORS)
+    saved, scalars = states(unbroken), unbroken.scalars()
+    # Reading the state must not change the run.
+    expected = train(unbroken, config, groups, range(3, 7), LOSS_FACTORS)
+    expected_states, expected_scalars = states(unbroken), unbroken.scalars()
+    unbroken.destroy()
+
+    engine = start(config, groups)
+    with torch.no_grad():
+        # Weights of another start, so that loading has everything to do.
+        engine.load_states(lambda n: ParameterState(*(t + 1 for t in _fields(saved[n]))))
+    engine.load_states(saved.__getitem__)
+    engine.load_scalars(scalars)
+    assert_same_states(states(engine), saved)
+    history = train(engine, config, groups, range(3, 7), LOSS_FACTORS)
+    assert history == expected
+    assert_same_states(states(engine), expected_states)
+    assert engine.scalars() == expected_scalars
+    engine.destroy()
+
+
+def _fields(state: ParameterState) -> tuple[torch.Tensor, ...]:
+    return state.weight, state.exp_avg, state.exp_avg_sq
+
+
+@pytest.mark.parametrize(("dtype", "stage"), SHARDED)
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(
+    two_ranks: RankPool, tp_size: int, dtype: str, stage: int
+) -> None:
+    two_ranks.run(resumed, tp_size, "deepspeed", dtype, stage)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_the_plain_engine_resumes_bit_for_bit(two_ranks: RankPool, dtype: str) -> None:
+    two_ranks.run(resumed, 1, "plain", dtype, 1)
+
+
+def moved(rank: int, source: tuple[str, int], target: tuple[str, int]) -> None:
+    """Save with one engine and stage, go on with another."""
+    groups = grid(1)
+    deepspeed_config.PERSISTENCE_THRESHOLD = 0
+    results = []
+    engine = start(toy_config(source[0], "bf16", source[1], dp_size=2), groups)
+    config = toy_config("deepspeed", "bf16", dp_size=2)
+    train(engine, config, groups, range(3))
+    saved, scalars = states(engine), engine.scalars()
+    results.append((train(engine, config, groups, range(3, 5)), states(engine)))
+    engine.destroy()
+    engine = start(toy_config(target[0], "bf16", target[1], dp_size=2), groups)
+    engine.load_states(saved.__getitem__)
+    engine.load_scalars(scalars)
+    results.append((train(engine, config, groups, range(3, 5)), states(engine)))
+    engine.destroy()
+    for (a, loss), (b, other_loss) in zip(results[0][0], results[1][0], strict=True):
+        assert loss == pytest.approx(other_loss, rel=1e-5)
+        assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-5)
+    assert_same_states(results[0][1], results[1][1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (("deepspeed", 1), ("deepspeed", 3)),
+        (("deepspeed", 3), ("deepspeed", 2)),
+        (("deepspeed", 2), ("plain", 1)),
+        (("plain", 1), ("deepspeed", 3)),
+    ],
+)
+def test_any_stage_continues_from_any_other(
+    two_ranks: RankPool, source: tuple[str, int], target: tuple[str, int]
+) -> None:
+    two_ranks.run(moved, source, target)
+
+
+def states_before_the_first_step(rank: int, stage: int) -> None:
+    groups = grid(1)
+    engine = start(toy_config("deepspeed", "fp32", stage, dp_size=2), groups)
+    fresh = states(engine)
+    plain = start(toy_config("plain", dp_size=2), groups)
+    assert_same_states(fresh, states(plain))
+    assert engine.scalars() == plain.scalars()
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_fresh_engine_has_its_weights_and_zero_moments(two_ranks: RankPool, stage: int) -> None:
+    two_ranks.run(states_before_the_first_step, stage)
+
+
+def partitioned_while_building(rank: int, dtype: str) -> None:
+    groups = grid(1)
+    deepspeed_config.PERSISTENCE_THRESHOLD = 0
+    config = toy_config("deepspeed", dtype, 3, dp_size=2)
+    whole_elements: list[int] = []
+    built: list[nn.Parameter] = []
+
+    def partition(leaf: nn.Module) -> None:
+        own = list(leaf.parameters(recurse=False))
+        built.extend(p for p in own if all(p is not q for q in built))
+        zero3_partition(leaf, groups, config)
+        whole_elements.append(sum(p.numel() for p in built))
+
+    linear = nn.functional.linear
+    module = build_toy(groups, dtype, partition)
+    assert nn.functional.linear is linear
+    # Nothing built so far is whole after any module: all that remains is this rank's half.
+    assert set(whole_elements) == {0}
+    logical = sum(p.numel() for p in Toy(groups).parameters())
+    kept = sum(p.ds_tensor.numel() for p in module.parameters())  # type: ignore[attr-defined]
+    assert logical / 2 <= kept <= logical / 2 + len(built)
+
+    engine = build_engine(config, module, toy_specs(module), groups)
+    history = train(engine, config, groups, range(3))
+    result = states(engine)
+    engine.destroy()
+    ordinary = start(config, groups)
+    assert history == train(ordinary, config, groups, range(3))
+    assert_same_states(result, states(ordinary))
+    ordinary.destroy()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_zero3_partitions_module_by_module_and_trains_the_same(
+    two_ranks: RankPool, dtype: str
+) -> None:
+    two_ranks.run(partitioned_while_building, dtype)
