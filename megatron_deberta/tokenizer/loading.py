@@ -177,7 +177,7 @@ def _refuse_ambiguous_ids(spec: dict[str, Any], backend: Backend, where: str) ->
     listed = len(spec["model"]["vocab"])
     if len(set(vocabulary.values())) != len(vocabulary):
         raise DataError(f"{where}: two tokens share an id")
-    if listed != backend.get_vocab_size(with_added_tokens=False):
+    if listed != len(backend.get_vocab(with_added_tokens=False)):
         raise DataError(f"{where}: a piece occurs twice among its {listed} pieces")
     for token in spec["added_tokens"]:
         if vocabulary.get(token["content"]) != token["id"]:

@@ -196,8 +196,8 @@ def _explained(message: str, vocab_size: int) -> ConfigError | DataError:
             f"--vocab-size {vocab_size}: the text's characters alone need {found[1]} pieces; "
             f"use --vocab-size {found[1]} or more, or a lower --character-coverage"
         )
-    if "sentences_.empty()" in message:
-        return DataError("train-tokenizer: nothing is left of the text after normalization")
+    if "sentences_.empty()" in message or "all_chars_count" in message:
+        return DataError("train-tokenizer: the input has no text left after normalization")
     return DataError(f"train-tokenizer: SentencePiece failed: {message}")
 
 

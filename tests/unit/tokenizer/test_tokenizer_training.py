@@ -1,0 +1,120 @@
+"""Training: settings, sampling, errors that name the remedy, atomic publication."""
+
+from __future__ import annotations
+
+import errno
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_deberta.errors import ConfigError, DataError
+from megatron_deberta.tokenizer import Tokenizer, load_tokenizer
+from megatron_deberta.tokenizer.training import sample_lines, train_sentencepiece
+from tests.support.machine_text import documents
+
+TEXT = ["hello world, this is text", "more of the same text, the the"] * 20
+
+
+@pytest.mark.parametrize("model_type", ["unigram", "bpe"])
+def test_too_large_vocabulary_names_one_that_works(model_type: str, tmp_path: Path) -> None:
+    output = str(tmp_path / "out")
+    with pytest.raises(ConfigError, match="at most") as refusal:
+        train_sentencepiece(TEXT, output, vocab_size=5000, model_type=model_type)  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+    found = re.search(r"use --vocab-size (\d+)", str(refusal.value))
+    assert found is not None
+    largest = int(found[1])
+    tokenizer = train_sentencepiece(TEXT, output, vocab_size=largest, model_type=model_type)  # type: ignore[arg-type]
+    assert tokenizer.mask_id == largest
+
+
+def test_too_small_vocabulary_names_the_smallest(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"alone need \d+ pieces"):
+        train_sentencepiece(TEXT, str(tmp_path / "out"), vocab_size=8)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("texts", [[], ["", " \n "], ["\u200b"]])
+def test_no_text_is_refused(texts: list[str], tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="text"):
+        train_sentencepiece(texts, str(tmp_path / "out"), vocab_size=100)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_settings_out_of_range_are_refused(tmp_path: Path) -> None:
+    output = str(tmp_path / "out")
+    with pytest.raises(ConfigError, match="--vocab-size 4"):
+        train_sentencepiece(TEXT, output, vocab_size=4)
+    with pytest.raises(ConfigError, match="--character-coverage 2"):
+        train_sentencepiece(TEXT, output, vocab_size=40, character_coverage=2.0)
+    with pytest.raises(ConfigError, match="--sample-mb -1"):
+        train_sentencepiece(TEXT, output, vocab_size=40, sample_bytes=-1_000_000)
+
+
+def test_error_in_the_input_is_the_error_that_is_seen(tmp_path: Path) -> None:
+    def broken() -> object:
+        yield from TEXT
+        raise DataError("corpus.jsonl: line 7: not JSON")
+
+    with pytest.raises(DataError, match="line 7"):
+        train_sentencepiece(broken(), str(tmp_path / "out"), vocab_size=40)  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_training_twice_gives_the_same_vocabulary(unigram_dir: str, tmp_path: Path) -> None:
+    again = train_sentencepiece(documents(), str(tmp_path / "again"), vocab_size=2000)
+    assert again.fingerprint == load_tokenizer(unigram_dir).fingerprint
+
+
+def test_existing_output_is_replaced_only_when_forced(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    first = train_sentencepiece(TEXT, str(output), vocab_size=20)
+    with pytest.raises(ConfigError, match="--force"):
+        train_sentencepiece(TEXT, str(output), vocab_size=21)
+    second = train_sentencepiece(TEXT, str(output), vocab_size=21, force=True)
+    assert load_tokenizer(str(output)).fingerprint == second.fingerprint != first.fingerprint
+    assert list(tmp_path.iterdir()) == [output]
+    (output / "precious.txt").write_text("x")
+    with pytest.raises(ConfigError, match=r"precious\.txt"):
+        train_sentencepiece(TEXT, str(output), vocab_size=22, force=True)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ConfigError, match="is a file"):
+        train_sentencepiece(TEXT, str(tmp_path / "file"), vocab_size=22, force=True)
+
+
+def test_full_disk_leaves_the_old_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "out"
+    first = train_sentencepiece(TEXT, str(output), vocab_size=20)
+
+    def full(self: Tokenizer, directory: str) -> None:
+        Path(directory).mkdir()
+        Path(directory, "tokenizer.json").write_text("{")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Tokenizer, "save", full)
+    with pytest.raises(OSError, match="No space"):
+        train_sentencepiece(TEXT, str(output), vocab_size=21, force=True)
+    assert list(tmp_path.iterdir()) == [output]
+    assert load_tokenizer(str(output)).fingerprint == first.fingerprint
+
+
+def test_sample_is_bounded_even_and_reproducible() -> None:
+    texts = [f"line {index:05d}" for index in range(10_000)]
+    sample = sample_lines(texts, 20_000)
+    assert sample == sample_lines(texts, 20_000)
+    assert 5_000 < sum(len(line) for line in sample) <= 20_000
+    positions = [int(line.split()[1]) for line in sample]
+    assert positions == sorted(positions)
+    quarters = [sum(q <= p * 4 // 10_000 < q + 1 for p in positions) for q in range(4)]
+    assert min(quarters) > 0.5 * max(quarters)
+    assert sample_lines(texts, 0) == texts
+
+
+def test_long_lines_are_cut_not_lost() -> None:
+    text = "word " * 5000
+    lines = sample_lines([text, "x" * 9000], 0)
+    assert "".join(lines) == text + "x" * 9000
+    assert max(map(len, lines)) <= 4096
