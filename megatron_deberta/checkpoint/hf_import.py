@@ -189,7 +189,9 @@ def _fit_config(
     if token_table is None:
         raise CheckpointError("the weights lack word_embeddings; give a whole model's files")
     config = replace(config, vocab_size=stored[token_table].shape[0])
-    plain_head = any(place.name.startswith("cls.predictions.") for place in stored.values())
+    legacy_head = any(place.name.startswith("cls.predictions.") for place in stored.values())
+    head = "lm_predictions.lm_head.dense.weight" in stored
+    plain_head = legacy_head or (head and fields.get("legacy") is False)
     positions = "deberta.embeddings.position_embeddings.weight" in stored
     if plain_head and not positions and "mask_decoder_passes" not in fields:
         # Trained by transformers' own class, which has no mask decoder.
