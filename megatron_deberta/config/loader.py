@@ -171,9 +171,9 @@ def _section_keys() -> dict[str, tuple[str, ...]]:
     return {name: tuple(key.name for key in fields(section)) for name, section in sections}
 
 
-def _suggest_section(wrong: str) -> str:
+def _suggest_section(wrong: object) -> str:
     keys = _section_keys()
-    close = difflib.get_close_matches(wrong, keys, n=1)
+    close = difflib.get_close_matches(str(wrong), keys, n=1)
     if close:
         return f"; did you mean {close[0]!r}?"
     home = next((f"{name}.{wrong}" for name, known in keys.items() if wrong in known), None)

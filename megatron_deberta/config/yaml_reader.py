@@ -72,7 +72,8 @@ def parse_yaml(text: str, source: str) -> Any:
         place = f"{source}:{mark.line + 1}" if mark is not None else source
         raise ConfigError(f"{place}: {error.problem or error}") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{source}: not valid YAML: {error}") from error
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{source}: not valid YAML: {reason}") from error
     except ValueError as error:  # dates and numbers that look right and are not
         raise ConfigError(f"{source}: {error}; quote it if text is meant") from error
 

@@ -1,0 +1,192 @@
+"""Reading configs: precedence, round trips, and one clear line for everything that is wrong."""
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+from megatron_deberta.config import (
+    RunConfig,
+    TrainConfig,
+    config_from_dict,
+    config_hash,
+    config_to_dict,
+    load_config,
+    save_config,
+)
+from megatron_deberta.errors import ConfigError
+
+
+def write(folder: Path, text: str, name: str = "run.yaml") -> Path:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def refusal(path: Path | None, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_defaults_then_base_then_file_then_overrides(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    write(tmp_path, "model: {num_layers: 3, hidden_size: 64, num_heads: 4}", "models/m.yaml")
+    path = write(tmp_path, "base: models/m.yaml\nmodel: {num_layers: 5}\ntrain: {seed: 7}")
+    config = load_config(path, ["train.seed=8", "train.seed=9"])
+    assert (config.model.num_layers, config.model.hidden_size) == (5, 64)
+    assert config.train.seed == 9
+    assert config.train.steps == TrainConfig().steps
+
+
+def test_later_bases_win_and_bases_have_bases(tmp_path: Path) -> None:
+    write(tmp_path, "train: {seed: 1, steps: 20000}", "a.yaml")
+    write(tmp_path, "base: a.yaml\ntrain: {seed: 2}", "b.yaml")
+    write(tmp_path, "log: {every: 3}", "c.yaml")
+    config = load_config(write(tmp_path, "base: [b.yaml, c.yaml]"))
+    assert (config.train.seed, config.train.steps, config.log.every) == (2, 20000, 3)
+
+
+def test_values_take_the_type_of_their_field() -> None:
+    config = load_config(
+        None, ["optimizer.learning_rate=1e-4", "data.train=[0.3, a, 0.7, b]", "train.run_dir=2024"]
+    )
+    assert config.optimizer.learning_rate == 1e-4
+    assert config.data.train == ("0.3", "a", "0.7", "b")
+    assert config.train.run_dir == "2024"
+
+
+def test_empty_override_empties_a_text() -> None:
+    assert load_config(None, ["checkpoint.load_from="]).checkpoint.load_from == ""
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("train.step=5", ["train.step", "train.steps"]),
+        ("train.learning_rate=3", ["train.learning_rate", "optimizer.learning_rate"]),
+        ("modle.num_layers=1", ["modle", "'model'"]),
+        ("train.steps=abc", ["train.steps='abc'", "int", "100000"]),
+        ("train.steps=true", ["train.steps=True", "int"]),
+        ("train.steps=1.5", ["train.steps=1.5", "int"]),
+        ("train.steps=null", ["train.steps=None", "int"]),
+        ("precision.zero_stage=5", ["precision.zero_stage=5", "0, 1, 2, 3"]),
+        ("model.position_terms=x", ["model.position_terms='x'", "c2p+p2c, c2p, p2c, none"]),
+        ("data.train=a", ["data.train='a'", "[first,second]"]),
+        ("train.run_dir=${oc.env:HOME}", ["train.run_dir", "${"]),
+        ("train.run_dir=???", ["train.run_dir", "???"]),
+        ("data.train=[a, '${x}']", ["data.train", "${"]),
+        ("train.run_dir=!!python/name:os.system x", ["tag", "not allowed"]),
+        ("train.steps=[1", ["command line"]),
+        ("train.run_dir=2001-99-01", ["command line", "quote"]),
+        ("steps=3", ["steps=3", "section.key=value"]),
+        ("train.steps", ["train.steps", "section.key=value"]),
+        ("train={}", ["train={}", "section.key=value"]),
+    ],
+)
+def test_wrong_overrides_name_key_value_and_remedy(override: str, parts: list[str]) -> None:
+    message = refusal(None, override)
+    for part in parts:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("train: {steps: 1, steps: 2}", ["run.yaml:1", "'steps' stands twice"]),
+        ("train: {}\ntrain: {}", ["run.yaml:2", "'train' stands twice"]),
+        ("train: &x {steps: 1}\nlog: *x", ["run.yaml:1", "aliases"]),
+        ("train: !!map {}", ["run.yaml:1", "tag"]),
+        ("a: " + "[" * 25 + "]" * 25, ["run.yaml:1", "20 levels"]),
+        ("- a", ["list"]),
+        ("train:", ["train=None", "section"]),
+        ("train: 3", ["train=3", "section"]),
+        ("base: missing.yaml", ["missing.yaml", "No such file"]),
+        ("base: run.yaml", ["builds on itself"]),
+        ("base: 3", ["base=3"]),
+        ("base: {a: b}", ["base="]),
+        ("1: 2", ["no section 1"]),
+        ("train: {1: 2}", ["no key train.1"]),
+        ("#" * 1_000_001, ["1,000,000 bytes"]),
+        ("train: {steps: 0}", ["train.steps=0", "above 0"]),
+    ],
+)
+def test_wrong_files_name_the_place(tmp_path: Path, text: str, parts: list[str]) -> None:
+    message = refusal(write(tmp_path, text))
+    for part in parts:
+        assert part in message
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    assert "No such file" in refusal(tmp_path / "absent.yaml")
+    assert "directory" in refusal(tmp_path)
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"train: \xff\xfe")
+    assert "not UTF-8" in refusal(binary)
+    control = tmp_path / "control.yaml"
+    control.write_bytes(b"train: \x00")
+    assert "not valid YAML" in refusal(control)
+
+
+def test_empty_file_is_the_defaults(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path, "")) == RunConfig()
+
+
+def test_saved_config_reads_back_equal(tmp_path: Path) -> None:
+    config = load_config(None, ["data.train=[a,b]", "model.layer_norm_eps=1e-12", "train.seed=3"])
+    path = tmp_path / "config.yaml"
+    save_config(config, path)
+    assert load_config(path) == config
+    assert [entry.name for entry in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_failed_save_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "config.yaml"
+    save_config(RunConfig(), path)
+    before = path.read_bytes()
+
+    def disk_is_full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("megatron_deberta.config.loader.os.fsync", disk_is_full)
+    with pytest.raises(OSError, match="No space"):
+        save_config(load_config(None, ["train.seed=5"]), path)
+    assert path.read_bytes() == before
+    assert [entry.name for entry in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_plain_data_round_trip() -> None:
+    config = load_config(None, ["data.train=[a,b]"])
+    assert config_from_dict(config_to_dict(config), "checkpoint") == config
+    with pytest.raises(ConfigError, match=r"checkpoint: no key model\.num_layer; .*num_layers"):
+        config_from_dict({"model": {"num_layer": 1}}, "checkpoint")
+
+
+def test_hash_follows_values_only() -> None:
+    config = RunConfig()
+    assert config_hash(config) == config_hash(RunConfig())
+    changed = replace(config, train=replace(config.train, seed=5))
+    assert config_hash(config) != config_hash(changed)
+    assert config_hash(config.model) == config_hash(changed.model)
+
+
+def test_every_attribute_of_the_schema_is_a_field_with_text_below() -> None:
+    """An attribute without annotation would be invisible to YAML."""
+    import ast
+
+    from megatron_deberta.config import schema
+
+    tree = ast.parse(Path(schema.__file__).read_text(encoding="utf-8"))
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    assert {node.name for node in classes} == {
+        "RunConfig",
+        *(str(item.type) for item in fields(RunConfig)),
+    }
+    for node in classes:
+        body = node.body[1:]
+        attributes = [item for item in body if not isinstance(item, ast.Expr)]
+        assert all(isinstance(item, ast.AnnAssign) for item in attributes), node.name
+        if node.name != "RunConfig":
+            assert len(body) == 2 * len(attributes), f"{node.name}: a field lacks its text"

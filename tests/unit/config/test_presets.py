@@ -1,0 +1,121 @@
+"""Every shipped config parses, holds on the world it is sized for, and is the size it claims."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from megatron_deberta.config import load_config, validate_for_world
+from megatron_deberta.model.shapes import parameter_shapes
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+MODELS = sorted(path.stem for path in (CONFIGS / "models").glob("*.yaml"))
+RUNS = sorted(path.stem for path in (CONFIGS / "runs").glob("*.yaml"))
+
+# Without head and absolute positions, as Microsoft counts; in millions.
+RELEASED_SIZES = {
+    "v1_base": 139,
+    "v1_large": 405,
+    "v1_xlarge": 758,
+    "v2_xlarge": 885,
+    "v2_xxlarge": 1564,
+    "script_base": 184,
+    "base": 139,
+    "large": 405,
+    "900m": 885,
+    "1.5b": 1564,
+    "ablation_base": 139,
+}
+WORLD_SIZES = {
+    "ablation_dgx2": 16,
+    "ablation_roberta_dgx2": 16,
+    "base_dgx2": 64,
+    "large_dgx2": 96,
+    "1.5b_dgx2": 256,
+    "ablation_h100": 8,
+    "ablation_roberta_h100": 8,
+    "base_h100": 16,
+    "large_h100": 32,
+    "1.5b_h100": 64,
+    "quickstart": 2,
+    "small": 0,
+}
+# Rows of the paper's Table 4 that leave something out, as overrides of the ablation model.
+ABLATIONS = {
+    "-EMD": ["model.mask_decoder_passes=0", "model.absolute_positions=none"],
+    "-C2P": ["model.position_terms=p2c"],
+    "-P2C": ["model.position_terms=c2p"],
+    "-(EMD+C2P)": [
+        "model.mask_decoder_passes=0",
+        "model.absolute_positions=none",
+        "model.position_terms=p2c",
+    ],
+    "-(EMD+P2C)": [
+        "model.mask_decoder_passes=0",
+        "model.absolute_positions=none",
+        "model.position_terms=c2p",
+    ],
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_model_presets_stand_alone(name: str) -> None:
+    config = load_config(CONFIGS / "models" / f"{name}.yaml")
+    assert config.model.hidden_size // config.model.num_heads in (16, 64)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_runs_fit_the_world_they_are_sized_for(name: str) -> None:
+    config = load_config(CONFIGS / "runs" / f"{name}.yaml")
+    world_size = config.cluster.nodes * config.cluster.ranks_per_node
+    assert world_size == WORLD_SIZES[name]
+    validate_for_world(config, max(world_size, 1))
+    assert config.train.run_dir == f"runs/{name}"
+
+
+@pytest.mark.parametrize(("name", "millions"), RELEASED_SIZES.items())
+def test_parameter_counts(name: str, millions: int) -> None:
+    config = load_config(CONFIGS / "models" / f"{name}.yaml")
+    counted = sum(
+        math.prod(shape)
+        for parameter, shape in parameter_shapes(config.model).items()
+        if not parameter.startswith(("head.", "mask_decoder."))
+    )
+    assert abs(counted / 1e6 - millions) < 1
+
+
+def test_roberta_has_no_relative_positions() -> None:
+    config = load_config(CONFIGS / "models" / "roberta_base.yaml")
+    names = parameter_shapes(config.model)
+    assert "embeddings.position.weight" in names
+    assert not [name for name in names if "relative" in name or "mask_decoder" in name]
+
+
+@pytest.mark.parametrize("overrides", ABLATIONS.values(), ids=ABLATIONS)
+@pytest.mark.parametrize("hardware", ["dgx2", "h100"])
+def test_ablations_are_overrides(hardware: str, overrides: list[str]) -> None:
+    load_config(CONFIGS / "runs" / f"ablation_{hardware}.yaml", overrides)
+
+
+def test_documented_ablations_are_these() -> None:
+    page = (CONFIGS.parent / "docs" / "config.md").read_text(encoding="utf-8")
+    for row, overrides in ABLATIONS.items():
+        assert f"| {row} | `{' '.join(overrides)}` |" in page
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if "dgx2" in name])
+def test_table_8(name: str) -> None:
+    config = load_config(CONFIGS / "runs" / f"{name}.yaml")
+    optimizer, train = config.optimizer, config.train
+    assert (optimizer.beta1, optimizer.beta2, optimizer.eps) == (0.9, 0.999, 1e-6)
+    assert (optimizer.weight_decay, optimizer.clip_grad_norm) == (0.01, 1.0)
+    assert (optimizer.schedule, optimizer.warmup_steps) == ("linear", 10_000)
+    assert train.steps == 1_000_000
+    batch, rate = {
+        "base": (2048, 2e-4),
+        "large": (2016, 2e-4),  # 2,048 does not divide over 96 ranks
+        "1.5b": (2048, 1.5e-4),
+        "ablation": (256, 1e-4),
+    }[name.split("_")[0]]
+    assert (train.global_batch_size, optimizer.learning_rate) == (batch, rate)
+    assert (config.model.hidden_dropout, config.model.attention_dropout) == (0.1, 0.1)
