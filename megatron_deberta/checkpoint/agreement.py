@@ -1,0 +1,33 @@
+"""What all ranks must know alike: a failure anywhere, rank 0's decision.
+
+Owns collectives over the whole grid on single numbers. Refuses objects: torch's object collectives
+are pickles.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from megatron_deberta.parallel.topology import ProcessGroups
+
+_NOTHING = torch.iinfo(torch.int64).min
+
+
+def any_rank(flag: bool, groups: ProcessGroups) -> bool:
+    """Whether the flag is set on any rank; the same on every rank. Collective; also a barrier."""
+    return bool(_largest(int(flag), groups))
+
+
+def from_rank_zero(value: int, groups: ProcessGroups) -> int:
+    """Rank 0's value, on every rank. Collective."""
+    return _largest(value if groups.rank == 0 else _NOTHING, groups)
+
+
+def _largest(value: int, groups: ProcessGroups) -> int:
+    number = torch.tensor(value, dtype=torch.int64, device=groups.device)
+    # Over the layer's ranks, then over the batch's: that covers the grid.
+    for group in (groups.tp_group, groups.dp_group):
+        if group is not None:
+            dist.all_reduce(number, op=dist.ReduceOp.MAX, group=group)
+    return int(number.item())

@@ -1,0 +1,247 @@
+"""Where a checkpoint's files lie and what its manifest says.
+
+Owns names, the manifest's fields and both directions of its JSON, and durable writing. Refuses
+tensors (``store.py`` writes them, ``reader.py`` reads them).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_deberta.errors import CheckpointError
+
+FORMAT = "megatron_deberta checkpoint"
+FORMAT_VERSION = 1
+
+WEIGHT = "weight"
+KINDS = (WEIGHT, "exp_avg", "exp_avg_sq")
+"""What a parameter's state is made of, by the names of ``engine.protocol.ParameterState``."""
+
+MANIFEST_FILE = "manifest.json"
+COMMITTED_FILE = "COMMITTED"
+"""Written last; holds the SHA-256 of the manifest, which holds those of the tensor files."""
+
+STAGING_PREFIX = ".staging-"
+DELETING_PREFIX = ".deleting-"
+_STEP_NAME = re.compile(r"step_(\d{8})")
+_TENSOR_FILE = re.compile(r"part-\d{5}-\d{4}\.safetensors")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointMetadata:
+    """What a checkpoint says about the run, besides its tensors."""
+
+    step: int
+    """Optimizer steps done."""
+    consumed_samples: int
+    """Global samples of those steps: the whole position in the data."""
+    config: dict[str, Any]
+    """The resolved ``RunConfig`` as plain JSON types; seeds are in it."""
+    tokenizer_fingerprint: str
+    """Identifies the tokenizer by content."""
+    tokenizer_path: str
+    """Where that tokenizer was."""
+    data_fingerprint: str = ""
+    """Identifies the shards by content; empty if there were none (imported weights)."""
+    scalars: dict[str, int | float] = field(default_factory=dict)
+    """The engine's: Adam's step count, loss scale and its counters."""
+    layout: dict[str, int] = field(default_factory=dict)
+    """``tp_size`` and ``dp_size`` of the ranks that saved; information only."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """A tensor file of a checkpoint."""
+
+    name: str
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """A run of indices of one parameter, with all kinds of its state, in one file.
+
+    Indices ``[offset, offset + length)`` of dimension ``dim``; ``dim`` 0 and the whole extent for
+    what was not split.
+    """
+
+    parameter: str
+    file: str
+    dim: int
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Everything in a checkpoint but its tensors."""
+
+    metadata: CheckpointMetadata
+    kinds: tuple[str, ...]
+    """A prefix of ``KINDS``; ``("weight",)`` for imported weights."""
+    parameters: dict[str, tuple[int, ...]]
+    """Canonical name -> logical shape, without padding, in the model's order."""
+    files: tuple[FileEntry, ...]
+    fragments: tuple[Fragment, ...]
+
+    def to_json(self) -> bytes:
+        """The content of ``manifest.json``."""
+        content = {"format": FORMAT, "version": FORMAT_VERSION, **asdict(self)}
+        return json.dumps(content, indent=1).encode()
+
+    @classmethod
+    def from_json(cls, content: bytes, source: Path) -> Manifest:
+        """Read and check what ``to_json`` wrote.
+
+        Raises:
+            CheckpointError: it is not a manifest, of another version, names a file outside the
+                checkpoint, or its fragments do not cover the parameters exactly.
+        """
+        try:
+            data = json.loads(content)
+            if (data["format"], data["version"]) != (FORMAT, FORMAT_VERSION):
+                raise CheckpointError(
+                    f"{source}: format {data['format']!r} version {data['version']!r} is not "
+                    f"{FORMAT!r} version {FORMAT_VERSION}; use the release that wrote it"
+                )
+            manifest = cls(
+                metadata=CheckpointMetadata(**data["metadata"]),
+                kinds=tuple(data["kinds"]),
+                parameters={name: tuple(shape) for name, shape in data["parameters"].items()},
+                files=tuple(FileEntry(**entry) for entry in data["files"]),
+                fragments=tuple(Fragment(**entry) for entry in data["fragments"]),
+            )
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise CheckpointError(f"{source}: not a checkpoint manifest ({error!r})") from error
+        manifest._check(source)
+        return manifest
+
+    def _check(self, source: Path) -> None:
+        names = {entry.name for entry in self.files}
+        for name in names:
+            if not _TENSOR_FILE.fullmatch(name):
+                raise CheckpointError(f"{source}: {name!r} is no name of a tensor file")
+        if not self.kinds or self.kinds != KINDS[: len(self.kinds)]:
+            raise CheckpointError(f"{source}: kinds {self.kinds} are not the first of {KINDS}")
+        fragments: dict[str, list[Fragment]] = {name: [] for name in self.parameters}
+        for fragment in self.fragments:
+            if fragment.parameter not in fragments or fragment.file not in names:
+                raise CheckpointError(f"{source}: {fragment} is of no parameter or file listed")
+            fragments[fragment.parameter].append(fragment)
+        for name, parts in fragments.items():
+            if not _covers(parts, self.parameters[name]):
+                raise CheckpointError(f"{source}: fragments of {name} do not cover its shape")
+
+
+def _covers(fragments: Sequence[Fragment], shape: tuple[int, ...]) -> bool:
+    """Whether the fragments tile a parameter without gap or overlap, along one dimension."""
+    dims = {fragment.dim for fragment in fragments}
+    if len(dims) != 1 or not 0 <= (dim := dims.pop()) < len(shape):
+        return False
+    end = 0
+    for fragment in sorted(fragments, key=lambda part: part.offset):
+        if fragment.offset != end or fragment.length <= 0:
+            return False
+        end += fragment.length
+    return end == shape[dim]
+
+
+def tensor_key(kind: str, parameter: str) -> str:
+    """Name of a tensor in a safetensors file."""
+    return f"{kind}/{parameter}"
+
+
+def tensor_file(rank: int, number: int) -> str:
+    """Name of the ``number``-th file that a rank writes."""
+    return f"part-{rank:05d}-{number:04d}.safetensors"
+
+
+def part_index_file(rank: int) -> str:
+    """Name of what a rank tells rank 0 about its files; gone from the finished checkpoint."""
+    return f"part-{rank:05d}.json"
+
+
+def checkpoints_dir(run_dir: str | os.PathLike[str]) -> Path:
+    """Folder of a run's checkpoints."""
+    return Path(run_dir) / "checkpoints"
+
+
+def step_dir(run_dir: str | os.PathLike[str], step: int) -> Path:
+    """Folder of the checkpoint of a step."""
+    return checkpoints_dir(run_dir) / f"step_{step:08d}"
+
+
+def committed_steps(run_dir: str | os.PathLike[str]) -> list[int]:
+    """Steps of the committed checkpoints of a run, ascending, found by looking."""
+    return [step for step in _steps(run_dir) if (step_dir(run_dir, step) / COMMITTED_FILE).exists()]
+
+
+def leftovers(run_dir: str | os.PathLike[str]) -> list[Path]:
+    """What saves and deletions that were killed have left behind."""
+    folder = checkpoints_dir(run_dir)
+    committed = set(committed_steps(run_dir))
+    unfinished = [step_dir(run_dir, step) for step in _steps(run_dir) if step not in committed]
+    hidden = [
+        path for prefix in (STAGING_PREFIX, DELETING_PREFIX) for path in folder.glob(f"{prefix}*")
+    ]
+    return sorted(hidden + unfinished)
+
+
+def _steps(run_dir: str | os.PathLike[str]) -> list[int]:
+    folder = checkpoints_dir(run_dir)
+    if not folder.is_dir():
+        return []
+    matches = (_STEP_NAME.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
+    return sorted(int(match.group(1)) for match in matches if match)
+
+
+def part_index_json(files: Sequence[FileEntry], fragments: Sequence[Fragment]) -> bytes:
+    """What a rank tells rank 0 about its files."""
+    content = {"files": [asdict(f) for f in files], "fragments": [asdict(f) for f in fragments]}
+    return json.dumps(content).encode()
+
+
+def read_part_index(path: Path) -> tuple[list[FileEntry], list[Fragment]]:
+    """The way back from ``part_index_json``."""
+    data = json.loads(path.read_bytes())
+    return [FileEntry(**f) for f in data["files"]], [Fragment(**f) for f in data["fragments"]]
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Write a new file and flush it to disk; its name needs ``sync_directory`` too."""
+    with path.open("xb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def sync_file(path: Path) -> None:
+    """Flush a file that another library wrote to disk."""
+    with path.open("rb+") as stream:
+        os.fsync(stream.fileno())
+
+
+def sync_directory(path: Path) -> None:
+    """Make names made, changed or removed in a folder survive a power loss."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sha256_of(path: Path) -> str:
+    """Hexadecimal SHA-256 of a file."""
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()

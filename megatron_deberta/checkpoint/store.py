@@ -1,0 +1,423 @@
+"""Saves and loads the state of a run, so that no crash leaves less than the last checkpoint.
+
+Owns the two phases of a save (everything under a hidden name first, then a rename and the mark
+that commits it), who writes what, retention and choosing what to resume from. Refuses to know what
+an engine keeps where, and to decide what may change on resume (``resume.py``).
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import logging
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_deberta.checkpoint.agreement import any_rank, from_rank_zero
+from megatron_deberta.checkpoint.layout import (
+    COMMITTED_FILE,
+    DELETING_PREFIX,
+    KINDS,
+    MANIFEST_FILE,
+    STAGING_PREFIX,
+    WEIGHT,
+    CheckpointMetadata,
+    FileEntry,
+    Fragment,
+    Manifest,
+    checkpoints_dir,
+    committed_steps,
+    leftovers,
+    part_index_file,
+    part_index_json,
+    read_part_index,
+    sha256_of,
+    step_dir,
+    sync_directory,
+    sync_file,
+    tensor_file,
+    tensor_key,
+    write_durably,
+)
+from megatron_deberta.checkpoint.reader import CheckpointReader
+from megatron_deberta.engine.protocol import Engine, ParameterState
+from megatron_deberta.errors import CheckpointError
+from megatron_deberta.parallel.topology import ProcessGroups, single_process_groups
+from megatron_deberta.sharding.spec import ParameterSpec
+
+logger = logging.getLogger(__name__)
+
+FILE_BYTES = 512 * 2**20
+"""A rank begins another file once it holds this much: bounds its memory, not a file's size."""
+
+SPACE_MARGIN = 1.2
+"""Free space that a save wants, in sizes of the checkpoint."""
+
+_UNCOMMITTED_FILE = f".{COMMITTED_FILE}"
+
+_States = Iterable[tuple[str, Mapping[str, Tensor]]]
+
+
+def save(
+    run_dir: str | os.PathLike[str],
+    engine: Engine,
+    specs: Mapping[str, ParameterSpec],
+    groups: ProcessGroups,
+    metadata: CheckpointMetadata,
+    *,
+    keep_last: int = 0,
+) -> Path:
+    """Save and commit a checkpoint, then delete the oldest. Collective over all ranks.
+
+    Each parameter is gathered over data-parallel ranks, which take turns in writing; each
+    tensor-parallel rank writes its own part, without padding. Older checkpoints are untouched
+    until the new one is committed.
+
+    Args:
+        run_dir: folder of the run, on a file system that all ranks share.
+        engine: where the state is.
+        specs: this rank's part of every parameter.
+        groups: the rank grid.
+        metadata: the run's; the engine's scalars and the layout are filled in here.
+        keep_last: checkpoints up to this step to keep; 0 keeps all.
+
+    Returns:
+        The committed folder.
+
+    Raises:
+        CheckpointError: the disk is full or cannot be written, on any rank; nothing of this save
+            is left and older checkpoints are intact.
+    """
+    metadata = replace(
+        metadata,
+        scalars=engine.scalars(),
+        layout={"tp_size": groups.tp_size, "dp_size": groups.dp_size},
+    )
+    states = (
+        (name, {kind: getattr(state, kind) for kind in KINDS})
+        for name, state in engine.gather_states()
+    )
+    path = _save(run_dir, states, specs, groups, metadata, KINDS)
+    if groups.rank == 0 and keep_last:
+        _delete_oldest(run_dir, metadata.step, keep_last)
+    return path
+
+
+def save_weights(
+    run_dir: str | os.PathLike[str],
+    weights: Iterable[tuple[str, Tensor]],
+    shapes: Mapping[str, tuple[int, ...]],
+    metadata: CheckpointMetadata,
+) -> Path:
+    """Save a checkpoint without optimizer state, such as an imported model, from one process.
+
+    Args:
+        run_dir: folder that gets a ``checkpoints`` folder.
+        weights: canonical name and logical tensor of every parameter, one at a time.
+        shapes: their logical shapes, in the model's order.
+        metadata: where the weights come from.
+
+    Returns:
+        The committed folder.
+
+    Raises:
+        CheckpointError: the disk is full or cannot be written.
+    """
+    specs = {
+        name: ParameterSpec(name, tuple(shape), None, 0, shape[0], tuple(shape))
+        for name, shape in shapes.items()
+    }
+    states = ((name, {WEIGHT: tensor.float()}) for name, tensor in weights)
+    groups = single_process_groups(torch.device("cpu"))
+    return _save(run_dir, states, specs, groups, metadata, (WEIGHT,))
+
+
+def find_newest(run_dir: str | os.PathLike[str]) -> Path | None:
+    """The newest committed checkpoint of a run, intact or not; None if there is none."""
+    steps = committed_steps(run_dir)
+    return step_dir(run_dir, steps[-1]) if steps else None
+
+
+def choose_intact(
+    run_dir: str | os.PathLike[str], groups: ProcessGroups, *, hashes: bool = True
+) -> Path | None:
+    """Find the newest committed checkpoint that is not damaged. Collective over all ranks.
+
+    Rank 0 looks and decides; the ranks divide the reading.
+
+    Args:
+        run_dir: folder of the run.
+        groups: the rank grid.
+        hashes: compare SHA-256; otherwise only sizes and the manifest's hash.
+
+    Returns:
+        The same on every rank; None if nothing was ever committed.
+
+    Raises:
+        CheckpointError: all committed checkpoints are damaged.
+    """
+    steps = committed_steps(run_dir) if groups.rank == 0 else []
+    num_steps = from_rank_zero(len(steps), groups)
+    for number in range(num_steps):
+        step = from_rank_zero(steps[-1 - number] if groups.rank == 0 else 0, groups)
+        path = step_dir(run_dir, step)
+        damaged = False
+        try:
+            CheckpointReader(path).verify(
+                hashes=hashes, share=groups.rank, num_shares=groups.world_size
+            )
+        except CheckpointError as error:
+            damaged = True
+            logger.error("checkpoint of step %d is refused: %s", step, error)
+        if not any_rank(damaged, groups):
+            return path
+        logger.warning("%s is damaged; looking for the checkpoint before it", path)
+    if num_steps:
+        raise CheckpointError(
+            f"all {num_steps} checkpoints in {checkpoints_dir(run_dir)} are damaged; restore one, "
+            "or start a new train.run_dir"
+        )
+    return None
+
+
+def load(
+    reader: CheckpointReader,
+    engine: Engine,
+    specs: Mapping[str, ParameterSpec],
+    *,
+    weights_only: bool = False,
+) -> None:
+    """Set an engine's state from a checkpoint. Collective over all ranks.
+
+    Any layout loads what any other saved: each rank reads its slices.
+
+    Args:
+        reader: the checkpoint.
+        engine: a fresh engine.
+        specs: this rank's part of every parameter.
+        weights_only: leave moments at zero and scalars as they are, for a new run.
+
+    Raises:
+        CheckpointError: it is of another model, lacks optimizer state, or is damaged.
+    """
+    _check_shapes(reader, specs)
+    kinds = (WEIGHT,) if weights_only else KINDS
+    if not set(kinds) <= set(reader.kinds):
+        raise CheckpointError(
+            f"{reader.path} holds weights only and cannot be resumed; name it in "
+            "checkpoint.load_from of a new run"
+        )
+
+    def fetch(name: str) -> ParameterState:
+        return ParameterState(
+            *(
+                _local_part(reader, specs[name], kind)
+                if kind in kinds
+                else torch.zeros(specs[name].local_shape)
+                for kind in KINDS
+            )
+        )
+
+    engine.load_states(fetch)
+    if not weights_only:
+        engine.load_scalars(reader.metadata.scalars)
+
+
+def _local_part(reader: CheckpointReader, spec: ParameterSpec, kind: str) -> Tensor:
+    stop = spec.offset + spec.length
+    part = reader.tensor(spec.name, kind, spec.split_dim, spec.offset, stop)
+    if part.shape == spec.local_shape:
+        return part
+    padded = torch.zeros(spec.local_shape)
+    spec.true_part(padded).copy_(part)
+    return padded
+
+
+def _check_shapes(reader: CheckpointReader, specs: Mapping[str, ParameterSpec]) -> None:
+    ours = {name: spec.logical_shape for name, spec in specs.items()}
+    for name in (*ours, *reader.shapes):
+        if ours.get(name) != reader.shapes.get(name):
+            raise CheckpointError(
+                f"{reader.path} is of another model: {name} is {reader.shapes.get(name)} there and "
+                f"{ours.get(name)} in this config; give the config it was trained with"
+            )
+
+
+def _save(
+    run_dir: str | os.PathLike[str],
+    states: _States,
+    specs: Mapping[str, ParameterSpec],
+    groups: ProcessGroups,
+    metadata: CheckpointMetadata,
+    kinds: tuple[str, ...],
+) -> Path:
+    final = step_dir(run_dir, metadata.step)
+    staging = final.with_name(STAGING_PREFIX + final.name)
+    shapes = {name: spec.logical_shape for name, spec in specs.items()}
+    try:
+        with _all_or_none(groups, final):
+            if groups.rank == 0:
+                _prepare(run_dir, staging, 4 * len(kinds) * sum(map(prod, shapes.values())))
+        with _all_or_none(groups, final):
+            _write_part(staging, states, specs, groups)
+        with _all_or_none(groups, final):
+            if groups.rank == 0:
+                _publish(staging, final, metadata, kinds, shapes, groups.world_size)
+    except CheckpointError:
+        # All ranks have stopped writing: they have agreed on the failure.
+        if groups.rank == 0:
+            for path in leftovers(run_dir):
+                shutil.rmtree(path, ignore_errors=True)
+        raise
+    return final
+
+
+@contextmanager
+def _all_or_none(groups: ProcessGroups, final: Path) -> Iterator[None]:
+    """Turn a failure of the body on any rank into a ``CheckpointError`` on all. Collective."""
+    problem: Exception | None = None
+    try:
+        yield
+    except (OSError, SafetensorError, CheckpointError) as error:
+        problem = error
+    if any_rank(problem is not None, groups):
+        reason = str(problem) if problem else "another rank failed and says why"
+        raise CheckpointError(
+            f"{final} was not saved: {reason}; older checkpoints are intact"
+        ) from problem
+
+
+def _prepare(run_dir: str | os.PathLike[str], staging: Path, num_bytes: int) -> None:
+    """Clear what killed saves have left, see that there is space, and make the staging folder."""
+    checkpoints_dir(run_dir).mkdir(parents=True, exist_ok=True)
+    for path in leftovers(run_dir):
+        logger.info("removing %s, left by a save that was killed", path)
+        shutil.rmtree(path)
+    free = shutil.disk_usage(staging.parent).free
+    if free < SPACE_MARGIN * num_bytes:
+        raise OSError(
+            errno.ENOSPC,
+            f"{free / 2**20:,.0f} MiB free, {SPACE_MARGIN * num_bytes / 2**20:,.0f} MiB needed; "
+            "free some or lower checkpoint.keep_last",
+        )
+    staging.mkdir()
+
+
+def _write_part(
+    staging: Path,
+    states: _States,
+    specs: Mapping[str, ParameterSpec],
+    groups: ProcessGroups,
+) -> None:
+    """Write the fragments whose turn this rank has, and an index of them."""
+    writer = _FragmentWriter(staging, groups.rank)
+    problem: Exception | None = None
+    for number, (name, tensors) in enumerate(states):
+        turn_of_batch = number % groups.dp_size == groups.dp_rank
+        turn_of_layer = specs[name].dim is not None or number % groups.tp_size == groups.tp_rank
+        # After a failure go on gathering: the other ranks are in those collectives.
+        if problem is None and turn_of_batch and turn_of_layer:
+            try:
+                writer.add(specs[name], tensors)
+            except (OSError, SafetensorError) as error:
+                problem = error
+    if problem is not None:
+        raise problem
+    writer.finish()
+
+
+class _FragmentWriter:
+    """Collects a rank's fragments into files of about ``FILE_BYTES``."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._folder = folder
+        self._rank = rank
+        self._held: dict[str, Tensor] = {}
+        self._files: list[FileEntry] = []
+        self._fragments: list[Fragment] = []
+
+    def add(self, spec: ParameterSpec, tensors: Mapping[str, Tensor]) -> None:
+        """Take the true part of every kind of a parameter's state; it must not change any more."""
+        if spec.length == 0:
+            return
+        for kind, tensor in tensors.items():
+            self._held[tensor_key(kind, spec.name)] = spec.true_part(tensor).contiguous()
+        file = tensor_file(self._rank, len(self._files))
+        self._fragments.append(Fragment(spec.name, file, spec.split_dim, spec.offset, spec.length))
+        if sum(tensor.nbytes for tensor in self._held.values()) >= FILE_BYTES:
+            self._flush()
+
+    def finish(self) -> None:
+        """Write what is held and the index."""
+        self._flush()
+        index = part_index_json(self._files, self._fragments)
+        write_durably(self._folder / part_index_file(self._rank), index)
+
+    def _flush(self) -> None:
+        if not self._held:
+            return
+        path = self._folder / tensor_file(self._rank, len(self._files))
+        save_file(self._held, path)
+        self._held = {}
+        sync_file(path)
+        self._files.append(FileEntry(path.name, path.stat().st_size, sha256_of(path)))
+
+
+def _publish(
+    staging: Path,
+    final: Path,
+    metadata: CheckpointMetadata,
+    kinds: tuple[str, ...],
+    shapes: dict[str, tuple[int, ...]],
+    world_size: int,
+) -> None:
+    """Merge the ranks' indices, give the checkpoint its name, and commit it."""
+    files: list[FileEntry] = []
+    fragments: list[Fragment] = []
+    for rank in range(world_size):
+        index = staging / part_index_file(rank)
+        part_files, part_fragments = read_part_index(index)
+        files += part_files
+        fragments += part_fragments
+        index.unlink()
+    content = Manifest(metadata, kinds, shapes, tuple(files), tuple(fragments)).to_json()
+    # What cannot be read back must not be committed.
+    Manifest.from_json(content, staging / MANIFEST_FILE)
+    write_durably(staging / MANIFEST_FILE, content)
+    # Written now, so that nothing after the rename needs space.
+    mark = hashlib.sha256(content).hexdigest().encode() + b"\n"
+    write_durably(staging / _UNCOMMITTED_FILE, mark)
+    sync_directory(staging)
+    if final.exists():
+        # The run fell back behind a damaged checkpoint and has come here again.
+        _delete(final)
+    staging.rename(final)
+    sync_directory(final.parent)
+    (final / _UNCOMMITTED_FILE).rename(final / COMMITTED_FILE)
+    sync_directory(final)
+
+
+def _delete_oldest(run_dir: str | os.PathLike[str], step: int, keep_last: int) -> None:
+    """Keep the last checkpoints up to a step; later ones are of a future that comes again."""
+    for old in [known for known in committed_steps(run_dir) if known <= step][:-keep_last]:
+        try:
+            _delete(step_dir(run_dir, old))
+        except OSError as error:
+            logger.warning("cannot delete %s: %s", step_dir(run_dir, old), error)
+
+
+def _delete(path: Path) -> None:
+    """Delete a checkpoint such that no part of it is ever taken for one."""
+    doomed = path.with_name(DELETING_PREFIX + path.name)
+    path.rename(doomed)
+    shutil.rmtree(doomed)
