@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_deberta.config.schema import ModelConfig, OptimizerConfig
+from megatron_deberta.engine.optimizer import (
+    UncorrectedAdamW,
+    adam_step,
+    apex_fused_adam,
+    build_optimizer,
+    decays,
+    parameter_groups,
+    set_adam_step,
+)
+from megatron_deberta.model.shapes import parameter_shapes
+
+
+def test_biases_and_norms_alone_are_exempt_from_decay() -> None:
+    shapes = parameter_shapes(ModelConfig(conv_kernel_size=3, num_layers=2))
+    # Matrices and the convolution's kernel are exactly the parameters of more than one dimension.
+    assert {n for n in shapes if decays(n)} == {n for n, s in shapes.items() if len(s) > 1}
+    assert not decays("head.bias")
+    assert not decays("encoder.relative_positions.norm.weight")
+
+
+def test_groups_keep_the_order_and_leave_frozen_parameters_out() -> None:
+    a, b, c, d = (nn.Parameter(torch.zeros(1)) for _ in range(4))
+    c.requires_grad = False
+    named = [("x.weight", a), ("x.bias", b), ("y.weight", c), ("z.weight", d)]
+    decaying, exempt = parameter_groups(named, 0.1)
+    assert decaying["weight_decay"] == 0.1
+    assert [id(p) for p in decaying["params"]] == [id(a), id(d)]
+    assert exempt["weight_decay"] == 0
+    assert [id(p) for p in exempt["params"]] == [id(b)]
+    assert len(parameter_groups(named[:1], 0.1)) == 1
+
+
+def _updated(bias_correction: bool, gradients: torch.Tensor) -> torch.Tensor:
+    config = OptimizerConfig(bias_correction=bias_correction, weight_decay=0.1)
+    parameter = nn.Parameter(torch.linspace(-1, 1, 5))
+    groups = parameter_groups([("x.weight", parameter)], config.weight_decay)
+    optimizer = build_optimizer(groups, config, allow_apex=False)
+    for gradient in gradients:
+        optimizer.param_groups[0]["lr"] = 0.01
+        parameter.grad = gradient.clone()
+        optimizer.step()
+    assert adam_step(optimizer, [parameter]) == len(gradients)
+    return parameter.detach()
+
+
+@pytest.mark.parametrize("bias_correction", [True, False])
+def test_update_is_adamw_written_out(bias_correction: bool) -> None:
+    """Loshchilov and Hutter 2019, algorithm 2; without correction, the release's Adam."""
+    gradients = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
+    weight = torch.linspace(-1, 1, 5, dtype=torch.float64)
+    m = v = torch.zeros(5, dtype=torch.float64)
+    for step, gradient in enumerate(gradients.double(), start=1):
+        m, v = 0.9 * m + 0.1 * gradient, 0.999 * v + 0.001 * gradient**2
+        c1, c2 = (1 - 0.9**step, 1 - 0.999**step) if bias_correction else (1.0, 1.0)
+        weight = weight - 0.01 * (m / c1 / ((v / c2).sqrt() + 1e-6) + 0.1 * weight)
+    torch.testing.assert_close(
+        _updated(bias_correction, gradients), weight.float(), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_step_counters_are_not_shared() -> None:
+    parameters = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    optimizer = torch.optim.AdamW(parameters, fused=True)
+    for parameter in parameters:
+        optimizer.state[parameter]["exp_avg"] = torch.zeros(2)
+        optimizer.state[parameter]["exp_avg_sq"] = torch.zeros(2)
+        parameter.grad = torch.ones(2)
+    set_adam_step(optimizer, parameters, 5)
+    optimizer.step()
+    assert [int(optimizer.state[p]["step"]) for p in parameters] == [6, 6, 6]
+
+
+class _CountingInGroups(torch.optim.Optimizer):
+    """Stands in for apex's FusedAdam, which needs a GPU: same arguments, same place of the step."""
+
+    def __init__(self, params: Any, **arguments: Any) -> None:
+        super().__init__(params, arguments)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+
+
+@pytest.fixture
+def nvidia_apex(monkeypatch: pytest.MonkeyPatch) -> None:
+    package, optimizers = ModuleType("apex"), ModuleType("apex.optimizers")
+    optimizers.FusedAdam = _CountingInGroups  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "apex", package)
+    monkeypatch.setitem(sys.modules, "apex.optimizers", optimizers)
+    monkeypatch.setitem(sys.modules, "amp_C", ModuleType("amp_C"))
+
+
+@pytest.mark.usefixtures("nvidia_apex")
+def test_apex_is_taken_where_it_may_be_and_its_step_is_kept() -> None:
+    parameter = nn.Parameter(torch.zeros(1))
+    groups = parameter_groups([("x.weight", parameter)], 0.1)
+    config = OptimizerConfig(bias_correction=False)
+    optimizer = build_optimizer(groups, config, allow_apex=True)
+    assert isinstance(optimizer, _CountingInGroups)
+    assert optimizer.defaults["bias_correction"] is False
+    assert optimizer.defaults["adam_w_mode"] is True
+    assert adam_step(optimizer, [parameter]) == 0
+    set_adam_step(optimizer, [parameter], 7)
+    optimizer.step()
+    assert adam_step(optimizer, [parameter]) == 8
+    assert isinstance(build_optimizer(groups, config, allow_apex=False), UncorrectedAdamW)
+
+
+def test_pypis_apex_is_not_nvidias(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no ``apex.optimizers``, and no compiled ``amp_C`` beside it."""
+    monkeypatch.setitem(sys.modules, "apex", ModuleType("apex"))
+    monkeypatch.setitem(sys.modules, "amp_C", None)
+    assert apex_fused_adam() is None

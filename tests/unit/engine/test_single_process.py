@@ -1,0 +1,163 @@
+"""One process that nobody launched, on a machine without compiler and ninja."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_deberta.engine import deepspeed_config
+from megatron_deberta.engine.deepspeed_runtime import ModelParallelUnit
+from megatron_deberta.parallel.topology import single_process_groups
+from tests.support.toy_engine import (
+    assert_same_states,
+    micro_batch,
+    start,
+    states,
+    toy_config,
+    train,
+)
+
+GROUPS = single_process_groups(torch.device("cpu"))
+ROOT = Path(__file__).parents[3]
+
+PROGRAM = """
+import torch
+from tests.support.toy_engine import start, toy_config, train
+from megatron_deberta.parallel.topology import single_process_groups
+for dtype, stage in (("fp32", 0), ("bf16", 1), ("fp16", 2), ("bf16", 3)):
+    groups = single_process_groups(torch.device("cpu"))
+    config = toy_config("deepspeed", dtype, stage)
+    engine = start(config, groups)
+    train(engine, config, groups, range(2))
+    engine.destroy()
+print("done")
+"""
+
+
+def test_it_runs_with_nothing_in_its_environment_and_says_nothing(tmp_path: Path) -> None:
+    bare = {"PYTHONPATH": str(ROOT), "PATH": str(tmp_path), "HOME": str(tmp_path)}
+    bare["OMP_NUM_THREADS"] = "1"
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=bare, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_engine_leaves_no_process_group_and_others_follow(stage: int) -> None:
+    histories = []
+    for _ in range(2):
+        config = toy_config("deepspeed", "fp32", stage)
+        engine = start(config, GROUPS)
+        assert dist.is_initialized()
+        histories.append(train(engine, config, GROUPS, range(2)))
+        engine.destroy()
+        assert not dist.is_initialized()
+    assert histories[0] == histories[1]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_without_bias_correction_it_equals_the_plain_engine(dtype: str, stage: int) -> None:
+    results = []
+    for name in ("deepspeed", "plain"):
+        config = toy_config(name, dtype, stage, bias_correction=False, clip=0.0)
+        engine = start(config, GROUPS)
+        train(engine, config, GROUPS, range(4))
+        results.append(states(engine))
+        engine.destroy()
+    assert_same_states(*results)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_offload_gives_the_same_updates(stage: int) -> None:
+    results = []
+    for offload in (False, True):
+        config = toy_config("deepspeed", "bf16", stage)
+        precision = dataclasses.replace(config.precision, offload_optimizer=offload)
+        config = dataclasses.replace(config, precision=precision)
+        engine = start(config, GROUPS)
+        train(engine, config, GROUPS, range(3))
+        results.append(states(engine))
+        engine.destroy()
+    assert_same_states(*results, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_validation_between_steps_changes_nothing(
+    stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deepspeed_config, "PERSISTENCE_THRESHOLD", 0)
+    results = []
+    for validate in (False, True):
+        config = toy_config("deepspeed", "fp32", stage)
+        engine = start(config, GROUPS)
+        history = []
+        for step in range(4):
+            history += train(engine, config, GROUPS, range(step, step + 1))
+            if validate:
+                engine.module.eval()
+                with torch.no_grad():
+                    engine.module(micro_batch(50, 0, GROUPS))
+                engine.module.train()
+        results.append(history)
+        engine.destroy()
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize(("name", "stage"), [("plain", 1), *(("deepspeed", s) for s in range(4))])
+def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing(name: str, stage: int) -> None:
+    config = toy_config(name, "fp32", stage)
+    engine = start(config, GROUPS)
+    train(engine, config, GROUPS, range(1))
+    before, scalars = states(engine), engine.scalars()
+    outcome, _ = train(engine, config, GROUPS, range(1, 2), {1: math.inf})[0]
+    assert (outcome.skipped, outcome.grad_norm) == (True, math.inf)
+    assert_same_states(states(engine), before)
+    assert engine.scalars() == scalars
+    assert not train(engine, config, GROUPS, range(2, 3))[0][0].skipped
+    engine.destroy()
+
+
+def test_the_wrong_number_of_micro_batches_is_an_error() -> None:
+    engine = start(toy_config("deepspeed"), GROUPS)
+    engine.accumulate(engine.module(micro_batch(0, 0, GROUPS)))
+    with pytest.raises(RuntimeError, match="1 losses accumulated, 2 expected"):
+        engine.step(0.1)
+    engine.accumulate(engine.module(micro_batch(0, 1, GROUPS)))
+    with pytest.raises(RuntimeError, match=r"step\(\) is due after 2 losses"):
+        engine.accumulate(engine.module(micro_batch(0, 1, GROUPS)))
+    engine.destroy()
+
+
+def test_fp16_on_cpu_is_allowed_only_while_deepspeed_starts() -> None:
+    engine = start(toy_config("deepspeed", "fp16"), GROUPS)
+    from deepspeed.accelerator import get_accelerator
+
+    assert "is_fp16_supported" not in vars(get_accelerator())
+    engine.destroy()
+
+
+def test_deepspeed_is_not_told_of_a_sequence_parallelism_of_its_own() -> None:
+    # With this method it would ignore the tensor- and data-parallel groups.
+    assert not hasattr(ModelParallelUnit(GROUPS), "initialize_sequence_parallel")
+
+
+def test_local_rank_is_the_gpus_not_the_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_deberta.engine.deepspeed_runtime import deepspeed_environment
+
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "3")
+    only_gpu = dataclasses.replace(GROUPS, device=torch.device("cuda", 0))
+    with deepspeed_environment(only_gpu):
+        assert os.environ["LOCAL_RANK"] == "0"
+        assert "OMPI_COMM_WORLD_LOCAL_RANK" not in os.environ
+    assert os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] == "3"
