@@ -14,11 +14,11 @@ import torch
 import transformers
 from torch import Tensor
 
-from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.errors import CheckpointError, ConfigError
+from megatron_deberta.inference.checkpoints import open_trained_model, tokenizer_at
 from megatron_deberta.inference.modeling_megatron_deberta import DebertaForMaskedLM
 from megatron_deberta.inference.weights import build_filled
-from megatron_deberta.tokenizer import Tokenizer, load_tokenizer
+from megatron_deberta.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -87,30 +87,40 @@ class MaskFiller:
         ]
 
 
-def filler_of_model(
-    config: ModelConfig, read: Callable[[str], Tensor], tokenizer: Tokenizer
-) -> MaskFiller:
-    """Use our own model, as trained."""
-    model = build_filled(config, read)
-    limit = 0 if config.absolute_positions == "none" else config.max_position_embeddings
-    return MaskFiller(model.logits, tokenizer, limit)
+def open_filler(path: Path, tokenizer_path: str = "") -> MaskFiller:
+    """Open an exported folder, a run or a checkpoint.
 
-
-def filler_of_export(directory: Path) -> MaskFiller:
-    """Use an exported folder, through the class that its users load.
+    Args:
+        path: the folder.
+        tokenizer_path: tokenizer; empty: the model's own.
 
     Raises:
-        CheckpointError: the folder's model cannot be loaded.
+        CheckpointError: the folder holds no model, or a damaged one.
+        DataError: the tokenizer is missing or not the model's.
     """
-    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    roberta = config.get("model_type") == "roberta"
-    kind = transformers.RobertaForMaskedLM if roberta else DebertaForMaskedLM
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such folder; give an export, a run or a checkpoint")
+    if (path / "config.json").is_file():
+        return _filler_of_export(path, tokenizer_path)
+    trained = open_trained_model(path, tokenizer_path)
+    config = trained.config
+    model = build_filled(config, trained.reader.tensor)
+    limit = 0 if config.absolute_positions == "none" else config.max_position_embeddings
+    return MaskFiller(model.logits, trained.tokenizer, limit)
+
+
+def _filler_of_export(directory: Path, tokenizer_path: str) -> MaskFiller:
+    """Use an exported folder through the class that its users load."""
     try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        roberta = config.get("model_type") == "roberta"
+        kind = transformers.RobertaForMaskedLM if roberta else DebertaForMaskedLM
         model = kind.from_pretrained(directory, local_files_only=True).eval()
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{directory} cannot be loaded: {error}") from error
-    limit = config["max_position_embeddings"] - (config["pad_token_id"] + 1 if roberta else 0)
-    unlimited = config.get("absolute_positions") == "none"
-    return MaskFiller(
-        lambda ids: model(ids).logits, load_tokenizer(str(directory)), 0 if unlimited else limit
-    )
+        limit = config["max_position_embeddings"] - (config["pad_token_id"] + 1 if roberta else 0)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{directory} cannot be loaded: {reason}; export it again") from error
+    if config.get("absolute_positions") == "none":
+        limit = 0
+    tokenizer = tokenizer_at(tokenizer_path or directory)
+    return MaskFiller(lambda ids: model(ids).logits, tokenizer, limit)

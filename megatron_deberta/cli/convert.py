@@ -1,0 +1,106 @@
+"""Export to Hugging Face format, or import a published model.
+
+  megatron-deberta convert --checkpoint RUN --to hf --output DIR [--dtype bf16]
+  megatron-deberta convert --from hf DIR --output NEW        (or --from microsoft DIR)
+
+An export is compared with our own model on real text before it appears under its name. An import
+makes a checkpoint for checkpoint.load_from, with its tokenizer and a run file.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megatron_deberta.errors import ConfigError
+
+_SOURCES = ("hf", "microsoft")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the subcommand's arguments."""
+    parser.add_argument("--output", required=True, metavar="DIR", help="folder to make")
+    parser.add_argument(
+        "--tokenizer", default="", metavar="DIR", help="tokenizer; default: the model's own"
+    )
+    export = parser.add_argument_group("export")
+    export.add_argument("--checkpoint", metavar="DIR", help="a run (newest checkpoint) or a step")
+    export.add_argument("--to", choices=["hf"], default="hf", help="format (default: hf)")
+    export.add_argument(
+        "--dtype",
+        choices=["fp32", "fp16", "bf16"],
+        default="fp32",
+        help="format of the exported weights (default: %(default)s)",
+    )
+    imported = parser.add_argument_group("import")
+    imported.add_argument(
+        "--from",
+        dest="source",
+        nargs=2,
+        metavar=("hf|microsoft", "DIR"),
+        help="whose files, and the folder with config and weights",
+    )
+    imported.add_argument(
+        "--allow-pickle-weights-only",
+        action="store_true",
+        help="read a .bin file: tensors only, in a process without network",
+    )
+    imported.add_argument("--sha256", default="", metavar="HEX", help="digest of the weight file")
+    imported.add_argument(
+        "--seed", type=int, default=0, help="of parameters that the file lacks (default: 0)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Convert, and say what came out."""
+    if bool(args.checkpoint) == bool(args.source):
+        raise ConfigError(
+            "convert needs either --checkpoint DIR (export) or --from WHO DIR (import)"
+        )
+    return _export(args) if args.checkpoint else _import(args)
+
+
+def _export(args: argparse.Namespace) -> int:
+    from megatron_deberta.inference.checkpoints import open_trained_model
+    from megatron_deberta.inference.export import export_model
+
+    trained = open_trained_model(Path(args.checkpoint), args.tokenizer)
+    export = export_model(
+        trained.config,
+        trained.reader.tensor,
+        trained.tokenizer,
+        Path(args.output),
+        dtype=args.dtype,
+    )
+    print(f"{args.output}: {trained.reader.path} as {export.model_type}, {args.dtype}")
+    if export.reason:
+        print(
+            f"No stock class computes {export.reason}: it is of our own type, and loads with "
+            "trust_remote_code=True or through megatron_deberta.inference."
+        )
+    print(f"Checked on real text: logits differ by {export.check.max_error:.1e} at most", end="")
+    running = export.check.running_error
+    print(f", by {running:.1e} when computed in {args.dtype}." if running else ".")
+    return 0
+
+
+def _import(args: argparse.Namespace) -> int:
+    from megatron_deberta.inference.import_release import import_release
+
+    source, directory = args.source
+    if source not in _SOURCES:
+        raise ConfigError(f"--from {source}: must be {' or '.join(_SOURCES)}")
+    imported = import_release(
+        Path(directory),
+        source,
+        Path(args.output),
+        tokenizer_path=args.tokenizer,
+        allow_pickle=args.allow_pickle_weights_only,
+        sha256=args.sha256,
+        seed=args.seed,
+    )
+    print(f"{imported.checkpoint}: weights of {directory}, for checkpoint.load_from")
+    for note in imported.notes:
+        print(note)
+    print(f"Continue with: megatron-deberta pretrain {imported.run_file} data.train=[PREFIX] ...")
+    return 0

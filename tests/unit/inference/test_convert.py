@@ -1,0 +1,221 @@
+"""``convert`` and ``fill-mask`` as typed, from a training checkpoint and from published files."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_deberta.checkpoint.layout import CheckpointMetadata
+from megatron_deberta.checkpoint.reader import CheckpointReader
+from megatron_deberta.checkpoint.store import find_newest, save_weights
+from megatron_deberta.cli.main import main
+from megatron_deberta.config import config_to_dict, load_config
+from megatron_deberta.config.schema import DataConfig, ModelConfig, RunConfig
+from megatron_deberta.model import parameter_shapes
+from tests.support.tiny_models import V2, random_weights, tiny_tokenizer
+
+TEXT = "The quick brown [MASK] jumps"
+
+
+def save_run(config: ModelConfig, run_dir: Path, tokenizer_dir: Path, step: int = 3) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.save(str(tokenizer_dir))
+    run = RunConfig(model=config, data=DataConfig(sequence_length=32))
+    metadata = CheckpointMetadata(
+        step=step,
+        consumed_samples=0,
+        config=config_to_dict(run),
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        tokenizer_path=str(tokenizer_dir),
+    )
+    weights = random_weights(config, seed=step)
+    save_weights(run_dir, weights.items(), parameter_shapes(config), metadata)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Iterator[Path]:
+    """A run with two checkpoints."""
+    for step in (2, 3):
+        save_run(V2, tmp_path / "run", tmp_path / "tokenizer", step)
+    return tmp_path / "run"
+
+
+def test_export_takes_the_newest_checkpoint_of_a_run(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert main(["convert", "--checkpoint", str(run_dir), "--to", "hf", "--output", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "step_00000003 as deberta-v2, fp32" in said
+    assert "Checked on real text" in said
+    table = load_file(out / "model.safetensors")["deberta.embeddings.word_embeddings.weight"]
+    assert torch.equal(table, random_weights(V2, seed=3)["embeddings.token.weight"])
+
+
+def test_export_says_that_it_is_our_own_type(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = replace(V2, p2c_index="paper")
+    save_run(config, tmp_path / "run", tmp_path / "tokenizer")
+    out = str(tmp_path / "out")
+    options = ["--output", out, "--dtype", "bf16"]
+    assert main(["convert", "--checkpoint", str(tmp_path / "run"), *options]) == 0
+    said = capsys.readouterr().out
+    assert "as megatron-deberta, bf16" in said
+    assert "No stock class computes p2c_index: paper" in said
+    assert "when computed in bf16" in said
+
+
+def guesses(said: str) -> list[tuple[str, str]]:
+    return re.findall(r"^\s*(\d\.\d{4})\s+(\S+)", said, re.MULTILINE)
+
+
+def test_fill_mask_answers_alike_from_run_step_and_export(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    main(["convert", "--checkpoint", str(run_dir), "--output", str(out)])
+    capsys.readouterr()
+    newest = find_newest(run_dir)
+    answers = []
+    for model in (run_dir, newest, out):
+        assert main(["fill-mask", str(model), TEXT, "--top-k", "4"]) == 0
+        answers.append(guesses(capsys.readouterr().out))
+    assert len(answers[0]) == 4
+    assert answers[0] == answers[1] == answers[2]
+    probabilities = [float(probability) for probability, _ in answers[0]]
+    assert probabilities == sorted(probabilities, reverse=True)
+
+
+def test_fill_mask_takes_several_texts_and_masks(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    two = "The [MASK] brown [MASK] jumps"
+    assert main(["fill-mask", str(run_dir), TEXT, two, "--top-k", "2"]) == 0
+    said = capsys.readouterr().out
+    assert TEXT in said
+    assert "[MASK] 2" in said
+    assert len(guesses(said)) == 6
+
+
+def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int) -> str:
+    assert main(arguments) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+def test_fill_mask_refuses_in_one_line(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(run_dir)
+    assert "no [MASK]" in error_of(["fill-mask", model, "The quick fox"], capsys, 2)
+    assert "shorten it" in error_of(["fill-mask", model, "[MASK] fox" * 99], capsys, 2)
+    assert "--top-k 0" in error_of(["fill-mask", model, TEXT, "--top-k", "0"], capsys, 2)
+    assert "no such folder" in error_of(["fill-mask", model + "x", TEXT], capsys, 1)
+    assert "no committed checkpoint" in error_of(["fill-mask", str(tmp_path), TEXT], capsys, 1)
+    (tmp_path / "config.json").write_text("{")
+    assert "cannot be loaded" in error_of(["fill-mask", str(tmp_path), TEXT], capsys, 1)
+
+
+def test_export_refuses_in_one_line_and_leaves_nothing(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(tmp_path.iterdir())
+    out = str(tmp_path / "out")
+    assert "either --checkpoint" in error_of(["convert", "--output", out], capsys, 2)
+    base = ["convert", "--output", out, "--checkpoint"]
+    assert "no committed checkpoint" in error_of([*base, str(tmp_path / "tokenizer")], capsys, 1)
+    assert "exists and is not empty" in error_of(
+        ["convert", "--checkpoint", str(run_dir), "--output", str(run_dir)], capsys, 2
+    )
+    (file,) = (run_dir / "checkpoints" / "step_00000003").glob("*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert "damaged" in error_of([*base, str(run_dir)], capsys, 1)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_another_tokenizer_is_refused(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "tokenizer" / "tokenizer.json"
+    spec = json.loads(path.read_text())
+    vocabulary = spec["model"]["vocab"]
+    vocabulary[20][1], vocabulary[21][1] = vocabulary[21][1] - 1, vocabulary[20][1]
+    path.write_text(json.dumps(spec))
+    arguments = ["convert", "--checkpoint", str(run_dir), "--output", str(tmp_path / "out")]
+    assert "fingerprint" in error_of(arguments, capsys, 1)
+    missing = [*arguments, "--tokenizer", str(tmp_path / "nothing")]
+    assert "--tokenizer" in error_of(missing, capsys, 1)
+
+
+def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_run(replace(V2, vocab_size=60), tmp_path / "run", tmp_path / "tokenizer")
+    arguments = [
+        "convert",
+        "--checkpoint",
+        str(tmp_path / "run"),
+        "--output",
+        str(tmp_path / "out"),
+    ]
+    assert "73 ids, the model 60 rows" in error_of(arguments, capsys, 2)
+
+
+def test_import_then_export_gives_the_same_files(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    main(["convert", "--checkpoint", str(run_dir), "--output", str(first)])
+    new = tmp_path / "new"
+    assert main(["convert", "--from", "hf", str(first), "--output", str(new)]) == 0
+    said = capsys.readouterr().out
+    assert f"{new}/checkpoints/step_00000000: weights of {first}" in said
+    assert main(["convert", "--checkpoint", str(new), "--output", str(second)]) == 0
+    names = sorted(path.name for path in first.iterdir())
+    assert names == sorted(path.name for path in second.iterdir())
+    for name in names:
+        assert (first / name).read_bytes() == (second / name).read_bytes(), name
+
+
+def test_imported_run_file_starts_from_the_weights(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, new = tmp_path / "out", tmp_path / "new"
+    main(["convert", "--checkpoint", str(run_dir), "--output", str(out)])
+    tensors = load_file(out / "model.safetensors")
+    del tensors["deberta.embeddings.position_embeddings.weight"]
+    save_file(tensors, out / "model.safetensors")
+    capsys.readouterr()
+    assert main(["convert", "--from", "microsoft", str(out), "--output", str(new)]) == 0
+    said = capsys.readouterr().out
+    assert "newly initialised: mask_decoder.position.weight" in said
+    config = load_config(new / "run.yaml", ["data.train=[x]"])
+    assert config.model == V2
+    reader = CheckpointReader(config.checkpoint.load_from)
+    assert reader.kinds == ("weight",)
+    assert reader.shapes == parameter_shapes(V2)
+    assert Path(config.tokenizer.path) == new / "tokenizer"
+    assert reader.metadata.tokenizer_fingerprint == tiny_tokenizer().fingerprint
+
+
+def test_import_refuses_in_one_line_and_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_tokenizer().save(str(tmp_path / "in"))
+    arguments = ["convert", "--output", str(tmp_path / "new"), "--from"]
+    assert "hf or microsoft" in error_of([*arguments, "google", str(tmp_path)], capsys, 2)
+    assert "add one" in error_of([*arguments, "hf", str(tmp_path / "in")], capsys, 1)
+    assert "--tokenizer" in error_of([*arguments, "hf", str(tmp_path / "nothing")], capsys, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
