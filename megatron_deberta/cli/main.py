@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -19,6 +20,8 @@ from megatron_deberta.errors import EXIT_FAILURE, MegatronDebertaError
 
 EXIT_INTERRUPTED = 130
 """What a shell reports of a command ended by SIGINT."""
+EXIT_PIPE_CLOSED = 141
+"""What a shell reports of a command ended by SIGPIPE."""
 
 
 class Command(NamedTuple):
@@ -43,7 +46,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("train-tokenizer", "train_tokenizer", "learn a vocabulary from text"),
     Command("preprocess", "preprocess", "turn text into tokenized, memory-mapped shards"),
     Command("inspect", "inspect", "look into shards, tokenizers and training samples"),
-    Command("verify", "verify", "check shards and checkpoints against their hashes"),
+    Command("verify", "verify", "check shards for damage"),
     Command("pretrain", "pretrain", "train, as one rank of a run or alone"),
     Command("convert", "convert", "export to Hugging Face format, or import a release"),
     Command("fill-mask", "fill_mask", "predict the [MASK]s of a text"),
@@ -112,10 +115,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except (MegatronDebertaError, OSError) as error:
+        if isinstance(error, BrokenPipeError) and stdout_is_closed():
+            return EXIT_PIPE_CLOSED
         if debug:
             traceback.print_exc()
         print(f"megatron-deberta: error: {describe(error)}", file=sys.stderr)
         return error.exit_code if isinstance(error, MegatronDebertaError) else EXIT_FAILURE
+
+
+def stdout_is_closed() -> bool:
+    """Tell whether the reader of our output (``head``, a pager) has left; if so, write no more."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes once more on its way out, and would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 def describe(error: MegatronDebertaError | OSError) -> str:

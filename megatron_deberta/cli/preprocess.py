@@ -2,6 +2,9 @@
 
 Writes PREFIX_KEY_document.bin, .idx and .manifest.json for each key; they appear complete or not
 at all, and are the same for any number of workers.
+
+Example:
+  megatron-deberta preprocess --input corpus/*.jsonl.gz --tokenizer tokenizer --output shards/corpus
 """
 
 from __future__ import annotations

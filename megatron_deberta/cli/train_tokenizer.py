@@ -3,6 +3,9 @@
 The directory holds spm.model for SentencePiece, and tokenizer.json with tokenizer_config.json for
 Hugging Face's AutoTokenizer and for this package. Ids: 0 [PAD], 1 [CLS], 2 [SEP], 3 [UNK], then
 the other pieces, [MASK] last.
+
+Example:
+  megatron-deberta train-tokenizer --input corpus/*.jsonl.gz --vocab-size 32000 --output tokenizer
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def setup_logging(
 
     Args:
         level: least severe message of this package that rank 0 shows; other ranks and other
-            packages show warnings and errors only, unless it is ``debug``.
+            packages show warnings and errors only.
         rank: this process.
         world_size: processes in all; above 1, each line starts with its rank.
         console: where the live view draws; on a terminal, messages are printed above it.

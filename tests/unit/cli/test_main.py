@@ -1,0 +1,156 @@
+"""The command: its table, its help, its exit codes."""
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_deberta import __version__, errors
+from megatron_deberta.cli import main as cli
+
+NAMES = [command.name for command in cli.COMMANDS]
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS, ids=NAMES)
+def test_every_entry_of_the_table_works(
+    command: cli.Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main([command.name, "--help"])
+    assert caught.value.code == 0
+    shown = capsys.readouterr().out
+    assert f"usage: megatron-deberta {command.name}" in shown
+    assert f"megatron-deberta {command.name} " in shown.partition("options:")[2], (
+        f"the help of {command.name} ends without an example"
+    )
+
+
+def test_overview_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--help"])
+    assert caught.value.code == 0
+    shown = capsys.readouterr().out
+    for command in cli.COMMANDS:
+        assert command.name in shown
+        assert command.help in shown
+
+
+def test_help_and_version_cost_no_torch() -> None:
+    probe = (
+        "import sys; from megatron_deberta.cli.main import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'omegaconf', 'numpy', 'transformers'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"megatron-deberta {__version__}\n"
+
+
+@pytest.mark.parametrize("argv", [[], ["fly"], ["--fly"]])
+def test_wrong_usage_exits_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(argv)
+    assert caught.value.code == errors.EXIT_USAGE
+    assert "usage: megatron-deberta" in capsys.readouterr().err
+
+
+class Subcommand:
+    """A stand-in for a module of ``cli/``, which raises or returns what it is given.
+
+    megatron-deberta probe
+    """
+
+    def __init__(self, outcome: BaseException | int) -> None:
+        self.outcome = outcome
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("file", nargs="?")
+
+    def run(self, args: argparse.Namespace) -> int:
+        if isinstance(self.outcome, BaseException):
+            raise self.outcome
+        return self.outcome
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code", "message"),
+    [
+        (0, 0, ""),
+        (errors.EXIT_REQUEUE, 75, ""),
+        (errors.ConfigError("train.steps=0\n is wrong"), 2, "train.steps=0 is wrong"),
+        (errors.TopologyError("3 ranks"), 2, "3 ranks"),
+        (errors.DataError("a.jsonl:3: not JSON"), 1, "a.jsonl:3: not JSON"),
+        (FileNotFoundError(2, "No such file or directory", "x"), 1, "x: No such file or directory"),
+        (OSError(28, "No space left on device"), 1, "No space left on device"),
+        (OSError("odd"), 1, "odd"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_errors_become_one_line_and_a_code(
+    outcome: BaseException | int,
+    code: int,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(cli, "import_command", lambda _: Subcommand(outcome))
+    assert cli.main([NAMES[0], "file"]) == code
+    expected = f"megatron-deberta: error: {message}\n" if message else ""
+    assert capsys.readouterr().err == expected
+
+
+@pytest.mark.parametrize("argv", [["--debug", NAMES[0]], [NAMES[0], "--debug"]])
+def test_debug_shows_the_traceback_too(
+    argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "import_command", lambda _: Subcommand(errors.DataError("bad")))
+    assert cli.main(argv) == errors.EXIT_FAILURE
+    shown = capsys.readouterr().err
+    assert "Traceback" in shown
+    assert shown.endswith("megatron-deberta: error: bad\n")
+
+
+def test_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "import_command", lambda _: Subcommand(ZeroDivisionError()))
+    with pytest.raises(ZeroDivisionError):
+        cli.main([NAMES[0]])
+
+
+def test_a_reader_that_left_is_no_error() -> None:
+    probe = (
+        "import sys; from megatron_deberta.cli import main as cli\n"
+        "class Talker:\n"
+        "    def add_arguments(self, parser): pass\n"
+        "    def run(self, args):\n"
+        "        while True: print('x' * 1000)\n"
+        "cli.import_command = lambda _: Talker()\n"
+        f"sys.exit(cli.main(['{NAMES[0]}']))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", probe], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == cli.EXIT_PIPE_CLOSED
+
+
+@pytest.mark.parametrize(
+    "script", sorted((Path(__file__).parents[3] / "tools").glob("*.py")), ids=lambda path: path.stem
+)
+def test_tools_call_the_command(script: Path) -> None:
+    text = script.read_text(encoding="utf-8")
+    called = [name for name in NAMES if f'main(["{name}", *sys.argv[1:]])' in text]
+    assert len(called) == 1, f"{script.name} calls {called}"

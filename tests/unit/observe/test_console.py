@@ -1,0 +1,68 @@
+"""The live view on a terminal, and the plain lines where there is none."""
+
+import io
+import math
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from megatron_deberta.observe.console import LiveConsole, StepRecord, format_duration
+
+RECORD = StepRecord(
+    step=120,
+    loss=6.81234,
+    learning_rate=9.63e-4,
+    grad_norm=1.2041,
+    loss_scale=1.0,
+    tokens_per_second=9120.4,
+    utilization=0.412,
+    seconds_left=211,
+)
+
+
+def test_without_a_terminal_each_record_is_one_clean_line() -> None:
+    out = io.StringIO()
+    with LiveConsole(600, console=Console(file=out, width=20)) as view:
+        view.advance(119)
+        view.update(RECORD)
+        view.note("validation 120: loss 6.9")
+    assert out.getvalue() == (
+        "step 120/600 | loss 6.8123 | lr 9.630e-04 | grad norm 1.204 | tokens/s 9,120 | "
+        "MFU 41.2% | ETA 0:03:31\nvalidation 120: loss 6.9\n"
+    )
+
+
+def test_lines_say_what_applies() -> None:
+    out = io.StringIO()
+    view = LiveConsole(600, console=Console(file=out))
+    view.update(replace(RECORD, loss_scale=65536.0, utilization=math.nan))
+    assert "loss scale 65536" in out.getvalue()
+    assert "MFU" not in out.getvalue()
+
+
+def test_on_a_terminal_a_panel_is_drawn_and_left_behind() -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=120, color_system=None)
+    with LiveConsole(600, first_step=100, title="runs/first", console=console) as view:
+        view.update(RECORD)
+        view.note("saved step 120")
+    shown = out.getvalue()
+    for text in ("runs/first", "6.8123", "grad norm", "41.2%", "step 120/600", "20%", "saved"):
+        assert text in shown
+
+
+def test_the_terminal_is_given_back_after_an_error() -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True)
+    with pytest.raises(RuntimeError), LiveConsole(10, console=console):
+        raise RuntimeError
+    assert out.getvalue().rstrip().endswith("\x1b[?25h")  # the cursor is shown again
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0:00:00"), (211, "0:03:31"), (90061, "1d 1:01:01"), (math.inf, "unknown")],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text

@@ -1,0 +1,95 @@
+"""Metrics files: appended, cut on resume, never half-written."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_deberta.errors import DataError
+from megatron_deberta.observe.metrics import MetricsWriter, plot_loss, read_metrics
+
+
+def write_steps(folder: Path, first: int, last: int, resume_step: int = 0) -> None:
+    with MetricsWriter(folder, resume_step=resume_step, tensorboard=False) as writer:
+        for step in range(first, last + 1):
+            writer.write(step, {"loss": 10 / step})
+
+
+def test_records_are_json_lines_in_order(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path / "run", tensorboard=False) as writer:
+        writer.write(1, {"loss": 2.5, "lr": 1e-4})
+        writer.write(1, {"loss": 2.75}, kind="validation")
+        lines = writer.path.read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {"step": 1, "kind": "train", "loss": 2.5, "lr": 1e-4},
+        {"step": 1, "kind": "validation", "loss": 2.75},
+    ]
+
+
+def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        writer.write(1, {"grad_norm": float("inf"), "loss": float("nan")})
+    assert read_metrics(writer.path)[0] == {
+        "step": 1,
+        "kind": "train",
+        "grad_norm": None,
+        "loss": None,
+    }
+
+
+def test_resume_cuts_what_comes_again(tmp_path: Path) -> None:
+    write_steps(tmp_path, 1, 10)
+    write_steps(tmp_path, 7, 12, resume_step=6)
+    steps = [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")]
+    assert steps == list(range(1, 13))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_torn_last_line_is_cut(tmp_path: Path) -> None:
+    write_steps(tmp_path, 1, 3)
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:-5])
+    assert [record["step"] for record in read_metrics(path)] == [1, 2]
+    write_steps(tmp_path, 3, 4, resume_step=3)
+    assert [record["step"] for record in read_metrics(path)] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("line", ["not json", "[1]", '{"loss": 1}', '{"step": "x"}'])
+def test_foreign_lines_are_named_and_kept(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"step": 1}}\n{line}\n')
+    before = path.read_bytes()
+    with pytest.raises(DataError, match=r"metrics\.jsonl:2: not a metrics record"):
+        MetricsWriter(tmp_path, tensorboard=False)
+    assert path.read_bytes() == before
+
+
+def test_tensorboard_events_hold_the_same(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(5, {"loss": 1.5})
+        writer.write(5, {"loss": 1.75}, kind="validation")
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(item.step, item.value) for item in events.Scalars("train/loss")] == [(5, 1.5)]
+    assert events.Scalars("validation/loss")[0].value == 1.75
+
+
+def test_loss_curve_is_a_picture(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        for step in (1, 2, 3):
+            writer.write(step, {"loss": 5.0 / step})
+        writer.write(3, {"loss": 2.0}, kind="validation")
+    picture = tmp_path / "loss.png"
+    plot_loss(writer.path, picture, unigram=6.5)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert not list(tmp_path.glob("*.tmp*"))
+
+
+def test_nothing_to_draw_is_an_error(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        writer.write(1, {"loss": float("nan")})
+    with pytest.raises(DataError, match="no finite loss"):
+        plot_loss(writer.path, tmp_path / "loss.png")
+    assert not (tmp_path / "loss.png").exists()

@@ -1,0 +1,170 @@
+"""Walks the package's syntax and holds what ``docs/architecture.md`` promises about it."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "megatron_deberta"
+FILES = sorted(PACKAGE.rglob("*.py"))
+IDS = [str(path.relative_to(PACKAGE)) for path in FILES]
+EVERYTHING = {"everything"}
+MUTABLE = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
+MUTATORS = {
+    "append", "extend", "insert", "add", "update", "setdefault", "pop", "popitem", "clear",
+    "remove", "discard", "sort", "reverse",
+}  # fmt: skip
+OBJECT_COLLECTIVES = {
+    "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list",
+    "send_object_list", "recv_object_list",
+}  # fmt: skip
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def arrows() -> dict[str, set[str]]:
+    """Read the table of docs/architecture.md: folder -> folders (or modules) it may import."""
+    table: dict[str, set[str]] = {}
+    for line in (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 3 and cells[0].startswith("`") and cells[0].endswith("/`"):
+            allowed = cells[2]
+            folder = cells[0].strip("`/")
+            if allowed == "everything above":
+                table[folder] = set(table)
+            elif allowed == "everything":
+                table[folder] = EVERYTHING
+            else:
+                table[folder] = {
+                    name.strip(" `") for name in allowed.split(",") if name != "nothing"
+                }
+    return table
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Every module that a tree imports, wherever the statement stands."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports hide where a module comes from"
+            assert node.module is not None
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def dotted(node: ast.AST) -> str:
+    """``torch.load`` for the expression of that text; empty for anything but names and dots."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        before = dotted(node.value)
+        return f"{before}.{node.attr}" if before else ""
+    return ""
+
+
+def test_the_table_names_every_folder() -> None:
+    table = arrows()
+    folders = {path.parent.name for path in FILES if path.parent.parent == PACKAGE}
+    assert folders - {"config"} <= set(table)
+    assert table["ops"] == set()
+    assert table["objectives"] == {"model"}
+    assert "engine" in table["train"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=IDS)
+def test_imports_follow_the_arrows(path: Path) -> None:
+    relative = path.relative_to(PACKAGE)
+    if len(relative.parts) == 1:
+        return
+    folder = relative.parts[0]
+    allowed = {*arrows().get(folder, set()), folder, "config", "errors", "__version__"}
+    if allowed >= EVERYTHING:
+        return
+    if folder == "config":
+        allowed = {"config", "errors"}
+    for module in imports(parse(path)):
+        if not module.startswith("megatron_deberta."):
+            continue
+        inside = module.removeprefix("megatron_deberta.")
+        assert any(
+            inside == name or inside.startswith(f"{name}.") or name.startswith(f"{inside}.")
+            for name in allowed
+        ), f"{relative} imports {module}; {folder}/ may import {sorted(allowed)}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=IDS)
+def test_model_and_operator_know_no_ranks(path: Path) -> None:
+    if path.relative_to(PACKAGE).parts[0] not in {"model", "ops", "objectives"}:
+        return
+    tree = parse(path)
+    assert not [module for module in imports(tree) if module.startswith("torch.distributed")]
+    assert not [node for node in ast.walk(tree) if dotted(node).startswith("torch.distributed")]
+
+
+@pytest.mark.parametrize("path", FILES, ids=IDS)
+def test_nothing_that_executes_data(path: Path) -> None:
+    tree = parse(path)
+    modules = {module.split(".")[0] for module in imports(tree)}
+    assert not modules & {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal"}
+    forbidden = {"eval", "exec", "os.system", "os.popen", "torch.load", "torch.save"}
+    if path.name == "legacy_bin.py":
+        # Reads a pickled release, only when asked by flag, in a process of its own.
+        forbidden -= {"torch.load"}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        called = dotted(node.func)
+        place = f"{path.name}:{node.lineno}: {called}"
+        assert called not in forbidden, place
+        assert called.split(".")[-1] not in OBJECT_COLLECTIVES, f"{place} pickles"
+        for keyword in node.keywords:
+            off = isinstance(keyword.value, ast.Constant) and keyword.value.value is False
+            risky = keyword.arg == "shell" or (
+                keyword.arg == "allow_pickle" and called.startswith(("np.", "numpy."))
+            )
+            assert off or not risky, f"{place}({keyword.arg}=)"
+            if called == "torch.load" and keyword.arg == "weights_only":
+                assert isinstance(keyword.value, ast.Constant)
+                assert keyword.value.value is True, place
+
+
+@pytest.mark.parametrize("path", FILES, ids=IDS)
+def test_no_module_level_state(path: Path) -> None:
+    tree = parse(path)
+    containers = set()
+    for node in tree.body:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, MUTABLE):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            containers |= {target.id for target in targets if isinstance(target, ast.Name)}
+    for node in ast.walk(tree):
+        assert not isinstance(node, ast.Global), f"{path.name}:{node.lineno}: global statement"
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            changed = dotted(node.func.value) if node.func.attr in MUTATORS else ""
+        elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
+            changed = dotted(node.value)
+        elif isinstance(node, ast.AugAssign):
+            changed = dotted(node.target)
+        else:
+            continue
+        assert changed not in containers, f"{path.name}:{node.lineno}: changes {changed}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=IDS)
+def test_rooms_are_small(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert path.stem not in {"utils", "helpers", "common"}
+    assert text.count("\n") <= 500, f"{path.name} has {text.count(chr(10))} lines"
+    tree = ast.parse(text)
+    assert not text or ast.get_docstring(tree), f"{path.name} does not say what it owns"
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            assert node.end_lineno is not None
+            # A contract may be as long as it needs to be.
+            first = node.body[1 if ast.get_docstring(node) and len(node.body) > 1 else 0]
+            lines = node.end_lineno - first.lineno + 1
+            assert lines <= 60, f"{path.name}:{node.lineno}: {node.name} has {lines} lines"
