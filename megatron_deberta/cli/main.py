@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import select
 import sys
 import traceback
 from collections.abc import Sequence
@@ -125,13 +126,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def stdout_is_closed() -> bool:
     """Tell whether the reader of our output (``head``, a pager) has left; if so, write no more."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # Python flushes once more on its way out, and would complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
-    return False
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    if not any(event & select.POLLERR for _, event in poll.poll(0)):
+        return False
+    # Python flushes once more on its way out, and would complain.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def describe(error: MegatronDebertaError | OSError) -> str:
