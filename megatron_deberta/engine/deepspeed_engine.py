@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_deberta.config.schema import RunConfig
@@ -19,6 +18,7 @@ from megatron_deberta.engine.deepspeed_config import deepspeed_config
 from megatron_deberta.engine.deepspeed_runtime import (
     ModelParallelUnit,
     deepspeed_environment,
+    end_single_process,
     import_deepspeed,
     start_single_process,
 )
@@ -55,7 +55,7 @@ class DeepSpeedZeroEngine:
     ) -> None:
         settings = deepspeed_config(config, groups.dp_size)
         deepspeed = import_deepspeed(groups.device)
-        self._owns_process_group = start_single_process(groups)
+        start_single_process(groups)
         self._module = module
         self._groups = groups
         self._stage: int = config.precision.zero_stage
@@ -155,9 +155,10 @@ class DeepSpeedZeroEngine:
 
     def destroy(self) -> None:
         """Remove DeepSpeed's hooks and, where it was started here, end ``torch.distributed``."""
+        self._engine.module_forward_pre_hook.remove()
+        self._engine.module_forward_post_hook.remove()
         self._engine.destroy()
-        if self._owns_process_group:
-            dist.destroy_process_group()
+        end_single_process(self._groups)
 
     def _step_unsharded(self) -> float:
         """Stage 0: clip by our own norm, as DeepSpeed would not tell its. inf if skipped."""

@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.engine.deepspeed_config import deepspeed_config
-from megatron_deberta.errors import ConfigError
+from megatron_deberta.errors import ConfigError, TopologyError
 from megatron_deberta.parallel.topology import ProcessGroups
 
 
@@ -115,18 +115,29 @@ def deepspeed_environment(groups: ProcessGroups) -> Iterator[None]:
             os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] = of_open_mpi
 
 
-def start_single_process(groups: ProcessGroups) -> bool:
+def start_single_process(groups: ProcessGroups) -> None:
     """Start ``torch.distributed`` for a process that is alone; DeepSpeed cannot do without.
 
-    Returns:
-        Whether it was started here, so that the caller ends it.
+    Raises:
+        TopologyError: the grid says one process, but ``torch.distributed`` has more.
     """
-    if dist.is_initialized():
-        return False
-    backend = "nccl" if groups.device.type == "cuda" else "gloo"
-    # A store in memory needs no port, no file and no variable of a launcher.
-    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-    return True
+    if groups.dp_group is not None:
+        return
+    if not dist.is_initialized():
+        backend = "nccl" if groups.device.type == "cuda" else "gloo"
+        # A store in memory needs no port, no file and no variable of a launcher.
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    elif dist.get_world_size() > 1:
+        raise TopologyError(
+            f"the engine got a grid of one process, but torch.distributed has "
+            f"{dist.get_world_size()}; build the grid with parallel.topology.build_grid"
+        )
+
+
+def end_single_process(groups: ProcessGroups) -> None:
+    """End what :func:`start_single_process` started."""
+    if groups.dp_group is None and dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def zero3_partition(module: nn.Module, groups: ProcessGroups, config: RunConfig) -> None:

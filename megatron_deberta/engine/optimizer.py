@@ -7,6 +7,7 @@ Owns the parameter groups and the choice of an implementation. Refuses learning 
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_deberta.config.schema import OptimizerConfig
+
+logger = logging.getLogger(__name__)
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Keys of Adam's moments in an optimizer's state, whichever implementation runs."""
@@ -68,13 +71,17 @@ def build_optimizer(
         "eps": config.eps,
     }
     fused_adam = apex_fused_adam() if allow_apex else None
+    optimizer: torch.optim.Optimizer
     if fused_adam is not None:
-        return fused_adam(
+        optimizer = fused_adam(
             groups, adam_w_mode=True, bias_correction=config.bias_correction, **arguments
         )
-    if config.bias_correction:
-        return torch.optim.AdamW(groups, fused=True, **arguments)
-    return UncorrectedAdamW(groups, **arguments)
+    elif config.bias_correction:
+        optimizer = torch.optim.AdamW(groups, fused=True, **arguments)
+    else:
+        optimizer = UncorrectedAdamW(groups, **arguments)
+    logger.info("optimizer: %s.%s", type(optimizer).__module__, type(optimizer).__name__)
+    return optimizer
 
 
 def apex_fused_adam() -> Callable[..., torch.optim.Optimizer] | None:

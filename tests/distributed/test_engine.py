@@ -12,8 +12,10 @@ from megatron_deberta.engine.grad_norm import any_nonfinite
 from megatron_deberta.parallel.topology import ProcessGroups, single_process_groups
 from tests.support.ranks import RankPool, grid
 from tests.support.toy_engine import (
+    MICRO_BATCHES,
     assert_same_states,
     local_part,
+    micro_batch,
     start,
     states,
     toy_config,
@@ -115,8 +117,6 @@ def norm_on_one_process(groups: ProcessGroups) -> float:
     """The same global batch in one plain process: as many micro batches as rows demand."""
     alone = single_process_groups(torch.device("cpu"))
     engine = start(toy_config("plain"), alone)
-    from tests.support.toy_engine import MICRO_BATCHES, micro_batch
-
     whole = [
         ProcessGroups(0, 1, 0, 1, dp_rank, groups.dp_size, None, None, alone.device)
         for dp_rank in range(groups.dp_size)

@@ -10,6 +10,8 @@ from megatron_deberta.engine import deepspeed_config
 from megatron_deberta.engine.deepspeed_runtime import zero3_partition
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.engine.protocol import ParameterState
+from megatron_deberta.errors import TopologyError
+from megatron_deberta.parallel.topology import single_process_groups
 from tests.support.ranks import RankPool, grid
 from tests.support.toy_engine import (
     Toy,
@@ -159,3 +161,13 @@ def test_zero3_partitions_module_by_module_and_trains_the_same(
     two_ranks: RankPool, dtype: str
 ) -> None:
     two_ranks.run(partitioned_while_building, dtype)
+
+
+def grid_of_one_in_a_world_of_two(rank: int) -> str:
+    with pytest.raises(TopologyError) as refusal:
+        start(toy_config("deepspeed"), single_process_groups(torch.device("cpu")))
+    return str(refusal.value)
+
+
+def test_a_grid_that_is_not_the_worlds_is_refused(two_ranks: RankPool) -> None:
+    assert "has 2" in two_ranks.run(grid_of_one_in_a_world_of_two)[0]

@@ -15,13 +15,16 @@ import torch.distributed as dist
 
 from megatron_deberta.engine import deepspeed_config
 from megatron_deberta.engine.deepspeed_runtime import ModelParallelUnit
+from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.parallel.topology import single_process_groups
 from tests.support.toy_engine import (
     assert_same_states,
+    build_toy,
     micro_batch,
     start,
     states,
     toy_config,
+    toy_specs,
     train,
 )
 
@@ -149,6 +152,14 @@ def test_fp16_on_cpu_is_allowed_only_while_deepspeed_starts() -> None:
 def test_deepspeed_is_not_told_of_a_sequence_parallelism_of_its_own() -> None:
     # With this method it would ignore the tensor- and data-parallel groups.
     assert not hasattr(ModelParallelUnit(GROUPS), "initialize_sequence_parallel")
+
+
+def test_hooks_go_with_the_engine() -> None:
+    config = toy_config("deepspeed")
+    module = build_toy(GROUPS, "fp32")
+    build_engine(config, module, toy_specs(module), GROUPS).destroy()
+    assert not module._forward_pre_hooks
+    assert not module._forward_hooks
 
 
 def test_local_rank_is_the_gpus_not_the_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
