@@ -90,6 +90,13 @@ def _find_sentencepiece(folder: Path) -> Path | None:
 
 
 def _load_sentencepiece(path: Path) -> Tokenizer:
+    config = _read_config(path.with_name(CONFIG_FILE))
+    for setting in ("do_lower_case", "split_by_punct"):
+        if config.get(setting):
+            raise DataError(
+                f"tokenizer {path}: {setting}=true in {CONFIG_FILE} is not supported with a "
+                f"SentencePiece model; convert it to {JSON_FILE} first"
+            )
     return sentencepiece_tokenizer(_read(path), f"tokenizer {path}")
 
 

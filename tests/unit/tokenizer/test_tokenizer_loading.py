@@ -141,3 +141,15 @@ def test_useless_paths_are_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(DataError, match=r"not a tokenizer\.json"):
         load_tokenizer(str(tmp_path))
+
+
+def test_lower_casing_beside_a_sentencepiece_model_is_not_ignored(
+    unigram_dir: str, tmp_path: Path
+) -> None:
+    shutil.copy(f"{unigram_dir}/spm.model", tmp_path)
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text('{"do_lower_case": false, "vocab_type": "spm"}')
+    assert load_tokenizer(str(tmp_path)).vocab_size == 2100
+    config.write_text('{"do_lower_case": true}')
+    with pytest.raises(DataError, match="do_lower_case=true"):
+        load_tokenizer(str(tmp_path))
