@@ -150,10 +150,10 @@ def find_newest(run_dir: str | os.PathLike[str]) -> Path | None:
 
 def choose_intact(
     run_dir: str | os.PathLike[str], groups: ProcessGroups, *, hashes: bool = True
-) -> Path | None:
-    """Find the newest committed checkpoint that is not damaged. Collective over all ranks.
+) -> CheckpointReader | None:
+    """Open the newest committed checkpoint that is not damaged. Collective over all ranks.
 
-    Rank 0 looks and decides; the ranks divide the reading.
+    Rank 0 looks; the ranks divide the reading.
 
     Args:
         run_dir: folder of the run.
@@ -161,7 +161,7 @@ def choose_intact(
         hashes: compare SHA-256; otherwise only sizes and the manifest's hash.
 
     Returns:
-        The same on every rank; None if nothing was ever committed.
+        The same checkpoint on every rank; None if nothing was ever committed.
 
     Raises:
         CheckpointError: all committed checkpoints are damaged.
@@ -170,24 +170,33 @@ def choose_intact(
     num_steps = from_rank_zero(len(steps), groups)
     for number in range(num_steps):
         step = from_rank_zero(steps[-1 - number] if groups.rank == 0 else 0, groups)
-        path = step_dir(run_dir, step)
-        damaged = False
         try:
-            CheckpointReader(path).verify(
-                hashes=hashes, share=groups.rank, num_shares=groups.world_size
-            )
+            return open_intact(step_dir(run_dir, step), groups, hashes=hashes)
         except CheckpointError as error:
-            damaged = True
-            logger.error("checkpoint of step %d is refused: %s", step, error)
-        if not any_rank(damaged, groups):
-            return path
-        logger.warning("%s is damaged; looking for the checkpoint before it", path)
+            logger.warning("%s; trying the checkpoint before it", error)
     if num_steps:
         raise CheckpointError(
             f"all {num_steps} checkpoints in {checkpoints_dir(run_dir)} are damaged; restore one, "
             "or start a new train.run_dir"
         )
     return None
+
+
+def open_intact(path: Path, groups: ProcessGroups, *, hashes: bool = True) -> CheckpointReader:
+    """Open a checkpoint and check its files, the ranks sharing the work. Collective over all ranks.
+
+    Raises:
+        CheckpointError: it is not committed or damaged, which any rank's share shows to all.
+    """
+    problem: CheckpointError | None = None
+    try:
+        reader = CheckpointReader(path)
+        reader.verify(hashes=hashes, share=groups.rank, num_shares=groups.world_size)
+    except CheckpointError as error:
+        problem = error
+    if any_rank(problem is not None, groups):
+        raise problem or CheckpointError(f"{path} is damaged, as another rank says")
+    return reader
 
 
 def load(
@@ -212,11 +221,6 @@ def load(
     """
     _check_shapes(reader, specs)
     kinds = (WEIGHT,) if weights_only else KINDS
-    if not set(kinds) <= set(reader.kinds):
-        raise CheckpointError(
-            f"{reader.path} holds weights only and cannot be resumed; name it in "
-            "checkpoint.load_from of a new run"
-        )
 
     def fetch(name: str) -> ParameterState:
         return ParameterState(

@@ -1,0 +1,111 @@
+"""Pretrain as one rank of a run: under torchrun, srun or mpirun, or alone.
+
+megatron-deberta pretrain RUN.yaml [section.key=value ...]
+
+Continues from the newest intact checkpoint in train.run_dir, if there is one. SIGTERM, SIGUSR1 and
+SIGUSR2 end the run after the present step with a checkpoint and exit code 75: start it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections import Counter
+
+from omegaconf import OmegaConf
+
+from megatron_deberta.checkpoint.resume import FLAG
+from megatron_deberta.config import load_config, validate_for_world
+from megatron_deberta.config.schema import RunConfig
+from megatron_deberta.errors import EXIT_DONE
+from megatron_deberta.model.shapes import parameter_shapes
+from megatron_deberta.parallel.environment import read_environment
+from megatron_deberta.sharding.plan import specify
+from megatron_deberta.train.preemption import StopSignal
+from megatron_deberta.train.run import pretrain
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("config", metavar="RUN.yaml", help="the run's configuration")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="in place of the file's values"
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print the resolved configuration, ranks, batch and parameters, and stop",
+    )
+    parser.add_argument(
+        FLAG,
+        action="store_true",
+        help="continue with another optimizer, precision or number of steps than the checkpoint's",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train, or describe what would be trained."""
+    config = load_config(args.config, args.overrides)
+    if args.dry_run:
+        print(describe_run(config))
+        return EXIT_DONE
+    with StopSignal() as stop:
+        return pretrain(config, stop, allow_config_change=args.allow_config_change)
+
+
+def describe_run(config: RunConfig) -> str:
+    """Resolved config, rank grid, batch arithmetic and parameters, as text.
+
+    Sized for the ranks of the launcher, or else for ``cluster.nodes`` full nodes, if given.
+
+    Raises:
+        ConfigError: the batch does not divide.
+        TopologyError: the ranks do not divide.
+    """
+    environment = read_environment()
+    world_size = environment.world_size
+    if environment.launcher == "none":
+        world_size = max(1, config.cluster.nodes * config.cluster.ranks_per_node)
+    batch = validate_for_world(config, world_size)
+    tp_size = config.parallel.tensor_parallel_size
+    return "\n".join(
+        (
+            OmegaConf.to_yaml(OmegaConf.structured(config)),
+            f"ranks: {world_size} = {batch.dp_size} data-parallel x {tp_size} tensor-parallel, "
+            "rank = dp_rank * tp_size + tp_rank",
+            f"batch: {config.train.global_batch_size} sequences = {batch.dp_size} data-parallel x "
+            f"{batch.micro_batch_size} a micro batch x {batch.accumulation_steps} accumulated; "
+            f"{batch.tokens_per_step:,} tokens a step, "
+            f"{batch.tokens_per_step * config.train.steps:,} in {config.train.steps:,} steps",
+            "",
+            *_parameter_table(config, tp_size),
+        )
+    )
+
+
+def _parameter_table(config: RunConfig, tp_size: int) -> list[str]:
+    """One line a parameter, those of all layers together, and the sums."""
+    shapes = parameter_shapes(config.model)
+    times = Counter(map(_without_layer, shapes))
+    lines = [f"{'parameter':<58}{'shape':>16}{'times':>7}{'elements':>16}  on a rank"]
+    for name, shape in {_without_layer(name): shape for name, shape in shapes.items()}.items():
+        local = specify(name, shape, 0, tp_size).local_shape
+        lines.append(
+            f"{name:<58}{_product(shape):>16}{times[name]:>7}"
+            f"{times[name] * math.prod(shape):>16,}  {_product(local)}"
+        )
+    total = sum(map(math.prod, shapes.values()))
+    local_total = sum(
+        math.prod(specify(name, shape, 0, tp_size).local_shape) for name, shape in shapes.items()
+    )
+    lines.append(f"{'all':<81}{total:>16,}  {local_total:,}")
+    return lines
+
+
+def _without_layer(name: str) -> str:
+    return re.sub(r"\.layers\.\d+\.", ".layers.N.", name)
+
+
+def _product(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape))

@@ -1,0 +1,40 @@
+"""Identifies a run's training data by content, so that a resume cannot swap it.
+
+Owns what counts: shards, their order and weights, and whether validation is split off them.
+Refuses paths: moved files are the same data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+from megatron_deberta.config.schema import DataConfig
+from megatron_deberta.data.build import parse_prefixes
+from megatron_deberta.data.indexed_format import bin_path, idx_path
+from megatron_deberta.data.manifest import read_manifest
+
+
+def data_fingerprint(data: DataConfig) -> str:
+    """SHA-256 (hex) over the training shards' hashes.
+
+    A shard without a manifest, as Megatron writes it, counts by its index and its size.
+
+    Raises:
+        ConfigError: prefixes or weights are malformed.
+        DataError: a manifest is damaged.
+        OSError: a shard cannot be read.
+    """
+    components, weights = parse_prefixes(data.train, "data.train")
+    shards = [[_shard_identity(prefix) for prefix in component] for component in components]
+    content = [shards, weights, bool(data.validation)]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def _shard_identity(prefix: str) -> list[str]:
+    manifest = read_manifest(prefix)
+    if manifest is not None:
+        return [manifest.idx_sha256, manifest.bin_sha256]
+    index = hashlib.sha256(Path(idx_path(prefix)).read_bytes()).hexdigest()
+    return [index, str(Path(bin_path(prefix)).stat().st_size)]

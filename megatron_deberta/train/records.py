@@ -1,0 +1,108 @@
+"""What rank 0 writes about a run: metrics, terminal, the unigram baseline and the loss curve.
+
+Owns the records' lifetime. Refuses to measure (``evaluate.py``, ``observe.throughput``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console
+
+from megatron_deberta.config import save_config
+from megatron_deberta.config.schema import RunConfig
+from megatron_deberta.data.batch import Batch
+from megatron_deberta.data.build import Corpora
+from megatron_deberta.data.unigram import unigram_cross_entropy, unigram_log_probabilities
+from megatron_deberta.observe.console import LiveConsole
+from megatron_deberta.observe.metrics import MetricsWriter, plot_loss, read_metrics
+from megatron_deberta.train.evaluate import Evaluation
+
+UNIGRAM_METRIC = "unigram_loss"
+"""Cross-entropy of the validation targets by token frequency alone, recorded once, at step 0."""
+
+
+class RunRecords:
+    """The files and the terminal of a run; a context manager, used by rank 0 only.
+
+    Args:
+        config: the run.
+        first_step: optimizer steps done; later records are dropped.
+        last_step: where this process will end.
+        terminal: where to draw.
+
+    Attributes:
+        writer: of ``metrics.jsonl``.
+        console: of the terminal.
+    """
+
+    def __init__(
+        self, config: RunConfig, first_step: int, last_step: int, terminal: Console
+    ) -> None:
+        self._run_dir = Path(config.train.run_dir)
+        self._run_dir.mkdir(parents=True, exist_ok=True)
+        save_config(config, self._run_dir / "config.yaml")
+        self.writer = MetricsWriter(
+            self._run_dir, resume_step=first_step, tensorboard=config.log.tensorboard
+        )
+        self.console = LiveConsole(
+            last_step, first_step=first_step, title=str(self._run_dir), console=terminal
+        )
+        self._unigram = next(
+            (
+                float(record[UNIGRAM_METRIC])
+                for record in read_metrics(self.writer.path)
+                if UNIGRAM_METRIC in record
+            ),
+            None,
+        )
+
+    def __enter__(self) -> RunRecords:
+        """Take the terminal."""
+        self.console.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Give the terminal back and close the files."""
+        self.console.__exit__(kind, error, trace)
+        self.writer.close()
+
+    def measure_unigram(
+        self, corpora: Corpora, vocab_size: int, batches: Callable[[], Iterable[Batch]]
+    ) -> None:
+        """Record the unigram baseline, unless the run has it already.
+
+        Args:
+            corpora: documents of the run.
+            vocab_size: ids of the tokenizer.
+            batches: gives all validation batches, those of every rank.
+        """
+        if self._unigram is not None:
+            return
+        frequencies = unigram_log_probabilities(corpora.train, corpora.weights, vocab_size)
+        total, targets = unigram_cross_entropy(frequencies, batches())
+        self._unigram = total / max(targets, 1)
+        values = {UNIGRAM_METRIC: self._unigram, "num_targets": targets}
+        self.writer.write(0, values, kind="validation")
+
+    def report(self, step: int, evaluation: Evaluation) -> None:
+        """Record and show a validation."""
+        self.writer.write(step, asdict(evaluation), kind="validation")
+        baseline = "" if self._unigram is None else f" | unigram loss {self._unigram:.4f}"
+        self.console.note(
+            f"validation at step {step} | loss {evaluation.loss:.4f} | perplexity "
+            f"{evaluation.perplexity:.2f} | masked accuracy {evaluation.masked_accuracy:.1%}"
+            f"{baseline}"
+        )
+
+    def plot(self) -> None:
+        """Draw ``loss.png``."""
+        plot_loss(self.writer.path, self._run_dir / "loss.png", unigram=self._unigram)

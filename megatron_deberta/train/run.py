@@ -1,0 +1,271 @@
+"""A whole run of one rank: everything is built, connected, run and closed here.
+
+Owns the order of start-up, from the environment to the loop. Refuses what the parts do themselves.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import sys
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from megatron_deberta.checkpoint import store
+from megatron_deberta.checkpoint.layout import CheckpointMetadata
+from megatron_deberta.config import config_to_dict, validate_for_world
+from megatron_deberta.config.schema import RunConfig
+from megatron_deberta.data.batch import Batch
+from megatron_deberta.data.build import Corpora, build_loaders, open_corpora, tokenizer_path
+from megatron_deberta.data.ledger import Ledger
+from megatron_deberta.data.loader import ValidationLoader
+from megatron_deberta.data.vocabulary import Vocabulary
+from megatron_deberta.engine.factory import build_engine
+from megatron_deberta.engine.protocol import Engine
+from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError
+from megatron_deberta.observe.logs import setup_logging
+from megatron_deberta.observe.throughput import (
+    ThroughputMeter,
+    measure_matmul_rate,
+    training_flops_per_token,
+)
+from megatron_deberta.parallel.environment import RankEnvironment, read_environment
+from megatron_deberta.parallel.topology import ProcessGroups, init_process_groups, shutdown
+from megatron_deberta.sharding.build import ShardedModel, build_model
+from megatron_deberta.tokenizer import load_tokenizer
+from megatron_deberta.train.evaluate import evaluate
+from megatron_deberta.train.fingerprint import data_fingerprint
+from megatron_deberta.train.hooks import EvaluateHook, Hook, LedgerHook, LogHook, SaveHook
+from megatron_deberta.train.preemption import StopSignal
+from megatron_deberta.train.records import RunRecords
+from megatron_deberta.train.start import Identity, choose_start, load_start
+from megatron_deberta.train.state import TrainState
+from megatron_deberta.train.step import TrainStep
+from megatron_deberta.train.trainer import Trainer, last_step
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Torch's names of ``precision.dtype``."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Data:
+    """What a run is trained on."""
+
+    vocabulary: Vocabulary
+    corpora: Corpora
+    identity: Identity
+
+
+@dataclass(frozen=True, slots=True)
+class _Assembled:
+    """What the loop connects."""
+
+    config: RunConfig
+    groups: ProcessGroups
+    data: _Data
+    model: ShardedModel
+    engine: Engine
+
+
+def pretrain(config: RunConfig, stop: StopSignal, *, allow_config_change: bool = False) -> int:
+    """Train as one rank of a run. Collective over all ranks of the job.
+
+    Args:
+        config: the run.
+        stop: remembers signals.
+        allow_config_change: continue with other optimizer settings than the checkpoint's.
+
+    Returns:
+        The exit code of ``errors``: done, or stopped by a signal with a committed checkpoint.
+
+    Raises:
+        MegatronDebertaError: see ``errors``.
+    """
+    environment = read_environment()
+    terminal = Console(file=sys.stdout)
+    setup_logging(
+        config.log.level,
+        rank=environment.rank,
+        world_size=environment.world_size,
+        console=terminal,
+    )
+    validate_for_world(config, environment.world_size)
+    device = choose_device(config)
+    set_determinism(device, environment)
+    data = _open_data(config, environment.rank)
+    try:
+        groups = init_process_groups(
+            config.parallel.tensor_parallel_size,
+            device,
+            config.cluster.timeout_minutes,
+            environment,
+        )
+        start = choose_start(config, groups, data.identity, allow_config_change)
+        model = _build_model(config, groups)
+        engine = build_engine(config, model.module, model.specs, groups)
+        load_start(start, engine, model.specs)
+        code = _train(_Assembled(config, groups, data, model, engine), start.state, stop, terminal)
+        engine.destroy()
+        return code
+    finally:
+        shutdown()
+
+
+def choose_device(config: RunConfig) -> torch.device:
+    """``train.device``, resolved on this machine.
+
+    Raises:
+        ConfigError: CUDA is asked for and there is none.
+    """
+    available = torch.cuda.is_available()
+    if config.train.device == "cuda" and not available:
+        raise ConfigError("train.device=cuda but this machine has none; use auto or cpu")
+    return torch.device("cuda" if available and config.train.device != "cpu" else "cpu")
+
+
+def set_determinism(device: torch.device, environment: RankEnvironment) -> None:
+    """Make the same run give the same bits, and divide the cores among a node's ranks."""
+    if device.type != "cpu":
+        return
+    torch.use_deterministic_algorithms(True)
+    # That would also fill every new tensor, to show reads of memory nobody wrote.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    if "OMP_NUM_THREADS" not in os.environ:
+        # Every rank would take all cores.
+        torch.set_num_threads(max(1, torch.get_num_threads() // environment.local_world_size))
+
+
+def _open_data(config: RunConfig, rank: int) -> _Data:
+    path = tokenizer_path(config)
+    tokenizer = load_tokenizer(path)
+    vocabulary = Vocabulary.of(tokenizer)
+    if vocabulary.size > config.model.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size={config.model.vocab_size} is smaller than the {vocabulary.size} ids "
+            f"of tokenizer.path={path}; set model.vocab_size={vocabulary.size}"
+        )
+    corpora = open_corpora(config, vocabulary, config.data.verify_hashes and rank == 0)
+    identity = Identity(
+        tokenizer_path=str(Path(path).resolve()),
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        data_fingerprint=data_fingerprint(config.data),
+    )
+    return _Data(vocabulary, corpora, identity)
+
+
+def _build_model(config: RunConfig, groups: ProcessGroups) -> ShardedModel:
+    partition = None
+    if config.precision.engine == "deepspeed" and config.precision.zero_stage == 3:
+        # Only here: importing DeepSpeed takes time and reads its environment.
+        from megatron_deberta.engine.deepspeed_runtime import zero3_partition
+
+        def partition(module: nn.Module) -> None:
+            zero3_partition(module, groups, config)
+
+    return build_model(config, groups, DTYPES[config.precision.dtype], partition=partition)
+
+
+def _train(parts: _Assembled, state: TrainState, stop: StopSignal, terminal: Console) -> int:
+    config, groups = parts.config, parts.groups
+    vocabulary, corpora = parts.data.vocabulary, parts.data.corpora
+    train_loader, validation_loader = build_loaders(
+        config, vocabulary, groups.dp_rank, groups.dp_size, state.consumed_samples, corpora
+    )
+    with ExitStack() as open_files:
+        records: RunRecords | None = None
+        if groups.rank == 0:
+            records = RunRecords(config, state.step, last_step(config), terminal)
+            open_files.enter_context(records)
+        if records is not None and validation_loader is not None:
+            records.measure_unigram(corpora, vocabulary.size, lambda: _all_validation(parts))
+        ledger: Ledger | None = None
+        if config.data.ledger and groups.tp_rank == 0:
+            folder = Path(config.train.run_dir) / "ledger"
+            ledger = Ledger(folder, groups.dp_rank, groups.dp_size, state.step)
+            open_files.callback(ledger.close)
+        hooks = _hooks(parts, validation_loader, records, ledger)
+        train_step = TrainStep(parts.engine, config, groups)
+        trainer = Trainer(config, groups, state, train_loader, train_step, hooks, stop)
+        code = trainer.run()
+    if code == EXIT_REQUEUE and stop.received is not None:
+        logger.warning("stopped by %s with a checkpoint; requeue", stop.received.name)
+    if code == EXIT_DONE and records is not None:
+        records.plot()
+    return code
+
+
+def _all_validation(parts: _Assembled) -> Iterable[Batch]:
+    """The validation batches of every rank."""
+    data = parts.data
+    loader = build_loaders(parts.config, data.vocabulary, 0, 1, 0, data.corpora)[1]
+    return loader if loader is not None else ()
+
+
+def _hooks(
+    parts: _Assembled,
+    validation_loader: ValidationLoader | None,
+    records: RunRecords | None,
+    ledger: Ledger | None,
+) -> list[Hook]:
+    """What this rank does after a step, in order."""
+    config, groups = parts.config, parts.groups
+    meter = _meter(config, groups)
+    hooks: list[Hook] = []
+    if ledger is not None:
+        hooks.append(LedgerHook(ledger))
+    if records is not None:
+        hooks.append(
+            LogHook(config.log.every, last_step(config), meter, records.writer, records.console)
+        )
+    if validation_loader is not None:
+        validate = functools.partial(evaluate, parts.engine.module, validation_loader, groups)
+        report = records.report if records is not None else None
+        hooks.append(EvaluateHook(config.train.eval_every, validate, meter, report))
+    save = functools.partial(_save, parts)
+    hooks.append(SaveHook(config.checkpoint.save_every, save, meter, ledger))
+    return hooks
+
+
+def _meter(config: RunConfig, groups: ProcessGroups) -> ThroughputMeter:
+    rate = measure_matmul_rate(groups.device, DTYPES[config.precision.dtype])
+    length = config.data.sequence_length
+    return ThroughputMeter(
+        tokens_per_step=config.train.global_batch_size * length,
+        flops_per_token=training_flops_per_token(
+            config.model,
+            length,
+            config.train.micro_batch_size,
+            config.objective.mask_probability,
+        ),
+        matmul_rate=rate * groups.world_size,
+    )
+
+
+def _save(parts: _Assembled, state: TrainState) -> Path:
+    identity = parts.data.identity
+    metadata = CheckpointMetadata(
+        step=state.step,
+        consumed_samples=state.consumed_samples,
+        config=config_to_dict(parts.config),
+        tokenizer_fingerprint=identity.tokenizer_fingerprint,
+        tokenizer_path=identity.tokenizer_path,
+        data_fingerprint=identity.data_fingerprint,
+    )
+    config = parts.config
+    return store.save(
+        config.train.run_dir,
+        parts.engine,
+        parts.model.specs,
+        parts.groups,
+        metadata,
+        keep_last=config.checkpoint.keep_last,
+    )

@@ -1,0 +1,122 @@
+"""Where a run starts: from nothing, from weights, or where it was.
+
+Owns the choice and its checks. Refuses reading tensors itself (``checkpoint.store``).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_deberta.checkpoint import store
+from megatron_deberta.checkpoint.agreement import from_rank_zero
+from megatron_deberta.checkpoint.layout import COMMITTED_FILE, committed_steps
+from megatron_deberta.checkpoint.reader import CheckpointReader
+from megatron_deberta.checkpoint.resume import check_resume, check_same_architecture
+from megatron_deberta.config.schema import RunConfig
+from megatron_deberta.engine.protocol import Engine
+from megatron_deberta.errors import CheckpointError, ConfigError
+from megatron_deberta.parallel.topology import ProcessGroups
+from megatron_deberta.sharding.spec import ParameterSpec
+from megatron_deberta.train.state import TrainState
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a run is trained on, by content."""
+
+    tokenizer_path: str
+    """Where the tokenizer is."""
+    tokenizer_fingerprint: str
+    """Identifies it by content."""
+    data_fingerprint: str
+    """Identifies the training shards by content."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where a run starts."""
+
+    state: TrainState
+    """Its position."""
+    reader: CheckpointReader | None = None
+    """What to load; None keeps the initial weights."""
+    weights_only: bool = False
+    """A new run with another's weights."""
+
+
+def choose_start(
+    config: RunConfig, groups: ProcessGroups, identity: Identity, allow_config_change: bool
+) -> Start:
+    """Find what to start from. Collective over all ranks.
+
+    Args:
+        config: the run.
+        groups: the rank grid.
+        identity: tokenizer and data of the run.
+        allow_config_change: continue with other optimizer settings.
+
+    Raises:
+        ConfigError: ``checkpoint.resume=never`` and the folder has checkpoints.
+        CheckpointError: ``resume=must`` and it has none, all are damaged, or what is found was
+            trained with something else.
+    """
+    run_dir, resume = config.train.run_dir, config.checkpoint.resume
+    used = committed_steps(run_dir) if groups.rank == 0 else []
+    if resume == "never" and from_rank_zero(len(used), groups):
+        raise ConfigError(
+            f"checkpoint.resume=never but train.run_dir={run_dir} has checkpoints; name another "
+            "folder or use resume=auto"
+        )
+    reader = store.choose_intact(run_dir, groups, hashes=config.checkpoint.verify)
+    if reader is not None:
+        changed = check_resume(
+            reader,
+            config,
+            tokenizer_fingerprint=identity.tokenizer_fingerprint,
+            data_fingerprint=identity.data_fingerprint,
+            allow_change=allow_config_change,
+        )
+        logger.info("continuing from %s", reader.path)
+        for change in changed:
+            logger.info("changed since: %s", change)
+        return Start(TrainState(reader.metadata.step, reader.metadata.consumed_samples), reader)
+    if resume == "must":
+        raise CheckpointError(
+            f"checkpoint.resume=must but train.run_dir={run_dir} has no committed checkpoint; "
+            "use resume=auto to start a new run"
+        )
+    if config.checkpoint.load_from:
+        return Start(TrainState(0, 0), _open_weights(config, groups, identity), weights_only=True)
+    return Start(TrainState(0, 0))
+
+
+def load_start(start: Start, engine: Engine, specs: Mapping[str, ParameterSpec]) -> None:
+    """Bring a fresh engine to where the run starts. Collective over all ranks.
+
+    Raises:
+        CheckpointError: the checkpoint is of another model or damaged.
+    """
+    if start.reader is not None:
+        store.load(start.reader, engine, specs, weights_only=start.weights_only)
+
+
+def _open_weights(config: RunConfig, groups: ProcessGroups, identity: Identity) -> CheckpointReader:
+    """Open ``checkpoint.load_from``: a checkpoint, or a run's folder, of which the newest."""
+    path = Path(config.checkpoint.load_from)
+    if not (path / COMMITTED_FILE).exists():
+        path = store.find_newest(path) or path
+    reader = store.open_intact(path, groups, hashes=config.checkpoint.verify)
+    check_same_architecture(reader, config)
+    if reader.metadata.tokenizer_fingerprint != identity.tokenizer_fingerprint:
+        logger.warning(
+            "%s was trained with another tokenizer than %s; its embeddings mean other tokens",
+            path,
+            identity.tokenizer_path,
+        )
+    logger.info("starting with the weights of %s", path)
+    return reader

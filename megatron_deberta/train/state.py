@@ -1,0 +1,63 @@
+"""What changes from step to step, besides the engine.
+
+Owns the run's position. Refuses random state: there is none, because everything random is a
+function of the step and the sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from megatron_deberta.data.batch import Batch
+from megatron_deberta.engine.protocol import StepOutcome
+
+
+@dataclass(frozen=True, slots=True)
+class TrainState:
+    """Where a run is."""
+
+    step: int
+    """Optimizer steps done."""
+    consumed_samples: int
+    """Global samples of those steps."""
+
+    def advanced(self, num_samples: int) -> TrainState:
+        """The state one step of so many samples later."""
+        return TrainState(self.step + 1, self.consumed_samples + num_samples)
+
+
+class Ending(Enum):
+    """Why a step is the last one of this process."""
+
+    FINISHED = "finished"
+    """``train.stop_after`` or ``train.steps`` is reached."""
+    INTERRUPTED = "interrupted"
+    """A signal asked to stop: another job continues."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one optimizer step computed; the same on every rank."""
+
+    loss: float
+    """Mean cross-entropy over the masked tokens of the global batch, in nats."""
+    learning_rate: float
+    """Rate of the update."""
+    outcome: StepOutcome
+    """What the engine did."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepEvent:
+    """What hooks are told after a step."""
+
+    state: TrainState
+    """After the step."""
+    batches: Sequence[Batch]
+    """This rank's micro batches of the step."""
+    result: StepResult
+    """What it computed."""
+    ending: Ending | None
+    """Set after the last step of this process."""

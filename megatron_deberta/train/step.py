@@ -1,0 +1,133 @@
+"""One optimizer step: forward and backward of every micro batch, then the update.
+
+Owns the scaling that makes the update the same on every layout, and the stop before a bad update.
+Refuses to choose data or to write anything.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_deberta.config.schema import RunConfig
+from megatron_deberta.data.batch import IGNORED_LABEL, Batch
+from megatron_deberta.engine.protocol import Engine
+from megatron_deberta.engine.schedule import learning_rate
+from megatron_deberta.errors import NumericsError
+from megatron_deberta.model.dropout import DropoutSeeds
+from megatron_deberta.parallel.topology import ProcessGroups
+from megatron_deberta.train.state import StepResult
+
+logger = logging.getLogger(__name__)
+
+
+def forward(
+    module: nn.Module, batch: Batch, seeds: DropoutSeeds | None = None
+) -> tuple[Tensor, Tensor]:
+    """Run the objective on a micro batch.
+
+    Args:
+        module: a model with its loss, as ``objectives.MaskedLanguageModel``.
+        batch: on the model's device.
+        seeds: keys of dropout; None turns it off.
+
+    Returns:
+        fp32 scalar, the sum of the losses in nats, and int64 scalar, the right predictions.
+    """
+    loss_sum, right = module(
+        batch.input_ids,
+        batch.attention_mask,
+        batch.masked_positions,
+        batch.labels,
+        position_ids=batch.position_ids,
+        document_ids=batch.document_ids,
+        seeds=seeds,
+    )
+    return loss_sum, right
+
+
+def sum_over_batch_ranks(numbers: Tensor, groups: ProcessGroups) -> Tensor:
+    """Add up a tensor over data-parallel ranks, in place. Collective over them."""
+    if groups.dp_group is not None:
+        dist.all_reduce(numbers, group=groups.dp_group)
+    return numbers
+
+
+class TrainStep:
+    """Takes optimizer steps.
+
+    The objective of a step is the sum of the losses of all masked tokens of the **global** batch
+    over their number, so data-parallel size, micro batch and accumulation do not change it.
+
+    Args:
+        engine: backward and update.
+        config: the run.
+        groups: the rank grid.
+    """
+
+    def __init__(self, engine: Engine, config: RunConfig, groups: ProcessGroups) -> None:
+        self._engine = engine
+        self._config = config
+        self._groups = groups
+
+    def __call__(self, step: int, batches: Sequence[Batch]) -> StepResult:
+        """Take one step. Collective over all ranks.
+
+        Args:
+            step: optimizer steps done before; keys dropout and the learning rate.
+            batches: this rank's micro batches, on the CPU.
+
+        Raises:
+            NumericsError: the loss or a gradient is not finite on some rank; on all ranks, before
+                any weight has changed. (In fp16 a gradient that is not finite lowers the loss
+                scale and skips the update instead.)
+        """
+        groups = self._groups
+        pinned = groups.device.type == "cuda"
+        num_targets = self._count_targets(batches)
+        loss_sum = torch.zeros((), dtype=torch.float64, device=groups.device)
+        for batch in batches:
+            batch = batch.to(groups.device, non_blocking=pinned)
+            seeds = DropoutSeeds(self._config.train.seed, step, batch.sample_index)
+            loss, _ = forward(self._engine.module, batch, seeds)
+            # The engine averages over data-parallel ranks; this makes it a sum.
+            self._engine.accumulate(loss * (groups.dp_size / num_targets))
+            loss_sum += loss.detach()
+        mean = self._check_finite(step, loss_sum, batches) / float(num_targets)
+        rate = learning_rate(step, self._config.optimizer, self._config.train.steps)
+        outcome = self._engine.step(rate)
+        if outcome.skipped and self._config.precision.dtype != "fp16":
+            raise NumericsError(
+                f"step {step + 1}: a gradient is not finite; weights are those of step {step}; "
+                "lower optimizer.learning_rate or look at the batch"
+            )
+        return StepResult(mean, rate, outcome)
+
+    def _count_targets(self, batches: Sequence[Batch]) -> Tensor:
+        """Masked tokens of the global batch, as a scalar on the device: no host waits for it."""
+        count = torch.stack([(batch.labels != IGNORED_LABEL).sum() for batch in batches]).sum()
+        count = count.to(self._groups.device, torch.float32)
+        return sum_over_batch_ranks(count, self._groups).clamp_min(1.0)
+
+    def _check_finite(self, step: int, loss_sum: Tensor, batches: Sequence[Batch]) -> float:
+        """Sum of the losses of all ranks, or an error on all of them."""
+        groups = self._groups
+        total = sum_over_batch_ranks(loss_sum.clone(), groups)
+        broken = torch.isfinite(total).logical_not().to(torch.int32)
+        if groups.tp_group is not None:
+            # They compute the same loss, unless one of them is broken.
+            dist.all_reduce(broken, op=dist.ReduceOp.MAX, group=groups.tp_group)
+        if not broken.item():
+            return float(total)
+        if not math.isfinite(float(loss_sum)):
+            samples = [index for batch in batches for index in batch.sample_index.tolist()]
+            logger.error("step %d: the loss of samples %s is not finite", step + 1, samples)
+        raise NumericsError(
+            f"step {step + 1}: the loss is not finite; weights are those of step {step}; lower "
+            "optimizer.learning_rate or look at the batch"
+        )

@@ -1,0 +1,83 @@
+"""The loop: load, step, log, validate, save.
+
+Owns the order and the ways to end. Refuses side effects: they are in ``hooks.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from megatron_deberta.config.schema import RunConfig
+from megatron_deberta.data.batch import Batch
+from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE
+from megatron_deberta.parallel.topology import ProcessGroups
+from megatron_deberta.train.hooks import Hook
+from megatron_deberta.train.preemption import StopSignal
+from megatron_deberta.train.state import Ending, StepEvent, TrainState
+from megatron_deberta.train.step import TrainStep
+
+
+def last_step(config: RunConfig) -> int:
+    """Optimizer steps after which a run is finished."""
+    return config.train.stop_after or config.train.steps
+
+
+class Trainer:
+    """Runs steps until the last one or a signal.
+
+    Args:
+        config: the run.
+        groups: the rank grid.
+        state: where the run is.
+        loader: yields this rank's micro batches of a step, from that state on.
+        train_step: takes a step.
+        hooks: told of every step, in this order.
+        stop: remembers signals.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        groups: ProcessGroups,
+        state: TrainState,
+        loader: Iterable[Sequence[Batch]],
+        train_step: TrainStep,
+        hooks: Sequence[Hook],
+        stop: StopSignal,
+    ) -> None:
+        self._config = config
+        self._groups = groups
+        self._state = state
+        self._loader = loader
+        self._train_step = train_step
+        self._hooks = hooks
+        self._stop = stop
+
+    def run(self) -> int:
+        """Train. Collective over all ranks.
+
+        Returns:
+            The exit code: done, or stopped by a signal with a committed checkpoint.
+
+        Raises:
+            NumericsError: a loss or gradient is not finite.
+            CheckpointError: a checkpoint cannot be written.
+            DataError: the data is damaged.
+        """
+        if self._state.step >= last_step(self._config):
+            return EXIT_DONE
+        for batches in self._loader:
+            result = self._train_step(self._state.step, batches)
+            self._state = self._state.advanced(self._config.train.global_batch_size)
+            event = StepEvent(self._state, batches, result, self._ending())
+            for hook in self._hooks:
+                hook.after_step(event)
+            if event.ending is not None:
+                return EXIT_DONE if event.ending is Ending.FINISHED else EXIT_REQUEUE
+        raise AssertionError("a training loader never ends")
+
+    def _ending(self) -> Ending | None:
+        interrupted = self._stop.agree(self._groups)
+        if self._state.step >= last_step(self._config):
+            return Ending.FINISHED
+        return Ending.INTERRUPTED if interrupted else None
