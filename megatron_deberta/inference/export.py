@@ -72,8 +72,13 @@ def export_model(
         if model_type != "roberta":
             source = Path(__file__).with_name(f"{MODELING_MODULE}.py")
             shutil.copyfile(source, folder / source.name)
-        rounded = build_filled(config, lambda name: read(name).to(DTYPES[dtype]), "reference")
-        check = check_export(folder, model_type, rounded, tokenizer, dtype)
+        check = check_export(
+            folder,
+            model_type,
+            lambda: build_filled(config, lambda name: read(name).to(DTYPES[dtype]), "reference"),
+            tokenizer,
+            dtype,
+        )
     return Export(model_type, reason, check)
 
 
@@ -91,7 +96,6 @@ def published_folder(output: Path) -> Iterator[Path]:
     try:
         yield folder
         _flush(folder)
-        folder.chmod(0o755)
         folder.replace(output)
         _fsync(output.parent)
     except (OSError, SafetensorError) as error:
@@ -102,6 +106,8 @@ def published_folder(output: Path) -> Iterator[Path]:
 
 def _flush(folder: Path) -> None:
     for path in [*folder.rglob("*"), folder]:
+        # safetensors and mkdtemp make files that only their owner may read.
+        path.chmod(0o755 if path.is_dir() else 0o644)
         _fsync(path)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_deberta.errors import CheckpointError, ConfigError
 from megatron_deberta.inference.checkpoints import open_trained_model, tokenizer_at
+from megatron_deberta.inference.loading import load_complete
 from megatron_deberta.inference.modeling_megatron_deberta import DebertaForMaskedLM
 from megatron_deberta.inference.weights import build_filled
 from megatron_deberta.tokenizer import Tokenizer
@@ -114,12 +115,11 @@ def _filler_of_export(directory: Path, tokenizer_path: str) -> MaskFiller:
     try:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         roberta = config.get("model_type") == "roberta"
-        kind = transformers.RobertaForMaskedLM if roberta else DebertaForMaskedLM
-        model = kind.from_pretrained(directory, local_files_only=True).eval()
         limit = config["max_position_embeddings"] - (config["pad_token_id"] + 1 if roberta else 0)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"{directory} cannot be loaded: {reason}; export it again") from error
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{directory}/config.json: {error!r}; export it again") from error
+    kind = transformers.RobertaForMaskedLM if roberta else DebertaForMaskedLM
+    model = load_complete(kind, directory)
     if config.get("absolute_positions") == "none":
         limit = 0
     tokenizer = tokenizer_at(tokenizer_path or directory)

@@ -5,8 +5,7 @@ Owns the texts, the classes that users load and the tolerances of an export. Ref
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,11 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers.utils import logging
 
 from megatron_deberta.checkpoint.hf_export import DTYPES
 from megatron_deberta.checkpoint.hf_names import ModelType
 from megatron_deberta.errors import CheckpointError
+from megatron_deberta.inference.loading import load_complete, quiet_transformers
 from megatron_deberta.inference.modeling_megatron_deberta import (
     DebertaForMaskedLM,
     MegatronDebertaConfig,
@@ -29,8 +28,12 @@ from megatron_deberta.tokenizer import Tokenizer
 
 FP32_TOLERANCE = 1e-4
 """Largest difference of fp32 logits and encoder states, relative to the largest of them (or 1)."""
-RUNNING_TOLERANCE = {"fp16": 2e-2, "bf16": 1e-1}
-"""Largest relative (Frobenius) error of logits computed in 16 bits, against fp32."""
+RUNNING_TOLERANCE = {"fp16": 5e-2, "bf16": 2.5e-1}
+"""Largest relative (Frobenius) error of logits computed in 16 bits, against fp32.
+
+Wide, because rounding grows with depth: it is there for overflow and not for rounding, which the
+fp32 comparison of rounded weights has already taken out.
+"""
 _MAX_TOKENS = 256
 _TEXTS = (
     "The library was nearly empty, and only the rustle of a page or the tick of the tall clock "
@@ -55,46 +58,49 @@ class ExportCheck:
 def check_export(
     directory: Path,
     model_type: ModelType,
-    ours: DebertaForPretraining,
+    build_ours: Callable[[], DebertaForPretraining],
     tokenizer: Tokenizer,
     dtype: str,
 ) -> ExportCheck:
     """Load what users load from ``directory`` and compare it with our model.
 
+    One model at a time is in memory.
+
     Args:
         directory: the export.
         model_type: of the export.
-        ours: our model with the weights as exported, rounded to ``dtype``, in fp32.
+        build_ours: gives our model with the weights as exported, rounded to ``dtype``, in fp32.
         tokenizer: the one that training used.
         dtype: format of the exported weights.
 
     Raises:
         CheckpointError: token ids, logits or encoder states differ; the export must not be used.
     """
-    with _quiet():
-        rows = _encode(directory, model_type, tokenizer, ours.config.max_position_embeddings)
-        padded = _pad(rows, tokenizer.pad_id)
-        batches = [*((row.unsqueeze(0), None) for row in rows[:1]), padded]
-        expected = [_our_outputs(ours, *batch) for batch in batches]
-        model = _load_fill_mask(directory, model_type, torch.float32)
-        max_error = 0.0
-        for (ids, mask), (logits, _) in zip(batches, expected, strict=True):
-            max_error = max(max_error, _compare("logits", _logits(model, ids, mask), logits, mask))
-        encoder = _load_encoder(directory, model_type)
-        for (ids, mask), (_, states) in zip(batches, expected, strict=True):
-            with torch.no_grad():
-                theirs = encoder(ids, **_mask_argument(mask)).last_hidden_state
-            _compare("encoder states", theirs, states, mask)
-        running = 0.0
-        if dtype != "fp32":
-            model = _load_fill_mask(directory, model_type, DTYPES[dtype])
-            ids, mask = padded
-            running = _relative_error(_logits(model, ids, mask), expected[-1][0], mask)
-            if not running <= RUNNING_TOLERANCE[dtype]:
-                raise CheckpointError(
-                    f"logits computed in {dtype} are off by {running:.2g} (limit "
-                    f"{RUNNING_TOLERANCE[dtype]}); export with --dtype fp32"
-                )
+    ours = build_ours()
+    rows = _encode(directory, model_type, tokenizer, ours.config.max_position_embeddings)
+    batches = [(rows[0].unsqueeze(0), None), _pad(rows, tokenizer.pad_id)]
+    expected = [_our_outputs(ours, *batch) for batch in batches]
+    del ours
+
+    model = _load_fill_mask(directory, model_type, torch.float32)
+    max_error = max(
+        _compare("logits", _logits(model, *batch), logits, batch[1])
+        for batch, (logits, _) in zip(batches, expected, strict=True)
+    )
+    del model
+    encoder = _load_encoder(directory, model_type)
+    for batch, (_, states) in zip(batches, expected, strict=True):
+        _compare("encoder states", _states(encoder, *batch), states, batch[1])
+    del encoder
+    if dtype == "fp32":
+        return ExportCheck(max_error, 0.0)
+    model = _load_fill_mask(directory, model_type, DTYPES[dtype])
+    running = _relative_error(_logits(model, *batches[-1]), expected[-1][0], batches[-1][1])
+    if not running <= RUNNING_TOLERANCE[dtype]:
+        raise CheckpointError(
+            f"logits computed in {dtype} are off by {running:.2g} (limit "
+            f"{RUNNING_TOLERANCE[dtype]}); export with --dtype fp32"
+        )
     return ExportCheck(max_error, running)
 
 
@@ -105,7 +111,8 @@ def _encode(
     # Given its config, AutoTokenizer need not run the folder's code to learn our own type.
     own = model_type == "megatron-deberta"
     config = MegatronDebertaConfig.from_pretrained(directory) if own else None
-    theirs = transformers.AutoTokenizer.from_pretrained(directory, config=config)
+    with quiet_transformers():
+        theirs = transformers.AutoTokenizer.from_pretrained(directory, config=config)
     rows = []
     for text in _TEXTS:
         ids = [tokenizer.cls_id, *tokenizer.encode(text), tokenizer.sep_id]
@@ -135,9 +142,7 @@ def _our_outputs(
 
 def _load_fill_mask(directory: Path, model_type: ModelType, dtype: torch.dtype) -> Any:
     kind = transformers.RobertaForMaskedLM if model_type == "roberta" else DebertaForMaskedLM
-    model, report = kind.from_pretrained(directory, dtype=dtype, output_loading_info=True)
-    _refuse_missing(report, "for fill-mask")
-    return model.eval()
+    return load_complete(kind, directory, dtype=dtype)
 
 
 def _load_encoder(directory: Path, model_type: ModelType) -> Any:
@@ -145,23 +150,19 @@ def _load_encoder(directory: Path, model_type: ModelType) -> Any:
     kind = MegatronDebertaModel if model_type == "megatron-deberta" else transformers.AutoModel
     # RoBERTa's pooler is no part of pretraining; transformers would add an untrained one.
     options = {"add_pooling_layer": False} if model_type == "roberta" else {}
-    model, report = kind.from_pretrained(
-        directory, dtype=torch.float32, output_loading_info=True, **options
-    )
-    _refuse_missing(report, "for the encoder")
-    return model.eval()
-
-
-def _refuse_missing(report: dict[str, Any], purpose: str) -> None:
-    wrong = [*report["missing_keys"], *report["mismatched_keys"]]
-    if wrong:
-        raise CheckpointError(f"the export lacks {wrong[0]} {purpose}; this is a bug, report it")
+    return load_complete(kind, directory, dtype=torch.float32, **options)
 
 
 @torch.no_grad()
 def _logits(model: Any, ids: Tensor, mask: Tensor | None) -> Tensor:
     logits: Tensor = model(ids, **_mask_argument(mask)).logits
     return logits
+
+
+@torch.no_grad()
+def _states(encoder: Any, ids: Tensor, mask: Tensor | None) -> Tensor:
+    states: Tensor = encoder(ids, **_mask_argument(mask)).last_hidden_state
+    return states
 
 
 def _mask_argument(mask: Tensor | None) -> dict[str, Tensor]:
@@ -189,16 +190,3 @@ def _relative_error(theirs: Tensor, ours: Tensor, mask: Tensor | None) -> float:
 def _real(values: Tensor, mask: Tensor | None) -> Tensor:
     """Values at real tokens, fp32; what stands at padding means nothing."""
     return values.float() if mask is None else values.float()[mask]
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep transformers' loading reports from the user, to whom they say nothing here."""
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
-        logging.enable_progress_bar()
