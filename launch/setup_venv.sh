@@ -61,7 +61,9 @@ if { installed "$kind" || installed dev; } && "$venv/bin/python" -c '' 2>/dev/nu
 fi
 rm -f "$venv/.stamp-run" "$venv/.stamp-dev"
 
-if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1 || ! fits "$venv/bin/python"; then
+# An environment that was moved with its repository has scripts that point to its old place.
+if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1 || ! fits "$venv/bin/python" ||
+  ! grep -qsF "$venv/" "$venv/bin/pip"; then
   python="$(find_python)" || fail "no Python 3.10 or newer with venv and pip found; install one" \
     "(Debian: apt install python3-venv) or name it: PYTHON=/path/to/python3"
   echo "Making $venv with $("$python" --version)"
