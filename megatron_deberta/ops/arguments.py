@@ -79,7 +79,7 @@ def row_seeds(seed: int | Tensor | None, dropout_p: float, q: Tensor) -> Tensor 
     if drop_threshold(dropout_p) == 0:
         return None
     if seed is None:
-        raise ValueError(f"seed: got None with dropout_p = {dropout_p}, expected an int or a tensor")
+        raise ValueError(f"seed: got None with dropout_p {dropout_p}, expected an int or a tensor")
     if isinstance(seed, int):
         return torch.arange(seed, seed + q.shape[0], device=q.device)
     return seed

@@ -60,7 +60,9 @@ class _ChunkedAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_output: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (*_backward(AttentionArguments(*ctx.saved_tensors, ctx.rules), d_output), None)
+        q, k, v, pos_key, pos_query = ctx.saved_tensors
+        a = AttentionArguments(q, k, v, pos_key, pos_query, ctx.rules)
+        return (*_backward(a, d_output), None)
 
 
 class _Blocks:
@@ -88,7 +90,7 @@ class _Blocks:
         """Blocks; the heads of one place follow each other and share its masks."""
         budget = _BLOCK_ELEMENTS.get(self.a.q.device.type, _BLOCK_ELEMENTS_GPU)
         queries = max(1, min(self.q_len, budget // max(1, self.k_len)))
-        rows = max(1, budget // max(1, queries * self.k_len))
+        rows = max(1, budget // max(1, queries * self.k_len, self.terms.largest_product))
         for row in range(0, self.batch, rows):
             for query in range(0, self.q_len, queries):
                 at_rows = slice(row, min(row + rows, self.batch))
@@ -98,7 +100,7 @@ class _Blocks:
                     yield Block(head, at_rows, at_queries)
 
     def _look(self, rows: slice, queries: slice) -> None:
-        """Finds which keys the queries of a place see: a bias on scores, and queries that see none."""
+        """Finds which keys the queries of a place see, as a bias, and which queries see none."""
         if not hides_keys(self.a.rules):
             return
         at = self.at[rows, queries] if self.at.shape[0] > 1 else self.at[:, queries]
@@ -168,7 +170,7 @@ def _backward(a: AttentionArguments, d_output: Tensor) -> tuple[Tensor | None, .
     """Gradients of q, k, v, pos_key and pos_query."""
     blocks = _Blocks(a)
     d_q = torch.empty_like(a.q)
-    d_k = torch.zeros(a.k.shape, dtype=blocks.dtype, device=a.q.device)
+    d_k = torch.zeros_like(a.k, dtype=blocks.dtype)
     d_v = torch.zeros_like(d_k)
     factor = keep_scale(a.rules.dropout_p)
     for block in blocks:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from functools import lru_cache
+from functools import cache
 from typing import Literal, overload
 
 import torch
@@ -183,7 +183,7 @@ def choose_backend(requested: str | None) -> str:
     return name
 
 
-@lru_cache(maxsize=None)
+@cache
 def _log_once(backend: str, device: str, dtype: torch.dtype) -> None:
     """Logs a choice the first time it is made in this process."""
     _log.info("disentangled attention: %s backend on %s, %s", backend, device, dtype)

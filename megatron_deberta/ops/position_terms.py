@@ -25,6 +25,10 @@ _STRIP = 128
 the distances of one query by this much, so larger wastes arithmetic and smaller wastes calls."""
 
 
+_KEY_STRIP = 2048
+"""Keys that gathered queries multiply at once with the p2c table: bounds memory on long rows."""
+
+
 class Scratch:
     """Buffers kept from block to block; most blocks of a call have the same shape."""
 
@@ -58,20 +62,25 @@ class Table:
     rows: Tensor
     """``[heads, columns, head_dim]``"""
     slots: Tensor
-    """int64 ``[columns]``, the slot each row is a copy of; runs of equal slots are contiguous."""
+    """int64 ``[columns]``, the slot each row is a copy of."""
+    falling: bool
+    """Whether slots fall along the columns; otherwise they rise."""
     grad: Tensor | None = None
 
     @staticmethod
-    def lay_out(table: Tensor, slots: Tensor, factor: float, dtype: torch.dtype) -> Table:
+    def lay_out(
+        table: Tensor, slots: Tensor, dtype: torch.dtype, *, factor: float = 1.0, falling: bool
+    ) -> Table:
         """Copies slots to columns.
 
         Args:
             table: ``[heads, 2 * span, head_dim]``.
-            slots: int64 ``[columns]``.
-            factor: multiplies every row.
+            slots: int64 ``[columns]``, rising or falling.
             dtype: of the copy.
+            factor: multiplies every row.
+            falling: whether the slots fall.
         """
-        return Table(table.to(dtype).index_select(1, slots).mul_(factor), slots)
+        return Table(table.to(dtype).index_select(1, slots).mul_(factor), slots, falling)
 
     def gradient(self) -> Tensor:
         """The gradient with respect to ``rows`` so far, zero at first."""
@@ -86,12 +95,12 @@ class Table:
             like: the table the rows were laid out from.
             factor: the factor the rows were laid out with.
         """
-        by_column, slots = self.gradient().transpose(0, 1), self.slots
-        descending = slots.numel() > 1 and bool(slots[0] > slots[-1])
-        if descending:
-            by_column, slots = by_column.flip(0), slots.flip(0)
-        lengths = torch.bincount(slots, minlength=like.shape[1])
-        folded = torch.segment_reduce(by_column.contiguous(), "sum", lengths=lengths)
+        by_column = self.gradient().transpose(0, 1)
+        by_column = by_column.flip(0) if self.falling else by_column.contiguous()
+        lengths = self.slots.new_zeros(like.shape[1])
+        lengths.index_add_(0, self.slots, torch.ones_like(self.slots))
+        # "unsafe" only leaves out a look at the lengths, which would wait for the device.
+        folded = torch.segment_reduce(by_column, "sum", lengths=lengths, unsafe=True)
         return folded.transpose(0, 1).mul(factor).to(like.dtype)
 
 
@@ -120,10 +129,14 @@ class ConsecutiveTerms:
         positions, sign = a.rules.positions, 1 if a.rules.p2c_index == "released" else -1
         self.c2p = self.p2c = None
         if a.pos_key is not None:  # along a score row distances fall
-            self.c2p = Table.lay_out(a.pos_key, positions.slots(-rising), 1.0, dtype)
+            self.c2p = Table.lay_out(a.pos_key, positions.slots(-rising), dtype, falling=True)
         if a.pos_query is not None:  # along a score column they rise
             slots = positions.slots(sign * rising)
-            self.p2c = Table.lay_out(a.pos_query, slots, a.rules.scale, dtype)
+            self.p2c = Table.lay_out(
+                a.pos_query, slots, dtype, factor=a.rules.scale, falling=sign < 0
+            )
+        strip = min(_STRIP, self._length)
+        self.largest_product = strip * (self._length + strip)
 
     def add_to(self, scores: Tensor, q: Tensor, k: Tensor, block: Block) -> None:
         """Adds the terms to a block of scores.
@@ -165,7 +178,9 @@ class ConsecutiveTerms:
         if self.p2c is not None:
             transposed = d_scores.transpose(1, 2)
             for strip, window in self._key_strips(block):
-                self._strip_gradients("p2c", self.p2c, transposed, k, d_k, block.head, strip, window)
+                self._strip_gradients(
+                    "p2c", self.p2c, transposed, k, d_k, block.head, strip, window
+                )
 
     def _strip_gradients(
         self,
@@ -238,9 +253,10 @@ class GatheredTerms:
             slots = self._positions.slots(rising)
         self.c2p = self.p2c = None
         if a.pos_key is not None:
-            self.c2p = Table.lay_out(a.pos_key, slots, 1.0, dtype)
+            self.c2p = Table.lay_out(a.pos_key, slots, dtype, falling=False)
         if a.pos_query is not None:
-            self.p2c = Table.lay_out(a.pos_query, slots, a.rules.scale, dtype)
+            self.p2c = Table.lay_out(a.pos_query, slots, dtype, factor=a.rules.scale, falling=False)
+        self.largest_product = min(self._length, _KEY_STRIP) * slots.numel()
         self._cached: tuple[slice, slice] | None = None
 
     def add_to(self, scores: Tensor, q: Tensor, k: Tensor, block: Block) -> None:
@@ -250,8 +266,10 @@ class GatheredTerms:
             product = self._product("c2p", q, self.c2p, block.head)
             scores.add_(product.gather(-1, self._c2p_columns))
         if self.p2c is not None:
-            product = self._product("p2c", k, self.p2c, block.head)
-            scores.transpose(1, 2).add_(product.gather(-1, self._p2c_columns))
+            for strip in self._key_strips():
+                product = self._product("p2c", k[:, strip], self.p2c, block.head)
+                term = product.gather(-1, self._p2c_columns[:, strip])
+                scores[:, :, strip].transpose(1, 2).add_(term)
 
     def add_gradients(
         self, d_scores: Tensor, q: Tensor, k: Tensor, d_q: Tensor, d_k: Tensor, block: Block
@@ -261,8 +279,14 @@ class GatheredTerms:
         if self.c2p is not None:
             self._gradients(self.c2p, d_scores, self._c2p_columns, q, d_q, block.head)
         if self.p2c is not None:
-            transposed = d_scores.transpose(1, 2)
-            self._gradients(self.p2c, transposed, self._p2c_columns, k, d_k, block.head)
+            for strip in self._key_strips():
+                d_strip = d_scores[:, :, strip].transpose(1, 2)
+                columns = self._p2c_columns[:, strip]
+                self._gradients(self.p2c, d_strip, columns, k[:, strip], d_k[:, strip], block.head)
+
+    def _key_strips(self) -> Iterator[slice]:
+        for start in range(0, self._length, _KEY_STRIP):
+            yield slice(start, min(start + _KEY_STRIP, self._length))
 
     def _point_at(self, block: Block) -> None:
         """Finds the columns of a block's distances; the heads of a block share them."""

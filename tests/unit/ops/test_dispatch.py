@@ -1,0 +1,111 @@
+"""Choice of the backend, and refusals that name the argument, what it is and what it should be."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_deberta.ops import RelativePositions, disentangled_attention, dispatch
+from megatron_deberta.ops.dispatch import choose_backend
+
+POSITIONS = RelativePositions(8, 0)
+
+
+def arguments(**changes: Any) -> dict[str, Any]:
+    """A valid call (2 rows, 2 heads, 5 tokens, heads of 4) with changes."""
+    call: dict[str, Any] = {name: torch.zeros(2, 2, 5, 4) for name in ("q", "k", "v")}
+    call.update(pos_key=torch.zeros(2, 16, 4), pos_query=torch.zeros(2, 16, 4), positions=POSITIONS)
+    return {**call, **changes}
+
+
+BAD = {
+    "q: got shape": {"q": torch.zeros(2, 5, 4)},
+    "q: got dtype": {"q": torch.zeros(2, 2, 5, 4, dtype=torch.int64)},
+    "q: got 3 queries for 5 keys": {"q": torch.zeros(2, 2, 3, 4)},
+    "k: got shape": {"k": torch.zeros(2, 3, 5, 4)},
+    "k: got dtype": {"k": torch.zeros(2, 2, 5, 4, dtype=torch.float16)},
+    "v: got shape": {"v": torch.zeros(2, 2, 6, 4)},
+    "v: got device": {"v": torch.zeros(2, 2, 5, 4, device="meta")},
+    "pos_key: got shape": {"pos_key": torch.zeros(2, 15, 4)},
+    "pos_query: got shape": {"pos_query": torch.zeros(1, 16, 4)},
+    "pos_query: got dtype": {"pos_query": torch.zeros(2, 16, 4, dtype=torch.float64)},
+    "q_positions: got shape": {"q_positions": torch.zeros(2, 4, dtype=torch.int64)},
+    "q_positions: got dtype": {"q_positions": torch.zeros(2, 5)},
+    "q_positions: got values": {"q_positions": torch.full((2, 5), 5)},
+    r"q_positions: got values in \[-2": {"q_positions": torch.full((2, 5), -2)},
+    "key_padding: got shape": {"key_padding": torch.ones(5, dtype=torch.bool)},
+    "key_padding: got dtype": {"key_padding": torch.ones(2, 5)},
+    "key_padding: got a gap.* row 1": {
+        "key_padding": torch.tensor([[1, 1, 1, 0, 0], [1, 0, 1, 0, 0]]).bool()
+    },
+    "document_ids: got shape": {"document_ids": torch.zeros(2, 6, dtype=torch.int64)},
+    "document_ids: got dtype": {"document_ids": torch.zeros(2, 5)},
+    "document_ids: got decreasing": {"document_ids": torch.tensor([[0, 0, 1, 0, 1]] * 2)},
+    "dropout_p: got": {"dropout_p": 1.0},
+    "seed: got None": {"dropout_p": 0.1},
+    "seed: got shape": {"dropout_p": 0.1, "seed": torch.zeros(3, dtype=torch.int64)},
+    "seed: got dtype": {"dropout_p": 0.1, "seed": torch.zeros(2)},
+    "head_offset: got -1": {"head_offset": -1},
+    "p2c_index: got 'other'": {"p2c_index": "other"},
+    "backend: got 'other'": {"backend": "other"},
+    "backend: got 'triton', which is not built in": {"backend": "triton"},
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_arguments_are_refused(message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}.*expected"):
+        disentangled_attention(**arguments(**BAD[message]))
+
+
+def test_good_arguments_are_not() -> None:
+    output = disentangled_attention(
+        **arguments(
+            key_padding=torch.tensor([[0, 1, 1, 0, 0], [0, 0, 0, 0, 0]]).bool(),
+            document_ids=torch.tensor([[0, 0, 1, 1, 1]] * 2, dtype=torch.int32),
+            q_positions=torch.tensor([[0, 4, -1, -1, -1]] * 2, dtype=torch.int32),
+            dropout_p=0.1,
+            seed=-3,
+        )
+    )
+    assert output.shape == (2, 2, 5, 4)
+
+
+@pytest.mark.parametrize("looks", [False, True])
+def test_values_off_the_cpu_are_looked_at_only_on_request(
+    looks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if looks:
+        monkeypatch.setenv("MEGATRON_DEBERTA_CHECK", "1")
+    call = arguments(document_ids=torch.tensor([[0, 0, 1, 1, 1]] * 2))
+    tensors = (torch.Tensor,)
+    on_meta = {n: x.to("meta") if isinstance(x, tensors) else x for n, x in call.items()}
+    if looks:  # a meta tensor has no values to look at
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            disentangled_attention(**on_meta, backend="reference")
+    else:
+        assert disentangled_attention(**on_meta, backend="reference").device.type == "meta"
+
+
+def test_the_environment_decides_where_the_caller_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MEGATRON_DEBERTA_ATTENTION", raising=False)
+    assert choose_backend(None) == choose_backend("auto") == "chunked"
+    monkeypatch.setenv("MEGATRON_DEBERTA_ATTENTION", "reference")
+    assert choose_backend(None) == choose_backend("auto") == "reference"
+    assert choose_backend("chunked") == "chunked"
+    monkeypatch.setenv("MEGATRON_DEBERTA_ATTENTION", "nonsense")
+    with pytest.raises(ValueError, match="MEGATRON_DEBERTA_ATTENTION: got 'nonsense', expected"):
+        choose_backend(None)
+
+
+def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    dispatch._log_once.cache_clear()
+    with caplog.at_level(logging.INFO, logger=dispatch.__name__):
+        for _ in range(3):
+            disentangled_attention(**arguments(backend="chunked"))
+    assert [r.getMessage() for r in caplog.records] == [
+        "disentangled attention: chunked backend on cpu, torch.float32"
+    ]
