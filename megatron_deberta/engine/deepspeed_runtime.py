@@ -141,29 +141,31 @@ def end_single_process(groups: ProcessGroups) -> None:
 
 
 def zero3_partition(module: nn.Module, groups: ProcessGroups, config: RunConfig) -> None:
-    """Spread a module's parameters over data-parallel ranks, for ZeRO-3.
+    """Spread a module's own parameters, not its children's, over data-parallel ranks, for ZeRO-3.
 
-    Called for each leaf module as soon as it is filled, it keeps the whole model from ever
-    existing on one rank. Parameters that are already spread are left alone. Collective over
-    data-parallel ranks; the values are those of the first of them.
+    Called for each module as soon as it is filled, it keeps the whole model from ever existing on
+    one rank. Collective over data-parallel ranks; the values are those of the first of them.
 
     Args:
-        module: its parameters are in ``precision.dtype``; each becomes an empty tensor with a
-            part of the values in ``ds_tensor``.
+        module: its own parameters are filled and in ``precision.dtype``; each becomes an empty
+            tensor with a part of the values in ``ds_tensor``. Its children may be on ``meta``.
         groups: the rank grid.
         config: the run, with ``precision.zero_stage=3``.
     """
     deepspeed = import_deepspeed(groups.device)
     start_single_process(groups)
     unit = ModelParallelUnit(groups)
+    own = nn.Module()
+    for name, parameter in module.named_parameters(recurse=False):
+        own.register_parameter(name, parameter)
     with deepspeed_environment(groups):
         deepspeed.comm.init_distributed(verbose=False)
         deepspeed.zero.Init(
-            module=module,
+            module=own,
             data_parallel_group=unit.get_data_parallel_group(),
             mpu=unit,
             config_dict_or_path=deepspeed_config(config, groups.dp_size),
-            dtype=next(module.parameters()).dtype,
+            dtype=next(own.parameters()).dtype,
         )
 
 
