@@ -37,7 +37,7 @@ Source: TypeAlias = Literal["hf", "microsoft"]
 _TYPES = ("deberta", "deberta-v2", "roberta", "megatron-deberta")
 _MAY_BE_MISSING = ("head.", "mask_decoder.")
 _LEFT_OUT = re.compile(
-    r"mask_predictions\.|pooler\.|(roberta\.)?pooler\.|classifier\.|.*position_ids$|.*\._weight$"
+    r"(mask_predictions|(roberta\.)?pooler|classifier)\.|.*position_ids$|.*\._weight$"
 )
 _TIED = re.compile(r"(cls\.predictions\.decoder|lm_head\.decoder)\.(weight|bias)")
 _TOKEN_TABLE = re.compile(r"(deberta|roberta)\.embeddings\.word_embeddings\.weight")
@@ -242,7 +242,8 @@ def _stored_tensors(files: list[Path]) -> dict[str, Stored]:
 
 
 def _weight_files(directory: Path, scratch: Path, allow_pickle: bool, sha256: str) -> list[Path]:
-    files = sorted(directory.glob("*.safetensors"))
+    whole = directory / "model.safetensors"
+    files = [whole] if whole.is_file() else sorted(directory.glob("*.safetensors"))
     index = directory / "model.safetensors.index.json"
     if index.is_file():
         named = _read_json(index).get("weight_map", {}).values()
