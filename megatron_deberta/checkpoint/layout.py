@@ -119,7 +119,7 @@ class Manifest:
                 files=tuple(FileEntry(**entry) for entry in data["files"]),
                 fragments=tuple(Fragment(**entry) for entry in data["fragments"]),
             )
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{source}: not a checkpoint manifest ({error!r})") from error
         manifest._check(source)
         return manifest

@@ -1,0 +1,178 @@
+"""A model state without an engine's machinery, on any grid of ranks, for tests of checkpoints."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_deberta.checkpoint import store
+from megatron_deberta.checkpoint.layout import KINDS, CheckpointMetadata
+from megatron_deberta.config import RunConfig, config_to_dict
+from megatron_deberta.engine.protocol import FetchState, ParameterState
+from megatron_deberta.parallel.topology import ProcessGroups
+from megatron_deberta.sharding.plan import specify
+from megatron_deberta.sharding.spec import ParameterSpec
+
+SHAPES = {
+    "embeddings.token.weight": (70, 4),
+    "embeddings.norm.weight": (4,),
+    "encoder.layers.0.attention.query.weight": (8, 4),
+    "encoder.layers.0.attention.output.weight": (4, 8),
+    "encoder.layers.0.attention.output.bias": (4,),
+    "encoder.conv.conv.weight": (4, 4, 3),
+    "head.bias": (70,),
+}
+"""Split along 0, along 1, replicated, padded, and small enough that a rank may hold nothing."""
+
+SCALARS: dict[str, int | float] = {"adam_step": 7, "loss_scale": 0.1}
+
+
+def logical_states(seed: int = 0) -> dict[str, dict[str, Tensor]]:
+    """Random values of every kind of every parameter."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: {kind: torch.randn(shape, generator=generator) for kind in KINDS}
+        for name, shape in SHAPES.items()
+    }
+
+
+def grid_place(rank: int, tp_size: int, dp_size: int) -> ProcessGroups:
+    """A place in a grid whose ranks are threads; see ``on_threads``."""
+    return ProcessGroups(
+        rank,
+        tp_size * dp_size,
+        rank % tp_size,
+        tp_size,
+        rank // tp_size,
+        dp_size,
+        None,
+        None,
+        torch.device("cpu"),
+    )
+
+
+def specs_of(groups: ProcessGroups) -> dict[str, ParameterSpec]:
+    return {
+        name: specify(name, shape, groups.tp_rank, groups.tp_size) for name, shape in SHAPES.items()
+    }
+
+
+class FakeEngine:
+    """Holds one rank's part of a state; the parts of the protocol that checkpoints use."""
+
+    def __init__(
+        self,
+        specs: Mapping[str, ParameterSpec],
+        logical: Mapping[str, Mapping[str, Tensor]] | None = None,
+    ) -> None:
+        self.states: dict[str, ParameterState] = {}
+        self._scalars = dict(SCALARS) if logical is not None else {}
+        self._specs = specs
+        for name, spec in specs.items() if logical is not None else ():
+            assert logical is not None
+            self.states[name] = ParameterState(
+                *(_pad(_part(logical[name][kind], spec), spec) for kind in KINDS)
+            )
+
+    def gather_states(self) -> Iterator[tuple[str, ParameterState]]:
+        yield from self.states.items()
+
+    def load_states(self, fetch: FetchState) -> None:
+        self.states = {name: fetch(name) for name in self._specs}
+
+    def scalars(self) -> dict[str, int | float]:
+        return self._scalars
+
+    def load_scalars(self, scalars: Mapping[str, int | float]) -> None:
+        self._scalars = dict(scalars)
+
+
+def _part(logical: Tensor, spec: ParameterSpec) -> Tensor:
+    return logical.narrow(spec.split_dim, spec.offset, spec.length)
+
+
+def _pad(part: Tensor, spec: ParameterSpec) -> Tensor:
+    """Padding holds NaN: it must never reach a file."""
+    padded = torch.full(spec.local_shape, float("nan"))
+    padded.narrow(spec.split_dim, 0, spec.length).copy_(part)
+    return padded
+
+
+def assert_holds(engine: FakeEngine, logical: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Every value is the logical one bit for bit, and padding is zero."""
+    for name, spec in engine._specs.items():
+        for kind in KINDS:
+            local = getattr(engine.states[name], kind)
+            assert local.shape == spec.local_shape
+            assert torch.equal(spec.true_part(local), _part(logical[name][kind], spec)), name
+            padding = local.narrow(
+                spec.split_dim, spec.length, local.size(spec.split_dim) - spec.length
+            )
+            assert not padding.any(), name
+
+
+def metadata(step: int, config: RunConfig | None = None) -> CheckpointMetadata:
+    return CheckpointMetadata(
+        step=step,
+        consumed_samples=step * 4,
+        config=config_to_dict(config or RunConfig()),
+        tokenizer_fingerprint="t" * 64,
+        tokenizer_path="/nowhere/tokenizer",
+        data_fingerprint="d" * 64,
+    )
+
+
+def on_threads(
+    monkeypatch: pytest.MonkeyPatch,
+    tp_size: int,
+    dp_size: int,
+    work: Callable[[ProcessGroups], Any],
+) -> list[Any]:
+    """Call ``work`` for every rank of a grid, ranks being threads that agree through a barrier.
+
+    Returns each rank's result, or the exception it raised.
+    """
+    world_size = tp_size * dp_size
+    barrier = threading.Barrier(world_size)
+    said = [0] * world_size
+
+    def largest(value: int, rank: int) -> int:
+        said[rank] = value
+        barrier.wait(10)
+        answer = max(said)
+        barrier.wait(10)
+        return answer
+
+    results: list[Any] = [None] * world_size
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(grid_place(rank, tp_size, dp_size))
+        except Exception as error:
+            results[rank] = error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "any_rank", lambda flag, g: bool(largest(int(flag), g.rank)))
+        patch.setattr(
+            store, "from_rank_zero", lambda value, g: largest(value if g.rank == 0 else -1, g.rank)
+        )
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+    return results
+
+
+def save_alone(run_dir: Path, step: int, *, seed: int = 0, keep_last: int = 0) -> Path:
+    """Save a random state from one process."""
+    groups = grid_place(0, 1, 1)
+    specs = specs_of(groups)
+    engine: Any = FakeEngine(specs, logical_states(seed))
+    return store.save(run_dir, engine, specs, groups, metadata(step), keep_last=keep_last)

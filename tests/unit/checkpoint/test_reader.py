@@ -1,0 +1,140 @@
+"""Slices across fragments, and manifests that lie."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_deberta.checkpoint.layout import COMMITTED_FILE, KINDS, MANIFEST_FILE
+from megatron_deberta.checkpoint.reader import CheckpointReader
+from megatron_deberta.checkpoint.store import save
+from megatron_deberta.errors import CheckpointError
+from megatron_deberta.parallel.topology import ProcessGroups
+from tests.support.checkpoints import (
+    SHAPES,
+    FakeEngine,
+    logical_states,
+    metadata,
+    on_threads,
+    save_alone,
+    specs_of,
+)
+
+
+@pytest.fixture
+def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Saved by four tensor-parallel ranks."""
+
+    def work(groups: ProcessGroups) -> Path:
+        engine: Any = FakeEngine(specs_of(groups), logical_states())
+        return save(tmp_path, engine, specs_of(groups), groups, metadata(1))
+
+    path: Path = on_threads(monkeypatch, 4, 1, work)[0]
+    return path
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_slice_of_every_dimension(saved: Path, name: str) -> None:
+    reader = CheckpointReader(saved)
+    for kind in KINDS:
+        logical = logical_states()[name][kind]
+        assert torch.equal(reader.tensor(name, kind), logical)
+        for dim, extent in enumerate(logical.shape):
+            for start, stop in ((0, 0), (0, 1), (1, extent), (extent // 3, extent // 2), (2, None)):
+                part = reader.tensor(name, kind, dim, start, stop)
+                stop = extent if stop is None else stop
+                assert torch.equal(part, logical.narrow(dim, start, stop - start))
+
+
+def test_what_is_not_there_is_named(saved: Path) -> None:
+    reader = CheckpointReader(saved)
+    with pytest.raises(CheckpointError, match="no weight of nothing"):
+        reader.tensor("nothing")
+    with pytest.raises(CheckpointError, match="no momentum of head.bias"):
+        reader.tensor("head.bias", "momentum")
+    with pytest.raises(CheckpointError, match="70 indices along dimension 0, not 60 to 71"):
+        reader.tensor("head.bias", dim=0, start=60, stop=71)
+
+
+def test_verification_can_be_divided(saved: Path) -> None:
+    reader = CheckpointReader(saved)
+    reader.verify()
+    files = sorted(saved.glob("*.safetensors"))
+    files[2].write_bytes(files[2].read_bytes()[:-1] + b"x")
+    with pytest.raises(CheckpointError, match=files[2].name):
+        reader.verify()
+    reader.verify(hashes=False)
+    complaints = 0
+    for share in range(3):
+        try:
+            reader.verify(share=share, num_shares=3)
+        except CheckpointError:
+            complaints += 1
+    assert complaints == 1
+
+
+def test_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="COMMITTED is missing"):
+        CheckpointReader(tmp_path)
+
+
+def forge(path: Path, change: Any) -> None:
+    """Alter the manifest and commit the lie with a right hash."""
+    manifest = json.loads((path / MANIFEST_FILE).read_bytes())
+    content = json.dumps(change(manifest) or manifest).encode()
+    (path / MANIFEST_FILE).write_bytes(content)
+    (path / COMMITTED_FILE).write_text(hashlib.sha256(content).hexdigest())
+
+
+FORGERIES = {
+    "version": lambda m: m.update(version=2),
+    "format": lambda m: m.update(format="zip"),
+    "unknown field": lambda m: m["metadata"].update(extra=1),
+    "no fields": lambda m: {"a": 1},
+    "a list": lambda m: [1],
+    "climbing path": lambda m: m["files"][0].update(name="../part-00000-0000.safetensors"),
+    "absolute path": lambda m: m["files"][0].update(name="/etc/passwd"),
+    "gap": lambda m: m["fragments"].pop(),
+    "overlap": lambda m: m["fragments"].append(m["fragments"][0]),
+    "unlisted file": lambda m: m["fragments"][0].update(file="part-00099-0000.safetensors"),
+    "unlisted parameter": lambda m: m["fragments"][0].update(parameter="other"),
+    "dimension beyond shape": lambda m: [f.update(dim=5) for f in m["fragments"]] and None,
+    "kinds": lambda m: m.update(kinds=["exp_avg"]),
+    "no kinds": lambda m: m.update(kinds=[]),
+}
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_hostile_manifest_is_one_clear_error(tmp_path: Path, forgery: str) -> None:
+    path = save_alone(tmp_path, 1)
+    forge(path, FORGERIES[forgery])
+    with pytest.raises(CheckpointError):
+        CheckpointReader(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80", b"[" * 100000, b"null", b"{"])
+def test_manifest_that_is_no_json(tmp_path: Path, content: bytes) -> None:
+    path = save_alone(tmp_path, 1)
+    (path / MANIFEST_FILE).write_bytes(content)
+    (path / COMMITTED_FILE).write_text(hashlib.sha256(content).hexdigest())
+    with pytest.raises(CheckpointError):
+        CheckpointReader(path)
+
+
+def test_shapes_are_checked_against_the_file_before_use(tmp_path: Path) -> None:
+    path = save_alone(tmp_path, 1)
+
+    def widen(manifest: Any) -> None:
+        manifest["parameters"]["embeddings.norm.weight"] = [5]
+        for fragment in manifest["fragments"]:
+            if fragment["parameter"] == "embeddings.norm.weight":
+                fragment["length"] = 5
+
+    forge(path, widen)
+    with pytest.raises(CheckpointError, match="damaged"):
+        CheckpointReader(path).tensor("embeddings.norm.weight")

@@ -1,0 +1,129 @@
+"""Every key is free, needs the flag or is refused; each says so with both values."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+import torch
+
+from megatron_deberta.checkpoint.reader import CheckpointReader
+from megatron_deberta.checkpoint.resume import (
+    FREE,
+    WITH_FLAG,
+    check_resume,
+    check_same_architecture,
+)
+from megatron_deberta.checkpoint.store import save_weights
+from megatron_deberta.config import RunConfig
+from megatron_deberta.errors import CheckpointError, ConfigError
+from tests.support.checkpoints import metadata, save_alone
+
+KEYS = [
+    f"{section.name}.{key.name}"
+    for section in fields(RunConfig)
+    for key in fields(getattr(RunConfig(), section.name))
+]
+
+
+def mutated(key: str) -> RunConfig:
+    """The default run with one other value."""
+    section_name, name = key.split(".")
+    config = RunConfig()
+    section: Any = getattr(config, section_name)
+    value = getattr(section, name)
+    choices = get_args(get_type_hints(type(section))[name])
+    other: Any
+    if isinstance(value, bool):
+        other = not value
+    elif isinstance(value, tuple):
+        other = ("elsewhere",)
+    elif choices:
+        other = next((choice for choice in choices if choice != value), "another")
+    elif isinstance(value, str):
+        other = "elsewhere"
+    else:
+        other = value / 2 if isinstance(value, float) else value + 1
+    return replace(config, **{section_name: replace(section, **{name: other})})
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory: pytest.TempPathFactory) -> CheckpointReader:
+    return CheckpointReader(save_alone(tmp_path_factory.mktemp("run"), 8))
+
+
+def resume(reader: CheckpointReader, config: RunConfig, **changes: Any) -> list[str]:
+    arguments = {"tokenizer_fingerprint": "t" * 64, "data_fingerprint": "d" * 64, **changes}
+    return check_resume(reader, config, **arguments)
+
+
+def test_tables_name_existing_keys_only() -> None:
+    assert set(KEYS) >= FREE | WITH_FLAG
+    assert not FREE & WITH_FLAG
+
+
+def test_nothing_changed(reader: CheckpointReader) -> None:
+    assert resume(reader, RunConfig()) == []
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_every_key(reader: CheckpointReader, key: str) -> None:
+    config = mutated(key)
+    if key in FREE:
+        assert resume(reader, config)[0].startswith(f"{key}: ")
+        return
+    old, new = (
+        getattr(getattr(c, key.split(".")[0]), key.split(".")[1]) for c in (RunConfig(), config)
+    )
+    with pytest.raises(CheckpointError) as refusal:
+        resume(reader, config)
+    assert f"{key}={new!r}" in str(refusal.value)
+    assert repr(old) in str(refusal.value)
+    if key in WITH_FLAG:
+        assert "--allow-config-change" in str(refusal.value)
+        assert resume(reader, config, allow_change=True)
+    else:
+        with pytest.raises(CheckpointError, match=key):
+            resume(reader, config, allow_change=True)
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["model.hidden_size", "objective.mask_probability", "data.sequence_length", "data.packing"]
+    + ["train.seed", "train.global_batch_size", "data.validation_fraction"],
+)
+def test_what_makes_it_another_run_is_refused(key: str) -> None:
+    assert key not in FREE | WITH_FLAG
+
+
+@pytest.mark.parametrize("what", ["tokenizer_fingerprint", "data_fingerprint"])
+def test_other_content_is_refused(reader: CheckpointReader, what: str) -> None:
+    with pytest.raises(CheckpointError, match="fingerprint eeee"):
+        resume(reader, RunConfig(), **{what: "e" * 64})
+
+
+def test_weights_alone_cannot_be_resumed(tmp_path: Path) -> None:
+    weights = [("head.bias", torch.zeros(2))]
+    path = save_weights(tmp_path, weights, {"head.bias": (2,)}, metadata(0))
+    with pytest.raises(CheckpointError, match=r"checkpoint\.load_from"):
+        resume(CheckpointReader(path), RunConfig())
+
+
+@pytest.mark.parametrize("key", [key for key in KEYS if key.startswith("model.")])
+def test_weights_of_another_architecture_are_refused(reader: CheckpointReader, key: str) -> None:
+    config = mutated(key)
+    if key in ("model.hidden_dropout", "model.attention_dropout", "model.initializer_range"):
+        check_same_architecture(reader, config)
+    else:
+        with pytest.raises(CheckpointError, match=key):
+            check_same_architecture(reader, config)
+
+
+def test_a_saved_config_that_no_longer_fits_is_named(tmp_path: Path) -> None:
+    path = save_alone(tmp_path, 1)
+    reader = CheckpointReader(path)
+    reader.metadata.config["model"]["no_such_key"] = 1
+    with pytest.raises(ConfigError, match="no_such_key"):
+        resume(reader, RunConfig())

@@ -1,0 +1,334 @@
+"""Saving on one grid and loading on another; choosing, keeping, refusing."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import shutil
+from collections import namedtuple
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_deberta.checkpoint import store
+from megatron_deberta.checkpoint.layout import (
+    COMMITTED_FILE,
+    KINDS,
+    MANIFEST_FILE,
+    checkpoints_dir,
+    committed_steps,
+    step_dir,
+)
+from megatron_deberta.checkpoint.reader import CheckpointReader
+from megatron_deberta.errors import CheckpointError
+from megatron_deberta.parallel.topology import ProcessGroups
+from tests.support.checkpoints import (
+    SCALARS,
+    SHAPES,
+    FakeEngine,
+    assert_holds,
+    grid_place,
+    logical_states,
+    metadata,
+    on_threads,
+    save_alone,
+    specs_of,
+)
+
+GRIDS = [(1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (2, 3)]
+
+
+def save_on(run_dir: Path, step: int = 3) -> Callable[[ProcessGroups], Path]:
+    def work(groups: ProcessGroups) -> Path:
+        specs = specs_of(groups)
+        engine: Any = FakeEngine(specs, logical_states())
+        return store.save(run_dir, engine, specs, groups, metadata(step))
+
+    return work
+
+
+def load_on(path: Path) -> Callable[[ProcessGroups], FakeEngine]:
+    def work(groups: ProcessGroups) -> FakeEngine:
+        specs = specs_of(groups)
+        engine: Any = FakeEngine(specs)
+        store.load(CheckpointReader(path), engine, specs)
+        return engine
+
+    return work
+
+
+@pytest.mark.parametrize("saved_on", GRIDS)
+@pytest.mark.parametrize("loaded_on", [1, 2, 4])
+def test_any_layout_loads_what_any_other_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved_on: tuple[int, int], loaded_on: int
+) -> None:
+    paths = on_threads(monkeypatch, *saved_on, save_on(tmp_path))
+    assert paths == [step_dir(tmp_path, 3)] * len(paths)
+    for engine in on_threads(monkeypatch, loaded_on, 1, load_on(paths[0])):
+        assert_holds(engine, logical_states())
+        assert engine.scalars() == SCALARS
+
+
+def test_work_is_shared_and_each_true_row_is_stored_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = on_threads(monkeypatch, 2, 2, save_on(tmp_path))[0]
+    ranks = {file.name[5:10] for file in path.glob("*.safetensors")}
+    assert ranks == {"00000", "00001", "00002", "00003"}
+    elements = sum(torch.Size(shape).numel() for shape in SHAPES.values())
+    data = 4 * len(KINDS) * elements
+    headers = CheckpointReader(path).total_bytes - data
+    assert 0 < headers < 1000 * len(ranks)
+
+
+def test_files_are_cut_to_bound_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "FILE_BYTES", 1000)
+    path = save_alone(tmp_path, 1)
+    assert len(list(path.glob("*.safetensors"))) > 2
+    assert_holds(load_on(path)(grid_place(0, 1, 1)), logical_states())
+
+
+def test_metadata_comes_back(tmp_path: Path) -> None:
+    reader = CheckpointReader(save_alone(tmp_path, 5))
+    assert reader.metadata.step == 5
+    assert reader.metadata.config == metadata(5).config
+    assert reader.metadata.scalars == SCALARS
+    assert reader.metadata.layout == {"tp_size": 1, "dp_size": 1}
+    assert reader.shapes == SHAPES
+
+
+def test_newest_is_found_by_looking(tmp_path: Path) -> None:
+    assert store.find_newest(tmp_path) is None
+    for step in (9, 100, 20):
+        save_alone(tmp_path, step)
+    assert store.find_newest(tmp_path) == step_dir(tmp_path, 100)
+    (step_dir(tmp_path, 100) / COMMITTED_FILE).unlink()
+    assert store.find_newest(tmp_path) == step_dir(tmp_path, 20)
+
+
+@pytest.mark.parametrize(("keep_last", "kept"), [(0, [1, 2, 3, 4]), (1, [4]), (3, [2, 3, 4])])
+def test_oldest_go_after_the_commit(tmp_path: Path, keep_last: int, kept: list[int]) -> None:
+    for step in (1, 2, 3, 4):
+        save_alone(tmp_path, step, keep_last=keep_last)
+    assert committed_steps(tmp_path) == kept
+    assert len(list(checkpoints_dir(tmp_path).iterdir())) == len(kept)
+
+
+def test_after_a_fallback_the_abandoned_future_is_not_counted(tmp_path: Path) -> None:
+    for step in (7, 14):
+        save_alone(tmp_path, step, keep_last=1)
+    # Step 14 turned out damaged and there was another at 7: the run goes on from there.
+    save_alone(tmp_path, 7)
+    save_alone(tmp_path, 8, keep_last=1)
+    assert committed_steps(tmp_path) == [8, 14]
+    save_alone(tmp_path, 14, seed=1, keep_last=1)
+    assert committed_steps(tmp_path) == [14]
+    assert_holds(load_on(step_dir(tmp_path, 14))(grid_place(0, 1, 1)), logical_states(1))
+
+
+def damage(path: Path, how: str) -> None:
+    file = min(path.glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    if how == "flipped bit":
+        content[-5] ^= 4
+    elif how == "cut":
+        del content[-1:]
+    elif how == "empty":
+        content.clear()
+    file.write_bytes(content)
+    if how == "file missing":
+        file.unlink()
+    if how == "manifest altered":
+        manifest = path / MANIFEST_FILE
+        manifest.write_text(manifest.read_text().replace('"step": 14', '"step": 15'))
+    if how == "manifest missing":
+        (path / MANIFEST_FILE).unlink()
+    if how == "mark torn":
+        (path / COMMITTED_FILE).write_bytes(b"")
+
+
+DAMAGES = [
+    "flipped bit",
+    "cut",
+    "empty",
+    "file missing",
+    "manifest altered",
+    "manifest missing",
+    "mark torn",
+]
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_damaged_checkpoint_is_refused_and_the_one_before_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    save_alone(tmp_path, 7)
+    path = save_alone(tmp_path, 14)
+    damage(path, how)
+
+    def work(groups: ProcessGroups) -> Any:
+        return store.choose_intact(tmp_path, groups)
+
+    for reader in on_threads(monkeypatch, 2, 1, work):
+        assert reader.metadata.step == 7
+    assert "step_00000014" in caplog.text
+
+
+def test_nothing_intact_is_an_error_not_a_fresh_start(tmp_path: Path) -> None:
+    damage(save_alone(tmp_path, 7), "cut")
+    damage(save_alone(tmp_path, 14), "flipped bit")
+    with pytest.raises(CheckpointError, match=r"all 2 checkpoints .* damaged"):
+        store.choose_intact(tmp_path, grid_place(0, 1, 1))
+
+
+def test_nothing_committed_is_a_fresh_start(tmp_path: Path) -> None:
+    path = save_alone(tmp_path, 7)
+    (path / COMMITTED_FILE).unlink()
+    assert store.choose_intact(tmp_path, grid_place(0, 1, 1)) is None
+
+
+def test_another_model_is_refused_before_the_engine_is_touched(tmp_path: Path) -> None:
+    path = save_alone(tmp_path, 1)
+    groups = grid_place(0, 1, 1)
+    specs = specs_of(groups)
+    del specs["head.bias"]
+    engine: Any = FakeEngine(specs)
+    with pytest.raises(
+        CheckpointError, match=r"another model: head.bias is \(70,\) there and None"
+    ):
+        store.load(CheckpointReader(path), engine, specs)
+    assert engine.states == {}
+
+
+def test_weights_alone_start_a_new_run(tmp_path: Path) -> None:
+    logical = logical_states()
+    weights = ((name, kinds["weight"].to(torch.float64)) for name, kinds in logical.items())
+    path = store.save_weights(tmp_path, weights, SHAPES, metadata(0))
+    groups = grid_place(1, 2, 1)
+    engine: Any = FakeEngine(specs_of(groups))
+    reader = CheckpointReader(path)
+    store.load(reader, engine, specs_of(groups), weights_only=True)
+    zeros = torch.zeros
+    assert_holds(
+        engine,
+        {
+            name: {k: kinds[k] if k == "weight" else zeros(SHAPES[name]) for k in KINDS}
+            for name, kinds in logical.items()
+        },
+    )
+    assert engine.scalars() == {}
+    with pytest.raises(CheckpointError, match="no exp_avg"):
+        store.load(reader, engine, specs_of(groups))
+
+
+def assert_failed_save_left_nothing(run_dir: Path, results: list[Any]) -> None:
+    for result in results:
+        assert isinstance(result, CheckpointError), result
+        assert "older checkpoints are intact" in str(result)
+    assert [path.name for path in checkpoints_dir(run_dir).iterdir()] == ["step_00000003"]
+    assert store.choose_intact(run_dir, grid_place(0, 1, 1)) is not None
+
+
+def test_full_disk_is_refused_before_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_alone(tmp_path, 3)
+    usage = namedtuple("usage", "free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1000))
+    results = on_threads(monkeypatch, 2, 1, save_on(tmp_path, 4))
+    assert "MiB needed" in str(results[0])
+    assert_failed_save_left_nothing(tmp_path, results)
+
+
+@pytest.mark.parametrize("function", ["save_file", "write_durably", "sync_file", "sync_directory"])
+@pytest.mark.parametrize("call", [1, 2])
+def test_failed_write_on_one_rank_fails_all_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, call: int
+) -> None:
+    save_alone(tmp_path, 3)
+    original, calls = getattr(store, function), []
+
+    def failing(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == call:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return original(*args)
+
+    monkeypatch.setattr(store, function, failing)
+    results = on_threads(monkeypatch, 2, 1, save_on(tmp_path, 4))
+    assert_failed_save_left_nothing(tmp_path, results)
+    # The next save finds nothing in its way.
+    monkeypatch.setattr(store, function, original)
+    on_threads(monkeypatch, 2, 1, save_on(tmp_path, 4))
+    assert committed_steps(tmp_path) == [3, 4]
+
+
+def test_safetensors_error_of_a_real_limit_is_ours(tmp_path: Path) -> None:
+    save_alone(tmp_path, 3)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+    try:
+        with pytest.raises(CheckpointError, match="not saved"):
+            save_alone(tmp_path, 4)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert committed_steps(tmp_path) == [3]
+    assert [path.name for path in checkpoints_dir(tmp_path).iterdir()] == ["step_00000003"]
+
+
+def killed_save(run_dir: Path, call: int) -> bool:
+    """Save step 14 over steps 1 and 7 in a child that dies at the ``call``-th system call.
+
+    Returns whether it lived to the end.
+    """
+    child = os.fork()
+    if child == 0:
+        left = [call]
+
+        def dying(original: Callable[..., Any]) -> Callable[..., Any]:
+            def function(*args: Any, **kwargs: Any) -> Any:
+                left[0] -= 1
+                if left[0] == 0:
+                    os._exit(9)
+                return original(*args, **kwargs)
+
+            return function
+
+        for name in ("fsync", "rename", "mkdir", "unlink", "rmdir", "open"):
+            setattr(os, name, dying(getattr(os, name)))
+        store.save_file = dying(store.save_file)  # type: ignore[assignment]
+        Path.rename = dying(Path.rename)  # type: ignore[method-assign]
+        Path.unlink = dying(Path.unlink)  # type: ignore[method-assign]
+        try:
+            save_alone(run_dir, 14, seed=1, keep_last=2)
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_kill_anywhere_in_a_save_leaves_a_good_checkpoint(tmp_path: Path) -> None:
+    points = 0
+    for call in range(1, 1000):
+        run_dir = tmp_path / str(call)
+        save_alone(run_dir, 1)
+        save_alone(run_dir, 7)
+        lived = killed_save(run_dir, call)
+        reader = store.choose_intact(run_dir, grid_place(0, 1, 1))
+        assert reader is not None
+        assert reader.metadata.step in (7, 14)
+        assert_holds(
+            load_on(reader.path)(grid_place(0, 1, 1)),
+            logical_states(1 if reader.metadata.step == 14 else 0),
+        )
+        # The next save clears what is left and succeeds.
+        save_alone(run_dir, 21, keep_last=1)
+        assert [path.name for path in checkpoints_dir(run_dir).iterdir()] == ["step_00000021"]
+        shutil.rmtree(run_dir)
+        if lived:
+            break
+        points += 1
+    assert points >= 20
