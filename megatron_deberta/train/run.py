@@ -110,7 +110,7 @@ def pretrain(config: RunConfig, stop: StopSignal, *, allow_config_change: bool =
             environment,
         )
         start = choose_start(config, groups, data.identity, allow_config_change)
-        model = _build_model(config, groups)
+        model = build_rank_model(config, groups)
         engine = build_engine(config, model.module, model.specs, groups)
         load_start(start, engine, model.specs)
         code = _train(_Assembled(config, groups, data, model, engine), start.state, stop, terminal)
@@ -162,7 +162,8 @@ def _open_data(config: RunConfig, rank: int) -> _Data:
     return _Data(vocabulary, corpora, identity)
 
 
-def _build_model(config: RunConfig, groups: ProcessGroups) -> ShardedModel:
+def build_rank_model(config: RunConfig, groups: ProcessGroups) -> ShardedModel:
+    """This rank's filled part of the model, in ``precision.dtype``; partitioned under ZeRO-3."""
     partition = None
     if config.precision.engine == "deepspeed" and config.precision.zero_stage == 3:
         # Only here: importing DeepSpeed takes time and reads its environment.

@@ -17,3 +17,7 @@ OPERATOR = {
     torch.bfloat16: 6e-3,
 }
 """The attention operator and its gradients against float64: relative Frobenius norm."""
+LAYOUT_LOSS = 1e-5
+"""Relative difference of any loss of the same run on two layouts, fp32, 20 steps."""
+LAYOUT_GRADIENT = 1e-4
+"""Relative Frobenius difference of any parameter's gradient on two layouts, fp32."""

@@ -1,0 +1,258 @@
+"""The layout invariant as a campaign: one run, every layout, the same losses and gradients.
+
+Four gloo ranks, dropout on, fp32, the real model, engine and step; the oracle is one process with
+the plain engine. ``python -m tests.support.layout_matrix --output FILE`` runs all of it
+(``make test-matrix``), skipping what FILE already holds; the test suite runs a slice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import platform
+import subprocess
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_deberta.config.schema import (
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    RunConfig,
+    TrainConfig,
+)
+from megatron_deberta.data.batch import Batch
+from megatron_deberta.engine import deepspeed_config
+from megatron_deberta.engine.factory import build_engine
+from megatron_deberta.engine.protocol import Engine
+from megatron_deberta.parallel.topology import ProcessGroups, single_process_groups
+from megatron_deberta.sharding import ParameterSpec
+from megatron_deberta.train.run import build_rank_model
+from megatron_deberta.train.step import TrainStep
+from tests.support.ranks import RankPool, grid
+from tests.support.tolerances import LAYOUT_GRADIENT, LAYOUT_LOSS
+
+STEPS, GLOBAL_BATCH, MICRO_BATCH, LENGTH = 20, 8, 2, 16
+MODEL = ModelConfig(
+    num_layers=3,
+    hidden_size=32,
+    num_heads=4,
+    ffn_hidden_size=64,
+    vocab_size=131,
+    max_position_embeddings=32,
+    max_relative_positions=16,
+    position_buckets=4,
+    conv_kernel_size=3,
+)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to spread the run over four ranks."""
+
+    tp_size: int
+    zero_stage: int
+    sequence_parallel: bool
+    recompute: str
+
+    @property
+    def name(self) -> str:
+        sequence = "sp" if self.sequence_parallel else "-"
+        return f"tp{self.tp_size} zero{self.zero_stage} {sequence} recompute={self.recompute}"
+
+
+ALL = [
+    Layout(tp, zero, sequence, recompute)
+    for tp, zero, sequence, recompute in itertools.product(
+        (1, 2, 4), (0, 1, 2, 3), (False, True), ("none", "selective", "full")
+    )
+    if tp > 1 or not sequence
+]
+PAIRS = [
+    Layout(1, 0, False, "full"),
+    Layout(1, 1, False, "none"),
+    Layout(1, 2, False, "selective"),
+    Layout(1, 3, False, "full"),
+    Layout(2, 0, True, "none"),
+    Layout(2, 1, False, "full"),
+    Layout(2, 2, True, "full"),
+    Layout(2, 3, False, "selective"),
+    Layout(2, 3, True, "none"),
+    Layout(4, 0, False, "selective"),
+    Layout(4, 1, True, "selective"),
+    Layout(4, 2, False, "none"),
+    Layout(4, 3, True, "full"),
+]
+"""A slice in which every two settings that can meet do meet (held by a test)."""
+
+
+def run_config(layout: Layout | None) -> RunConfig:
+    """The run on a layout; None is the oracle."""
+    chosen = layout or Layout(1, 0, False, "none")
+    return RunConfig(
+        model=MODEL,
+        parallel=ParallelConfig(
+            tensor_parallel_size=chosen.tp_size,
+            sequence_parallel=chosen.sequence_parallel,
+            recompute=chosen.recompute,  # type: ignore[arg-type]
+        ),
+        optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=4),
+        precision=PrecisionConfig(
+            engine="deepspeed" if layout else "plain",
+            zero_stage=chosen.zero_stage,  # type: ignore[arg-type]
+        ),
+        train=TrainConfig(
+            steps=2 * STEPS, global_batch_size=GLOBAL_BATCH, micro_batch_size=MICRO_BATCH
+        ),
+    )
+
+
+def micro_batches(step: int, groups: ProcessGroups) -> list[Batch]:
+    """This rank's rows of the global batch of a step, some of them padded."""
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(4, MODEL.vocab_size, (GLOBAL_BATCH, LENGTH), generator=generator)
+    real = torch.full((GLOBAL_BATCH,), LENGTH)
+    real[1::3] -= 5
+    mask = torch.arange(LENGTH) < real.unsqueeze(1)
+    picked = torch.rand(GLOBAL_BATCH, LENGTH - 5, generator=generator).argsort(1)[:, :3]
+    picked[::2, 2] = -1
+    labels = torch.where(picked >= 0, ids.gather(1, picked.clamp(min=0)), -100)
+    ids = ids.masked_fill(~mask, 0)
+    samples = torch.arange(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH)
+    share = GLOBAL_BATCH // groups.dp_size
+    first = groups.dp_rank * share
+    return [
+        Batch(ids[rows], mask[rows], picked[rows], labels[rows], samples[rows], None, None)
+        for rows in (
+            slice(start, start + MICRO_BATCH) for start in range(first, first + share, MICRO_BATCH)
+        )
+    ]
+
+
+def moments(engine: Engine, specs: dict[str, ParameterSpec]) -> dict[str, Any]:
+    """First moments with their specs: after one step, the clipped gradient times 1 - beta1."""
+    return {
+        name: (specs[name], specs[name].true_part(state.exp_avg).clone())
+        for name, state in engine.gather_states()
+    }
+
+
+def run_layout(rank: int, layout: Layout | None, steps: int) -> dict[str, Any]:
+    """Losses, gradient norms and moments of one run on this rank."""
+    deepspeed_config.PERSISTENCE_THRESHOLD = 0  # else nothing this small is partitioned
+    config = run_config(layout)
+    groups = grid(layout.tp_size) if layout else single_process_groups(torch.device("cpu"))
+    model = build_rank_model(config, groups)
+    model.module.train()
+    engine = build_engine(config, model.module, model.specs, groups)
+    take_step = TrainStep(engine, config, groups)
+    losses, norms = [], []
+    first: dict[str, Any] = {}
+    for step in range(steps):
+        result = take_step(step, micro_batches(step, groups))
+        losses.append(result.loss)
+        norms.append(result.outcome.grad_norm)
+        if step == 1:  # the first step has learning rate 0 but full moments; the second moves
+            first = moments(engine, model.specs)
+    last = moments(engine, model.specs)
+    engine.destroy()
+    return {"losses": losses, "norms": norms, "first": first, "last": last}
+
+
+def assemble(parts: list[tuple[ParameterSpec, Tensor]], tp_size: int) -> Tensor:
+    """The logical tensor from the first ``tp_size`` ranks; replicas must be the same bits."""
+    spec = parts[0][0]
+    for index, (_, part) in enumerate(parts):
+        twin = parts[index % tp_size][1] if spec.dim is not None else parts[0][1]
+        torch.testing.assert_close(part, twin, rtol=0, atol=0)
+    if spec.dim is None:
+        return parts[0][1]
+    return torch.cat([part for _, part in parts[:tp_size]], spec.dim)
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Relative Frobenius error."""
+    return float((actual - expected).norm() / expected.norm().clamp_min(1e-30))
+
+
+def compare(layout: Layout, ranks: list[dict[str, Any]], oracle: dict[str, Any]) -> dict[str, Any]:
+    """Worst deviations of a layout from the oracle."""
+    worst_loss = max(
+        abs(a - b) / abs(b)
+        for rank in ranks
+        for a, b in zip(rank["losses"], oracle["losses"], strict=True)
+    )
+    worst_norm = max(
+        abs(a - b) / abs(b)
+        for rank in ranks
+        for a, b in zip(rank["norms"], oracle["norms"], strict=True)
+    )
+    errors = {}
+    for name, (_, expected) in oracle["first"].items():
+        actual = assemble([rank["first"][name] for rank in ranks], layout.tp_size)
+        errors[name] = relative_error(actual, expected)
+    parameter = max(errors, key=errors.__getitem__)
+    return {
+        **asdict(layout),
+        "loss_error": worst_loss,
+        "norm_error": worst_norm,
+        "gradient_error": errors[parameter],
+        "gradient_parameter": parameter,
+        "passed": worst_loss <= LAYOUT_LOSS and errors[parameter] <= LAYOUT_GRADIENT,
+    }
+
+
+def run_all(layouts: list[Layout], output: Path) -> bool:
+    """Run layouts that ``output`` lacks; True if all of them agree with the oracle."""
+    done = json.loads(output.read_text())["results"] if output.exists() else []
+    oracle = run_layout(0, None, STEPS)
+    with RankPool(4) as pool:
+        for layout in layouts:
+            if any(Layout(**{k: row[k] for k in asdict(layout)}) == layout for row in done):
+                continue
+            start = time.monotonic()
+            row = compare(layout, pool.run(run_layout, layout, STEPS, timeout=600), oracle)
+            row["seconds"] = round(time.monotonic() - start, 1)
+            done.append(row)
+            verdict = "same" if row["passed"] else "DIFFERS"
+            print(f"{layout.name:36} loss {row['loss_error']:.1e} {verdict}", flush=True)
+            write(output, done)
+    return all(row["passed"] for row in done)
+
+
+def write(output: Path, rows: list[dict[str, Any]]) -> None:
+    """Replace the result file."""
+    revision = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True
+    ).stdout.strip()
+    record = {
+        "what": f"{STEPS} steps on 4 gloo ranks against one process, fp32, dropout 0.1",
+        "hardware": platform.machine(),
+        "torch": torch.__version__,
+        "revision": revision,
+        "results": rows,
+    }
+    output.parent.mkdir(parents=True, exist_ok=True)
+    partial = output.with_suffix(".tmp")
+    partial.write_text(json.dumps(record, indent=1) + "\n")
+    os.replace(partial, output)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Every layout against one process.")
+    parser.add_argument("--output", type=Path, required=True, help="JSON file, continued if there")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    return 0 if run_all(ALL, args.output) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
