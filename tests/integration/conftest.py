@@ -1,0 +1,35 @@
+"""One corpus and one unbroken run that all tests of this folder compare with."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.jobs import ROOT, TIMEOUT, prepare, without_launcher
+
+
+@pytest.fixture(scope="session")
+def run_yaml(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 60 steps on real text."""
+    return prepare(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="session")
+def unbroken(run_yaml: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of that run on two data-parallel ranks under torchrun, never stopped."""
+    run_dir = tmp_path_factory.mktemp("unbroken") / "run"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    program = ["--nproc-per-node=2", "-m", "megatron_deberta", "pretrain", str(run_yaml)]
+    finished = subprocess.run(
+        [*launcher, *program, f"train.run_dir={run_dir}"],
+        env=without_launcher() | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    (run_dir / "stdout.txt").write_text(finished.stdout)
+    return run_dir

@@ -1,0 +1,106 @@
+"""Killed, stopped and moved runs continue as if nothing had happened."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_deberta.checkpoint.layout import committed_steps, step_dir
+from megatron_deberta.data.ledger import check_ledger, read_ledger
+from megatron_deberta.errors import EXIT_REQUEUE
+from tests.support.jobs import (
+    assert_same_checkpoints,
+    losses,
+    records,
+    run_to_end,
+    start,
+)
+
+STEPS = 60
+
+
+def test_unbroken_run_learns_and_leaves_what_it_promises(unbroken: Path) -> None:
+    curve = losses(unbroken)
+    assert len(curve) == STEPS
+    assert sum(curve[-5:]) / 5 < sum(curve[:5]) / 5 - 0.5
+    validation = records(unbroken, "validation")
+    assert list(validation) == [0, 25, 50, STEPS]
+    assert validation[STEPS]["loss"] < validation[25]["loss"]
+    assert validation[0]["unigram_loss"] > 3
+    assert committed_steps(unbroken) == [49, 56, STEPS]
+    check_ledger(unbroken / "ledger", 8, STEPS)
+    assert (unbroken / "loss.png").stat().st_size > 1000
+    assert "vocab_size: 600" in (unbroken / "config.yaml").read_text()
+    lines = (unbroken / "stdout.txt").read_text().splitlines()
+    assert sum(line.startswith("step ") for line in lines) == STEPS
+    assert sum("unigram loss" in line for line in lines) == 3
+
+
+def test_killed_and_signalled_run_equals_the_unbroken_one(
+    run_yaml: Path, unbroken: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    # The place is random on purpose; it is printed with a failure.
+    kill_at, delay = random.randint(1, 30), random.random() * 0.1
+    print(f"SIGKILL of rank 1 {delay:.3f} s after step {kill_at}")
+    job = start(run_yaml, run_dir, 2)
+    job.wait_for_step(kill_at)
+    time.sleep(delay)
+    job.ranks[1].kill()
+    codes = job.wait()
+    assert codes[1] == -signal.SIGKILL
+    assert codes[0] not in (0, EXIT_REQUEUE)
+
+    job = start(run_yaml, run_dir, 2)
+    job.wait_for_step(40)
+    job.ranks[0].send_signal(signal.SIGUSR2)
+    assert job.wait() == [EXIT_REQUEUE] * 2, job.output()
+    stopped_at = committed_steps(run_dir)[-1]
+    assert 40 <= stopped_at < STEPS
+    assert len(losses(run_dir)) == stopped_at
+
+    job = run_to_end(run_yaml, run_dir, 2)
+    assert f"continuing from {step_dir(run_dir, stopped_at)}" in job.output()
+    assert losses(run_dir) == losses(unbroken)
+    assert read_ledger(run_dir / "ledger") == read_ledger(unbroken / "ledger")
+    assert_same_checkpoints(run_dir, unbroken, STEPS)
+    ours, theirs = (records(folder, "validation")[STEPS] for folder in (run_dir, unbroken))
+    assert ours == theirs
+
+
+def test_tensor_parallel_run_goes_on_data_parallel(
+    run_yaml: Path, unbroken: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    tensor_parallel = ("parallel.tensor_parallel_size=2", "parallel.sequence_parallel=true")
+    run_to_end(
+        run_yaml, run_dir, 2, *tensor_parallel, "precision.zero_stage=2", "train.stop_after=20"
+    )
+    assert committed_steps(run_dir)[-1] == 20
+    job = run_to_end(
+        run_yaml, run_dir, 2, "precision.zero_stage=3", "train.micro_batch_size=4",
+        "train.stop_after=30",
+    )  # fmt: skip
+    assert "changed since: parallel.tensor_parallel_size: 2 -> 1" in job.output()
+    run_to_end(run_yaml, run_dir, 1, "precision.engine=plain")
+    assert losses(run_dir) == pytest.approx(losses(unbroken), rel=1e-5)
+    check_ledger(run_dir / "ledger", 8, STEPS)
+
+
+def test_damaged_newest_checkpoint_costs_a_few_steps_only(run_yaml: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    plain = ("precision.engine=plain", "train.stop_after=9")
+    run_to_end(run_yaml, run_dir, 1, *plain)
+    whole = losses(run_dir)
+    file = next(step_dir(run_dir, 9).glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    job = run_to_end(run_yaml, run_dir, 1, *plain)
+    assert f"{file}: SHA-256 is not the manifest's" in job.output()
+    assert f"continuing from {step_dir(run_dir, 7)}" in job.output()
+    assert losses(run_dir) == whole

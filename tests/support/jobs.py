@@ -1,0 +1,146 @@
+"""Whole runs of the command, as their ranks' processes, on real English text from this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import pydoc_data.topics
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_deberta.checkpoint.layout import step_dir
+from megatron_deberta.checkpoint.reader import CheckpointReader
+from megatron_deberta.cli.main import main
+from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT = 240.0
+"""Seconds a run may take; a loaded machine needs a good part of a minute only to start one."""
+
+RUN = """
+model: {{num_layers: 2, hidden_size: 32, num_heads: 4, ffn_hidden_size: 64, vocab_size: 600,
+  max_position_embeddings: 48, max_relative_positions: 32, position_buckets: 8,
+  conv_kernel_size: 3}}
+tokenizer: {{path: {folder}/tokenizer}}
+data: {{train: [{folder}/docs_text_document], sequence_length: 48, num_workers: 1, ledger: true}}
+optimizer: {{learning_rate: 5.0e-3, warmup_steps: 5}}
+checkpoint: {{save_every: 7}}
+train: {{steps: 60, global_batch_size: 8, micro_batch_size: 2, eval_every: 25, eval_batches: 2,
+  device: cpu}}
+log: {{every: 1, tensorboard: false}}
+"""
+
+
+def prepare(folder: Path) -> Path:
+    """Make a tokenizer, a shard and ``run.yaml`` of Python's documentation topics."""
+    text = folder / "docs.jsonl"
+    with text.open("w") as stream:
+        for topic in pydoc_data.topics.topics.values():
+            stream.write(json.dumps({"text": topic}) + "\n")
+    tokenizer, prefix = str(folder / "tokenizer"), str(folder / "docs")
+    made = ["train-tokenizer", "--input", str(text), "--vocab-size", "500", "--output", tokenizer]
+    assert main(made) == 0
+    shards = ["preprocess", "--input", str(text), "--tokenizer", tokenizer, "--output", prefix]
+    assert main([*shards, "--workers", "0"]) == 0
+    run = folder / "run.yaml"
+    run.write_text(RUN.format(folder=folder))
+    return run
+
+
+@dataclass
+class Job:
+    """The ranks of one run."""
+
+    ranks: list[subprocess.Popen[str]]
+    run_dir: Path
+
+    def wait(self) -> list[int]:
+        """Exit codes by rank."""
+        deadline = time.monotonic() + TIMEOUT
+        try:
+            return [rank.wait(max(1.0, deadline - time.monotonic())) for rank in self.ranks]
+        finally:
+            for rank in self.ranks:
+                rank.kill()
+
+    def wait_for_step(self, step: int) -> None:
+        """Return once a step is in the metrics."""
+        deadline = time.monotonic() + TIMEOUT
+        path = self.run_dir / FILE_NAME
+        while time.monotonic() < deadline:
+            if path.exists() and any(record["step"] >= step for record in read_metrics(path)):
+                return
+            assert all(rank.poll() is None for rank in self.ranks), f"{self.run_dir} died"
+            time.sleep(0.02)
+        raise AssertionError(f"{self.run_dir}: no step {step} in {TIMEOUT} s")
+
+    def output(self) -> str:
+        """What all ranks printed, standard error included."""
+        return "".join(
+            (self.run_dir.parent / f"{self.run_dir.name}.{rank}.log").read_text()
+            for rank in range(len(self.ranks))
+        )
+
+
+def start(run: Path, run_dir: Path, world_size: int, *overrides: str) -> Job:
+    """Start the ranks of a run as a launcher would; each has a log beside the run folder."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    arguments = ["pretrain", str(run), f"train.run_dir={run_dir}", *overrides]
+    command = [sys.executable, "-m", "megatron_deberta", *arguments]
+    run_dir.parent.mkdir(parents=True, exist_ok=True)
+    ranks = []
+    for rank in range(world_size):
+        places = {"RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": port}
+        places |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+        environment = os.environ | {key: str(value) for key, value in places.items()}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "PYTHONPATH": str(ROOT)}
+        environment |= {"OMP_NUM_THREADS": "1"}
+        with (run_dir.parent / f"{run_dir.name}.{rank}.log").open("a") as log:
+            ranks.append(
+                subprocess.Popen(command, env=environment, stdout=log, stderr=log, text=True)
+            )
+    return Job(ranks, run_dir)
+
+
+def run_to_end(run: Path, run_dir: Path, world_size: int, *overrides: str) -> Job:
+    """Run and see that every rank exits with 0."""
+    job = start(run, run_dir, world_size, *overrides)
+    codes = job.wait()
+    assert codes == [0] * world_size, job.output()
+    return job
+
+
+def records(run_dir: Path, kind: str = "train") -> dict[int, dict[str, Any]]:
+    """Metric records by step."""
+    found = read_metrics(run_dir / FILE_NAME)
+    return {record["step"]: record for record in found if record["kind"] == kind}
+
+
+def losses(run_dir: Path) -> list[float]:
+    """Training losses in step order; JSON keeps every bit of a float."""
+    steps = records(run_dir)
+    assert list(steps) == list(range(1, len(steps) + 1))
+    return [record["loss"] for record in steps.values()]
+
+
+def assert_same_checkpoints(ours: Path, theirs: Path, step: int) -> None:
+    """Weights and moments at a step are equal bit for bit."""
+    one, other = (CheckpointReader(step_dir(run_dir, step)) for run_dir in (ours, theirs))
+    assert list(one.shapes) == list(other.shapes)
+    for name in one.shapes:
+        for kind in one.kinds:
+            assert one.tensor(name, kind).equal(other.tensor(name, kind)), (name, kind)
+    assert one.metadata.scalars == other.metadata.scalars
+
+
+def without_launcher(names: Sequence[str] = ("RANK", "LOCAL_RANK", "WORLD_SIZE")) -> dict[str, str]:
+    """This environment without a launcher's variables."""
+    return {key: value for key, value in os.environ.items() if key not in names}
