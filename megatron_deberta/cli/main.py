@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug: bool = overview.debug
     try:
         module = import_command(command)
-        args = build_parser(command, module).parse_args(overview.arguments)
+        args = build_parser(command, module).parse_intermixed_args(overview.arguments)
         debug = debug or args.debug
         return module.run(args)
     except KeyboardInterrupt:

@@ -1,0 +1,166 @@
+"""What cannot be trained is one clear line and the right exit code, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_deberta.checkpoint.layout import checkpoints_dir, committed_steps
+from megatron_deberta.checkpoint.reader import CheckpointReader
+from megatron_deberta.checkpoint.store import find_newest
+from megatron_deberta.cli.main import main
+from megatron_deberta.errors import EXIT_DONE, EXIT_FAILURE, EXIT_USAGE
+from megatron_deberta.observe.metrics import read_metrics
+
+Run = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture(autouse=True)
+def _own_process_settings() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def pretrain(run_yaml: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Run:
+    """Run the command in this process; returns its exit code and standard error."""
+
+    def run(*arguments: str, run_dir: str = "run") -> tuple[int, str]:
+        folder = f"train.run_dir={tmp_path / run_dir}"
+        short = ("precision.engine=plain", "train.stop_after=2", "train.eval_every=0")
+        quiet = ("data.num_workers=0", "log.level=warning", "data.ledger=false")
+        code = main(["pretrain", str(run_yaml), folder, *short, *quiet, *arguments])
+        return code, capfd.readouterr().err
+
+    return run
+
+
+REFUSED = {
+    "unknown key": ("model.hiden_size=3", "hidden_size"),
+    "vocabulary below the tokenizer": ("model.vocab_size=300", "model.vocab_size=300 is smaller"),
+    "batch that does not divide": ("train.global_batch_size=7", "train.global_batch_size=7"),
+    "heads that do not divide": (
+        "parallel.tensor_parallel_size=3",
+        "parallel.tensor_parallel_size=3 does not divide model.num_heads=4",
+    ),
+    "ranks that do not divide": ("parallel.tensor_parallel_size=2", "does not divide the 1 ranks"),
+    "a GPU that is not there": ("train.device=cuda", "train.device=cuda"),
+    "no data": ("data.train=[]", "data.train is empty"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_wrong_settings(pretrain: Run, tmp_path: Path, case: str) -> None:
+    override, message = REFUSED[case]
+    code, error = pretrain(override)
+    assert code == EXIT_USAGE
+    assert error.count("\n") == 1
+    assert message in error
+    assert not (tmp_path / "run").exists()
+
+
+def test_missing_files(pretrain: Run, tmp_path: Path) -> None:
+    for override in ("data.train=[/nowhere/shard]", "tokenizer.path=/nowhere/tokenizer"):
+        code, error = pretrain(override)
+        assert code in (EXIT_FAILURE, EXIT_USAGE)
+        assert error.count("\n") == 1
+        assert "/nowhere" in error
+    assert main(["pretrain", str(tmp_path / "missing.yaml")]) == EXIT_USAGE
+
+
+def test_a_tokenizer_that_is_not_the_shards_own(
+    pretrain: Run, run_yaml: Path, tmp_path: Path
+) -> None:
+    text = run_yaml.parent / "docs.jsonl"
+    other = str(tmp_path / "tokenizer")
+    make = ["train-tokenizer", "--input", str(text), "--vocab-size", "400", "--output", other]
+    assert main(make) == 0
+    code, error = pretrain(f"tokenizer.path={other}")
+    assert code == EXIT_FAILURE
+    assert "the tokenizer is not the shards' own" in error.splitlines()[-1]
+
+
+def test_a_checkpoint_of_another_model_or_run(pretrain: Run, tmp_path: Path) -> None:
+    assert pretrain() == (EXIT_DONE, "")
+    before = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    for override, old in (
+        ("model.num_layers=3", "2"),
+        ("train.seed=5", "1234"),
+        ("data.sequence_length=32", "48"),
+        ("optimizer.learning_rate=0.001", "0.005"),
+    ):
+        code, error = pretrain(override)
+        key, _, value = override.partition("=")
+        assert code == EXIT_FAILURE
+        assert f"{key}={value} but the checkpoint of step 2 was trained with {old}" in error
+    assert pretrain("checkpoint.resume=never")[0] == EXIT_USAGE
+    assert read_metrics(tmp_path / "run" / "metrics.jsonl") == before
+    # With the flag the rate may change; at its end, the run is only found finished.
+    changed = ("optimizer.learning_rate=0.001", "--allow-config-change", "train.stop_after=3")
+    assert pretrain(*changed) == (EXIT_DONE, "")
+    assert committed_steps(tmp_path / "run") == [2, 3]
+    assert pretrain(*changed) == (EXIT_DONE, "")
+
+
+def test_a_full_disk_keeps_the_last_checkpoint(
+    pretrain: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert pretrain() == (EXIT_DONE, "")
+    monkeypatch.setattr("megatron_deberta.checkpoint.store.SPACE_MARGIN", 1e15)
+    code, error = pretrain("train.stop_after=4")
+    assert code == EXIT_FAILURE
+    assert "step_00000004 was not saved" in error
+    assert "MiB needed" in error
+    left = [path.name for path in checkpoints_dir(tmp_path / "run").iterdir()]
+    assert left == ["step_00000002"]
+
+
+def test_a_new_run_starts_with_the_weights_of_another(pretrain: Run, tmp_path: Path) -> None:
+    assert pretrain() == (EXIT_DONE, "")
+    load = f"checkpoint.load_from={tmp_path / 'run'}"
+    slow = ("optimizer.learning_rate=1e-30", "train.stop_after=1", "train.seed=3")
+    assert pretrain(load, *slow, run_dir="other") == (EXIT_DONE, "")
+    paths = [find_newest(tmp_path / name) for name in ("run", "other")]
+    first, second = (CheckpointReader(path) for path in paths if path is not None)
+    for name in first.shapes:
+        torch.testing.assert_close(first.tensor(name), second.tensor(name), rtol=0, atol=1e-12)
+    assert second.metadata.scalars["adam_step"] == 1
+    code, error = pretrain(load, "model.num_layers=3", run_dir="third")
+    assert code == EXIT_FAILURE
+    assert "model.num_layers=3 but checkpoint.load_from" in error
+
+
+def test_dry_run_trains_nothing(
+    pretrain: Run, run_yaml: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["parallel.tensor_parallel_size=2", "cluster.nodes=2", "cluster.ranks_per_node=2"]
+    assert main(["pretrain", str(run_yaml), "--dry-run", *arguments]) == EXIT_DONE
+    text = capfd.readouterr().out
+    assert "ranks: 4 = 2 data-parallel x 2 tensor-parallel" in text
+    assert "8 sequences = 2 data-parallel x 2 a micro batch x 2 accumulated" in text
+    assert "encoder.layers.N.ffn.up.weight" in text
+    assert not (tmp_path / "run").exists()
+    assert "hidden_size: 32" in text
+
+
+def test_metrics_are_numbers_a_program_can_read(pretrain: Run, tmp_path: Path) -> None:
+    assert pretrain() == (EXIT_DONE, "")
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    assert [(record["step"], record["kind"]) for record in records] == [
+        (0, "validation"),
+        (1, "train"),
+        (2, "train"),
+        (2, "validation"),
+    ]
+    for record in records[1:3]:
+        assert float.fromhex(float(record["loss"]).hex()) == record["loss"] > 0
+        assert record["consumed_samples"] == 8 * record["step"]
+        assert record["learning_rate"] > 0
+        assert record["tokens_per_second"] > 0

@@ -1,0 +1,140 @@
+"""What a run starts from."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_deberta.checkpoint.layout import step_dir
+from megatron_deberta.checkpoint.store import save_weights
+from megatron_deberta.config import CheckpointConfig, DataConfig, ModelConfig, RunConfig
+from megatron_deberta.config.schema import TrainConfig
+from megatron_deberta.data.indexed_writer import IndexedWriter
+from megatron_deberta.errors import CheckpointError, ConfigError
+from megatron_deberta.train.fingerprint import data_fingerprint
+from megatron_deberta.train.start import Identity, Start, choose_start, load_start
+from megatron_deberta.train.state import TrainState
+from tests.support.checkpoints import (
+    SHAPES,
+    FakeEngine,
+    grid_place,
+    logical_states,
+    metadata,
+    save_alone,
+    specs_of,
+)
+
+GROUPS = grid_place(0, 1, 1)
+IDENTITY = Identity("/tokenizer", "t" * 64, "d" * 64)
+
+
+def run_config(run_dir: Path, **checkpoint: Any) -> RunConfig:
+    return RunConfig(
+        train=TrainConfig(run_dir=str(run_dir)), checkpoint=CheckpointConfig(**checkpoint)
+    )
+
+
+def start_of(config: RunConfig, identity: Identity = IDENTITY) -> Start:
+    return choose_start(config, GROUPS, identity, allow_config_change=False)
+
+
+def test_an_empty_folder_is_a_fresh_start(tmp_path: Path) -> None:
+    assert start_of(run_config(tmp_path)) == Start(TrainState(0, 0))
+    with pytest.raises(CheckpointError, match="resume=must"):
+        start_of(run_config(tmp_path, resume="must"))
+
+
+def test_a_used_folder_continues(tmp_path: Path) -> None:
+    save_alone(tmp_path, 7)
+    for resume in ("auto", "must"):
+        start = start_of(run_config(tmp_path, resume=resume, load_from="ignored"))
+        assert start.state == TrainState(7, 28)
+        assert start.reader is not None
+        assert not start.weights_only
+    with pytest.raises(ConfigError, match="resume=never"):
+        start_of(run_config(tmp_path, resume="never"))
+
+
+def test_other_data_is_refused(tmp_path: Path) -> None:
+    save_alone(tmp_path, 7)
+    with pytest.raises(CheckpointError, match=r"data\.train"):
+        start_of(run_config(tmp_path), replace(IDENTITY, data_fingerprint="e" * 64))
+
+
+def imported(folder: Path) -> Path:
+    weights = ((name, kinds["weight"]) for name, kinds in logical_states().items())
+    return save_weights(folder, weights, SHAPES, metadata(0))
+
+
+@pytest.mark.parametrize("named", ["run folder", "checkpoint"])
+def test_a_new_run_starts_with_given_weights(tmp_path: Path, named: str) -> None:
+    path = imported(tmp_path / "release")
+    source = tmp_path / "release" if named == "run folder" else path
+    start = start_of(run_config(tmp_path / "run", load_from=str(source)))
+    assert start.state == TrainState(0, 0)
+    assert start.weights_only
+    engine: Any = FakeEngine(specs_of(GROUPS))
+    load_start(start, engine, specs_of(GROUPS))
+    state = engine.states["embeddings.norm.weight"]
+    assert state.weight.equal(logical_states()["embeddings.norm.weight"]["weight"])
+    assert not state.exp_avg.any()
+
+
+def test_weights_that_are_missing_damaged_or_of_another_model(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="nowhere is no committed checkpoint"):
+        start_of(run_config(tmp_path / "run", load_from=str(tmp_path / "nowhere")))
+    path = imported(tmp_path / "release")
+    config = run_config(tmp_path / "run", load_from=str(path))
+    with pytest.raises(CheckpointError, match=r"model\.p2c_index='paper' .* with 'released'"):
+        start_of(replace(config, model=ModelConfig(p2c_index="paper")))
+    next(path.glob("*.safetensors")).write_bytes(b"")
+    with pytest.raises(CheckpointError, match="damaged"):
+        start_of(config)
+
+
+def test_weights_of_another_tokenizer_are_worth_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = imported(tmp_path / "release")
+    config = run_config(tmp_path / "run", load_from=str(path))
+    with caplog.at_level(logging.WARNING):
+        start_of(config)
+        assert not caplog.text
+        start_of(config, replace(IDENTITY, tokenizer_fingerprint="e" * 64))
+    assert "another tokenizer" in caplog.text
+
+
+def shard(prefix: Path, *tokens: int) -> str:
+    prefix.parent.mkdir(exist_ok=True)
+    with IndexedWriter(str(prefix), "uint16") as writer:
+        writer.add_document(np.array(tokens))
+    return str(prefix)
+
+
+def test_data_is_identified_by_content_order_and_weight(tmp_path: Path) -> None:
+    a, b = shard(tmp_path / "a", 1, 2, 3), shard(tmp_path / "b", 1, 2, 3, 4)
+    shutil.copytree(tmp_path, tmp_path / "moved", ignore=shutil.ignore_patterns("moved"))
+
+    def identity(*train: str, validation: tuple[str, ...] = ()) -> str:
+        return data_fingerprint(DataConfig(train=train, validation=validation))
+
+    assert identity(a, b) == identity(str(tmp_path / "moved" / "a"), str(tmp_path / "moved" / "b"))
+    others = [
+        identity(a, b),
+        identity(b, a),
+        identity(a),
+        identity("1", a, "1", b),
+        identity("1", a, "2", b),
+        identity(a, validation=(b,)),
+    ]
+    assert len(set(others)) == len(others)
+
+
+def test_step_folder_name(tmp_path: Path) -> None:
+    assert step_dir(tmp_path, 12) == tmp_path / "checkpoints" / "step_00000012"

@@ -1,0 +1,143 @@
+"""The objective of a step does not depend on how its rows are spread; bad losses stop it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_deberta.config import OptimizerConfig, PrecisionConfig, RunConfig, TrainConfig
+from megatron_deberta.data.batch import IGNORED_LABEL, Batch
+from megatron_deberta.engine.factory import build_engine
+from megatron_deberta.engine.protocol import Engine, StepOutcome
+from megatron_deberta.errors import NumericsError
+from megatron_deberta.parallel.topology import ProcessGroups, single_process_groups
+from megatron_deberta.sharding import build_model
+from megatron_deberta.train.evaluate import evaluate
+from megatron_deberta.train.step import TrainStep
+from tests.support.tiny_models import V2
+from tests.support.tolerances import FP32_MODULE
+
+GROUPS = single_process_groups(torch.device("cpu"))
+CONFIG = RunConfig(
+    model=V2,
+    optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=2),
+    precision=PrecisionConfig(engine="plain"),
+    train=TrainConfig(steps=10, global_batch_size=4, micro_batch_size=4),
+)
+
+
+def rows(first: int = 0) -> Batch:
+    """Four rows with one, two, three and four targets."""
+    generator = torch.Generator().manual_seed(first)
+    positions = torch.arange(4).expand(4, 4).clone()
+    labels = torch.randint(5, V2.vocab_size, (4, 4), generator=generator)
+    absent = torch.ones(4, 4, dtype=torch.bool).triu(1)
+    return Batch(
+        input_ids=torch.randint(5, V2.vocab_size, (4, 12), generator=generator),
+        attention_mask=torch.ones(4, 12, dtype=torch.bool),
+        masked_positions=positions.masked_fill(absent, -1),
+        labels=labels.masked_fill(absent, IGNORED_LABEL),
+        sample_index=torch.arange(first, first + 4),
+    )
+
+
+def part(batch: Batch, begin: int, end: int) -> Batch:
+    return batch._map(lambda tensor: tensor[begin:end])
+
+
+def trained(split: Sequence[tuple[int, int]]) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses of three steps and the weights after them, dropout on."""
+    model = build_model(CONFIG, GROUPS)
+    engine = build_engine(CONFIG, model.module, model.specs, GROUPS)
+    step = TrainStep(engine, CONFIG, GROUPS)
+    losses = []
+    for number in range(3):
+        batch = rows(4 * number)
+        losses.append(step(number, [part(batch, *bounds) for bounds in split]).loss)
+    return losses, {name: state.weight for name, state in engine.gather_states()}
+
+
+@pytest.mark.parametrize("split", [[(0, 2), (2, 4)], [(0, 1), (1, 4)], [(3, 4), (0, 3)]])
+def test_micro_batches_with_unequal_targets_change_nothing(split: list[tuple[int, int]]) -> None:
+    losses, weights = trained([(0, 4)])
+    others, other_weights = trained(split)
+    assert others == pytest.approx(losses, rel=1e-6)
+    for name, weight in weights.items():
+        torch.testing.assert_close(other_weights[name], weight, **FP32_MODULE)
+
+
+def test_loss_is_the_mean_over_targets() -> None:
+    config = replace(CONFIG, model=replace(V2, hidden_dropout=0.0, attention_dropout=0.0))
+    model = build_model(config, GROUPS)
+    expected = evaluate(model.module, [rows()], GROUPS)
+    engine = build_engine(config, model.module, model.specs, GROUPS)
+    result = TrainStep(engine, config, GROUPS)(0, [rows()])
+    assert expected.num_targets == 10
+    assert result.loss == pytest.approx(expected.loss, rel=1e-6)
+    assert result.learning_rate == CONFIG.optimizer.learning_rate / 2
+
+
+def test_validation_has_no_dropout_and_counts_no_fillers() -> None:
+    model = build_model(CONFIG, GROUPS)
+    batch = rows()
+    filler = replace(
+        part(batch, 0, 1),
+        masked_positions=torch.full((1, 4), -1),
+        labels=torch.full((1, 4), IGNORED_LABEL),
+        sample_index=torch.tensor([-1]),
+    )
+    once = evaluate(model.module, [batch], GROUPS)
+    split = evaluate(model.module, [part(batch, 0, 3), part(batch, 3, 4), filler], GROUPS)
+    assert split.num_targets == once.num_targets == 10
+    assert split.loss == pytest.approx(once.loss, rel=1e-6)
+    assert split.masked_accuracy == once.masked_accuracy
+    assert once.perplexity == pytest.approx(torch.tensor(once.loss).exp().item(), rel=1e-5)
+    assert model.module.training
+
+
+class Recorded:
+    """An engine that notes what it is asked, over a module that returns a given loss."""
+
+    def __init__(self, loss: float, outcome: StepOutcome | None = None) -> None:
+        self.loss = loss
+        self.outcome = outcome or StepOutcome(1.0, False, 1.0)
+        self.calls: list[str] = []
+
+    def module(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return torch.tensor(self.loss), torch.tensor(0)
+
+    def accumulate(self, loss: Tensor) -> None:
+        self.calls.append("accumulate")
+
+    def step(self, rate: float) -> StepOutcome:
+        self.calls.append("step")
+        return self.outcome
+
+
+def step_of(engine: Any, config: RunConfig = CONFIG, groups: ProcessGroups = GROUPS) -> TrainStep:
+    typed: Engine = engine
+    return TrainStep(typed, config, groups)
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf"), -float("inf")])
+def test_a_loss_that_is_not_finite_stops_before_the_update(
+    loss: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Recorded(loss)
+    with pytest.raises(NumericsError, match=r"step 8: the loss is not finite; .* of step 7"):
+        step_of(engine)(7, [rows(40)])
+    assert engine.calls == ["accumulate"]
+    assert "[40, 41, 42, 43]" in caplog.text
+
+
+def test_a_gradient_that_is_not_finite_stops_too_but_in_fp16_lowers_the_scale() -> None:
+    skipped = StepOutcome(float("inf"), True, 1.0)
+    with pytest.raises(NumericsError, match="step 1: a gradient is not finite"):
+        step_of(Recorded(1.0, skipped))(0, [rows()])
+    fp16 = replace(CONFIG, precision=replace(CONFIG.precision, dtype="fp16"))
+    assert step_of(Recorded(1.0, skipped), fp16)(0, [rows()]).outcome is skipped

@@ -1,0 +1,149 @@
+"""The loop's order and endings, and when hooks are due."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_deberta.config import RunConfig, TrainConfig
+from megatron_deberta.engine.protocol import StepOutcome
+from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE
+from megatron_deberta.observe.throughput import ThroughputMeter
+from megatron_deberta.train.evaluate import Evaluation
+from megatron_deberta.train.hooks import EvaluateHook, LogHook, SaveHook
+from megatron_deberta.train.state import Ending, StepEvent, StepResult, TrainState
+from megatron_deberta.train.trainer import Trainer
+
+CONFIG = RunConfig(train=TrainConfig(steps=6, global_batch_size=4))
+
+
+class Stop:
+    """A signal that arrives during a step."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def agree(self, groups: Any) -> bool:
+        self.left -= 1
+        return self.left == 0
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.events: list[StepEvent] = []
+
+    def after_step(self, event: StepEvent) -> None:
+        self.events.append(event)
+
+
+def result(loss: float = 2.0) -> StepResult:
+    return StepResult(loss, 1e-3, StepOutcome(0.5, False, 1.0))
+
+
+def run(config: RunConfig, state: TrainState, stop_at: int = 0) -> tuple[int, list[StepEvent]]:
+    def step(number: int, batches: Any) -> StepResult:
+        assert batches == [f"batch {number - state.step}"]
+        return result(float(number))
+
+    loader: Iterator[Any] = ([f"batch {number}"] for number in itertools.count())
+    recorder, stop, taken = Recorder(), Stop(stop_at), step
+    trainer: Any = Trainer(config, None, state, loader, taken, [recorder], stop)  # type: ignore[arg-type]
+    return trainer.run(), recorder.events
+
+
+def test_runs_to_the_last_step() -> None:
+    code, events = run(CONFIG, TrainState(0, 0))
+    assert code == EXIT_DONE
+    assert [event.state for event in events] == [TrainState(n, 4 * n) for n in range(1, 7)]
+    assert [event.ending for event in events] == [None] * 5 + [Ending.FINISHED]
+    assert [event.result.loss for event in events] == [0, 1, 2, 3, 4, 5]
+
+
+def test_resumes_where_it_was_and_stops_after() -> None:
+    config = replace(CONFIG, train=replace(CONFIG.train, stop_after=4))
+    code, events = run(config, TrainState(3, 12))
+    assert code == EXIT_DONE
+    assert [event.state for event in events] == [TrainState(4, 16)]
+    assert run(config, TrainState(4, 16)) == (EXIT_DONE, [])
+    assert run(CONFIG, TrainState(6, 24)) == (EXIT_DONE, [])
+
+
+def test_a_signal_ends_after_the_step_it_came_in() -> None:
+    code, events = run(CONFIG, TrainState(0, 0), stop_at=2)
+    assert code == EXIT_REQUEUE
+    assert [event.ending for event in events] == [None, Ending.INTERRUPTED]
+
+
+def test_a_signal_in_the_last_step_is_the_end() -> None:
+    code, events = run(CONFIG, TrainState(0, 0), stop_at=6)
+    assert code == EXIT_DONE
+    assert events[-1].ending is Ending.FINISHED
+
+
+def meter() -> ThroughputMeter:
+    return ThroughputMeter(tokens_per_step=8, flops_per_token=1.0, matmul_rate=1.0)
+
+
+def event(step: int, ending: Ending | None = None, loss: float = 2.0) -> StepEvent:
+    return StepEvent(TrainState(step, 4 * step), [], result(loss), ending)
+
+
+@pytest.mark.parametrize(
+    ("every", "saved"), [(2, [2, 4, 5]), (5, [5]), (0, [5]), (1, [1, 2, 3, 4, 5])]
+)
+def test_saves_when_due_and_once_at_the_end(every: int, saved: list[int]) -> None:
+    steps: list[int] = []
+
+    def save(state: TrainState) -> Path:
+        steps.append(state.step)
+        return Path()
+
+    hook = SaveHook(every, save, meter(), None)
+    for step in range(1, 5):
+        hook.after_step(event(step))
+    hook.after_step(event(5, Ending.INTERRUPTED))
+    assert steps == saved
+
+
+@pytest.mark.parametrize("ending", list(Ending))
+def test_validates_when_due_and_when_finished_but_not_against_a_deadline(ending: Ending) -> None:
+    reports: list[tuple[int, float]] = []
+    hook = EvaluateHook(
+        2,
+        lambda: Evaluation(1.0, 2.7, 0.5, 9),
+        meter(),
+        lambda step, evaluation: reports.append((step, evaluation.loss)),
+    )
+    for step in range(1, 4):
+        hook.after_step(event(step))
+    hook.after_step(event(4, ending))
+    assert reports == [(2, 1.0), (4, 1.0)][: 2 if ending is Ending.FINISHED else 1]
+
+
+class Written:
+    def __init__(self) -> None:
+        self.records: list[tuple[int, dict[str, Any]]] = []
+
+    def write(self, step: int, values: dict[str, Any]) -> None:
+        self.records.append((step, values))
+
+    def advance(self, step: int) -> None:
+        pass
+
+    def update(self, record: Any) -> None:
+        pass
+
+
+def test_logs_the_mean_loss_since_the_last_record_and_always_the_end() -> None:
+    written: Any = Written()
+    hook = LogHook(2, 9, meter(), written, written)
+    for step, loss in enumerate((1.0, 2.0, 5.0), start=1):
+        hook.after_step(event(step, Ending.INTERRUPTED if step == 3 else None, loss))
+    assert [(step, values["loss"]) for step, values in written.records] == [(2, 1.5), (3, 5.0)]
+    assert written.records[-1][1]["consumed_samples"] == 12
+    assert written.records[-1][1]["grad_norm"] == 0.5
