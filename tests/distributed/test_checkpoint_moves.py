@@ -1,0 +1,185 @@
+"""Real engines on real ranks: state moves between layouts, stages and formats bit for bit."""
+
+from __future__ import annotations
+
+import gc
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_deberta.checkpoint import store
+from megatron_deberta.checkpoint.layout import step_dir
+from megatron_deberta.checkpoint.reader import CheckpointReader
+from megatron_deberta.config import (
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    RunConfig,
+    TrainConfig,
+)
+from megatron_deberta.data.batch import Batch
+from megatron_deberta.engine.factory import build_engine
+from megatron_deberta.engine.protocol import Engine
+from megatron_deberta.errors import CheckpointError, NumericsError
+from megatron_deberta.parallel.topology import ProcessGroups
+from megatron_deberta.sharding import ShardedModel
+from megatron_deberta.train.run import build_rank_model
+from megatron_deberta.train.step import TrainStep
+from tests.support.checkpoints import metadata
+from tests.support.ranks import RankPool, grid
+from tests.support.tiny_models import V2
+
+CHAIN = (
+    ("deepspeed", "fp32", 1, 2),
+    ("deepspeed", "fp32", 2, 4),
+    ("deepspeed", "bf16", 3, 1),
+    ("plain", "fp32", 0, 2),
+    ("deepspeed", "fp16", 1, 1),
+    ("deepspeed", "fp32", 0, 1),
+    ("deepspeed", "fp32", 3, 2),
+)
+"""Engine, format, ZeRO stage and tensor-parallel size of each stop; the world has 4 ranks."""
+
+
+def config_of(engine: str, dtype: str, stage: int, tp_size: int) -> RunConfig:
+    return RunConfig(
+        model=replace(V2, num_layers=2, conv_kernel_size=3),
+        parallel=ParallelConfig(tensor_parallel_size=tp_size, sequence_parallel=tp_size > 1),
+        optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=2),
+        precision=PrecisionConfig(engine=engine, dtype=dtype, zero_stage=stage),  # type: ignore[arg-type]
+        train=TrainConfig(steps=10, global_batch_size=8, micro_batch_size=2),
+    )
+
+
+def micro_batches(groups: ProcessGroups, config: RunConfig) -> list[Batch]:
+    """This rank's part of one global batch of 8 random rows."""
+    generator = torch.Generator().manual_seed(1)
+    shape = (8, 16)
+    whole = Batch(
+        input_ids=torch.randint(5, V2.vocab_size, shape, generator=generator),
+        attention_mask=torch.ones(shape, dtype=torch.bool),
+        masked_positions=torch.tensor([[1, 5, 9]]).repeat(8, 1),
+        labels=torch.randint(5, V2.vocab_size, (8, 3), generator=generator),
+        sample_index=torch.arange(8),
+    )
+    share, size = 8 // groups.dp_size, config.train.micro_batch_size
+    first = groups.dp_rank * share
+    return [
+        whole._map(lambda tensor, at=at: tensor[at : at + size])
+        for at in range(first, first + share, size)
+    ]
+
+
+def start(
+    place: tuple[str, str, int, int],
+) -> tuple[RunConfig, ProcessGroups, ShardedModel, Engine]:
+    config = config_of(*place)
+    groups = grid(place[-1])
+    model = build_rank_model(config, groups)
+    return config, groups, model, build_engine(config, model.module, model.specs, groups)
+
+
+def train_and_save(rank: int, run_dir: str, place: tuple[str, str, int, int]) -> list[float]:
+    config, groups, model, engine = start(place)
+    step = TrainStep(engine, config, groups)
+    losses = [step(number, micro_batches(groups, config)).loss for number in range(2)]
+    store.save(run_dir, engine, model.specs, groups, metadata(2, config))
+    engine.destroy()
+    return losses
+
+
+def move(rank: int, source: str, target: str, place: tuple[str, str, int, int]) -> float:
+    """Load, save again, and take a step; returns its loss."""
+    config, groups, model, engine = start(place)
+    reader = store.choose_intact(source, groups)
+    assert reader is not None
+    store.load(reader, engine, model.specs)
+    store.save(target, engine, model.specs, groups, metadata(2, config))
+    loss = TrainStep(engine, config, groups)(2, micro_batches(groups, config)).loss
+    engine.destroy()
+    gc.collect()
+    return loss
+
+
+def content(run_dir: Path) -> dict[tuple[str, str], Tensor]:
+    reader = CheckpointReader(step_dir(run_dir, 2))
+    return {
+        (name, kind): reader.tensor(name, kind) for name in reader.shapes for kind in reader.kinds
+    }
+
+
+def test_state_goes_around_all_layouts_unchanged(four_ranks: RankPool, tmp_path: Path) -> None:
+    losses = four_ranks.run(train_and_save, str(tmp_path / "0"), CHAIN[0])
+    assert all(rank == losses[0] for rank in losses)
+    original = content(tmp_path / "0")
+    assert any(tensor.any() for (_, kind), tensor in original.items() if kind == "exp_avg_sq")
+    next_losses = {}
+    for number, place in enumerate(CHAIN[1:], start=1):
+        folders = str(tmp_path / str(number - 1)), str(tmp_path / str(number))
+        ranks = four_ranks.run(move, *folders, place)
+        assert all(math.isfinite(loss) and loss == ranks[0] for loss in ranks)
+        next_losses[place] = ranks[0]
+        moved = content(tmp_path / str(number))
+        assert list(moved) == list(original)
+        for key, tensor in original.items():
+            assert tensor.equal(moved[key]), (place, key)
+    in_fp32 = [loss for place, loss in next_losses.items() if place[1] == "fp32"]
+    assert in_fp32 == pytest.approx([in_fp32[0]] * len(in_fp32), rel=1e-5)
+    assert list(next_losses.values()) == pytest.approx([in_fp32[0]] * len(next_losses), rel=1e-2)
+
+
+def fail_on_rank_one(rank: int, run_dir: str, step: int) -> str:
+    """A disk that is full for one rank only."""
+    config, groups, model, engine = start(("plain", "fp32", 0, 2))
+    if rank == 1:
+
+        def full(*_: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        original, store.sync_file = store.sync_file, full
+    try:
+        store.save(run_dir, engine, model.specs, groups, metadata(step, config))
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        if rank == 1:
+            store.sync_file = original
+    return "saved"
+
+
+def test_a_full_disk_on_one_rank_fails_all(two_ranks: RankPool, tmp_path: Path) -> None:
+    messages = two_ranks.run(fail_on_rank_one, str(tmp_path), 4)
+    assert "another rank failed" in messages[0]
+    assert "No space left on device" in messages[1]
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def not_finite_on_rank_one(rank: int, tp_size: int, stage: int) -> tuple[str, bool]:
+    """One rank's loss becomes NaN; returns the error and whether the weights stayed."""
+    engine_name = "deepspeed" if stage else "plain"
+    config, groups, _, engine = start((engine_name, "fp32", stage, tp_size))
+    before = {name: state.weight for name, state in engine.gather_states()}
+    step = TrainStep(engine, config, groups)
+    if rank == 1:
+        engine.module.register_forward_hook(lambda _, __, out: (out[0] * float("nan"), out[1]))
+    try:
+        step(0, micro_batches(groups, config))
+    except NumericsError as error:
+        message = str(error)
+    after = dict(engine.gather_states())
+    return message, all(weight.equal(after[name].weight) for name, weight in before.items())
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_loss_not_finite_on_one_rank_stops_all_before_the_update(
+    two_ranks: RankPool, tp_size: int, stage: int
+) -> None:
+    for message, unchanged in two_ranks.run(not_finite_on_rank_one, tp_size, stage):
+        assert message.startswith("step 1: the loss is not finite")
+        assert unchanged
