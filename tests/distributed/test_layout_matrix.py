@@ -1,4 +1,4 @@
-"""A slice of the layout matrix: real model, engine and step on four ranks (``make test-matrix``)."""
+"""A slice of the layout matrix: real model, engine and step (``make test-matrix`` runs all)."""
 
 from __future__ import annotations
 

@@ -6,14 +6,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.support.tolerances import FP32_MODEL
-from transformers import DebertaV2Config, DebertaV2ForMaskedLM
+from transformers import DebertaV2ForMaskedLM
 
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.model import DebertaModel, Execution
 from megatron_deberta.model.seams import Rows
 from megatron_deberta.objectives import MaskedLanguageModel
-from tests.support.stock_weights import copy_from_stock, gradients_by_stock_name, randomize
+from tests.support.stock_weights import (
+    copy_from_stock,
+    gradients_by_stock_name,
+    randomize,
+    stock_config,
+)
+from tests.support.tolerances import FP32_MODEL
 
 BASE = ModelConfig(
     num_layers=3,
@@ -43,30 +48,6 @@ VARIANTS = {
     "neither": replace(BASE, position_terms="none"),
     "c2p-only-separate": replace(BASE, position_terms="c2p", share_position_projections=False),
 }
-
-
-def stock_config(config: ModelConfig) -> DebertaV2Config:
-    terms = [t for t in ("c2p", "p2c") if t in config.position_terms]
-    return DebertaV2Config(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_heads,
-        intermediate_size=config.ffn_hidden_size,
-        max_position_embeddings=config.max_position_embeddings,
-        type_vocab_size=0,
-        layer_norm_eps=config.layer_norm_eps,
-        relative_attention=config.position_terms != "none",
-        max_relative_positions=config.max_relative_positions,
-        position_buckets=config.position_buckets or -1,
-        norm_rel_ebd="layer_norm" if config.normalize_position_table else "none",
-        share_att_key=config.share_position_projections,
-        pos_att_type=terms,
-        position_biased_input=False,
-        conv_kernel_size=config.conv_kernel_size,
-        conv_act=config.conv_activation,
-        pad_token_id=0,
-    )
 
 
 def make_batch(config: ModelConfig, length: int, padded: bool) -> dict[str, torch.Tensor]:

@@ -6,6 +6,9 @@ import re
 
 import torch
 from torch import Tensor, nn
+from transformers import DebertaV2Config
+
+from megatron_deberta.config.schema import ModelConfig
 
 _LAYER, _STOCK_LAYER = r"^encoder\.layers\.(\d+)\.", r"deberta.encoder.layer.\1."
 _STOCK = (
@@ -64,3 +67,28 @@ def gradients_by_stock_name(ours: nn.Module) -> dict[str, Tensor]:
     """Gradients of ``ours`` under transformers' names."""
     named = {stock_name(name): p.grad for name, p in ours.named_parameters() if p.grad is not None}
     return {name: grad for name, grad in named.items() if name is not None}
+
+
+def stock_config(config: ModelConfig) -> DebertaV2Config:
+    """The stock configuration of the same encoder; transformers knows no mask decoder."""
+    terms = [t for t in ("c2p", "p2c") if t in config.position_terms]
+    return DebertaV2Config(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        intermediate_size=config.ffn_hidden_size,
+        max_position_embeddings=config.max_position_embeddings,
+        type_vocab_size=0,
+        layer_norm_eps=config.layer_norm_eps,
+        relative_attention=config.position_terms != "none",
+        max_relative_positions=config.max_relative_positions,
+        position_buckets=config.position_buckets or -1,
+        norm_rel_ebd="layer_norm" if config.normalize_position_table else "none",
+        share_att_key=config.share_position_projections,
+        pos_att_type=terms,
+        position_biased_input=False,
+        conv_kernel_size=config.conv_kernel_size,
+        conv_act=config.conv_activation,
+        pad_token_id=0,
+    )

@@ -11,7 +11,7 @@ from transformers import DebertaV2Model
 
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.model import count_parameters, parameter_shapes
-from tests.parity.test_model_vs_transformers import stock_config
+from tests.support.stock_weights import stock_config
 
 V1 = ModelConfig(
     vocab_size=50265,
