@@ -47,6 +47,8 @@ class Start:
     """What to load; None keeps the initial weights."""
     weights_only: bool = False
     """A new run with another's weights."""
+    other_format: bool = False
+    """The checkpoint was trained in another ``precision.dtype``, so its loss scale is no use."""
 
 
 def choose_start(
@@ -84,7 +86,9 @@ def choose_start(
         logger.info("continuing from %s", reader.path)
         for change in changed:
             logger.info("changed since: %s", change)
-        return Start(TrainState(reader.metadata.step, reader.metadata.consumed_samples), reader)
+        state = TrainState(reader.metadata.step, reader.metadata.consumed_samples)
+        dtype = reader.metadata.config["precision"]["dtype"]
+        return Start(state, reader, other_format=dtype != config.precision.dtype)
     if resume == "must":
         raise CheckpointError(
             f"checkpoint.resume=must but train.run_dir={run_dir} has no committed checkpoint; "
@@ -101,8 +105,12 @@ def load_start(start: Start, engine: Engine, specs: Mapping[str, ParameterSpec])
     Raises:
         CheckpointError: the checkpoint is of another model or damaged.
     """
-    if start.reader is not None:
-        store.load(start.reader, engine, specs, weights_only=start.weights_only)
+    if start.reader is None:
+        return
+    fresh = engine.scalars()
+    store.load(start.reader, engine, specs, weights_only=start.weights_only)
+    if start.other_format:
+        engine.load_scalars({**fresh, "adam_step": start.reader.metadata.scalars["adam_step"]})
 
 
 def _open_weights(config: RunConfig, groups: ProcessGroups, identity: Identity) -> CheckpointReader:

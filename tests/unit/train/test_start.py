@@ -14,13 +14,14 @@ import pytest
 from megatron_deberta.checkpoint.layout import step_dir
 from megatron_deberta.checkpoint.store import save_weights
 from megatron_deberta.config import CheckpointConfig, DataConfig, ModelConfig, RunConfig
-from megatron_deberta.config.schema import TrainConfig
+from megatron_deberta.config.schema import PrecisionConfig, TrainConfig
 from megatron_deberta.data.indexed_writer import IndexedWriter
 from megatron_deberta.errors import CheckpointError, ConfigError
 from megatron_deberta.train.fingerprint import data_fingerprint
 from megatron_deberta.train.start import Identity, Start, choose_start, load_start
 from megatron_deberta.train.state import TrainState
 from tests.support.checkpoints import (
+    SCALARS,
     SHAPES,
     FakeEngine,
     grid_place,
@@ -59,6 +60,18 @@ def test_a_used_folder_continues(tmp_path: Path) -> None:
         assert not start.weights_only
     with pytest.raises(ConfigError, match="resume=never"):
         start_of(run_config(tmp_path, resume="never"))
+
+
+def test_another_format_starts_with_a_loss_scale_of_its_own(tmp_path: Path) -> None:
+    save_alone(tmp_path, 7)
+    config = run_config(tmp_path)
+    fp16 = replace(config, precision=PrecisionConfig(dtype="fp16"))
+    for run, scale in ((config, SCALARS["loss_scale"]), (fp16, 65536.0)):
+        engine: Any = FakeEngine(specs_of(GROUPS))
+        engine.load_scalars({"adam_step": 0, "loss_scale": 65536.0})
+        start = choose_start(run, GROUPS, IDENTITY, allow_config_change=True)
+        load_start(start, engine, specs_of(GROUPS))
+        assert engine.scalars() == {"adam_step": 7, "loss_scale": scale}
 
 
 def test_other_data_is_refused(tmp_path: Path) -> None:
