@@ -14,6 +14,7 @@ Products and softmax are float32 (float64 for float64 inputs), whatever the inpu
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_deberta.ops.arguments import AttentionArguments
 from megatron_deberta.ops.dropout_bits import drop_threshold, keep_scale, random_bytes, row_keys
+from megatron_deberta.ops.head_threads import for_heads
 from megatron_deberta.ops.position_terms import Block, ConsecutiveTerms, GatheredTerms, Scratch
 from megatron_deberta.ops.visibility import hides_keys, query_positions, visible_keys
 
@@ -72,7 +74,7 @@ class _Blocks:
         self.a = a
         self.batch, self.heads, self.q_len, self.head_dim = a.q.shape
         self.k_len = a.k.shape[2]
-        self.dtype = torch.float64 if a.q.dtype == torch.float64 else torch.float32
+        self.dtype = _score_dtype(a)
         self.scratch = Scratch(a.q, self.dtype)
         self.at = query_positions(a.rules, self.q_len, a.q.device)
         self.terms: ConsecutiveTerms | GatheredTerms
@@ -143,11 +145,68 @@ class _Blocks:
 
 
 def _forward(a: AttentionArguments) -> tuple[Tensor, Tensor | None]:
-    blocks = _Blocks(a)
+    """Output and log-sum-exp."""
     output = torch.empty_like(a.q)
     lse = None
     if a.rules.return_lse:
         lse = torch.empty(a.q.shape[:3], dtype=torch.float32, device=a.q.device)
+
+    def work(heads: slice) -> None:
+        _forward_heads(
+            _some_heads(a, heads), output[:, heads], None if lse is None else lse[:, heads]
+        )
+
+    for_heads(work, a.q.shape[1], _score_count(a), a.q.device.type)
+    return output, lse
+
+
+def _backward(a: AttentionArguments, d_output: Tensor) -> tuple[Tensor | None, ...]:
+    """Gradients of q, k, v, pos_key and pos_query."""
+    wide = _score_dtype(a)
+    d_q = torch.empty_like(a.q)
+    d_k, d_v = torch.zeros_like(a.k, dtype=wide), torch.zeros_like(a.v, dtype=wide)
+    d_pos_key, d_pos_query = (
+        None if table is None else torch.empty_like(table) for table in (a.pos_key, a.pos_query)
+    )
+
+    def work(heads: slice) -> None:
+        part = _some_heads(a, heads)
+        blocks = _Blocks(part)
+        gradients = (d_q[:, heads], d_k[:, heads], d_v[:, heads])
+        _backward_heads(part, blocks, d_output[:, heads], *gradients)
+        c2p, p2c = blocks.terms.c2p, blocks.terms.p2c
+        if d_pos_key is not None and c2p is not None:
+            d_pos_key[heads] = c2p.folded_gradient(d_pos_key.shape[1], 1.0)
+        if d_pos_query is not None and p2c is not None:
+            d_pos_query[heads] = p2c.folded_gradient(d_pos_query.shape[1], a.rules.scale)
+
+    for_heads(work, a.q.shape[1], _score_count(a), a.q.device.type)
+    return d_q, d_k.to(a.k.dtype), d_v.to(a.v.dtype), d_pos_key, d_pos_query
+
+
+def _score_dtype(a: AttentionArguments) -> torch.dtype:
+    return torch.float64 if a.q.dtype == torch.float64 else torch.float32
+
+
+def _score_count(a: AttentionArguments) -> int:
+    return a.q[..., 0].numel() * a.k.shape[2]
+
+
+def _some_heads(a: AttentionArguments, heads: slice) -> AttentionArguments:
+    """The same call for a slice of its heads."""
+    return AttentionArguments(
+        q=a.q[:, heads],
+        k=a.k[:, heads],
+        v=a.v[:, heads],
+        pos_key=None if a.pos_key is None else a.pos_key[heads],
+        pos_query=None if a.pos_query is None else a.pos_query[heads],
+        rules=replace(a.rules, head_offset=a.rules.head_offset + heads.start),
+    )
+
+
+def _forward_heads(a: AttentionArguments, output: Tensor, lse: Tensor | None) -> None:
+    """Writes output and log-sum-exp."""
+    blocks = _Blocks(a)
     factor = keep_scale(a.rules.dropout_p)
     for block in blocks:
         q = blocks.queries(a.q, block) * a.rules.scale
@@ -163,15 +222,17 @@ def _forward(a: AttentionArguments) -> tuple[Tensor, Tensor | None]:
             probabilities.mul_(keep)
         mixed = torch.bmm(probabilities, blocks.keys(a.v, block)).mul_(factor)
         output[block.rows, block.head, block.queries] = blocks.shown(mixed)
-    return output, lse
 
 
-def _backward(a: AttentionArguments, d_output: Tensor) -> tuple[Tensor | None, ...]:
-    """Gradients of q, k, v, pos_key and pos_query."""
-    blocks = _Blocks(a)
-    d_q = torch.empty_like(a.q)
-    d_k = torch.zeros_like(a.k, dtype=blocks.dtype)
-    d_v = torch.zeros_like(d_k)
+def _backward_heads(
+    a: AttentionArguments,
+    blocks: _Blocks,
+    d_output: Tensor,
+    d_q: Tensor,
+    d_k: Tensor,
+    d_v: Tensor,
+) -> None:
+    """Writes ``d_q``, adds to ``d_k`` and ``d_v``, leaves the tables' gradients in the terms."""
     factor = keep_scale(a.rules.dropout_p)
     for block in blocks:
         q = blocks.queries(a.q, block) * a.rules.scale
@@ -190,10 +251,3 @@ def _backward(a: AttentionArguments, d_output: Tensor) -> tuple[Tensor | None, .
         d_key = d_k[block.rows, block.head].baddbmm_(d_scores.transpose(1, 2), q)
         blocks.terms.add_gradients(d_scores, q, k, d_query, d_key, block)
         d_q[block.rows, block.head, block.queries] = d_query.mul_(a.rules.scale)
-    terms = blocks.terms
-    d_pos_key = d_pos_query = None
-    if a.pos_key is not None and terms.c2p is not None:
-        d_pos_key = terms.c2p.folded_gradient(a.pos_key, 1.0)
-    if a.pos_query is not None and terms.p2c is not None:
-        d_pos_query = terms.p2c.folded_gradient(a.pos_query, a.rules.scale)
-    return d_q, d_k.to(a.k.dtype), d_v.to(a.v.dtype), d_pos_key, d_pos_query

@@ -88,20 +88,20 @@ class Table:
             self.grad = torch.zeros_like(self.rows)
         return self.grad
 
-    def folded_gradient(self, like: Tensor, factor: float) -> Tensor:
+    def folded_gradient(self, slots: int, factor: float) -> Tensor:
         """Sums the gradients of the rows of each slot, in a fixed order.
 
         Args:
-            like: the table the rows were laid out from.
+            slots: rows of the table that the columns were laid out from.
             factor: the factor the rows were laid out with.
         """
         by_column = self.gradient().transpose(0, 1)
         by_column = by_column.flip(0) if self.falling else by_column.contiguous()
-        lengths = self.slots.new_zeros(like.shape[1])
+        lengths = self.slots.new_zeros(slots)
         lengths.index_add_(0, self.slots, torch.ones_like(self.slots))
         # "unsafe" only leaves out a look at the lengths, which would wait for the device.
         folded = torch.segment_reduce(by_column, "sum", lengths=lengths, unsafe=True)
-        return folded.transpose(0, 1).mul(factor).to(like.dtype)
+        return folded.transpose(0, 1).mul_(factor)
 
 
 @dataclass(frozen=True, slots=True)

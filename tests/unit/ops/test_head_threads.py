@@ -1,0 +1,77 @@
+"""Heads spread over threads: the same bits, the caller's thread count and modes, its errors."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megatron_deberta.ops import RelativePositions, disentangled_attention, head_threads
+from megatron_deberta.ops.head_threads import for_heads
+
+
+@pytest.fixture(autouse=True)
+def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    monkeypatch.setattr(head_threads, "_WORTH_A_THREAD", 1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_the_number_of_threads_changes_no_bit() -> None:
+    positions = RelativePositions(8, 4)
+    shapes = [(2, 5, 40, 8)] * 3 + [(5, 8, 8)] * 2
+    inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    results = []
+    for threads in (1, 2, 7):
+        torch.set_num_threads(threads)
+        output, lse = disentangled_attention(
+            *inputs, positions, dropout_p=0.2, seed=1, head_offset=3, return_lse=True
+        )
+        gradients = torch.autograd.grad(output, inputs, inputs[0].detach())
+        assert torch.get_num_threads() == threads
+        results.append((output, lse, *gradients))
+    for others in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], others, strict=True))
+
+
+def test_every_head_is_worked_on_once_in_threads_of_their_own() -> None:
+    seen: list[int] = []
+    names = set()
+
+    def work(heads: slice) -> None:
+        seen.extend(range(heads.start, heads.stop))
+        names.add(threading.get_ident())
+        assert torch.get_num_threads() == 1
+        assert not torch.is_grad_enabled()
+
+    for_heads(work, heads=5, scores=100, device="cpu")
+    assert sorted(seen) == list(range(5))
+    assert threading.get_ident() not in names
+
+
+@pytest.mark.parametrize(("scores", "device"), [(1, "cpu"), (100, "cuda")])
+def test_small_work_and_other_devices_stay_in_the_callers_thread(scores: int, device: str) -> None:
+    callers = []
+    for_heads(lambda heads: callers.append((heads, threading.get_ident())), 5, scores, device)
+    assert callers == [(slice(0, 5), threading.get_ident())]
+
+
+def test_an_error_in_a_thread_reaches_the_caller_and_leaves_its_thread_count() -> None:
+    def work(heads: slice) -> None:
+        if heads.stop == 5:
+            raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        for_heads(work, heads=5, scores=100, device="cpu")
+    assert torch.get_num_threads() == 2
+
+
+def test_inference_mode_reaches_the_threads() -> None:
+    x = torch.randn(1, 2, 9, 4)
+    with torch.inference_mode():
+        output = disentangled_attention(x, x, x, None, None, RelativePositions())
+    assert output.is_inference()
