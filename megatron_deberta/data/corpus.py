@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_deberta.data.indexed_dataset import IndexedDataset
-from megatron_deberta.data.manifest import read_manifest, verify_hashes
+from megatron_deberta.data.manifest import check_counts, read_manifest, verify_hashes
 from megatron_deberta.data.randomness import Purpose, hash_indices, mix64
 from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.errors import DataError
@@ -114,18 +114,7 @@ def open_shard(prefix: str, vocabulary: Vocabulary, hashes: bool = False) -> Ind
             f"{prefix}: made with {manifest.vocab_size} pieces, the tokenizer has "
             f"{vocabulary.size}; preprocess again"
         )
-    found = (shard.dtype.name, shard.num_documents, shard.num_sequences, shard.num_tokens)
-    recorded = (
-        manifest.dtype,
-        manifest.num_documents,
-        manifest.num_sequences,
-        manifest.num_tokens,
-    )
-    if found != recorded:
-        raise DataError(
-            f"{prefix}: dtype, documents, sequences and tokens {found} are not the manifest's "
-            f"{recorded}; preprocess again"
-        )
+    check_counts(shard, manifest)
     if hashes:
         verify_hashes(prefix, manifest)
     return shard

@@ -107,6 +107,9 @@ class IndexedWriter:
         """Create the temporary files."""
         try:
             Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise self._unwritable(error) from error
+        try:
             for name in ("bin", "len", "doc"):
                 self._streams[name] = self._temporaries[name].open("wb", buffering=_BUFFER_BYTES)
         except OSError as error:

@@ -6,10 +6,14 @@ own: it starts at a number of consumed samples and that number is all there is t
 
 from __future__ import annotations
 
+import atexit
+import functools
+import multiprocessing
 import signal
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -82,25 +86,19 @@ class TrainLoader:
         Raises:
             DataError: a shard is damaged, or a worker process died.
         """
-        batches = self._batches()
-        while True:
-            step = []
-            for _ in range(self._sampler.num_micro_batches):
-                try:
-                    batch = next(batches)
-                except RuntimeError as error:
-                    if _WORKER_DIED not in str(error):
-                        raise
-                    raise DataError(
-                        f"a loader process died ({' '.join(str(error).split())}); was it killed "
-                        "for memory, or is /dev/shm full? lower data.num_workers (0: no processes)"
-                    ) from error
-                if isinstance(batch, _Failure):
-                    raise DataError(batch.message)
-                step.append(batch)
-            yield step
+        batches, workers = self._start()
+        stop = functools.partial(_kill, workers)
+        # Python's own exit sends SIGTERM, which workers ignore, and would wait for ever.
+        atexit.register(stop)
+        try:
+            while True:
+                yield [_received(batches) for _ in range(self._sampler.num_micro_batches)]
+        finally:
+            stop()
+            atexit.unregister(stop)
 
-    def _batches(self) -> Iterator[Batch | _Failure]:
+    def _start(self) -> tuple[Iterator[Batch | _Failure], list[BaseProcess]]:
+        """Start the worker processes and return their batches in order, and them."""
         workers = self._num_workers
         # Workers hold the step after the one in use, however many micro batches that is.
         ahead = max(2, -(-2 * self._sampler.num_micro_batches // workers)) if workers else None
@@ -115,14 +113,15 @@ class TrainLoader:
             multiprocessing_context="fork" if workers else None,
             worker_init_fn=_ignore_signals,
         )
+        others = multiprocessing.active_children()
         in_main_thread = threading.current_thread() is threading.main_thread()
         handler = signal.getsignal(signal.SIGCHLD)
         batches = iter(loader)
-        if in_main_thread:
+        if in_main_thread and handler is not None:
             # torch raises from a signal handler when a worker dies, wherever the rank happens to
             # be. Without it the loss is found when the next batch is asked for.
             signal.signal(signal.SIGCHLD, handler)
-        return batches
+        return batches, [one for one in multiprocessing.active_children() if one not in others]
 
 
 class ValidationLoader:
@@ -184,6 +183,29 @@ class _EndlessSamples:
             first += self._sampler.global_batch_size
 
 
+def _received(batches: Iterator[Batch | _Failure]) -> Batch:
+    """Return the next batch, whatever happened to the process that should build it."""
+    try:
+        batch = next(batches)
+    except (RuntimeError, OSError, EOFError) as error:
+        # A worker can be missed as such, or while its batch is handed over.
+        if isinstance(error, RuntimeError) and _WORKER_DIED not in str(error):
+            raise
+        raise DataError(
+            f"a loader process died ({' '.join(repr(error).split())}); was it killed for memory, "
+            "or is /dev/shm full? lower data.num_workers (0: no processes)"
+        ) from error
+    if isinstance(batch, _Failure):
+        raise DataError(batch.message)
+    return batch
+
+
+def _kill(workers: list[BaseProcess]) -> None:
+    """End workers at once; they hold nothing that could be lost."""
+    for worker in workers:
+        worker.kill()
+
+
 def _unchanged(batch: Any) -> Any:
     return batch
 
@@ -191,7 +213,7 @@ def _unchanged(batch: Any) -> Any:
 def _ignore_signals(worker: int) -> None:
     """Leave signals to the rank, which still needs batches between SIGTERM and its checkpoint.
 
-    torch stops its workers by message, and they end by themselves when the rank is gone.
+    The rank kills its workers when it is done; they end by themselves when the rank is gone.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)

@@ -11,6 +11,7 @@ import os
 from dataclasses import asdict, dataclass
 from typing import BinaryIO
 
+from megatron_deberta.data.indexed_dataset import IndexedDataset
 from megatron_deberta.data.indexed_format import bin_path, idx_path, manifest_path
 from megatron_deberta.data.indexed_writer import ShardSummary
 from megatron_deberta.data.publish import write_atomically
@@ -112,6 +113,26 @@ def read_manifest(prefix: str) -> Manifest | None:
         if type(value) is not expected:
             raise DataError(f"{path}: {name} is {value!r}, not {expected.__name__}")
     return manifest
+
+
+def check_counts(shard: IndexedDataset, manifest: Manifest) -> None:
+    """Compare an opened shard's numbers with the manifest.
+
+    Raises:
+        DataError: they differ.
+    """
+    found = (shard.dtype.name, shard.num_documents, shard.num_sequences, shard.num_tokens)
+    recorded = (
+        manifest.dtype,
+        manifest.num_documents,
+        manifest.num_sequences,
+        manifest.num_tokens,
+    )
+    if found != recorded:
+        raise DataError(
+            f"{shard.prefix}: dtype, documents, sequences and tokens {found} are not the "
+            f"manifest's {recorded}; preprocess again"
+        )
 
 
 def verify_hashes(prefix: str, manifest: Manifest) -> None:

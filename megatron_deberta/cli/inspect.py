@@ -1,0 +1,176 @@
+"""Show training samples with their masks, and what the masks are like on average.
+
+  megatron-deberta inspect data RUN.yaml [section.key=value ...]
+  megatron-deberta inspect data --prefix SHARD --tokenizer DIR
+
+In the text, {cat>[MASK]} is a masked piece, {cat>dog} one replaced at random, {cat=} one that is
+predicted but stays as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from megatron_deberta.config import RunConfig, load_config
+from megatron_deberta.data.build import open_corpora, tokenizer_path, training_rows
+from megatron_deberta.data.masking import MaskedRow, Masker
+from megatron_deberta.data.randomness import Purpose
+from megatron_deberta.data.vocabulary import Vocabulary
+from megatron_deberta.errors import ConfigError
+from megatron_deberta.tokenizer import Tokenizer, load_tokenizer
+
+_NUM_PARTS = 8
+_WORD_MARKS = "\u2581\u0120"
+"""How SentencePiece and byte-level BPE write the space before a word."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("what", choices=["data"], help="what to look into")
+    parser.add_argument(
+        "run", nargs="*", metavar="RUN.yaml", help="run file, then section.key=value overrides"
+    )
+    parser.add_argument("--prefix", action="append", default=[], help="shard instead of a run")
+    parser.add_argument("--tokenizer", default="", help="tokenizer; default: the shards' own")
+    parser.add_argument("--num-samples", type=int, default=3, help="samples printed (default 3)")
+    parser.add_argument("--first-sample", type=int, default=0, help="index of the first")
+    parser.add_argument(
+        "--statistics", type=int, default=1000, help="samples averaged over (default 1000)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print samples and averages."""
+    if args.num_samples < 0 or args.first_sample < 0 or args.statistics < 0:
+        raise ConfigError("--num-samples, --first-sample and --statistics must not be negative")
+    config = _config(args)
+    tokenizer = load_tokenizer(tokenizer_path(config))
+    vocabulary = Vocabulary.of(tokenizer)
+    corpora = open_corpora(config, vocabulary, config.data.verify_hashes)
+    rows = training_rows(config, vocabulary, corpora)
+    length = config.data.sequence_length
+    masker = Masker(config.objective, vocabulary, length, config.train.seed, Purpose.TRAINING_MASK)
+    documents = sum(len(corpus) for corpus in corpora.train)
+    tokens = sum(corpus.num_tokens for corpus in corpora.train)
+    held_out = 0 if corpora.validation is None else len(corpora.validation)
+    print(
+        f"training: {documents:,} documents, {tokens:,} tokens; validation: {held_out:,} documents"
+    )
+    statistics = _Statistics(length)
+    for number in range(max(args.num_samples, args.statistics)):
+        sample = args.first_sample + number
+        row = rows.row(sample)
+        masked = masker(row.tokens, sample)
+        if number < args.num_samples:
+            print(
+                f"\nsample {sample}: {row.tokens.size} tokens, {len(row.document_starts)} "
+                f"documents, {masked.positions.size} targets "
+                f"({masked.positions.size / row.tokens.size:.1%})"
+            )
+            print(_marked_text(masked, tokenizer))
+        if number < args.statistics:
+            statistics.add(masked, vocabulary)
+    if args.statistics:
+        print(f"\nover {args.statistics} samples:")
+        print(statistics.report())
+    return 0
+
+
+def _config(args: argparse.Namespace) -> RunConfig:
+    overrides = list(args.run)
+    if not args.prefix:
+        if not overrides or "=" in overrides[0]:
+            raise ConfigError("inspect data: give a run file, or --prefix SHARD")
+        config = load_config(overrides[0], overrides[1:])
+    else:
+        config = load_config(None, overrides)
+        # Of a shard everything is shown; a run's own split shows what it trains on.
+        data = replace(config.data, train=tuple(args.prefix), validation=(), validation_fraction=0)
+        config = replace(config, data=data)
+    if args.tokenizer:
+        config = replace(config, tokenizer=replace(config.tokenizer, path=args.tokenizer))
+    return config
+
+
+def _marked_text(masked: MaskedRow, tokenizer: Tokenizer) -> str:
+    originals = dict(zip(masked.positions.tolist(), masked.labels.tolist(), strict=True))
+    parts = []
+    for position, token in enumerate(masked.tokens.tolist()):
+        original = originals.get(position)
+        piece = tokenizer.piece(token if original is None else original)
+        text = _without_mark(piece)
+        space = " " * (len(piece) - len(text))
+        if original is not None:
+            now = _without_mark(tokenizer.piece(token))
+            text = f"{{{text}=}}" if token == original else f"{{{text}>{now}}}"
+        parts.append(space + text)
+    return "".join(parts)
+
+
+def _without_mark(piece: str) -> str:
+    """Return a piece without the mark of a word's begin, unless that is all it is."""
+    return piece.lstrip(_WORD_MARKS) or piece
+
+
+@dataclass
+class _Statistics:
+    """Sums over samples.
+
+    Attributes:
+        length: N.
+        targets_at: [N] targets at each position.
+        tokens_at: [N] rows with a token there.
+        fates: what stands at the targets.
+        spans: runs of adjacent targets, by length in pieces.
+    """
+
+    length: int
+    targets_at: np.ndarray[tuple[int], np.dtype[np.int64]] = field(init=False)
+    tokens_at: np.ndarray[tuple[int], np.dtype[np.int64]] = field(init=False)
+    fates: Counter[str] = field(default_factory=Counter)
+    spans: Counter[int] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.targets_at = np.zeros(self.length, np.int64)
+        self.tokens_at = np.zeros(self.length, np.int64)
+
+    def add(self, masked: MaskedRow, vocabulary: Vocabulary) -> None:
+        """Count a row."""
+        self.tokens_at[: masked.tokens.size] += 1
+        self.targets_at[masked.positions] += 1
+        now = masked.tokens[masked.positions]
+        self.fates["[MASK]"] += int((now == vocabulary.mask_id).sum())
+        self.fates["kept"] += int((now == masked.labels).sum())
+        self.fates["random"] += int(((now != vocabulary.mask_id) & (now != masked.labels)).sum())
+        breaks = np.flatnonzero(np.diff(masked.positions) > 1) + 1
+        if masked.positions.size:
+            self.spans.update(span.size for span in np.split(masked.positions, breaks))
+
+    def report(self) -> str:
+        """Return the averages as lines."""
+        rows = max(int(self.tokens_at[0]), 1)
+        targets = max(int(self.targets_at.sum()), 1)
+        parts = zip(
+            np.array_split(self.targets_at, _NUM_PARTS),
+            np.array_split(self.tokens_at, _NUM_PARTS),
+            strict=True,
+        )
+        share = targets / max(int(self.tokens_at.sum()), 1)
+        rates = [f"{hits.sum() / max(int(tokens.sum()), 1):.1%}" for hits, tokens in parts]
+        spans = sum(self.spans.values()) or 1
+        longest = sorted(self.spans)[:6]
+        return "\n".join(
+            [
+                f"  tokens a row        {self.tokens_at.sum() / rows:.1f} of {self.length}",
+                f"  targets             {share:.2%} of tokens",
+                f"  by eighth of a row  {'  '.join(rates)}",
+                "  what stands there   "
+                + "  ".join(f"{name} {count / targets:.1%}" for name, count in self.fates.items()),
+                "  pieces in a run     "
+                + "  ".join(f"{size}: {self.spans[size] / spans:.1%}" for size in longest),
+            ]
+        )

@@ -1,0 +1,69 @@
+"""Tiny shards and a tiny vocabulary."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_deberta.data.indexed_writer import IndexedWriter
+from megatron_deberta.data.manifest import write_manifest
+from megatron_deberta.data.vocabulary import Vocabulary
+
+VOCAB_SIZE = 200
+WriteShard = Callable[..., str]
+
+
+@pytest.fixture(scope="session")
+def vocabulary() -> Vocabulary:
+    """Ids 0-3 and 199 special; every third ordinary id continues a word."""
+    return Vocabulary(
+        size=VOCAB_SIZE,
+        pad_id=0,
+        cls_id=1,
+        sep_id=2,
+        mask_id=VOCAB_SIZE - 1,
+        special_ids=(0, 1, 2, 3, VOCAB_SIZE - 1),
+        word_starts=np.arange(VOCAB_SIZE) % 3 != 0,
+        fingerprint="tiny",
+    )
+
+
+@pytest.fixture
+def write_shard(tmp_path: Path) -> WriteShard:
+    """Write documents as a shard with a manifest; returns the prefix."""
+
+    def write(
+        documents: Sequence[np.ndarray],
+        name: str = "shard",
+        fingerprint: str = "tiny",
+        vocab_size: int = VOCAB_SIZE,
+    ) -> str:
+        prefix = str(tmp_path / name)
+        with IndexedWriter(prefix, np.uint16) as writer:
+            for document in documents:
+                writer.add_document(document)
+        write_manifest(
+            prefix,
+            writer.summary,
+            tokenizer_fingerprint=fingerprint,
+            tokenizer_path="tokenizer-dir",
+            vocab_size=vocab_size,
+            sources=("text.jsonl",),
+        )
+        return prefix
+
+    return write
+
+
+@pytest.fixture
+def random_documents() -> Callable[[int, int], list[np.ndarray]]:
+    """Documents of random ordinary ids and of 1 to 59 tokens."""
+
+    def draw(count: int, seed: int = 0) -> list[np.ndarray]:
+        generator = np.random.default_rng(seed)
+        return [
+            generator.integers(4, VOCAB_SIZE - 1, generator.integers(1, 60)) for _ in range(count)
+        ]
+
+    return draw

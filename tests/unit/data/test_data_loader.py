@@ -1,0 +1,351 @@
+"""Loaders: any layout, worker count and resume point sees the same samples; failures are named."""
+
+import itertools
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_deberta.config.schema import (
+    DataConfig,
+    ObjectiveConfig,
+    RunConfig,
+    TokenizerConfig,
+    TrainConfig,
+)
+from megatron_deberta.data.batch import Batch
+from megatron_deberta.data.build import (
+    build_loaders,
+    open_corpora,
+    parse_prefixes,
+    tokenizer_path,
+)
+from megatron_deberta.data.manifest import read_manifest
+from megatron_deberta.data.sampler import StepSampler
+from megatron_deberta.data.unigram import unigram_cross_entropy, unigram_log_probabilities
+from megatron_deberta.errors import ConfigError, DataError
+
+FIELDS = ("input_ids", "attention_mask", "masked_positions", "labels", "sample_index")
+
+
+@pytest.fixture
+def config(write_shard, random_documents):
+    return RunConfig(
+        data=DataConfig(
+            train=(write_shard(random_documents(60)),),
+            validation_fraction=0.2,
+            sequence_length=32,
+            num_workers=0,
+        ),
+        train=TrainConfig(global_batch_size=12, micro_batch_size=2, eval_batches=2, seed=7),
+    )
+
+
+def with_(config, **sections):
+    changed = {
+        name: replace(getattr(config, name), **changes) for name, changes in sections.items()
+    }
+    return replace(config, **changed)
+
+
+def rows_of(batch):
+    """Rows by sample index, as bytes of every field."""
+    return {
+        int(sample): tuple(getattr(batch, name)[row].numpy().tobytes() for name in FIELDS)
+        for row, sample in enumerate(batch.sample_index)
+    }
+
+
+def global_steps(config, vocabulary, dp_size, num_steps, consumed=0):
+    """What all ranks together see in each step, in rank order."""
+    steps = [[] for _ in range(num_steps)]
+    for dp_rank in range(dp_size):
+        loader, _ = build_loaders(config, vocabulary, dp_rank, dp_size, consumed)
+        for step, batches in zip(steps, loader, strict=False):
+            for batch in batches:
+                step.extend(rows_of(batch).items())
+    return steps
+
+
+def test_batch_is_as_promised(config, vocabulary):
+    loader, _ = build_loaders(config, vocabulary, 0, 1, 0)
+    step = next(iter(loader))
+    assert len(step) == 6
+    for batch in step:
+        assert batch.input_ids.shape == batch.attention_mask.shape == (2, 32)
+        assert batch.masked_positions.shape == batch.labels.shape == (2, 5)
+        assert batch.attention_mask.dtype == torch.bool
+        for name in ("input_ids", "masked_positions", "labels", "sample_index"):
+            assert getattr(batch, name).dtype == torch.int64
+        assert batch.document_ids is batch.position_ids is None
+        assert ((batch.masked_positions >= 0) == (batch.labels != -100)).all()
+        assert (batch.input_ids[~batch.attention_mask] == 0).all()
+        assert batch.num_tokens == int(batch.attention_mask.sum())
+        assert batch.num_targets == int((batch.labels != -100).sum())
+
+
+def test_moving_a_batch_moves_every_tensor(config, vocabulary):
+    config = with_(config, data={"attend_across_documents": False})
+    batch = next(iter(build_loaders(config, vocabulary, 0, 1, 0)[0]))[0]
+    moved = batch.to("meta")
+    assert isinstance(moved, Batch)
+    assert {getattr(moved, name).device.type for name in (*FIELDS, "document_ids")} == {"meta"}
+    assert batch.input_ids.device.type == "cpu"
+
+
+def test_document_and_position_ids(config, vocabulary):
+    config = with_(config, data={"attend_across_documents": False})
+    for batch in next(iter(build_loaders(config, vocabulary, 0, 1, 0)[0])):
+        for row in range(2):
+            real = int(batch.attention_mask[row].sum())
+            document, position, expected = 0, 0, []
+            # Separators may be masked over? No: special tokens never are.
+            for index in range(32):
+                expected.append((document, position))
+                position += 1
+                if index < real - 1 and batch.input_ids[row, index] == vocabulary.sep_id:
+                    document, position = document + 1, 0
+            found = zip(
+                batch.document_ids[row].tolist(), batch.position_ids[row].tolist(), strict=1
+            )
+            assert list(found) == expected
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_layout_and_cut_gives_the_same_samples(write_shard, random_documents, vocabulary, seed):
+    """Random data-parallel size, micro batch, workers and resume point, across epochs."""
+    draw = np.random.default_rng(seed)
+    micro, dp_size = int(draw.choice([1, 2, 3])), int(draw.choice([1, 2, 4]))
+    batch = 24
+    config = RunConfig(
+        data=DataConfig(
+            train=(write_shard(random_documents(int(draw.integers(2, 30)), seed)),),
+            sequence_length=int(draw.choice([8, 16, 33])),
+            packing=str(draw.choice(["full_sentences", "doc_sentences"])),
+            validation_fraction=0.1,
+            num_workers=0,
+        ),
+        objective=ObjectiveConfig(masking=str(draw.choice(["released", "uniform"]))),
+        train=TrainConfig(global_batch_size=batch, micro_batch_size=1, seed=seed),
+    )
+    num_steps, cut = 6, int(draw.integers(0, 6))
+    expected = global_steps(config, vocabulary, 1, num_steps)
+    samples = [sample for step in expected for sample, _ in step]
+    assert samples == list(range(num_steps * batch))
+    other = with_(
+        config,
+        train={"micro_batch_size": micro},
+        data={"num_workers": int(draw.integers(0, 3)) if seed % 4 == 0 else 0},
+    )
+    found = global_steps(other, vocabulary, dp_size, num_steps - cut, consumed=cut * batch)
+    assert found == expected[cut:]
+
+
+def test_other_batch_size_goes_on_where_the_samples_end(config, vocabulary):
+    whole = [row for step in global_steps(config, vocabulary, 1, 4) for row in step]
+    other = with_(config, train={"global_batch_size": 6})
+    rest = [row for step in global_steps(other, vocabulary, 1, 4, 24) for row in step]
+    assert rest == whole[24:]
+
+
+def test_worker_processes_change_nothing(config, vocabulary):
+    expected = global_steps(config, vocabulary, 1, 3)
+    for workers in (1, 2):
+        workers_config = with_(config, data={"num_workers": workers})
+        assert global_steps(workers_config, vocabulary, 1, 3) == expected
+
+
+def test_killed_worker_is_an_error(config, vocabulary):
+    before = signal.getsignal(signal.SIGCHLD)
+    loader, _ = build_loaders(with_(config, data={"num_workers": 1}), vocabulary, 0, 1, 0)
+    steps = iter(loader)
+    next(steps)
+    assert signal.getsignal(signal.SIGCHLD) == before
+    (worker,) = torch.multiprocessing.active_children()
+    os.kill(worker.pid, signal.SIGTERM)
+    time.sleep(0.1)
+    assert worker.is_alive()
+    os.kill(worker.pid, signal.SIGKILL)
+    with pytest.raises(DataError, match="a loader process died"):
+        list(itertools.islice(steps, 1000))
+
+
+EXIT_WITH_LIVE_WORKERS = """
+import sys
+sys.path.insert(0, {folder!r})
+import pickle
+loader = pickle.loads(bytes.fromhex({loader!r}))
+steps = iter(loader)
+next(steps)
+raise SystemExit(3)
+"""
+
+
+def test_rank_that_ends_with_workers_alive_ends_at_once(config, vocabulary):
+    """Workers ignore SIGTERM, with which Python would stop them; also proves spawn safety."""
+    loader, _ = build_loaders(with_(config, data={"num_workers": 2}), vocabulary, 0, 1, 0)
+    script = EXIT_WITH_LIVE_WORKERS.format(folder=os.getcwd(), loader=pickle.dumps(loader).hex())
+    done = subprocess.run([sys.executable, "-c", script], timeout=60, check=False)
+    assert done.returncode == 3
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_damage_found_while_loading_is_one_line(config, write_shard, vocabulary, workers):
+    prefix = write_shard([np.full(40, 250)], "bad")
+    config = with_(config, data={"train": (prefix,), "validation_fraction": 0.0})
+    config = with_(config, data={"num_workers": workers})
+    loader, validation = build_loaders(config, vocabulary, 0, 1, 0)
+    assert validation is None
+    with pytest.raises(DataError, match=r"bad: id 250 .*outside the vocabulary") as caught:
+        next(iter(loader))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("dp_size", "micro"), [(1, 2), (2, 3), (3, 1), (4, 3)])
+def test_validation_is_fixed_and_ranks_stay_together(config, vocabulary, dp_size, micro):
+    config = with_(config, train={"eval_batches": 100, "micro_batch_size": micro})
+    found, lengths = {}, set()
+    for dp_rank in range(dp_size):
+        _, loader = build_loaders(config, vocabulary, dp_rank, dp_size, 0)
+        batches = list(loader)
+        lengths |= {len(batches), len(loader)}
+        for batch in batches:
+            filler = batch.sample_index == -1
+            assert (batch.masked_positions[filler] == -1).all()
+            assert batch.attention_mask.any(dim=1).all()
+            found.update(rows_of(batch))
+    found.pop(-1, None)
+    _, alone = build_loaders(with_(config, train={"micro_batch_size": 1}), vocabulary, 0, 1, 999)
+    expected = {}
+    for batch in alone:
+        expected.update(rows_of(batch))
+    assert found == expected
+    assert len(lengths) == 1
+    assert sorted(found) == list(range(alone.num_samples))
+
+
+def test_validation_is_bounded(config, vocabulary):
+    config = with_(config, train={"global_batch_size": 2, "micro_batch_size": 1, "eval_batches": 3})
+    _, loader = build_loaders(config, vocabulary, 0, 1, 0)
+    assert loader.num_samples == len(loader) == 6
+
+
+def test_separate_validation_shard(config, write_shard, random_documents, vocabulary):
+    other = write_shard(random_documents(9, 5), "held-out")
+    corpora = open_corpora(with_(config, data={"validation": (other,)}), vocabulary, hashes=True)
+    assert (len(corpora.train[0]), len(corpora.validation)) == (60, 9)
+
+
+def test_blend_of_shards(config, write_shard, random_documents, vocabulary):
+    second = write_shard(random_documents(30, 8), "second")
+    blend = ("3", config.data.train[0], "1", second)
+    config = with_(config, data={"train": blend})
+    corpora = open_corpora(config, vocabulary, hashes=False)
+    assert corpora.weights == (3.0, 1.0)
+    assert [len(corpus) for corpus in corpora.train] == [48, 24]
+    assert len(corpora.validation) == 12 + 6
+    assert sum(corpora.validation.lengths) + sum(
+        corpus.num_tokens for corpus in corpora.train
+    ) == sum(document.size for document in random_documents(60) + random_documents(30, 8))
+    expected = global_steps(config, vocabulary, 1, 4)
+    assert global_steps(config, vocabulary, 2, 2, 24) == expected[2:]
+
+
+def test_a_shard_twice_is_refused(config, vocabulary):
+    (prefix,) = config.data.train
+    same = f"{os.path.dirname(prefix)}/./shard"
+    for data in (
+        {"train": (prefix, same)},
+        {"train": ("1", prefix, "2", same)},
+        {"validation": (same,)},
+    ):
+        with pytest.raises(ConfigError, match="there twice"):
+            open_corpora(with_(config, data=data), vocabulary, hashes=False)
+
+
+def test_prefixes_and_weights():
+    assert parse_prefixes(("a", "b"), "data.train") == ([["a", "b"]], [1.0])
+    assert parse_prefixes(("0.5", "a", "2", "b"), "data.train") == ([["a"], ["b"]], [0.5, 2.0])
+    for wrong in (("a", "0.5"), ("0.5", "a", "b"), ("1", "2"), ("1", "a", "b", "c")):
+        with pytest.raises(ConfigError, match="data.train is"):
+            parse_prefixes(wrong, "data.train")
+    with pytest.raises(ConfigError, match="data.train is empty"):
+        parse_prefixes((), "data.train")
+
+
+def test_batches_that_cannot_be_dealt_are_refused():
+    with pytest.raises(ConfigError, match="12 is not a multiple of .* 5 x 2"):
+        StepSampler(global_batch_size=12, micro_batch_size=5, dp_rank=0, dp_size=2)
+
+
+def test_tokenizer_is_the_shards_own_by_default(config):
+    assert tokenizer_path(config) == "tokenizer-dir"
+    named = replace(config, tokenizer=TokenizerConfig(path="elsewhere"))
+    assert tokenizer_path(named) == "elsewhere"
+    os.remove(f"{config.data.train[0]}.manifest.json")
+    assert read_manifest(config.data.train[0]) is None
+    with pytest.raises(ConfigError, match="set tokenizer.path"):
+        tokenizer_path(config)
+
+
+def test_hashes_are_checked_when_asked(config, vocabulary):
+    config = with_(config, data={"verify_hashes": True})
+    build_loaders(config, vocabulary, 0, 1, 0)
+    with open(f"{config.data.train[0]}.bin", "r+b") as stream:
+        stream.write(b"\x09\x00")
+    with pytest.raises(DataError, match=r"shard\.bin: SHA-256"):
+        build_loaders(config, vocabulary, 0, 1, 0)
+
+
+def test_unigram_cross_entropy_equals_a_count_by_hand(write_shard, vocabulary):
+    documents = [np.array([5, 5, 5, 6]), np.array([6, 7] * 30)]
+    config = RunConfig(
+        data=DataConfig(
+            train=(write_shard(documents),), validation_fraction=0.5, sequence_length=16
+        ),
+        train=TrainConfig(global_batch_size=2, micro_batch_size=2, seed=1),
+    )
+    corpora = open_corpora(config, vocabulary, hashes=False)
+    _, validation = build_loaders(config, vocabulary, 0, 1, 0, corpora)
+    (train,) = corpora.train
+    seen = documents[train.document_numbers[0]]
+    counts = np.bincount(seen, minlength=vocabulary.size) + 1.0
+    log_p = unigram_log_probabilities(corpora.train, corpora.weights, vocabulary.size)
+    np.testing.assert_allclose(log_p, np.log(counts / counts.sum()))
+    labels = [int(x) for batch in validation for x in batch.labels.flatten() if x != -100]
+    loss, targets = unigram_cross_entropy(log_p, validation)
+    assert targets == len(labels) > 0
+    assert loss == pytest.approx(-sum(log_p[label] for label in labels))
+
+
+def test_unigram_counts_in_chunks_and_up_to_a_limit(
+    config, write_shard, random_documents, vocabulary, monkeypatch
+):
+    corpora = open_corpora(config, vocabulary, hashes=False)
+    size = vocabulary.size
+    whole = unigram_log_probabilities(corpora.train, (1.0,), size)
+    monkeypatch.setattr("megatron_deberta.data.unigram._CHUNK_TOKENS", 50)
+    np.testing.assert_allclose(unigram_log_probabilities(corpora.train, (1.0,), size), whole)
+    first = corpora.train[0].tokens(0, 0)
+    assert first.size == 0
+    limited = np.exp(unigram_log_probabilities(corpora.train, (1.0,), size, max_tokens=1))
+    assert limited.sum() == pytest.approx(1.0)
+    assert (limited > limited.min() * 1.5).sum() <= corpora.train[0].lengths[0]
+
+
+def test_unigram_of_a_blend_weighs_components(write_shard, vocabulary):
+    first = write_shard([np.full(4000, 5), np.full(4000, 5)], "first")
+    second = write_shard([np.full(8000, 6)], "second")
+    config = RunConfig(
+        data=DataConfig(train=("3", first, "1", second), validation_fraction=0.0),
+    )
+    corpora = open_corpora(config, vocabulary, hashes=False)
+    p = np.exp(unigram_log_probabilities(corpora.train, corpora.weights, vocabulary.size))
+    assert p[5] / p[6] == pytest.approx(3, rel=0.01)

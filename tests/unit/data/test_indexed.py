@@ -1,0 +1,298 @@
+"""Shards: our writer and reader, against megatron-core and against damage."""
+
+import os
+import pickle
+import struct
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_deberta.data.corpus import open_shard
+from megatron_deberta.data.indexed_dataset import IndexedDataset
+from megatron_deberta.data.indexed_writer import IndexedWriter, dtype_for_vocab
+from megatron_deberta.data.manifest import read_manifest, verify_hashes
+from megatron_deberta.errors import DataError
+
+DOCUMENTS = [[[5, 6, 7], [8]], [[9, 10]], [[11], [12, 13], [14, 15, 16, 17]]]
+BOUNDARIES = [0, 2, 3, 6]
+
+
+def flat(document):
+    return sum(document, [])
+
+
+def write_sentences(prefix, dtype=np.int32):
+    with IndexedWriter(prefix, dtype) as writer:
+        for document in DOCUMENTS:
+            writer.add_document([np.array(sentence) for sentence in document])
+
+
+@pytest.fixture
+def megatron():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core.datasets import indexed_dataset
+    return indexed_dataset
+
+
+def test_round_trip(tmp_path):
+    prefix = str(tmp_path / "new" / "shard")
+    write_sentences(prefix)
+    dataset = IndexedDataset(prefix)
+    assert (len(dataset), dataset.num_sequences, dataset.num_tokens) == (3, 6, 13)
+    for index, document in enumerate(DOCUMENTS):
+        assert dataset.document(index).tolist() == flat(document)
+        assert [sentence.tolist() for sentence in dataset.sentences(index)] == document
+    with pytest.raises(IndexError):
+        dataset.document(3)
+    assert sorted(os.listdir(tmp_path / "new")) == ["shard.bin", "shard.idx"]
+
+
+def test_document_without_sentences_is_one_sequence(tmp_path):
+    prefix = str(tmp_path / "shard")
+    with IndexedWriter(prefix, np.uint16) as writer:
+        writer.add_document(np.array([7, 8, 9], np.int64))
+    assert [s.tolist() for s in IndexedDataset(prefix).sentences(0)] == [[7, 8, 9]]
+    assert writer.summary.num_sequences == writer.summary.num_documents == 1
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.int64])
+def test_megatron_reads_ours(tmp_path, megatron, dtype):
+    prefix = str(tmp_path / "shard")
+    write_sentences(prefix, dtype)
+    theirs = megatron.IndexedDataset(prefix)
+    assert [row.tolist() for row in theirs] == [s for document in DOCUMENTS for s in document]
+    assert theirs.document_indices.tolist() == BOUNDARIES
+    assert theirs.index.dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.int64])
+def test_we_read_megatrons(tmp_path, megatron, dtype):
+    prefix = str(tmp_path / "shard")
+    builder = megatron.IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+    for document in DOCUMENTS:
+        builder.add_document(torch.tensor(flat(document)), [len(s) for s in document])
+    builder.finalize(f"{prefix}.idx")
+    ours = IndexedDataset(prefix)
+    assert [ours.document(i).tolist() for i in range(3)] == [flat(d) for d in DOCUMENTS]
+    assert [s.tolist() for i in range(3) for s in ours.sentences(i)] == [
+        s for document in DOCUMENTS for s in document
+    ]
+    copy = str(tmp_path / "copy")
+    write_sentences(copy, dtype)
+    for suffix in (".bin", ".idx"):
+        assert Path(prefix + suffix).read_bytes() == Path(copy + suffix).read_bytes()
+
+
+def test_long_index_is_put_together_in_chunks(tmp_path, monkeypatch, random_documents):
+    monkeypatch.setattr("megatron_deberta.data.indexed_writer._CHUNK", 64)
+    monkeypatch.setattr("megatron_deberta.data.indexed_dataset._CHECK_CHUNK", 7)
+    documents = random_documents(100)
+    prefix = str(tmp_path / "shard")
+    with IndexedWriter(prefix, np.uint16) as writer:
+        for document in documents:
+            writer.add_document(document)
+    dataset = IndexedDataset(prefix)
+    for index, document in enumerate(documents):
+        np.testing.assert_array_equal(dataset.document(index), document)
+
+
+def test_dtype_follows_megatrons_bound(megatron):
+    for size in (100, 65_499, 65_500, 128_100):
+        assert dtype_for_vocab(size) == megatron.DType.optimal_dtype(size)
+
+
+def test_pickling_reopens_the_files(tmp_path):
+    prefix = str(tmp_path / "shard")
+    write_sentences(prefix)
+    sent = pickle.dumps(IndexedDataset(prefix))
+    assert len(sent) < 500
+    assert pickle.loads(sent).document(1).tolist() == [9, 10]
+
+
+def test_exception_leaves_nothing(tmp_path):
+    def fail():
+        with IndexedWriter(str(tmp_path / "shard"), np.int32) as writer:
+            writer.add_document(np.array([5]))
+            raise KeyError("stop")
+
+    with pytest.raises(KeyError):
+        fail()
+    assert os.listdir(tmp_path) == []
+
+
+def test_exception_keeps_the_older_shard(tmp_path, write_shard):
+    prefix = write_shard([np.array([5, 6])])
+    with pytest.raises(DataError, match="is the input empty"), IndexedWriter(prefix, np.int32):
+        pass
+    assert open_and_read(prefix) == [5, 6]
+    assert len(os.listdir(tmp_path)) == 3
+
+
+def open_and_read(prefix):
+    return IndexedDataset(prefix).document(0).tolist()
+
+
+def test_overwriting_drops_the_older_manifest(write_shard):
+    prefix = write_shard([np.array([5, 6])])
+    write_sentences(prefix)
+    assert read_manifest(prefix) is None
+    assert open_and_read(prefix) == [5, 6, 7, 8]
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        (np.array([], np.int64), "document 0 has no tokens"),
+        ([], "document 0 has no tokens"),
+        ([np.array([5]), np.array([], np.int64)], "document 0 has no tokens"),
+        (np.array([65_536]), "do not fit uint16"),
+        (np.array([-1]), "do not fit uint16"),
+        (np.array([[5]]), "expected 1-D integers"),
+        (np.array([5.0]), "expected 1-D integers"),
+    ],
+)
+def test_writer_refuses(tmp_path, document, message):
+    def write():
+        with IndexedWriter(str(tmp_path / "shard"), np.uint16) as writer:
+            writer.add_document(document)
+
+    with pytest.raises(DataError, match=message):
+        write()
+    assert os.listdir(tmp_path) == []
+
+
+def test_writer_refuses_dtypes_and_places(tmp_path):
+    with pytest.raises(DataError, match="no index code for dtype float32"):
+        IndexedWriter(str(tmp_path / "shard"), np.float32)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="cannot write shard"):
+        IndexedWriter(str(tmp_path / "file" / "shard"), np.int32).__enter__()
+
+
+def test_full_disk_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(DataError, match="No space left on device.*is the disk full"):
+        write_sentences(str(tmp_path / "shard"))
+    assert os.listdir(tmp_path) == []
+
+
+def test_missing_files_are_named(tmp_path):
+    with pytest.raises(DataError, match=r"absent\.idx: No such file"):
+        IndexedDataset(str(tmp_path / "absent"))
+    write_sentences(str(tmp_path / "shard"))
+    (tmp_path / "shard.bin").unlink()
+    with pytest.raises(DataError, match=r"shard\.bin: No such file"):
+        IndexedDataset(str(tmp_path / "shard"))
+
+
+HEADER_DAMAGE = {
+    "magic": (0, b"TNTIDX\x00\x00\x00", "magic"),
+    "version": (9, struct.pack("<Q", 2), "version 2"),
+    "float64 or float32": (17, b"\x06", "dtype code 6"),
+    "float32 or float64": (17, b"\x07", "dtype code 7"),
+    "unknown dtype": (17, b"\x09", "dtype code 9"),
+    "dtype of another size": (17, b"\x08", "contradict"),
+    "sequences": (18, struct.pack("<Q", 7), "header .7 sequences"),
+    "huge": (18, struct.pack("<Q", 2**63), "its header"),
+    "documents": (26, struct.pack("<Q", 0), "its header"),
+    "length": (34, struct.pack("<i", 4), "contradict its lengths"),
+    "negative length": (34, struct.pack("<i", -1), "negative sequence length"),
+    "offset": (34 + 6 * 4 + 8, struct.pack("<q", 4), "contradict its lengths"),
+    "first boundary": (34 + 6 * 12, struct.pack("<q", 1), "document boundaries 1..6"),
+    "order of boundaries": (34 + 6 * 12 + 8, struct.pack("<q", 5), "decrease"),
+    "last boundary": (34 + 6 * 12 + 24, struct.pack("<q", 5), "document boundaries 0..5"),
+}
+
+
+@pytest.mark.parametrize("name", HEADER_DAMAGE)
+def test_damaged_index_is_refused_by_name(tmp_path, name):
+    place, content, message = HEADER_DAMAGE[name]
+    prefix = str(tmp_path / "shard")
+    write_sentences(prefix)
+    with open(f"{prefix}.idx", "r+b") as stream:
+        stream.seek(place)
+        stream.write(content)
+    with pytest.raises(DataError, match=message) as caught:
+        IndexedDataset(prefix)
+    assert f"{prefix}.idx" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_every_wrong_file_size_is_refused(tmp_path, suffix):
+    prefix = str(tmp_path / "shard")
+    write_sentences(prefix)
+    content = Path(prefix + suffix).read_bytes()
+    for size in range(len(content)):
+        Path(prefix + suffix).write_bytes(content[:size])
+        with pytest.raises(DataError):
+            IndexedDataset(prefix)
+    Path(prefix + suffix).write_bytes(content + b"\x00")
+    with pytest.raises(DataError):
+        IndexedDataset(prefix)
+
+
+def test_every_flipped_byte_is_refused_with_hashes(write_shard, vocabulary):
+    prefix = write_shard([np.arange(5, 15), np.arange(20, 27)])
+    open_shard(prefix, vocabulary, hashes=True)
+    for suffix in (".bin", ".idx"):
+        content = Path(prefix + suffix).read_bytes()
+        for place in range(len(content)):
+            damaged = bytearray(content)
+            damaged[place] ^= 1 << place % 8
+            Path(prefix + suffix).write_bytes(damaged)
+            with pytest.raises(DataError):
+                open_shard(prefix, vocabulary, hashes=True)
+        Path(prefix + suffix).write_bytes(content)
+
+
+def test_manifest_round_trip(write_shard):
+    prefix = write_shard([np.array([5, 6]), np.array([7])])
+    manifest = read_manifest(prefix)
+    assert manifest is not None
+    assert (manifest.num_documents, manifest.num_tokens, manifest.dtype) == (2, 3, "uint16")
+    assert manifest.sources == ("text.jsonl",)
+    verify_hashes(prefix, manifest)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text[:-5],
+        lambda text: text.replace('"format_version": 1', '"format_version": 2'),
+        lambda text: text.replace('"num_tokens": 2', '"num_tokens": "2"'),
+        lambda text: text.replace('"num_tokens"', '"tokens"'),
+        lambda text: "[]",
+        lambda text: "\udcff",
+    ],
+)
+def test_damaged_manifest_is_refused(write_shard, change):
+    prefix = write_shard([np.array([5, 6])])
+    path = Path(f"{prefix}.manifest.json")
+    path.write_text(change(path.read_text()), errors="surrogateescape")
+    with pytest.raises(DataError, match=r"manifest\.json"):
+        read_manifest(prefix)
+
+
+def test_open_shard_compares_the_manifest(write_shard, vocabulary):
+    documents = [np.array([5, 6])]
+    with pytest.raises(DataError, match="not the shards' own.*tokenizer-dir"):
+        open_shard(write_shard(documents, fingerprint="another"), vocabulary)
+    with pytest.raises(DataError, match="made with 201 pieces"):
+        open_shard(write_shard(documents, vocab_size=201), vocabulary)
+    prefix = write_shard(documents)
+    path = Path(f"{prefix}.manifest.json")
+    path.write_text(path.read_text().replace('"num_tokens": 2', '"num_tokens": 3'))
+    with pytest.raises(DataError, match="are not the manifest's"):
+        open_shard(prefix, vocabulary)
+    path.unlink()
+    open_shard(prefix, vocabulary)
+    with pytest.raises(DataError, match="data.verify_hashes is true but there is no"):
+        open_shard(prefix, vocabulary, hashes=True)

@@ -1,0 +1,128 @@
+"""``inspect data`` and ``verify`` on a shard of real words."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, pre_tokenizers, trainers
+
+from megatron_deberta.cli.main import main
+from megatron_deberta.data.indexed_writer import IndexedWriter
+from megatron_deberta.data.manifest import write_manifest
+from megatron_deberta.tokenizer import load_tokenizer
+
+TEXT = ["the quick brown fox jumps over the lazy dog", "pack my box with five dozen liquor jugs"]
+
+
+@pytest.fixture
+def tokenizer_file(tmp_path):
+    backend = Backend(models.BPE(unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    specials = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]"]
+    backend.train_from_iterator(
+        TEXT * 3,
+        trainers.BpeTrainer(vocab_size=90, special_tokens=specials, show_progress=False),
+    )
+    path = tmp_path / "tokenizer.json"
+    backend.save(str(path))
+    return str(path)
+
+
+@pytest.fixture
+def shard(tmp_path, tokenizer_file):
+    tokenizer = load_tokenizer(tokenizer_file)
+    prefix = str(tmp_path / "shard")
+    with IndexedWriter(prefix, np.uint16) as writer:
+        for _ in range(40):
+            for line in TEXT:
+                writer.add_document(tokenizer.encode_array(line))
+    write_manifest(
+        prefix,
+        writer.summary,
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        tokenizer_path=tokenizer_file,
+        vocab_size=tokenizer.vocab_size,
+        sources=(),
+    )
+    return prefix
+
+
+def test_inspect_marks_every_target(shard, capsys):
+    arguments = ["inspect", "data", "--prefix", shard, "--num-samples", "2", "--statistics", "50"]
+    assert main([*arguments, "data.sequence_length=64", "objective.max_span_words=1"]) == 0
+    output = capsys.readouterr().out
+    assert "80 documents" in output
+    samples = re.findall(r"sample \d+: (\d+) tokens, \d+ documents, (\d+) targets.*\n(.*)", output)
+    assert len(samples) == 2
+    for _, targets, text in samples:
+        assert len(re.findall(r"\{[^{}]+(?:>[^{}]+|=)\}", text)) == int(targets) == 10
+        assert text.startswith("[CLS]")
+        assert text.endswith("[SEP]")
+        assert re.search(r"\{\w+>\[MASK\]\}", text)
+        unmasked = re.sub(r"\{(\w+)(?:>[^{}]+|=)\}", r"\1", text)
+        assert " ".join(TEXT[0].split()[3:6]) in unmasked
+    assert re.search(r"targets +15\.\d+% of tokens", output)
+    assert re.search(r"\[MASK\] [78]\d\.\d%", output)
+
+
+def test_inspect_reads_a_run(shard, tmp_path, capsys):
+    run = tmp_path / "run.yaml"
+    run.write_text(f"data: {{train: ['{shard}'], sequence_length: 32}}\n")
+    assert main(["inspect", "data", str(run), "data.validation_fraction=0.1"]) == 0
+    assert "training: 72 documents" in capsys.readouterr().out
+
+
+def test_inspect_refuses(shard, tmp_path, capsys):
+    assert main(["inspect", "data"]) == 2
+    assert "give a run file, or --prefix" in capsys.readouterr().err
+    assert main(["inspect", "data", "--prefix", str(tmp_path / "absent"), "--tokenizer", "x"]) == 1
+    assert main(["inspect", "data", "--prefix", shard, "--num-samples", "-1"]) == 2
+    assert capsys.readouterr().err.count("\n") == 2
+
+
+def test_verify_says_what_a_shard_is(shard, tokenizer_file, capsys):
+    assert main(["verify", "--prefix", shard, "--tokenizer", tokenizer_file]) == 0
+    assert re.search(r"good: 80 documents, .* hashes as in the manifest", capsys.readouterr().out)
+
+
+def test_verify_without_manifest_checks_ids_against_the_tokenizer(shard, tokenizer_file, capsys):
+    Path(f"{shard}.manifest.json").unlink()
+    assert main(["verify", "--prefix", shard, "--tokenizer", tokenizer_file]) == 0
+    assert "hashes not checked" in capsys.readouterr().out
+
+
+def damage_tokens(prefix):
+    with open(f"{prefix}.bin", "r+b") as stream:
+        stream.write(b"\xff\xff")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda p: damage_tokens(p), "SHA-256"),
+        (lambda p: (damage_tokens(p), Path(f"{p}.manifest.json").unlink()), "..65535 are outside"),
+        (lambda p: Path(f"{p}.bin").write_bytes(b"\x05\x00"), "truncated"),
+        (lambda p: Path(f"{p}.idx").unlink(), "No such file"),
+        (lambda p: Path(f"{p}.manifest.json").write_text("{"), "not a shard manifest"),
+    ],
+)
+def test_verify_names_damage_and_goes_on(shard, tmp_path, tokenizer_file, capsys, damage, message):
+    good = str(tmp_path / "good")
+    for suffix in (".bin", ".idx", ".manifest.json"):
+        Path(good + suffix).write_bytes(Path(shard + suffix).read_bytes())
+    damage(shard)
+    arguments = ["verify", "--tokenizer", tokenizer_file, "--prefix", shard, "--prefix", good]
+    assert main(arguments) == 1
+    captured = capsys.readouterr()
+    assert f"{good}: good" in captured.out
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_verify_knows_another_tokenizer(shard, tokenizer_file, capsys):
+    path = Path(f"{shard}.manifest.json")
+    path.write_text(re.sub(r'(fingerprint": ")\w+', r"\g<1>another", path.read_text()))
+    assert main(["verify", "--prefix", shard, "--tokenizer", tokenizer_file]) == 1
+    assert "made with tokenizer another" in capsys.readouterr().err
