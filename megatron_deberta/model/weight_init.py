@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.ops.dropout_bits import mix_seed
 
-_CHUNK_ELEMENTS = 1 << 20
+_CHUNK_ELEMENTS = 1 << 18
 
 
 def fill_initial(
