@@ -165,7 +165,7 @@ class Masker:
         masked_below = self._objective.mask_token_probability
         random_below = masked_below + self._objective.random_token_probability
         if self._released:
-            random_tokens = generator.integers(0, self._vocabulary.size, labels.size)
+            random_tokens = generator.integers(0, self._vocabulary.num_tokens, labels.size)
         else:
             ordinary = self._vocabulary.ordinary_ids
             random_tokens = ordinary[generator.integers(0, ordinary.size, labels.size)]

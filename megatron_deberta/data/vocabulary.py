@@ -22,6 +22,10 @@ class TokenizerFacts(Protocol):
         """Ids run from 0 to this."""
 
     @property
+    def num_tokens(self) -> int:
+        """Ids from this on stand for nothing."""
+
+    @property
     def pad_id(self) -> int:
         """Id of [PAD]."""
 
@@ -54,7 +58,8 @@ class Vocabulary:
     """Special ids and word starts of a tokenizer.
 
     Attributes:
-        size: ids run from 0 to ``size - 1``.
+        size: ids run from 0 to ``size - 1``, the rows of the embedding table.
+        num_tokens: ids from this on stand for nothing.
         pad_id: fills a row's end.
         cls_id: begins a row.
         sep_id: ends a row, and each document inside it.
@@ -63,13 +68,15 @@ class Vocabulary:
         word_starts: [size] bool, True = the piece begins a word.
         fingerprint: identifies the tokenizer by content, as in shard manifests.
         is_special: [size] bool, derived.
-        ordinary_ids: [size - specials] int64, derived.
+        ordinary_ids: [num_tokens - specials] int64, derived.
 
     Raises:
-        DataError: ``word_starts`` has another length, or a special id is outside the vocabulary.
+        DataError: ``word_starts`` has another length, a special id is outside the vocabulary, or
+            nothing else is inside.
     """
 
     size: int
+    num_tokens: int
     pad_id: int
     cls_id: int
     sep_id: int
@@ -85,6 +92,7 @@ class Vocabulary:
         """Take the facts from a tokenizer."""
         return cls(
             size=tokenizer.vocab_size,
+            num_tokens=tokenizer.num_tokens,
             pad_id=tokenizer.pad_id,
             cls_id=tokenizer.cls_id,
             sep_id=tokenizer.sep_id,
@@ -101,11 +109,16 @@ class Vocabulary:
             raise DataError(
                 f"tokenizer: word_starts has shape {self.word_starts.shape}, not ({self.size},)"
             )
-        if min(specials) < 0 or max(specials) >= self.size or len(specials) >= self.size:
+        if not (
+            len(specials) < self.num_tokens <= self.size
+            and min(specials) >= 0
+            and max(specials) < self.num_tokens
+        ):
             raise DataError(
-                f"tokenizer: special ids {sorted(specials)} do not fit a vocabulary of {self.size}"
+                f"tokenizer: special ids {sorted(specials)} do not fit {self.num_tokens} tokens "
+                f"in a vocabulary of {self.size}"
             )
         is_special = np.zeros(self.size, np.bool_)
         is_special[sorted(specials)] = True
         object.__setattr__(self, "is_special", is_special)
-        object.__setattr__(self, "ordinary_ids", np.flatnonzero(~is_special))
+        object.__setattr__(self, "ordinary_ids", np.flatnonzero(~is_special[: self.num_tokens]))

@@ -11,19 +11,21 @@ from megatron_deberta.data.manifest import write_manifest
 from megatron_deberta.data.vocabulary import Vocabulary
 
 VOCAB_SIZE = 200
+NUM_TOKENS = 190
 WriteShard = Callable[..., str]
 
 
 @pytest.fixture(scope="session")
 def vocabulary() -> Vocabulary:
-    """Ids 0-3 and 199 special; every third ordinary id continues a word."""
+    """Ids 0-3 and 189 special, 190-199 unused; every third ordinary id continues a word."""
     return Vocabulary(
         size=VOCAB_SIZE,
+        num_tokens=NUM_TOKENS,
         pad_id=0,
         cls_id=1,
         sep_id=2,
-        mask_id=VOCAB_SIZE - 1,
-        special_ids=(0, 1, 2, 3, VOCAB_SIZE - 1),
+        mask_id=NUM_TOKENS - 1,
+        special_ids=(0, 1, 2, 3, NUM_TOKENS - 1),
         word_starts=np.arange(VOCAB_SIZE) % 3 != 0,
         fingerprint="tiny",
     )
@@ -63,7 +65,7 @@ def random_documents() -> Callable[[int, int], list[np.ndarray]]:
     def draw(count: int, seed: int = 0) -> list[np.ndarray]:
         generator = np.random.default_rng(seed)
         return [
-            generator.integers(4, VOCAB_SIZE - 1, generator.integers(1, 60)) for _ in range(count)
+            generator.integers(4, NUM_TOKENS - 1, generator.integers(1, 60)) for _ in range(count)
         ]
 
     return draw

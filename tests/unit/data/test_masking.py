@@ -167,6 +167,7 @@ def test_eighty_ten_ten(vocabulary, masking):
     replaced = now[(now != vocabulary.mask_id) & (now != before)]
     assert replaced.size / now.size == pytest.approx(0.1, abs=0.01)
     assert vocabulary.is_special[replaced].any() == (masking == "released")
+    assert replaced.max() < vocabulary.num_tokens < vocabulary.size
     # Every ordinary id stands in for one, more or less evenly.
     assert np.unique(replaced).size >= vocabulary.ordinary_ids.size * 0.99
 
@@ -205,6 +206,7 @@ def test_uniform_span_lengths_in_text(vocabulary):
     words = np.ones(vocabulary.size, bool)
     single = Vocabulary(
         size=vocabulary.size,
+        num_tokens=vocabulary.num_tokens,
         pad_id=0,
         cls_id=1,
         sep_id=2,
@@ -232,17 +234,18 @@ def test_single_pieces_ignore_words(vocabulary):
 
 def test_vocabulary_refuses_what_does_not_fit(vocabulary):
     facts = dict(
-        size=10,
+        size=12,
+        num_tokens=10,
         pad_id=0,
         cls_id=1,
         sep_id=2,
         mask_id=9,
         special_ids=(0, 1, 2, 3),
-        word_starts=np.ones(10, bool),
+        word_starts=np.ones(12, bool),
         fingerprint="x",
     )
     assert Vocabulary(**facts).ordinary_ids.tolist() == [4, 5, 6, 7, 8]
     with pytest.raises(DataError, match="word_starts has shape"):
         Vocabulary(**{**facts, "size": 11})
-    with pytest.raises(DataError, match="do not fit a vocabulary of 10"):
+    with pytest.raises(DataError, match="do not fit 10 tokens"):
         Vocabulary(**{**facts, "mask_id": 10})
