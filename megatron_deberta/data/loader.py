@@ -113,6 +113,9 @@ class TrainLoader:
             multiprocessing_context="fork" if workers else None,
             worker_init_fn=_ignore_signals,
         )
+        if workers:
+            # What the first sample makes the rank draw up, workers share instead of drawing anew.
+            self._dataset[range(self.consumed_samples, self.consumed_samples + 1)]
         others = multiprocessing.active_children()
         in_main_thread = threading.current_thread() is threading.main_thread()
         handler = signal.getsignal(signal.SIGCHLD)
