@@ -1,0 +1,96 @@
+"""The reference against the definition written out element by element, sharing no code with it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_deberta.ops import RelativePositions, disentangled_attention
+from megatron_deberta.ops.dropout_bits import random_bytes, row_keys
+from tests.support.tolerances import FP64
+
+LENGTH, SIZE, K = 9, 3, 4
+
+
+def written_out(
+    row: int, head: int, x: dict[str, Tensor], at: int, p2c_index: str, options: dict[str, Any]
+) -> tuple[Tensor, float]:
+    """Output and log-sum-exp of one query."""
+
+    def delta(distance: int) -> int:
+        return min(max(distance + K, 0), 2 * K - 1)
+
+    q = x["q"][row, head, options["place"]]
+    weights = {}
+    for j in range(LENGTH):
+        padding, documents = options["key_padding"], options["document_ids"]
+        hidden = [
+            at < 0,
+            padding is not None and not padding[row, j],
+            documents is not None and documents[row, j] != documents[row, at],
+            options["causal"] and j > at,
+        ]
+        if any(hidden):
+            continue
+        k = x["k"][row, head, j]
+        from_key = at - j if p2c_index == "released" else j - at
+        score = q @ k + q @ x["pos_key"][head, delta(at - j)]
+        score += k @ x["pos_query"][head, delta(from_key)]
+        weights[j] = math.exp(float(score) / math.sqrt(3 * SIZE))
+    total = sum(weights.values())
+    output = torch.zeros(SIZE, dtype=torch.float64)
+    rows = row_keys(torch.tensor([40 + row]), torch.tensor([at]), 1, 5 + head)
+    for j, weight in weights.items():
+        if random_bytes(rows, LENGTH)[0, 0, 0, j] >= 64:  # a quarter is dropped
+            output += weight / total / 0.75 * x["v"][row, head, j]
+    return output, math.log(total) if weights else -math.inf
+
+
+@pytest.mark.parametrize("p2c_index", ["released", "paper"])
+@pytest.mark.parametrize(
+    ("padding", "documents", "causal", "gathered"),
+    list(itertools.product([False, True], repeat=4)),
+)
+def test_reference_is_the_definition(
+    p2c_index: str, padding: bool, documents: bool, causal: bool, gathered: bool
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    places = [[0, 8, -1], [4, 4, 2]] if gathered else [list(range(LENGTH))] * 2
+    shapes = {
+        "q": (2, 2, len(places[0]), SIZE),
+        "k": (2, 2, LENGTH, SIZE),
+        "v": (2, 2, LENGTH, SIZE),
+        "pos_key": (2, 2 * K, SIZE),
+        "pos_query": (2, 2 * K, SIZE),
+    }
+    x = {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64)
+        for name, shape in shapes.items()
+    }
+    options: dict[str, Any] = {
+        "key_padding": torch.arange(LENGTH) < torch.tensor([[7], [3]]) if padding else None,
+        "document_ids": torch.tensor([[0] * 5 + [1] * 4, list(range(9))]) if documents else None,
+        "causal": causal,
+    }
+    output, lse = disentangled_attention(
+        **x,
+        positions=RelativePositions(K, 0),
+        q_positions=torch.tensor(places) if gathered else None,
+        **options,
+        dropout_p=0.25,
+        seed=40,
+        head_offset=5,
+        p2c_index=p2c_index,  # type: ignore[arg-type]
+        return_lse=True,
+        backend="reference",
+    )
+    for row, head, place in itertools.product(range(2), range(2), range(len(places[0]))):
+        at = places[row][place]
+        expected, value = written_out(row, head, x, at, p2c_index, {**options, "place": place})
+        torch.testing.assert_close(output[row, head, place], expected, **FP64)
+        assert float(lse[row, head, place]) == pytest.approx(value, rel=1e-6)
