@@ -59,23 +59,40 @@ pretrain() {
 }
 
 say "4/6 Pretraining on two ranks; the job will be killed once, on purpose"
-set -m # the job gets a process group of its own, so that all of it can be killed
 pretrain &
 job=$!
-set +m
-trap 'kill -9 -- "-$job" 2>/dev/null || true' EXIT
+# torchrun gives each rank a session of its own, so a process group does not hold them all.
+kill_job() {
+  python - "$job" <<'PYTHON'
+import sys
+
+import psutil
+
+try:
+    job = psutil.Process(int(sys.argv[1]))
+    processes = [job, *job.children(recursive=True)]
+except psutil.NoSuchProcess:
+    processes = []
+for process in processes:
+    try:
+        process.kill()
+    except psutil.NoSuchProcess:
+        continue
+psutil.wait_procs(processes, timeout=30)
+PYTHON
+}
+trap kill_job EXIT
 until compgen -G "$out/run/checkpoints/step_*/COMMITTED" >/dev/null; do
   if ! kill -0 "$job" 2>/dev/null; then
-    wait "$job" || exit $?
-    break
+    wait "$job"
   fi
   sleep 1
 done
 sleep 10
-kill -9 -- "-$job" 2>/dev/null || true
+kill_job
 wait "$job" 2>/dev/null || true
 trap - EXIT
-say "Killed (SIGKILL, all processes). Starting it again with the same command"
+say "Killed (SIGKILL, every process). Starting it again with the same command"
 pretrain
 
 say "5/6 Exporting to Hugging Face format"

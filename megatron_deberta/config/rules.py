@@ -150,9 +150,8 @@ _NOT_NEGATIVE = (
     "cluster.nodes",
     "cluster.ranks_per_node",
 )
+_DROPOUTS = ("model.hidden_dropout", "model.attention_dropout")
 _BELOW_ONE = (
-    "model.hidden_dropout",
-    "model.attention_dropout",
     "data.validation_fraction",
     "optimizer.beta1",
     "optimizer.beta2",
@@ -176,6 +175,8 @@ def _check_ranges(config: RunConfig) -> None:
         (_NOT_NEGATIVE, lambda value: value >= 0, "write 0 or more"),
         (_BELOW_ONE, lambda value: 0 <= value < 1, "write a number from 0 to below 1"),
         (_SHARES, lambda value: 0 <= value <= 1, "write a number from 0 to 1"),
+        # Eight bits an element: something must be left to keep.
+        (_DROPOUTS, lambda value: 0 <= value < 0.998, "write a number from 0 to below 0.998"),
     ):
         for name in names:
             value = _value(config, name)
@@ -193,6 +194,11 @@ def _check_model(model: ModelConfig) -> None:
         raise ConfigError(
             f"model.position_buckets={model.position_buckets} is not between 4 and "
             f"model.max_relative_positions={model.max_relative_positions}; 0 means no buckets"
+        )
+    if model.position_buckets % 2:
+        raise ConfigError(
+            f"model.position_buckets={model.position_buckets} is odd, but half of them are exact "
+            f"distances; use {model.position_buckets + 1}"
         )
     if model.conv_kernel_size and model.conv_kernel_size % 2 == 0:
         raise ConfigError(

@@ -12,7 +12,7 @@ from typing import Literal
 PositionTerms = Literal["c2p+p2c", "c2p", "p2c", "none"]
 P2CIndex = Literal["released", "paper"]
 AbsolutePositions = Literal["decoder", "input", "none"]
-AttentionBackend = Literal["auto", "reference", "chunked", "triton"]
+AttentionBackend = Literal["auto", "reference", "chunked"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
