@@ -23,7 +23,6 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_deberta.checkpoint.agreement import any_rank, from_rank_zero
 from megatron_deberta.checkpoint.layout import (
     COMMITTED_FILE,
     DELETING_PREFIX,
@@ -41,17 +40,15 @@ from megatron_deberta.checkpoint.layout import (
     part_index_file,
     part_index_json,
     read_part_index,
-    sha256_of,
     step_dir,
-    sync_directory,
-    sync_file,
     tensor_file,
     tensor_key,
-    write_durably,
 )
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.engine.protocol import Engine, ParameterState
 from megatron_deberta.errors import CheckpointError
+from megatron_deberta.files import adopt_mode, fsync_path, sha256_file, write_durably
+from megatron_deberta.parallel.agreement import any_rank, from_rank_zero
 from megatron_deberta.parallel.topology import ProcessGroups, single_process_groups
 from megatron_deberta.sharding.spec import ParameterSpec
 
@@ -373,8 +370,9 @@ class _FragmentWriter:
         path = self._folder / tensor_file(self._rank, len(self._files))
         save_file(self._held, path)
         self._held = {}
-        sync_file(path)
-        self._files.append(FileEntry(path.name, path.stat().st_size, sha256_of(path)))
+        adopt_mode(path)
+        fsync_path(path)
+        self._files.append(FileEntry(path.name, path.stat().st_size, sha256_file(path)))
 
 
 def _publish(
@@ -401,14 +399,14 @@ def _publish(
     # Written now, so that nothing after the rename needs space.
     mark = hashlib.sha256(content).hexdigest().encode() + b"\n"
     write_durably(staging / _UNCOMMITTED_FILE, mark)
-    sync_directory(staging)
+    fsync_path(staging)
     if final.exists():
         # The run fell back behind a damaged checkpoint and has come here again.
         _delete(final)
     staging.rename(final)
-    sync_directory(final.parent)
+    fsync_path(final.parent)
     (final / _UNCOMMITTED_FILE).rename(final / COMMITTED_FILE)
-    sync_directory(final)
+    fsync_path(final)
 
 
 def _delete_oldest(run_dir: str | os.PathLike[str], step: int, keep_last: int) -> None:

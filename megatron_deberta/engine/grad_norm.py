@@ -1,4 +1,4 @@
-"""The global gradient norm under tensor parallelism, and the agreement of ranks on finiteness.
+"""The global gradient norm under tensor parallelism, and clipping by it.
 
 Owns collectives on scalars. Refuses gradients that are themselves sharded over data-parallel
 ranks: there DeepSpeed computes the norm.
@@ -53,18 +53,3 @@ def clip_coefficient(grad_norm: float, max_norm: float) -> float:
     if max_norm <= 0:
         return 1.0
     return 1.0 / max(1.0, (grad_norm + CLIP_EPSILON) / max_norm)
-
-
-def any_nonfinite(value: Tensor, groups: ProcessGroups) -> bool:
-    """Whether any element is inf or nan on any rank. Collective over all ranks.
-
-    Args:
-        value: any shape, e.g. the loss.
-        groups: the rank grid.
-    """
-    bad = (~torch.isfinite(value.detach())).any().to(torch.int32)
-    # Over the grid's rows, then its columns: no group of all ranks is needed.
-    for group in (groups.tp_group, groups.dp_group):
-        if group is not None:
-            dist.all_reduce(bad, op=dist.ReduceOp.MAX, group=group)
-    return bool(bad)

@@ -11,9 +11,7 @@ import signal
 from collections.abc import Sequence
 from types import FrameType, TracebackType
 
-import torch
-import torch.distributed as dist
-
+from megatron_deberta.parallel.agreement import any_rank
 from megatron_deberta.parallel.topology import ProcessGroups
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -70,27 +68,9 @@ class StopSignal:
         Returns:
             The same on every rank.
         """
-        flag = torch.tensor(float(self.requested()), device=groups.device)
-        # Over the layer's ranks, then over the batch's: that covers the grid.
-        for group in (groups.tp_group, groups.dp_group):
-            if group is not None:
-                dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
-        return bool(flag.item())
+        return any_rank(self.requested(), groups)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         # Nothing but this: a handler runs between any two bytecodes of the step.
         if self._received is None:
             self._received = signal.Signals(number)
-
-
-def leave_stopping_to_parent(worker_id: int) -> None:
-    """Make a loader process outlive stop signals; a ``worker_init_fn`` of torch's ``DataLoader``.
-
-    SLURM signals a task's whole process group. A loader that died of it would fail its rank's step
-    before the checkpoint. Loaders still end with their parent, or when it tells them.
-
-    Args:
-        worker_id: unused; torch passes it.
-    """
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)

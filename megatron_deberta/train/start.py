@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_deberta.checkpoint import store
-from megatron_deberta.checkpoint.agreement import from_rank_zero
 from megatron_deberta.checkpoint.layout import COMMITTED_FILE, committed_steps
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.checkpoint.resume import check_resume, check_same_architecture
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.engine.protocol import Engine
 from megatron_deberta.errors import CheckpointError, ConfigError
+from megatron_deberta.parallel.agreement import from_rank_zero
 from megatron_deberta.parallel.topology import ProcessGroups
 from megatron_deberta.sharding.spec import ParameterSpec
 from megatron_deberta.train.state import TrainState

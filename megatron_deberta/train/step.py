@@ -20,6 +20,7 @@ from megatron_deberta.engine.protocol import Engine
 from megatron_deberta.engine.schedule import learning_rate
 from megatron_deberta.errors import NumericsError
 from megatron_deberta.model.dropout import DropoutSeeds
+from megatron_deberta.parallel.agreement import largest
 from megatron_deberta.parallel.topology import ProcessGroups
 from megatron_deberta.train.state import StepResult
 
@@ -118,10 +119,8 @@ class TrainStep:
         """Sum of the losses of all ranks, or an error on all of them."""
         groups = self._groups
         total = sum_over_batch_ranks(loss_sum.clone(), groups)
-        broken = torch.isfinite(total).logical_not().to(torch.int32)
-        if groups.tp_group is not None:
-            # They compute the same loss, unless one of them is broken.
-            dist.all_reduce(broken, op=dist.ReduceOp.MAX, group=groups.tp_group)
+        # Tensor-parallel ranks compute the same loss, unless one of them is broken.
+        broken = largest(torch.isfinite(total).logical_not().to(torch.int32), groups)
         if not broken.item():
             return float(total)
         if not math.isfinite(float(loss_sum)):

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from megatron_deberta.engine import deepspeed_config
-from megatron_deberta.engine.grad_norm import any_nonfinite
 from megatron_deberta.parallel.topology import ProcessGroups, single_process_groups
 from tests.support.ranks import RankPool, grid
 from tests.support.toy_engine import (
@@ -158,18 +157,3 @@ def plain_weights(rank: int, tp_size: int) -> None:
 
 def test_plain_engine_on_tensor_parallel_ranks_equals_one_process(two_ranks: RankPool) -> None:
     two_ranks.run(plain_weights, 2)
-
-
-def nonfinite_on_one_rank(rank: int, tp_size: int, bad_rank: int, value: float) -> bool:
-    loss = torch.tensor(value if rank == bad_rank else 1.0)
-    return any_nonfinite(loss, grid(tp_size))
-
-
-@pytest.mark.parametrize("tp_size", [1, 2, 4])
-def test_all_ranks_learn_of_a_loss_that_is_not_finite_on_one(
-    four_ranks: RankPool, tp_size: int
-) -> None:
-    for bad_rank in range(4):
-        for value in (math.nan, math.inf):
-            assert all(four_ranks.run(nonfinite_on_one_rank, tp_size, bad_rank, value))
-    assert not any(four_ranks.run(nonfinite_on_one_rank, tp_size, -1, math.nan))

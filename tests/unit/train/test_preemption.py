@@ -17,24 +17,27 @@ GROUPS = single_process_groups(torch.device("cpu"))
 
 LOADER_UNDER_FIRE = """
 import os, signal, torch
-from torch.utils.data import DataLoader
-from megatron_deberta.train.preemption import StopSignal, leave_stopping_to_parent
+from megatron_deberta.data.batch import Batch
+from megatron_deberta.data.loader import TrainLoader
+from megatron_deberta.data.sampler import StepSampler
+from megatron_deberta.train.preemption import StopSignal
 
-class Slow(torch.utils.data.Dataset):
-    def __len__(self):
-        return 8
-    def __getitem__(self, index):
-        return torch.tensor(index)
+class Numbers:
+    def build(self, samples):
+        row = torch.tensor(list(samples)).unsqueeze(1)
+        return Batch(row, row > -1, row, row, row.squeeze(1), None, None)
 
 with StopSignal() as stop:
-    loader = DataLoader(Slow(), num_workers=1, worker_init_fn=leave_stopping_to_parent)
+    sampler = StepSampler(global_batch_size=2, micro_batch_size=2, dp_rank=0, dp_size=1)
+    steps = iter(TrainLoader(Numbers(), sampler, 0, num_workers=1, pin_memory=False))
     seen = []
-    for batch in loader:
-        if not seen:
+    for _ in range(6):
+        seen += next(steps)[0].sample_index.tolist()
+        if len(seen) == 2:
             os.killpg(0, signal.SIGTERM)
             os.killpg(0, signal.SIGUSR2)
-        seen.append(int(batch))
-    print(seen == list(range(8)), stop.received.name)
+    print(seen == list(range(12)), stop.received.name)
+    steps.close()
 """
 
 

@@ -1,4 +1,4 @@
-"""What all ranks must know alike: a failure anywhere, rank 0's decision.
+"""What all ranks must know alike: a failure anywhere, a signal to one of them, rank 0's decision.
 
 Owns collectives over the whole grid on single numbers. Refuses objects: torch's object collectives
 are pickles.
@@ -8,10 +8,26 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_deberta.parallel.topology import ProcessGroups
 
 _NOTHING = torch.iinfo(torch.int64).min
+
+
+def largest(numbers: Tensor, groups: ProcessGroups) -> Tensor:
+    """Elementwise maximum over all ranks, in place. Collective over all ranks; also a barrier.
+
+    Args:
+        numbers: any shape and dtype but bool, on the ranks' device.
+        groups: the rank grid.
+    """
+    # Over the layer's ranks, then over the batch's: that covers the grid, so no group of all ranks
+    # is needed.
+    for group in (groups.tp_group, groups.dp_group):
+        if group is not None:
+            dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
+    return numbers
 
 
 def any_rank(flag: bool, groups: ProcessGroups) -> bool:
@@ -26,8 +42,4 @@ def from_rank_zero(value: int, groups: ProcessGroups) -> int:
 
 def _largest(value: int, groups: ProcessGroups) -> int:
     number = torch.tensor(value, dtype=torch.int64, device=groups.device)
-    # Over the layer's ranks, then over the batch's: that covers the grid.
-    for group in (groups.tp_group, groups.dp_group):
-        if group is not None:
-            dist.all_reduce(number, op=dist.ReduceOp.MAX, group=group)
-    return int(number.item())
+    return int(largest(number, groups).item())

@@ -1,0 +1,37 @@
+"""What one rank knows, all ranks learn, whatever the grid."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megatron_deberta.parallel.agreement import any_rank, from_rank_zero, largest
+from megatron_deberta.parallel.topology import single_process_groups
+from tests.support.ranks import RankPool, grid
+
+
+def agree(rank: int, tp_size: int, chosen: int) -> tuple[bool, int, list[float]]:
+    groups = grid(tp_size)
+    numbers = torch.tensor([-rank - 1.5, math.inf if rank == chosen else 0.0])
+    return (
+        any_rank(rank == chosen, groups),
+        from_rank_zero(-7 if rank == 0 else rank, groups),
+        largest(numbers, groups).tolist(),
+    )
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_every_rank_learns_it(four_ranks: RankPool, tp_size: int) -> None:
+    for chosen in range(4):
+        agreed = four_ranks.run(agree, tp_size, chosen)
+        assert agreed == [(True, -7, [-1.5, math.inf])] * 4
+    assert four_ranks.run(agree, tp_size, -1) == [(False, -7, [-1.5, 0.0])] * 4
+
+
+def test_a_rank_alone_agrees_with_itself() -> None:
+    groups = single_process_groups(torch.device("cpu"))
+    assert any_rank(True, groups)
+    assert not any_rank(False, groups)
+    assert from_rank_zero(3, groups) == 3
