@@ -10,7 +10,7 @@ EXIT_USAGE = 2
 EXIT_REQUEUE = 75
 """Stopped at a safe point with a committed checkpoint: requeue the job."""
 EXIT_NEVER_REQUEUE = 93
-"""Running again cannot help (no progress, poisoned data)."""
+"""Running again cannot help: it would end at the same step in the same way."""
 
 
 class MegatronDebertaError(Exception):
@@ -40,4 +40,9 @@ class CheckpointError(MegatronDebertaError):
 
 
 class NumericsError(MegatronDebertaError):
-    """A loss or gradient is not finite."""
+    """A loss or gradient is not finite.
+
+    Steps are deterministic, so starting again from the checkpoint would meet it again.
+    """
+
+    exit_code = EXIT_NEVER_REQUEUE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,8 +14,9 @@ from megatron_deberta.checkpoint.layout import checkpoints_dir, committed_steps
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.checkpoint.store import find_newest
 from megatron_deberta.cli.main import main
-from megatron_deberta.errors import EXIT_DONE, EXIT_FAILURE, EXIT_USAGE
+from megatron_deberta.errors import EXIT_DONE, EXIT_FAILURE, EXIT_NEVER_REQUEUE, EXIT_USAGE
 from megatron_deberta.observe.metrics import read_metrics
+from megatron_deberta.train.step import forward
 
 Run = Callable[..., tuple[int, str]]
 
@@ -119,6 +121,22 @@ def test_a_full_disk_keeps_the_last_checkpoint(
     assert "MiB needed" in error
     left = [path.name for path in checkpoints_dir(tmp_path / "run").iterdir()]
     assert left == ["step_00000002"]
+
+
+def test_a_loss_that_is_not_finite_asks_not_to_be_started_again(
+    pretrain: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert pretrain("train.stop_after=1") == (EXIT_DONE, "")
+    monkeypatch.setattr(
+        "megatron_deberta.train.step.forward",
+        lambda module, batch, seeds: (forward(module, batch, seeds)[0] * math.nan, None),
+    )
+    # The steps would be the same ones whenever it starts.
+    for _ in range(2):
+        code, error = pretrain()
+        assert code == EXIT_NEVER_REQUEUE
+        assert "step 2: the loss is not finite; weights are those of step 1" in error
+    assert committed_steps(tmp_path / "run") == [1]
 
 
 def test_a_new_run_starts_with_the_weights_of_another(pretrain: Run, tmp_path: Path) -> None:
