@@ -26,8 +26,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["megatron_deberta", "megatron_deberta.*"]),
-    # The modeling file that travels with an export, and the type marker.
-    package_data={"megatron_deberta": ["py.typed", "**/*.py.txt", "**/*.json"]},
+    package_data={"megatron_deberta": ["py.typed"]},
     install_requires=[
         "torch>=2.6",
         "deepspeed>=0.19",

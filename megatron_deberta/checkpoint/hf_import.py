@@ -6,7 +6,6 @@ tokenizers (``inference/import_release.py``). Pickles are read by ``legacy_bin.p
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Iterator
@@ -29,6 +28,7 @@ from megatron_deberta.checkpoint.hf_names import (
 from megatron_deberta.checkpoint.legacy_bin import convert_bin
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.errors import CheckpointError
+from megatron_deberta.files import sha256_file
 from megatron_deberta.model.shapes import parameter_shapes
 from megatron_deberta.model.weight_init import fill_initial
 
@@ -279,13 +279,7 @@ def _weight_files(directory: Path, scratch: Path, allow_pickle: bool, sha256: st
 
 
 def _check_digest(path: Path, sha256: str) -> None:
-    if not sha256:
-        return
-    digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        while block := stream.read(1 << 22):
-            digest.update(block)
-    if digest.hexdigest() != sha256.lower():
+    if sha256 and (found := sha256_file(path)) != sha256.lower():
         raise CheckpointError(
-            f"{path}: SHA-256 is {digest.hexdigest()}, not {sha256.lower()}; fetch the file again"
+            f"{path}: SHA-256 is {found}, not {sha256.lower()}; fetch the file again"
         )

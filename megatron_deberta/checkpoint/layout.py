@@ -1,12 +1,11 @@
 """Where a checkpoint's files lie and what its manifest says.
 
-Owns names, the manifest's fields and both directions of its JSON, and durable writing. Refuses
-tensors (``store.py`` writes them, ``reader.py`` reads them).
+Owns names, the manifest's fields and both directions of its JSON. Refuses tensors (``store.py``
+writes them, ``reader.py`` reads them).
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -213,35 +212,3 @@ def read_part_index(path: Path) -> tuple[list[FileEntry], list[Fragment]]:
     """The way back from ``part_index_json``."""
     data = json.loads(path.read_bytes())
     return [FileEntry(**f) for f in data["files"]], [Fragment(**f) for f in data["fragments"]]
-
-
-def write_durably(path: Path, content: bytes) -> None:
-    """Write a new file and flush it to disk; its name needs ``sync_directory`` too."""
-    with path.open("xb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def sync_file(path: Path) -> None:
-    """Flush a file that another library wrote to disk."""
-    with path.open("rb+") as stream:
-        os.fsync(stream.fileno())
-
-
-def sync_directory(path: Path) -> None:
-    """Make names made, changed or removed in a folder survive a power loss."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sha256_of(path: Path) -> str:
-    """Hexadecimal SHA-256 of a file."""
-    digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        while block := stream.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()

@@ -22,10 +22,10 @@ from megatron_deberta.checkpoint.layout import (
     CheckpointMetadata,
     Fragment,
     Manifest,
-    sha256_of,
     tensor_key,
 )
 from megatron_deberta.errors import CheckpointError
+from megatron_deberta.files import sha256_file
 
 
 class CheckpointReader:
@@ -66,11 +66,6 @@ class CheckpointReader:
         """``("weight", "exp_avg", "exp_avg_sq")``, or ``("weight",)`` for imported weights."""
         return self._manifest.kinds
 
-    @property
-    def total_bytes(self) -> int:
-        """Size of all tensor files."""
-        return sum(entry.size for entry in self._manifest.files)
-
     def verify(self, *, hashes: bool = True, share: int = 0, num_shares: int = 1) -> None:
         """Check tensor files against the manifest.
 
@@ -87,7 +82,7 @@ class CheckpointReader:
             file = self.path / entry.name
             try:
                 size = file.stat().st_size
-                digest = sha256_of(file) if hashes and size == entry.size else entry.sha256
+                digest = sha256_file(file) if hashes and size == entry.size else entry.sha256
             except OSError as error:
                 raise CheckpointError(f"{file}: {error.strerror}; it is damaged") from error
             if size != entry.size:

@@ -31,6 +31,7 @@ FREE = frozenset(
         # Compared by content, as fingerprints.
         "tokenizer.path",
         "data.train",
+        # Nothing is trained on it; data.train's fingerprint tells whether it is split off that.
         "data.validation",
         # What is watched, kept and shown, and how the job is started.
         "data.num_workers",
@@ -90,7 +91,7 @@ def check_resume(
         reader: the checkpoint.
         config: the run's.
         tokenizer_fingerprint: of the run's tokenizer.
-        data_fingerprint: of the run's shards.
+        data_fingerprint: of the run's training shards.
         allow_change: let the keys of ``WITH_FLAG`` change.
 
     Returns:
@@ -117,7 +118,7 @@ def check_resume(
         )
     for what, old_hash, new_hash in (
         ("tokenizer", saved.tokenizer_fingerprint, tokenizer_fingerprint),
-        ("data.train, data.validation", saved.data_fingerprint, data_fingerprint),
+        ("data.train, or splitting validation off it", saved.data_fingerprint, data_fingerprint),
     ):
         if old_hash != new_hash:
             raise CheckpointError(

@@ -2,7 +2,6 @@
 
 from megatron_deberta.config.loader import (
     config_from_dict,
-    config_hash,
     config_to_dict,
     load_config,
     save_config,
@@ -44,7 +43,6 @@ __all__ = [
     "TrainConfig",
     "batch_arithmetic",
     "config_from_dict",
-    "config_hash",
     "config_to_dict",
     "load_config",
     "save_config",

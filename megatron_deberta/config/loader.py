@@ -7,10 +7,8 @@ errors about names and types. Refuses cross-section logic (``rules.py``).
 from __future__ import annotations
 
 import difflib
-import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -23,6 +21,7 @@ from megatron_deberta.config.rules import validate
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.config.yaml_reader import parse_yaml, read_yaml
 from megatron_deberta.errors import ConfigError
+from megatron_deberta.files import write_atomically
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -70,27 +69,10 @@ def config_to_dict(config: DataclassInstance) -> dict[str, Any]:
     return cast(dict[str, Any], json.loads(json.dumps(asdict(config))))
 
 
-def config_hash(config: DataclassInstance) -> str:
-    """SHA-256 of a config or one of its sections, independent of field order; hexadecimal."""
-    canonical = json.dumps(asdict(config), sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()
-
-
 def save_config(config: RunConfig, path: str | os.PathLike[str]) -> None:
     """Write the resolved config as YAML, in whole or not at all."""
-    target = Path(path)
     text = OmegaConf.to_yaml(OmegaConf.structured(config))
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, 0o644)
-        os.replace(name, target)
-    except BaseException:
-        os.unlink(name)
-        raise
+    write_atomically(Path(path), text.encode())
 
 
 def _build(layers: Iterable[tuple[str, Mapping[str, Any]]]) -> RunConfig:

@@ -157,17 +157,34 @@ def build_loaders(
         num_workers=config.data.num_workers,
         pin_memory=torch.cuda.is_available() and config.train.device != "cpu",
     )
+    return train, validation_loader(config, vocabulary, dp_rank, dp_size, corpora)
+
+
+def validation_loader(
+    config: RunConfig, vocabulary: Vocabulary, dp_rank: int, dp_size: int, corpora: Corpora
+) -> ValidationLoader | None:
+    """Build the validation loader of one data-parallel rank; 0 of 1 gets all of validation.
+
+    Args:
+        config: the run.
+        vocabulary: of the run's tokenizer.
+        dp_rank: data-parallel rank.
+        dp_size: data-parallel ranks.
+        corpora: from ``open_corpora``.
+
+    Returns:
+        The loader; None where the run has no validation documents.
+    """
     if corpora.validation is None:
-        return train, None
+        return None
     rows = _packed(config, vocabulary, corpora.validation)
-    validation = ValidationLoader(
+    return ValidationLoader(
         _builder(config, vocabulary, rows, Purpose.VALIDATION_MASK),
         min(config.train.eval_batches * config.train.global_batch_size, rows.rows_per_epoch),
         config.train.micro_batch_size,
         dp_rank,
         dp_size,
     )
-    return train, validation
 
 
 def training_rows(config: RunConfig, vocabulary: Vocabulary, corpora: Corpora) -> RowSource:

@@ -24,23 +24,21 @@ from megatron_deberta.data.indexed_format import (
     HEADER,
     MAGIC,
     VERSION,
-    bin_path,
     dtype_for_vocab,
-    idx_path,
-    manifest_path,
 )
-from megatron_deberta.data.publish import fsync_directory, temporary_name
 from megatron_deberta.errors import DataError
+from megatron_deberta.files import fsync_path, temporary_name, write_durably
 
-__all__ = ["IndexedWriter", "ShardSummary", "dtype_for_vocab"]
+__all__ = ["IndexedWriter", "ShardSummary", "dtype_for_vocab", "publish_shards"]
 
 _CHUNK = 1 << 20
+_FILES = ("bin", "idx", "manifest.json", "len", "doc")
 _BUFFER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class ShardSummary:
-    """What a finished writer published.
+    """What a finished writer holds.
 
     Attributes:
         dtype: numpy name of the token type.
@@ -63,8 +61,7 @@ class IndexedWriter:
     """Context manager that writes ``{prefix}.bin`` and ``{prefix}.idx``.
 
     Leaving it cleanly flushes both to disk and renames them into place; leaving it by an
-    exception removes everything it wrote. An older shard of the same name loses its index and
-    manifest first, so that no crash can pair old and new files.
+    exception removes everything it wrote. ``publish_shards`` does so for several at once.
 
     Args:
         prefix: path of the shard without suffix; the folder is created.
@@ -86,22 +83,38 @@ class IndexedWriter:
         self.num_sequences = 0
         self.num_tokens = 0
         self._summary: ShardSummary | None = None
+        self._published = False
         self._bin_hash = hashlib.sha256()
-        self._temporaries = {
-            name: temporary_name(f"{prefix}.{name}") for name in ("bin", "idx", "len", "doc")
-        }
+        self._temporaries = {name: temporary_name(f"{prefix}.{name}") for name in _FILES}
         self._streams: dict[str, IO[bytes]] = {}
 
-    @property
-    def summary(self) -> ShardSummary:
-        """What was published; only after a clean exit.
+    def finish(self) -> ShardSummary:
+        """Put the index together and flush everything to disk, still under temporary names.
+
+        No document can be added afterwards.
 
         Raises:
-            RuntimeError: the writer is still open or failed.
+            DataError: the disk is full, or nothing was added.
         """
         if self._summary is None:
-            raise RuntimeError(f"{self.prefix}: the shard is not published")
+            if not self.num_documents:
+                raise DataError(f"{self.prefix}: no documents; is the input empty?")
+            try:
+                self._summary = self._stage()
+            except OSError as error:
+                raise self._unwritable(error) from error
         return self._summary
+
+    def add_manifest(self, content: bytes) -> None:
+        """Take the sidecar that is to be published with the shard.
+
+        Raises:
+            DataError: the disk is full.
+        """
+        try:
+            write_durably(self._temporaries["manifest.json"], content)
+        except OSError as error:
+            raise self._unwritable(error) from error
 
     def __enter__(self) -> IndexedWriter:
         """Create the temporary files."""
@@ -160,18 +173,14 @@ class IndexedWriter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Publish the pair, or remove it after an exception."""
+        """Publish the shard unless that was done, or remove it after an exception."""
         try:
-            if kind is None:
-                if not self.num_documents:
-                    raise DataError(f"{self.prefix}: no documents; is the input empty?")
-                self._publish()
-        except OSError as failure:
-            raise self._unwritable(failure) from failure
+            if kind is None and not self._published:
+                publish_shards([self])
         finally:
             self._discard()
 
-    def _publish(self) -> None:
+    def _stage(self) -> ShardSummary:
         for name in ("bin", "len", "doc"):
             stream = self._streams[name]
             stream.flush()
@@ -185,12 +194,7 @@ class IndexedWriter:
                 stream.write(piece)
             stream.flush()
             os.fsync(stream.fileno())
-        Path(idx_path(self.prefix)).unlink(missing_ok=True)
-        Path(manifest_path(self.prefix)).unlink(missing_ok=True)
-        os.replace(self._temporaries["bin"], bin_path(self.prefix))
-        os.replace(self._temporaries["idx"], idx_path(self.prefix))
-        fsync_directory(Path(self.prefix).parent)
-        self._summary = ShardSummary(
+        return ShardSummary(
             dtype=self.dtype.name,
             num_documents=self.num_documents,
             num_sequences=self.num_sequences,
@@ -198,6 +202,16 @@ class IndexedWriter:
             bin_sha256=self._bin_hash.hexdigest(),
             idx_sha256=idx_hash.hexdigest(),
         )
+
+    def _give_name(self, name: str) -> None:
+        """Rename one of the files into place; a manifest need not exist."""
+        if self._temporaries[name].exists():
+            os.replace(self._temporaries[name], f"{self.prefix}.{name}")
+
+    def _remove_published(self, names: Sequence[str]) -> None:
+        for name in names:
+            Path(f"{self.prefix}.{name}").unlink(missing_ok=True)
+        fsync_path(Path(self.prefix).parent)
 
     def _index_pieces(self) -> Iterator[bytes]:
         code = CODES_OF_DTYPES[self.dtype]
@@ -221,6 +235,37 @@ class IndexedWriter:
                 stream.close()
         for path in self._temporaries.values():
             path.unlink(missing_ok=True)
+
+
+def publish_shards(writers: Sequence[IndexedWriter]) -> None:
+    """Give shards their names, each its index last, and no index before all are complete.
+
+    A shard without an index is none to any reader, so neither a crash nor an error leaves one
+    without its manifest, or one of several keys, or old and new files as a pair.
+
+    Args:
+        writers: open ones; leaving them later only cleans up.
+
+    Raises:
+        DataError: the disk is full or nothing was added to one; none is published then.
+    """
+    for writer in writers:
+        writer.finish()
+    try:
+        for writer in writers:
+            writer._remove_published(("idx", "manifest.json"))
+        for name in ("bin", "manifest.json", "idx"):
+            for writer in writers:
+                writer._give_name(name)
+            for writer in writers:
+                fsync_path(Path(writer.prefix).parent)
+    except OSError as error:
+        for each in writers:
+            with contextlib.suppress(OSError):
+                each._remove_published(("idx", "manifest.json", "bin"))
+        raise writer._unwritable(error) from error
+    for writer in writers:
+        writer._published = True
 
 
 def _chunks(path: Path) -> Iterator[bytes]:

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_deberta.data.batch import Batch
-from megatron_deberta.data.publish import write_atomically
 from megatron_deberta.errors import DataError
+from megatron_deberta.files import write_atomically
 
 
 class Ledger:

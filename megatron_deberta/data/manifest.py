@@ -5,17 +5,15 @@ Owns its fields and both directions. Refuses to be needed: shards written by Meg
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from dataclasses import asdict, dataclass
-from typing import BinaryIO
 
 from megatron_deberta.data.indexed_dataset import IndexedDataset
 from megatron_deberta.data.indexed_format import bin_path, idx_path, manifest_path
-from megatron_deberta.data.indexed_writer import ShardSummary
-from megatron_deberta.data.publish import write_atomically
+from megatron_deberta.data.indexed_writer import IndexedWriter
 from megatron_deberta.errors import DataError
+from megatron_deberta.files import sha256_file
 
 FORMAT_VERSION = 1
 
@@ -52,19 +50,17 @@ class Manifest:
 
 
 def write_manifest(
-    prefix: str,
-    summary: ShardSummary,
+    writer: IndexedWriter,
     *,
     tokenizer_fingerprint: str,
     tokenizer_path: str,
     vocab_size: int,
     sources: tuple[str, ...],
 ) -> Manifest:
-    """Write the manifest of a shard just published; atomic.
+    """Finish a shard and write its manifest, which is published with it.
 
     Args:
-        prefix: path of the shard without suffix.
-        summary: ``IndexedWriter.summary``.
+        writer: of the shard, open, with all its documents.
         tokenizer_fingerprint: of the tokenizer that made the ids.
         tokenizer_path: of that tokenizer.
         vocab_size: of that tokenizer.
@@ -74,17 +70,16 @@ def write_manifest(
         What was written.
 
     Raises:
-        OSError: the file cannot be written.
+        DataError: the disk is full, or the shard is empty.
     """
     manifest = Manifest(
         tokenizer_fingerprint=tokenizer_fingerprint,
         tokenizer_path=tokenizer_path,
         vocab_size=vocab_size,
         sources=sources,
-        **asdict(summary),
+        **asdict(writer.finish()),
     )
-    content = json.dumps(asdict(manifest), indent=2) + "\n"
-    write_atomically(manifest_path(prefix), content.encode())
+    writer.add_manifest((json.dumps(asdict(manifest), indent=2) + "\n").encode())
     return manifest
 
 
@@ -146,18 +141,10 @@ def verify_hashes(prefix: str, manifest: Manifest) -> None:
         (bin_path(prefix), manifest.bin_sha256),
     ):
         try:
-            with open(path, "rb") as stream:
-                found = _sha256(stream)
+            found = sha256_file(path)
         except OSError as error:
             raise DataError(f"{path}: {error.strerror}; preprocess again") from error
         if found != expected:
             raise DataError(
                 f"{path}: SHA-256 {found} is not the manifest's {expected}; preprocess again"
             )
-
-
-def _sha256(stream: BinaryIO) -> str:
-    digest = hashlib.sha256()
-    while piece := stream.read(1 << 20):
-        digest.update(piece)
-    return digest.hexdigest()

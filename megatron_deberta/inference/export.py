@@ -5,9 +5,7 @@ Owns the order of steps and publication. Refuses to publish what does not comput
 
 from __future__ import annotations
 
-import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +19,7 @@ from megatron_deberta.checkpoint.hf_export import DTYPES, MAX_SHARD_BYTES, write
 from megatron_deberta.checkpoint.hf_names import ModelType
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.errors import CheckpointError, ConfigError
+from megatron_deberta.files import published_folder
 from megatron_deberta.inference.verify import ExportCheck, check_export
 from megatron_deberta.inference.weights import build_filled
 from megatron_deberta.tokenizer import Tokenizer
@@ -66,7 +65,7 @@ def export_model(
         )
     model_type, reason = choose_model_type(config)
     ids = SpecialIds(tokenizer.pad_id, tokenizer.cls_id, tokenizer.sep_id)
-    with published_folder(output) as folder:
+    with output_folder(output) as folder:
         tokenizer.save(str(folder))
         write_hf_model(folder, config, model_type, read, ids, dtype, max_shard_bytes)
         if model_type != "roberta":
@@ -83,37 +82,17 @@ def export_model(
 
 
 @contextmanager
-def published_folder(output: Path) -> Iterator[Path]:
-    """Give a folder to fill, which appears as ``output`` only if the block ends without error.
+def output_folder(output: Path) -> Iterator[Path]:
+    """Give a folder to fill with a converted model, published as ``output`` if all goes well.
 
     Raises:
+        CheckpointError: it cannot be written.
         ConfigError: ``output`` exists and is not an empty folder.
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"{output} exists and is not empty; remove it or choose another --output")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".tmp", dir=output.parent))
     try:
-        yield folder
-        _flush(folder)
-        folder.replace(output)
-        _fsync(output.parent)
+        with published_folder(output) as folder:
+            yield folder
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot write {output}: {error}") from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _flush(folder: Path) -> None:
-    for path in [*folder.rglob("*"), folder]:
-        # safetensors and mkdtemp make files that only their owner may read.
-        path.chmod(0o755 if path.is_dir() else 0o644)
-        _fsync(path)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

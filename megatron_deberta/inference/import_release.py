@@ -22,7 +22,7 @@ from megatron_deberta.config.schema import (
 )
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.inference.checkpoints import tokenizer_at
-from megatron_deberta.inference.export import published_folder
+from megatron_deberta.inference.export import output_folder
 from megatron_deberta.model import parameter_shapes
 
 RUN_FILE = "run.yaml"
@@ -70,7 +70,7 @@ def import_release(
     """
     tokenizer = tokenizer_at(tokenizer_path or directory)
     output = output.absolute()
-    with published_folder(output) as folder, tempfile.TemporaryDirectory(dir=folder) as scratch:
+    with output_folder(output) as folder, tempfile.TemporaryDirectory(dir=folder) as scratch:
         release = open_release(
             directory, source, Path(scratch), allow_pickle=allow_pickle, sha256=sha256, seed=seed
         )

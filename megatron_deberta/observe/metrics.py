@@ -6,6 +6,7 @@ Written by rank 0 only.
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, Literal
 import orjson
 
 from megatron_deberta.errors import DataError
+from megatron_deberta.files import write_atomically
 
 RecordKind = Literal["train", "validation"]
 
@@ -106,12 +108,8 @@ def _cut_after(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = [record for record in read_metrics(path) if record["step"] <= step]
-    staged = path.with_suffix(".jsonl.tmp")
-    with staged.open("wb") as file:
-        file.writelines(orjson.dumps(item, option=orjson.OPT_APPEND_NEWLINE) for item in kept)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(staged, path)
+    lines = (orjson.dumps(item, option=orjson.OPT_APPEND_NEWLINE) for item in kept)
+    write_atomically(path, b"".join(lines))
 
 
 def plot_loss(
@@ -152,7 +150,6 @@ def plot_loss(
     axes.set(xlabel="optimizer step", ylabel="loss (nats per masked token)")
     axes.grid(alpha=0.3)
     axes.legend()
-    target = Path(png_path)
-    staged = target.with_suffix(".tmp.png")
-    figure.savefig(staged, dpi=120)
-    os.replace(staged, target)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=120, format="png")
+    write_atomically(Path(png_path), picture.getvalue())

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_deberta.data.indexed_format import bin_path, idx_path, manifest_path
-from megatron_deberta.data.indexed_writer import IndexedWriter, dtype_for_vocab
+from megatron_deberta.data.indexed_writer import IndexedWriter, dtype_for_vocab, publish_shards
 from megatron_deberta.data.manifest import Manifest, write_manifest
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.preprocess.progress import ProgressDisplay
@@ -102,17 +102,18 @@ def preprocess(
         for key, writer in zip(keys, writers, strict=True):
             if not writer.num_documents:
                 raise DataError(f"no text under key {key!r} in {len(sources)} input file(s)")
-    return [
-        write_manifest(
-            writer.prefix,
-            writer.summary,
-            tokenizer_fingerprint=tokenizer.fingerprint,
-            tokenizer_path=os.path.abspath(tokenizer_path),
-            vocab_size=tokenizer.vocab_size,
-            sources=tuple(source.path for source in sources),
-        )
-        for writer in writers
-    ]
+        manifests = [
+            write_manifest(
+                writer,
+                tokenizer_fingerprint=tokenizer.fingerprint,
+                tokenizer_path=os.path.abspath(tokenizer_path),
+                vocab_size=tokenizer.vocab_size,
+                sources=tuple(source.path for source in sources),
+            )
+            for writer in writers
+        ]
+        publish_shards(writers)
+    return manifests
 
 
 def encode_block(block: Block, tokenizer: Tokenizer, keys: Sequence[str]) -> list[EncodedKey]:

@@ -7,16 +7,14 @@ to read files: text comes as an iterator.
 from __future__ import annotations
 
 import io
-import os
 import random
 import re
-import shutil
-import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
 from megatron_deberta.errors import ConfigError, DataError
+from megatron_deberta.files import published_folder
 from megatron_deberta.tokenizer.loading import sentencepiece_tokenizer
 from megatron_deberta.tokenizer.tokenizer import (
     CONFIG_FILE,
@@ -75,7 +73,8 @@ def train_sentencepiece(
         raise DataError("train-tokenizer: the input has no text; check --input and --input-key")
     content = _train(lines, vocab_size, model_type, character_coverage)
     tokenizer = sentencepiece_tokenizer(content, "the trained model")
-    _publish(tokenizer, Path(output))
+    with published_folder(Path(output), replace=True) as folder:
+        tokenizer.save(str(folder))
     return tokenizer
 
 
@@ -199,29 +198,3 @@ def _explained(message: str, vocab_size: int) -> ConfigError | DataError:
     if "sentences_.empty()" in message or "all_chars_count" in message:
         return DataError("train-tokenizer: the input has no text left after normalization")
     return DataError(f"train-tokenizer: SentencePiece failed: {message}")
-
-
-def _publish(tokenizer: Tokenizer, output: Path) -> None:
-    """Write the directory under a temporary name beside ``output`` and rename it into place."""
-    output = output.absolute()
-    output.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".tmp", dir=output.parent))
-    try:
-        fresh = staging / "new"
-        tokenizer.save(str(fresh))
-        for path in [*fresh.iterdir(), fresh]:
-            _fsync(path)
-        if output.exists():
-            output.rename(staging / "old")
-        fresh.rename(output)
-        _fsync(output.parent)
-    finally:
-        shutil.rmtree(staging)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

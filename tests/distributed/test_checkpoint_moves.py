@@ -141,14 +141,14 @@ def fail_on_rank_one(rank: int, run_dir: str, step: int) -> str:
         def full(*_: Any) -> None:
             raise OSError(28, "No space left on device")
 
-        original, store.sync_file = store.sync_file, full
+        original, store.fsync_path = store.fsync_path, full
     try:
         store.save(run_dir, engine, model.specs, groups, metadata(step, config))
     except CheckpointError as error:
         return str(error)
     finally:
         if rank == 1:
-            store.sync_file = original
+            store.fsync_path = original
     return "saved"
 
 

@@ -81,8 +81,18 @@ def test_work_is_shared_and_each_true_row_is_stored_once(
     assert ranks == {"00000", "00001", "00002", "00003"}
     elements = sum(torch.Size(shape).numel() for shape in SHAPES.values())
     data = 4 * len(KINDS) * elements
-    headers = CheckpointReader(path).total_bytes - data
+    headers = sum(file.stat().st_size for file in path.glob("*.safetensors")) - data
     assert 0 < headers < 1000 * len(ranks)
+
+
+def test_every_file_follows_the_umask(tmp_path: Path) -> None:
+    """Not only the JSON: other users of a cluster read checkpoints too."""
+    before = os.umask(0o027)
+    try:
+        path = save_alone(tmp_path, 1)
+    finally:
+        os.umask(before)
+    assert {file.stat().st_mode & 0o777 for file in path.iterdir()} == {0o640}
 
 
 def test_files_are_cut_to_bound_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +254,7 @@ def test_full_disk_is_refused_before_writing(
     assert_failed_save_left_nothing(tmp_path, results)
 
 
-@pytest.mark.parametrize("function", ["save_file", "write_durably", "sync_file", "sync_directory"])
+@pytest.mark.parametrize("function", ["save_file", "write_durably", "fsync_path"])
 @pytest.mark.parametrize("call", [1, 2])
 def test_failed_write_on_one_rank_fails_all_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, call: int

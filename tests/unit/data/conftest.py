@@ -45,14 +45,13 @@ def write_shard(tmp_path: Path) -> WriteShard:
         with IndexedWriter(prefix, np.uint16) as writer:
             for document in documents:
                 writer.add_document(document)
-        write_manifest(
-            prefix,
-            writer.summary,
-            tokenizer_fingerprint=fingerprint,
-            tokenizer_path="tokenizer-dir",
-            vocab_size=vocab_size,
-            sources=("text.jsonl",),
-        )
+            write_manifest(
+                writer,
+                tokenizer_fingerprint=fingerprint,
+                tokenizer_path="tokenizer-dir",
+                vocab_size=vocab_size,
+                sources=("text.jsonl",),
+            )
         return prefix
 
     return write

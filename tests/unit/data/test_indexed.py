@@ -56,7 +56,7 @@ def test_document_without_sentences_is_one_sequence(tmp_path):
     with IndexedWriter(prefix, np.uint16) as writer:
         writer.add_document(np.array([7, 8, 9], np.int64))
     assert [s.tolist() for s in IndexedDataset(prefix).sentences(0)] == [[7, 8, 9]]
-    assert writer.summary.num_sequences == writer.summary.num_documents == 1
+    assert writer.finish().num_sequences == writer.finish().num_documents == 1
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.int64])

@@ -38,14 +38,13 @@ def shard(tmp_path, tokenizer_file):
         for _ in range(40):
             for line in TEXT:
                 writer.add_document(tokenizer.encode_array(line))
-    write_manifest(
-        prefix,
-        writer.summary,
-        tokenizer_fingerprint=tokenizer.fingerprint,
-        tokenizer_path=tokenizer_file,
-        vocab_size=tokenizer.vocab_size,
-        sources=(),
-    )
+        write_manifest(
+            writer,
+            tokenizer_fingerprint=tokenizer.fingerprint,
+            tokenizer_path=tokenizer_file,
+            vocab_size=tokenizer.vocab_size,
+            sources=(),
+        )
     return prefix
 
 

@@ -10,8 +10,9 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -183,6 +184,78 @@ def test_full_disk_is_one_line_and_leaves_nothing(
     assert code == 1
     assert "cannot write shard" in err.splitlines()[-1]
     assert "Traceback" not in err
+    assert shards(tmp_path / "out") == {}
+
+
+def preprocess_two_keys(corpus: str, tokenizer_dir: str, output: Path) -> None:
+    sources = find_sources([corpus])
+    blocks = (b for source in sources for b in iter_blocks(source, block_bytes=BLOCK_BYTES))
+    keys = ("text", "title")
+    preprocess(sources, blocks, tokenizer_dir, str(output / "c"), keys=keys, force=True)
+
+
+def shards_with_an_index(output: Path) -> list[str]:
+    """Shards that a reader would open; each must have the manifest of just its bytes."""
+    prefixes = [str(path.with_suffix("")) for path in sorted(output.glob("*.idx"))]
+    for prefix in prefixes:
+        manifest = read_manifest(prefix)
+        assert manifest is not None
+        verify_hashes(prefix, manifest)
+    return prefixes
+
+
+def test_a_kill_anywhere_leaves_no_shard_without_its_manifest(
+    corpus: str, tokenizer_dir: str, tmp_path: Path
+) -> None:
+    Path(corpus).write_text("".join(Path(corpus).open().readlines()[:5]))
+    found = []
+    for call in range(1, 50):
+        output = tmp_path / str(call)
+        preprocess_two_keys(corpus, tokenizer_dir, output)
+        child = os.fork()
+        if child == 0:
+            left = call
+
+            def dying(original: Callable[..., Any]) -> Callable[..., Any]:
+                def function(*args: Any) -> Any:
+                    nonlocal left
+                    left -= 1
+                    return original(*args) if left else os._exit(9)
+
+                return function
+
+            for name in ("fsync", "replace"):
+                setattr(os, name, dying(getattr(os, name)))
+            try:
+                preprocess_two_keys(corpus, tokenizer_dir, output)
+            finally:
+                os._exit(0)
+        lived = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        found.append(len(shards_with_an_index(output)))
+        if lived:
+            break
+    assert lived
+    assert found[0] == found[-1] == 2
+    assert 0 in found
+
+
+@pytest.mark.parametrize("file", ["text_document.manifest", "title_document.manifest", "title_"])
+@pytest.mark.parametrize("function", ["open", "replace"])
+def test_one_failed_key_publishes_none(
+    corpus: str, tokenizer_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    file: str, function: str,
+) -> None:  # fmt: skip
+    owner: Any = os if function == "replace" else Path
+    original = getattr(owner, function)
+
+    def failing(path: Path, *args: Any, **kwargs: Any) -> Any:
+        if file in Path(path).name:
+            raise OSError(28, "No space left on device")
+        return original(path, *args, **kwargs)
+
+    monkeypatch.setattr(owner, function, failing)
+    with pytest.raises(DataError, match="cannot write shard.*No space"):
+        preprocess_two_keys(corpus, tokenizer_dir, tmp_path / "out")
     assert shards(tmp_path / "out") == {}
 
 

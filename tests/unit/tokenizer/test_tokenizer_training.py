@@ -90,12 +90,30 @@ def test_full_disk_leaves_the_old_tokenizer(
     first = train_sentencepiece(TEXT, str(output), vocab_size=20)
 
     def full(self: Tokenizer, directory: str) -> None:
-        Path(directory).mkdir()
         Path(directory, "tokenizer.json").write_text("{")
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Tokenizer, "save", full)
     with pytest.raises(OSError, match="No space"):
+        train_sentencepiece(TEXT, str(output), vocab_size=21, force=True)
+    assert list(tmp_path.iterdir()) == [output]
+    assert load_tokenizer(str(output)).fingerprint == first.fingerprint
+
+
+def test_failed_replacement_brings_the_old_tokenizer_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "out"
+    first = train_sentencepiece(TEXT, str(output), vocab_size=20)
+    rename = Path.rename
+
+    def failing(self: Path, target: Path) -> Path:
+        if self.name == "new":
+            raise OSError(errno.EACCES, "Permission denied")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(OSError, match="Permission denied"):
         train_sentencepiece(TEXT, str(output), vocab_size=21, force=True)
     assert list(tmp_path.iterdir()) == [output]
     assert load_tokenizer(str(output)).fingerprint == first.fingerprint

@@ -1,0 +1,95 @@
+"""What has a final name is whole, readable by those the umask lets read, and never lost."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_deberta.files import (
+    adopt_mode,
+    published_folder,
+    sha256_file,
+    temporary_name,
+    write_atomically,
+)
+
+
+@pytest.fixture(params=[0o022, 0o027, 0o002])
+def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_digest_of_more_than_one_block(tmp_path: Path) -> None:
+    content = bytes(range(256)) * 20_000
+    (tmp_path / "a").write_bytes(content)
+    assert sha256_file(tmp_path / "a") == hashlib.sha256(content).hexdigest()
+
+
+def test_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a"
+    write_atomically(path, b"old")
+    # A process of the same number was killed before.
+    temporary_name(path).write_bytes(b"x")
+    write_atomically(path, b"new")
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_atomically(path, b"newer")
+    assert path.read_bytes() == b"new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_folder_follows_the_umask(tmp_path: Path, umask: int) -> None:
+    with published_folder(tmp_path / "deep" / "out") as folder:
+        (folder / "sub").mkdir(mode=0o700)
+        (folder / "sub" / "a").write_text("")
+        (folder / "sub" / "a").chmod(0o600)
+        assert not (tmp_path / "deep" / "out").exists()
+    out = tmp_path / "deep" / "out"
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+    assert mode_of(out) == mode_of(out / "sub") == 0o777 & ~umask
+    assert mode_of(out / "sub" / "a") == 0o666 & ~umask
+
+
+def test_file_takes_the_mode_of_its_folder(tmp_path: Path, umask: int) -> None:
+    (tmp_path / "sub").mkdir()
+    path = tmp_path / "sub" / "a"
+    path.touch(0o600)
+    adopt_mode(path)
+    assert mode_of(path) == 0o666 & ~umask
+
+
+def test_folder_in_use_is_kept(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    with published_folder(out) as folder:
+        (folder / "a").write_text("first")
+
+    def fill(*, replace: bool, fail: bool = False) -> None:
+        with published_folder(out, replace=replace) as folder:
+            (folder / "a").write_text("second")
+            if fail:
+                raise ValueError("no more")
+
+    with pytest.raises(OSError, match="not empty"):
+        fill(replace=False)
+    with pytest.raises(ValueError, match="no more"):
+        fill(replace=True, fail=True)
+    assert (out / "a").read_text() == "first"
+    fill(replace=True)
+    assert (out / "a").read_text() == "second"
+    assert list(tmp_path.iterdir()) == [out]
