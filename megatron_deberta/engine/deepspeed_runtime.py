@@ -98,7 +98,8 @@ def import_deepspeed(device: torch.device) -> ModuleType:
 def deepspeed_environment(groups: ProcessGroups) -> Iterator[None]:
     """Let DeepSpeed construct things: the right GPU, fp16 allowed on CPU, no noise.
 
-    ``LOCAL_RANK`` stays set, because ZeRO-3 reads it in every forward pass.
+    ``LOCAL_RANK`` stays set, because ZeRO-3 reads it in every forward pass; of a process that is
+    alone, :func:`end_single_process` removes it.
     """
     if groups.device.type == "cuda":
         # DeepSpeed picks its GPU by this variable alone, but srun may show a rank only its own.
@@ -135,9 +136,15 @@ def start_single_process(groups: ProcessGroups) -> None:
 
 
 def end_single_process(groups: ProcessGroups) -> None:
-    """End what :func:`start_single_process` started."""
-    if groups.dp_group is None and dist.is_initialized():
+    """End what :func:`start_single_process` started, and forget the variable DeepSpeed needed."""
+    if groups.dp_group is not None:
+        return
+    if dist.is_initialized():
         dist.destroy_process_group()
+    if "RANK" not in os.environ:
+        # Not a launcher's, which sets both. Left here, it would look like half a launcher's to the
+        # next run in this process, and to its children.
+        os.environ.pop("LOCAL_RANK", None)
 
 
 def zero3_partition(module: nn.Module, groups: ProcessGroups, config: RunConfig) -> None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron_deberta.engine import deepspeed_config
 from megatron_deberta.engine.deepspeed_runtime import ModelParallelUnit
 from megatron_deberta.engine.factory import build_engine
+from megatron_deberta.parallel.environment import read_environment
 from megatron_deberta.parallel.topology import single_process_groups
 from tests.support.toy_engine import (
     assert_same_states,
@@ -160,6 +161,23 @@ def test_hooks_go_with_the_engine() -> None:
     build_engine(config, module, toy_specs(module), GROUPS).destroy()
     assert not module._forward_pre_hooks
     assert not module._forward_hooks
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_engine_leaves_no_rank_for_the_next_run(
+    stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    before = read_environment()
+    engine = start(toy_config("deepspeed", "fp32", stage), GROUPS)
+    engine.destroy()
+    assert "LOCAL_RANK" not in os.environ
+    assert read_environment() == before
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    start(toy_config("deepspeed", "fp32", stage), GROUPS).destroy()
+    assert os.environ["LOCAL_RANK"] == "0"
 
 
 def test_local_rank_is_the_gpus_not_the_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
