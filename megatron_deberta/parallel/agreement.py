@@ -6,10 +6,14 @@ are pickles.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_deberta.errors import MegatronDebertaError
 from megatron_deberta.parallel.topology import ProcessGroups
 
 _NOTHING = torch.iinfo(torch.int64).min
@@ -38,6 +42,26 @@ def any_rank(flag: bool, groups: ProcessGroups) -> bool:
 def from_rank_zero(value: int, groups: ProcessGroups) -> int:
     """Rank 0's value, on every rank. Collective."""
     return _largest(value if groups.rank == 0 else _NOTHING, groups)
+
+
+@contextmanager
+def failing_together(groups: ProcessGroups) -> Iterator[None]:
+    """Do something without collectives; where it fails on one rank, it fails on all of them.
+
+    For what ranks do differently, as reading a file on rank 0 alone: the others would wait in their
+    next collective until it times out. Collective over all ranks, at the end.
+
+    Raises:
+        MegatronDebertaError: another rank failed; its own error tells why.
+        Exception: what the block raised on this rank.
+    """
+    problem: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        problem = error
+    if any_rank(problem is not None, groups):
+        raise problem or MegatronDebertaError("another rank failed; see its message")
 
 
 def _largest(value: int, groups: ProcessGroups) -> int:

@@ -1,7 +1,7 @@
 """Identifies a run's training data by content, so that a resume cannot swap it.
 
 Owns what counts: shards, their order and weights, and whether validation is split off them.
-Refuses paths: moved files are the same data.
+Refuses paths: moved files are the same data. Refuses validation shards: nothing is trained on them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def data_fingerprint(data: DataConfig) -> str:
     """
     components, weights = parse_prefixes(data.train, "data.train")
     shards = [[_shard_identity(prefix) for prefix in component] for component in components]
-    content = [shards, weights, bool(data.validation)]
+    is_split = not data.validation and data.validation_fraction > 0
+    content = [shards, weights, is_split]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 

@@ -5,7 +5,8 @@ Owns the records' lifetime. Refuses to measure (``evaluate.py``, ``observe.throu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -21,8 +22,10 @@ from megatron_deberta.observe.console import LiveConsole
 from megatron_deberta.observe.metrics import MetricsWriter, plot_loss, read_metrics
 from megatron_deberta.train.evaluate import Evaluation
 
+logger = logging.getLogger(__name__)
+
 UNIGRAM_METRIC = "unigram_loss"
-"""Cross-entropy of the validation targets by token frequency alone, recorded once, at step 0."""
+"""Cross-entropy of the validation targets by token frequency alone, recorded at step 0."""
 
 
 class RunRecords:
@@ -51,14 +54,7 @@ class RunRecords:
         self.console = LiveConsole(
             last_step, first_step=first_step, title=str(self._run_dir), console=terminal
         )
-        self._unigram = next(
-            (
-                float(record[UNIGRAM_METRIC])
-                for record in read_metrics(self.writer.path)
-                if UNIGRAM_METRIC in record
-            ),
-            None,
-        )
+        self._unigram: float | None = None
 
     def __enter__(self) -> RunRecords:
         """Take the terminal."""
@@ -75,21 +71,33 @@ class RunRecords:
         self.console.__exit__(kind, error, trace)
         self.writer.close()
 
-    def measure_unigram(
-        self, corpora: Corpora, vocab_size: int, batches: Callable[[], Iterable[Batch]]
-    ) -> None:
-        """Record the unigram baseline, unless the run has it already.
+    def measure_unigram(self, corpora: Corpora, vocab_size: int, batches: Iterable[Batch]) -> None:
+        """Measure the unigram baseline; record it if it is not what the records have last.
+
+        Measured at every start, because data, tokenizer or validation may be others than before.
 
         Args:
             corpora: documents of the run.
             vocab_size: ids of the tokenizer.
-            batches: gives all validation batches, those of every rank.
+            batches: all validation batches, those of every rank.
         """
-        if self._unigram is not None:
-            return
         frequencies = unigram_log_probabilities(corpora.train, corpora.weights, vocab_size)
-        total, targets = unigram_cross_entropy(frequencies, batches())
+        total, targets = unigram_cross_entropy(frequencies, batches)
         self._unigram = total / max(targets, 1)
+        recorded = [
+            record[UNIGRAM_METRIC]
+            for record in read_metrics(self.writer.path)
+            if UNIGRAM_METRIC in record
+        ]
+        if recorded and recorded[-1] == self._unigram:
+            return
+        if recorded:
+            logger.warning(
+                "validation is not what it was: unigram loss %.4f, before %.4f; do not compare "
+                "validation losses across this start",
+                self._unigram,
+                recorded[-1],
+            )
         values = {UNIGRAM_METRIC: self._unigram, "num_targets": targets}
         self.writer.write(0, values, kind="validation")
 

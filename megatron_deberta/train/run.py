@@ -9,7 +9,6 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +21,13 @@ from megatron_deberta.checkpoint import store
 from megatron_deberta.checkpoint.layout import CheckpointMetadata
 from megatron_deberta.config import config_to_dict, validate_for_world
 from megatron_deberta.config.schema import RunConfig
-from megatron_deberta.data.batch import Batch
-from megatron_deberta.data.build import Corpora, build_loaders, open_corpora, tokenizer_path
+from megatron_deberta.data.build import (
+    Corpora,
+    build_loaders,
+    open_corpora,
+    tokenizer_path,
+    validation_loader,
+)
 from megatron_deberta.data.ledger import Ledger
 from megatron_deberta.data.loader import ValidationLoader
 from megatron_deberta.data.vocabulary import Vocabulary
@@ -36,6 +40,7 @@ from megatron_deberta.observe.throughput import (
     measure_matmul_rate,
     training_flops_per_token,
 )
+from megatron_deberta.parallel.agreement import failing_together
 from megatron_deberta.parallel.environment import RankEnvironment, read_environment
 from megatron_deberta.parallel.topology import ProcessGroups, init_process_groups, shutdown
 from megatron_deberta.sharding.build import ShardedModel, build_model
@@ -101,7 +106,7 @@ def pretrain(config: RunConfig, stop: StopSignal, *, allow_config_change: bool =
     validate_for_world(config, environment.world_size)
     device = choose_device(config)
     set_determinism(device, environment)
-    data = _open_data(config, environment.rank)
+    variables = dict(os.environ)
     try:
         groups = init_process_groups(
             config.parallel.tensor_parallel_size,
@@ -109,6 +114,8 @@ def pretrain(config: RunConfig, stop: StopSignal, *, allow_config_change: bool =
             config.cluster.timeout_minutes,
             environment,
         )
+        with failing_together(groups):
+            data = _open_data(config, groups.rank)
         start = choose_start(config, groups, data.identity, allow_config_change)
         model = build_rank_model(config, groups)
         engine = build_engine(config, model.module, model.specs, groups)
@@ -118,6 +125,9 @@ def pretrain(config: RunConfig, stop: StopSignal, *, allow_config_change: bool =
         return code
     finally:
         shutdown()
+        # DeepSpeed was told its rank there; the next run in this process may have another.
+        os.environ.clear()
+        os.environ.update(variables)
 
 
 def choose_device(config: RunConfig) -> torch.device:
@@ -133,8 +143,17 @@ def choose_device(config: RunConfig) -> torch.device:
 
 
 def set_determinism(device: torch.device, environment: RankEnvironment) -> None:
-    """Make the same run give the same bits, and divide the cores among a node's ranks."""
-    if device.type != "cpu":
+    """Make the same run give the same bits, and divide the cores of a node among its ranks.
+
+    To be called before CUDA starts. On CPU an operator that cannot do so is an error (tested:
+    runs, resumes and kills repeat bit for bit). On CUDA it is a warning, because which ones cannot
+    depends on torch's and cuBLAS' versions; that GPU runs repeat their bits is not tested.
+    """
+    if device.type == "cuda":
+        # cuBLAS reads it when it starts; without it the order of its sums is open.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         return
     torch.use_deterministic_algorithms(True)
     # That would also fill every new tensor, to show reads of memory nobody wrote.
@@ -178,22 +197,24 @@ def build_rank_model(config: RunConfig, groups: ProcessGroups) -> ShardedModel:
 def _train(parts: _Assembled, state: TrainState, stop: StopSignal, terminal: Console) -> int:
     config, groups = parts.config, parts.groups
     vocabulary, corpora = parts.data.vocabulary, parts.data.corpora
-    train_loader, validation_loader = build_loaders(
-        config, vocabulary, groups.dp_rank, groups.dp_size, state.consumed_samples, corpora
-    )
     with ExitStack() as open_files:
         records: RunRecords | None = None
-        if groups.rank == 0:
-            records = RunRecords(config, state.step, last_step(config), terminal)
-            open_files.enter_context(records)
-        if records is not None and validation_loader is not None:
-            records.measure_unigram(corpora, vocabulary.size, lambda: _all_validation(parts))
         ledger: Ledger | None = None
-        if config.data.ledger and groups.tp_rank == 0:
-            folder = Path(config.train.run_dir) / "ledger"
-            ledger = Ledger(folder, groups.dp_rank, groups.dp_size, state.step)
-            open_files.callback(ledger.close)
-        hooks = _hooks(parts, validation_loader, records, ledger)
+        with failing_together(groups):
+            train_loader, validation = build_loaders(
+                config, vocabulary, groups.dp_rank, groups.dp_size, state.consumed_samples, corpora
+            )
+            if groups.rank == 0:
+                records = RunRecords(config, state.step, last_step(config), terminal)
+                open_files.enter_context(records)
+                everything = validation_loader(config, vocabulary, 0, 1, corpora)
+                if everything is not None:
+                    records.measure_unigram(corpora, vocabulary.size, everything)
+            if config.data.ledger and groups.tp_rank == 0:
+                folder = Path(config.train.run_dir) / "ledger"
+                ledger = Ledger(folder, groups.dp_rank, groups.dp_size, state.step)
+                open_files.callback(ledger.close)
+        hooks = _hooks(parts, validation, records, ledger)
         train_step = TrainStep(parts.engine, config, groups)
         trainer = Trainer(config, groups, state, train_loader, train_step, hooks, stop)
         code = trainer.run()
@@ -204,16 +225,9 @@ def _train(parts: _Assembled, state: TrainState, stop: StopSignal, terminal: Con
     return code
 
 
-def _all_validation(parts: _Assembled) -> Iterable[Batch]:
-    """The validation batches of every rank."""
-    data = parts.data
-    loader = build_loaders(parts.config, data.vocabulary, 0, 1, 0, data.corpora)[1]
-    return loader if loader is not None else ()
-
-
 def _hooks(
     parts: _Assembled,
-    validation_loader: ValidationLoader | None,
+    validation: ValidationLoader | None,
     records: RunRecords | None,
     ledger: Ledger | None,
 ) -> list[Hook]:
@@ -227,8 +241,8 @@ def _hooks(
         hooks.append(
             LogHook(config.log.every, last_step(config), meter, records.writer, records.console)
         )
-    if validation_loader is not None:
-        validate = functools.partial(evaluate, parts.engine.module, validation_loader, groups)
+    if validation is not None:
+        validate = functools.partial(evaluate, parts.engine.module, validation, groups)
         report = records.report if records is not None else None
         hooks.append(EvaluateHook(config.train.eval_every, validate, meter, report))
     save = functools.partial(_save, parts)

@@ -7,7 +7,13 @@ import math
 import pytest
 import torch
 
-from megatron_deberta.parallel.agreement import any_rank, from_rank_zero, largest
+from megatron_deberta.errors import MegatronDebertaError
+from megatron_deberta.parallel.agreement import (
+    any_rank,
+    failing_together,
+    from_rank_zero,
+    largest,
+)
 from megatron_deberta.parallel.topology import single_process_groups
 from tests.support.ranks import RankPool, grid
 
@@ -28,6 +34,26 @@ def test_every_rank_learns_it(four_ranks: RankPool, tp_size: int) -> None:
         agreed = four_ranks.run(agree, tp_size, chosen)
         assert agreed == [(True, -7, [-1.5, math.inf])] * 4
     assert four_ranks.run(agree, tp_size, -1) == [(False, -7, [-1.5, 0.0])] * 4
+
+
+def fail_on(rank: int, tp_size: int, failing: int) -> str:
+    groups = grid(tp_size)
+    try:
+        with failing_together(groups):
+            if rank == failing:
+                raise OSError("disk")
+    except (OSError, MegatronDebertaError) as error:
+        return str(error)
+    return "went on"
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_a_failure_of_one_rank_is_a_failure_of_all(four_ranks: RankPool, tp_size: int) -> None:
+    for failing in (0, 3):
+        messages = four_ranks.run(fail_on, tp_size, failing)
+        assert messages.pop(failing) == "disk"
+        assert messages == ["another rank failed; see its message"] * 3
+    assert four_ranks.run(fail_on, tp_size, -1) == ["went on"] * 4
 
 
 def test_a_rank_alone_agrees_with_itself() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -152,6 +153,50 @@ def test_a_new_run_starts_with_the_weights_of_another(pretrain: Run, tmp_path: P
     code, error = pretrain(load, "model.num_layers=3", run_dir="third")
     assert code == EXIT_FAILURE
     assert "model.num_layers=3 but checkpoint.load_from" in error
+
+
+def test_runs_follow_each_other_in_one_process(
+    pretrain: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    before = dict(os.environ)
+    deepspeed = ("precision.engine=deepspeed", "precision.zero_stage=3")
+    assert pretrain(*deepspeed)[0] == EXIT_DONE
+    with monkeypatch.context() as patch:
+        patch.setattr("megatron_deberta.checkpoint.store.SPACE_MARGIN", 1e15)
+        assert pretrain(*deepspeed, "train.stop_after=3")[0] == EXIT_FAILURE
+    assert dict(os.environ) == before
+    assert pretrain(*deepspeed, "train.stop_after=3")[0] == EXIT_DONE
+    assert committed_steps(tmp_path / "run") == [2, 3]
+
+
+def test_baseline_and_validation_data_may_change_with_a_note(
+    pretrain: Run, run_yaml: Path, tmp_path: Path
+) -> None:
+    def baselines() -> list[float]:
+        records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+        return [record["unigram_loss"] for record in records if "unigram_loss" in record]
+
+    for number, topics in enumerate((slice(0, 9), slice(9, 30))):
+        lines = (run_yaml.parent / "docs.jsonl").read_text().splitlines()[topics]
+        text = tmp_path / f"{number}.jsonl"
+        text.write_text("\n".join(lines) + "\n")
+        tokenizer, output = str(run_yaml.parent / "tokenizer"), str(tmp_path / f"v{number}")
+        make = ["preprocess", "--input", str(text), "--tokenizer", tokenizer, "--workers", "0"]
+        assert main([*make, "--output", output]) == 0
+    first, second = (f"data.validation=[{tmp_path}/v{n}_text_document]" for n in (0, 1))
+    assert pretrain(first)[0] == EXIT_DONE
+    assert pretrain(first, "train.stop_after=3") == (EXIT_DONE, "")
+    assert len(baselines()) == 1
+    code, error = pretrain(second, "train.stop_after=4")
+    assert code == EXIT_DONE
+    assert "validation is not what it was: unigram loss" in error
+    assert len(set(baselines())) == 2
+    # Split off the training data instead, fewer documents would be trained on.
+    code, error = pretrain("data.validation=[]", "train.stop_after=5")
+    assert code == EXIT_FAILURE
+    assert "data.train" in error
 
 
 def test_dry_run_trains_nothing(

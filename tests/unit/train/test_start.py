@@ -147,6 +147,10 @@ def test_data_is_identified_by_content_order_and_weight(tmp_path: Path) -> None:
         identity(a, validation=(b,)),
     ]
     assert len(set(others)) == len(others)
+    # Nothing is trained on validation data; only what it takes from the training shards counts.
+    assert identity(a, validation=(b,)) == identity(a, validation=(a,))
+    unsplit = DataConfig(train=(a,), validation_fraction=0.0)
+    assert data_fingerprint(unsplit) == identity(a, validation=(b,))
 
 
 def test_step_folder_name(tmp_path: Path) -> None:

@@ -1,0 +1,38 @@
+"""What makes a run repeat its bits is set before anything is computed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megatron_deberta.parallel.environment import RankEnvironment
+from megatron_deberta.train.run import set_determinism
+
+ALONE = RankEnvironment("none", 0, 1, 0, 1, "127.0.0.1", 12000)
+
+
+@pytest.fixture(autouse=True)
+def _own_process_settings() -> Iterator[None]:
+    torch.use_deterministic_algorithms(False)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_cpu_refuses_what_does_not_repeat() -> None:
+    set_determinism(torch.device("cpu"), ALONE)
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+@pytest.mark.parametrize("chosen", ["", ":16:8"])
+def test_cuda_warns_of_it_and_fixes_cublas(chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Removed again afterwards, too, where it was not set before.
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", chosen)
+    if not chosen:
+        monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    set_determinism(torch.device("cuda"), ALONE)
+    assert torch.is_deterministic_algorithms_warn_only_enabled()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == (chosen or ":4096:8")
