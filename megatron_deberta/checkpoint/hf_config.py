@@ -6,10 +6,10 @@ Owns the choice of ``model_type`` and every field of ``config.json``. Refuses te
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 from megatron_deberta.checkpoint.hf_names import ModelType
-from megatron_deberta.config.schema import ModelConfig, PositionTerms
+from megatron_deberta.config.schema import AbsolutePositions, ModelConfig, P2CIndex, PositionTerms
 from megatron_deberta.errors import CheckpointError
 
 MODELING_MODULE = "modeling_megatron_deberta"
@@ -19,6 +19,23 @@ _FILL_MASK_CLASS = {
     "megatron-deberta": "MegatronDebertaForMaskedLM",
 }
 _WITH_C2P = ("c2p+p2c", "c2p")
+_SIZES = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
+)  # fmt: skip
+_INTEGERS = (
+    "max_relative_positions",
+    "position_buckets",
+    "conv_kernel_size",
+    "mask_decoder_passes",
+)
+_FLOATS = (
+    "hidden_dropout_prob", "attention_probs_dropout_prob", "initializer_range", "layer_norm_eps",
+)  # fmt: skip
+_SWITCHES = (
+    "relative_attention", "position_biased_input", "share_att_key", "key_bias",
+    "position_key_bias",
+)  # fmt: skip
+_WORDS = {"p2c_index": get_args(P2CIndex), "absolute_positions": get_args(AbsolutePositions)}
 
 
 @dataclass(frozen=True)
@@ -163,7 +180,8 @@ def from_hf_config(fields: dict[str, Any], model_type: ModelType) -> ModelConfig
     Fields that are left out mean what the released code means by that.
 
     Raises:
-        CheckpointError: a field asks for something our model does not compute.
+        CheckpointError: a field is missing, of a wrong type or out of range, or asks for something
+            our model does not compute.
     """
     _refuse_unknown(fields, model_type)
     size, heads = fields["hidden_size"], fields["num_attention_heads"]
@@ -182,7 +200,13 @@ def from_hf_config(fields: dict[str, Any], model_type: ModelType) -> ModelConfig
     }
     length = fields.get("max_position_embeddings", 512)
     if model_type == "roberta":
-        length -= padding_id(fields, model_type) + 1
+        padding = padding_id(fields, model_type)
+        if length <= padding + 1:
+            raise CheckpointError(
+                f"config.json: max_position_embeddings={length} leaves no position after "
+                f"pad_token_id={padding}; give the model's own config file"
+            )
+        length -= padding + 1
         return ModelConfig(
             **shared,
             max_position_embeddings=length,
@@ -239,18 +263,18 @@ def _position_terms(fields: dict[str, Any]) -> PositionTerms:
 
 
 def _refuse_unknown(fields: dict[str, Any], model_type: ModelType) -> None:
-    missing = [
-        key
-        for key in (
-            "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
-            "intermediate_size",
-        )
-        if key not in fields
-    ]  # fmt: skip
+    missing = [key for key in _SIZES if key not in fields]
     if missing:
         raise CheckpointError(f"config.json has no {missing[0]}; give the model's own config file")
-    size = fields["hidden_size"]
-    head_size = size // fields["num_attention_heads"]
+    for key, value in fields.items():
+        _check_value(key, value)
+    size, heads = fields["hidden_size"], fields["num_attention_heads"]
+    if size % heads:
+        raise CheckpointError(
+            f"config.json: num_attention_heads={heads} does not divide hidden_size={size}; "
+            "give the model's own config file"
+        )
+    head_size = size // heads
     required: dict[str, tuple[Any, ...]] = {
         "hidden_act": ("gelu",),
         "type_vocab_size": (1,) if model_type == "roberta" else (0,),
@@ -269,3 +293,31 @@ def _refuse_unknown(fields: dict[str, Any], model_type: ModelType) -> None:
                 f"config.json: {key}={fields[key]!r} is not a model we compute; "
                 f"only {' or '.join(map(repr, allowed))} can be imported"
             )
+
+
+def _check_value(key: str, value: object) -> None:
+    """Refuse a value that our reading of the field would trip over or misunderstand."""
+    number = type(value) in (int, float)
+    if key in (*_SIZES, "max_position_embeddings"):
+        right, expected = type(value) is int and value > 0, "a whole number above 0"
+    elif key in _INTEGERS:
+        right, expected = type(value) is int, "a whole number"
+    elif key in _FLOATS:
+        right, expected = number and cast(float, value) >= 0, "a number from 0"
+    elif key in _SWITCHES:
+        right, expected = isinstance(value, bool), "true or false"
+    elif key in _WORDS:
+        right = isinstance(value, str) and value in _WORDS[key]
+        expected = " or ".join(_WORDS[key])
+    elif key == "pos_att_type":
+        terms = value if isinstance(value, list) else [value or ""]
+        right, expected = all(isinstance(term, str) for term in terms), "a text or a list of texts"
+    elif key == "pad_token_id":
+        right = value is None or (type(value) is int and value >= 0)
+        expected = "a token id or null"
+    else:
+        return
+    if not right:
+        raise CheckpointError(
+            f"config.json: {key}={value!r} is not {expected}; give the model's own config file"
+        )

@@ -246,8 +246,7 @@ def _weight_files(directory: Path, scratch: Path, allow_pickle: bool, sha256: st
     files = [whole] if whole.is_file() else sorted(directory.glob("*.safetensors"))
     index = directory / "model.safetensors.index.json"
     if index.is_file():
-        named = _read_json(index).get("weight_map", {}).values()
-        files = [directory / name for name in sorted(set(named))]
+        files = [directory / name for name in _files_of(index)]
     for path in files:
         if not path.is_file():
             raise CheckpointError(f"{path} is missing, but {index.name} names it; fetch it again")
@@ -276,6 +275,17 @@ def _weight_files(directory: Path, scratch: Path, allow_pickle: bool, sha256: st
     except ValueError as error:
         raise CheckpointError(f"{pickles[0]} cannot be read as plain weights: {error}") from None
     return [target]
+
+
+def _files_of(index: Path) -> list[str]:
+    named = _read_json(index).get("weight_map")
+    names = list(named.values()) if isinstance(named, dict) else []
+    if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
+        raise CheckpointError(
+            f"{index}: weight_map={str(named)[:80]} does not map tensors to files beside it; "
+            "fetch it again"
+        )
+    return sorted(set(names))
 
 
 def _check_digest(path: Path, sha256: str) -> None:

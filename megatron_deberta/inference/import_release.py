@@ -12,7 +12,7 @@ from pathlib import Path
 from megatron_deberta.checkpoint.hf_import import Source, open_release
 from megatron_deberta.checkpoint.layout import CheckpointMetadata, step_dir
 from megatron_deberta.checkpoint.store import save_weights
-from megatron_deberta.config import config_to_dict, save_config
+from megatron_deberta.config import config_to_dict, save_config, validate
 from megatron_deberta.config.schema import (
     CheckpointConfig,
     DataConfig,
@@ -65,7 +65,8 @@ def import_release(
 
     Raises:
         CheckpointError: the model cannot be read or the checkpoint not be written.
-        ConfigError: ``output`` is in use, or the tokenizer has more ids than the model.
+        ConfigError: ``output`` is in use, the tokenizer has more ids than the model, or the model
+            breaks a rule of our configs.
         DataError: there is no usable tokenizer.
     """
     tokenizer = tokenizer_at(tokenizer_path or directory)
@@ -87,6 +88,7 @@ def import_release(
             data=DataConfig(sequence_length=min(512, model.max_position_embeddings)),
             checkpoint=CheckpointConfig(load_from=str(step_dir(output, 0))),
         )
+        validate(run)
         metadata = CheckpointMetadata(
             step=0,
             consumed_samples=0,

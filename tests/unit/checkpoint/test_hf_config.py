@@ -131,6 +131,47 @@ def test_other_architectures_are_refused_by_name(key: str, value: object) -> Non
         from_hf_config(fields, "deberta-v2")
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_attention_heads", 0),
+        ("num_attention_heads", 3),
+        ("hidden_size", "32"),
+        ("hidden_size", 32.0),
+        ("num_hidden_layers", True),
+        ("vocab_size", None),
+        ("max_position_embeddings", -1),
+        ("max_position_embeddings", "64"),
+        ("max_relative_positions", None),
+        ("position_buckets", [8]),
+        ("conv_kernel_size", "3"),
+        ("mask_decoder_passes", {}),
+        ("hidden_dropout_prob", "0.1"),
+        ("layer_norm_eps", None),
+        ("initializer_range", float("nan")),
+        ("share_att_key", "true"),
+        ("position_biased_input", 0),
+        ("p2c_index", "papers"),
+        ("absolute_positions", ["input"]),
+        ("pos_att_type", 3),
+        ("pos_att_type", [1]),
+        ("pad_token_id", "0"),
+        ("conv_act", ["gelu"]),
+    ],
+)
+def test_fields_of_a_wrong_type_are_refused_by_name(key: str, value: object) -> None:
+    fields = to_hf_config(V2, "deberta-v2", SpecialIds(), "float32") | {key: value}
+    for model_type in ("deberta", "deberta-v2", "megatron-deberta"):
+        with pytest.raises(CheckpointError, match=re.escape(f"{key}={value!r}")):
+            from_hf_config(fields, model_type)
+
+
+def test_positions_that_are_all_padding_are_refused() -> None:
+    fields = to_hf_config(ROBERTA, "roberta", SpecialIds(), "float32")
+    with pytest.raises(CheckpointError, match="max_position_embeddings=1 "):
+        from_hf_config(fields | {"max_position_embeddings": 1}, "roberta")
+
+
 def test_config_without_sizes_is_refused() -> None:
     with pytest.raises(CheckpointError, match="vocab_size"):
         from_hf_config({"model_type": "deberta-v2"}, "deberta-v2")

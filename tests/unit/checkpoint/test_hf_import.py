@@ -116,6 +116,13 @@ def test_missing_parts_are_named(model: Path) -> None:
         read(model)
 
 
+@pytest.mark.parametrize("weight_map", [[], None, {}, "x", {"a": 1}, {"a": "../model.safetensors"}])
+def test_damaged_index_is_refused(model: Path, weight_map: object) -> None:
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(CheckpointError, match=r"index\.json: weight_map=.* fetch it again"):
+        read(model)
+
+
 def test_digest(model: Path) -> None:
     digest = hashlib.sha256((model / "model.safetensors").read_bytes()).hexdigest()
     read(model, sha256=digest.upper())
