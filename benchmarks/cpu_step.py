@@ -29,9 +29,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.provenance import provenance  # noqa: E402
-from megatron_deberta.config.schema import ModelConfig  # noqa: E402
+from megatron_deberta.config.schema import ModelConfig, RunConfig  # noqa: E402
 from megatron_deberta.model import DropoutSeeds  # noqa: E402
-from megatron_deberta.objectives import MaskedLanguageModel  # noqa: E402
+from megatron_deberta.parallel.topology import single_process_groups  # noqa: E402
+from megatron_deberta.sharding import build_model  # noqa: E402
 from tests.support.stock_weights import copy_from_stock, stock_config  # noqa: E402
 
 TOKENS = 2048
@@ -83,7 +84,8 @@ class Ours:
         config = replace(model_config(case), hidden_dropout=dropout, attention_dropout=dropout)
         if not mask_decoder:
             config = replace(config, mask_decoder_passes=0, absolute_positions="none")
-        self.model = MaskedLanguageModel(config)
+        groups = single_process_groups(torch.device("cpu"))
+        self.model = build_model(RunConfig(model=config), groups).module
         self.batch = make_batch(case)
         self.step_number = 0
 

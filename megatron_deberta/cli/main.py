@@ -46,7 +46,7 @@ class CommandModule(Protocol):
 COMMANDS: tuple[Command, ...] = (
     Command("train-tokenizer", "train_tokenizer", "learn a vocabulary from text"),
     Command("preprocess", "preprocess", "turn text into tokenized, memory-mapped shards"),
-    Command("inspect", "inspect", "look into shards, tokenizers and training samples"),
+    Command("inspect", "inspect", "print training samples with their masks"),
     Command("verify", "verify", "check shards for damage"),
     Command("pretrain", "pretrain", "train, as one rank of a run or alone"),
     Command("convert", "convert", "export to Hugging Face format, or import a release"),
