@@ -72,8 +72,8 @@ def optimizer_for(model: torch.nn.Module, config: RunConfig) -> torch.optim.Opti
     )  # fmt: skip
 
 
-def train(config: RunConfig) -> list[dict[str, float]]:
-    """Train the peer; returns its validation losses by step."""
+def train(config: RunConfig, last_step: int) -> list[dict[str, float]]:
+    """Train the peer to ``last_step``; returns its validation losses by step."""
     torch.manual_seed(config.train.seed)
     vocabulary = Vocabulary.of(load_tokenizer(tokenizer_path(config)))
     loader, validation = build_loaders(config, vocabulary, 0, 1, 0)
@@ -83,7 +83,7 @@ def train(config: RunConfig) -> list[dict[str, float]]:
     curve: list[dict[str, float]] = []
     start = time.monotonic()
     for step, batches in enumerate(loader):
-        if step == config.train.steps:
+        if step == last_step:
             break
         parts = [loss_sum(model, batch) for batch in batches]
         (sum(part for part, _ in parts) / sum(count for _, count in parts)).backward()
@@ -92,7 +92,7 @@ def train(config: RunConfig) -> list[dict[str, float]]:
             group["lr"] = learning_rate(step, config.optimizer, config.train.steps)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if (step + 1) % config.train.eval_every == 0 or step + 1 == config.train.steps:
+        if (step + 1) % config.train.eval_every == 0 or step + 1 == last_step:
             loss = validate(model, validation)
             minutes = (time.monotonic() - start) / 60
             curve.append({"step": step + 1, "loss": loss})
@@ -119,16 +119,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--run", type=Path, required=True, help="folder of our finished run")
     parser.add_argument("--output", type=Path, required=True, help="path without .json and .png")
+    parser.add_argument("--steps", type=int, required=True, help="steps the peer takes")
     args = parser.parse_args()
     config = load_config(str(args.run / "config.yaml"))
+    peer = train(config, args.steps)
+    # Read last: ours may still have been running.
     records = [r for r in read_metrics(args.run / "metrics.jsonl") if r["kind"] == "validation"]
     tokens_per_step = config.train.global_batch_size * config.data.sequence_length
     record = {
         **provenance(),
         "what": "validation loss on the same batches, masks, schedule and optimizer settings",
-        "unigram_loss": next(r["unigram_loss"] for r in reversed(records) if "unigram_loss" in r),
+        "unigram_loss": next(r["unigram_loss"] for r in records if "unigram_loss" in r),
         "ours": [{"step": r["step"], "loss": r["loss"]} for r in records if "loss" in r],
-        "huggingface": train(config),
+        "huggingface": peer,
     }
     for name in ("ours", "huggingface"):
         for point in record[name]:
