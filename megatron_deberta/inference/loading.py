@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from transformers import dynamic_module_utils
 from transformers.utils import logging
 
 from megatron_deberta.errors import CheckpointError
@@ -29,7 +32,7 @@ def load_complete(kind: Any, directory: Path, **options: Any) -> Any:
             model, report = kind.from_pretrained(
                 directory, local_files_only=True, output_loading_info=True, **options
             )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise CheckpointError(f"{directory} cannot be loaded: {error}; export it again") from error
     wrong = [*report["missing_keys"], *report["mismatched_keys"]]
     if wrong:
@@ -51,3 +54,23 @@ def quiet_transformers() -> Iterator[None]:
     finally:
         logging.set_verbosity(before)
         logging.enable_progress_bar()
+
+
+@contextmanager
+def private_module_cache() -> Iterator[None]:
+    """Let transformers copy and import the code of a folder such that nothing of it stays.
+
+    Its cache tells local folders apart by their last name, and outlives the process.
+    """
+    shared, path, known = dynamic_module_utils.HF_MODULES_CACHE, list(sys.path), set(sys.modules)
+    with tempfile.TemporaryDirectory() as folder:
+        dynamic_module_utils.HF_MODULES_CACHE = folder
+        try:
+            yield
+        finally:
+            dynamic_module_utils.HF_MODULES_CACHE = shared
+            sys.path[:] = path
+            prefix = dynamic_module_utils.TRANSFORMERS_DYNAMIC_MODULE_NAME
+            for name in set(sys.modules) - known:
+                if name.partition(".")[0] == prefix:
+                    del sys.modules[name]

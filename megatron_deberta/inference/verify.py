@@ -1,6 +1,6 @@
 """Compares an export, loaded as its users load it, with our own model on real text.
 
-Owns the texts, the classes that users load and the tolerances of an export. Refuses to repair.
+Owns the texts, the ways users load and the tolerances of an export. Refuses to repair.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from torch import Tensor
 from megatron_deberta.checkpoint.hf_export import DTYPES
 from megatron_deberta.checkpoint.hf_names import ModelType
 from megatron_deberta.errors import CheckpointError
-from megatron_deberta.inference.loading import load_complete, quiet_transformers
-from megatron_deberta.inference.modeling_megatron_deberta import (
-    DebertaForMaskedLM,
-    MegatronDebertaConfig,
-    MegatronDebertaModel,
+from megatron_deberta.inference.loading import (
+    load_complete,
+    private_module_cache,
+    quiet_transformers,
 )
 from megatron_deberta.model import DebertaForPretraining, DebertaModel
 from megatron_deberta.tokenizer import Tokenizer
@@ -76,25 +75,38 @@ def check_export(
     Raises:
         CheckpointError: token ids, logits or encoder states differ; the export must not be used.
     """
+    with private_module_cache():
+        return _check(directory, model_type, build_ours, tokenizer, dtype)
+
+
+def _check(
+    directory: Path,
+    model_type: ModelType,
+    build_ours: Callable[[], DebertaForPretraining],
+    tokenizer: Tokenizer,
+    dtype: str,
+) -> ExportCheck:
     ours = build_ours()
-    rows = _encode(directory, model_type, tokenizer, ours.config.max_position_embeddings)
+    rows = _encode(directory, tokenizer, ours.config.max_position_embeddings)
     batches = [(rows[0].unsqueeze(0), None), _pad(rows, tokenizer.pad_id)]
     expected = [_our_outputs(ours, *batch) for batch in batches]
     del ours
 
-    model = _load_fill_mask(directory, model_type, torch.float32)
+    model = _load(transformers.AutoModelForMaskedLM, directory, torch.float32)
     max_error = max(
         _compare("logits", _logits(model, *batch), logits, batch[1])
         for batch, (logits, _) in zip(batches, expected, strict=True)
     )
     del model
-    encoder = _load_encoder(directory, model_type)
+    # RoBERTa's pooler is no part of pretraining; transformers would add an untrained one.
+    options = {"add_pooling_layer": False} if model_type == "roberta" else {}
+    encoder = _load(transformers.AutoModel, directory, torch.float32, **options)
     for batch, (_, states) in zip(batches, expected, strict=True):
         _compare("encoder states", _states(encoder, *batch), states, batch[1])
     del encoder
     if dtype == "fp32":
         return ExportCheck(max_error, 0.0)
-    model = _load_fill_mask(directory, model_type, DTYPES[dtype])
+    model = _load(transformers.AutoModelForMaskedLM, directory, DTYPES[dtype])
     running = _relative_error(_logits(model, *batches[-1]), expected[-1][0], batches[-1][1])
     if not running <= RUNNING_TOLERANCE[dtype]:
         raise CheckpointError(
@@ -104,15 +116,12 @@ def check_export(
     return ExportCheck(max_error, running)
 
 
-def _encode(
-    directory: Path, model_type: ModelType, tokenizer: Tokenizer, max_positions: int
-) -> list[Tensor]:
+def _encode(directory: Path, tokenizer: Tokenizer, max_positions: int) -> list[Tensor]:
     """Rows of real text, each of which the exported tokenizer must encode as training does."""
-    # Given its config, AutoTokenizer need not run the folder's code to learn our own type.
-    own = model_type == "megatron-deberta"
-    config = MegatronDebertaConfig.from_pretrained(directory) if own else None
     with quiet_transformers():
-        theirs = transformers.AutoTokenizer.from_pretrained(directory, config=config)
+        theirs = transformers.AutoTokenizer.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=True
+        )
     rows = []
     for text in _TEXTS:
         ids = [tokenizer.cls_id, *tokenizer.encode(text), tokenizer.sep_id]
@@ -140,17 +149,9 @@ def _our_outputs(
     return ours.logits(ids, mask), DebertaModel.forward(ours, ids, mask)
 
 
-def _load_fill_mask(directory: Path, model_type: ModelType, dtype: torch.dtype) -> Any:
-    kind = transformers.RobertaForMaskedLM if model_type == "roberta" else DebertaForMaskedLM
-    return load_complete(kind, directory, dtype=dtype)
-
-
-def _load_encoder(directory: Path, model_type: ModelType) -> Any:
-    """What ``AutoModel`` gives: the stock encoder, or ours for our own type."""
-    kind = MegatronDebertaModel if model_type == "megatron-deberta" else transformers.AutoModel
-    # RoBERTa's pooler is no part of pretraining; transformers would add an untrained one.
-    options = {"add_pooling_layer": False} if model_type == "roberta" else {}
-    return load_complete(kind, directory, dtype=torch.float32, **options)
+def _load(kind: Any, directory: Path, dtype: torch.dtype, **options: Any) -> Any:
+    """Load as users do: code in the folder runs, where ``auto_map`` names it."""
+    return load_complete(kind, directory, dtype=dtype, trust_remote_code=True, **options)
 
 
 @torch.no_grad()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -305,6 +307,30 @@ def test_an_export_that_computes_something_else_is_refused(
     with pytest.raises(CheckpointError, match="logits of the export differ"):
         export(V2, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("config", [V2, OWN["paper-index"]])
+def test_the_code_that_travels_is_what_is_checked(
+    config: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the package's own module; and what was run leaves no trace behind."""
+
+    def copy(source: Path, target: Path) -> None:
+        text = source.read_text()
+        changed = text.replace("        logits = head(", "        logits = 1.01 * head(")
+        assert changed != text
+        target.write_text(changed)
+
+    path, modules = list(sys.path), set(sys.modules)
+    with monkeypatch.context() as patch:
+        patch.setattr("megatron_deberta.inference.export.shutil", SimpleNamespace(copyfile=copy))
+        with pytest.raises(CheckpointError, match="logits of the export differ"):
+            export(config, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+    export(config, tmp_path / "out")
+    assert sys.path == path
+    assert not [name for name in set(sys.modules) - modules if "transformers_modules" in name]
+    assert list(tmp_path.iterdir()) == [tmp_path / "out"]
 
 
 def test_output_in_use_is_refused(tmp_path: Path) -> None:
