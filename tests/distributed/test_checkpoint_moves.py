@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_deberta.checkpoint import store
 from megatron_deberta.checkpoint.layout import step_dir
 from megatron_deberta.checkpoint.reader import CheckpointReader
+from megatron_deberta.cli.main import main
 from megatron_deberta.config import (
+    DataConfig,
     OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,
@@ -32,7 +35,7 @@ from megatron_deberta.train.run import build_rank_model
 from megatron_deberta.train.step import TrainStep
 from tests.support.checkpoints import metadata
 from tests.support.ranks import RankPool, grid
-from tests.support.tiny_models import V2
+from tests.support.tiny_models import V2, tiny_tokenizer
 
 CHAIN = (
     ("deepspeed", "fp32", 1, 2),
@@ -131,6 +134,46 @@ def test_state_goes_around_all_layouts_unchanged(four_ranks: RankPool, tmp_path:
     in_fp32 = [loss for place, loss in next_losses.items() if place[1] == "fp32"]
     assert in_fp32 == pytest.approx([in_fp32[0]] * len(in_fp32), rel=1e-5)
     assert list(next_losses.values()) == pytest.approx([in_fp32[0]] * len(next_losses), rel=1e-2)
+
+
+def train_and_save_with_tokenizer(rank: int, run_dir: str, tokenizer_dir: str) -> list[float]:
+    """Two steps on TP 2 x ZeRO-3; returns the largest change of each weight since the start."""
+    config, groups, model, engine = start(("deepspeed", "fp32", 3, 2))
+    before = {name: state.weight.clone() for name, state in engine.gather_states()}
+    step = TrainStep(engine, config, groups)
+    for number in range(2):
+        step(number, micro_batches(groups, config))
+    named = replace(
+        metadata(2, replace(config, data=DataConfig(sequence_length=16))),
+        tokenizer_fingerprint=tiny_tokenizer().fingerprint,
+        tokenizer_path=tokenizer_dir,
+    )
+    store.save(run_dir, engine, model.specs, groups, named)
+    after = {name: state.weight for name, state in engine.gather_states()}
+    engine.destroy()
+    return [(after[name] - weight).abs().max().item() for name, weight in before.items()]
+
+
+def test_a_checkpoint_of_tensor_parallel_zero3_ranks_is_exported(
+    four_ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, out, tokenizer = (str(tmp_path / name) for name in ("run", "out", "tokenizer"))
+    tiny_tokenizer().save(tokenizer)
+    for changes in four_ranks.run(train_and_save_with_tokenizer, run, tokenizer):
+        assert min(changes) > 0
+    reader = CheckpointReader(step_dir(run, 2))
+    assert reader.metadata.layout == {"tp_size": 2, "dp_size": 2}
+    assert len(list(reader.path.glob("part-*.safetensors"))) == 4
+    # Compares the logits of what users load with those of our own model.
+    assert main(["convert", "--checkpoint", run, "--to", "hf", "--output", out]) == 0
+    assert "Checked on real text: logits differ by" in capsys.readouterr().out
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    for name, canonical in (
+        ("deberta.embeddings.word_embeddings.weight", "embeddings.token.weight"),
+        ("deberta.encoder.layer.1.output.dense.weight", "encoder.layers.1.ffn.down.weight"),
+        ("lm_predictions.lm_head.bias", "head.bias"),
+    ):
+        assert exported[name].equal(reader.tensor(canonical)), name
 
 
 def fail_on_rank_one(rank: int, run_dir: str, step: int) -> str:
