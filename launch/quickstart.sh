@@ -89,9 +89,9 @@ until compgen -G "$out/run/checkpoints/step_*/COMMITTED" >/dev/null; do
   sleep 1
 done
 sleep 10
-kill_job
-wait "$job" 2>/dev/null || true
 trap - EXIT
+# The shell would announce the death of its child.
+{ kill_job; wait "$job" || true; } 2>/dev/null
 say "Killed (SIGKILL, every process). Starting it again with the same command"
 pretrain
 
