@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -33,6 +32,7 @@ from megatron_deberta.config.schema import ModelConfig, RunConfig  # noqa: E402
 from megatron_deberta.model import DropoutSeeds  # noqa: E402
 from megatron_deberta.parallel.topology import single_process_groups  # noqa: E402
 from megatron_deberta.sharding import build_model  # noqa: E402
+from tests.support.memory import peak_resident_bytes  # noqa: E402
 from tests.support.stock_weights import copy_from_stock, stock_config  # noqa: E402
 
 TOKENS = 2048
@@ -184,7 +184,7 @@ def run_peak(case: Case, side: str) -> None:
     work.prepare(torch.float32 if case.dtype == "fp32" else torch.bfloat16)
     for _ in range(2):
         step(work)
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    print(peak_resident_bytes())
 
 
 def main() -> None:

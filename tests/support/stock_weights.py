@@ -44,13 +44,14 @@ def stock_name(name: str) -> str | None:
 
 
 def copy_from_stock(ours: nn.Module, stock: nn.Module) -> None:
-    """Give ``ours`` the weights of ``stock``; parameters that stock lacks keep their values."""
+    """Give ``ours`` the weights of ``stock``; what stock lacks keeps its values."""
     theirs = dict(stock.named_parameters())
     with torch.no_grad():
         for name, parameter in ours.named_parameters():
             other = theirs.get(stock_name(name) or "")
             if other is not None:
-                parameter.copy_(other)
+                # Built for ranks, a vocabulary has rows of padding at its end.
+                parameter[: len(other)] = other
 
 
 def randomize(model: nn.Module, seed: int = 0) -> None:

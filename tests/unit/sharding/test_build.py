@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import resource
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +14,7 @@ from megatron_deberta.errors import TopologyError
 from megatron_deberta.parallel.topology import ProcessGroups, single_process_groups
 from megatron_deberta.sharding import build_model
 from megatron_deberta.sharding.plan import VOCABULARY_MULTIPLE, specify
+from tests.support.memory import peak_resident_bytes
 from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -88,11 +88,11 @@ LARGE = ModelConfig(
 def peak_growth(rank: int, tp_size: int) -> tuple[int, int]:
     """Bytes of a rank's part, and by how much building it raised the process's peak."""
     build_model(run(SMALL), layout(0, 1))  # imports and allocators are warm
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak_resident_bytes()
     model = build_model(run(LARGE, tp_size), layout(tp_size - 1, tp_size))
-    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    growth = peak_resident_bytes() - before
     held = sum(math.prod(spec.local_shape) * 4 for spec in model.specs.values())
-    return held, (after - before) * 1024
+    return held, growth
 
 
 def test_the_whole_never_exists_on_a_rank() -> None:
