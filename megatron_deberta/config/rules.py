@@ -265,13 +265,25 @@ def _check_parallel(model: ModelConfig, data: DataConfig, parallel: ParallelConf
         )
 
 
-def _check_precision(precision: PrecisionConfig) -> None:
-    sharded = precision.engine == "deepspeed" and precision.zero_stage > 0
+def check_stage(precision: PrecisionConfig) -> None:
+    """Refuse DeepSpeed's stage 0 in 16 bits.
+
+    It takes an Adam step with zero gradients at start-up, so that bias correction is off by one,
+    and leaves the other tensor-parallel ranks' parts out of the gradient norm.
+
+    Raises:
+        ConfigError: see above.
+    """
     if precision.engine == "deepspeed" and precision.zero_stage == 0 and precision.dtype != "fp32":
         raise ConfigError(
-            f"precision.zero_stage=0 with precision.dtype={precision.dtype} takes a wrong first "
-            "step in DeepSpeed; use zero_stage=1, which costs nothing on one rank"
+            f"precision.zero_stage=0 with precision.dtype={precision.dtype} takes wrong steps in "
+            "DeepSpeed; use precision.zero_stage=1, which costs nothing on one rank"
         )
+
+
+def _check_precision(precision: PrecisionConfig) -> None:
+    sharded = precision.engine == "deepspeed" and precision.zero_stage > 0
+    check_stage(precision)
     if precision.offload_optimizer and not sharded:
         raise ConfigError(
             "precision.offload_optimizer=true needs precision.engine=deepspeed and "

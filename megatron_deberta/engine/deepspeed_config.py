@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_deberta.config.rules import batch_arithmetic
+from megatron_deberta.config.rules import batch_arithmetic, check_stage
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.engine.loss_scale import HYSTERESIS
-from megatron_deberta.errors import ConfigError
 
 REDUCE_BUCKET_ELEMENTS = 50_000_000
 """Gradients reduced together; larger parameters go alone. 200 MB in fp32, twice with overlap."""
@@ -37,7 +36,7 @@ def deepspeed_config(config: RunConfig, dp_size: int) -> dict[str, Any]:
         ConfigError: stage 0 with a 16-bit format, or a batch that does not divide.
     """
     precision = config.precision
-    check_stage(config)
+    check_stage(precision)
     arithmetic = batch_arithmetic(config, dp_size)
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": config.train.micro_batch_size,
@@ -65,23 +64,6 @@ def deepspeed_config(config: RunConfig, dp_size: int) -> dict[str, Any]:
             "min_loss_scale": precision.min_loss_scale,
         }
     return settings
-
-
-def check_stage(config: RunConfig) -> None:
-    """Refuse DeepSpeed's stage 0 in 16 bits.
-
-    It takes an Adam step with zero gradients at start-up, so that bias correction is off by one,
-    and leaves the other tensor-parallel ranks' parts out of the gradient norm.
-
-    Raises:
-        ConfigError: see above.
-    """
-    precision = config.precision
-    if precision.zero_stage == 0 and precision.dtype != "fp32":
-        raise ConfigError(
-            f"precision.zero_stage=0 with precision.dtype={precision.dtype} takes wrong steps in "
-            f"DeepSpeed; use precision.zero_stage=1 (the same on one data-parallel rank)"
-        )
 
 
 def _zero(config: RunConfig) -> dict[str, Any]:

@@ -8,8 +8,6 @@ from torch.nn import functional as F
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.model import DebertaForPretraining, DropoutSeeds, Execution
 
-IGNORED_LABEL = -100
-
 
 class TokenLoss(nn.Module):
     """Cross-entropy a token; ``sharding`` replaces it where the vocabulary is split."""
@@ -21,7 +19,7 @@ class TokenLoss(nn.Module):
             fp32 ``[T]`` losses in nats, 0 where there is no label, and bool ``[T]``, True where
             the most likely token is the label.
         """
-        loss = F.cross_entropy(logits.float(), labels, ignore_index=IGNORED_LABEL, reduction="none")
+        loss = F.cross_entropy(logits.float(), labels, ignore_index=-100, reduction="none")
         return loss, logits.argmax(-1) == labels
 
 
