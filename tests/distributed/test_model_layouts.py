@@ -1,11 +1,13 @@
 """Any tensor-parallel layout is the same model: loss and every gradient, float64, dropout on.
 
-No engine here; each rank's backward alone must leave whole gradients on replicated parameters
-and its own part on split ones.
+Each rank's backward alone must leave whole gradients on replicated parameters and its own part on
+split ones. Then the same through the engines for the plain encoder, whose last norms and biases,
+unlike the pretraining model's, have no later layer to mend their gradients.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -13,13 +15,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_deberta.config.schema import ModelConfig, ParallelConfig, RunConfig
+from megatron_deberta.config.schema import (
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    RunConfig,
+    TrainConfig,
+)
+from megatron_deberta.engine import deepspeed_config
+from megatron_deberta.engine.deepspeed_runtime import zero3_partition
+from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.model import DebertaModel, DropoutSeeds, Execution
 from megatron_deberta.objectives import MaskedLanguageModel
 from megatron_deberta.parallel.topology import single_process_groups
 from megatron_deberta.sharding import ParameterSpec, build_model
 from tests.support.ranks import RankPool, grid
-from tests.support.tolerances import FP64
+from tests.support.tolerances import FP64, LAYOUT_GRADIENT
 
 BASE = ModelConfig(
     num_layers=3,
@@ -161,3 +173,60 @@ def test_models(two_ranks: RankPool, sequence: bool, model: str, documents: bool
 def test_four_ranks(four_ranks: RankPool, sequence: bool, probe: bool) -> None:
     parallel = ParallelConfig(tensor_parallel_size=4, sequence_parallel=sequence)
     check(four_ranks, BASE, parallel, probe=probe, documents=False)
+
+
+def engine_config(engine: Any, stage: Any, parallel: ParallelConfig) -> RunConfig:
+    return RunConfig(
+        model=BASE,
+        parallel=parallel,
+        optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=1, clip_grad_norm=0.0),
+        precision=PrecisionConfig(engine=engine, zero_stage=stage),
+        train=TrainConfig(global_batch_size=2, micro_batch_size=2),
+    )
+
+
+def encoder_moments(rank: int, config: RunConfig) -> dict[str, tuple[ParameterSpec, Tensor]]:
+    """First moments of one step on the probe: 1 - beta1 times the whole gradient."""
+    deepspeed_config.PERSISTENCE_THRESHOLD = 0  # else nothing this small is partitioned
+    tp_size = config.parallel.tensor_parallel_size
+    groups = single_process_groups(torch.device("cpu")) if tp_size == 1 else grid(tp_size)
+    partition = None
+    if config.precision.engine == "deepspeed" and config.precision.zero_stage == 3:
+        partition = functools.partial(zero3_partition, groups=groups, config=config)
+    model = build_model(
+        config, groups, torch.float32, model_class=EncoderProbe, partition=partition
+    )
+    model.module.train()
+    engine = build_engine(config, model.module, model.specs, groups)
+    engine.accumulate(engine.module(**make_batch(documents=False))[0])
+    assert not engine.step(1e-3).skipped
+    found = {
+        name: (model.specs[name], model.specs[name].true_part(state.exp_avg).clone())
+        for name, state in engine.gather_states()
+    }
+    engine.destroy()
+    return found
+
+
+@pytest.fixture(scope="module")
+def encoder_oracle() -> dict[str, tuple[ParameterSpec, Tensor]]:
+    return encoder_moments(0, engine_config("plain", 0, ParallelConfig()))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("sequence", [False, True], ids=["tp", "tp+sp"])
+def test_the_plain_encoder_through_engines(
+    two_ranks: RankPool,
+    encoder_oracle: dict[str, tuple[ParameterSpec, Tensor]],
+    sequence: bool,
+    stage: int,
+) -> None:
+    parallel = ParallelConfig(tensor_parallel_size=2, sequence_parallel=sequence)
+    ranks = two_ranks.run(encoder_moments, engine_config("deepspeed", stage, parallel))
+    last = f"encoder.layers.{BASE.num_layers - 1}."
+    for name in ("attention.norm.weight", "ffn.down.bias", "ffn.norm.weight", "ffn.norm.bias"):
+        assert encoder_oracle[last + name][1].abs().max() > 0
+    for name, (_, expected) in encoder_oracle.items():
+        actual = assemble([rank[name] for rank in ranks])
+        error = (actual - expected).norm() / expected.norm().clamp_min(1e-30)
+        assert error <= LAYOUT_GRADIENT, name

@@ -138,7 +138,7 @@ def micro_batches(step: int, groups: ProcessGroups) -> list[Batch]:
 
 
 def moments(engine: Engine, specs: dict[str, ParameterSpec]) -> dict[str, Any]:
-    """First moments with their specs: after one step, the clipped gradient times 1 - beta1."""
+    """First moments with their specs: after the first step, its clipped gradient times 1 - beta1."""
     return {
         name: (specs[name], specs[name].true_part(state.exp_avg).clone())
         for name, state in engine.gather_states()
@@ -160,7 +160,7 @@ def run_layout(rank: int, layout: Layout | None, steps: int) -> dict[str, Any]:
         result = take_step(step, micro_batches(step, groups))
         losses.append(result.loss)
         norms.append(result.outcome.grad_norm)
-        if step == 1:  # the first step has learning rate 0 but full moments; the second moves
+        if step == 0:  # the moments began at zero, so they are this step's gradient alone
             first = moments(engine, model.specs)
     last = moments(engine, model.specs)
     engine.destroy()
