@@ -187,6 +187,17 @@ def run_peak(case: Case, side: str) -> None:
     print(peak_resident_bytes())
 
 
+def write(output: Path, result: dict[str, Any]) -> None:
+    """Put a case into the result file in place of an older one of its name."""
+    rows = json.loads(output.read_text())["results"] if output.exists() else []
+    rows = [row for row in rows if row["name"] != result["name"]] + [{**result, **provenance()}]
+    order = [case.name for case in CASES]
+    rows.sort(key=lambda row: order.index(row["name"]))
+    output.parent.mkdir(parents=True, exist_ok=True)
+    record = {"tokens": TOKENS, "threads": 2, "results": rows}
+    output.write_text(json.dumps(record, indent=1) + "\n")
+
+
 def main() -> None:
     """Measure the chosen cases."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -200,12 +211,10 @@ def main() -> None:
     if args.peak:
         run_peak(cases[0], args.peak)
         return
-    results = []
     for case in cases:
         result = measure(case, args.repeats)
         for side in ("ours", "huggingface"):
             result[f"{side}_peak_bytes"] = peak_memory(case, side)
-        results.append(result)
         print(
             f"{case.name:26} ours {result['ours_seconds']:6.2f} s  transformers "
             f"{result['huggingface_seconds']:6.2f} s  {result['speedup']:.2f}x  peak memory "
@@ -214,14 +223,7 @@ def main() -> None:
             flush=True,
         )
         if args.output:
-            args.output.parent.mkdir(parents=True, exist_ok=True)
-            record = {
-                **provenance(),
-                "threads": 2,
-                "tokens": TOKENS,
-                "results": results,
-            }
-            args.output.write_text(json.dumps(record, indent=1) + "\n")
+            write(args.output, result)
 
 
 if __name__ == "__main__":

@@ -138,7 +138,7 @@ def micro_batches(step: int, groups: ProcessGroups) -> list[Batch]:
 
 
 def moments(engine: Engine, specs: dict[str, ParameterSpec]) -> dict[str, Any]:
-    """First moments with their specs: after the first step, its clipped gradient times 1 - beta1."""
+    """First moments and specs: after the first step, the clipped gradient times 1 - beta1."""
     return {
         name: (specs[name], specs[name].true_part(state.exp_avg).clone())
         for name, state in engine.gather_states()
