@@ -1,0 +1,132 @@
+"""The command started by real launchers, stopped by a scheduler, and failing on one rank only."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_deberta.checkpoint.layout import committed_steps, step_dir
+from megatron_deberta.errors import EXIT_FAILURE, EXIT_REQUEUE
+from megatron_deberta.observe.metrics import FILE_NAME
+from tests.support.jobs import ROOT, TIMEOUT, losses, run_to_end, start
+
+OF_LAUNCHERS = re.compile(r"(RANK|LOCAL_|WORLD_SIZE|MASTER_|SLURM_|OMPI_|PMI)")
+TWO_STEPS = ("train.stop_after=2", "train.eval_every=0", "precision.zero_stage=2")
+
+
+def bare_environment(**variables: str) -> dict[str, str]:
+    """This environment without any launcher's variables."""
+    kept = {key: value for key, value in os.environ.items() if not OF_LAUNCHERS.match(key)}
+    return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
+
+
+def command(run_yaml: Path, run_dir: Path) -> list[str]:
+    """One rank of a DeepSpeed run of two steps."""
+    program = [sys.executable, "-m", "megatron_deberta", "pretrain", str(run_yaml)]
+    return [*program, f"train.run_dir={run_dir}", *TWO_STEPS]
+
+
+def assert_two_ranks_trained(run_dir: Path, unbroken: Path) -> None:
+    """Both ranks took part: each wrote its ledger, and the losses are the whole batch's."""
+    assert committed_steps(run_dir) == [2]
+    assert len(list((run_dir / "ledger").iterdir())) == 2
+    assert losses(run_dir) == pytest.approx(losses(unbroken)[:2], rel=1e-5)
+
+
+def test_started_by_mpirun(run_yaml: Path, unbroken: Path, tmp_path: Path) -> None:
+    beside = Path(sys.executable).parent / "mpirun"
+    mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
+    assert mpirun is not None, "mpirun is missing; install requirements-dev.txt"
+    run_dir = tmp_path / "run"
+    done = subprocess.run(
+        [mpirun, "--allow-run-as-root", "--oversubscribe", "-n", "2", *command(run_yaml, run_dir)],
+        env=bare_environment(),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert_two_ranks_trained(run_dir, unbroken)
+
+
+def test_started_by_srun(run_yaml: Path, unbroken: Path, tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    run_dir = tmp_path / "run"
+    ranks = [
+        subprocess.Popen(
+            command(run_yaml, run_dir),
+            env=bare_environment(
+                SLURM_PROCID=str(rank), SLURM_NTASKS="2", SLURM_LOCALID=str(rank),
+                SLURM_NODEID="0", SLURM_STEP_ID="0", SLURM_JOB_ID="4",
+                SLURM_STEP_TASKS_PER_NODE="2", SLURM_STEP_NODELIST="localhost",
+                MASTER_PORT=str(port),
+            ),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        errors = [rank.communicate(timeout=TIMEOUT)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], errors
+    assert_two_ranks_trained(run_dir, unbroken)
+
+
+def test_sigterm_to_all_ranks_saves_and_asks_to_be_started_again(
+    run_yaml: Path, unbroken: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    job = start(run_yaml, run_dir, 2)
+    job.wait_for_step(3)
+    for rank in job.ranks:
+        rank.send_signal(signal.SIGTERM)
+    assert job.wait() == [EXIT_REQUEUE] * 2, job.output()
+    stopped_at = committed_steps(run_dir)[-1]
+    assert len(losses(run_dir)) == stopped_at
+    assert "stopped by SIGTERM with a checkpoint; requeue" in job.output()
+    end = stopped_at + 3
+    job = run_to_end(run_yaml, run_dir, 2, f"train.stop_after={end}")
+    assert f"continuing from {step_dir(run_dir, stopped_at)}" in job.output()
+    assert losses(run_dir) == losses(unbroken)[:end]
+
+
+@pytest.mark.parametrize("broken", ["metrics", "shard"])
+def test_what_only_rank_0_reads_fails_all_ranks(
+    run_yaml: Path, tmp_path: Path, broken: str
+) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    overrides = ["precision.engine=plain", "train.stop_after=2"]
+    if broken == "metrics":
+        (run_dir / FILE_NAME).write_text("no record\n")
+        message = f"{FILE_NAME}:1: not a metrics record"
+    else:
+        for file in run_yaml.parent.glob("docs_text_document.*"):
+            shutil.copy(file, tmp_path)
+        shard = tmp_path / "docs_text_document.bin"
+        content = bytearray(shard.read_bytes())
+        content[len(content) // 4 * 2] ^= 1
+        shard.write_bytes(content)
+        overrides += ["data.verify_hashes=true", f"data.train=[{shard.with_suffix('')}]"]
+        message = "SHA-256"
+    job = start(run_yaml, run_dir, 2, *overrides)
+    # Nobody kills the other rank here; its collectives would wait for half an hour.
+    assert job.wait() == [EXIT_FAILURE] * 2, job.output()
+    logs = [(tmp_path / f"run.{rank}.log").read_text() for rank in range(2)]
+    assert message in logs[0]
+    assert "another rank failed" in logs[1]
+    assert committed_steps(run_dir) == []
