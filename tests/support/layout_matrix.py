@@ -71,8 +71,8 @@ class Layout:
 
 ALL = [
     Layout(tp, zero, sequence, recompute)
-    for tp, zero, sequence, recompute in itertools.product(
-        (1, 2, 4), (0, 1, 2, 3), (False, True), ("none", "selective", "full")
+    for recompute, tp, zero, sequence in itertools.product(
+        ("none", "full", "selective"), (1, 2, 4), (0, 1, 2, 3), (False, True)
     )
     if tp > 1 or not sequence
 ]
