@@ -118,7 +118,7 @@ from megatron_deberta.observe.metrics import read_metrics
 
 run = Path(sys.argv[1])
 records = [r for r in read_metrics(run / "metrics.jsonl") if r["kind"] == "validation"]
-unigram = next(r["unigram_loss"] for r in records if "unigram_loss" in r)
+unigram = [r["unigram_loss"] for r in records if "unigram_loss" in r][-1]
 loss = [r["loss"] for r in records if "loss" in r][-1]
 print(f"validation loss   {loss:.3f} nat a masked token")
 print(f"unigram           {unigram:.3f} nat, same targets")
