@@ -107,7 +107,12 @@ def plot(record: dict[str, Any], path: Path) -> None:
     axes = (figure := Figure(figsize=(7, 4))).subplots()
     for name, label in (("ours", "megatron_deberta"), ("huggingface", "transformers")):
         points = record[name]
-        axes.plot([p["tokens"] / 1e6 for p in points], [p["loss"] for p in points], label=label)
+        axes.plot(
+            [p["tokens"] / 1e6 for p in points],
+            [p["loss"] for p in points],
+            marker="o",
+            label=label,
+        )
     axes.axhline(record["unigram_loss"], linestyle="--", color="grey", label="unigram")
     axes.set(xlabel="million tokens", ylabel="validation loss (nat a masked token)")
     axes.legend()
