@@ -34,7 +34,13 @@ class StepRecord:
     tokens_per_second: float
     """Tokens of all ranks, padding included."""
     utilization: float
-    """Model FLOPs over what the measured matrix rate allows; NaN where it was not measured."""
+    """MFU: model FLOPs over what the measured matrix rate allows; NaN where it was not measured."""
+    hardware_utilization: float
+    """The same with recomputed FLOPs."""
+    flops_per_second: float
+    """Model FLOP/s of all ranks."""
+    matmul_flops_per_second: float
+    """The matrix rate of all ranks, measured at start-up."""
     seconds_left: float
     """Time to the last step at the present rate."""
 
@@ -50,7 +56,10 @@ def describe_record(record: StepRecord) -> list[tuple[str, str]]:
         cells.append(("loss scale", f"{record.loss_scale:g}"))
     cells.append(("tokens/s", f"{record.tokens_per_second:,.0f}"))
     if not math.isnan(record.utilization):
-        cells.append(("MFU", f"{record.utilization:.1%}"))
+        rate = f"{record.matmul_flops_per_second / 1e12:,.3g} TFLOP/s"
+        cells.append(("MFU", f"{record.utilization:.1%} of {rate}"))
+        if record.hardware_utilization > record.utilization:
+            cells.append(("with recomputation", f"{record.hardware_utilization:.1%}"))
     cells.append(("ETA", format_duration(record.seconds_left)))
     return cells
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -94,24 +94,58 @@ def training_flops_per_token(
     return BACKWARD_FACTOR * forward.total
 
 
-def measure_matmul_rate(device: torch.device, dtype: torch.dtype, repeats: int = 5) -> float:
-    """Measure the rate of a large square matrix product.
+def recomputed_flops(
+    model: ModelConfig,
+    sequence_length: int,
+    micro_batch_size: int,
+    recompute: Literal["none", "selective", "full"],
+) -> float:
+    """FLOPs that backward spends on computing activations again, a token of the row.
+
+    Selective recomputation repeats no matrix product, full recomputation every layer before the
+    mask decoder. What an attention backend recomputes of its own accord is not counted.
+
+    Args:
+        model: the architecture.
+        sequence_length: tokens a row.
+        micro_batch_size: rows that share one projection of the position table.
+        recompute: ``parallel.recompute``.
+    """
+    if recompute != "full":
+        return 0.0
+    forward = forward_flops(model, sequence_length, micro_batch_size)
+    decoded = model.mask_decoder_passes > 0
+    repeated_layers = (model.num_layers - decoded) / model.num_layers
+    return forward.layers + repeated_layers * forward.position_projections
+
+
+def measure_matmul_rate(
+    device: torch.device, dtype: torch.dtype, *, limit_seconds: float = 0.25
+) -> float:
+    """Measure the rate of a large square matrix product; the best of some repeats.
 
     Args:
         device: where to measure.
         dtype: format of the factors.
-        repeats: timed products after one to warm up; the best counts.
+        limit_seconds: no further repeat starts after this.
 
     Returns:
         FLOP/s of this device (on CPU: of this process's threads).
     """
     on_gpu = device.type == "cuda"
-    size = 8192 if on_gpu else 768
-    left = torch.full((size, size), 0.5, device=device, dtype=dtype)
-    right = torch.full((size, size), 0.5, device=device, dtype=dtype)
+    # 16-bit products are slow on processors that lack the instructions.
+    size = 8192 if on_gpu else 768 if dtype == torch.float32 else 256
+    # Not constants: fewer bits that flip let a GPU clock higher than real data does.
+    generator = torch.Generator(device).manual_seed(0)
+    left, right = (
+        torch.randn(size, size, device=device, generator=generator).to(dtype) for _ in range(2)
+    )
     best = float("inf")
-    for _ in range(repeats + 1):
+    begin = time.perf_counter()
+    for repeat in range(20):
         start = time.perf_counter()
+        if repeat > 1 and start - begin > limit_seconds:
+            break
         torch.mm(left, right)
         if on_gpu:
             torch.cuda.synchronize(device)
@@ -125,7 +159,11 @@ class Throughput(NamedTuple):
     tokens_per_second: float
     """Tokens of all ranks."""
     utilization: float
-    """Model FLOPs over what the matrix rate allows."""
+    """MFU: model FLOPs, without recomputation, over what the matrix rate allows."""
+    hardware_utilization: float
+    """The same with recomputation."""
+    flops_per_second: float
+    """Model FLOP/s of all ranks."""
     seconds_per_step: float
     """Wall time of one optimizer step."""
 
@@ -136,7 +174,8 @@ class ThroughputMeter:
     Args:
         tokens_per_step: tokens of all ranks an optimizer step.
         flops_per_token: from ``training_flops_per_token``.
-        matmul_rate: FLOP/s of all ranks together.
+        matmul_rate: FLOP/s of all ranks together, from ``measure_matmul_rate``.
+        recomputed_per_token: from ``recomputed_flops``.
         clock: seconds from any origin.
     """
 
@@ -146,11 +185,13 @@ class ThroughputMeter:
         tokens_per_step: int,
         flops_per_token: float,
         matmul_rate: float,
+        recomputed_per_token: float = 0.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._tokens_per_step = tokens_per_step
         self._flops_per_token = flops_per_token
-        self._matmul_rate = matmul_rate
+        self._recomputed_per_token = recomputed_per_token
+        self.matmul_rate = matmul_rate
         self._clock = clock
         self._start = clock()
         self._steps = 0
@@ -178,4 +219,12 @@ class ThroughputMeter:
         seconds = max(now - self._start, 1e-9) / self._steps
         self._start, self._steps = now, 0
         rate = self._tokens_per_step / seconds
-        return Throughput(rate, rate * self._flops_per_token / self._matmul_rate, seconds)
+        flops = rate * self._flops_per_token
+        done = rate * (self._flops_per_token + self._recomputed_per_token)
+        return Throughput(
+            tokens_per_second=rate,
+            utilization=flops / self.matmul_rate,
+            hardware_utilization=done / self.matmul_rate,
+            flops_per_second=flops,
+            seconds_per_step=seconds,
+        )

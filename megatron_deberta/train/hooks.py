@@ -91,6 +91,9 @@ class LogHook:
             loss_scale=result.outcome.loss_scale,
             tokens_per_second=speed.tokens_per_second,
             utilization=speed.utilization,
+            hardware_utilization=speed.hardware_utilization,
+            flops_per_second=speed.flops_per_second,
+            matmul_flops_per_second=self._meter.matmul_rate,
             seconds_left=(self._total_steps - step) * speed.seconds_per_step,
         )
 

@@ -38,6 +38,7 @@ from megatron_deberta.observe.logs import setup_logging
 from megatron_deberta.observe.throughput import (
     ThroughputMeter,
     measure_matmul_rate,
+    recomputed_flops,
     training_flops_per_token,
 )
 from megatron_deberta.parallel.agreement import failing_together
@@ -262,6 +263,9 @@ def _meter(config: RunConfig, groups: ProcessGroups) -> ThroughputMeter:
             config.objective.mask_probability,
         ),
         matmul_rate=rate * groups.world_size,
+        recomputed_per_token=recomputed_flops(
+            config.model, length, config.train.micro_batch_size, config.parallel.recompute
+        ),
     )
 
 

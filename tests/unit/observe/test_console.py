@@ -17,6 +17,9 @@ RECORD = StepRecord(
     loss_scale=1.0,
     tokens_per_second=9120.4,
     utilization=0.412,
+    hardware_utilization=0.412,
+    flops_per_second=5.15e11,
+    matmul_flops_per_second=1.25e12,
     seconds_left=211,
 )
 
@@ -29,7 +32,7 @@ def test_without_a_terminal_each_record_is_one_clean_line() -> None:
         view.note("validation 120: loss 6.9")
     assert out.getvalue() == (
         "step 120/600 | loss 6.8123 | lr 9.630e-04 | grad norm 1.204 | tokens/s 9,120 | "
-        "MFU 41.2% | ETA 0:03:31\nvalidation 120: loss 6.9\n"
+        "MFU 41.2% of 1.25 TFLOP/s | ETA 0:03:31\nvalidation 120: loss 6.9\n"
     )
 
 
@@ -38,6 +41,7 @@ def test_lines_say_what_applies() -> None:
     view = LiveConsole(600, console=Console(file=out))
     view.update(replace(RECORD, loss_scale=65536.0, utilization=math.nan))
     assert "loss scale 65536" in out.getvalue()
+    assert "with recomputation" not in out.getvalue()
     assert "MFU" not in out.getvalue()
 
 
@@ -66,3 +70,9 @@ def test_the_terminal_is_given_back_after_an_error() -> None:
 )
 def test_durations(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
+
+
+def test_recomputation_is_told_apart_from_useful_work() -> None:
+    out = io.StringIO()
+    LiveConsole(600, console=Console(file=out)).update(replace(RECORD, hardware_utilization=0.549))
+    assert "MFU 41.2% of 1.25 TFLOP/s | with recomputation 54.9%" in out.getvalue()

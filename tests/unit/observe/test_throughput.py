@@ -70,7 +70,13 @@ class Clock:
 
 def test_meter_leaves_out_pauses() -> None:
     clock = Clock()
-    meter = ThroughputMeter(tokens_per_step=100, flops_per_token=5, matmul_rate=1000, clock=clock)
+    meter = ThroughputMeter(
+        tokens_per_step=100,
+        flops_per_token=5,
+        matmul_rate=1000,
+        recomputed_per_token=1,
+        clock=clock,
+    )
     for _ in range(4):
         clock.now += 0.5
         meter.step_done()
@@ -80,6 +86,8 @@ def test_meter_leaves_out_pauses() -> None:
     assert lap.seconds_per_step == pytest.approx(0.5)
     assert lap.tokens_per_second == pytest.approx(200)
     assert lap.utilization == pytest.approx(1.0)
+    assert lap.hardware_utilization == pytest.approx(1.2)
+    assert lap.flops_per_second == pytest.approx(1000)
     with pytest.raises(ValueError, match="no step"):
         meter.lap()
 
@@ -94,5 +102,5 @@ def test_meter_starts_afresh_after_a_lap() -> None:
 
 
 def test_matmul_rate_is_plausible() -> None:
-    rate = measure_matmul_rate(torch.device("cpu"), torch.float32, repeats=2)
+    rate = measure_matmul_rate(torch.device("cpu"), torch.float32)
     assert 1e8 < rate < 1e15

@@ -1,0 +1,119 @@
+"""The FLOP formula against torch's own counter on the real model.
+
+The counter sees matrix products and convolutions, as the formula does. The reference backend
+writes attention out, so that the counter sees all of it; what it computes beyond the formula is
+stated here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron_deberta.config import ModelConfig
+from megatron_deberta.model import Execution
+from megatron_deberta.objectives import MaskedLanguageModel
+from megatron_deberta.observe.throughput import (
+    forward_flops,
+    recomputed_flops,
+    training_flops_per_token,
+)
+
+ROWS, MASKED_SHARE = 2, 0.125
+V2 = ModelConfig(
+    num_layers=3,
+    hidden_size=32,
+    num_heads=4,
+    ffn_hidden_size=80,
+    vocab_size=131,
+    max_position_embeddings=64,
+    max_relative_positions=16,
+    position_buckets=8,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+)
+CASES = {
+    "1.5B-like": (replace(V2, conv_kernel_size=3), 64),
+    "short rows": (replace(V2, conv_kernel_size=3), 8),
+    "own position projections": (
+        replace(V2, share_position_projections=False, position_buckets=0),
+        32,
+    ),
+    "c2p": (replace(V2, position_terms="c2p"), 32),
+    "p2c": (replace(V2, position_terms="p2c"), 32),
+    "one decoder pass": (replace(V2, mask_decoder_passes=1), 32),
+    "no decoder": (replace(V2, mask_decoder_passes=0, absolute_positions="none"), 32),
+    "RoBERTa": (
+        replace(V2, position_terms="none", mask_decoder_passes=0, absolute_positions="input"),
+        32,
+    ),
+}
+
+
+def beyond_the_formula(model: ModelConfig, length: int) -> float:
+    """FLOPs a token of the row that the reference backend computes and need not.
+
+    Both terms meet every slot of the table, even where a row has fewer distances, and the
+    decoder's keys meet the table in each pass.
+    """
+    slots = 2 * (model.position_buckets or model.max_relative_positions)
+    c2p, p2c = "c2p" in model.position_terms, "p2c" in model.position_terms
+    needed, done = 2 * min(length, slots) * model.hidden_size, 2 * slots * model.hidden_size
+    layers = model.num_layers - (model.mask_decoder_passes > 0)
+    extra = layers * (c2p + p2c) * (done - needed)
+    extra += model.mask_decoder_passes * c2p * MASKED_SHARE * (done - needed)
+    extra += model.mask_decoder_passes * p2c * (done - MASKED_SHARE * needed)
+    return extra
+
+
+def batch(length: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(length)
+    masked = torch.arange(0, length, round(1 / MASKED_SHARE)).expand(ROWS, -1)
+    return {
+        "input_ids": torch.randint(5, 131, (ROWS, length), generator=generator),
+        "attention_mask": torch.ones(ROWS, length, dtype=torch.bool),
+        "masked_positions": masked,
+        "labels": torch.randint(5, 131, masked.shape, generator=generator),
+    }
+
+
+def counted(model: ModelConfig, length: int, recompute: Any, *, backward: bool) -> float:
+    """FLOPs a token of the row, by torch's counter."""
+    module = MaskedLanguageModel(model, Execution(recompute, "reference")).train()
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.05)
+    with FlopCounterMode(display=False) as counter:
+        loss, _ = module(**batch(length))
+        if backward:
+            loss.backward()
+    return counter.get_total_flops() / (ROWS * length)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_forward_to_the_last_flop(name: str) -> None:
+    model, length = CASES[name]
+    formula = forward_flops(model, length, ROWS, MASKED_SHARE).total
+    found = counted(model, length, "none", backward=False)
+    assert found == pytest.approx(formula + beyond_the_formula(model, length), rel=1e-12)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_backward_is_twice_forward(name: str) -> None:
+    model, length = CASES[name]
+    formula = training_flops_per_token(model, length, ROWS, MASKED_SHARE)
+    found = counted(model, length, "none", backward=True)
+    assert found == pytest.approx(formula + 3 * beyond_the_formula(model, length), rel=1e-12)
+
+
+@pytest.mark.parametrize("recompute", ["full"])
+@pytest.mark.parametrize("name", ["1.5B-like", "own position projections", "RoBERTa"])
+def test_recomputation_is_counted_apart(name: str, recompute: Any) -> None:
+    model, length = CASES[name]
+    plain = counted(model, length, "none", backward=True)
+    again = counted(model, length, recompute, backward=True) - plain
+    formula = recomputed_flops(model, length, ROWS, recompute)
+    assert again == pytest.approx(formula, rel=1e-12)
