@@ -9,7 +9,8 @@ import functools
 import logging
 import os
 import sys
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from torch import nn
 
 from megatron_deberta.checkpoint import store
 from megatron_deberta.checkpoint.layout import CheckpointMetadata
+from megatron_deberta.cluster.run_lock import RunLock
 from megatron_deberta.config import config_to_dict, validate_for_world
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.data.build import (
@@ -115,20 +117,32 @@ def pretrain(config: RunConfig, stop: StopSignal, *, allow_config_change: bool =
             config.cluster.timeout_minutes,
             environment,
         )
-        with failing_together(groups):
-            data = _open_data(config, groups.rank)
-        start = choose_start(config, groups, data.identity, allow_config_change)
-        model = build_rank_model(config, groups)
-        engine = build_engine(config, model.module, model.specs, groups)
-        load_start(start, engine, model.specs)
-        code = _train(_Assembled(config, groups, data, model, engine), start.state, stop, terminal)
-        engine.destroy()
-        return code
+        with _locked(config.train.run_dir, groups):
+            with failing_together(groups):
+                data = _open_data(config, groups.rank)
+            start = choose_start(config, groups, data.identity, allow_config_change)
+            model = build_rank_model(config, groups)
+            engine = build_engine(config, model.module, model.specs, groups)
+            load_start(start, engine, model.specs)
+            parts = _Assembled(config, groups, data, model, engine)
+            code = _train(parts, start.state, stop, terminal)
+            engine.destroy()
+            return code
     finally:
         shutdown()
         # DeepSpeed was told its rank there; the next run in this process may have another.
         os.environ.clear()
         os.environ.update(variables)
+
+
+@contextmanager
+def _locked(run_dir: str, groups: ProcessGroups) -> Iterator[None]:
+    """Hold the lock of the run's folder, on rank 0. Collective over all ranks, at the start."""
+    with ExitStack() as held:
+        with failing_together(groups):
+            if groups.rank == 0:
+                held.enter_context(RunLock(run_dir))
+        yield
 
 
 def choose_device(config: RunConfig) -> torch.device:

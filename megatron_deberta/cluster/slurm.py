@@ -1,0 +1,47 @@
+"""SLURM's commands, called with argument lists and read back.
+
+Owns every call of a SLURM program. Refuses shells: nothing here is ever text that one parses.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+
+from megatron_deberta.errors import MegatronDebertaError
+
+TIMEOUT_SECONDS = 60.0
+
+
+class SlurmError(MegatronDebertaError):
+    """A SLURM command is missing, failed or did not answer."""
+
+
+def call(command: Sequence[str]) -> str:
+    """Run a SLURM command and return its standard output.
+
+    Raises:
+        SlurmError: it is not installed, failed, or did not answer within a minute.
+    """
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
+        )
+    except FileNotFoundError:
+        raise SlurmError(
+            f"{command[0]} is not installed here; run this on a node of the SLURM cluster"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise SlurmError(f"{command[0]}: no answer within {TIMEOUT_SECONDS:.0f} s") from None
+    if done.returncode != 0:
+        reason = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+        raise SlurmError(f"{command[0]}: {reason}")
+    return done.stdout
+
+
+def job_has_ended(job: str) -> bool:
+    """Whether SLURM says that a job runs no more; False where there is no SLURM to ask."""
+    try:
+        return call(["squeue", "--noheader", "--jobs", job, "--format=%T"]).strip() == ""
+    except SlurmError as error:
+        return "Invalid job id" in str(error)

@@ -1,0 +1,208 @@
+"""One holder a folder: among processes, against dead ones, other machines' and earlier starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from megatron_deberta.cluster import run_lock
+from megatron_deberta.cluster.run_lock import Holder, RunLock, newest_lock, read_lock
+from megatron_deberta.errors import ConfigError
+from tests.support.jobs import ROOT
+
+HOLD = """
+import os, sys, time
+from megatron_deberta.cluster.run_lock import RunLock
+from megatron_deberta.errors import ConfigError
+try:
+    with RunLock(sys.argv[1]):
+        if os.fork() == 0:
+            # A loader process that outlives its parent.
+            time.sleep(60)
+        print("held", os.getpid(), flush=True)
+        time.sleep(float(sys.argv[2]))
+except ConfigError as error:
+    print(error, flush=True)
+    sys.exit(2)
+"""
+
+
+@contextmanager
+def started(run_dir: Path, seconds: float, **variables: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that wants the lock, in a session of its own that is killed in the end."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(run_dir), str(seconds)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def first_line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other machines' holders are given up sooner."""
+    monkeypatch.setattr(run_lock, "DEAD_SECONDS", 2.0)
+    monkeypatch.setattr(run_lock, "SILENT_SECONDS", 1.0)
+
+
+def test_taken_refused_and_given_back(tmp_path: Path) -> None:
+    with RunLock(tmp_path):
+        with pytest.raises(ConfigError, match=f"in use by process {os.getpid()} on "):
+            RunLock(tmp_path).__enter__()
+        with pytest.raises(ConfigError):
+            RunLock(tmp_path).__enter__()
+    with RunLock(tmp_path), pytest.raises(ConfigError):
+        RunLock(tmp_path).__enter__()
+    assert len(list((tmp_path / "lock").iterdir())) == 1
+
+
+def test_an_error_inside_gives_it_back(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), RunLock(tmp_path):
+        raise RuntimeError
+    with RunLock(tmp_path):
+        pass
+
+
+def test_killed_holder_frees_it_at_once_though_its_loader_lives(tmp_path: Path) -> None:
+    with started(tmp_path, 60) as holder:
+        assert first_line(holder) == f"held {holder.pid}"
+        with started(tmp_path, 0) as loser:
+            assert re.search(rf"in use by process {holder.pid} on ", first_line(loser))
+            assert loser.wait(10) == 2
+        holder.kill()
+        # Signals take a moment.
+        holder.wait(5)
+        with RunLock(tmp_path):
+            pass
+
+
+def test_of_many_that_find_a_dead_holder_one_wins(tmp_path: Path) -> None:
+    for _ in range(4):
+        with started(tmp_path, 60) as dead:
+            first_line(dead)
+        with started(tmp_path, 20) as a, started(tmp_path, 20) as b, started(tmp_path, 20) as c:
+            lines = {process.pid: first_line(process) for process in (a, b, c)}
+            winners = [pid for pid, line in lines.items() if line == f"held {pid}"]
+            assert len(winners) == 1, lines
+            others = [line for pid, line in lines.items() if pid not in winners]
+            assert all(f"in use by process {winners[0]} on " in line for line in others)
+
+
+def take_into(held: list[RunLock], folder: Path, barrier: threading.Barrier) -> None:
+    barrier.wait()
+    with suppress(ConfigError):
+        held.append(RunLock(folder).__enter__())
+
+
+def test_threads_race_for_a_new_folder(tmp_path: Path) -> None:
+    for number in range(30):
+        folder, barrier = tmp_path / str(number), threading.Barrier(6)
+        held: list[RunLock] = []
+        threads = [
+            threading.Thread(target=take_into, args=(held, folder, barrier)) for _ in range(6)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(held) == 1
+        held[0].__exit__(None, None, None)
+
+
+def plant(run_dir: Path, **values: object) -> Path:
+    """A lock of another machine, as a shared disk would show it."""
+    holder = replace(Holder.this_process(), host="elsewhere", boot="other", pid=7)
+    path = run_dir / "lock" / "00000041.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(asdict(holder) | values))
+    return path
+
+
+def test_other_machine_that_shows_life_is_named_soon(tmp_path: Path) -> None:
+    path = plant(tmp_path)
+    stop = threading.Event()
+
+    def beat() -> None:
+        while not stop.wait(0.5):
+            os.utime(path)
+
+    heart = threading.Thread(target=beat)
+    heart.start()
+    began = time.monotonic()
+    try:
+        with pytest.raises(ConfigError, match="in use by process 7 on elsewhere, since 20"):
+            RunLock(tmp_path).__enter__()
+    finally:
+        stop.set()
+        heart.join()
+    assert time.monotonic() - began < 10
+
+
+def test_silent_other_machine_is_dead(
+    tmp_path: Path, quick: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Written by a clock an hour ahead.
+    later = time.time() + 3600
+    os.utime(plant(tmp_path), (later, later))
+    with RunLock(tmp_path) as lock:
+        assert newest_lock(tmp_path / "lock") == tmp_path / "lock" / "00000042.json"
+    assert "taking the lock of process 7 on elsewhere" in caplog.text
+    assert lock is not None
+
+
+def test_slurm_knows_that_the_holders_job_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(run_lock, "job_has_ended", lambda job: asked.append(job) or True)
+    plant(tmp_path, job="123")
+    began = time.monotonic()
+    with RunLock(tmp_path):
+        assert time.monotonic() - began < 5
+    assert asked == ["123"]
+
+
+def test_requeued_job_takes_over_from_its_earlier_start_which_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with started(tmp_path, 60, SLURM_JOB_ID="5", SLURM_RESTART_COUNT="1") as earlier:
+        assert first_line(earlier) == f"held {earlier.pid}"
+        with started(tmp_path, 0, SLURM_JOB_ID="5", SLURM_RESTART_COUNT="1") as twin:
+            assert "SLURM job 5" in first_line(twin)
+        monkeypatch.setenv("SLURM_JOB_ID", "5")
+        monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+        with RunLock(tmp_path):
+            assert earlier.wait(1) == 1
+        assert "was taken by process" in first_line(earlier)
+
+
+def test_not_a_lock(tmp_path: Path) -> None:
+    plant(tmp_path).write_text("[1]")
+    with pytest.raises(ConfigError, match="not a lock"):
+        RunLock(tmp_path).__enter__()
+    assert read_lock(tmp_path / "none") is None
