@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +72,8 @@ def optimizer_for(model: torch.nn.Module, config: RunConfig) -> torch.optim.Opti
     )  # fmt: skip
 
 
-def train(config: RunConfig, last_step: int) -> list[dict[str, float]]:
-    """Train the peer to ``last_step``; returns its validation losses by step."""
+def train(config: RunConfig, last_step: int) -> Iterator[list[dict[str, float]]]:
+    """Train the peer to ``last_step``; gives its curve so far after each validation."""
     torch.manual_seed(config.train.seed)
     vocabulary = Vocabulary.of(load_tokenizer(tokenizer_path(config)))
     loader, validation = build_loaders(config, vocabulary, 0, 1, 0)
@@ -97,7 +97,7 @@ def train(config: RunConfig, last_step: int) -> list[dict[str, float]]:
             minutes = (time.monotonic() - start) / 60
             curve.append({"step": step + 1, "loss": loss})
             print(f"step {step + 1} validation {loss:.4f} after {minutes:.1f} min", flush=True)
-    return curve
+            yield curve
 
 
 def plot(record: dict[str, Any], path: Path) -> None:
@@ -119,17 +119,9 @@ def plot(record: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=120, bbox_inches="tight")
 
 
-def main() -> None:
-    """Train the peer and write both curves."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--run", type=Path, required=True, help="folder of our finished run")
-    parser.add_argument("--output", type=Path, required=True, help="path without .json and .png")
-    parser.add_argument("--steps", type=int, required=True, help="steps the peer takes")
-    args = parser.parse_args()
-    config = load_config(str(args.run / "config.yaml"))
-    peer = train(config, args.steps)
-    # Read last: ours may still have been running.
-    records = [r for r in read_metrics(args.run / "metrics.jsonl") if r["kind"] == "validation"]
+def write(run: Path, config: RunConfig, peer: list[dict[str, float]], output: Path) -> None:
+    """Write both curves as far as they go, as JSON and PNG."""
+    records = [r for r in read_metrics(run / "metrics.jsonl") if r["kind"] == "validation"]
     tokens_per_step = config.train.global_batch_size * config.data.sequence_length
     record = {
         **provenance(),
@@ -141,11 +133,23 @@ def main() -> None:
     for name in ("ours", "huggingface"):
         for point in record[name]:
             point["tokens"] = point["step"] * tokens_per_step
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    partial = args.output.with_suffix(".tmp")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    partial = output.with_suffix(".tmp")
     partial.write_text(json.dumps(record, indent=1) + "\n")
-    os.replace(partial, args.output.with_suffix(".json"))
-    plot(record, args.output.with_suffix(".png"))
+    os.replace(partial, output.with_suffix(".json"))
+    plot(record, output.with_suffix(".png"))
+
+
+def main() -> None:
+    """Train the peer; both curves are written after each of its validations."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--run", type=Path, required=True, help="folder of our finished run")
+    parser.add_argument("--output", type=Path, required=True, help="path without .json and .png")
+    parser.add_argument("--steps", type=int, required=True, help="steps the peer takes")
+    args = parser.parse_args()
+    config = load_config(str(args.run / "config.yaml"))
+    for peer in train(config, args.steps):
+        write(args.run, config, peer, args.output)
 
 
 if __name__ == "__main__":
