@@ -1,0 +1,381 @@
+"""Whole pretraining steps of this project against others, on a GPU or a CPU.
+
+Three comparisons, each of all sides in one run on one machine, with the same batch, precision and
+optimizer:
+
+- ``huggingface``: against transformers' ``DebertaV2ForMaskedLM`` as it comes, and, on a GPU where
+  the disentangled-flash package is installed, with its training path switched on;
+- ``peers``: DeBERTa-base against ModernBERT-base, RoBERTa-base and BERT-base, each at its best
+  (``benchmarks/steps/peers.py``);
+- ``disentanglement``: the 1.5B model (on a CPU four layers of its width) against the same model
+  with plain flash attention.
+
+Correctness comes first: without dropout and mask decoder we must have the loss of
+``DebertaV2ForMaskedLM``, and a peer's masked-only loss must be that of transformers' own forward.
+Each finished case is merged into the result file, and ``--resume`` skips what it holds.
+
+    python benchmarks/step.py huggingface --device cpu --output benchmarks/results/cpu/step.json
+
+From Python: ``run("peers", torch.device("cuda"), Path("peers.json"), deadline=time.time() + 400)``
+runs the cases that the file lacks, as long as there is time to start one, and returns whether it
+holds all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.provenance import provenance  # noqa: E402
+from benchmarks.steps.batch import StepBatch, make_batch  # noqa: E402
+from benchmarks.steps.measure import Contender, Result, compete  # noqa: E402
+from benchmarks.steps.peers import PEERS, Peer, variants  # noqa: E402
+from benchmarks.steps.sides import Ours, Setting, Side, Stock  # noqa: E402
+from megatron_deberta.config.schema import ModelConfig  # noqa: E402
+from megatron_deberta.files import write_atomically  # noqa: E402
+from megatron_deberta.observe.throughput import measure_matmul_rate  # noqa: E402
+from tests.support.memory import peak_resident_bytes  # noqa: E402
+from tests.support.stock_weights import copy_from_stock  # noqa: E402
+
+COMPARISONS = ("huggingface", "peers", "disentanglement")
+LENGTHS = (512, 128, 2048)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+PEER_VOCABULARY = 50368
+"""ModernBERT's, for all."""
+CPU_THREADS = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured."""
+
+    name: str
+    comparison: str
+    model: ModelConfig
+    length: int
+    tokens: int
+    dtype: str
+    target: float | None = None
+    """Speed-up over the first other side to reach."""
+
+    def setting(self, device: torch.device) -> Setting:
+        """What all sides share."""
+        return Setting(self.model, device, DTYPES[self.dtype], compile_peers=device.type == "cuda")
+
+
+def cases(comparison: str, device: torch.device) -> list[Case]:
+    """The cases of a comparison; lengths beyond 512 get as many absolute positions."""
+    on_gpu = device.type == "cuda"
+    tokens, dtype = (16384, "bf16") if on_gpu else (2048, "fp32")
+    base = ModelConfig()
+    large = ModelConfig(num_layers=48, hidden_size=1536, num_heads=24, ffn_hidden_size=6144,
+                        conv_kernel_size=3)  # fmt: skip
+    if comparison == "huggingface" and not on_gpu:
+        case = partial(Case, comparison=comparison, tokens=tokens)
+        small = replace(base, vocab_size=32000)
+        return [
+            case("12 layers, 128K", model=base, length=512, dtype="fp32", target=1.7),
+            case("12 layers, 32K", model=small, length=512, dtype="fp32", target=1.35),
+            case("4 layers, 128K", model=replace(base, num_layers=4), length=512, dtype="fp32",
+                 target=2.5),
+            case("12 layers, 128K, N=128", model=base, length=128, dtype="fp32"),
+            case("12 layers, 128K, bf16", model=base, length=512, dtype="bf16"),
+        ]  # fmt: skip
+    if comparison == "huggingface":
+        models = {"1.5B": (large, 3.0), "base": (base, None)}
+    elif comparison == "peers":
+        models = {"base": (replace(base, vocab_size=PEER_VOCABULARY), 1.0)}
+    elif on_gpu:
+        models = {"1.5B": (large, 1 / 1.07)}
+    else:
+        models = {"4 layers of 1.5B": (replace(large, num_layers=4, vocab_size=32000), None)}
+    return [
+        Case(
+            f"{name}, N={length}",
+            comparison,
+            replace(model, max_position_embeddings=max(length, model.max_position_embeddings)),
+            length,
+            tokens,
+            dtype,
+            target if length == 512 else None,
+        )
+        for name, (model, target) in models.items()
+        for length in LENGTHS
+    ]
+
+
+def sides(case: Case, device: torch.device) -> dict[str, Callable[[], Side]]:
+    """How to build each side of a case; the first is ours."""
+    setting = case.setting(device)
+    builds: dict[str, Callable[[], Side]] = {"ours": partial(Ours, setting)}
+    if case.comparison == "disentanglement":
+        builds["plain_attention"] = partial(Ours, setting, plain_attention=True)
+    elif case.comparison == "huggingface":
+        builds["huggingface"] = partial(Stock, setting)
+        if device.type == "cuda" and importlib.util.find_spec("disentangled_flash"):
+            builds["disentangled_flash"] = partial(Stock, setting, disentangled_flash=True)
+    else:
+        for name in PEERS:
+            variant = variants(name, device)[0][0]
+            builds[name] = partial(Peer, setting, name, variant, case.length)
+    return builds
+
+
+def check(case: Case, device: torch.device) -> dict[str, float]:
+    """Relative differences of losses that must be the same, by side, at two layers in fp32.
+
+    Raises:
+        SystemExit: they are not.
+    """
+    size = replace(case.model, num_layers=2, hidden_dropout=0.0, attention_dropout=0.0)
+    bare = replace(size, mask_decoder_passes=0, absolute_positions="none")
+    batch = make_batch(size, case.tokens, case.length, device)
+    setting = Setting(bare, device, torch.float32)
+    differences: dict[str, float] = {}
+    ours = Ours(setting)
+    for name, build in sides(replace(case, model=size, dtype="fp32"), device).items():
+        if name == "ours" or case.comparison == "disentanglement":
+            continue
+        side: Any = build()
+        if isinstance(side, Peer):
+            differences[name] = side.check(batch)
+            continue
+        copy_from_stock(ours.model, side.model)
+        with torch.no_grad():
+            theirs = side.loss(batch, 1).item()
+            differences[name] = abs(ours.loss(batch, 1).item() - theirs) / theirs
+    limit = 1e-5 if device.type == "cpu" else 1e-4
+    if any(difference > limit for difference in differences.values()):
+        raise SystemExit(f"{case.name}: losses differ by {differences}, more than {limit}")
+    return differences
+
+
+def choose_variants(
+    case: Case, device: torch.device, batch: StepBatch, builds: dict[str, Callable[[], Side]]
+) -> dict[str, dict[str, float | str]]:
+    """Put the fastest attention setting of each peer into ``builds``; returns what was tried.
+
+    A setting that does not run here is noted with its error and left out.
+    """
+    tried: dict[str, dict[str, float | str]] = {}
+    for name in PEERS:
+        usable, missing = variants(name, device)
+        tried[name] = dict(missing)
+        if len(usable) == 1 and not missing:
+            continue
+        best = float("inf")
+        for variant in usable:
+            build = partial(Peer, case.setting(device), name, variant, case.length)
+            try:
+                contender = Contender(build(), batch)
+                contender.step()
+                seconds = min(contender.step() for _ in range(3))
+            except Exception as error:  # any failure of a peer's kernel is a result
+                tried[name][variant] = f"{type(error).__name__}: {str(error)[:200]}"
+                continue
+            finally:
+                contender = None
+                gc.collect()
+            tried[name][variant] = seconds
+            if seconds < best:
+                best, builds[name] = seconds, build
+    return tried
+
+
+def measure(case: Case, device: torch.device, repeats: int) -> dict[str, Any]:
+    """One row of results."""
+    torch.manual_seed(1)
+    row: dict[str, Any] = {
+        "name": case.name,
+        "layers": case.model.num_layers,
+        "width": case.model.hidden_size,
+        "vocab": case.model.vocab_size,
+        "length": case.length,
+        "dtype": case.dtype,
+        "target": case.target,
+        "loss_difference": check(case, device),
+    }
+    batch = make_batch(case.model, case.tokens, case.length, device)
+    builds = sides(case, device)
+    if case.comparison == "peers":
+        row["attention_tried"] = choose_variants(case, device, batch, builds)
+    rate = measure_matmul_rate(device, DTYPES[case.dtype])
+    row["matmul_tflops_per_second"] = rate / 1e12
+    # 20 bytes a weight in training; half of a GPU is left for activations.
+    resident = device.type == "cpu" or len(builds) * 20 * 1.1 * _parameters(case.model) < (
+        torch.cuda.get_device_properties(device).total_memory / 2
+    )
+    results = compete(builds, batch, repeats, resident=resident)
+    row["sides"] = {name: _describe(case, result, rate) for name, result in results.items()}
+    ours = row["sides"]["ours"]["seconds"]
+    row["speedup"] = {
+        name: side["seconds"] / ours for name, side in row["sides"].items() if name != "ours"
+    }
+    return row
+
+
+def _parameters(model: ModelConfig) -> int:
+    width = model.hidden_size
+    layer = 4 * width * width + 2 * width * model.ffn_hidden_size
+    return model.num_layers * layer + width * model.vocab_size
+
+
+def _describe(case: Case, result: Result, rate: float) -> dict[str, Any]:
+    seconds = statistics.median(result.seconds)
+    speed = case.tokens / seconds
+    return {
+        **result.notes,
+        "seconds": seconds,
+        "tokens_per_second": speed,
+        "parameters": result.parameters,
+        "gflop_per_token": result.flops_per_token / 1e9,
+        "mfu": speed * result.flops_per_token / rate,
+        "peak_bytes": result.peak_bytes,
+        "micro_batches": result.micro_batches,
+        "seconds_by_part": result.parts,
+        "all_seconds": result.seconds,
+    }
+
+
+def add_peak_of_processes(case: Case, row: dict[str, Any]) -> None:
+    """Measure each side's peak memory in a process of its own, which a CPU needs."""
+    for name, side in row["sides"].items():
+        command = [sys.executable, __file__, case.comparison, "--device", "cpu", "--peak", name,
+                   "--case", case.name, "--variant", side.get("attention", "")]  # fmt: skip
+        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        side["peak_bytes"] = int(output.strip().splitlines()[-1])
+
+
+def print_peak(case: Case, name: str, variant: str) -> None:
+    """Take two steps of one side on the CPU, then print this process's peak resident bytes."""
+    device = torch.device("cpu")
+    build = sides(case, device)[name]
+    if name in PEERS:
+        build = partial(Peer, case.setting(device), name, variant, case.length)
+    contender = Contender(build(), make_batch(case.model, case.tokens, case.length, device))
+    contender.step()
+    contender.step()
+    print(peak_resident_bytes())
+
+
+def read_rows(output: Path) -> list[dict[str, Any]]:
+    """The rows of a result file, none where there is no file."""
+    rows: list[dict[str, Any]] = (
+        json.loads(output.read_text())["results"] if output.exists() else []
+    )
+    return rows
+
+
+def merge(output: Path, case: Case, row: dict[str, Any], order: list[str]) -> None:
+    """Put a row into the result file in place of an older one of its name."""
+    rows = [old for old in read_rows(output) if old["name"] != case.name]
+    rows.append({**row, **provenance()})
+    rows.sort(key=lambda kept: order.index(kept["name"]))
+    threads = torch.get_num_threads()
+    record = {"tokens": case.tokens, "threads": threads, "results": rows}
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(output, (json.dumps(record, indent=1) + "\n").encode())
+
+
+def run(
+    comparison: str,
+    device: torch.device,
+    output: Path,
+    *,
+    names: list[str] | None = None,
+    repeats: int = 10,
+    resume: bool = True,
+    deadline: float = float("inf"),
+) -> bool:
+    """Measure the cases of a comparison and merge each into ``output`` as soon as it is done.
+
+    Args:
+        comparison: one of `COMPARISONS`.
+        device: where to measure.
+        output: result file.
+        names: only these cases.
+        repeats: timed steps a side.
+        resume: leave out cases that ``output`` holds.
+        deadline: start no case after this ``time.time()``.
+
+    Returns:
+        True if ``output`` now holds every case that was asked for.
+
+    Raises:
+        SystemExit: the sides do not compute the same.
+    """
+    every = cases(comparison, device)
+    held = {row["name"] for row in read_rows(output)} if resume else set()
+    wanted = [case for case in every if names is None or case.name in names]
+    for case in wanted:
+        if case.name in held:
+            continue
+        if time.time() > deadline:
+            return False
+        row = measure(case, device, repeats)
+        gc.collect()
+        if device.type == "cpu":
+            add_peak_of_processes(case, row)
+        merge(output, case, row, [known.name for known in every])
+        print("\n".join(_lines(row)), flush=True)
+    return True
+
+
+def _lines(row: dict[str, Any]) -> Iterator[str]:
+    yield row["name"]
+    for name, side in row["sides"].items():
+        yield (
+            f"  {name:20} {side['seconds']:8.3f} s {side['tokens_per_second']:9.0f} tokens/s  "
+            f"MFU {side['mfu']:.2f}  {side['peak_bytes'] / 2**30:6.1f} GiB  "
+            f"{row['speedup'].get(name, 1.0):.2f}x"
+        )
+
+
+def main() -> None:
+    """Measure the chosen cases."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("comparison", choices=COMPARISONS)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--output", type=Path, help="JSON file, merged by case")
+    parser.add_argument("--repeats", type=int, default=5, help="timed steps a side (default 5)")
+    parser.add_argument("--case", action="append", help="only the case of this name; repeatable")
+    parser.add_argument("--resume", action="store_true", help="skip cases that the file holds")
+    parser.add_argument("--peak", help=argparse.SUPPRESS)
+    parser.add_argument("--variant", default="", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    if device.type == "cpu":
+        torch.set_num_threads(CPU_THREADS)
+    known = cases(args.comparison, device)
+    if unknown := set(args.case or []) - {case.name for case in known}:
+        parser.error(f"--case: no {unknown}, but {[case.name for case in known]}")
+    if args.peak:
+        case = next(case for case in known if case.name in args.case)
+        print_peak(case, args.peak, args.variant)
+    elif args.output is None:
+        parser.error("--output is needed")
+    else:
+        run(
+            args.comparison, device, args.output,
+            names=args.case, repeats=args.repeats, resume=args.resume,
+        )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

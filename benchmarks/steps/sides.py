@@ -1,0 +1,153 @@
+"""Sides of a comparison: this project's model, and transformers' DeBERTa as it comes.
+
+Each side has a ``model`` and a ``loss`` of a batch. BERT, RoBERTa and ModernBERT are in ``peers``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import DebertaV2ForMaskedLM
+
+from benchmarks.steps.batch import MASKED_SHARE, StepBatch
+from megatron_deberta.config.schema import ModelConfig, RunConfig
+from megatron_deberta.model import DropoutSeeds
+from megatron_deberta.model.attention import DisentangledSelfAttention
+from megatron_deberta.observe.throughput import training_flops_per_token
+from megatron_deberta.parallel.topology import single_process_groups
+from megatron_deberta.sharding import build_model
+from tests.support.stock_weights import stock_config
+
+
+class Side(Protocol):
+    """One model of a comparison."""
+
+    model: nn.Module
+    notes: dict[str, Any]
+    """Settings that belong into the result."""
+
+    def loss(self, batch: StepBatch, step: int) -> Tensor:
+        """Mean loss of a target."""
+        ...
+
+    def uncompile(self) -> None:
+        """Run without torch.compile from here on."""
+        ...
+
+    def flops_per_token(self, batch: StepBatch) -> float:
+        """FLOPs of forward and backward, a token of the row, without recomputation."""
+        ...
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all sides of a comparison share."""
+
+    model: ModelConfig
+    """The size; peers take their own architecture with this vocabulary."""
+    device: torch.device
+    dtype: torch.dtype
+    compile_peers: bool = False
+
+
+class Ours:
+    """This project's pretraining model, as the trainer builds it."""
+
+    def __init__(self, setting: Setting, *, plain_attention: bool = False) -> None:
+        config = setting.model
+        if plain_attention:
+            config = replace(config, position_terms="none", normalize_position_table=False)
+        self._config = config
+        groups = single_process_groups(setting.device)
+        self.model = build_model(RunConfig(model=config), groups, setting.dtype).module.train()
+        self.notes: dict[str, Any] = {"mask_decoder_passes": config.mask_decoder_passes}
+        if plain_attention:
+            use_plain_attention(self.model)
+            self.notes["attention"] = "torch scaled_dot_product_attention, no position terms"
+
+    def loss(self, batch: StepBatch, step: int) -> Tensor:
+        """Mean loss of a target, through the model's own objective."""
+        total, _ = self.model(
+            batch.input_ids,
+            torch.ones_like(batch.input_ids, dtype=torch.bool),
+            batch.masked_positions,
+            batch.labels,
+            seeds=DropoutSeeds(1, step, batch.samples),
+        )
+        return cast(Tensor, total) / batch.labels.numel()
+
+    def uncompile(self) -> None:
+        """Nothing is compiled."""
+
+    def flops_per_token(self, batch: StepBatch) -> float:
+        """By the formula that the training log uses."""
+        rows, length = batch.input_ids.shape
+        return training_flops_per_token(self._config, length, rows, MASKED_SHARE)
+
+
+def use_plain_attention(model: nn.Module) -> None:
+    """Let every attention layer call torch's flash attention in place of our operator.
+
+    Raises:
+        RuntimeError: the model's attention has no seam of that name any more.
+    """
+    for module in model.modules():
+        if isinstance(module, DisentangledSelfAttention):
+            if not hasattr(module, "_core"):
+                raise RuntimeError("DisentangledSelfAttention has no _core to replace")
+            module._core = _plain_core(module)  # type: ignore[method-assign]
+
+
+def _plain_core(module: DisentangledSelfAttention) -> Callable[..., Tensor]:
+    def core(query: Tensor, memory: Any, queries_at: Tensor | None, context: Any) -> Tensor:
+        dropout = module.attention_dropout if context.seeds is not None else 0.0
+        return F.scaled_dot_product_attention(query, memory.key, memory.value, dropout_p=dropout)
+
+    return core
+
+
+class Stock:
+    """transformers' ``DebertaV2ForMaskedLM`` with its own loss, which takes all logits."""
+
+    def __init__(self, setting: Setting, *, disentangled_flash: bool = False) -> None:
+        plain = replace(setting.model, mask_decoder_passes=0, absolute_positions="none")
+        self._config = _with_dropouts(stock_config(plain), plain)
+        with setting.device:
+            model = DebertaV2ForMaskedLM(self._config)
+        self.model = model.to(setting.dtype).train()
+        self.notes: dict[str, Any] = {"attention": "eager"}
+        if disentangled_flash:
+            from disentangled_flash import __version__, optimize_deberta_training
+
+            optimize_deberta_training(self.model.deberta, backend="triton")
+            self.notes = {"attention": f"DisentangledFlash {__version__}, training path"}
+
+    def loss(self, batch: StepBatch, step: int) -> Tensor:
+        """Mean loss of a target; ``step`` is not needed, dropout comes from torch's generator."""
+        mask = torch.ones_like(batch.input_ids)
+        out = self.model(batch.input_ids, mask, labels=batch.dense_labels())
+        return cast(Tensor, out.loss)
+
+    def uncompile(self) -> None:
+        """Nothing is compiled."""
+
+    def flops_per_token(self, batch: StepBatch) -> float:
+        """By torch's counter on a device without memory, as the eager form computes it."""
+        with torch.device("meta"):
+            model = DebertaV2ForMaskedLM(self._config)
+        ids = torch.zeros_like(batch.input_ids, device="meta")
+        with FlopCounterMode(display=False) as counter:
+            model(ids, torch.ones_like(ids), labels=ids).loss.backward()
+        return float(counter.get_total_flops() / ids.numel())
+
+
+def _with_dropouts(config: Any, model: ModelConfig) -> Any:
+    config.hidden_dropout_prob = model.hidden_dropout
+    config.attention_probs_dropout_prob = model.attention_dropout
+    return config

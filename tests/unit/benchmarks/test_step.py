@@ -1,0 +1,86 @@
+"""The step benchmark runs each comparison, on sizes that take no time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import step
+from benchmarks.steps.batch import make_batch
+from benchmarks.steps.measure import Contender
+from benchmarks.steps.sides import Ours, Setting
+from megatron_deberta.config.schema import ModelConfig
+
+CPU = torch.device("cpu")
+TINY = ModelConfig(
+    num_layers=3, hidden_size=32, num_heads=2, ffn_hidden_size=64, vocab_size=600,
+    max_relative_positions=32, position_buckets=8,
+)  # fmt: skip
+
+
+def tiny_case(comparison: str, name: str = "tiny") -> step.Case:
+    return step.Case(name, comparison, TINY, length=64, tokens=128, dtype="fp32")
+
+
+@pytest.mark.parametrize("comparison", step.COMPARISONS)
+def test_every_side_is_timed_and_broken_down(comparison: str) -> None:
+    row = step.measure(tiny_case(comparison), CPU, repeats=1)
+
+    sides = row["sides"]
+    expected = {
+        "huggingface": {"ours", "huggingface"},
+        "peers": {"ours", "modernbert", "roberta", "bert"},
+        "disentanglement": {"ours", "plain_attention"},
+    }
+    assert sides.keys() == expected[comparison]
+    assert row["speedup"].keys() == expected[comparison] - {"ours"}
+    for side in sides.values():
+        assert side["tokens_per_second"] == pytest.approx(128 / side["seconds"])
+        assert side["gflop_per_token"] > 0
+        assert side["mfu"] > 0
+        for part in ("attention", "ffn", "head", "embeddings", "optimizer"):
+            assert side["seconds_by_part"][part] > 0, part
+    if comparison == "peers":
+        assert (
+            "flash-attn" in row["attention_tried"]["modernbert"]["own windows, flash_attention_2"]
+        )
+
+
+def test_micro_batches_make_the_same_gradient() -> None:
+    batch = make_batch(TINY, 128, 64, CPU)
+    whole, halves = (Contender(Ours(Setting(TINY, CPU, torch.float32)), batch) for _ in range(2))
+    halves.parts = batch.split(2)
+
+    whole.accumulate()
+    halves.accumulate()
+
+    for one, other in zip(
+        whole.side.model.parameters(), halves.side.model.parameters(), strict=True
+    ):
+        torch.testing.assert_close(other.grad, one.grad)
+
+
+def test_a_killed_run_goes_on_with_the_cases_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = [tiny_case("huggingface", "one"), tiny_case("huggingface", "two")]
+    monkeypatch.setattr(step, "cases", lambda comparison, device: known)
+    monkeypatch.setattr(step, "add_peak_of_processes", lambda case, row: None)
+    measured: list[str] = []
+
+    def fake_measure(case: step.Case, device: torch.device, repeats: int) -> dict[str, object]:
+        measured.append(case.name)
+        return {"name": case.name, "sides": {}, "speedup": {}}
+
+    monkeypatch.setattr(step, "measure", fake_measure)
+    output = tmp_path / "step.json"
+
+    assert step.run("huggingface", CPU, output, names=["two"])
+    assert not step.run("huggingface", CPU, output, deadline=0.0)
+    assert step.run("huggingface", CPU, output)
+
+    assert measured == ["two", "one"]
+    assert [row["name"] for row in json.loads(output.read_text())["results"]] == ["one", "two"]
