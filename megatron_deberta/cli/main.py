@@ -47,6 +47,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("train-tokenizer", "train_tokenizer", "learn a vocabulary from text"),
     Command("preprocess", "preprocess", "turn text into tokenized, memory-mapped shards"),
     Command("inspect", "inspect", "print training samples with their masks"),
+    Command("merge", "merge", "put several shards into one"),
     Command("verify", "verify", "check shards for damage"),
     Command("pretrain", "pretrain", "train, as one rank of a run or alone"),
     Command("convert", "convert", "export to Hugging Face format, or import a release"),

@@ -37,6 +37,10 @@ class IndexedDataset:
         num_sequences: sentences.
         num_documents: documents.
         num_tokens: tokens.
+        sequence_lengths: [sequences] int32, tokens of each.
+        sequence_offsets: [sequences] int64, first byte of each in ``.bin``.
+        document_boundaries: [documents + 1] int64, first sequence of each document, then
+            num_sequences.
         document_offsets: [documents + 1] int64, first token of each document, then num_tokens.
 
     Raises:
@@ -50,17 +54,17 @@ class IndexedDataset:
         index = _map_file(idx_path(prefix), np.dtype(np.uint8))
         self.dtype, num_sequences, num_boundaries = _read_header(prefix, index)
         ends = np.cumsum([HEADER.size, 4 * num_sequences, 8 * num_sequences, 8 * num_boundaries])
-        self._lengths: npt.NDArray[np.int32] = index[ends[0] : ends[1]].view("<i4")
-        self._offsets: npt.NDArray[np.int64] = index[ends[1] : ends[2]].view("<i8")
-        self._boundaries: npt.NDArray[np.int64] = index[ends[2] : ends[3]].view("<i8")
+        self.sequence_lengths: npt.NDArray[np.int32] = index[ends[0] : ends[1]].view("<i4")
+        self.sequence_offsets: npt.NDArray[np.int64] = index[ends[1] : ends[2]].view("<i8")
+        self.document_boundaries: npt.NDArray[np.int64] = index[ends[2] : ends[3]].view("<i8")
         self.num_sequences = num_sequences
         self.num_documents = num_boundaries - 1
         self.num_tokens = self._check_lengths()
         self._check_boundaries()
         self._tokens = self._map_tokens()
-        starts = np.append(self._offsets, self.num_tokens * self.dtype.itemsize)
+        starts = np.append(self.sequence_offsets, self.num_tokens * self.dtype.itemsize)
         self.document_offsets: npt.NDArray[np.int64] = (
-            starts[self._boundaries] // self.dtype.itemsize
+            starts[self.document_boundaries] // self.dtype.itemsize
         )
 
     def __len__(self) -> int:
@@ -89,7 +93,9 @@ class IndexedDataset:
             IndexError: there is no such document.
         """
         document = self.document(index)
-        lengths = self._lengths[self._boundaries[index] : self._boundaries[index + 1]]
+        lengths = self.sequence_lengths[
+            self.document_boundaries[index] : self.document_boundaries[index + 1]
+        ]
         return np.split(document, np.cumsum(lengths, dtype=np.int64)[:-1]) if lengths.size else []
 
     def tokens(self, start: int, end: int) -> npt.NDArray[Any]:
@@ -100,28 +106,36 @@ class IndexedDataset:
         """Compare offsets with lengths and return the number of tokens."""
         total = 0
         for begin in range(0, self.num_sequences, _CHECK_CHUNK):
-            lengths = self._lengths[begin : begin + _CHECK_CHUNK].astype(np.int64)
+            lengths = self.sequence_lengths[begin : begin + _CHECK_CHUNK].astype(np.int64)
             if lengths.min() < 0:
-                raise self._damaged("holds a negative sequence length")
+                place = begin + int(np.argmax(lengths < 0))
+                raise self._damaged(
+                    f"has length {self.sequence_lengths[place]} for sequence {place}"
+                )
             ends = total + np.cumsum(lengths)
-            if not np.array_equal(
-                self._offsets[begin : begin + _CHECK_CHUNK], (ends - lengths) * self.dtype.itemsize
-            ):
-                raise self._damaged("has sequence offsets that contradict its lengths")
+            starts = (ends - lengths) * self.dtype.itemsize
+            found = self.sequence_offsets[begin : begin + _CHECK_CHUNK]
+            if not np.array_equal(found, starts):
+                place = int(np.argmax(found != starts))
+                raise self._damaged(
+                    f"has offset {found[place]} for sequence {begin + place}, where the lengths "
+                    f"before it add up to {starts[place]}"
+                )
             total = int(ends[-1])
         if total == 0:
             raise self._damaged("holds no tokens")
         return total
 
     def _check_boundaries(self) -> None:
-        boundaries = self._boundaries
+        boundaries = self.document_boundaries
         if boundaries[0] != 0 or boundaries[-1] != self.num_sequences:
             raise self._damaged(
                 f"has document boundaries {boundaries[0]}..{boundaries[-1]} for sequences "
                 f"0..{self.num_sequences}"
             )
-        if self.num_documents and (boundaries[1:] < boundaries[:-1]).any():
-            raise self._damaged("has document boundaries that decrease")
+        decreasing = np.flatnonzero(boundaries[1:] < boundaries[:-1])
+        if decreasing.size:
+            raise self._damaged(f"has boundaries that decrease after document {decreasing[0]}")
 
     def _map_tokens(self) -> npt.NDArray[Any]:
         path = bin_path(self.prefix)

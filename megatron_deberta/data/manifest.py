@@ -136,15 +136,21 @@ def verify_hashes(prefix: str, manifest: Manifest) -> None:
     Raises:
         DataError: a file cannot be read or differs.
     """
-    for path, expected in (
-        (idx_path(prefix), manifest.idx_sha256),
-        (bin_path(prefix), manifest.bin_sha256),
-    ):
-        try:
-            found = sha256_file(path)
-        except OSError as error:
-            raise DataError(f"{path}: {error.strerror}; preprocess again") from error
-        if found != expected:
-            raise DataError(
-                f"{path}: SHA-256 {found} is not the manifest's {expected}; preprocess again"
-            )
+    verify_hash(idx_path(prefix), manifest.idx_sha256)
+    verify_hash(bin_path(prefix), manifest.bin_sha256)
+
+
+def verify_hash(path: str, expected: str) -> None:
+    """Compare the SHA-256 of one file with what its manifest says; reads it through.
+
+    Raises:
+        DataError: the file cannot be read or differs.
+    """
+    try:
+        found = sha256_file(path)
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}; preprocess again") from error
+    if found != expected:
+        raise DataError(
+            f"{path}: SHA-256 {found} is not the manifest's {expected}; preprocess again"
+        )

@@ -83,7 +83,7 @@ def test_inspect_refuses(shard, tmp_path, capsys):
 
 def test_verify_says_what_a_shard_is(shard, tokenizer_file, capsys):
     assert main(["verify", "--prefix", shard, "--tokenizer", tokenizer_file]) == 0
-    assert re.search(r"good: 80 documents, .* hashes as in the manifest", capsys.readouterr().out)
+    assert re.search(r"good: 80 documents, .* hashes as recorded", capsys.readouterr().out)
 
 
 def test_verify_without_manifest_checks_ids_against_the_tokenizer(shard, tokenizer_file, capsys):
@@ -101,7 +101,10 @@ def damage_tokens(prefix):
     ("damage", "message"),
     [
         (lambda p: damage_tokens(p), "SHA-256"),
-        (lambda p: (damage_tokens(p), Path(f"{p}.manifest.json").unlink()), "..65535 are outside"),
+        (
+            lambda p: (damage_tokens(p), Path(f"{p}.manifest.json").unlink()),
+            "byte 0: id 65535 (token 0 of document 0) is outside the vocabulary of ",
+        ),
         (lambda p: Path(f"{p}.bin").write_bytes(b"\x05\x00"), "truncated"),
         (lambda p: Path(f"{p}.idx").unlink(), "No such file"),
         (lambda p: Path(f"{p}.manifest.json").write_text("{"), "not a shard manifest"),
@@ -117,7 +120,20 @@ def test_verify_names_damage_and_goes_on(shard, tmp_path, tokenizer_file, capsys
     captured = capsys.readouterr()
     assert f"{good}: good" in captured.out
     assert message in captured.err
-    assert captured.err.count("\n") == 1
+    *problems, total = captured.err.splitlines()
+    assert all(line.startswith(f"{shard}: BAD: {shard}") for line in problems)
+    assert total == "1 of 2 shards are bad"
+
+
+def test_verify_takes_folders_and_files_and_any_number_of_threads(shard, tmp_path, capsys):
+    assert main(["verify", str(tmp_path), "--jobs", "3"]) == 0
+    whole = capsys.readouterr().out
+    assert main(["verify", f"{shard}.bin", f"{shard}.idx", "--jobs", "1"]) == 0
+    assert capsys.readouterr().out == whole
+    assert main(["verify"]) == 2
+    (tmp_path / "none").mkdir()
+    assert main(["verify", str(tmp_path / "none")]) == 2
+    assert "a folder without shards" in capsys.readouterr().err
 
 
 def test_verify_knows_another_tokenizer(shard, tokenizer_file, capsys):

@@ -1,0 +1,61 @@
+"""Merge several shards into one, in the order given.
+
+All must be of one token type and one tokenizer, which their manifests prove; every byte that is
+copied is checked against them. The shards are copied in parallel, each to its place in the new
+files, which appear complete or not at all. Started again after a kill, it begins anew over what
+the killed one left. The inputs stay as they are.
+
+Example:
+  megatron-deberta merge shards/part-*.idx --output shards/books_text_document --jobs 8
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
+from rich.progress import TransferSpeedColumn as SpeedColumn
+
+from megatron_deberta.cli.shard_arguments import add_jobs_argument, add_shard_arguments, shard_names
+from megatron_deberta.data.indexed_format import bin_path
+from megatron_deberta.data.merge import merge_shards
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    add_shard_arguments(parser)
+    parser.add_argument("--output", required=True, metavar="PREFIX", help="the merged shard")
+    add_jobs_argument(parser)
+    parser.add_argument("--force", action="store_true", help="replace an existing shard")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Merge, and say what was written."""
+    prefixes = shard_names(args)
+    paths = [bin_path(prefix) for prefix in prefixes]
+    size = sum(os.path.getsize(path) for path in paths if os.path.exists(path))
+    console = Console(stderr=True)
+    bar = Progress(
+        BarColumn(),
+        DownloadColumn(),
+        SpeedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    )
+    with bar:
+        task = bar.add_task("merge", total=size)
+        manifest = merge_shards(
+            prefixes,
+            args.output,
+            jobs=args.jobs,
+            force=args.force,
+            advance=lambda count: bar.advance(task, count),
+        )
+    print(
+        f"{args.output}: {manifest.num_documents:,} documents, {manifest.num_tokens:,} tokens, "
+        f"{manifest.dtype}, from {len(prefixes)} shards"
+    )
+    return 0

@@ -1,0 +1,64 @@
+"""The arguments by which subcommands take shards."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from megatron_deberta.errors import ConfigError
+
+_SUFFIXES = (".idx", ".bin", ".manifest.json")
+
+
+def add_shard_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare shards as positional arguments, and ``--prefix`` for each of them."""
+    parser.add_argument(
+        "shards",
+        nargs="*",
+        metavar="SHARD",
+        help="shard: path without .bin/.idx, or any of its files, or a folder of shards",
+    )
+    parser.add_argument("--prefix", action="append", default=[], metavar="SHARD", help="the same")
+
+
+def add_jobs_argument(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--jobs``."""
+    parser.add_argument(
+        "--jobs",
+        type=_positive,
+        default=len(os.sched_getaffinity(0)),
+        metavar="N",
+        help="threads that read and write (default: the CPU cores, %(default)s here)",
+    )
+
+
+def shard_names(args: argparse.Namespace) -> list[str]:
+    """Return the prefixes that the arguments name, each once, in order.
+
+    Raises:
+        ConfigError: none is named, or a folder holds none.
+    """
+    names: list[str] = []
+    for name in [*args.prefix, *args.shards]:
+        if os.path.isdir(name):
+            found = sorted(str(path) for path in Path(name).glob("*.idx"))
+            if not found:
+                raise ConfigError(f"{name}: a folder without shards (*.idx); name a shard")
+            names += found
+        else:
+            names.append(name)
+    if not names:
+        raise ConfigError("no shard; name at least one, as shards/books_text_document")
+    return list(dict.fromkeys(_without_suffix(name) for name in names))
+
+
+def _without_suffix(name: str) -> str:
+    return next((name.removesuffix(end) for end in _SUFFIXES if name.endswith(end)), name)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number

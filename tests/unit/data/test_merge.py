@@ -1,0 +1,239 @@
+"""Merged shards hold the documents of all, in order, or do not exist."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from megatron.core.datasets.indexed_dataset import IndexedDataset as MegatronDataset
+
+from megatron_deberta.cli.main import main
+from megatron_deberta.data import merge as merge_module
+from megatron_deberta.data.indexed_dataset import IndexedDataset
+from megatron_deberta.data.indexed_writer import IndexedWriter
+from megatron_deberta.data.manifest import read_manifest, verify_hashes, write_manifest
+from megatron_deberta.data.merge import exclusive_scan, merge_shards
+from megatron_deberta.errors import ConfigError, DataError
+
+KILLS = int(os.environ.get("MEGATRON_DEBERTA_MERGE_KILLS", "4"))
+
+
+def write_sentences(prefix, seed, dtype=np.uint16, fingerprint="tiny"):
+    """Documents of one to three sentences; returns their tokens."""
+    generator = np.random.default_rng(seed)
+    documents = []
+    with IndexedWriter(prefix, dtype) as writer:
+        for _ in range(generator.integers(1, 200)):
+            sentences = [
+                generator.integers(0, 190, generator.integers(1, 30))
+                for _ in range(generator.integers(1, 4))
+            ]
+            writer.add_document(sentences)
+            documents.append(sentences)
+        write_manifest(
+            writer,
+            tokenizer_fingerprint=fingerprint,
+            tokenizer_path="tokenizer",
+            vocab_size=190,
+            sources=(f"text-{seed}.jsonl", "shared.jsonl"),
+        )
+    return documents
+
+
+@pytest.fixture
+def parts(tmp_path):
+    prefixes = [str(tmp_path / f"part-{number}") for number in range(5)]
+    documents = [
+        document
+        for number, prefix in enumerate(prefixes)
+        for document in write_sentences(prefix, number)
+    ]
+    return prefixes, documents
+
+
+def contents(prefix):
+    return [Path(prefix + end).read_bytes() for end in (".bin", ".idx", ".manifest.json")]
+
+
+@pytest.mark.parametrize("jobs", [1, 4])
+def test_merging_is_writing_all_documents_at_once(parts, tmp_path, jobs, monkeypatch):
+    # Several chunks a shard.
+    monkeypatch.setattr(merge_module, "_CHUNK_BYTES", 1000)
+    monkeypatch.setattr(merge_module, "_CHUNK_ROWS", 7)
+    prefixes, documents = parts
+    whole, merged = str(tmp_path / "whole"), str(tmp_path / "out" / "merged")
+    with IndexedWriter(whole, np.uint16) as writer:
+        for document in documents:
+            writer.add_document(document)
+        expected = write_manifest(
+            writer,
+            tokenizer_fingerprint="tiny",
+            tokenizer_path="tokenizer",
+            vocab_size=190,
+            sources=("text-0.jsonl", "shared.jsonl", *(f"text-{n}.jsonl" for n in range(1, 5))),
+        )
+    copied = []
+    assert merge_shards(prefixes, merged, jobs=jobs, advance=copied.append) == expected
+    assert contents(merged) == contents(whole)
+    assert sum(copied) == os.path.getsize(f"{merged}.bin")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "merged.bin",
+        "merged.idx",
+        "merged.manifest.json",
+    ]
+    manifest = read_manifest(merged)
+    assert manifest is not None
+    verify_hashes(merged, manifest)
+    megatron = MegatronDataset(merged)
+    assert megatron.document_indices[-1] == len(megatron) == sum(map(len, documents))
+    assert megatron[len(documents[0])].tolist() == documents[1][0].tolist()
+
+
+def test_scan_is_exclusive(parts):
+    shards = [IndexedDataset(prefix) for prefix in parts[0]]
+    places = exclusive_scan(shards)
+    assert (places[0].tokens, places[0].sequences, places[0].documents) == (0, 0, 0)
+    for place, after, shard in zip(places, places[1:], shards, strict=False):
+        assert after.tokens - place.tokens == shard.num_tokens
+        assert after.sequences - place.sequences == shard.num_sequences
+        assert after.documents - place.documents == shard.num_documents
+
+
+def test_command(parts, tmp_path, capsys):
+    prefixes, documents = parts
+    output = str(tmp_path / "merged")
+    arguments = ["merge", *(f"{prefix}.idx" for prefix in prefixes), "--output", output]
+    assert main(arguments) == 0
+    assert f"{len(documents)} documents" in capsys.readouterr().out
+    before = contents(output)
+    assert main(arguments) == 2
+    assert "exists; choose another --output or add --force" in capsys.readouterr().err
+    assert main([*arguments, "--force"]) == 0
+    assert contents(output) == before
+    assert main(["merge", output, prefixes[0], "--output", output, "--force"]) == 2
+    assert "is one of the inputs" in capsys.readouterr().err
+    assert contents(output) == before
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"dtype": np.int32}, "token type int32 is not that of"),
+        ({"fingerprint": "another"}, "tokenizer another is not that of"),
+    ],
+)
+def test_unlike_shards_are_refused(parts, tmp_path, other, message):
+    write_sentences(str(tmp_path / "other"), 9, **other)
+    with pytest.raises(DataError, match=message):
+        merge_shards([*parts[0], str(tmp_path / "other")], str(tmp_path / "merged"))
+    assert not list(tmp_path.glob("merged*"))
+
+
+def flip(path, place):
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda p: flip(Path(f"{p}.bin"), 5), "part-3.bin: SHA-256"),
+        (lambda p: Path(f"{p}.bin").write_bytes(b"ab"), "part-3.bin: truncated"),
+        (lambda p: flip(Path(f"{p}.idx"), 40), "part-3.idx: has"),
+        (lambda p: Path(f"{p}.manifest.json").unlink(), "part-3.manifest.json: missing"),
+    ],
+)
+def test_damaged_shard_is_named_and_nothing_appears(parts, tmp_path, damage, message):
+    damage(parts[0][3])
+    with pytest.raises(DataError, match=message):
+        merge_shards(parts[0], str(tmp_path / "merged"), jobs=3)
+    assert not list(tmp_path.glob("merged*"))
+
+
+def test_full_disk_leaves_nothing(parts, tmp_path, monkeypatch):
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(merge_module.os, "posix_fallocate", full)
+    with pytest.raises(DataError, match="No space left"):
+        merge_shards(parts[0], str(tmp_path / "merged"))
+    assert not list(tmp_path.glob("merged*"))
+
+
+def test_two_merges_to_one_name(parts, tmp_path):
+    output = str(tmp_path / "merged")
+    with (
+        merge_module._unfinished(f"{output}.bin.merging", 10),
+        pytest.raises(DataError, match="another merge is writing it"),
+    ):
+        merge_shards(parts[0], output)
+    merge_shards(parts[0], output)
+    assert not list(tmp_path.glob("*.merging"))
+
+
+def test_refuses_to_merge_into_an_input(parts):
+    with pytest.raises(ConfigError, match="is one of the inputs"):
+        merge_shards(parts[0], parts[0][0], force=True)
+
+
+CHILD = """
+import sys, time
+import megatron_deberta.data.merge as merge
+write = merge._write_at
+def slow(*args):
+    time.sleep(0.002)
+    write(*args)
+merge._write_at = slow
+merge._CHUNK_BYTES, merge._CHUNK_ROWS = 500, 50
+publish = merge._publish
+def slow_publish(*args):
+    replace = merge.os.replace
+    def wait(*names):
+        time.sleep(0.05)
+        replace(*names)
+    merge.os.replace = wait
+    publish(*args)
+merge._publish = slow_publish
+print("go", flush=True)
+merge.merge_shards(sys.argv[2:], sys.argv[1], jobs=2)
+"""
+
+
+def test_killed_merge_leaves_no_shard_and_the_next_one_succeeds(parts, tmp_path):
+    prefixes, _ = parts
+    reference = str(tmp_path / "reference")
+    merge_shards(prefixes, reference)
+    output = str(tmp_path / "merged")
+    draw = random.Random(5)
+    killed = 0
+    for _ in range(KILLS):
+        child = subprocess.Popen(
+            [sys.executable, "-c", CHILD, output, *prefixes], stdout=subprocess.PIPE
+        )
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"go\n"
+        time.sleep(draw.uniform(0, 0.4))
+        child.send_signal(signal.SIGKILL)
+        killed += child.wait() == -signal.SIGKILL
+        child.stdout.close()
+        if os.path.exists(f"{output}.idx"):
+            assert contents(output) == contents(reference)
+        merge_shards(prefixes, output, jobs=2, force=True)
+        assert contents(output) == contents(reference)
+        assert not list(tmp_path.glob("*.merging"))
+        for end in (".idx", ".bin", ".manifest.json"):
+            os.unlink(output + end)
+    assert killed
+
+
+def test_manifest_survives_as_json(parts, tmp_path):
+    merge_shards(parts[0], str(tmp_path / "merged"))
+    fields = json.loads((tmp_path / "merged.manifest.json").read_text())
+    assert fields["num_documents"] == len(parts[1])
