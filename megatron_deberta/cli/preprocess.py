@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import tempfile
+from pathlib import Path
 
-from megatron_deberta.cli.text_input import add_input_arguments, iter_input_blocks
+from megatron_deberta.cli.text_input import add_input_arguments, find_input
 from megatron_deberta.errors import ConfigError
-from megatron_deberta.preprocess.pipeline import preprocess, shard_prefix
-from megatron_deberta.preprocess.sources import find_sources
+from megatron_deberta.preprocess.pipeline import preprocess, read_blocks, shard_prefix
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,17 +45,18 @@ def run(args: argparse.Namespace) -> int:
     """Preprocess, and say what was written."""
     if args.workers < 0:
         raise ConfigError(f"--workers {args.workers}: must be 0 or more")
-    keys = list(dict.fromkeys(args.input_key))
-    sources = find_sources(args.input)
-    manifests = preprocess(
-        sources,
-        iter_input_blocks(sources, args),
-        args.tokenizer,
-        args.output,
-        keys=keys,
-        workers=args.workers,
-        force=args.force,
-    )
+    keys = list(dict.fromkeys(args.keys))
+    with tempfile.TemporaryDirectory() as folder:
+        sources = find_input(args, Path(folder) / "standard-input")
+        manifests = preprocess(
+            sources,
+            read_blocks(sources),
+            args.tokenizer,
+            args.output,
+            keys=keys,
+            workers=args.workers,
+            force=args.force,
+        )
     for key, manifest in zip(keys, manifests, strict=True):
         print(
             f"{shard_prefix(args.output, key)}: {manifest.num_documents:,} documents, "

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from pathlib import Path
 
-from megatron_deberta.preprocess.sources import Block, Source, iter_blocks
+from megatron_deberta.errors import ConfigError
+from megatron_deberta.preprocess.reading import ReadOptions
+from megatron_deberta.preprocess.sources import Source, find_sources
 
 
 def add_input_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare ``--input``, ``--input-key``, ``--format`` and ``--text-mode``."""
+    """Declare ``--input`` and how to read it."""
     parser.add_argument(
         "--input",
         nargs="+",
         required=True,
         metavar="FILE",
-        help="JSONL or plain text, also .gz and .zst; files, directories, globs, or - for stdin",
+        help="JSONL or plain text, also .gz, .zst, .bz2 and .xz; Parquet; Hugging Face datasets; "
+        "files, directories, globs, or - for standard input",
     )
     parser.add_argument(
+        "--keys",
         "--input-key",
         nargs="+",
         default=["text"],
         metavar="KEY",
-        help="keys of the JSON objects that hold text (default: text)",
+        help="keys of the JSON objects, or columns, that hold text (default: text)",
     )
     parser.add_argument(
         "--format",
@@ -36,13 +40,40 @@ def add_input_arguments(parser: argparse.ArgumentParser) -> None:
         default="paragraph",
         help="documents of plain text: lines, or what blank lines part (default: %(default)s)",
     )
+    parser.add_argument(
+        "--normalize",
+        choices=("none", "nfc", "nfkc"),
+        default="none",
+        help="Unicode form to bring the text to (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-document-mb",
+        type=float,
+        default=100.0,
+        metavar="MB",
+        help="longer documents are not used (default: %(default)g)",
+    )
 
 
-def iter_input_blocks(sources: Sequence[Source], args: argparse.Namespace) -> Iterator[Block]:
-    """Read all sources one after the other, as the arguments say.
+def find_input(args: argparse.Namespace, spool: Path) -> list[Source]:
+    """Find the files that the arguments name; standard input is kept in ``spool``.
 
     Raises:
-        DataError: see ``iter_blocks``.
+        ConfigError, DataError: see ``find_sources``.
     """
-    for source in sources:
-        yield from iter_blocks(source, file_format=args.format, text_mode=args.text_mode)
+    return find_sources(args.input, file_format=args.format, text_mode=args.text_mode, spool=spool)
+
+
+def read_options(args: argparse.Namespace) -> ReadOptions:
+    """Say how the arguments want files read.
+
+    Raises:
+        ConfigError: a document's bound is not positive.
+    """
+    if not args.max_document_mb > 0:
+        raise ConfigError(f"--max-document-mb {args.max_document_mb}: must be more than 0")
+    return ReadOptions(
+        keys=tuple(dict.fromkeys(args.keys)),
+        normalization=args.normalize,
+        longest_bytes=round(args.max_document_mb * 1e6),
+    )

@@ -11,11 +11,12 @@ Example:
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import itertools
+import tempfile
+from pathlib import Path
 
-from megatron_deberta.cli.text_input import add_input_arguments, iter_input_blocks
-from megatron_deberta.preprocess.records import parse_documents
-from megatron_deberta.preprocess.sources import Block, find_sources
+from megatron_deberta.cli.text_input import add_input_arguments, find_input, read_options
+from megatron_deberta.preprocess.reading import read_texts
 from megatron_deberta.tokenizer.training import refuse_existing, train_sentencepiece
 
 
@@ -56,24 +57,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train, and say what was written."""
     refuse_existing(args.output, args.force)
-    sources = find_sources(args.input)
-    tokenizer = train_sentencepiece(
-        _texts(iter_input_blocks(sources, args), args.input_key),
-        args.output,
-        vocab_size=args.vocab_size,
-        model_type=args.model_type,
-        character_coverage=args.character_coverage,
-        sample_bytes=round(args.sample_mb * 1e6),
-        force=args.force,
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        sources = find_input(args, Path(folder) / "standard-input")
+        tokenizer = train_sentencepiece(
+            itertools.chain.from_iterable(read_texts(sources, read_options(args))),
+            args.output,
+            vocab_size=args.vocab_size,
+            model_type=args.model_type,
+            character_coverage=args.character_coverage,
+            sample_bytes=round(args.sample_mb * 1e6),
+            force=args.force,
+        )
     print(
         f"{args.output}: {tokenizer.num_tokens:,} tokens, "
         f"model.vocab_size={tokenizer.vocab_size}, fingerprint {tokenizer.fingerprint}"
     )
     return 0
-
-
-def _texts(blocks: Iterator[Block], keys: list[str]) -> Iterator[str]:
-    for block in blocks:
-        for texts in parse_documents(block, keys):
-            yield from texts

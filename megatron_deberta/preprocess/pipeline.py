@@ -11,7 +11,7 @@ import functools
 import multiprocessing
 import os
 from collections import deque
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -23,9 +23,10 @@ from megatron_deberta.data.indexed_format import bin_path, idx_path, manifest_pa
 from megatron_deberta.data.indexed_writer import IndexedWriter, dtype_for_vocab, publish_shards
 from megatron_deberta.data.manifest import Manifest, write_manifest
 from megatron_deberta.errors import ConfigError, DataError
+from megatron_deberta.preprocess.cutting import Block, RecordReader
 from megatron_deberta.preprocess.progress import ProgressDisplay
-from megatron_deberta.preprocess.records import parse_documents
-from megatron_deberta.preprocess.sources import Block, Source
+from megatron_deberta.preprocess.records import parse_block
+from megatron_deberta.preprocess.sources import Source
 from megatron_deberta.tokenizer import Tokenizer, load_tokenizer
 
 BLOCKS_AHEAD = 3
@@ -52,7 +53,7 @@ def shard_prefix(output: str, key: str) -> str:
 
 def preprocess(
     sources: Sequence[Source],
-    blocks: Iterable[Block],
+    blocks: Iterable[tuple[Source, Block]],
     tokenizer_path: str,
     output: str,
     *,
@@ -90,11 +91,11 @@ def preprocess(
         display = stack.enter_context(ProgressDisplay(total_bytes))
         encoded = _encode_all(blocks, tokenizer, tokenizer_path, tuple(keys), workers)
         # Closing the generator stops the workers before the writers clean up.
-        for block, parts in stack.enter_context(contextlib.closing(encoded)):
+        for (_, block), parts in stack.enter_context(contextlib.closing(encoded)):
             for writer, part in zip(writers, parts, strict=True):
                 _write(writer, part)
             display.advance(
-                file_bytes=block.file_bytes,
+                file_bytes=len(block.content),
                 text_bytes=len(block.content),
                 tokens=sum(part.tokens.size for part in parts),
                 documents=parts[0].lengths.size,
@@ -116,7 +117,16 @@ def preprocess(
     return manifests
 
 
-def encode_block(block: Block, tokenizer: Tokenizer, keys: Sequence[str]) -> list[EncodedKey]:
+def read_blocks(sources: Iterable[Source]) -> Iterator[tuple[Source, Block]]:
+    """Read files of text in blocks of whole records."""
+    for source in sources:
+        for block in RecordReader(source).blocks(0):
+            yield source, block
+
+
+def encode_block(
+    source: Source, block: Block, tokenizer: Tokenizer, keys: Sequence[str]
+) -> list[EncodedKey]:
     """Tokenize the documents of a block.
 
     Raises:
@@ -124,8 +134,11 @@ def encode_block(block: Block, tokenizer: Tokenizer, keys: Sequence[str]) -> lis
     """
     dtype = dtype_for_vocab(tokenizer.vocab_size)
     arrays: list[list[npt.NDArray[np.int32]]] = [[] for _ in keys]
-    for texts in parse_documents(block, keys):
-        for array, text in zip(arrays, texts, strict=True):
+    documents, defects = parse_block(block, source.text_format, keys)
+    for defect in defects:
+        raise DataError(f"{source.name}: line {defect.line}: {defect.reason}: {defect.detail}")
+    for document in documents:
+        for array, text in zip(arrays, document.texts, strict=True):
             ids = tokenizer.encode_array(text)
             if ids.size:
                 array.append(ids)
@@ -146,16 +159,16 @@ def _write(writer: IndexedWriter, part: EncodedKey) -> None:
 
 
 def _encode_all(
-    blocks: Iterable[Block],
+    blocks: Iterable[tuple[Source, Block]],
     tokenizer: Tokenizer,
     tokenizer_path: str,
     keys: tuple[str, ...],
     workers: int,
-) -> Generator[tuple[Block, list[EncodedKey]], None, None]:
+) -> Generator[tuple[tuple[Source, Block], list[EncodedKey]], None, None]:
     """Encode blocks, in their order, here or in worker processes."""
     if not workers:
         for block in blocks:
-            yield block, encode_block(block, tokenizer, keys)
+            yield block, encode_block(*block, tokenizer, keys)
         return
     pool = ProcessPoolExecutor(
         workers,
@@ -164,13 +177,13 @@ def _encode_all(
         initializer=_begin_worker,
         initargs=(tokenizer_path,),
     )
-    waiting: deque[tuple[Block, Future[list[EncodedKey]]]] = deque()
+    waiting: deque[tuple[tuple[Source, Block], Future[list[EncodedKey]]]] = deque()
     try:
         for block in blocks:
             if len(waiting) == BLOCKS_AHEAD * workers:
                 first, future = waiting.popleft()
                 yield first, future.result()
-            waiting.append((block, pool.submit(_encode_in_worker, block, tokenizer_path, keys)))
+            waiting.append((block, pool.submit(_encode_in_worker, *block, tokenizer_path, keys)))
         while waiting:
             first, future = waiting.popleft()
             yield first, future.result()
@@ -192,8 +205,10 @@ def _worker_tokenizer(tokenizer_path: str) -> Tokenizer:
     return load_tokenizer(tokenizer_path)
 
 
-def _encode_in_worker(block: Block, tokenizer_path: str, keys: tuple[str, ...]) -> list[EncodedKey]:
-    return encode_block(block, _worker_tokenizer(tokenizer_path), keys)
+def _encode_in_worker(
+    source: Source, block: Block, tokenizer_path: str, keys: tuple[str, ...]
+) -> list[EncodedKey]:
+    return encode_block(source, block, _worker_tokenizer(tokenizer_path), keys)
 
 
 def _refuse_existing(prefixes: dict[str, str], force: bool) -> None:

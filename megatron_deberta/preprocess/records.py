@@ -1,94 +1,204 @@
-"""The documents of a block.
+"""The documents of a block, and what is wrong with those that cannot be used.
 
-Owns parsing and the messages that say what is wrong with which line. Refuses to skip anything but
-blank lines: a record that cannot be read is an error.
+Owns parsing and the reasons. Refuses to lose a record: each is a document or a defect, and only
+blank lines are neither.
 """
 
 from __future__ import annotations
 
+import json
 import re
+import unicodedata
 from collections.abc import Iterator, Sequence
-from typing import NoReturn
+from typing import Literal, NamedTuple
 
 import orjson
 
-from megatron_deberta.errors import DataError
-from megatron_deberta.preprocess.sources import BYTE_ORDER_MARK, Block
+from megatron_deberta.preprocess.cutting import TOO_LONG, Block
+from megatron_deberta.preprocess.sources import BYTE_ORDER_MARK, TextFormat
 
-_BLANK_LINES = re.compile(r"\n(?:[ \t\r]*\n)+")
+Normalization = Literal["none", "nfc", "nfkc"]
+_BLANK_LINES = re.compile(rb"\n[ \t\r]*\n[ \t\r\n]*")
+
+MALFORMED = "malformed JSON"
+NOT_OBJECT = "not a JSON object"
+NO_KEY = "missing key"
+NOT_TEXT = "not a string"
+BAD_UTF8 = "invalid UTF-8"
+SURROGATE = "lone surrogate"
+NUL = "NUL character"
+LONG = "document too long"
+DAMAGED = "damaged file"
+EMPTY = "empty"
 
 
-def parse_documents(block: Block, keys: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """Read the documents of a block.
+class Document(NamedTuple):
+    """A record that can be used.
+
+    Attributes:
+        line: line of the file, or row of the table, from 1 where reading began.
+        offset: byte offset of the line in the uncompressed file; -1 in a table.
+        texts: one for each key.
+    """
+
+    line: int
+    offset: int
+    texts: tuple[str, ...]
+
+
+class Defect(NamedTuple):
+    """A record that cannot be used; see ``Document`` for where it is.
+
+    Attributes:
+        reason: one of a few, to be counted by.
+        detail: what exactly.
+    """
+
+    line: int
+    offset: int
+    reason: str
+    detail: str
+
+
+def parse_block(
+    block: Block,
+    text_format: TextFormat,
+    keys: Sequence[str],
+    *,
+    normalization: Normalization = "none",
+    longest_bytes: int = 100_000_000,
+) -> tuple[list[Document], list[Defect]]:
+    """Read the records of a block.
 
     Args:
         block: whole records.
+        text_format: ``jsonl``, ``line`` or ``paragraph``.
         keys: JSON keys whose text is wanted; plain text has one text whatever its key is called.
+        normalization: Unicode form that texts are brought to.
+        longest_bytes: a record of this size or more is a defect.
 
-    Yields:
-        One text for each key.
-
-    Raises:
-        DataError: a line is no UTF-8 or no JSON object, or a key is missing or not text.
+    Returns:
+        Documents and defects, each in order.
     """
-    if block.text_format == "jsonl":
-        yield from _parse_jsonl(block, keys)
-        return
-    text = _decode(block)
-    is_line = block.text_format == "line"
-    for document in text.split("\n") if is_line else _BLANK_LINES.split(text):
-        if document := document.strip():
-            yield (document,) * len(keys)
-
-
-def _parse_jsonl(block: Block, keys: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    content = block.content
-    if block.offset_bytes == 0:
-        content = content.removeprefix(BYTE_ORDER_MARK)
-    for index, line in enumerate(content.split(b"\n")):
-        if not line.strip():
+    documents: list[Document] = []
+    defects: list[Defect] = []
+    if block.defect:
+        reason = LONG if block.defect == TOO_LONG else DAMAGED
+        detail = f"{block.size_bytes} bytes" if reason == LONG else block.defect
+        return documents, [Defect(block.first_line, block.offset_bytes, reason, detail)]
+    read = _read_json if text_format == "jsonl" else _read_text
+    cut = _lines if text_format != "paragraph" else _paragraphs
+    for line, offset, content in cut(block):
+        if len(content) >= longest_bytes:
+            defects.append(Defect(line, offset, LONG, f"{len(content)} bytes"))
             continue
-        where = f"{block.source}: line {block.first_line + index}"
-        try:
-            record = orjson.loads(line)
-        except orjson.JSONDecodeError as error:
-            _decode(block)
-            raise DataError(
-                f"{where}: not JSON ({error}); expected one JSON object a line"
-            ) from error
-        if not isinstance(record, dict):
-            raise DataError(f"{where}: {_kind(record)}, not a JSON object with key {keys[0]!r}")
-        yield tuple(_text_of(record, key, where) for key in keys)
+        texts = read(content, keys, offset)
+        if isinstance(texts, tuple):
+            texts = finish_texts(texts, keys, normalization)
+        if isinstance(texts, tuple):
+            documents.append(Document(line, offset, texts))
+        else:
+            defects.append(Defect(line, offset, *texts.split(": ", 1)))
+    return documents, defects
 
 
-def _text_of(record: dict[str, object], key: str, where: str) -> str:
-    if key not in record:
-        present = ", ".join(list(record)[:8]) or "none"
-        raise DataError(f"{where}: no key {key!r} (keys: {present}); set --input-key")
-    value = record[key]
-    if not isinstance(value, str):
-        raise DataError(f"{where}: key {key!r} is {_kind(value)}, not text")
-    return value
+def finish_texts(
+    texts: tuple[str, ...], keys: Sequence[str], normalization: Normalization
+) -> tuple[str, ...] | str:
+    """Normalize texts; a string instead says ``reason: detail`` of one that cannot be used."""
+    for key, text in zip(keys, texts, strict=True):
+        if "\0" in text:
+            return f"{NUL}: at character {text.index(chr(0))} of key {key!r}"
+    if normalization == "none":
+        return texts
+    form: Literal["NFC", "NFKC"] = "NFC" if normalization == "nfc" else "NFKC"
+    return tuple(unicodedata.normalize(form, text) for text in texts)
 
 
-def _kind(value: object) -> str:
+def decode_text(content: bytes) -> str | UnicodeDecodeError:
+    """Decode UTF-8, or return what is wrong."""
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        return error
+
+
+def describe_bad_utf8(error: UnicodeDecodeError, offset: int) -> str:
+    """Say ``reason: detail``; a surrogate written as three bytes is named as such."""
+    bad = error.object[error.start]
+    following = error.object[error.start + 1 : error.start + 2]
+    is_surrogate = bad == 0xED and following >= b"\xa0"
+    where = f" at offset {offset + error.start}" if offset >= 0 else f" at byte {error.start}"
+    reason = SURROGATE if is_surrogate else BAD_UTF8
+    return f"{reason}: byte {bad:#04x}{where} ({error.reason})"
+
+
+def kind_of(value: object) -> str:
+    """Name the kind of a JSON value."""
     names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean"}
     return "null" if value is None else names.get(type(value), "a number")
 
 
-def _decode(block: Block) -> str:
+def _lines(block: Block) -> Iterator[tuple[int, int, bytes]]:
+    offset = block.offset_bytes
+    for line, content in enumerate(block.content.split(b"\n"), block.first_line):
+        # strip() of a whole line would copy it.
+        if content and not content.isspace():
+            mark = offset == 0 and content.startswith(BYTE_ORDER_MARK)
+            yield line, offset, content[len(BYTE_ORDER_MARK) :] if mark else content
+        offset += len(content) + 1
+
+
+def _paragraphs(block: Block) -> Iterator[tuple[int, int, bytes]]:
+    content = block.content
+    begin, line = 0, block.first_line
+    if block.offset_bytes == 0 and content.startswith(BYTE_ORDER_MARK):
+        begin = len(BYTE_ORDER_MARK)
+    for end, after in [
+        *((match.start(), match.end()) for match in _BLANK_LINES.finditer(content)),
+        (len(content), len(content)),
+    ]:
+        if end > begin and not (paragraph := content[begin:end]).isspace():
+            yield line, block.offset_bytes + begin, paragraph
+        line += content.count(b"\n", begin, after)
+        begin = after
+
+
+def _read_text(content: bytes, keys: Sequence[str], offset: int) -> tuple[str, ...] | str:
+    text = decode_text(content)
+    if isinstance(text, UnicodeDecodeError):
+        return describe_bad_utf8(text, offset)
+    return (text.strip(),) * len(keys)
+
+
+def _read_json(content: bytes, keys: Sequence[str], offset: int) -> tuple[str, ...] | str:
     try:
-        return block.content.decode("utf-8-sig" if block.offset_bytes == 0 else "utf-8")
-    except UnicodeDecodeError as error:
-        _refuse_bytes(block, error)
+        record = orjson.loads(content)
+    except orjson.JSONDecodeError as error:
+        return _describe_bad_json(content, str(error), offset)
+    if type(record) is not dict:
+        return f"{NOT_OBJECT}: {kind_of(record)}"
+    texts = []
+    for key in keys:
+        text = record.get(key)
+        if type(text) is not str:
+            if key in record:
+                return f"{NOT_TEXT}: key {key!r} is {kind_of(text)}"
+            present = ", ".join(list(record)[:8]) or "none"
+            return f"{NO_KEY}: no key {key!r} (keys: {present})"
+        texts.append(text)
+    return tuple(texts)
 
 
-def _refuse_bytes(block: Block, error: UnicodeDecodeError) -> NoReturn:
-    # The utf-8-sig codec counts from behind the mark.
-    marked = block.offset_bytes == 0 and block.content.startswith(BYTE_ORDER_MARK)
-    start = error.start + (len(BYTE_ORDER_MARK) if marked else 0)
-    line = block.first_line + block.content.count(b"\n", 0, start)
-    raise DataError(
-        f"{block.source}: line {line}: byte {block.content[start]:#04x} at offset "
-        f"{block.offset_bytes + start} is not UTF-8 ({error.reason}); convert the file"
-    ) from error
+def _describe_bad_json(content: bytes, error: str, offset: int) -> str:
+    text = decode_text(content)
+    if isinstance(text, UnicodeDecodeError):
+        return describe_bad_utf8(text, offset)
+    try:
+        # Python's own reader takes lone surrogates, so what it takes has nothing worse.
+        json.dumps(json.loads(text), ensure_ascii=False).encode()
+    except UnicodeEncodeError as bad:
+        return f"{SURROGATE}: \\u{ord(bad.object[bad.start]):04x}"
+    except (ValueError, RecursionError):
+        pass
+    return f"{MALFORMED}: {error}"

@@ -1,77 +1,159 @@
-"""A bad record is named by file, line and reason."""
+"""Every record is a document or a defect, whatever the ranges in which a file is read."""
 
 from __future__ import annotations
 
+import gzip
+import random
 from pathlib import Path
 
 import pytest
 
-from megatron_deberta.errors import DataError
-from megatron_deberta.preprocess.records import parse_documents
-from megatron_deberta.preprocess.sources import Source, iter_blocks
+from megatron_deberta.preprocess import cutting
+from megatron_deberta.preprocess.cutting import RecordReader
+from megatron_deberta.preprocess.reading import DocumentReader, ReadOptions
+from megatron_deberta.preprocess.records import Defect, Document, parse_block
+from megatron_deberta.preprocess.sources import Source, find_sources
 
 GOOD = b'{"text": "fine"}\n'
 BAD_LINES = {
-    b"{broken": "not JSON",
-    b'{"text": "never ends': "not JSON",
-    b'["text"]': "an array, not a JSON object",
-    b'"text"': "a string, not a JSON object",
-    b"3": "a number, not a JSON object",
-    b'{"body": "x", "id": 1}': r"no key 'text' \(keys: body, id\); set --input-key",
-    b"{}": r"no key 'text' \(keys: none\)",
-    b'{"text": null}': "key 'text' is null, not text",
-    b'{"text": ["a"]}': "key 'text' is an array, not text",
-    b'{"text": 5}': "key 'text' is a number, not text",
-    b'{"text": true}': "key 'text' is a boolean, not text",
-    b'{"text": "\\ud800"}': "not JSON",
-    b'{"text": NaN}': "not JSON",
+    b"{broken": ("malformed JSON", ""),
+    b'{"text": "never ends': ("malformed JSON", ""),
+    b'{"text": NaN}': ("malformed JSON", ""),
+    b"[" * 100_000: ("malformed JSON", ""),
+    b'["text"]': ("not a JSON object", "an array"),
+    b'"text"': ("not a JSON object", "a string"),
+    b"3": ("not a JSON object", "a number"),
+    b'{"body": "x", "id": 1}': ("missing key", "no key 'text' (keys: body, id)"),
+    b"{}": ("missing key", "no key 'text' (keys: none)"),
+    b'{"text": null}': ("not a string", "key 'text' is null"),
+    b'{"text": ["a"]}': ("not a string", "key 'text' is an array"),
+    b'{"text": 5}': ("not a string", "key 'text' is a number"),
+    b'{"text": true}': ("not a string", "key 'text' is a boolean"),
+    b'{"text": "\\ud800"}': ("lone surrogate", "\\ud800"),
+    b'{"text": "\\udc00\\ud800"}': ("lone surrogate", "\\udc00"),
+    b'{"text": "\xed\xa0\x80"}': ("lone surrogate", "byte 0xed at offset 45"),
+    b'{"text": "\xe4"}': ("invalid UTF-8", "byte 0xe4 at offset 45"),
+    b'{"text": "\\u0000"}': ("NUL character", "at character 0 of key 'text'"),
+    b'{"text": "\0"}': ("malformed JSON", ""),
+    b'{"text": "' + b"x" * 200_000 + b'"}': ("document too long", "200012 bytes"),
 }
+OPTIONS = ReadOptions(longest_bytes=200_000)
 
 
-def parse(path: Path, block_bytes: int = 1, **options: str) -> list[tuple[str, ...]]:
-    blocks = iter_blocks(Source(str(path), 0), block_bytes=block_bytes, **options)  # type: ignore[arg-type]
-    return [texts for block in blocks for texts in parse_documents(block, ["text"])]
+def read(path: Path, options: ReadOptions = OPTIONS, **how: str) -> list[Document | Defect]:
+    (source,) = find_sources([str(path)], **how)  # type: ignore[arg-type]
+    batches = DocumentReader(source, options).read()
+    return [record for batch in batches for record in (*batch.documents, *batch.defects)]
 
 
-@pytest.mark.parametrize("block_bytes", [1, 1 << 20])
-@pytest.mark.parametrize("line", BAD_LINES)
-def test_bad_json_lines(line: bytes, block_bytes: int, tmp_path: Path) -> None:
+def texts(path: Path, **how: str) -> list[str]:
+    return [record.texts[0] for record in read(path, **how) if isinstance(record, Document)]
+
+
+@pytest.mark.parametrize("line", BAD_LINES, ids=lambda line: repr(line[:20]))
+def test_bad_lines_are_defects_with_their_place(line: bytes, tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_bytes(GOOD + b"\n" + GOOD + line + b"\n" + GOOD)
-    with pytest.raises(DataError, match=rf"bad\.jsonl: line 4: .*{BAD_LINES[line]}"):
-        parse(path, block_bytes)
+    records = read(path)
+    (defect,) = [record for record in records if isinstance(record, Defect)]
+    reason, detail = BAD_LINES[line]
+    assert (defect.line, defect.offset, defect.reason) == (4, 2 * len(GOOD) + 1, reason)
+    assert defect.detail.startswith(detail)
+    assert [record.line for record in records if isinstance(record, Document)] == [1, 3, 5]
 
 
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
-@pytest.mark.parametrize("block_bytes", [1, 1 << 20])
-def test_bytes_that_are_no_utf8_are_found(mark: bytes, block_bytes: int, tmp_path: Path) -> None:
-    for name, before, after in (
-        ("bad.jsonl", mark + GOOD * 70_000 + b'{"text": "', b'x"}\n'),
-        ("bad.txt", mark + b"good \xc3\xa4\n\n" * 70_000 + b"bad: ", b"\n"),
-    ):
-        path = tmp_path / name
-        path.write_bytes(before + b"\xe4" + after)
-        line = before.count(b"\n") + 1
-        reason = f"line {line}: byte 0xe4 at offset {len(before)} is not UTF-8"
-        with pytest.raises(DataError, match=reason):
-            parse(path, block_bytes)
-
-
-def test_a_file_in_utf16_is_refused(tmp_path: Path) -> None:
+def test_bad_bytes_cost_one_document(mark: bytes, tmp_path: Path) -> None:
+    before = mark + b"good \xc3\xa4\n\n" * 7000
     path = tmp_path / "bad.txt"
-    path.write_bytes("some text".encode("utf-16"))
-    with pytest.raises(DataError, match="byte 0xff at offset 0 is not UTF-8"):
-        parse(path)
+    path.write_bytes(before + b"bad: \xe4\n\nlast\n")
+    records = read(path)
+    (defect,) = [record for record in records if isinstance(record, Defect)]
+    assert (defect.line, defect.offset) == (14_001, len(before))
+    assert defect.detail.startswith(f"byte 0xe4 at offset {len(before) + 5}")
+    assert len(records) == 7002
 
 
-def test_several_keys_in_their_order(tmp_path: Path) -> None:
+def test_several_keys_in_their_order_and_normalized(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"b": "2", "a": "1", "c": 3}\r\n')
-    block = next(iter_blocks(Source(str(path), 0)))
-    assert list(parse_documents(block, ["a", "b"])) == [("1", "2")]
+    path.write_bytes('{"b": "2", "a": "e\u0301 \ufb01", "c": 3}\r\n'.encode())
+    for form, expected in (("none", "e\u0301 ﬁ"), ("nfc", "é ﬁ"), ("nfkc", "é fi")):
+        options = ReadOptions(keys=("a", "b"), normalization=form)  # type: ignore[arg-type]
+        assert read(path, options) == [Document(1, 0, (expected, "2"))]
 
 
 def test_unicode_line_separators_do_not_end_a_line(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes("one\u2028still one\x0bone\ntwo".encode())
-    assert parse(path, text_mode="line") == [("one\u2028still one\x0bone",), ("two",)]
+    assert texts(path, text_mode="line") == ["one\u2028still one\x0bone", "two"]
+
+
+def hostile_text(seed: int) -> bytes:
+    generator = random.Random(seed)
+    pieces = [
+        b"\n",
+        b"\n\n",
+        b" \n",
+        b"\n \t\n",
+        b"a",
+        b"bc d",
+        b"\r\n",
+        b"x" * 40,
+        b" ",
+        b"\n\n\n",
+    ]
+    return b"".join(generator.choices(pieces, k=generator.randint(0, 60)))
+
+
+@pytest.mark.parametrize("text_mode", ["line", "paragraph"])
+@pytest.mark.parametrize("compressed", [False, True])
+def test_ranges_hold_every_record_once(
+    text_mode: str, compressed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_deberta.preprocess.compression.READ_BYTES", 7)
+    monkeypatch.setattr(cutting, "_KEPT_BYTES", 16)
+    options = ReadOptions(longest_bytes=30)
+    for seed in range(150):
+        content = hostile_text(seed)
+        path = tmp_path / f"{seed}.txt"
+        path.write_bytes(gzip.compress(content) if compressed else content)
+        (source,) = find_sources([str(path)], text_mode=text_mode)  # type: ignore[arg-type]
+        whole = list_records(source, options, [(0, 1 << 40)])
+        assert all(text.encode() in content for _, text in whole if text)
+        generator = random.Random(seed)
+        cuts = sorted(
+            generator.randint(0, len(content) + 3) for _ in range(generator.randint(0, 6))
+        )
+        edges = [0, *cuts, len(content) + 4]
+        ranges = list(zip(edges, edges[1:], strict=False))
+        assert list_records(source, options, ranges) == whole
+        # Apart, in any order, as several workers read them.
+        apart = [list_records(source, options, [each]) for each in reversed(ranges)]
+        assert [record for records in reversed(apart) for record in records] == whole
+
+
+def list_records(
+    source: Source, options: ReadOptions, ranges: list[tuple[int, int]]
+) -> list[tuple[int, str]]:
+    records = RecordReader(source, block_bytes=16, longest_bytes=options.longest_bytes)
+    found = []
+    for begin, end in ranges:
+        for block in records.blocks(begin, end):
+            parsed = parse_block(
+                block, source.text_format, ["text"], longest_bytes=options.longest_bytes
+            )
+            found += [(document.offset, document.texts[0]) for document in parsed[0]]
+            found += [(defect.offset, "") for defect in parsed[1]]
+    return sorted(found)
+
+
+def test_lines_are_counted_from_where_reading_began(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(GOOD * 100)
+    (source,) = find_sources([str(path)])
+    records = RecordReader(source)
+    first = [block for block in records.blocks(0, 500)]
+    lines = records.line - 1
+    assert lines == first[0].content.count(b"\n") == 30
+    apart = RecordReader(source)
+    assert next(iter(apart.blocks(500))).first_line == 1

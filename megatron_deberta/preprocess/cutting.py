@@ -1,0 +1,209 @@
+"""Cuts a file's text into blocks of whole records, from any offset to any other.
+
+Owns positions: a record belongs to the range in which it begins, so that ranges beside each other
+hold every record once. Refuses to hold a record beyond the limit in memory.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from megatron_deberta.errors import DataError
+from megatron_deberta.preprocess.compression import DamagedFileError, read_text_bytes
+from megatron_deberta.preprocess.sources import Source
+
+_BLANKS = b" \t\r\n"
+_PARAGRAPH_END = re.compile(rb"\n[ \t\r]*\n[ \t\r\n]*")
+_KEPT_BYTES = 1 << 10
+"""Of a record that is passed over; a longer run of blanks does not end it."""
+TOO_LONG = "too long"
+ENDLESS = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Some whole records.
+
+    Attributes:
+        content: their bytes; empty where ``defect`` tells of bytes that are no record.
+        first_line: number of the first line, from 1, or from the reader's first line where it
+            did not begin with the file's.
+        offset_bytes: where it begins in the uncompressed file.
+        defect: why there is no content: ``TOO_LONG``, or how the file is damaged.
+        size_bytes: bytes it stands for.
+    """
+
+    content: bytes
+    first_line: int
+    offset_bytes: int
+    defect: str
+    size_bytes: int
+
+
+class RecordReader:
+    """Reads the records of one file, range after range; going on where it stands costs nothing.
+
+    Args:
+        source: file of lines or paragraphs.
+        block_bytes: a block ends at the last record boundary once it has this size.
+        longest_bytes: records of this size and more are passed over.
+
+    Attributes:
+        line: number of the next record's first line.
+        offset: where the next record begins in the uncompressed file.
+        file_bytes: bytes of the file read so far.
+        at_end: the file has no more records.
+    """
+
+    def __init__(
+        self, source: Source, *, block_bytes: int = 1 << 20, longest_bytes: int = 100_000_000
+    ) -> None:
+        """See the class."""
+        self._source = source
+        self._block_bytes = block_bytes
+        self._longest = longest_bytes
+        self._by_line = source.text_format != "paragraph"
+        self.can_seek = self._by_line and source.compression == "none"
+        self.file_bytes = 0
+        self._stream: BinaryIO | None = None
+        self._buffer = bytearray()
+        self._rewind(0)
+
+    def blocks(self, begin: int, end: int = ENDLESS) -> Iterator[Block]:
+        """Read the records that begin in ``[begin, end)``, offsets into the uncompressed text.
+
+        Raises:
+            DataError: the file cannot be read, or is not the one that was found.
+        """
+        self._go_to(begin)
+        yield from self._blocks(end)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
+    def _go_to(self, begin: int) -> None:
+        if self.can_seek and begin not in (0, self.offset):
+            # The byte before tells whether a record begins here; its rest is another range's.
+            self._rewind(begin - 1)
+            while not (size := self._buffer.find(b"\n") + 1):
+                self._drop(len(self._buffer))
+                if not self._fill():
+                    self.at_end = True
+                    return
+            self._drop(size)
+            self.line = 1
+            return
+        if begin < self.offset:
+            self._rewind(0)
+        for _ in self._blocks(begin):
+            pass
+
+    def _rewind(self, offset: int) -> None:
+        self.close()
+        self.offset, self.line = offset, 1
+        self.at_end = False
+        self._damage = ""
+        self._buffer = bytearray()
+        self._searched = 0
+
+    def _open(self) -> None:
+        source = self._source
+        try:
+            self._stream = open(source.path, "rb")
+            self._stream.seek(self.offset if self.can_seek else 0)
+        except OSError as error:
+            raise DataError(f"{source.path}: {error.strerror}; check --input") from error
+        self._pieces = read_text_bytes(self._stream, source.name)
+
+    def _blocks(self, end: int) -> Iterator[Block]:
+        while not self.at_end and self.offset < end:
+            reaches_end = self.offset + len(self._buffer) >= end
+            if not reaches_end and len(self._buffer) < self._block_bytes and self._fill():
+                continue
+            size = self._boundary(end - self.offset) if reaches_end else 0
+            size = size or self._last_boundary()
+            if size:
+                yield self._emit(size)
+            elif len(self._buffer) >= self._longest:
+                yield self._pass_over()
+            elif not self._fill():
+                yield from self._finish()
+
+    def _fill(self) -> bool:
+        """Read a piece; False at the end."""
+        if self._stream is None:
+            self._open()
+        try:
+            piece, taken = next(self._pieces, (None, 0))
+        except DamagedFileError as error:
+            self._damage = str(error).removeprefix(f"{self._source.name}: ")
+            return False
+        self.file_bytes += taken
+        if piece is None:
+            return False
+        self._buffer += piece
+        return True
+
+    def _boundary(self, least: int) -> int:
+        """Return where the first record at or after ``least`` begins; 0 where none is seen."""
+        if self._by_line:
+            return self._buffer.find(b"\n", max(least - 1, self._searched)) + 1
+        return next((end for end in self._paragraph_ends() if end >= least), 0)
+
+    def _last_boundary(self) -> int:
+        if self._by_line:
+            size = self._buffer.rfind(b"\n", self._searched) + 1
+        else:
+            size = max(self._paragraph_ends(), default=0)
+        if not size:
+            self._searched = len(self._buffer)
+        return size
+
+    def _paragraph_ends(self) -> Iterator[int]:
+        first = self._searched
+        while first and self._buffer[first - 1] in _BLANKS:
+            first -= 1
+        for match in _PARAGRAPH_END.finditer(self._buffer, first):
+            # Blanks that reach the end may go on.
+            if match.end() < len(self._buffer):
+                yield match.end()
+
+    def _emit(self, size: int) -> Block:
+        block = Block(bytes(memoryview(self._buffer)[:size]), self.line, self.offset, "", size)
+        self._drop(size)
+        return block
+
+    def _drop(self, size: int) -> None:
+        self.line += self._buffer.count(b"\n", 0, size)
+        self.offset += size
+        del self._buffer[:size]
+        self._searched = 0
+
+    def _pass_over(self) -> Block:
+        """Leave out the record whose beginning fills the buffer."""
+        line, offset = self.line, self.offset
+        while not (size := self._boundary(1)):
+            # Some bytes stay: a boundary may lie across two pieces.
+            self._drop(max(len(self._buffer) - _KEPT_BYTES, 0))
+            if not self._fill():
+                size = len(self._buffer)
+                break
+        self._drop(size)
+        return Block(b"", line, offset, TOO_LONG, self.offset - offset)
+
+    def _finish(self) -> Iterator[Block]:
+        """Give what is left at the end; behind damage it is no whole record."""
+        if self._damage:
+            line, offset, size = self.line, self.offset, len(self._buffer)
+            self._drop(size)
+            yield Block(b"", line, offset, self._damage, size)
+        elif self._buffer:
+            yield self._emit(len(self._buffer))
+        self.at_end = True
+        self.close()
