@@ -32,9 +32,9 @@ _MAGIC: Final[Mapping[bytes, Compression]] = {
 }
 _LARGEST_WINDOW = 1 << 31
 """What ``zstd --long=31`` needs; the library's own bound is 128 MiB."""
-_ERRORS: Final[tuple[type[Exception], ...]] = (
+_ERRORS: Final[Any] = (
     zlib.error,
-    isal_zlib.error,
+    isal_zlib.IsalError,
     zstandard.ZstdError,
     lzma.LZMAError,
     OSError,
