@@ -34,6 +34,7 @@ FREE = frozenset(
         # Nothing is trained on it; data.train's fingerprint tells whether it is split off that.
         "data.validation",
         # What is watched, kept and shown, and how the job is started.
+        "data.index_cache",
         "data.num_workers",
         "data.ledger",
         "data.verify_hashes",

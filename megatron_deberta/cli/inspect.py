@@ -17,8 +17,9 @@ import numpy as np
 
 from megatron_deberta.config import RunConfig, load_config
 from megatron_deberta.data.build import open_corpora, tokenizer_path, training_rows
-from megatron_deberta.data.masking import MaskedRow, Masker
+from megatron_deberta.data.masking import MaskedRows, Masker
 from megatron_deberta.data.randomness import Purpose
+from megatron_deberta.data.rows import Row, RowBatch
 from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.tokenizer import Tokenizer, load_tokenizer
@@ -62,22 +63,35 @@ def run(args: argparse.Namespace) -> int:
     )
     statistics = _Statistics(length)
     for number in range(max(args.num_samples, args.statistics)):
-        sample = args.first_sample + number
-        row = rows.row(sample)
-        masked = masker(row.tokens, sample)
+        sample = np.array([args.first_sample + number])
+        batch = rows.rows(sample)
+        mask_ids = sample if batch.mask_ids is None else batch.mask_ids
+        masked = masker(batch.tokens, batch.sizes, mask_ids)
         if number < args.num_samples:
-            print(
-                f"\nsample {sample}: {row.tokens.size} tokens, {len(row.document_starts)} "
-                f"documents, {masked.positions.size} targets "
-                f"({masked.positions.size / row.tokens.size:.1%})"
-            )
-            print(_marked_text(masked, tokenizer))
+            print(_describe(int(sample[0]), batch.row(0), masked))
+            print(_marked_text(masked, batch.row(0), tokenizer))
         if number < args.statistics:
-            statistics.add(masked, vocabulary)
+            statistics.add(masked, batch, vocabulary)
     if args.statistics:
         print(f"\nover {args.statistics} samples:")
         print(statistics.report())
     return 0
+
+
+def _describe(sample: int, row: Row, masked: MaskedRows) -> str:
+    """Return a sample's headline."""
+    size = row.tokens.size
+    if row.not_next is None:
+        parts = f"{len(row.document_starts)} documents"
+    else:
+        first = row.document_starts[1]
+        parts = f"segments of {first} and {size - first}, " + (
+            "the second from elsewhere (label 1)" if row.not_next else "in sequence (label 0)"
+        )
+    return (
+        f"\nsample {sample}: {size} tokens, {parts}, {masked.positions.size} targets "
+        f"({masked.positions.size / size:.1%})"
+    )
 
 
 def _config(args: argparse.Namespace) -> RunConfig:
@@ -96,10 +110,15 @@ def _config(args: argparse.Namespace) -> RunConfig:
     return config
 
 
-def _marked_text(masked: MaskedRow, tokenizer: Tokenizer) -> str:
+def _marked_text(masked: MaskedRows, row: Row, tokenizer: Tokenizer) -> str:
+    """Return the text; each document, or segment of a pair, begins a line with its number."""
     originals = dict(zip(masked.positions.tolist(), masked.labels.tolist(), strict=True))
+    names = {start: number for number, start in enumerate(row.document_starts)}
     parts = []
     for position, token in enumerate(masked.tokens.tolist()):
+        if position in names and len(names) > 1:
+            letter = str(names[position]) if row.not_next is None else "AB"[names[position]]
+            parts.append(f"{chr(10) if position else ''}  {letter}| ")
         original = originals.get(position)
         piece = tokenizer.piece(token if original is None else original)
         text = _without_mark(piece)
@@ -126,6 +145,8 @@ class _Statistics:
         tokens_at: [N] rows with a token there.
         fates: what stands at the targets.
         spans: runs of adjacent targets, by length in pieces.
+        parts: documents, or segments of pairs.
+        labels: labels of pairs.
     """
 
     length: int
@@ -133,13 +154,18 @@ class _Statistics:
     tokens_at: np.ndarray[tuple[int], np.dtype[np.int64]] = field(init=False)
     fates: Counter[str] = field(default_factory=Counter)
     spans: Counter[int] = field(default_factory=Counter)
+    parts: int = 0
+    labels: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.targets_at = np.zeros(self.length, np.int64)
         self.tokens_at = np.zeros(self.length, np.int64)
 
-    def add(self, masked: MaskedRow, vocabulary: Vocabulary) -> None:
+    def add(self, masked: MaskedRows, batch: RowBatch, vocabulary: Vocabulary) -> None:
         """Count a row."""
+        self.parts += int(batch.part_counts[0])
+        if batch.not_next is not None:
+            self.labels.update(batch.not_next.tolist())
         self.tokens_at[: masked.tokens.size] += 1
         self.targets_at[masked.positions] += 1
         now = masked.tokens[masked.positions]
@@ -163,9 +189,14 @@ class _Statistics:
         rates = [f"{hits.sum() / max(int(tokens.sum()), 1):.1%}" for hits, tokens in parts]
         spans = sum(self.spans.values()) or 1
         longest = sorted(self.spans)[:6]
+        pairs = []
+        if self.labels:
+            pairs = [f"  in sequence         {self.labels[0] / rows:.1%} of pairs"]
         return "\n".join(
             [
                 f"  tokens a row        {self.tokens_at.sum() / rows:.1f} of {self.length}",
+                f"  parts a row         {self.parts / rows:.2f}",
+                *pairs,
                 f"  targets             {share:.2%} of tokens",
                 f"  by eighth of a row  {'  '.join(rates)}",
                 "  what stands there   "

@@ -32,6 +32,8 @@ class BatchArithmetic(NamedTuple):
     """Forward passes a rank and optimizer step."""
     tokens_per_step: int
     """Tokens an optimizer step, padding included."""
+    short_tokens_per_step: int
+    """The same in the first ``data.short_steps`` steps."""
 
 
 def validate(config: RunConfig) -> None:
@@ -43,6 +45,7 @@ def validate(config: RunConfig) -> None:
     _check_ranges(config)
     _check_model(config.model)
     _check_lengths(config.model, config.data)
+    _check_pairs(config.model, config.data)
     _check_objective(config.objective)
     _check_parallel(config.model, config.data, config.parallel)
     _check_precision(config.precision)
@@ -106,7 +109,13 @@ def batch_arithmetic(config: RunConfig, dp_size: int) -> BatchArithmetic:
         micro_batch_size=micro,
         accumulation_steps=total // unit,
         tokens_per_step=total * config.data.sequence_length,
+        short_tokens_per_step=total * config.data.short_sequence_length,
     )
+
+
+def short_samples(config: RunConfig) -> int:
+    """Global samples of the steps that train on shorter rows."""
+    return config.data.short_steps * config.train.global_batch_size
 
 
 _POSITIVE = (
@@ -120,6 +129,7 @@ _POSITIVE = (
     "model.initializer_range",
     "model.layer_norm_eps",
     "data.sequence_length",
+    "data.short_sequence_length",
     "objective.max_span_words",
     "parallel.tensor_parallel_size",
     "optimizer.learning_rate",
@@ -137,7 +147,10 @@ _NOT_NEGATIVE = (
     "model.position_buckets",
     "model.conv_kernel_size",
     "model.mask_decoder_passes",
+    "model.type_vocab_size",
+    "data.short_steps",
     "data.num_workers",
+    "objective.static_masks",
     "optimizer.warmup_steps",
     "optimizer.weight_decay",
     "optimizer.clip_grad_norm",
@@ -221,6 +234,32 @@ def _check_lengths(model: ModelConfig, data: DataConfig) -> None:
             f"data.sequence_length={length} exceeds model.max_position_embeddings="
             f"{model.max_position_embeddings}; shorten the rows or enlarge the table"
         )
+    if data.short_steps and not 4 <= data.short_sequence_length < length:
+        raise ConfigError(
+            f"data.short_sequence_length={data.short_sequence_length} is not between 4 and "
+            f"data.sequence_length={length}, but data.short_steps={data.short_steps}; shorten it, "
+            "or use data.short_steps=0"
+        )
+
+
+def _check_pairs(model: ModelConfig, data: DataConfig) -> None:
+    pairs = data.packing in ("segment_pair", "sentence_pair")
+    if pairs != model.next_sentence_head:
+        raise ConfigError(
+            f"model.next_sentence_head={str(model.next_sentence_head).lower()} does not go with "
+            f"data.packing={data.packing}; "
+            + ("set it to true" if pairs else "set it to false, or pack segment_pair")
+        )
+    if model.type_vocab_size == 1 or (pairs and model.type_vocab_size == 0):
+        raise ConfigError(
+            f"model.type_vocab_size={model.type_vocab_size} with data.packing={data.packing}; "
+            "use 2 for pairs and 0 for other rows"
+        )
+    if pairs and not data.attend_across_documents:
+        raise ConfigError(
+            f"data.attend_across_documents=false would hide the halves of data.packing="
+            f"{data.packing} from each other; set it to true"
+        )
 
 
 def _check_objective(objective: ObjectiveConfig) -> None:
@@ -256,6 +295,12 @@ def _check_parallel(model: ModelConfig, data: DataConfig, parallel: ParallelConf
         raise ConfigError(
             "parallel.sequence_parallel=true needs parallel.tensor_parallel_size above 1; "
             "set it to false"
+        )
+    if parallel.sequence_parallel and data.short_steps and data.short_sequence_length % tp_size:
+        raise ConfigError(
+            f"data.short_sequence_length={data.short_sequence_length} does not divide over "
+            f"parallel.tensor_parallel_size={tp_size} for sequence_parallel; use "
+            f"{data.short_sequence_length // tp_size * tp_size + tp_size}"
         )
     if parallel.sequence_parallel and data.sequence_length % tp_size:
         raise ConfigError(

@@ -12,6 +12,7 @@ from typing import Literal
 PositionTerms = Literal["c2p+p2c", "c2p", "p2c", "none"]
 P2CIndex = Literal["released", "paper"]
 AbsolutePositions = Literal["decoder", "input", "none"]
+Packing = Literal["full_sentences", "doc_sentences", "segment_pair", "sentence_pair"]
 AttentionBackend = Literal["auto", "reference", "chunked"]
 
 
@@ -59,6 +60,10 @@ class ModelConfig:
     """Dropout of hidden states and of the position table."""
     attention_dropout: float = 0.1
     """Dropout of attention probabilities."""
+    type_vocab_size: int = 0
+    """Rows of the token-type table at the input; 2 tells the halves of a pair apart, 0: none."""
+    next_sentence_head: bool = False
+    """A head on [CLS] that says whether the second half of a pair goes on from the first."""
     initializer_range: float = 0.02
     """Standard deviation of initial weights."""
     layer_norm_eps: float = 1e-7
@@ -85,10 +90,18 @@ class DataConfig:
     """Share of documents held out where ``validation`` is empty; 0 trains on everything."""
     sequence_length: int = 512
     """Tokens a row, special tokens included."""
-    packing: Literal["full_sentences", "doc_sentences"] = "full_sentences"
-    """``full_sentences`` crosses documents, ``doc_sentences`` does not (RoBERTa, section 4.2)."""
+    short_sequence_length: int = 128
+    """Tokens a row in the first ``short_steps`` steps; batches have as many rows as later."""
+    short_steps: int = 0
+    """Steps at the start of a run that train on shorter rows, as BERT's first nine tenths."""
+    packing: Packing = "full_sentences"
+    """The four formats of RoBERTa, section 4.2: ``full_sentences`` crosses documents,
+    ``doc_sentences`` does not; ``segment_pair`` and ``sentence_pair`` are two halves of which one
+    may be from elsewhere, and need ``model.next_sentence_head``."""
     attend_across_documents: bool = True
     """False keeps attention, convolution and absolute positions inside each packed document."""
+    index_cache: str = ""
+    """Folder of indices over millions of documents; empty: ``index`` in the run folder."""
     num_workers: int = 2
     """Loader processes a rank; 0 loads in the training process."""
     ledger: bool = False
@@ -113,6 +126,8 @@ class ObjectiveConfig:
     """Longest masked span in words, drawn with p proportional to 1/n; 1 masks single pieces."""
     masking: Literal["released", "uniform"] = "uniform"
     """``released`` is Microsoft's left-to-right generator, which starves a row's end."""
+    static_masks: int = 0
+    """Masks drawn in advance for each row, used in turn (BERT has 10); 0: a new one each epoch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

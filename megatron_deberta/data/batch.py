@@ -33,6 +33,10 @@ class Batch:
         document_ids: [B, N] int64, non-decreasing along a row, or None where attention crosses
             documents.
         position_ids: [B, N] int64 positions restarting in each document, or None = 0..N-1.
+        token_type_ids: [B, N] int64, 0 in the first segment of a pair and at padding, 1 in the
+            second; None where rows are not pairs.
+        next_sentence_labels: [B] int64, 0 = the second segment goes on from the first, 1 = it does
+            not, -100 = a row that only fills; None where rows are not pairs.
     """
 
     input_ids: Tensor
@@ -42,6 +46,8 @@ class Batch:
     sample_index: Tensor
     document_ids: Tensor | None = None
     position_ids: Tensor | None = None
+    token_type_ids: Tensor | None = None
+    next_sentence_labels: Tensor | None = None
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """Return the batch on ``device``; ``non_blocking`` helps from pinned memory only."""

@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
-import numpy as np
 import torch
 
+from megatron_deberta.config.rules import short_samples
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.data.blend import BlendedRows
-from megatron_deberta.data.collate import BatchBuilder
+from megatron_deberta.data.collate import BatchBuilder, Builder, PhasedBuilder
 from megatron_deberta.data.corpus import Corpus, open_shard, split_validation
+from megatron_deberta.data.index_cache import IndexCache
 from megatron_deberta.data.loader import TrainLoader, ValidationLoader
 from megatron_deberta.data.manifest import read_manifest
 from megatron_deberta.data.masking import Masker
-from megatron_deberta.data.packing import PackedRows, RowSource
-from megatron_deberta.data.randomness import Purpose
+from megatron_deberta.data.packing import PackedRows
+from megatron_deberta.data.randomness import Purpose, mix64
+from megatron_deberta.data.rows import RowSource, ShiftedRows
 from megatron_deberta.data.sampler import StepSampler
 from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.errors import ConfigError
@@ -34,11 +37,13 @@ class Corpora:
         train: one corpus, or one a component of a blend.
         weights: a share of samples for each of ``train``.
         validation: held-out documents, or None.
+        cache: of what is derived from them.
     """
 
     train: tuple[Corpus, ...]
     weights: tuple[float, ...]
     validation: Corpus | None
+    cache: IndexCache
 
 
 def parse_prefixes(values: tuple[str, ...], key: str) -> tuple[list[list[str]], list[float]]:
@@ -104,16 +109,19 @@ def open_corpora(config: RunConfig, vocabulary: Vocabulary, hashes: bool) -> Cor
     components, weights = parse_prefixes(data.train, "data.train")
     _refuse_twice([prefix for part in components for prefix in part] + list(data.validation))
     shards = [[open_shard(prefix, vocabulary, hashes) for prefix in part] for part in components]
-    if not data.validation:
-        if data.validation_fraction == 0:
-            return Corpora(tuple(Corpus(part) for part in shards), tuple(weights), None)
-        splits = [
-            split_validation(part, data.validation_fraction, config.train.seed) for part in shards
-        ]
-        held_out = _joined([validation for _, validation in splits])
-        return Corpora(tuple(train for train, _ in splits), tuple(weights), held_out)
-    held_out = Corpus([open_shard(prefix, vocabulary, hashes) for prefix in data.validation])
-    return Corpora(tuple(Corpus(part) for part in shards), tuple(weights), held_out)
+    cache = IndexCache(data.index_cache or Path(config.train.run_dir) / "index")
+    validation: Corpus | None = None
+    if data.validation_fraction and not data.validation:
+        fraction, seed = data.validation_fraction, config.train.seed
+        splits = [split_validation(part, fraction, seed, cache) for part in shards]
+        train = tuple(train for train, _ in splits)
+        validation = _joined([held_out for _, held_out in splits], cache)
+        return Corpora(train, tuple(weights), validation, cache)
+    if data.validation:
+        held_out = [open_shard(prefix, vocabulary, hashes) for prefix in data.validation]
+        validation = Corpus(held_out, cache=cache)
+    train = tuple(Corpus(part, cache=cache) for part in shards)
+    return Corpora(train, tuple(weights), validation, cache)
 
 
 def build_loaders(
@@ -151,7 +159,7 @@ def build_loaders(
         dp_size=dp_size,
     )
     train = TrainLoader(
-        _builder(config, vocabulary, training_rows(config, vocabulary, corpora)),
+        _training_builder(config, vocabulary, corpora),
         sampler,
         consumed_samples,
         num_workers=config.data.num_workers,
@@ -177,9 +185,18 @@ def validation_loader(
     """
     if corpora.validation is None:
         return None
-    rows = _packed(config, vocabulary, corpora.validation)
+    data = config.data
+    rows = PackedRows(
+        corpora.validation,
+        vocabulary,
+        data.sequence_length,
+        data.packing,
+        mix64(config.train.seed, 0),
+        cache=corpora.cache,
+    )
+    purpose = Purpose.VALIDATION_MASK
     return ValidationLoader(
-        _builder(config, vocabulary, rows, Purpose.VALIDATION_MASK),
+        _builder(config, vocabulary, rows, data.sequence_length, purpose),
         min(config.train.eval_batches * config.train.global_batch_size, rows.rows_per_epoch),
         config.train.micro_batch_size,
         dp_rank,
@@ -187,21 +204,46 @@ def validation_loader(
     )
 
 
-def training_rows(config: RunConfig, vocabulary: Vocabulary, corpora: Corpora) -> RowSource:
-    """Return the unmasked rows of a run, by global sample index."""
+def training_rows(
+    config: RunConfig, vocabulary: Vocabulary, corpora: Corpora, sequence_length: int = 0
+) -> RowSource:
+    """Return unmasked training rows.
+
+    Args:
+        config: the run.
+        vocabulary: of the run's tokenizer.
+        corpora: from ``open_corpora``.
+        sequence_length: 0: those of ``data.sequence_length``, by global sample index less
+            ``short_samples``; otherwise the short ones, by global sample index.
+    """
+    seed = config.train.seed
+    short = (int(Purpose.SHORT_ROWS),) if sequence_length else ()
     sources = [
-        _packed(config, vocabulary, corpus, component)
+        PackedRows(
+            corpus,
+            vocabulary,
+            sequence_length or config.data.sequence_length,
+            config.data.packing,
+            mix64(seed, component, *short),
+            config.objective.static_masks,
+            corpora.cache,
+        )
         for component, corpus in enumerate(corpora.train)
     ]
     return sources[0] if len(sources) == 1 else BlendedRows(sources, corpora.weights)
 
 
-def _packed(
-    config: RunConfig, vocabulary: Vocabulary, corpus: Corpus, component: int = 0
-) -> PackedRows:
+def _training_builder(config: RunConfig, vocabulary: Vocabulary, corpora: Corpora) -> Builder:
     data = config.data
-    return PackedRows(
-        corpus, vocabulary, data.sequence_length, data.packing, config.train.seed, component
+    rows = training_rows(config, vocabulary, corpora)
+    first_long = short_samples(config)
+    if first_long == 0:
+        return _builder(config, vocabulary, rows, data.sequence_length)
+    shorter = training_rows(config, vocabulary, corpora, data.short_sequence_length)
+    return PhasedBuilder(
+        _builder(config, vocabulary, shorter, data.short_sequence_length),
+        _builder(config, vocabulary, ShiftedRows(rows, first_long), data.sequence_length),
+        first_long,
     )
 
 
@@ -209,9 +251,9 @@ def _builder(
     config: RunConfig,
     vocabulary: Vocabulary,
     rows: RowSource,
+    length: int,
     purpose: Purpose = Purpose.TRAINING_MASK,
 ) -> BatchBuilder:
-    length = config.data.sequence_length
     return BatchBuilder(
         rows,
         Masker(config.objective, vocabulary, length, config.train.seed, purpose),
@@ -233,14 +275,13 @@ def _refuse_twice(prefixes: list[str]) -> None:
             )
 
 
-def _joined(corpora: list[Corpus]) -> Corpus:
-    """Return several corpora as one."""
+def _joined(corpora: list[Corpus], cache: IndexCache) -> Corpus:
+    """Return several split corpora as one."""
+    if len(corpora) == 1:
+        return corpora[0]
     shards = [shard for corpus in corpora for shard in corpus.shards]
-    numbers, base = [], 0
-    for corpus in corpora:
-        numbers.append(corpus.document_numbers + base)
-        base += sum(len(shard) for shard in corpus.shards)
-    return Corpus(shards, np.concatenate(numbers))
+    splits = [split for corpus in corpora for split in corpus.splits or ()]
+    return Corpus(shards, splits, cache)
 
 
 def _as_number(text: str) -> float | None:

@@ -1,22 +1,32 @@
 """Rows and masks to a ``Batch``.
 
-Owns padding and document fields. Refuses to choose samples.
+Owns padding, document fields and the two lengths of a run with shorter rows at first. Refuses to
+choose samples.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from megatron_deberta.data.batch import IGNORED_LABEL, Batch
-from megatron_deberta.data.masking import Masker
-from megatron_deberta.data.packing import RowSource
+from megatron_deberta.data.masking import MaskedRows, Masker
+from megatron_deberta.data.rows import RowBatch, RowSource
 from megatron_deberta.data.vocabulary import Vocabulary
 
 FILLER = -1
 """Sample index of a row without labels that fills a batch."""
+
+
+class Builder(Protocol):
+    """Makes batches of samples."""
+
+    def build(self, samples: Sequence[int]) -> Batch:
+        """Return the batch of the given samples, in that order."""
 
 
 class BatchBuilder:
@@ -51,36 +61,96 @@ class BatchBuilder:
         Raises:
             DataError: a shard holds an id outside the vocabulary.
         """
-        batch_size, length = len(samples), self._sequence_length
-        input_ids = np.full((batch_size, length), self._vocabulary.pad_id, np.int64)
-        attention_mask = np.zeros((batch_size, length), np.bool_)
-        masked_positions = np.full((batch_size, self._masker.max_targets), -1, np.int64)
-        labels = np.full((batch_size, self._masker.max_targets), IGNORED_LABEL, np.int64)
-        marks = np.zeros((batch_size, length), np.int64) if self._with_documents else None
-        for number, sample in enumerate(samples):
-            if sample == FILLER:
-                input_ids[number, :2] = self._vocabulary.cls_id, self._vocabulary.sep_id
-                attention_mask[number, :2] = True
-                continue
-            row = self._rows.row(sample)
-            masked = self._masker(row.tokens, sample)
-            input_ids[number, : masked.tokens.size] = masked.tokens
-            attention_mask[number, : masked.tokens.size] = True
-            masked_positions[number, : masked.positions.size] = masked.positions
-            labels[number, : masked.labels.size] = masked.labels
-            if marks is not None:
-                marks[number, row.document_starts[1:]] = 1
-        document_ids = position_ids = None
-        if marks is not None:
-            document_ids = np.cumsum(marks, axis=1)
-            steps = np.arange(length)
-            position_ids = steps - np.maximum.accumulate(marks * steps, axis=1)
-        return Batch(
-            input_ids=torch.from_numpy(input_ids),
-            attention_mask=torch.from_numpy(attention_mask),
-            masked_positions=torch.from_numpy(masked_positions),
-            labels=torch.from_numpy(labels),
-            sample_index=torch.tensor(samples, dtype=torch.int64),
-            document_ids=None if document_ids is None else torch.from_numpy(document_ids),
-            position_ids=None if position_ids is None else torch.from_numpy(position_ids),
-        )
+        indices = np.asarray(samples, np.int64)
+        live = np.flatnonzero(indices != FILLER)
+        shape = (indices.size, self._sequence_length)
+        input_ids = np.full(shape, self._vocabulary.pad_id, np.int64)
+        attention_mask = np.zeros(shape, np.bool_)
+        targets = (indices.size, self._masker.max_targets)
+        masked_positions = np.full(targets, -1, np.int64)
+        labels = np.full(targets, IGNORED_LABEL, np.int64)
+        parts = np.zeros(shape, np.int64)
+        not_next = None
+        if live.size:
+            rows, masked = self._masked(indices[live])
+            attention_mask[live] = np.arange(self._sequence_length) < rows.sizes[:, None]
+            input_ids[attention_mask] = masked.tokens
+            _fill_targets(masked, rows.sizes, live, masked_positions, labels)
+            if self._with_documents or rows.not_next is not None:
+                parts[attention_mask] = _part_numbers(rows)
+            if rows.not_next is not None:
+                not_next = np.full(indices.size, IGNORED_LABEL, np.int64)
+                not_next[live] = rows.not_next
+        if live.size < indices.size:
+            filler = indices == FILLER
+            input_ids[filler, :2] = self._vocabulary.cls_id, self._vocabulary.sep_id
+            attention_mask[filler, :2] = True
+        fields: dict[str, npt.NDArray[Any]] = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "masked_positions": masked_positions,
+            "labels": labels,
+            "sample_index": indices,
+        }
+        if self._with_documents:
+            # Padding goes on with the last document.
+            document_ids = np.maximum.accumulate(parts, axis=1)
+            fields["document_ids"] = document_ids
+            fields["position_ids"] = _restarting(document_ids)
+        if not_next is not None:
+            fields["token_type_ids"] = parts
+            fields["next_sentence_labels"] = not_next
+        return Batch(**{name: torch.from_numpy(array) for name, array in fields.items()})
+
+    def _masked(self, indices: npt.NDArray[np.int64]) -> tuple[RowBatch, MaskedRows]:
+        rows = self._rows.rows(indices)
+        mask_ids = indices if rows.mask_ids is None else rows.mask_ids
+        return rows, self._masker(rows.tokens, rows.sizes, mask_ids)
+
+
+class PhasedBuilder:
+    """Batches of short rows for the first samples, of long ones for the others.
+
+    Args:
+        short: builds the first samples.
+        long: builds those from ``first_long`` on.
+        first_long: a multiple of the global batch size, so that no batch has both.
+    """
+
+    def __init__(self, short: Builder, long: Builder, first_long: int) -> None:
+        """See the class."""
+        self._short = short
+        self._long = long
+        self._first_long = first_long
+
+    def build(self, samples: Sequence[int]) -> Batch:
+        """Return the batch of the given samples, all short or all long, in that order."""
+        return (self._short if samples[0] < self._first_long else self._long).build(samples)
+
+
+def _fill_targets(
+    masked: MaskedRows,
+    sizes: npt.NDArray[np.int64],
+    live: npt.NDArray[np.int64],
+    masked_positions: npt.NDArray[np.int64],
+    labels: npt.NDArray[np.int64],
+) -> None:
+    row = np.repeat(np.arange(live.size), masked.counts)
+    slot = np.arange(row.size) - (np.cumsum(masked.counts) - masked.counts)[row]
+    begins = np.cumsum(sizes) - sizes
+    masked_positions[live[row], slot] = masked.positions - begins[row]
+    labels[live[row], slot] = masked.labels
+
+
+def _part_numbers(rows: RowBatch) -> npt.NDArray[np.int64]:
+    """[T] which document of its row each token is in."""
+    before = np.cumsum(rows.part_counts) - rows.part_counts
+    numbers = np.arange(rows.part_sizes.size) - np.repeat(before, rows.part_counts)
+    return np.repeat(numbers, rows.part_sizes)
+
+
+def _restarting(document_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """[B, N] positions that begin anew with each document."""
+    steps = np.arange(document_ids.shape[1])
+    begins = np.diff(document_ids, axis=1, prepend=0) > 0
+    return steps - np.maximum.accumulate(begins * steps, axis=1)

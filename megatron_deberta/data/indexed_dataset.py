@@ -41,7 +41,6 @@ class IndexedDataset:
         sequence_offsets: [sequences] int64, first byte of each in ``.bin``.
         document_boundaries: [documents + 1] int64, first sequence of each document, then
             num_sequences.
-        document_offsets: [documents + 1] int64, first token of each document, then num_tokens.
 
     Raises:
         DataError: a file is missing, unreadable, truncated, too long, of another format, version
@@ -62,10 +61,6 @@ class IndexedDataset:
         self.num_tokens = self._check_lengths()
         self._check_boundaries()
         self._tokens = self._map_tokens()
-        starts = np.append(self.sequence_offsets, self.num_tokens * self.dtype.itemsize)
-        self.document_offsets: npt.NDArray[np.int64] = (
-            starts[self.document_boundaries] // self.dtype.itemsize
-        )
 
     def __len__(self) -> int:
         """Return the number of documents."""
@@ -83,8 +78,47 @@ class IndexedDataset:
         """
         if not 0 <= index < self.num_documents:
             raise IndexError(f"{self.prefix}: document {index} of {self.num_documents}")
-        start, end = self.document_offsets[index], self.document_offsets[index + 1]
+        start, end = self.document_range(index, index + 1).tolist()
         return self._tokens[start:end]
+
+    @property
+    def identity(self) -> list[Any]:
+        """What tells this index from another: its size and time of change, and the tokens'."""
+        paths = (idx_path(self.prefix), bin_path(self.prefix))
+        stats = [os.stat(path) for path in paths]
+        return [[stat.st_size, stat.st_mtime_ns] for stat in stats]
+
+    @property
+    def document_offsets(self) -> npt.NDArray[np.int64]:
+        """[documents + 1] int64, first token of each document, then num_tokens; made anew."""
+        return self.document_range(0, self.num_documents)
+
+    def document_range(self, first: int, stop: int) -> npt.NDArray[np.int64]:
+        """Return [stop - first + 1] int64: where documents begin, in tokens, and the last ends."""
+        sequences = self.document_boundaries[first : stop + 1]
+        inside = np.minimum(sequences, max(self.num_sequences - 1, 0))
+        offsets: npt.NDArray[np.int64] = self.sequence_offsets[inside] // self.dtype.itemsize
+        offsets[sequences == self.num_sequences] = self.num_tokens
+        return offsets
+
+    def sentence_lengths(
+        self, first: int, documents: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+        """Return the sentences of some documents, without empty ones.
+
+        Args:
+            first: number of a document.
+            documents: [D] ascending, counted from ``first``.
+
+        Returns:
+            [S] int32 tokens of each sentence, and [D] int64 sentences up to and with each document.
+        """
+        begins = self.document_boundaries[first + documents]
+        counts = self.document_boundaries[first + documents + 1] - begins
+        shift = begins - (np.cumsum(counts) - counts)
+        lengths = self.sequence_lengths[np.repeat(shift, counts) + np.arange(int(counts.sum()))]
+        up_to = np.append(0, np.cumsum(lengths > 0))[np.cumsum(counts)]
+        return lengths[lengths > 0], up_to
 
     def sentences(self, index: int) -> list[npt.NDArray[Any]]:
         """Return the sentences of a document, each a read-only 1-D view of the file.

@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from megatron_deberta.data.batch import Batch
-from megatron_deberta.data.collate import FILLER, BatchBuilder
+from megatron_deberta.data.collate import FILLER, Builder
 from megatron_deberta.data.sampler import StepSampler
 from megatron_deberta.errors import DataError
 
@@ -38,7 +38,7 @@ class _Failure:
 class _MicroBatches(Dataset["Batch | _Failure"]):
     """Sample indices to batch, in whichever process torch calls it."""
 
-    def __init__(self, builder: BatchBuilder) -> None:
+    def __init__(self, builder: Builder) -> None:
         self._builder = builder
 
     def __getitem__(self, samples: Sequence[int]) -> Batch | _Failure:
@@ -67,7 +67,7 @@ class TrainLoader:
 
     def __init__(
         self,
-        builder: BatchBuilder,
+        builder: Builder,
         sampler: StepSampler,
         consumed_samples: int,
         num_workers: int,
@@ -143,7 +143,7 @@ class ValidationLoader:
 
     def __init__(
         self,
-        builder: BatchBuilder,
+        builder: Builder,
         num_samples: int,
         micro_batch_size: int,
         dp_rank: int,

@@ -1,6 +1,8 @@
 """Which tokens of a row are predicted, and what stands in their place.
 
 Owns both masking modes as pure functions of (seed, sample index). Refuses to know documents.
+All rows of a batch are masked at once, in arrays of tokens, words and spans laid end to end; what
+happens to a row depends on its own key only.
 
 ``released`` is Microsoft's NGramMaskGenerator: one n-gram in each window of n * int(1/p) words,
 left to right, until round(p * length) tokens are taken, which leaves the row's end short of
@@ -15,32 +17,70 @@ microsoft/DeBERTa ``DeBERTa/apps/tasks/mlm_task.py``.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_deberta.config.schema import ObjectiveConfig
-from megatron_deberta.data.randomness import Purpose, keyed_generator
+from megatron_deberta.data.randomness import Purpose, draws, hash_values, mix64
 from megatron_deberta.data.vocabulary import Vocabulary
 
 _RELEASED_SLACK = 8
 """Extra slots in ``released`` mode, whose last word may pass the budget; longer words are cut."""
+_TOKENS_AT_ONCE = 1 << 16
+"""What still fits the processor's cache with all that is computed beside it."""
+_SPAN_BITS, _ORDER_BITS = 20, 24
+_WORDS, _TARGETS = 0, 1
+"""Streams of draws: one for spans, one for what takes a token's place."""
+Integers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class MaskedRow:
-    """A row after masking.
+class MaskedRows:
+    """Rows after masking, laid end to end.
 
     Attributes:
-        tokens: [n] int64, masked.
-        positions: [m] int64, ascending, of the tokens to predict.
+        tokens: [T] int64, masked.
+        positions: [m] int64, ascending, of the tokens to predict, counted over all rows.
         labels: [m] int64, the original tokens there.
+        counts: [B] int64 tokens to predict in each row.
     """
 
-    tokens: npt.NDArray[np.int64]
-    positions: npt.NDArray[np.int64]
-    labels: npt.NDArray[np.int64]
+    tokens: Integers
+    positions: Integers
+    labels: Integers
+    counts: Integers
+
+
+class _Words:
+    """What may be masked in some rows: candidates (tokens that are not special) and words.
+
+    Attributes:
+        candidates: [C] where they are among the tokens.
+        bounds: [B + 1] candidates before each row, then all.
+        firsts: [W] the candidate that each word begins with.
+        word_bounds: [B + 1] words before each row, then all.
+        counts: [B] words of each row.
+    """
+
+    def __init__(
+        self, tokens: Integers, ends: Integers, vocabulary: Vocabulary, whole: bool, gaps: bool
+    ) -> None:
+        self.candidates = np.flatnonzero(~vocabulary.is_special[tokens])
+        self.bounds = np.append(0, np.searchsorted(self.candidates, ends))
+        if whole:
+            begins = vocabulary.word_starts[tokens[self.candidates]]
+            begins[self.bounds[:-1][np.diff(self.bounds) > 0]] = True
+            if gaps:
+                # A word does not go on behind a special token; the released code lets it.
+                begins[1:] |= np.diff(self.candidates) > 1
+            self.firsts = np.flatnonzero(begins)
+            self.word_bounds = np.searchsorted(self.firsts, self.bounds)
+        else:
+            self.firsts, self.word_bounds = np.arange(self.candidates.size), self.bounds
+        self.counts = np.diff(self.word_bounds)
 
 
 class Masker:
@@ -68,116 +108,163 @@ class Masker:
         """See the class."""
         self._objective = objective
         self._vocabulary = vocabulary
-        self._seed = seed
-        self._purpose = purpose
+        self._key = mix64(seed, purpose)
         shares = 1.0 / np.arange(1, objective.max_span_words + 1)
-        self._span_bounds = np.cumsum(shares / shares.sum())[:-1]
+        bounds = np.cumsum(shares / shares.sum())[:-1]
+        self._span_bounds = [np.uint64(int(bound * 2.0**64)) for bound in bounds]
         self._released = objective.masking == "released"
         slack = _RELEASED_SLACK if self._released else 0
-        self.max_targets = min(self._budget(sequence_length) + slack, sequence_length)
+        most = int(self._budgets(np.array([sequence_length]))[0])
+        self.max_targets = min(most + slack, sequence_length)
 
-    def __call__(self, tokens: npt.NDArray[np.int64], sample_index: int) -> MaskedRow:
-        """Mask a row.
+    def __call__(
+        self, tokens: Integers, sizes: Integers, mask_ids: npt.NDArray[np.integer]
+    ) -> MaskedRows:
+        """Mask rows.
 
         Args:
-            tokens: [n] int64 ids inside the vocabulary, n <= N; not changed.
-            sample_index: global index of the sample; the mask's key.
+            tokens: [T] int64 ids inside the vocabulary, row after row; not changed.
+            sizes: [B] tokens of each row, from 1 to N.
+            mask_ids: [B] what each row's mask is keyed on: the global index of the sample, or
+                whatever else should give the same mask again.
 
         Returns:
-            The masked row; [CLS], [SEP] and other special tokens are never chosen.
+            The masked rows; [CLS], [SEP] and other special tokens are never chosen.
         """
-        generator = keyed_generator(self._seed, self._purpose, sample_index)
-        candidates = np.flatnonzero(~self._vocabulary.is_special[tokens])
-        if candidates.size == 0:
-            return MaskedRow(tokens, candidates, candidates)
-        words = self._word_bounds(tokens, candidates)
-        budget = min(self._budget(tokens.size), candidates.size)
+        keys = hash_values(self._key, mask_ids)
+        masked, positions, counts = tokens.copy(), [], []
+        for rows, begin, end in _groups(sizes):
+            chosen, per_row = self._choose(tokens[begin:end], sizes[rows], keys[rows])
+            positions.append(begin + chosen)
+            counts.append(per_row)
+        places, totals = np.concatenate(positions), np.concatenate(counts)
+        labels = tokens[places]
+        masked[places] = self._replace(labels, draws(keys, totals, _TARGETS))
+        return MaskedRows(masked, places, labels, totals)
+
+    def _choose(
+        self, tokens: Integers, sizes: Integers, keys: npt.NDArray[np.uint64]
+    ) -> tuple[Integers, Integers]:
+        """Return the places to predict, ascending, and how many each row has."""
+        whole = self._objective.max_span_words > 1
+        words = _Words(tokens, np.cumsum(sizes), self._vocabulary, whole, not self._released)
+        if not words.candidates.size:
+            return words.candidates, np.zeros_like(sizes)
+        budgets = np.minimum(self._budgets(sizes), np.diff(words.bounds))
         choose = self._choose_released if self._released else self._choose_uniform
-        chosen = choose(words, budget, generator)
-        positions = candidates[chosen][: self.max_targets]
-        labels = tokens[positions]
-        masked = tokens.copy()
-        masked[positions] = self._replace(labels, generator)
-        return MaskedRow(masked, positions, labels)
+        chosen = np.flatnonzero(choose(words, budgets, keys))
+        counts = np.diff(np.searchsorted(chosen, words.bounds))
+        if self._released and int(counts.max()) > self.max_targets:
+            place = np.arange(chosen.size) - np.repeat(np.cumsum(counts) - counts, counts)
+            chosen = chosen[place < self.max_targets]
+            counts = np.minimum(counts, self.max_targets)
+        return words.candidates[chosen], counts
 
-    def _budget(self, num_tokens: int) -> int:
-        return max(1, round(num_tokens * self._objective.mask_probability))
+    def _budgets(self, sizes: Integers) -> Integers:
+        wanted = np.rint(sizes * self._objective.mask_probability).astype(np.int64)
+        budgets: Integers = np.maximum(wanted, 1)
+        return budgets
 
-    def _word_bounds(
-        self, tokens: npt.NDArray[np.int64], candidates: npt.NDArray[np.int64]
-    ) -> npt.NDArray[np.int64]:
-        """Return [words + 1] int64: where words begin among the candidates, then their number."""
-        if self._objective.max_span_words == 1:
-            return np.arange(candidates.size + 1)
-        begins = self._vocabulary.word_starts[tokens[candidates]]
-        begins[0] = True
-        if not self._released:
-            # A word does not go on behind a special token; the released code lets it.
-            begins[1:] |= np.diff(candidates) > 1
-        return np.append(np.flatnonzero(begins), candidates.size)
-
-    def _draw_spans(self, count: int, generator: np.random.Generator) -> npt.NDArray[np.int64]:
-        """Return [count] span lengths in words, n with p proportional to 1/n."""
-        return 1 + np.searchsorted(self._span_bounds, generator.random(count), side="right")
+    def _spans(self, lots: npt.NDArray[np.uint64]) -> Integers:
+        """Return span lengths in words, n with p proportional to 1/n."""
+        spans = np.ones(lots.size, np.int64)
+        for bound in self._span_bounds:
+            spans += lots >= bound
+        return spans
 
     def _choose_released(
-        self, words: npt.NDArray[np.int64], budget: int, generator: np.random.Generator
+        self, words: _Words, budgets: Integers, keys: npt.NDArray[np.uint64]
     ) -> npt.NDArray[np.bool_]:
-        num_words = words.size - 1
+        """Return [C] bool: one n-gram in each window, left to right, until the budget is passed."""
         window = int(1 / self._objective.mask_probability)
-        spans = self._draw_spans(num_words // window + 1, generator)
-        places = generator.random(spans.size)
+        counts = words.counts // window + 1
+        lots = draws(keys, counts, _WORDS)
+        spans = self._spans(lots)
+        places = (lots & np.uint64(0xFFFFFFFF)).astype(np.float64) * 2.0**-32
+        num_words = np.repeat(words.counts, counts)
         contexts = spans * window
         # A span that sticks out of its window pushes the next window on.
         advances = np.maximum(contexts, (places * contexts).astype(np.int64) + spans)
-        offsets = np.cumsum(advances) - advances
+        offsets = _before(advances, counts)
         inside = offsets < num_words
-        offsets, spans, places = offsets[inside], spans[inside], places[inside]
+        offsets, spans, places, num_words = (
+            column[inside] for column in (offsets, spans, places, num_words)
+        )
         contexts = np.minimum(contexts[inside], num_words - offsets)
         begins = offsets + (places * contexts).astype(np.int64)
-        in_span = _cover(begins, np.minimum(begins + spans, num_words), num_words)
-        sizes = np.diff(words)
-        taken_before = np.cumsum(sizes * in_span) - sizes * in_span
-        return np.repeat(in_span & (taken_before < budget), sizes)
+        ends = np.minimum(begins + spans, num_words)
+        row_starts = np.repeat(words.word_bounds[:-1], counts)[inside]
+        in_span = _cover(row_starts + begins, row_starts + ends, int(words.word_bounds[-1]))
+        sizes = np.diff(words.firsts, append=words.candidates.size)
+        taken_before = _before(sizes * in_span, words.counts)
+        taken = in_span & (taken_before < np.repeat(budgets, words.counts))
+        return np.repeat(taken, sizes)
 
     def _choose_uniform(
-        self, words: npt.NDArray[np.int64], budget: int, generator: np.random.Generator
+        self, words: _Words, budgets: Integers, keys: npt.NDArray[np.uint64]
     ) -> npt.NDArray[np.bool_]:
-        num_words = words.size - 1
-        ends = np.cumsum(self._draw_spans(num_words, generator))
-        ends = ends[: int(np.searchsorted(ends, num_words)) + 1]
-        ends[-1] = num_words
-        token_ends = words[ends]
-        sizes = np.diff(token_ends, prepend=0)
-        order = np.argsort(generator.random(ends.size))
-        taken = np.cumsum(sizes[order])
-        last = int(np.searchsorted(taken, budget))
-        chosen = order[: last + 1]
-        begins, stops = (token_ends - sizes)[chosen], token_ends[chosen]
-        stops[-1] -= taken[last] - budget
-        return _cover(begins, stops, int(words[-1]))
+        """Return [C] bool: spans that tile the row, in random order until the budget is met."""
+        lots = draws(keys, words.counts, _WORDS)
+        offsets = _before(self._spans(lots), words.counts)
+        inside = offsets < np.repeat(words.counts, words.counts)
+        # Spans tile the words, so each ends where the next begins.
+        row_starts = np.repeat(words.word_bounds[:-1], words.counts)[inside]
+        begins = words.firsts[row_starts + offsets[inside]]
+        sizes = np.diff(begins, append=words.candidates.size)
+        counts = np.diff(np.searchsorted(begins, words.bounds))
+        rows = np.repeat(np.arange(counts.size, dtype=np.uint64), counts)
+        # One number to sort by: row, lot, span.
+        order = lots[inside] & np.uint64((1 << _ORDER_BITS) - 1)
+        order |= rows << np.uint64(_ORDER_BITS)
+        order <<= np.uint64(_SPAN_BITS)
+        order |= np.arange(begins.size, dtype=np.uint64)
+        order.sort()
+        spans = (order & np.uint64((1 << _SPAN_BITS) - 1)).astype(np.int64)
+        room = np.repeat(budgets, counts) - _before(sizes[spans], counts)
+        spans, room = spans[room > 0], room[room > 0]
+        begins = begins[spans]
+        return _cover(begins, begins + np.minimum(sizes[spans], room), words.candidates.size)
 
-    def _replace(
-        self, labels: npt.NDArray[np.int64], generator: np.random.Generator
-    ) -> npt.NDArray[np.int64]:
+    def _replace(self, labels: Integers, lots: npt.NDArray[np.uint64]) -> Integers:
         """Return [m] int64: [MASK], a random token, or the token itself."""
-        lots = generator.random(labels.size)
+        fates = (lots >> np.uint64(32)).astype(np.int64)
         masked_below = self._objective.mask_token_probability
         random_below = masked_below + self._objective.random_token_probability
-        if self._released:
-            random_tokens = generator.integers(0, self._vocabulary.num_tokens, labels.size)
-        else:
-            ordinary = self._vocabulary.ordinary_ids
-            random_tokens = ordinary[generator.integers(0, ordinary.size, labels.size)]
-        kept = np.where(lots < random_below, random_tokens, labels)
-        return np.where(lots < masked_below, self._vocabulary.mask_id, kept)
+        low = lots & np.uint64(0xFFFFFFFF)
+        ordinary = self._vocabulary.ordinary_ids
+        number = self._vocabulary.num_tokens if self._released else ordinary.size
+        random_tokens = ((low * np.uint64(number)) >> np.uint64(32)).astype(np.int64)
+        if not self._released:
+            random_tokens = ordinary[random_tokens]
+        kept = np.where(fates < int(random_below * 2.0**32), random_tokens, labels)
+        return np.where(fates < int(masked_below * 2.0**32), self._vocabulary.mask_id, kept)
 
 
-def _cover(
-    begins: npt.NDArray[np.int64], ends: npt.NDArray[np.int64], size: int
-) -> npt.NDArray[np.bool_]:
+def _groups(sizes: Integers) -> Iterator[tuple[slice, int, int]]:
+    """Cut rows into groups of bounded size: their rows, and where their tokens begin and end."""
+    ends = np.cumsum(sizes)
+    first = begin = 0
+    while first < sizes.size:
+        limit = begin + _TOKENS_AT_ONCE
+        stop = max(int(np.searchsorted(ends, limit, side="right")), first + 1)
+        end = int(ends[stop - 1])
+        yield slice(first, stop), begin, end
+        first, begin = stop, end
+
+
+def _before(values: Integers, counts: Integers) -> Integers:
+    """Return the sum of the values before each, within its group; groups of the given sizes."""
+    sums = np.cumsum(values) - values
+    firsts = np.cumsum(counts) - counts
+    # Of an empty group nothing is repeated, so any number does.
+    bases = sums[np.minimum(firsts, max(values.size - 1, 0))]
+    inside: Integers = sums - np.repeat(bases, counts)
+    return inside
+
+
+def _cover(begins: Integers, ends: Integers, size: int) -> npt.NDArray[np.bool_]:
     """Return [size] bool, True inside the disjoint intervals [begin, end)."""
-    changes = np.zeros(size + 1, np.int64)
+    changes = np.zeros(size + 1, np.int8)
     changes[begins] += 1
     changes[ends] -= 1
-    return np.cumsum(changes[:-1]) > 0
+    return np.cumsum(changes[:-1], dtype=np.int8) > 0

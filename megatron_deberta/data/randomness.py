@@ -7,11 +7,13 @@ to hold a stream between calls, so that resuming has nothing to restore.
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 _MASK64 = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
 _FEISTEL_ROUNDS = 6
 
 
@@ -23,6 +25,10 @@ class Purpose(IntEnum):
     SPLIT = 3
     TRAINING_MASK = 4
     VALIDATION_MASK = 5
+    PAIR_CUT = 6
+    PAIR_PARTNER = 7
+    STATIC_MASK = 8
+    SHORT_ROWS = 9
 
 
 def mix64(*parts: int) -> int:
@@ -32,7 +38,7 @@ def mix64(*parts: int) -> int:
     """
     state = 0
     for part in parts:
-        state = (state + part + 0x9E3779B97F4A7C15) & _MASK64
+        state = (state + part + _GOLDEN) & _MASK64
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK64
         state ^= state >> 31
@@ -41,12 +47,53 @@ def mix64(*parts: int) -> int:
 
 def hash_indices(key: int, count: int) -> npt.NDArray[np.uint64]:
     """Return [count] uint64 hashes of 0..count-1 under ``key``: ``mix64(i)`` started at ``key``."""
-    state: npt.NDArray[np.uint64] = np.arange(count, dtype=np.uint64)
-    state = state + np.uint64((key + 0x9E3779B97F4A7C15) & _MASK64)
-    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    hashes: npt.NDArray[np.uint64] = state ^ (state >> np.uint64(31))
-    return hashes
+    return hash_values(key, np.arange(count, dtype=np.uint64))
+
+
+def hash_values(key: int, values: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
+    """Return uint64 hashes of integers under ``key``, shaped as ``values``.
+
+    ``hash_values(mix64(a, b), [c])`` is ``[mix64(a, b, c)]``; one key never hashes two values to
+    the same.
+    """
+    state = values.astype(np.uint64)
+    state += np.uint64((key + _GOLDEN) & _MASK64)
+    return _finalised(state)
+
+
+def draws(
+    keys: npt.NDArray[np.uint64], counts: npt.NDArray[np.int64], stream: int
+) -> npt.NDArray[np.uint64]:
+    """Draw 64 random bits for each of many elements in one go, without a generator.
+
+    Element j of group g is output j of SplitMix64 started at ``keys[g]``, so it depends on neither
+    the other groups nor their number.
+
+    Args:
+        keys: [G] uint64, hashes.
+        counts: [G] int64 elements of each group.
+        stream: 0, 1, ...: outputs of one key under different streams do not meet.
+
+    Returns:
+        [sum(counts)] uint64, group after group.
+    """
+    begins = np.cumsum(counts) - counts
+    first = keys - begins.astype(np.uint64) * np.uint64(_GOLDEN)
+    first += np.uint64((((stream << 40) + 1) * _GOLDEN) & _MASK64)
+    state: npt.NDArray[np.uint64] = np.arange(int(counts.sum()), dtype=np.uint64)
+    state *= np.uint64(_GOLDEN)
+    state += np.repeat(first, counts)
+    return _finalised(state)
+
+
+def _finalised(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """SplitMix64's finaliser, in place."""
+    state ^= state >> np.uint64(30)
+    state *= np.uint64(0xBF58476D1CE4E5B9)
+    state ^= state >> np.uint64(27)
+    state *= np.uint64(0x94D049BB133111EB)
+    state ^= state >> np.uint64(31)
+    return state
 
 
 def keyed_generator(*parts: int) -> np.random.Generator:

@@ -316,7 +316,7 @@ def test_unigram_cross_entropy_equals_a_count_by_hand(write_shard, vocabulary):
     corpora = open_corpora(config, vocabulary, hashes=False)
     _, validation = build_loaders(config, vocabulary, 0, 1, 0, corpora)
     (train,) = corpora.train
-    seen = documents[train.document_numbers[0]]
+    seen = train.tokens(int(train.starts(np.array([0]))[0]), int(train.lengths[0]))
     counts = np.bincount(seen, minlength=vocabulary.size) + 1.0
     log_p = unigram_log_probabilities(corpora.train, corpora.weights, vocabulary.size)
     np.testing.assert_allclose(log_p, np.log(counts / counts.sum()))

@@ -53,10 +53,12 @@ def test_inspect_marks_every_target(shard, capsys):
     assert main([*arguments, "data.sequence_length=64", "objective.max_span_words=1"]) == 0
     output = capsys.readouterr().out
     assert "80 documents" in output
-    samples = re.findall(r"sample \d+: (\d+) tokens, \d+ documents, (\d+) targets.*\n(.*)", output)
+    head = r"sample \d+: (\d+) tokens, \d+ documents, (\d+) targets.*\n"
+    samples = re.findall(head + r"((?:  \d\| .*\n)+)", output)
     assert len(samples) == 2
     for _, targets, text in samples:
         assert len(re.findall(r"\{[^{}]+(?:>[^{}]+|=)\}", text)) == int(targets) == 10
+        text = re.sub(r"\n?  \d\| ", "", text).strip()
         assert text.startswith("[CLS]")
         assert text.endswith("[SEP]")
         assert re.search(r"\{\w+>\[MASK\]\}", text)

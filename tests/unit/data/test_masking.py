@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from megatron_deberta.config.schema import ObjectiveConfig
+from megatron_deberta.data import masking as masking_module
 from megatron_deberta.data.masking import Masker
-from megatron_deberta.data.randomness import Purpose
+from megatron_deberta.data.randomness import Purpose, draws
 from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.errors import DataError
 
@@ -16,8 +17,19 @@ LENGTH = 512
 ROWS = 400
 
 
+class OneRow:
+    """A masker for single rows."""
+
+    def __init__(self, masker):
+        self.masker = masker
+        self.max_targets = masker.max_targets
+
+    def __call__(self, tokens, sample):
+        return self.masker(tokens, np.array([tokens.size]), np.array([sample]))
+
+
 def masker(vocabulary, seed=1, purpose=Purpose.TRAINING_MASK, length=LENGTH, **objective):
-    return Masker(ObjectiveConfig(**objective), vocabulary, length, seed, purpose)
+    return OneRow(Masker(ObjectiveConfig(**objective), vocabulary, length, seed, purpose))
 
 
 def random_row(vocabulary, seed, length=LENGTH):
@@ -56,6 +68,30 @@ def test_pure_function_of_seed_and_sample(vocabulary, masking):
         masked(5, purpose=Purpose.VALIDATION_MASK),
     ]
     assert len({tuple(variant) for variant in variants}) == 4
+
+
+@pytest.mark.parametrize("masking", ["released", "uniform"])
+@pytest.mark.parametrize("span", [1, 3])
+def test_a_row_is_masked_alike_in_any_company(vocabulary, masking, span, monkeypatch):
+    """Alone, in a batch with rows of any length and of no text, and in other groups."""
+    sizes = [2, 512, 3, 2, 40, 511, 2]
+    rows = [random_row(vocabulary, number, size) for number, size in enumerate(sizes)]
+    mask = masker(vocabulary, masking=masking, max_span_words=span)
+    alone = [mask(row, 7 * number) for number, row in enumerate(rows)]
+    for limit in (1 << 16, 600):
+        monkeypatch.setattr(masking_module, "_TOKENS_AT_ONCE", limit)
+        ids = np.arange(len(rows)) * 7
+        together = mask.masker(np.concatenate(rows), np.array(sizes), ids)
+        assert together.counts.tolist() == [row.positions.size for row in alone]
+        np.testing.assert_array_equal(
+            together.tokens, np.concatenate([row.tokens for row in alone])
+        )
+        np.testing.assert_array_equal(
+            together.labels, np.concatenate([row.labels for row in alone])
+        )
+        shifts = np.cumsum([0, *sizes])
+        places = [row.positions + shift for row, shift in zip(alone, shifts, strict=False)]
+        np.testing.assert_array_equal(together.positions, np.concatenate(places))
 
 
 @pytest.mark.parametrize("masking", ["released", "uniform"])
@@ -183,8 +219,9 @@ def test_other_shares_of_replacement(vocabulary):
 
 def test_spans_are_drawn_with_p_proportional_to_one_over_n(vocabulary):
     """Counted at the source, because neighbouring spans merge in the text."""
-    mask = masker(vocabulary)
-    drawn = np.bincount(mask._draw_spans(60_000, np.random.default_rng(0)), minlength=4)
+    mask = masker(vocabulary).masker
+    lots = draws(np.array([5], np.uint64), np.array([60_000]), 0)
+    drawn = np.bincount(mask._spans(lots), minlength=4)
     np.testing.assert_allclose(drawn / 60_000, [0, 6 / 11, 3 / 11, 2 / 11], atol=0.01)
 
 

@@ -5,7 +5,6 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from megatron_deberta.data.blend import PERIOD, BlendedRows
 from megatron_deberta.data.corpus import Corpus, split_validation
 from megatron_deberta.data.indexed_dataset import IndexedDataset
 from megatron_deberta.data.packing import PackedRows
@@ -16,7 +15,7 @@ from megatron_deberta.data.randomness import (
     keyed_generator,
     mix64,
 )
-from megatron_deberta.errors import ConfigError, DataError
+from megatron_deberta.errors import DataError
 
 
 def numbered_documents(lengths):
@@ -24,9 +23,17 @@ def numbered_documents(lengths):
     return [np.full(length, 10 + number) for number, length in enumerate(lengths)]
 
 
+def packed(corpus, vocabulary, length, packing, seed):
+    return PackedRows(corpus, vocabulary, length, packing, mix64(seed, 0))
+
+
+def row_of(rows, index):
+    return rows.rows(np.array([index])).row(0)
+
+
 def epoch_rows(rows, epoch=0):
     first = epoch * rows.rows_per_epoch
-    return [rows.row(first + number) for number in range(rows.rows_per_epoch)]
+    return [row_of(rows, first + number) for number in range(rows.rows_per_epoch)]
 
 
 def test_random_functions_never_change():
@@ -59,7 +66,7 @@ def test_permutation_spreads_evenly():
 def test_every_token_once_an_epoch(write_shard, random_documents, vocabulary, packing):
     documents = random_documents(40)
     corpus = Corpus([IndexedDataset(write_shard(documents))])
-    rows = PackedRows(corpus, vocabulary, 16, packing, seed=3)
+    rows = packed(corpus, vocabulary, 16, packing, seed=3)
     expected = Counter(np.concatenate(documents).tolist())
     for epoch in (0, 1, 5):
         found = Counter()
@@ -74,7 +81,7 @@ def test_every_token_once_an_epoch(write_shard, random_documents, vocabulary, pa
 def test_full_sentences_are_the_shuffled_documents_end_to_end(write_shard, vocabulary):
     lengths = [5, 1, 13, 30, 2, 8, 9, 4]
     corpus = Corpus([IndexedDataset(write_shard(numbered_documents(lengths)))])
-    rows = PackedRows(corpus, vocabulary, 12, "full_sentences", seed=5)
+    rows = packed(corpus, vocabulary, 12, "full_sentences", seed=5)
     order = keyed_generator(mix64(5, 0), Purpose.DOCUMENT_ORDER, 0).permutation(len(lengths))
     stream = []
     for document in order.tolist():
@@ -92,7 +99,7 @@ def test_full_sentences_are_the_shuffled_documents_end_to_end(write_shard, vocab
 
 def test_rows_are_full(write_shard, random_documents, vocabulary):
     corpus = Corpus([IndexedDataset(write_shard(random_documents(300)))])
-    rows = PackedRows(corpus, vocabulary, 64, "full_sentences", seed=1)
+    rows = packed(corpus, vocabulary, 64, "full_sentences", seed=1)
     sizes = sorted(row.tokens.size for row in epoch_rows(rows))
     assert sizes[1] >= 62
     assert rows.rows_per_epoch == -(-(corpus.num_tokens + len(corpus) - 1) // 62)
@@ -100,7 +107,7 @@ def test_rows_are_full(write_shard, random_documents, vocabulary):
 
 def test_document_starts(write_shard, vocabulary):
     corpus = Corpus([IndexedDataset(write_shard(numbered_documents([3, 4, 5, 6] * 4)))])
-    for row in epoch_rows(PackedRows(corpus, vocabulary, 12, "full_sentences", seed=5)):
+    for row in epoch_rows(packed(corpus, vocabulary, 12, "full_sentences", seed=5)):
         starts = [0] + [i + 1 for i in range(1, row.tokens.size - 1) if row.tokens[i] == 2]
         assert row.document_starts == starts
 
@@ -108,7 +115,7 @@ def test_document_starts(write_shard, vocabulary):
 def test_doc_sentences_stay_inside_documents(write_shard, vocabulary):
     lengths = [5, 25, 10, 11]
     corpus = Corpus([IndexedDataset(write_shard(numbered_documents(lengths)))])
-    rows = PackedRows(corpus, vocabulary, 12, "doc_sentences", seed=5)
+    rows = packed(corpus, vocabulary, 12, "doc_sentences", seed=5)
     found = Counter()
     for row in epoch_rows(rows):
         assert len({*row.tokens[1:-1].tolist()}) == 1
@@ -121,7 +128,7 @@ def test_epochs_and_seeds_differ_but_repeat(write_shard, random_documents, vocab
     corpus = Corpus([IndexedDataset(write_shard(random_documents(30)))])
 
     def epoch(seed, number):
-        rows = PackedRows(corpus, vocabulary, 16, "full_sentences", seed)
+        rows = packed(corpus, vocabulary, 16, "full_sentences", seed)
         return [row.tokens.tolist() for row in epoch_rows(rows, number)]
 
     assert epoch(1, 0) == epoch(1, 0)
@@ -131,11 +138,11 @@ def test_epochs_and_seeds_differ_but_repeat(write_shard, random_documents, vocab
 
 def test_any_order_of_asking_gives_the_same_rows(write_shard, random_documents, vocabulary):
     corpus = Corpus([IndexedDataset(write_shard(random_documents(10)))])
-    rows = PackedRows(corpus, vocabulary, 16, "full_sentences", seed=1)
+    rows = packed(corpus, vocabulary, 16, "full_sentences", seed=1)
     count = 6 * rows.rows_per_epoch
-    forward = [rows.row(index).tokens.tolist() for index in range(count)]
+    forward = [row_of(rows, index).tokens.tolist() for index in range(count)]
     order = np.random.default_rng(0).permutation(count).tolist()
-    assert all(rows.row(index).tokens.tolist() == forward[index] for index in order)
+    assert all(row_of(rows, index).tokens.tolist() == forward[index] for index in order)
 
 
 def test_several_shards_are_one_corpus(write_shard, random_documents, vocabulary):
@@ -145,7 +152,7 @@ def test_several_shards_are_one_corpus(write_shard, random_documents, vocabulary
     split = Corpus([IndexedDataset(part) for part in parts])
     for index in range(30):
         first, second = (
-            PackedRows(corpus, vocabulary, 16, "full_sentences", 1).row(index)
+            row_of(packed(corpus, vocabulary, 16, "full_sentences", 1), index)
             for corpus in (whole, split)
         )
         np.testing.assert_array_equal(first.tokens, second.tokens)
@@ -153,16 +160,16 @@ def test_several_shards_are_one_corpus(write_shard, random_documents, vocabulary
 
 def test_one_short_document(write_shard, vocabulary):
     corpus = Corpus([IndexedDataset(write_shard([np.array([9])]))])
-    rows = PackedRows(corpus, vocabulary, 4, "full_sentences", 1)
-    assert [rows.row(index).tokens.tolist() for index in range(3)] == [[1, 9, 2]] * 3
+    rows = packed(corpus, vocabulary, 4, "full_sentences", 1)
+    assert [row_of(rows, index).tokens.tolist() for index in range(3)] == [[1, 9, 2]] * 3
     with pytest.raises(DataError, match="sequence_length is 3"):
-        PackedRows(corpus, vocabulary, 3, "full_sentences", 1)
+        packed(corpus, vocabulary, 3, "full_sentences", 1)
 
 
 def test_id_outside_the_vocabulary_names_the_shard(write_shard, vocabulary):
     corpus = Corpus([IndexedDataset(write_shard([np.array([5, 200, 6])]))])
     with pytest.raises(DataError, match="shard: id 200 .* outside the vocabulary of 200"):
-        PackedRows(corpus, vocabulary, 16, "full_sentences", 1).row(0)
+        row_of(packed(corpus, vocabulary, 16, "full_sentences", 1), 0)
 
 
 @pytest.mark.parametrize("fraction", [0.001, 0.05, 0.5, 0.999])
@@ -172,55 +179,23 @@ def test_split_is_disjoint_and_complete(write_shard, random_documents, fraction)
         IndexedDataset(write_shard(random_documents(41, 1), "b")),
     ]
     train, validation = split_validation(shards, fraction, seed=4)
-    numbers = [*train.document_numbers.tolist(), *validation.document_numbers.tolist()]
-    assert sorted(numbers) == list(range(101))
+
+    def starts(corpus):
+        return corpus.starts(np.arange(len(corpus))).tolist()
+
+    assert sorted(starts(train) + starts(validation)) == starts(Corpus(shards))
     assert len(validation) == min(max(1, round(101 * fraction)), 100)
+    # The rule, in one line: the documents with the smallest hashes.
+    hashes = hash_indices(mix64(4, Purpose.SPLIT), 101)
+    everything = np.array(starts(Corpus(shards)))
+    assert starts(validation) == everything[np.sort(np.argsort(hashes)[: len(validation)])].tolist()
     again, _ = split_validation(shards, fraction, seed=4)
     other, _ = split_validation(shards, fraction, seed=5)
-    assert again.document_numbers.tolist() == train.document_numbers.tolist()
-    assert other.document_numbers.tolist() != train.document_numbers.tolist()
+    assert starts(again) == starts(train)
+    assert starts(other) != starts(train)
 
 
 def test_one_document_cannot_be_split(write_shard):
     shards = [IndexedDataset(write_shard([np.array([5, 6])]))]
     with pytest.raises(DataError, match="validation_fraction=0"):
         split_validation(shards, 0.05, seed=1)
-
-
-class Counting:
-    """A source whose row i is i."""
-
-    def row(self, index):
-        return index
-
-
-def test_blend_keeps_its_shares_at_every_scale():
-    weights = [0.5, 0.3, 0.15, 0.05]
-    blend = BlendedRows([Counting()] * 4, weights)
-    located = [blend.locate(index) for index in range(3 * PERIOD)]
-    counts = np.zeros(4)
-    for number, (component, local) in enumerate(located, start=1):
-        assert local == counts[component]
-        counts[component] += 1
-        assert np.abs(counts - np.array(weights) * number).max() <= 1.0
-    assert counts.tolist() == [1.5 * PERIOD, 0.9 * PERIOD, 0.45 * PERIOD, 0.15 * PERIOD]
-    far = 10**12 + 7
-    assert blend.locate(far)[0] == blend.locate(far % PERIOD)[0]
-
-
-def test_blend_follows_megatrons_rule():
-    """The same choice as ``helpers.build_blending_indices`` but for ties."""
-    weights = np.array([0.61, 0.29, 0.1])
-    blend = BlendedRows([Counting()] * 3, weights.tolist())
-    counts = np.zeros(3)
-    for index in range(2000):
-        errors = weights * (index + 1) - counts
-        component, _ = blend.locate(index)
-        assert errors[component] == pytest.approx(errors.max(), abs=1e-6)
-        counts[component] += 1
-
-
-@pytest.mark.parametrize("weights", [[1.0, 0.0], [1.0, -1.0], [1.0, float("nan")], [1e6, 1.0]])
-def test_blend_refuses_weights(weights):
-    with pytest.raises(ConfigError, match="data.train: weights"):
-        BlendedRows([Counting()] * 2, weights)

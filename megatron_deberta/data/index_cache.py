@@ -1,0 +1,249 @@
+"""Large indices: built once, kept on disk, mapped into memory by every process.
+
+Owns who builds an index and what the others do meanwhile: they look for the finished folder, so
+no collective waits and no time-out of one can expire. Refuses to know what indices are for.
+
+A small index is built in memory by each process; that is quicker than asking the disk. A large
+one is a folder ``{name}-{hash}``, whose hash is of all that it depends on. Its builder holds a
+lock file; if the builder dies the lock is taken over, at once on its own machine, elsewhere when
+nobody has touched it for ``patience`` seconds. Two builders at once would do no harm but to time,
+because a folder appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+import threading
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_deberta.errors import DataError
+from megatron_deberta.files import fsync_path, write_durably
+
+Arrays = dict[str, npt.NDArray[Any]]
+FORMAT = 1
+_DESCRIPTION = "index.json"
+
+
+class ArrayWriter(Protocol):
+    """Takes one-dimensional arrays in parts."""
+
+    def append(self, name: str, values: npt.NDArray[Any]) -> None:
+        """Add to the end of array ``name``, whose dtype the first part decides."""
+
+
+class IndexCache:
+    """Gives indices by what they depend on.
+
+    Args:
+        directory: where large indices are kept; empty keeps all in memory.
+        min_entries: a smaller index is never written.
+        patience: seconds after which a lock that nobody touches counts as left by the dead.
+    """
+
+    def __init__(
+        self, directory: str | Path = "", *, min_entries: int = 1 << 20, patience: float = 300.0
+    ) -> None:
+        """See the class."""
+        self._directory = Path(directory) if str(directory) else None
+        self._min_entries = min_entries
+        self._patience = patience
+
+    def get(
+        self, name: str, identity: Any, num_entries: int, build: Callable[[ArrayWriter], None]
+    ) -> Arrays:
+        """Return an index, built if need be.
+
+        Args:
+            name: what it is, part of its folder's name.
+            identity: all that it depends on, as JSON.
+            num_entries: about how large it is.
+            build: writes it.
+
+        Raises:
+            DataError: the folder is damaged or cannot be written.
+        """
+        if self._directory is None or num_entries < self._min_entries:
+            memory = _MemoryWriter()
+            build(memory)
+            return memory.arrays()
+        content = json.dumps([FORMAT, name, identity], sort_keys=True)
+        digest = hashlib.sha256(content.encode()).hexdigest()
+        folder = self._directory.absolute() / f"{name}-{digest[:20]}"
+        try:
+            while not folder.exists():
+                self._build_or_wait(folder, digest, build)
+            return _read(folder, digest)
+        except OSError as error:
+            raise DataError(
+                f"{folder}: cannot keep the index: {error.strerror or error}; free space, or name "
+                "another folder in data.index_cache"
+            ) from error
+
+    def _build_or_wait(
+        self, folder: Path, digest: str, build: Callable[[ArrayWriter], None]
+    ) -> None:
+        """Build the folder if the lock is free, else wait until there is reason to look again."""
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = Path(f"{folder}.lock")
+        owner = f"{platform.node()} {os.getpid()} {uuid.uuid4().hex}"
+        try:
+            write_durably(lock, owner.encode())
+        except FileExistsError:
+            self._wait(folder, lock)
+            return
+        staging = _staging(folder, owner)
+        try:
+            if folder.exists():
+                return
+            staging.mkdir()
+            with _touching(lock, self._patience / 10):
+                writer = _FileWriter(staging)
+                build(writer)
+                writer.finish(digest)
+            try:
+                staging.rename(folder)
+            except OSError:
+                # Somebody thought this process dead and was quicker.
+                if not folder.exists():
+                    raise
+            fsync_path(folder.parent)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+            if _owner(lock) == owner:
+                lock.unlink(missing_ok=True)
+
+    def _wait(self, folder: Path, lock: Path) -> None:
+        """Return when the lock or the folder changes; take a dead builder's lock away."""
+        owner, touched, since = _owner(lock), _touched(lock), time.monotonic()
+        while owner is not None and _owner(lock) == owner and not folder.exists():
+            if _touched(lock) != touched:
+                # Clocks of machines differ, so only changes are looked at.
+                touched, since = _touched(lock), time.monotonic()
+            if _is_dead(owner) or time.monotonic() - since > self._patience:
+                shutil.rmtree(_staging(folder, owner), ignore_errors=True)
+                if _owner(lock) == owner:
+                    lock.unlink(missing_ok=True)
+                return
+            time.sleep(0.1)
+
+
+class _MemoryWriter:
+    def __init__(self) -> None:
+        self._parts: dict[str, list[npt.NDArray[Any]]] = defaultdict(list)
+
+    def append(self, name: str, values: npt.NDArray[Any]) -> None:
+        self._parts[name].append(values)
+
+    def arrays(self) -> Arrays:
+        return {
+            name: parts[0] if len(parts) == 1 else np.concatenate(parts)
+            for name, parts in self._parts.items()
+        }
+
+
+class _FileWriter:
+    """Writes with calls that report a full disk; a memory map would end in SIGBUS."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._arrays: dict[str, dict[str, Any]] = {}
+
+    def append(self, name: str, values: npt.NDArray[Any]) -> None:
+        known = self._arrays.setdefault(name, {"dtype": values.dtype.str, "size": 0})
+        with (self._folder / f"{name}.bin").open("ab") as stream:
+            stream.write(np.ascontiguousarray(values, known["dtype"]).data)
+        known["size"] += values.size
+
+    def finish(self, digest: str) -> None:
+        for name in self._arrays:
+            fsync_path(self._folder / f"{name}.bin")
+        description = {"digest": digest, "arrays": self._arrays}
+        write_durably(self._folder / _DESCRIPTION, json.dumps(description).encode())
+        fsync_path(self._folder)
+
+
+def _read(folder: Path, digest: str) -> Arrays:
+    try:
+        description = json.loads((folder / _DESCRIPTION).read_bytes())
+        if description["digest"] != digest:
+            raise ValueError("another index under this name")
+        return {
+            name: _map(folder / f"{name}.bin", np.dtype(array["dtype"]), array["size"])
+            for name, array in description["arrays"].items()
+        }
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{folder}: damaged index ({error}); remove the folder") from error
+
+
+def _map(path: Path, dtype: np.dtype[Any], size: int) -> npt.NDArray[Any]:
+    if path.stat().st_size != size * dtype.itemsize:
+        raise ValueError(f"{path.name} has {path.stat().st_size} bytes")
+    if size == 0:
+        return np.empty(0, dtype)
+    # A plain array over the map: slicing a memmap costs several times as much.
+    return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
+
+
+def _staging(folder: Path, owner: str) -> Path:
+    return folder.parent / f".{folder.name}.{owner.rsplit(' ', 1)[-1]}.tmp"
+
+
+def _owner(lock: Path) -> str | None:
+    """Who holds the lock: machine, process, token; None: nobody."""
+    try:
+        return lock.read_text()
+    except FileNotFoundError:
+        return None
+
+
+def _touched(lock: Path) -> int:
+    try:
+        return lock.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
+
+
+def _is_dead(owner: str) -> bool:
+    """Whether the builder was a process of this machine that is gone."""
+    machine, _, rest = owner.rpartition(" ")[0].rpartition(" ")
+    if machine != platform.node() or not rest.isdigit():
+        return False
+    try:
+        os.kill(int(rest), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False
+
+
+@contextmanager
+def _touching(lock: Path, interval: float) -> Iterator[None]:
+    """Touch the lock from a thread while the block runs."""
+    done = threading.Event()
+
+    def touch() -> None:
+        while not done.wait(interval):
+            if lock.exists():
+                os.utime(lock)
+
+    thread = threading.Thread(target=touch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
