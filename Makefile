@@ -1,6 +1,6 @@
 # `make` or `make help` lists the targets. Every target makes .venv where it is missing.
 .DEFAULT_GOAL := help
-.PHONY: help venv format lint type test test-dist test-parity test-matrix bench check
+.PHONY: help venv format lint type test test-dist test-parity test-matrix bench tables check
 
 BIN := .venv/bin
 PYTEST := OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu $(BIN)/python -m pytest
@@ -37,8 +37,11 @@ test-matrix: venv ## every layout against one process (20 minutes; goes on where
 		--output benchmarks/results/cpu/layout_matrix.json
 
 bench: venv ## CPU benchmarks against transformers (20 minutes on two idle cores)
-	$(BIN)/python benchmarks/cpu_step.py --output benchmarks/results/cpu/step.json
+	$(BIN)/python benchmarks/step.py huggingface --output benchmarks/results/cpu/step.json
 	$(BIN)/python benchmarks/attention.py --output benchmarks/results/cpu/attention.json
+
+tables: venv ## write the tables of README and docs from the committed results
+	$(BIN)/python benchmarks/tables.py --write
 
 check: ## everything that must pass before a merge
 	tests/run.sh

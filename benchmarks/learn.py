@@ -256,15 +256,15 @@ def plot(record: dict[str, Any], path: Path) -> None:
 
 
 def mean_curves(record: dict[str, Any]) -> Iterator[tuple[str, list[tuple[int, float]]]]:
-    """Steps and losses of each variant, where several seeds got as far their mean."""
+    """Steps and losses of each variant, the mean over the seeds that got so far."""
     for variant in VARIANTS:
-        runs = [run["validation"] for run in record["runs"] if run["variant"] == variant]
-        if runs:
-            points = zip(*runs, strict=False)
-            yield (
-                variant,
-                [(same[0]["step"], statistics.mean(p["loss"] for p in same)) for same in points],
-            )
+        losses: dict[int, list[float]] = {}
+        for run in record["runs"]:
+            if run["variant"] == variant:
+                for point in run["validation"]:
+                    losses.setdefault(point["step"], []).append(point["loss"])
+        if losses:
+            yield variant, [(step, statistics.mean(losses[step])) for step in sorted(losses)]
 
 
 def parse_arguments() -> argparse.Namespace:

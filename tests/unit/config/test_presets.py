@@ -37,6 +37,8 @@ WORLD_SIZES = {
     "base_h100": 16,
     "large_h100": 32,
     "1.5b_h100": 64,
+    "learn_cpu": 0,
+    "learn_gpu": 0,
     "quickstart": 2,
     "small": 0,
 }

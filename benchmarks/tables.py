@@ -1,0 +1,266 @@
+"""Tables of README and docs, written from the committed results, so that they cannot differ.
+
+A table stands between two comments; between them nothing is written by hand:
+
+    <!-- table: step cpu -->
+    ...
+    <!-- end of table -->
+
+    python benchmarks/tables.py --write
+    python benchmarks/tables.py --check
+
+What has no result yet is written as unmeasured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.learn import VARIANTS, mean_curves  # noqa: E402
+from megatron_deberta.files import write_atomically  # noqa: E402
+
+UNMEASURED = "unmeasured"
+BLOCK = re.compile(
+    r"(<!-- table: (?P<name>[\w-]+) (?P<device>\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL
+)
+TITLES = {
+    "ours": "ours",
+    "huggingface": "transformers",
+    "disentangled_flash": "transformers with DisentangledFlash",
+    "modernbert": "ModernBERT-base",
+    "roberta": "RoBERTa-base",
+    "bert": "BERT-base",
+    "plain_attention": "ours with plain flash attention",
+}
+
+PAPER = {
+    "RoBERTa": ("84.9/85.1", "91.1/84.8", "79.5/76.0", "66.8"),
+    "DeBERTa": ("86.3/86.2", "92.1/86.1", "82.5/79.3", "71.7"),
+    "-EMD": ("86.1/86.1", "91.8/85.8", "81.3/78.0", "70.3"),
+    "-C2P": ("85.9/85.7", "91.6/85.8", "81.3/78.3", "69.3"),
+    "-P2C": ("86.0/85.8", "91.7/85.7", "80.8/77.6", "69.6"),
+    "+shared projections": ("86.3/86.3", "92.2/86.2", "82.3/79.5", ""),
+    "+convolution": ("86.3/86.5", "92.5/86.4", "82.5/79.7", ""),
+}
+"""MNLI-m/mm, SQuAD 1.1, SQuAD 2.0, RACE of He et al. 2021, Tables 4 and 13."""
+
+
+def load(device: str, name: str) -> dict[str, Any] | None:
+    """A committed result file, None where there is none."""
+    path = ROOT / "benchmarks" / "results" / device / f"{name}.json"
+    record: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
+    return record
+
+
+def markdown(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table in Markdown."""
+    titles = list(header)
+    lines = [titles, ["---"] * len(titles), *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def gib(peak_bytes: int) -> str:
+    """Bytes in GiB."""
+    return f"{peak_bytes / 2**30:.1f}"
+
+
+def caption(record: dict[str, Any], rows: Iterable[dict[str, Any]]) -> str:
+    """Where rows were measured."""
+    places = {f"{row['hardware']}, {row['cores']} cores, torch {row['torch']}" for row in rows}
+    threads = f", {record['threads']} threads" if "+cpu" in "".join(places) else ""
+    return f"\n({'; '.join(sorted(places))}{threads}; {record['tokens']:,} tokens a step.)\n"
+
+
+def case_name(row: dict[str, Any]) -> str:
+    """A case with its length."""
+    length = f"N={row['length']}"
+    name: str = row["name"]
+    return name if length in name else f"{name}, {length}"
+
+
+def step_summary(device: str) -> str:
+    """Speed-up and memory against transformers, for README."""
+    header = ("one pretraining step against `transformers`", "speed-up",
+              "peak memory, GiB: ours / theirs")  # fmt: skip
+    record = load(device, "step")
+    if record is None:
+        return markdown(header, [(f"on {device}", UNMEASURED, UNMEASURED)])
+    rows = record["results"]
+    return markdown(
+        header,
+        [
+            (case_name(row), f"{row['speedup']['huggingface']:.1f}x",
+             f"{gib(row['sides']['ours']['peak_bytes'])} / "
+             f"{gib(row['sides']['huggingface']['peak_bytes'])}")
+            for row in rows
+        ],
+    ) + caption(record, rows)  # fmt: skip
+
+
+def step(device: str) -> str:
+    """Seconds of each side against transformers, beside what was aimed at."""
+    header = ("case", "side", "s a step", "tokens/s", "our speed-up", "aimed at",
+              "peak memory, GiB")  # fmt: skip
+    record = load(device, "step")
+    if record is None:
+        return markdown(header, [(UNMEASURED, *[""] * 6)])
+    cells = []
+    for row in record["results"]:
+        for name, side in row["sides"].items():
+            aimed = f"{row['target']:g}x" if row["target"] and name == "huggingface" else ""
+            ratio = row["speedup"].get(name)
+            cells.append((
+                case_name(row) if name == "ours" else "", TITLES[name], f"{side['seconds']:.3g}",
+                f"{side['tokens_per_second']:,.0f}", f"{ratio:.2f}x" if ratio else "", aimed,
+                gib(side["peak_bytes"]),
+            ))  # fmt: skip
+    return markdown(header, cells) + caption(record, record["results"])
+
+
+def peers(device: str) -> str:
+    """DeBERTa-base beside its peers."""
+    return _sides_at_work(device, "peers")
+
+
+def disentanglement(device: str) -> str:
+    """The step with disentangled beside plain flash attention."""
+    return _sides_at_work(device, "disentanglement")
+
+
+def _sides_at_work(device: str, file_name: str) -> str:
+    header = ("case", "model", "parameters, M", "GFLOP a token", "tokens/s", "MFU",
+              "our speed / theirs", "peak memory, GiB",
+              "attention / FFN / head / optimizer, %")  # fmt: skip
+    record = load(device, file_name)
+    if record is None:
+        return markdown(header, [(UNMEASURED, *[""] * 8)])
+    cells = []
+    for row in record["results"]:
+        for name, side in row["sides"].items():
+            parts = side["seconds_by_part"]
+            total = sum(parts.values())
+            ratio = row["speedup"].get(name)
+            cells.append((
+                case_name(row) if name == "ours" else "",
+                TITLES[name] if name != "ours" else "DeBERTa, ours",
+                f"{side['parameters'] / 1e6:.0f}", f"{side['gflop_per_token']:.2f}",
+                f"{side['tokens_per_second']:,.0f}", f"{side['mfu']:.0%}",
+                f"{ratio:.2f}" if ratio else "", gib(side["peak_bytes"]),
+                " / ".join(f"{parts[part] / total:.0%}".rstrip("%")
+                           for part in ("attention", "ffn", "head", "optimizer")),
+            ))  # fmt: skip
+    missing = {
+        f"{TITLES[name]}, {variant}: {reason}"
+        for row in record["results"]
+        for name, tried in row.get("attention_tried", {}).items()
+        for variant, reason in tried.items()
+        if isinstance(reason, str)
+    }
+    notes = "".join(f"\nMissing here: {note}.\n" for note in sorted(missing))
+    return markdown(header, cells) + caption(record, record["results"]) + notes
+
+
+def learning(device: str) -> str:
+    """Our validation loss beside that of transformers' DeBERTa on the same batches."""
+    header = ("step", "tokens", "ours", "transformers")
+    record = load(device, "learning")
+    if record is None:
+        return markdown(header, [(UNMEASURED, "", "", "")])
+    theirs = {point["step"]: point["loss"] for point in record["huggingface"]}
+    ours = {point["step"]: point for point in record["ours"]}
+    rows = [
+        (str(step), f"{point['tokens'] / 1e6:.2f}M", f"{point['loss']:.3f}",
+         f"{theirs[step]:.3f}" if step in theirs else "")
+        for step, point in ours.items()
+    ]  # fmt: skip
+    unigram = f"\nUnigram cross-entropy of the same targets: {record['unigram_loss']:.3f} nat.\n"
+    return markdown(header, rows) + unigram
+
+
+def learn(device: str) -> str:
+    """Ablations: final validation loss here beside the paper's fine-tuning results."""
+    header = ("model", "seeds", "validation loss", "against DeBERTa", "s a step",
+              "paper: MNLI-m/mm", "SQuAD 1.1 F1/EM", "SQuAD 2.0 F1/EM", "RACE")  # fmt: skip
+    record = load(device, "learn")
+    if record is None:
+        return markdown(header, [(UNMEASURED, *[""] * 8)])
+    curves = dict(mean_curves(record))
+    final = {
+        name: points[-1][1] for name, points in curves.items() if points[-1][0] == record["steps"]
+    }
+    reference = final.get("DeBERTa")
+    rows = []
+    for name in VARIANTS:
+        seeds = sum(
+            run["variant"] == name and run["validation"][-1]["step"] == record["steps"]
+            for run in record["runs"]
+        )
+        seconds = record["seconds_per_step"].get(name)
+        rows.append((
+            name, str(seeds), f"{final[name]:.3f}" if name in final else UNMEASURED,
+            f"{final[name] - reference:+.3f}" if name in final and reference else "",
+            f"{seconds:.3g}" if seconds else UNMEASURED, *PAPER.get(name, ("", "", "", "")),
+        ))  # fmt: skip
+    tokens = record["steps"] * record["tokens_per_step"] / 1e6
+    return markdown(header, rows) + (
+        f"\n({record['layers']} layers x {record['width']}, {tokens:.2f} million tokens; "
+        f"unigram cross-entropy of the same targets {record['unigram_loss']:.3f} nat; "
+        f"{record['hardware']}, torch {record['torch']}.)\n"
+    )
+
+
+TABLES: dict[str, Callable[[str], str]] = {
+    "step-summary": step_summary,
+    "step": step,
+    "peers": peers,
+    "disentanglement": disentanglement,
+    "learning": learning,
+    "learn": learn,
+}
+
+
+def rewrite(text: str) -> str:
+    """A page with its tables as the results have them.
+
+    Raises:
+        KeyError: a page names a table that is not in `TABLES`.
+    """
+    return BLOCK.sub(
+        lambda match: match[1] + TABLES[match["name"]](match["device"]) + match[4], text
+    )
+
+
+def stale_pages() -> dict[Path, str]:
+    """Pages whose tables are not those of the results, with what they should be."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    fresh = {page: rewrite(page.read_text(encoding="utf-8")) for page in pages}
+    return {page: text for page, text in fresh.items() if text != page.read_text(encoding="utf-8")}
+
+
+def main() -> None:
+    """Check the pages, or write them."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--check", action="store_true", help="fail if a table is out of date")
+    what.add_argument("--write", action="store_true", help="bring all tables up to date")
+    args = parser.parse_args()
+    stale = stale_pages()
+    for page, text in stale.items():
+        print(f"{page.relative_to(ROOT)}: {'written' if args.write else 'out of date'}")
+        if args.write:
+            write_atomically(page, text.encode())
+    if stale and args.check:
+        raise SystemExit("run: python benchmarks/tables.py --write")
+
+
+if __name__ == "__main__":
+    main()

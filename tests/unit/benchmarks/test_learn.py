@@ -1,0 +1,99 @@
+"""The ablation experiment: variants are configs, runs go on where they were, results add up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import learn, tables
+from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE
+from megatron_deberta.model.shapes import parameter_shapes
+
+CONFIGS = tables.ROOT / "configs" / "runs"
+
+
+def experiment(folder: Path, config: str = "learn_cpu", **changes: tuple) -> learn.Experiment:
+    data = folder / "books"
+    Path(f"{data}.manifest.json").write_text(json.dumps({"vocab_size": 8200}))
+    wanted = {"variants": tuple(learn.VARIANTS), "seeds": (1,), **changes}
+    return learn.Experiment(
+        CONFIGS / f"{config}.yaml", str(data), "tokenizer", folder / "runs", **wanted
+    )
+
+
+@pytest.mark.parametrize("config", ["learn_cpu", "learn_gpu"])
+def test_variants_are_the_models_they_name(config: str, tmp_path: Path) -> None:
+    runs = experiment(tmp_path, config)
+    names = {run.variant: set(parameter_shapes(runs.config(run).model)) for run in runs.runs()}
+    whole = names["DeBERTa"]
+    last = ".attention.position_"
+
+    assert whole - names["-EMD"] == {"mask_decoder.position.weight"}
+    assert all(f"{last}query" in name for name in whole - names["-P2C"])
+    assert all(f"{last}key" in name for name in whole - names["-C2P"])
+    without_both = whole - names["-(C2P+P2C)"]
+    assert without_both > (whole - names["-P2C"]) | (whole - names["-C2P"])
+    assert not [name for name in names["+shared projections"] if last in name]
+    assert {name for name in names["+convolution"] if "conv" in name}
+    assert not [name for name in names["RoBERTa"] if last in name or "mask_decoder" in name]
+    assert "embeddings.position.weight" in names["RoBERTa"]
+    assert len({run.folder for run in runs.runs()}) == len(learn.VARIANTS)
+
+
+def write_metrics(run: learn.Run, steps: int, loss: float) -> None:
+    run.folder.mkdir(parents=True, exist_ok=True)
+    records = [
+        {"step": 0, "kind": "validation", "unigram_loss": 6.5},
+        {"step": steps, "kind": "validation", "loss": loss},
+    ]
+    text = "".join(f"{json.dumps(record)}\n" for record in records)
+    (run.folder / "metrics.jsonl").write_text(text)
+
+
+def test_runs_that_are_done_are_not_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = experiment(tmp_path, variants=("DeBERTa", "-EMD"), seeds=(1, 2))
+    started: list[str] = []
+
+    def interrupted_once(_: learn.Experiment, run: learn.Run, seconds: float) -> int:
+        started.append(run.folder.name)
+        if run.folder.name == "no-emd-1" and started.count("no-emd-1") == 1:
+            monkeypatch.setattr(learn.time, "monotonic", lambda: 1e9)
+            return EXIT_REQUEUE
+        write_metrics(run, 400, 6.0)
+        return EXIT_DONE
+
+    monkeypatch.setattr(learn, "_pretrain", interrupted_once)
+    monkeypatch.setattr(learn.time, "monotonic", lambda: 0.0)
+    learn.train(runs, budget_seconds=10.0)
+    assert started == ["deberta-1", "no-emd-1"]
+
+    learn.train(runs, budget_seconds=10.0)
+    assert started[2:] == ["no-emd-1", "deberta-2", "no-emd-2"]
+
+
+def test_the_table_holds_the_mean_of_the_seeds_that_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = experiment(tmp_path, variants=("DeBERTa", "-EMD"), seeds=(1, 2))
+    for run, steps, loss in zip(
+        runs.runs(), (400, 400, 400, 80), (5.0, 5.5, 5.2, 6.0), strict=True
+    ):
+        write_metrics(run, steps, loss)
+    output = tmp_path / "benchmarks" / "results" / "cpu" / "learn"
+    output.parent.mkdir(parents=True)
+
+    record = learn.collect(runs, output)
+    output.with_suffix(".json").write_text(json.dumps(record))
+    learn.plot(record, output.with_suffix(".png"))
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    table = tables.learn("cpu")
+
+    assert record["unigram_loss"] == 6.5
+    assert "| DeBERTa | 2 | 5.100 | +0.000 |" in table
+    assert "| -EMD | 1 | 5.500 | +0.400 |" in table
+    assert f"| RoBERTa | 0 | {tables.UNMEASURED} |" in table
+    assert output.with_suffix(".png").stat().st_size > 0

@@ -1,0 +1,46 @@
+"""README and docs show the committed results, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import tables
+
+
+def test_no_page_differs_from_the_results() -> None:
+    stale = [str(page) for page in tables.stale_pages()]
+    assert not stale, "run: python benchmarks/tables.py --write"
+
+
+def test_readme_has_generated_tables() -> None:
+    readme = (tables.ROOT / "README.md").read_text(encoding="utf-8")
+    assert tables.BLOCK.search(readme)
+
+
+@pytest.mark.parametrize("name", tables.TABLES)
+def test_without_a_result_a_table_says_so(name: str) -> None:
+    assert tables.UNMEASURED in tables.TABLES[name]("nowhere")
+
+
+def test_a_new_result_reaches_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "benchmarks" / "results" / "cpu"
+    folder.mkdir(parents=True)
+    side = {"seconds": 2.0, "tokens_per_second": 1024.0, "peak_bytes": 2**30}
+    row = {
+        "name": "tiny", "length": 64, "target": 1.5, "speedup": {"huggingface": 3.0},
+        "sides": {"ours": side, "huggingface": {**side, "seconds": 6.0}},
+        "hardware": "abacus", "cores": 1, "torch": "2+cpu",
+    }  # fmt: skip
+    record = {"tokens": 2048, "threads": 2, "results": [row]}
+    (folder / "step.json").write_text(json.dumps(record))
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+
+    page = tables.rewrite("before\n<!-- table: step-summary cpu -->\nold\n<!-- end of table -->\n")
+
+    assert "| tiny, N=64 | 3.0x | 1.0 / 1.0 |" in page
+    assert "abacus" in page
+    assert "old" not in page
+    assert page == tables.rewrite(page)
