@@ -28,7 +28,7 @@ setup(
     packages=find_packages(include=["megatron_deberta", "megatron_deberta.*"]),
     package_data={"megatron_deberta": ["py.typed"]},
     install_requires=[
-        "torch>=2.6",
+        "torch>=2.6,<3",
         "deepspeed>=0.19",
         "numpy>=1.26",
         "omegaconf>=2.4",
@@ -37,6 +37,8 @@ setup(
         "tokenizers",
         "transformers>=5",
         "orjson",
+        "packaging",
+        "psutil",
         "zstandard",
         "isal",
         "pyarrow",

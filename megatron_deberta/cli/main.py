@@ -50,6 +50,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("merge", "merge", "put several shards into one"),
     Command("verify", "verify", "check shards for damage"),
     Command("pretrain", "pretrain", "train, as one rank of a run or alone"),
+    Command("submit", "submit", "queue a run on a SLURM cluster"),
     Command("convert", "convert", "export to Hugging Face format, or import a release"),
     Command("fill-mask", "fill_mask", "predict the [MASK]s of a text"),
 )

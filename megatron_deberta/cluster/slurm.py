@@ -45,3 +45,12 @@ def job_has_ended(job: str) -> bool:
         return call(["squeue", "--noheader", "--jobs", job, "--format=%T"]).strip() == ""
     except SlurmError as error:
         return "Invalid job id" in str(error)
+
+
+def job_state(job: str) -> str:
+    """SLURM's state of a job, such as ``RUNNING``; empty if it knows none or does not answer."""
+    try:
+        text = call(["scontrol", "--oneliner", "show", "job", job])
+    except SlurmError:
+        return ""
+    return next((item[9:] for item in text.split() if item.startswith("JobState=")), "")

@@ -1,0 +1,165 @@
+"""Queue a run on a SLURM cluster, as a chain of jobs that continue each other.
+
+megatron-deberta submit RUN.yaml --cluster dgx2 --nodes 16 [section.key=value ...]
+
+A cluster is a name of launch/clusters/ or a YAML file like those. The job requeues itself until the
+run is finished; status, logs and cancel take the run's folder. See docs/slurm.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from megatron_deberta.checkpoint.resume import FLAG
+from megatron_deberta.cluster import preflight, slurm
+from megatron_deberta.cluster.chain import Chain
+from megatron_deberta.cluster.profile import ClusterProfile, load_profile
+from megatron_deberta.cluster.submission import (
+    BATCH_SCRIPT,
+    LOGS,
+    SUBMISSIONS,
+    JobSpec,
+    log_folder,
+    make_spec,
+    sbatch_command,
+    srun_command,
+)
+from megatron_deberta.config import load_config, save_config, validate_for_world
+from megatron_deberta.config.schema import RunConfig
+from megatron_deberta.errors import EXIT_DONE, ConfigError
+from megatron_deberta.files import write_atomically
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("config", metavar="RUN.yaml", help="the run's configuration")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="in place of the file's values"
+    )
+    parser.add_argument("--cluster", required=True, help="profile: a name or a YAML file")
+    parser.add_argument("--nodes", type=int, help="nodes; default: cluster.nodes of the run")
+    parser.add_argument("--job-name", help="SLURM's name; default: the run folder's")
+    parser.add_argument("--links", type=int, default=1, help="jobs to queue, one after the other")
+    for option in ("partition", "account", "qos", "exclude"):
+        parser.add_argument(f"--{option}", help="in place of the profile's")
+    parser.add_argument("--time-limit-minutes", type=int, help="in place of the profile's")
+    parser.add_argument(FLAG, action="store_true", help="passed on to pretrain")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print what would be run, and queue nothing"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check everything, write the submission's folder, and call sbatch."""
+    profile = _profile(args)
+    config = load_config(args.config, args.overrides)
+    nodes = config.cluster.nodes if args.nodes is None else args.nodes
+    config = check_fit(config, profile, nodes)
+    if args.links < 1:
+        raise ConfigError(f"--links {args.links}: at least 1")
+    run_dir = Path(config.train.run_dir)
+    submission = run_dir / SUBMISSIONS / time.strftime("%Y%m%dT%H%M%S")
+    spec = make_spec(
+        profile,
+        nodes=nodes,
+        run_dir=run_dir,
+        job_name=args.job_name if args.job_name is not None else run_dir.name,
+        submission=submission,
+        variables=os.environ,
+        allow_config_change=args.allow_config_change,
+    )
+    command = sbatch_command(spec, profile, submission / "job.json")
+    problem = preflight.torch_problem(profile.gpu_architecture, profile.torch_builds)
+    if args.dry_run:
+        print(describe(spec, command, problem))
+        return EXIT_DONE
+    if problem and profile.container == "none":
+        raise ConfigError(problem)
+    submission.mkdir(parents=True)
+    (run_dir / LOGS).mkdir(exist_ok=True)
+    save_config(config, submission / "run.yaml")
+    write_atomically(submission / "job.json", spec.to_json())
+    # Before sbatch: the job may start at once, and this line is where its chain begins.
+    Chain(run_dir).append("submit", links=args.links, nodes=nodes, cluster=args.cluster)
+    jobs = [slurm.call(command).strip().split(";")[0] for _ in range(args.links)]
+    Chain(run_dir).append("jobs", jobs=jobs)
+    print(f"submitted {', '.join(jobs)}; megatron-deberta status {shlex.quote(str(run_dir))}")
+    return EXIT_DONE
+
+
+def _profile(args: argparse.Namespace) -> ClusterProfile:
+    given = {
+        key: getattr(args, key)
+        for key in ("partition", "account", "qos", "exclude", "time_limit_minutes")
+        if getattr(args, key) is not None
+    }
+    return replace(load_profile(args.cluster), **given)
+
+
+def check_fit(config: RunConfig, profile: ClusterProfile, nodes: int) -> RunConfig:
+    """See that a run fits a cluster, and make its paths independent of where it starts.
+
+    Returns:
+        The run with absolute paths, sized for these nodes.
+
+    Raises:
+        ConfigError: the batch, the number format or the number of nodes does not fit.
+        TopologyError: tensor parallelism does not fit into a node.
+    """
+    if nodes < 1:
+        raise ConfigError(f"--nodes {nodes}: say how many nodes to run on")
+    if config.precision.dtype not in profile.dtypes:
+        raise ConfigError(
+            f"precision.dtype={config.precision.dtype} but the cluster's devices compute "
+            f"{', '.join(profile.dtypes)} only; set one of those"
+        )
+    # Here a wrong layout costs seconds; in the queue, hours.
+    sized = replace(config.cluster, nodes=nodes, ranks_per_node=profile.ranks_per_node)
+    config = replace(config, cluster=sized)
+    validate_for_world(config, nodes * profile.ranks_per_node)
+    data, train = config.data, config.train
+    return replace(
+        config,
+        train=replace(train, run_dir=os.path.abspath(train.run_dir)),
+        tokenizer=replace(config.tokenizer, path=_absolute(config.tokenizer.path)),
+        checkpoint=replace(config.checkpoint, load_from=_absolute(config.checkpoint.load_from)),
+        data=replace(
+            data,
+            train=tuple(map(_absolute, data.train)),
+            validation=tuple(map(_absolute, data.validation)),
+        ),
+    )
+
+
+def _absolute(path: str) -> str:
+    """Absolute path of a prefix; blend weights and empty texts stay as they are."""
+    try:
+        float(path)
+    except ValueError:
+        return os.path.abspath(path) if path else ""
+    return path
+
+
+def describe(spec: JobSpec, command: list[str], problem: str) -> str:
+    """Everything that a submission would run and write, as text."""
+    logs = log_folder(spec.run_dir, "JOB", 0)
+    lines = [
+        "# sbatch, now:",
+        shlex.join(command),
+        "",
+        f"# {BATCH_SCRIPT}, on the first node:",
+        BATCH_SCRIPT.read_text().rstrip(),
+        "",
+        "# srun, in every link (JOB.0: the job's number and its restarts):",
+        shlex.join(srun_command(spec, logs, "RENDEZVOUS")),
+        "",
+        "# job.json:",
+        json.dumps(json.loads(spec.to_json()), indent=1),
+    ]
+    return "\n".join([*lines, "", f"# would be refused: {problem}"] if problem else lines)

@@ -1,0 +1,194 @@
+"""One link of a run's chain: what runs on the first node of a job, from its start to its requeue.
+
+``python -m megatron_deberta.cluster.link job.json``, by launch/job.sbatch. Owns the order: look at
+the history, find the rendezvous, srun the ranks, decide what follows. Refuses to train: the ranks
+do, each a ``megatron-deberta pretrain``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from types import FrameType
+
+import psutil
+
+from megatron_deberta.cluster import slurm
+from megatron_deberta.cluster.chain import MAX_STALLED_LINKS, Chain, Decision
+from megatron_deberta.cluster.submission import JobSpec, link_name, log_folder, srun_command
+from megatron_deberta.errors import (
+    EXIT_DONE,
+    EXIT_NEVER_REQUEUE,
+    ConfigError,
+    MegatronDebertaError,
+)
+
+logger = logging.getLogger("link")
+
+PASSED_ON = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "TMPDIR", "PYTHONPATH")
+"""Variables of the node that the ranks see, besides SLURM's and those of job.json."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_FIRST_PORT, _NUM_PORTS = 12000, 20000
+
+
+class Link:
+    """One start of a job.
+
+    Args:
+        spec: the job.
+        variables: environment of the batch script.
+    """
+
+    def __init__(self, spec: JobSpec, variables: Mapping[str, str]) -> None:
+        self._spec = spec
+        self._variables = variables
+        self._job = variables["SLURM_JOB_ID"]
+        self._restarts = int(variables.get("SLURM_RESTART_COUNT") or 0)
+        self._chain = Chain(spec.run_dir)
+        self._name = link_name(self._job, self._restarts)
+
+    def run(self) -> int:
+        """Train until the ranks end, and see to what follows.
+
+        Returns:
+            The exit code of the batch script.
+        """
+        if over := self._chain.is_over():
+            logger.info("nothing to do: %s", over)
+            return EXIT_DONE
+        if (stalled := self._chain.stalled_links()) >= MAX_STALLED_LINKS:
+            reason = f"{stalled} links in a row ended without a word and without progress"
+            return self._end(Decision(False, EXIT_NEVER_REQUEUE, reason), None)
+        self._chain.append(
+            "start",
+            link=self._name,
+            step=self._chain.committed_step(),
+            nodes=self._variables.get("SLURM_JOB_NODELIST", ""),
+        )
+        code = self._train()
+        state = slurm.job_state(self._job)
+        if state.startswith("CANCELLED"):
+            # Somebody's scancel; requeueing would undo it.
+            return self._end(Decision(False, EXIT_DONE, "cancelled by scancel"), code)
+        return self._end(self._chain.decide(code), code)
+
+    def _train(self) -> int:
+        """Run srun; signals to this process reach every rank, not srun, which they would end."""
+        address = self._address()
+        port = _FIRST_PORT + zlib.crc32(self._name.encode()) % _NUM_PORTS
+        logs = log_folder(self._spec.run_dir, self._job, self._restarts)
+        logs.mkdir(parents=True, exist_ok=True)
+        command = srun_command(self._spec, logs, f"{address}:{port}")
+        environment = rank_environment(self._spec, self._variables)
+        environment |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+        logger.info("%s: %s", self._name, " ".join(command))
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._pass_on)
+        return subprocess.Popen(command, env=environment, start_new_session=True).wait()
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        logger.warning("%s: telling the ranks to save", signal.Signals(number).name)
+        stop = "TERM" if self._spec.launcher == "torchrun" else "USR1"
+        try:
+            slurm.call(["scancel", f"--signal={stop}", self._job])
+        except slurm.SlurmError as error:
+            logger.warning("%s", error)
+
+    def _address(self) -> str:
+        """Where the ranks meet: this node, which is rank 0's, on the right network.
+
+        Raises:
+            ConfigError: the profile's interface is not there or has no IPv4 address.
+        """
+        interface = self._spec.rendezvous_interface
+        if not interface:
+            return self._variables.get("SLURMD_NODENAME") or socket.gethostname()
+        found = psutil.net_if_addrs()
+        for entry in found.get(interface, []):
+            if entry.family == socket.AF_INET:
+                return str(entry.address)
+        raise ConfigError(
+            f"rendezvous_interface={interface} has no IPv4 address on {socket.gethostname()}; "
+            f"there are {', '.join(sorted(found))}"
+        )
+
+    def _end(self, decision: Decision, code: int | None) -> int:
+        """Write down what happened, and requeue or end the chain."""
+        self._chain.append(
+            "end",
+            link=self._name,
+            step=self._chain.committed_step(),
+            code=code,
+            goes_on=decision.goes_on,
+            reason=decision.reason,
+        )
+        logger.info("%s: %s", self._name, decision.reason)
+        if not decision.goes_on:
+            self._cancel_pending()
+        elif self._spec.requeue:
+            for number in STOP_SIGNALS:
+                signal.signal(number, signal.SIG_DFL)
+            try:
+                slurm.call(["scontrol", "requeue", self._job])
+                # SLURM ends this process; leaving first would look like a completed job.
+                time.sleep(60)
+            except slurm.SlurmError as error:
+                # A scheduler that has requeued it itself, or does not let users do it.
+                logger.warning("%s", error)
+        return decision.code
+
+    def _cancel_pending(self) -> None:
+        """Cancel the links of this chain that still wait."""
+        others = [job for job in submitted_jobs(self._chain) if job != self._job]
+        for job in others:
+            try:
+                slurm.call(["scancel", "--state=PENDING", job])
+            except slurm.SlurmError as error:
+                logger.warning("%s", error)
+
+
+def submitted_jobs(chain: Chain) -> list[str]:
+    """SLURM's numbers of the jobs of the last submission."""
+    return [
+        str(job)
+        for record in chain.current()
+        if record["event"] == "jobs"
+        for job in record["jobs"]
+    ]
+
+
+def rank_environment(spec: JobSpec, variables: Mapping[str, str]) -> dict[str, str]:
+    """What the ranks see: a few of the node's variables, SLURM's, and those of job.json."""
+    kept = {
+        name: value
+        for name, value in variables.items()
+        if name in PASSED_ON or name.startswith(("LC_", "SLURM", "CUDA_VISIBLE"))
+    }
+    # From --export=NONE; srun would pass nothing on.
+    kept.pop("SLURM_EXPORT_ENV", None)
+    if spec.rendezvous_interface:
+        kept["GLOO_SOCKET_IFNAME"] = spec.rendezvous_interface
+    return kept | spec.environment
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a link; errors become one line in its log and an exit code."""
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S"
+    )
+    try:
+        return Link(JobSpec.read(arguments[0]), os.environ).run()
+    except MegatronDebertaError as error:
+        logger.error("error: %s", error)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,170 @@
+"""What a cluster is like: nodes, devices, networks, limits and how a job gets in.
+
+Owns the format of ``launch/clusters/*.yaml``. Refuses to know a run: ``submission.py`` brings the
+two together.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from megatron_deberta.cluster import names
+from megatron_deberta.cluster.names import checked
+from megatron_deberta.config.yaml_reader import read_yaml
+from megatron_deberta.errors import ConfigError
+
+CODE_ROOT = Path(__file__).resolve().parents[2]
+"""The folder that holds the package; in a checkout also ``launch/``."""
+LAUNCH = CODE_ROOT / "launch"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterProfile:
+    """A cluster."""
+
+    ranks_per_node: int
+    """Ranks started on a node: one a GPU."""
+    gpus_per_node: int = 0
+    """GPUs asked for on a node; 0: none."""
+    gpu_architecture: str = ""
+    """Their architecture in torch's words, such as ``sm_70``; empty: not said."""
+    dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16")
+    """``precision.dtype`` that the devices compute."""
+    torch_builds: tuple[str, ...] = ()
+    """Builds of torch (the part after ``+``) with kernels for the architecture; empty: any."""
+    cpus_per_rank: int = 1
+    """Cores a rank."""
+    memory_gib_per_node: int = 0
+    """Host memory asked for on a node; 0: all of it."""
+    exclusive: bool = False
+    """Share the nodes with no other job."""
+    partition: str = ""
+    """SLURM partition; empty: the site's default."""
+    account: str = ""
+    """SLURM account; empty: the user's default."""
+    qos: str = ""
+    """SLURM quality of service; empty: the default."""
+    exclude: str = ""
+    """Nodes to stay away from, comma-separated."""
+    time_limit_minutes: int = 1440
+    """How long SLURM lets one link of a run's chain go on."""
+    signal_seconds: int = 600
+    """How long before that limit the ranks are told to save; SLURM may do it a minute earlier."""
+    requeue: bool = True
+    """Let SLURM start the job again; otherwise only ``submit --links`` continues a run."""
+    launcher: Literal["srun", "torchrun"] = "srun"
+    """What starts the ranks: srun each of them, or one torchrun a node."""
+    exit_wait_seconds: int = 60
+    """How long ranks may outlive the first that has ended."""
+    rendezvous_interface: str = ""
+    """Network interface whose address on the first node the ranks meet at; empty: its name."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Variables of every rank: NCCL, InfiniBand, threads."""
+    container: Literal["none", "pyxis", "apptainer"] = "none"
+    """What the ranks run in."""
+    container_image: str = ""
+    """The container's image."""
+    container_mounts: tuple[str, ...] = ()
+    """``/host:/inside[:ro]``; the code, the run and its data have to be among them."""
+    python: str = ""
+    """Interpreter on the nodes; empty: the one that submits."""
+
+    def __post_init__(self) -> None:
+        """Check numbers, and every string that reaches a command line.
+
+        Raises:
+            ConfigError: a value is not allowed.
+        """
+        for key in ("ranks_per_node", "cpus_per_rank", "time_limit_minutes"):
+            if getattr(self, key) < 1:
+                raise ConfigError(f"{key}={getattr(self, key)} has to be at least 1")
+        for key in ("gpus_per_node", "memory_gib_per_node", "signal_seconds", "exit_wait_seconds"):
+            if getattr(self, key) < 0:
+                raise ConfigError(f"{key}={getattr(self, key)} must not be negative")
+        if self.signal_seconds >= 60 * self.time_limit_minutes:
+            raise ConfigError(
+                f"signal_seconds={self.signal_seconds} is not less than time_limit_minutes="
+                f"{self.time_limit_minutes}; leave time to train"
+            )
+        patterns = {
+            "gpu_architecture": names.ARCHITECTURE, "partition": names.NAMES,
+            "account": names.NAME, "qos": names.NAME, "exclude": names.NAMES,
+            "rendezvous_interface": names.INTERFACE, "container_image": names.IMAGE,
+            "python": names.PATH,
+        }  # fmt: skip
+        for key, pattern in patterns.items():
+            if getattr(self, key):
+                checked(getattr(self, key), pattern, key)
+        for mount in self.container_mounts:
+            checked(mount, names.MOUNT, "container_mounts")
+        for build in self.torch_builds:
+            checked(build, names.BUILD, "torch_builds")
+        for name, value in self.environment.items():
+            checked(name, names.VARIABLE, "environment")
+            checked(value, names.VALUE, f"environment.{name}")
+        if (self.container == "none") != (self.container_image == ""):
+            raise ConfigError(
+                f"container={self.container} with container_image={self.container_image!r}; name "
+                "a runtime and an image, or neither"
+            )
+
+
+def find_profile(name: str) -> Path:
+    """The file of a profile: a path to one, or a name of ``launch/clusters/``.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name.endswith((".yaml", ".yml")):
+        return Path(name)
+    known = sorted(path.stem for path in (LAUNCH / "clusters").glob("*.yaml"))
+    if name not in known:
+        raise ConfigError(
+            f"--cluster {name}: no such profile; name one of {', '.join(known)}, or a YAML file"
+        )
+    return LAUNCH / "clusters" / f"{name}.yaml"
+
+
+def load_profile(name: str) -> ClusterProfile:
+    """Read a cluster profile.
+
+    Args:
+        name: of ``launch/clusters/``, or the path of a YAML file.
+
+    Raises:
+        ConfigError: no such profile, an unknown or missing key, or a value that is not allowed.
+    """
+    path = find_profile(name)
+    data = read_yaml(path)
+    known = [item.name for item in fields(ClusterProfile)]
+    for key in data:
+        if key not in known:
+            close = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+            raise ConfigError(f"{path}: no key {key}; {hint}")
+    if "ranks_per_node" not in data:
+        raise ConfigError(f"{path}: ranks_per_node is missing; say how many ranks a node has")
+    return _typed(path, data)
+
+
+def _typed(path: Path, data: dict[str, Any]) -> ClusterProfile:
+    schema = OmegaConf.structured(ClusterProfile)
+    OmegaConf.set_readonly(schema, False)
+    for key, value in data.items():
+        if "${" in str(value):
+            raise ConfigError(f"{path}: {key}={value!r}: '${{' means nothing here; spell it out")
+        try:
+            OmegaConf.update(schema, key, value, merge=False)
+        except OmegaConfBaseException as error:
+            hint = ClusterProfile.__annotations__[key]
+            raise ConfigError(f"{path}: {key}={value!r} is not of type {hint}") from error
+    try:
+        return cast(ClusterProfile, OmegaConf.to_object(schema))
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error

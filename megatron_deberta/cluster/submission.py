@@ -1,0 +1,223 @@
+"""From a run and a cluster to the two commands that start it: sbatch now, srun in the job.
+
+Owns ``job.json`` and both argument lists, as pure functions. Refuses to call them: sbatch is called
+by ``cli/submit.py``, srun by ``link.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from megatron_deberta.cluster import names
+from megatron_deberta.cluster.names import checked
+from megatron_deberta.cluster.profile import CODE_ROOT, LAUNCH, ClusterProfile
+from megatron_deberta.errors import ConfigError
+
+BATCH_SCRIPT = LAUNCH / "job.sbatch"
+SUBMISSIONS = "submissions"
+"""Folder in the run folder with one folder a submission: ``run.yaml`` and ``job.json``."""
+LOGS = "logs"
+"""Folder in the run folder with one folder a link: ``rank_N.log``."""
+INHERITED = (
+    "DS_ACCELERATOR", "HF_HOME", "HF_HUB_OFFLINE", "LD_LIBRARY_PATH", "NCCL_DEBUG",
+    "OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM", "MEGATRON_DEBERTA_ATTENTION",
+    "MEGATRON_DEBERTA_CHECK",
+)  # fmt: skip
+"""Variables that a job takes over from whoever submits; the profile's count more."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobSpec:
+    """What a job needs to know; the content of ``job.json``."""
+
+    job_name: str
+    """SLURM's name of every link of the chain."""
+    run_dir: str
+    """Absolute folder of the run."""
+    config: str
+    """Absolute path of the resolved configuration."""
+    python: str
+    """Interpreter on the nodes."""
+    code_root: str
+    """Folder that holds the package."""
+    nodes: int
+    ranks_per_node: int
+    launcher: str
+    exit_wait_seconds: int
+    requeue: bool
+    rendezvous_interface: str
+    environment: dict[str, str]
+    """Variables of every rank."""
+    container: str
+    container_image: str
+    container_mounts: list[str]
+    allow_config_change: bool = False
+
+    @classmethod
+    def read(cls, path: str | Path) -> JobSpec:
+        """Read what ``to_json`` wrote.
+
+        Raises:
+            ConfigError: the file is missing or something else.
+        """
+        try:
+            data: dict[str, Any] = json.loads(Path(path).read_bytes())
+            if set(data) != {item.name for item in fields(cls)}:
+                raise ValueError(f"keys {sorted(data)}")
+            return cls(**data)
+        except (OSError, ValueError, TypeError) as error:
+            raise ConfigError(f"{path}: not a job of this release ({error}); submit anew") from None
+
+    def to_json(self) -> bytes:
+        """The content of ``job.json``."""
+        return json.dumps(asdict(self), indent=1).encode()
+
+
+def make_spec(
+    profile: ClusterProfile,
+    *,
+    nodes: int,
+    run_dir: Path,
+    job_name: str,
+    submission: Path,
+    variables: Mapping[str, str],
+    allow_config_change: bool,
+) -> JobSpec:
+    """Bring a run and a cluster together.
+
+    Args:
+        profile: the cluster.
+        nodes: how many of its nodes.
+        run_dir: absolute folder of the run.
+        job_name: SLURM's name of the job.
+        submission: folder of ``run.yaml`` and ``job.json``.
+        variables: environment of whoever submits.
+        allow_config_change: passed on to ``pretrain``.
+
+    Raises:
+        ConfigError: a name or path that may not stand on a command line.
+    """
+    inherited = {name: variables[name] for name in INHERITED if name in variables}
+    for name, value in inherited.items():
+        checked(value, names.VALUE, name)
+    defaults = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return JobSpec(
+        job_name=checked(job_name, names.NAME, "--job-name"),
+        run_dir=checked(str(run_dir), names.PATH, "train.run_dir"),
+        config=checked(str(submission / "run.yaml"), names.PATH, "train.run_dir"),
+        python=checked(profile.python or sys.executable, names.PATH, "python"),
+        code_root=checked(str(CODE_ROOT), names.PATH, "the folder of megatron_deberta"),
+        nodes=nodes,
+        ranks_per_node=profile.ranks_per_node,
+        launcher=profile.launcher,
+        exit_wait_seconds=profile.exit_wait_seconds,
+        requeue=profile.requeue,
+        rendezvous_interface=profile.rendezvous_interface,
+        environment=defaults | inherited | profile.environment,
+        container=profile.container,
+        container_image=profile.container_image,
+        container_mounts=list(profile.container_mounts),
+        allow_config_change=allow_config_change,
+    )
+
+
+def sbatch_command(spec: JobSpec, profile: ClusterProfile, job_file: Path) -> list[str]:
+    """The command that queues one link.
+
+    Args:
+        spec: the job.
+        profile: the cluster.
+        job_file: where ``job.json`` is.
+    """
+    # torchrun hands on SIGTERM only.
+    stop = "TERM" if profile.launcher == "torchrun" else "USR1"
+    tasks = 1 if profile.launcher == "torchrun" else profile.ranks_per_node
+    cpus = profile.cpus_per_rank * profile.ranks_per_node // tasks
+    command = [
+        "sbatch",
+        "--parsable",
+        # Neither the submitter's variables nor credentials in them; job.json has what is needed.
+        "--export=NONE",
+        f"--job-name={spec.job_name}",
+        f"--nodes={spec.nodes}",
+        f"--ntasks-per-node={tasks}",
+        f"--cpus-per-task={cpus}",
+        f"--mem={profile.memory_gib_per_node}{'G' if profile.memory_gib_per_node else ''}",
+        f"--time={profile.time_limit_minutes}",
+        f"--signal={stop}@{profile.signal_seconds}",
+        "--requeue" if profile.requeue else "--no-requeue",
+        # Of several links of a chain one runs at a time.
+        "--dependency=singleton",
+        "--open-mode=append",
+        f"--output={spec.run_dir}/{LOGS}/link_%j.log",
+    ]
+    if profile.gpus_per_node:
+        command.append(f"--gres=gpu:{profile.gpus_per_node}")
+    if profile.exclusive:
+        command.append("--exclusive")
+    for option in ("partition", "account", "qos", "exclude"):
+        if value := getattr(profile, option):
+            command.append(f"--{option}={value}")
+    return [*command, str(BATCH_SCRIPT), spec.python, spec.code_root, str(job_file)]
+
+
+def link_name(job: str, restarts: int) -> str:
+    """Name of a link: the job's number and how often it was requeued."""
+    return f"{job}.{restarts}"
+
+
+def log_folder(run_dir: str | Path, job: str, restarts: int) -> Path:
+    """Folder of a link's logs."""
+    return Path(run_dir) / LOGS / link_name(job, restarts)
+
+
+def srun_command(spec: JobSpec, logs: Path, rendezvous: str) -> list[str]:
+    """The command that starts every rank of a link.
+
+    Rank numbers run through a node before the next (block distribution), which keeps
+    tensor-parallel groups inside nodes.
+
+    Args:
+        spec: the job.
+        logs: folder of its logs.
+        rendezvous: ``address:port`` of rank 0; torchrun needs it as an argument.
+    """
+    tasks = 1 if spec.launcher == "torchrun" else spec.ranks_per_node
+    command = [
+        "srun",
+        f"--nodes={spec.nodes}",
+        f"--ntasks={spec.nodes * tasks}",
+        f"--ntasks-per-node={tasks}",
+        "--distribution=block:block",
+        "--mpi=none",
+        "--input=none",
+        # Its environment is job.json's, made by link.py.
+        "--export=ALL",
+        # The first rank to end may end well, with others still closing their files.
+        "--kill-on-bad-exit=0",
+        f"--wait={spec.exit_wait_seconds}",
+        "--open-mode=append",
+        f"--output={logs}/rank_%t.log",
+    ]
+    if spec.container == "pyxis":
+        command += [f"--container-image={spec.container_image}", "--no-container-mount-home"]
+        if spec.container_mounts:
+            command.append(f"--container-mounts={','.join(spec.container_mounts)}")
+    if spec.container == "apptainer":
+        command += ["apptainer", "exec", "--nv"]
+        command += [f"--bind={mount}" for mount in spec.container_mounts]
+        command.append(spec.container_image)
+    command += [spec.python]
+    if spec.launcher == "torchrun":
+        command += [
+            "-m", "torch.distributed.run", f"--nnodes={spec.nodes}",
+            f"--nproc-per-node={spec.ranks_per_node}", "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={rendezvous}", f"--rdzv-id={logs.name}", "--max-restarts=0",
+        ]  # fmt: skip
+    command += ["-m", "megatron_deberta", "pretrain", spec.config]
+    return [*command, "--allow-config-change"] if spec.allow_config_change else command

@@ -1,0 +1,207 @@
+"""What sbatch and srun are told, for every kind of cluster, and what is refused before they are."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_deberta.cli.main import main
+from megatron_deberta.cluster import preflight
+from megatron_deberta.cluster.profile import LAUNCH, ClusterProfile, load_profile
+from megatron_deberta.cluster.submission import (
+    JobSpec,
+    make_spec,
+    sbatch_command,
+    srun_command,
+)
+from megatron_deberta.errors import ConfigError
+from tests.support.jobs import ROOT
+
+LOGS = Path("/runs/a/logs/7.0")
+
+
+def spec_of(profile: ClusterProfile, **values: object) -> JobSpec:
+    arguments = {
+        "nodes": 16, "run_dir": Path("/runs/a"), "job_name": "a", "variables": {},
+        "submission": Path("/runs/a/submissions/1"), "allow_config_change": False, **values,
+    }  # fmt: skip
+    return make_spec(profile, **arguments)  # type: ignore[arg-type]
+
+
+def test_sixteen_dgx2_nodes() -> None:
+    profile = load_profile("dgx2")
+    spec = spec_of(profile, variables={"HF_TOKEN": "secret", "OMP_NUM_THREADS": "2"})
+    command = sbatch_command(spec, profile, Path("/runs/a/submissions/1/job.json"))
+    assert {
+        "--nodes=16", "--ntasks-per-node=16", "--gres=gpu:16", "--export=NONE", "--requeue",
+        "--signal=USR1@600", "--time=1440", "--exclusive", "--dependency=singleton",
+        "--output=/runs/a/logs/link_%j.log", "--cpus-per-task=3", "--mem=0",
+    } <= set(command)  # fmt: skip
+    script = command[-4:]
+    assert script[0] == str(LAUNCH / "job.sbatch")
+    assert script[-1] == "/runs/a/submissions/1/job.json"
+    srun = srun_command(spec, LOGS, "10.0.0.1:12345")
+    assert {
+        "--nodes=16", "--ntasks=256", "--ntasks-per-node=16", "--distribution=block:block",
+        "--kill-on-bad-exit=0", "--output=/runs/a/logs/7.0/rank_%t.log",
+    } <= set(srun)  # fmt: skip
+    assert srun[-5:] == [spec.python, "-m", "megatron_deberta", "pretrain", spec.config]
+    assert spec.environment["OMP_NUM_THREADS"] == "2"
+    assert spec.environment["NCCL_IB_HCA"] == "mlx5"
+    assert "secret" not in spec.to_json().decode()
+    assert profile.gpu_architecture == "sm_70"
+    assert "bf16" not in profile.dtypes
+
+
+def test_containers_and_torchrun() -> None:
+    profile = replace(
+        load_profile("dgx_h100"), container="pyxis", container_image="nvcr.io#nvidia/pytorch:26.10",
+        container_mounts=("/lustre:/lustre", "/data:/data:ro"),
+    )  # fmt: skip
+    srun = srun_command(spec_of(profile), LOGS, "h:1")
+    assert "--container-image=nvcr.io#nvidia/pytorch:26.10" in srun
+    assert "--container-mounts=/lustre:/lustre,/data:/data:ro" in srun
+    profile = replace(profile, container="apptainer", container_image="/images/a.sif")
+    srun = srun_command(spec_of(profile), LOGS, "h:1")
+    at = srun.index("apptainer")
+    assert srun[at : at + 6] == [
+        "apptainer", "exec", "--nv", "--bind=/lustre:/lustre", "--bind=/data:/data:ro",
+        "/images/a.sif",
+    ]  # fmt: skip
+    profile = replace(load_profile("dgx_h100"), launcher="torchrun")
+    spec = spec_of(profile, nodes=2)
+    assert "--ntasks=2" in srun_command(spec, LOGS, "h:1")
+    assert "--nproc-per-node=8" in srun_command(spec, LOGS, "h:1")
+    assert "--rdzv-endpoint=h:1" in srun_command(spec, LOGS, "h:1")
+    command = sbatch_command(spec, profile, Path("/j"))
+    assert {"--ntasks-per-node=1", "--cpus-per-task=112", "--signal=TERM@600"} <= set(command)
+
+
+def test_job_file_round_trip(tmp_path: Path) -> None:
+    spec = spec_of(load_profile("local"))
+    path = tmp_path / "job.json"
+    path.write_bytes(spec.to_json())
+    assert JobSpec.read(path) == spec
+    path.write_text(json.dumps({**json.loads(spec.to_json()), "more": 1}))
+    with pytest.raises(ConfigError, match="not a job of this release"):
+        JobSpec.read(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("ranks_per_node: 2\nqso: x", "no key qso; did you mean qos"),
+        ("qos: x", "ranks_per_node is missing"),
+        ("ranks_per_node: two", "is not of type int"),
+        ("ranks_per_node: 0", "at least 1"),
+        ("ranks_per_node: 1\ngpus_per_node: -1", "negative"),
+        ("ranks_per_node: 1\nlauncher: ssh", "launcher='ssh'"),
+        ("ranks_per_node: 1\nenvironment: {LD_PRELOAD: /x.so}", "environment='LD_PRELOAD'"),
+        ("ranks_per_node: 1\nenvironment: {HF_TOKEN: x}", "environment='HF_TOKEN'"),
+        ("ranks_per_node: 1\ntime_limit_minutes: 1\nsignal_seconds: 60", "leave time to train"),
+        ("ranks_per_node: 1\ncontainer: pyxis", "name a runtime and an image"),
+        ("ranks_per_node: 1\npython: ${HOME}/python", "spell it out"),
+        ("ranks_per_node: 1\nranks_per_node: 2", "stands twice"),
+    ],
+)
+def test_profiles_are_parsed_strictly(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(str(path))) as caught:
+        load_profile(str(path))
+    assert message in str(caught.value)
+
+
+def test_unknown_profile() -> None:
+    with pytest.raises(ConfigError, match="dgx2, dgx_h100, local"):
+        load_profile("dgx3")
+
+
+def dry_run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = main(["submit", *arguments, "--dry-run"])
+    return code, *capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("1.5b_h100.yaml", "--cluster", "dgx2"), "devices compute fp16, fp32 only"),
+        (("1.5b_dgx2.yaml", "--cluster", "dgx2", "--nodes", "15"), "global_batch_size=2048 is not"),
+        (("1.5b_dgx2.yaml", "--cluster", "dgx2", "parallel.tensor_parallel_size=3"), "tensor_par"),
+        (("1.5b_dgx2.yaml", "--cluster", "dgx2", "--nodes", "0"), "say how many nodes"),
+        (("1.5b_dgx2.yaml", "--cluster", "dgx2", "--job-name", "a b"), "--job-name='a b'"),
+        (("1.5b_dgx2.yaml", "--cluster", "dgx2", "--links", "0"), "--links 0"),
+    ],
+)
+def test_what_cannot_run_is_refused_at_once(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
+    run = str(ROOT / "configs" / "runs" / arguments[0])
+    code, _, errors = dry_run(capsys, run, *arguments[1:])
+    assert code == 2
+    assert message in errors
+
+
+def test_dry_run_prints_all_and_writes_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    run = str(ROOT / "configs" / "runs" / "1.5b_dgx2.yaml")
+    run_dir = f"train.run_dir={tmp_path}/run"
+    code, printed, errors = dry_run(capsys, run, "--cluster", "dgx2", run_dir)
+    assert code == 0, errors
+    assert "sbatch --parsable --export=NONE --job-name=run --nodes=16" in printed
+    assert "--ntasks=256 --ntasks-per-node=16 --distribution=block:block" in printed
+    assert (LAUNCH / "job.sbatch").read_text() in printed
+    assert '"NCCL_IB_HCA": "mlx5"' in printed
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_torch_builds(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert "(cu130) has no kernels for sm_70; install a" in preflight.torch_problem(
+        "sm_70", ["cu126"]
+    )
+    monkeypatch.setattr(torch.version, "cuda", "12.6")
+    assert preflight.torch_problem("sm_70", ["cu126"]) == ""
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert preflight.torch_problem("", []) == ""
+    assert "(cpu)" in preflight.torch_problem("sm_90", ["cu126"])
+
+
+@pytest.mark.parametrize(
+    ("capability", "architectures", "fits"),
+    [
+        ((7, 0), ["sm_50", "sm_70", "sm_80"], True),
+        ((7, 0), ["sm_75", "sm_80", "sm_90", "compute_90"], False),
+        ((7, 5), ["sm_70"], True),
+        ((8, 6), ["sm_80"], True),
+        ((9, 0), ["sm_80"], False),
+        ((9, 0), ["sm_80", "compute_80"], True),
+        ((9, 0), ["sm_90a"], True),
+        ((10, 3), ["sm_100", "unknown"], True),
+        ((12, 0), ["sm_90a"], False),
+        ((7, 0), [], False),
+    ],
+)
+def test_kernels_for_the_device(
+    capability: tuple[int, int], architectures: list[str], fits: bool
+) -> None:
+    if fits:
+        preflight.check_architecture(capability, architectures)
+    else:
+        with pytest.raises(ConfigError, match=f"no kernels for sm_{capability[0]}{capability[1]}"):
+            preflight.check_architecture(capability, architectures)
+
+
+def test_supported_torch_is_declared_once() -> None:
+    assert f'"torch{preflight.SUPPORTED_TORCH}"' in (ROOT / "setup.py").read_text()
+    preflight.check_torch_version("2.13.0+cpu")
+    preflight.check_torch_version("2.6.0+cu126")
+    for wrong in ("2.5.1", "3.0.0"):
+        with pytest.raises(ConfigError, match=f"torch {wrong} is not"):
+            preflight.check_torch_version(wrong)
