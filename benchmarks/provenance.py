@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib.metadata
 import os
 import platform
 import subprocess
@@ -12,15 +14,38 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def provenance() -> dict[str, str | int | None]:
-    """Hardware, torch and revision of this run."""
+def provenance(device: str = "cpu") -> dict[str, str | int | None]:
+    """Hardware, versions and revision of this run.
+
+    Args:
+        device: ``cpu`` or ``cuda``; the hardware named is the one measured.
+    """
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
-    return {
+    record: dict[str, str | int | None] = {
         "hardware": processor(),
         "cores": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
         "torch": torch.__version__,
+        "transformers": importlib.metadata.version("transformers"),
         "revision": subprocess.run(command, capture_output=True, text=True).stdout.strip(),
+        "source": source_digest(),
     }
+    if device == "cuda":
+        record["processor"] = record["hardware"]
+        record["hardware"] = torch.cuda.get_device_name()
+        record["triton"] = importlib.metadata.version("triton")
+        record["cuda"] = torch.version.cuda
+    return record
+
+
+def source_digest() -> str:
+    """Names the code that ran, also where it lies in no git repository."""
+    digest = hashlib.sha256()
+    for folder in ("megatron_deberta", "benchmarks"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
 
 
 def processor() -> str:

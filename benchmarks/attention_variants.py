@@ -1,0 +1,340 @@
+"""Everything that computes disentangled attention, behind one call: ours, the peers, the floor.
+
+A variant takes a case and the five tensors of ``disentangled_attention`` and gives the output
+``[batch, heads, length, head size]``. What a variant cannot do it says in one line
+(``refusal``); a comparison without a reason why a peer is missing would not be one.
+
+Peers are called the way their own models call them, less the projections, which are no part of
+the operator. Sources read: transformers 5.23 (``DisentangledSelfAttention``), disentangled-flash
+1.1.1 (``TritonTrainingDisentangledSelfAttention``), flashdeberta 0.0.8
+(``FlashDisentangledSelfAttention``: packed from 1,024 tokens on where there is padding).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers.models.deberta_v2.modeling_deberta_v2 import DisentangledSelfAttention
+
+from megatron_deberta.ops import RelativePositions, disentangled_attention
+
+BUCKETS, MAX_DISTANCE, HEAD_SIZE = 256, 512, 64
+POSITIONS = RelativePositions(MAX_DISTANCE, BUCKETS)
+SLOTS = 2 * BUCKETS
+SCALE = 1 / math.sqrt(3 * HEAD_SIZE)
+SEED = 20
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes of one comparison."""
+
+    batch: int
+    heads: int
+    length: int
+    dropout: float = 0.0
+    padding: bool = False
+    dtype: str = "fp32"
+    device: str = "cpu"
+
+    @property
+    def name(self) -> str:
+        """As in the report: ``B4 H12 N512 fp32 dropout padding``."""
+        words = [f"B{self.batch}", f"H{self.heads}", f"N{self.length}", self.dtype]
+        words += ["dropout"] * (self.dropout > 0) + ["padding"] * self.padding
+        return " ".join(words)
+
+    def row_lengths(self) -> list[int]:
+        """Real tokens of each row: all, or between half of the row and nearly all of it."""
+        if not self.padding:
+            return [self.length] * self.batch
+        step = self.length / (2 * self.batch)
+        return [self.length - round((row + 1) * step) for row in range(self.batch)]
+
+    def real_keys(self) -> Tensor:
+        """Where real tokens are: bool ``[batch, length]``."""
+        lengths = torch.tensor(self.row_lengths(), device=self.device)
+        return torch.arange(self.length, device=self.device) < lengths[:, None]
+
+
+def make_inputs(case: Case, dtype: torch.dtype | None = None) -> list[Tensor]:
+    """q, k, v, pos_key, pos_query of unit variance with gradients, the same on every device."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (case.batch, case.heads, case.length, HEAD_SIZE)
+    table = (case.heads, SLOTS, HEAD_SIZE)
+    rounded = (
+        torch.randn(s, generator=generator).to(case.device, DTYPES[case.dtype])
+        for s in (shape, shape, shape, table, table)
+    )
+    return [x.to(dtype or DTYPES[case.dtype]).requires_grad_() for x in rounded]
+
+
+class Variant:
+    """One way to compute the operator; most need only a function."""
+
+    def __init__(self, forward: Callable[..., Tensor], *, exact_dropout: bool = False) -> None:
+        self._forward = forward
+        self.exact_dropout = exact_dropout
+        """Drops the very elements that our contract names, so dropout can be compared."""
+
+    def refusal(self, case: Case) -> str | None:
+        """Why this variant cannot do the case; None where it can."""
+        return None
+
+    def __call__(self, case: Case, *x: Tensor) -> Tensor:
+        """Attend."""
+        return self._forward(case, *x)
+
+
+def ours(backend: str) -> Callable[..., Tensor]:
+    """This project's operator."""
+
+    def forward(case: Case, *x: Tensor) -> Tensor:
+        return disentangled_attention(
+            *x,
+            positions=POSITIONS,
+            key_padding=_padding(case),
+            dropout_p=case.dropout,
+            seed=SEED,
+            backend=backend,
+        )
+
+    return forward
+
+
+@cache
+def _padding(case: Case) -> Tensor | None:
+    return case.real_keys() if case.padding else None
+
+
+class Ours(Variant):
+    """This project's operator with one of its backends."""
+
+    def __init__(self, backend: str) -> None:
+        super().__init__(ours(backend), exact_dropout=True)
+        self.backend = backend
+
+    def refusal(self, case: Case) -> str | None:
+        """What the operator says when it is asked to run one row of one token."""
+        one = replace(case, batch=1, heads=1, length=1, padding=False)
+        try:
+            self(one, *make_inputs(one))
+        except ValueError as refused:
+            return str(refused)
+        return None
+
+
+class Eager(Variant):
+    """What transformers does after its projections; several tensors of length x length."""
+
+    def __init__(self) -> None:
+        super().__init__(self._attend)
+
+    def _attend(self, case: Case, *x: Tensor) -> Tensor:
+        module = _EagerTerms(case.heads, x[3], x[4])
+        q, k, v = (t.flatten(0, 1) for t in x[:3])
+        scores = torch.bmm(q, k.transpose(-1, -2) * SCALE)
+        scores = scores + module.bias(q, k, None, module.rows, 3)
+        scores = scores.view(case.batch, case.heads, case.length, case.length)
+        scores = scores.masked_fill(~_pairs(case), torch.finfo(q.dtype).min)
+        probabilities = F.dropout(scores.softmax(-1), case.dropout)
+        return torch.bmm(probabilities.flatten(0, 1), v).view(x[0].shape)
+
+
+@lru_cache(maxsize=1)  # the largest is not to stay
+def _pairs(case: Case) -> Tensor:
+    """Which query sees which key, as transformers' encoder says it: bool ``[B, 1, N, N]``."""
+    real = case.real_keys()
+    return (real[:, None, :] & real[:, :, None])[:, None]
+
+
+class _EagerTerms(nn.Module):
+    """transformers' own bias function on tables that have been projected already."""
+
+    bias = DisentangledSelfAttention.disentangled_attention_bias
+    transpose_for_scores = DisentangledSelfAttention.transpose_for_scores
+
+    def __init__(self, heads: int, pos_key: Tensor, pos_query: Tensor) -> None:
+        super().__init__()
+        self.pos_att_type, self.share_att_key = ["c2p", "p2c"], False
+        self.position_buckets, self.max_relative_positions = BUCKETS, MAX_DISTANCE
+        self.pos_ebd_size, self.num_attention_heads = BUCKETS, heads
+        self.pos_key_proj: Callable[[Any], Tensor] = lambda _: _flat(pos_key)
+        self.pos_query_proj: Callable[[Any], Tensor] = lambda _: _flat(pos_query)
+        self.rows = pos_key.new_empty(1, SLOTS, 1)  # only sliced for its rows
+
+
+def _flat(table: Tensor) -> Tensor:
+    return table.transpose(0, 1).flatten(1)[None]
+
+
+def sdpa_with_bias(case: Case, *x: Tensor) -> Tensor:
+    """SDPA with the position terms gathered into a float bias."""
+    q, k, v, pos_key, pos_query = x
+    at = torch.arange(case.length, device=q.device)
+    slots = POSITIONS.slots(at[:, None] - at).expand(case.batch, case.heads, -1, -1)
+    bias = (q @ pos_key.transpose(-1, -2)).gather(-1, slots)
+    from_keys = (k @ pos_query.transpose(-1, -2)).gather(-1, slots.transpose(-1, -2))
+    bias = (bias + from_keys.transpose(-1, -2)) * SCALE
+    if case.padding:
+        bias = bias.masked_fill(~case.real_keys()[:, None, None], torch.finfo(q.dtype).min)
+    return F.scaled_dot_product_attention(q, k, v, bias, dropout_p=case.dropout, scale=SCALE)
+
+
+class Floor(Variant):
+    """Plain attention without positions: what no disentangled attention can be faster than.
+
+    It attends to padding as well: torch's fused kernels take no padding mask.
+    """
+
+    def __init__(self, backend: SDPBackend) -> None:
+        super().__init__(self._attend)
+        self.backend = backend
+
+    def refusal(self, case: Case) -> str | None:
+        """Dropout on the CPU."""
+        on_cpu = case.device == "cpu" and case.dropout
+        return "torch's fused kernel has no dropout on the CPU" if on_cpu else None
+
+    def _attend(self, case: Case, *x: Tensor) -> Tensor:
+        with sdpa_kernel(self.backend):
+            return F.scaled_dot_product_attention(
+                *x[:3], dropout_p=case.dropout, scale=1 / math.sqrt(HEAD_SIZE)
+            )
+
+
+class DisentangledFlash(Variant):
+    """PyPI ``disentangled-flash``: its training module with projections that hand ours over."""
+
+    def __init__(self) -> None:
+        super().__init__(self._attend)
+
+    def refusal(self, case: Case) -> str | None:
+        """Not installed, or no GPU."""
+        if importlib.util.find_spec("disentangled_flash") is None:
+            return "disentangled-flash is not installed"
+        return None if case.device == "cuda" else "needs a CUDA device"
+
+    def _attend(self, case: Case, *x: Tensor) -> Tensor:
+        module = _disentangled_flash(case.heads, case.dropout, case.padding)
+        module.handed_over = x
+        hidden = x[0].new_empty(()).expand(case.batch, case.length, case.heads * HEAD_SIZE)
+        output: Tensor = module(hidden, case.real_keys(), rel_embeddings=x[3])[0]
+        return output.unflatten(-1, (case.heads, HEAD_SIZE)).transpose(1, 2)
+
+
+@cache
+def _disentangled_flash(heads: int, dropout: float, padding: bool) -> Any:
+    from disentangled_flash import TritonTrainingDisentangledSelfAttention
+
+    class Core(TritonTrainingDisentangledSelfAttention):  # type: ignore[misc]
+        handed_over: tuple[Tensor, ...] = ()
+
+        def _project_qkv(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
+            return self.handed_over[:3]
+
+        def _reshape_heads(self, tensor: Tensor, batch_size: int, sequence_length: int) -> Tensor:
+            return tensor
+
+        def _project_active_positions(
+            self, rel_embeddings: Tensor, active_slots: Tensor
+        ) -> tuple[Tensor, ...]:
+            if active_slots.numel() == SLOTS:
+                return self.handed_over[3:]
+            return tuple(table.index_select(1, active_slots) for table in self.handed_over[3:])
+
+    config = types.SimpleNamespace(
+        hidden_size=heads * HEAD_SIZE,
+        num_attention_heads=heads,
+        attention_head_size=HEAD_SIZE,
+        attention_probs_dropout_prob=dropout,
+        hidden_dropout_prob=0.0,
+        relative_attention=True,
+        max_relative_positions=MAX_DISTANCE,
+        position_buckets=BUCKETS,
+        share_att_key=True,
+        pos_att_type=["c2p", "p2c"],
+    )
+    return Core(config, assume_unpadded=not padding).train()
+
+
+class FlashDeberta(Variant):
+    """PyPI ``flashdeberta``: its operator, padded or packed as its own model chooses."""
+
+    packed_from = 1024
+
+    def __init__(self) -> None:
+        super().__init__(self._attend)
+
+    def refusal(self, case: Case) -> str | None:
+        """Not installed, no GPU, or dropout, which it does not have."""
+        if importlib.util.find_spec("flashdeberta") is None:
+            return "flashdeberta is not installed"
+        if case.device != "cuda":
+            return "needs a CUDA device"
+        return "has no dropout of attention probabilities" if case.dropout else None
+
+    def _attend(self, case: Case, *x: Tensor) -> Tensor:
+        padded, packed = _flash_deberta()
+        q, k, v, pos_key, pos_query = x
+        tables = pos_key[None], pos_query[None]
+        rest = (False, SCALE, BUCKETS, MAX_DISTANCE)
+        real = case.real_keys() if case.padding else None
+        if real is None or case.length < self.packed_from:
+            lengths = None if real is None else real.sum(-1, dtype=torch.int32)
+            output: Tensor = padded(q, k, v, lengths, *tables, *rest)
+            return output
+        lengths = real.sum(-1, dtype=torch.int32)
+        longest = int(lengths.max())
+        edges = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+        rows = [t.transpose(1, 2)[real] for t in (q, k, v)]
+        some = packed(*rows, *tables, edges, edges, longest, longest, *rest)
+        output = torch.zeros_like(q).transpose(1, 2)
+        output = output.masked_scatter(real[..., None, None], some)
+        return output.transpose(1, 2)
+
+
+@cache
+def _flash_deberta() -> tuple[Any, Any]:
+    """Its two operators, without its models, which need names that transformers may not have."""
+    if "flashdeberta" not in sys.modules:
+        spec = importlib.util.find_spec("flashdeberta")
+        assert spec is not None
+        package = types.ModuleType("flashdeberta")
+        package.__path__ = list(spec.submodule_search_locations or [])
+        sys.modules["flashdeberta"] = package
+    from flashdeberta.ops.flash_attention import flash_attention_with_disentangled
+    from flashdeberta.ops.flash_attention_varlen import flash_attention_with_disentangled_varlen
+
+    return flash_attention_with_disentangled, flash_attention_with_disentangled_varlen
+
+
+EAGER, OURS, FLOOR = "transformers eager", ("triton", "chunked"), "flash"
+FLOORS = ("flash", "cudnn")
+CPU_VARIANTS: dict[str, Variant] = {
+    EAGER: Eager(),
+    "SDPA with bias": Variant(sdpa_with_bias),
+    "chunked": Ours("chunked"),
+    "flash": Floor(SDPBackend.FLASH_ATTENTION),
+}
+GPU_VARIANTS: dict[str, Variant] = {
+    "triton": Ours("triton"),
+    "chunked": Ours("chunked"),
+    "flash": Floor(SDPBackend.FLASH_ATTENTION),
+    "cudnn": Floor(SDPBackend.CUDNN_ATTENTION),
+    "DisentangledFlash": DisentangledFlash(),
+    "FlashDeBERTa": FlashDeberta(),
+    EAGER: Eager(),
+}
