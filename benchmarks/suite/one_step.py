@@ -1,0 +1,196 @@
+"""One process: build a run, take its real steps, time them, and say where the time went.
+
+    python benchmarks/suite/one_step.py RUN.yaml [section.key=value ...] --result FILE
+
+Everything is the product's: shards, loader, model, DeepSpeed engine, clipping, AdamW. What is
+timed is the whole step, from asking the loader to the updated weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import statistics
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import DeviceType
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.measuring import host_peak_bytes, matrix_rate, write_json  # noqa: E402
+from megatron_deberta.config import load_config  # noqa: E402
+from megatron_deberta.config.schema import RunConfig  # noqa: E402
+from megatron_deberta.data.build import build_loaders, tokenizer_path  # noqa: E402
+from megatron_deberta.data.vocabulary import Vocabulary  # noqa: E402
+from megatron_deberta.engine.factory import build_engine  # noqa: E402
+from megatron_deberta.model import attention as model_attention  # noqa: E402
+from megatron_deberta.observe.throughput import training_flops_per_token  # noqa: E402
+from megatron_deberta.parallel.environment import read_environment  # noqa: E402
+from megatron_deberta.parallel.topology import init_process_groups, shutdown  # noqa: E402
+from megatron_deberta.tokenizer import load_tokenizer  # noqa: E402
+from megatron_deberta.train.run import (  # noqa: E402
+    DTYPES,
+    build_rank_model,
+    choose_device,
+    set_determinism,
+)
+from megatron_deberta.train.step import TrainStep  # noqa: E402
+
+PARTS = (
+    ("attention", r"flash|fmha|attention|disentangled"),
+    ("matrix products", r"gemm|cutlass|cublas|nvjet|xmma|aten::(mm|bmm|addmm|baddbmm|linear)$"),
+    ("optimizer", r"multi_tensor|adam|foreach|lamb"),
+    ("normalisation", r"norm"),
+    ("loss", r"softmax|nll|cross_entropy"),
+    ("copies", r"memcpy|memset|copy|cat"),
+    ("lookups", r"embedding|index|gather|scatter"),
+)
+"""First match counts; what matches nothing is ``elementwise and rest``."""
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **settings: Any) -> Tensor:
+    """Flash attention in the operator's place; rows without padding only."""
+    backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    with sdpa_kernel(backends, set_priority=True):
+        return F.scaled_dot_product_attention(
+            q, k, v, dropout_p=settings["dropout_p"], scale=1 / math.sqrt(q.shape[-1])
+        )
+
+
+class Run:
+    """A run of one process, ready to take steps.
+
+    Args:
+        config: the run.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        environment = read_environment()
+        device = choose_device(config)
+        set_determinism(device, environment)
+        self.groups = init_process_groups(1, device, 10, environment)
+        vocabulary = Vocabulary.of(load_tokenizer(tokenizer_path(config)))
+        model = build_rank_model(config, self.groups)
+        self.parameters = sum(p.numel() for p in model.module.parameters())
+        self.engine = build_engine(config, model.module, model.specs, self.groups)
+        self.train_step = TrainStep(self.engine, config, self.groups)
+        self.loader = iter(build_loaders(config, vocabulary, 0, 1, 0)[0])
+        self.step = 0
+
+    def take(self) -> tuple[float, float]:
+        """Take one step; its loss and its seconds."""
+        start = time.perf_counter()
+        result = self.train_step(self.step, next(self.loader))
+        if self.groups.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.step += 1
+        return float(result.loss), time.perf_counter() - start
+
+
+def breakdown(run: Run, steps: int) -> dict[str, float]:
+    """Share of each kind of work in the device's (or the CPU's) busy time."""
+    on_gpu = run.groups.device.type == "cuda"
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    if on_gpu:
+        kinds.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=kinds, acc_events=True) as profile:
+        for _ in range(steps):
+            run.take()
+    spent: dict[str, float] = defaultdict(float)
+    for event in profile.key_averages():
+        if on_gpu and event.device_type != DeviceType.CUDA:
+            continue  # an operator repeats the time of its kernels
+        took = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        spent[part_of(event.key)] += took
+    total = sum(spent.values())
+    ordered = sorted(spent.items(), key=lambda pair: -pair[1])
+    return {name: took / total for name, took in ordered}
+
+
+def part_of(kernel: str) -> str:
+    """Which part of the step a kernel belongs to."""
+    if any(name in kernel for name in own_kernels()):
+        return "attention"
+    for part, pattern in PARTS:
+        if re.search(pattern, kernel, re.IGNORECASE):
+            return part
+    return "elementwise and rest"
+
+
+def own_kernels() -> set[str]:
+    """Names of the operator's Triton kernels."""
+    return {
+        name
+        for path, module in list(sys.modules.items())
+        if path.startswith("megatron_deberta.ops.triton")
+        for name, thing in vars(module).items()
+        if hasattr(thing, "fn") and callable(getattr(thing, "run", None))
+    }
+
+
+def measure(config: RunConfig, warm_up: int, steps: int) -> dict[str, Any]:
+    """Everything about the run's step."""
+    run = Run(config)
+    device = run.groups.device.type
+    rate = matrix_rate(device, DTYPES[config.precision.dtype])
+    first = [run.take() for _ in range(warm_up)]
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    timed = [run.take() for _ in range(steps)]
+    peak = torch.cuda.max_memory_allocated() if device == "cuda" else host_peak_bytes()
+    seconds = statistics.median(took for _, took in timed)
+    length, micro = config.data.sequence_length, config.train.micro_batch_size
+    tokens = config.train.global_batch_size * length
+    flops = training_flops_per_token(config.model, length, micro, config.objective.mask_probability)
+    result = {
+        "parameters": run.parameters,
+        "vocabulary": config.model.vocab_size,
+        "tokens_per_step": tokens,
+        "seconds_per_step": seconds,
+        "seconds_of_steps": [took for _, took in timed],
+        "tokens_per_second": tokens / seconds,
+        "gflop_per_token": flops / 1e9,
+        "matrix_tflops": rate / 1e12,
+        "mfu": tokens / seconds * flops / rate,
+        "peak_gib": peak / 2**30,
+        "losses": [loss for loss, _ in (*first, *timed)],
+        "breakdown": breakdown(run, min(3, steps)),
+    }
+    run.engine.destroy()
+    return result
+
+
+def main() -> None:
+    """Measure one run."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("config", metavar="RUN.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("--result", type=Path, required=True)
+    parser.add_argument("--plain-attention", action="store_true")
+    parser.add_argument("--small", action="store_true", help="few steps")
+    args = parser.parse_intermixed_args()
+    overrides = args.overrides
+    if args.plain_attention:
+        model_attention.disentangled_attention = plain_attention  # type: ignore[assignment]
+        overrides = [*overrides, "model.position_terms=none"]
+    try:
+        config = load_config(args.config, overrides)
+        result = measure(config, *((3, 5) if args.small else (6, 20)))
+        write_json(args.result, result)
+    finally:
+        shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""What a part has found so far: one JSON file a part, written after every item.
+
+An item that was finished by the same source on the same kind of device is not done again. What is
+running stands in the file too, so that after a crash the driver knows what crashed.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measuring import write_json
+from benchmarks.provenance import provenance
+
+Item = dict[str, Any]
+"""A result; with ``wrong`` (list of str) where a check failed, ``error`` where it could not run."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the driver was told."""
+
+    part: str
+    out: Path
+    """Folder of the results."""
+    work: Path
+    """Folder of everything else: shards, runs, exports."""
+    device: str
+    small: bool
+    """Sizes for a CPU and a minute, which prove the script and not the machine."""
+    minutes: float
+    """No item is begun after that."""
+    force: bool = False
+
+
+@dataclass
+class Record:
+    """One part's results.
+
+    Args:
+        options: what the driver was told.
+    """
+
+    options: Options
+    items: dict[str, Item] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)
+    """Items for which no time was left."""
+
+    def __post_init__(self) -> None:
+        self._deadline = time.monotonic() + 60 * self.options.minutes
+        self._provenance = provenance(self.options.device)
+        self._key = {
+            "source": self._provenance["source"],
+            "hardware": self._provenance["hardware"],
+            "small": self.options.small,
+        }
+        self.crashed: dict[str, dict[str, str]] = {}
+        path = result_path(self.options)
+        if path.exists() and not self.options.force:
+            before = json.loads(path.read_text())
+            self.items = {
+                name: item
+                for name, item in before["items"].items()
+                if self._key.items() <= item.items()
+            }
+            self.crashed = before["crashed"] if before["key"] == self._key else {}
+        self._write()
+
+    def run(self, name: str, work: Callable[[], Item]) -> None:
+        """Do an item unless it is done; an exception becomes the item's ``error``."""
+        if name in self.items and "error" not in self.items[name]:
+            return
+        if time.monotonic() > self._deadline:
+            self.left.append(name)
+            self._write()
+            return
+        self.starting(name)
+        start = time.monotonic()
+        try:
+            found = work()
+        except Exception as failure:
+            # Nothing to go on with here; other items may still tell something.
+            traceback.print_exc()
+            found = {"error": f"{type(failure).__name__}: {failure}"[:2000]}
+        seconds = round(time.monotonic() - start, 1)
+        self.items[name] = {**found, **self._key, "seconds": seconds}
+        self._write()
+        state = "error" if "error" in found else "WRONG" if found.get("wrong") else "done"
+        print(f"[{self.options.part}] {name}: {state} in {seconds} s", flush=True)
+
+    def starting(self, name: str, detail: str = "") -> None:
+        """Note what runs now, and which piece of it."""
+        self._write({"item": name, "detail": detail})
+
+    def finish(self) -> None:
+        """All items were offered."""
+        self._write()
+
+    def _write(self, running: Mapping[str, str] | None = None) -> None:
+        write_json(
+            result_path(self.options),
+            {
+                "part": self.options.part,
+                **self._provenance,
+                "key": self._key,
+                "items": self.items,
+                "left": self.left,
+                "crashed": self.crashed,
+                "running": running,
+            },
+        )
+
+
+def result_path(options: Options) -> Path:
+    """Where a part's results are."""
+    return options.out / f"{options.part}.json"
+
+
+def note_crash(options: Options, reason: str) -> bool:
+    """After a part's process died: put that down to what was running.
+
+    Where the running item said which piece it was at, the item is tried again without that piece;
+    else it is an error.
+
+    Returns:
+        Whether starting the part again makes sense.
+    """
+    path = result_path(options)
+    content = json.loads(path.read_text()) if path.exists() else None
+    if content is None or content["running"] is None:
+        return False
+    running = content["running"]
+    if running["detail"]:
+        content["crashed"].setdefault(running["item"], {})[running["detail"]] = reason
+    else:
+        content["items"][running["item"]] = {"error": reason, **content["key"], "seconds": 0}
+    content["running"] = None
+    write_json(path, content)
+    return bool(running["detail"])
