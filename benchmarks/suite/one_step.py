@@ -9,7 +9,6 @@ timed is the whole step, from asking the loader to the updated weights.
 from __future__ import annotations
 
 import argparse
-import math
 import re
 import statistics
 import sys
@@ -19,21 +18,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.autograd import DeviceType
-from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.measuring import host_peak_bytes, matrix_rate, write_json  # noqa: E402
+from benchmarks.steps.sides import use_plain_attention  # noqa: E402
 from megatron_deberta.config import load_config  # noqa: E402
 from megatron_deberta.config.schema import RunConfig  # noqa: E402
 from megatron_deberta.data.build import build_loaders, tokenizer_path  # noqa: E402
 from megatron_deberta.data.vocabulary import Vocabulary  # noqa: E402
 from megatron_deberta.engine.factory import build_engine  # noqa: E402
-from megatron_deberta.model import attention as model_attention  # noqa: E402
 from megatron_deberta.observe.throughput import training_flops_per_token  # noqa: E402
 from megatron_deberta.parallel.environment import read_environment  # noqa: E402
 from megatron_deberta.parallel.topology import init_process_groups, shutdown  # noqa: E402
@@ -58,23 +54,15 @@ PARTS = (
 """First match counts; what matches nothing is ``elementwise and rest``."""
 
 
-def plain_attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **settings: Any) -> Tensor:
-    """Flash attention in the operator's place; rows without padding only."""
-    backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    with sdpa_kernel(backends, set_priority=True):
-        return F.scaled_dot_product_attention(
-            q, k, v, dropout_p=settings["dropout_p"], scale=1 / math.sqrt(q.shape[-1])
-        )
-
-
 class Run:
     """A run of one process, ready to take steps.
 
     Args:
         config: the run.
+        plain: put flash attention in the operator's place; the model then has no position terms.
     """
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, plain: bool) -> None:
         self.config = config
         environment = read_environment()
         device = choose_device(config)
@@ -82,6 +70,8 @@ class Run:
         self.groups = init_process_groups(1, device, 10, environment)
         vocabulary = Vocabulary.of(load_tokenizer(tokenizer_path(config)))
         model = build_rank_model(config, self.groups)
+        if plain:
+            use_plain_attention(model.module)
         self.parameters = sum(p.numel() for p in model.module.parameters())
         self.engine = build_engine(config, model.module, model.specs, self.groups)
         self.train_step = TrainStep(self.engine, config, self.groups)
@@ -139,9 +129,9 @@ def own_kernels() -> set[str]:
     }
 
 
-def measure(config: RunConfig, warm_up: int, steps: int) -> dict[str, Any]:
+def measure(config: RunConfig, plain: bool, warm_up: int, steps: int) -> dict[str, Any]:
     """Everything about the run's step."""
-    run = Run(config)
+    run = Run(config, plain)
     device = run.groups.device.type
     rate = matrix_rate(device, DTYPES[config.precision.dtype])
     first = [run.take() for _ in range(warm_up)]
@@ -182,11 +172,10 @@ def main() -> None:
     args = parser.parse_intermixed_args()
     overrides = args.overrides
     if args.plain_attention:
-        model_attention.disentangled_attention = plain_attention  # type: ignore[assignment]
-        overrides = [*overrides, "model.position_terms=none"]
+        overrides += ["model.position_terms=none", "model.normalize_position_table=false"]
     try:
         config = load_config(args.config, overrides)
-        result = measure(config, *((3, 5) if args.small else (6, 20)))
+        result = measure(config, args.plain_attention, *((3, 5) if args.small else (6, 20)))
         write_json(args.result, result)
     finally:
         shutdown()

@@ -50,9 +50,7 @@ FULL = (
     Measurement("16k tokens, N=512, plain attention", 16384, 512, plain=True),
     Measurement("4k tokens, N=512", 4096, 512),
     Measurement("16k tokens, N=2048", 16384, 2048),
-    Measurement("16k tokens, N=2048, plain attention", 16384, 2048, plain=True),
     Measurement("16k tokens, N=128", 16384, 128),
-    Measurement("16k tokens, N=128, plain attention", 16384, 128, plain=True),
 )
 SMALL = (
     Measurement("256 tokens, N=64", 256, 64),

@@ -1,0 +1,121 @@
+import pytest
+import torch
+
+from benchmarks import attention, attention_variants
+from benchmarks.attention import Comparison, errors, flops, oracle, speedup, table
+from benchmarks.attention_variants import CPU_VARIANTS, EAGER, FLOOR, GPU_VARIANTS, Case, Variant
+
+CASE = Case(2, 2, 40)
+PADDED = Case(2, 2, 40, 0.1, padding=True)
+
+
+def test_flops_are_those_of_the_published_formula():
+    # 40 tokens reach 79 distances, each a slot of its own: 4 L^2 D + 4 L R D a row and head.
+    rows_and_heads = 2 * 2
+    assert flops(CASE) == (
+        rows_and_heads * (4 * 40 * 40 * 64 + 4 * 40 * 79 * 64),
+        rows_and_heads * (10 * 40 * 40 * 64 + 12 * 40 * 79 * 64),
+    )
+    long = Case(1, 1, 4096)
+    # Log buckets: all 512 slots but the one that no distance below 512 x log base reaches.
+    assert flops(long)[0] == pytest.approx(4 * 4096 * 64 * (4096 + 512), rel=1e-3)
+
+
+def test_padding_leaves_rows_between_half_and_whole():
+    assert PADDED.row_lengths() == [30, 20]
+    assert Case(1, 1, 24528, padding=True).row_lengths() == [12264]
+    assert PADDED.real_keys().sum(1).tolist() == [30, 20]
+
+
+@pytest.mark.parametrize("case", [CASE, Case(2, 2, 40, padding=True)], ids=lambda c: c.name)
+@pytest.mark.parametrize("name", [EAGER, "SDPA with bias", "chunked"])
+def test_variants_compute_the_same(case, name):
+    found = errors(CPU_VARIANTS[name], case, oracle(case, 1))
+    assert max(found.values()) < 1e-5
+
+
+def test_dropout_is_compared_where_it_is_exact_and_seen_where_it_is_not():
+    comparison = Comparison(PADDED, CPU_VARIANTS)
+    comparison.check()
+    assert max(comparison.report["chunked"]["errors"].values()) < 1e-5
+    assert comparison.report[EAGER] == {}
+    assert comparison.report[FLOOR] == {"not run": "torch's fused kernel has no dropout on the CPU"}
+    assert comparison.result()["wrong"] == []
+
+
+def test_a_wrong_result_of_ours_is_told():
+    def off(case, *x):
+        return CPU_VARIANTS["chunked"](case, *x) * 1.001
+
+    comparison = Comparison(CASE, {"chunked": Variant(off)})
+    comparison.check()
+    (line,) = comparison.result()["wrong"]
+    assert line.startswith("chunked: output is off by 1.0e-03")
+
+
+def test_ours_is_never_worse_than_eager_in_16_bits():
+    comparison = Comparison(Case(2, 2, 40, dtype="bf16"), {})
+    tensors = attention.TENSORS
+    comparison.report = {
+        EAGER: {"errors": dict.fromkeys(tensors, 3e-3)},
+        "chunked": {"errors": {**dict.fromkeys(tensors, 2e-3), "v": 4e-3}},
+    }
+    comparison._compare_with_eager()
+    assert comparison.result()["wrong"] == ["chunked: v is off by 4.0e-03, eager only by 3.0e-03"]
+
+
+def test_dropout_that_does_not_happen_is_told():
+    def forgets(case, *x):
+        return CPU_VARIANTS["chunked"](CASE, *x)
+
+    comparison = Comparison(Case(2, 2, 40, 0.1), {"peer": Variant(forgets)})
+    comparison.check()
+    assert "not dropped" in comparison.report["peer"]["wrong"]
+
+
+def test_a_peer_that_fails_is_reported_and_the_others_go_on():
+    def fails(case, *x):
+        raise RuntimeError("no kernel for this size\nand more")
+
+    def grows(case, *x):
+        raise torch.OutOfMemoryError("tried to allocate 4 TiB")
+
+    started = []
+    comparison = Comparison(
+        CASE,
+        {"peer": Variant(fails), "huge": Variant(grows), "chunked": CPU_VARIANTS["chunked"]},
+        starting=started.append,
+        known_failures={"huge": "crashed before"},
+    )
+    comparison.check()
+    comparison.time(least=1, most=1)
+    result = comparison.result()
+    assert result["variants"]["peer"] == {"not run": "RuntimeError: no kernel for this size"}
+    assert result["variants"]["huge"] == {"not run": "crashed before"}
+    assert result["variants"]["chunked"]["milliseconds"]["both"] > 0
+    assert result["wrong"] == []
+    assert "huge" not in started
+    assert any("no kernel for this size" in line for line in table(result))
+
+
+def test_speedup_is_of_forward_and_backward():
+    times = {"chunked": {"milliseconds": {"both": 2.0}}, EAGER: {"milliseconds": {"both": 5.0}}}
+    assert speedup({"variants": times}, "chunked", EAGER) == 2.5
+    assert speedup({"variants": times}, "triton", EAGER) is None
+
+
+def test_every_peer_says_why_it_does_not_run_here():
+    for name, variant in GPU_VARIANTS.items():
+        reason = variant.refusal(Case(2, 2, 40, 0.1))
+        assert (reason is None) == (name in ("chunked", EAGER)), name
+        assert reason is None or len(reason) > 10
+
+
+def test_gpu_cases_are_those_of_the_table():
+    cases = attention.gpu_cases()
+    assert len({case.name for case in cases}) == len(cases)
+    assert {case.length for case in cases} == {128, 512, 1024, 2048, 4096, 8192, 24528}
+    assert all(c.batch * c.length == 16384 or c.batch == 1 for c in cases if c.dtype == "bf16")
+    masks = {(c.length, c.heads, c.dropout > 0, c.padding) for c in cases if c.dtype == "bf16"}
+    assert len(masks) == 7 * 2 * 4
+    assert attention_variants.SLOTS == 512

@@ -1,0 +1,74 @@
+import json
+
+import pytest
+
+from benchmarks.suite.record import Options, Record, note_crash, result_path
+
+
+@pytest.fixture
+def options(tmp_path):
+    return Options("attention", tmp_path / "out", tmp_path / "work", "cpu", small=True, minutes=5)
+
+
+def must_not_run():
+    raise AssertionError("done already")
+
+
+def test_finished_items_are_not_done_again(options):
+    first = Record(options)
+    first.run("a", lambda: {"value": 1})
+    again = Record(options)
+    again.run("a", must_not_run)
+    assert again.items["a"]["value"] == 1
+
+
+@pytest.mark.parametrize(
+    "change", [{"force": True}, {"small": False}], ids=["forced", "another size"]
+)
+def test_they_are_done_again_when_that_is_another_measurement(options, change):
+    Record(options).run("a", lambda: {"value": 1})
+    record = Record(Options(**{**vars(options), **change}))
+    record.run("a", lambda: {"value": 2})
+    assert record.items["a"]["value"] == 2
+
+
+def test_they_are_done_again_with_other_source(options, monkeypatch):
+    Record(options).run("a", lambda: {"value": 1})
+    monkeypatch.setattr("benchmarks.provenance.source_digest", lambda: "changed")
+    record = Record(options)
+    record.run("a", lambda: {"value": 2})
+    assert record.items["a"]["value"] == 2
+
+
+def test_an_error_is_kept_and_tried_again(options, capsys):
+    record = Record(options)
+    record.run("a", lambda: 1 / 0)
+    record.run("b", lambda: {"value": 2})
+    content = json.loads(result_path(options).read_text())
+    assert content["items"]["a"]["error"] == "ZeroDivisionError: division by zero"
+    assert content["items"]["b"]["value"] == 2
+    again = Record(options)
+    again.run("a", lambda: {"value": 1})
+    assert "error" not in again.items["a"]
+    capsys.readouterr()
+
+
+def test_nothing_is_begun_when_time_is_up(options):
+    record = Record(Options(**{**vars(options), "minutes": -1.0}))
+    record.run("a", must_not_run)
+    assert json.loads(result_path(options).read_text())["left"] == ["a"]
+
+
+def test_a_crash_is_laid_to_the_piece_that_ran(options):
+    record = Record(options)
+    record.starting("a", "peer")
+    assert note_crash(options, "ended with -11")
+    again = Record(options)
+    assert again.crashed == {"a": {"peer": "ended with -11"}}
+
+
+def test_a_crash_of_a_whole_item_is_its_error_and_ends_the_part(options):
+    Record(options).starting("a")
+    assert not note_crash(options, "ended with -9")
+    assert json.loads(result_path(options).read_text())["items"]["a"]["error"] == "ended with -9"
+    assert not note_crash(options, "again, with nothing running")
