@@ -132,7 +132,7 @@ class EvaluateHook:
 
 
 class SaveHook:
-    """Saves every ``checkpoint.save_every`` steps and at the last step of the process.
+    """Saves every ``checkpoint.save_every`` steps, when asked, and at the process's last step.
 
     Args:
         every: steps between checkpoints; 0: at the last step only.
@@ -156,7 +156,7 @@ class SaveHook:
     def after_step(self, event: StepEvent) -> None:
         """Save, if due."""
         scheduled = self._every > 0 and event.state.step % self._every == 0
-        if scheduled or event.ending is not None:
+        if scheduled or event.save or event.ending is not None:
             with self._meter.paused():
                 if self._ledger is not None:
                     self._ledger.sync()

@@ -1,21 +1,41 @@
-"""Signals that ask a run to stop at a safe point.
+"""What is asked of a run from outside: signals to any of its ranks, files in its folder.
 
 Owns the handlers of SIGTERM (SLURM's preemption, ``scancel``, Kubernetes), SIGUSR1 and SIGUSR2
-(``sbatch --signal``) and the ranks' agreement on the step to stop at. Refuses to save or exit: the
-loop does, when ``agree`` says so.
+(``sbatch --signal``), the names of the files, and the ranks' agreement on the step at which to do
+what is asked. Refuses to save or exit: the loop does.
 """
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType, TracebackType
 
-from megatron_deberta.parallel.agreement import any_rank
+import torch
+
+from megatron_deberta.parallel.agreement import largest
 from megatron_deberta.parallel.topology import ProcessGroups
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """What a scheduler sends ahead of SIGKILL."""
+STOP_FILE = "stop"
+"""In the run folder: save and end, for good."""
+SAVE_FILE = "save"
+"""In the run folder: save and go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What any rank was asked for since the last step; the same on every rank."""
+
+    interrupt: bool = False
+    """Save and end; another job continues."""
+    stop: bool = False
+    """Save and end; no other job is wanted."""
+    save: bool = False
+    """Save."""
 
 
 class StopSignal:
@@ -56,21 +76,44 @@ class StopSignal:
         """Whether this process got a stop signal; other ranks may not know yet."""
         return self._received is not None
 
-    def agree(self, groups: ProcessGroups) -> bool:
-        """Whether any rank got a stop signal.
-
-        Collective over all ranks, to be called at the same place of every step, so that all ranks
-        stop after the same one; signals reach them at different times, and some only one rank.
-
-        Args:
-            groups: the rank grid.
-
-        Returns:
-            The same on every rank.
-        """
-        return any_rank(self.requested(), groups)
-
     def _remember(self, number: int, frame: FrameType | None) -> None:
         # Nothing but this: a handler runs between any two bytecodes of the step.
         if self._received is None:
             self._received = signal.Signals(number)
+
+
+class Requests:
+    """Finds out, together with all ranks, what is asked of the run.
+
+    Args:
+        signals: remembers this process's signals.
+        run_dir: folder of the run, where rank 0 looks for files.
+        groups: the rank grid.
+    """
+
+    def __init__(self, signals: StopSignal, run_dir: str, groups: ProcessGroups) -> None:
+        self._signals = signals
+        self._stop, self._save = Path(run_dir) / STOP_FILE, Path(run_dir) / SAVE_FILE
+        self._groups = groups
+
+    def agree(self) -> Asked:
+        """What any rank was asked for.
+
+        Collective over all ranks, to be called at the same place of every step, so that all ranks
+        answer after the same one; signals reach them at different times, and some only one rank.
+        """
+        files = self._groups.rank == 0
+        asked = (
+            self._signals.requested(),
+            files and self._stop.exists(),
+            files and self._save.exists(),
+        )
+        numbers = torch.tensor(asked, dtype=torch.int64, device=self._groups.device)
+        return Asked(*(bool(number) for number in largest(numbers, self._groups).tolist()))
+
+    def answered(self, asked: Asked) -> None:
+        """Take away the files of what has been done, on rank 0."""
+        if self._groups.rank == 0:
+            for wanted, path in ((asked.stop, self._stop), (asked.save, self._save)):
+                if wanted:
+                    path.unlink(missing_ok=True)

@@ -20,6 +20,7 @@ from torch import nn
 
 from megatron_deberta.checkpoint import store
 from megatron_deberta.checkpoint.layout import CheckpointMetadata
+from megatron_deberta.cluster import preflight
 from megatron_deberta.cluster.run_lock import RunLock
 from megatron_deberta.config import config_to_dict, validate_for_world
 from megatron_deberta.config.schema import RunConfig
@@ -51,7 +52,7 @@ from megatron_deberta.tokenizer import load_tokenizer
 from megatron_deberta.train.evaluate import evaluate
 from megatron_deberta.train.fingerprint import data_fingerprint
 from megatron_deberta.train.hooks import EvaluateHook, Hook, LedgerHook, LogHook, SaveHook
-from megatron_deberta.train.preemption import StopSignal
+from megatron_deberta.train.preemption import Requests, StopSignal
 from megatron_deberta.train.records import RunRecords
 from megatron_deberta.train.start import Identity, choose_start, load_start
 from megatron_deberta.train.state import TrainState
@@ -107,6 +108,7 @@ def pretrain(config: RunConfig, stop: StopSignal, *, allow_config_change: bool =
         console=terminal,
     )
     validate_for_world(config, environment.world_size)
+    preflight.check_torch_version(torch.__version__)
     device = choose_device(config)
     set_determinism(device, environment)
     variables = dict(os.environ)
@@ -149,12 +151,18 @@ def choose_device(config: RunConfig) -> torch.device:
     """``train.device``, resolved on this machine.
 
     Raises:
-        ConfigError: CUDA is asked for and there is none.
+        ConfigError: CUDA is asked for and there is none, or torch has no kernels for its devices.
     """
     available = torch.cuda.is_available()
     if config.train.device == "cuda" and not available:
         raise ConfigError("train.device=cuda but this machine has none; use auto or cpu")
-    return torch.device("cuda" if available and config.train.device != "cpu" else "cpu")
+    if not available or config.train.device == "cpu":
+        return torch.device("cpu")
+    for index in range(torch.cuda.device_count()):
+        preflight.check_architecture(
+            torch.cuda.get_device_capability(index), torch.cuda.get_arch_list()
+        )
+    return torch.device("cuda")
 
 
 def set_determinism(device: torch.device, environment: RankEnvironment) -> None:
@@ -231,7 +239,8 @@ def _train(parts: _Assembled, state: TrainState, stop: StopSignal, terminal: Con
                 open_files.callback(ledger.close)
         hooks = _hooks(parts, validation, records, ledger)
         train_step = TrainStep(parts.engine, config, groups)
-        trainer = Trainer(config, groups, state, train_loader, train_step, hooks, stop)
+        requests = Requests(stop, config.train.run_dir, groups)
+        trainer = Trainer(config, groups, state, train_loader, train_step, hooks, requests)
         code = trainer.run()
     if code == EXIT_REQUEUE and stop.received is not None:
         logger.warning("stopped by %s with a checkpoint; requeue", stop.received.name)

@@ -35,6 +35,8 @@ class Ending(Enum):
     """``train.stop_after`` or ``train.steps`` is reached."""
     INTERRUPTED = "interrupted"
     """A signal asked to stop: another job continues."""
+    STOPPED = "stopped"
+    """The stop file asked to: nobody continues unless asked anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,3 +63,5 @@ class StepEvent:
     """What it computed."""
     ending: Ending | None
     """Set after the last step of this process."""
+    save: bool = False
+    """The save file asks for a checkpoint."""

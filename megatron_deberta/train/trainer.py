@@ -12,7 +12,7 @@ from megatron_deberta.data.batch import Batch
 from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE
 from megatron_deberta.parallel.topology import ProcessGroups
 from megatron_deberta.train.hooks import Hook
-from megatron_deberta.train.preemption import StopSignal
+from megatron_deberta.train.preemption import Asked, Requests
 from megatron_deberta.train.state import Ending, StepEvent, TrainState
 from megatron_deberta.train.step import TrainStep
 
@@ -23,7 +23,7 @@ def last_step(config: RunConfig) -> int:
 
 
 class Trainer:
-    """Runs steps until the last one or a signal.
+    """Runs steps until the last one or until asked to stop.
 
     Args:
         config: the run.
@@ -32,7 +32,7 @@ class Trainer:
         loader: yields this rank's micro batches of a step, from that state on.
         train_step: takes a step.
         hooks: told of every step, in this order.
-        stop: remembers signals.
+        requests: finds out what is asked from outside.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Trainer:
         loader: Iterable[Sequence[Batch]],
         train_step: TrainStep,
         hooks: Sequence[Hook],
-        stop: StopSignal,
+        requests: Requests,
     ) -> None:
         self._config = config
         self._groups = groups
@@ -51,13 +51,13 @@ class Trainer:
         self._loader = loader
         self._train_step = train_step
         self._hooks = hooks
-        self._stop = stop
+        self._requests = requests
 
     def run(self) -> int:
         """Train. Collective over all ranks.
 
         Returns:
-            The exit code: done, or stopped by a signal with a committed checkpoint.
+            The exit code: done, or interrupted by a signal with a committed checkpoint.
 
         Raises:
             NumericsError: a loss or gradient is not finite.
@@ -69,15 +69,18 @@ class Trainer:
         for batches in self._loader:
             result = self._train_step(self._state.step, batches)
             self._state = self._state.advanced(self._config.train.global_batch_size)
-            event = StepEvent(self._state, batches, result, self._ending())
+            asked = self._requests.agree()
+            event = StepEvent(self._state, batches, result, self._ending(asked), asked.save)
             for hook in self._hooks:
                 hook.after_step(event)
+            self._requests.answered(asked)
             if event.ending is not None:
-                return EXIT_DONE if event.ending is Ending.FINISHED else EXIT_REQUEUE
+                return EXIT_REQUEUE if event.ending is Ending.INTERRUPTED else EXIT_DONE
         raise AssertionError("a training loader never ends")
 
-    def _ending(self) -> Ending | None:
-        interrupted = self._stop.agree(self._groups)
+    def _ending(self, asked: Asked) -> Ending | None:
         if self._state.step >= last_step(self._config):
             return Ending.FINISHED
-        return Ending.INTERRUPTED if interrupted else None
+        if asked.stop:
+            return Ending.STOPPED
+        return Ending.INTERRUPTED if asked.interrupt else None

@@ -6,12 +6,20 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_deberta.parallel.topology import single_process_groups
-from megatron_deberta.train.preemption import STOP_SIGNALS, StopSignal
+from megatron_deberta.train.preemption import (
+    SAVE_FILE,
+    STOP_FILE,
+    STOP_SIGNALS,
+    Asked,
+    Requests,
+    StopSignal,
+)
 
 GROUPS = single_process_groups(torch.device("cpu"))
 
@@ -45,15 +53,30 @@ with StopSignal() as stop:
 def test_signal_is_remembered_and_handlers_come_back(number: signal.Signals) -> None:
     before = [signal.getsignal(n) for n in STOP_SIGNALS]
     with StopSignal() as stop:
+        requests = Requests(stop, "nowhere", GROUPS)
         assert not stop.requested()
-        assert not stop.agree(GROUPS)
+        assert requests.agree() == Asked()
         assert stop.received is None
         os.kill(os.getpid(), number)
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.requested()
-        assert stop.agree(GROUPS)
+        assert requests.agree() == Asked(interrupt=True)
         assert stop.received is number
     assert [signal.getsignal(n) for n in STOP_SIGNALS] == before
+
+
+@pytest.mark.parametrize(
+    ("name", "asked"), [(STOP_FILE, Asked(stop=True)), (SAVE_FILE, Asked(save=True))]
+)
+def test_file_asks_until_it_is_answered(tmp_path: Path, name: str, asked: Asked) -> None:
+    requests = Requests(StopSignal(), str(tmp_path), GROUPS)
+    assert requests.agree() == Asked()
+    (tmp_path / name).touch()
+    assert requests.agree() == requests.agree() == asked
+    requests.answered(Asked(interrupt=True))
+    assert requests.agree() == asked
+    requests.answered(asked)
+    assert requests.agree() == Asked()
 
 
 def test_handlers_come_back_after_an_error() -> None:

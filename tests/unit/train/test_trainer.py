@@ -16,21 +16,27 @@ from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE
 from megatron_deberta.observe.throughput import ThroughputMeter
 from megatron_deberta.train.evaluate import Evaluation
 from megatron_deberta.train.hooks import EvaluateHook, LogHook, SaveHook
+from megatron_deberta.train.preemption import Asked
 from megatron_deberta.train.state import Ending, StepEvent, StepResult, TrainState
 from megatron_deberta.train.trainer import Trainer
 
+INTERRUPT = Asked(interrupt=True)
 CONFIG = RunConfig(train=TrainConfig(steps=6, global_batch_size=4))
 
 
-class Stop:
-    """A signal that arrives during a step."""
+class OneRequest:
+    """Something that is asked for during a step."""
 
-    def __init__(self, at: int) -> None:
-        self.left = at
+    def __init__(self, at: int, asked: Asked) -> None:
+        self.left, self.asked = at, asked
+        self.answers: list[Asked] = []
 
-    def agree(self, groups: Any) -> bool:
+    def agree(self) -> Asked:
         self.left -= 1
-        return self.left == 0
+        return self.asked if self.left == 0 else Asked()
+
+    def answered(self, asked: Asked) -> None:
+        self.answers.append(asked)
 
 
 class Recorder:
@@ -45,15 +51,19 @@ def result(loss: float = 2.0) -> StepResult:
     return StepResult(loss, 1e-3, StepOutcome(0.5, False, 1.0))
 
 
-def run(config: RunConfig, state: TrainState, stop_at: int = 0) -> tuple[int, list[StepEvent]]:
+def run(
+    config: RunConfig, state: TrainState, at: int = 0, asked: Asked = INTERRUPT
+) -> tuple[int, list[StepEvent]]:
     def step(number: int, batches: Any) -> StepResult:
         assert batches == [f"batch {number - state.step}"]
         return result(float(number))
 
     loader: Iterator[Any] = ([f"batch {number}"] for number in itertools.count())
-    recorder, stop, taken = Recorder(), Stop(stop_at), step
-    trainer: Any = Trainer(config, None, state, loader, taken, [recorder], stop)  # type: ignore[arg-type]
-    return trainer.run(), recorder.events
+    recorder, requests, taken = Recorder(), OneRequest(at, asked), step
+    trainer: Any = Trainer(config, None, state, loader, taken, [recorder], requests)  # type: ignore[arg-type]
+    code = trainer.run()
+    assert len(requests.answers) == len(recorder.events)
+    return code, recorder.events
 
 
 def test_runs_to_the_last_step() -> None:
@@ -74,14 +84,24 @@ def test_resumes_where_it_was_and_stops_after() -> None:
 
 
 def test_a_signal_ends_after_the_step_it_came_in() -> None:
-    code, events = run(CONFIG, TrainState(0, 0), stop_at=2)
+    code, events = run(CONFIG, TrainState(0, 0), at=2)
     assert code == EXIT_REQUEUE
     assert [event.ending for event in events] == [None, Ending.INTERRUPTED]
 
 
 def test_a_signal_in_the_last_step_is_the_end() -> None:
-    code, events = run(CONFIG, TrainState(0, 0), stop_at=6)
+    code, events = run(CONFIG, TrainState(0, 0), at=6)
     assert code == EXIT_DONE
+    assert events[-1].ending is Ending.FINISHED
+
+
+def test_a_stop_file_ends_the_run_and_a_save_file_does_not() -> None:
+    code, events = run(CONFIG, TrainState(0, 0), at=3, asked=Asked(stop=True, interrupt=True))
+    assert code == EXIT_DONE
+    assert [event.ending for event in events] == [None, None, Ending.STOPPED]
+    code, events = run(CONFIG, TrainState(0, 0), at=3, asked=Asked(save=True))
+    assert code == EXIT_DONE
+    assert [event.save for event in events] == [False, False, True, False, False, False]
     assert events[-1].ending is Ending.FINISHED
 
 
@@ -108,6 +128,8 @@ def test_saves_when_due_and_once_at_the_end(every: int, saved: list[int]) -> Non
         hook.after_step(event(step))
     hook.after_step(event(5, Ending.INTERRUPTED))
     assert steps == saved
+    hook.after_step(replace(event(7), save=True))
+    assert steps[len(saved) :] == [7]
 
 
 @pytest.mark.parametrize("ending", list(Ending))
