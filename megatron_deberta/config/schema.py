@@ -13,7 +13,7 @@ PositionTerms = Literal["c2p+p2c", "c2p", "p2c", "none"]
 P2CIndex = Literal["released", "paper"]
 AbsolutePositions = Literal["decoder", "input", "none"]
 Packing = Literal["full_sentences", "doc_sentences", "segment_pair", "sentence_pair"]
-AttentionBackend = Literal["auto", "reference", "chunked"]
+AttentionBackend = Literal["auto", "reference", "chunked", "triton"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

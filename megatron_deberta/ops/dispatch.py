@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from functools import cache
+from importlib.util import find_spec
 from typing import Literal, overload
 
 import torch
@@ -22,7 +24,9 @@ from megatron_deberta.ops.arguments import (
 )
 from megatron_deberta.ops.relative_positions import RelativePositions
 
-_BACKENDS = {"reference": reference.attend, "chunked": chunked.attend}
+_BACKENDS = ("reference", "chunked", "triton")
+_KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_KERNEL_HEAD_SIZES = (32, 64, 128)
 _log = logging.getLogger(__name__)
 
 
@@ -121,15 +125,16 @@ def disentangled_attention(
         scale: factor on scores; None: 1 / sqrt(terms * head_dim), terms = 1 + position terms.
         p2c_index: which distance the position-to-content term takes.
         return_lse: also return the log-sum-exp of the scores, which is not differentiable.
-        backend: ``"reference"``, ``"chunked"`` or ``"auto"`` (None); where nothing is asked for,
-            the environment variable ``MEGATRON_DEBERTA_ATTENTION`` decides.
+        backend: ``"reference"``, ``"chunked"``, ``"triton"`` or ``"auto"`` (None); where nothing
+            is asked for, the environment variable ``MEGATRON_DEBERTA_ATTENTION`` decides.
 
     Returns:
         Output like ``q``, zero where a query sees no key; with ``return_lse`` also float32
         ``[batch, heads, q_len]``, -inf there.
 
     Raises:
-        ValueError: if an argument breaks this contract or the backend does not exist.
+        ValueError: if an argument breaks this contract, or the backend does not exist or cannot
+            run here.
 
     Source: section 3.1 and Algorithm 1 of the paper (arXiv:2006.03654).
     """
@@ -154,33 +159,74 @@ def disentangled_attention(
         ),
     )
     check_arguments(arguments)
-    chosen = choose_backend(backend)
+    chosen = choose_backend(backend, q)
     _log_once(chosen, q.device.type, q.dtype)
-    output, lse = _BACKENDS[chosen](without_idle_masks(arguments))
+    output, lse = _backend(chosen)(without_idle_masks(arguments))
     return output if lse is None else (output, lse)
 
 
-def choose_backend(requested: str | None) -> str:
-    """Name of the backend that runs: the one asked for, else the environment's, else chunked.
+def choose_backend(requested: str | None, q: Tensor) -> str:
+    """Name of the backend that runs: the one asked for, else the environment's, else the fastest.
 
     Args:
         requested: the caller's choice; None and ``"auto"`` leave it open.
+        q: the queries, whose device, dtype and head size decide.
 
     Raises:
-        ValueError: if there is no such backend.
+        ValueError: if there is no such backend, or it cannot run here.
     """
     source, name = "backend", requested
     if name is None or name == "auto":
         source = "MEGATRON_DEBERTA_ATTENTION"
         name = os.environ.get(source, "auto")
     if name == "auto":
-        return "chunked"
-    if name == "triton":
-        raise ValueError(f"{source}: got 'triton', which is not built in yet, expected 'chunked'")
+        fused = q.device.type == "cuda" and why_not_fused(q) is None
+        return "triton" if fused else "chunked"
     if name not in _BACKENDS:
         expected = ", ".join(["auto", *_BACKENDS])
         raise ValueError(f"{source}: got {name!r}, expected one of {expected}")
+    reason = why_not_fused(q) if name == "triton" else None
+    if reason is not None:
+        raise ValueError(f"{source}: got 'triton', but {reason}; expected 'chunked' or 'auto'")
     return name
+
+
+def why_not_fused(q: Tensor) -> str | None:
+    """What keeps the fused kernels from running, None where they can.
+
+    Args:
+        q: the queries.
+    """
+    if not _has_triton():
+        return "Triton is not installed"
+    if q.dtype not in _KERNEL_DTYPES:
+        return f"the kernels do not know {q.dtype}"
+    if q.shape[-1] not in _KERNEL_HEAD_SIZES:
+        return f"heads have {q.shape[-1]} features and the kernels know only 32, 64 and 128"
+    if q.device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(q.device)
+        if major < 8:
+            return f"this GPU is sm_{major}{minor} and the kernels need sm_80 or newer"
+        return None
+    if q.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
+        if q.dtype == torch.bfloat16:
+            return "the arithmetic of Triton's interpreter is wrong in bfloat16"
+        return None
+    return f"the kernels run on CUDA devices (sm_80 or newer), not on {q.device.type}"
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def _backend(name: str) -> Callable[[AttentionArguments], tuple[Tensor, Tensor | None]]:
+    """What runs; Triton is imported only where it is used."""
+    if name == "triton":
+        from megatron_deberta.ops import triton_backend
+
+        return triton_backend.attend
+    return reference.attend if name == "reference" else chunked.attend
 
 
 @cache

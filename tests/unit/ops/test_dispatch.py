@@ -51,12 +51,18 @@ BAD = {
     "head_offset: got -1": {"head_offset": -1},
     "p2c_index: got 'other'": {"p2c_index": "other"},
     "backend: got 'other'": {"backend": "other"},
-    "backend: got 'triton', which is not built in": {"backend": "triton"},
+    "backend: got 'triton', but heads have 4": {"backend": "triton"},
+    "backend: got 'triton', but the kernels do not know torch.float64": {
+        "backend": "triton",
+        **{name: torch.zeros(2, 2, 5, 4, dtype=torch.float64) for name in ("q", "k", "v")},
+        **{n: torch.zeros(2, 16, 4, dtype=torch.float64) for n in ("pos_key", "pos_query")},
+    },
 }
 
 
 @pytest.mark.parametrize("message", BAD)
-def test_bad_arguments_are_refused(message: str) -> None:
+def test_bad_arguments_are_refused(message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_has_triton", lambda: True)
     with pytest.raises(ValueError, match=f"^{message}.*expected"):
         disentangled_attention(**arguments(**BAD[message]))
 
@@ -90,15 +96,76 @@ def test_values_off_the_cpu_are_looked_at_only_on_request(
         assert disentangled_attention(**on_meta, backend="reference").device.type == "meta"
 
 
+Q = torch.zeros(1, 1, 1, 64)
+
+
 def test_the_environment_decides_where_the_caller_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MEGATRON_DEBERTA_ATTENTION", raising=False)
-    assert choose_backend(None) == choose_backend("auto") == "chunked"
+    assert choose_backend(None, Q) == choose_backend("auto", Q) == "chunked"
     monkeypatch.setenv("MEGATRON_DEBERTA_ATTENTION", "reference")
-    assert choose_backend(None) == choose_backend("auto") == "reference"
-    assert choose_backend("chunked") == "chunked"
+    assert choose_backend(None, Q) == choose_backend("auto", Q) == "reference"
+    assert choose_backend("chunked", Q) == "chunked"
     monkeypatch.setenv("MEGATRON_DEBERTA_ATTENTION", "nonsense")
     with pytest.raises(ValueError, match="MEGATRON_DEBERTA_ATTENTION: got 'nonsense', expected"):
-        choose_backend(None)
+        choose_backend(None, Q)
+
+
+class OnGpu:
+    """Stands for a tensor on a GPU that this machine need not have."""
+
+    device = torch.device("cuda", 0)
+    shape = (1, 1, 1, 64)
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16, size: int = 64) -> None:
+        self.dtype, self.shape = dtype, (1, 1, 1, size)
+
+
+@pytest.mark.parametrize(
+    ("capability", "q", "chosen"),
+    [
+        ((9, 0), OnGpu(), "triton"),
+        ((8, 0), OnGpu(torch.float16, 128), "triton"),
+        ((8, 0), OnGpu(size=80), "chunked"),
+        ((7, 0), OnGpu(torch.float16), "chunked"),
+        ((7, 5), OnGpu(torch.float32), "chunked"),
+    ],
+)
+def test_gpus_from_ampere_on_take_the_fused_kernels(
+    capability: tuple[int, int], q: Any, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MEGATRON_DEBERTA_ATTENTION", raising=False)
+    monkeypatch.setattr(dispatch, "_has_triton", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert choose_backend(None, q) == chosen
+    if chosen == "triton":
+        assert choose_backend("triton", q) == "triton"
+        assert choose_backend("chunked", q) == "chunked"
+        monkeypatch.setattr(dispatch, "_has_triton", lambda: False)
+        assert choose_backend(None, q) == "chunked"
+        return
+    reason = "this GPU is sm_7" if capability[0] < 8 else "heads have 80"
+    with pytest.raises(ValueError, match=f"backend: got 'triton', but {reason}.*expected"):
+        choose_backend("triton", q)
+
+
+@pytest.mark.parametrize(
+    ("triton", "interpret", "dtype", "reason"),
+    [
+        (False, "1", torch.float32, "Triton is not installed"),
+        (True, "0", torch.float32, "the kernels run on CUDA devices .*, not on cpu"),
+        (True, "1", torch.bfloat16, "the arithmetic of Triton's interpreter is wrong"),
+    ],
+)
+def test_a_forced_backend_that_cannot_run_says_why(
+    triton: bool, interpret: str, dtype: torch.dtype, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "_has_triton", lambda: triton)
+    monkeypatch.setenv("TRITON_INTERPRET", interpret)
+    monkeypatch.setenv("MEGATRON_DEBERTA_ATTENTION", "triton")
+    with pytest.raises(
+        ValueError, match=f"MEGATRON_DEBERTA_ATTENTION: got 'triton', but {reason}.*expected"
+    ):
+        choose_backend(None, Q.to(dtype))
 
 
 def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

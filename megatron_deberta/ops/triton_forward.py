@@ -1,0 +1,270 @@
+"""The forward kernel: a program owns a tile of queries and walks over the keys that it sees.
+
+Tiles whose distances all lie beyond the table need no products with it: all their distances share
+a slot, so their score is q . k plus one number a query and one a key (``end_products_kernel``).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megatron_deberta.ops.triton_tiles import (
+    head_state,
+    keeps,
+    mix32,
+    position_bias,
+    rows_of,
+    visible_tiles,
+)
+
+
+@triton.jit
+def end_products_kernel(
+    X, TABLE, OUT, x_b, x_h, x_n, heads, count, last, B: tl.constexpr, D: tl.constexpr
+):
+    """Products of every vector with the first and the last row of a table.
+
+    Args:
+        X: ``[batch, heads, count, D]`` of strides ``x_b``, ``x_h``, ``x_n``.
+        TABLE: ``[heads, last + 1, D]``.
+        OUT: float32 ``[batch, heads, 2, count]``.
+        x_b: stride.
+        x_h: stride.
+        x_n: stride.
+        heads: number of heads.
+        count: vectors of a head.
+        last: index of the table's last row.
+        B: vectors of a program.
+        D: head size.
+    """
+    tiles = tl.cdiv(count, B)
+    pair = tl.program_id(0) // tiles
+    first = (tl.program_id(0) % tiles) * B
+    batch = (pair // heads).to(tl.int64)
+    head = (pair % heads).to(tl.int64)
+    x = rows_of(X + batch * x_b + head * x_h, x_n, first, count, False, B, D).to(tl.float32)
+    row = TABLE + head * (last + 1) * D + tl.arange(0, D)
+    at = first + tl.arange(0, B)
+    out = OUT + pair.to(tl.int64) * 2 * count + at
+    tl.store(out, tl.sum(x * tl.load(row).to(tl.float32)[None, :], 1), mask=at < count)
+    product = tl.sum(x * tl.load(row + last * D).to(tl.float32)[None, :], 1)
+    tl.store(out + count, product, mask=at < count)
+
+
+@triton.jit
+def softmax_step(
+    scores,
+    v,
+    peak,
+    total,
+    mixed,
+    key,
+    low,
+    high,
+    row_key,
+    scale2,
+    threshold,
+    MASKED: tl.constexpr,
+    DROP: tl.constexpr,
+):
+    """Takes one tile of keys into the running softmax; in units of log 2."""
+    scores = scores * scale2
+    if MASKED:
+        seen = (key[None, :] >= low[:, None]) & (key[None, :] < high[:, None])
+        scores = tl.where(seen, scores, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    base = new_peak
+    if MASKED:  # a query that has seen nothing yet must not meet inf - inf
+        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    p = tl.math.exp2(scores - base[:, None])
+    fade = tl.math.exp2(peak - base)
+    total = total * fade + tl.sum(p, 1)
+    if DROP:
+        p = tl.where(keeps(row_key[:, None], key[None, :], threshold), p, 0.0)
+    mixed = mixed * fade[:, None]
+    mixed = tl.dot(p.to(v.dtype), v, mixed, input_precision="ieee")
+    return new_peak, total, mixed
+
+
+@triton.jit
+def forward_kernel(
+    Q,
+    K,
+    V,
+    KEY_TABLE,
+    QUERY_TABLE,
+    Q_ENDS,
+    K_ENDS,
+    LOW,
+    HIGH,
+    SEED,
+    OUT,
+    LSE2,
+    q_b,
+    q_h,
+    q_n,
+    k_b,
+    k_h,
+    k_n,
+    v_b,
+    v_h,
+    v_n,
+    o_b,
+    o_h,
+    o_n,
+    heads,
+    count,
+    near,
+    scale2,
+    threshold,
+    keep_scale,
+    head_offset,
+    B: tl.constexpr,
+    D: tl.constexpr,
+    C2P: tl.constexpr,
+    P2C: tl.constexpr,
+    HALF: tl.constexpr,
+    FAR: tl.constexpr,
+    RANGES: tl.constexpr,
+    EVEN: tl.constexpr,
+    DROP: tl.constexpr,
+):
+    """Output and log2-sum-exp2 of a tile of queries.
+
+    Args:
+        Q: queries, and likewise ``K``, ``V``, ``OUT``: ``[batch, heads, count, D]``, strides below.
+        K: keys.
+        V: values.
+        KEY_TABLE: ``[heads, 2 * near * B, D]``, one row a distance.
+        QUERY_TABLE: the same, of negated distances.
+        Q_ENDS: products of the queries with the ends of ``KEY_TABLE``; read only with ``FAR``.
+        K_ENDS: products of the keys with the ends of ``QUERY_TABLE``; likewise.
+        LOW: first key a query sees, int32 ``[batch, count]``; read only with ``RANGES``.
+        HIGH: one past the last key it sees; likewise.
+        SEED: int64 ``[batch]``; read only with ``DROP``.
+        OUT: the output.
+        LSE2: float32 ``[batch, heads, count]``, log2 of the sum of 2**(score / ln 2).
+        q_b: strides of batch, head and position, and so on.
+        q_h: stride.
+        q_n: stride.
+        k_b: stride.
+        k_h: stride.
+        k_n: stride.
+        v_b: stride.
+        v_h: stride.
+        v_n: stride.
+        o_b: stride.
+        o_h: stride.
+        o_n: stride.
+        heads: local heads.
+        count: length of a row.
+        near: tiles fewer than this apart need the tables.
+        scale2: scale of the scores / ln 2.
+        threshold: ``dropout_bits.drop_threshold``.
+        keep_scale: ``dropout_bits.keep_scale``.
+        head_offset: global index of the first local head.
+        B: tile size.
+        D: head size.
+        C2P: whether there is the content-to-position term.
+        P2C: whether there is the position-to-content term.
+        HALF: position terms fit float16.
+        FAR: whether some tiles lie beyond the table.
+        RANGES: whether queries see only a range of the keys.
+        EVEN: the length is a multiple of the tile size.
+        DROP: whether there is dropout.
+    """
+    MASKED: tl.constexpr = RANGES or not EVEN
+    tiles = tl.cdiv(count, B)
+    pair = tl.program_id(0) // tiles
+    tile = tl.program_id(0) % tiles
+    batch = (pair // heads).to(tl.int64)
+    head = (pair % heads).to(tl.int64)
+    Q += batch * q_b + head * q_h
+    K += batch * k_b + head * k_h
+    V += batch * v_b + head * v_h
+    OUT += batch * o_b + head * o_h
+    KEY_TABLE += head * (2 * near * B) * D
+    QUERY_TABLE += head * (2 * near * B) * D
+    ends = pair.to(tl.int64) * 2 * count
+
+    within = tl.arange(0, B)
+    at = tile * B + within
+    q = rows_of(Q, q_n, tile * B, count, EVEN, B, D)
+    low = tl.zeros([B], tl.int32)
+    high = tl.full([B], 0, tl.int32) + count
+    if RANGES:
+        low = tl.load(LOW + batch * count + at, mask=at < count, other=0)
+        high = tl.load(HIGH + batch * count + at, mask=at < count, other=0)
+    row_key = at.to(tl.uint32)
+    if DROP:
+        row_key = mix32(head_state(SEED, batch, head + head_offset) ^ row_key)
+    begin, end = visible_tiles(
+        LOW + batch * count, HIGH + batch * count, tile, count, tiles, RANGES, B
+    )
+    near_begin = tl.maximum(begin, tile - near + 1)
+    near_end = tl.minimum(end, tile + near)
+
+    peak = tl.full([B], float("-inf"), tl.float32)
+    total = tl.zeros([B], tl.float32)
+    mixed = tl.zeros([B, D], tl.float32)
+
+    if FAR:
+        # Side 0: keys far before the queries; side 1: far behind.
+        for side in tl.static_range(2):
+            q_end = tl.zeros([B], tl.float32)
+            if C2P:
+                q_end = tl.load(Q_ENDS + ends + (1 - side) * count + at, mask=at < count, other=0.0)
+            far_begin = begin if side == 0 else tl.maximum(begin, near_end)
+            far_end = tl.minimum(end, near_begin) if side == 0 else end
+            for key_tile in range(far_begin, far_end):
+                key = key_tile * B + within
+                k = rows_of(K, k_n, key_tile * B, count, EVEN, B, D)
+                v = rows_of(V, v_n, key_tile * B, count, EVEN, B, D)
+                scores = tl.dot(q, tl.trans(k), input_precision="ieee") + q_end[:, None]
+                if P2C:
+                    k_end = tl.load(K_ENDS + ends + side * count + key, mask=key < count, other=0.0)
+                    scores += k_end[None, :]
+                peak, total, mixed = softmax_step(
+                    scores, v, peak, total, mixed, key, low, high, row_key, scale2, threshold,
+                    MASKED, DROP,
+                )  # fmt: skip
+
+    # Blocks of the tables for the distances of the tiles, of which one is new at each step.
+    block = tl.maximum(tile - near_begin + near, 0) * B  # nothing reads it where there is no tile
+    q_high = tl.zeros([B, B], tl.float32)
+    if C2P:
+        rows = rows_of(KEY_TABLE, D, block, 0, True, B, D)
+        q_high = tl.dot(q, tl.trans(rows), input_precision="ieee")
+    for key_tile in range(near_begin, near_end):
+        key = key_tile * B + within
+        k = rows_of(K, k_n, key_tile * B, count, EVEN, B, D)
+        v = rows_of(V, v_n, key_tile * B, count, EVEN, B, D)
+        block = (tile - key_tile + near) * B
+        q_low = q_high
+        k_high = q_high
+        k_low = q_high
+        if C2P:
+            rows = rows_of(KEY_TABLE, D, block - B, 0, True, B, D)
+            q_low = tl.dot(q, tl.trans(rows), input_precision="ieee")
+        if P2C:
+            rows = rows_of(QUERY_TABLE, D, 2 * near * B - block, 0, True, B, D)
+            k_high = tl.dot(k, tl.trans(rows), input_precision="ieee")
+            rows = rows_of(QUERY_TABLE, D, 2 * near * B - block - B, 0, True, B, D)
+            k_low = tl.dot(k, tl.trans(rows), input_precision="ieee")
+        # As the product's starting value the bias takes the product's layout, in which a row
+        # belongs to one warp; without, the row maximum would cross warps.
+        bias = position_bias(q_high, q_low, k_high, k_low, C2P, P2C, HALF, B)
+        scores = tl.dot(q, tl.trans(k), bias, input_precision="ieee")
+        q_high = q_low
+        peak, total, mixed = softmax_step(
+            scores, v, peak, total, mixed, key, low, high, row_key, scale2, threshold, MASKED, DROP
+        )
+
+    dead = total == 0.0
+    factor = tl.where(dead, 0.0, keep_scale / tl.where(dead, 1.0, total))
+    lse2 = tl.where(dead, float("-inf"), peak + tl.math.log2(tl.where(dead, 1.0, total)))
+    out = OUT + at[:, None] * o_n + tl.arange(0, D)[None, :]
+    mixed = (mixed * factor[:, None]).to(OUT.dtype.element_ty)
+    tl.store(out, mixed, mask=(at < count)[:, None])
+    tl.store(LSE2 + pair.to(tl.int64) * count + at, lse2, mask=at < count)

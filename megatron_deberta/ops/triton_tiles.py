@@ -1,0 +1,173 @@
+"""What the fused kernels share inside a tile: the position terms, the masks and the dropout bits.
+
+A tile is B queries by B keys, B a power of two. The tables come in linear form (one row a distance,
+``triton_tables``), cut into blocks of B rows. With m = query tile - key tile, a query r and a key c
+of a tile are mB + r - c apart, which lies in block m where c <= r and in block m - 1 elsewhere::
+
+    high[r, w] = q_r . block_m[w]            the term of (r, c) is high[r, r - c]      for c <= r
+    low[r, w]  = q_r . block_{m-1}[w]        and                   low[r, B + r - c]   for c > r
+
+Both are column (r - c) mod B. So we take ``high`` where w <= r and ``low`` elsewhere, and then
+rotate row r by r: one gather along the row, which never leaves a warp. The keys' table holds
+negated distances; then the same words hold with keys for rows and queries for columns, and the
+two terms, packed as two 16-bit halves of a word, share one rotation.
+
+The next tile to the side needs one new block, as the other one is shared.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rotate(x, B: tl.constexpr):
+    """Column (row - column) mod B of each row; its own inverse.
+
+    Args:
+        x: ``[B, B]``.
+        B: tile size.
+    """
+    row = tl.arange(0, B)[:, None]
+    column = tl.arange(0, B)[None, :]
+    return tl.gather(x, (row - column) & (B - 1), 1)
+
+
+@triton.jit
+def in_high_block(B: tl.constexpr):
+    """Where the products with the block of greater distances hold a tile's terms."""
+    return tl.arange(0, B)[None, :] <= tl.arange(0, B)[:, None]
+
+
+@triton.jit
+def pack(low, high):
+    """Two floats as the 16-bit halves of a word."""
+    low = low.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32)
+    high = high.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32)
+    return low | (high << 16)
+
+
+@triton.jit
+def low_half(word):
+    """The first of two packed floats."""
+    return (word & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def high_half(word):
+    """The second of two packed floats."""
+    return (word >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def position_bias(
+    row_high,
+    row_low,
+    column_high,
+    column_low,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HALF: tl.constexpr,
+    B: tl.constexpr,
+):
+    """Position terms of a tile, float32 ``[B, B]``.
+
+    Args:
+        row_high: products of the tile's rows with the block of greater distances.
+        row_low: with the block of smaller distances.
+        column_high: products of the tile's columns, as rows, likewise.
+        column_low: likewise.
+        ROWS: whether there is a term of the rows.
+        COLUMNS: whether there is a term of the columns.
+        HALF: float16 suffices for the terms; both are rotated at once.
+        B: tile size.
+    """
+    high = in_high_block(B)
+    if ROWS and COLUMNS and HALF:
+        word = tl.where(high, pack(row_high, column_high), pack(row_low, column_low))
+        word = rotate(word, B)
+        return low_half(word).to(tl.float32) + tl.trans(high_half(word)).to(tl.float32)
+    bias = tl.zeros([B, B], tl.float32)
+    if ROWS:
+        bias += rotate(tl.where(high, row_high, row_low).to(tl.float32), B)
+    if COLUMNS:
+        bias += tl.trans(rotate(tl.where(high, column_high, column_low).to(tl.float32), B))
+    return bias
+
+
+@triton.jit
+def rows_of(tensor, stride, first, count, EVEN: tl.constexpr, B: tl.constexpr, D: tl.constexpr):
+    """B rows of a ``[count, D]`` matrix; zeros beyond its end.
+
+    Args:
+        tensor: pointer to the matrix.
+        stride: elements between rows.
+        first: first row.
+        count: rows of the matrix.
+        EVEN: the matrix is known to end with a tile.
+        B: rows wanted.
+        D: columns.
+    """
+    row = first + tl.arange(0, B)
+    pointers = tensor + row[:, None] * stride + tl.arange(0, D)[None, :]
+    if EVEN:
+        return tl.load(pointers)
+    return tl.load(pointers, mask=(row < count)[:, None], other=0.0)
+
+
+@triton.jit
+def mix32(x):
+    """``mix`` of ``dropout_bits``, on unsigned 32-bit integers."""
+    x = x ^ (x >> 16)
+    x = x * 0x7FEB352D
+    x = x ^ (x >> 15)
+    x = x * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def head_state(seeds, batch, head):
+    """The part of the dropout hash that a (row, global head) shares."""
+    seed = tl.load(seeds + batch)
+    low = (seed & 0xFFFFFFFF).to(tl.uint32)
+    high = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    return mix32(mix32(mix32(low ^ 0x9E3779B9) ^ high) ^ head.to(tl.uint32))
+
+
+@triton.jit
+def keeps(row_key, key, threshold):
+    """Which elements dropout keeps: the byte of each is at least the threshold.
+
+    Args:
+        row_key: hash of the queries, uint32, broadcastable against ``key``.
+        key: positions of the keys, int32.
+        threshold: ``dropout_bits.drop_threshold``.
+    """
+    word = mix32(row_key ^ ((key >> 2).to(tl.uint32) * 0x9E3779B9))
+    # The byte moves to the top, where a comparison needs no mask.
+    byte_on_top = word << (24 - 8 * (key & 3)).to(tl.uint32)
+    return byte_on_top >= (threshold.to(tl.uint32) << 24)
+
+
+@triton.jit
+def visible_tiles(LOW, HIGH, tile, count, others, RANGES: tl.constexpr, B: tl.constexpr):
+    """First and one past the last tile that a tile sees, or is seen by.
+
+    ``LOW`` and ``HIGH`` never fall along a row, so the ends of the tile tell.
+
+    Args:
+        LOW: first position each position of this row sees, int32 ``[count]``.
+        HIGH: one past the last, int32 ``[count]``.
+        tile: which tile.
+        count: length of the row.
+        others: tiles in the row it looks at.
+        RANGES: whether there are ranges; if not, everything is seen.
+        B: tile size.
+    """
+    begin = 0
+    end = others
+    if RANGES:
+        begin = tl.load(LOW + tile * B) // B
+        end = (tl.load(HIGH + tl.minimum(tile * B + B, count) - 1) + B - 1) // B
+    return begin, end

@@ -1,0 +1,77 @@
+"""Runs the attention operator and its gradients, and compares them with float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_deberta.ops import RelativePositions, disentangled_attention
+
+Inputs = list[Tensor | None]
+"""q, k, v, pos_key, pos_query"""
+
+
+def random_inputs(
+    shape: tuple[int, int, int, int],
+    positions: RelativePositions,
+    *,
+    tables: str = "both",
+    gathered: int | None = None,
+    seed: int = 0,
+) -> Inputs:
+    """Float64 inputs whose values 16 bits hold exactly; ``shape`` is batch, heads, length, size."""
+    generator = torch.Generator().manual_seed(seed)
+    batch, heads, length, size = shape
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).half().double()
+
+    queries = length if gathered is None else gathered
+    q, k, v = (normal(batch, heads, count, size) for count in (queries, length, length))
+    pos_key, pos_query = (normal(heads, 2 * positions.span, size) for _ in range(2))
+    return [
+        q,
+        k,
+        v,
+        pos_key if tables in ("both", "c2p") else None,
+        pos_query if tables in ("both", "p2c") else None,
+    ]
+
+
+def run_attention(
+    inputs: Inputs,
+    dtype: torch.dtype,
+    positions: RelativePositions,
+    *,
+    device: str = "cpu",
+    **options: Any,
+) -> list[Tensor]:
+    """Output, log-sum-exp and the gradients of a fixed projection of the output, in float64."""
+    leaves = [None if x is None else x.to(device, dtype).requires_grad_() for x in inputs]
+    q, k, v, pos_key, pos_query = leaves
+    assert q is not None
+    assert k is not None
+    assert v is not None
+    output, lse = disentangled_attention(
+        q, k, v, pos_key, pos_query, positions, return_lse=True, **options
+    )
+    assert output.dtype == dtype
+    assert lse.dtype == torch.float32
+    assert not lse.requires_grad
+    generator = torch.Generator().manual_seed(9)
+    d_output = torch.randn(output.shape, generator=generator, dtype=torch.float64)
+    wanted = [x for x in leaves if x is not None]
+    gradients = torch.autograd.grad(output, wanted, d_output.to(output))
+    return [x.detach().cpu().double() for x in (output, lse, *gradients)]
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Relative Frobenius norm of the difference; infinities must agree.
+
+    Gradients that vanish, as those of scores do in a row of one token, count as small ones.
+    """
+    assert torch.equal(torch.isinf(actual), torch.isinf(expected))
+    actual, expected = (x.nan_to_num(posinf=0.0, neginf=0.0) for x in (actual, expected))
+    return float((actual - expected).norm() / expected.norm().clamp(min=0.1))
