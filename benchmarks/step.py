@@ -7,8 +7,9 @@ optimizer:
   the disentangled-flash package is installed, with its training path switched on;
 - ``peers``: DeBERTa-base against ModernBERT-base, RoBERTa-base and BERT-base, each at its best
   (``benchmarks/steps/peers.py``);
-- ``disentanglement``: the 1.5B model (on a CPU four layers of its width) against the same model
-  with plain flash attention.
+- ``disentanglement``: the 1.5B model against the same model with plain flash attention.
+
+On a CPU the last two take four layers and lengths of 128 and 512 only.
 
 Correctness comes first: without dropout and mask decoder we must have the loss of
 ``DebertaV2ForMaskedLM``, and a peer's masked-only loss must be that of transformers' own forward.
@@ -97,14 +98,19 @@ def cases(comparison: str, device: torch.device) -> list[Case]:
             case("12 layers, 128K, N=128", model=base, length=128, dtype="fp32"),
             case("12 layers, 128K, bf16", model=base, length=512, dtype="bf16"),
         ]  # fmt: skip
+    lengths = LENGTHS if on_gpu else LENGTHS[:2]
     if comparison == "huggingface":
         models = {"1.5B": (large, 3.0), "base": (base, None)}
     elif comparison == "peers":
-        models = {"base": (replace(base, vocab_size=PEER_VOCABULARY), 1.0)}
-    elif on_gpu:
-        models = {"1.5B": (large, 1 / 1.07)}
+        base = replace(base, vocab_size=PEER_VOCABULARY)
+        models = {"base": (base, 1.0)}
+        if not on_gpu:
+            models = {"4 layers of base": (replace(base, num_layers=4), None)}
     else:
-        models = {"4 layers of 1.5B": (replace(large, num_layers=4, vocab_size=32000), None)}
+        models = {"1.5B": (large, 1 / 1.07)}
+        if not on_gpu:
+            tokens = 1024
+            models = {"4 layers of 1.5B": (replace(large, num_layers=4, vocab_size=32000), None)}
     return [
         Case(
             f"{name}, N={length}",
@@ -116,7 +122,7 @@ def cases(comparison: str, device: torch.device) -> list[Case]:
             target if length == 512 else None,
         )
         for name, (model, target) in models.items()
-        for length in LENGTHS
+        for length in lengths
     ]
 
 

@@ -95,6 +95,9 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+BREAKDOWN_STEPS = 2
+
+
 @dataclass
 class Result:
     """What was measured of one side."""
@@ -132,7 +135,7 @@ def compete(
                 results[name].seconds.append(contender.step())
         for name, contender in contenders.items():
             results[name].micro_batches = len(contender.parts)
-            results[name].parts = breakdown(contender)
+            results[name].parts = breakdown(contender, BREAKDOWN_STEPS)
         return results
     for _ in range(2):
         for name, build in builds.items():
@@ -140,7 +143,7 @@ def compete(
             result = results.setdefault(name, result)
             result.seconds += [contender.step() for _ in range(repeats)]
             result.micro_batches = len(contender.parts)
-            result.parts = breakdown(contender)
+            result.parts = breakdown(contender, BREAKDOWN_STEPS)
             del contender
     return results
 
@@ -176,8 +179,8 @@ PARTS = (
 """Part of a step by the class name of a module; the outermost match counts."""
 
 
-def breakdown(contender: Contender, repeats: int = 3) -> dict[str, float]:
-    """Seconds of one step by part, forward and backward, medians of ``repeats`` steps.
+def breakdown(contender: Contender, repeats: int) -> dict[str, float]:
+    """Seconds of one step by part, forward and backward, medians over steps.
 
     Measured at the borders of modules, on the GPU by events in its stream; what lies between
     them, such as the loss of a model that has no module for it, is ``rest``. Compiled code has no

@@ -63,7 +63,7 @@ def test_runs_that_are_done_are_not_run_again(
         if run.folder.name == "no-emd-1" and started.count("no-emd-1") == 1:
             monkeypatch.setattr(learn.time, "monotonic", lambda: 1e9)
             return EXIT_REQUEUE
-        write_metrics(run, 400, 6.0)
+        write_metrics(run, 480, 6.0)
         return EXIT_DONE
 
     monkeypatch.setattr(learn, "_pretrain", interrupted_once)
@@ -80,7 +80,7 @@ def test_the_table_holds_the_mean_of_the_seeds_that_finished(
 ) -> None:
     runs = experiment(tmp_path, variants=("DeBERTa", "-EMD"), seeds=(1, 2))
     for run, steps, loss in zip(
-        runs.runs(), (400, 400, 400, 80), (5.0, 5.5, 5.2, 6.0), strict=True
+        runs.runs(), (480, 480, 480, 80), (5.0, 5.5, 5.2, 6.0), strict=True
     ):
         write_metrics(run, steps, loss)
     output = tmp_path / "benchmarks" / "results" / "cpu" / "learn"
