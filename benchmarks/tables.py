@@ -73,6 +73,14 @@ def gib(peak_bytes: int) -> str:
     return f"{peak_bytes / 2**30:.1f}"
 
 
+def shares(seconds: dict[str, float], names: Iterable[str]) -> str:
+    """Percent of the whole by part; unmeasured where nothing could be told apart."""
+    if not seconds:
+        return UNMEASURED
+    whole = sum(seconds.values())
+    return " / ".join(f"{100 * seconds[name] / whole:.0f}" for name in names)
+
+
 def caption(record: dict[str, Any], rows: Iterable[dict[str, Any]]) -> str:
     """Where rows were measured."""
     places = {f"{row['hardware']}, {row['cores']} cores, torch {row['torch']}" for row in rows}
@@ -146,8 +154,6 @@ def _sides_at_work(device: str, file_name: str) -> str:
     cells = []
     for row in record["results"]:
         for name, side in row["sides"].items():
-            parts = side["seconds_by_part"]
-            total = sum(parts.values())
             ratio = row["speedup"].get(name)
             cells.append((
                 case_name(row) if name == "ours" else "",
@@ -155,8 +161,7 @@ def _sides_at_work(device: str, file_name: str) -> str:
                 f"{side['parameters'] / 1e6:.0f}", f"{side['gflop_per_token']:.2f}",
                 f"{side['tokens_per_second']:,.0f}", f"{side['mfu']:.0%}",
                 f"{ratio:.2f}" if ratio else "", gib(side["peak_bytes"]),
-                " / ".join(f"{parts[part] / total:.0%}".rstrip("%")
-                           for part in ("attention", "ffn", "head", "optimizer")),
+                shares(side["seconds_by_part"], ("attention", "ffn", "head", "optimizer")),
             ))  # fmt: skip
     missing = {
         f"{TITLES[name]}, {variant}: {reason}"

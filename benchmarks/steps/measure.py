@@ -95,7 +95,7 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-BREAKDOWN_STEPS = 2
+BREAKDOWN_STEPS = {"cpu": 2, "cuda": 5}
 
 
 @dataclass
@@ -135,7 +135,7 @@ def compete(
                 results[name].seconds.append(contender.step())
         for name, contender in contenders.items():
             results[name].micro_batches = len(contender.parts)
-            results[name].parts = breakdown(contender, BREAKDOWN_STEPS)
+            results[name].parts = breakdown(contender, BREAKDOWN_STEPS[batch.input_ids.device.type])
         return results
     for _ in range(2):
         for name, build in builds.items():
@@ -143,7 +143,7 @@ def compete(
             result = results.setdefault(name, result)
             result.seconds += [contender.step() for _ in range(repeats)]
             result.micro_batches = len(contender.parts)
-            result.parts = breakdown(contender, BREAKDOWN_STEPS)
+            result.parts = breakdown(contender, BREAKDOWN_STEPS[batch.input_ids.device.type])
             del contender
     return results
 
@@ -184,30 +184,38 @@ def breakdown(contender: Contender, repeats: int) -> dict[str, float]:
 
     Measured at the borders of modules, on the GPU by events in its stream; what lies between
     them, such as the loss of a model that has no module for it, is ``rest``. Compiled code has no
-    such borders, so a side is taken uncompiled, and its parts add up to more than its step.
+    such borders, so a side runs uncompiled here, and its parts add up to more than its step.
+
+    Returns:
+        Seconds by part; nothing if the uncompiled step does not fit into the GPU's memory.
     """
-    contender.side.uncompile()
     clock = _Clock(contender.device)
     handles = [
         handle
         for module, part in _parts_of(contender.side.model)
         for handle in clock.attach(module, part)
     ]
-    rounds = []
-    for _ in range(repeats):
-        clock.spans = []
-        begin = clock.now()
-        contender.steps += 1
-        with warnings.catch_warnings():
+    try:
+        with contender.side.eager(), warnings.catch_warnings():
             # Embeddings: their backward ends where the micro batch's does, see `_Clock.attach`.
             warnings.filterwarnings("ignore", "Full backward hook is firing")
-            contender.accumulate(clock.finish)
-        backward_end = clock.now()
-        contender.optimizer.step()
-        rounds.append(clock.sums(begin, backward_end, clock.now()))
-    for handle in handles:
-        handle.remove()
-    return {name: statistics.median(r.get(name, 0.0) for r in rounds) for name in rounds[0]}
+            rounds = [_clocked_step(contender, clock) for _ in range(repeats)]
+    except torch.OutOfMemoryError:
+        return {}
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {name: statistics.median(r[name] for r in rounds) for name in rounds[0]}
+
+
+def _clocked_step(contender: Contender, clock: _Clock) -> dict[str, float]:
+    clock.spans = []
+    begin = clock.now()
+    contender.steps += 1
+    contender.accumulate(clock.finish)
+    backward_end = clock.now()
+    contender.optimizer.step()
+    return clock.sums(begin, backward_end, clock.now())
 
 
 def _parts_of(model: nn.Module) -> list[tuple[nn.Module, str]]:

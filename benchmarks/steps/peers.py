@@ -8,6 +8,8 @@ fastest of its attention settings. What only the flash-attn package offers is na
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -98,9 +100,12 @@ class Peer:
         """Mean loss of a target; ``step`` is not needed, dropout comes from torch's generator."""
         return cast(Tensor, self._run(batch.input_ids, batch.masked_positions, batch.labels))
 
-    def uncompile(self) -> None:
-        """Run without torch.compile from here on."""
-        self._run = self.model
+    @contextmanager
+    def eager(self) -> Iterator[None]:
+        """Within it, the model is not compiled; what transformers compiles by itself stays so."""
+        compiled, self._run = self._run, self.model
+        yield
+        self._run = compiled
 
     def flops_per_token(self, batch: StepBatch) -> float:
         """By torch's counter on a device without memory.

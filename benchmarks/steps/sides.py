@@ -6,6 +6,7 @@ Each side has a ``model`` and a ``loss`` of a batch. BERT, RoBERTa and ModernBER
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
@@ -36,8 +37,8 @@ class Side(Protocol):
         """Mean loss of a target."""
         ...
 
-    def uncompile(self) -> None:
-        """Run without torch.compile from here on."""
+    def eager(self) -> AbstractContextManager[Any]:
+        """Within it, the side runs without torch.compile."""
         ...
 
     def flops_per_token(self, batch: StepBatch) -> float:
@@ -82,8 +83,9 @@ class Ours:
         )
         return cast(Tensor, total) / batch.labels.numel()
 
-    def uncompile(self) -> None:
-        """Nothing is compiled."""
+    def eager(self) -> AbstractContextManager[Any]:
+        """Within it, nothing is compiled."""
+        return torch.compiler.set_stance("force_eager")
 
     def flops_per_token(self, batch: StepBatch) -> float:
         """By the formula that the training log uses."""
@@ -134,8 +136,9 @@ class Stock:
         out = self.model(batch.input_ids, mask, labels=batch.dense_labels())
         return cast(Tensor, out.loss)
 
-    def uncompile(self) -> None:
-        """Nothing is compiled."""
+    def eager(self) -> AbstractContextManager[Any]:
+        """It never is compiled."""
+        return nullcontext()
 
     def flops_per_token(self, batch: StepBatch) -> float:
         """By torch's counter on a device without memory, as the eager form computes it."""
