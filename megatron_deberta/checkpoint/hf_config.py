@@ -27,14 +27,16 @@ _INTEGERS = (
     "position_buckets",
     "conv_kernel_size",
     "mask_decoder_passes",
+    "type_vocab_size",
 )
 _FLOATS = (
     "hidden_dropout_prob", "attention_probs_dropout_prob", "initializer_range", "layer_norm_eps",
 )  # fmt: skip
 _SWITCHES = (
     "relative_attention", "position_biased_input", "share_att_key", "key_bias",
-    "position_key_bias",
+    "position_key_bias", "next_sentence_head",
 )  # fmt: skip
+_PAIR_LABELS = {"0": "goes on", "1": "does not"}
 _WORDS = {"p2c_index": get_args(P2CIndex), "absolute_positions": get_args(AbsolutePositions)}
 
 
@@ -124,11 +126,13 @@ def to_hf_config(
         "tie_word_embeddings": True,
         "dtype": dtype,
     }
+    if config.next_sentence_head:
+        fields |= {"next_sentence_head": True, "num_labels": 2, "id2label": _PAIR_LABELS}
     if model_type == "roberta":
         return fields | {
             "architectures": ["RobertaForMaskedLM"],
             "max_position_embeddings": config.max_position_embeddings + ids.pad + 1,
-            "type_vocab_size": 1,
+            "type_vocab_size": max(config.type_vocab_size, 1),
         }
     return fields | _deberta_fields(config, model_type)
 
@@ -145,7 +149,7 @@ def _deberta_fields(config: ModelConfig, model_type: ModelType) -> dict[str, Any
         "architectures": [fill_mask],
         "auto_map": auto_map,
         "max_position_embeddings": config.max_position_embeddings,
-        "type_vocab_size": 0,
+        "type_vocab_size": config.type_vocab_size,
         "relative_attention": relative,
         "max_relative_positions": config.max_relative_positions,
         "position_buckets": config.position_buckets or -1,
@@ -160,7 +164,7 @@ def _deberta_fields(config: ModelConfig, model_type: ModelType) -> dict[str, Any
         "attention_head_size": config.hidden_size // config.num_heads,
         "embedding_size": config.hidden_size,
         "pooler_hidden_size": config.hidden_size,
-        "pooler_hidden_act": "gelu",
+        "pooler_hidden_act": "tanh" if config.next_sentence_head else "gelu",
         "pooler_dropout": 0.0,
         "cls_dropout": config.hidden_dropout,
         # With legacy the stock class for masked language models has another head's names, so it
@@ -197,6 +201,8 @@ def from_hf_config(fields: dict[str, Any], model_type: ModelType) -> ModelConfig
         "layer_norm_eps": float(
             fields.get("layer_norm_eps", 1e-12 if model_type == "roberta" else 1e-7)
         ),
+        "type_vocab_size": _token_types(fields, model_type),
+        "next_sentence_head": fields.get("next_sentence_head", False),
     }
     length = fields.get("max_position_embeddings", 512)
     if model_type == "roberta":
@@ -219,6 +225,14 @@ def from_hf_config(fields: dict[str, Any], model_type: ModelType) -> ModelConfig
             absolute_positions="input",
         )
     return _deberta_config(fields, model_type, shared, length)
+
+
+def _token_types(fields: dict[str, Any], model_type: ModelType) -> int:
+    """Rows of the token-type table; RoBERTa's single row, same for all tokens, is none."""
+    written: int = fields.get("type_vocab_size", 0)
+    if written < 0:
+        raise CheckpointError(f"config.json: type_vocab_size={written} is below 0; write 0")
+    return 0 if model_type == "roberta" and written == 1 else written
 
 
 def padding_id(fields: dict[str, Any], model_type: ModelType) -> int:
@@ -277,7 +291,6 @@ def _refuse_unknown(fields: dict[str, Any], model_type: ModelType) -> None:
     head_size = size // heads
     required: dict[str, tuple[Any, ...]] = {
         "hidden_act": ("gelu",),
-        "type_vocab_size": (1,) if model_type == "roberta" else (0,),
         "embedding_size": (size,),
         "attention_head_size": (head_size,),
         "conv_groups": (1,),

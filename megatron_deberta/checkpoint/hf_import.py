@@ -157,7 +157,8 @@ def _match(
         notes.append(f"not in the file, newly initialised: {', '.join(fresh)}")
     if left_out:
         notes.append(f"left out, no part of our model: {', '.join(left_out)}")
-    token_types = stored.get(TOKEN_TYPES) if TOKEN_TYPES in known else None
+    folded = TOKEN_TYPES in known and config.type_vocab_size == 0
+    token_types = stored.get(TOKEN_TYPES) if folded else None
     return Release(config, tuple(notes), tuple(tensors), token_types, seed)
 
 

@@ -23,12 +23,13 @@ ModelType: TypeAlias = Literal["deberta", "deberta-v2", "roberta", "megatron-deb
 Layout: TypeAlias = Literal["same", "per_head", "after_padding", "zeros"]
 
 TOKEN_TYPES = "roberta.embeddings.token_type_embeddings.weight"
-"""RoBERTa's one-row table of token types, which our model has inside its position table."""
+"""RoBERTa's table of token types; of one row, our model has it inside its position table."""
 
 _DEBERTA_STEMS = {
     "embeddings.token": "deberta.embeddings.word_embeddings",
     "embeddings.position": "deberta.embeddings.position_embeddings",
     "mask_decoder.position": "deberta.embeddings.position_embeddings",
+    "embeddings.token_type": "deberta.embeddings.token_type_embeddings",
     "embeddings.norm": "deberta.embeddings.LayerNorm",
     "encoder.relative_positions": "deberta.encoder.rel_embeddings",
     "encoder.relative_positions.norm": "deberta.encoder.LayerNorm",
@@ -37,14 +38,19 @@ _DEBERTA_STEMS = {
     "head.transform": "lm_predictions.lm_head.dense",
     "head.norm": "lm_predictions.lm_head.LayerNorm",
     "head": "lm_predictions.lm_head",
+    "next_sentence.dense": "pooler.dense",
+    "next_sentence.classifier": "classifier",
 }
 _ROBERTA_STEMS = {
     "embeddings.token": "roberta.embeddings.word_embeddings",
     "embeddings.position": "roberta.embeddings.position_embeddings",
+    "embeddings.token_type": "roberta.embeddings.token_type_embeddings",
     "embeddings.norm": "roberta.embeddings.LayerNorm",
     "head.transform": "lm_head.dense",
     "head.norm": "lm_head.layer_norm",
     "head": "lm_head",
+    "next_sentence.dense": "classifier.dense",
+    "next_sentence.classifier": "classifier.out_proj",
 }
 _LAYER_STEMS = {
     "attention.output": "attention.output.dense",
@@ -139,7 +145,7 @@ def foreign_tensors(
             entry = ForeignTensor(_foreign_name(name, model_type), shape, (name,))
         if entry is not None:
             tensors.append(entry)
-    if model_type == "roberta":
+    if model_type == "roberta" and config.type_vocab_size == 0:
         tensors.append(ForeignTensor(TOKEN_TYPES, (1, config.hidden_size), (), "zeros"))
     return tensors
 

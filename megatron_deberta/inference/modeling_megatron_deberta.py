@@ -233,21 +233,25 @@ class Embeddings(nn.Module):
 
     def __init__(self, config: PretrainedConfig) -> None:
         super().__init__()
-        if config.type_vocab_size > 0:
-            raise ValueError(f"type_vocab_size={config.type_vocab_size}: token types are not built")
         self.at_input = setting(config, "absolute_positions") == "input"
         self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
         if setting(config, "absolute_positions") != "none":
             size = config.max_position_embeddings
             self.position_embeddings = nn.Embedding(size, config.hidden_size)
+        self.has_types = config.type_vocab_size > 0
+        if self.has_types:
+            self.token_type_embeddings = nn.Embedding(config.type_vocab_size, config.hidden_size)
         self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
-    def forward(self, input_ids: Tensor, mask: Tensor) -> Tensor:
-        """Return ``[B, N, D]``, zero at padding."""
+    def forward(self, input_ids: Tensor, mask: Tensor, types: Tensor | None = None) -> Tensor:
+        """Return ``[B, N, D]``, zero at padding; ``types`` None: all of type 0."""
         hidden = self.word_embeddings(input_ids)
         if self.at_input:
             hidden = hidden + self.position_embeddings.weight[: input_ids.size(1)]
+        if self.has_types:
+            types = torch.zeros_like(input_ids) if types is None else types
+            hidden = hidden + self.token_type_embeddings(types)
         out: Tensor = self.dropout(self.LayerNorm(hidden) * mask.unsqueeze(-1))
         return out
 
@@ -310,10 +314,12 @@ class MegatronDebertaModel(MegatronDebertaPreTrainedModel):
         """Mask, position slots and position table: what every layer reads besides states."""
         return mask, position_slots(mask.size(1), self.config, mask.device), self.encoder.table()
 
-    def hidden_states(self, input_ids: Tensor, mask: Tensor) -> list[Tensor]:
+    def hidden_states(
+        self, input_ids: Tensor, mask: Tensor, types: Tensor | None = None
+    ) -> list[Tensor]:
         """Embeddings and the output of every layer, ``[B, N, D]`` each."""
         shared = self.shared_inputs(mask)
-        states = [self.embeddings(input_ids, mask)]
+        states = [self.embeddings(input_ids, mask, types)]
         for index, layer in enumerate(self.encoder.layer):
             hidden = layer(states[-1], states[-1], *shared)
             if index == 0 and self.encoder.conv is not None:
@@ -329,8 +335,9 @@ class MegatronDebertaModel(MegatronDebertaPreTrainedModel):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
     ) -> Any:
-        """Encode; see `hidden_states`. Token types do not exist in this model."""
-        states = self.hidden_states(input_ids, as_mask(input_ids, attention_mask))
+        """Encode; see `hidden_states`. Token types count where the model has a table of them."""
+        mask = as_mask(input_ids, attention_mask)
+        states = self.hidden_states(input_ids, mask, token_type_ids)
         wanted = output_hidden_states or self.config.output_hidden_states
         out = BaseModelOutput(states[-1], tuple(states) if wanted else None)
         return out.to_tuple() if return_dict is False else out
@@ -434,7 +441,8 @@ class DebertaForMaskedLM(MegatronDebertaPreTrainedModel):
         Args:
             input_ids: int64 ``[B, N]``.
             attention_mask: ``[B, N]``, non-zero = real token; None: all are.
-            token_type_ids: accepted because tokenizers send them; the model has none.
+            token_type_ids: int64 ``[B, N]`` segment of a pair; without a table of them in the
+                model they mean nothing.
             labels: int64 ``[B, N]``, -100 = not counted; with them, ``loss`` is the mean.
             output_hidden_states: also return the encoder's states.
             return_dict: False returns a tuple.
@@ -443,7 +451,7 @@ class DebertaForMaskedLM(MegatronDebertaPreTrainedModel):
             ``MaskedLMOutput`` with ``logits`` ``[B, N, V]``.
         """
         mask = as_mask(input_ids, attention_mask)
-        states = self.deberta.hidden_states(input_ids, mask)
+        states = self.deberta.hidden_states(input_ids, mask, token_type_ids)
         plain = setting(self.config, "mask_decoder_passes") == 0
         decoded = states[-1] if plain else self.decode(states[-2], mask)
         head = self.lm_predictions["lm_head"]

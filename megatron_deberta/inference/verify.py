@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -88,26 +88,34 @@ def _check(
 ) -> ExportCheck:
     ours = build_ours()
     rows = _encode(directory, tokenizer, ours.config.max_position_embeddings)
-    batches = [(rows[0].unsqueeze(0), None), _pad(rows, tokenizer.pad_id)]
-    expected = [_our_outputs(ours, *batch) for batch in batches]
+    inputs = [_Inputs(rows[0].unsqueeze(0)), _pad(rows, tokenizer.pad_id)]
+    if ours.config.type_vocab_size > 0:
+        inputs = [one.with_types() for one in inputs]
+    expected = [_our_outputs(ours, one) for one in inputs]
+    pairs = [_our_pairs(ours, one) for one in inputs] if ours.config.next_sentence_head else []
     del ours
 
     model = _load(transformers.AutoModelForMaskedLM, directory, torch.float32)
     max_error = max(
-        _compare("logits", _logits(model, *batch), logits, batch[1])
-        for batch, (logits, _) in zip(batches, expected, strict=True)
+        _compare("logits", _logits(model, one), logits, one.mask)
+        for one, (logits, _) in zip(inputs, expected, strict=True)
     )
     del model
     # RoBERTa's pooler is no part of pretraining; transformers would add an untrained one.
     options = {"add_pooling_layer": False} if model_type == "roberta" else {}
     encoder = _load(transformers.AutoModel, directory, torch.float32, **options)
-    for batch, (_, states) in zip(batches, expected, strict=True):
-        _compare("encoder states", _states(encoder, *batch), states, batch[1])
+    for one, (_, states) in zip(inputs, expected, strict=True):
+        _compare("encoder states", _states(encoder, one), states, one.mask)
     del encoder
+    if pairs and model_type != "megatron-deberta":
+        model = _load(transformers.AutoModelForSequenceClassification, directory, torch.float32)
+        for one, logits in zip(inputs, pairs, strict=True):
+            _compare("next-sentence logits", _logits(model, one), logits, None)
+        del model
     if dtype == "fp32":
         return ExportCheck(max_error, 0.0)
     model = _load(transformers.AutoModelForMaskedLM, directory, DTYPES[dtype])
-    running = _relative_error(_logits(model, *batches[-1]), expected[-1][0], batches[-1][1])
+    running = _relative_error(_logits(model, inputs[-1]), expected[-1][0], inputs[-1].mask)
     if not running <= RUNNING_TOLERANCE[dtype]:
         raise CheckpointError(
             f"logits computed in {dtype} are off by {running:.2g} (limit "
@@ -135,18 +143,39 @@ def _encode(directory: Path, tokenizer: Tokenizer, max_positions: int) -> list[T
     return rows
 
 
-def _pad(rows: list[Tensor], pad_id: int) -> tuple[Tensor, Tensor]:
+class _Inputs(NamedTuple):
+    ids: Tensor
+    mask: Tensor | None = None
+    types: Tensor | None = None
+
+    def with_types(self) -> _Inputs:
+        """The second half of each row as a second segment."""
+        second = torch.arange(self.ids.size(1)) >= self.ids.size(1) // 2
+        return self._replace(types=second.long().expand_as(self.ids))
+
+    def arguments(self) -> dict[str, Tensor]:
+        """What a class of transformers is called with, besides ids."""
+        found = {} if self.mask is None else {"attention_mask": self.mask.long()}
+        return found if self.types is None else {**found, "token_type_ids": self.types}
+
+
+def _pad(rows: list[Tensor], pad_id: int) -> _Inputs:
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad_id)
     lengths = torch.tensor([len(row) for row in rows])
-    return ids, torch.arange(ids.size(1)) < lengths[:, None]
+    return _Inputs(ids, torch.arange(ids.size(1)) < lengths[:, None])
 
 
 @torch.no_grad()
-def _our_outputs(
-    ours: DebertaForPretraining, ids: Tensor, mask: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _our_outputs(ours: DebertaForPretraining, inputs: _Inputs) -> tuple[Tensor, Tensor]:
     """Logits ``[B, N, V]`` and encoder states ``[B, N, D]``."""
-    return ours.logits(ids, mask), DebertaModel.forward(ours, ids, mask)
+    states = DebertaModel.forward(ours, inputs.ids, inputs.mask, token_type_ids=inputs.types)
+    return ours.logits(*inputs), states
+
+
+@torch.no_grad()
+def _our_pairs(ours: DebertaForPretraining, inputs: _Inputs) -> Tensor:
+    """Logits ``[B, 2]`` of the next-sentence head."""
+    return ours.next_sentence_logits(*inputs)
 
 
 def _load(kind: Any, directory: Path, dtype: torch.dtype, **options: Any) -> Any:
@@ -155,19 +184,15 @@ def _load(kind: Any, directory: Path, dtype: torch.dtype, **options: Any) -> Any
 
 
 @torch.no_grad()
-def _logits(model: Any, ids: Tensor, mask: Tensor | None) -> Tensor:
-    logits: Tensor = model(ids, **_mask_argument(mask)).logits
+def _logits(model: Any, inputs: _Inputs) -> Tensor:
+    logits: Tensor = model(inputs.ids, **inputs.arguments()).logits
     return logits
 
 
 @torch.no_grad()
-def _states(encoder: Any, ids: Tensor, mask: Tensor | None) -> Tensor:
-    states: Tensor = encoder(ids, **_mask_argument(mask)).last_hidden_state
+def _states(encoder: Any, inputs: _Inputs) -> Tensor:
+    states: Tensor = encoder(inputs.ids, **inputs.arguments()).last_hidden_state
     return states
-
-
-def _mask_argument(mask: Tensor | None) -> dict[str, Tensor]:
-    return {} if mask is None else {"attention_mask": mask.long()}
 
 
 def _compare(what: str, theirs: Tensor, ours: Tensor, mask: Tensor | None) -> float:

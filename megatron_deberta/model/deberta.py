@@ -13,7 +13,7 @@ from megatron_deberta.model.attention import AttentionContext
 from megatron_deberta.model.dropout import DropoutSeeds
 from megatron_deberta.model.embeddings import Embeddings
 from megatron_deberta.model.encoder import Encoder
-from megatron_deberta.model.heads import MaskedLanguageModelHead
+from megatron_deberta.model.heads import MaskedLanguageModelHead, NextSentenceHead
 from megatron_deberta.model.mask_decoder import EnhancedMaskDecoder, pick_rows
 from megatron_deberta.model.seams import Rows, SequenceExit
 
@@ -65,6 +65,7 @@ class DebertaModel(nn.Module):
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
         seeds: DropoutSeeds | None = None,
+        token_type_ids: Tensor | None = None,
     ) -> Tensor:
         """Encode; what downstream tasks read.
 
@@ -75,12 +76,13 @@ class DebertaModel(nn.Module):
             document_ids: int64 ``[B, N]``, non-decreasing; attention, convolution and positions
                 stay inside a document. None: a row is one sequence.
             seeds: keys of dropout; None turns it off.
+            token_type_ids: int64 ``[B, N]`` segment of a pair; None: all of the first.
 
         Returns:
             ``[B, N, D]`` hidden states of the last layer, whole on every rank.
         """
         mask = _all_real(input_ids) if attention_mask is None else attention_mask
-        rows = Rows.of_sequence(mask, position_ids)
+        rows = Rows.of_sequence(mask, position_ids, token_type_ids)
         context = self.context(mask, document_ids, seeds)
         embedded, held = self.embeddings(input_ids, rows, seeds)
         out: Tensor = self.exit(self.encoder(embedded, held, context, self.config.num_layers))
@@ -88,12 +90,60 @@ class DebertaModel(nn.Module):
 
 
 class DebertaForPretraining(DebertaModel):
-    """Encoder, enhanced mask decoder and vocabulary head."""
+    """Encoder, enhanced mask decoder, vocabulary head and, for pairs, next-sentence head."""
 
     def __init__(self, config: ModelConfig, execution: Execution | None = None) -> None:
         super().__init__(config, execution)
         self.mask_decoder = EnhancedMaskDecoder(config) if config.mask_decoder_passes else None
         self.head = MaskedLanguageModelHead(config)
+        self.next_sentence = NextSentenceHead(config) if config.next_sentence_head else None
+
+    def decode(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        masked_positions: Tensor,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        seeds: DropoutSeeds | None = None,
+        token_type_ids: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """States that the vocabulary head reads, at picked positions only.
+
+        With the mask decoder the ordinary output of the last layer reaches no loss but the
+        next-sentence head's, so that layer runs only inside the decoder (docs/model.md).
+
+        Args:
+            input_ids: int64 ``[B, N]``.
+            attention_mask: bool ``[B, N]``, True = real token.
+            masked_positions: int64 ``[B, M]`` row positions, -1 = padding.
+            position_ids: as in `DebertaModel.forward`.
+            document_ids: as in `DebertaModel.forward`.
+            seeds: keys of dropout; None turns it off.
+            token_type_ids: as in `DebertaModel.forward`.
+
+        Returns:
+            ``[B, M, D]`` decoded states, and ``[B, 2]`` logits of the next-sentence head, None
+            without one.
+        """
+        rows = Rows.of_sequence(attention_mask, position_ids, token_type_ids)
+        context = self.context(attention_mask, document_ids, seeds)
+        embedded, held = self.embeddings(input_ids, rows, seeds)
+        num_layers = self.config.num_layers - (1 if self.mask_decoder is not None else 0)
+        hidden = self.exit(self.encoder(embedded, held, context, num_layers))
+        first: Tensor | None
+        if self.mask_decoder is None:
+            decoded, first = pick_rows(hidden, masked_positions), hidden[:, 0]
+        else:
+            decoded, first = self.mask_decoder(
+                hidden,
+                rows.whole(),
+                masked_positions,
+                self.encoder.layers[-1],
+                context,
+                with_first=self.next_sentence is not None,
+            )
+        return decoded, None if self.next_sentence is None else self.next_sentence(first)
 
     def masked_logits(
         self,
@@ -103,41 +153,50 @@ class DebertaForPretraining(DebertaModel):
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
         seeds: DropoutSeeds | None = None,
+        token_type_ids: Tensor | None = None,
     ) -> Tensor:
-        """Logits at picked positions only.
-
-        With the mask decoder the ordinary output of the last layer reaches no loss, so that layer
-        runs only inside the decoder (docs/model.md).
-
-        Args:
-            input_ids: int64 ``[B, N]``.
-            attention_mask: bool ``[B, N]``, True = real token.
-            masked_positions: int64 ``[B, M]`` row positions, -1 = padding.
-            position_ids: as in `DebertaModel.forward`.
-            document_ids: as in `DebertaModel.forward`.
-            seeds: keys of dropout; None turns it off.
+        """Logits at picked positions only; arguments as of `decode`.
 
         Returns:
             ``[B, M, V]`` logits (the local part of V where the vocabulary is split).
         """
-        rows = Rows.of_sequence(attention_mask, position_ids)
-        context = self.context(attention_mask, document_ids, seeds)
-        embedded, held = self.embeddings(input_ids, rows, seeds)
-        num_layers = self.config.num_layers - (1 if self.mask_decoder is not None else 0)
-        hidden = self.exit(self.encoder(embedded, held, context, num_layers))
-        if self.mask_decoder is None:
-            decoded = pick_rows(hidden, masked_positions)
-        else:
-            last_layer = self.encoder.layers[-1]
-            decoded = self.mask_decoder(hidden, rows.whole(), masked_positions, last_layer, context)
+        decoded, _ = self.decode(
+            input_ids,
+            attention_mask,
+            masked_positions,
+            position_ids,
+            document_ids,
+            seeds,
+            token_type_ids,
+        )
         logits: Tensor = self.head(decoded, self.embeddings.token.weight)
         return logits
 
-    def logits(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    def logits(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+    ) -> Tensor:
         """Logits ``[B, N, V]`` at every position, without dropout: what fill-mask reads."""
         mask = _all_real(input_ids) if attention_mask is None else attention_mask
         everywhere = torch.arange(input_ids.size(1), device=input_ids.device)
-        return self.masked_logits(input_ids, mask, everywhere.expand(input_ids.shape))
+        everywhere = everywhere.expand(input_ids.shape)
+        return self.masked_logits(input_ids, mask, everywhere, token_type_ids=token_type_ids)
+
+    def next_sentence_logits(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Logits ``[B, 2]`` of the next-sentence head, without dropout."""
+        assert self.next_sentence is not None
+        states = DebertaModel.forward(
+            self, input_ids, attention_mask, token_type_ids=token_type_ids
+        )
+        out: Tensor = self.next_sentence(states[:, 0])
+        return out
 
 
 def _all_real(input_ids: Tensor) -> Tensor:

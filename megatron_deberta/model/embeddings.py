@@ -13,11 +13,12 @@ from megatron_deberta.model.seams import (
     Rows,
     SequenceEntry,
     SharedInput,
+    TokenTypeEmbedding,
 )
 
 
 class Embeddings(nn.Module):
-    """Tokens (and absolute positions, if they enter here) -> first hidden states.
+    """Tokens (and absolute positions and token types, where there are) -> first hidden states.
 
     Source: He et al. 2021, arXiv:2006.03654, section 3.2; the release's order of LayerNorm,
     padding mask and dropout.
@@ -30,6 +31,11 @@ class Embeddings(nn.Module):
         self.position = (
             PositionEmbedding(config.max_position_embeddings, config.hidden_size)
             if config.absolute_positions == "input"
+            else None
+        )
+        self.token_type = (
+            TokenTypeEmbedding(config.type_vocab_size, config.hidden_size)
+            if config.type_vocab_size > 0
             else None
         )
         self.norm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
@@ -49,6 +55,8 @@ class Embeddings(nn.Module):
         hidden = self.token(input_ids)
         if self.position is not None:
             hidden = hidden + self.position(held)
+        if self.token_type is not None:
+            hidden = hidden + self.token_type(held)
         hidden = self.norm(hidden, held) * held.real.unsqueeze(-1)
         return self.dropout(hidden, held.positions, seeds), held
 

@@ -1,4 +1,4 @@
-"""The masked-language-model head over tied embeddings."""
+"""The masked-language-model head over tied embeddings, and the head for pairs of segments."""
 
 from __future__ import annotations
 
@@ -24,3 +24,21 @@ class MaskedLanguageModelHead(nn.Module):
         """Map states ``[..., D]`` to logits ``[..., V]`` (the local part of V where split)."""
         transformed = self.shared(self.norm(F.gelu(self.transform(hidden))))
         return F.linear(transformed, token_weight, self.bias)
+
+
+class NextSentenceHead(nn.Module):
+    """Whether the second segment goes on from the first, read at [CLS].
+
+    Source: Devlin et al. 2019 (BERT), section 3.1, task 2. Computes what the sequence
+    classifiers of transformers do, under whose names it is exported.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.classifier = nn.Linear(config.hidden_size, 2)
+
+    def forward(self, first: Tensor) -> Tensor:
+        """Map [CLS] states ``[B, D]`` to logits ``[B, 2]``: goes on, does not."""
+        out: Tensor = self.classifier(torch.tanh(self.dense(first)))
+        return out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 
 from megatron_deberta.config.schema import ModelConfig
@@ -37,8 +38,10 @@ class EnhancedMaskDecoder(nn.Module):
         picked: Tensor,
         last_layer: Layer,
         context: AttentionContext,
-    ) -> Tensor:
-        """Return decoded states ``[B, M, D]``.
+        *,
+        with_first: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Decode.
 
         Args:
             hidden: ``[B, N, D]`` input of the last layer, whole on every rank.
@@ -46,6 +49,10 @@ class EnhancedMaskDecoder(nn.Module):
             picked: int64 ``[B, M]`` row positions to decode, -1 = padding.
             last_layer: the encoder's last layer.
             context: what all attention layers share.
+            with_first: compute the last layer's ordinary output at [CLS], too.
+
+        Returns:
+            ``[B, M, D]`` decoded states, and ``[B, D]`` or None.
         """
         attention = last_layer.attention
         memory = attention.remember(attention.input(hidden, rows), context)
@@ -56,7 +63,11 @@ class EnhancedMaskDecoder(nn.Module):
         for decoder_pass in range(1, self.num_passes + 1):
             seeds = None if context.seeds is None else context.seeds.at_pass(decoder_pass)
             query = last_layer(query, picked_rows, replace(context, seeds=seeds), memory)
-        return query
+        if not with_first:
+            return query, None
+        first = torch.zeros_like(picked[:, :1])
+        ordinary = last_layer(pick_rows(hidden, first), rows.pick(first), context, memory)
+        return query, ordinary[:, 0]
 
 
 def pick_rows(hidden: Tensor, picked: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ last layer works on the token sequence in the encoder and on picked rows in the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -26,14 +26,20 @@ class Rows:
     """bool ``[B, R]``: False for padding."""
     sequence: bool
     """True: the token sequence, of which a rank may hold a shard; False: whole on every rank."""
+    token_types: Tensor | None = None
+    """int64 ``[B, R]``: segment of a pair; None: all are of the first. Read at the input only."""
 
     @staticmethod
-    def of_sequence(attention_mask: Tensor, position_ids: Tensor | None = None) -> Rows:
+    def of_sequence(
+        attention_mask: Tensor,
+        position_ids: Tensor | None = None,
+        token_types: Tensor | None = None,
+    ) -> Rows:
         """Rows of a whole batch; ``attention_mask`` is bool ``[B, N]``, True = real token."""
         positions = torch.arange(attention_mask.size(1), device=attention_mask.device)
         positions = positions.expand(attention_mask.shape)
         ids = positions if position_ids is None else position_ids
-        return Rows(positions, ids, attention_mask, sequence=True)
+        return Rows(positions, ids, attention_mask, sequence=True, token_types=token_types)
 
     def pick(self, picked: Tensor) -> Rows:
         """The rows at places ``picked`` (int64 ``[B, M]``, -1 = padding), whole on every rank."""
@@ -42,7 +48,7 @@ class Rows:
 
     def whole(self) -> Rows:
         """The same rows once every rank holds all of them."""
-        return Rows(self.positions, self.position_ids, self.real, sequence=False)
+        return replace(self, sequence=False)
 
 
 class SequenceEntry(nn.Module):
@@ -91,6 +97,19 @@ class PositionEmbedding(nn.Embedding):
     def forward(self, rows: Rows) -> Tensor:  # type: ignore[override]
         """Return ``[B, R, D]`` for the rows held here."""
         return F.embedding(rows.position_ids, self.weight)
+
+
+class TokenTypeEmbedding(nn.Embedding):
+    """Which segment of a pair residual-stream rows belong to."""
+
+    def forward(self, rows: Rows) -> Tensor:  # type: ignore[override]
+        """Return ``[B, R, D]`` for the rows held here."""
+        return F.embedding(token_types(rows), self.weight)
+
+
+def token_types(rows: Rows) -> Tensor:
+    """Token types int64 ``[B, R]`` of rows, which are 0 where none are given."""
+    return torch.zeros_like(rows.positions) if rows.token_types is None else rows.token_types
 
 
 class LayerNorm(nn.LayerNorm):

@@ -1,4 +1,4 @@
-"""Masked language modelling: the loss that DeBERTa is pretrained with."""
+"""Masked language modelling, the loss that DeBERTa is pretrained with, and BERT's for pairs."""
 
 from __future__ import annotations
 
@@ -39,8 +39,10 @@ class MaskedLanguageModel(DebertaForPretraining):
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
         seeds: DropoutSeeds | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Loss of a micro batch.
+        token_type_ids: Tensor | None = None,
+        next_sentence_labels: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Losses of a micro batch.
 
         Args:
             input_ids: int64 ``[B, N]`` tokens after masking.
@@ -50,13 +52,28 @@ class MaskedLanguageModel(DebertaForPretraining):
             position_ids: int64 ``[B, N]`` or None.
             document_ids: int64 ``[B, N]`` or None.
             seeds: keys of dropout; None turns it off.
+            token_type_ids: int64 ``[B, N]`` or None.
+            next_sentence_labels: int64 ``[B]``, 0 = the second segment goes on from the first,
+                1 = it does not, -100 = none; None where rows are not pairs.
 
         Returns:
             fp32 scalar, the **sum** of the losses in nats, and an int64 scalar, the number of
-            right predictions. The caller divides by the number of labels of the global batch.
+            right predictions; of pairs the same two again, for the next-sentence head. The caller
+            divides by the number of labels of the global batch.
         """
-        logits = self.masked_logits(
-            input_ids, attention_mask, masked_positions, position_ids, document_ids, seeds
+        decoded, pair_logits = self.decode(
+            input_ids,
+            attention_mask,
+            masked_positions,
+            position_ids,
+            document_ids,
+            seeds,
+            token_type_ids,
         )
+        logits = self.head(decoded, self.embeddings.token.weight)
         loss, right = self.token_loss(logits.flatten(0, 1), labels.flatten())
-        return loss.sum(), right.sum()
+        sums = (loss.sum(), right.sum())
+        if next_sentence_labels is None or pair_logits is None:
+            return sums
+        pair_loss = F.cross_entropy(pair_logits.float(), next_sentence_labels, reduction="sum")
+        return (*sums, pair_loss, (pair_logits.argmax(-1) == next_sentence_labels).sum())

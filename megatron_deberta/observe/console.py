@@ -43,6 +43,10 @@ class StepRecord:
     """The matrix rate of all ranks, measured at start-up."""
     seconds_left: float
     """Time to the last step at the present rate."""
+    next_sentence_loss: float | None = None
+    """Mean loss of pairs in the last step, nats a pair; None where rows are not pairs."""
+    next_sentence_accuracy: float | None = None
+    """Share of the last step's pairs told right."""
 
 
 def describe_record(record: StepRecord) -> list[tuple[str, str]]:
@@ -54,6 +58,8 @@ def describe_record(record: StepRecord) -> list[tuple[str, str]]:
     ]
     if record.loss_scale != 1:
         cells.append(("loss scale", f"{record.loss_scale:g}"))
+    if record.next_sentence_accuracy is not None:
+        cells.append(("next sentence", f"{record.next_sentence_accuracy:.1%}"))
     cells.append(("tokens/s", f"{record.tokens_per_second:,.0f}"))
     if not math.isnan(record.utilization):
         rate = f"{record.matmul_flops_per_second / 1e12:,.3g} TFLOP/s"

@@ -168,37 +168,56 @@ class Throughput(NamedTuple):
     """Wall time of one optimizer step."""
 
 
+class StepWork(NamedTuple):
+    """What an optimizer step costs."""
+
+    tokens: int
+    """Tokens of all ranks."""
+    flops_per_token: float
+    """From ``training_flops_per_token``."""
+    recomputed_per_token: float = 0.0
+    """From ``recomputed_flops``."""
+
+
 class ThroughputMeter:
     """Times steps between records; what is not training can be taken out with ``paused``.
 
     Args:
-        tokens_per_step: tokens of all ranks an optimizer step.
-        flops_per_token: from ``training_flops_per_token``.
+        work: of a step.
         matmul_rate: FLOP/s of all ranks together, from ``measure_matmul_rate``.
-        recomputed_per_token: from ``recomputed_flops``.
+        first_work: of the next steps, where they are shorter.
+        first_steps: how many those are.
         clock: seconds from any origin.
     """
 
     def __init__(
         self,
         *,
-        tokens_per_step: int,
-        flops_per_token: float,
+        work: StepWork,
         matmul_rate: float,
-        recomputed_per_token: float = 0.0,
+        first_work: StepWork | None = None,
+        first_steps: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._tokens_per_step = tokens_per_step
-        self._flops_per_token = flops_per_token
-        self._recomputed_per_token = recomputed_per_token
+        self._work = work
+        self._first_work = first_work
+        self._first_steps = first_steps
         self.matmul_rate = matmul_rate
         self._clock = clock
         self._start = clock()
-        self._steps = 0
+        self._steps = self._tokens = 0
+        self._flops = self._recomputed = 0.0
 
     def step_done(self) -> None:
         """Count one optimizer step."""
+        work = self._work
+        if self._first_steps > 0 and self._first_work is not None:
+            work = self._first_work
+            self._first_steps -= 1
         self._steps += 1
+        self._tokens += work.tokens
+        self._flops += work.tokens * work.flops_per_token
+        self._recomputed += work.tokens * work.recomputed_per_token
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -216,15 +235,15 @@ class ThroughputMeter:
         if self._steps == 0:
             raise ValueError("no step since the last lap")
         now = self._clock()
-        seconds = max(now - self._start, 1e-9) / self._steps
-        self._start, self._steps = now, 0
-        rate = self._tokens_per_step / seconds
-        flops = rate * self._flops_per_token
-        done = rate * (self._flops_per_token + self._recomputed_per_token)
-        return Throughput(
-            tokens_per_second=rate,
+        seconds = max(now - self._start, 1e-9)
+        flops = self._flops / seconds
+        found = Throughput(
+            tokens_per_second=self._tokens / seconds,
             utilization=flops / self.matmul_rate,
-            hardware_utilization=done / self.matmul_rate,
+            hardware_utilization=(flops + self._recomputed / seconds) / self.matmul_rate,
             flops_per_second=flops,
-            seconds_per_step=seconds,
+            seconds_per_step=seconds / self._steps,
         )
+        self._start, self._steps, self._tokens = now, 0, 0
+        self._flops = self._recomputed = 0.0
+        return found

@@ -64,6 +64,9 @@ class _SequenceEntry(_Split):
             positions=scatter_sequence(rows.positions, self.group),
             position_ids=scatter_sequence(rows.position_ids, self.group),
             real=scatter_sequence(rows.real, self.group),
+            token_types=None
+            if rows.token_types is None
+            else scatter_sequence(rows.token_types, self.group),
         )
 
 
@@ -114,6 +117,18 @@ class _PositionEmbedding(_Split):
         own_tokens = self.sequence and rows.sequence
         weight = copy_to(self.weight, self.group) if own_tokens else self.weight
         return functional.embedding(rows.position_ids, weight)
+
+
+class _TokenTypeEmbedding(_Split):
+    def __init__(
+        self, whole: seams.TokenTypeEmbedding, group: ProcessGroup | None, sequence: bool
+    ) -> None:
+        super().__init__(group, sequence)
+        self.weight = whole.weight
+
+    def forward(self, rows: Rows) -> Tensor:
+        weight = copy_to(self.weight, self.group) if self.sequence else self.weight
+        return functional.embedding(seams.token_types(rows), weight)
 
 
 class _LayerNorm(_Split):
@@ -171,6 +186,7 @@ def insert_communication(
         seams.ChannelExit: lambda _: _ChannelExit(group, sequence),
         seams.BlockOutput: lambda whole: _BlockOutput(whole, group, sequence),
         seams.PositionEmbedding: lambda whole: _PositionEmbedding(whole, group, sequence),
+        seams.TokenTypeEmbedding: lambda whole: _TokenTypeEmbedding(whole, group, sequence),
         seams.LayerNorm: lambda whole: _LayerNorm(whole, group, sequence),
         TokenLoss: lambda _: _TokenLoss(vocab_start, vocab_size, group, sequence),
     }

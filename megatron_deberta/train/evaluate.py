@@ -30,6 +30,10 @@ class Evaluation:
     """Share of masked tokens whose most likely prediction is right."""
     num_targets: int
     """Masked tokens seen."""
+    next_sentence_loss: float | None = None
+    """Mean cross-entropy a pair, in nats; None where rows are not pairs."""
+    next_sentence_accuracy: float | None = None
+    """Share of pairs told right."""
 
 
 def evaluate(module: nn.Module, batches: Iterable[Batch], groups: ProcessGroups) -> Evaluation:
@@ -40,20 +44,28 @@ def evaluate(module: nn.Module, batches: Iterable[Batch], groups: ProcessGroups)
         batches: this rank's share, as many on every rank.
         groups: the rank grid.
     """
-    sums = torch.zeros(3, dtype=torch.float64, device=groups.device)
+    sums = torch.zeros(6, dtype=torch.float64, device=groups.device)
     module.eval()
     with torch.no_grad():
         for batch in batches:
             batch = batch.to(groups.device)
-            loss_sum, right = forward(module, batch)
+            found = forward(module, batch)
             targets = (batch.labels != IGNORED_LABEL).sum()
-            sums += torch.stack([loss_sum.double(), right.double(), targets.double()])
+            sums[:3] += torch.stack([found.loss.double(), found.right.double(), targets.double()])
+            if found.pair_loss is not None and found.pair_right is not None:
+                assert batch.next_sentence_labels is not None
+                rows = (batch.next_sentence_labels != IGNORED_LABEL).sum()
+                numbers = [found.pair_loss.double(), found.pair_right.double(), rows.double()]
+                sums[3:] += torch.stack(numbers)
     module.train()
-    loss_sum, right, targets = sum_over_batch_ranks(sums, groups).tolist()
+    loss_sum, right, targets, *pairs = sum_over_batch_ranks(sums, groups).tolist()
     loss = loss_sum / max(targets, 1.0)
+    pair_loss, pairs_right, num_pairs = pairs
     return Evaluation(
         loss=loss,
         perplexity=math.exp(loss) if loss < 700 else math.inf,
         masked_accuracy=right / max(targets, 1.0),
         num_targets=int(targets),
+        next_sentence_loss=pair_loss / num_pairs if num_pairs else None,
+        next_sentence_accuracy=pairs_right / num_pairs if num_pairs else None,
     )

@@ -77,7 +77,8 @@ class LogHook:
         record = self._record(step, event.result)
         self._losses = []
         self._console.update(record)
-        values = {name: value for name, value in asdict(record).items() if name != "step"}
+        values = {name: value for name, value in asdict(record).items() if value is not None}
+        values.pop("step")
         values["consumed_samples"] = event.state.consumed_samples
         self._writer.write(step, values)
 
@@ -95,6 +96,8 @@ class LogHook:
             flops_per_second=speed.flops_per_second,
             matmul_flops_per_second=self._meter.matmul_rate,
             seconds_left=(self._total_steps - step) * speed.seconds_per_step,
+            next_sentence_loss=None if result.pairs is None else result.pairs.loss,
+            next_sentence_accuracy=None if result.pairs is None else result.pairs.accuracy,
         )
 
 

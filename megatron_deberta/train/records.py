@@ -103,14 +103,24 @@ class RunRecords:
 
     def report(self, step: int, evaluation: Evaluation) -> None:
         """Record and show a validation."""
-        self.writer.write(step, asdict(evaluation), kind="validation")
+        values = {name: value for name, value in asdict(evaluation).items() if value is not None}
+        self.writer.write(step, values, kind="validation")
         baseline = "" if self._unigram is None else f" | unigram loss {self._unigram:.4f}"
         self.console.note(
             f"validation at step {step} | loss {evaluation.loss:.4f} | perplexity "
             f"{evaluation.perplexity:.2f} | masked accuracy {evaluation.masked_accuracy:.1%}"
-            f"{baseline}"
+            f"{baseline}{_pairs(evaluation)}"
         )
 
     def plot(self) -> None:
         """Draw ``loss.png``."""
         plot_loss(self.writer.path, self._run_dir / "loss.png", unigram=self._unigram)
+
+
+def _pairs(evaluation: Evaluation) -> str:
+    if evaluation.next_sentence_accuracy is None:
+        return ""
+    return (
+        f" | next-sentence loss {evaluation.next_sentence_loss:.4f} | "
+        f"accuracy {evaluation.next_sentence_accuracy:.1%}"
+    )

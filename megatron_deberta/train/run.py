@@ -39,6 +39,7 @@ from megatron_deberta.engine.protocol import Engine
 from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError
 from megatron_deberta.observe.logs import setup_logging
 from megatron_deberta.observe.throughput import (
+    StepWork,
     ThroughputMeter,
     measure_matmul_rate,
     recomputed_flops,
@@ -237,7 +238,7 @@ def _train(parts: _Assembled, state: TrainState, stop: StopSignal, terminal: Con
                 folder = Path(config.train.run_dir) / "ledger"
                 ledger = Ledger(folder, groups.dp_rank, groups.dp_size, state.step)
                 open_files.callback(ledger.close)
-        hooks = _hooks(parts, validation, records, ledger)
+        hooks = _hooks(parts, state.step, validation, records, ledger)
         train_step = TrainStep(parts.engine, config, groups)
         requests = Requests(stop, config.train.run_dir, groups)
         trainer = Trainer(config, groups, state, train_loader, train_step, hooks, requests)
@@ -251,13 +252,14 @@ def _train(parts: _Assembled, state: TrainState, stop: StopSignal, terminal: Con
 
 def _hooks(
     parts: _Assembled,
+    first_step: int,
     validation: ValidationLoader | None,
     records: RunRecords | None,
     ledger: Ledger | None,
 ) -> list[Hook]:
     """What this rank does after a step, in order."""
     config, groups = parts.config, parts.groups
-    meter = _meter(config, groups)
+    meter = _meter(config, groups, first_step)
     hooks: list[Hook] = []
     if ledger is not None:
         hooks.append(LedgerHook(ledger))
@@ -274,21 +276,23 @@ def _hooks(
     return hooks
 
 
-def _meter(config: RunConfig, groups: ProcessGroups) -> ThroughputMeter:
+def _meter(config: RunConfig, groups: ProcessGroups, first_step: int) -> ThroughputMeter:
     rate = measure_matmul_rate(groups.device, DTYPES[config.precision.dtype])
-    length = config.data.sequence_length
+    short = config.data.short_sequence_length
     return ThroughputMeter(
-        tokens_per_step=config.train.global_batch_size * length,
-        flops_per_token=training_flops_per_token(
-            config.model,
-            length,
-            config.train.micro_batch_size,
-            config.objective.mask_probability,
-        ),
+        work=_step_work(config, config.data.sequence_length),
         matmul_rate=rate * groups.world_size,
-        recomputed_per_token=recomputed_flops(
-            config.model, length, config.train.micro_batch_size, config.parallel.recompute
-        ),
+        first_work=_step_work(config, short),
+        first_steps=config.data.short_steps - first_step,
+    )
+
+
+def _step_work(config: RunConfig, length: int) -> StepWork:
+    model, micro = config.model, config.train.micro_batch_size
+    return StepWork(
+        config.train.global_batch_size * length,
+        training_flops_per_token(model, length, micro, config.objective.mask_probability),
+        recomputed_flops(model, length, micro, config.parallel.recompute),
     )
 
 

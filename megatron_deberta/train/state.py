@@ -40,6 +40,16 @@ class Ending(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class PairResult:
+    """How well the next-sentence labels of a global batch are predicted."""
+
+    loss: float
+    """Mean cross-entropy a pair, in nats; the objective adds it to the masked tokens'."""
+    accuracy: float
+    """Share of pairs told right."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """What one optimizer step computed; the same on every rank."""
 
@@ -49,6 +59,8 @@ class StepResult:
     """Rate of the update."""
     outcome: StepOutcome
     """What the engine did."""
+    pairs: PairResult | None = None
+    """Where rows are pairs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ Refuses to choose data or to write anything.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,25 +22,37 @@ from megatron_deberta.errors import NumericsError
 from megatron_deberta.model.dropout import DropoutSeeds
 from megatron_deberta.parallel.agreement import largest
 from megatron_deberta.parallel.topology import ProcessGroups
-from megatron_deberta.train.state import StepResult
+from megatron_deberta.train.state import PairResult, StepResult
 
 logger = logging.getLogger(__name__)
 
 
-def forward(
-    module: nn.Module, batch: Batch, seeds: DropoutSeeds | None = None
-) -> tuple[Tensor, Tensor]:
+class Sums(NamedTuple):
+    """What the objective gives for a micro batch, summed over targets."""
+
+    loss: Tensor
+    """fp32 scalar: losses of masked tokens, in nats."""
+    right: Tensor
+    """int64 scalar: masked tokens predicted right."""
+    pair_loss: Tensor | None = None
+    """fp32 scalar: losses of next-sentence labels, in nats; None where rows are not pairs."""
+    pair_right: Tensor | None = None
+    """int64 scalar: labels predicted right."""
+
+
+def forward(module: nn.Module, batch: Batch, seeds: DropoutSeeds | None = None) -> Sums:
     """Run the objective on a micro batch.
 
     Args:
         module: a model with its loss, as ``objectives.MaskedLanguageModel``.
         batch: on the model's device.
         seeds: keys of dropout; None turns it off.
-
-    Returns:
-        fp32 scalar, the sum of the losses in nats, and int64 scalar, the right predictions.
     """
-    loss_sum, right = module(
+    pairs: dict[str, Tensor] = {}
+    if batch.token_type_ids is not None and batch.next_sentence_labels is not None:
+        pairs["token_type_ids"] = batch.token_type_ids
+        pairs["next_sentence_labels"] = batch.next_sentence_labels
+    sums = module(
         batch.input_ids,
         batch.attention_mask,
         batch.masked_positions,
@@ -48,8 +60,9 @@ def forward(
         position_ids=batch.position_ids,
         document_ids=batch.document_ids,
         seeds=seeds,
+        **pairs,
     )
-    return loss_sum, right
+    return Sums(*sums)
 
 
 def sum_over_batch_ranks(numbers: Tensor, groups: ProcessGroups) -> Tensor:
@@ -63,7 +76,8 @@ class TrainStep:
     """Takes optimizer steps.
 
     The objective of a step is the sum of the losses of all masked tokens of the **global** batch
-    over their number, so data-parallel size, micro batch and accumulation do not change it.
+    over their number, plus, of pairs, the mean loss of the next-sentence labels; so data-parallel
+    size, micro batch and accumulation do not change it.
 
     Args:
         engine: backward and update.
@@ -91,15 +105,22 @@ class TrainStep:
         groups = self._groups
         pinned = groups.device.type == "cuda"
         num_targets = self._count_targets(batches)
-        loss_sum = torch.zeros((), dtype=torch.float64, device=groups.device)
+        num_rows = self._config.train.global_batch_size
+        # Losses of masked tokens and of pairs, and pairs told right.
+        totals = torch.zeros(3, dtype=torch.float64, device=groups.device)
         for batch in batches:
             batch = batch.to(groups.device, non_blocking=pinned)
             seeds = DropoutSeeds(self._config.train.seed, step, batch.sample_index)
-            loss, _ = forward(self._engine.module, batch, seeds)
+            sums = forward(self._engine.module, batch, seeds)
             # The engine averages over data-parallel ranks; this makes it a sum.
-            self._engine.accumulate(loss * (groups.dp_size / num_targets))
-            loss_sum += loss.detach()
-        mean = self._check_finite(step, loss_sum, batches) / float(num_targets)
+            loss = sums.loss * (groups.dp_size / num_targets)
+            totals[0] += sums.loss.detach()
+            if sums.pair_loss is not None and sums.pair_right is not None:
+                loss = loss + sums.pair_loss * (groups.dp_size / num_rows)
+                totals[1] += sums.pair_loss.detach()
+                totals[2] += sums.pair_right
+            self._engine.accumulate(loss)
+        total, pair_total, pairs_right = self._check_finite(step, totals, batches)
         rate = learning_rate(step, self._config.optimizer, self._config.train.steps)
         outcome = self._engine.step(rate)
         if outcome.skipped and self._config.precision.dtype != "fp16":
@@ -107,7 +128,10 @@ class TrainStep:
                 f"step {step + 1}: a gradient is not finite; weights are those of step {step}; "
                 "lower optimizer.learning_rate or look at the batch"
             )
-        return StepResult(mean, rate, outcome)
+        pairs = None
+        if self._config.model.next_sentence_head:
+            pairs = PairResult(pair_total / num_rows, pairs_right / num_rows)
+        return StepResult(total / float(num_targets), rate, outcome, pairs)
 
     def _count_targets(self, batches: Sequence[Batch]) -> Tensor:
         """Masked tokens of the global batch, as a scalar on the device: no host waits for it."""
@@ -115,15 +139,16 @@ class TrainStep:
         count = count.to(self._groups.device, torch.float32)
         return sum_over_batch_ranks(count, self._groups).clamp_min(1.0)
 
-    def _check_finite(self, step: int, loss_sum: Tensor, batches: Sequence[Batch]) -> float:
-        """Sum of the losses of all ranks, or an error on all of them."""
+    def _check_finite(self, step: int, totals: Tensor, batches: Sequence[Batch]) -> list[float]:
+        """Totals of all ranks, or an error on all of them."""
         groups = self._groups
-        total = sum_over_batch_ranks(loss_sum.clone(), groups)
+        everywhere = sum_over_batch_ranks(totals.clone(), groups)
         # Tensor-parallel ranks compute the same loss, unless one of them is broken.
-        broken = largest(torch.isfinite(total).logical_not().to(torch.int32), groups)
+        broken = largest(torch.isfinite(everywhere).all().logical_not().to(torch.int32), groups)
         if not broken.item():
-            return float(total)
-        if not math.isfinite(float(loss_sum)):
+            numbers: list[float] = everywhere.tolist()
+            return numbers
+        if not torch.isfinite(totals).all():
             samples = [index for batch in batches for index in batch.sample_index.tolist()]
             logger.error("step %d: the loss of samples %s is not finite", step + 1, samples)
         raise NumericsError(

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import DebertaV2ForMaskedLM
 
 from megatron_deberta.checkpoint.hf_export import write_hf_model
+from megatron_deberta.checkpoint.hf_import import open_release
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.errors import CheckpointError, ConfigError
 from megatron_deberta.inference import DebertaForMaskedLM
@@ -146,6 +147,42 @@ def released_decoder(config: ModelConfig, weights: dict[str, Tensor]) -> Deberta
             if stock_name(name) is not None:
                 theirs[stock_name(name)].copy_(value)
     return stock
+
+
+@pytest.mark.parametrize("base", [V2, V1, ROBERTA, OWN["paper-index"]])
+def test_pairs_keep_token_types_and_their_head(base: ModelConfig, tmp_path: Path) -> None:
+    """The export compares logits, states and next-sentence logits with two segments itself."""
+    config = replace(base, type_vocab_size=2, next_sentence_head=True)
+    result = export(config, tmp_path / "out")
+    assert result.check.max_error < 1e-5
+    back = open_release(tmp_path / "out", "hf", tmp_path)
+    assert back.config.type_vocab_size == 2
+    assert back.config.next_sentence_head
+    assert back.notes == ()
+    weights = random_weights(config)
+    found = dict(back.tensors())
+    assert found.keys() == weights.keys()
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, weights[name], rtol=0, atol=0)
+    if result.model_type == "megatron-deberta":
+        return
+    classifier, report = transformers.AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
+    assert not report["missing_keys"]
+    assert classifier.config.id2label == {0: "goes on", 1: "does not"}
+    ids, mask = make_batch()
+    types = (torch.arange(ids.size(1)) > 20).long().expand_as(ids)
+    ours = build_filled(config, reader(weights), "reference")
+    inputs = {"attention_mask": mask.long(), "token_type_ids": types}
+    with torch.no_grad():
+        logits = classifier.eval()(ids, **inputs).logits
+        expected = ours.next_sentence_logits(ids, mask, types)
+        torch.testing.assert_close(logits, expected, **FP32_MODEL)
+        # What pretraining computes beside the masked tokens is the same.
+        picked = torch.tensor([[3, 5, -1]] * 3)
+        _, pairs = ours.decode(ids, mask, picked, token_type_ids=types)
+        torch.testing.assert_close(pairs, expected, **FP32_MODEL)
 
 
 @pytest.mark.parametrize("name", ["v3-like", "1.5b-like", "separate", "v1"])

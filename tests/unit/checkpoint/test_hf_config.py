@@ -117,7 +117,7 @@ def test_released_config_means_what_the_release_computes() -> None:
     ("key", "value"),
     [
         ("hidden_act", "relu"),
-        ("type_vocab_size", 2),
+        ("type_vocab_size", -1),
         ("embedding_size", 16),
         ("attention_head_size", 16),
         ("conv_groups", 2),

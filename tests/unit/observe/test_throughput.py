@@ -8,6 +8,7 @@ import torch
 
 from megatron_deberta.config import ModelConfig, load_config
 from megatron_deberta.observe.throughput import (
+    StepWork,
     ThroughputMeter,
     forward_flops,
     measure_matmul_rate,
@@ -71,10 +72,8 @@ class Clock:
 def test_meter_leaves_out_pauses() -> None:
     clock = Clock()
     meter = ThroughputMeter(
-        tokens_per_step=100,
-        flops_per_token=5,
+        work=StepWork(100, 5.0, 1.0),
         matmul_rate=1000,
-        recomputed_per_token=1,
         clock=clock,
     )
     for _ in range(4):
@@ -92,9 +91,26 @@ def test_meter_leaves_out_pauses() -> None:
         meter.lap()
 
 
+def test_meter_counts_the_first_shorter_steps_as_such() -> None:
+    clock = Clock()
+    meter = ThroughputMeter(
+        work=StepWork(100, 5.0),
+        matmul_rate=1000,
+        first_work=StepWork(10, 2.0),
+        first_steps=2,
+        clock=clock,
+    )
+    for _ in range(3):
+        clock.now += 1
+        meter.step_done()
+    lap = meter.lap()
+    assert lap.tokens_per_second == pytest.approx(120 / 3)
+    assert lap.flops_per_second == pytest.approx((2 * 20 + 500) / 3)
+
+
 def test_meter_starts_afresh_after_a_lap() -> None:
     clock = Clock()
-    meter = ThroughputMeter(tokens_per_step=10, flops_per_token=1, matmul_rate=1, clock=clock)
+    meter = ThroughputMeter(work=StepWork(10, 1), matmul_rate=1, clock=clock)
     for seconds in (1.0, 4.0):
         clock.now += seconds
         meter.step_done()

@@ -13,7 +13,7 @@ import pytest
 from megatron_deberta.config import RunConfig, TrainConfig
 from megatron_deberta.engine.protocol import StepOutcome
 from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE
-from megatron_deberta.observe.throughput import ThroughputMeter
+from megatron_deberta.observe.throughput import StepWork, ThroughputMeter
 from megatron_deberta.train.evaluate import Evaluation
 from megatron_deberta.train.hooks import EvaluateHook, LogHook, SaveHook
 from megatron_deberta.train.preemption import Asked
@@ -106,7 +106,7 @@ def test_a_stop_file_ends_the_run_and_a_save_file_does_not() -> None:
 
 
 def meter() -> ThroughputMeter:
-    return ThroughputMeter(tokens_per_step=8, flops_per_token=1.0, matmul_rate=1.0)
+    return ThroughputMeter(work=StepWork(8, 1.0), matmul_rate=1.0)
 
 
 def event(step: int, ending: Ending | None = None, loss: float = 2.0) -> StepEvent:
