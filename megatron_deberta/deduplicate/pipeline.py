@@ -1,0 +1,137 @@
+"""The stages of a run, from the files to the folder without duplicates.
+
+Owns their order and what is true before and after. Refuses to know how each works.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_deberta.deduplicate.candidates import (
+    find_candidates,
+    find_exact,
+    mark_exact,
+    num_parts,
+    unit_starts,
+)
+from megatron_deberta.deduplicate.compare import (
+    collect_runs,
+    estimate_pairs,
+    mark_needed,
+    num_candidate_tasks,
+    verify_pairs,
+)
+from megatron_deberta.deduplicate.output import SUMMARY, publish, write_unit
+from megatron_deberta.deduplicate.resolve import resolve
+from megatron_deberta.deduplicate.settings import Settings
+from megatron_deberta.deduplicate.sign import sign_unit
+from megatron_deberta.deduplicate.units import UNIT_BYTES, plan_units
+from megatron_deberta.deduplicate.work import StageRunner, Work, begin_work, make_plan
+from megatron_deberta.errors import ConfigError, DataError
+from megatron_deberta.preprocess.reading import ReadOptions
+from megatron_deberta.preprocess.sources import Source
+
+Compression = Literal["none", "gz", "zst"]
+Advance = Callable[[str, int, int], None]
+
+
+def deduplicate(
+    sources: Sequence[Source],
+    output: Path,
+    settings: Settings,
+    options: ReadOptions,
+    *,
+    workers: int = 0,
+    compression: Compression = "none",
+    unit_bytes: int = UNIT_BYTES,
+    force: bool = False,
+    advance: Advance = lambda *_: None,
+) -> dict[str, Any]:
+    """Write the input without exact and near duplicates into a new folder.
+
+    Unfinished work is kept beside it as ``{output}.unfinished``; the same call goes on from there
+    and gives the same bytes, whatever ``workers`` were and are. Where the result of the same call
+    is there already, nothing is done.
+
+    Args:
+        sources: input files, whose order says which of two documents is the first.
+        output: folder that appears when everything is done.
+        settings: what a duplicate is.
+        options: what of a record is read.
+        workers: processes; 0 works in this one.
+        compression: of the files of documents.
+        unit_bytes: size of the pieces that the input is worked on in.
+        force: replace a folder that exists, once everything is done.
+        advance: told (stage, tasks, done).
+
+    Returns:
+        The summary, as in ``summary.json``.
+
+    Raises:
+        ConfigError: ``output`` exists, or unfinished work of another plan does.
+        DataError: the input cannot be read or holds no document, the disk is full, or a worker
+            died.
+    """
+    units = plan_units(sources, unit_bytes)
+    plan = make_plan(settings, options, sources, units, compression)
+    folder, rubbish = unfinished_folder(output), Path(f"{os.fspath(output)}.done")
+    try:
+        shutil.rmtree(rubbish, ignore_errors=True)
+        summary = _finished(output, plan)
+        if summary is None:
+            if os.path.lexists(output) and not force:
+                raise ConfigError(f"--output {output}: exists; choose another or add --force")
+            with begin_work(folder, plan) as work:
+                with StageRunner(work, workers, advance) as runner:
+                    _run_stages(work, runner)
+                summary = publish(work, output)
+        if folder.exists():
+            # Half removed under its own name, it would look like work to go on with.
+            folder.rename(rubbish)
+            shutil.rmtree(rubbish)
+    except OSError as error:
+        raise DataError(f"{folder}: {error}; is the disk full?") from error
+    return summary
+
+
+def _finished(output: Path, plan: bytes) -> dict[str, Any] | None:
+    """Return the summary of a result that is there, if it is this plan's."""
+    try:
+        summary = json.loads((output / SUMMARY).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(summary, dict):
+        return None
+    return summary if summary.get("plan_sha256") == hashlib.sha256(plan).hexdigest() else None
+
+
+def unfinished_folder(output: Path) -> Path:
+    """Return where a run keeps its work until it is done."""
+    return Path(f"{os.fspath(output)}.unfinished")
+
+
+def _run_stages(work: Work, runner: StageRunner) -> None:
+    units = len(work.units)
+    runner.run("sign", sign_unit, units)
+    total = int(unit_starts(work)[-1])
+    if not total:
+        raise DataError(
+            f"no documents with words in {len(work.sources)} input file(s); check --input and "
+            "--keys"
+        )
+    runner.run("exact", find_exact, num_parts(total))
+    if not work.settings.exact_only:
+        runner.run("mark", mark_exact, 1)
+        runner.run("candidates", find_candidates, num_candidate_tasks(work, total))
+        runner.run("estimate", estimate_pairs, units)
+        runner.run("needed", mark_needed, 1)
+        runner.run("collect", collect_runs, units)
+        runner.run("verify", verify_pairs, units)
+    runner.run("resolve", resolve, 1)
+    runner.run("write", write_unit, units)

@@ -1,0 +1,150 @@
+"""What of a document is compared: its lower-cased words, in runs of n.
+
+Owns the normalisation and the 64-bit hash of every run, computed on whole arrays in pieces, so
+that a document of 100 MB needs no list of its words. Refuses to know what the hashes are for.
+
+The hash is a polynomial in the bytes of the run modulo 2^64 with an odd base, mixed at the end.
+It depends on nothing but the text: not on the machine, the process or a library's version.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+Hashes = npt.NDArray[np.uint64]
+
+_PIECE_CHARACTERS = 1 << 20
+_WHITESPACE = re.compile(r"\s")
+_SPACE = 0x20
+_MASK64 = (1 << 64) - 1
+_BASE = 0x9E3779B97F4A7C55
+_INVERSE = pow(_BASE, -1, 1 << 64)
+_POWERS_BYTES = 1 << 20
+
+
+class Shingler:
+    """Normalises texts and hashes their runs of words.
+
+    Args:
+        ngram: words in a run.
+    """
+
+    def __init__(self, ngram: int) -> None:
+        """See the class."""
+        self._ngram = ngram
+        self._powers = _powers(_BASE)
+        self._inverses = _powers(_INVERSE)
+
+    def __call__(self, text: str) -> tuple[bytes, Hashes]:
+        """Look at one text.
+
+        Args:
+            text: as read.
+
+        Returns:
+            The 16-byte digest of its lower-cased words with single spaces between them, and the
+            [runs] uint64 hashes of its runs of words in order, with repetitions. A text of fewer
+            words is one run; a text without words has none.
+        """
+        digest = hashlib.blake2b(digest_size=16)
+        runs: list[Hashes] = []
+        # Prefix sums at the words' begins, not yet used up, and the inverse power at each.
+        begins = np.empty(0, np.uint64)
+        scales = np.empty(0, np.uint64)
+        carry, power, inverse = 0, 1, 1
+        end = carry
+        words = 0
+        for piece in _normalised_pieces(text):
+            content = piece if not words else b" " + piece
+            digest.update(content)
+            at_begins, at_scales, at_ends, carry, power, inverse = self._sums(
+                content, not words, carry, power, inverse
+            )
+            begins = np.concatenate([begins, at_begins])
+            scales = np.concatenate([scales, at_scales])
+            words += len(at_ends)
+            end = int(at_ends[-1])
+            # The first begin waiting belongs to a run that ends in this piece, or later.
+            first = self._ngram - 1 - (len(begins) - len(at_ends))
+            ends = at_ends[max(first, 0) :]
+            if len(begins) >= self._ngram and len(ends):
+                runs.append((ends - begins[: len(ends)]) * scales[: len(ends)])
+                begins, scales = begins[len(ends) :], scales[len(ends) :]
+        if 0 < words < self._ngram:
+            runs.append((np.uint64(end) - begins[:1]) * scales[:1])
+        return digest.digest(), _mix(np.concatenate(runs) if runs else np.empty(0, np.uint64))
+
+    def _sums(
+        self, content: bytes, is_first: bool, carry: int, power: int, inverse: int
+    ) -> tuple[Hashes, Hashes, Hashes, int, int, int]:
+        """Return prefix sums at the begins (with inverse powers) and ends of a piece's words.
+
+        ``power`` and ``inverse`` are the base's powers at the piece's first byte, ``carry`` the
+        sum before it.
+        """
+        begins, scales, ends = [], [], []
+        if is_first:
+            begins.append(np.array([carry], np.uint64))
+            scales.append(np.array([inverse], np.uint64))
+        for offset in range(0, len(content), _POWERS_BYTES):
+            part = np.frombuffer(
+                content, np.uint8, min(_POWERS_BYTES, len(content) - offset), offset
+            )
+            # One more than the byte, so that no byte adds nothing.
+            sums = (part.astype(np.uint64) + np.uint64(1)) * self._powers[: len(part)]
+            np.cumsum(sums, out=sums)
+            sums *= np.uint64(power)
+            sums += np.uint64(carry)
+            spaces = np.flatnonzero(part == _SPACE)
+            before = np.concatenate([np.array([carry], np.uint64), sums])
+            ends.append(before[spaces])
+            begins.append(sums[spaces])
+            scales.append(self._inverses[spaces + 1] * np.uint64(inverse))
+            carry = int(sums[-1])
+            power = power * pow(_BASE, len(part), 1 << 64) & _MASK64
+            inverse = inverse * pow(_INVERSE, len(part), 1 << 64) & _MASK64
+        ends.append(np.array([carry], np.uint64))
+        if not is_first:
+            # The first space ends the word that the piece before it has already ended.
+            ends[0] = ends[0][1:]
+        return (
+            np.concatenate(begins),
+            np.concatenate(scales),
+            np.concatenate(ends),
+            carry,
+            power,
+            inverse,
+        )
+
+
+def _normalised_pieces(text: str) -> Iterator[bytes]:
+    """Cut a text between words and return the pieces' lower-cased words with single spaces."""
+    begin = 0
+    while begin < len(text):
+        end = begin + _PIECE_CHARACTERS
+        if end < len(text):
+            gap = _WHITESPACE.search(text, end)
+            end = gap.start() if gap else len(text)
+        words = text[begin:end].lower().split()
+        if words:
+            yield " ".join(words).encode("utf-8", "surrogatepass")
+        begin = end
+
+
+def _powers(base: int) -> Hashes:
+    powers = np.full(_POWERS_BYTES + 1, base, np.uint64)
+    powers[0] = 1
+    return np.multiply.accumulate(powers)
+
+
+def _mix(state: Hashes) -> Hashes:
+    """Return hashes whose every bit depends on every bit: SplitMix64's finaliser."""
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: Hashes = state ^ (state >> np.uint64(31))
+    return mixed

@@ -1,0 +1,71 @@
+"""Corpora with known duplicates, and short ways to deduplicate them."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from megatron_deberta.deduplicate.pipeline import deduplicate
+from megatron_deberta.deduplicate.settings import Settings
+from megatron_deberta.preprocess.reading import ReadOptions
+from megatron_deberta.preprocess.sources import find_sources
+from tests.support.machine_text import documents
+
+
+def distinct_texts(count: int) -> list[str]:
+    """Texts of 120 real words in random order, so that no two are alike."""
+    words = " ".join(documents()).split()
+    return [" ".join(random.Random(number).sample(words, 120)) for number in range(count)]
+
+
+def edited(text: str, share: float, seed: int = 0) -> str:
+    """Replace a share of a text's words."""
+    draw = random.Random(seed)
+    words = text.split()
+    for place in draw.sample(range(len(words)), round(share * len(words))):
+        words[place] = f"w{draw.randrange(10**6)}"
+    return " ".join(words)
+
+
+def write_jsonl(path: Path, records: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def make_corpus(folder: Path) -> list[str]:
+    """Three files of 240 documents: 40 exact copies, 40 near ones, 20 too far, 140 originals."""
+    originals = distinct_texts(140)
+    copies = [
+        *(text.upper() for text in originals[:40]),
+        *(edited(text, 0.02, n) for n, text in enumerate(originals[40:80])),
+        *(edited(text, 0.2, n) for n, text in enumerate(originals[80:100])),
+    ]
+    kinds = ["exact"] * 40 + ["near"] * 40 + ["far"] * 20
+    records = [{"id": f"o{n}", "kind": "", "text": text} for n, text in enumerate(originals)]
+    records += [
+        {"id": f"c{n}", "kind": kind, "text": text}
+        for n, (kind, text) in enumerate(zip(kinds, copies, strict=True))
+    ]
+    random.Random(1).shuffle(records)
+    return [write_jsonl(folder / f"part-{part}.jsonl", records[part::3]) for part in range(3)]
+
+
+def run(inputs: list[str], output: Path, **options: Any) -> dict[str, Any]:
+    """Deduplicate with the default settings."""
+    settings = options.pop("settings", Settings())
+    return deduplicate(find_sources(inputs), output, settings, ReadOptions(), **options)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
