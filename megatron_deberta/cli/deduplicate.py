@@ -25,6 +25,7 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from megatron_deberta.cli.text_input import add_input_arguments, read_options
 from megatron_deberta.deduplicate.estimate import estimate
@@ -32,7 +33,7 @@ from megatron_deberta.deduplicate.output import SUFFIXES
 from megatron_deberta.deduplicate.pipeline import deduplicate
 from megatron_deberta.deduplicate.progress import StageDisplay
 from megatron_deberta.deduplicate.settings import Settings
-from megatron_deberta.errors import EXIT_DONE, EXIT_FAILURE, ConfigError
+from megatron_deberta.errors import EXIT_DONE, EXIT_FAILURE
 from megatron_deberta.preprocess.records import EMPTY
 from megatron_deberta.preprocess.sources import find_sources
 
@@ -54,6 +55,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--exact-only", action="store_true", help="keep near duplicates; much less work"
     )
+    add_work_arguments(parser)
+    parser.add_argument(
+        "--plan", action="store_true", help="print time, disk and memory instead of working"
+    )
+
+
+def add_work_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare how the work is done and written, as ``split`` wants it too."""
     parser.add_argument(
         "--compress",
         choices=sorted(SUFFIXES),
@@ -62,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--workers",
-        type=int,
+        type=_whole_number,
         default=len(os.sched_getaffinity(0)),
         metavar="N",
         help="worker processes; 0 works in this one (default: the CPU cores, %(default)s here)",
@@ -76,15 +85,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: %(default)s)",
     )
     parser.add_argument("--force", action="store_true", help="replace an existing folder")
-    parser.add_argument(
-        "--plan", action="store_true", help="print time, disk and memory instead of working"
-    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Deduplicate, and say what was removed."""
-    if args.workers < 0:
-        raise ConfigError(f"--workers {args.workers}: must be 0 or more")
     settings = Settings(threshold=args.threshold, ngram=args.ngram, exact_only=args.exact_only)
     options = read_options(args)
     sources = find_sources(args.input, file_format=args.format, text_mode=args.text_mode)
@@ -102,13 +106,18 @@ def run(args: argparse.Namespace) -> int:
             force=args.force,
             advance=display.advance,
         )
-    removed, quarantined = summary["removed"], summary["quarantined"]
-    documents = summary["documents"]
+    removed = summary["removed"]
     print(
-        f"{args.output}: {documents:,} documents = {summary['kept']:,} kept + "
+        f"{args.output}: {summary['documents']:,} documents = {summary['kept']:,} kept + "
         f"{removed['exact']:,} exact + {removed['near']:,} near duplicates + "
-        f"{sum(quarantined.values()):,} quarantined"
+        f"{sum(summary['quarantined'].values()):,} quarantined"
     )
+    return refuse_many_bad(summary, args)
+
+
+def refuse_many_bad(summary: dict[str, Any], args: argparse.Namespace) -> int:
+    """Return the exit code: 1, with a line that says why, if too many records cannot be used."""
+    quarantined, documents = summary["quarantined"], summary["documents"]
     bad = sum(count for reason, count in quarantined.items() if reason != EMPTY)
     if bad * 100 > documents * args.max_bad_percent:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in quarantined.items())
@@ -120,3 +129,10 @@ def run(args: argparse.Namespace) -> int:
         )
         return EXIT_FAILURE
     return EXIT_DONE
+
+
+def _whole_number(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError("must be 0 or more")
+    return number

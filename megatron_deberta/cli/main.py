@@ -46,6 +46,7 @@ class CommandModule(Protocol):
 COMMANDS: tuple[Command, ...] = (
     Command("train-tokenizer", "train_tokenizer", "learn a vocabulary from text"),
     Command("deduplicate", "deduplicate", "remove documents that repeat others from a corpus"),
+    Command("split", "split", "part a corpus into training and validation documents"),
     Command("preprocess", "preprocess", "turn text into tokenized, memory-mapped shards"),
     Command("inspect", "inspect", "print training samples with their masks"),
     Command("merge", "merge", "put several shards into one"),

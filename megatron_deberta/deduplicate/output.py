@@ -1,18 +1,17 @@
 """The corpus that stays, and the account of what does not.
 
-Owns the last reading of the input, the files of the result, and its appearance under its final
-name. Refuses a result whose documents do not add up.
+Owns the last reading of the input and the files of the result. Refuses a result whose documents do
+not add up.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
-import os
 import shutil
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -26,11 +25,9 @@ from megatron_deberta.deduplicate.sign import map_signature
 from megatron_deberta.deduplicate.units import Record, UnitReader
 from megatron_deberta.deduplicate.work import Work, save_info
 from megatron_deberta.errors import DataError
-from megatron_deberta.files import fsync_path
 from megatron_deberta.preprocess.records import EMPTY
 
 CLUSTERS = "clusters.npy"
-SUMMARY = "summary.json"
 SUFFIXES = {"none": "", "gz": ".gz", "zst": ".zst"}
 
 
@@ -122,36 +119,37 @@ def open_compressed(path: Path, compression: str) -> Iterator[BinaryIO]:
             yield stream
 
 
-def publish(work: Work, output: Path) -> dict[str, Any]:
-    """Put the units' files together under the final name, and return the summary.
-
-    May be killed at any point and called again. An ``output`` that exists is replaced.
+def gather_output(work: Work, staged: Path) -> dict[str, Any]:
+    """Put the units' files together in a folder, and return the summary.
 
     Raises:
-        DataError: the documents do not add up, or the disk is full.
+        DataError: the documents do not add up.
     """
-    staged = work.folder / "output"
-    staged.mkdir(exist_ok=True)
     summary = _summarise(work)
-    for task in range(len(work.units)):
-        part = work.task_folder("write", task) / "kept.jsonl"
-        if work.info("write", task).get("kept") and part.exists():
-            part.rename(staged / f"part-{task:06d}.jsonl{SUFFIXES[work.compression]}")
+    units = len(work.units)
+    take_parts(work, "kept.jsonl", staged)
     for name in ("removed.jsonl", "quarantine.jsonl"):
-        with (staged / name).open("wb") as stream:
-            for task in range(len(work.units)):
-                with (work.task_folder("write", task) / name).open("rb") as part_stream:
-                    shutil.copyfileobj(part_stream, stream)
+        concatenate(
+            [work.task_folder("write", task) / name for task in range(units)], staged / name
+        )
     shutil.copyfile(work.task_folder("resolve", 0) / CLUSTERS, staged / CLUSTERS)
-    (staged / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    for path in staged.iterdir():
-        fsync_path(path)
-    fsync_path(staged)
-    if output.exists():
-        output.rename(work.folder / "replaced")
-    os.rename(staged, output)
-    fsync_path(output.parent)
     return summary
+
+
+def take_parts(work: Work, name: str, folder: Path) -> None:
+    """Move the units' files of documents to their final names; empty ones are left out."""
+    for task in range(len(work.units)):
+        part = work.task_folder("write", task) / name
+        if part.exists() and work.info("write", task).get(Path(name).stem):
+            part.rename(folder / f"part-{task:06d}.jsonl{SUFFIXES[work.compression]}")
+
+
+def concatenate(parts: Sequence[Path], final: Path) -> None:
+    """Write files one behind the other into a new one."""
+    with final.open("wb") as stream:
+        for part in parts:
+            with part.open("rb") as part_stream:
+                shutil.copyfileobj(part_stream, stream)
 
 
 def _summarise(work: Work) -> dict[str, Any]:
@@ -176,5 +174,4 @@ def _summarise(work: Work) -> dict[str, Any]:
         "bands": work.settings.bands,
         "rows": work.settings.rows,
         "sources": [source.name for source in work.sources],
-        "plan_sha256": work.plan_sha256,
     }

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,18 +28,20 @@ from megatron_deberta.deduplicate.compare import (
     num_candidate_tasks,
     verify_pairs,
 )
-from megatron_deberta.deduplicate.output import SUMMARY, publish, write_unit
+from megatron_deberta.deduplicate.output import gather_output, write_unit
 from megatron_deberta.deduplicate.resolve import resolve
 from megatron_deberta.deduplicate.settings import Settings
 from megatron_deberta.deduplicate.sign import sign_unit
 from megatron_deberta.deduplicate.units import UNIT_BYTES, plan_units
 from megatron_deberta.deduplicate.work import StageRunner, Work, begin_work, make_plan
 from megatron_deberta.errors import ConfigError, DataError
+from megatron_deberta.files import fsync_path
 from megatron_deberta.preprocess.reading import ReadOptions
 from megatron_deberta.preprocess.sources import Source
 
 Compression = Literal["none", "gz", "zst"]
 Advance = Callable[[str, int, int], None]
+SUMMARY = "summary.json"
 
 
 def deduplicate(
@@ -78,8 +81,36 @@ def deduplicate(
         DataError: the input cannot be read or holds no document, the disk is full, or a worker
             died.
     """
-    units = plan_units(sources, unit_bytes)
-    plan = make_plan(settings, options, sources, units, compression)
+    plan = make_plan(
+        asdict(settings), options, sources, plan_units(sources, unit_bytes), compression
+    )
+    return fill_folder(output, plan, _run_stages, gather_output, workers, force, advance)
+
+
+def fill_folder(
+    output: Path,
+    plan: bytes,
+    run_stages: Callable[[Work, StageRunner], None],
+    gather: Callable[[Work, Path], dict[str, Any]],
+    workers: int,
+    force: bool,
+    advance: Advance,
+) -> dict[str, Any]:
+    """Do what a plan says, from wherever a killed run left it, and publish the result.
+
+    Args:
+        output: folder that appears when everything is done.
+        plan: see ``make_plan``.
+        run_stages: does all work but the last.
+        gather: puts the result together in a folder and returns its summary.
+        workers: processes.
+        force: replace ``output``.
+        advance: told (stage, tasks, done).
+
+    Raises:
+        ConfigError: ``output`` exists, or unfinished work of another plan does.
+        DataError: the disk is full, or what the stages raise.
+    """
     folder, rubbish = unfinished_folder(output), Path(f"{os.fspath(output)}.done")
     try:
         shutil.rmtree(rubbish, ignore_errors=True)
@@ -89,14 +120,32 @@ def deduplicate(
                 raise ConfigError(f"--output {output}: exists; choose another or add --force")
             with begin_work(folder, plan) as work:
                 with StageRunner(work, workers, advance) as runner:
-                    _run_stages(work, runner)
-                summary = publish(work, output)
+                    run_stages(work, runner)
+                summary = _publish(work, output, gather)
         if folder.exists():
             # Half removed under its own name, it would look like work to go on with.
             folder.rename(rubbish)
             shutil.rmtree(rubbish)
     except OSError as error:
         raise DataError(f"{folder}: {error}; is the disk full?") from error
+    return summary
+
+
+def _publish(
+    work: Work, output: Path, gather: Callable[[Work, Path], dict[str, Any]]
+) -> dict[str, Any]:
+    """Give the result its name; may be killed at any point and called again."""
+    staged = work.folder / "output"
+    staged.mkdir(exist_ok=True)
+    summary = {**gather(work, staged), "plan_sha256": work.plan_sha256}
+    (staged / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    for path in staged.rglob("*"):
+        fsync_path(path)
+    fsync_path(staged)
+    if output.exists():
+        output.rename(work.folder / "replaced")
+    staged.rename(output)
+    fsync_path(output.parent)
     return summary
 
 

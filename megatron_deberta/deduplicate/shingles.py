@@ -27,6 +27,19 @@ _INVERSE = pow(_BASE, -1, 1 << 64)
 _POWERS_BYTES = 1 << 20
 
 
+def digest_of(text: str) -> bytes:
+    """Return the 16-byte digest of a text's lower-cased words with single spaces between them.
+
+    A text without words has none: ``b""``.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    separator = b""
+    for piece in _normalised_pieces(text):
+        digest.update(separator + piece)
+        separator = b" "
+    return digest.digest() if separator else b""
+
+
 class Shingler:
     """Normalises texts and hashes their runs of words.
 

@@ -20,7 +20,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +47,8 @@ class Work:
         folder: made by ``begin_work``.
 
     Attributes:
-        settings: how documents are compared.
-        options: how they are read.
+        parameters: what is to be done, as the command has it.
+        options: how documents are read.
         units: parts of the input.
         sources: files of the input.
         compression: of the files that are written.
@@ -61,11 +61,16 @@ class Work:
         content = (folder / _PLAN).read_bytes()
         self.plan_sha256 = hashlib.sha256(content).hexdigest()
         plan = json.loads(content)
-        self.settings = Settings(**plan["settings"])
+        self.parameters: dict[str, Any] = plan["parameters"]
         self.options = ReadOptions(**{**plan["options"], "keys": tuple(plan["options"]["keys"])})
         self.sources = [Source(**source) for source in plan["sources"]]
         self.units: list[Unit] = [tuple(Piece(**piece) for piece in unit) for unit in plan["units"]]
         self.compression: str = plan["compression"]
+
+    @cached_property
+    def settings(self) -> Settings:
+        """How documents are compared."""
+        return Settings(**self.parameters)
 
     def task_folder(self, stage: str, task: int) -> Path:
         """Where a task's results are once it is done."""
@@ -115,7 +120,7 @@ def save_info(folder: Path, content: dict[str, Any]) -> None:
 
 
 def make_plan(
-    settings: Settings,
+    parameters: dict[str, Any],
     options: ReadOptions,
     sources: Sequence[Source],
     units: Sequence[Unit],
@@ -124,7 +129,7 @@ def make_plan(
     """Return what a run is to do, as JSON; equal plans give equal results."""
     plan = {
         "version": 1,
-        "settings": asdict(settings),
+        "parameters": parameters,
         "options": asdict(options),
         "compression": compression,
         "sources": [asdict(source) for source in sources],
@@ -146,7 +151,7 @@ def begin_work(folder: Path, plan: bytes) -> Iterator[Work]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise DataError(f"{folder}: another deduplicate works there; wait for it") from error
+            raise DataError(f"{folder}: another process works there; wait for it") from error
         path = folder / _PLAN
         if not path.exists():
             write_atomically(path, plan)

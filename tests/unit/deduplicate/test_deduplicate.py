@@ -208,7 +208,7 @@ def test_another_plan_does_not_take_over_unfinished_work(corpus, tmp_path, monke
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("megatron_deberta.deduplicate.pipeline.publish", stop)
+    monkeypatch.setattr("megatron_deberta.deduplicate.pipeline.gather_output", stop)
     with pytest.raises(KeyboardInterrupt):
         run(corpus, tmp_path / "out")
     assert unfinished_folder(tmp_path / "out").exists()
