@@ -74,7 +74,7 @@ class Ours:
 
     def loss(self, batch: StepBatch, step: int) -> Tensor:
         """Mean loss of a target, through the model's own objective."""
-        total, _ = self.model(
+        total, *_ = self.model(
             batch.input_ids,
             torch.ones_like(batch.input_ids, dtype=torch.bool),
             batch.masked_positions,
