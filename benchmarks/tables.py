@@ -29,6 +29,8 @@ from benchmarks.learn import VARIANTS, mean_curves  # noqa: E402
 from megatron_deberta.files import write_atomically  # noqa: E402
 
 UNMEASURED = "unmeasured"
+NOTHING = "Unmeasured.\n"
+"""A table without a result."""
 BLOCK = re.compile(
     r"(<!-- table: (?P<name>[\w-]+) (?P<device>\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL
 )
@@ -101,7 +103,7 @@ def step_summary(device: str) -> str:
               "peak memory, GiB: ours / theirs")  # fmt: skip
     record = load(device, "step")
     if record is None:
-        return markdown(header, [(f"on {device}", UNMEASURED, UNMEASURED)])
+        return NOTHING
     rows = record["results"]
     return markdown(
         header,
@@ -120,7 +122,7 @@ def step(device: str) -> str:
               "peak memory, GiB")  # fmt: skip
     record = load(device, "step")
     if record is None:
-        return markdown(header, [(UNMEASURED, *[""] * 6)])
+        return NOTHING
     cells = []
     for row in record["results"]:
         for name, side in row["sides"].items():
@@ -150,7 +152,7 @@ def _sides_at_work(device: str, file_name: str) -> str:
               "attention / FFN / head / optimizer, %")  # fmt: skip
     record = load(device, file_name)
     if record is None:
-        return markdown(header, [(UNMEASURED, *[""] * 8)])
+        return NOTHING
     cells = []
     for row in record["results"]:
         for name, side in row["sides"].items():
@@ -179,7 +181,7 @@ def learning(device: str) -> str:
     header = ("step", "tokens", "ours", "transformers")
     record = load(device, "learning")
     if record is None:
-        return markdown(header, [(UNMEASURED, "", "", "")])
+        return NOTHING
     theirs = {point["step"]: point["loss"] for point in record["huggingface"]}
     ours = {point["step"]: point for point in record["ours"]}
     rows = [
@@ -197,7 +199,7 @@ def learn(device: str) -> str:
               "paper: MNLI-m/mm", "SQuAD 1.1 F1/EM", "SQuAD 2.0 F1/EM", "RACE")  # fmt: skip
     record = load(device, "learn")
     if record is None:
-        return markdown(header, [(UNMEASURED, *[""] * 8)])
+        return NOTHING
     curves = dict(mean_curves(record))
     final = {
         name: points[-1][1] for name, points in curves.items() if points[-1][0] == record["steps"]
