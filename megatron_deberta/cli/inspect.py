@@ -1,10 +1,17 @@
-"""Show training samples with their masks, and what the masks are like on average.
+"""Show training samples with their masks, or statistics of shards.
 
+`inspect data` prints samples, and what the masks are like on average. `inspect shards` prints how
+many documents, sequences and tokens there are, how long documents are (numbers, and a picture
+with --plot), how full rows are in each packing, which pieces are most frequent, and beginnings of
+documents.
+
+Examples:
   megatron-deberta inspect data RUN.yaml [section.key=value ...]
   megatron-deberta inspect data --prefix SHARD --tokenizer DIR
+  megatron-deberta inspect shards shards/*.idx --sequence-length 512 --plot lengths.png
 
-In the text, {cat>[MASK]} is a masked piece, {cat>dog} one replaced at random, {cat=} one that is
-predicted but stays as it is.
+In the text of samples, {cat>[MASK]} is a masked piece, {cat>dog} one replaced at random, {cat=} one
+that is predicted but stays as it is.
 """
 
 from __future__ import annotations
@@ -15,6 +22,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from megatron_deberta.cli.inspect_shards import add_shard_statistics_arguments, inspect_shards
 from megatron_deberta.config import RunConfig, load_config
 from megatron_deberta.data.build import open_corpora, tokenizer_path, training_rows
 from megatron_deberta.data.masking import MaskedRows, Masker
@@ -31,9 +39,12 @@ _WORD_MARKS = "\u2581\u0120"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("what", choices=["data"], help="what to look into")
+    parser.add_argument("what", choices=["data", "shards"], help="what to look into")
     parser.add_argument(
-        "run", nargs="*", metavar="RUN.yaml", help="run file, then section.key=value overrides"
+        "run",
+        nargs="*",
+        metavar="RUN.yaml",
+        help="data: run file, then section.key=value overrides; shards: the shards",
     )
     parser.add_argument("--prefix", action="append", default=[], help="shard instead of a run")
     parser.add_argument("--tokenizer", default="", help="tokenizer; default: the shards' own")
@@ -42,12 +53,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--statistics", type=int, default=1000, help="samples averaged over (default 1000)"
     )
+    add_shard_statistics_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print samples and averages."""
     if args.num_samples < 0 or args.first_sample < 0 or args.statistics < 0:
         raise ConfigError("--num-samples, --first-sample and --statistics must not be negative")
+    if args.what == "shards":
+        return inspect_shards(args)
     config = _config(args)
     tokenizer = load_tokenizer(tokenizer_path(config))
     vocabulary = Vocabulary.of(tokenizer)

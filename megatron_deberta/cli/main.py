@@ -48,7 +48,9 @@ COMMANDS: tuple[Command, ...] = (
     Command("deduplicate", "deduplicate", "remove documents that repeat others from a corpus"),
     Command("split", "split", "part a corpus into training and validation documents"),
     Command("preprocess", "preprocess", "turn text into tokenized, memory-mapped shards"),
-    Command("inspect", "inspect", "print training samples with their masks"),
+    Command(
+        "inspect", "inspect", "print training samples with their masks, or statistics of shards"
+    ),
     Command("merge", "merge", "put several shards into one"),
     Command("verify", "verify", "check shards for damage"),
     Command("pretrain", "pretrain", "train, as one rank of a run or alone"),

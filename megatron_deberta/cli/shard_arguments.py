@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_deberta.errors import ConfigError
@@ -34,13 +35,21 @@ def add_jobs_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def shard_names(args: argparse.Namespace) -> list[str]:
-    """Return the prefixes that the arguments name, each once, in order.
+    """Return the prefixes that ``add_shard_arguments`` took; see ``prefixes_of``."""
+    return prefixes_of([*args.prefix, *args.shards])
+
+
+def prefixes_of(given: Sequence[str]) -> list[str]:
+    """Return the prefixes of shards, each once, in order.
+
+    Args:
+        given: prefixes, names of a shard's files, or folders of shards.
 
     Raises:
-        ConfigError: none is named, or a folder holds none.
+        ConfigError: none is given, or a folder holds none.
     """
     names: list[str] = []
-    for name in [*args.prefix, *args.shards]:
+    for name in given:
         if os.path.isdir(name):
             found = sorted(str(path) for path in Path(name).glob("*.idx"))
             if not found:

@@ -75,6 +75,16 @@ def test_inspect_reads_a_run(shard, tmp_path, capsys):
     assert "training: 72 documents" in capsys.readouterr().out
 
 
+def test_inspect_shards_decodes(shard, capsys):
+    assert main(["inspect", "shards", shard, "--num-samples", "1", "--top", "2"]) == 0
+    output = capsys.readouterr().out
+    # This backend has no decoder, so the marks of words' begins stay.
+    assert f"document 0 (9 tokens):\n  {TEXT[0]}\n" in output.replace("\u2581", "")
+    assert re.search(r"most frequent of 680 tokens \(\d+ of 84 ids come\)", output)
+    assert re.search(r"^ +\d+ +\d+\.\d{3}%  '\u2581?\w+'$", output, re.M)
+    assert "unknown: 0.0000%" in output
+
+
 def test_inspect_refuses(shard, tmp_path, capsys):
     assert main(["inspect", "data"]) == 2
     assert "give a run file, or --prefix" in capsys.readouterr().err
