@@ -55,6 +55,9 @@ COMMANDS: tuple[Command, ...] = (
     Command("verify", "verify", "check shards for damage"),
     Command("pretrain", "pretrain", "train, as one rank of a run or alone"),
     Command("submit", "submit", "queue a run on a SLURM cluster"),
+    Command("status", "status", "show the whole chain of a run's jobs"),
+    Command("logs", "logs", "print or follow a rank's log"),
+    Command("cancel", "cancel", "end a run's chain of jobs"),
     Command("convert", "convert", "export to Hugging Face format, or import a release"),
     Command("fill-mask", "fill_mask", "predict the [MASK]s of a text"),
 )

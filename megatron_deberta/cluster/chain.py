@@ -101,6 +101,11 @@ class Chain:
         ends = [record for record in records if record["event"] == "end"]
         return "" if not ends or ends[-1]["goes_on"] else str(ends[-1]["reason"])
 
+    def is_running(self) -> bool:
+        """Whether the newest link has begun and not said how it ended."""
+        records = [r for r in self.current() if r["event"] in ("start", "end")]
+        return bool(records) and records[-1]["event"] == "start"
+
     def decide(self, code: int) -> Decision:
         """What follows a link whose ranks ended with this code.
 

@@ -149,7 +149,7 @@ class Link:
         others = [job for job in submitted_jobs(self._chain) if job != self._job]
         for job in others:
             try:
-                slurm.call(["scancel", "--state=PENDING", job])
+                slurm.cancel_pending(job)
             except slurm.SlurmError as error:
                 logger.warning("%s", error)
 

@@ -54,3 +54,16 @@ def job_state(job: str) -> str:
     except SlurmError:
         return ""
     return next((item[9:] for item in text.split() if item.startswith("JobState=")), "")
+
+
+def cancel_pending(job: str) -> None:
+    """Take a job out of the queue, if it still waits there.
+
+    Raises:
+        SlurmError: SLURM refuses.
+    """
+    try:
+        call(["scancel", "--state=PENDING", job])
+    except SlurmError as error:
+        if "Invalid job id" not in str(error):
+            raise

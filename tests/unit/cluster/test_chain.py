@@ -76,10 +76,13 @@ def test_progress_starts_the_count_anew_and_lost_links_count(tmp_path: Path) -> 
 def test_cancelled(tmp_path: Path) -> None:
     chain = Chain(tmp_path)
     chain.append("submit")
+    assert not chain.is_running()
     begin(chain)
     chain.append("cancel")
+    assert chain.is_running()
     assert finish(chain, 75) == (False, 0, "cancelled")
     assert chain.is_over() == "cancelled"
+    assert not chain.is_running()
 
 
 def test_torn_lines_are_left_out(tmp_path: Path) -> None:

@@ -1,0 +1,70 @@
+"""Print a rank's log, and follow it from link to link.
+
+megatron-deberta logs -f RUN_DIR --rank 3
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_deberta.cluster.chain import Chain
+from megatron_deberta.cluster.submission import LOGS
+from megatron_deberta.errors import EXIT_DONE, ConfigError
+
+POLL_SECONDS = 0.5
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="folder of the run")
+    parser.add_argument("--rank", type=int, default=0, help="whose log; default: 0")
+    parser.add_argument("--all-links", action="store_true", help="from the chain's first link on")
+    parser.add_argument("-f", "--follow", action="store_true", help="go on until the chain is over")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print it."""
+    folder = Path(args.run_dir) / LOGS
+    if not link_logs(folder, args.rank) and not args.follow:
+        raise ConfigError(f"{folder}: no log of rank {args.rank}; submit the run, or wait for it")
+    for text in read(args.run_dir, args.rank, follow=args.follow, all_links=args.all_links):
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    return EXIT_DONE
+
+
+def link_logs(folder: Path, rank: int) -> list[Path]:
+    """Logs of a rank, one a link, in the order of the links."""
+    found = folder.glob(f"*.*/rank_{rank}.log")
+    return sorted(found, key=lambda path: tuple(map(int, path.parent.name.split("."))))
+
+
+def read(run_dir: str, rank: int, *, follow: bool, all_links: bool) -> Iterator[str]:
+    """Yield the text of logs, and with ``follow`` what comes until the chain is over."""
+    folder, chain = Path(run_dir) / LOGS, Chain(run_dir)
+    current: Path | None = None
+    position = 0
+    while True:
+        # Both before reading, so that what a link wrote to its very end is read.
+        over = bool(chain.is_over()) and not chain.is_running()
+        logs = link_logs(folder, rank)
+        if current is None and logs:
+            current = logs[0 if all_links else -1]
+        if current is not None:
+            with current.open("rb") as stream:
+                stream.seek(position)
+                text = stream.read()
+            position += len(text)
+            yield text.decode(errors="replace")
+            later = logs[logs.index(current) + 1 :]
+            if later:
+                current, position = later[0], 0
+                yield f"== {current}\n"
+                continue
+        if over or not follow:
+            return
+        time.sleep(POLL_SECONDS)

@@ -1,0 +1,174 @@
+"""One view of a run's whole chain: what SLURM says, how far it is, how fast, and what went wrong.
+
+Owns the gathering. Refuses to print: ``cli/status.py`` does.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_deberta.cluster import slurm
+from megatron_deberta.cluster.chain import Chain
+from megatron_deberta.cluster.link import submitted_jobs
+from megatron_deberta.cluster.run_lock import newest_lock, read_lock
+from megatron_deberta.config.yaml_reader import read_yaml
+from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
+
+RECENT_RECORDS = 20
+"""Metric records over which the present speed is taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkStatus:
+    """One link: one start of a job."""
+
+    name: str
+    """The job's number and its restarts."""
+    nodes: str
+    """Where it ran."""
+    first_step: int
+    """Newest committed step when it began."""
+    last_step: int | None
+    """The same when it ended; None while it runs, or if it ended without a word."""
+    seconds: float | None
+    """How long it took."""
+    outcome: str
+    """Why it ended, in words."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunStatus:
+    """A run's chain."""
+
+    run_dir: str
+    state: str
+    """``RUNNING``, ``PENDING (reason)`` or another of SLURM's words; ``not queued``."""
+    jobs: tuple[str, ...]
+    """Jobs that SLURM knows of."""
+    holder: str
+    """Who trains in the folder; empty: nobody."""
+    step: int
+    """Last step in the metrics."""
+    committed_step: int
+    """Newest checkpoint."""
+    target_step: int
+    """Where the run ends."""
+    loss: float | None
+    tokens_per_second: float | None
+    seconds_left: float | None
+    """Until the target, at the speed of the chain as a whole: with queueing, starting, saving."""
+    links: tuple[LinkStatus, ...]
+    over: str
+    """Why nothing follows; empty while something does."""
+
+
+def gather(run_dir: str | os.PathLike[str]) -> RunStatus:
+    """Gather all there is to know.
+
+    Args:
+        run_dir: folder of the run.
+
+    Raises:
+        ConfigError, DataError: a file of the folder is damaged.
+    """
+    folder = Path(run_dir)
+    chain = Chain(folder)
+    metrics = folder / FILE_NAME
+    records = [r for r in read_metrics(metrics) if r["kind"] == "train"] if metrics.exists() else []
+    last = records[-1] if records else {}
+    lock = newest_lock(folder / "lock")
+    holder = read_lock(lock) if lock is not None else None
+    state, jobs = queue_state(submitted_jobs(chain))
+    links = link_statuses(chain.current())
+    step, target = int(last.get("step", 0)), target_step(folder)
+    return RunStatus(
+        run_dir=str(run_dir),
+        state=state,
+        jobs=jobs,
+        holder="" if holder is None or holder.released else str(holder),
+        step=step,
+        committed_step=chain.committed_step(),
+        target_step=target,
+        loss=last.get("loss"),
+        tokens_per_second=last.get("tokens_per_second"),
+        seconds_left=seconds_left(chain.current(), records, target),
+        links=links,
+        over=chain.is_over(),
+    )
+
+
+def queue_state(jobs: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+    """What SLURM says of the chain's jobs: of one that runs, or else of the first that waits."""
+    found = {}
+    for job in jobs:
+        try:
+            line = slurm.call(["squeue", "--noheader", "--jobs", job, "--format=%T %r"]).strip()
+        except slurm.SlurmError as error:
+            if "Invalid job id" not in str(error):
+                return f"unknown ({error})", ()
+            continue
+        if line:
+            state, _, reason = line.partition(" ")
+            found[job] = f"{state} ({reason})" if state == "PENDING" else state
+    running = [state for state in found.values() if not state.startswith("PENDING")]
+    return next(iter([*running, *found.values()]), "not queued"), tuple(found)
+
+
+def link_statuses(records: Sequence[Mapping[str, Any]]) -> tuple[LinkStatus, ...]:
+    """The links of a chain, in order."""
+    ends = {record["link"]: record for record in records if record["event"] == "end"}
+    starts = [record for record in records if record["event"] == "start"]
+    links = []
+    for number, start in enumerate(starts):
+        end = ends.get(start["link"])
+        if end is not None:
+            outcome = str(end["reason"])
+        else:
+            newest = number == len(starts) - 1
+            outcome = "running" if newest else "lost: its node or its job was killed"
+        links.append(
+            LinkStatus(
+                name=start["link"],
+                nodes=start["nodes"],
+                first_step=start["step"],
+                last_step=None if end is None else end["step"],
+                seconds=None if end is None else end["time"] - start["time"],
+                outcome=outcome,
+            )
+        )
+    return tuple(links)
+
+
+def target_step(folder: Path) -> int:
+    """Where the run ends, from its resolved configuration; 0 before it has one."""
+    path = folder / "config.yaml"
+    if not path.exists():
+        newest = max((folder / "submissions").glob("*/run.yaml"), default=None)
+        if newest is None:
+            return 0
+        path = newest
+    train = read_yaml(path).get("train", {})
+    return int(train.get("stop_after") or train.get("steps") or 0)
+
+
+def seconds_left(
+    chain: Sequence[Mapping[str, Any]], records: Sequence[Mapping[str, Any]], target: int
+) -> float | None:
+    """Time to the target; None without records.
+
+    A chain of several links goes on at its pace so far, from the first start to the last committed
+    end: queueing, starting and lost steps included. A first link goes on at its present speed.
+    """
+    if not records or target <= 0:
+        return None
+    left = max(0, target - int(records[-1]["step"]))
+    starts = [record for record in chain if record["event"] == "start"]
+    if len(starts) > 1 and starts[-1]["step"] > starts[0]["step"]:
+        pace = (starts[-1]["time"] - starts[0]["time"]) / (starts[-1]["step"] - starts[0]["step"])
+        return float(left * pace)
+    recent = [r["seconds_left"] for r in records[-RECENT_RECORDS:] if r.get("seconds_left")]
+    return float(recent[-1]) if recent else None

@@ -1,0 +1,223 @@
+"""The long version of these tests: many faults, each with its seed, one line of JSON a case.
+
+python -m tests.slurm.campaign node-kill=10 chain=1 double-launch=50
+
+Appends to ``--output`` and skips the seeds that are there, so it can be stopped and started again;
+``--summary`` prints the table of docs/slurm.md. A case that fails is recorded, ends the campaign,
+and is repeated by the command in its line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.provenance import provenance
+from megatron_deberta.cluster.run_lock import RunLock
+from megatron_deberta.data.ledger import read_ledger
+from tests.slurm.chains import SubmittedRun, submit
+from tests.slurm.virtual_cluster import VirtualCluster, wait_until
+from tests.support.jobs import losses, prepare, run_to_end, start
+
+OUTPUT = Path(__file__).parents[2] / "benchmarks" / "results" / "cpu" / "slurm_campaign.jsonl"
+KILL_STEPS = ("train.stop_after=60", "train.eval_every=0", "data.num_workers=0")
+ENDLESS = (
+    "train.steps=1000000", "optimizer.schedule=constant", "train.eval_every=0",
+    "checkpoint.save_every=20", "data.num_workers=0",
+)  # fmt: skip
+PLAIN = ("precision.engine=plain", "train.eval_every=0", "data.num_workers=0")
+
+
+class Campaign:
+    """Cases and what they share: a corpus, a cluster, unbroken runs to compare with.
+
+    Args:
+        folder: for everything; removed by the caller.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "corpus").mkdir()
+        self.run_yaml = prepare(folder / "corpus")
+        self._cluster: VirtualCluster | None = None
+
+    def cluster(self) -> VirtualCluster:
+        """Four nodes, started when first wanted."""
+        if self._cluster is None:
+            (self.folder / "c").mkdir()
+            self._cluster = VirtualCluster(self.folder / "c").__enter__()
+        return self._cluster
+
+    def close(self) -> None:
+        """End the cluster."""
+        if self._cluster is not None:
+            self._cluster.__exit__()
+
+    def node_kill(self, seed: int) -> dict[str, Any]:
+        """A random node of a run dies at a random step; the run finishes on the others."""
+        draw, cluster = random.Random(seed), self.cluster()
+        reference = self.folder / "unbroken60"
+        if not reference.exists():
+            run_to_end(self.run_yaml, reference, 2, *KILL_STEPS)
+        run = submit(cluster, self.run_yaml, self.folder / f"kill{seed}", *KILL_STEPS, nodes=2)
+        at = draw.randint(8, 45)
+        run.wait_for_step(at)
+        nodes = cluster.run("scontrol", "show", "hostnames", cluster.job(run.jobs[0])["NodeList"])
+        victim = draw.choice(nodes.split())
+        began = time.monotonic()
+        cluster.kill_node(victim)
+        run.wait(lambda: len(run.events("start")) > 1, "requeue", 180)
+        requeued = time.monotonic() - began
+        cluster.start_node(victim)
+        state = run.wait_for_end()
+        same = losses(run.run_dir) == losses(reference)
+        ledger = read_ledger(run.run_dir / "ledger") == read_ledger(reference / "ledger")
+        wait_until(lambda: set(cluster.states().values()) == {"IDLE"}, 120, "idle nodes")
+        return {
+            "ok": state == "COMPLETED" and same and ledger and victim not in _nodes_of(run),
+            "state": state, "victim": victim, "at_step": at, "requeued_seconds": round(requeued, 1),
+            "losses_equal": same, "ledger_equal": ledger,
+        }  # fmt: skip
+
+    def chain(self, seed: int) -> dict[str, Any]:
+        """Five links, each ended by the time limit's signal, beside an unbroken run."""
+        cluster = self.cluster()
+        unbroken = submit(cluster, self.run_yaml, self.folder / f"unbroken{seed}", *ENDLESS)
+        limited = submit(
+            cluster, self.run_yaml, self.folder / f"limited{seed}", *ENDLESS,
+            time_limit_minutes=2, signal_seconds=30,
+        )  # fmt: skip
+        limited.wait(lambda: len(limited.events("start")) == 5, "five links", 900)
+        limited.wait_for_step(limited.events("start")[-1]["step"] + 10)
+        (limited.run_dir / "stop").touch()
+        state = limited.wait_for_end()
+        ours = losses(limited.run_dir)
+        unbroken.wait_for_step(len(ours))
+        (unbroken.run_dir / "stop").touch()
+        unbroken.wait_for_end()
+        same = ours == losses(unbroken.run_dir)[: len(ours)]
+        codes = [end["code"] for end in limited.events("end")]
+        return {
+            "ok": state == "COMPLETED" and same and codes == [75, 75, 75, 75, 0],
+            "state": state, "codes": codes, "losses_equal": same, "steps": len(ours),
+            "link_steps": [begin["step"] for begin in limited.events("start")],
+        }  # fmt: skip
+
+    def double_launch(self, seed: int) -> dict[str, Any]:
+        """Two starts on one folder; then the winner is killed, and the folder is free."""
+        draw = random.Random(seed)
+        run_dir = self.folder / f"double{seed}"
+        first = start(self.run_yaml, run_dir, 1, *PLAIN)
+        time.sleep(draw.choice((0.0, 0.0, 0.05, 0.5, 2.0)))
+        began = time.monotonic()
+        second = start(self.run_yaml, run_dir, 1, *PLAIN)
+        ranks = [first.ranks[0], second.ranks[0]]
+        wait_until(lambda: any(rank.poll() is not None for rank in ranks), 60, "a loser")
+        seconds = time.monotonic() - began
+        loser, winner = sorted(ranks, key=lambda rank: rank.poll() is None)
+        named = f"in use by process {winner.pid} on "
+        told = named in first.output()
+        alone = winner.poll() is None
+        winner.kill()
+        killed = time.monotonic()
+        winner.wait()
+        with RunLock(run_dir):
+            freed = time.monotonic() - killed
+        return {
+            "ok": loser.returncode == 2 and told and alone and seconds <= 10 and freed <= 5,
+            "loser_code": loser.returncode, "named": told, "one_winner": alone,
+            "loser_seconds": round(seconds, 2), "freed_seconds": round(freed, 3),
+        }  # fmt: skip
+
+
+def _nodes_of(run: SubmittedRun) -> str:
+    return run.cluster.run("scontrol", "show", "hostnames", run.events("start")[-1]["nodes"])
+
+
+@contextmanager
+def campaign() -> Iterator[Campaign]:
+    """A campaign in a folder of its own, short enough for socket names."""
+    folder = Path(tempfile.mkdtemp(prefix="cmp."))
+    running = Campaign(folder)
+    try:
+        yield running
+    finally:
+        running.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """All cases so far."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def summary(lines: list[dict[str, Any]]) -> str:
+    """n/N by case, as a Markdown table."""
+    rows = ["| case | passed | slowest |", "|---|---|---|"]
+    for case in sorted({line["case"] for line in lines}):
+        of_case = [line for line in lines if line["case"] == case]
+        passed = sum(line["ok"] for line in of_case)
+        slowest = ", ".join(
+            f"{key} {max(line[key] for line in of_case)}"
+            for key in sorted(of_case[0])
+            if re.fullmatch(r"\w+_seconds", key)
+        )
+        rows.append(f"| {case} | {passed}/{len(of_case)} | {slowest} |")
+    return "\n".join(rows)
+
+
+def main() -> int:
+    """Run what is missing."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("cases", nargs="*", metavar="CASE=COUNT")
+    parser.add_argument("--seed", type=int, default=0, help="first seed")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no case after so long")
+    parser.add_argument("--output", type=Path, default=OUTPUT)
+    parser.add_argument("--summary", action="store_true", help="print the table and stop")
+    args = parser.parse_args()
+    if args.summary:
+        print(summary(read_lines(args.output)))
+        return 0
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    # So that no daemon is left behind.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    end = time.monotonic() + args.seconds
+    with campaign() as running:
+        for item in args.cases:
+            case, _, count = item.partition("=")
+            function: Callable[[int], dict[str, Any]] = getattr(running, case.replace("-", "_"))
+            for seed in range(args.seed, args.seed + int(count)):
+                done = {(line["case"], line["seed"]) for line in read_lines(args.output)}
+                if (case, seed) in done:
+                    continue
+                if time.monotonic() > end:
+                    return 0
+                began = time.monotonic()
+                outcome = function(seed)
+                line = {
+                    "case": case, "seed": seed, **outcome,
+                    "duration_seconds": round(time.monotonic() - began, 1),
+                    "command": f"python -m tests.slurm.campaign {case}=1 --seed {seed}",
+                    **provenance(),
+                }  # fmt: skip
+                with args.output.open("a") as stream:
+                    stream.write(json.dumps(line) + "\n")
+                print(json.dumps(line), flush=True)
+                if not outcome["ok"]:
+                    return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""Runs submitted to a virtual cluster, and what can be asked and seen of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_deberta.cluster.chain import Chain
+from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
+from tests.slurm.virtual_cluster import VirtualCluster, wait_until
+from tests.support.jobs import ROOT
+
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
+TIMEOUT = 240.0
+PROFILE = {
+    "dtypes": ["fp32"],
+    "memory_gib_per_node": 1,
+    "rendezvous_interface": "lo",
+    "exit_wait_seconds": 20,
+    "environment": {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+}
+
+
+def command(cluster: VirtualCluster, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run ``megatron-deberta`` as a user of the cluster does."""
+    return subprocess.run(
+        [sys.executable, "-m", "megatron_deberta", *arguments],
+        env={**cluster.environment, "PYTHONPATH": str(ROOT)},
+        cwd=cluster.folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@dataclass
+class SubmittedRun:
+    """A run whose chain is queued or over."""
+
+    cluster: VirtualCluster
+    run_dir: Path
+    jobs: list[int]
+
+    def state(self) -> str:
+        """SLURM's word for the first job."""
+        return self.cluster.job(self.jobs[0])["JobState"]
+
+    def steps(self) -> int:
+        """Last step in the metrics."""
+        path = self.run_dir / FILE_NAME
+        return max((r["step"] for r in read_metrics(path)), default=0) if path.exists() else 0
+
+    def wait(self, condition: Callable[[], bool], what: str, seconds: float = TIMEOUT) -> None:
+        """Wait; the chain must not end before, unless that is what is waited for."""
+        try:
+            wait_until(condition, seconds, what)
+        except TimeoutError as error:
+            raise TimeoutError(f"{error}\n{self.story()}") from None
+
+    def wait_for_step(self, step: int) -> None:
+        """Return once a step is in the metrics."""
+        self.wait(lambda: self.steps() >= step or self.state() in ENDED, f"step {step}")
+        assert self.steps() >= step, self.story()
+
+    def wait_for_end(self) -> str:
+        """SLURM's word for the end of the first job."""
+        self.wait(lambda: self.state() in ENDED, "the end")
+        return self.state()
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        """Lines of the chain's history."""
+        return [record for record in Chain(self.run_dir).records() if record["event"] == kind]
+
+    def status(self) -> dict[str, Any]:
+        """What ``megatron-deberta status --json`` says."""
+        done = command(self.cluster, "status", str(self.run_dir), "--json")
+        assert done.returncode == 0, done.stderr
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+
+    def story(self) -> str:
+        """Everything that helps to understand a failure."""
+        parts = [self.cluster.run("scontrol", "show", "job", check=False)]
+        for path in (self.run_dir / "chain.jsonl", *sorted(self.run_dir.rglob("*.log"))):
+            if path.exists():
+                lines = path.read_text(errors="replace").splitlines()
+                parts.append(f"== {path}\n" + "\n".join(lines[-12:]))
+        return "\n".join(parts)
+
+
+def submit(
+    cluster: VirtualCluster,
+    run_yaml: Path,
+    run_dir: Path,
+    *overrides: str,
+    nodes: int = 1,
+    links: int = 1,
+    **profile: object,
+) -> SubmittedRun:
+    """Submit a run of two ranks; ``profile`` overrides the cluster's."""
+    values = {"ranks_per_node": 2 // nodes, **PROFILE, **profile}
+    file = run_dir.parent / f"{run_dir.name}.cluster.yaml"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(values))
+    done = command(
+        cluster, "submit", str(run_yaml), "--cluster", str(file), "--nodes", str(nodes),
+        "--links", str(links), f"train.run_dir={run_dir}", *overrides,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    numbers = done.stdout.removeprefix("submitted ").partition(";")[0]
+    return SubmittedRun(cluster, run_dir, [int(number) for number in numbers.split(", ")])

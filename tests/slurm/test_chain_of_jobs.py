@@ -1,0 +1,140 @@
+"""Runs on a real SLURM of four nodes: ended by nobody, by a node, by the clock, by themselves.
+
+All are submitted at once, because most of their time is SLURM's: nodes fall silent, limits pass.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from megatron_deberta.checkpoint.layout import committed_steps
+from tests.slurm.chains import SubmittedRun, command, submit
+from tests.slurm.virtual_cluster import VirtualCluster
+from tests.support.jobs import ROOT, losses
+
+STEPS = 60
+ENDLESS = (
+    "train.steps=1000000", "optimizer.schedule=constant", "train.eval_every=0",
+    "checkpoint.save_every=20", "data.num_workers=0",
+)  # fmt: skip
+ON_NODE4 = {"exclude": "node1,node2,node3"}
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The same run, four times."""
+
+    unbroken: SubmittedRun
+    killed: SubmittedRun
+    limited: SubmittedRun
+    poisoned: SubmittedRun
+
+
+@pytest.fixture(scope="module")
+def runs(cluster: VirtualCluster, run_yaml: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    folder = tmp_path_factory.mktemp("chains")
+    damaged = folder / "tokenizer"
+    poisoned = submit(
+        cluster, run_yaml, folder / "poisoned", f"tokenizer.path={damaged}", links=2, **ON_NODE4
+    )
+    return Runs(
+        unbroken=submit(cluster, run_yaml, folder / "unbroken", *ENDLESS, **ON_NODE4),
+        killed=submit(
+            cluster, run_yaml, folder / "killed", *ENDLESS, f"train.stop_after={STEPS}",
+            nodes=2, exclude="node4",
+        ),
+        limited=submit(
+            cluster, run_yaml, folder / "limited", *ENDLESS,
+            time_limit_minutes=2, signal_seconds=30, **ON_NODE4,
+        ),
+        poisoned=poisoned,
+    )  # fmt: skip
+
+
+def assert_same_losses(run: SubmittedRun, unbroken: SubmittedRun) -> None:
+    """Bit for bit, and every step once."""
+    ours = losses(run.run_dir)
+    unbroken.wait_for_step(len(ours))
+    assert ours == losses(unbroken.run_dir)[: len(ours)]
+
+
+def test_node_dies_and_the_others_finish(runs: Runs, cluster: VirtualCluster) -> None:
+    run = runs.killed
+    # Beyond the first checkpoint, so that there is something to continue from.
+    run.wait_for_step(25)
+    victim = cluster.job(run.jobs[0])["BatchHost"]
+    assert cluster.kill_node(victim)
+    run.wait(lambda: len(run.events("start")) == 2, "requeue on other nodes", 120)
+    cluster.start_node(victim)
+    assert run.wait_for_end() == "COMPLETED", run.story()
+    first, second = run.events("start")
+    assert second["step"] == 20
+    assert second["nodes"] == "node[2-3]" != first["nodes"]
+    assert len(losses(run.run_dir)) == STEPS
+    assert_same_losses(run, runs.unbroken)
+    status = run.status()
+    assert (status["step"], status["target_step"], status["over"]) == (STEPS, STEPS, "finished")
+    outcomes = [link["outcome"] for link in status["links"]]
+    assert outcomes == ["lost: its node or its job was killed", "finished"]
+    shown = command(cluster, "status", str(run.run_dir)).stdout
+    assert "restarts 1\n" in shown
+    assert "step     60 of 60 (100.0%); checkpoint at 60\n" in shown
+
+
+def test_poisoned_run_stops_itself(runs: Runs, cluster: VirtualCluster) -> None:
+    run = runs.poisoned
+    assert run.wait_for_end() == "FAILED", run.story()
+    job = cluster.job(run.jobs[0])
+    assert job["ExitCode"] == "93:0", run.story()
+    assert job["Restarts"] == "2"
+    assert [end["code"] for end in run.events("end")] == [1, 1, 1]
+    assert run.events("end")[-1]["reason"].startswith("3 links in a row made no progress")
+    waiting = run.jobs[1]
+    assert cluster.job(waiting)["JobState"] == "CANCELLED"
+    assert command(cluster, "status", str(run.run_dir)).returncode == 0
+
+
+def test_time_limit_saves_and_requeues(runs: Runs) -> None:
+    run = runs.limited
+    run.wait(lambda: len(run.events("start")) == 2, "the requeue after the time limit")
+    first = run.events("end")[0]
+    assert (first["code"], first["goes_on"]) == (75, True), run.story()
+    assert first["step"] == run.events("start")[1]["step"] > 0
+    run.wait_for_step(first["step"] + 5)
+    (run.run_dir / "stop").touch()
+    assert run.wait_for_end() == "COMPLETED", run.story()
+    assert not (run.run_dir / "stop").exists()
+    assert committed_steps(run.run_dir)[-1] == len(losses(run.run_dir)) > first["step"]
+    assert_same_losses(run, runs.unbroken)
+
+
+def test_save_file_status_logs_and_cancel(runs: Runs, cluster: VirtualCluster) -> None:
+    run = runs.unbroken
+    follower = subprocess.Popen(
+        [sys.executable, "-m", "megatron_deberta", "logs", "-f", str(run.run_dir), "--rank", "0"],
+        env={**cluster.environment, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    status = run.status()
+    assert (status["state"], status["jobs"]) == ("RUNNING", [str(run.jobs[0])])
+    assert status["tokens_per_second"] > 0
+    assert status["seconds_left"] > 0
+    assert f"SLURM job {run.jobs[0]}" in status["holder"]
+    (run.run_dir / "save").touch()
+    run.wait(lambda: not (run.run_dir / "save").exists(), "the checkpoint asked for", 60)
+    assert any(step % 20 for step in committed_steps(run.run_dir)), run.story()
+    done = command(cluster, "cancel", str(run.run_dir))
+    assert "saving, then ending" in done.stdout, done.stderr
+    assert run.wait_for_end() == "COMPLETED", run.story()
+    assert run.events("end")[-1]["reason"] == "cancelled"
+    assert committed_steps(run.run_dir)[-1] == len(losses(run.run_dir))
+    printed, _ = follower.communicate(timeout=60)
+    assert follower.returncode == 0
+    assert "step 1/1000000 | loss" in printed
+    assert "stopped by SIGUSR1 with a checkpoint" in printed

@@ -1,0 +1,178 @@
+"""Hostile strings in every field that reaches a command line: refused, or handed on exactly.
+
+What is accepted goes through the real sbatch, the batch script, the link and the real srun, to a
+recorder in the place of the training program.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import stat
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_deberta.cli.main import main
+from megatron_deberta.cluster.chain import Chain
+from tests.slurm.hostile import HOSTILE
+from tests.slurm.virtual_cluster import VirtualCluster, wait_until
+from tests.support.jobs import ROOT
+
+RECORDER = """\
+#!/bin/bash
+# Passes the link on to Python; in the place of a rank, writes down what it was given.
+if [[ "$2" == megatron_deberta.cluster.link ]]; then exec {python} "$@"; fi
+printf '%s\\0' "$@" > "$NCCL_RECORD_TO.arguments"
+env -0 > "$NCCL_RECORD_TO.environment"
+"""
+PROFILE_FIELDS = (
+    "partition", "account", "qos", "exclude", "rendezvous_interface", "container_image", "python",
+    "gpu_architecture", "container_mounts", "torch_builds", "launcher", "container", "environment",
+)  # fmt: skip
+OPTIONS = ("--job-name", "--partition", "--account", "--qos", "--exclude", "--cluster")
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cluster: VirtualCluster) -> Path:
+    """A folder to submit from, with a recorder in the place of Python."""
+    for name in ("SLURM_CONF", "PATH"):
+        monkeypatch.setenv(name, cluster.environment[name])
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.chdir(tmp_path)
+    recorder = tmp_path / "recorder"
+    recorder.write_text(RECORDER.format(python=shlex.quote(sys.executable)))
+    recorder.chmod(recorder.stat().st_mode | stat.S_IXUSR)
+    return tmp_path
+
+
+@contextmanager
+def no_canary(place: Path) -> Iterator[Path]:
+    """Nothing makes the file, neither where the strings say nor in the home folder."""
+    canary = place / "canary"
+    yield canary
+    found = [path for path in place.rglob("*") if path.name.lower() == "canary"]
+    assert not found
+    assert not (Path.home() / "canary").exists()
+
+
+def profile_of(place: Path, **values: object) -> Path:
+    """A cluster whose Python is the recorder."""
+    settings = {
+        "ranks_per_node": 1, "memory_gib_per_node": 1, "rendezvous_interface": "lo",
+        "python": str(place / "recorder"),
+        "environment": {"NCCL_RECORD_TO": str(place / "recorded")}, **values,
+    }  # fmt: skip
+    path = place / "cluster.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+def submit(place: Path, *arguments: str, **profile: object) -> int:
+    cluster = [] if "--cluster" in arguments else ["--cluster", str(profile_of(place, **profile))]
+    run_dir = [] if any("run_dir" in text for text in arguments) else [f"train.run_dir={place}/run"]
+    run = str(ROOT / "configs" / "runs" / "small.yaml")
+    try:
+        return main(["submit", run, *cluster, "--nodes", "1", *run_dir, *arguments])
+    except (SystemExit, ValueError) as error:
+        # argparse; an environment or command line that the kernel would not take.
+        return error.code if isinstance(error, SystemExit) else 2  # type: ignore[return-value]
+
+
+def recorded(place: Path, run_dir: Path) -> tuple[list[str], dict[str, str]]:
+    """Arguments and environment of the rank, once the chain is over."""
+    wait_until(lambda: bool(Chain(run_dir).is_over()), 60, f"the recorder of {run_dir}")
+    arguments = (place / "recorded.arguments").read_text().split("\0")[:-1]
+    pairs = (place / "recorded.environment").read_text().split("\0")[:-1]
+    for name in ("arguments", "environment"):
+        (place / f"recorded.{name}").unlink()
+    return arguments, dict(pair.split("=", 1) for pair in pairs)
+
+
+def test_sixty_strings() -> None:
+    assert len(set(HOSTILE)) == len(HOSTILE) >= 60
+
+
+@pytest.mark.parametrize("field", PROFILE_FIELDS)
+def test_cluster_profile(place: Path, field: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with no_canary(place) as canary:
+        for text in HOSTILE:
+            hostile = text.replace("CANARY", str(canary))
+            value: object = hostile
+            if field in ("container_mounts", "torch_builds"):
+                value = [hostile]
+            elif field == "environment":
+                value = {hostile: "x"}
+            extra = {"container": "pyxis"} if field == "container_image" else {}
+            assert submit(place, **{field: value}, **extra) == 2, hostile
+            error = capsys.readouterr().err
+            assert error.count("\n") == 1, error
+            assert not (place / "run").exists()
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options(place: Path, option: str) -> None:
+    with no_canary(place) as canary:
+        for text in HOSTILE:
+            assert submit(place, f"{option}={text.replace('CANARY', str(canary))}") == 2, text
+        assert not (place / "run").exists()
+
+
+def test_environment_values_arrive_exactly(place: Path) -> None:
+    with no_canary(place) as canary:
+        texts = [text.replace("CANARY", str(canary)) for text in HOSTILE]
+        refused = [text for text in texts if any(ord(c) < 32 or ord(c) == 127 for c in text)]
+        for text in refused:
+            assert submit(place, environment={"NCCL_A": text}) == 2, text
+        given = {f"NCCL_A{n}": text for n, text in enumerate(texts) if text not in refused}
+        given = {name: text for name, text in given.items() if "${" not in text}
+        assert len(given) >= 45
+        to = {"NCCL_RECORD_TO": str(place / "recorded")}
+        assert submit(place, environment={**given, **to}) == 0
+        _, environment = recorded(place, place / "run")
+        assert {name: environment.get(name) for name in given} == given
+        # --export=NONE: what the submitter has besides stays with the submitter.
+        assert not set(environment) & {"PYTEST_CURRENT_TEST", "VIRTUAL_ENV", "SLURM_EXPORT_ENV"}
+
+
+def test_run_folders_are_refused_or_exact(place: Path) -> None:
+    accepted = 0
+    with no_canary(place) as canary:
+        for number, text in enumerate(HOSTILE):
+            # Slashes would be folders; what is left must still mean nothing to anyone.
+            name = text.replace("CANARY", "canary").replace("/", "")
+            override = f"train.run_dir={json.dumps(f'{place}/{number}/{name}')}"
+            code = submit(place, override, "--job-name=hostile")
+            if code == 2:
+                assert not (place / str(number)).exists(), name
+                continue
+            assert code == 0, name
+            accepted += 1
+            (run_dir,) = (place / str(number)).iterdir()
+            arguments, _ = recorded(place, run_dir)
+            (config,) = run_dir.glob("submissions/*/run.yaml")
+            assert arguments == ["-m", "megatron_deberta", "pretrain", str(config)]
+        assert canary.parent == place
+    assert accepted >= 3
+
+
+def test_paths_of_data_travel_in_a_file_only(place: Path) -> None:
+    for number, text in enumerate(HOSTILE[:12]):
+        with no_canary(place) as canary:
+            hostile = text.replace("CANARY", str(canary))
+            run_dir = place / f"run{number}"
+            override = [f"tokenizer.path={json.dumps(hostile)}", f"train.run_dir={run_dir}"]
+            assert submit(place, *override) == (2 if "${" in hostile else 0), hostile
+            if "${" in hostile:
+                continue
+            (config,) = run_dir.glob("submissions/*/run.yaml")
+            assert yaml.safe_load(config.read_text())["tokenizer"]["path"] == os.path.abspath(
+                hostile
+            )
+            arguments, _ = recorded(place, run_dir)
+            assert arguments == ["-m", "megatron_deberta", "pretrain", str(config)]
