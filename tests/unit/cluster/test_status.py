@@ -1,0 +1,135 @@
+"""Status, logs and cancel of a chain, with SLURM's answers given."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_deberta.checkpoint.layout import COMMITTED_FILE, step_dir
+from megatron_deberta.cli.main import main
+from megatron_deberta.cluster import slurm
+from megatron_deberta.cluster.chain import Chain
+from megatron_deberta.observe.metrics import FILE_NAME
+
+
+class Slurm:
+    """Answers by program; remembers what it was asked."""
+
+    def __init__(self, **answers: str) -> None:
+        self.answers = answers
+        self.calls: list[list[str]] = []
+
+    def __call__(self, command: list[str]) -> str:
+        self.calls.append(list(command))
+        answer = self.answers.get(command[0], "")
+        if answer.startswith("error"):
+            raise slurm.SlurmError(answer)
+        return answer
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A chain of three links, the last of which runs: 300 of 1,000 steps in 600 s."""
+    chain = Chain(tmp_path)
+    clock = iter((0.0, 1.0, 10.0, 290.0, 310.0, 610.0))
+    monkeypatch.setattr("megatron_deberta.cluster.chain.time.time", lambda: next(clock))
+    chain.append("submit", links=1)
+    chain.append("jobs", jobs=["7"])
+    chain.append("start", link="7.0", step=0, nodes="node[1-2]")
+    chain.append("end", link="7.0", step=140, code=75, goes_on=True, reason="stopped")
+    chain.append("start", link="7.1", step=140, nodes="node[1-2]")
+    chain.append("start", link="7.2", step=300, nodes="node[3-4]")
+    folder = step_dir(tmp_path, 300)
+    folder.mkdir(parents=True)
+    (folder / COMMITTED_FILE).touch()
+    (tmp_path / "config.yaml").write_text("train: {steps: 1000, stop_after: 0}\n")
+    record = {"step": 320, "kind": "train", "loss": 2.5, "tokens_per_second": 1e4}
+    (tmp_path / FILE_NAME).write_text(json.dumps({**record, "seconds_left": 5.0}) + "\n")
+    for restarts in range(3):
+        logs = tmp_path / "logs" / f"7.{restarts}"
+        logs.mkdir(parents=True)
+        (logs / "rank_0.log").write_text(f"link {restarts}\n")
+    return tmp_path
+
+
+def test_status(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(slurm, "call", Slurm(squeue="RUNNING None\n"))
+    assert main(["status", str(run_dir)]) == 0
+    shown = capsys.readouterr().out
+    assert "queue    RUNNING, job 7\n" in shown
+    assert "step     320 of 1,000 (32.0%); checkpoint at 300\n" in shown
+    # 600 s from the first start to the last one's checkpoint of step 300: 2 s a step.
+    assert "ETA      0:22:40\n" in shown
+    assert "restarts 2\n" in shown
+    assert "7.0          node[1-2]            step 0 to 140, 0:04:40: stopped" in shown
+    assert "7.1          node[1-2]            step 140, -: lost: its node or its job" in shown
+    assert "7.2          node[3-4]            step 300, -: running" in shown
+
+
+@pytest.mark.parametrize(
+    ("answer", "state"),
+    [
+        ("PENDING BeginTime\n", "PENDING (BeginTime)"),
+        ("", "not queued"),
+        ("error: Invalid job id specified", "not queued"),
+        ("error: squeue is not installed", "unknown (error: squeue is not installed)"),
+    ],
+)
+def test_queue_state(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    answer: str, state: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(slurm, "call", Slurm(squeue=answer))
+    assert main(["status", str(run_dir), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["state"] == state
+
+
+def test_status_of_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(slurm, "call", Slurm())
+    assert main(["status", str(tmp_path)]) == 0
+    assert "step     0 of 0; checkpoint at 0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "printed"),
+    [((), "link 2\n"), (("--all-links",), "link 0\n== {1}\nlink 1\n== {2}\nlink 2\n")],
+)
+def test_logs(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], printed: str
+) -> None:
+    paths = [run_dir / "logs" / f"7.{restarts}" / "rank_0.log" for restarts in range(3)]
+    assert main(["logs", str(run_dir), *options]) == 0
+    assert capsys.readouterr().out == printed.format(*paths)
+    assert main(["logs", str(run_dir), "--rank", "9"]) == 2
+    assert "no log of rank 9" in capsys.readouterr().err
+
+
+def test_logs_end_with_the_chain(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Chain(run_dir).path.open("a").write(
+        '{"event": "end", "link": "7.2", "goes_on": false, "reason": "finished"}\n'
+    )
+    assert main(["logs", "-f", str(run_dir)]) == 0
+    assert capsys.readouterr().out == "link 2\n"
+
+
+@pytest.mark.parametrize(("options", "call"), [((), "--signal=USR1"), (("--now",), None)])
+def test_cancel(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], call: str | None
+) -> None:
+    monkeypatch.undo()
+    program = Slurm(scontrol="JobId=7 JobState=RUNNING Reason=None")
+    monkeypatch.setattr(slurm, "call", program)
+    assert main(["cancel", str(run_dir), *options]) == 0
+    assert [*program.calls[0]] == ["scancel", "--state=PENDING", "7"]
+    assert program.calls[-1] == ["scancel", *([call] if call else []), "7"]
+    assert Chain(run_dir).is_over() == "cancelled"
+
+
+def test_cancel_of_nothing(tmp_path: Path) -> None:
+    assert main(["cancel", str(tmp_path)]) == 2
