@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     chain.append("cancel", now=args.now)
     for job in jobs:
         slurm.cancel_pending(job)
-        if slurm.job_state(job) != "RUNNING":
+        if slurm.job_info(job).get("JobState") != "RUNNING":
             continue
         slurm.call(["scancel", job] if args.now else ["scancel", "--signal=USR1", job])
         print(f"job {job}: {'cancelled' if args.now else 'saving, then ending'}")

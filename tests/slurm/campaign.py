@@ -31,7 +31,11 @@ from tests.slurm.virtual_cluster import VirtualCluster, wait_until
 from tests.support.jobs import losses, prepare, run_to_end, start
 
 OUTPUT = Path(__file__).parents[2] / "benchmarks" / "results" / "cpu" / "slurm_campaign.jsonl"
-KILL_STEPS = ("train.stop_after=60", "train.eval_every=0", "data.num_workers=0")
+STEPS = 60
+KILL_STEPS = (
+    "train.steps=1000000", "optimizer.schedule=constant",
+    "train.stop_after=60", "train.eval_every=0", "data.num_workers=0",
+)  # fmt: skip
 ENDLESS = (
     "train.steps=1000000", "optimizer.schedule=constant", "train.eval_every=0",
     "checkpoint.save_every=20", "data.num_workers=0",
@@ -64,12 +68,17 @@ class Campaign:
         if self._cluster is not None:
             self._cluster.__exit__()
 
+    def _reference(self) -> Path:
+        """The same run in the same layout, never stopped, outside SLURM."""
+        folder = self.folder / "unbroken60"
+        if not folder.exists():
+            run_to_end(self.run_yaml, folder, 2, *KILL_STEPS)
+        return folder
+
     def node_kill(self, seed: int) -> dict[str, Any]:
         """A random node of a run dies at a random step; the run finishes on the others."""
         draw, cluster = random.Random(seed), self.cluster()
-        reference = self.folder / "unbroken60"
-        if not reference.exists():
-            run_to_end(self.run_yaml, reference, 2, *KILL_STEPS)
+        reference = self._reference()
         run = submit(cluster, self.run_yaml, self.folder / f"kill{seed}", *KILL_STEPS, nodes=2)
         at = draw.randint(8, 45)
         run.wait_for_step(at)
@@ -88,6 +97,35 @@ class Campaign:
             "ok": state == "COMPLETED" and same and ledger and victim not in _nodes_of(run),
             "state": state, "victim": victim, "at_step": at, "requeued_seconds": round(requeued, 1),
             "losses_equal": same, "ledger_equal": ledger,
+        }  # fmt: skip
+
+    def cut_off(self, seed: int) -> dict[str, Any]:
+        """SLURM loses the node of a run that goes on there; the new start ends the old one."""
+        draw, cluster = random.Random(seed), self.cluster()
+        reference = self._reference()
+        run = submit(
+            cluster, self.run_yaml, self.folder / f"cut{seed}", *KILL_STEPS,
+            "train.stop_after=1000000",
+        )  # fmt: skip
+        at = draw.randint(8, 45)
+        run.wait_for_step(at)
+        victim = cluster.job(run.jobs[0])["BatchHost"]
+        cluster.cut_off_node(victim)
+        run.wait(lambda: len(run.events("start")) > 1, "requeue", 180)
+        logs = run.run_dir / "logs" / f"{run.jobs[0]}.0" / "rank_0.log"
+        run.wait(lambda: "was taken by" in logs.read_text(), "the end of the former holder", 90)
+        resumed = run.events("start")[1]["step"]
+        run.wait(lambda: run.holder_restarts() == 1, "a new holder", 90)
+        run.wait(lambda: run.steps() > resumed + 10, "steps of the new holder", 120)
+        (run.run_dir / "stop").touch()
+        state = run.wait_for_end()
+        cluster.start_node(victim)
+        wait_until(lambda: set(cluster.states().values()) == {"IDLE"}, 120, "idle nodes")
+        links = [end["link"] for end in run.events("end")]
+        same = losses(run.run_dir)[:STEPS] == losses(reference)[: len(losses(run.run_dir))]
+        return {
+            "ok": state == "COMPLETED" and links == [f"{run.jobs[0]}.1"] and same,
+            "state": state, "victim": victim, "at_step": at, "ends": links, "losses_equal": same,
         }  # fmt: skip
 
     def chain(self, seed: int) -> dict[str, Any]:
