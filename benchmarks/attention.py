@@ -72,6 +72,7 @@ CPU_CASES = [
 TENSORS = ("output", "q", "k", "v", "pos_key", "pos_query")
 WHOLE_ORACLE = 1 << 28
 """Scores up to which the oracle is the reference; beyond, ``chunked`` in float64."""
+OUT_OF_MEMORY = "out of memory"
 PEER_TOLERANCE = 3e-2
 """A peer further off than this computes something else; at 16 bits eager is off by 1e-2."""
 
@@ -215,8 +216,11 @@ class Comparison:
                 self._drop(name, reason)
 
     def _drop(self, name: str, reason: str) -> None:
+        """Leave a variant out; where one of ours does not run, that is wrong."""
         del self.variants[name]
         self.report[name] = {"not run": reason}
+        if name in OURS and not reason.startswith(OUT_OF_MEMORY):
+            self.report[name]["wrong"] = reason
 
     def _attempt(self, name: str, work: Callable[[], Any]) -> Any:
         """Do something with a variant; what fails is reported and not tried again."""
@@ -224,15 +228,13 @@ class Comparison:
         try:
             return work()
         except torch.OutOfMemoryError as full:
-            reason = f"out of memory: {str(full).splitlines()[0][:160]}"
+            reason = f"{OUT_OF_MEMORY}: {str(full).splitlines()[0][:160]}"
         except Exception as failure:
             # A peer's failure is a result. One of ours is wrong, and ends the run non-zero.
             if self.case.device == "cuda":
                 torch.cuda.synchronize()  # ends the process where the device is lost
             reason = f"{type(failure).__name__}: {(str(failure) or '-').splitlines()[0][:160]}"
         self._drop(name, reason)
-        if name in OURS and not reason.startswith("out of memory"):
-            self.report[name]["wrong"] = reason
         return None
 
     def check(self) -> None:
