@@ -65,17 +65,25 @@ class Case:
 
     def real_keys(self) -> Tensor:
         """Where real tokens are: bool ``[batch, length]``."""
-        lengths = torch.tensor(self.row_lengths(), device=self.device)
-        return torch.arange(self.length, device=self.device) < lengths[:, None]
+        return _real_keys(self)
+
+
+@lru_cache(maxsize=4)  # copying it to a GPU would make the host wait
+def _real_keys(case: Case) -> Tensor:
+    lengths = torch.tensor(case.row_lengths(), device=case.device)
+    return torch.arange(case.length, device=case.device) < lengths[:, None]
 
 
 def make_inputs(case: Case, dtype: torch.dtype | None = None) -> list[Tensor]:
-    """q, k, v, pos_key, pos_query of unit variance with gradients, the same on every device."""
-    generator = torch.Generator().manual_seed(0)
+    """q, k, v, pos_key, pos_query of unit variance with gradients, the same every time.
+
+    ``dtype`` is the format to hold them in; their values are rounded to the case's in any case.
+    """
+    generator = torch.Generator(case.device).manual_seed(0)
     shape = (case.batch, case.heads, case.length, HEAD_SIZE)
     table = (case.heads, SLOTS, HEAD_SIZE)
     rounded = (
-        torch.randn(s, generator=generator).to(case.device, DTYPES[case.dtype])
+        torch.randn(s, generator=generator, device=case.device).to(DTYPES[case.dtype])
         for s in (shape, shape, shape, table, table)
     )
     return [x.to(dtype or DTYPES[case.dtype]).requires_grad_() for x in rounded]
@@ -105,18 +113,13 @@ def ours(backend: str) -> Callable[..., Tensor]:
         return disentangled_attention(
             *x,
             positions=POSITIONS,
-            key_padding=_padding(case),
+            key_padding=case.real_keys() if case.padding else None,
             dropout_p=case.dropout,
             seed=SEED,
             backend=backend,
         )
 
     return forward
-
-
-@cache
-def _padding(case: Case) -> Tensor | None:
-    return case.real_keys() if case.padding else None
 
 
 class Ours(Variant):

@@ -99,7 +99,7 @@ def gradients(
 ) -> tuple[float, dict[str, Tensor]]:
     """Mean loss and its gradients, float64 on the CPU."""
     config = run_config(model, dtype, backend, "plain")
-    groups = single_process_groups(torch.device(device))
+    groups = single_process_groups(torch.device(device, 0))
     module = build_model(config, groups, DTYPES[dtype]).module.train()
     batch = make_batch(model).to(device)
     loss, _ = module(
@@ -110,9 +110,12 @@ def gradients(
         seeds=DropoutSeeds(1, 0, batch.sample_index),
     )
     loss = loss / batch.labels.numel()
-    loss.backward()
+    scale = 4096.0 if dtype == "fp16" else 1.0
+    (loss * scale).backward()
     named = module.named_parameters()
-    return float(loss), {n: p.grad.double().cpu() for n, p in named if p.grad is not None}
+    return float(loss.detach()), {
+        n: p.grad.double().cpu() / scale for n, p in named if p.grad is not None
+    }
 
 
 @functools.cache
@@ -157,7 +160,7 @@ def compare_gradients(model: ModelConfig, device: str, dtype: str, backend: str)
 def steps(model: ModelConfig, device: str, dtype: str, engine: str, backend: str) -> list[float]:
     """Losses of some optimizer steps."""
     config = run_config(model, dtype, backend, engine)
-    groups = single_process_groups(torch.device(device))
+    groups = single_process_groups(torch.device(device, 0))
     built = build_model(config, groups, DTYPES[dtype])
     running = build_engine(config, built.module, built.specs, groups)
     try:
