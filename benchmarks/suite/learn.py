@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.learn import VARIANTS, Experiment, collect, plot, time_steps, train
+from benchmarks.learn import VARIANTS, Experiment, collect, time_steps, train
 from benchmarks.measuring import write_json
 from benchmarks.provenance import ROOT
 from benchmarks.suite.record import Item, Record, UnfinishedError
@@ -32,7 +32,6 @@ def run(record: Record) -> None:
     result = collect(everything, options.out / "learning_curves")
     result["seconds_per_step"] = record.items.get("seconds of a step", {}).get("seconds", {})
     write_json(options.out / "learning_curves.json", result)
-    plot(result, options.out / "learning_curves.png")
 
 
 def experiment(record: Record, variants: list[str]) -> Experiment:
