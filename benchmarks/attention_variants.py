@@ -25,7 +25,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers.models.deberta_v2.modeling_deberta_v2 import DisentangledSelfAttention
+from transformers.models.deberta_v2.modeling_deberta_v2 import (
+    DisentangledSelfAttention,
+    build_relative_position,
+)
 
 from megatron_deberta.ops import RelativePositions, disentangled_attention
 
@@ -140,7 +143,10 @@ class Ours(Variant):
 
 
 class Eager(Variant):
-    """What transformers does after its projections; several tensors of length x length."""
+    """What transformers does after its projections; several tensors of length x length.
+
+    Mask and slots are made once, as its encoder makes them for all layers.
+    """
 
     def __init__(self) -> None:
         super().__init__(self._attend)
@@ -149,7 +155,7 @@ class Eager(Variant):
         module = _EagerTerms(case.heads, x[3], x[4])
         q, k, v = (t.flatten(0, 1) for t in x[:3])
         scores = torch.bmm(q, k.transpose(-1, -2) * SCALE)
-        scores = scores + module.bias(q, k, None, module.rows, 3)
+        scores = scores + module.bias(q, k, _slots(case), module.rows, 3)
         scores = scores.view(case.batch, case.heads, case.length, case.length)
         scores = scores.masked_fill(~_pairs(case), torch.finfo(q.dtype).min)
         probabilities = F.dropout(scores.softmax(-1), case.dropout)
@@ -161,6 +167,13 @@ def _pairs(case: Case) -> Tensor:
     """Which query sees which key, as transformers' encoder says it: bool ``[B, 1, N, N]``."""
     real = case.real_keys()
     return (real[:, None, :] & real[:, :, None])[:, None]
+
+
+@lru_cache(maxsize=1)
+def _slots(case: Case) -> Tensor:
+    """Bucketed distances as transformers' encoder hands them on: int64 ``[1, N, N]``."""
+    rows = torch.empty(case.length, 1, device=case.device)
+    return build_relative_position(rows, rows, BUCKETS, MAX_DISTANCE)
 
 
 class _EagerTerms(nn.Module):

@@ -6,6 +6,7 @@ import hashlib
 import importlib.metadata
 import os
 import platform
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -20,7 +21,6 @@ def provenance(device: str = "cpu") -> dict[str, str | int | None]:
     Args:
         device: ``cpu`` or ``cuda``; the hardware named is the one measured.
     """
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
     record: dict[str, str | int | None] = {
         "hardware": processor(),
         "cores": os.cpu_count(),
@@ -28,7 +28,7 @@ def provenance(device: str = "cpu") -> dict[str, str | int | None]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": importlib.metadata.version("transformers"),
-        "revision": subprocess.run(command, capture_output=True, text=True).stdout.strip(),
+        "revision": revision(),
         "source": source_digest(),
     }
     if device == "cuda":
@@ -37,6 +37,14 @@ def provenance(device: str = "cpu") -> dict[str, str | int | None]:
         record["triton"] = importlib.metadata.version("triton")
         record["cuda"] = torch.version.cuda
     return record
+
+
+def revision() -> str:
+    """The commit, or nothing where there is no git or no repository."""
+    if shutil.which("git") is None:
+        return ""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
 def source_digest() -> str:
