@@ -126,13 +126,16 @@ def make_spec(
     )
 
 
-def sbatch_command(spec: JobSpec, profile: ClusterProfile, job_file: Path) -> list[str]:
-    """The command that queues one link.
+def sbatch_command(
+    spec: JobSpec, profile: ClusterProfile, job_file: Path, *, after: str = ""
+) -> list[str]:
+    """The command that queues one job of a chain.
 
     Args:
         spec: the job.
         profile: the cluster.
         job_file: where ``job.json`` is.
+        after: the job before it in the chain; starts once that has ended for good.
     """
     # torchrun hands on SIGTERM only.
     stop = "TERM" if profile.launcher == "torchrun" else "USR1"
@@ -151,11 +154,11 @@ def sbatch_command(spec: JobSpec, profile: ClusterProfile, job_file: Path) -> li
         f"--time={profile.time_limit_minutes}",
         f"--signal={stop}@{profile.signal_seconds}",
         "--requeue" if profile.requeue else "--no-requeue",
-        # Of several links of a chain one runs at a time.
-        "--dependency=singleton",
         "--open-mode=append",
         f"--output={spec.run_dir}/{LOGS}/link_%j.log",
     ]
+    if after:
+        command.append(f"--dependency=afterany:{after}")
     if profile.gpus_per_node:
         command.append(f"--gres=gpu:{profile.gpus_per_node}")
     if profile.exclusive:

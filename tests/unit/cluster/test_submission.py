@@ -38,9 +38,11 @@ def test_sixteen_dgx2_nodes() -> None:
     command = sbatch_command(spec, profile, Path("/runs/a/submissions/1/job.json"))
     assert {
         "--nodes=16", "--ntasks-per-node=16", "--gres=gpu:16", "--export=NONE", "--requeue",
-        "--signal=USR1@600", "--time=1440", "--exclusive", "--dependency=singleton",
+        "--signal=USR1@600", "--time=1440", "--exclusive",
         "--output=/runs/a/logs/link_%j.log", "--cpus-per-task=3", "--mem=0",
     } <= set(command)  # fmt: skip
+    assert not any(text.startswith("--dependency") for text in command)
+    assert "--dependency=afterany:41" in sbatch_command(spec, profile, Path("/j"), after="41")
     script = command[-4:]
     assert script[0] == str(LAUNCH / "job.sbatch")
     assert script[-1] == "/runs/a/submissions/1/job.json"
