@@ -329,6 +329,7 @@ def _flash_deberta() -> tuple[Any, Any]:
         spec = importlib.util.find_spec("flashdeberta")
         assert spec is not None
         package = types.ModuleType("flashdeberta")
+        package.__spec__ = spec
         package.__path__ = list(spec.submodule_search_locations or [])
         sys.modules["flashdeberta"] = package
     from flashdeberta.ops.flash_attention import flash_attention_with_disentangled

@@ -27,16 +27,25 @@ def provenance(device: str = "cpu") -> dict[str, str | int | None]:
         "load": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "transformers": importlib.metadata.version("transformers"),
+        "transformers": version("transformers"),
         "revision": revision(),
         "source": source_digest(),
     }
     if device == "cuda":
         record["processor"] = record["hardware"]
         record["hardware"] = torch.cuda.get_device_name()
-        record["triton"] = importlib.metadata.version("triton")
         record["cuda"] = torch.version.cuda
+        for package in ("triton", "disentangled-flash", "flashdeberta"):
+            record[package] = version(package)
     return record
+
+
+def version(package: str) -> str | None:
+    """What is installed of a package."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def revision() -> str:
