@@ -22,7 +22,13 @@ import psutil
 
 from megatron_deberta.cluster import slurm
 from megatron_deberta.cluster.chain import MAX_STALLED_LINKS, Chain, Decision
-from megatron_deberta.cluster.submission import JobSpec, link_name, log_folder, srun_command
+from megatron_deberta.cluster.submission import (
+    JobSpec,
+    link_name,
+    log_folder,
+    srun_command,
+    stop_signal,
+)
 from megatron_deberta.errors import (
     EXIT_DONE,
     EXIT_FAILURE,
@@ -100,9 +106,8 @@ class Link:
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         logger.warning("%s: telling the ranks to save", signal.Signals(number).name)
-        stop = "TERM" if self._spec.launcher == "torchrun" else "USR1"
         try:
-            slurm.call(["scancel", f"--signal={stop}", self._job])
+            slurm.call(["scancel", f"--signal={stop_signal(self._spec)}", self._job])
         except slurm.SlurmError as error:
             logger.warning("%s", error)
 
