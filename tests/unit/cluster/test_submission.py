@@ -49,7 +49,8 @@ def test_sixteen_dgx2_nodes() -> None:
     srun = srun_command(spec, LOGS, "10.0.0.1:12345")
     assert {
         "--nodes=16", "--ntasks=256", "--ntasks-per-node=16", "--cpus-per-task=3",
-        "--distribution=block:block", "--kill-on-bad-exit=0", "--output=/runs/a/logs/7.0/rank_%t.log",
+        "--distribution=block:block", "--kill-on-bad-exit=0",
+        "--output=/runs/a/logs/7.0/rank_%t.log",
     } <= set(srun)  # fmt: skip
     assert srun[-5:] == [spec.python, "-m", "megatron_deberta", "pretrain", spec.config]
     assert spec.environment["OMP_NUM_THREADS"] == "2"
