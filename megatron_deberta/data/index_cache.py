@@ -34,6 +34,8 @@ from megatron_deberta.files import fsync_path, write_durably
 
 Arrays = dict[str, npt.NDArray[Any]]
 FORMAT = 1
+WORTH_KEEPING = 1 << 20
+"""Entries from which on an index is kept on disk."""
 _DESCRIPTION = "index.json"
 
 
@@ -49,16 +51,12 @@ class IndexCache:
 
     Args:
         directory: where large indices are kept; empty keeps all in memory.
-        min_entries: a smaller index is never written.
         patience: seconds after which a lock that nobody touches counts as left by the dead.
     """
 
-    def __init__(
-        self, directory: str | Path = "", *, min_entries: int = 1 << 20, patience: float = 300.0
-    ) -> None:
+    def __init__(self, directory: str | Path = "", *, patience: float = 300.0) -> None:
         """See the class."""
         self._directory = Path(directory) if str(directory) else None
-        self._min_entries = min_entries
         self._patience = patience
 
     def get(
@@ -75,7 +73,7 @@ class IndexCache:
         Raises:
             DataError: the folder is damaged or cannot be written.
         """
-        if self._directory is None or num_entries < self._min_entries:
+        if self._directory is None or num_entries < WORTH_KEEPING:
             memory = _MemoryWriter()
             build(memory)
             return memory.arrays()

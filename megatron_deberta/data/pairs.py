@@ -63,7 +63,7 @@ class Pairs:
         sentences = corpus.sentences(cache)
         self._ends = sentences.ends
         self._bounds = sentences.bounds
-        if self._ends.size - 1 == len(corpus):
+        if all(shard.num_sequences == len(shard) for shard in corpus.shards):
             raise DataError(
                 f"{corpus.name}: data.packing of pairs needs sentences, but each document is one "
                 "sequence; preprocess with sentence splitting, or use data.packing=full_sentences"
@@ -78,9 +78,11 @@ class Pairs:
     def pieces(self, epoch: int, rows: Integers) -> Pieces:
         """Return both segments of the given rows of an epoch."""
         index = self._prepare(epoch)
-        begins, splits, stops = index["begins"][rows], index["splits"][rows], index["stops"][rows]
+        begins = index["begins"][rows]
+        splits = begins + index["firsts"][rows]
+        stops = splits + index["seconds"][rows]
         documents = np.searchsorted(self._bounds, begins, side="right") - 1
-        strange = stops < 0
+        strange = stops == splits
         first_lengths = self._ends[splits] - self._ends[begins]
         second_begins, second_stops = splits.copy(), stops.copy()
         partners = documents.copy()
@@ -152,14 +154,17 @@ class Pairs:
                 alone = stops - begins == 1
                 strange = alone | (lots >> np.uint64(63)).astype(np.bool_)
                 splits = begins + 1 + _below(lots << np.uint64(1), stops - begins - 1)
-                rounds.append((begins, splits, np.where(strange, -1, stops)))
+                seconds = np.where(strange, 0, stops - splits)
+                rounds.append((begins, splits - begins, seconds))
                 begins = np.where(strange, splits, stops)
                 left = begins < last
                 begins, last = begins[left], last[left]
             columns = [np.concatenate(column) for column in zip(*rounds, strict=True)]
             order = np.argsort(columns[0])
-            for name, column in zip(("begins", "splits", "stops"), columns, strict=True):
-                writer.append(name, column[order])
+            # Sentences of each half, 0 of a half from elsewhere.
+            writer.append("begins", columns[0][order])
+            writer.append("firsts", columns[1][order].astype(np.uint32))
+            writer.append("seconds", columns[2][order].astype(np.uint32))
 
 
 def _below(lots: npt.NDArray[np.uint64], bounds: Integers) -> Integers:

@@ -27,6 +27,17 @@ def test_layout_is_the_same_run(
     assert result["passed"], result
 
 
+def test_pairs_of_segments_are_the_same_run(four_ranks: RankPool) -> None:
+    """Token types and the next-sentence head, which every rank computes whole."""
+    steps = 6
+    oracle = run_layout(0, None, steps, True)
+    assert len(oracle["losses"]) == 2 * steps
+    for layout in (Layout(1, 3, False, "none"), Layout(2, 1, True, "full"), PAIRS[-1]):
+        ranks = four_ranks.run(run_layout, layout, steps, True)
+        result = compare(layout, ranks, oracle)
+        assert result["passed"], result
+
+
 def test_slice_covers_every_pair_of_settings() -> None:
     def pairs(layouts: list[Layout]) -> set[Any]:
         return {

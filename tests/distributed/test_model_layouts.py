@@ -65,6 +65,12 @@ MODELS = {
 }
 
 
+MODELS |= {
+    "pairs": replace(BASE, type_vocab_size=2, next_sentence_head=True),
+    "bert-like": replace(MODELS["roberta-like"], type_vocab_size=2, next_sentence_head=True),
+}
+
+
 class EncoderProbe(DebertaModel):
     """The plain encoder, every layer on the token sequence, under a made-up loss."""
 
@@ -80,7 +86,7 @@ class EncoderProbe(DebertaModel):
         return (torch.sin(hidden * weights) * real).sum(), attention_mask.sum()
 
 
-def make_batch(documents: bool) -> dict[str, Any]:
+def make_batch(documents: bool, pairs: bool = False) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(4, BASE.vocab_size, (2, 16), generator=generator)
     mask = torch.ones(2, 16, dtype=torch.bool)
@@ -99,6 +105,9 @@ def make_batch(documents: bool) -> dict[str, Any]:
         place = torch.arange(16).expand(2, 16)
         batch["document_ids"] = (place >= edges).long()
         batch["position_ids"] = torch.where(place >= edges, place - edges, place)
+    if pairs:
+        batch["token_type_ids"] = (torch.arange(16) > 7).long().expand(2, 16)
+        batch["next_sentence_labels"] = torch.tensor([1, 0])
     return batch
 
 
@@ -113,7 +122,9 @@ def run_layout(rank: int, config: RunConfig, probe: bool, documents: bool) -> di
         model_class=EncoderProbe if probe else MaskedLanguageModel,
     )
     sharded.module.train()
-    loss, count = sharded.module(**make_batch(documents))
+    pairs = config.model.next_sentence_head
+    sums = sharded.module(**make_batch(documents, pairs))
+    loss, count = (sums[0] + sums[2], sums[1] + sums[3]) if pairs else sums
     loss.backward()
     gradients = {
         name: (sharded.specs[name], sharded.specs[name].true_part(parameter.grad))

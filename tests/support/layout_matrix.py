@@ -14,7 +14,7 @@ import os
 import platform
 import subprocess
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -94,11 +94,12 @@ PAIRS = [
 """A slice in which every two settings that can meet do meet (held by a test)."""
 
 
-def run_config(layout: Layout | None) -> RunConfig:
-    """The run on a layout; None is the oracle."""
+def run_config(layout: Layout | None, segments: bool = False) -> RunConfig:
+    """The run on a layout; None is the oracle. ``segments``: rows are pairs, with their head."""
     chosen = layout or Layout(1, 0, False, "none")
+    model = replace(MODEL, type_vocab_size=2, next_sentence_head=True) if segments else MODEL
     return RunConfig(
-        model=MODEL,
+        model=model,
         parallel=ParallelConfig(
             tensor_parallel_size=chosen.tp_size,
             sequence_parallel=chosen.sequence_parallel,
@@ -115,7 +116,7 @@ def run_config(layout: Layout | None) -> RunConfig:
     )
 
 
-def micro_batches(step: int, groups: ProcessGroups) -> list[Batch]:
+def micro_batches(step: int, groups: ProcessGroups, segments: bool = False) -> list[Batch]:
     """This rank's rows of the global batch of a step, some of them padded."""
     generator = torch.Generator().manual_seed(step)
     ids = torch.randint(4, MODEL.vocab_size, (GLOBAL_BATCH, LENGTH), generator=generator)
@@ -127,10 +128,20 @@ def micro_batches(step: int, groups: ProcessGroups) -> list[Batch]:
     labels = torch.where(picked >= 0, ids.gather(1, picked.clamp(min=0)), -100)
     ids = ids.masked_fill(~mask, 0)
     samples = torch.arange(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH)
+    types = ((torch.arange(LENGTH) >= real.unsqueeze(1) // 2) & mask).long()
+    next_sentence = torch.randint(2, (GLOBAL_BATCH,), generator=generator)
     share = GLOBAL_BATCH // groups.dp_size
     first = groups.dp_rank * share
     return [
-        Batch(ids[rows], mask[rows], picked[rows], labels[rows], samples[rows], None, None)
+        Batch(
+            ids[rows],
+            mask[rows],
+            picked[rows],
+            labels[rows],
+            samples[rows],
+            token_type_ids=types[rows] if segments else None,
+            next_sentence_labels=next_sentence[rows] if segments else None,
+        )
         for rows in (
             slice(start, start + MICRO_BATCH) for start in range(first, first + share, MICRO_BATCH)
         )
@@ -145,10 +156,12 @@ def moments(engine: Engine, specs: dict[str, ParameterSpec]) -> dict[str, Any]:
     }
 
 
-def run_layout(rank: int, layout: Layout | None, steps: int) -> dict[str, Any]:
+def run_layout(
+    rank: int, layout: Layout | None, steps: int, segments: bool = False
+) -> dict[str, Any]:
     """Losses, gradient norms and moments of one run on this rank."""
     deepspeed_config.PERSISTENCE_THRESHOLD = 0  # else nothing this small is partitioned
-    config = run_config(layout)
+    config = run_config(layout, segments)
     groups = grid(layout.tp_size) if layout else single_process_groups(torch.device("cpu"))
     model = build_rank_model(config, groups)
     model.module.train()
@@ -157,8 +170,10 @@ def run_layout(rank: int, layout: Layout | None, steps: int) -> dict[str, Any]:
     losses, norms = [], []
     first: dict[str, Any] = {}
     for step in range(steps):
-        result = take_step(step, micro_batches(step, groups))
+        result = take_step(step, micro_batches(step, groups, segments))
         losses.append(result.loss)
+        if result.pairs is not None:
+            losses.append(result.pairs.loss)
         norms.append(result.outcome.grad_norm)
         if step == 0:  # the moments began at zero, so they are this step's gradient alone
             first = moments(engine, model.specs)

@@ -36,7 +36,7 @@ def write_shard(tmp_path: Path) -> WriteShard:
     """Write documents as a shard with a manifest; returns the prefix."""
 
     def write(
-        documents: Sequence[np.ndarray],
+        documents: Sequence[np.ndarray | list[np.ndarray]],
         name: str = "shard",
         fingerprint: str = "tiny",
         vocab_size: int = VOCAB_SIZE,
@@ -68,3 +68,21 @@ def random_documents() -> Callable[[int, int], list[np.ndarray]]:
         ]
 
     return draw
+
+
+@pytest.fixture
+def write_sentences(write_shard: WriteShard) -> Callable[..., str]:
+    """Write a shard of so many documents of 1 to ``most`` sentences of 2 to 9 random ids."""
+
+    def write(count: int, most: int = 11, name: str = "shard_sentence", seed: int = 0) -> str:
+        draw = np.random.default_rng(seed)
+        documents = [
+            [
+                draw.integers(4, NUM_TOKENS - 1, int(draw.integers(2, 10)))
+                for _ in range(int(draw.integers(1, most + 1)))
+            ]
+            for _ in range(count)
+        ]
+        return write_shard(documents, name)
+
+    return write

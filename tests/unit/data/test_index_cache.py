@@ -1,0 +1,154 @@
+"""Large indices: built once whoever asks, whole or not at all, and taken over from the dead."""
+
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_deberta.data import index_cache
+from megatron_deberta.data.index_cache import IndexCache
+from megatron_deberta.errors import DataError
+
+FORK = multiprocessing.get_context("fork")
+
+
+def build_numbers(writer):
+    for begin in range(0, 50, 20):
+        writer.append("numbers", np.arange(begin, min(begin + 20, 50)))
+    writer.append("halves", np.arange(3, dtype=np.float32) / 2)
+    writer.append("nothing", np.empty(0, np.int32))
+
+
+@pytest.fixture(autouse=True)
+def _keep_all(monkeypatch):
+    monkeypatch.setattr(index_cache, "WORTH_KEEPING", 50)
+
+
+def cache_of(folder, patience=300.0):
+    return IndexCache(folder, patience=patience)
+
+
+def leftovers(folder):
+    return [path.name for path in Path(folder).iterdir() if path.name.endswith((".lock", ".tmp"))]
+
+
+def test_memory_and_disk_give_the_same(tmp_path):
+    small = IndexCache(tmp_path / "unused").get("a", [1], 49, build_numbers)
+    large = cache_of(tmp_path).get("a", [1], 50, build_numbers)
+    assert not (tmp_path / "unused").exists()
+    assert small.keys() == large.keys()
+    for name, array in small.items():
+        assert array.dtype == large[name].dtype
+        np.testing.assert_array_equal(array, large[name])
+    assert leftovers(tmp_path) == []
+
+
+def test_an_index_is_built_once_for_what_it_depends_on(tmp_path):
+    built = []
+
+    def build(writer):
+        built.append(1)
+        build_numbers(writer)
+
+    for _ in range(3):
+        cache_of(tmp_path).get("a", ["x", 1], 50, build)
+    assert len(built) == 1
+    cache_of(tmp_path).get("a", ["x", 2], 50, build)
+    cache_of(tmp_path).get("b", ["x", 1], 50, build)
+    assert len(built) == 3
+
+
+def ask(folder, log, seconds, started=None):
+    def build(writer):
+        with open(log, "a") as stream:
+            stream.write("built\n")
+        if started is not None:
+            started.set()
+        time.sleep(seconds)
+        build_numbers(writer)
+
+    found = cache_of(folder).get("a", [1], 50, build)
+    assert found["numbers"].tolist() == list(range(50))
+
+
+def test_many_processes_build_once(tmp_path):
+    log = tmp_path / "log"
+    ranks = [FORK.Process(target=ask, args=(tmp_path / "index", log, 0.3)) for _ in range(6)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(30)
+        assert rank.exitcode == 0
+    assert log.read_text() == "built\n"
+    assert leftovers(tmp_path / "index") == []
+
+
+def test_a_dead_builder_is_replaced_at_once(tmp_path):
+    log, started = tmp_path / "log", FORK.Event()
+    folder = tmp_path / "index"
+    builder = FORK.Process(target=ask, args=(folder, log, 60, started))
+    builder.start()
+    assert started.wait(20)
+    waiter = FORK.Process(target=ask, args=(folder, log, 0))
+    waiter.start()
+    time.sleep(0.3)
+    assert waiter.is_alive()
+    os.kill(builder.pid, signal.SIGKILL)
+    builder.join()
+    waiter.join(10)
+    assert waiter.exitcode == 0
+    assert log.read_text() == "built\n" * 2
+    assert leftovers(folder) == []
+
+
+def test_a_lock_of_another_machine_expires(tmp_path):
+    """Nobody touches it, so it is taken over after the patience, not before."""
+    first = cache_of(tmp_path)
+    first.get("a", [1], 50, build_numbers)
+    (folder,) = tmp_path.iterdir()
+    lock = Path(f"{folder}.lock")
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()
+    lock.write_text("elsewhere 4711 0123")
+    (tmp_path / f".{folder.name}.0123.tmp").mkdir()
+    start = time.monotonic()
+    cache_of(tmp_path, patience=0.5).get("a", [1], 50, build_numbers)
+    assert 0.5 <= time.monotonic() - start < 10
+    assert leftovers(tmp_path) == []
+
+
+def test_a_builder_that_fails_leaves_nothing(tmp_path):
+    def fail(writer):
+        writer.append("numbers", np.arange(3))
+        raise DataError("no")
+
+    with pytest.raises(DataError, match="no"):
+        cache_of(tmp_path).get("a", [1], 50, fail)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("damage", ["cut", "description", "other"])
+def test_damage_is_named(tmp_path, damage):
+    cache = cache_of(tmp_path)
+    cache.get("a", [1], 50, build_numbers)
+    (folder,) = tmp_path.iterdir()
+    if damage == "cut":
+        os.truncate(folder / "numbers.bin", 9)
+    elif damage == "description":
+        (folder / "index.json").write_text("{")
+    else:
+        text = (folder / "index.json").read_text()
+        (folder / "index.json").write_text(text.replace('"digest": "', '"digest": "0'))
+    with pytest.raises(DataError, match="damaged index .*remove the folder"):
+        cache.get("a", [1], 50, build_numbers)
+
+
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"data\.index_cache"):
+        cache_of(tmp_path / "file").get("a", [1], 50, build_numbers)

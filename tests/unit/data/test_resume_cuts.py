@@ -1,0 +1,180 @@
+"""500 random cuts: whatever the seed, step, ranks, workers, format and epoch, the same samples."""
+
+import itertools
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_deberta.config import validate_for_world
+from megatron_deberta.config.rules import short_samples
+from megatron_deberta.config.schema import (
+    DataConfig,
+    ModelConfig,
+    ObjectiveConfig,
+    RunConfig,
+    TrainConfig,
+)
+from megatron_deberta.data import index_cache
+from megatron_deberta.data.build import build_loaders, open_corpora, training_rows
+from megatron_deberta.data.indexed_writer import IndexedWriter
+from megatron_deberta.data.ledger import Ledger, check_ledger
+from megatron_deberta.data.packing import PackedRows
+
+PACKINGS = ["full_sentences", "doc_sentences", "segment_pair", "sentence_pair"]
+CUTS = 125
+"""Of each format."""
+STEPS = 4
+WITH_WORKERS = 40
+"""Every so many cuts batches are built by worker processes, which costs time."""
+
+
+@pytest.fixture(scope="module")
+def prefixes(tmp_path_factory):
+    """Shards of few sentences, so that six steps cross several epochs."""
+    draw = np.random.default_rng(3)
+    found = []
+    for number in range(6):
+        prefix = str(tmp_path_factory.mktemp("shards") / f"text{number}_sentence")
+        with IndexedWriter(prefix, np.uint16) as writer:
+            for _ in range(int(draw.integers(12, 25))):
+                writer.add_document(
+                    [
+                        draw.integers(4, 189, int(draw.integers(1, 14)))
+                        for _ in range(int(draw.integers(1, 9)))
+                    ]
+                )
+        found.append(prefix)
+    return found
+
+
+def random_config(draw, packing, prefixes, run_dir):
+    chosen = draw.choice(prefixes, 2, replace=False).tolist()
+    blend = [str(draw.integers(1, 5)), chosen[0], str(draw.integers(1, 5)), chosen[1]]
+    pairs = packing.endswith("pair")
+    config = RunConfig(
+        model=ModelConfig(next_sentence_head=pairs, type_vocab_size=2 if pairs else 0),
+        data=DataConfig(
+            train=tuple(draw.choice([0, 1, 2]) and blend or chosen[:1]),
+            validation_fraction=float(draw.choice([0.0, 0.2])),
+            packing=packing,
+            sequence_length=int(draw.choice([16, 24, 48])),
+            short_sequence_length=12,
+            short_steps=int(draw.choice([0, 0, 1, 2])),
+            attend_across_documents=pairs or bool(draw.integers(2)),
+            num_workers=0,
+        ),
+        objective=ObjectiveConfig(
+            masking=str(draw.choice(["released", "uniform"])),
+            static_masks=int(draw.choice([0, 0, 2])),
+        ),
+        train=TrainConfig(
+            global_batch_size=24,
+            micro_batch_size=1,
+            seed=int(draw.integers(1 << 30)),
+            run_dir=str(run_dir),
+        ),
+    )
+    validate_for_world(config, 1)
+    return config
+
+
+def rows_of(batches):
+    """Every field of every row, as bytes, in order."""
+    return [
+        tuple(
+            None if tensor is None else tensor[row].numpy().tobytes()
+            for tensor in (getattr(batch, item.name) for item in fields(batch))
+        )
+        for batch in batches
+        for row in range(len(batch.sample_index))
+    ]
+
+
+def unbroken(config, vocabulary, corpora):
+    """Rows of all steps, in batches as large as can be."""
+    loader, _ = build_loaders(
+        replace(config, train=replace(config.train, micro_batch_size=24)),
+        vocabulary,
+        0,
+        1,
+        0,
+        corpora,
+    )
+    return [rows_of(step) for step in itertools.islice(loader, STEPS)]
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_cuts(packing, prefixes, vocabulary, tmp_path):
+    draw = np.random.default_rng(PACKINGS.index(packing))
+    crossed = 0
+    for number in range(CUTS):
+        config = random_config(draw, packing, prefixes, tmp_path)
+        corpora = open_corpora(config, vocabulary, hashes=False)
+        expected = unbroken(config, vocabulary, corpora)
+        cut, world = int(draw.integers(0, STEPS)), int(draw.choice([1, 2, 3, 4, 6]))
+        micro = int(draw.choice([size for size in (1, 2, 3, 4, 6) if 24 // world % size == 0]))
+        workers = int(draw.integers(1, 3)) if number % WITH_WORKERS == 0 else 0
+        layout = replace(
+            config,
+            data=replace(config.data, num_workers=workers),
+            train=replace(config.train, micro_batch_size=micro),
+        )
+        found = [[] for _ in range(STEPS - cut)]
+        for rank in range(world):
+            loader, _ = build_loaders(layout, vocabulary, rank, world, cut * 24, corpora)
+            for step, batches in zip(found, loader, strict=False):
+                step += rows_of(batches)
+        assert found == expected[cut:], f"cut {number}: {layout}, step {cut}, {world} ranks"
+        samples = [np.frombuffer(row[4], np.int64)[0] for step in expected for row in step]
+        assert samples == list(range(24 * STEPS))
+        rows = training_rows(config, vocabulary, corpora)
+        crossed += isinstance(rows, PackedRows) and rows.rows_per_epoch < 24 * STEPS
+    assert crossed > CUTS / 10, "too few cuts cross an epoch"
+
+
+def test_shorter_rows_come_first_and_only_then(prefixes, vocabulary, tmp_path):
+    draw = np.random.default_rng(0)
+    config = random_config(draw, "full_sentences", prefixes, tmp_path)
+    config = replace(config, data=replace(config.data, short_steps=2, sequence_length=48))
+    assert short_samples(config) == 48
+    loader, validation = build_loaders(config, vocabulary, 0, 1, 0)
+    lengths = [step[0].input_ids.size(1) for step in itertools.islice(loader, 5)]
+    assert lengths == [12, 12, 48, 48, 48]
+    # The long rows are the same sequence as without the short ones, only later.
+    plain = replace(config, data=replace(config.data, short_steps=0))
+    later = next(iter(build_loaders(config, vocabulary, 0, 1, 48)[0]))
+    first = next(iter(build_loaders(plain, vocabulary, 0, 1, 0)[0]))
+    text = [torch.where(batch.labels >= 0, 0, 0).sum() for batch in later]
+    assert len(text) == len(first)
+    assert [batch.attention_mask.sum() for batch in later] == [
+        batch.attention_mask.sum() for batch in first
+    ]
+    if validation is not None:
+        assert next(iter(validation)).input_ids.size(1) == 48
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_ledger_of_every_format(packing, prefixes, vocabulary, tmp_path):
+    draw = np.random.default_rng(8)
+    config = random_config(draw, packing, prefixes, tmp_path)
+    for rank in range(2):
+        loader, _ = build_loaders(config, vocabulary, rank, 2, 0)
+        ledger = Ledger(tmp_path / "ledger", rank, 2, 0)
+        for step, batches in enumerate(itertools.islice(loader, 4), start=1):
+            ledger.append(step, batches)
+        ledger.close()
+    check_ledger(tmp_path / "ledger", 24, 4)
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_cached_indices_change_nothing(packing, prefixes, vocabulary, tmp_path, monkeypatch):
+    draw = np.random.default_rng(9)
+    config = random_config(draw, packing, prefixes, tmp_path)
+    expected = unbroken(config, vocabulary, open_corpora(config, vocabulary, hashes=False))
+    monkeypatch.setattr(index_cache, "WORTH_KEEPING", 1)
+    for _ in range(2):
+        corpora = open_corpora(config, vocabulary, hashes=False)
+        assert unbroken(config, vocabulary, corpora) == expected
+    assert len(list((tmp_path / "index").glob("*/index.json"))) > 1
