@@ -25,7 +25,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers.models.deberta_v2.modeling_deberta_v2 import DisentangledSelfAttention
+from transformers.models.deberta_v2.modeling_deberta_v2 import (
+    DisentangledSelfAttention,
+    build_relative_position,
+)
 
 from megatron_deberta.ops import RelativePositions, disentangled_attention
 
@@ -65,17 +68,25 @@ class Case:
 
     def real_keys(self) -> Tensor:
         """Where real tokens are: bool ``[batch, length]``."""
-        lengths = torch.tensor(self.row_lengths(), device=self.device)
-        return torch.arange(self.length, device=self.device) < lengths[:, None]
+        return _real_keys(self)
+
+
+@lru_cache(maxsize=4)  # copying it to a GPU would make the host wait
+def _real_keys(case: Case) -> Tensor:
+    lengths = torch.tensor(case.row_lengths(), device=case.device)
+    return torch.arange(case.length, device=case.device) < lengths[:, None]
 
 
 def make_inputs(case: Case, dtype: torch.dtype | None = None) -> list[Tensor]:
-    """q, k, v, pos_key, pos_query of unit variance with gradients, the same on every device."""
-    generator = torch.Generator().manual_seed(0)
+    """q, k, v, pos_key, pos_query of unit variance with gradients, the same every time.
+
+    ``dtype`` is the format to hold them in; their values are rounded to the case's in any case.
+    """
+    generator = torch.Generator(case.device).manual_seed(0)
     shape = (case.batch, case.heads, case.length, HEAD_SIZE)
     table = (case.heads, SLOTS, HEAD_SIZE)
     rounded = (
-        torch.randn(s, generator=generator).to(case.device, DTYPES[case.dtype])
+        torch.randn(s, generator=generator, device=case.device).to(DTYPES[case.dtype])
         for s in (shape, shape, shape, table, table)
     )
     return [x.to(dtype or DTYPES[case.dtype]).requires_grad_() for x in rounded]
@@ -105,18 +116,13 @@ def ours(backend: str) -> Callable[..., Tensor]:
         return disentangled_attention(
             *x,
             positions=POSITIONS,
-            key_padding=_padding(case),
+            key_padding=case.real_keys() if case.padding else None,
             dropout_p=case.dropout,
             seed=SEED,
             backend=backend,
         )
 
     return forward
-
-
-@cache
-def _padding(case: Case) -> Tensor | None:
-    return case.real_keys() if case.padding else None
 
 
 class Ours(Variant):
@@ -137,7 +143,10 @@ class Ours(Variant):
 
 
 class Eager(Variant):
-    """What transformers does after its projections; several tensors of length x length."""
+    """What transformers does after its projections; several tensors of length x length.
+
+    Mask and slots are made once, as its encoder makes them for all layers.
+    """
 
     def __init__(self) -> None:
         super().__init__(self._attend)
@@ -146,7 +155,7 @@ class Eager(Variant):
         module = _EagerTerms(case.heads, x[3], x[4])
         q, k, v = (t.flatten(0, 1) for t in x[:3])
         scores = torch.bmm(q, k.transpose(-1, -2) * SCALE)
-        scores = scores + module.bias(q, k, None, module.rows, 3)
+        scores = scores + module.bias(q, k, _slots(case), module.rows, 3)
         scores = scores.view(case.batch, case.heads, case.length, case.length)
         scores = scores.masked_fill(~_pairs(case), torch.finfo(q.dtype).min)
         probabilities = F.dropout(scores.softmax(-1), case.dropout)
@@ -158,6 +167,13 @@ def _pairs(case: Case) -> Tensor:
     """Which query sees which key, as transformers' encoder says it: bool ``[B, 1, N, N]``."""
     real = case.real_keys()
     return (real[:, None, :] & real[:, :, None])[:, None]
+
+
+@lru_cache(maxsize=1)
+def _slots(case: Case) -> Tensor:
+    """Bucketed distances as transformers' encoder hands them on: int64 ``[1, N, N]``."""
+    rows = torch.empty(case.length, 1, device=case.device)
+    return build_relative_position(rows, rows, BUCKETS, MAX_DISTANCE)
 
 
 class _EagerTerms(nn.Module):
@@ -313,6 +329,7 @@ def _flash_deberta() -> tuple[Any, Any]:
         spec = importlib.util.find_spec("flashdeberta")
         assert spec is not None
         package = types.ModuleType("flashdeberta")
+        package.__spec__ = spec
         package.__path__ = list(spec.submodule_search_locations or [])
         sys.modules["flashdeberta"] = package
     from flashdeberta.ops.flash_attention import flash_attention_with_disentangled

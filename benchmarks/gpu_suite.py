@@ -10,6 +10,7 @@ parts
     train       a small model's life: pretrain, kill, resume, export, fill masks
     step        the 1.5B model's real step through DeepSpeed ZeRO-1; checkpoint, export
     peers       whole steps against transformers' DeBERTa, ModernBERT, RoBERTa, BERT
+    learn       what each part of DeBERTa is worth (benchmarks/learn.py)
 
 A part is a process of its own that begins no item after --minutes. Its results are written after
 every item to PART.json in --out; started again, it goes on with what is missing. What the same
@@ -40,7 +41,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.suite.record import Options, Record, note_crash, result_path  # noqa: E402
 from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE  # noqa: E402
 
-PARTS = ("attention", "parity", "train", "step", "peers")
+PARTS = ("attention", "parity", "train", "step", "peers", "learn")
 GRACE_MINUTES = 2.0
 """How long the last item of a part may take beyond the part's time."""
 CRASHES = 5
@@ -69,6 +70,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--small", action="store_true", help="sizes that prove the script only")
     parser.add_argument("--minutes", type=float, default=6.0, help="of a part (default 6)")
     parser.add_argument("--force", action="store_true", help="do again what is done")
+    parser.add_argument(
+        "--corpus",
+        nargs=2,
+        metavar=("PREFIX", "TOKENIZER"),
+        help="shards and tokenizer for the learn part (default: made of text of this machine)",
+    )
     parser.add_argument("--worker", choices=PARTS, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -83,6 +90,7 @@ def options_of(args: argparse.Namespace, part: str) -> Options:
         small=args.small,
         minutes=args.minutes,
         force=args.force,
+        corpus=None if args.corpus is None else tuple(args.corpus),
     )
 
 
@@ -107,6 +115,7 @@ def run_part(args: argparse.Namespace, options: Options) -> str | None:
     command = [sys.executable, __file__, "--worker", options.part, "--out", str(options.out)]
     command += ["--work", str(options.work), "--device", options.device]
     command += ["--small"] * options.small
+    command += [] if options.corpus is None else ["--corpus", *options.corpus]
     deadline = time.monotonic() + 60 * (options.minutes + GRACE_MINUTES)
     force = ["--force"] * options.force
     for _ in range(CRASHES):

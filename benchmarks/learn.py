@@ -35,6 +35,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.measuring import write_json  # noqa: E402
 from benchmarks.provenance import provenance  # noqa: E402
 from benchmarks.steps.batch import make_batch  # noqa: E402
 from benchmarks.steps.measure import compete  # noqa: E402
@@ -42,7 +43,6 @@ from benchmarks.steps.sides import Ours, Setting  # noqa: E402
 from megatron_deberta.config import load_config  # noqa: E402
 from megatron_deberta.config.schema import RunConfig  # noqa: E402
 from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE  # noqa: E402
-from megatron_deberta.files import write_atomically  # noqa: E402
 from megatron_deberta.observe.metrics import read_metrics  # noqa: E402
 
 NO_DECODER = ("model.mask_decoder_passes=0", "model.absolute_positions=none")
@@ -218,7 +218,7 @@ def collect(experiment: Experiment, output: Path) -> dict[str, Any]:
     unigram = [loss for run in runs if (loss := run.unigram_loss()) is not None]
     return {
         **record,
-        **provenance(),
+        **provenance(config.train.device),
         "config": str(experiment.config_file),
         "layers": config.model.num_layers,
         "width": config.model.hidden_size,
@@ -289,18 +289,13 @@ def main() -> None:
         args.config, args.data, args.tokenizer, args.runs,
         tuple(args.variant or VARIANTS), tuple(args.seeds),
     )  # fmt: skip
-    args.runs.mkdir(parents=True, exist_ok=True)
-    args.output.parent.mkdir(parents=True, exist_ok=True)
     if args.time is None:
         train(experiment, args.budget)
     record = collect(experiment, args.output)
     if args.time is not None:
         record["seconds_per_step"] = time_steps(experiment, args.time)
-    listed = json.dumps(manifest(experiment), indent=1) + "\n"
-    write_atomically(args.runs / "manifest.json", listed.encode())
-    write_atomically(
-        args.output.with_suffix(".json"), (json.dumps(record, indent=1) + "\n").encode()
-    )
+    write_json(args.runs / "manifest.json", manifest(experiment))
+    write_json(args.output.with_suffix(".json"), record)
     plot(record, args.output.with_suffix(".png"))
 
 

@@ -6,6 +6,7 @@ import hashlib
 import importlib.metadata
 import os
 import platform
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -20,23 +21,39 @@ def provenance(device: str = "cpu") -> dict[str, str | int | None]:
     Args:
         device: ``cpu`` or ``cuda``; the hardware named is the one measured.
     """
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
     record: dict[str, str | int | None] = {
         "hardware": processor(),
         "cores": os.cpu_count(),
         "load": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "transformers": importlib.metadata.version("transformers"),
-        "revision": subprocess.run(command, capture_output=True, text=True).stdout.strip(),
+        "transformers": version("transformers"),
+        "revision": revision(),
         "source": source_digest(),
     }
     if device == "cuda":
         record["processor"] = record["hardware"]
         record["hardware"] = torch.cuda.get_device_name()
-        record["triton"] = importlib.metadata.version("triton")
         record["cuda"] = torch.version.cuda
+        for package in ("triton", "disentangled-flash", "flashdeberta"):
+            record[package] = version(package)
     return record
+
+
+def version(package: str) -> str | None:
+    """What is installed of a package."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def revision() -> str:
+    """The commit, or nothing where there is no git or no repository."""
+    if shutil.which("git") is None:
+        return ""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
 def source_digest() -> str:

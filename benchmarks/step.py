@@ -9,7 +9,7 @@ optimizer:
   (``benchmarks/steps/peers.py``);
 - ``disentanglement``: the 1.5B model against the same model with plain flash attention.
 
-On a CPU the last two take four layers and lengths of 128 and 512 only.
+On a CPU the last two take two layers and lengths of 128 and 512 only.
 
 Correctness comes first: without dropout and mask decoder we must have the loss of
 ``DebertaV2ForMaskedLM``, and a peer's masked-only loss must be that of transformers' own forward.
@@ -43,13 +43,13 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.measuring import write_json  # noqa: E402
 from benchmarks.provenance import provenance  # noqa: E402
 from benchmarks.steps.batch import StepBatch, make_batch  # noqa: E402
 from benchmarks.steps.measure import Contender, Result, compete  # noqa: E402
 from benchmarks.steps.peers import PEERS, Peer, variants  # noqa: E402
 from benchmarks.steps.sides import Ours, Setting, Side, Stock  # noqa: E402
 from megatron_deberta.config.schema import ModelConfig  # noqa: E402
-from megatron_deberta.files import write_atomically  # noqa: E402
 from megatron_deberta.observe.throughput import measure_matmul_rate  # noqa: E402
 from tests.support.memory import peak_resident_bytes  # noqa: E402
 from tests.support.stock_weights import copy_from_stock  # noqa: E402
@@ -107,11 +107,11 @@ def cases(comparison: str, device: torch.device) -> list[Case]:
         base = replace(base, vocab_size=PEER_VOCABULARY)
         models = {"base": (base, 1.0)}
         if not on_gpu:
-            models = {"4 layers of base": (replace(base, num_layers=4), None)}
+            models = {"2 layers of base": (replace(base, num_layers=2), None)}
     else:
         models = {"1.5B": (large, 1 / 1.07)}
         if not on_gpu:
-            models = {"4 layers of 1.5B": (replace(large, num_layers=4, vocab_size=32000), None)}
+            models = {"2 layers of 1.5B": (replace(large, num_layers=2, vocab_size=32000), None)}
     return [
         Case(
             f"{name}, N={length}",
@@ -289,15 +289,14 @@ def read_rows(output: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def merge(output: Path, case: Case, row: dict[str, Any], order: list[str]) -> None:
+def merge(output: Path, case: Case, row: dict[str, Any], order: list[str], device: str) -> None:
     """Put a row into the result file in place of an older one of its name."""
     rows = [old for old in read_rows(output) if old["name"] != case.name]
-    rows.append({**row, **provenance()})
+    rows.append({**row, **provenance(device)})
     rows.sort(key=lambda kept: order.index(kept["name"]))
     threads = torch.get_num_threads()
     record = {"tokens": case.tokens, "threads": threads, "results": rows}
-    output.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(output, (json.dumps(record, indent=1) + "\n").encode())
+    write_json(output, record)
 
 
 def run(
@@ -339,7 +338,7 @@ def run(
         gc.collect()
         if device.type == "cpu":
             add_peak_of_processes(case, row)
-        merge(output, case, row, [known.name for known in every])
+        merge(output, case, row, [known.name for known in every], device.type)
         print("\n".join(_lines(row)), flush=True)
     return True
 

@@ -25,6 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.attention_variants import Case  # noqa: E402
 from benchmarks.learn import VARIANTS, mean_curves  # noqa: E402
 from megatron_deberta.files import write_atomically  # noqa: E402
 
@@ -225,6 +226,38 @@ def learn(device: str) -> str:
     )
 
 
+def attention(device: str) -> str:
+    """The operator's variants: time and memory of forward and backward, and the error."""
+    header = ("case", "variant", "forward, ms", "both, ms", "of the floor's speed",
+              "peak memory, MiB", "error")  # fmt: skip
+    record = load(device, "attention")
+    if record is None:
+        return NOTHING
+    cells = []
+    for row in record.get("cases") or record["items"].values():
+        case = Case(**row["case"]).name
+        for name, found in row["variants"].items():
+            times = found.get("milliseconds")
+            if times is None:
+                cells.append((case, name, found["not run"], "", "", "", ""))
+            else:
+                floor, peak = found.get("fraction_of_floor"), found.get("peak_mib")
+                both, forward = (
+                    f"{times[key]:,.0f}" if times[key] >= 100 else f"{times[key]:.3g}"
+                    for key in ("both", "forward")
+                )
+                cells.append((
+                    case, name, forward, both,
+                    f"{floor:.2f}" if floor else "", f"{peak:,.0f}" if peak is not None else "",
+                    f"{max(found['errors'].values()):.0e}" if "errors" in found else "",
+                ))  # fmt: skip
+            case = ""
+    return markdown(header, cells) + (
+        f"\n({record['hardware']}, {record['cores']} cores, load {record['load']:.1f}, "
+        f"torch {record['torch']}.)\n"
+    )
+
+
 TABLES: dict[str, Callable[[str], str]] = {
     "step-summary": step_summary,
     "step": step,
@@ -232,6 +265,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "disentanglement": disentanglement,
     "learning": learning,
     "learn": learn,
+    "attention": attention,
 }
 
 

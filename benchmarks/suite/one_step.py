@@ -110,7 +110,7 @@ def breakdown(run: Run, steps: int) -> dict[str, float]:
 
 def part_of(kernel: str) -> str:
     """Which part of the step a kernel belongs to."""
-    if any(name in kernel for name in own_kernels()):
+    if kernel in own_kernels():
         return "attention"
     for part, pattern in PARTS:
         if re.search(pattern, kernel, re.IGNORECASE):

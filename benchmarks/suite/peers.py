@@ -35,7 +35,7 @@ def run(record: Record) -> None:
 def compare(case: Case, device: torch.device, repeats: int) -> Item:
     """One case; sides that do not compute the same are wrong."""
     try:
-        return {**measure(case, device, repeats), "wrong": []}
+        return {**measure(case, device, repeats), "tokens": case.tokens, "wrong": []}
     except SystemExit as differ:
         return {"wrong": [str(differ)]}
 

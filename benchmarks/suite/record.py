@@ -17,6 +17,11 @@ from typing import Any
 from benchmarks.measuring import write_json
 from benchmarks.provenance import provenance
 
+
+class UnfinishedError(Exception):
+    """An item is on its way and goes on from here when it is started again."""
+
+
 Item = dict[str, Any]
 """A result; with ``wrong`` (list of str) where a check failed, ``error`` where it could not run."""
 
@@ -36,6 +41,8 @@ class Options:
     minutes: float
     """No item is begun after that."""
     force: bool = False
+    corpus: tuple[str, str] | None = None
+    """Shard prefix and tokenizer of the learn part; None takes text of this machine."""
 
 
 @dataclass
@@ -75,7 +82,7 @@ class Record:
         """Do an item unless it is done; an exception becomes the item's ``error``."""
         if name in self.items and "error" not in self.items[name]:
             return
-        if time.monotonic() > self._deadline:
+        if self.seconds_left < 0:
             self.left.append(name)
             self._write()
             return
@@ -83,6 +90,10 @@ class Record:
         start = time.monotonic()
         try:
             found = work()
+        except UnfinishedError:
+            self.left.append(name)
+            self._write()
+            return
         except Exception as failure:
             # Nothing to go on with here; other items may still tell something.
             traceback.print_exc()
@@ -92,6 +103,11 @@ class Record:
         self._write()
         state = "error" if "error" in found else "WRONG" if found.get("wrong") else "done"
         print(f"[{self.options.part}] {name}: {state} in {seconds} s", flush=True)
+
+    @property
+    def seconds_left(self) -> float:
+        """Until no item is begun any more."""
+        return self._deadline - time.monotonic()
 
     def starting(self, name: str, detail: str = "") -> None:
         """Note what runs now, and which piece of it."""

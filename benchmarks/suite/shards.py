@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.provenance import ROOT
-from megatron_deberta.cli.main import main as command_line
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ def prepare_shards(work: Path, megabytes: float, vocabulary: int) -> Shards:
         vocabulary: pieces.
 
     Raises:
-        RuntimeError: a step failed; its output says why.
+        subprocess.CalledProcessError: a step failed; its output says why.
     """
     folder = work / f"shards_{megabytes:g}mb_{vocabulary}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -53,6 +52,5 @@ def prepare_shards(work: Path, megabytes: float, vocabulary: int) -> Shards:
 
 
 def _command(*arguments: str) -> None:
-    code = command_line(list(arguments))
-    if code != 0:
-        raise RuntimeError(f"megatron-deberta {' '.join(arguments)}: exit code {code}")
+    # Not in this process: preprocess forks, and a process that holds a GPU should not.
+    subprocess.run([sys.executable, "-m", "megatron_deberta", *arguments], cwd=ROOT, check=True)

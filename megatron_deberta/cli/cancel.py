@@ -14,6 +14,7 @@ from pathlib import Path
 from megatron_deberta.cluster import slurm
 from megatron_deberta.cluster.chain import Chain
 from megatron_deberta.cluster.link import submitted_jobs
+from megatron_deberta.cluster.submission import SUBMISSIONS, JobSpec, stop_signal
 from megatron_deberta.errors import EXIT_DONE, ConfigError
 
 
@@ -29,13 +30,15 @@ def run(args: argparse.Namespace) -> int:
     jobs = submitted_jobs(chain)
     if not jobs:
         raise ConfigError(f"{args.run_dir}: no job was submitted for it; name the run's folder")
+    newest = max((chain.run_dir / SUBMISSIONS).glob("*/job.json"))
+    signal = f"--signal={stop_signal(JobSpec.read(newest))}"
     # First, so that no link asks for another.
     chain.append("cancel", now=args.now)
     for job in jobs:
         slurm.cancel_pending(job)
-        if slurm.job_state(job) != "RUNNING":
+        if slurm.job_info(job).get("JobState") != "RUNNING":
             continue
-        slurm.call(["scancel", job] if args.now else ["scancel", "--signal=USR1", job])
+        slurm.call(["scancel", job] if args.now else ["scancel", signal, job])
         print(f"job {job}: {'cancelled' if args.now else 'saving, then ending'}")
     print(f"nothing of {args.run_dir} will start again")
     return EXIT_DONE

@@ -1,22 +1,30 @@
 """Turn text into tokenized, memory-mapped shards that Megatron reads too.
 
-Writes PREFIX_KEY_document.bin, .idx and .manifest.json for each key; they appear complete or not
-at all, and are the same for any number of workers.
+Writes PREFIX_KEY_document.bin, .idx and .manifest.json for each key, and PREFIX.quarantine.jsonl.
+They appear complete or not at all, and are the same for any number of workers and nodes. What is
+done is kept in PREFIX.unfinished: the same command goes on with it after a crash or a time limit.
 
-Example:
+Examples:
   megatron-deberta preprocess --input corpus/*.jsonl.gz --tokenizer tokenizer --output shards/corpus
+  srun --ntasks-per-node=1 megatron-deberta preprocess ...      (mpirun alike; no MPI is needed)
+  sbatch --array=0-9 ... megatron-deberta preprocess ...        (the last task merges)
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import tempfile
-from pathlib import Path
+import re
+from collections.abc import Mapping
 
-from megatron_deberta.cli.text_input import add_input_arguments, find_input
+from megatron_deberta.cli.text_input import add_input_arguments, find_input, read_options
 from megatron_deberta.errors import ConfigError
-from megatron_deberta.preprocess.pipeline import preprocess, read_blocks, shard_prefix
+from megatron_deberta.parallel.environment import read_environment
+from megatron_deberta.preprocess.merging import quarantine_path, shard_prefix
+from megatron_deberta.preprocess.pipeline import DEFAULT_ALLOW_BAD, RunOptions, preprocess
+from megatron_deberta.preprocess.sources import STANDARD_INPUT
+from megatron_deberta.preprocess.units import UNIT_BYTES
+from megatron_deberta.preprocess.workfolder import WorkFolder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,32 +42,108 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workers",
         type=int,
-        default=len(os.sched_getaffinity(0)),
         metavar="N",
-        help="worker processes; 0 works in this one (default: the CPU cores, %(default)s here)",
+        help="worker processes; 0 works in this one (default: the CPU cores, shared among the "
+        "ranks of a node)",
+    )
+    parser.add_argument(
+        "--sentences",
+        nargs="?",
+        const="en",
+        default="",
+        metavar="LANGUAGE",
+        help="keep sentences apart (PREFIX_KEY_sentence), as this language ends them (default: en)",
+    )
+    parser.add_argument(
+        "--allow-bad",
+        type=float,
+        metavar="FRACTION",
+        help="publish although up to this share of the records is bad or files are damaged "
+        f"(default: {DEFAULT_ALLOW_BAD:g}, and no damaged file)",
+    )
+    parser.add_argument(
+        "--array-task",
+        metavar="K/N",
+        help="share the work with the N - 1 other commands of this kind, K from 0; in a SLURM job "
+        "array that is known without",
+    )
+    parser.add_argument(
+        "--unit-mb",
+        type=float,
+        default=UNIT_BYTES / 1e6,
+        metavar="MB",
+        help="text that a process does again after a crash (default: %(default).0f)",
     )
     parser.add_argument("--force", action="store_true", help="replace existing shards")
+    parser.add_argument(
+        "--restart", action="store_true", help="forget what an unfinished run has done"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Preprocess, and say what was written."""
-    if args.workers < 0:
-        raise ConfigError(f"--workers {args.workers}: must be 0 or more")
-    keys = list(dict.fromkeys(args.keys))
-    with tempfile.TemporaryDirectory() as folder:
-        sources = find_input(args, Path(folder) / "standard-input")
-        manifests = preprocess(
-            sources,
-            read_blocks(sources),
-            args.tokenizer,
-            args.output,
-            keys=keys,
-            workers=args.workers,
-            force=args.force,
-        )
-    for key, manifest in zip(keys, manifests, strict=True):
+    options = _run_options(args)
+    if args.unit_mb <= 0:
+        raise ConfigError(f"--unit-mb {args.unit_mb}: must be more than 0")
+    if args.allow_bad is not None and not 0 <= args.allow_bad <= 1:
+        raise ConfigError(f"--allow-bad {args.allow_bad}: must be between 0 and 1")
+    if options.size > 1 and (args.restart or STANDARD_INPUT in args.input):
+        what = "--restart" if args.restart else "--input -"
+        raise ConfigError(f"{what}: one process alone must do that, not one of {options.size}")
+    folder = WorkFolder(args.output)
+    if args.restart:
+        folder.remove()
+    read = read_options(args)
+    manifests = preprocess(
+        find_input(args, folder.path / "standard-input"),
+        args.tokenizer,
+        args.output,
+        read=read,
+        run=options,
+        language=args.sentences,
+        unit_bytes=max(1, round(args.unit_mb * 1e6)),
+    )
+    for key, manifest in zip(read.keys, manifests, strict=True):
         print(
-            f"{shard_prefix(args.output, key)}: {manifest.num_documents:,} documents, "
-            f"{manifest.num_tokens:,} tokens, {manifest.dtype}"
+            f"{shard_prefix(args.output, key, sentences=bool(args.sentences))}: "
+            f"{manifest.num_documents:,} documents, {manifest.num_tokens:,} tokens, "
+            f"{manifest.dtype}; of {manifest.documents_in:,} records "
+            f"{manifest.documents_empty:,} empty, {manifest.documents_quarantined:,} quarantined"
         )
+    if manifests[0].documents_quarantined:
+        print(f"{quarantine_path(args.output)} lists what was set aside")
     return 0
+
+
+def _run_options(args: argparse.Namespace) -> RunOptions:
+    # The meeting point is not used: ranks meet in the folder.
+    ranks = read_environment({"MASTER_ADDR": "localhost", "MASTER_PORT": "1", **os.environ})
+    task, tasks = _array_task(args.array_task, os.environ)
+    workers = args.workers
+    if workers is None:
+        workers = max(1, len(os.sched_getaffinity(0)) // ranks.local_world_size)
+    if workers < 0:
+        raise ConfigError(f"--workers {workers}: must be 0 or more")
+    return RunOptions(
+        workers=workers,
+        rank=task * ranks.world_size + ranks.rank,
+        size=tasks * ranks.world_size,
+        allow_bad=args.allow_bad,
+        force=args.force,
+    )
+
+
+def _array_task(given: str | None, env: Mapping[str, str]) -> tuple[int, int]:
+    """Return the task of a job array, counted from 0, and how many there are."""
+    if given is not None:
+        match = re.fullmatch(r"(\d+)/(\d+)", given)
+        if match is None or not int(match[1]) < int(match[2]):
+            raise ConfigError(f"--array-task {given}: must be K/N with K from 0 to N - 1")
+        return int(match[1]), int(match[2])
+    if "SLURM_ARRAY_TASK_ID" not in env:
+        return 0, 1
+    task, first, step, count = (
+        int(env.get(f"SLURM_ARRAY_TASK_{name}", default))
+        for name, default in (("ID", "0"), ("MIN", "0"), ("STEP", "1"), ("COUNT", "1"))
+    )
+    return min((task - first) // max(step, 1), count - 1), count

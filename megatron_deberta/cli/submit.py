@@ -19,7 +19,9 @@ from pathlib import Path
 from megatron_deberta.checkpoint.resume import FLAG
 from megatron_deberta.cluster import preflight, slurm
 from megatron_deberta.cluster.chain import Chain
+from megatron_deberta.cluster.link import submitted_jobs
 from megatron_deberta.cluster.profile import ClusterProfile, load_profile
+from megatron_deberta.cluster.status import queue_state
 from megatron_deberta.cluster.submission import (
     BATCH_SCRIPT,
     LOGS,
@@ -74,23 +76,50 @@ def run(args: argparse.Namespace) -> int:
         variables=os.environ,
         allow_config_change=args.allow_config_change,
     )
-    command = sbatch_command(spec, profile, submission / "job.json")
     problem = preflight.torch_problem(profile.gpu_architecture, profile.torch_builds)
     if args.dry_run:
+        command = sbatch_command(spec, profile, submission / "job.json")
         print(describe(spec, command, problem))
         return EXIT_DONE
     if problem and profile.container == "none":
         raise ConfigError(problem)
-    submission.mkdir(parents=True)
-    (run_dir / LOGS).mkdir(exist_ok=True)
-    save_config(config, submission / "run.yaml")
-    write_atomically(submission / "job.json", spec.to_json())
-    # Before sbatch: the job may start at once, and this line is where its chain begins.
-    Chain(run_dir).append("submit", links=args.links, nodes=nodes, cluster=args.cluster)
-    jobs = [slurm.call(command).strip().split(";")[0] for _ in range(args.links)]
-    Chain(run_dir).append("jobs", jobs=jobs)
+    jobs = queue(spec, profile, submission, config, args.links)
     print(f"submitted {', '.join(jobs)}; megatron-deberta status {shlex.quote(str(run_dir))}")
     return EXIT_DONE
+
+
+def queue(
+    spec: JobSpec, profile: ClusterProfile, submission: Path, config: RunConfig, links: int
+) -> list[str]:
+    """Write the submission's folder, and call sbatch once for each link.
+
+    Returns:
+        SLURM's numbers of the jobs.
+
+    Raises:
+        ConfigError: the run has jobs in the queue.
+        SlurmError: sbatch refuses.
+    """
+    chain = Chain(spec.run_dir)
+    state, queued = queue_state(submitted_jobs(chain))
+    if queued:
+        raise ConfigError(
+            f"train.run_dir={spec.run_dir} has job {', '.join(queued)} in the queue ({state}); "
+            "megatron-deberta cancel it first, or name another folder"
+        )
+    submission.mkdir(parents=True)
+    (chain.run_dir / LOGS).mkdir(exist_ok=True)
+    save_config(config, submission / "run.yaml")
+    job_file = submission / "job.json"
+    write_atomically(job_file, spec.to_json())
+    # Before sbatch: the job may start at once, and this line is where its chain begins.
+    chain.append("submit", links=links, nodes=spec.nodes)
+    jobs: list[str] = []
+    for _ in range(links):
+        command = sbatch_command(spec, profile, job_file, after=jobs[-1] if jobs else "")
+        jobs.append(slurm.call(command).strip().split(";")[0])
+        chain.append("jobs", jobs=jobs[-1:])
+    return jobs
 
 
 def _profile(args: argparse.Namespace) -> ClusterProfile:

@@ -22,9 +22,16 @@ import psutil
 
 from megatron_deberta.cluster import slurm
 from megatron_deberta.cluster.chain import MAX_STALLED_LINKS, Chain, Decision
-from megatron_deberta.cluster.submission import JobSpec, link_name, log_folder, srun_command
+from megatron_deberta.cluster.submission import (
+    JobSpec,
+    link_name,
+    log_folder,
+    srun_command,
+    stop_signal,
+)
 from megatron_deberta.errors import (
     EXIT_DONE,
+    EXIT_FAILURE,
     EXIT_NEVER_REQUEUE,
     ConfigError,
     MegatronDebertaError,
@@ -73,8 +80,12 @@ class Link:
             nodes=self._variables.get("SLURM_JOB_NODELIST", ""),
         )
         code = self._train()
-        state = slurm.job_state(self._job)
-        if state.startswith("CANCELLED"):
+        info = slurm.job_info(self._job)
+        if int(info.get("Restarts", 0)) > self._restarts:
+            # SLURM gave this node up and has started the job elsewhere; all is that link's to say.
+            logger.warning("%s: superseded", self._name)
+            return EXIT_FAILURE
+        if info.get("JobState") == "CANCELLED":
             # Somebody's scancel; requeueing would undo it.
             return self._end(Decision(False, EXIT_DONE, "cancelled by scancel"), code)
         return self._end(self._chain.decide(code), code)
@@ -95,9 +106,8 @@ class Link:
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         logger.warning("%s: telling the ranks to save", signal.Signals(number).name)
-        stop = "TERM" if self._spec.launcher == "torchrun" else "USR1"
         try:
-            slurm.call(["scancel", f"--signal={stop}", self._job])
+            slurm.call(["scancel", f"--signal={stop_signal(self._spec)}", self._job])
         except slurm.SlurmError as error:
             logger.warning("%s", error)
 

@@ -47,13 +47,13 @@ def job_has_ended(job: str) -> bool:
         return "Invalid job id" in str(error)
 
 
-def job_state(job: str) -> str:
-    """SLURM's state of a job, such as ``RUNNING``; empty if it knows none or does not answer."""
+def job_info(job: str) -> dict[str, str]:
+    """What ``scontrol show job`` says; empty if it knows none or does not answer."""
     try:
         text = call(["scontrol", "--oneliner", "show", "job", job])
     except SlurmError:
-        return ""
-    return next((item[9:] for item in text.split() if item.startswith("JobState=")), "")
+        return {}
+    return dict(item.split("=", 1) for item in text.split() if "=" in item)
 
 
 def cancel_pending(job: str) -> None:

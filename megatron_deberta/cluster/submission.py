@@ -47,6 +47,7 @@ class JobSpec:
     """Folder that holds the package."""
     nodes: int
     ranks_per_node: int
+    cpus_per_rank: int
     launcher: str
     exit_wait_seconds: int
     requeue: bool
@@ -114,6 +115,7 @@ def make_spec(
         code_root=checked(str(CODE_ROOT), names.PATH, "the folder of megatron_deberta"),
         nodes=nodes,
         ranks_per_node=profile.ranks_per_node,
+        cpus_per_rank=profile.cpus_per_rank,
         launcher=profile.launcher,
         exit_wait_seconds=profile.exit_wait_seconds,
         requeue=profile.requeue,
@@ -126,18 +128,18 @@ def make_spec(
     )
 
 
-def sbatch_command(spec: JobSpec, profile: ClusterProfile, job_file: Path) -> list[str]:
-    """The command that queues one link.
+def sbatch_command(
+    spec: JobSpec, profile: ClusterProfile, job_file: Path, *, after: str = ""
+) -> list[str]:
+    """The command that queues one job of a chain.
 
     Args:
         spec: the job.
         profile: the cluster.
         job_file: where ``job.json`` is.
+        after: the job before it in the chain; starts once that has ended for good.
     """
-    # torchrun hands on SIGTERM only.
-    stop = "TERM" if profile.launcher == "torchrun" else "USR1"
-    tasks = 1 if profile.launcher == "torchrun" else profile.ranks_per_node
-    cpus = profile.cpus_per_rank * profile.ranks_per_node // tasks
+    tasks, cpus = _tasks(spec)
     command = [
         "sbatch",
         "--parsable",
@@ -149,13 +151,13 @@ def sbatch_command(spec: JobSpec, profile: ClusterProfile, job_file: Path) -> li
         f"--cpus-per-task={cpus}",
         f"--mem={profile.memory_gib_per_node}{'G' if profile.memory_gib_per_node else ''}",
         f"--time={profile.time_limit_minutes}",
-        f"--signal={stop}@{profile.signal_seconds}",
+        f"--signal={stop_signal(spec)}@{profile.signal_seconds}",
         "--requeue" if profile.requeue else "--no-requeue",
-        # Of several links of a chain one runs at a time.
-        "--dependency=singleton",
         "--open-mode=append",
         f"--output={spec.run_dir}/{LOGS}/link_%j.log",
     ]
+    if after:
+        command.append(f"--dependency=afterany:{after}")
     if profile.gpus_per_node:
         command.append(f"--gres=gpu:{profile.gpus_per_node}")
     if profile.exclusive:
@@ -164,6 +166,18 @@ def sbatch_command(spec: JobSpec, profile: ClusterProfile, job_file: Path) -> li
         if value := getattr(profile, option):
             command.append(f"--{option}={value}")
     return [*command, str(BATCH_SCRIPT), spec.python, spec.code_root, str(job_file)]
+
+
+def stop_signal(spec: JobSpec) -> str:
+    """The signal that makes ranks save, by SLURM's name; torchrun hands on SIGTERM only."""
+    return "TERM" if spec.launcher == "torchrun" else "USR1"
+
+
+def _tasks(spec: JobSpec) -> tuple[int, int]:
+    """Tasks a node that srun starts, and the cores of each."""
+    if spec.launcher == "torchrun":
+        return 1, spec.cpus_per_rank * spec.ranks_per_node
+    return spec.ranks_per_node, spec.cpus_per_rank
 
 
 def link_name(job: str, restarts: int) -> str:
@@ -187,12 +201,14 @@ def srun_command(spec: JobSpec, logs: Path, rendezvous: str) -> list[str]:
         logs: folder of its logs.
         rendezvous: ``address:port`` of rank 0; torchrun needs it as an argument.
     """
-    tasks = 1 if spec.launcher == "torchrun" else spec.ranks_per_node
+    tasks, cpus = _tasks(spec)
     command = [
         "srun",
         f"--nodes={spec.nodes}",
         f"--ntasks={spec.nodes * tasks}",
         f"--ntasks-per-node={tasks}",
+        # Not inherited from sbatch since SLURM 22.05.
+        f"--cpus-per-task={cpus}",
         "--distribution=block:block",
         "--mpi=none",
         "--input=none",

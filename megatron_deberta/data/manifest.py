@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 
 from megatron_deberta.data.indexed_dataset import IndexedDataset
 from megatron_deberta.data.indexed_format import bin_path, idx_path, manifest_path
@@ -33,6 +33,12 @@ class Manifest:
         bin_sha256: hex digest of the ``.bin`` file.
         idx_sha256: hex digest of the ``.idx`` file.
         sources: input files, in order.
+        documents_in: records of the input; tokenized, empty and quarantined ones together.
+        documents_empty: records whose text gave no token.
+        documents_quarantined: records that were set aside.
+        quarantine: how many for which reason.
+        quarantine_sha256: hex digest of the list of those records; empty where there is none.
+        plan_sha256: hex digest of everything that decided the result; empty where unknown.
         format_version: of this file.
     """
 
@@ -46,6 +52,12 @@ class Manifest:
     bin_sha256: str
     idx_sha256: str
     sources: tuple[str, ...]
+    documents_in: int = 0
+    documents_empty: int = 0
+    documents_quarantined: int = 0
+    quarantine: dict[str, int] = field(default_factory=dict)
+    quarantine_sha256: str = ""
+    plan_sha256: str = ""
     format_version: int = FORMAT_VERSION
 
 
@@ -79,8 +91,13 @@ def write_manifest(
         sources=sources,
         **asdict(writer.finish()),
     )
-    writer.add_manifest((json.dumps(asdict(manifest), indent=2) + "\n").encode())
+    writer.add_manifest(encode_manifest(manifest))
     return manifest
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Return the file's content."""
+    return (json.dumps(asdict(manifest), indent=2) + "\n").encode()
 
 
 def read_manifest(prefix: str) -> Manifest | None:
@@ -95,18 +112,17 @@ def read_manifest(prefix: str) -> Manifest | None:
         return None
     try:
         with open(path, encoding="utf-8") as stream:
-            fields = json.load(stream)
-        manifest = Manifest(**{**fields, "sources": tuple(fields["sources"])})
+            content = json.load(stream)
+        manifest = Manifest(**{**content, "sources": tuple(content["sources"])})
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise DataError(f"{path}: not a shard manifest ({error}); preprocess again") from error
     if manifest.format_version != FORMAT_VERSION:
         raise DataError(f"{path}: format_version {manifest.format_version} is not {FORMAT_VERSION}")
-    for name, value in asdict(manifest).items():
-        expected = {"vocab_size": int, "format_version": int, "sources": tuple}.get(
-            name, int if name.startswith("num_") else str
-        )
+    kinds = {"str": str, "int": int, "tuple[str, ...]": tuple, "dict[str, int]": dict}
+    for each in fields(Manifest):
+        value, expected = getattr(manifest, each.name), kinds[str(each.type)]
         if type(value) is not expected:
-            raise DataError(f"{path}: {name} is {value!r}, not {expected.__name__}")
+            raise DataError(f"{path}: {each.name} is {value!r}, not {expected.__name__}")
     return manifest
 
 

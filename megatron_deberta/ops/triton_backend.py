@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_deberta.ops import chunked
+from megatron_deberta.ops import triton_gathered_launch as gathered_launch
 from megatron_deberta.ops.arguments import AttentionArguments, AttentionRules
 from megatron_deberta.ops.relative_positions import RelativePositions
 from megatron_deberta.ops.triton_launch import LOG2_E, Call, Ranges, backward, forward
@@ -30,15 +30,17 @@ def attend(a: AttentionArguments) -> tuple[Tensor, Tensor | None]:
         ``[batch, heads, q_len]``.
     """
     rules = a.rules
+    ranges = visible_ranges(rules, a.k)
     if rules.q_positions is not None:
-        return chunked.attend(a)
+        ranges = gathered_ranges(rules.q_positions, ranges, a.k.shape[2])
     output, lse2 = _forward_op(
         a.q,
         a.k,
         a.v,
         a.pos_key,
         a.pos_query,
-        visible_ranges(rules, a.q),
+        ranges,
+        rules.q_positions is not None,
         rules.seed,
         rules.positions.max_distance,
         rules.positions.buckets,
@@ -50,20 +52,20 @@ def attend(a: AttentionArguments) -> tuple[Tensor, Tensor | None]:
     return output, lse2 / LOG2_E if rules.return_lse else None
 
 
-def visible_ranges(rules: AttentionRules, q: Tensor) -> Tensor | None:
+def visible_ranges(rules: AttentionRules, k: Tensor) -> Tensor | None:
     """Which keys each query sees, and which queries each key is seen by.
 
     Args:
         rules: of the call.
-        q: queries ``[batch, heads, length, head_dim]``.
+        k: keys ``[batch, heads, length, head_dim]``.
 
     Returns:
         int32 ``[4, batch, length]``, as ``triton_launch.Ranges``; None where all see all.
     """
-    batch, _, length, _ = q.shape
+    batch, _, length, _ = k.shape
     if rules.key_padding is None and rules.document_ids is None and not rules.causal:
         return None
-    at = torch.arange(length, device=q.device).expand(batch, length)
+    at = torch.arange(length, device=k.device).expand(batch, length)
     low, high = torch.zeros_like(at), torch.full_like(at, length)
     if rules.document_ids is not None:
         ids = rules.document_ids.contiguous()
@@ -81,6 +83,25 @@ def visible_ranges(rules: AttentionRules, q: Tensor) -> Tensor | None:
     return torch.stack([low, high, seen_low, seen_high]).int()
 
 
+def gathered_ranges(q_positions: Tensor, ranges: Tensor | None, length: int) -> Tensor:
+    """Where gathered queries stand and which keys they see.
+
+    Args:
+        q_positions: ``[batch, queries]``, -1 for padding.
+        ranges: of all positions, as ``visible_ranges``.
+        length: keys of a row.
+
+    Returns:
+        int32 ``[3, batch, queries]``: position, first key, one past the last key, 0 for padding.
+    """
+    at = q_positions.long()
+    real = at >= 0
+    low, high = torch.zeros_like(at), torch.full_like(at, length)
+    if ranges is not None:
+        low, high = (x.gather(1, at.clamp(min=0)) for x in ranges[:2])
+    return torch.stack([at, low * real, high * real]).int()
+
+
 def _call(
     q: Tensor,
     k: Tensor,
@@ -88,6 +109,7 @@ def _call(
     pos_key: Tensor | None,
     pos_query: Tensor | None,
     ranges: Tensor | None,
+    gathered: bool,
     seed: Tensor | None,
     max_distance: int,
     buckets: int,
@@ -103,7 +125,7 @@ def _call(
         v=v,
         pos_key=pos_key,
         pos_query=pos_query,
-        ranges=None if ranges is None else Ranges(*ranges.unbind()),
+        ranges=None if gathered or ranges is None else Ranges(*ranges.unbind()),
         seed=seed,
         positions=RelativePositions(max_distance, buckets),
         p2c_sign=-1 if paper else 1,
@@ -125,6 +147,7 @@ def _forward_op(
     pos_key: Tensor | None,
     pos_query: Tensor | None,
     ranges: Tensor | None,
+    gathered: bool,
     seed: Tensor | None,
     max_distance: int,
     buckets: int,
@@ -134,9 +157,11 @@ def _forward_op(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     call = _call(
-        q, k, v, pos_key, pos_query, ranges, seed, max_distance, buckets, paper, dropout_p,
-        head_offset, scale,
+        q, k, v, pos_key, pos_query, ranges, gathered, seed, max_distance, buckets, paper,
+        dropout_p, head_offset, scale,
     )  # fmt: skip
+    if gathered and ranges is not None:
+        return gathered_launch.forward(call, ranges)
     return forward(call)
 
 
@@ -157,6 +182,7 @@ def _backward_op(
     pos_key: Tensor | None,
     pos_query: Tensor | None,
     ranges: Tensor | None,
+    gathered: bool,
     seed: Tensor | None,
     max_distance: int,
     buckets: int,
@@ -166,10 +192,14 @@ def _backward_op(
     scale: float,
 ) -> list[Tensor]:
     call = _call(
-        q, k, v, pos_key, pos_query, ranges, seed, max_distance, buckets, paper, dropout_p,
-        head_offset, scale,
+        q, k, v, pos_key, pos_query, ranges, gathered, seed, max_distance, buckets, paper,
+        dropout_p, head_offset, scale,
     )  # fmt: skip
-    gradients = backward(call, output, lse2, _last_contiguous(d_output))
+    d_output = _last_contiguous(d_output)
+    if gathered and ranges is not None:
+        gradients = gathered_launch.backward(call, ranges, output, lse2, d_output)
+    else:
+        gradients = backward(call, output, lse2, d_output)
     return [x for x in gradients if x is not None]
 
 
@@ -190,16 +220,18 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:7], *output)
-    ctx.options = inputs[7:]
+    ctx.save_for_backward(*inputs[:6], inputs[7], *output)
+    ctx.options = inputs[8:]
+    ctx.gathered = inputs[6]
     ctx.mark_non_differentiable(output[1])
 
 
 def _differentiate(ctx: Any, d_output: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    *tensors, output, lse2 = ctx.saved_tensors
-    gradients = iter(_backward_op(d_output, output, lse2, *tensors, *ctx.options))
+    *tensors, seed, output, lse2 = ctx.saved_tensors
+    options = (ctx.gathered, seed, *ctx.options)
+    gradients = iter(_backward_op(d_output, output, lse2, *tensors, *options))
     differentiable = [None if x is None else next(gradients) for x in tensors[:5]]
-    return (*differentiable, None, None, *(None for _ in ctx.options))
+    return (*differentiable, None, *(None for _ in options))
 
 
 _forward_op.register_autograd(_differentiate, setup_context=_setup_context)

@@ -211,11 +211,12 @@ def key_kernel(
     near_end = tl.minimum(end, tile + near)
     d_v = tl.zeros([B, D], tl.float32)
 
-    k_high = tl.zeros([B, B], tl.float32)
+    # Kept from tile to tile in the precision in which it will be rotated: half the registers.
+    k_high = tl.zeros([B, B], tl.float16 if HALF else tl.float32)
     if P2C:
         block = tl.maximum(near - near_begin + tile, 0)  # nothing reads it where there is no tile
         rows = rows_of(QUERY_TABLE, D, block * B, 0, True, B, D)
-        k_high = tl.dot(k, tl.trans(rows), input_precision="ieee")
+        k_high = tl.dot(k, tl.trans(rows), input_precision="ieee").to(k_high.dtype)
     for query_tile in range(near_begin, near_end):
         at = query_tile * B + within
         q = rows_of(Q, q_n, query_tile * B, count, EVEN, B, D)
@@ -235,7 +236,7 @@ def key_kernel(
             rows = rows_of(QUERY_TABLE, D, 2 * near * B - block - B, 0, True, B, D)
             k_low = tl.dot(k, tl.trans(rows), input_precision="ieee")
         bias = position_bias(k_high, k_low, q_high, q_low, P2C, C2P, HALF, B)
-        k_high = k_low
+        k_high = k_low.to(k_high.dtype)
         scores = tl.dot(k, tl.trans(q), bias, input_precision="ieee")
         products = tl.dot(v, tl.trans(d_out), input_precision="ieee")
         seen = (at[None, :] >= low[:, None]) & (at[None, :] < high[:, None])
@@ -312,11 +313,12 @@ def key_gradient_kernel(
     FAR: tl.constexpr,
     RANGES: tl.constexpr,
     EVEN: tl.constexpr,
+    CONTENT: tl.constexpr,
 ):  # fmt: skip
     """DK of a tile of keys: from the band, and what ``key_kernel`` found for far queries.
 
     Arguments are those of ``key_kernel``, and ``D_K``, the gradient of the keys, strides
-    ``dk_*``; ``scale`` is that of the scores.
+    ``dk_*``; ``scale`` is that of the scores. Without ``CONTENT`` only the table's part is wanted.
     """
     tiles = tl.cdiv(count, B)
     pair = tl.program_id(0) // tiles
@@ -344,10 +346,11 @@ def key_gradient_kernel(
     high = in_high_block(B)
     before = tl.zeros([B, B], dtype)
     for query_tile in range(near_begin, near_end):
-        q = rows_of(Q, q_n, query_tile * B, count, EVEN, B, D)
         place = BAND + (query_tile % width) * (B * B)
         d_scores = tl.load(place + within[:, None] * B + within[None, :])
-        d_k = tl.dot(d_scores, q, d_k, input_precision="ieee")
+        if CONTENT:
+            q = rows_of(Q, q_n, query_tile * B, count, EVEN, B, D)
+            d_k = tl.dot(d_scores, q, d_k, input_precision="ieee")
         if P2C:
             turned = rotate(d_scores, B)
             rows = rows_of(QUERY_TABLE, D, (near - query_tile + tile) * B, 0, True, B, D)

@@ -232,10 +232,11 @@ def forward_kernel(
 
     # Blocks of the tables for the distances of the tiles, of which one is new at each step.
     block = tl.maximum(tile - near_begin + near, 0) * B  # nothing reads it where there is no tile
-    q_high = tl.zeros([B, B], tl.float32)
+    # Kept from tile to tile in the precision in which it will be rotated: half the registers.
+    q_high = tl.zeros([B, B], tl.float16 if HALF else tl.float32)
     if C2P:
         rows = rows_of(KEY_TABLE, D, block, 0, True, B, D)
-        q_high = tl.dot(q, tl.trans(rows), input_precision="ieee")
+        q_high = tl.dot(q, tl.trans(rows), input_precision="ieee").to(q_high.dtype)
     for key_tile in range(near_begin, near_end):
         key = key_tile * B + within
         k = rows_of(K, k_n, key_tile * B, count, EVEN, B, D)
@@ -256,7 +257,7 @@ def forward_kernel(
         # belongs to one warp; without, the row maximum would cross warps.
         bias = position_bias(q_high, q_low, k_high, k_low, C2P, P2C, HALF, B)
         scores = tl.dot(q, tl.trans(k), bias, input_precision="ieee")
-        q_high = q_low
+        q_high = q_low.to(q_high.dtype)
         peak, total, mixed = softmax_step(
             scores, v, peak, total, mixed, key, low, high, row_key, scale2, threshold, MASKED, DROP
         )

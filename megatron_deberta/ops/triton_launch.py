@@ -66,7 +66,7 @@ class Plan:
         """
         q = call.q
         self.call = call
-        self.batch, self.heads, self.count, self.size = q.shape
+        self.batch, self.heads, self.count, self.size = call.k.shape
         self.tile = tile_size(q.dtype, self.size)
         self.tiles = -(-self.count // self.tile)
         self.near = near_tiles(call.positions, self.count, self.tile)
@@ -219,14 +219,15 @@ def backward(
     )  # fmt: skip
     backward_kernels.key_gradient_kernel[plan.grid](
         q, plan.query_table, seen_low, seen_high, band, d_k_far, d_k, *q.stride()[:3],
-        *d_k.stride()[:3], *shape, call.scale, **plan.flags("key_gradient", "P2C", *masks),
+        *d_k.stride()[:3], *shape, call.scale, CONTENT=True,
+        **plan.flags("key_gradient", "P2C", *masks),
     )  # fmt: skip
     backward_kernels.query_gradient_kernel[plan.grid](
         q, k, v, d_output, plan.key_table, q_ends, k_ends, low, high, plan.seed, lse2, delta, band,
         d_q, q_sums, *inputs, *d_q.stride()[:3], *shape, call.scale, call.scale * LOG2_E,
         *plan.dropout, **plan.flags("query_gradient", "C2P", "P2C", *masks, "DROP"),
     )  # fmt: skip
-    return d_q, d_k, d_v, *_table_gradients(plan, band, q_sums, k_sums)
+    return d_q, d_k, d_v, *table_gradients(plan, band, q_sums, k_sums)
 
 
 _PROGRAMS = 512
@@ -234,10 +235,17 @@ _PROGRAMS = 512
 Fixed, not asked of the device, so that sums have the same order everywhere."""
 
 
-def _table_gradients(
+def table_gradients(
     plan: Plan, band: Tensor, q_sums: Tensor, k_sums: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of pos_key and pos_query."""
+    """Gradients of pos_key and pos_query.
+
+    Args:
+        plan: of the call.
+        band: gradients of the scores of near tiles.
+        q_sums: of ``query_gradient_kernel``; read only where there are far tiles.
+        k_sums: of ``key_kernel``; likewise.
+    """
     call = plan.call
     if plan.key_form is None and plan.query_form is None:
         return None, None

@@ -51,7 +51,9 @@ def compression_of(head: bytes) -> Compression:
     return next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), "none")
 
 
-def read_text_bytes(stream: BinaryIO, name: str) -> Iterator[tuple[bytes, int]]:
+def read_text_bytes(
+    stream: BinaryIO, name: str, compression: Compression
+) -> Iterator[tuple[bytes, int]]:
     """Read a file through, decompressing it where it is compressed.
 
     Members and frames may follow one another. Memory does not grow with what a few compressed
@@ -60,6 +62,7 @@ def read_text_bytes(stream: BinaryIO, name: str) -> Iterator[tuple[bytes, int]]:
     Args:
         stream: open binary file.
         name: what to call it in errors.
+        compression: what is around the text, see ``compression_of``.
 
     Yields:
         Pieces of the text, and how many bytes of the file each took.
@@ -69,13 +72,12 @@ def read_text_bytes(stream: BinaryIO, name: str) -> Iterator[tuple[bytes, int]]:
         DataError: the file cannot be read.
     """
     head = _read(stream, name)
-    kind = compression_of(head)
-    if kind == "none":
+    if compression == "none":
         while head:
             yield head, len(head)
             head = _read(stream, name)
         return
-    yield from _decompress(stream, name, head, _FRAMES[kind])
+    yield from _decompress(stream, name, head, _FRAMES[compression])
 
 
 class _Bounded:

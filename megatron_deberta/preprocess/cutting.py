@@ -6,6 +6,7 @@ hold every record once. Refuses to hold a record beyond the limit in memory.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,8 +30,8 @@ class Block:
 
     Attributes:
         content: their bytes; empty where ``defect`` tells of bytes that are no record.
-        first_line: number of the first line, from 1, or from the reader's first line where it
-            did not begin with the file's.
+        first_line: number of the first line, from 1; where reading can begin anywhere
+            (``RecordReader.can_seek``), counted from the beginning of the range.
         offset_bytes: where it begins in the uncompressed file.
         defect: why there is no content: ``TOO_LONG``, or how the file is damaged.
         size_bytes: bytes it stands for.
@@ -52,6 +53,7 @@ class RecordReader:
         longest_bytes: records of this size and more are passed over.
 
     Attributes:
+        can_seek: reading can begin anywhere, and lines are counted from there.
         line: number of the next record's first line.
         offset: where the next record begins in the uncompressed file.
         file_bytes: bytes of the file read so far.
@@ -78,7 +80,7 @@ class RecordReader:
         Raises:
             DataError: the file cannot be read, or is not the one that was found.
         """
-        self._go_to(begin)
+        self.go_to(begin)
         yield from self._blocks(end)
 
     def close(self) -> None:
@@ -87,26 +89,39 @@ class RecordReader:
             self._stream.close()
             self._stream = None
 
-    def _go_to(self, begin: int) -> None:
-        if self.can_seek and begin not in (0, self.offset):
-            # The byte before tells whether a record begins here; its rest is another range's.
-            self._rewind(begin - 1)
-            while not (size := self._buffer.find(b"\n") + 1):
-                self._drop(len(self._buffer))
-                if not self._fill():
-                    self.at_end = True
-                    return
-            self._drop(size)
+    def go_to(self, begin: int) -> None:
+        """Pass over the records that begin before an offset.
+
+        Raises:
+            DataError: the file cannot be read, or is not the one that was found.
+        """
+        if self._passed <= begin <= self.offset:
+            pass  # the next record is the first from there
+        elif self.can_seek and begin:
+            self._seek(begin)
+        else:
+            if begin < self._passed:
+                self._rewind(0)
+            for _ in self._blocks(begin):
+                pass
+        if self.can_seek:
             self.line = 1
-            return
-        if begin < self.offset:
-            self._rewind(0)
-        for _ in self._blocks(begin):
-            pass
+
+    def _seek(self, begin: int) -> None:
+        # The byte before tells whether a record begins here; its rest is another range's.
+        self._rewind(begin - 1)
+        while not (size := self._buffer.find(b"\n") + 1):
+            self._drop(len(self._buffer))
+            if not self._fill():
+                self.at_end = True
+                break
+        self._drop(size)
+        self._passed = begin
 
     def _rewind(self, offset: int) -> None:
         self.close()
         self.offset, self.line = offset, 1
+        self._passed = offset
         self.at_end = False
         self._damage = ""
         self._buffer = bytearray()
@@ -116,12 +131,18 @@ class RecordReader:
         source = self._source
         try:
             self._stream = open(source.path, "rb")
+            status = os.fstat(self._stream.fileno())
             self._stream.seek(self.offset if self.can_seek else 0)
         except OSError as error:
             raise DataError(f"{source.path}: {error.strerror}; check --input") from error
-        self._pieces = read_text_bytes(self._stream, source.name)
+        if source.modified_ns and not source.label:
+            found = (status.st_size, status.st_mtime_ns)
+            if found != (source.size_bytes, source.modified_ns):
+                raise DataError(f"{source.path}: changed while it was read; begin again")
+        self._pieces = read_text_bytes(self._stream, source.name, source.compression)
 
     def _blocks(self, end: int) -> Iterator[Block]:
+        self._passed = ENDLESS
         while not self.at_end and self.offset < end:
             reaches_end = self.offset + len(self._buffer) >= end
             if not reaches_end and len(self._buffer) < self._block_bytes and self._fill():
@@ -134,6 +155,7 @@ class RecordReader:
                 yield self._pass_over()
             elif not self._fill():
                 yield from self._finish()
+        self._passed = end
 
     def _fill(self) -> bool:
         """Read a piece; False at the end."""

@@ -1,224 +1,318 @@
-"""Text to shards on one machine: blocks go out to worker processes, tokens come back in order.
+"""Text to shards by any number of processes on any number of nodes, which share a folder.
 
-Owns the processes, back-pressure and the writers. Refuses to go on after a bad record, a dead
-worker or a full disk: then nothing appears under a final name.
+Owns a run from beginning to end: what decides its result, its processes, and when it is done.
+Refuses to go on with a changed input, tokenizer or option; and to wait for a process that died.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
+import ctypes
+import hashlib
+import json
 import multiprocessing
+import multiprocessing.connection
 import os
-from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+import signal
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-
-import numpy as np
-import numpy.typing as npt
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
 
 from megatron_deberta.data.indexed_format import bin_path, idx_path, manifest_path
-from megatron_deberta.data.indexed_writer import IndexedWriter, dtype_for_vocab, publish_shards
-from megatron_deberta.data.manifest import Manifest, write_manifest
+from megatron_deberta.data.manifest import Manifest, read_manifest
 from megatron_deberta.errors import ConfigError, DataError
-from megatron_deberta.preprocess.cutting import Block, RecordReader
-from megatron_deberta.preprocess.progress import ProgressDisplay
-from megatron_deberta.preprocess.records import parse_block
+from megatron_deberta.preprocess.encoding import choose_encoder
+from megatron_deberta.preprocess.merging import Merger, Output, shard_prefix
+from megatron_deberta.preprocess.progress import Board, ProgressDisplay, new_counters
+from megatron_deberta.preprocess.reading import ReadOptions
 from megatron_deberta.preprocess.sources import Source
+from megatron_deberta.preprocess.units import UNIT_BYTES, UnitQueue, plan_segments
+from megatron_deberta.preprocess.worker import Job, encode_units
+from megatron_deberta.preprocess.workfolder import WorkFolder
 from megatron_deberta.tokenizer import Tokenizer, load_tokenizer
 
-BLOCKS_AHEAD = 3
-"""Blocks a worker may have waiting or finished; bounds memory whatever the corpus's size."""
+DEFAULT_ALLOW_BAD = 0.001
+_LOOK_SECONDS = 0.1
+_PR_SET_PDEATHSIG = 1
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedKey:
-    """One key's documents of a block.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunOptions:
+    """How a run is done; nothing of it changes the result.
 
     Attributes:
-        tokens: ids of all documents in order, ``[tokens]`` in the shard's dtype.
-        lengths: tokens a document, int64 ``[documents]``; documents without tokens left out.
+        workers: processes on this node; 0 works in this one.
+        rank: of this launch among ``size`` that share the work.
+        size: launches that share the work (MPI ranks, tasks of a job array).
+        allow_bad: share of records that may be bad; None: 0.1 %, and no file may be damaged.
+        force: replace shards that exist.
     """
 
-    tokens: npt.NDArray[np.generic]
-    lengths: npt.NDArray[np.int64]
-
-
-def shard_prefix(output: str, key: str) -> str:
-    """Return Megatron's name of the shard of one key."""
-    return f"{output}_{key}_document"
+    workers: int = 0
+    rank: int = 0
+    size: int = 1
+    allow_bad: float | None = None
+    force: bool = False
 
 
 def preprocess(
     sources: Sequence[Source],
-    blocks: Iterable[tuple[Source, Block]],
     tokenizer_path: str,
     output: str,
     *,
-    keys: Sequence[str] = ("text",),
-    workers: int = 0,
-    force: bool = False,
+    read: ReadOptions | None = None,
+    run: RunOptions | None = None,
+    language: str = "",
+    unit_bytes: int = UNIT_BYTES,
 ) -> list[Manifest]:
     """Tokenize text into one shard a key: ``{output}_{key}_document.{bin,idx,manifest.json}``.
 
-    Shards hold no special tokens; packing adds them. They do not depend on ``workers``.
+    Shards hold no special tokens; packing adds them. They depend on nothing in ``run``. What is
+    done is kept in ``{output}.unfinished`` until all is: the same call goes on with it.
 
     Args:
-        sources: input files, for the manifest and the progress display.
-        blocks: their text.
+        sources: input files.
         tokenizer_path: see ``load_tokenizer``.
         output: beginning of the shards' names.
-        keys: JSON keys to take, each into a shard of its own.
-        workers: worker processes; 0 works in this one.
-        force: replace shards that exist.
+        read: what is read of the files.
+        run: how it is done.
+        language: keep sentences apart, as this language (ISO 639-1) ends them.
+        unit_bytes: text that is done again after a crash, for each process.
 
     Returns:
         What was recorded beside each shard.
 
     Raises:
-        ConfigError: a shard exists, or a key cannot be part of a file name.
-        DataError: an input, the tokenizer or the disk fails, a worker dies, or there is no text.
+        ConfigError: a shard exists, a key cannot be part of a file name, or an unfinished run
+            was begun in another way.
+        DataError: an input, the tokenizer or the disk fails, a worker dies, too many records are
+            bad, or there is no text.
     """
-    prefixes = {key: shard_prefix(output, key) for key in keys}
-    _refuse_existing(prefixes, force)
+    read, run = read or ReadOptions(), run or RunOptions()
+    _refuse_keys(read.keys)
     tokenizer = load_tokenizer(tokenizer_path)
-    dtype = dtype_for_vocab(tokenizer.vocab_size)
-    total_bytes = sum(source.size_bytes for source in sources)
-    with contextlib.ExitStack() as stack:
-        writers = [stack.enter_context(IndexedWriter(prefixes[key], dtype)) for key in keys]
-        display = stack.enter_context(ProgressDisplay(total_bytes))
-        encoded = _encode_all(blocks, tokenizer, tokenizer_path, tuple(keys), workers)
-        # Closing the generator stops the workers before the writers clean up.
-        for (_, block), parts in stack.enter_context(contextlib.closing(encoded)):
-            for writer, part in zip(writers, parts, strict=True):
-                _write(writer, part)
-            display.advance(
-                file_bytes=len(block.content),
-                text_bytes=len(block.content),
-                tokens=sum(part.tokens.size for part in parts),
-                documents=parts[0].lengths.size,
-            )
-        for key, writer in zip(keys, writers, strict=True):
-            if not writer.num_documents:
-                raise DataError(f"no text under key {key!r} in {len(sources)} input file(s)")
-        manifests = [
-            write_manifest(
-                writer,
-                tokenizer_fingerprint=tokenizer.fingerprint,
-                tokenizer_path=os.path.abspath(tokenizer_path),
-                vocab_size=tokenizer.vocab_size,
-                sources=tuple(source.path for source in sources),
-            )
-            for writer in writers
-        ]
-        publish_shards(writers)
-    return manifests
+    plan = _plan(sources, tokenizer, read, language, unit_bytes)
+    digest = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
+    prefixes = [shard_prefix(output, key, sentences=bool(language)) for key in read.keys]
+    folder = WorkFolder(output)
+    folder.remove_leftovers()
+    # A complete result of the same plan is this run's own, or as good.
+    again = run.force and run.size == 1 and not folder.exists()
+    if not again and (found := _complete(prefixes, digest)) is not None:
+        folder.remove()
+        return found
+    _refuse_existing(prefixes, run, folder)
+    with _disk_errors(output):
+        folder.begin(plan)
+        if not again and (found := _complete(prefixes, digest)) is not None:
+            # Others finished between the first look and the beginning.
+            folder.remove()
+            return found
+        job = Job(
+            sources=tuple(sources),
+            segments=tuple(plan_segments(sources, unit_bytes)),
+            unit_bytes=unit_bytes,
+            options=read,
+            vocab_size=tokenizer.vocab_size,
+            language=language,
+        )
+        published = Output(
+            output=output,
+            digest=digest,
+            tokenizer_fingerprint=tokenizer.fingerprint,
+            tokenizer_path=os.path.abspath(tokenizer_path),
+            allow_bad=DEFAULT_ALLOW_BAD if run.allow_bad is None else run.allow_bad,
+            allow_damaged=run.allow_bad is not None,
+        )
+        _work(_Share(job, published, tokenizer_path), folder, run)
+    found = _complete(prefixes, digest)
+    if found is None:
+        raise DataError(f"{output}: published files are missing; run the same command again")
+    folder.remove()
+    return found
 
 
-def read_blocks(sources: Iterable[Source]) -> Iterator[tuple[Source, Block]]:
-    """Read files of text in blocks of whole records."""
-    for source in sources:
-        for block in RecordReader(source).blocks(0):
-            yield source, block
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """What a worker process is started with."""
+
+    job: Job
+    output: Output
+    tokenizer_path: str
 
 
-def encode_block(
-    source: Source, block: Block, tokenizer: Tokenizer, keys: Sequence[str]
-) -> list[EncodedKey]:
-    """Tokenize the documents of a block.
+def _work(share: _Share, folder: WorkFolder, run: RunOptions) -> None:
+    total_bytes = sum(source.size_bytes for source in share.job.sources)
+    counters = [new_counters() for _ in range(max(run.workers, 1))]
+    places = run.size * len(counters)
+    first = [
+        len(share.job.segments) * (run.rank * len(counters) + i) // places
+        for i in range(len(counters))
+    ]
+    with ProgressDisplay(total_bytes, counters) as display:
+        if not run.workers:
+            _do_share(share, first[0], Board(counters[0]))
+        else:
+            _watch(_start(share, first, counters), display)
+
+
+def _do_share(share: _Share, first_segment: int, board: Board) -> None:
+    """Do units until there are none, then merge; in any process."""
+    folder = WorkFolder(share.output.output)
+    with folder.kept_alive(), _finished_elsewhere(folder):
+        queue = UnitQueue(folder, share.job.segments, first_segment)
+        if not queue.is_finished():
+            tokenizer = load_tokenizer(share.tokenizer_path)
+            encode = choose_encoder(tokenizer, share.job.sources, share.job.options)
+            encode_units(share.job, folder, queue, encode, board)
+        Merger(share.job, queue.units(), folder, share.output, board).run()
+
+
+@dataclass(frozen=True, slots=True)
+class _Worker:
+    process: Any
+    messages: multiprocessing.connection.Connection
+
+
+def _start(share: _Share, first: Sequence[int], counters: Sequence[Any]) -> list[_Worker]:
+    # A forked copy of a process that runs threads, as the display does, can deadlock.
+    context = multiprocessing.get_context("spawn")
+    workers = []
+    for first_segment, counter in zip(first, counters, strict=True):
+        here, there = context.Pipe(duplex=False)
+        process = context.Process(
+            target=_run_worker,
+            args=(share, first_segment, counter, there, os.getpid()),
+            daemon=True,
+        )
+        process.start()
+        there.close()
+        workers.append(_Worker(process, here))
+    return workers
+
+
+def _run_worker(
+    share: _Share,
+    first_segment: int,
+    counter: Any,
+    messages: multiprocessing.connection.Connection,
+    parent: int,
+) -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    # Nobody waits for a worker whose parent was killed.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with _disk_errors(share.output.output):
+            _do_share(share, first_segment, Board(counter))
+    except (ConfigError, DataError) as error:
+        messages.send_bytes(type(error).__name__.encode() + b" " + str(error).encode())
+    else:
+        messages.send_bytes(b"done")
+
+
+def _watch(workers: list[_Worker], display: ProgressDisplay) -> None:
+    """Wait for all workers, or for the first that fails.
 
     Raises:
-        DataError: a record is bad.
+        ConfigError, DataError: as a worker did, or one died.
     """
-    dtype = dtype_for_vocab(tokenizer.vocab_size)
-    arrays: list[list[npt.NDArray[np.int32]]] = [[] for _ in keys]
-    documents, defects = parse_block(block, source.text_format, keys)
-    for defect in defects:
-        raise DataError(f"{source.name}: line {defect.line}: {defect.reason}: {defect.detail}")
-    for document in documents:
-        for array, text in zip(arrays, document.texts, strict=True):
-            ids = tokenizer.encode_array(text)
-            if ids.size:
-                array.append(ids)
-    return [
-        EncodedKey(
-            np.concatenate([np.empty(0, np.int32), *array]).astype(dtype),
-            np.fromiter((ids.size for ids in array), np.int64, len(array)),
-        )
-        for array in arrays
-    ]
-
-
-def _write(writer: IndexedWriter, part: EncodedKey) -> None:
-    for document in (
-        np.split(part.tokens, np.cumsum(part.lengths)[:-1]) if part.lengths.size else ()
-    ):
-        writer.add_document(document)
-
-
-def _encode_all(
-    blocks: Iterable[tuple[Source, Block]],
-    tokenizer: Tokenizer,
-    tokenizer_path: str,
-    keys: tuple[str, ...],
-    workers: int,
-) -> Generator[tuple[tuple[Source, Block], list[EncodedKey]], None, None]:
-    """Encode blocks, in their order, here or in worker processes."""
-    if not workers:
-        for block in blocks:
-            yield block, encode_block(*block, tokenizer, keys)
-        return
-    pool = ProcessPoolExecutor(
-        workers,
-        # A forked copy of a process that runs threads, as the display does, can deadlock.
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=_begin_worker,
-        initargs=(tokenizer_path,),
-    )
-    waiting: deque[tuple[tuple[Source, Block], Future[list[EncodedKey]]]] = deque()
+    left = list(workers)
     try:
-        for block in blocks:
-            if len(waiting) == BLOCKS_AHEAD * workers:
-                first, future = waiting.popleft()
-                yield first, future.result()
-            waiting.append((block, pool.submit(_encode_in_worker, *block, tokenizer_path, keys)))
-        while waiting:
-            first, future = waiting.popleft()
-            yield first, future.result()
-    except BrokenProcessPool as error:
-        raise DataError(
-            f"a worker process died (killed, or out of memory?); try --workers {workers // 2}"
-        ) from error
+        while left:
+            ready = multiprocessing.connection.wait([each.messages for each in left], _LOOK_SECONDS)
+            display.refresh()
+            for worker in [each for each in left if each.messages in ready]:
+                try:
+                    message = worker.messages.recv_bytes().decode()
+                except EOFError:
+                    raise DataError(
+                        "a worker process died (killed, or out of memory?); run the same command "
+                        f"again to go on, with less than --workers {len(workers)} for less memory"
+                    ) from None
+                if message != "done":
+                    kind, _, text = message.partition(" ")
+                    raise (ConfigError if kind == "ConfigError" else DataError)(text)
+                left.remove(worker)
     finally:
-        pool.shutdown(cancel_futures=True)
+        for worker in left:
+            worker.process.kill()
+        for worker in workers:
+            worker.process.join()
 
 
-def _begin_worker(tokenizer_path: str) -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _worker_tokenizer(tokenizer_path)
+def _plan(
+    sources: Sequence[Source],
+    tokenizer: Tokenizer,
+    read: ReadOptions,
+    language: str,
+    unit_bytes: int,
+) -> dict[str, Any]:
+    """Everything that decides the result, by the name that a message would give it."""
+    libraries = ["tokenizers", "gigatoken", *(["sentencex"] if language else [])]
+    return {
+        "--input": [
+            [each.name, each.size_bytes, each.modified_ns, each.text_format, each.compression]
+            for each in sources
+        ],
+        "--tokenizer (its fingerprint)": tokenizer.fingerprint,
+        "vocabulary size": tokenizer.vocab_size,
+        "--keys": list(read.keys),
+        "--normalize": read.normalization,
+        "--max-document-mb (in bytes)": read.longest_bytes,
+        "--sentences": language,
+        "--unit-mb (in bytes)": unit_bytes,
+        "libraries": [f"{name} {version(name)}" for name in libraries],
+    }
 
 
-@functools.lru_cache(maxsize=1)
-def _worker_tokenizer(tokenizer_path: str) -> Tokenizer:
-    return load_tokenizer(tokenizer_path)
+def _complete(prefixes: Sequence[str], digest: str) -> list[Manifest] | None:
+    """Return the manifests of shards that this very plan has published."""
+    manifests = []
+    for prefix in prefixes:
+        if not all(os.path.exists(path(prefix)) for path in (idx_path, bin_path)):
+            return None
+        with contextlib.suppress(DataError):
+            manifest = read_manifest(prefix)
+            if manifest is not None and manifest.plan_sha256 == digest:
+                manifests.append(manifest)
+    return manifests if len(manifests) == len(prefixes) else None
 
 
-def _encode_in_worker(
-    source: Source, block: Block, tokenizer_path: str, keys: tuple[str, ...]
-) -> list[EncodedKey]:
-    return encode_block(source, block, _worker_tokenizer(tokenizer_path), keys)
-
-
-def _refuse_existing(prefixes: dict[str, str], force: bool) -> None:
-    for key, prefix in prefixes.items():
+def _refuse_keys(keys: Sequence[str]) -> None:
+    for key in keys:
         if not key or os.sep in key:
-            raise ConfigError(f"--input-key {key!r}: cannot be part of a file name")
-        found = [
-            p
-            for p in (bin_path(prefix), idx_path(prefix), manifest_path(prefix))
-            if os.path.exists(p)
-        ]
-        if found and not force:
-            raise ConfigError(f"{found[0]}: exists; choose another --output or add --force")
+            raise ConfigError(f"--keys {key!r}: cannot be part of a file name")
+
+
+def _refuse_existing(prefixes: Sequence[str], run: RunOptions, folder: WorkFolder) -> None:
+    """Refuse to replace a shard; while publishing, some names are this run's own."""
+    if run.force or folder.recorded("manifests") is not None:
+        return
+    for prefix in prefixes:
+        for path in (bin_path(prefix), idx_path(prefix), manifest_path(prefix)):
+            if os.path.exists(path):
+                raise ConfigError(f"{path}: exists; choose another --output or add --force")
+
+
+@contextlib.contextmanager
+def _finished_elsewhere(folder: WorkFolder) -> Iterator[None]:
+    """End the block without error where the folder vanishes: others have published."""
+    try:
+        yield
+    except FileNotFoundError:
+        if folder.exists():
+            raise
+
+
+@contextlib.contextmanager
+def _disk_errors(output: str) -> Iterator[None]:
+    try:
+        Path(output).parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise DataError(f"{output}: cannot write shard: {error}; is the disk full?") from error

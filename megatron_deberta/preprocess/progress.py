@@ -1,18 +1,61 @@
 """How far preprocessing is: a bar on a terminal, a line every few seconds elsewhere.
 
-Owns what is shown, on standard error. Refuses to know where the numbers come from.
+Owns the counters that processes share, and what is shown of them on standard error. Refuses to
+know where the numbers come from.
 """
 
 from __future__ import annotations
 
+import ctypes
+import multiprocessing.sharedctypes
 import time
+from collections.abc import Sequence
 from types import TracebackType
+from typing import Any
 
 from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 _SECONDS_BETWEEN_LINES = 5.0
+PHASES = ("starting", "reading", "tokenizing", "committing", "waiting", "merging", "publishing")
+_COUNTERS = ("file_bytes", "text_bytes", "tokens", "documents", "quarantined")
+
+
+class Board:
+    """What one process has done so far, for the process that shows it.
+
+    Args:
+        counters: shared memory from ``new_counters``; None: private.
+    """
+
+    def __init__(self, counters: Any = None) -> None:
+        """See the class."""
+        self._counters = new_counters() if counters is None else counters
+
+    def enter(self, phase: str) -> None:
+        """Say what is done next, one of ``PHASES``."""
+        self._counters[len(_COUNTERS)] = PHASES.index(phase)
+
+    def add(
+        self, *, file_bytes: int, text_bytes: int, tokens: int, documents: int, quarantined: int
+    ) -> None:
+        """Count work done.
+
+        Args:
+            file_bytes: bytes read from disk, compressed where the file is.
+            text_bytes: bytes after decompression.
+            tokens: tokens kept.
+            documents: documents tokenized.
+            quarantined: records set aside.
+        """
+        for index, value in enumerate((file_bytes, text_bytes, tokens, documents, quarantined)):
+            self._counters[index] += value
+
+
+def new_counters() -> Any:
+    """Make the shared memory behind a ``Board``; one process writes, others read."""
+    return multiprocessing.sharedctypes.RawArray(ctypes.c_int64, len(_COUNTERS) + 1)
 
 
 class ProgressDisplay:
@@ -20,14 +63,18 @@ class ProgressDisplay:
 
     Args:
         total_bytes: bytes of all input files; 0 where unknown.
+        counters: of the processes at work, see ``new_counters``.
         console: where to show it; None: standard error.
     """
 
-    def __init__(self, total_bytes: int, console: Console | None = None) -> None:
+    def __init__(
+        self, total_bytes: int, counters: Sequence[Any], console: Console | None = None
+    ) -> None:
         """See the class."""
         self._console = console or Console(stderr=True)
         self._total = total_bytes
-        self._file_bytes = self._text_bytes = self._tokens = self._documents = 0
+        self._counters = counters
+        self._done_before = 0
         self._begin = self._last_line = time.monotonic()
         self._bar: Progress | None = None
 
@@ -36,37 +83,36 @@ class ProgressDisplay:
         self._begin = self._last_line = time.monotonic()
         if self._console.is_terminal:
             self._bar = Progress(
-                TextColumn("preprocess"),
+                TextColumn("{task.description}"),
                 BarColumn(),
                 TextColumn("{task.percentage:>3.0f}%" if self._total else ""),
                 TextColumn("{task.fields[rates]}"),
                 TimeRemainingColumn(),
                 console=self._console,
             )
-            self._bar.add_task("", total=self._total or None, rates="")
+            self._bar.add_task("preprocess", total=self._total or None, rates="")
             self._bar.start()
         return self
 
-    def advance(self, *, file_bytes: int, text_bytes: int, tokens: int, documents: int) -> None:
-        """Count work done.
+    def refresh(self, elsewhere_bytes: int = 0) -> None:
+        """Show the counters as they are.
 
         Args:
-            file_bytes: bytes read from disk, compressed where the file is.
-            text_bytes: bytes after decompression.
-            tokens: tokens written.
-            documents: documents written.
+            elsewhere_bytes: of the files, what was done before or by processes elsewhere.
         """
-        self._file_bytes += file_bytes
-        self._text_bytes += text_bytes
-        self._tokens += tokens
-        self._documents += documents
+        self._done_before = elsewhere_bytes
         now = time.monotonic()
         if self._bar is not None:
             task = self._bar.task_ids[0]
-            self._bar.update(task, completed=self._file_bytes, rates=self._rates(now))
+            self._bar.update(
+                task,
+                description=self._phase(),
+                completed=self._sum("file_bytes") + elsewhere_bytes,
+                rates=self._rates(now),
+            )
         elif now - self._last_line >= _SECONDS_BETWEEN_LINES:
             self._last_line = now
-            self._show(f"preprocess: {self._share(now)}{self._rates(now)}")
+            self._show(f"preprocess: {self._phase()}, {self._share(now)}{self._rates(now)}")
 
     def __exit__(
         self,
@@ -80,22 +126,35 @@ class ProgressDisplay:
         if kind is None:
             now = time.monotonic()
             self._show(
-                f"preprocess: {self._documents:,} documents, {self._tokens:,} tokens from "
-                f"{decimal(self._text_bytes)} of text in {now - self._begin:.1f} s, "
+                f"preprocess: {self._sum('documents'):,} documents, {self._sum('tokens'):,} tokens "
+                f"from {decimal(self._sum('text_bytes'))} of text in {now - self._begin:.1f} s, "
                 f"{self._rates(now)}"
             )
 
+    def _sum(self, name: str) -> int:
+        index = _COUNTERS.index(name)
+        return sum(each[index] for each in self._counters)
+
+    def _phase(self) -> str:
+        """What most of the processes that have not finished do, the earliest first."""
+        phases = [each[len(_COUNTERS)] for each in self._counters]
+        return PHASES[max(set(phases), key=phases.count)]
+
     def _rates(self, now: float) -> str:
         seconds = max(now - self._begin, 1e-9)
-        return (
-            f"{self._text_bytes / seconds / 1e6:.1f} MB/s, {self._tokens / seconds:,.0f} tokens/s"
+        rates = (
+            f"{self._sum('text_bytes') / seconds / 1e6:.1f} MB/s, "
+            f"{self._sum('tokens') / seconds:,.0f} tokens/s"
         )
+        quarantined = self._sum("quarantined")
+        return f"{rates}, {quarantined:,} quarantined" if quarantined else rates
 
     def _share(self, now: float) -> str:
-        if not self._total or not self._file_bytes:
+        done = self._sum("file_bytes")
+        if not self._total or not done:
             return ""
-        share = min(self._file_bytes / self._total, 1.0)
-        remaining = (now - self._begin) * (1 / share - 1)
+        share = min((done + self._done_before) / self._total, 1.0)
+        remaining = (now - self._begin) * max(self._total - self._done_before - done, 0) / done
         return f"{share:.0%}, ETA {remaining:,.0f} s, "
 
     def _show(self, line: str) -> None:

@@ -90,7 +90,10 @@ def parse_block(
     cut = _lines if text_format != "paragraph" else _paragraphs
     for line, offset, content in cut(block):
         if len(content) >= longest_bytes:
+            # Blanks too: a reader that met their beginning only could not tell.
             defects.append(Defect(line, offset, LONG, f"{len(content)} bytes"))
+            continue
+        if content.isspace():
             continue
         texts = read(content, keys, offset)
         if isinstance(texts, tuple):
@@ -142,8 +145,7 @@ def kind_of(value: object) -> str:
 def _lines(block: Block) -> Iterator[tuple[int, int, bytes]]:
     offset = block.offset_bytes
     for line, content in enumerate(block.content.split(b"\n"), block.first_line):
-        # strip() of a whole line would copy it.
-        if content and not content.isspace():
+        if content:
             mark = offset == 0 and content.startswith(BYTE_ORDER_MARK)
             yield line, offset, content[len(BYTE_ORDER_MARK) :] if mark else content
         offset += len(content) + 1
@@ -158,8 +160,8 @@ def _paragraphs(block: Block) -> Iterator[tuple[int, int, bytes]]:
         *((match.start(), match.end()) for match in _BLANK_LINES.finditer(content)),
         (len(content), len(content)),
     ]:
-        if end > begin and not (paragraph := content[begin:end]).isspace():
-            yield line, block.offset_bytes + begin, paragraph
+        if end > begin:
+            yield line, block.offset_bytes + begin, content[begin:end]
         line += content.count(b"\n", begin, after)
         begin = after
 

@@ -5,7 +5,9 @@ Owns expanding paths and telling formats apart. Refuses to look at records (``re
 
 from __future__ import annotations
 
+import dataclasses
 import glob
+import hashlib
 import json
 import os
 import sys
@@ -46,7 +48,7 @@ class Source:
     Attributes:
         path: file name.
         size_bytes: size on disk, before decompression.
-        modified_ns: when it was last written.
+        modified_ns: when it was last written, or what else tells it from another content.
         text_format: how records are told apart.
         compression: what is around them.
         label: what to call it, where not by its path.
@@ -92,20 +94,26 @@ def find_sources(
             raise ConfigError("--input -: standard input cannot be combined with files")
         if spool is None:
             raise ConfigError("--input -: this command needs files")
-        _spool_standard_input(spool)
-        return [_describe(str(spool), file_format, text_mode, "standard input")]
+        digest = _spool_standard_input(spool)
+        source = _describe(str(spool), file_format, text_mode, "standard input")
+        # What tells it from another input is not when it was kept.
+        return [dataclasses.replace(source, modified_ns=digest)]
     paths = [path for entry in inputs for path in _expand(entry)]
     unique = dict.fromkeys(os.path.realpath(path) for path in paths)
     return [_describe(path, file_format, text_mode) for path in unique]
 
 
-def _spool_standard_input(spool: Path) -> None:
+def _spool_standard_input(spool: Path) -> int:
+    digest = hashlib.sha256()
     try:
+        spool.parent.mkdir(parents=True, exist_ok=True)
         with spool.open("wb") as stream:
             while piece := sys.stdin.buffer.read(1 << 20):
+                digest.update(piece)
                 stream.write(piece)
             stream.flush()
             os.fsync(stream.fileno())
+            return int.from_bytes(digest.digest()[:7], "big")
     except OSError as error:
         raise DataError(
             f"{spool}: cannot keep standard input: {error}; is the disk full?"
@@ -125,7 +133,7 @@ def _describe(path: str, file_format: FileFormat, text_mode: TextMode, label: st
                 status.st_mtime_ns,
                 _table_format(path, head)
                 or _format_by_suffix(path, file_format, text_mode)
-                or ("jsonl" if _begins_with_brace(stream) else text_mode),
+                or ("jsonl" if _begins_with_brace(stream, compression) else text_mode),
                 compression,
                 label,
             )
@@ -149,10 +157,10 @@ def _format_by_suffix(path: str, file_format: FileFormat, text_mode: TextMode) -
     return "jsonl" if suffix in _JSON_SUFFIXES else None
 
 
-def _begins_with_brace(stream: BinaryIO) -> bool:
+def _begins_with_brace(stream: BinaryIO, compression: Compression) -> bool:
     head = b""
     try:
-        for piece, _ in read_text_bytes(stream, ""):
+        for piece, _ in read_text_bytes(stream, "", compression):
             head = (head + piece).removeprefix(BYTE_ORDER_MARK).lstrip()
             if len(head) > len(BYTE_ORDER_MARK):
                 break

@@ -31,10 +31,10 @@ from tests.slurm.virtual_cluster import VirtualCluster, wait_until
 from tests.support.jobs import losses, prepare, run_to_end, start
 
 OUTPUT = Path(__file__).parents[2] / "benchmarks" / "results" / "cpu" / "slurm_campaign.jsonl"
-KILL_STEPS = ("train.stop_after=60", "train.eval_every=0", "data.num_workers=0")
-ENDLESS = (
-    "train.steps=1000000", "optimizer.schedule=constant", "train.eval_every=0",
-    "checkpoint.save_every=20", "data.num_workers=0",
+STEPS = 60
+KILL_STEPS = (
+    "train.steps=1000000", "optimizer.schedule=constant",
+    "train.stop_after=60", "train.eval_every=0", "data.num_workers=0",
 )  # fmt: skip
 PLAIN = ("precision.engine=plain", "train.eval_every=0", "data.num_workers=0")
 
@@ -64,12 +64,17 @@ class Campaign:
         if self._cluster is not None:
             self._cluster.__exit__()
 
+    def _reference(self) -> Path:
+        """The same run in the same layout, never stopped, outside SLURM."""
+        folder = self.folder / "unbroken60"
+        if not folder.exists():
+            run_to_end(self.run_yaml, folder, 2, *KILL_STEPS)
+        return folder
+
     def node_kill(self, seed: int) -> dict[str, Any]:
         """A random node of a run dies at a random step; the run finishes on the others."""
         draw, cluster = random.Random(seed), self.cluster()
-        reference = self.folder / "unbroken60"
-        if not reference.exists():
-            run_to_end(self.run_yaml, reference, 2, *KILL_STEPS)
+        reference = self._reference()
         run = submit(cluster, self.run_yaml, self.folder / f"kill{seed}", *KILL_STEPS, nodes=2)
         at = draw.randint(8, 45)
         run.wait_for_step(at)
@@ -90,28 +95,58 @@ class Campaign:
             "losses_equal": same, "ledger_equal": ledger,
         }  # fmt: skip
 
+    def cut_off(self, seed: int) -> dict[str, Any]:
+        """SLURM loses the node of a run that goes on there; the new start ends the old one."""
+        draw, cluster = random.Random(seed), self.cluster()
+        reference = self._reference()
+        run = submit(
+            cluster, self.run_yaml, self.folder / f"cut{seed}", *KILL_STEPS,
+            "train.stop_after=1000000",
+        )  # fmt: skip
+        at = draw.randint(8, 45)
+        run.wait_for_step(at)
+        victim = cluster.job(run.jobs[0])["BatchHost"]
+        cluster.cut_off_node(victim)
+        run.wait(lambda: len(run.events("start")) > 1, "requeue", 180)
+        logs = run.run_dir / "logs" / f"{run.jobs[0]}.0" / "rank_0.log"
+        run.wait(lambda: "was taken by" in logs.read_text(), "the end of the former holder", 90)
+        resumed = run.events("start")[1]["step"]
+        run.wait(lambda: run.holder_restarts() == 1, "a new holder", 90)
+        run.wait(lambda: run.steps() > resumed + 10, "steps of the new holder", 120)
+        (run.run_dir / "stop").touch()
+        state = run.wait_for_end()
+        cluster.start_node(victim)
+        wait_until(lambda: set(cluster.states().values()) == {"IDLE"}, 120, "idle nodes")
+        links = [end["link"] for end in run.events("end")]
+        same = losses(run.run_dir)[:STEPS] == losses(reference)[: len(losses(run.run_dir))]
+        return {
+            "ok": state == "COMPLETED" and links == [f"{run.jobs[0]}.1"] and same,
+            "state": state, "victim": victim, "at_step": at, "ends": links, "losses_equal": same,
+        }  # fmt: skip
+
     def chain(self, seed: int) -> dict[str, Any]:
-        """Five links, each ended by the time limit's signal, beside an unbroken run."""
+        """Five links, four of them ended by the time limit's signal, beside an unbroken run."""
         cluster = self.cluster()
-        unbroken = submit(cluster, self.run_yaml, self.folder / f"unbroken{seed}", *ENDLESS)
+        longer = [text.replace("stop_after=60", "stop_after=1000") for text in KILL_STEPS]
+        unbroken = submit(cluster, self.run_yaml, self.folder / f"unbroken{seed}", *longer)
         limited = submit(
-            cluster, self.run_yaml, self.folder / f"limited{seed}", *ENDLESS,
-            time_limit_minutes=2, signal_seconds=30,
+            cluster, self.run_yaml, self.folder / f"limited{seed}", *longer,
+            "train.stop_after=1000000", time_limit_minutes=2, signal_seconds=60,
         )  # fmt: skip
         limited.wait(lambda: len(limited.events("start")) == 5, "five links", 900)
         limited.wait_for_step(limited.events("start")[-1]["step"] + 10)
         (limited.run_dir / "stop").touch()
         state = limited.wait_for_end()
-        ours = losses(limited.run_dir)
-        unbroken.wait_for_step(len(ours))
-        (unbroken.run_dir / "stop").touch()
         unbroken.wait_for_end()
-        same = ours == losses(unbroken.run_dir)[: len(ours)]
+        ours, theirs = losses(limited.run_dir), losses(unbroken.run_dir)
+        compared = min(len(ours), len(theirs))
+        same = ours[:compared] == theirs[:compared]
         codes = [end["code"] for end in limited.events("end")]
+        steps = [begin["step"] for begin in limited.events("start")]
         return {
-            "ok": state == "COMPLETED" and same and codes == [75, 75, 75, 75, 0],
-            "state": state, "codes": codes, "losses_equal": same, "steps": len(ours),
-            "link_steps": [begin["step"] for begin in limited.events("start")],
+            "ok": state == "COMPLETED" and same and codes == [75] * 4 + [0] and compared > steps[4],
+            "state": state, "codes": codes, "link_steps": steps, "losses_equal": same,
+            "compared_steps": compared,
         }  # fmt: skip
 
     def double_launch(self, seed: int) -> dict[str, Any]:

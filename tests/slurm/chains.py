@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_deberta.cluster.chain import Chain
+from megatron_deberta.cluster.run_lock import newest_lock, read_lock
 from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
 from tests.slurm.virtual_cluster import VirtualCluster, wait_until
 from tests.support.jobs import ROOT
@@ -55,6 +56,12 @@ class SubmittedRun:
         """Last step in the metrics."""
         path = self.run_dir / FILE_NAME
         return max((r["step"] for r in read_metrics(path)), default=0) if path.exists() else 0
+
+    def holder_restarts(self) -> int:
+        """Which start of the job has the folder's lock; -1: none."""
+        lock = newest_lock(self.run_dir / "lock")
+        holder = read_lock(lock) if lock is not None else None
+        return -1 if holder is None or holder.released else holder.restarts
 
     def wait(self, condition: Callable[[], bool], what: str, seconds: float = TIMEOUT) -> None:
         """Wait; the chain must not end before, unless that is what is waited for."""

@@ -113,7 +113,9 @@ def test_time_limit_saves_and_requeues(runs: Runs) -> None:
     assert_same_losses(run, runs.unbroken)
 
 
-def test_save_file_status_logs_and_cancel(runs: Runs, cluster: VirtualCluster) -> None:
+def test_save_file_status_logs_and_cancel(
+    runs: Runs, cluster: VirtualCluster, run_yaml: Path
+) -> None:
     run = runs.unbroken
     follower = subprocess.Popen(
         [sys.executable, "-m", "megatron_deberta", "logs", "-f", str(run.run_dir), "--rank", "0"],
@@ -126,6 +128,10 @@ def test_save_file_status_logs_and_cancel(runs: Runs, cluster: VirtualCluster) -
     assert status["tokens_per_second"] > 0
     assert status["seconds_left"] > 0
     assert f"SLURM job {run.jobs[0]}" in status["holder"]
+    again = command(cluster, "submit", str(run_yaml), "--cluster", "local", "--nodes", "1",
+                    f"train.run_dir={run.run_dir}")  # fmt: skip
+    assert again.returncode == 2
+    assert f"has job {run.jobs[0]} in the queue (RUNNING)" in again.stderr
     (run.run_dir / "save").touch()
     run.wait(lambda: not (run.run_dir / "save").exists(), "the checkpoint asked for", 60)
     assert any(step % 20 for step in committed_steps(run.run_dir)), run.story()

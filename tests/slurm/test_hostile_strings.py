@@ -61,12 +61,12 @@ def no_canary(place: Path) -> Iterator[Path]:
     assert not (Path.home() / "canary").exists()
 
 
-def profile_of(place: Path, **values: object) -> Path:
-    """A cluster whose Python is the recorder."""
+def profile_of(place: Path, record: str = "recorded", **values: object) -> Path:
+    """A cluster whose Python is the recorder, which writes files of that name."""
     settings = {
         "ranks_per_node": 1, "memory_gib_per_node": 1, "rendezvous_interface": "lo",
         "python": str(place / "recorder"),
-        "environment": {"NCCL_RECORD_TO": str(place / "recorded")}, **values,
+        "environment": {"NCCL_RECORD_TO": str(place / record)}, **values,
     }  # fmt: skip
     path = place / "cluster.yaml"
     path.write_text(yaml.safe_dump(settings))
@@ -84,13 +84,13 @@ def submit(place: Path, *arguments: str, **profile: object) -> int:
         return error.code if isinstance(error, SystemExit) else 2  # type: ignore[return-value]
 
 
-def recorded(place: Path, run_dir: Path) -> tuple[list[str], dict[str, str]]:
+def recorded(
+    place: Path, run_dir: Path, record: str = "recorded"
+) -> tuple[list[str], dict[str, str]]:
     """Arguments and environment of the rank, once the chain is over."""
     wait_until(lambda: bool(Chain(run_dir).is_over()), 60, f"the recorder of {run_dir}")
-    arguments = (place / "recorded.arguments").read_text().split("\0")[:-1]
-    pairs = (place / "recorded.environment").read_text().split("\0")[:-1]
-    for name in ("arguments", "environment"):
-        (place / f"recorded.{name}").unlink()
+    arguments = (place / f"{record}.arguments").read_text().split("\0")[:-1]
+    pairs = (place / f"{record}.environment").read_text().split("\0")[:-1]
     return arguments, dict(pair.split("=", 1) for pair in pairs)
 
 
@@ -141,38 +141,44 @@ def test_environment_values_arrive_exactly(place: Path) -> None:
 
 
 def test_run_folders_are_refused_or_exact(place: Path) -> None:
-    accepted = 0
+    accepted: dict[str, Path] = {}
     with no_canary(place) as canary:
         for number, text in enumerate(HOSTILE):
             # Slashes would be folders; what is left must still mean nothing to anyone.
             name = text.replace("CANARY", "canary").replace("/", "")
             override = f"train.run_dir={json.dumps(f'{place}/{number}/{name}')}"
-            code = submit(place, override, "--job-name=hostile")
+            code = submit(place, override, "--job-name=hostile", record=f"r{number}")
             if code == 2:
                 assert not (place / str(number)).exists(), name
                 continue
             assert code == 0, name
-            accepted += 1
-            (run_dir,) = (place / str(number)).iterdir()
-            arguments, _ = recorded(place, run_dir)
-            (config,) = run_dir.glob("submissions/*/run.yaml")
-            assert arguments == ["-m", "megatron_deberta", "pretrain", str(config)]
+            (accepted[f"r{number}"],) = (place / str(number)).iterdir()
+        assert len(accepted) >= 3
+        for record, run_dir in accepted.items():
+            assert_exact_arguments(place, run_dir, record)
         assert canary.parent == place
-    assert accepted >= 3
+
+
+def assert_exact_arguments(place: Path, run_dir: Path, record: str) -> Path:
+    """The rank was given its configuration, and nothing else."""
+    (config,) = run_dir.glob("submissions/*/run.yaml")
+    arguments, _ = recorded(place, run_dir, record)
+    assert arguments == ["-m", "megatron_deberta", "pretrain", str(config)]
+    return config
 
 
 def test_paths_of_data_travel_in_a_file_only(place: Path) -> None:
-    for number, text in enumerate(HOSTILE[:12]):
-        with no_canary(place) as canary:
+    paths: dict[str, str] = {}
+    with no_canary(place) as canary:
+        for number, text in enumerate(HOSTILE[:16]):
             hostile = text.replace("CANARY", str(canary))
-            run_dir = place / f"run{number}"
-            override = [f"tokenizer.path={json.dumps(hostile)}", f"train.run_dir={run_dir}"]
-            assert submit(place, *override) == (2 if "${" in hostile else 0), hostile
-            if "${" in hostile:
-                continue
-            (config,) = run_dir.glob("submissions/*/run.yaml")
-            assert yaml.safe_load(config.read_text())["tokenizer"]["path"] == os.path.abspath(
-                hostile
-            )
-            arguments, _ = recorded(place, run_dir)
-            assert arguments == ["-m", "megatron_deberta", "pretrain", str(config)]
+            override = f"tokenizer.path={json.dumps(hostile)}"
+            run_dir = f"train.run_dir={place}/run{number}"
+            code = submit(place, override, run_dir, record=f"r{number}")
+            assert code == (2 if "${" in hostile else 0), hostile
+            if code == 0:
+                paths[f"{number}"] = hostile
+        for number, hostile in paths.items():
+            config = assert_exact_arguments(place, place / f"run{number}", f"r{number}")
+            written = yaml.safe_load(config.read_text())["tokenizer"]["path"]
+            assert written == os.path.abspath(hostile)

@@ -209,6 +209,11 @@ class VirtualCluster:
         """Start a node's slurmd."""
         self._spawn(node, "slurmd", "-D", "-N", node, "-f", str(self.folder / "slurm.conf"))
 
+    def cut_off_node(self, node: str) -> None:
+        """Let SLURM lose a node that lives on: SIGKILL to its slurmd alone."""
+        self._daemons[node].kill()
+        self._daemons[node].wait()
+
     def kill_node(self, node: str) -> list[int]:
         """Let a node die at once: SIGKILL to its slurmd and to every process of its steps.
 

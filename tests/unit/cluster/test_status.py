@@ -11,6 +11,8 @@ from megatron_deberta.checkpoint.layout import COMMITTED_FILE, step_dir
 from megatron_deberta.cli.main import main
 from megatron_deberta.cluster import slurm
 from megatron_deberta.cluster.chain import Chain
+from megatron_deberta.cluster.profile import load_profile
+from megatron_deberta.cluster.submission import make_spec
 from megatron_deberta.observe.metrics import FILE_NAME
 
 
@@ -123,6 +125,13 @@ def test_cancel(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], call: str | None
 ) -> None:
     monkeypatch.undo()
+    submission = run_dir / "submissions" / "20260101T000000"
+    submission.mkdir(parents=True)
+    spec = make_spec(
+        load_profile("local"), nodes=1, run_dir=run_dir, job_name="run", submission=submission,
+        variables={}, allow_config_change=False,
+    )  # fmt: skip
+    (submission / "job.json").write_bytes(spec.to_json())
     program = Slurm(scontrol="JobId=7 JobState=RUNNING Reason=None")
     monkeypatch.setattr(slurm, "call", program)
     assert main(["cancel", str(run_dir), *options]) == 0

@@ -38,16 +38,19 @@ def test_sixteen_dgx2_nodes() -> None:
     command = sbatch_command(spec, profile, Path("/runs/a/submissions/1/job.json"))
     assert {
         "--nodes=16", "--ntasks-per-node=16", "--gres=gpu:16", "--export=NONE", "--requeue",
-        "--signal=USR1@600", "--time=1440", "--exclusive", "--dependency=singleton",
+        "--signal=USR1@600", "--time=1440", "--exclusive",
         "--output=/runs/a/logs/link_%j.log", "--cpus-per-task=3", "--mem=0",
     } <= set(command)  # fmt: skip
+    assert not any(text.startswith("--dependency") for text in command)
+    assert "--dependency=afterany:41" in sbatch_command(spec, profile, Path("/j"), after="41")
     script = command[-4:]
     assert script[0] == str(LAUNCH / "job.sbatch")
     assert script[-1] == "/runs/a/submissions/1/job.json"
     srun = srun_command(spec, LOGS, "10.0.0.1:12345")
     assert {
-        "--nodes=16", "--ntasks=256", "--ntasks-per-node=16", "--distribution=block:block",
-        "--kill-on-bad-exit=0", "--output=/runs/a/logs/7.0/rank_%t.log",
+        "--nodes=16", "--ntasks=256", "--ntasks-per-node=16", "--cpus-per-task=3",
+        "--distribution=block:block", "--kill-on-bad-exit=0",
+        "--output=/runs/a/logs/7.0/rank_%t.log",
     } <= set(srun)  # fmt: skip
     assert srun[-5:] == [spec.python, "-m", "megatron_deberta", "pretrain", spec.config]
     assert spec.environment["OMP_NUM_THREADS"] == "2"
@@ -154,7 +157,7 @@ def test_dry_run_prints_all_and_writes_nothing(
     code, printed, errors = dry_run(capsys, run, "--cluster", "dgx2", run_dir)
     assert code == 0, errors
     assert "sbatch --parsable --export=NONE --job-name=run --nodes=16" in printed
-    assert "--ntasks=256 --ntasks-per-node=16 --distribution=block:block" in printed
+    assert "--ntasks=256 --ntasks-per-node=16 --cpus-per-task=3 --distribution=block" in printed
     assert (LAUNCH / "job.sbatch").read_text() in printed
     assert '"NCCL_IB_HCA": "mlx5"' in printed
     assert list(tmp_path.iterdir()) == []

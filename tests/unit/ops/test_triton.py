@@ -109,3 +109,16 @@ def test_two_passes_give_the_same_bits_and_so_does_recomputation() -> None:
     gradients = torch.autograd.grad(output, leaves, d_output)
     for a, b in zip((output.detach(), *gradients), (first[0], *first[2:]), strict=True):
         assert torch.equal(a.cpu().double(), b)
+
+
+GATHERED = torch.tensor([[0, 7, 20, 20, 20, 52, 51], [5, -1, 3, 36, -1, 47, 18]])
+
+
+@pytest.mark.parametrize("mask", ["none", "everything", "documents"])
+@pytest.mark.parametrize("positions", [LINEAR, WIDE], ids=["linear", "wide"])
+def test_gathered_queries(mask: str, positions: RelativePositions) -> None:
+    """In any order, some at the same place, some padding; beyond the table and within."""
+    dtype = torch.float32 if mask == "none" else torch.float16
+    inputs = random_inputs((2, 1, 53, 32), positions, gathered=7)
+    options = {**masks(53)[mask], "q_positions": GATHERED, "p2c_index": "paper"}
+    assert_right(inputs, positions, dtype, dropout_p=0.2, seed=3, **options)

@@ -1,53 +1,64 @@
-"""Shards hold the documents in order, for any number of workers, or do not exist."""
+"""Shards hold the documents in order, for any number of processes, or do not exist."""
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
-import multiprocessing
 import os
+import re
 import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import zstandard
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from rich.console import Console
 
 from megatron_deberta.cli.main import main
-from megatron_deberta.data.indexed_writer import IndexedWriter
 from megatron_deberta.data.manifest import Manifest, read_manifest, verify_hashes
 from megatron_deberta.errors import ConfigError, DataError
+from megatron_deberta.preprocess import encoding, pipeline
 from megatron_deberta.preprocess import progress as progress_module
-from megatron_deberta.preprocess.cutting import Block, RecordReader
-from megatron_deberta.preprocess.pipeline import preprocess
-from megatron_deberta.preprocess.progress import ProgressDisplay
-from megatron_deberta.preprocess.sources import Source, find_sources
+from megatron_deberta.preprocess.pipeline import RunOptions, preprocess
+from megatron_deberta.preprocess.progress import Board, ProgressDisplay, new_counters
+from megatron_deberta.preprocess.reading import ReadOptions
+from megatron_deberta.preprocess.sources import find_sources
 from megatron_deberta.tokenizer import load_tokenizer
+from tests.support import machine_text
 from tests.support.machine_text import documents
 
-BLOCK_BYTES = 4000
+UNIT_BYTES = 20_000
+SHARD = [f"c_text_document.{end}" for end in ("bin", "idx", "manifest.json")]
 
 
 def shards(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.glob("*")) if path.is_file()}
 
 
-def blocks_of(sources: list[Source]) -> Iterator[tuple[Source, Block]]:
-    for source in sources:
-        for block in RecordReader(source, block_bytes=BLOCK_BYTES).blocks(0):
-            yield source, block
-
-
-def build(corpus: str, tokenizer_dir: str, output: Path, workers: int = 0) -> list[Manifest]:
-    sources = find_sources([corpus])
-    blocks = blocks_of(sources)
-    return preprocess(sources, blocks, tokenizer_dir, str(output / "c"), workers=workers)
+def build(
+    corpus: str, tokenizer_dir: str, output: Path, workers: int = 0, **options: Any
+) -> list[Manifest]:
+    read = ReadOptions(keys=options.pop("keys", ("text",)))
+    language = options.pop("language", "")
+    run = RunOptions(workers=workers, **options)
+    return preprocess(
+        find_sources([corpus]),
+        tokenizer_dir,
+        str(output / "c"),
+        read=read,
+        run=run,
+        language=language,
+        unit_bytes=UNIT_BYTES,
+    )
 
 
 def test_megatron_core_reads_every_document(
@@ -65,6 +76,23 @@ def test_megatron_core_reads_every_document(
     assert manifest.num_tokens == sum(map(len, expected))
 
 
+def test_sentences_are_megatrons_sequences(corpus: str, tokenizer_dir: str, tmp_path: Path) -> None:
+    (manifest,) = build(corpus, tokenizer_dir, tmp_path / "out", language="en")
+    tokenizer = load_tokenizer(tokenizer_dir)
+    dataset = IndexedDataset(str(tmp_path / "out" / "c_text_sentence"))
+    boundaries = dataset.document_indices
+    assert len(boundaries) == 61
+    for index, text in enumerate(documents()[:60]):
+        sentences = [
+            ids
+            for sentence in encoding.split_sentences(text, "en")
+            if (ids := tokenizer.encode(sentence))
+        ]
+        found = [dataset[i].tolist() for i in range(boundaries[index], boundaries[index + 1])]
+        assert found == sentences
+    assert manifest.num_sequences == boundaries[-1] > 600
+
+
 def test_manifest_says_what_made_the_shard(corpus: str, tokenizer_dir: str, tmp_path: Path) -> None:
     (manifest,) = build(corpus, tokenizer_dir, tmp_path / "out")
     prefix = str(tmp_path / "out" / "c_text_document")
@@ -75,14 +103,29 @@ def test_manifest_says_what_made_the_shard(corpus: str, tokenizer_dir: str, tmp_
     assert manifest.tokenizer_path == tokenizer_dir
     assert manifest.vocab_size == tokenizer.vocab_size == 600
     assert manifest.sources == (corpus,)
+    assert (manifest.documents_in, manifest.documents_empty) == (60, 0)
 
 
-def test_workers_change_nothing(corpus: str, tokenizer_dir: str, tmp_path: Path) -> None:
-    for workers in (0, 1, 3):
-        build(corpus, tokenizer_dir, tmp_path / str(workers), workers)
+@pytest.mark.parametrize("name", ["c.jsonl", "c.jsonl.gz", "c.jsonl.zst", "c.txt"])
+def test_workers_change_nothing(name: str, corpus: str, tokenizer_dir: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    content = Path(corpus).read_bytes()
+    if name.endswith(".gz"):
+        content = gzip.compress(content[:9000]) + gzip.compress(content[9000:])
+    elif name.endswith(".zst"):
+        content = zstandard.compress(content)
+    elif name.endswith(".txt"):
+        content = "\n\n".join(
+            re.sub(r"\n\s*", "\n", text.strip()) for text in documents()[:60]
+        ).encode()
+    path.write_bytes(content)
+    for workers in (0, 3):
+        build(str(path), tokenizer_dir, tmp_path / str(workers), workers)
     here = shards(tmp_path / "0")
-    assert sorted(here) == [f"c_text_document.{end}" for end in ("bin", "idx", "manifest.json")]
-    assert shards(tmp_path / "1") == here == shards(tmp_path / "3")
+    assert sorted(here) == ["c.quarantine.jsonl", *SHARD]
+    assert shards(tmp_path / "3") == here
+    assert not list(tmp_path.glob("*/*.unfinished*"))
+    assert len(IndexedDataset(str(tmp_path / "0" / "c_text_document"))) == 60
 
 
 def test_large_vocabulary_is_stored_as_int32(
@@ -95,68 +138,83 @@ def test_large_vocabulary_is_stored_as_int32(
     assert manifest.dtype == "int32"
 
 
-def test_blocks_are_read_only_as_fast_as_they_are_used(
-    corpus: str, tokenizer_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = find_sources([corpus])[0]
-    block = source, next(iter(RecordReader(source).blocks(0)))
-    read = written = most_ahead = 0
-
-    def endless() -> Iterator[tuple[Source, Block]]:
-        nonlocal read
-        for _ in range(40):
-            read += 1
-            yield block
-
-    add_document = IndexedWriter.add_document
-
-    def count(self: IndexedWriter, document: np.ndarray) -> None:  # type: ignore[type-arg]
-        nonlocal written, most_ahead
-        written += 1
-        most_ahead = max(most_ahead, read - written // 60)
-        add_document(self, document)
-
-    monkeypatch.setattr(IndexedWriter, "add_document", count)
-    preprocess([], endless(), tokenizer_dir, str(tmp_path / "c"), workers=1)
-    assert read == 40
-    assert most_ahead <= 5
+DEFECTS = {
+    "malformed JSON": b"{broken",
+    "not a JSON object": b"[]",
+    "missing key": b'{"body": "x"}',
+    "not a string": b'{"text": 1}',
+    "invalid UTF-8": b'{"text": "\xff"}',
+    "lone surrogate": b'{"text": "\\ud800"}',
+    "NUL character": b'{"text": "a\\u0000"}',
+    "document too long": b'{"text": "' + b"word " * 4000 + b'"}',
+    "empty": b'{"text": " \\n"}',
+}
 
 
-def test_dead_worker_is_an_error_not_a_hang(
-    corpus: str, tokenizer_dir: str, tmp_path: Path
-) -> None:
-    source = find_sources([corpus])[0]
-    block = source, next(iter(RecordReader(source).blocks(0)))
-    others = set(multiprocessing.active_children())  # ranks of other tests
+def test_the_quarantine_is_exact(tokenizer_dir: str, tmp_path: Path) -> None:
+    lines = [json.dumps({"text": f"document {index} of many"}).encode() for index in range(3000)]
+    expected = []
+    for index, line in enumerate(DEFECTS.values()):
+        for number in range(5):
+            lines.insert(37 + 331 * index + 50 * number, line)
+    offset = 0
+    reasons = {line: reason for reason, line in DEFECTS.items()}
+    for number, line in enumerate(lines, 1):
+        if line in reasons:
+            expected.append((str(tmp_path / "bad.jsonl"), number, offset, reasons[line]))
+        offset += len(line) + 1
+    (tmp_path / "bad.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    sources = find_sources([str(tmp_path / "bad.jsonl")])
+    read = ReadOptions(longest_bytes=20_000)
 
-    def murderous() -> Iterator[tuple[Source, Block]]:
-        yield from [block] * 4
-        for child in set(multiprocessing.active_children()) - others:
-            os.kill(child.pid or 0, signal.SIGKILL)
-        yield from [block] * 100
+    def run(allow_bad: float | None, output: str, workers: int) -> Manifest:
+        return preprocess(
+            sources,
+            tokenizer_dir,
+            str(tmp_path / output / "c"),
+            read=read,
+            run=RunOptions(allow_bad=allow_bad, workers=workers),
+            unit_bytes=UNIT_BYTES,
+        )[0]
 
-    with pytest.raises(DataError, match="a worker process died"):
-        preprocess([], murderous(), tokenizer_dir, str(tmp_path / "out" / "c"), workers=2)
+    with pytest.raises(DataError, match=r"40 of 3045 records are bad .*1\.31% where --allow-bad"):
+        run(None, "out", 0)
     assert shards(tmp_path / "out") == {}
-    assert set(multiprocessing.active_children()) == others
+    manifest = run(0.02, "out", 0)
+    assert manifest == run(0.02, "again", 2)
+    assert manifest.num_documents == 3000
+    assert (manifest.documents_in, manifest.documents_empty) == (3045, 5)
+    assert manifest.quarantine == dict.fromkeys(sorted(set(DEFECTS) - {"empty"}), 5)
+    found = [
+        json.loads(line)
+        for line in (tmp_path / "out" / "c.quarantine.jsonl").open(encoding="utf-8")
+    ]
+    assert [(e["file"], e["line"], e["offset"], e["reason"]) for e in found] == expected
+    assert Counter(entry["reason"] for entry in found) == dict.fromkeys(DEFECTS, 5)
+    assert shards(tmp_path / "out") == shards(tmp_path / "again")
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_bad_record_leaves_nothing(
-    workers: int, corpus: str, tokenizer_dir: str, tmp_path: Path
-) -> None:
-    with open(corpus, "a") as stream:
-        stream.write('{"text": 1}\n{"broken\n')
-    with pytest.raises(DataError, match=r"line 61: not a string"):
-        build(corpus, tokenizer_dir, tmp_path / "out", workers)
-    assert shards(tmp_path / "out") == {}
+def test_a_truncated_file_needs_leave(corpus: str, tokenizer_dir: str, tmp_path: Path) -> None:
+    for end, content in (
+        ("gz", gzip.compress(Path(corpus).read_bytes())),
+        ("zst", zstandard.compress(Path(corpus).read_bytes())),
+    ):
+        path = tmp_path / f"c.jsonl.{end}"
+        path.write_bytes(content[: len(content) * 2 // 3])
+        with pytest.raises(DataError, match="1 damaged file"):
+            build(str(path), tokenizer_dir, tmp_path / end)
+        with pytest.raises(DataError, match="nothing was published|truncated or damaged"):
+            build(str(path), tokenizer_dir, tmp_path / end)
+        (manifest,) = build(str(path), tokenizer_dir, tmp_path / end, allow_bad=0.1)
+        assert manifest.quarantine == {"damaged file": 1}
+        assert 20 < manifest.num_documents < 60
 
 
 def test_texts_without_tokens_are_left_out(tokenizer_dir: str, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": ""}\n{"text": "word"}\n{"text": " \\n\\u200b"}\n{"text": "end"}\n')
     (manifest,) = build(str(path), tokenizer_dir, tmp_path / "out")
-    assert manifest.num_documents == 2
+    assert (manifest.num_documents, manifest.documents_empty) == (2, 2)
     path.write_text('{"text": ""}\n')
     with pytest.raises(DataError, match="no text under key 'text'"):
         build(str(path), tokenizer_dir, tmp_path / "none")
@@ -166,12 +224,18 @@ def test_texts_without_tokens_are_left_out(tokenizer_dir: str, tmp_path: Path) -
 def test_existing_shard_is_kept(corpus: str, tokenizer_dir: str, tmp_path: Path) -> None:
     build(corpus, tokenizer_dir, tmp_path / "out")
     before = shards(tmp_path / "out")
+    # The same command finds its own result.
+    assert len(build(corpus, tokenizer_dir, tmp_path / "out")) == 1
     with pytest.raises(ConfigError, match="--force"):
-        build(corpus, tokenizer_dir, tmp_path / "out")
+        build(corpus, tokenizer_dir, tmp_path / "out", keys=("text", "title"))
     assert shards(tmp_path / "out") == before
+    build(corpus, tokenizer_dir, tmp_path / "out", keys=("text", "title"), force=True)
+    assert len(shards(tmp_path / "out")) == 7
 
 
-def run_cli(*arguments: str, text: bytes = b"", most_bytes: int = -1) -> tuple[int, str, str]:
+def run_cli(
+    *arguments: str, text: bytes = b"", most_bytes: int = -1, **env: str
+) -> tuple[int, str, str]:
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
 
@@ -180,99 +244,166 @@ def run_cli(*arguments: str, text: bytes = b"", most_bytes: int = -1) -> tuple[i
         input=text,
         capture_output=True,
         preexec_fn=limit if most_bytes >= 0 else None,
+        env={**os.environ, **env},
         check=False,
     )
     return done.returncode, done.stdout.decode(), done.stderr.decode()
 
 
-def test_full_disk_is_one_line_and_leaves_nothing(
+def test_full_disk_is_one_line_and_can_be_gone_on_with(
     corpus: str, tokenizer_dir: str, tmp_path: Path
 ) -> None:
-    arguments = ["--input", corpus, "--tokenizer", tokenizer_dir, "--workers", "0"]
+    arguments = ["--input", corpus, "--tokenizer", tokenizer_dir, "--workers", "1"]
     output = ["--output", str(tmp_path / "out" / "c")]
     code, _, err = run_cli("preprocess", *arguments, *output, most_bytes=20_000)
     assert code == 1
     assert "cannot write shard" in err.splitlines()[-1]
     assert "Traceback" not in err
     assert shards(tmp_path / "out") == {}
+    assert run_cli("preprocess", *arguments, *output)[0] == 0
 
 
-def preprocess_two_keys(corpus: str, tokenizer_dir: str, output: Path) -> None:
-    sources = find_sources([corpus])
-    blocks = blocks_of(sources)
-    keys = ("text", "title")
-    preprocess(sources, blocks, tokenizer_dir, str(output / "c"), keys=keys, force=True)
-
-
-def shards_with_an_index(output: Path) -> list[str]:
-    """Shards that a reader would open; each must have the manifest of just its bytes."""
-    prefixes = [str(path.with_suffix("")) for path in sorted(output.glob("*.idx"))]
-    for prefix in prefixes:
-        manifest = read_manifest(prefix)
-        assert manifest is not None
-        verify_hashes(prefix, manifest)
-    return prefixes
-
-
-def test_a_kill_anywhere_leaves_no_shard_without_its_manifest(
-    corpus: str, tokenizer_dir: str, tmp_path: Path
+def test_a_dead_worker_is_an_error_not_a_hang(
+    corpus: str, tokenizer_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Path(corpus).write_text("".join(Path(corpus).open().readlines()[:5]))
-    found = []
-    for call in range(1, 50):
-        output = tmp_path / str(call)
-        preprocess_two_keys(corpus, tokenizer_dir, output)
-        child = os.fork()
-        if child == 0:
-            left = call
+    watch = pipeline._watch
 
-            def dying(original: Callable[..., Any]) -> Callable[..., Any]:
-                def function(*args: Any) -> Any:
-                    nonlocal left
-                    left -= 1
-                    return original(*args) if left else os._exit(9)
+    def murderous(workers: list[Any], display: ProgressDisplay) -> None:
+        os.kill(workers[0].process.pid, signal.SIGKILL)
+        watch(workers, display)
 
-                return function
-
-            for name in ("fsync", "replace"):
-                setattr(os, name, dying(getattr(os, name)))
-            try:
-                preprocess_two_keys(corpus, tokenizer_dir, output)
-            finally:
-                os._exit(0)
-        lived = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        found.append(len(shards_with_an_index(output)))
-        if lived:
-            break
-    assert lived
-    assert found[0] == found[-1] == 2
-    assert 0 in found
-
-
-@pytest.mark.parametrize("file", ["text_document.manifest", "title_document.manifest", "title_"])
-@pytest.mark.parametrize("function", ["open", "replace"])
-def test_one_failed_key_publishes_none(
-    corpus: str, tokenizer_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    file: str, function: str,
-) -> None:  # fmt: skip
-    owner: Any = os if function == "replace" else Path
-    original = getattr(owner, function)
-
-    def failing(path: Path, *args: Any, **kwargs: Any) -> Any:
-        if file in Path(path).name:
-            raise OSError(28, "No space left on device")
-        return original(path, *args, **kwargs)
-
-    monkeypatch.setattr(owner, function, failing)
-    with pytest.raises(DataError, match="cannot write shard.*No space"):
-        preprocess_two_keys(corpus, tokenizer_dir, tmp_path / "out")
+    monkeypatch.setattr(pipeline, "_watch", murderous)
+    with pytest.raises(DataError, match="a worker process died"):
+        build(corpus, tokenizer_dir, tmp_path / "out", 2)
     assert shards(tmp_path / "out") == {}
+    monkeypatch.undo()
+    build(corpus, tokenizer_dir, tmp_path / "out", 1)
+    build(corpus, tokenizer_dir, tmp_path / "whole")
+    assert shards(tmp_path / "out") == shards(tmp_path / "whole")
+
+
+def run_until(call: int, work: Callable[[], object]) -> int:
+    """Do work in a child that ends at a call that changes the disk; return how many it did."""
+    receiver, sender = os.pipe()
+    child = os.fork()
+    if child == 0:
+        done = 0
+
+        def counting(original: Callable[..., Any]) -> Callable[..., Any]:
+            def function(*args: Any, **kwargs: Any) -> Any:
+                nonlocal done
+                done += 1
+                return os._exit(9) if done == call else original(*args, **kwargs)
+
+            return function
+
+        for name in ("fsync", "replace", "link", "rename", "unlink", "pwrite", "rmdir", "utime"):
+            setattr(os, name, counting(getattr(os, name)))
+        try:
+            work()
+            os.write(sender, str(done).encode())
+        finally:
+            os._exit(0)
+    os.close(sender)
+    os.waitpid(child, 0)
+    with os.fdopen(receiver) as stream:
+        return int(stream.read() or 0)
+
+
+def test_a_kill_anywhere_is_gone_on_from(tokenizer_dir: str, tmp_path: Path) -> None:
+    corpus = tmp_path / "c.jsonl"
+    text = documents()[0][:3000]
+    corpus.write_text("".join(json.dumps({"text": text, "title": "A title"}) + "\n" for _ in "123"))
+
+    def work(output: Path) -> None:
+        build(str(corpus), tokenizer_dir, output, keys=("text", "title"), force=True)
+
+    work(tmp_path / "whole")
+    whole = shards(tmp_path / "whole")
+    calls = run_until(0, lambda: work(tmp_path / "count"))
+    assert calls > 60
+    complete = 0
+    for call in range(1, calls + 1, 7):
+        output = tmp_path / "out" / str(call)
+        if call % 3:
+            # An older shard is replaced.
+            build(str(corpus), tokenizer_dir, output, keys=("title",))
+        assert run_until(call, lambda output=output: work(output)) == 0  # type: ignore[misc]
+        # Each index that is there belongs to its tokens.
+        for path in output.glob("*.idx"):
+            prefix = str(path.with_suffix(""))
+            manifest = read_manifest(prefix)
+            assert manifest is not None
+            verify_hashes(prefix, manifest)
+            complete += 1
+        work(output)
+        assert shards(output) == whole, call
+        assert [path.name for path in output.iterdir() if path.is_dir()] == []
+    assert complete > 3
+
+
+def test_a_changed_plan_is_refused_by_name(
+    corpus: str, tokenizer_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open(corpus, "a") as stream:
+        stream.write("{broken\n")
+    arguments = ["--input", corpus, "--tokenizer", tokenizer_dir, "--workers", "0"]
+    make = ["preprocess", *arguments, "--output", str(tmp_path / "c")]
+    assert main(make) == 1
+    assert "1 of 61 records are bad" in capsys.readouterr().err
+    for change, message in (
+        (["--keys", "title"], '--keys was "text" when this run began and is "title" now'),
+        (["--normalize", "nfc"], '--normalize was "none"'),
+        (["--max-document-mb", "1"], "--max-document-mb"),
+        (["--sentences"], "--sentences was"),
+    ):
+        assert main([*make, *change]) == 2
+        assert message in capsys.readouterr().err
+    os.utime(corpus, (1, 1))
+    assert main([*make, "--allow-bad", "0.1"]) == 2
+    assert "--input was" in capsys.readouterr().err
+    assert main([*make, "--allow-bad", "0.1", "--restart"]) == 0
+
+
+def test_array_tasks_share_the_work(corpus: str, tokenizer_dir: str, tmp_path: Path) -> None:
+    build(corpus, tokenizer_dir, tmp_path / "whole")
+    common = [
+        sys.executable, "-m", "megatron_deberta", "preprocess", "--input", corpus, "--tokenizer",
+        tokenizer_dir, "--workers", "0", "--unit-mb", str(UNIT_BYTES / 1e6),
+        "--output", str(tmp_path / "out" / "c"),
+    ]  # fmt: skip
+    tasks = [subprocess.Popen([*common, "--array-task", f"{k}/2"]) for k in range(2)]
+    assert [task.wait() for task in tasks] == [0, 0]
+    assert shards(tmp_path / "out") == shards(tmp_path / "whole")
+    # One that comes when all is done finds it done.
+    env = {"SLURM_ARRAY_TASK_ID": "7", "SLURM_ARRAY_TASK_MIN": "5", "SLURM_ARRAY_TASK_COUNT": "3"}
+    begin = time.time_ns()
+    assert run_cli(*common[3:], **env)[0] == 0
+    assert all(path.stat().st_mtime_ns < begin for path in (tmp_path / "out").iterdir())
+    assert run_cli(*common[3:], "--array-task", "2/2")[0] == 2
+
+
+def test_ranks_of_mpirun_share_the_work(corpus: str, tokenizer_dir: str, tmp_path: Path) -> None:
+    build(corpus, tokenizer_dir, tmp_path / "whole")
+    mpirun = Path(sys.executable).with_name("mpirun")
+    done = subprocess.run(
+        [
+            str(mpirun), "-n", "4", "--allow-run-as-root", "--oversubscribe",
+            sys.executable, "-m", "megatron_deberta", "preprocess", "--input", corpus,
+            "--tokenizer", tokenizer_dir, "--workers", "0", "--unit-mb", str(UNIT_BYTES / 1e6),
+            "--output", str(tmp_path / "out" / "c"),
+        ],
+        capture_output=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr.decode()
+    assert shards(tmp_path / "out") == shards(tmp_path / "whole")
 
 
 def test_standard_input_and_two_keys(corpus: str, tokenizer_dir: str, tmp_path: Path) -> None:
     build(corpus, tokenizer_dir, tmp_path / "file")
     code, out, err = run_cli(
-        "preprocess", "--input", "-", "--input-key", "text", "title", "--workers", "1",
+        "preprocess", "--input", "-", "--keys", "text", "title", "--workers", "1",
         "--tokenizer", tokenizer_dir, "--output", str(tmp_path / "stdin" / "c"),
         text=Path(corpus).read_bytes(),
     )  # fmt: skip
@@ -297,29 +428,70 @@ def test_commands_train_and_preprocess(
     assert main([*train, "400"]) == 2
     make = ["preprocess", "--input", corpus, "--tokenizer", tokenizer, "--output", output]
     assert main([*make, "--workers", "0"]) == 0
-    assert main([*make, "--workers", "0"]) == 2
     assert main([*make, "--workers", "0", "--force"]) == 0
     assert main([*make, "--workers", "-1"]) == 2
-    assert main([*make, "--force", "--input-key", "body"]) == 1
-    assert "missing key" in capsys.readouterr().err
-    assert main([*make, "--force", "--input-key", "a/b"]) == 2
+    assert main([*make, "--force", "--keys", "body"]) == 1
+    assert "60 missing key" in capsys.readouterr().err
+    assert main([*make, "--force", "--keys", "a/b"]) == 2
+
+
+def test_fast_bpe_gives_the_tokenizers_ids(
+    corpus: str, gpt2_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = load_tokenizer(gpt2_dir)
+    fast = encoding.fast_bpe_encoder(tokenizer)
+    reference = encoding.reference_encoder(tokenizer)
+    assert fast is not None
+    hostile = [text for text in machine_text.hostile_lines(2000) if "\0" not in text]
+    assert encoding.agrees(fast, reference, [*documents(), *hostile, ""])
+    sources = find_sources([corpus])
+    assert encoding.choose_encoder(tokenizer, sources, ReadOptions()) is not reference
+    build(corpus, gpt2_dir, tmp_path / "fast")
+    monkeypatch.setattr(encoding, "fast_bpe_encoder", lambda _: reference)
+    build(corpus, gpt2_dir, tmp_path / "slow")
+    assert shards(tmp_path / "fast") == shards(tmp_path / "slow")
+
+
+def test_a_fast_library_that_differs_is_left(
+    corpus: str, gpt2_dir: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = load_tokenizer(gpt2_dir)
+
+    def wrong(texts: Any) -> Any:
+        ids, lengths = encoding.reference_encoder(tokenizer)(texts)
+        return ids[::-1], lengths
+
+    monkeypatch.setattr(encoding, "fast_bpe_encoder", lambda _: wrong)
+    chosen = encoding.choose_encoder(tokenizer, find_sources([corpus]), ReadOptions())
+    assert chosen is not wrong
+    assert "gives other ids" in caplog.text
 
 
 def test_progress_lines_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress_module, "_SECONDS_BETWEEN_LINES", 0.0)
     shown = io.StringIO()
-    with ProgressDisplay(1000, Console(file=shown)) as display:
-        display.advance(file_bytes=250, text_bytes=1_000_000, tokens=10, documents=1)
+    counters = new_counters()
+    with ProgressDisplay(1000, [counters], Console(file=shown)) as display:
+        count(counters)
+        display.refresh()
     first, last = shown.getvalue().splitlines()
-    assert first.startswith("preprocess: 25%, ETA ")
-    assert first.endswith("tokens/s")
+    assert first.startswith("preprocess: reading, 25%, ETA ")
+    assert first.endswith("2 quarantined")
     assert last.startswith("preprocess: 1 documents, 10 tokens from 1.0 MB of text in ")
+
+
+def count(counters: Any) -> None:
+    board = Board(counters)
+    board.enter("reading")
+    board.add(file_bytes=250, text_bytes=1_000_000, tokens=10, documents=1, quarantined=2)
 
 
 def test_progress_bar_on_a_terminal() -> None:
     shown = io.StringIO()
+    counters = new_counters()
     console = Console(file=shown, force_terminal=True, width=100)
-    with ProgressDisplay(1000, console) as display:
-        display.advance(file_bytes=500, text_bytes=1_000_000, tokens=10, documents=1)
-    assert "50%" in shown.getvalue()
+    with ProgressDisplay(1000, [counters], console) as display:
+        count(counters)
+        display.refresh()
+    assert "25%" in shown.getvalue()
     assert "MB/s" in shown.getvalue()

@@ -79,18 +79,17 @@ def test_every_compression_gives_every_document(encoding: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("encoding", ["gzip", "zstd", "bzip2", "xz"])
 def test_a_bomb_takes_little_memory(encoding: str, tmp_path: Path) -> None:
-    path = write(tmp_path, "a.jsonl", ENCODINGS[encoding](b" " * (1 << 23) + b"\n" + JSONL))
+    path = write(tmp_path, "a.jsonl", ENCODINGS[encoding](b" " * (1 << 25) + b"\n" + JSONL))
     tracemalloc.start()
     options = ReadOptions(longest_bytes=100_000)
     found = [record for _, record in read_documents(find_sources([str(path)]), options)]
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert Defect(1, 0, "document too long", f"{1 << 23} bytes") in [
-        record._replace(detail=f"{1 << 23} bytes") for record in found if isinstance(record, Defect)
-    ]
+    (defect,) = [record for record in found if isinstance(record, Defect)]
+    assert (defect.line, defect.offset, defect.reason) == (1, 0, "document too long")
     assert len(found) == 1 + len(TEXTS)
     # zstandard's library gives all that its few bytes unfold to at once.
-    assert most < (40 if encoding == "zstd" else 6) * 1e6
+    assert most < (140 if encoding == "zstd" else 25) * 1e6
 
 
 def test_missing_newline_at_the_end_and_byte_order_mark(tmp_path: Path) -> None:

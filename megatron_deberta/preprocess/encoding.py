@@ -1,0 +1,127 @@
+"""Texts to ids, by whatever is fastest and gives the tokenizer's own ids.
+
+Owns the choice, and its proof on every run's first documents. Refuses to trust a fast library:
+where ids differ, the tokenizer's own way is taken and a line says so.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_deberta.preprocess.reading import ReadOptions, read_documents
+from megatron_deberta.preprocess.records import Document
+from megatron_deberta.preprocess.sources import Source
+from megatron_deberta.tokenizer import Tokenizer
+
+Ids = npt.NDArray[np.generic]
+Lengths = npt.NDArray[np.int64]
+BatchEncoder = Callable[[Sequence[str]], tuple[Ids, Lengths]]
+"""Texts to the ids of all of them one after the other, and how many each has."""
+
+PROBE_DOCUMENTS = 100
+PROBE_CHARACTERS = 200_000
+"""Of the run's first documents, so many must get the same ids from a fast library."""
+
+
+def reference_encoder(tokenizer: Tokenizer) -> BatchEncoder:
+    """Return the tokenizer's own way."""
+
+    def encode(texts: Sequence[str]) -> tuple[Ids, Lengths]:
+        arrays = tokenizer.encode_arrays(texts)
+        lengths = np.fromiter((array.size for array in arrays), np.int64, len(arrays))
+        return np.concatenate([np.empty(0, np.int32), *arrays]), lengths
+
+    return encode
+
+
+def fast_bpe_encoder(tokenizer: Tokenizer) -> BatchEncoder | None:
+    """Return gigatoken's way for a byte-pair vocabulary; None where it cannot read it."""
+    spec = tokenizer.spec
+    if spec["model"]["type"] != "BPE" or tokenizer.caches_words:
+        # Where words are independent, the cache is faster than the library's normalizer.
+        return None
+    try:
+        import gigatoken
+    except ImportError:
+        return None
+    # Special tokens in a corpus are text, so the library must not know them.
+    plain = {**spec, "added_tokens": [], "post_processor": None}
+    try:
+        backend: Any = gigatoken.Tokenizer.from_json(json.dumps(plain, ensure_ascii=False))
+    except Exception:  # the library raises bare exceptions for what it does not support
+        return None
+
+    def encode(texts: Sequence[str]) -> tuple[Ids, Lengths]:
+        # The layout is an array of arrays: where each text begins, and all ids in one row.
+        layout = backend.encode_batch(list(texts), parallel=False).layout
+        offsets = np.asarray(layout.offsets, np.int64)
+        return np.asarray(layout.content.data)[offsets[0] : offsets[-1]], np.diff(offsets)
+
+    return encode
+
+
+def agrees(fast: BatchEncoder, reference: BatchEncoder, texts: Sequence[str]) -> bool:
+    """Tell whether two ways give the same ids."""
+    try:
+        found, lengths = fast(texts)
+    except Exception:  # whatever the library raises, the other way is there
+        return False
+    expected, expected_lengths = reference(texts)
+    return np.array_equal(lengths, expected_lengths) and np.array_equal(found, expected)
+
+
+def split_sentences(text: str, language: str) -> list[str]:
+    """Split a text into sentences, blank ones left out."""
+    return [sentence for each in _segmenter()(language, text) if (sentence := each.strip())]
+
+
+@functools.cache
+def _segmenter() -> Callable[[str, str], list[str]]:
+    import sentencex
+
+    segment: Callable[[str, str], list[str]] = sentencex.segment
+    return segment
+
+
+def choose_encoder(
+    tokenizer: Tokenizer, sources: Sequence[Source], options: ReadOptions
+) -> BatchEncoder:
+    """Return the fastest way that gives the tokenizer's ids for the first documents.
+
+    Args:
+        tokenizer: decides the ids.
+        sources: input files, of which the beginning is read.
+        options: what of them is tokenized.
+    """
+    reference = reference_encoder(tokenizer)
+    fast = fast_bpe_encoder(tokenizer)
+    if fast is None:
+        return reference
+    texts = list(_first_texts(sources, options))
+    if agrees(fast, reference, texts):
+        return fast
+    logging.getLogger(__name__).warning(
+        "gigatoken gives other ids than the tokenizer for this text; going on without it, slower"
+    )
+    return reference
+
+
+def _first_texts(sources: Sequence[Source], options: ReadOptions) -> Iterator[str]:
+    left = PROBE_CHARACTERS
+    documents = (
+        record for _, record in read_documents(sources, options) if isinstance(record, Document)
+    )
+    for document in itertools.islice(documents, PROBE_DOCUMENTS):
+        for text in document.texts:
+            yield text[:left]
+            left -= len(text)
+        if left <= 0:
+            return

@@ -1,0 +1,249 @@
+"""The folder in which a run keeps what is done, shared by all its processes on all nodes.
+
+Owns durable records and claims. A record says that something is complete and flushed; a claim
+only keeps two processes from doing the same work, and correctness never hangs on it: whoever does
+a thing twice writes the same bytes. Refuses locks and barriers, which a dead process could hold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import json
+import os
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_deberta.errors import ConfigError
+from megatron_deberta.files import fsync_path, write_durably
+
+HEARTBEAT_SECONDS = 5.0
+LEASE_SECONDS = 60.0
+"""A claim that has not been renewed for so long belongs to a process that is gone."""
+_PLAN = "plan.json"
+
+
+class WorkFolder:
+    """``{output}.unfinished``: the plan, finished parts, records and claims.
+
+    Args:
+        output: beginning of the shards' names.
+    """
+
+    def __init__(self, output: str) -> None:
+        """See the class."""
+        self.path = Path(f"{output}.unfinished")
+        self.parts = self.path / "parts"
+        self.staged = self.path / "staged"
+        self._done = self.path / "done"
+        self._claims = self.path / "claims"
+        self._owner = _identify_process()
+        self._seen: dict[str, tuple[bytes, float]] = {}
+        self._held: set[Path] = set()
+
+    def exists(self) -> bool:
+        """Tell whether a run is under way or was broken off."""
+        return (self.path / _PLAN).exists()
+
+    def begin(self, plan: dict[str, Any]) -> bool:
+        """Start a run, or join the one that is under way.
+
+        Args:
+            plan: all that decides the result, JSON values by the option's name.
+
+        Returns:
+            True where this process started it.
+
+        Raises:
+            ConfigError: the run under way has another plan.
+            OSError: the folder cannot be written.
+        """
+        for folder in (self.parts, self.staged, self._done, self._claims):
+            folder.mkdir(parents=True, exist_ok=True)
+        mine = self.temporary(self.path / _PLAN)
+        mine.unlink(missing_ok=True)
+        write_durably(mine, json.dumps(plan).encode())
+        try:
+            os.link(mine, self.path / _PLAN)
+            fsync_path(self.path)
+            return True
+        except FileExistsError:
+            self._refuse_another(plan)
+            return False
+        finally:
+            mine.unlink(missing_ok=True)
+
+    def _refuse_another(self, plan: dict[str, Any]) -> None:
+        found = json.loads((self.path / _PLAN).read_bytes())
+        for name in {**found, **plan}:
+            if found.get(name) != plan.get(name):
+                before, now = _first_difference(found.get(name), plan.get(name))
+                raise ConfigError(
+                    f"{self.path}: {name} was {before} when this run began and is {now} now; "
+                    "undo the change, or begin again with --restart"
+                )
+
+    def record(self, name: str, content: dict[str, Any]) -> None:
+        """Say durably that something is complete; its data must be flushed before.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        final = self._done / f"{name}.json"
+        temporary = self.temporary(final)
+        temporary.unlink(missing_ok=True)
+        write_durably(temporary, json.dumps(content).encode())
+        os.replace(temporary, final)
+        fsync_path(self._done)
+
+    def temporary(self, final: Path) -> Path:
+        """Return a hidden name beside ``final`` that no other process uses."""
+        return final.with_name(f".{final.name}.{self._owner.replace(' ', '.')}")
+
+    @contextlib.contextmanager
+    def appearing(self, final: Path) -> Iterator[Path]:
+        """Give a name to write a file under, which becomes ``final`` unless there is one.
+
+        One that is there is whole, and others may already work on it.
+        """
+        temporary = self.temporary(final)
+        try:
+            yield temporary
+            with contextlib.suppress(FileExistsError):
+                os.link(temporary, final)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def flush_parts(self) -> None:
+        """Make the names of finished parts survive a power loss."""
+        fsync_path(self.parts)
+
+    def recorded(self, name: str) -> dict[str, Any] | None:
+        """Return a record; None where there is none yet."""
+        try:
+            content: dict[str, Any] = json.loads((self._done / f"{name}.json").read_bytes())
+        except FileNotFoundError:
+            return None
+        return content
+
+    def records(self) -> set[str]:
+        """Names of all records."""
+        names = os.listdir(self._done)
+        return {name.removesuffix(".json") for name in names if not name.startswith(".")}
+
+    def claim(self, name: str) -> bool:
+        """Try to take something on; False where a living process has it."""
+        path = self._claims / name
+        for _ in range(2):
+            try:
+                with path.open("x") as stream:
+                    stream.write(self._owner)
+            except FileExistsError:
+                if not self._is_abandoned(path):
+                    return False
+                # Only one of those who find it abandoned succeeds.
+                grave = self.temporary(path)
+                with contextlib.suppress(FileNotFoundError):
+                    os.rename(path, grave)
+                    grave.unlink()
+                continue
+            self._held.add(path)
+            return True
+        return False
+
+    def release(self, name: str) -> None:
+        """Give a claim back; what it was for is recorded, or may be done by another."""
+        path = self._claims / name
+        self._held.discard(path)
+        path.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def kept_alive(self) -> Iterator[None]:
+        """Renew the claims of this process while the block runs."""
+        stop = threading.Event()
+
+        def renew() -> None:
+            while not stop.wait(HEARTBEAT_SECONDS):
+                for path in list(self._held):
+                    with contextlib.suppress(OSError):
+                        os.utime(path)
+
+        thread = threading.Thread(target=renew, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+
+    def remove(self) -> None:
+        """Take the folder away; ``remove_leftovers`` ends a removal that was broken off."""
+        gone = self.temporary(self.path).with_suffix(".removed")
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(self.path, gone)
+        self.remove_leftovers()
+
+    def remove_leftovers(self) -> None:
+        """Take away what removals left behind."""
+        for gone in self.path.parent.glob(f".{glob.escape(self.path.name)}.*.removed"):
+            shutil.rmtree(gone, ignore_errors=True)
+
+    def _is_abandoned(self, path: Path) -> bool:
+        try:
+            owner, renewed = path.read_text(), path.stat().st_mtime_ns
+        except FileNotFoundError:
+            return True
+        host, _, process = owner.rpartition(" ")
+        my_host, _, my_process = self._owner.rpartition(" ")
+        if host == my_host:
+            return process == my_process or not _is_alive(process)
+        # The clocks of two nodes may differ, so the age is what this process has seen.
+        state = f"{owner} {renewed}".encode()
+        seen, since = self._seen.get(path.name, (b"", 0.0))
+        if seen != state:
+            self._seen[path.name] = state, time.monotonic()
+            return False
+        return time.monotonic() - since > LEASE_SECONDS
+
+
+def _first_difference(before: object, now: object) -> tuple[object, object]:
+    """Go down to the entry that differs."""
+    if isinstance(before, list) and isinstance(now, list):
+        if len(before) == len(now):
+            different = ((x, y) for x, y in zip(before, now, strict=True) if x != y)
+            return _first_difference(*next(different))
+        return f"{len(before)} entries", f"{len(now)} entries"
+    return json.dumps(before), json.dumps(now)
+
+
+def _identify_process() -> str:
+    """Name this process: host (with its boot and process namespace), and number with start."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    host = "-".join(
+        (
+            socket.gethostname(),
+            boot.read_text().strip()[:8] if boot.exists() else "",
+            os.readlink("/proc/self/ns/pid").strip("pid:[]"),
+        )
+    )
+    return f"{host} {os.getpid()}-{_started(os.getpid())}"
+
+
+def _started(pid: int) -> str:
+    """Return when a process was started, in ticks since boot."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+
+
+def _is_alive(process: str) -> bool:
+    pid, _, started = process.partition("-")
+    try:
+        stat = Path(f"/proc/{int(pid)}/stat").read_text().rpartition(")")[2].split()
+    except (OSError, ValueError):
+        return False
+    # A zombie does nothing any more.
+    return stat[19] == started and stat[0] not in "ZX"

@@ -1,0 +1,75 @@
+import argparse
+import json
+
+import pytest
+
+from benchmarks import gpu_suite
+from benchmarks.suite.one_step import part_of
+from benchmarks.suite.record import result_path
+from benchmarks.suite.step import micro_batches, wrong_losses
+
+
+@pytest.fixture
+def args(tmp_path):
+    return argparse.Namespace(
+        out=tmp_path, work=tmp_path, device="cpu", small=True, minutes=1, force=False, corpus=None
+    )
+
+
+def put(args, part, items, left=()):
+    path = result_path(gpu_suite.options_of(args, part))
+    path.write_text(json.dumps({"items": items, "left": list(left), "hardware": "a chip"}))
+
+
+@pytest.mark.parametrize(
+    ("item", "left", "end", "code"),
+    [
+        ({"off": {"loss": 1e-9}, "wrong": []}, [], None, 0),
+        ({"off": {"loss": 1e-9}, "wrong": []}, ["another"], None, 75),
+        ({"off": {"loss": 1.0}, "wrong": ["loss off by 1"]}, ["another"], None, 1),
+        ({"error": "RuntimeError: no\nlines"}, [], None, 1),
+        ({"off": {"loss": 1e-9}, "wrong": []}, [], "took too long", 1),
+    ],
+    ids=["done", "out of time", "wrong", "error", "killed"],
+)
+def test_exit_code(args, capsys, item, left, end, code):
+    put(args, "parity", {"steps fp32": item}, left)
+    assert gpu_suite.report(["parity"], args, {"parity": end}) == code
+    said = capsys.readouterr().out
+    assert "parity on a chip" in said
+    for word in [*item.get("wrong", []), *left[:0], end or "", item.get("error", "")[:16]]:
+        assert word in said
+
+
+def test_a_part_that_wrote_nothing_is_wrong(args, capsys):
+    assert gpu_suite.report(["train"], args, {"train": "the process ended with -9"}) == 1
+    assert "ended with -9" in capsys.readouterr().out
+
+
+def test_losses_of_a_step_must_look_like_learning():
+    found = {"vocabulary": 1000, "losses": [6.9, 6.8, 6.7]}
+    assert wrong_losses(found) == []
+    assert "far from" in wrong_losses({**found, "losses": [12.0, 6.0]})[0]
+    assert "not fall" in wrong_losses({**found, "losses": [6.9, 6.9, 7.0]})[0]
+    assert "not finite" in wrong_losses({**found, "losses": [6.9, float("nan")]})[0]
+
+
+def test_micro_batches_are_tried_from_large_to_small():
+    assert micro_batches("cpu", 32) == [32, 16, 8, 4]
+    assert micro_batches("cpu", 1) == [1]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "part"),
+    [
+        ("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm>", "matrix products"),
+        ("nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_TNT", "matrix products"),
+        ("pytorch_flash::flash_fwd_kernel", "attention"),
+        ("multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
+        ("vectorized_layer_norm_kernel", "normalisation"),
+        ("Memcpy HtoD (Pinned -> Device)", "copies"),
+        ("vectorized_elementwise_kernel", "elementwise and rest"),
+    ],
+)
+def test_part_of_a_kernel(kernel, part):
+    assert part_of(kernel) == part

@@ -1,0 +1,127 @@
+"""The offline bundle, made from wheels that this test makes, without any network."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def make_wheel(folder, name, version, tag="py3-none-any", needs=()):
+    info = f"{name}-{version}.dist-info"
+    metadata = [f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}"]
+    metadata += [f"Requires-Dist: {need}" for need in needs]
+    with zipfile.ZipFile(folder / f"{name}-{version}-{tag}.whl", "w") as wheel:
+        wheel.writestr(f"{name}.py", "")
+        wheel.writestr(f"{info}/METADATA", "\n".join(metadata) + "\n")
+        wheel.writestr(f"{info}/WHEEL", f"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: {tag}\n")
+        wheel.writestr(f"{info}/RECORD", "")
+
+
+def make_source(folder, name, version):
+    """A package without a wheel, as DeepSpeed is."""
+    source = folder / f"{name}-{version}"
+    source.mkdir()
+    (source / "setup.py").write_text(
+        f"from setuptools import setup\nsetup(name={name!r}, version={version!r}, py_modules=[])\n"
+    )
+    (source / "PKG-INFO").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    subprocess.run(["tar", "czf", f"{source.name}.tar.gz", source.name], cwd=folder, check=True)
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory):
+    """What there is to be had."""
+    folder = tmp_path_factory.mktemp("shop")
+    make_wheel(folder, "alpha", "1.0", needs=["beta>=2", "torch>=2.0"])
+    for version, minor in (("cp310", 17), ("cp312", 17), ("cp312", 39)):
+        make_wheel(folder, "beta", f"2.{minor}", f"{version}-{version}-manylinux_2_{minor}_x86_64")
+    make_wheel(folder, "torch", "2.13.0", "cp312-cp312-manylinux_2_28_x86_64")
+    make_wheel(folder, "torch", "2.13.0+cu126", "cp312-cp312-manylinux_2_28_x86_64")
+    make_wheel(folder, "old", "1.0")
+    make_source(folder, "gamma", "3.0")
+    return folder
+
+
+def wheelhouse(shop, output, lines, *options):
+    requirements = output.parent / f"{output.name}.txt"
+    requirements.write_text("\n".join(lines) + "\n")
+    environment = {
+        **os.environ, "PYTHON": sys.executable, "PIP_CONFIG_FILE": os.devnull,
+        "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(shop),
+    }  # fmt: skip
+    command = [str(ROOT / "launch" / "wheelhouse.sh"), "--output", str(output)]
+    command += ["--requirements", str(requirements), *options]
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+def wheels(output):
+    return sorted(path.name.split("-")[0] for path in output.glob("*.whl"))
+
+
+LINES = ["alpha==1.0", "# said", "gamma", 'old==1.0; python_version < "3.12"']
+
+
+def test_it_brings_what_the_target_needs_and_no_torch(shop, tmp_path):
+    done = wheelhouse(shop, tmp_path / "a", LINES, "--python", "3.12")
+    assert done.returncode == 0, done.stderr
+    assert wheels(tmp_path / "a") == ["alpha", "beta", "gamma"]
+    # Neither the one for another Python nor the one for a newer system.
+    assert (tmp_path / "a" / "beta-2.17-cp312-cp312-manylinux_2_17_x86_64.whl").exists()
+    pins = (tmp_path / "a" / "requirements.txt").read_text().split()
+    assert pins == ["alpha==1.0", "beta==2.17", "gamma==3.0"]
+    checked = subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=tmp_path / "a")
+    assert checked.returncode == 0
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_conditions_are_judged_for_the_target(shop, tmp_path):
+    done = wheelhouse(shop, tmp_path / "a", LINES, "--python", "3.10")
+    assert done.returncode == 0, done.stderr
+    assert wheels(tmp_path / "a") == ["alpha", "beta", "gamma", "old"]
+
+
+def test_torch_of_a_certain_build(shop, tmp_path):
+    options = ["--python", "3.12", "--torch", "torch==2.13.0+cu126"]
+    done = wheelhouse(shop, tmp_path / "a", LINES, *options)
+    assert done.returncode == 0, done.stderr
+    assert "torch==2.13.0+cu126" in (tmp_path / "a" / "requirements.txt").read_text()
+
+
+def test_only_some(shop, tmp_path):
+    options = ["--python", "3.12", "--only", "Beta,gamma"]
+    done = wheelhouse(shop, tmp_path / "a", LINES, *options)
+    assert done.returncode == 0, done.stderr
+    assert wheels(tmp_path / "a") == ["beta", "gamma"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "options", "code", "words"),
+    [
+        (["nowhere==1"], [], 1, "nowhere==1 is not to be had for Python 3.12 on manylinux_2_28"),
+        (["alpha==1.0"], ["--torch", "torch==9"], 1, "torch==9"),
+        (["alpha==1.0"], ["--only", "beta,delta"], 1, "--only delta: not among alpha, beta"),
+        (["alpha = 1"], [], 1, "is no requirement"),
+        (["alpha"], ["--platform", "win_amd64"], 2, "--platform 'win_amd64' is not like"),
+        (["alpha"], ["--python", "312"], 2, "--python '312' is not like 3.12"),
+        (["alpha"], ["--requirements", "/none"], 1, "/none does not exist"),
+        (["alpha"], ["--fast", "yes"], 2, "unknown option '--fast'"),
+    ],
+)
+def test_refusals(shop, tmp_path, lines, options, code, words):
+    done = wheelhouse(shop, tmp_path / "a", lines, "--python", "3.12", *options)
+    assert done.returncode == code, done.stderr
+    assert words in done.stderr
+    assert not (tmp_path / "a").exists()
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_an_output_that_is_there_is_left_alone(shop, tmp_path):
+    (tmp_path / "a").mkdir()
+    done = wheelhouse(shop, tmp_path / "a", LINES)
+    assert done.returncode == 1
+    assert "exists; name a new folder" in done.stderr
