@@ -18,6 +18,7 @@ import gzip
 import json
 import os
 import random
+import resource
 import subprocess
 import sys
 import tempfile
@@ -164,8 +165,9 @@ def run(folder: Path, workers: int) -> dict[str, Any]:
             print(line, end="", flush=True)
             words = line.split()
             if words[:1] == ["deduplicate:"]:
-                stages[words[1]] = round(time.monotonic() - begin, 1)
+                stages.setdefault(words[1], round(time.monotonic() - begin, 1))
     watch.join()
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
     size = sum(path.stat().st_size for path in files)
     summary = json.loads((output / "summary.json").read_text())
     return {
@@ -174,7 +176,8 @@ def run(folder: Path, workers: int) -> dict[str, Any]:
         "workers": workers,
         "exit_code": process.returncode,
         "seconds": round(time.monotonic() - begin, 1),
-        "seconds_at_stage": stages,
+        "processor_seconds": round(used.ru_utime + used.ru_stime, 1),
+        "seconds_when_stage_began": stages,
         "peak_memory_bytes": sum(watch.peaks.values()),
         "peak_memory_by_process": sorted(watch.peaks.values()),
         "peak_disk_bytes": watch.disk,

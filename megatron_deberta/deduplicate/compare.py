@@ -118,21 +118,21 @@ class _RunSets:
     def __init__(self, work: Work, starts: Numbers) -> None:
         self._work = work
         self._starts = starts
-        self._unit = lru_cache(maxsize=16)(self._open_unit)
+        self._unit = lru_cache(maxsize=64)(self._open_unit)
         self.of = lru_cache(maxsize=64)(self._read)
 
-    def _open_unit(self, unit: int) -> tuple[Numbers, Numbers, Hashes]:
+    def _open_unit(self, unit: int) -> tuple[Path, Numbers, Numbers]:
         folder = self._work.task_folder("collect", unit)
-        path = folder / "runs.raw"
-        empty = np.empty(0, np.uint64)
-        runs = np.memmap(path, np.uint64, mode="r") if path.stat().st_size else empty
-        return load_array(folder / "document.npy"), load_array(folder / "bounds.npy"), runs
+        document, bounds = (load_array(folder / f"{name}.npy") for name in ("document", "bounds"))
+        return folder / "runs.raw", document, bounds
 
     def _read(self, document: int) -> Hashes:
         unit = int(np.searchsorted(self._starts, document, side="right")) - 1
-        documents, bounds, runs = self._unit(unit)
+        path, documents, bounds = self._unit(unit)
         place = int(np.searchsorted(documents, document))
-        return np.array(runs[bounds[place] : bounds[place + 1]])
+        begin, end = bounds[place : place + 2].tolist()
+        # Not mapped: what was read of a map would stay in memory.
+        return np.fromfile(path, np.uint64, end - begin, offset=8 * begin)
 
 
 def _estimates(

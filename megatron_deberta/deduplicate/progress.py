@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from types import TracebackType
 
@@ -23,7 +24,7 @@ class StageDisplay:
         """See the class."""
         self._console = console or Console(stderr=True)
         self._title = title
-        self._last_line = 0.0
+        self._last_line = -math.inf
         self._stage = ""
         self._bar = Progress(
             TextColumn("{task.description}"),
@@ -44,6 +45,7 @@ class StageDisplay:
         """Take note that a stage has so many tasks and so many of them are done."""
         if stage != self._stage:
             self._stage = stage
+            self._last_line = -math.inf
             self._bar.reset(self._task, total=tasks, description=f"{self._title}: {stage}")
         self._bar.update(self._task, completed=done)
         now = time.monotonic()

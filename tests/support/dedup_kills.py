@@ -60,11 +60,7 @@ def kill_and_resume(number: int, folder: Path, reference: dict[str, bytes]) -> d
         if name == stage and (int(done) >= wanted or done == tasks):
             break
     time.sleep(draw.uniform(0, 0.08))
-    workers = [
-        int(pid)
-        for task in Path(f"/proc/{child.pid}/task").glob("*/children")
-        for pid in task.read_text().split()
-    ]
+    workers = _workers(child.pid)
     if victim == "worker":
         os.kill(draw.choice(workers), signal.SIGKILL)
     elif victim == "first process":
@@ -93,6 +89,16 @@ def make_reference(folder: Path) -> dict[str, bytes]:
     return contents(folder / "reference")
 
 
+def _workers(parent: int) -> list[int]:
+    """Return the worker processes; the parent has a helper of multiprocessing beside them."""
+    children = [
+        int(pid)
+        for task in Path(f"/proc/{parent}/task").glob("*/children")
+        for pid in task.read_text().split()
+    ]
+    return [pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
 def _alive(pid: int) -> bool:
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
@@ -106,7 +112,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
-    done: dict[str, object] = {}
+    done: dict[str, dict[str, object]] = {}
     if args.output.exists():
         done = json.loads(args.output.read_text())["cases"]
     with tempfile.TemporaryDirectory() as name:
@@ -115,7 +121,9 @@ def main() -> None:
         for number in range(len(CASES)):
             if str(number) not in done:
                 done[str(number)] = kill_and_resume(number, folder, reference)
-                result = {"killed_and_identical": len(done), "cases": done, **provenance()}
+                before = sum(not case["finished"] for case in done.values())
+                result = {"identical": len(done), "killed_before_the_end": before, "cases": done}
+                result |= provenance()
                 args.output.write_text(json.dumps(result, indent=2) + "\n")
                 print(number, done[str(number)], flush=True)
 
