@@ -2,7 +2,9 @@
 
     python benchmarks/deduplicate.py make --folder /tmp/dedup --gigabytes 2
     python benchmarks/deduplicate.py run --folder /tmp/dedup --output FILE.json
+    python benchmarks/deduplicate.py long --output FILE.json
     python benchmarks/deduplicate.py quality --output FILE.json
+    python benchmarks/deduplicate.py sketches --output FILE.json    # needs datasketch too
 
 `make` writes files of documents whose words are those of real novels in random order, so that no
 two are alike by chance, and plants copies: each document is with 10 % probability an exact copy of
@@ -25,6 +27,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -187,6 +190,20 @@ def run(folder: Path, workers: int) -> dict[str, Any]:
     }
 
 
+def long_documents() -> dict[str, Any]:
+    """Deduplicate two documents of nearly the greatest length; they differ in one word."""
+    words = np.concatenate(passages())
+    text = " ".join(np.random.default_rng(0).choice(words, 18_000_000))[:98_000_000]
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name) / "part-000.jsonl"
+        with path.open("w", encoding="utf-8") as stream:
+            for beginning in ("one ", "another "):
+                stream.write(json.dumps({"text": beginning + text}, ensure_ascii=False) + "\n")
+        size = path.stat().st_size // 2
+        path.with_suffix(".kinds").write_text('{"original": 1, "near": 1}')
+        return {"document_bytes": size, **run(Path(name), workers=1)}
+
+
 def quality(workers: int) -> dict[str, Any]:
     """Deduplicate the planted pairs and count which were found."""
     with tempfile.TemporaryDirectory() as folder:
@@ -231,10 +248,51 @@ def count_found(output: Path, names: list[str], truth: Path) -> dict[str, Any]:
     }
 
 
+def sketches() -> dict[str, Any]:
+    """Time two MinHash libraries on the same hashes, and the error of their estimates."""
+    import datasketch
+
+    from megatron_deberta.deduplicate.settings import PERMUTATIONS
+    from megatron_deberta.deduplicate.sign import make_sketches
+
+    os.environ["RAYON_NUM_THREADS"] = "1"
+    generator = np.random.default_rng(0)
+    sets = []
+    for _ in range(1000):
+        values = generator.integers(0, 2**63, 1000).astype(np.uint64)
+        # Pairs of a Jaccard similarity of 0.7.
+        sets += [values[:850], values[150:]]
+
+    def by_datasketch() -> npt.NDArray[Any]:
+        rows = []
+        for values in sets:
+            sketch = datasketch.MinHash(PERMUTATIONS, hashfunc=int)
+            sketch.update_batch((values >> np.uint64(31)).tolist())
+            rows.append(sketch.hashvalues)
+        return np.array(rows)
+
+    true = 700 / 1000
+    libraries = {}
+    for name, make_all in (
+        ("rensa", lambda: make_sketches(sets, 1)),
+        ("datasketch", by_datasketch),
+    ):
+        make_all()
+        begin = time.process_time()
+        rows = make_all()
+        seconds = time.process_time() - begin
+        estimates = (rows[::2] == rows[1::2]).mean(axis=1)
+        libraries[name] = {
+            "hashes_per_second": sum(map(len, sets)) / seconds,
+            "error": float(np.sqrt(np.mean((estimates - true) ** 2))),
+        }
+    return {"documents": len(sets), "permutations": PERMUTATIONS, "libraries": libraries}
+
+
 def main() -> None:
     """Do what is asked, and write it."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("make", "run", "quality"))
+    parser.add_argument("what", choices=("make", "run", "long", "quality", "sketches"))
     parser.add_argument("--folder", type=Path, default=Path("/tmp/dedup"))
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--workers", type=int, default=2)
@@ -243,7 +301,13 @@ def main() -> None:
     if args.what == "make":
         make(args.folder, args.gigabytes)
         return
-    result = run(args.folder, args.workers) if args.what == "run" else quality(args.workers)
+    actions: dict[str, Callable[[], dict[str, Any]]] = {
+        "run": lambda: run(args.folder, args.workers),
+        "long": long_documents,
+        "quality": lambda: quality(args.workers),
+        "sketches": sketches,
+    }
+    result = actions[args.what]()
     text = json.dumps({**result, **provenance()}, indent=2)
     print(text)
     if args.output:

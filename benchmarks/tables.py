@@ -258,6 +258,63 @@ def attention(device: str) -> str:
     )
 
 
+def deduplicate(device: str) -> str:
+    """Time, disk and memory of deduplication on gigabytes."""
+    record = load(device, "deduplicate")
+    if record is None:
+        return NOTHING
+    documents = record["summary"]["documents"]
+    gigabytes = record["input_bytes"] / 1e9
+    removed = record["summary"]["removed"]
+    rows = [
+        ("input", f"{gigabytes:.2f} GB, {documents:,} documents"),
+        ("removed", f"{removed['exact']:,} exact, {removed['near']:,} near"),
+        ("time", f"{record['seconds']:.0f} s with {record['workers']} workers"),
+        ("processor time", f"{record['processor_seconds']:.0f} s, "
+         f"{record['input_bytes'] / record['processor_seconds'] / 1e6:.1f} MB/s a core"),
+        ("peak memory, all processes", f"{gib(record['peak_memory_bytes'])} GiB"),
+        ("peak disk, work and result", f"{record['peak_disk_bytes'] / 1e9:.2f} GB, of which "
+         f"{record['output_bytes'] / 1e9:.2f} GB result"),
+    ]  # fmt: skip
+    long = load(device, "deduplicate_long")
+    if long is not None:
+        size = (
+            f"peak memory with two documents of {long['document_bytes'] / 1e6:.0f} MB, one worker"
+        )
+        rows.append((size, f"{gib(long['peak_memory_bytes'])} GiB"))
+    place = f"\n({record['hardware']}, {record['cores']} cores, load {record['load']}.)\n"
+    return markdown(("", f"{gigabytes:.0f} GB"), rows) + place
+
+
+def deduplicate_quality(device: str) -> str:
+    """Planted duplicates that deduplication found."""
+    record = load(device, "deduplicate_quality")
+    if record is None:
+        return NOTHING
+    rows = [
+        (kind, str(count["pairs"]), f"{count['found_at_0.7']} of {count['pairs_at_0.7']}",
+         str(count["found"] - count["found_at_0.7"]))
+        for kind, count in record["kinds"].items()
+    ]  # fmt: skip
+    wrong = len(record["removed_without_duplicate"])
+    return (
+        markdown(("kind", "pairs", "found, Jaccard at least 0.7", "found below"), rows)
+        + f"\n({record['removed']} documents removed, {wrong} of them without a planted copy.)\n"
+    )
+
+
+def sketches(device: str) -> str:
+    """MinHash libraries on the same hashes."""
+    record = load(device, "sketches")
+    if record is None:
+        return NOTHING
+    rows = [
+        (name, f"{side['hashes_per_second'] / 1e6:.2f}", f"{side['error']:.4f}")
+        for name, side in record["libraries"].items()
+    ]
+    return markdown(("library", "million runs a second, one core", "error of the estimate"), rows)
+
+
 TABLES: dict[str, Callable[[str], str]] = {
     "step-summary": step_summary,
     "step": step,
@@ -266,6 +323,9 @@ TABLES: dict[str, Callable[[str], str]] = {
     "learning": learning,
     "learn": learn,
     "attention": attention,
+    "deduplicate": deduplicate,
+    "deduplicate-quality": deduplicate_quality,
+    "sketches": sketches,
 }
 
 

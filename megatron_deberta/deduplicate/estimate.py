@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from megatron_deberta.deduplicate.candidates import PART_DOCUMENTS
 from megatron_deberta.deduplicate.settings import PERMUTATIONS, Settings
@@ -16,13 +17,33 @@ from megatron_deberta.preprocess.sources import Source
 
 _SAMPLE_BYTES = 8_000_000
 _SAMPLE_FILES = 8
-_SIGN_BYTES_PER_SECOND = 30e6
-_READ_BYTES_PER_SECOND = 110e6
-_SECONDS_PER_CANDIDATE = 60e-6
-_PROCESS_BYTES = 220e6
+_SIGN_BYTES_PER_SECOND = 33e6
+_READ_BYTES_PER_SECOND = 130e6
+_COLLECT_BYTES_PER_SECOND = 90e6
+_SECONDS_PER_DOCUMENT = 18e-6
+_FIRST_PROCESS_BYTES = 55e6
+_WORKER_BYTES = 140e6
 _KEY_BYTES = 120
-_NEEDED_SHARE = 0.3
+_MAP_BYTES = 33
+_LONGEST_TIMES = 8
+"""Bytes that a document of 98 MB took in its worker, over its own."""
+_NEAR_SHARE = 0.25
 _BYTES_PER_WORD = 5.7
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a run takes.
+
+    Attributes:
+        processor_seconds: of all processes, on a core of the machine that was measured.
+        work_bytes: on disk while it works, besides the result.
+        memory_bytes: of all processes, with documents of ordinary length.
+    """
+
+    processor_seconds: float
+    work_bytes: float
+    memory_bytes: float
 
 
 def estimate(
@@ -34,7 +55,7 @@ def estimate(
         DataError: a file of the sample cannot be read.
     """
     text_bytes, documents = sample(sources, options)
-    return describe(text_bytes, documents, settings, workers)
+    return describe(text_bytes, documents, settings, workers, options.longest_bytes)
 
 
 def sample(sources: Sequence[Source], options: ReadOptions) -> tuple[float, float]:
@@ -57,31 +78,41 @@ def sample(sources: Sequence[Source], options: ReadOptions) -> tuple[float, floa
     return text_bytes * scale, documents * scale
 
 
-def describe(text_bytes: float, documents: float, settings: Settings, workers: int) -> str:
-    """Put the formula's results for so much text on a few lines."""
-    parts = max(workers, 1)
-    signed = documents * bytes_a_document(settings)
-    collected = (
-        0.0
-        if settings.exact_only
-        else (_NEEDED_SHARE * text_bytes / _BYTES_PER_WORD * 8 + documents * 40)
-    )
+def needs(text_bytes: float, documents: float, settings: Settings, workers: int) -> Needs:
+    """Compute what so much text takes, if a quarter of the documents are in near pairs."""
+    processes = max(workers, 1)
     seconds = text_bytes * (1 / _SIGN_BYTES_PER_SECOND + 1 / _READ_BYTES_PER_SECOND)
+    work_bytes = documents * bytes_a_document(settings)
     if not settings.exact_only:
-        seconds += _NEEDED_SHARE * text_bytes / _SIGN_BYTES_PER_SECOND
-        seconds += documents * settings.bands * 1e-6 + documents * _SECONDS_PER_CANDIDATE
-    memory = (parts + 1) * _PROCESS_BYTES + parts * _KEY_BYTES * min(documents, PART_DOCUMENTS)
-    memory += documents * 33
-    cores = len(os.sched_getaffinity(0))
+        seconds += text_bytes / _READ_BYTES_PER_SECOND + documents * _SECONDS_PER_DOCUMENT
+        seconds += _NEAR_SHARE * text_bytes / _COLLECT_BYTES_PER_SECOND
+        work_bytes += _NEAR_SHARE * text_bytes / _BYTES_PER_WORD * 8
+    keys = _KEY_BYTES * min(documents, PART_DOCUMENTS)
+    memory = _FIRST_PROCESS_BYTES + processes * (_WORKER_BYTES + keys) + documents * _MAP_BYTES
+    return Needs(seconds, work_bytes, memory)
+
+
+def describe(
+    text_bytes: float,
+    documents: float,
+    settings: Settings,
+    workers: int,
+    longest_bytes: int = ReadOptions().longest_bytes,
+) -> str:
+    """Put what so much text takes on a few lines."""
+    found = needs(text_bytes, documents, settings, workers)
+    cores = min(max(workers, 1), len(os.sched_getaffinity(0)))
     return "\n".join(
         [
-            f"text        {text_bytes / 1e9:.2f} GB, {documents:,.0f} documents (from a sample)",
-            f"time        {seconds / min(parts, cores) / 60:.1f} minutes with {parts} workers "
-            f"on {cores} cores",
-            f"disk        {(signed + collected) / 1e9:.2f} GB while it works, "
-            f"and up to {text_bytes / 1e9:.2f} GB for the result, uncompressed",
-            f"memory      {memory / 1e9:.2f} GB for all processes",
-            f"sketch      {settings.bands} bands of {settings.rows}",
+            f"text    {text_bytes / 1e9:.2f} GB, {documents:,.0f} documents",
+            f"time    {found.processor_seconds / 60:.1f} minutes of a core, "
+            f"{found.processor_seconds / cores / 60:.1f} minutes on {cores}",
+            f"disk    {found.work_bytes / 1e9:.2f} GB while it works and at most "
+            f"{text_bytes / 1e9:.2f} GB for the result, uncompressed",
+            f"memory  {found.memory_bytes / 1e9:.2f} GB for all {max(workers, 1)} workers, and "
+            f"{_LONGEST_TIMES} times a long document (at most "
+            f"{_LONGEST_TIMES * longest_bytes / 1e9:.2f} GB) in the worker that meets it",
+            f"sketch  {settings.bands} bands of {settings.rows}",
         ]
     )
 

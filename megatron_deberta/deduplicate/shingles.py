@@ -86,11 +86,11 @@ class Shingler:
             first = self._ngram - 1 - (len(begins) - len(at_ends))
             ends = at_ends[max(first, 0) :]
             if len(begins) >= self._ngram and len(ends):
-                runs.append((ends - begins[: len(ends)]) * scales[: len(ends)])
+                runs.append(_mix((ends - begins[: len(ends)]) * scales[: len(ends)]))
                 begins, scales = begins[len(ends) :], scales[len(ends) :]
         if 0 < words < self._ngram:
-            runs.append((np.uint64(end) - begins[:1]) * scales[:1])
-        return digest.digest(), _mix(np.concatenate(runs) if runs else np.empty(0, np.uint64))
+            runs.append(_mix((np.uint64(end) - begins[:1]) * scales[:1]))
+        return digest.digest(), np.concatenate(runs) if runs else np.empty(0, np.uint64)
 
     def _sums(
         self, content: bytes, is_first: bool, carry: int, power: int, inverse: int

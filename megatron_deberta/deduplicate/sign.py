@@ -174,7 +174,11 @@ def make_sketches(hashes: list[Hashes], seed: int) -> npt.NDArray[np.uint32]:
         raise RuntimeError(f"rensa's sketches are of version {RMinHash.ALGORITHM_VERSION}, not 2")
     ends = np.cumsum([0, *(each.size for each in hashes)], dtype=np.uint64)
     matrix = RMinHash.digest_matrix_from_flat_token_hashes(
-        np.concatenate(hashes), ends, PERMUTATIONS, seed
+        # A long document comes alone and need not be copied.
+        hashes[0] if len(hashes) == 1 else np.concatenate(hashes),
+        ends,
+        PERMUTATIONS,
+        seed,
     )
     return np.array(matrix.to_rows(), np.uint32)
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from megatron_deberta.cli.main import main
 from megatron_deberta.deduplicate import compare, sign, work
-from megatron_deberta.deduplicate.estimate import sample
+from megatron_deberta.deduplicate.estimate import needs, sample
 from megatron_deberta.deduplicate.pipeline import unfinished_folder
 from megatron_deberta.deduplicate.progress import StageDisplay
 from megatron_deberta.deduplicate.settings import Settings
@@ -269,6 +269,19 @@ def test_plan_prints_without_working(corpus, tmp_path, capsys):
     text_bytes, documents = sample(find_sources(corpus), ReadOptions())
     assert abs(documents - 240) < 1
     assert abs(text_bytes / sum(os.path.getsize(path) for path in corpus) - 1) < 0.01
+
+
+def test_the_formula_gives_what_was_measured():
+    path = Path(__file__).parents[3] / "benchmarks" / "results" / "cpu" / "deduplicate.json"
+    measured = json.loads(path.read_text())
+    documents = measured["summary"]["documents"]
+    found = needs(measured["input_bytes"], documents, Settings(), measured["workers"])
+    assert found.processor_seconds == pytest.approx(measured["processor_seconds"], rel=0.2)
+    work_bytes = measured["peak_disk_bytes"] - measured["output_bytes"]
+    # The formula has more near pairs than were planted.
+    assert work_bytes < found.work_bytes < 1.4 * work_bytes
+    assert measured["peak_memory_bytes"] < found.memory_bytes < 1.3 * measured["peak_memory_bytes"]
+    assert measured["peak_memory_bytes"] < 2 << 30
 
 
 def test_display_writes_lines_where_there_is_no_terminal(capsys):
