@@ -11,13 +11,13 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +32,7 @@ from megatron_deberta.data.indexed_format import (
     idx_path,
     manifest_path,
 )
-from megatron_deberta.data.manifest import Manifest, check_counts, read_manifest
+from megatron_deberta.data.manifest import Manifest, check_counts, encode_manifest, read_manifest
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.files import fsync_path
 
@@ -138,10 +138,29 @@ def _merge(
             num_tokens=total.tokens,
             bin_sha256=bin_sha256,
             idx_sha256=_digest(index, 0, index_bytes),
-            sources=tuple(dict.fromkeys(name for each in manifests for name in each.sources)),
+            **_sums(manifests),
         )
         _publish(output, merged)
     return merged
+
+
+def _sums(manifests: Sequence[Manifest]) -> dict[str, Any]:
+    """Return the fields that tell where the documents are from.
+
+    The lists of quarantined records stay with the shards that were merged, as do the plans.
+    """
+    quarantine: Counter[str] = Counter()
+    for each in manifests:
+        quarantine.update(each.quarantine)
+    return {
+        "sources": tuple(dict.fromkeys(name for each in manifests for name in each.sources)),
+        "documents_in": sum(each.documents_in for each in manifests),
+        "documents_empty": sum(each.documents_empty for each in manifests),
+        "documents_quarantined": sum(each.documents_quarantined for each in manifests),
+        "quarantine": dict(sorted(quarantine.items())),
+        "quarantine_sha256": "",
+        "plan_sha256": "",
+    }
 
 
 def _copy_shard(
@@ -263,7 +282,7 @@ def _publish(output: str, manifest: Manifest) -> None:
     folder = Path(output).parent
     staged = Path(f"{output}.manifest.json.merging")
     try:
-        staged.write_text(json.dumps(asdict(manifest), indent=2) + "\n", encoding="utf-8")
+        staged.write_bytes(encode_manifest(manifest))
         fsync_path(staged)
         for path in (idx_path(output), manifest_path(output)):
             Path(path).unlink(missing_ok=True)

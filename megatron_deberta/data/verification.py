@@ -6,6 +6,7 @@ Owns the walk over every byte: structure, counts, SHA-256 and the range of ids, 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -99,10 +100,13 @@ def _begin(prefix: str, fingerprint: str | None, pool: ThreadPoolExecutor) -> Sh
                 f"{prefix}: made with tokenizer {manifest.tokenizer_fingerprint} "
                 f"({manifest.tokenizer_path}), not {fingerprint}"
             )
-        files = (
+        files = [
             (idx_path(prefix), manifest.idx_sha256),
             (bin_path(prefix), manifest.bin_sha256),
-        )
+        ]
+        quarantine = _quarantine_path(prefix)
+        if manifest.quarantine_sha256 and quarantine:
+            files.append((quarantine, manifest.quarantine_sha256))
         hashes = [pool.submit(_hash_problem, path, expected) for path, expected in files]
     ranges = [
         pool.submit(_id_range, shard, begin) for begin in range(0, shard.num_tokens, _CHUNK_TOKENS)
@@ -132,6 +136,21 @@ def _finish(work: _Work, vocab_size: int | None) -> ShardReport:
     if vocab_size is None:
         summary += "; ids not compared with a vocabulary, give --tokenizer"
     return ShardReport(shard.prefix, tuple(problems), summary)
+
+
+def _quarantine_path(prefix: str) -> str:
+    """Return the list of records that were set aside, if it is beside the shard.
+
+    A shard is ``{output}_{key}_document``, its list ``{output}.quarantine.jsonl``; either part may
+    hold underscores.
+    """
+    folder, name = os.path.split(prefix)
+    while "_" in name:
+        name = name.rpartition("_")[0]
+        path = os.path.join(folder, f"{name}.quarantine.jsonl")
+        if os.path.exists(path):
+            return path
+    return ""
 
 
 def _hash_problem(path: str, expected: str) -> str | None:

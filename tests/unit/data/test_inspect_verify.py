@@ -1,5 +1,7 @@
 """``inspect data`` and ``verify`` on a shard of real words."""
 
+import hashlib
+import json
 import re
 from pathlib import Path
 
@@ -146,6 +148,22 @@ def test_verify_takes_folders_and_files_and_any_number_of_threads(shard, tmp_pat
     (tmp_path / "none").mkdir()
     assert main(["verify", str(tmp_path / "none")]) == 2
     assert "a folder without shards" in capsys.readouterr().err
+
+
+def test_verify_reads_the_quarantine(shard, tmp_path, capsys):
+    for suffix in (".bin", ".idx", ".manifest.json"):
+        Path(shard + suffix).rename(f"{tmp_path}/my_books_long_key_document{suffix}")
+    path = tmp_path / "my_books_long_key_document.manifest.json"
+    fields = json.loads(path.read_text())
+    digest = hashlib.sha256(b"{}\n").hexdigest()
+    path.write_text(json.dumps(fields | {"quarantine_sha256": digest}))
+    # Without the list the shard itself is as good as before.
+    assert main(["verify", str(path)]) == 0
+    (tmp_path / "my_books.quarantine.jsonl").write_bytes(b"{}\n")
+    assert main(["verify", str(path)]) == 0
+    (tmp_path / "my_books.quarantine.jsonl").write_bytes(b"[]\n")
+    assert main(["verify", str(path)]) == 1
+    assert "my_books.quarantine.jsonl: SHA-256" in capsys.readouterr().err
 
 
 def test_verify_knows_another_tokenizer(shard, tokenizer_file, capsys):

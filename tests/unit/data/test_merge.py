@@ -233,7 +233,18 @@ def test_killed_merge_leaves_no_shard_and_the_next_one_succeeds(parts, tmp_path)
     assert killed
 
 
-def test_manifest_survives_as_json(parts, tmp_path):
+def test_counts_of_the_input_add_up(parts, tmp_path):
+    for number, prefix in enumerate(parts[0]):
+        path = Path(f"{prefix}.manifest.json")
+        fields = json.loads(path.read_text())
+        fields |= {"documents_in": 100 + number, "documents_quarantined": 1}
+        fields |= {"quarantine": {"empty": 1, f"reason {number % 2}": 2}}
+        fields |= {"quarantine_sha256": "ab", "plan_sha256": "cd"}
+        path.write_text(json.dumps(fields))
     merge_shards(parts[0], str(tmp_path / "merged"))
     fields = json.loads((tmp_path / "merged.manifest.json").read_text())
     assert fields["num_documents"] == len(parts[1])
+    assert fields["documents_in"] == 510
+    assert fields["documents_quarantined"] == 5
+    assert fields["quarantine"] == {"empty": 5, "reason 0": 6, "reason 1": 4}
+    assert fields["quarantine_sha256"] == fields["plan_sha256"] == ""
