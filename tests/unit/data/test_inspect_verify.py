@@ -34,12 +34,22 @@ def tokenizer_file(tmp_path):
 
 @pytest.fixture
 def shard(tmp_path, tokenizer_file):
+    return write_lines(tmp_path / "shard", tokenizer_file, [[line] for line in TEXT])
+
+
+@pytest.fixture
+def sentence_shard(tmp_path, tokenizer_file):
+    return write_lines(tmp_path / "shard_sentence", tokenizer_file, [TEXT, TEXT[::-1] * 2])
+
+
+def write_lines(prefix, tokenizer_file, documents):
+    """Forty times the documents, lists of sentences."""
     tokenizer = load_tokenizer(tokenizer_file)
-    prefix = str(tmp_path / "shard")
+    prefix = str(prefix)
     with IndexedWriter(prefix, np.uint16) as writer:
         for _ in range(40):
-            for line in TEXT:
-                writer.add_document(tokenizer.encode_array(line))
+            for document in documents:
+                writer.add_document([tokenizer.encode_array(line) for line in document])
         write_manifest(
             writer,
             tokenizer_fingerprint=tokenizer.fingerprint,
@@ -171,3 +181,21 @@ def test_verify_knows_another_tokenizer(shard, tokenizer_file, capsys):
     path.write_text(re.sub(r'(fingerprint": ")\w+', r"\g<1>another", path.read_text()))
     assert main(["verify", "--prefix", shard, "--tokenizer", tokenizer_file]) == 1
     assert "made with tokenizer another" in capsys.readouterr().err
+
+
+def test_inspect_shows_pairs(sentence_shard, capsys):
+    pairs = ["data.packing=segment_pair", "model.next_sentence_head=true"]
+    arguments = ["inspect", "data", "--prefix", sentence_shard, "--num-samples", "6"]
+    sizes = ["model.type_vocab_size=2", "data.sequence_length=48"]
+    assert main([*arguments, *pairs, *sizes]) == 0
+    output = capsys.readouterr().out
+    heads = re.findall(
+        r"sample \d+: (\d+) tokens, segments of (\d+) and (\d+), (.*), \d+ t", output
+    )
+    assert len(heads) == 6
+    assert all(int(size) == int(first) + int(second) for size, first, second, _ in heads)
+    kinds = {kind for *_, kind in heads}
+    assert kinds <= {"the second from elsewhere (label 1)", "in sequence (label 0)"}
+    assert len(re.findall(r"^  A\| \[CLS\].*\[SEP\]$", output, re.M)) == 6
+    assert len(re.findall(r"^  B\| .*\[SEP\]$", output, re.M)) == 6
+    assert re.search(r"in sequence +\d+\.\d% of pairs", output)
