@@ -30,11 +30,12 @@ from typing import Any
 from megatron_deberta.cli.text_input import add_input_arguments, read_options
 from megatron_deberta.deduplicate.estimate import estimate
 from megatron_deberta.deduplicate.output import SUFFIXES
-from megatron_deberta.deduplicate.pipeline import deduplicate
+from megatron_deberta.deduplicate.pipeline import deduplicate, forget_unfinished
 from megatron_deberta.deduplicate.progress import StageDisplay
 from megatron_deberta.deduplicate.settings import Settings
 from megatron_deberta.errors import EXIT_DONE, EXIT_FAILURE
-from megatron_deberta.preprocess.records import EMPTY
+from megatron_deberta.preprocess.pipeline import DEFAULT_ALLOW_BAD
+from megatron_deberta.preprocess.records import DAMAGED, EMPTY
 from megatron_deberta.preprocess.sources import find_sources
 
 
@@ -77,14 +78,16 @@ def add_work_arguments(parser: argparse.ArgumentParser) -> None:
         help="worker processes; 0 works in this one (default: the CPU cores, %(default)s here)",
     )
     parser.add_argument(
-        "--max-bad-percent",
-        type=float,
-        default=0.1,
-        metavar="P",
-        help="exit 1 if more of the records cannot be used, empty ones not counted "
-        "(default: %(default)s)",
+        "--allow-bad",
+        type=_share,
+        metavar="FRACTION",
+        help="exit 0 although up to this share of the records cannot be used or files are damaged "
+        f"(default: {DEFAULT_ALLOW_BAD:g}, and no damaged file; empty records do not count)",
     )
     parser.add_argument("--force", action="store_true", help="replace an existing folder")
+    parser.add_argument(
+        "--restart", action="store_true", help="forget what an unfinished run has done"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -95,6 +98,8 @@ def run(args: argparse.Namespace) -> int:
     if args.plan:
         print(estimate(sources, options, settings, args.workers))
         return EXIT_DONE
+    if args.restart:
+        forget_unfinished(Path(args.output))
     with StageDisplay() as display:
         summary = deduplicate(
             sources,
@@ -119,16 +124,24 @@ def refuse_many_bad(summary: dict[str, Any], args: argparse.Namespace) -> int:
     """Return the exit code: 1, with a line that says why, if too many records cannot be used."""
     quarantined, documents = summary["quarantined"], summary["documents"]
     bad = sum(count for reason, count in quarantined.items() if reason != EMPTY)
-    if bad * 100 > documents * args.max_bad_percent:
+    limit = DEFAULT_ALLOW_BAD if args.allow_bad is None else args.allow_bad
+    damaged = args.allow_bad is None and quarantined.get(DAMAGED, 0)
+    if bad > documents * limit or damaged:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in quarantined.items())
         print(
             f"megatron-deberta: error: {bad:,} of {documents:,} records cannot be used "
-            f"({reasons}), more than {args.max_bad_percent} %; see {args.output}/quarantine.jsonl, "
-            "or set --max-bad-percent",
+            f"({reasons}); see {args.output}/quarantine.jsonl, or set --allow-bad",
             file=sys.stderr,
         )
         return EXIT_FAILURE
     return EXIT_DONE
+
+
+def _share(text: str) -> float:
+    number = float(text)
+    if not 0 <= number <= 1:
+        raise argparse.ArgumentTypeError("must be between 0 and 1")
+    return number
 
 
 def _whole_number(text: str) -> int:

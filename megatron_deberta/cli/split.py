@@ -22,6 +22,7 @@ from pathlib import Path
 
 from megatron_deberta.cli.deduplicate import add_work_arguments, refuse_many_bad
 from megatron_deberta.cli.text_input import add_input_arguments, read_options
+from megatron_deberta.deduplicate.pipeline import forget_unfinished
 from megatron_deberta.deduplicate.progress import StageDisplay
 from megatron_deberta.deduplicate.split import split
 from megatron_deberta.preprocess.sources import find_sources
@@ -49,6 +50,8 @@ def run(args: argparse.Namespace) -> int:
     """Split, and say how many documents are where."""
     options = read_options(args)
     sources = find_sources(args.input, file_format=args.format, text_mode=args.text_mode)
+    if args.restart:
+        forget_unfinished(Path(args.output))
     with StageDisplay(title="split") as display:
         summary = split(
             sources,

@@ -32,12 +32,13 @@ from megatron_deberta.deduplicate.output import gather_output, write_unit
 from megatron_deberta.deduplicate.resolve import resolve
 from megatron_deberta.deduplicate.settings import Settings
 from megatron_deberta.deduplicate.sign import sign_unit
-from megatron_deberta.deduplicate.units import UNIT_BYTES, plan_units
-from megatron_deberta.deduplicate.work import StageRunner, Work, begin_work, make_plan
+from megatron_deberta.deduplicate.units import plan_units
+from megatron_deberta.deduplicate.work import StageRunner, Work, begin_work, locked, make_plan
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.files import fsync_path
 from megatron_deberta.preprocess.reading import ReadOptions
 from megatron_deberta.preprocess.sources import Source
+from megatron_deberta.preprocess.units import UNIT_BYTES
 
 Compression = Literal["none", "gz", "zst"]
 Advance = Callable[[str, int, int], None]
@@ -158,6 +159,18 @@ def _finished(output: Path, plan: bytes) -> dict[str, Any] | None:
     if not isinstance(summary, dict):
         return None
     return summary if summary.get("plan_sha256") == hashlib.sha256(plan).hexdigest() else None
+
+
+def forget_unfinished(output: Path) -> None:
+    """Remove what a killed run left.
+
+    Raises:
+        DataError: another process works there.
+    """
+    folder = unfinished_folder(output)
+    if folder.exists():
+        with locked(folder):
+            shutil.rmtree(folder)
 
 
 def unfinished_folder(output: Path) -> Path:

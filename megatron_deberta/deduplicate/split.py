@@ -25,7 +25,7 @@ from megatron_deberta.deduplicate.output import (
 )
 from megatron_deberta.deduplicate.pipeline import Advance, Compression, fill_folder
 from megatron_deberta.deduplicate.shingles import digest_of
-from megatron_deberta.deduplicate.units import UNIT_BYTES, Record, UnitReader, plan_units
+from megatron_deberta.deduplicate.units import Record, UnitReader, plan_units
 from megatron_deberta.deduplicate.work import (
     Array,
     StageRunner,
@@ -39,6 +39,7 @@ from megatron_deberta.files import sha256_file
 from megatron_deberta.preprocess.reading import ReadOptions
 from megatron_deberta.preprocess.records import EMPTY
 from megatron_deberta.preprocess.sources import Source
+from megatron_deberta.preprocess.units import UNIT_BYTES
 
 SIDES = ("train", "validation")
 

@@ -1,7 +1,6 @@
 """Parts of the input that are worked on one at a time, and their records.
 
-Owns where a unit begins and ends, which depends on the files only, and the bytes of a record as
-they stood in its file, so that what is kept is kept as it was.
+Owns the bytes of a record as they stood in its file, so that what is kept is kept as it was.
 """
 
 from __future__ import annotations
@@ -11,29 +10,12 @@ from dataclasses import dataclass
 
 import orjson
 
-from megatron_deberta.preprocess.cutting import ENDLESS, RecordReader
+from megatron_deberta.preprocess.cutting import RecordReader
 from megatron_deberta.preprocess.reading import ReadOptions
 from megatron_deberta.preprocess.records import Defect, parse_block
 from megatron_deberta.preprocess.sources import BYTE_ORDER_MARK, TABLES, Source
 from megatron_deberta.preprocess.tables import read_rows
-
-UNIT_BYTES = 64 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A range of one file's uncompressed bytes, or of a table's row groups.
-
-    Attributes:
-        source: number of the file.
-        begin: first byte.
-        end: byte behind the last; records belong to the range in which they begin.
-    """
-
-    source: int
-    begin: int
-    end: int
-
+from megatron_deberta.preprocess.units import UNIT_BYTES, Piece, plan_segments
 
 Unit = tuple[Piece, ...]
 
@@ -60,23 +42,10 @@ class Record:
 def plan_units(sources: Sequence[Source], unit_bytes: int = UNIT_BYTES) -> list[Unit]:
     """Cut files that can be read from their middle, and put small ones together.
 
-    Compressed files, tables and files of paragraphs are not cut: they are read from the front.
+    Large compressed files and files of paragraphs are units of their own: what is kept of each
+    record is written as it comes, so that a unit's size is no matter.
     """
-    units: list[Unit] = []
-    waiting: list[Piece] = []
-    size = 0
-    for number, source in enumerate(sources):
-        can_seek = source.compression == "none" and source.text_format in ("jsonl", "line")
-        ends = range(unit_bytes, source.size_bytes, unit_bytes) if can_seek else ()
-        begin = 0
-        for end in [*ends, ENDLESS]:
-            waiting.append(Piece(number, begin, end))
-            size += min(end, source.size_bytes) - begin
-            begin = end
-            if size >= unit_bytes:
-                units.append(tuple(waiting))
-                waiting, size = [], 0
-    return [*units, tuple(waiting)] if waiting else units
+    return [segment.pieces for segment in plan_segments(sources, unit_bytes)]
 
 
 class UnitReader:

@@ -28,11 +28,12 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_deberta.deduplicate.settings import Settings
-from megatron_deberta.deduplicate.units import Piece, Unit
+from megatron_deberta.deduplicate.units import Unit
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.files import fsync_path, temporary_name, write_atomically
 from megatron_deberta.preprocess.reading import ReadOptions
 from megatron_deberta.preprocess.sources import Source
+from megatron_deberta.preprocess.units import Piece
 
 _PLAN = "plan.json"
 _TASKS_AHEAD = 2
@@ -147,20 +148,31 @@ def begin_work(folder: Path, plan: bytes) -> Iterator[Work]:
         DataError: another process works in it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise DataError(f"{folder}: another process works there; wait for it") from error
+    with locked(folder):
         path = folder / _PLAN
         if not path.exists():
             write_atomically(path, plan)
         elif path.read_bytes() != plan:
             raise ConfigError(
                 f"{folder}: unfinished work on other files or with other options; finish that "
-                "first, or remove the folder"
+                "first, or add --restart"
             )
         yield Work(folder)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep a run's folder for this process; the lock ends with the process.
+
+    Raises:
+        DataError: another process has it.
+    """
+    with (folder / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise DataError(f"{folder}: another process works there; wait for it") from error
+        yield
 
 
 class StageRunner:

@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import zstandard
 from rich.console import Console
@@ -17,10 +19,11 @@ from megatron_deberta.deduplicate.estimate import needs, sample
 from megatron_deberta.deduplicate.pipeline import unfinished_folder
 from megatron_deberta.deduplicate.progress import StageDisplay
 from megatron_deberta.deduplicate.settings import Settings
-from megatron_deberta.deduplicate.units import UNIT_BYTES, plan_units
+from megatron_deberta.deduplicate.units import plan_units
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.preprocess.reading import ReadOptions
 from megatron_deberta.preprocess.sources import find_sources
+from megatron_deberta.preprocess.units import UNIT_BYTES
 from tests.support.duplicates import (
     contents,
     distinct_texts,
@@ -169,6 +172,22 @@ def test_records_stay_as_they_were_and_every_format_is_read(tmp_path):
     ]
 
 
+def test_tables(tmp_path):
+    texts = distinct_texts(3)
+    column = [texts[0], None, texts[1], texts[0].upper(), texts[2]]
+    table = pyarrow.table({"body": column, "n": range(5)})
+    pyarrow.parquet.write_table(table, tmp_path / "t.parquet", row_group_size=2)
+    arguments = ["deduplicate", "--input", str(tmp_path / "t.parquet"), "--keys", "body"]
+    arguments += ["--output", str(tmp_path / "out"), "--workers", "0"]
+    assert main([*arguments, "--allow-bad", "1"]) == 0
+    (part,) = (tmp_path / "out").glob("part-*")
+    assert read_jsonl(part) == [{"body": text} for text in texts]
+    (line,) = read_jsonl(tmp_path / "out" / "removed.jsonl")
+    assert (line["line"], line["kept"]["line"]) == (4, 1)
+    (line,) = read_jsonl(tmp_path / "out" / "quarantine.jsonl")
+    assert line["line"] == 2
+
+
 def test_bad_records_are_set_aside_and_counted(tmp_path, capsys):
     good = [json.dumps({"text": text}).encode() for text in distinct_texts(20)]
     bad = [b'{"text": ', b'{"txt": "x"}', b'{"text": 7}', b'{"text": "\xff"}']
@@ -185,7 +204,7 @@ def test_bad_records_are_set_aside_and_counted(tmp_path, capsys):
     assert sorted(line["line"] for line in lines) == [11, 12, 13, 14, 15, 16]
     assert all(line["file"] == str(path) and line["reason"] and line["detail"] for line in lines)
     # The result is there; only the exit code says that a look at it is needed.
-    assert main([*arguments, "--workers", "0", "--max-bad-percent", "50"]) == 0
+    assert main([*arguments, "--workers", "0", "--allow-bad", "0.5"]) == 0
 
 
 def test_a_second_call_finds_the_result_and_another_one_refuses(corpus, tmp_path):
@@ -217,6 +236,32 @@ def test_another_plan_does_not_take_over_unfinished_work(corpus, tmp_path, monke
     Path(corpus[0]).write_text("{}\n")
     with pytest.raises(ConfigError, match="unfinished work on other files"):
         run(corpus, tmp_path / "out")
+
+
+def test_restart_forgets_unfinished_work(corpus, tmp_path, monkeypatch):
+    folder = unfinished_folder(tmp_path / "out")
+    folder.mkdir()
+    (folder / "plan.json").write_text("another plan")
+    arguments = ["deduplicate", "--input", *corpus, "--output", str(tmp_path / "out")]
+    assert main([*arguments, "--workers", "0"]) == 2
+    with work.locked(folder):
+        assert main([*arguments, "--workers", "0", "--restart"]) == 1
+    assert main([*arguments, "--workers", "0", "--restart"]) == 0
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_cut_file_is_an_error_but_not_the_end(tmp_path, capsys, workers):
+    texts = distinct_texts(3000)
+    content = gzip.compress("".join(json.dumps({"text": t}) + "\n" for t in texts).encode())
+    (tmp_path / "cut.jsonl.gz").write_bytes(content[: len(content) - 100])
+    good = write_jsonl(tmp_path / "good.jsonl", [{"text": "good"}])
+    arguments = ["deduplicate", "--input", str(tmp_path / "cut.jsonl.gz"), good]
+    arguments += ["--output", str(tmp_path / "out"), "--workers", str(workers), "--exact-only"]
+    assert main(arguments) == 1
+    assert "1 damaged file" in capsys.readouterr().err
+    (line,) = read_jsonl(tmp_path / "out" / "quarantine.jsonl")
+    assert line["file"].endswith("cut.jsonl.gz")
+    assert main([*arguments, "--allow-bad", "0.001"]) == 0
 
 
 def test_nothing_to_read(tmp_path):
