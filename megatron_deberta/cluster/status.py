@@ -6,6 +6,7 @@ Owns the gathering. Refuses to print: ``cli/status.py`` does.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 from megatron_deberta.cluster import slurm
 from megatron_deberta.cluster.chain import Chain
 from megatron_deberta.cluster.link import submitted_jobs
-from megatron_deberta.cluster.run_lock import newest_lock, read_lock
+from megatron_deberta.cluster.run_lock import DEAD_SECONDS, newest_lock, read_lock
 from megatron_deberta.config.yaml_reader import read_yaml
 from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
 
@@ -80,8 +81,6 @@ def gather(run_dir: str | os.PathLike[str]) -> RunStatus:
     metrics = folder / FILE_NAME
     records = [r for r in read_metrics(metrics) if r["kind"] == "train"] if metrics.exists() else []
     last = records[-1] if records else {}
-    lock = newest_lock(folder / "lock")
-    holder = read_lock(lock) if lock is not None else None
     state, jobs = queue_state(submitted_jobs(chain))
     links = link_statuses(chain.current())
     step, target = int(last.get("step", 0)), target_step(folder)
@@ -89,7 +88,7 @@ def gather(run_dir: str | os.PathLike[str]) -> RunStatus:
         run_dir=str(run_dir),
         state=state,
         jobs=jobs,
-        holder="" if holder is None or holder.released else str(holder),
+        holder=present_holder(folder),
         step=step,
         committed_step=chain.committed_step(),
         target_step=target,
@@ -99,6 +98,17 @@ def gather(run_dir: str | os.PathLike[str]) -> RunStatus:
         links=links,
         over=chain.is_over(),
     )
+
+
+def present_holder(folder: Path) -> str:
+    """Who trains in a run's folder; empty: nobody, or nobody who has lately shown life."""
+    lock = newest_lock(folder / "lock")
+    holder = read_lock(lock) if lock is not None else None
+    if lock is None or holder is None or holder.released:
+        return ""
+    # Twice the limit: clocks of machines differ, and nothing is decided here.
+    silent = time.time() - lock.stat().st_mtime > 2 * DEAD_SECONDS
+    return "" if silent else str(holder)
 
 
 def queue_state(jobs: Sequence[str]) -> tuple[str, tuple[str, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from megatron_deberta.cli.main import main
 from megatron_deberta.cluster import slurm
 from megatron_deberta.cluster.chain import Chain
 from megatron_deberta.cluster.profile import load_profile
+from megatron_deberta.cluster.run_lock import RunLock
+from megatron_deberta.cluster.status import present_holder
 from megatron_deberta.cluster.submission import make_spec
 from megatron_deberta.observe.metrics import FILE_NAME
 
@@ -88,6 +91,15 @@ def test_queue_state(
     monkeypatch.setattr(slurm, "call", Slurm(squeue=answer))
     assert main(["status", str(run_dir), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["state"] == state
+
+
+def test_present_holder(tmp_path: Path) -> None:
+    assert present_holder(tmp_path) == ""
+    with RunLock(tmp_path):
+        assert f"process {os.getpid()} on" in present_holder(tmp_path)
+        os.utime(tmp_path / "lock" / "00000001.json", (0, 0))
+        assert present_holder(tmp_path) == ""
+    assert present_holder(tmp_path) == ""
 
 
 def test_status_of_nothing(
