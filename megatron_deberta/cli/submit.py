@@ -162,6 +162,7 @@ def check_fit(config: RunConfig, profile: ClusterProfile, nodes: int) -> RunConf
             data,
             train=tuple(map(_absolute, data.train)),
             validation=tuple(map(_absolute, data.validation)),
+            index_cache=_absolute(data.index_cache),
         ),
     )
 

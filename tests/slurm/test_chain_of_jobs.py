@@ -128,6 +128,11 @@ def test_save_file_status_logs_and_cancel(
     assert status["tokens_per_second"] > 0
     assert status["seconds_left"] > 0
     assert f"SLURM job {run.jobs[0]}" in status["holder"]
+    doctor = command(cluster, "doctor", str(run_yaml), "--cluster", "local", "--nodes", "1",
+                     f"train.run_dir={run.run_dir}")  # fmt: skip
+    assert "ok      SLURM: answers; partitions normal, urgent\n" in doctor.stdout
+    assert f"SLURM job {run.jobs[0]}" in doctor.stdout
+    assert doctor.returncode == 2
     again = command(cluster, "submit", str(run_yaml), "--cluster", "local", "--nodes", "1",
                     f"train.run_dir={run.run_dir}")  # fmt: skip
     assert again.returncode == 2

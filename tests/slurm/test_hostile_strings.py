@@ -133,9 +133,10 @@ def test_environment_values_arrive_exactly(place: Path) -> None:
         given = {name: text for name, text in given.items() if "${" not in text}
         assert len(given) >= 45
         to = {"NCCL_RECORD_TO": str(place / "recorded")}
-        assert submit(place, environment={**given, **to}) == 0
+        assert submit(place, environment={**given, **to}, gpus_per_node=3) == 0
         _, environment = recorded(place, place / "run")
         assert {name: environment.get(name) for name in given} == given
+        assert environment["CUDA_VISIBLE_DEVICES"] == "0,1,2"
         # --export=NONE: what the submitter has besides stays with the submitter.
         assert not set(environment) & {"PYTEST_CURRENT_TEST", "VIRTUAL_ENV", "SLURM_EXPORT_ENV"}
 

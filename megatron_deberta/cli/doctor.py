@@ -1,0 +1,197 @@
+"""Is this environment fit to run that config? One line a check, in seconds.
+
+megatron-deberta doctor RUN.yaml [--cluster dgx2 --nodes 16] [section.key=value ...]
+
+Run it where the job will run: on a node, or on the login node with --cluster. Exit code 2 if
+anything is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_deberta.checkpoint.layout import KINDS
+from megatron_deberta.checkpoint.reader import CheckpointReader
+from megatron_deberta.checkpoint.resume import FLAG, check_resume
+from megatron_deberta.checkpoint.store import find_newest
+from megatron_deberta.cli.submit import check_fit
+from megatron_deberta.cluster import preflight, slurm
+from megatron_deberta.cluster.profile import ClusterProfile, load_profile
+from megatron_deberta.cluster.status import present_holder
+from megatron_deberta.config import load_config
+from megatron_deberta.config.schema import RunConfig
+from megatron_deberta.data.build import parse_prefixes, tokenizer_path
+from megatron_deberta.data.corpus import open_shard
+from megatron_deberta.data.vocabulary import Vocabulary
+from megatron_deberta.errors import EXIT_DONE, EXIT_USAGE, ConfigError, MegatronDebertaError
+from megatron_deberta.model.shapes import parameter_shapes
+from megatron_deberta.tokenizer import load_tokenizer
+from megatron_deberta.train.fingerprint import data_fingerprint
+
+MAX_SKEW_SECONDS = 5.0
+"""Clocks further apart make logs of nodes hard to read; nothing is decided by them."""
+SPARE = 1.2
+"""Free space wanted, in checkpoints."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("config", metavar="RUN.yaml", help="the run's configuration")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="in place of the file's values"
+    )
+    parser.add_argument("--cluster", help="check against this profile, and SLURM")
+    parser.add_argument("--nodes", type=int, help="nodes; default: cluster.nodes of the run")
+    parser.add_argument(FLAG, action="store_true", help="as for pretrain")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do every check, whatever the others say."""
+    config = load_config(args.config, args.overrides)
+    checks: list[tuple[str, Callable[[], str]]] = [
+        ("torch", check_torch),
+        ("run folder", lambda: check_folder(Path(config.train.run_dir))),
+        ("space", lambda: check_space(config)),
+        ("tokenizer and data", lambda: check_data(config, args.allow_config_change)),
+    ]
+    if args.cluster is not None:
+        profile = load_profile(args.cluster)
+        nodes = config.cluster.nodes if args.nodes is None else args.nodes
+        checks += [
+            ("cluster", lambda: check_cluster(config, profile, nodes)),
+            ("SLURM", lambda: check_slurm(profile)),
+        ]
+    sound = True
+    for name, check in checks:
+        try:
+            finding = f"ok      {name}: {check()}"
+        except (MegatronDebertaError, OSError) as error:
+            sound, finding = False, f"WRONG   {name}: {error}"
+        print(finding, flush=True)
+    return EXIT_DONE if sound else EXIT_USAGE
+
+
+def check_torch() -> str:
+    """Is torch supported, and has it kernels for the devices that are here?
+
+    Raises:
+        ConfigError: no.
+    """
+    import torch
+
+    preflight.check_torch_version(torch.__version__)
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for index in range(count):
+        preflight.check_architecture(
+            torch.cuda.get_device_capability(index), torch.cuda.get_arch_list()
+        )
+    devices = f"{count} x {torch.cuda.get_device_name(0)}" if count else "no GPU"
+    return f"{torch.__version__}, {devices}"
+
+
+def check_folder(folder: Path) -> str:
+    """Can the run's folder be written, is it free, and does its clock agree with ours?
+
+    Raises:
+        ConfigError: another job trains there, or the clocks differ.
+        OSError: it cannot be written.
+    """
+    if holder := present_holder(folder):
+        raise ConfigError(f"train.run_dir={folder} is in use by {holder}")
+    existing = _existing(folder)
+    with tempfile.NamedTemporaryFile(dir=existing) as probe:
+        probe.write(b"x")
+        probe.flush()
+        os.fsync(probe.fileno())
+        skew = abs(os.fstat(probe.fileno()).st_mtime - time.time())
+    if skew > MAX_SKEW_SECONDS:
+        raise ConfigError(f"{existing}: its clock and ours are {skew:.0f} s apart; start NTP")
+    return f"{existing} can be written"
+
+
+def check_space(config: RunConfig) -> str:
+    """Is there room for a checkpoint more than is kept?
+
+    Raises:
+        ConfigError: no.
+    """
+    parameters = sum(map(math.prod, parameter_shapes(config.model).values()))
+    # fp32: weight and both moments.
+    size = parameters * 4 * len(KINDS)
+    free = shutil.disk_usage(_existing(Path(config.train.run_dir))).free
+    text = f"{free / 2**30:,.1f} GiB free, a checkpoint takes {size / 2**30:,.1f}"
+    if free < SPARE * size:
+        raise ConfigError(f"{text}; free some, or name another train.run_dir")
+    return text
+
+
+def check_data(config: RunConfig, allow_change: bool) -> str:
+    """Do tokenizer, shards and the newest checkpoint belong together?
+
+    Raises:
+        MegatronDebertaError: no, and which two do not.
+    """
+    path = tokenizer_path(config)
+    tokenizer = load_tokenizer(path)
+    vocabulary = Vocabulary.of(tokenizer)
+    if vocabulary.size > config.model.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size={config.model.vocab_size} is smaller than the {vocabulary.size} ids "
+            f"of tokenizer.path={path}; set model.vocab_size={vocabulary.size}"
+        )
+    components, _ = parse_prefixes(config.data.train, "data.train")
+    prefixes = [prefix for part in components for prefix in part] + list(config.data.validation)
+    for prefix in prefixes:
+        open_shard(prefix, vocabulary, False)
+    newest = find_newest(config.train.run_dir)
+    if newest is None:
+        return f"{len(prefixes)} shards of {path}; no checkpoint yet"
+    check_resume(
+        CheckpointReader(newest),
+        config,
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        data_fingerprint=data_fingerprint(config.data),
+        allow_change=allow_change,
+    )
+    return f"{len(prefixes)} shards of {path}; goes on from {newest}"
+
+
+def check_cluster(config: RunConfig, profile: ClusterProfile, nodes: int) -> str:
+    """Does the run fit the cluster, and torch its devices?
+
+    Raises:
+        ConfigError, TopologyError: no.
+    """
+    check_fit(config, profile, nodes)
+    problem = preflight.torch_problem(profile.gpu_architecture, profile.torch_builds)
+    if problem and profile.container == "none":
+        raise ConfigError(problem)
+    return f"{nodes} nodes x {profile.ranks_per_node} ranks"
+
+
+def check_slurm(profile: ClusterProfile) -> str:
+    """Does SLURM answer, and does it know the partition?
+
+    Raises:
+        ConfigError: it does not know it.
+        SlurmError: it does not answer.
+    """
+    slurm.call(["sbatch", "--version"])
+    partitions = slurm.call(["sinfo", "--noheader", "--format=%R"]).split()
+    for name in profile.partition.split(",") if profile.partition else []:
+        if name not in partitions:
+            raise ConfigError(f"partition={name} is not among {', '.join(sorted(set(partitions)))}")
+    return f"answers; partitions {', '.join(sorted(set(partitions)))}"
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that is there."""
+    folder = folder.absolute()
+    return next(path for path in (folder, *folder.parents) if path.exists())

@@ -1,0 +1,125 @@
+"""What doctor finds, each alone wrong in an otherwise sound run."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from megatron_deberta.cli import doctor
+from megatron_deberta.cli.main import main
+from megatron_deberta.cluster import preflight, slurm
+from megatron_deberta.cluster.run_lock import RunLock
+from tests.support.jobs import prepare, run_to_end
+
+
+@pytest.fixture(scope="module")
+def run_yaml(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture
+def examine(run_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    def call(*arguments: str) -> tuple[int, list[str]]:
+        code = main(["doctor", str(run_yaml), f"train.run_dir={tmp_path}/run", *arguments])
+        return code, capsys.readouterr().out.splitlines()
+
+    return call
+
+
+def only_wrong(found: tuple[int, list[str]], name: str) -> str:
+    code, lines = found
+    wrong = [line for line in lines if line.startswith("WRONG")]
+    assert code == 2
+    assert len(wrong) == 1, lines
+    assert wrong[0].startswith(f"WRONG   {name}: ")
+    return wrong[0]
+
+
+def test_sound(examine) -> None:
+    began = time.monotonic()
+    code, lines = examine()
+    assert time.monotonic() - began < 10
+    assert code == 0, lines
+    assert [line.split(":")[0] for line in lines] == [
+        "ok      torch", "ok      run folder", "ok      space", "ok      tokenizer and data",
+    ]  # fmt: skip
+    assert "no checkpoint yet" in lines[3]
+
+
+def test_torch(examine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "SUPPORTED_TORCH", ">=99")
+    assert "is not >=99; install one that is" in only_wrong(examine(), "torch")
+
+
+def test_folder_in_use(examine, tmp_path: Path) -> None:
+    with RunLock(tmp_path / "run"):
+        assert "is in use by process" in only_wrong(examine(), "run folder")
+
+
+def test_folder_that_is_a_file(examine, tmp_path: Path) -> None:
+    (tmp_path / "run").touch()
+    code, lines = examine()
+    assert code == 2
+    assert any(line.startswith("WRONG   run folder: ") for line in lines)
+
+
+def test_clock(examine, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.time()
+    monkeypatch.setattr(doctor.time, "time", lambda: now + 3600)
+    assert "start NTP" in only_wrong(examine(), "run folder")
+
+
+def test_space(examine, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, 1000))
+    assert "a checkpoint takes" in only_wrong(examine(), "space")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("tokenizer.path=/nowhere", "/nowhere"),
+        ("data.train=[/nowhere]", "/nowhere"),
+        ("model.vocab_size=100", "model.vocab_size=100 is smaller than"),
+    ],
+)
+def test_data(examine, override: str, message: str) -> None:
+    assert message in only_wrong(examine(override), "tokenizer and data")
+
+
+def test_another_tokenizer(examine, run_yaml: Path, tmp_path: Path) -> None:
+    text, other = run_yaml.parent / "docs.jsonl", tmp_path / "other"
+    made = ["train-tokenizer", "--input", str(text), "--vocab-size", "400", "--output", str(other)]
+    assert main(made) == 0
+    assert "tokenizer" in only_wrong(examine(f"tokenizer.path={other}"), "tokenizer and data")
+
+
+def test_checkpoint_of_another_run(examine, run_yaml: Path, tmp_path: Path) -> None:
+    run_to_end(
+        run_yaml, tmp_path / "run", 1, "precision.engine=plain", "train.stop_after=1",
+        "data.num_workers=0", "train.eval_every=0",
+    )  # fmt: skip
+    code, lines = examine()
+    assert code == 0, lines
+    assert "goes on from" in lines[3]
+    found = only_wrong(examine("train.seed=9"), "tokenizer and data")
+    assert "train.seed=9 but the checkpoint of step 1 was trained with 1234" in found
+
+
+def test_cluster(examine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slurm, "call", lambda command: "normal\nurgent\nnormal\n")
+    code, lines = examine("--cluster", "local", "--nodes", "2")
+    assert code == 0, lines
+    assert lines[-1] == "ok      SLURM: answers; partitions normal, urgent"
+    found = only_wrong(examine("--cluster", "local", "--nodes", "3"), "cluster")
+    assert "global_batch_size=8" in found
+
+
+def test_slurm_is_not_here(examine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    found = only_wrong(examine("--cluster", "local", "--nodes", "2"), "SLURM")
+    assert "sbatch is not installed here" in found
