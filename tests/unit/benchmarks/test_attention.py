@@ -1,3 +1,5 @@
+import sys
+
 import pytest
 import torch
 
@@ -119,3 +121,22 @@ def test_gpu_cases_are_those_of_the_table():
     masks = {(c.length, c.heads, c.dropout > 0, c.padding) for c in cases if c.dtype == "bf16"}
     assert len(masks) == 7 * 2 * 4
     assert attention_variants.SLOTS == 512
+
+
+def test_a_peer_is_found_though_its_models_do_not_import(tmp_path, monkeypatch):
+    operators = tmp_path / "flashdeberta" / "ops"
+    operators.mkdir(parents=True)
+    (operators.parent / "__init__.py").write_text("raise ImportError('a name has moved')\n")
+    (operators / "__init__.py").write_text("")
+    for name, ending in (("flash_attention", ""), ("flash_attention_varlen", "_varlen")):
+        function = f"flash_attention_with_disentangled{ending}"
+        (operators / f"{name}.py").write_text(f"def {function}(): pass\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    try:
+        padded, packed = attention_variants._flash_deberta()
+        assert (padded.__name__[-12:], packed.__name__[-6:]) == ("disentangled", "varlen")
+        assert attention_variants.FlashDeberta().refusal(CASE) == "needs a CUDA device"
+    finally:
+        attention_variants._flash_deberta.cache_clear()
+        for name in [name for name in sys.modules if name.startswith("flashdeberta")]:
+            del sys.modules[name]
