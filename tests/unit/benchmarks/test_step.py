@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from benchmarks import step
-from benchmarks.steps.batch import make_batch
-from benchmarks.steps.measure import Contender
+from benchmarks.steps.batch import StepBatch, make_batch
+from benchmarks.steps.measure import Contender, compete
 from benchmarks.steps.sides import Ours, Setting
 from megatron_deberta.config.schema import ModelConfig
 
@@ -61,6 +62,26 @@ def test_micro_batches_make_the_same_gradient() -> None:
         whole.side.model.parameters(), halves.side.model.parameters(), strict=True
     ):
         torch.testing.assert_close(other.grad, one.grad)
+
+
+class SmallMemory(Ours):
+    """A side into whose memory one row fits."""
+
+    def loss(self, batch: StepBatch, step: int) -> Tensor:
+        if len(batch.samples) > 1:
+            raise torch.OutOfMemoryError("too many rows")
+        return super().loss(batch, step)
+
+
+def test_where_memory_is_short_sides_take_turns_with_smaller_micro_batches() -> None:
+    setting = Setting(TINY, CPU, torch.bfloat16)
+    builds = {"ours": lambda: Ours(setting), "small": lambda: SmallMemory(setting)}
+
+    results = compete(builds, make_batch(TINY, 256, 64, CPU), 2, resident=False)
+
+    assert results["ours"].micro_batches == 1
+    assert results["small"].micro_batches == 4
+    assert [len(result.seconds) for result in results.values()] == [4, 4]
 
 
 def test_a_killed_run_goes_on_with_the_cases_it_lacks(
