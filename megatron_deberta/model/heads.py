@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -20,10 +22,28 @@ class MaskedLanguageModelHead(nn.Module):
         self.shared = SharedInput()
         self.bias = nn.Parameter(torch.empty(config.vocab_size))
 
-    def forward(self, hidden: Tensor, token_weight: Tensor) -> Tensor:
-        """Map states ``[..., D]`` to logits ``[..., V]`` (the local part of V where split)."""
+    def forward(
+        self,
+        hidden: Tensor,
+        token_weight: Tensor,
+        loss: nn.Module | None = None,
+        labels: Tensor | None = None,
+    ) -> Any:
+        """Score the vocabulary, or leave that to a loss that need not hold all scores.
+
+        Args:
+            hidden: ``[..., D]``.
+            token_weight: ``[V, D]``, tied (the local part of V where split).
+            loss: called with transformed states, ``token_weight``, the bias and ``labels``.
+            labels: for ``loss``.
+
+        Returns:
+            Logits ``[..., V]`` (the local part of V where split), or what ``loss`` returns.
+        """
         transformed = self.shared(self.norm(F.gelu(self.transform(hidden))))
-        return F.linear(transformed, token_weight, self.bias)
+        if loss is None:
+            return F.linear(transformed, token_weight, self.bias)
+        return loss(transformed, token_weight, self.bias, labels)
 
 
 class NextSentenceHead(nn.Module):

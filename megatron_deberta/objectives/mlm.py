@@ -10,17 +10,29 @@ from megatron_deberta.model import DebertaForPretraining, DropoutSeeds, Executio
 
 
 class TokenLoss(nn.Module):
-    """Cross-entropy a token; ``sharding`` replaces it where the vocabulary is split."""
+    """Vocabulary projection and cross-entropy, written out.
 
-    def forward(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Compare logits ``[T, V]`` with labels int64 ``[T]`` (-100 = none).
+    ``sharding`` replaces it by one that splits the vocabulary and never holds all logits.
+    """
+
+    def forward(
+        self, states: Tensor, weight: Tensor, bias: Tensor, labels: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Compare what states ``[T, D]`` predict with labels int64 ``[T]`` (-100 = none).
+
+        Args:
+            states: of the tokens to predict.
+            weight: ``[V, D]``.
+            bias: ``[V]``.
+            labels: the right tokens.
 
         Returns:
-            fp32 ``[T]`` losses in nats, 0 where there is no label, and bool ``[T]``, True where
-            the most likely token is the label.
+            fp32 scalar, the sum of the losses in nats, and int64 scalar, how often the most
+            likely token is the label.
         """
-        loss = F.cross_entropy(logits.float(), labels, ignore_index=-100, reduction="none")
-        return loss, logits.argmax(-1) == labels
+        logits = F.linear(states, weight, bias)
+        loss = F.cross_entropy(logits.float(), labels, ignore_index=-100, reduction="sum")
+        return loss, (logits.argmax(-1) == labels).sum()
 
 
 class MaskedLanguageModel(DebertaForPretraining):
@@ -70,9 +82,9 @@ class MaskedLanguageModel(DebertaForPretraining):
             seeds,
             token_type_ids,
         )
-        logits = self.head(decoded, self.embeddings.token.weight)
-        loss, right = self.token_loss(logits.flatten(0, 1), labels.flatten())
-        sums = (loss.sum(), right.sum())
+        sums: tuple[Tensor, Tensor] = self.head(
+            decoded.flatten(0, 1), self.embeddings.token.weight, self.token_loss, labels.flatten()
+        )
         if next_sentence_labels is None or pair_logits is None:
             return sums
         pair_loss = F.cross_entropy(pair_logits.float(), next_sentence_labels, reduction="sum")

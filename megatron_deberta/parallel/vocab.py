@@ -1,18 +1,20 @@
-"""Embedding and cross-entropy over a vocabulary split by rows over ranks.
+"""Embedding, and projection with cross-entropy, over a vocabulary split by rows over ranks.
 
 Owns the lookup, the loss and the padding rows that make the vocabulary divide. Refuses to average:
-the loss comes per token, and the caller knows the denominator. Without a group the same code is
-the single-device path, so one rank and many run the same arithmetic.
+the loss is a sum, and the caller knows the denominator. Without a group the same code is the
+single-device path, so one rank and many run the same arithmetic.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
@@ -27,8 +29,13 @@ from megatron_deberta.parallel.collectives import (
 IGNORED_LABEL = -100
 """Label of a token that has no loss."""
 
-_BLOCK_ELEMENTS = {"cpu": 2**18, "cuda": 2**25}
-"""Logits in fp32 at a time: what stays in a CPU's cache, what keeps a GPU busy."""
+_CHUNK_ELEMENTS = {"cpu": 2**25, "cuda": 2**27}
+"""Logits that exist at a time. Each further chunk adds to the gradient of the whole vocabulary
+once more, so chunks must not be too small."""
+
+_FP16_FACTOR = 64.0
+"""Gradients of logits are near 1 / V, in the part of fp16's range that has few digits left; the
+factor lifts them for the products and is taken out of their fp32 results."""
 
 
 def vocab_parallel_embedding(
@@ -65,33 +72,40 @@ def vocab_parallel_embedding(
     return reduce_scatter_sequence(found, group) if sequence else reduce_from(found, group)
 
 
-def vocab_parallel_cross_entropy(
-    logits_local: Tensor,
+def vocab_parallel_loss(
+    states: Tensor,
+    weight_local: Tensor,
+    bias_local: Tensor,
     labels: Tensor,
     vocab_start: int,
     vocab_size_unpadded: int,
     group: ProcessGroup | None,
 ) -> tuple[Tensor, Tensor]:
-    """Cross-entropy per token, and whether the likeliest piece is the right one.
+    """Project states onto the vocabulary and compare with labels, a few tokens at a time.
 
-    Collective over ``group`` in forward (one all-gather of maxima, one all-reduce), local in
-    backward. Keeps the logits and a few numbers a token for backward; nothing else of the size of
-    the logits exists but their gradient.
+    Collective over ``group`` in forward (one all-gather of maxima and one all-reduce a chunk),
+    local in backward. All logits never exist together: forward turns each chunk of them into its
+    part of the gradients while it has them, and backward only multiplies by the loss's own
+    gradient. So nothing is computed twice, and what stays is as large as the inputs.
 
     Args:
-        logits_local: ``[T, V/tp]`` fp32, bf16, fp16 (or fp64), this rank's columns.
+        states: ``[T, D]`` fp32, bf16, fp16 (or fp64), equal on all ranks.
+        weight_local: ``[V/tp, D]``, this rank's rows.
+        bias_local: ``[V/tp]``.
         labels: ``[T]`` int64, equal on all ranks; -100 has no loss.
-        vocab_start: vocabulary index of this rank's first column.
-        vocab_size_unpadded: true size; columns from there on are padding and take no part.
+        vocab_start: vocabulary index of this rank's first row.
+        vocab_size_unpadded: true size; rows from there on are padding and take no part.
         group: ranks the vocabulary is split over.
 
     Returns:
-        Loss ``[T]`` in nats, fp32 (fp64 for fp64 logits), 0 where ignored; and ``[T]`` bool, True
-        where the argmax over the whole vocabulary (the lowest index among equals) is the label.
-        Both equal on all ranks.
+        Scalar sum of the losses in nats, fp32 (fp64 for fp64 states), differentiable once; and
+        int64 scalar, how many labels are the argmax over the whole vocabulary (the lowest index
+        among equals). Both equal on all ranks; the gradient of ``states`` is this rank's summand.
 
     Raises:
         ValueError: on CPU, a label is neither -100 nor below ``vocab_size_unpadded``.
+
+    Source: the gradient in forward is Liger Kernel's (Hsu et al. 2024, arXiv:2410.10989).
     """
     if labels.device.type == "cpu":
         wrong = (labels != IGNORED_LABEL) & ((labels < 0) | (labels >= vocab_size_unpadded))
@@ -100,94 +114,153 @@ def vocab_parallel_cross_entropy(
                 f"label {int(labels[wrong][0])} is outside model.vocab_size={vocab_size_unpadded}; "
                 "the shards were made with another tokenizer"
             )
-    loss, correct = _CrossEntropy.apply(
-        logits_local, labels, vocab_start, vocab_size_unpadded, group
+    vocabulary = _Vocabulary(vocab_start, vocab_size_unpadded, group)
+    differentiate = torch.is_grad_enabled()
+    loss, right = _ProjectedCrossEntropy.apply(
+        states, weight_local, bias_local, labels, vocabulary, differentiate
     )
-    return cast(Tensor, loss), cast(Tensor, correct)
+    return cast(Tensor, loss), cast(Tensor, right)
 
 
-def _blocks(logits: Tensor) -> Iterator[slice]:
-    """Rows a few at a time, so that no fp32 copy of all logits exists."""
-    elements = _BLOCK_ELEMENTS["cuda" if logits.device.type == "cuda" else "cpu"]
-    rows = max(1, elements // max(1, logits.shape[1]))
-    for first in range(0, logits.shape[0], rows):
-        yield slice(first, first + rows)
+@dataclass(frozen=True, slots=True)
+class _Vocabulary:
+    """Which part of the vocabulary this rank has."""
+
+    start: int
+    size: int
+    group: ProcessGroup | None
+
+    def num_columns(self, padded: int) -> int:
+        """True tokens among ``padded`` columns."""
+        return min(max(self.size - self.start, 0), padded)
 
 
-class _CrossEntropy(torch.autograd.Function):
-    """loss = logsumexp(z) - z_label; d loss / d z = softmax(z) - onehot(label)."""
+class _ProjectedCrossEntropy(torch.autograd.Function):
+    """loss = sum of logsumexp(z) - z_label; d loss / d z = softmax(z) - onehot(label)."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        logits: Tensor,
+        states: Tensor,
+        weight: Tensor,
+        bias: Tensor,
         labels: Tensor,
-        vocab_start: int,
-        vocab_size: int,
-        group: ProcessGroup | None,
+        vocabulary: _Vocabulary,
+        differentiate: bool,
     ) -> tuple[Tensor, Tensor]:
-        num_columns = min(max(vocab_size - vocab_start, 0), logits.shape[1])
-        real = logits[:, :num_columns]
-        maximum, best = _row_maximum(real)
-        maxima = maximum.unsqueeze(0) if group is None else all_gather(maximum, group)
-        # Lower ranks hold lower indices, and max gives the first of equals.
-        top, winner = maxima.max(dim=0)
-
-        columns = labels - vocab_start
-        owned = (columns >= 0) & (columns < num_columns)
-        columns = columns.masked_fill(~owned, 0)
-        label_logits = top.new_zeros(top.shape)
-        if num_columns:
-            picked = real.gather(1, columns.unsqueeze(1)).squeeze(1).to(top.dtype)
-            label_logits = torch.where(owned, picked - top, 0)
-        hit = owned & (winner == group_rank(group)) & (best == columns)
-        parts = torch.stack([_row_sum_exp(real, top), label_logits, hit.to(top.dtype)])
-        if group is not None:
-            dist.all_reduce(parts, group=group)
-        sum_exp, label_logits, hits = parts
-        counted = labels != IGNORED_LABEL
-        loss = torch.where(counted, sum_exp.log() - label_logits, 0)
-        correct = counted & (hits > 0)
-
-        # Not their sum in the log: at logits far from zero it would round the softmax.
-        ctx.save_for_backward(logits, top, sum_exp, columns, owned, counted)
-        ctx.num_columns = num_columns
-        ctx.mark_non_differentiable(correct)
-        return loss, correct
+        chunks = list(_chunks(len(states), len(weight), states.device.type))
+        gradients = _Gradients(states, weight, bias, len(chunks)) if differentiate else None
+        wide = torch.promote_types(states.dtype, torch.float32)
+        loss, right = states.new_zeros((), dtype=wide), labels.new_zeros(())
+        for rows in chunks:
+            logits = torch.addmm(bias, states[rows], weight.t())
+            part, hits, d_logits = _chunk_loss(logits, labels[rows], vocabulary, differentiate)
+            loss += part
+            right += hits
+            if gradients is not None and d_logits is not None:
+                gradients.add(rows, d_logits)
+            del logits, d_logits
+        ctx.gradients = None if gradients is None else gradients.finished()
+        ctx.mark_non_differentiable(right)
+        return loss, right
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        logits, top, sum_exp, columns, owned, counted = ctx.saved_tensors
-        scale = torch.where(counted, grads[0], 0).unsqueeze(1)
-        num_columns = ctx.num_columns
-        out = torch.empty_like(logits)
-        out[:, num_columns:] = 0
-        if num_columns == 0:
-            return out, None, None, None, None
-        label_part = torch.where(owned.unsqueeze(1), -scale, 0)
-        softmax_part = scale / sum_exp.unsqueeze(1)
-        for rows in _blocks(logits):
-            block = logits[rows, :num_columns].to(scale.dtype, copy=True)
-            block.sub_(top[rows].unsqueeze(1)).exp_().mul_(softmax_part[rows])
-            block.scatter_add_(1, columns[rows].unsqueeze(1), label_part[rows])
-            out[rows, :num_columns] = block
-        return out, None, None, None, None
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        # Given away, and scaled in place: a copy would be as large as the embedding table.
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError("vocab_parallel_loss: its gradient has been used already")
+        return (*(gradient.mul_(grad) for gradient in gradients), None, None, None)
+
+
+class _Gradients:
+    """Gradients of states, weight and bias for a loss whose own gradient is 1."""
+
+    def __init__(self, states: Tensor, weight: Tensor, bias: Tensor, num_chunks: int) -> None:
+        self._states, self._weight = states, weight
+        self._factor = _FP16_FACTOR if states.dtype == torch.float16 else 1.0
+        self._d_states = torch.empty_like(states)
+        # One chunk is rounded once; the sum of several is kept in fp32 until it is complete.
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        sum_dtype = weight.dtype if num_chunks == 1 and self._factor == 1.0 else wide
+        self._d_weight = torch.zeros_like(weight, dtype=sum_dtype)
+        self._d_bias = torch.zeros_like(bias, dtype=wide)
+
+    def add(self, rows: slice, d_logits: Tensor) -> None:
+        """Add a chunk's part; ``d_logits`` ``[R, V/tp]`` at least fp32."""
+        self._d_bias += d_logits.sum(0)
+        narrow = (d_logits.mul_(self._factor) if self._factor != 1.0 else d_logits).to(
+            self._states.dtype
+        )
+        torch.mm(narrow, self._weight, out=self._d_states[rows])
+        self._d_states[rows] /= self._factor
+        if self._d_weight.dtype == narrow.dtype:
+            self._d_weight.addmm_(narrow.t(), self._states[rows])
+        else:
+            self._d_weight += torch.mm(narrow.t(), self._states[rows])
+
+    def finished(self) -> tuple[Tensor, Tensor, Tensor]:
+        """All three, in the types of what they are the gradients of."""
+        if self._factor != 1.0:
+            self._d_weight /= self._factor
+        dtype = self._weight.dtype
+        return self._d_states, self._d_weight.to(dtype), self._d_bias.to(dtype)
+
+
+def _chunks(num_rows: int, num_columns: int, device_type: str) -> Iterator[slice]:
+    """Rows in as few equal parts as the limit on logits allows."""
+    limit = max(1, _CHUNK_ELEMENTS.get(device_type, _CHUNK_ELEMENTS["cuda"]) // num_columns)
+    parts = max(1, -(-num_rows // limit))
+    rows = -(-num_rows // parts)
+    for first in range(0, num_rows, max(1, rows)):
+        yield slice(first, min(first + rows, num_rows))
+
+
+def _chunk_loss(
+    logits: Tensor, labels: Tensor, vocabulary: _Vocabulary, differentiate: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Loss, right predictions and gradient of some tokens; destroys ``logits`` ``[R, V/tp]``."""
+    group = vocabulary.group
+    num_columns = vocabulary.num_columns(logits.shape[1])
+    maximum, best = _row_maximum(logits[:, :num_columns])
+    maxima = maximum.unsqueeze(0) if group is None else all_gather(maximum, group)
+    # Lower ranks hold lower indices, and max gives the first of equals.
+    top, winner = maxima.max(dim=0)
+
+    work = logits.to(top.dtype)
+    real = work[:, :num_columns]
+    columns = labels - vocabulary.start
+    owned = (columns >= 0) & (columns < num_columns)
+    columns = columns.masked_fill(~owned, 0)
+    real.sub_(top.unsqueeze(1))
+    label_logits = torch.zeros_like(top)
+    if num_columns:
+        label_logits = torch.where(owned, real.gather(1, columns.unsqueeze(1)).squeeze(1), 0)
+    hit = owned & (winner == group_rank(group)) & (best == columns)
+    parts = torch.stack([real.exp_().sum(dim=1), label_logits, hit.to(top.dtype)])
+    if group is not None:
+        dist.all_reduce(parts, group=group)
+    sum_exp, label_logits, hits = parts
+    counted = labels != IGNORED_LABEL
+    loss = torch.where(counted, sum_exp.log() - label_logits, 0).sum()
+    right = (counted & (hits > 0)).sum()
+    if not differentiate:
+        return loss, right, None
+
+    real.mul_(torch.where(counted, sum_exp.reciprocal(), 0).unsqueeze(1))
+    if num_columns:
+        ones = -(owned & counted).to(top.dtype)
+        real.scatter_add_(1, columns.unsqueeze(1), ones.unsqueeze(1))
+    work[:, num_columns:] = 0
+    return loss, right, work
 
 
 def _row_maximum(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Largest value ``[T]`` in at least fp32 and the first column that has it ``[T]``."""
+    """Largest value ``[R]`` in at least fp32 and the first column that has it ``[R]``."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     if logits.shape[1] == 0:
         empty = torch.full(logits.shape[:1], -torch.inf, dtype=dtype, device=logits.device)
         return empty, torch.full_like(empty, -1, dtype=torch.int64)
     maximum, column = logits.max(dim=1)
     return maximum.to(dtype), column
-
-
-def _row_sum_exp(logits: Tensor, shift: Tensor) -> Tensor:
-    """Sum of ``exp(logits - shift)`` over columns, ``[T]`` in the type of ``shift``."""
-    out = torch.empty_like(shift)
-    for rows in _blocks(logits):
-        block = logits[rows].to(shift.dtype, copy=True)
-        out[rows] = block.sub_(shift[rows].unsqueeze(1)).exp_().sum(dim=1)
-    return out

@@ -43,7 +43,7 @@ from megatron_deberta.parallel.collectives import (
 )
 from megatron_deberta.parallel.linear import layer_norm, row_parallel
 from megatron_deberta.parallel.topology import ProcessGroups
-from megatron_deberta.parallel.vocab import vocab_parallel_cross_entropy, vocab_parallel_embedding
+from megatron_deberta.parallel.vocab import vocab_parallel_embedding, vocab_parallel_loss
 
 
 class _Split(nn.Module):
@@ -161,8 +161,12 @@ class _TokenLoss(_Split):
         super().__init__(group, sequence)
         self.start, self.vocab_size = start, vocab_size
 
-    def forward(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        return vocab_parallel_cross_entropy(logits, labels, self.start, self.vocab_size, self.group)
+    def forward(
+        self, states: Tensor, weight: Tensor, bias: Tensor, labels: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return vocab_parallel_loss(
+            states, weight, bias, labels, self.start, self.vocab_size, self.group
+        )
 
 
 def insert_communication(

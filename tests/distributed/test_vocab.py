@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatron_deberta.parallel.vocab import (
-    vocab_parallel_cross_entropy,
-    vocab_parallel_embedding,
-)
+from megatron_deberta.parallel import vocab
+from megatron_deberta.parallel.collectives import copy_to
+from megatron_deberta.parallel.vocab import vocab_parallel_embedding, vocab_parallel_loss
 from tests.support.ranks import RankPool, grid
 
 PADDED, TOKENS, WIDTH = 16, 10, 6
@@ -52,13 +51,13 @@ def test_embedding_equals_one_process(four_ranks: RankPool, tp: int, sequence: b
         torch.testing.assert_close(grad, table.grad.chunk(tp)[rank % tp], rtol=1e-14, atol=1e-14)
 
 
-def _logits(dtype: torch.dtype) -> Tensor:
+def _logits() -> Tensor:
     logits = 3 * _random((TOKENS, PADDED), 3)
     logits[0, 2] = logits[0, 9] = 50.0  # a tie across ranks: index 2 wins
     logits[1, 11] = logits[1, 3] = 50.0
-    logits[2] -= 1e4  # far from zero: needs the maximum taken out
-    logits[3] += 3e4
-    return logits.to(dtype)
+    logits[2] -= 100  # far from zero: needs the maximum taken out
+    logits[3] += 100  # exp overflows fp32
+    return logits
 
 
 def _labels(vocab_size: int) -> Tensor:
@@ -67,21 +66,32 @@ def _labels(vocab_size: int) -> Tensor:
     return labels
 
 
-def run_loss(
-    rank: int, tp: int, vocab_size: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
+def _projection(vocab_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """States, weight and bias whose first logits are those above; padding rows are zero."""
+    states = torch.cat([_logits(), _random((TOKENS, WIDTH), 6)], dim=1)
+    weight = torch.cat([torch.eye(PADDED), 0.1 * _random((PADDED, WIDTH), 7)], dim=1)
+    bias = 0.1 * _random((PADDED,), 8)
+    bias[[3, 9, 11, 2]] = 0.0
+    weight[[3, 9, 11, 2], PADDED:] = 0.0
+    weight[vocab_size:], bias[vocab_size:] = 0.0, 60000.0  # padding must not count
+    return states.to(dtype), weight.to(dtype), bias.to(dtype)
+
+
+def run_loss(rank: int, tp: int, vocab_size: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
     groups = grid(tp)
-    columns = PADDED // tp
-    logits = _logits(dtype)
-    logits[:, vocab_size:] = 60000.0  # padding columns must not count, however large
-    local = logits.chunk(tp, dim=1)[groups.tp_rank].clone().requires_grad_()
-    loss, correct = vocab_parallel_cross_entropy(
-        local, _labels(vocab_size), groups.tp_rank * columns, vocab_size, groups.tp_group
+    start = groups.tp_rank * (PADDED // tp)
+    states, weight, bias = _projection(vocab_size, dtype)
+    inputs = [states, *(t[start : start + PADDED // tp].clone() for t in (weight, bias))]
+    for tensor in inputs:
+        tensor.requires_grad_()
+    vocab._CHUNK_ELEMENTS["cpu"] = 4 * (PADDED // tp)
+    whole = copy_to(inputs[0], groups.tp_group)
+    loss, right = vocab_parallel_loss(
+        whole, *inputs[1:], _labels(vocab_size), start, vocab_size, groups.tp_group
     )
-    (loss * _random((TOKENS,), 4, loss.dtype)).sum().backward()
-    assert local.grad is not None
-    assert local.grad.dtype == dtype
-    return loss.detach(), correct, local.grad
+    (0.7 * loss).backward()
+    assert all(t.grad is not None and t.grad.dtype == dtype for t in inputs)
+    return loss.detach(), right, *(t.grad for t in inputs if t.grad is not None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
@@ -90,38 +100,38 @@ def run_loss(
 def test_loss_equals_torch(
     four_ranks: RankPool, tp: int, vocab_size: int, dtype: torch.dtype
 ) -> None:
-    wide = torch.promote_types(dtype, torch.float32)
-    logits = _logits(dtype)[:, :vocab_size].clone().to(torch.float64).requires_grad_()
+    exact = [t.double().requires_grad_() for t in _projection(vocab_size, dtype)]
+    logits = functional.linear(*exact).to(dtype)  # rounded as the product rounds it
     labels = _labels(vocab_size)
-    expected = functional.cross_entropy(logits, labels, reduction="none")
-    (expected * _random((TOKENS,), 4, wide)).sum().backward()
-    assert logits.grad is not None
-    hit = logits.argmax(dim=1) == labels
+    expected = functional.cross_entropy(logits.double()[:, :vocab_size], labels, reduction="sum")
+    (0.7 * expected).backward()
+    hits = (logits[:, :vocab_size].argmax(dim=1) == labels).sum()
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
-    for rank, (loss, correct, grad) in enumerate(four_ranks.run(run_loss, tp, vocab_size, dtype)):
-        assert loss.dtype == wide
+    for rank, found in enumerate(four_ranks.run(run_loss, tp, vocab_size, dtype)):
+        loss, right, *gradients = found
+        assert loss.dtype == torch.promote_types(dtype, torch.float32)
         # The loss is made in fp32 whatever the logits are.
-        torch.testing.assert_close(
-            loss.double(), expected.detach(), rtol=min(tolerance, 1e-5), atol=min(tolerance, 1e-5)
-        )
-        assert torch.equal(correct, hit)
-        assert bool(correct[0])
-        padded = torch.zeros(TOKENS, PADDED, dtype=torch.float64)
-        padded[:, :vocab_size] = logits.grad
-        torch.testing.assert_close(
-            grad.double(), padded.chunk(tp, dim=1)[rank % tp], rtol=tolerance, atol=tolerance
-        )
+        assert float(loss) == pytest.approx(expected.item(), rel=min(tolerance, 1e-5))
+        assert right == hits
+        for gradient, source in zip(gradients, exact, strict=True):
+            assert source.grad is not None
+            own = source.grad
+            if gradient.shape != own.shape:
+                own = own.chunk(tp)[rank % tp]
+            error = (gradient.double() - own).norm() / source.grad.norm()
+            assert error <= tolerance
 
 
-def run_no_tokens(rank: int) -> tuple[list[int], list[int]]:
+def run_no_tokens(rank: int) -> tuple[float, list[int]]:
     groups = grid(2)
-    logits = torch.zeros(0, 4, requires_grad=True)
+    states, weight, bias = torch.zeros(0, 3), torch.ones(4, 3), torch.ones(4)
+    weight.requires_grad_()
     labels = torch.zeros(0, dtype=torch.int64)
-    loss, _ = vocab_parallel_cross_entropy(logits, labels, 4 * rank, 8, groups.tp_group)
-    loss.sum().backward()
-    assert logits.grad is not None
-    return list(loss.shape), list(logits.grad.shape)
+    loss, _ = vocab_parallel_loss(states, weight, bias, labels, 4 * rank, 8, groups.tp_group)
+    loss.backward()
+    assert weight.grad is not None
+    return float(loss), weight.grad.tolist()
 
 
 def test_a_batch_without_predictions(two_ranks: RankPool) -> None:
-    assert two_ranks.run(run_no_tokens) == [([0], [0, 4])] * 2
+    assert two_ranks.run(run_no_tokens) == [(0.0, [[0.0] * 3] * 4)] * 2
