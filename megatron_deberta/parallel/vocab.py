@@ -148,11 +148,10 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
         vocabulary: _Vocabulary,
         differentiate: bool,
     ) -> tuple[Tensor, Tensor]:
-        chunks = list(_chunks(len(states), len(weight), states.device.type))
-        gradients = _Gradients(states, weight, bias, len(chunks)) if differentiate else None
+        gradients = _Gradients(states, weight, bias) if differentiate else None
         wide = torch.promote_types(states.dtype, torch.float32)
         loss, right = states.new_zeros((), dtype=wide), labels.new_zeros(())
-        for rows in chunks:
+        for rows in _chunks(len(states), len(weight), states.device.type):
             logits = torch.addmm(bias, states[rows], weight.t())
             part, hits, d_logits = _chunk_loss(logits, labels[rows], vocabulary, differentiate)
             loss += part
@@ -160,7 +159,7 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
             if gradients is not None and d_logits is not None:
                 gradients.add(rows, d_logits)
             del logits, d_logits
-        ctx.gradients = None if gradients is None else gradients.finished()
+        ctx.gradients = gradients
         ctx.mark_non_differentiable(right)
         return loss, right
 
@@ -171,41 +170,43 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise RuntimeError("vocab_parallel_loss: its gradient has been used already")
-        return (*(gradient.mul_(grad) for gradient in gradients), None, None, None)
+        return (*gradients.scaled(grad), None, None, None)
 
 
 class _Gradients:
-    """Gradients of states, weight and bias for a loss whose own gradient is 1."""
+    """Gradients of states, weight and bias for a loss whose own gradient is 1, at least fp32.
 
-    def __init__(self, states: Tensor, weight: Tensor, bias: Tensor, num_chunks: int) -> None:
+    They are narrowed only when the loss's gradient is known: fp16 needs the loss scale in it.
+    """
+
+    def __init__(self, states: Tensor, weight: Tensor, bias: Tensor) -> None:
         self._states, self._weight = states, weight
         self._factor = _FP16_FACTOR if states.dtype == torch.float16 else 1.0
-        self._d_states = torch.empty_like(states)
-        # One chunk is rounded once; the sum of several is kept in fp32 until it is complete.
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        sum_dtype = weight.dtype if num_chunks == 1 and self._factor == 1.0 else wide
-        self._d_weight = torch.zeros_like(weight, dtype=sum_dtype)
+        wide = torch.promote_types(states.dtype, torch.float32)
+        self._d_states = torch.empty_like(states, dtype=wide)
+        self._d_weight = torch.zeros_like(weight, dtype=wide)
         self._d_bias = torch.zeros_like(bias, dtype=wide)
 
     def add(self, rows: slice, d_logits: Tensor) -> None:
         """Add a chunk's part; ``d_logits`` ``[R, V/tp]`` at least fp32."""
         self._d_bias += d_logits.sum(0)
-        narrow = (d_logits.mul_(self._factor) if self._factor != 1.0 else d_logits).to(
-            self._states.dtype
-        )
-        torch.mm(narrow, self._weight, out=self._d_states[rows])
-        self._d_states[rows] /= self._factor
+        if self._factor != 1.0:
+            d_logits.mul_(self._factor)
+        narrow = d_logits.to(self._states.dtype)
+        self._d_states[rows] = torch.mm(narrow, self._weight)
         if self._d_weight.dtype == narrow.dtype:
             self._d_weight.addmm_(narrow.t(), self._states[rows])
         else:
             self._d_weight += torch.mm(narrow.t(), self._states[rows])
 
-    def finished(self) -> tuple[Tensor, Tensor, Tensor]:
-        """All three, in the types of what they are the gradients of."""
-        if self._factor != 1.0:
-            self._d_weight /= self._factor
-        dtype = self._weight.dtype
-        return self._d_states, self._d_weight.to(dtype), self._d_bias.to(dtype)
+    def scaled(self, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """All three times the loss's gradient, in the types of what they belong to; once only."""
+        dtype, factor = self._states.dtype, grad / self._factor
+        return (
+            self._d_states.mul_(factor).to(dtype),
+            self._d_weight.mul_(factor).to(dtype),
+            self._d_bias.mul_(grad).to(dtype),
+        )
 
 
 def _chunks(num_rows: int, num_columns: int, device_type: str) -> Iterator[slice]:
