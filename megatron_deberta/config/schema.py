@@ -139,7 +139,7 @@ class ParallelConfig:
     sequence_parallel: bool = False
     """Split norms and dropouts along the sequence too (needs tensor_parallel_size > 1)."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations recomputed in backward: none, attention cores and activations, whole layers."""
+    """Recomputed in backward: none, cheap parts (GELU, dropout masks), or whole layers."""
     attention_backend: AttentionBackend = "auto"
     """Which implementation of disentangled attention runs."""
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.model.dropout import Dropout, DropoutSeeds, site_id
+from megatron_deberta.model.projections import project_together
 from megatron_deberta.model.seams import BlockInput, BlockOutput, LayerNorm, Rows
 from megatron_deberta.ops import RelativePositions, disentangled_attention
 
@@ -33,8 +33,8 @@ class AttentionContext:
     """Keys of dropout; None turns it off."""
     backend: str | None
     """Backend of the operator; None lets it choose."""
-    recompute_core: bool
-    """Recompute the attention core and activations in backward."""
+    recompute_cheap: bool
+    """Compute again in backward what takes no matrix product: dropout masks, activations."""
 
 
 @dataclass(frozen=True)
@@ -103,30 +103,28 @@ class DisentangledSelfAttention(nn.Module):
             ``[B, R, D]``.
         """
         inner = self.input(hidden, rows)
-        memory = self.remember(inner, context) if memory is None else memory
-        query = self._split_heads(self.query(inner))
-        queries_at = None if rows.sequence else rows.positions
-        if context.recompute_core:
-            attended = checkpoint(
-                self._core, query, memory, queries_at, context,
-                use_reentrant=False, preserve_rng_state=False,
-            )  # fmt: skip
+        if memory is None:
+            query, key, value = project_together(inner, (self.query, self.key, self.value))
+            memory = self._memory(key, value, context)
         else:
-            attended = self._core(query, memory, queries_at, context)
+            query = self.query(inner)
+        queries_at = None if rows.sequence else rows.positions
+        attended = self._core(self._split_heads(query), memory, queries_at, context)
         merged = attended.transpose(1, 2).flatten(2)
-        out = self.dropout(self.output(merged, rows), rows.positions, context.seeds)
-        normalised: Tensor = self.norm(hidden + out, rows)
+        out = self.output(merged, rows)
+        normalised: Tensor = self.norm(
+            self.dropout(out, rows.positions, context.seeds, residual=hidden), rows
+        )
         return normalised
 
     def remember(self, inner: Tensor, context: AttentionContext) -> Memory:
         """Project keys, values and positions from ``[B, N, D]`` (after the block input)."""
-        position_key, position_query = self._project_positions(context)
-        return Memory(
-            self._split_heads(self.key(inner)),
-            self._split_heads(self.value(inner)),
-            position_key,
-            position_query,
-        )
+        key, value = project_together(inner, (self.key, self.value))
+        return self._memory(key, value, context)
+
+    def _memory(self, key: Tensor, value: Tensor, context: AttentionContext) -> Memory:
+        heads = (self._split_heads(key), self._split_heads(value))
+        return Memory(*heads, *self._project_positions(context))
 
     def _project_positions(self, context: AttentionContext) -> tuple[Tensor | None, Tensor | None]:
         table = context.position_table
@@ -135,14 +133,12 @@ class DisentangledSelfAttention(nn.Module):
         # One mask a layer and step, which the passes of the mask decoder share, too.
         slots = torch.arange(table.size(0), device=table.device)
         table = self.table_dropout(table, slots, context.seeds)
-        position_key = position_query = None
-        if self.c2p:
-            projection = self.key if self.position_key is None else self.position_key
-            position_key = self._split_heads(projection(table).unsqueeze(0))[0]
-        if self.p2c:
-            projection = self.query if self.position_query is None else self.position_query
-            position_query = self._split_heads(projection(table).unsqueeze(0))[0]
-        return position_key, position_query
+        of_keys = self.key if self.position_key is None else self.position_key
+        of_queries = self.query if self.position_query is None else self.position_query
+        wanted = [layer for layer, on in ((of_keys, self.c2p), (of_queries, self.p2c)) if on]
+        projected = project_together(table, wanted)
+        heads = [self._split_heads(one.unsqueeze(0))[0] for one in projected]
+        return heads[0] if self.c2p else None, heads[-1] if self.p2c else None
 
     def _core(
         self, query: Tensor, memory: Memory, queries_at: Tensor | None, context: AttentionContext

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.model.attention import AttentionContext
-from megatron_deberta.model.dropout import DropoutSeeds
+from megatron_deberta.model.dropout import Dropout, DropoutExecution, DropoutSeeds
 from megatron_deberta.model.embeddings import Embeddings
 from megatron_deberta.model.encoder import Encoder
 from megatron_deberta.model.heads import MaskedLanguageModelHead, NextSentenceHead
@@ -25,6 +25,8 @@ class Execution:
     recompute: Literal["none", "selective", "full"] = "none"
     attention_backend: str | None = None
     """None lets the operator choose."""
+    fuse: bool = False
+    """Compile dropout and what surrounds it; see `DropoutExecution`."""
 
 
 class DebertaModel(nn.Module):
@@ -41,6 +43,10 @@ class DebertaModel(nn.Module):
         self.embeddings = Embeddings(config)
         self.encoder = Encoder(config, recompute_layers=self.execution.recompute == "full")
         self.exit = SequenceExit()
+        how = DropoutExecution(self.execution.recompute != "selective", self.execution.fuse)
+        for module in self.modules():
+            if isinstance(module, Dropout):
+                module.how = how
 
     def context(
         self,
@@ -55,7 +61,7 @@ class DebertaModel(nn.Module):
             document_ids=document_ids,
             seeds=seeds,
             backend=self.execution.attention_backend,
-            recompute_core=self.execution.recompute == "selective" and self.training,
+            recompute_cheap=self.execution.recompute == "selective" and self.training,
         )
 
     def forward(

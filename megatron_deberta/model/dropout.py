@@ -8,9 +8,14 @@ recomputation and no resume changes them.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from megatron_deberta.ops.dropout_bits import keep_mask, keep_scale, mix_seed
 
@@ -56,11 +61,91 @@ class Dropout(nn.Module):
         super().__init__()
         self.probability = probability
         self.site = site_id(site)
+        self.how = DropoutExecution()
+        """Set by the model."""
 
-    def forward(self, hidden: Tensor, positions: Tensor, seeds: DropoutSeeds | None) -> Tensor:
-        """Drop and rescale; ``positions`` ``[B, R]`` (or ``[S]`` for a table) key the bits."""
+    def forward(
+        self,
+        hidden: Tensor,
+        positions: Tensor,
+        seeds: DropoutSeeds | None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """Drop and rescale, then add ``residual`` if there is one.
+
+        Args:
+            hidden: ``[B, R, D]`` or a table ``[S, D]``.
+            positions: ``[B, R]`` (``[S]`` for a table), key the bits.
+            seeds: keys of dropout; None turns it off.
+            residual: like ``hidden``.
+        """
         if seeds is None or self.probability == 0.0:
-            return hidden
+            return hidden if residual is None else residual + hidden
         seed = seeds.per_row(self.site) if hidden.dim() == 3 else seeds.shared(self.site)
-        keep = keep_mask(seed, positions, hidden.size(-1), self.probability)
-        return hidden.masked_fill(~keep.view(hidden.shape), 0.0) * keep_scale(self.probability)
+        out = _Drop.apply(hidden, residual, seed, positions, self.probability, self.how)
+        return cast(Tensor, out)
+
+
+@dataclass(frozen=True)
+class DropoutExecution:
+    """How dropout runs; which elements it drops is always the same."""
+
+    keep_masks: bool = True
+    """Keep each mask for backward (a byte an element), or make it again there."""
+    fuse: bool = False
+    """Compile hashing, dropping and adding into few kernels, which make masks again for free."""
+
+
+class _Drop(torch.autograd.Function):
+    """y = residual + scale * mask * x."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        seed: Tensor,
+        positions: Tensor,
+        probability: float,
+        how: DropoutExecution,
+    ) -> Tensor:
+        ctx.probability, ctx.how = probability, how
+        ctx.has_residual = residual is not None
+        if how.fuse:
+            ctx.save_for_backward(seed, positions)
+            return _fused()(x, residual, seed, positions, probability)
+        keep = keep_mask(seed, positions, x.size(-1), probability).view(x.shape)
+        ctx.save_for_backward(*((keep,) if how.keep_masks else (seed, positions)))
+        return _apply(x, residual, keep, probability)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.how.fuse:
+            d_x = _fused()(grad, None, *ctx.saved_tensors, ctx.probability)
+        else:
+            if ctx.how.keep_masks:
+                (keep,) = ctx.saved_tensors
+            else:
+                seed, positions = ctx.saved_tensors
+                keep = keep_mask(seed, positions, grad.size(-1), ctx.probability)
+            d_x = _apply(grad, None, keep.view(grad.shape), ctx.probability)
+        return d_x, grad if ctx.has_residual else None, None, None, None, None
+
+
+def _apply(x: Tensor, residual: Tensor | None, keep: Tensor, probability: float) -> Tensor:
+    dropped = x.masked_fill(~keep, 0.0) * keep_scale(probability)
+    return dropped if residual is None else residual + dropped
+
+
+def _hash_and_apply(
+    x: Tensor, residual: Tensor | None, seed: Tensor, positions: Tensor, probability: float
+) -> Tensor:
+    keep = keep_mask(seed, positions, x.size(-1), probability).view(x.shape)
+    return _apply(x, residual, keep, probability)
+
+
+@cache
+def _fused() -> Callable[..., Tensor]:
+    """Compiled once a process, at first use; importing the compiler takes seconds."""
+    return torch.compile(_hash_and_apply)

@@ -35,14 +35,22 @@ class FeedForward(nn.Module):
     def forward(self, hidden: Tensor, rows: Rows, context: AttentionContext) -> Tensor:
         """Map ``[B, R, D]`` to ``[B, R, D]``."""
         inner = self.up(self.input(hidden, rows))
-        if context.recompute_core:
-            # Saves only the projection; GELU is run again in backward.
-            inner = checkpoint(F.gelu, inner, use_reentrant=False, preserve_rng_state=False)
+        if context.recompute_cheap:
+            # Recomputation stops at the last tensor that is missing, which is GELU's output: the
+            # product after it, and what it communicates, are not repeated.
+            out = checkpoint(
+                self._activate, inner, rows, use_reentrant=False, preserve_rng_state=False
+            )
         else:
-            inner = F.gelu(inner)
-        out = self.dropout(self.down(inner, rows), rows.positions, context.seeds)
-        normalised: Tensor = self.norm(hidden + out, rows)
+            out = self._activate(inner, rows)
+        normalised: Tensor = self.norm(
+            self.dropout(out, rows.positions, context.seeds, residual=hidden), rows
+        )
         return normalised
+
+    def _activate(self, inner: Tensor, rows: Rows) -> Tensor:
+        out: Tensor = self.down(F.gelu(inner), rows)
+        return out
 
 
 class Layer(nn.Module):

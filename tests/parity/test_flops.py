@@ -109,7 +109,7 @@ def test_backward_is_twice_forward(name: str) -> None:
     assert found == pytest.approx(formula + 3 * beyond_the_formula(model, length), rel=1e-12)
 
 
-@pytest.mark.parametrize("recompute", ["full"])
+@pytest.mark.parametrize("recompute", ["selective", "full"])
 @pytest.mark.parametrize("name", ["1.5B-like", "own position projections", "RoBERTa"])
 def test_recomputation_is_counted_apart(name: str, recompute: Any) -> None:
     model, length = CASES[name]

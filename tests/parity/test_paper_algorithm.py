@@ -65,7 +65,7 @@ def test_paper_index_is_algorithm_1(backend: str) -> None:
     generator = torch.Generator().manual_seed(2)
     hidden = torch.randn(1, 9, 16, generator=generator, dtype=torch.float64)
     table = torch.randn(6, 16, generator=generator, dtype=torch.float64)
-    context = AttentionContext(table, None, None, None, backend, recompute_core=False)
+    context = AttentionContext(table, None, None, None, backend, recompute_cheap=False)
     rows = Rows.of_sequence(torch.ones(1, 9, dtype=torch.bool))
 
     attended = algorithm_1(block, hidden[0], table)
@@ -81,7 +81,7 @@ def test_the_two_indices_differ(index: Any) -> None:
     generator = torch.Generator().manual_seed(2)
     hidden = torch.randn(1, 9, 16, generator=generator, dtype=torch.float64)
     table = torch.randn(6, 16, generator=generator, dtype=torch.float64)
-    context = AttentionContext(table, None, None, None, "reference", recompute_core=False)
+    context = AttentionContext(table, None, None, None, "reference", recompute_cheap=False)
     rows = Rows.of_sequence(torch.ones(1, 9, dtype=torch.bool))
     attended = algorithm_1(block, hidden[0], table)
     expected = block.norm(hidden + block.output(attended.unsqueeze(0), rows), rows)

@@ -1,0 +1,59 @@
+"""Several projections of the same input in one matrix product.
+
+Their weights stay parameters of their own, under canonical names, so tensor parallelism, ZeRO and
+checkpoints know nothing of the fusion; they are joined for the product, in forward and again in
+backward, and the joined copy is kept in neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+
+def project_together(x: Tensor, layers: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
+    """What ``layers`` make of ``x``, one matrix product for all of them.
+
+    Args:
+        x: ``[..., D]``.
+        layers: projections of D features, with or without bias.
+
+    Returns:
+        One tensor a layer, ``[..., features of the layer]``: views of one product.
+    """
+    parameters = [(layer.weight, cast("Tensor | None", layer.bias)) for layer in layers]
+    weights, biases = zip(*parameters, strict=True)
+    return cast("tuple[Tensor, ...]", _ProjectTogether.apply(x, *weights, *biases))
+
+
+class _ProjectTogether(torch.autograd.Function):
+    """y_i = x W_i^T + b_i, as one product with all W_i below each other."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
+        weights = [cast(Tensor, weight) for weight in parameters[: len(parameters) // 2]]
+        biases = parameters[len(weights) :]
+        ctx.save_for_backward(x, *weights)
+        ctx.widths = [len(weight) for weight in weights]
+        ctx.has_bias = [bias is not None for bias in biases]
+        joined = None
+        if any(ctx.has_bias):
+            pairs = zip(biases, weights, strict=True)
+            joined = torch.cat([w.new_zeros(len(w)) if b is None else b for b, w in pairs])
+        out = nn.functional.linear(x, torch.cat(weights), joined)
+        return tuple(out.split(ctx.widths, dim=-1))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        d_out = torch.cat(grads, dim=-1).flatten(0, -2)
+        d_x = (d_out @ torch.cat(weights)).view(x.shape) if ctx.needs_input_grad[0] else None
+        d_weights = (d_out.t() @ x.flatten(0, -2)).split(ctx.widths)
+        d_biases = d_out.sum(0).split(ctx.widths) if any(ctx.has_bias) else [None] * len(weights)
+        kept = [d if has else None for d, has in zip(d_biases, ctx.has_bias, strict=True)]
+        return (d_x, *d_weights, *kept)
