@@ -209,11 +209,21 @@ class _Gradients:
         )
 
 
-def _chunks(num_rows: int, num_columns: int, device_type: str) -> Iterator[slice]:
-    """Rows in as few equal parts as the limit on logits allows."""
+def chunk_rows(num_rows: int, num_columns: int, device_type: str) -> int:
+    """Tokens whose logits exist together: equal parts, as few as the limit allows.
+
+    Args:
+        num_rows: tokens to predict.
+        num_columns: this rank's vocabulary rows.
+        device_type: where, as in ``torch.device.type``.
+    """
     limit = max(1, _CHUNK_ELEMENTS.get(device_type, _CHUNK_ELEMENTS["cuda"]) // num_columns)
     parts = max(1, -(-num_rows // limit))
-    rows = -(-num_rows // parts)
+    return -(-num_rows // parts)
+
+
+def _chunks(num_rows: int, num_columns: int, device_type: str) -> Iterator[slice]:
+    rows = chunk_rows(num_rows, num_columns, device_type)
     for first in range(0, num_rows, max(1, rows)):
         yield slice(first, min(first + rows, num_rows))
 
