@@ -160,7 +160,8 @@ def disentangled_attention(
     )
     check_arguments(arguments)
     chosen = choose_backend(backend, q)
-    _log_once(chosen, q.device.type, q.dtype)
+    if not torch.compiler.is_compiling():
+        _log_once(chosen, q.device.type, q.dtype)
     output, lse = _backend(chosen)(without_idle_masks(arguments))
     return output if lse is None else (output, lse)
 

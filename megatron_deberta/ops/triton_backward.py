@@ -1,7 +1,7 @@
 """The backward kernels of queries, keys and values, and the band of score gradients they share.
 
 ``key_kernel`` computes the scores again, gives dV, and writes the gradient dS of the scores of
-each near tile, once, to the band; far tiles are finished on the spot. From the band,
+each near tile, once, to the band; what far tiles give comes from ``triton_far``. From the band,
 ``key_gradient_kernel`` gives dK, ``query_gradient_kernel`` dQ, and ``table_gradient_kernel``
 (``triton_table_gradients``) the gradients of the tables. Every sum has one owner and one order:
 two passes give the same bits.
@@ -22,7 +22,8 @@ import triton.language as tl
 from megatron_deberta.ops.triton_tiles import (
     head_state,
     in_high_block,
-    keeps,
+    keep_tile,
+    keep_tile_by_key,
     mix32,
     position_bias,
     rotate,
@@ -65,45 +66,61 @@ def output_products_kernel(
 
 
 @triton.jit
-def score_gradient(
+def signed_probabilities(
     scores,
-    products,
     lse2,
-    delta,
     seen,
     row_key,
-    key,
+    first_key,
     scale2,
     threshold,
-    keep_scale,
+    BY_KEY: tl.constexpr,
     MASKED: tl.constexpr,
     DROP: tl.constexpr,
+    B: tl.constexpr,
 ):
-    """Kept probabilities, and the gradient of the scores before their scale.
+    """Probabilities, negative where dropout drops: one register an element for both.
 
     Args:
-        scores: unscaled, float32, of either orientation; all others broadcast against them.
-        products: products of the output's gradient with the values.
-        lse2: log2-sum-exp2 of the queries.
-        delta: products of the output with its gradient.
-        seen: what is visible; read only with ``MASKED``.
-        row_key: dropout hash of the queries.
-        key: positions of the keys.
+        scores: unscaled, float32 ``[B, B]``.
+        lse2: log2-sum-exp2 of the queries ``[B]``.
+        seen: what is visible, like ``scores``; read only with ``MASKED``.
+        row_key: dropout hash of the queries, uint32 ``[B]``.
+        first_key: position of the tile's first key.
         scale2: scale of the scores / ln 2.
         threshold: ``dropout_bits.drop_threshold``.
-        keep_scale: ``dropout_bits.keep_scale``.
+        BY_KEY: keys are the tile's rows; else queries.
         MASKED: whether anything is hidden.
         DROP: whether there is dropout.
+        B: tile size.
     """
+    lse2 = lse2[None, :] if BY_KEY else lse2[:, None]
     p = tl.math.exp2(scores * scale2 - lse2)
     if MASKED:
         p = tl.where(seen, p, 0.0)
-    kept = p
     if DROP:
-        keep = keeps(row_key, key, threshold)
-        kept = tl.where(keep, p, 0.0)
-        products = tl.where(keep, products * keep_scale, 0.0)
-    return kept, p * (products - delta)
+        if BY_KEY:
+            keep = keep_tile_by_key(row_key, first_key, threshold, B)
+        else:
+            keep = keep_tile(row_key, first_key, threshold, B)
+        p = tl.where(keep, p, -p)
+    return p
+
+
+@triton.jit
+def score_gradient(signed, products, delta, keep_scale, DROP: tl.constexpr):
+    """Gradient of the scores before their scale.
+
+    Args:
+        signed: ``signed_probabilities``.
+        products: products of the output's gradient with the values.
+        delta: products of the output with its gradient, of the queries.
+        keep_scale: ``dropout_bits.keep_scale``.
+        DROP: whether there is dropout.
+    """
+    if DROP:
+        products = tl.where(signed > 0, products * keep_scale, 0.0)
+    return tl.abs(signed) * (products - delta)
 
 
 @triton.jit
@@ -134,8 +151,6 @@ def key_kernel(
     D_OUT,
     KEY_TABLE,
     QUERY_TABLE,
-    Q_ENDS,
-    K_ENDS,
     SEEN_LOW,
     SEEN_HIGH,
     SEED,
@@ -143,9 +158,9 @@ def key_kernel(
     DELTA,
     D_V,
     BAND,
-    D_K_FAR,
-    K_SUMS,
-    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, g_b, g_h, g_n, dv_b, dv_h, dv_n,
+    D_V_FAR,
+    q_b, q_h, q_n: tl.constexpr, k_b, k_h, k_n: tl.constexpr, v_b, v_h, v_n: tl.constexpr,
+    g_b, g_h, g_n: tl.constexpr, dv_b, dv_h, dv_n: tl.constexpr,
     heads,
     count,
     near,
@@ -176,9 +191,7 @@ def key_kernel(
         DELTA: ``output_products_kernel``.
         D_V: gradient of the values, strides ``dv_*``.
         BAND: dS of near tiles.
-        D_K_FAR: float32 ``[batch, heads, count, D]``, unscaled; only with ``FAR``.
-        K_SUMS: float32 ``[batch, heads, 2, count]``, dS summed over the far queries that take
-            the first and the last row of ``QUERY_TABLE``; only with ``FAR``.
+        D_V_FAR: float32 ``[batch, heads, count, D]``, what far queries gave; only with ``FAR``.
         width: query tiles of a key tile's band.
     """
     MASKED: tl.constexpr = RANGES or not EVEN
@@ -210,6 +223,9 @@ def key_kernel(
     near_begin = tl.maximum(begin, tile - near + 1)
     near_end = tl.minimum(end, tile + near)
     d_v = tl.zeros([B, D], tl.float32)
+    if FAR:
+        far = D_V_FAR + row * D + key[:, None] * D + columns[None, :]
+        d_v = tl.load(far, mask=(key < count)[:, None], other=0.0)
 
     # Kept from tile to tile in the precision in which it will be rotated: half the registers.
     k_high = tl.zeros([B, B], tl.float16 if HALF else tl.float32)
@@ -238,58 +254,21 @@ def key_kernel(
         bias = position_bias(k_high, k_low, q_high, q_low, P2C, C2P, HALF, B)
         k_high = k_low.to(k_high.dtype)
         scores = tl.dot(k, tl.trans(q), bias, input_precision="ieee")
-        products = tl.dot(v, tl.trans(d_out), input_precision="ieee")
         seen = (at[None, :] >= low[:, None]) & (at[None, :] < high[:, None])
         row_key = hash_rows(SEED, at, batch, head + head_offset, DROP)
-        kept, d_scores = score_gradient(
-            scores, products, lse2[None, :], delta[None, :], seen, row_key[None, :], key[:, None],
-            scale2, threshold, keep_scale, MASKED, DROP,
+        signed = signed_probabilities(
+            scores, lse2, seen, row_key, tile * B, scale2, threshold,
+            True, MASKED, DROP, B,
         )  # fmt: skip
-        d_v = tl.dot(kept.to(dtype), d_out, d_v, input_precision="ieee")
+        kept = tl.maximum(signed, 0.0).to(dtype)
+        d_v = tl.dot(kept, d_out, d_v, input_precision="ieee")
+        products = tl.dot(v, tl.trans(d_out), input_precision="ieee")
+        d_scores = score_gradient(signed, products, delta[None, :], keep_scale, DROP)
         place = BAND + (query_tile % width) * (B * B)
         tl.store(place + within[:, None] * B + within[None, :], d_scores.to(dtype))
 
-    if FAR:
-        d_k = tl.zeros([B, D], tl.float32)
-        # Side 0: queries far behind the keys; side 1: far before.
-        for side in tl.static_range(2):
-            k_end = tl.zeros([B], tl.float32)
-            if P2C:
-                k_end = tl.load(K_ENDS + 2 * row + side * count + key, mask=key < count, other=0.0)
-            sums = tl.zeros([B], tl.float32)
-            far_begin = tl.maximum(begin, near_end) if side == 0 else begin
-            far_end = end if side == 0 else tl.minimum(end, near_begin)
-            for query_tile in range(far_begin, far_end):
-                at = query_tile * B + within
-                q = rows_of(Q, q_n, query_tile * B, count, EVEN, B, D)
-                d_out = rows_of(D_OUT, g_n, query_tile * B, count, EVEN, B, D)
-                lse2 = tl.load(LSE2 + row + at, mask=at < count, other=0.0)
-                delta = tl.load(DELTA + row + at, mask=at < count, other=0.0)
-                scores = tl.dot(k, tl.trans(q), input_precision="ieee") + k_end[:, None]
-                if C2P:
-                    q_end = tl.load(
-                        Q_ENDS + 2 * row + (1 - side) * count + at, mask=at < count, other=0.0
-                    )
-                    scores += q_end[None, :]
-                products = tl.dot(v, tl.trans(d_out), input_precision="ieee")
-                seen = (at[None, :] >= low[:, None]) & (at[None, :] < high[:, None])
-                row_key = hash_rows(SEED, at, batch, head + head_offset, DROP)
-                kept, d_scores = score_gradient(
-                    scores, products, lse2[None, :], delta[None, :], seen, row_key[None, :],
-                    key[:, None], scale2, threshold, keep_scale, MASKED, DROP,
-                )  # fmt: skip
-                d_v = tl.dot(kept.to(dtype), d_out, d_v, input_precision="ieee")
-                d_k = tl.dot(d_scores.to(dtype), q, d_k, input_precision="ieee")
-                sums += tl.sum(d_scores, 1)
-            if P2C:
-                end_row = QUERY_TABLE + side * (2 * near * B - 1) * D + columns
-                d_k += sums[:, None] * tl.load(end_row).to(tl.float32)[None, :]
-                tl.store(K_SUMS + 2 * row + side * count + key, sums, mask=key < count)
-        place = D_K_FAR + row * D + key[:, None] * D + columns[None, :]
-        tl.store(place, d_k, mask=(key < count)[:, None])
-
-    place = D_V + key[:, None] * dv_n + columns[None, :]
-    tl.store(place, (d_v * keep_scale).to(D_V.dtype.element_ty), mask=(key < count)[:, None])
+    out = D_V + key[:, None] * dv_n + columns[None, :]
+    tl.store(out, (d_v * keep_scale).to(D_V.dtype.element_ty), mask=(key < count)[:, None])
 
 
 @triton.jit
@@ -301,7 +280,7 @@ def key_gradient_kernel(
     BAND,
     D_K_FAR,
     D_K,
-    q_b, q_h, q_n, dk_b, dk_h, dk_n,
+    q_b, q_h, q_n: tl.constexpr, dk_b, dk_h, dk_n: tl.constexpr,
     heads,
     count,
     near,
@@ -315,7 +294,7 @@ def key_gradient_kernel(
     EVEN: tl.constexpr,
     CONTENT: tl.constexpr,
 ):  # fmt: skip
-    """DK of a tile of keys: from the band, and what ``key_kernel`` found for far queries.
+    """DK of a tile of keys: from the band, and what ``far_key_kernel`` found.
 
     Arguments are those of ``key_kernel``, and ``D_K``, the gradient of the keys, strides
     ``dk_*``; ``scale`` is that of the scores. Without ``CONTENT`` only the table's part is wanted.
@@ -341,8 +320,8 @@ def key_gradient_kernel(
     near_end = tl.minimum(end, tile + near)
     d_k = tl.zeros([B, D], tl.float32)
     if FAR:
-        place = D_K_FAR + pair.to(tl.int64) * count * D + key[:, None] * D + columns[None, :]
-        d_k = tl.load(place, mask=(key < count)[:, None], other=0.0)
+        far = D_K_FAR + pair.to(tl.int64) * count * D + key[:, None] * D + columns[None, :]
+        d_k = tl.load(far, mask=(key < count)[:, None], other=0.0)
     high = in_high_block(B)
     before = tl.zeros([B, B], dtype)
     for query_tile in range(near_begin, near_end):
@@ -361,8 +340,8 @@ def key_gradient_kernel(
         rows = rows_of(QUERY_TABLE, D, block * B, 0, True, B, D)
         left = tl.where(high, 0.0, before).to(dtype)
         d_k = tl.dot(left, rows, d_k, input_precision="ieee")
-    place = D_K + key[:, None] * dk_n + columns[None, :]
-    tl.store(place, (d_k * scale).to(D_K.dtype.element_ty), mask=(key < count)[:, None])
+    out = D_K + key[:, None] * dk_n + columns[None, :]
+    tl.store(out, (d_k * scale).to(D_K.dtype.element_ty), mask=(key < count)[:, None])
 
 
 @triton.jit
@@ -382,7 +361,8 @@ def query_gradient_kernel(
     BAND,
     D_Q,
     Q_SUMS,
-    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, g_b, g_h, g_n, dq_b, dq_h, dq_n,
+    q_b, q_h, q_n: tl.constexpr, k_b, k_h, k_n: tl.constexpr, v_b, v_h, v_n: tl.constexpr,
+    g_b, g_h, g_n: tl.constexpr, dq_b, dq_h, dq_n: tl.constexpr,
     heads,
     count,
     near,
@@ -403,7 +383,7 @@ def query_gradient_kernel(
 ):  # fmt: skip
     """DQ of a tile of queries: near tiles from the band, far ones computed again.
 
-    Computing far tiles twice (here and in ``key_kernel``) is the price of a fixed order.
+    Computing far tiles twice (here and in ``far_key_kernel``) is the price of a fixed order.
     Arguments are those of ``key_kernel`` and ``forward_kernel``, and ``D_Q``, the gradient of the
     queries, strides ``dq_*``; ``Q_SUMS``, float32 ``[batch, heads, 2, count]``, dS summed over the
     far keys that take the first and the last row of ``KEY_TABLE``.
@@ -481,15 +461,16 @@ def query_gradient_kernel(
                     scores += k_end[None, :]
                 products = tl.dot(d_out, tl.trans(v), input_precision="ieee")
                 seen = (key[None, :] >= low[:, None]) & (key[None, :] < high[:, None])
-                _, d_scores = score_gradient(
-                    scores, products, lse2[:, None], delta[:, None], seen, row_key[:, None],
-                    key[None, :], scale2, threshold, keep_scale, MASKED, DROP,
+                signed = signed_probabilities(
+                    scores, lse2, seen, row_key, key_tile * B, scale2, threshold,
+                    False, MASKED, DROP, B,
                 )  # fmt: skip
+                d_scores = score_gradient(signed, products, delta[:, None], keep_scale, DROP)
                 d_q = tl.dot(d_scores.to(dtype), k, d_q, input_precision="ieee")
                 sums += tl.sum(d_scores, 1)
             if C2P:
                 end_row = KEY_TABLE + (1 - side) * (2 * near * B - 1) * D + columns
                 d_q += sums[:, None] * tl.load(end_row).to(tl.float32)[None, :]
                 tl.store(Q_SUMS + 2 * row + (1 - side) * count + at, sums, mask=at < count)
-    place = D_Q + at[:, None] * dq_n + columns[None, :]
-    tl.store(place, (d_q * scale).to(D_Q.dtype.element_ty), mask=(at < count)[:, None])
+    out = D_Q + at[:, None] * dq_n + columns[None, :]
+    tl.store(out, (d_q * scale).to(D_Q.dtype.element_ty), mask=(at < count)[:, None])

@@ -1,7 +1,7 @@
 """The forward kernel: a program owns a tile of queries and walks over the keys that it sees.
 
 Tiles whose distances all lie beyond the table need no products with it: all their distances share
-a slot, so their score is q . k plus one number a query and one a key (``end_products_kernel``).
+a slot, so their score is q . k plus one number a query and one a key (``triton_far``).
 """
 
 from __future__ import annotations
@@ -11,45 +11,12 @@ import triton.language as tl
 
 from megatron_deberta.ops.triton_tiles import (
     head_state,
-    keeps,
+    keep_tile,
     mix32,
     position_bias,
     rows_of,
     visible_tiles,
 )
-
-
-@triton.jit
-def end_products_kernel(
-    X, TABLE, OUT, x_b, x_h, x_n, heads, count, last, B: tl.constexpr, D: tl.constexpr
-):
-    """Products of every vector with the first and the last row of a table.
-
-    Args:
-        X: ``[batch, heads, count, D]`` of strides ``x_b``, ``x_h``, ``x_n``.
-        TABLE: ``[heads, last + 1, D]``.
-        OUT: float32 ``[batch, heads, 2, count]``.
-        x_b: stride.
-        x_h: stride.
-        x_n: stride.
-        heads: number of heads.
-        count: vectors of a head.
-        last: index of the table's last row.
-        B: vectors of a program.
-        D: head size.
-    """
-    tiles = tl.cdiv(count, B)
-    pair = tl.program_id(0) // tiles
-    first = (tl.program_id(0) % tiles) * B
-    batch = (pair // heads).to(tl.int64)
-    head = (pair % heads).to(tl.int64)
-    x = rows_of(X + batch * x_b + head * x_h, x_n, first, count, False, B, D).to(tl.float32)
-    row = TABLE + head * (last + 1) * D + tl.arange(0, D)
-    at = first + tl.arange(0, B)
-    out = OUT + pair.to(tl.int64) * 2 * count + at
-    tl.store(out, tl.sum(x * tl.load(row).to(tl.float32)[None, :], 1), mask=at < count)
-    product = tl.sum(x * tl.load(row + last * D).to(tl.float32)[None, :], 1)
-    tl.store(out + count, product, mask=at < count)
 
 
 @triton.jit
@@ -59,7 +26,7 @@ def softmax_step(
     peak,
     total,
     mixed,
-    key,
+    first_key,
     low,
     high,
     row_key,
@@ -67,10 +34,12 @@ def softmax_step(
     threshold,
     MASKED: tl.constexpr,
     DROP: tl.constexpr,
+    B: tl.constexpr,
 ):
     """Takes one tile of keys into the running softmax; in units of log 2."""
     scores = scores * scale2
     if MASKED:
+        key = first_key + tl.arange(0, B)
         seen = (key[None, :] >= low[:, None]) & (key[None, :] < high[:, None])
         scores = tl.where(seen, scores, float("-inf"))
     new_peak = tl.maximum(peak, tl.max(scores, 1))
@@ -81,7 +50,7 @@ def softmax_step(
     fade = tl.math.exp2(peak - base)
     total = total * fade + tl.sum(p, 1)
     if DROP:
-        p = tl.where(keeps(row_key[:, None], key[None, :], threshold), p, 0.0)
+        p = tl.where(keep_tile(row_key, first_key, threshold, B), p, 0.0)
     mixed = mixed * fade[:, None]
     mixed = tl.dot(p.to(v.dtype), v, mixed, input_precision="ieee")
     return new_peak, total, mixed
@@ -103,16 +72,16 @@ def forward_kernel(
     LSE2,
     q_b,
     q_h,
-    q_n,
+    q_n: tl.constexpr,
     k_b,
     k_h,
-    k_n,
+    k_n: tl.constexpr,
     v_b,
     v_h,
-    v_n,
+    v_n: tl.constexpr,
     o_b,
     o_h,
-    o_n,
+    o_n: tl.constexpr,
     heads,
     count,
     near,
@@ -226,8 +195,8 @@ def forward_kernel(
                     k_end = tl.load(K_ENDS + ends + side * count + key, mask=key < count, other=0.0)
                     scores += k_end[None, :]
                 peak, total, mixed = softmax_step(
-                    scores, v, peak, total, mixed, key, low, high, row_key, scale2, threshold,
-                    MASKED, DROP,
+                    scores, v, peak, total, mixed, key_tile * B, low, high, row_key, scale2,
+                    threshold, MASKED, DROP, B,
                 )  # fmt: skip
 
     # Blocks of the tables for the distances of the tiles, of which one is new at each step.
@@ -259,8 +228,9 @@ def forward_kernel(
         scores = tl.dot(q, tl.trans(k), bias, input_precision="ieee")
         q_high = q_low.to(q_high.dtype)
         peak, total, mixed = softmax_step(
-            scores, v, peak, total, mixed, key, low, high, row_key, scale2, threshold, MASKED, DROP
-        )
+            scores, v, peak, total, mixed, key_tile * B, low, high, row_key, scale2, threshold,
+            MASKED, DROP, B,
+        )  # fmt: skip
 
     dead = total == 0.0
     factor = tl.where(dead, 0.0, keep_scale / tl.where(dead, 1.0, total))

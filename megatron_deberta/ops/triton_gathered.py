@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_deberta.ops.triton_backward import hash_rows, score_gradient
+from megatron_deberta.ops.triton_backward import hash_rows, score_gradient, signed_probabilities
 from megatron_deberta.ops.triton_forward import softmax_step
 from megatron_deberta.ops.triton_tiles import rows_of
 
@@ -146,8 +146,9 @@ def gathered_forward_kernel(
         bias = gathered_bias(q, k, t, KEY_TABLE, QUERY_TABLE, first, last, C2P, P2C, B, D)
         scores = tl.dot(q, tl.trans(k), bias, input_precision="ieee")
         peak, total, mixed = softmax_step(
-            scores, v, peak, total, mixed, key, low, high, row_key, scale2, threshold, True, DROP
-        )
+            scores, v, peak, total, mixed, key_tile * B, low, high, row_key, scale2, threshold,
+            True, DROP, B,
+        )  # fmt: skip
     dead = total == 0.0
     factor = tl.where(dead, 0.0, keep_scale / tl.where(dead, 1.0, total))
     lse2 = tl.where(dead, float("-inf"), peak + tl.math.log2(tl.where(dead, 1.0, total)))
@@ -220,10 +221,11 @@ def gathered_query_kernel(
         scores = tl.dot(q, tl.trans(k), bias, input_precision="ieee")
         products = tl.dot(d_out, tl.trans(v), input_precision="ieee")
         seen = (key[None, :] >= low[:, None]) & (key[None, :] < high[:, None])
-        _, d_scores = score_gradient(
-            scores, products, lse2[:, None], delta[:, None], seen, row_key[:, None],
-            key[None, :], scale2, threshold, keep_scale, True, DROP,
+        signed = signed_probabilities(
+            scores, lse2, seen, row_key, key_tile * B, scale2, threshold,
+            False, True, DROP, B,
         )  # fmt: skip
+        d_scores = score_gradient(signed, products, delta[:, None], keep_scale, DROP)
         d_q = tl.dot(d_scores.to(k.dtype), k, d_q, input_precision="ieee")
         if C2P:
             # Rows inside the table stand for one distance, so each is written at most once.
@@ -303,13 +305,15 @@ def gathered_key_kernel(
         first, last = block_span(at, tile, near, B)
         bias = gathered_bias(q, k, t, KEY_TABLE, QUERY_TABLE, first, last, C2P, P2C, B, D)
         scores = tl.dot(k, tl.trans(q), tl.trans(bias), input_precision="ieee")
-        products = tl.dot(v, tl.trans(d_out), input_precision="ieee")
         seen = (key[:, None] >= low[None, :]) & (key[:, None] < high[None, :])
-        kept, d_scores = score_gradient(
-            scores, products, lse2[None, :], delta[None, :], seen, row_key[None, :],
-            key[:, None], scale2, threshold, keep_scale, True, DROP,
+        signed = signed_probabilities(
+            scores, lse2, seen, row_key, tile * B, scale2, threshold,
+            True, True, DROP, B,
         )  # fmt: skip
-        d_v = tl.dot(kept.to(dtype), d_out, d_v, input_precision="ieee")
+        kept = tl.maximum(signed, 0.0).to(dtype)
+        d_v = tl.dot(kept, d_out, d_v, input_precision="ieee")
+        products = tl.dot(v, tl.trans(d_out), input_precision="ieee")
+        d_scores = score_gradient(signed, products, delta[None, :], keep_scale, DROP)
         d_k = tl.dot(d_scores.to(dtype), q, d_k, input_precision="ieee")
         if P2C:
             # Distance in tiles decides, as in the other kernels, so that band and sums share out.

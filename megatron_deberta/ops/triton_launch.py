@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_deberta.ops import triton_backward as backward_kernels
+from megatron_deberta.ops import triton_far as far_kernels
 from megatron_deberta.ops import triton_forward as forward_kernels
 from megatron_deberta.ops import triton_table_gradients as table_kernels
 from megatron_deberta.ops.dropout_bits import drop_threshold, keep_scale
@@ -128,7 +129,7 @@ class Plan:
             out = x
             if self.far and form is not None:
                 out = self.empty(self.batch, self.heads, 2, self.count)
-                forward_kernels.end_products_kernel[self.grid](
+                far_kernels.end_products_kernel[self.grid](
                     x, table, out, *x.stride()[:3], self.heads, self.count,
                     2 * self.near * self.tile - 1, **self.flags("products"),
                 )  # fmt: skip
@@ -202,7 +203,7 @@ def backward(
     )  # fmt: skip
     tile = plan.tile
     band = plan.empty(batch, heads, plan.tiles, plan.width, tile, tile, dtype=q.dtype)
-    d_k_far = plan.empty(*k.shape) if plan.far else q
+    d_k_far, d_v_far = (plan.empty(*k.shape) if plan.far else q for _ in range(2))
     sums_shape = (batch, heads, 2, count) if plan.far else (0,)
     q_sums, k_sums = plan.empty(*sums_shape), plan.empty(*sums_shape)
     low, high, seen_low, seen_high = plan.visibility()
@@ -211,11 +212,16 @@ def backward(
     shape = (heads, count, plan.near, plan.width)
     masks = ("FAR", "RANGES", "EVEN")
 
+    if plan.far:
+        far_kernels.far_key_kernel[plan.grid](
+            q, k, v, d_output, plan.query_table, q_ends, k_ends, seen_low, seen_high, plan.seed,
+            lse2, delta, d_v_far, d_k_far, k_sums, *inputs, *shape[:3], call.scale * LOG2_E,
+            *plan.dropout, **plan.flags("far_key", "C2P", "P2C", "RANGES", "EVEN", "DROP"),
+        )  # fmt: skip
     backward_kernels.key_kernel[plan.grid](
-        q, k, v, d_output, plan.key_table, plan.query_table, q_ends, k_ends, seen_low, seen_high,
-        plan.seed, lse2, delta, d_v, band, d_k_far, k_sums, *inputs, *d_v.stride()[:3], *shape,
-        call.scale * LOG2_E, *plan.dropout,
-        **plan.flags("key", "C2P", "P2C", "HALF", *masks, "DROP"),
+        q, k, v, d_output, plan.key_table, plan.query_table, seen_low, seen_high, plan.seed, lse2,
+        delta, d_v, band, d_v_far, *inputs, *d_v.stride()[:3], *shape, call.scale * LOG2_E,
+        *plan.dropout, **plan.flags("key", "C2P", "P2C", "HALF", *masks, "DROP"),
     )  # fmt: skip
     backward_kernels.key_gradient_kernel[plan.grid](
         q, plan.query_table, seen_low, seen_high, band, d_k_far, d_k, *q.stride()[:3],
@@ -289,7 +295,7 @@ def _fold(
     ends = parts
     if plan.far:
         ends = plan.empty(plan.heads, 2, shares, plan.size)
-        table_kernels.end_gradient_kernel[(plan.heads, shares)](
+        far_kernels.end_gradient_kernel[(plan.heads, shares)](
             x, sums, ends, *x.stride()[:3], plan.batch, plan.heads, plan.count, shares,
             **plan.flags("products"),
         )  # fmt: skip

@@ -25,6 +25,10 @@ TILES = {torch.float16: 64, torch.bfloat16: 64, torch.float32: 32}
 
 DEFAULT = Setting(warps=4, stages=2)
 LAUNCH: dict[tuple[str, int], Setting] = {
+    # With a second stage a multiprocessor's shared memory would hold one program instead of two.
+    ("key", 32): Setting(4, 1),
+    ("key", 64): Setting(4, 1),
+    ("key", 128): Setting(4, 1),
     ("fold", 32): Setting(1, 1),
     ("fold", 64): Setting(1, 1),
     ("fold", 128): Setting(1, 1),

@@ -55,7 +55,7 @@ def table_gradient_kernel(
     HIGH,
     KEY_PARTS,
     QUERY_PARTS,
-    q_b, q_h, q_n, k_b, k_h, k_n,
+    q_b, q_h, q_n: tl.constexpr, k_b, k_h, k_n: tl.constexpr,
     batches,
     heads,
     count,
@@ -169,55 +169,6 @@ def table_gradient_kernel(
 
 
 @triton.jit
-def end_gradient_kernel(
-    X,
-    SUMS,
-    OUT,
-    x_b,
-    x_h,
-    x_n,
-    batches,
-    heads,
-    count,
-    shares,
-    B: tl.constexpr,
-    D: tl.constexpr,
-):
-    """Gradient of a table's two ends from far tiles: dS summed a vector, times the vector.
-
-    Args:
-        X: queries or keys, ``[batch, heads, count, D]`` of strides ``x_b``, ``x_h``, ``x_n``.
-        SUMS: float32 ``[batch, heads, 2, count]``.
-        OUT: float32 ``[heads, 2, shares, D]``, to be added up.
-        x_b: stride.
-        x_h: stride.
-        x_n: stride.
-        batches: batch rows.
-        heads: local heads.
-        count: length of a row.
-        shares: programs a head's tiles are shared out to.
-        B: vectors of a step.
-        D: head size.
-    """
-    head = tl.program_id(0).to(tl.int64)
-    share = tl.program_id(1)
-    tiles = tl.cdiv(count, B)
-    first = tl.zeros([D], tl.float32)
-    last = tl.zeros([D], tl.float32)
-    for step in range(share, batches * tiles, shares):
-        batch = (step // tiles).to(tl.int64)
-        at = (step % tiles) * B + tl.arange(0, B)
-        x = rows_of(X + batch * x_b + head * x_h, x_n, (step % tiles) * B, count, False, B, D)
-        x = x.to(tl.float32)
-        sums = SUMS + (batch * heads + head) * 2 * count + at
-        first += tl.sum(tl.load(sums, mask=at < count, other=0.0)[:, None] * x, 0)
-        last += tl.sum(tl.load(sums + count, mask=at < count, other=0.0)[:, None] * x, 0)
-    out = OUT + (head * 2 * shares + share) * D + tl.arange(0, D)
-    tl.store(out, first)
-    tl.store(out + shares * D, last)
-
-
-@triton.jit
 def fold_kernel(
     PARTS,
     ENDS,
@@ -238,7 +189,7 @@ def fold_kernel(
 
     Args:
         PARTS: of ``table_gradient_kernel``.
-        ENDS: of ``end_gradient_kernel``; read only with ``FAR``.
+        ENDS: of ``triton_far.end_gradient_kernel``; read only with ``FAR``.
         ROWS: int32 ``[slots, 2]``, first and one past the last row of the linear table that is a
             copy of a slot.
         OUT: ``[heads, slots, D]``, contiguous.

@@ -136,17 +136,32 @@ def head_state(seeds, batch, head):
 
 
 @triton.jit
-def keeps(row_key, key, threshold):
-    """Which elements dropout keeps: the byte of each is at least the threshold.
+def keep_tile(row_key, first_key, threshold, B: tl.constexpr):
+    """Which elements of a tile of queries by keys dropout keeps, ``[B, B]``.
+
+    Four keys share a word of the hash, so it is computed once for the four.
 
     Args:
-        row_key: hash of the queries, uint32, broadcastable against ``key``.
-        key: positions of the keys, int32.
+        row_key: hash of the queries, uint32 ``[B]``.
+        first_key: position of the tile's first key, a multiple of 4.
         threshold: ``dropout_bits.drop_threshold``.
+        B: tile size.
     """
-    word = mix32(row_key ^ ((key >> 2).to(tl.uint32) * 0x9E3779B9))
+    group = (first_key // 4 + tl.arange(0, B // 4)).to(tl.uint32) * 0x9E3779B9
+    shift = (8 * tl.arange(0, 4)).to(tl.uint32)
+    word = mix32(row_key[:, None] ^ group[None, :])
+    byte = (word[:, :, None] >> shift[None, None, :]) & 255
+    return tl.reshape((byte >= threshold.to(tl.uint32)).to(tl.int8), [B, B]) != 0
+
+
+@triton.jit
+def keep_tile_by_key(row_key, first_key, threshold, B: tl.constexpr):
+    """As ``keep_tile`` for a tile of keys by queries, where no thread has four keys of a query."""
+    key = first_key + tl.arange(0, B)
+    group = (key >> 2).to(tl.uint32) * 0x9E3779B9
+    word = mix32(row_key[None, :] ^ group[:, None])
     # The byte moves to the top, where a comparison needs no mask.
-    byte_on_top = word << (24 - 8 * (key & 3)).to(tl.uint32)
+    byte_on_top = word << (24 - 8 * (key & 3)).to(tl.uint32)[:, None]
     return byte_on_top >= (threshold.to(tl.uint32) << 24)
 
 

@@ -122,3 +122,100 @@ def test_gathered_queries(mask: str, positions: RelativePositions) -> None:
     inputs = random_inputs((2, 1, 53, 32), positions, gathered=7)
     options = {**masks(53)[mask], "q_positions": GATHERED, "p2c_index": "paper"}
     assert_right(inputs, positions, dtype, dropout_p=0.2, seed=3, **options)
+
+
+def test_packed_documents_equal_separate_ones() -> None:
+    inputs = random_inputs((1, 1, 45, 32), LINEAR)
+    cut = 19
+    documents = (torch.arange(45) >= cut).long()[None]
+    options: dict[str, Any] = {"backend": "triton", "device": DEVICE}
+    packed = run_attention(inputs, torch.float32, LINEAR, document_ids=documents, **options)[0]
+    for part in (slice(0, cut), slice(cut, 45)):
+        alone: Inputs = [None if x is None else x[:, :, part] for x in inputs[:3]]
+        alone = [*alone, *inputs[3:]]
+        separate = run_attention(alone, torch.float32, LINEAR, **options)[0]
+        assert relative_error(packed[:, :, part], separate) < OPERATOR[torch.float32]
+
+
+def test_what_padding_holds_does_not_matter() -> None:
+    inputs = random_inputs((1, 1, 45, 32), LINEAR)
+    real = torch.arange(45)[None] < 30
+    options: dict[str, Any] = {"backend": "triton", "device": DEVICE, "key_padding": real}
+    first = run_attention(inputs, torch.float32, LINEAR, **options)
+    other = [x if x is None else x.clone() for x in inputs]
+    for x in other[1:3]:
+        assert x is not None
+        x[:, :, 30:] = 1e4
+    second = run_attention(other, torch.float32, LINEAR, **options)
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_causal_equals_the_row_cut_short() -> None:
+    inputs = random_inputs((1, 1, 45, 32), LINEAR)
+    options: dict[str, Any] = {"backend": "triton", "device": DEVICE, "causal": True}
+    whole = run_attention(inputs, torch.float32, LINEAR, **options)[0]
+    cut: Inputs = [None if x is None else x[:, :, :20] for x in inputs[:3]]
+    short = run_attention([*cut, *inputs[3:]], torch.float32, LINEAR, **options)[0]
+    assert relative_error(whole[:, :, :20], short) < OPERATOR[torch.float32]
+
+
+def test_tensor_parallel_halves_equal_the_whole() -> None:
+    inputs = random_inputs((1, 2, 33, 32), LINEAR)
+    options: dict[str, Any] = {"backend": "triton", "device": DEVICE, "dropout_p": 0.5, "seed": 2}
+    whole = run_attention(inputs, torch.float16, LINEAR, **options)
+    local: Inputs = [None if x is None else x[:, 1:] if x.dim() == 4 else x[1:] for x in inputs]
+    part = run_attention(local, torch.float16, LINEAR, head_offset=1, **options)
+    assert torch.equal(part[0], whole[0][:, 1:])
+    assert torch.equal(part[1], whole[1][:, 1:])
+
+
+def test_any_strides() -> None:
+    inputs = random_inputs((1, 1, 20, 32), LINEAR)
+    options: dict[str, Any] = {"backend": "triton", "positions": LINEAR}
+    leaves, strange = [], []
+    for x in inputs:
+        assert x is not None
+        leaf = x.to(DEVICE, torch.float16)
+        wide = torch.zeros(*x.shape[:-1], 64, dtype=torch.float16, device=DEVICE)
+        turned = wide.transpose(-2, -3).contiguous().transpose(-2, -3)[..., ::2]
+        leaves.append(leaf.requires_grad_())
+        strange.append(turned.copy_(leaf.detach()).requires_grad_())
+    results = []
+    for tensors in (leaves, strange):
+        output = disentangled_attention(*tensors, **options)
+        gradient = output.detach().transpose(-1, -2).contiguous().transpose(-1, -2)
+        results.append([output, *torch.autograd.grad(output, tensors, gradient)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_the_operators_of_torch_keep_their_promises(gathered: bool) -> None:
+    """Shapes without data, gradients and tracing, as ``torch.compile`` relies on them."""
+    from megatron_deberta.ops import triton_backend
+
+    inputs = random_inputs((1, 1, 18, 32), LINEAR, gathered=5 if gathered else None)
+    leaves = [x.to(DEVICE, torch.float32).requires_grad_() for x in inputs if x is not None]
+    ranges = None
+    if gathered:
+        at = torch.tensor([[3, 17, -1, 0, 9]], device=DEVICE)
+        ranges = triton_backend.gathered_ranges(at, None, 18)
+    seed = torch.tensor([3], device=DEVICE)
+    options = (gathered, seed, LINEAR.max_distance, LINEAR.buckets, False, 0.1, 0, 0.1)
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(
+        triton_backend._forward_op, (*leaves, ranges, *options), test_utils=checks
+    )
+
+
+def test_compiles_whole() -> None:
+    inputs = random_inputs((1, 1, 18, 32), LINEAR)
+    leaves = [x.to(DEVICE, torch.float32).requires_grad_() for x in inputs if x is not None]
+
+    def attend(*x: Tensor) -> Tensor:
+        return disentangled_attention(*x, positions=LINEAR, causal=True, backend="triton") * 2
+
+    traced = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    expected = torch.autograd.grad(attend(*leaves).sum(), leaves)
+    actual = torch.autograd.grad(traced(*leaves).sum(), leaves)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
