@@ -315,7 +315,99 @@ def sketches(device: str) -> str:
     return markdown(("library", "million runs a second, one core", "error of the estimate"), rows)
 
 
+def loader(device: str) -> str:
+    """Rows of every format through packing, masking and collation."""
+    record = load(device, "loader")
+    if record is None:
+        return NOTHING
+    columns = [(masking, micro) for masking in ("uniform", "released") for micro in (8, 64)]
+    cells: dict[tuple[str, str], dict[tuple[str, int], str]] = {}
+    for row in record["results"]:
+        key = (row["corpus"], f"`{row['packing']}`, N = {row['sequence_length']}")
+        speed = f"{row['tokens_per_second'] / 1e6:.1f} M ({row['times_h200']:.0f}x)"
+        cells.setdefault(key, {})[row["masking"], row["micro_batch"]] = speed
+    titles = [f"{masking}, {micro} rows" for masking, micro in columns]
+    rows = [(*key, *(found[column] for column in columns)) for key, found in cells.items()]
+    return markdown(("text", "format", *titles), rows) + _place(record)
+
+
+def data_index(device: str) -> str:
+    """Indices of every format over many small documents."""
+    record = load(device, "data_index")
+    if record is None:
+        return NOTHING
+    rows = [
+        (
+            f"{row['documents']:,}",
+            f"`{row['packing']}`",
+            f"{row['build']['seconds']:.1f} s",
+            f"{row['build']['own_memory_mib']:.0f} MiB",
+            f"{row['index_bytes_a_document']:.0f} B",
+            f"{row['open']['seconds']:.2f} s",
+            f"{row['open']['own_memory_mib']:.0f} MiB",
+        )
+        for row in record["results"]
+    ]
+    titles = ("documents", "format", "built in", "own memory", "disk a document", "opened in")
+    return markdown((*titles, "own memory"), rows) + _place(record)
+
+
+def masks(device: str) -> str:
+    """Masks of ours beside those of the release's algorithm."""
+    record = load(device, "masking")
+    if record is None:
+        return NOTHING
+    names = {
+        "rate_by_eighth": [f"rate in eighth {number}" for number in range(1, 9)],
+        "rate_of_last_16": ["rate of the last 16"],
+        "runs_of_1_2_3_more_words": [f"runs of {n} words" for n in ("1", "2", "3", "more")],
+        "masked_kept_random": ["[MASK]", "kept", "random"],
+    }
+    rows = [
+        (title, f"{ours:.2%}", f"{theirs:.2%}", f"{100 * (ours - theirs):+.2f}")
+        for name, titles in names.items()
+        for title, ours, theirs in zip(
+            titles, record["ours"][name], record["release"][name], strict=True
+        )
+    ]
+    return markdown(("", "ours", "release", "points"), rows) + (
+        f"\n({record['rows']:,} rows of 512 tokens.)\n"
+    )
+
+
+def formats(device: str) -> str:
+    """Short runs of every format, killed and resumed."""
+    record = load(device, "formats")
+    if record is None:
+        return NOTHING
+    rows = [
+        (
+            f"`{row['packing']}`",
+            f"{row['loss_first_5']:.3f} to {row['loss_last_5']:.3f}",
+            f"{row['validation'][0]['loss']:.3f} to {row['validation'][1]['loss']:.3f}",
+            f"{row['validation'][1]['next_sentence_loss']:.3f}, "
+            f"{row['validation'][1]['next_sentence_accuracy']:.0%}"
+            if "next_sentence_loss" in row["validation"][1]
+            else "",
+            f"{row['killed_after_step']}, from {row['resumed_from_step']}",
+            "the same" if row["same_bits"] else "DIFFERENT",
+        )
+        for row in record["results"]
+    ]
+    titles = ("format", "loss, first to last 5 steps", "validation, step 25 to 60")
+    return markdown((*titles, "next sentence: loss, right", "killed after step", "bits"), rows)
+
+
+def _place(record: dict[str, Any]) -> str:
+    where = record["provenance"]
+    return f"\n({where['hardware']}, {where['cores']} cores, load {where['load']}.)\n"
+
+
 TABLES: dict[str, Callable[[str], str]] = {
+    "loader": loader,
+    "data-index": data_index,
+    "masks": masks,
+    "formats": formats,
     "step-summary": step_summary,
     "step": step,
     "peers": peers,

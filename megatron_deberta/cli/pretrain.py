@@ -16,7 +16,7 @@ from collections import Counter
 from omegaconf import OmegaConf
 
 from megatron_deberta.checkpoint.resume import FLAG
-from megatron_deberta.config import load_config, validate_for_world
+from megatron_deberta.config import BatchArithmetic, load_config, validate_for_world
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.errors import EXIT_DONE
 from megatron_deberta.model.shapes import parameter_shapes
@@ -76,12 +76,20 @@ def describe_run(config: RunConfig) -> str:
             "rank = dp_rank * tp_size + tp_rank",
             f"batch: {config.train.global_batch_size} sequences = {batch.dp_size} data-parallel x "
             f"{batch.micro_batch_size} a micro batch x {batch.accumulation_steps} accumulated; "
-            f"{batch.tokens_per_step:,} tokens a step, "
-            f"{batch.tokens_per_step * config.train.steps:,} in {config.train.steps:,} steps",
+            f"{_tokens(config, batch)} in {config.train.steps:,} steps",
             "",
             *_parameter_table(config, tp_size),
         )
     )
+
+
+def _tokens(config: RunConfig, batch: BatchArithmetic) -> str:
+    """Tokens of a step, short and long, and of the run."""
+    short_steps = min(config.data.short_steps, config.train.steps)
+    short = batch.short_tokens_per_step
+    total = short * short_steps + batch.tokens_per_step * (config.train.steps - short_steps)
+    first = f"{short:,} tokens a step in the first {short_steps:,}, then " if short_steps else ""
+    return f"{first}{batch.tokens_per_step:,} tokens a step, {total:,}"
 
 
 def _parameter_table(config: RunConfig, tp_size: int) -> list[str]:

@@ -40,6 +40,10 @@ WORLD_SIZES = {
     "learn_cpu": 0,
     "learn_gpu": 0,
     "quickstart": 2,
+    "table2_full_sentences_h100": 8,
+    "table2_doc_sentences_h100": 8,
+    "table2_segment_pair_h100": 8,
+    "table2_sentence_pair_h100": 8,
     "small": 0,
 }
 # Rows of the paper's Table 4 that leave something out, as overrides of the ablation model.

@@ -29,6 +29,25 @@ from megatron_deberta.errors import ConfigError, TopologyError
         (["precision.engine=plain", "precision.offload_optimizer=true"], ["offload_optimizer"]),
         (["data.sequence_length=513"], ["data.sequence_length=513", "max_position_embeddings=512"]),
         (["data.sequence_length=3"], ["data.sequence_length=3"]),
+        (["data.packing=segment_pair"], ["next_sentence_head=false", "segment_pair", "to true"]),
+        (["model.next_sentence_head=true"], ["next_sentence_head=true", "full_sentences"]),
+        (
+            ["data.packing=sentence_pair", "model.next_sentence_head=true"],
+            ["model.type_vocab_size=0", "use 2"],
+        ),
+        (
+            [
+                "data.packing=sentence_pair",
+                "model.next_sentence_head=true",
+                "model.type_vocab_size=2",
+                "data.attend_across_documents=false",
+            ],
+            ["attend_across_documents=false", "sentence_pair", "to true"],
+        ),
+        (
+            ["data.short_steps=5", "data.short_sequence_length=512"],
+            ["data.short_sequence_length=512", "data.short_steps=5"],
+        ),
         (["model.mask_decoder_passes=0"], ["absolute_positions=decoder", "mask_decoder_passes=0"]),
         (["model.position_buckets=1024"], ["position_buckets=1024", "max_relative_positions=512"]),
         (["model.conv_kernel_size=4"], ["conv_kernel_size=4", "use 5"]),
