@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,8 @@ import numpy.typing as npt
 Hashes = npt.NDArray[np.uint64]
 
 _PIECE_CHARACTERS = 1 << 20
+_SHORT_CHARACTERS = 1 << 16
+_TOGETHER_CHARACTERS = 1 << 18
 _WHITESPACE = re.compile(r"\s")
 _SPACE = 0x20
 _MASK64 = (1 << 64) - 1
@@ -91,6 +93,41 @@ class Shingler:
         if 0 < words < self._ngram:
             runs.append(_mix((np.uint64(end) - begins[:1]) * scales[:1]))
         return digest.digest(), np.concatenate(runs) if runs else np.empty(0, np.uint64)
+
+    def many(self, texts: Sequence[str]) -> list[tuple[bytes, Hashes]]:
+        """Look at several texts; the same as one after the other, and faster if they are short."""
+        results: list[tuple[bytes, Hashes]] = []
+        short: list[bytes] = []
+        size = 0
+        for text in texts:
+            if len(text) > _SHORT_CHARACTERS:
+                results += [*self._all_at_once(short), self(text)]
+                short, size = [], 0
+                continue
+            short.append(b" ".join(_normalised_pieces(text)))
+            size += len(text)
+            if size >= _TOGETHER_CHARACTERS:
+                results += self._all_at_once(short)
+                short, size = [], 0
+        return results + self._all_at_once(short)
+
+    def _all_at_once(self, contents: Sequence[bytes]) -> list[tuple[bytes, Hashes]]:
+        """Hash the runs of normalised texts, laid end to end."""
+        digests = [hashlib.blake2b(content, digest_size=16).digest() for content in contents]
+        words = np.array([content.count(b" ") + 1 if content else 0 for content in contents])
+        if not words.any():
+            return [(digest, np.empty(0, np.uint64)) for digest in digests]
+        joined = b" ".join(content for content in contents if content)
+        begins, scales, ends, *_ = self._sums(joined, True, 0, 1, 1)
+        last_words = np.repeat(np.cumsum(words) - 1, words)
+        first_words = np.repeat(np.cumsum(words) - words, words)
+        word = np.arange(len(begins))
+        last_of_run = np.minimum(word + self._ngram - 1, last_words)
+        # Of a text's last words no run begins, but that of a text of few words.
+        is_run = (word + self._ngram - 1 <= last_words) | (word == first_words)
+        hashes = _mix((ends[last_of_run[is_run]] - begins[is_run]) * scales[is_run])
+        runs = np.where(words, np.maximum(words - self._ngram + 1, 1), 0)
+        return list(zip(digests, np.split(hashes, np.cumsum(runs)[:-1]), strict=True))
 
     def _sums(
         self, content: bytes, is_first: bool, carry: int, power: int, inverse: int

@@ -35,6 +35,7 @@ RANGES = 256
 """Ranges of keys into which sorted runs are divided."""
 _RUN_DOCUMENTS = 1 << 15
 _RUN_HASHES = 1 << 22
+_CHARACTERS_AT_ONCE = 1 << 20
 _SKETCH_ALGORITHM = 2
 """rensa's number for what its sketches mean."""
 
@@ -52,17 +53,14 @@ _FILES: dict[str, np.dtype[Any]] = {
 
 def sign_unit(work: Work, task: int, folder: Path) -> None:
     """Read a unit and write its keys and sketches."""
-    shingler = Shingler(work.settings.ngram)
     reader = UnitReader(work.units[task], work.sources, work.options)
     quarantined: Counter[str] = Counter()
     with _SignatureWriter(folder, work.settings) as writer:
         for record in reader:
             if not isinstance(record, Record):
                 quarantined[record[1].reason] += 1
-                continue
-            digest, hashes = shingler(record.text)
-            if hashes.size:
-                writer.add(digest, hashes, (record.source, record.line), len(record.text))
+            elif record.text.strip():
+                writer.add(record)
             else:
                 quarantined[EMPTY] += 1
         writer.flush()
@@ -97,6 +95,9 @@ class _SignatureWriter:
         self._folder = folder
         self._stack = ExitStack()
         self._streams: dict[str, BinaryIO] = {}
+        self._shingler = Shingler(settings.ngram)
+        self._texts: list[str] = []
+        self._waiting_characters = 0
         self.documents = self.characters = 0
         self.exact_starts: list[npt.NDArray[np.int64]] = []
         self.band_starts: list[npt.NDArray[np.int64]] = []
@@ -112,18 +113,29 @@ class _SignatureWriter:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def add(self, digest: bytes, hashes: Hashes, place: tuple[int, int], characters: int) -> None:
-        """Take a document."""
-        self._digests.append(digest)
-        self._hashes.append(hashes)
-        self._places.append(place)
-        self._waiting += hashes.size
-        self.characters += characters
-        if len(self._digests) >= _RUN_DOCUMENTS or self._waiting >= _RUN_HASHES:
+    def add(self, record: Record) -> None:
+        """Take a document that has words."""
+        self._texts.append(record.text)
+        self._places.append((record.source, record.line))
+        self._waiting_characters += len(record.text)
+        if self._waiting_characters >= _CHARACTERS_AT_ONCE or len(self._texts) >= _RUN_DOCUMENTS:
+            self._hash()
+        if len(self._places) >= _RUN_DOCUMENTS or self._waiting_hashes >= _RUN_HASHES:
             self.flush()
+
+    def _hash(self) -> None:
+        """Turn waiting texts into digests and hashes."""
+        texts, self._texts = self._texts, []
+        self.characters += self._waiting_characters
+        self._waiting_characters = 0
+        for digest, hashes in self._shingler.many(texts):
+            self._digests.append(digest)
+            self._hashes.append(hashes)
+            self._waiting_hashes += hashes.size
 
     def flush(self) -> None:
         """Write a run."""
+        self._hash()
         if not self._digests:
             return
         digests = np.frombuffer(b"".join(self._digests), "<u8").reshape(-1, 2)
@@ -162,7 +174,7 @@ class _SignatureWriter:
         self._digests: list[bytes] = []
         self._hashes: list[Hashes] = []
         self._places: list[tuple[int, int]] = []
-        self._waiting = 0
+        self._waiting_hashes = 0
 
 
 def make_sketches(hashes: list[Hashes], seed: int) -> npt.NDArray[np.uint32]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_deberta.deduplicate import shingles
-from megatron_deberta.deduplicate.shingles import Shingler
+from megatron_deberta.deduplicate.shingles import Shingler, digest_of
 from megatron_deberta.deduplicate.sign import make_sketches
 from tests.support.machine_text import HOSTILE_PIECES
 
@@ -47,11 +47,32 @@ def test_hashes_are_those_of_the_words_however_they_are_cut(
         assert hashes.tolist() == spelt_out(text, ngram)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_many_texts_at_once_are_one_after_the_other(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = random.Random(seed)
+    monkeypatch.setattr(shingles, "_PIECE_CHARACTERS", draw.choice((10, 50, 1 << 20)))
+    monkeypatch.setattr(shingles, "_SHORT_CHARACTERS", draw.choice((20, 100, 1 << 16)))
+    monkeypatch.setattr(shingles, "_POWERS_BYTES", draw.choice((7, 64, 1 << 12)))
+    shingler = Shingler(draw.choice((1, 2, 5)))
+    words = [*HOSTILE_PIECES, "a", "B", " ", "\n", "word"]
+    texts = [" ".join(draw.choices(words, k=draw.choice((0, 1, 3, 9, 40)))) for _ in range(60)]
+    texts[draw.randrange(60)] = texts[0] = texts[-1] = " "
+    for (digest, hashes), text in zip(shingler.many(texts), texts, strict=True):
+        expected, one_by_one = shingler(text)
+        assert digest == expected
+        assert hashes.tolist() == one_by_one.tolist()
+    assert shingler.many([]) == []
+
+
 def test_digest_is_of_words_alone() -> None:
     shingler = Shingler(5)
     digest, _ = shingler("One  two\tTHREE")
     assert digest == shingler("\u2003one two\n\n three ")[0]
     assert digest != shingler("onetwo three")[0]
+    assert digest == digest_of("ONE\ttwo three")
+    assert digest_of(" ") == b""
     assert len(digest) == 16
     assert shingler(" \n\u3000")[1].size == 0
 
