@@ -12,7 +12,8 @@ optimizer:
 On a CPU the last two take two layers and lengths of 128 and 512 only.
 
 Correctness comes first: without dropout and mask decoder we must have the loss of
-``DebertaV2ForMaskedLM``, and a peer's masked-only loss must be that of transformers' own forward.
+``DebertaV2ForMaskedLM``, a peer's masked-only loss must be that of transformers' own forward, and
+plain flash attention must give what our operator gives without position terms.
 Each finished case is merged into the result file, and ``--resume`` skips what it holds.
 
     python benchmarks/step.py huggingface --device cpu --output benchmarks/results/cpu/step.json
@@ -48,7 +49,14 @@ from benchmarks.provenance import provenance  # noqa: E402
 from benchmarks.steps.batch import StepBatch, make_batch  # noqa: E402
 from benchmarks.steps.measure import Contender, Result, compete  # noqa: E402
 from benchmarks.steps.peers import PEERS, Peer, variants  # noqa: E402
-from benchmarks.steps.sides import Ours, Setting, Side, Stock  # noqa: E402
+from benchmarks.steps.sides import (  # noqa: E402
+    Ours,
+    Setting,
+    Side,
+    Stock,
+    without_mask_decoder,
+    without_position_terms,
+)
 from megatron_deberta.config.schema import ModelConfig  # noqa: E402
 from megatron_deberta.observe.throughput import measure_matmul_rate  # noqa: E402
 from tests.support.memory import peak_resident_bytes  # noqa: E402
@@ -151,19 +159,20 @@ def check(case: Case, device: torch.device) -> dict[str, float]:
         SystemExit: they are not.
     """
     size = replace(case.model, num_layers=2, hidden_dropout=0.0, attention_dropout=0.0)
-    bare = replace(size, mask_decoder_passes=0, absolute_positions="none")
     batch = make_batch(size, case.tokens, case.length, device)
-    setting = Setting(bare, device, torch.float32)
     differences: dict[str, float] = {}
-    ours = Ours(setting)
     for name, build in sides(replace(case, model=size, dtype="fp32"), device).items():
-        if name == "ours" or case.comparison == "disentanglement":
+        if name == "ours":
             continue
         side: Any = build()
         if isinstance(side, Peer):
             differences[name] = side.check(batch)
             continue
-        copy_from_stock(ours.model, side.model)
+        if isinstance(side, Stock):
+            ours = Ours(Setting(without_mask_decoder(size), device, torch.float32))
+            copy_from_stock(ours.model, side.model)
+        else:
+            ours = Ours(Setting(without_position_terms(size), device, torch.float32))
         with torch.no_grad():
             theirs = side.loss(batch, 1).item()
             differences[name] = abs(ours.loss(batch, 1).item() - theirs) / theirs

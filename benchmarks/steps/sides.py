@@ -57,13 +57,23 @@ class Setting:
     compile_peers: bool = False
 
 
+def without_mask_decoder(model: ModelConfig) -> ModelConfig:
+    """What transformers' class knows of a model."""
+    return replace(model, mask_decoder_passes=0, absolute_positions="none")
+
+
+def without_position_terms(model: ModelConfig) -> ModelConfig:
+    """The same model with content-to-content attention only."""
+    return replace(model, position_terms="none", normalize_position_table=False)
+
+
 class Ours:
     """This project's pretraining model, as the trainer builds it."""
 
     def __init__(self, setting: Setting, *, plain_attention: bool = False) -> None:
         config = setting.model
         if plain_attention:
-            config = replace(config, position_terms="none", normalize_position_table=False)
+            config = without_position_terms(config)
         self._config = config
         groups = single_process_groups(setting.device)
         self.model = build_model(RunConfig(model=config), groups, setting.dtype).module.train()
@@ -118,7 +128,7 @@ class Stock:
     """transformers' ``DebertaV2ForMaskedLM`` with its own loss, which takes all logits."""
 
     def __init__(self, setting: Setting, *, disentangled_flash: bool = False) -> None:
-        plain = replace(setting.model, mask_decoder_passes=0, absolute_positions="none")
+        plain = without_mask_decoder(setting.model)
         self._config = _with_dropouts(stock_config(plain), plain)
         with setting.device:
             model = DebertaV2ForMaskedLM(self._config)

@@ -37,6 +37,7 @@ def test_every_side_is_timed_and_broken_down(comparison: str) -> None:
         "disentanglement": {"ours", "plain_attention"},
     }
     assert sides.keys() == expected[comparison]
+    assert row["loss_difference"].keys() == expected[comparison] - {"ours"}
     assert row["speedup"].keys() == expected[comparison] - {"ours"}
     for side in sides.values():
         assert side["tokens_per_second"] == pytest.approx(128 / side["seconds"])
