@@ -31,17 +31,6 @@ PROBE_CHARACTERS = 200_000
 """Of the run's first documents, so many must get the same ids from a fast library."""
 
 
-def reference_encoder(tokenizer: Tokenizer) -> BatchEncoder:
-    """Return the tokenizer's own way."""
-
-    def encode(texts: Sequence[str]) -> tuple[Ids, Lengths]:
-        arrays = tokenizer.encode_arrays(texts)
-        lengths = np.fromiter((array.size for array in arrays), np.int64, len(arrays))
-        return np.concatenate([np.empty(0, np.int32), *arrays]), lengths
-
-    return encode
-
-
 def fast_bpe_encoder(tokenizer: Tokenizer) -> BatchEncoder | None:
     """Return gigatoken's way for a byte-pair vocabulary; None where it cannot read it."""
     spec = tokenizer.spec
@@ -101,7 +90,7 @@ def choose_encoder(
         sources: input files, of which the beginning is read.
         options: what of them is tokenized.
     """
-    reference = reference_encoder(tokenizer)
+    reference = tokenizer.encode_texts
     fast = fast_bpe_encoder(tokenizer)
     if fast is None:
         return reference

@@ -64,7 +64,11 @@ class Tokenizer:
         self.special = special
         self.num_tokens = max(self._backend.get_vocab().values()) + 1
         self.vocab_size = self.num_tokens if vocab_size is None else vocab_size
-        self._words = WordCache(self._encode_whole) if words_are_independent(self._spec) else None
+        self._words = (
+            WordCache(self._backend, self._encode_whole)
+            if words_are_independent(self._spec)
+            else None
+        )
 
     @property
     def spec(self) -> Mapping[str, Any]:
@@ -131,18 +135,30 @@ class Tokenizer:
         """Turn text into ids, special tokens' names staying text.
 
         Returns:
-            int32 ``[tokens]``, read-only.
+            int32 ``[tokens]``.
 
         Raises:
             DataError: the text holds a lone surrogate.
         """
-        if self._words is not None and self._words.can_encode(text):
-            return self._words.encode(text)
-        return np.asarray(self._encode_whole(text), np.int32)
+        return self.encode_texts([text])[0]
 
-    def encode_arrays(self, texts: Sequence[str]) -> list[npt.NDArray[np.int32]]:
-        """Encode several texts as ``encode_array`` does, which is faster than one by one."""
-        return [self.encode_array(text) for text in texts]
+    def encode_texts(
+        self, texts: Sequence[str]
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+        """Encode several texts as ``encode_array`` does, which is faster than one by one.
+
+        Returns:
+            Ids of all texts one after the other, int32 ``[tokens]``, and how many each has,
+            int64 ``[texts]``.
+
+        Raises:
+            DataError: a text holds a lone surrogate.
+        """
+        if self._words is not None and (found := self._words.encode(texts)) is not None:
+            return found
+        arrays = [np.asarray(self._encode_whole(text), np.int32) for text in texts]
+        lengths = np.fromiter((array.size for array in arrays), np.int64, len(arrays))
+        return np.concatenate([np.empty(0, np.int32), *arrays]), lengths
 
     def encode_batch(self, texts: Iterable[str]) -> list[list[int]]:
         """Encode several texts as ``encode`` does."""
