@@ -7,6 +7,7 @@ input here, in its order. Refuses to judge near pairs (``compare``).
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -32,8 +33,12 @@ def num_parts(documents: int) -> int:
     return parts
 
 
+@lru_cache(maxsize=1)
 def unit_starts(work: Work) -> Numbers:
-    """Return [units + 1] numbers of the units' first documents, and of all documents."""
+    """Return [units + 1] numbers of the units' first documents, and of all documents.
+
+    They are known, and stay what they are, once all units are signed.
+    """
     counts = [work.info("sign", unit)["documents"] for unit in range(len(work.units))]
     return np.cumsum([0, *counts], dtype=np.int64)
 
@@ -48,8 +53,9 @@ def find_exact(work: Work, task: int, folder: Path) -> None:
         columns = [map_signature(work, unit, f"exact_{name}") for name in ("key", "rest")]
         numbers = map_signature(work, unit, "exact_document")
         for part in _slices(bounds, task, parts):
-            keys.append(columns[0][part])
-            rests.append(columns[1][part])
+            # Copies: a process may have so many maps only.
+            keys.append(np.array(columns[0][part]))
+            rests.append(np.array(columns[1][part]))
             documents.append(numbers[part].astype(np.int64) + first)
     key, rest, document = _concatenate(keys), _concatenate(rests), np.concatenate(documents)
     order = np.lexsort((document, rest, key))

@@ -90,10 +90,10 @@ def _save_clusters(work: Work, starts: Numbers, parent: Any, folder: Path) -> No
     rows = [np.empty((0, 4), np.uint64)]
     for unit in range(len(work.units)):
         begin, end = int(starts[unit]), int(starts[unit + 1])
-        roots = np.array([_root(parent, document) for document in _moved(parent, begin, end)])
         members = _moved(parent, begin, end)
-        if not len(members):
+        if not members.size:
             continue
+        roots = np.array([_root(parent, document) for document in members.tolist()])
         own = np.array(map_signature(work, unit, "digest")[members - begin])
         rows.append(np.concatenate([own, _digests(work, starts, roots)], axis=1))
     clusters = np.concatenate(rows)
