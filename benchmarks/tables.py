@@ -403,6 +403,18 @@ def _place(record: dict[str, Any]) -> str:
     return f"\n({where['hardware']}, {where['cores']} cores, load {where['load']}.)\n"
 
 
+def shard_damage(device: str) -> str:
+    """Who noticed damaged shards."""
+    record = load(device, "shard_damage")
+    if record is None:
+        return NOTHING
+    rows = [
+        (f"`.{kind}`", str(sum(found.values())), *(str(count) for count in found.values()))
+        for kind, found in record["noticed_by"].items()
+    ]
+    return markdown(("file", "mutations", "at opening", "by `verify`", "unnoticed"), rows)
+
+
 TABLES: dict[str, Callable[[str], str]] = {
     "loader": loader,
     "data-index": data_index,
@@ -418,6 +430,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "deduplicate": deduplicate,
     "deduplicate-quality": deduplicate_quality,
     "sketches": sketches,
+    "shard-damage": shard_damage,
 }
 
 
