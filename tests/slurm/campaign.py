@@ -48,27 +48,33 @@ class Campaign:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        (folder / "corpus").mkdir()
-        self.run_yaml = prepare(folder / "corpus")
+        self.run_yaml = folder / "corpus" / "run.yaml"
+        if not self.run_yaml.exists():
+            self.run_yaml.parent.mkdir()
+            prepare(self.run_yaml.parent)
         self._cluster: VirtualCluster | None = None
 
     def cluster(self) -> VirtualCluster:
         """Four nodes, started when first wanted."""
         if self._cluster is None:
-            (self.folder / "c").mkdir()
-            self._cluster = VirtualCluster(self.folder / "c").__enter__()
+            folder = Path(tempfile.mkdtemp(prefix="slurm."))
+            self._cluster = VirtualCluster(folder).__enter__()
         return self._cluster
 
     def close(self) -> None:
         """End the cluster."""
         if self._cluster is not None:
             self._cluster.__exit__()
+            shutil.rmtree(self._cluster.folder, ignore_errors=True)
 
     def _reference(self) -> Path:
         """The same run in the same layout, never stopped, outside SLURM."""
         folder = self.folder / "unbroken60"
         if not folder.exists():
-            run_to_end(self.run_yaml, folder, 2, *KILL_STEPS)
+            fresh = self.folder / "unbroken60.new"
+            shutil.rmtree(fresh, ignore_errors=True)
+            run_to_end(self.run_yaml, fresh, 2, *KILL_STEPS)
+            fresh.rename(folder)
         return folder
 
     def node_kill(self, seed: int) -> dict[str, Any]:
@@ -181,15 +187,17 @@ def _nodes_of(run: SubmittedRun) -> str:
 
 
 @contextmanager
-def campaign() -> Iterator[Campaign]:
-    """A campaign in a folder of its own, short enough for socket names."""
-    folder = Path(tempfile.mkdtemp(prefix="cmp."))
+def campaign(workspace: Path | None) -> Iterator[Campaign]:
+    """A campaign in a folder of its own, or in one that stays, with what was prepared there."""
+    folder = workspace or Path(tempfile.mkdtemp(prefix="campaign."))
+    folder.mkdir(parents=True, exist_ok=True)
     running = Campaign(folder)
     try:
         yield running
     finally:
         running.close()
-        shutil.rmtree(folder, ignore_errors=True)
+        if workspace is None:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -219,6 +227,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="first seed")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no case after so long")
     parser.add_argument("--output", type=Path, default=OUTPUT)
+    parser.add_argument("--workspace", type=Path, help="folder that the next call finds prepared")
     parser.add_argument("--summary", action="store_true", help="print the table and stop")
     args = parser.parse_args()
     if args.summary:
@@ -228,7 +237,7 @@ def main() -> int:
     # So that no daemon is left behind.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     end = time.monotonic() + args.seconds
-    with campaign() as running:
+    with campaign(args.workspace) as running:
         for item in args.cases:
             case, _, count = item.partition("=")
             function: Callable[[int], dict[str, Any]] = getattr(running, case.replace("-", "_"))
