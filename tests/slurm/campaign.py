@@ -149,8 +149,9 @@ class Campaign:
         same = ours[:compared] == theirs[:compared]
         codes = [end["code"] for end in limited.events("end")]
         steps = [begin["step"] for begin in limited.events("start")]
+        saved = len(codes) >= 5 and set(codes[:-1]) == {75} and codes[-1] == 0
         return {
-            "ok": state == "COMPLETED" and same and codes == [75] * 4 + [0] and compared > steps[4],
+            "ok": state == "COMPLETED" and same and saved and compared > steps[4],
             "state": state, "codes": codes, "link_steps": steps, "losses_equal": same,
             "compared_steps": compared,
         }  # fmt: skip
