@@ -6,13 +6,16 @@ is refused, so that a new one has to be thought about.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_deberta.checkpoint.layout import KINDS
-from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.config import config_from_dict, config_to_dict
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.errors import CheckpointError
+
+if TYPE_CHECKING:
+    # Brings torch, which whoever only wants the table need not wait for.
+    from megatron_deberta.checkpoint.reader import CheckpointReader
 
 FLAG = "--allow-config-change"
 

@@ -16,14 +16,11 @@ from collections import Counter
 from omegaconf import OmegaConf
 
 from megatron_deberta.checkpoint.resume import FLAG
+from megatron_deberta.cluster.run_lock import refuse_if_held
 from megatron_deberta.config import BatchArithmetic, load_config, validate_for_world
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.errors import EXIT_DONE
-from megatron_deberta.model.shapes import parameter_shapes
 from megatron_deberta.parallel.environment import read_environment
-from megatron_deberta.sharding.plan import specify
-from megatron_deberta.train.preemption import StopSignal
-from megatron_deberta.train.run import pretrain
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,6 +47,13 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         print(describe_run(config))
         return EXIT_DONE
+    environment = read_environment()
+    if environment.rank == 0 and environment.launcher != "srun":
+        # Before torch is imported, which takes its time. srun would leave the other ranks waiting.
+        refuse_if_held(config.train.run_dir)
+    from megatron_deberta.train.preemption import StopSignal
+    from megatron_deberta.train.run import pretrain
+
     with StopSignal() as stop:
         return pretrain(config, stop, allow_config_change=args.allow_config_change)
 
@@ -94,6 +98,9 @@ def _tokens(config: RunConfig, batch: BatchArithmetic) -> str:
 
 def _parameter_table(config: RunConfig, tp_size: int) -> list[str]:
     """One line a parameter, those of all layers together, and the sums."""
+    from megatron_deberta.model.shapes import parameter_shapes
+    from megatron_deberta.sharding.plan import specify
+
     shapes = parameter_shapes(config.model)
     times = Counter(map(_without_layer, shapes))
     lines = [f"{'parameter':<58}{'shape':>16}{'times':>7}{'elements':>16}  on a rank"]

@@ -22,6 +22,7 @@ import psutil
 
 from megatron_deberta.cluster import slurm
 from megatron_deberta.cluster.chain import MAX_STALLED_LINKS, Chain, Decision
+from megatron_deberta.cluster.run_lock import refuse_if_held
 from megatron_deberta.cluster.submission import (
     JobSpec,
     link_name,
@@ -73,6 +74,10 @@ class Link:
         if (stalled := self._chain.stalled_links()) >= MAX_STALLED_LINKS:
             reason = f"{stalled} links in a row ended without a word and without progress"
             return self._end(Decision(False, EXIT_NEVER_REQUEUE, reason), None)
+        try:
+            refuse_if_held(self._spec.run_dir)
+        except ConfigError as error:
+            return self._end(Decision(False, error.exit_code, str(error)), None)
         self._chain.append(
             "start",
             link=self._name,

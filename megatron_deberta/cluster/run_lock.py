@@ -84,6 +84,10 @@ class Holder:
         job = f", SLURM job {self.job}" if self.job else ""
         return f"process {self.pid} on {self.host}{job}, since {self.since}"
 
+    def supersedes(self, other: Holder) -> bool:
+        """Whether the other is an earlier start of this very job."""
+        return bool(self.job) and self.job == other.job and other.restarts < self.restarts
+
     def to_json(self) -> bytes:
         """The content of a lock file."""
         return json.dumps(asdict(self)).encode()
@@ -184,7 +188,7 @@ class RunLock:
             holder = read_lock(path)
             if holder is None or holder.released:
                 return None
-            if self._supersedes(holder):
+            if self._holder.supersedes(holder):
                 return holder
             if _is_locked(path):
                 break
@@ -199,15 +203,7 @@ class RunLock:
                 logger.warning("taking the lock of %s, silent for %.0f s", holder, DEAD_SECONDS)
                 return None
             time.sleep(_POLL_SECONDS)
-        raise ConfigError(
-            f"train.run_dir={self._run_dir} is in use by {holder}; wait for it, stop it, or name "
-            "another train.run_dir"
-        )
-
-    def _supersedes(self, holder: Holder) -> bool:
-        """Whether the holder is an earlier start of this very job."""
-        mine = self._holder
-        return bool(mine.job) and mine.job == holder.job and holder.restarts < mine.restarts
+        raise _in_use(self._run_dir, holder)
 
     def _await_silence(self, path: Path, holder: Holder) -> None:
         """Wait until a superseded holder has ended.
@@ -247,6 +243,30 @@ class RunLock:
                 logger.error("%s was taken by %s; ending", self._path, taker)
                 # Not an exception in the main thread: that may wait in a collective for ever.
                 os._exit(EXIT_FAILURE)
+
+
+def refuse_if_held(run_dir: str | os.PathLike[str]) -> None:
+    """A look at the lock before anything slow; only taking it makes sure.
+
+    Args:
+        run_dir: folder of the run.
+
+    Raises:
+        ConfigError: a process that this machine knows of holds it.
+    """
+    path = newest_lock(Path(run_dir) / "lock")
+    holder = None if path is None else read_lock(path)
+    if path is None or holder is None or holder.released:
+        return
+    if _is_locked(path) and not Holder.this_process().supersedes(holder):
+        raise _in_use(run_dir, holder)
+
+
+def _in_use(run_dir: str | os.PathLike[str], holder: Holder) -> ConfigError:
+    return ConfigError(
+        f"train.run_dir={run_dir} is in use by {holder}; wait for it, stop it, or name another "
+        "train.run_dir"
+    )
 
 
 def newest_lock(folder: Path) -> Path | None:

@@ -15,6 +15,7 @@ import pytest
 from megatron_deberta.cluster.chain import Chain
 from megatron_deberta.cluster.link import rank_environment
 from megatron_deberta.cluster.profile import load_profile
+from megatron_deberta.cluster.run_lock import RunLock
 from megatron_deberta.cluster.submission import make_spec
 from tests.support.jobs import ROOT
 
@@ -119,6 +120,13 @@ def test_links_that_were_lost_without_progress_are_the_end(place: Place) -> None
         Chain(place.run_dir).append("start", link=f"7.{restarts}", step=0, nodes="n")
     assert place.run("exit 0", SLURM_RESTART_COUNT="3") == 93
     assert not any(call.startswith("srun") for call in place.calls())
+
+
+def test_folder_in_use(place: Place) -> None:
+    with RunLock(place.run_dir):
+        assert place.run("exit 0") == 2
+    assert not any(call.startswith("srun") for call in place.calls())
+    assert f"in use by process {os.getpid()}" in str(place.ends()[0]["reason"])
 
 
 def test_respects_scancel(place: Place) -> None:

@@ -18,7 +18,13 @@ from pathlib import Path
 import pytest
 
 from megatron_deberta.cluster import run_lock
-from megatron_deberta.cluster.run_lock import Holder, RunLock, newest_lock, read_lock
+from megatron_deberta.cluster.run_lock import (
+    Holder,
+    RunLock,
+    newest_lock,
+    read_lock,
+    refuse_if_held,
+)
 from megatron_deberta.errors import ConfigError
 from tests.support.jobs import ROOT
 
@@ -81,6 +87,28 @@ def test_taken_refused_and_given_back(tmp_path: Path) -> None:
     assert len(list((tmp_path / "lock").iterdir())) == 1
 
 
+def test_a_look_before_anything_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_if_held(tmp_path)
+    with RunLock(tmp_path):
+        with pytest.raises(ConfigError, match=f"in use by process {os.getpid()} on "):
+            refuse_if_held(tmp_path)
+    refuse_if_held(tmp_path)
+    plant(tmp_path / "elsewhere")
+    refuse_if_held(tmp_path / "elsewhere")
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    with RunLock(tmp_path / "requeued"):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+        refuse_if_held(tmp_path / "requeued")
+
+
+def test_pretrain_looks_before_it_imports_torch() -> None:
+    program = "import sys, megatron_deberta.cli.pretrain; print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert done.stdout == "False\n"
+
+
 def test_an_error_inside_gives_it_back(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), RunLock(tmp_path):
         raise RuntimeError
@@ -138,7 +166,7 @@ def plant(run_dir: Path, **values: object) -> Path:
     """A lock of another machine, as a shared disk would show it."""
     holder = replace(Holder.this_process(), host="elsewhere", boot="other", pid=7)
     path = run_dir / "lock" / "00000041.json"
-    path.parent.mkdir()
+    path.parent.mkdir(parents=True)
     path.write_text(json.dumps(asdict(holder) | values))
     return path
 
