@@ -366,14 +366,19 @@ def table(result: dict[str, Any]) -> list[str]:
         if "milliseconds" not in found:
             lines.append(f"  {name:20} {found.get('not run', found.get('wrong', 'not timed'))}")
             continue
-        took, error = found["milliseconds"], max(found.get("errors", {"": float("nan")}).values())
-        lines.append(
-            f"  {name:20} forward {took['forward']:9.3f} ms  both {took['both']:9.3f} ms  "
-            f"{found.get('tflops', {}).get('both', float('nan')):6.1f} TFLOP/s  "
-            f"{found.get('peak_mib', float('nan')):8.0f} MiB  "
-            f"{found.get('fraction_of_floor', 1.0):5.2f} of the floor  error {error:.1e}"
-            + (f"  WRONG: {found['wrong']}" if "wrong" in found else "")
-        )
+        took = found["milliseconds"]
+        words = [f"forward {took['forward']:9.3f} ms  both {took['both']:9.3f} ms"]
+        if "tflops" in found:
+            words.append(f"{found['tflops']['both']:6.1f} TFLOP/s")
+        if "peak_mib" in found:
+            words.append(f"{found['peak_mib']:6.0f} MiB")
+        if "fraction_of_floor" in found:
+            words.append(f"{found['fraction_of_floor']:.2f} of the floor")
+        if "errors" in found:
+            words.append(f"error {max(found['errors'].values()):.1e}")
+        if "wrong" in found:
+            words.append(f"WRONG: {found['wrong']}")
+        lines.append(f"  {name:20} {'  '.join(words)}")
     return lines
 
 

@@ -79,7 +79,7 @@ SMALL = Size(
         "train.eval_every=0",
         "train.eval_batches=2",
     ),
-    0.0,
+    -0.3,  # sixty steps learn little more than frequencies
 )
 
 
@@ -88,7 +88,8 @@ def run(record: Record) -> None:
     size = SMALL if record.options.small else FULL
     work = record.options.work
     record.run("pretrain, killed and resumed", lambda: killed_and_resumed(record, size))
-    record.run("the same, undisturbed", lambda: undisturbed(record, size))
+    if not record.options.small:  # the test suite has that on the CPU
+        record.run("the same, undisturbed", lambda: undisturbed(record, size))
     record.run("export and fill masks", lambda: export(work))
 
 

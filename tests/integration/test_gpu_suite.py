@@ -1,0 +1,34 @@
+"""The whole GPU suite, small and on the CPU: everything but the CUDA kernels themselves."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SUITE = [sys.executable, str(ROOT / "benchmarks" / "gpu_suite.py")]
+PARTS = ("attention", "parity", "train", "step", "peers", "learn")
+
+
+def run(folder, *arguments):
+    command = [*SUITE, "--out", str(folder / "out"), "--work", str(folder / "work"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_every_part_runs_and_is_right(tmp_path):
+    done = run(tmp_path, "--device", "cpu", "--small", "--minutes", "20")
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    for part in PARTS:
+        content = json.loads((tmp_path / "out" / f"{part}.json").read_text())
+        assert content["items"]
+        assert not content["left"]
+        assert f"  {part:10} {len(content['items'])} done" in done.stdout
+        for item in content["items"].values():
+            assert not item.get("wrong"), item
+            assert "error" not in item, item
+
+
+def test_without_a_gpu_it_says_so(tmp_path):
+    done = run(tmp_path, "--part", "attention")
+    assert done.returncode == 2
+    assert "no GPU here" in done.stderr
