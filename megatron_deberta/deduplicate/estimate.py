@@ -26,7 +26,7 @@ _WORKER_BYTES = 140e6
 _KEY_BYTES = 120
 _MAP_BYTES = 33
 _LONGEST_TIMES = 8
-"""Bytes that a document of 98 MB took in its worker, over its own."""
+"""Bytes that a long document takes in its worker, over its own: text, record, hashes, their set."""
 _NEAR_SHARE = 0.25
 _BYTES_PER_WORD = 5.7
 
