@@ -24,17 +24,16 @@ TILES = {torch.float16: 64, torch.bfloat16: 64, torch.float32: 32}
 """Queries, and keys, of a tile."""
 
 DEFAULT = Setting(warps=4, stages=2)
+_SIZES = (32, 64, 128)
 LAUNCH: dict[tuple[str, int], Setting] = {
+    **{("fold", size): Setting(1, 1) for size in _SIZES},
     # With a second stage a multiprocessor's shared memory would hold one program instead of two.
-    ("key", 32): Setting(4, 1),
-    ("key", 64): Setting(4, 1),
-    ("key", 128): Setting(4, 1),
-    ("fold", 32): Setting(1, 1),
-    ("fold", 64): Setting(1, 1),
-    ("fold", 128): Setting(1, 1),
-    ("table_gradient", 32): Setting(8, 2),
-    ("table_gradient", 64): Setting(8, 2),
-    ("table_gradient", 128): Setting(8, 2),
+    **{("key", size): Setting(4, 1) for size in _SIZES},
+    **{("table_gradient", size): Setting(8, 2) for size in _SIZES},
+    # Gathered queries are few, and their tiles take many registers.
+    **{("gathered_forward", size): Setting(8, 1) for size in _SIZES},
+    **{("gathered_query", size): Setting(8, 1) for size in _SIZES},
+    **{("gathered_key", size): Setting(8, 1) for size in _SIZES},
 }
 """By kernel and head size; ``DEFAULT`` where nothing is said."""
 

@@ -292,6 +292,21 @@ def test_float16_survives_scores_of_60000(backend: str) -> None:
     assert relative_error(actual[1], expected[1]) < OPERATOR[torch.float16]
 
 
+@pytest.mark.parametrize("mask", [mask for mask in MASKS if mask != "none"])
+def test_float16_survives_scores_of_60000_under_every_mask(mask: str) -> None:
+    q, k, v, pos_key, pos_query = tensors(37, BUCKETS)
+    assert q is not None
+    assert k is not None
+    inputs = [q.sign() * 87, k.sign() * 87, v, pos_key, pos_query]
+    inputs = [None if x is None else x.half().double() for x in inputs]
+    options: dict[str, Any] = {**MASKS[mask], "scale": 1.0, "dropout_p": 0.2, "seed": 3}
+    expected = run(inputs, torch.float64, BUCKETS, backend="reference", **options)
+    actual = run(inputs, torch.float16, BUCKETS, backend="chunked", **options)
+    for a, e in zip(actual[:2], expected[:2], strict=True):
+        assert relative_error(a, e) < OPERATOR[torch.float16]
+    assert all(torch.isfinite(x).all() for x in actual[2:])
+
+
 def test_results_repeat_bit_for_bit_and_under_recomputation() -> None:
     inputs = tensors(50, BUCKETS, gathered=6)
     at = torch.tensor([[0, 3, 3, 3, 49, 8], [5, 6, -1, -1, 2, 1]])

@@ -1,0 +1,34 @@
+"""A few kernels compiled for GPUs that are not here: stack, shared memory, tensor cores."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="the fused kernels are written in Triton")
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_kernels_compile_within_their_limits(tmp_path: Path) -> None:
+    # A process of its own: in this one the kernels may be the interpreter's.
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "TRITON_INTERPRET": "0",
+        "TRITON_CACHE_DIR": str(tmp_path),
+    }
+    done = subprocess.run(
+        [sys.executable, "benchmarks/kernels.py", "--quick"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("tensor_core_instructions") == 4
