@@ -196,26 +196,28 @@ def learning(device: str) -> str:
 
 def learn(device: str) -> str:
     """Ablations: final validation loss here beside the paper's fine-tuning results."""
-    header = ("model", "seeds", "validation loss", "against DeBERTa", "s a step",
+    header = ("model", "seeds done", "validation loss", "against DeBERTa", "s a step",
               "paper: MNLI-m/mm", "SQuAD 1.1 F1/EM", "SQuAD 2.0 F1/EM", "RACE")  # fmt: skip
     record = load(device, "learn")
     if record is None:
         return NOTHING
-    curves = dict(mean_curves(record))
-    final = {
-        name: points[-1][1] for name, points in curves.items() if points[-1][0] == record["steps"]
-    }
-    reference = final.get("DeBERTa")
+    last = {name: points[-1] for name, points in mean_curves(record)}
+    steps, reference = record["steps"], last.get("DeBERTa", (0, 0.0))
     rows = []
     for name in VARIANTS:
         seeds = sum(
-            run["variant"] == name and run["validation"][-1]["step"] == record["steps"]
+            run["variant"] == name and run["validation"][-1]["step"] == steps
             for run in record["runs"]
         )
+        loss = against = ""
+        if name in last:
+            step, mean = last[name]
+            loss = f"{mean:.3f}" if step == steps else f"{mean:.3f} at step {step}"
+            if step == steps == reference[0]:
+                against = f"{mean - reference[1]:+.3f}"
         seconds = record["seconds_per_step"].get(name)
         rows.append((
-            name, str(seeds), f"{final[name]:.3f}" if name in final else UNMEASURED,
-            f"{final[name] - reference:+.3f}" if name in final and reference else "",
+            name, str(seeds), loss or UNMEASURED, against,
             f"{seconds:.3g}" if seconds else UNMEASURED, *PAPER.get(name, ("", "", "", "")),
         ))  # fmt: skip
     tokens = record["steps"] * record["tokens_per_step"] / 1e6

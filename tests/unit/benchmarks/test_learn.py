@@ -78,10 +78,9 @@ def test_runs_that_are_done_are_not_run_again(
 def test_the_table_holds_the_mean_of_the_seeds_that_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runs = experiment(tmp_path, variants=("DeBERTa", "-EMD"), seeds=(1, 2))
-    for run, steps, loss in zip(
-        runs.runs(), (480, 480, 480, 80), (5.0, 5.5, 5.2, 6.0), strict=True
-    ):
+    runs = experiment(tmp_path, variants=("DeBERTa", "-EMD", "-C2P"), seeds=(1, 2))
+    reached = ((480, 5.0), (480, 5.5), (80, 6.4), (480, 5.2), (80, 6.0), (80, 6.6))
+    for run, (steps, loss) in zip(runs.runs(), reached, strict=True):
         write_metrics(run, steps, loss)
     output = tmp_path / "benchmarks" / "results" / "cpu" / "learn"
     output.parent.mkdir(parents=True)
@@ -95,5 +94,6 @@ def test_the_table_holds_the_mean_of_the_seeds_that_finished(
     assert record["unigram_loss"] == 6.5
     assert "| DeBERTa | 2 | 5.100 | +0.000 |" in table
     assert "| -EMD | 1 | 5.500 | +0.400 |" in table
+    assert "| -C2P | 0 | 6.500 at step 80 |  |" in table
     assert f"| RoBERTa | 0 | {tables.UNMEASURED} |" in table
     assert output.with_suffix(".png").stat().st_size > 0
