@@ -25,6 +25,7 @@ FREE = frozenset(
         "parallel.tensor_parallel_size",
         "parallel.sequence_parallel",
         "parallel.recompute",
+        "parallel.fuse",
         "parallel.attention_backend",
         "precision.engine",
         "precision.zero_stage",

@@ -140,6 +140,8 @@ class ParallelConfig:
     """Split norms and dropouts along the sequence too (needs tensor_parallel_size > 1)."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Recomputed in backward: none, cheap parts (GELU, dropout masks), or whole layers."""
+    fuse: bool = False
+    """Compile dropout with its residual by torch.compile (on CUDA this needs Triton)."""
     attention_backend: AttentionBackend = "auto"
     """Which implementation of disentangled attention runs."""
 

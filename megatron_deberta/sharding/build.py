@@ -57,7 +57,11 @@ def build_model(
     """
     _check_heads(config.model, groups.tp_size)
     backend = config.parallel.attention_backend
-    execution = Execution(config.parallel.recompute, None if backend == "auto" else backend)
+    execution = Execution(
+        config.parallel.recompute,
+        None if backend == "auto" else backend,
+        config.parallel.fuse,
+    )
     with torch.device("meta"):
         model = model_class(config.model, execution)
     specs = {
