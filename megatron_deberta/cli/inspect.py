@@ -25,6 +25,7 @@ import numpy as np
 from megatron_deberta.cli.inspect_shards import add_shard_statistics_arguments, inspect_shards
 from megatron_deberta.config import RunConfig, load_config
 from megatron_deberta.data.build import open_corpora, tokenizer_path, training_rows
+from megatron_deberta.data.index_cache import IndexCache
 from megatron_deberta.data.masking import MaskedRows, Masker
 from megatron_deberta.data.randomness import Purpose
 from megatron_deberta.data.rows import Row, RowBatch
@@ -65,7 +66,9 @@ def run(args: argparse.Namespace) -> int:
     config = _config(args)
     tokenizer = load_tokenizer(tokenizer_path(config))
     vocabulary = Vocabulary.of(tokenizer)
-    corpora = open_corpora(config, vocabulary, config.data.verify_hashes)
+    # A look at a shard leaves no files behind.
+    cache = IndexCache(config.data.index_cache) if args.prefix else None
+    corpora = open_corpora(config, vocabulary, config.data.verify_hashes, cache)
     rows = training_rows(config, vocabulary, corpora)
     length = config.data.sequence_length
     masker = Masker(config.objective, vocabulary, length, config.train.seed, Purpose.TRAINING_MASK)

@@ -93,13 +93,16 @@ def tokenizer_path(config: RunConfig) -> str:
     return manifest.tokenizer_path
 
 
-def open_corpora(config: RunConfig, vocabulary: Vocabulary, hashes: bool) -> Corpora:
+def open_corpora(
+    config: RunConfig, vocabulary: Vocabulary, hashes: bool, cache: IndexCache | None = None
+) -> Corpora:
     """Open all shards of a run and split off validation.
 
     Args:
         config: the run; ``data`` and ``train.seed`` are used.
         vocabulary: of the run's tokenizer.
         hashes: read every shard and compare its SHA-256 with the manifest.
+        cache: of indices; None is the run's.
 
     Raises:
         ConfigError: prefixes or weights are malformed.
@@ -109,7 +112,8 @@ def open_corpora(config: RunConfig, vocabulary: Vocabulary, hashes: bool) -> Cor
     components, weights = parse_prefixes(data.train, "data.train")
     _refuse_twice([prefix for part in components for prefix in part] + list(data.validation))
     shards = [[open_shard(prefix, vocabulary, hashes) for prefix in part] for part in components]
-    cache = IndexCache(data.index_cache or Path(config.train.run_dir) / "index")
+    if cache is None:
+        cache = IndexCache(data.index_cache or Path(config.train.run_dir) / "index")
     validation: Corpus | None = None
     if data.validation_fraction and not data.validation:
         fraction, seed = data.validation_fraction, config.train.seed

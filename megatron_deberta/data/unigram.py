@@ -65,7 +65,8 @@ def unigram_cross_entropy(
 
 def _counts(corpus: Corpus, vocab_size: int, max_tokens: int) -> npt.NDArray[np.int64]:
     counts = np.zeros(vocab_size, np.int64)
-    ends = np.cumsum(corpus.lengths)
+    # Documents have at least one token each, so more than these are never needed.
+    ends = np.cumsum(corpus.lengths[:max_tokens], dtype=np.int64)
     num_documents = min(int(np.searchsorted(ends, max_tokens)) + 1, len(corpus))
     starts = corpus.starts(np.arange(num_documents)).tolist()
     pieces, held = [], 0
