@@ -202,6 +202,9 @@ class PackedRows:
             DataError: the shard holds an id outside the vocabulary.
         """
         epochs = indices // self.rows_per_epoch
+        first = int(epochs[0])
+        if (epochs == first).all():
+            return self._epoch_rows(first, indices - first * self.rows_per_epoch)
         parts = [
             self._epoch_rows(epoch, indices[epochs == epoch] - epoch * self.rows_per_epoch)
             for epoch in np.unique(epochs).tolist()
