@@ -330,7 +330,10 @@ def loader(device: str) -> str:
         speed = f"{real:.1f}, {real / row['row_filled']:.1f}"
         cells.setdefault(key, {})[row["masking"], row["micro_batch"]] = speed
     titles = [f"{masking}, {micro} rows" for masking, micro in columns]
-    rows = [(*key, *(found[column] for column in columns)) for key, found in cells.items()]
+    rows = [
+        (*key, *(found.get(column, UNMEASURED) for column in columns))
+        for key, found in cells.items()
+    ]
     one = record["h200_tokens_per_second"] / 1e6
     return markdown(("text", "format", *titles), rows) + (
         f"\nMillion tokens a second: real ones, and with the padding that a model computes, too. "

@@ -167,9 +167,12 @@ class IndexedDataset:
                 f"has document boundaries {boundaries[0]}..{boundaries[-1]} for sequences "
                 f"0..{self.num_sequences}"
             )
-        decreasing = np.flatnonzero(boundaries[1:] < boundaries[:-1])
-        if decreasing.size:
-            raise self._damaged(f"has boundaries that decrease after document {decreasing[0]}")
+        for begin in range(0, self.num_documents, _CHECK_CHUNK):
+            part = boundaries[begin : begin + _CHECK_CHUNK + 1]
+            decreasing = np.flatnonzero(part[1:] < part[:-1])
+            if decreasing.size:
+                number = begin + decreasing[0]
+                raise self._damaged(f"has boundaries that decrease after document {number}")
 
     def _map_tokens(self) -> npt.NDArray[Any]:
         path = bin_path(self.prefix)
