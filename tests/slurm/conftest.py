@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,10 +35,13 @@ def cluster(slurm: None) -> Iterator[VirtualCluster]:
     """Four nodes."""
     # Not pytest's own folder: names of Unix sockets may have 107 bytes only.
     folder = Path(tempfile.mkdtemp(prefix="slurm."))
+    # Else the daemons would outlive a test session that is told to end.
+    before = signal.signal(signal.SIGTERM, lambda *_: pytest.exit("SIGTERM"))
     try:
         with VirtualCluster(folder) as cluster:
             yield cluster
     finally:
+        signal.signal(signal.SIGTERM, before)
         shutil.rmtree(folder, ignore_errors=True)
 
 
