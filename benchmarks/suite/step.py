@@ -83,7 +83,9 @@ def overrides(record: Record, shards: Shards, tokens: int, length: int) -> list[
         "cluster.nodes=0",
         "cluster.ranks_per_node=0",
         "train.steps=1000",
-        "optimizer.warmup_steps=100",
+        # Some steps have to show that the loss falls.
+        f"optimizer.learning_rate={5e-3 if small else 2e-4}",
+        f"optimizer.warmup_steps={1 if small else 20}",
         *(SMALL_MODEL if small else ()),
     ]
 
