@@ -160,9 +160,10 @@ def _forward_op(
         q, k, v, pos_key, pos_query, ranges, gathered, seed, max_distance, buckets, paper,
         dropout_p, head_offset, scale,
     )  # fmt: skip
-    if gathered and ranges is not None:
-        return gathered_launch.forward(call, ranges)
-    return forward(call)
+    with torch.cuda.device_of(q):  # Triton launches on the current device
+        if gathered and ranges is not None:
+            return gathered_launch.forward(call, ranges)
+        return forward(call)
 
 
 @_forward_op.register_fake
@@ -196,10 +197,11 @@ def _backward_op(
         dropout_p, head_offset, scale,
     )  # fmt: skip
     d_output = _last_contiguous(d_output)
-    if gathered and ranges is not None:
-        gradients = gathered_launch.backward(call, ranges, output, lse2, d_output)
-    else:
-        gradients = backward(call, output, lse2, d_output)
+    with torch.cuda.device_of(q):
+        if gathered and ranges is not None:
+            gradients = gathered_launch.backward(call, ranges, output, lse2, d_output)
+        else:
+            gradients = backward(call, output, lse2, d_output)
     return [x for x in gradients if x is not None]
 
 

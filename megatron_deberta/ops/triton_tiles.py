@@ -151,7 +151,7 @@ def keep_tile(row_key, first_key, threshold, B: tl.constexpr):
     shift = (8 * tl.arange(0, 4)).to(tl.uint32)
     word = mix32(row_key[:, None] ^ group[None, :])
     byte = (word[:, :, None] >> shift[None, None, :]) & 255
-    return tl.reshape((byte >= threshold.to(tl.uint32)).to(tl.int8), [B, B]) != 0
+    return tl.reshape((byte >= tl.cast(threshold, tl.uint32)).to(tl.int8), [B, B]) != 0
 
 
 @triton.jit
@@ -162,7 +162,7 @@ def keep_tile_by_key(row_key, first_key, threshold, B: tl.constexpr):
     word = mix32(row_key[None, :] ^ group[:, None])
     # The byte moves to the top, where a comparison needs no mask.
     byte_on_top = word << (24 - 8 * (key & 3)).to(tl.uint32)[:, None]
-    return byte_on_top >= (threshold.to(tl.uint32) << 24)
+    return byte_on_top >= (tl.cast(threshold, tl.uint32) << 24)
 
 
 @triton.jit
