@@ -1,0 +1,277 @@
+"""Preprocessing speed and memory: ours, the bare tokenizers, and Megatron-LM's script.
+
+MB/s are of raw text (the documents' bytes, without JSON), on two processes; ours are whole
+commands, start-up included, while the bare tokenizers have the documents in memory and their
+start-up is not counted. Each case is added to the results as it ends.
+
+  python -m benchmarks.preprocess --corpus books-*.jsonl.gz --work /scratch --megatron Megatron-LM
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+import zstandard
+
+from benchmarks.provenance import ROOT, provenance
+from megatron_deberta.tokenizer import load_tokenizer
+from megatron_deberta.tokenizer.training import train_sentencepiece
+
+OUTPUT = ROOT / "benchmarks" / "results" / "cpu" / "preprocess.json"
+PROCESSES = 2
+VOCABULARY = 32_000
+
+
+def prepare(corpus: list[str], work: Path) -> list[str]:
+    """Write the corpus plain and compressed, and train the tokenizers; return the texts."""
+    lines = [line for path in corpus for line in gzip.open(path, "rb")]
+    texts = [orjson.loads(line)["text"] for line in lines]
+    work.mkdir(parents=True, exist_ok=True)
+    content = b"".join(lines)
+    for name, encode in (
+        ("plain.jsonl", bytes),
+        ("gzip.jsonl.gz", gzip.compress),
+        ("zstd.jsonl.zst", zstandard.compress),
+    ):
+        if not (work / name).exists():
+            (work / name).write_bytes(encode(content))
+    if not (work / "unigram").exists():
+        train_sentencepiece(texts[::10], str(work / "unigram"), vocab_size=VOCABULARY)
+    if not (work / "gpt2").exists():
+        train_byte_level(texts[::10], work / "gpt2")
+    return texts
+
+
+def train_byte_level(texts: list[str], folder: Path) -> None:
+    """Learn a vocabulary of GPT-2's kind."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(texts, trainer)
+    folder.mkdir()
+    backend.model.save(str(folder))
+
+
+def in_memory(make: Callable[[], Callable[[list[str]], object]], texts: list[str]) -> float:
+    """Seconds in which two processes encode the texts they hold."""
+    context = multiprocessing.get_context("fork")
+    barrier = context.Barrier(PROCESSES + 1)
+
+    def work(share: list[str]) -> None:
+        encode = make()
+        barrier.wait()
+        for begin in range(0, len(share), 64):
+            encode(share[begin : begin + 64])
+
+    processes = [
+        context.Process(target=work, args=(texts[index::PROCESSES],)) for index in range(PROCESSES)
+    ]
+    for process in processes:
+        process.start()
+    barrier.wait()
+    begin = time.perf_counter()
+    for process in processes:
+        process.join()
+    return time.perf_counter() - begin
+
+
+def sentencepiece_encoder(model: Path) -> Callable[[list[str]], object]:
+    """Return SentencePiece's own way."""
+    import sentencepiece
+
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
+    return lambda texts: processor.encode(texts, num_threads=1)
+
+
+def gigatoken_encoder(folder: Path) -> Callable[[list[str]], object]:
+    """Return gigatoken's own way."""
+    import gigatoken
+
+    spec = {**load_tokenizer(str(folder)).spec, "added_tokens": [], "post_processor": None}
+    backend = gigatoken.Tokenizer.from_json(json.dumps(spec, ensure_ascii=False))
+    return lambda texts: backend.encode_batch(texts, parallel=False)
+
+
+def stages(path: Path, folder: Path) -> dict[str, float]:
+    """Seconds of one process for each stage of byte-pair encoding of a file."""
+    from megatron_deberta.preprocess.cutting import RecordReader
+    from megatron_deberta.preprocess.encoding import fast_bpe_encoder
+    from megatron_deberta.preprocess.records import parse_block
+    from megatron_deberta.preprocess.sources import find_sources
+
+    encode = fast_bpe_encoder(load_tokenizer(str(folder)))
+    assert encode is not None
+    spent = dict.fromkeys(("read", "parse", "encode", "write"), 0.0)
+    (source,) = find_sources([str(path)])
+    blocks = RecordReader(source).blocks(0)
+    with path.with_name("stages.bin").open("wb") as stream:
+        while True:
+            begin = time.perf_counter()
+            block = next(blocks, None)
+            if block is None:
+                return spent
+            read = time.perf_counter()
+            documents, _ = parse_block(block, "jsonl", ["text"])
+            parsed = time.perf_counter()
+            ids, _ = encode([document.texts[0] for document in documents])
+            encoded = time.perf_counter()
+            stream.write(ids.astype("uint16").tobytes())
+            written = time.perf_counter()
+            for name, seconds in zip(
+                spent,
+                (read - begin, parsed - read, encoded - parsed, written - encoded),
+                strict=True,
+            ):
+                spent[name] += seconds
+
+
+def run_command(line: list[str], env: dict[str, str] | None = None) -> tuple[float, float]:
+    """Run a command; return its seconds and the peak memory of it and its children, MiB."""
+    begin = time.perf_counter()
+    process = subprocess.Popen(line, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    peaks: dict[int, int] = {}
+    stop = threading.Event()
+
+    def watch() -> None:
+        while not stop.wait(0.05):
+            for pid in family(process.pid):
+                peaks[pid] = max(peaks.get(pid, 0), peak_kib(pid))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    _, errors = process.communicate()
+    seconds = time.perf_counter() - begin
+    stop.set()
+    watcher.join()
+    if process.returncode:
+        raise RuntimeError(f"{line}: {errors.decode()[-2000:]}")
+    return seconds, sum(peaks.values()) / 1024
+
+
+def family(pid: int) -> list[int]:
+    """A process and its children."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return [pid]
+    return [pid, *map(int, children)]
+
+
+def peak_kib(pid: int) -> int:
+    """Peak resident memory of a process; 0 once it has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("VmHWM")), 0)
+
+
+def ours(path: Path, tokenizer: Path, output: Path) -> tuple[float, float]:
+    """Run our command; return seconds and peak memory, MiB."""
+    shutil.rmtree(output, ignore_errors=True)
+    return run_command(
+        [
+            sys.executable, "-m", "megatron_deberta", "preprocess", "--input", str(path),
+            "--tokenizer", str(tokenizer), "--output", str(output / "c"),
+            "--workers", str(PROCESSES), "--unit-mb", "16",
+        ]
+    )  # fmt: skip
+
+
+def megatron(root: Path, path: Path, model: Path, output: Path) -> tuple[float, float]:
+    """Run Megatron-LM's script; return seconds and peak memory, MiB."""
+    output.mkdir(exist_ok=True)
+    line = [
+        sys.executable, str(root / "tools" / "preprocess_data.py"), "--input", str(path),
+        "--output-prefix", str(output / "m"), "--tokenizer-type", "SentencePieceTokenizer",
+        "--tokenizer-model", str(model), "--workers", str(PROCESSES), "--log-interval", "1000000",
+    ]  # fmt: skip
+    return run_command(line, {**os.environ, "PYTHONPATH": str(root)})
+
+
+def cases(texts: list[str], args: argparse.Namespace) -> dict[str, Callable[[], dict[str, Any]]]:
+    """Return what can be measured, by name."""
+    work: Path = args.work
+    size = sum(len(text.encode()) for text in texts) / 1e6
+
+    def speed(seconds: float, peak: float | None = None, megabytes: float = size) -> dict[str, Any]:
+        found = {"seconds": seconds, "MB_per_second": megabytes / seconds, "megabytes": megabytes}
+        return found if peak is None else {**found, "peak_MiB": peak}
+
+    def repeated(megabytes: int) -> dict[str, Any]:
+        path = work / f"{megabytes}.jsonl"
+        if not path.exists():
+            content = (work / "plain.jsonl").read_bytes()
+            with path.open("wb") as stream:
+                while stream.tell() < megabytes * 1e6:
+                    end = content.rfind(b"\n", 0, round(megabytes * 1e6) - stream.tell() + 1) + 1
+                    if not end:
+                        break
+                    stream.write(content[:end])
+        return speed(*ours(path, work / "unigram", work / "out"), megabytes)
+
+    unigram, gpt2 = work / "unigram", work / "gpt2"
+    found: dict[str, Callable[[], dict[str, Any]]] = {
+        "sentencepiece in memory": lambda: speed(
+            in_memory(lambda: sentencepiece_encoder(unigram / "spm.model"), texts)
+        ),
+        "our tokenizer in memory": lambda: speed(
+            in_memory(lambda: load_tokenizer(str(unigram)).encode_texts, texts)
+        ),
+        "gigatoken in memory": lambda: speed(in_memory(lambda: gigatoken_encoder(gpt2), texts)),
+    }
+    for kind in ("unigram", "gpt2"):
+        for name in ("plain.jsonl", "gzip.jsonl.gz", "zstd.jsonl.zst"):
+            found[f"ours, {kind}, {name.split('.')[0]}"] = lambda kind=kind, name=name: speed(  # type: ignore[misc]
+                *ours(work / name, work / kind, work / "out")
+            )
+    found["stages of byte pairs, one process"] = lambda: stages(work / "plain.jsonl", gpt2)
+    if args.megatron is not None:
+        found["Megatron-LM, unigram, plain"] = lambda: speed(
+            *megatron(args.megatron, work / "plain.jsonl", unigram / "spm.model", work / "mlm")
+        )
+    found["ours, unigram, 20 MB"] = lambda: repeated(20)
+    found["ours, unigram, 2 GB"] = lambda: repeated(2000)
+    return found
+
+
+def main() -> None:
+    """Measure the cases that are asked for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--corpus", nargs="+", required=True)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--megatron", type=Path, help="folder of Megatron-LM's source")
+    parser.add_argument("--only", nargs="+", help="beginnings of cases' names")
+    parser.add_argument("--prepare", action="store_true", help="measure nothing")
+    parser.add_argument("--output", type=Path, default=OUTPUT)
+    args = parser.parse_args()
+    texts = prepare(args.corpus, args.work)
+    results = json.loads(args.output.read_text()) if args.output.exists() else {}
+    for name, measure in cases(texts, args).items():
+        if args.prepare or (args.only and not name.startswith(tuple(args.only))):
+            continue
+        results[name] = {**measure(), **provenance()}
+        print(name, {k: round(v, 2) for k, v in results[name].items() if isinstance(v, float)})
+        args.output.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
