@@ -2,7 +2,8 @@
 
 MB/s are of raw text (the documents' bytes, without JSON), on two processes; ours are whole
 commands, start-up included, while the bare tokenizers have the documents in memory and their
-start-up is not counted. Each case is added to the results as it ends.
+start-up is not counted. Each case is added to the results as it ends. On a machine that does other
+work as well, only processor seconds compare.
 
   python -m benchmarks.preprocess --corpus books-*.jsonl.gz --work /scratch --megatron Megatron-LM
 """
@@ -70,27 +71,31 @@ def train_byte_level(texts: list[str], folder: Path) -> None:
     backend.model.save(str(folder))
 
 
-def in_memory(make: Callable[[], Callable[[list[str]], object]], texts: list[str]) -> float:
-    """Seconds in which two processes encode the texts they hold."""
+def in_memory(
+    make: Callable[[], Callable[[list[str]], object]], texts: list[str]
+) -> tuple[float, float]:
+    """Seconds, and processor seconds, in which two processes encode the texts they hold."""
     context = multiprocessing.get_context("fork")
     barrier = context.Barrier(PROCESSES + 1)
+    spent = context.Array("d", PROCESSES)
 
-    def work(share: list[str]) -> None:
+    def work(index: int) -> None:
         encode = make()
+        share = texts[index::PROCESSES]
         barrier.wait()
-        for begin in range(0, len(share), 64):
-            encode(share[begin : begin + 64])
+        begin = time.process_time()
+        for first in range(0, len(share), 64):
+            encode(share[first : first + 64])
+        spent[index] = time.process_time() - begin
 
-    processes = [
-        context.Process(target=work, args=(texts[index::PROCESSES],)) for index in range(PROCESSES)
-    ]
+    processes = [context.Process(target=work, args=(index,)) for index in range(PROCESSES)]
     for process in processes:
         process.start()
     barrier.wait()
     begin = time.perf_counter()
     for process in processes:
         process.join()
-    return time.perf_counter() - begin
+    return time.perf_counter() - begin, sum(spent)
 
 
 def sentencepiece_encoder(model: Path) -> Callable[[list[str]], object]:
@@ -143,9 +148,9 @@ def stages(path: Path, folder: Path) -> dict[str, float]:
                 spent[name] += seconds
 
 
-def run_command(line: list[str], env: dict[str, str] | None = None) -> tuple[float, float]:
-    """Run a command; return its seconds and the peak memory of it and its children, MiB."""
-    begin = time.perf_counter()
+def run_command(line: list[str], env: dict[str, str] | None = None) -> tuple[float, float, float]:
+    """Run a command; return its seconds, processor seconds and the peak memory of all, MiB."""
+    begin, before = time.perf_counter(), os.times()
     process = subprocess.Popen(line, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     peaks: dict[int, int] = {}
     stop = threading.Event()
@@ -163,7 +168,10 @@ def run_command(line: list[str], env: dict[str, str] | None = None) -> tuple[flo
     watcher.join()
     if process.returncode:
         raise RuntimeError(f"{line}: {errors.decode()[-2000:]}")
-    return seconds, sum(peaks.values()) / 1024
+    after = os.times()
+    spent = after.children_user + after.children_system
+    spent -= before.children_user + before.children_system
+    return seconds, spent, sum(peaks.values()) / 1024
 
 
 def family(pid: int) -> list[int]:
@@ -184,8 +192,8 @@ def peak_kib(pid: int) -> int:
     return next((int(line.split()[1]) for line in lines if line.startswith("VmHWM")), 0)
 
 
-def ours(path: Path, tokenizer: Path, output: Path) -> tuple[float, float]:
-    """Run our command; return seconds and peak memory, MiB."""
+def ours(path: Path, tokenizer: Path, output: Path) -> tuple[float, float, float]:
+    """Run our command; see ``run_command``."""
     shutil.rmtree(output, ignore_errors=True)
     return run_command(
         [
@@ -196,8 +204,8 @@ def ours(path: Path, tokenizer: Path, output: Path) -> tuple[float, float]:
     )  # fmt: skip
 
 
-def megatron(root: Path, path: Path, model: Path, output: Path) -> tuple[float, float]:
-    """Run Megatron-LM's script; return seconds and peak memory, MiB."""
+def megatron(root: Path, path: Path, model: Path, output: Path) -> tuple[float, float, float]:
+    """Run Megatron-LM's script; see ``run_command``."""
     output.mkdir(exist_ok=True)
     line = [
         sys.executable, str(root / "tools" / "preprocess_data.py"), "--input", str(path),
@@ -212,8 +220,16 @@ def cases(texts: list[str], args: argparse.Namespace) -> dict[str, Callable[[], 
     work: Path = args.work
     size = sum(len(text.encode()) for text in texts) / 1e6
 
-    def speed(seconds: float, peak: float | None = None, megabytes: float = size) -> dict[str, Any]:
-        found = {"seconds": seconds, "MB_per_second": megabytes / seconds, "megabytes": megabytes}
+    def speed(
+        seconds: float, spent: float, peak: float | None = None, megabytes: float = size
+    ) -> dict[str, Any]:
+        found = {
+            "megabytes": megabytes,
+            "seconds": seconds,
+            "MB_per_second": megabytes / seconds,
+            "processor_seconds": spent,
+            "MB_per_processor_second": megabytes / spent,
+        }
         return found if peak is None else {**found, "peak_MiB": peak}
 
     def repeated(megabytes: int) -> dict[str, Any]:
@@ -226,17 +242,17 @@ def cases(texts: list[str], args: argparse.Namespace) -> dict[str, Callable[[], 
                     if not end:
                         break
                     stream.write(content[:end])
-        return speed(*ours(path, work / "unigram", work / "out"), megabytes)
+        return speed(*ours(path, work / "unigram", work / "out"), megabytes=megabytes)
 
     unigram, gpt2 = work / "unigram", work / "gpt2"
     found: dict[str, Callable[[], dict[str, Any]]] = {
         "sentencepiece in memory": lambda: speed(
-            in_memory(lambda: sentencepiece_encoder(unigram / "spm.model"), texts)
+            *in_memory(lambda: sentencepiece_encoder(unigram / "spm.model"), texts)
         ),
         "our tokenizer in memory": lambda: speed(
-            in_memory(lambda: load_tokenizer(str(unigram)).encode_texts, texts)
+            *in_memory(lambda: load_tokenizer(str(unigram)).encode_texts, texts)
         ),
-        "gigatoken in memory": lambda: speed(in_memory(lambda: gigatoken_encoder(gpt2), texts)),
+        "gigatoken in memory": lambda: speed(*in_memory(lambda: gigatoken_encoder(gpt2), texts)),
     }
     for kind in ("unigram", "gpt2"):
         for name in ("plain.jsonl", "gzip.jsonl.gz", "zstd.jsonl.zst"):
@@ -268,7 +284,8 @@ def main() -> None:
     for name, measure in cases(texts, args).items():
         if args.prepare or (args.only and not name.startswith(tuple(args.only))):
             continue
-        results[name] = {**measure(), **provenance()}
+        load = os.getloadavg()[0]
+        results[name] = {**measure(), "load_before": load, **provenance()}
         print(name, {k: round(v, 2) for k, v in results[name].items() if isinstance(v, float)})
         args.output.write_text(json.dumps(results, indent=2) + "\n")
 
