@@ -167,4 +167,6 @@ def test_rooms_are_small(path: Path) -> None:
             # A contract may be as long as it needs to be.
             first = node.body[1 if ast.get_docstring(node) and len(node.body) > 1 else 0]
             lines = node.end_lineno - first.lineno + 1
-            assert lines <= 60, f"{path.name}:{node.lineno}: {node.name} has {lines} lines"
+            # A kernel's phases share a dozen tiles and pointers, which a cut would pass along.
+            most = 100 if "jit" in {dotted(d).split(".")[-1] for d in node.decorator_list} else 60
+            assert lines <= most, f"{path.name}:{node.lineno}: {node.name} has {lines} lines"
