@@ -120,9 +120,10 @@ def pretrain(config: RunConfig, stop: StopSignal, *, allow_config_change: bool =
             config.cluster.timeout_minutes,
             environment,
         )
+        # First, so that what cannot be trained leaves no folder behind.
+        with failing_together(groups):
+            data = _open_data(config, groups.rank)
         with _locked(config.train.run_dir, groups):
-            with failing_together(groups):
-                data = _open_data(config, groups.rank)
             start = choose_start(config, groups, data.identity, allow_config_change)
             model = build_rank_model(config, groups)
             engine = build_engine(config, model.module, model.specs, groups)

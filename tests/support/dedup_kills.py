@@ -61,6 +61,9 @@ def kill_and_resume(number: int, folder: Path, reference: dict[str, bytes]) -> d
             break
     time.sleep(draw.uniform(0, 0.08))
     workers = _workers(child.pid)
+    while victim == "worker" and not workers and child.poll() is None:
+        time.sleep(0.005)  # between two stages there are none
+        workers = _workers(child.pid)
     if victim == "worker":
         os.kill(draw.choice(workers), signal.SIGKILL)
     elif victim == "first process":
