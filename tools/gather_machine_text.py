@@ -13,6 +13,7 @@ import argparse
 import ast
 import json
 import os
+import re
 import sys
 import sysconfig
 import warnings
@@ -21,6 +22,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 MIN_CHARACTERS = 200
+BROKEN = re.compile("[\0\ud800-\udfff]")
 """Shorter docstrings say little that is English."""
 
 
@@ -35,7 +37,8 @@ def module_docstrings(path: Path) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node)
-            if text is not None and len(text) >= MIN_CHARACTERS:
+            # Some packages document control characters by writing them.
+            if text is not None and len(text) >= MIN_CHARACTERS and not BROKEN.search(text):
                 yield text
 
 

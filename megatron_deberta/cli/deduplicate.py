@@ -34,8 +34,7 @@ from megatron_deberta.deduplicate.pipeline import deduplicate, forget_unfinished
 from megatron_deberta.deduplicate.progress import StageDisplay
 from megatron_deberta.deduplicate.settings import Settings
 from megatron_deberta.errors import EXIT_DONE, EXIT_FAILURE
-from megatron_deberta.preprocess.pipeline import DEFAULT_ALLOW_BAD
-from megatron_deberta.preprocess.records import DAMAGED, EMPTY
+from megatron_deberta.preprocess.records import DAMAGED, DEFAULT_ALLOW_BAD, EMPTY
 from megatron_deberta.preprocess.sources import find_sources
 
 

@@ -21,7 +21,8 @@ from megatron_deberta.cli.text_input import add_input_arguments, find_input, rea
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.parallel.environment import read_environment
 from megatron_deberta.preprocess.merging import quarantine_path, shard_prefix
-from megatron_deberta.preprocess.pipeline import DEFAULT_ALLOW_BAD, RunOptions, preprocess
+from megatron_deberta.preprocess.pipeline import RunOptions, preprocess
+from megatron_deberta.preprocess.records import DEFAULT_ALLOW_BAD
 from megatron_deberta.preprocess.sources import STANDARD_INPUT
 from megatron_deberta.preprocess.units import UNIT_BYTES
 from megatron_deberta.preprocess.workfolder import WorkFolder

@@ -27,13 +27,13 @@ from megatron_deberta.preprocess.encoding import choose_encoder
 from megatron_deberta.preprocess.merging import Merger, Output, shard_prefix
 from megatron_deberta.preprocess.progress import Board, ProgressDisplay, new_counters
 from megatron_deberta.preprocess.reading import ReadOptions
+from megatron_deberta.preprocess.records import DEFAULT_ALLOW_BAD
 from megatron_deberta.preprocess.sources import Source
 from megatron_deberta.preprocess.units import UNIT_BYTES, UnitQueue, plan_segments
 from megatron_deberta.preprocess.worker import Job, encode_units
 from megatron_deberta.preprocess.workfolder import WorkFolder
 from megatron_deberta.tokenizer import Tokenizer, load_tokenizer
 
-DEFAULT_ALLOW_BAD = 0.001
 _LOOK_SECONDS = 0.1
 _PR_SET_PDEATHSIG = 1
 

@@ -1,19 +1,29 @@
 """Documents and defects out of any input file, whole or in ranges, in bounded memory.
 
 Owns the one way by which commands read text. Refuses to decide what a defect means: preprocessing
-sets it aside, learning a vocabulary stops.
+sets it aside, learning a vocabulary does without a few.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from megatron_deberta.errors import DataError
 from megatron_deberta.preprocess.cutting import ENDLESS, RecordReader
-from megatron_deberta.preprocess.records import Defect, Document, Normalization, parse_block
+from megatron_deberta.preprocess.records import (
+    DAMAGED,
+    DEFAULT_ALLOW_BAD,
+    Defect,
+    Document,
+    Normalization,
+    parse_block,
+)
 from megatron_deberta.preprocess.sources import TABLES, Source
 from megatron_deberta.preprocess.tables import read_rows
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,12 +137,27 @@ def read_documents(
 def read_texts(sources: Iterable[Source], options: ReadOptions) -> Iterator[tuple[str, ...]]:
     """Read the texts of files, one tuple a document with one text a key.
 
+    A record that cannot be used is logged and left out.
+
     Raises:
-        DataError: a file cannot be read, or a record cannot be used.
+        DataError: a file cannot be read or is damaged, or, at the end, more than 0.1 % of the
+            records cannot be used.
     """
+    count, bad, first = 0, 0, ""
     for source, record in read_documents(sources, options):
-        if isinstance(record, Defect):
-            where = f"{source.name}: line {record.line}"
-            hint = "; set --keys" if record.reason == "missing key" else ""
-            raise DataError(f"{where}: {record.reason}: {record.detail}{hint}")
-        yield record.texts
+        count += 1
+        if not isinstance(record, Defect):
+            yield record.texts
+            continue
+        bad += 1
+        hint = "; set --keys" if record.reason == "missing key" else ""
+        message = f"{source.name}: line {record.line}: {record.reason}: {record.detail}{hint}"
+        if record.reason == DAMAGED:
+            raise DataError(message)
+        first = first or message
+        logger.warning("%s; left out", message)
+    if bad > count * DEFAULT_ALLOW_BAD:
+        raise DataError(
+            f"{bad} of {count} records cannot be used, more than {DEFAULT_ALLOW_BAD:.1%}; the "
+            f"first: {first}"
+        )

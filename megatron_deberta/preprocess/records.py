@@ -31,6 +31,9 @@ LONG = "document too long"
 DAMAGED = "damaged file"
 EMPTY = "empty"
 
+DEFAULT_ALLOW_BAD = 0.001
+"""Share of records that may be bad before a command fails."""
+
 
 class Document(NamedTuple):
     """A record that can be used.

@@ -34,7 +34,7 @@ from pathlib import Path
 from tests.support.duplicates import run
 if __name__ == "__main__":
     run(sys.argv[2:], Path(sys.argv[1]), workers=2, unit_bytes=%d,
-        advance=lambda stage, tasks, done: print(stage, done, tasks, flush=True))
+        advance=lambda *at: (print(*at, flush=True), sys.stdin.readline()))
 """
 
 
@@ -48,28 +48,31 @@ def kill_and_resume(number: int, folder: Path, reference: dict[str, bytes]) -> d
     script.write_text(_CHILD % UNIT_BYTES)
     child = subprocess.Popen(
         [sys.executable, str(script), str(output), *inputs],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
         start_new_session=True,
     )
+    assert child.stdin is not None
     assert child.stdout is not None
     wanted = draw.randrange(3)
     for line in child.stdout:
-        name, done, tasks = line.split()
+        name, tasks, done = line.split()
         if name == stage and (int(done) >= wanted or done == tasks):
             break
+        child.stdin.write("\n")
+        child.stdin.flush()
+    # The first process waits for our word here, the workers work on.
     time.sleep(draw.uniform(0, 0.08))
     workers = _workers(child.pid)
-    while victim == "worker" and not workers and child.poll() is None:
-        time.sleep(0.005)  # between two stages there are none
-        workers = _workers(child.pid)
     if victim == "worker":
         os.kill(draw.choice(workers), signal.SIGKILL)
     elif victim == "first process":
         child.kill()
     else:
         os.killpg(child.pid, signal.SIGKILL)
+    child.stdin.close()
     child.stdout.read()
     code = child.wait(timeout=60)
     deadline = time.monotonic() + 10

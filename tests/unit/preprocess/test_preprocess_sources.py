@@ -238,3 +238,15 @@ def test_unusable_inputs_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").unlink()
     with pytest.raises(DataError, match="No such file"):
         list(read_texts(sources, ReadOptions()))
+
+
+def test_texts_do_without_a_few_bad_records(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = b'{"text": "fine"}\n'
+    few = write(tmp_path, "few.jsonl", good * 1500 + b'{"text": "a\\u0000b"}\n' + good * 10)
+    assert len(read(few)) == 1510
+    assert "line 1501: NUL character" in caplog.text
+    many = write(tmp_path, "many.jsonl", good * 500 + b"{\n")
+    with pytest.raises(DataError, match=r"1 of 501 records .* line 501: malformed JSON"):
+        read(many)
