@@ -22,8 +22,9 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 MIN_CHARACTERS = 200
-BROKEN = re.compile("[\0\ud800-\udfff]")
 """Shorter docstrings say little that is English."""
+BROKEN = re.compile("[\0\ud800-\udfff]")
+"""What no text holds: NUL and lone surrogates."""
 
 
 def module_docstrings(path: Path) -> Iterator[str]:
@@ -37,7 +38,6 @@ def module_docstrings(path: Path) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node)
-            # Some packages document control characters by writing them.
             if text is not None and len(text) >= MIN_CHARACTERS and not BROKEN.search(text):
                 yield text
 
