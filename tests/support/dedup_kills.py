@@ -19,6 +19,7 @@ from pathlib import Path
 
 from benchmarks.provenance import provenance
 from tests.support.duplicates import contents, make_corpus, run
+from tests.support.jobs import ROOT
 
 STAGES = (
     "sign", "exact", "mark", "candidates", "estimate", "needed", "collect", "verify", "resolve",
@@ -53,6 +54,7 @@ def kill_and_resume(number: int, folder: Path, reference: dict[str, bytes]) -> d
         stderr=subprocess.DEVNULL,
         text=True,
         start_new_session=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
     assert child.stdin is not None
     assert child.stdout is not None
@@ -63,6 +65,8 @@ def kill_and_resume(number: int, folder: Path, reference: dict[str, bytes]) -> d
             break
         child.stdin.write("\n")
         child.stdin.flush()
+    else:
+        raise AssertionError(f"ended (exit {child.wait()}) before there was anything to kill")
     # The first process waits for our word here, the workers work on.
     time.sleep(draw.uniform(0, 0.08))
     workers = _workers(child.pid)
