@@ -34,6 +34,7 @@ from megatron_deberta.observe.throughput import training_flops_per_token  # noqa
 from megatron_deberta.parallel.environment import read_environment  # noqa: E402
 from megatron_deberta.parallel.topology import init_process_groups, shutdown  # noqa: E402
 from megatron_deberta.tokenizer import load_tokenizer  # noqa: E402
+from megatron_deberta.train.prefetch import InputQueue  # noqa: E402
 from megatron_deberta.train.run import (  # noqa: E402
     DTYPES,
     build_rank_model,
@@ -75,13 +76,13 @@ class Run:
         self.parameters = sum(p.numel() for p in model.module.parameters())
         self.engine = build_engine(config, model.module, model.specs, self.groups)
         self.train_step = TrainStep(self.engine, config, self.groups)
-        self.loader = iter(build_loaders(config, vocabulary, 0, 1, 0)[0])
+        self.inputs = InputQueue(build_loaders(config, vocabulary, 0, 1, 0)[0], self.groups.device)
         self.step = 0
 
     def take(self) -> tuple[float, float]:
         """Take one step; its loss and its seconds."""
         start = time.perf_counter()
-        result = self.train_step(self.step, next(self.loader))
+        result = self.train_step(self.step, self.inputs.take().device, self.inputs.fetch)
         if self.groups.device.type == "cuda":
             torch.cuda.synchronize()
         self.step += 1

@@ -57,6 +57,10 @@ class Batch:
         """Return the batch in page-locked memory; torch's loader calls it by this name."""
         return self._map(lambda tensor: tensor.pin_memory())
 
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keep the batch's memory on the device from reuse until ``stream`` is past this point."""
+        self._map(lambda tensor: (tensor.record_stream(stream), tensor)[1])
+
     @property
     def num_tokens(self) -> int:
         """Real tokens; waits for the device if the batch is on one."""

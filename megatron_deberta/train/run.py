@@ -54,6 +54,7 @@ from megatron_deberta.train.evaluate import evaluate
 from megatron_deberta.train.fingerprint import data_fingerprint
 from megatron_deberta.train.hooks import EvaluateHook, Hook, LedgerHook, LogHook, SaveHook
 from megatron_deberta.train.preemption import Requests, StopSignal
+from megatron_deberta.train.prefetch import InputQueue
 from megatron_deberta.train.records import RunRecords
 from megatron_deberta.train.start import Identity, choose_start, load_start
 from megatron_deberta.train.state import TrainState
@@ -242,7 +243,8 @@ def _train(parts: _Assembled, state: TrainState, stop: StopSignal, terminal: Con
         hooks = _hooks(parts, state.step, validation, records, ledger)
         train_step = TrainStep(parts.engine, config, groups)
         requests = Requests(stop, config.train.run_dir, groups)
-        trainer = Trainer(config, groups, state, train_loader, train_step, hooks, requests)
+        inputs = InputQueue(train_loader, groups.device)
+        trainer = Trainer(config, state, inputs, train_step, hooks, requests)
         code = trainer.run()
     if code == EXIT_REQUEUE and stop.received is not None:
         logger.warning("stopped by %s with a checkpoint; requeue", stop.received.name)

@@ -7,7 +7,7 @@ Refuses to choose data or to write anything.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -90,12 +90,19 @@ class TrainStep:
         self._config = config
         self._groups = groups
 
-    def __call__(self, step: int, batches: Sequence[Batch]) -> StepResult:
+    def __call__(
+        self,
+        step: int,
+        batches: Sequence[Batch],
+        while_busy: Callable[[], None] = lambda: None,
+    ) -> StepResult:
         """Take one step. Collective over all ranks.
 
         Args:
             step: optimizer steps done before; keys dropout and the learning rate.
-            batches: this rank's micro batches, on the CPU.
+            batches: this rank's micro batches, best on the device already.
+            while_busy: called once, when the device has all forward and backward passes before
+                it and the host is about to wait for them.
 
         Raises:
             NumericsError: the loss or a gradient is not finite on some rank; on all ranks, before
@@ -103,13 +110,12 @@ class TrainStep:
                 scale and skips the update instead.)
         """
         groups = self._groups
-        pinned = groups.device.type == "cuda"
+        batches = [batch.to(groups.device) for batch in batches]
         num_targets = self._count_targets(batches)
         num_rows = self._config.train.global_batch_size
         # Losses of masked tokens and of pairs, and pairs told right.
         totals = torch.zeros(3, dtype=torch.float64, device=groups.device)
         for batch in batches:
-            batch = batch.to(groups.device, non_blocking=pinned)
             seeds = DropoutSeeds(self._config.train.seed, step, batch.sample_index)
             sums = forward(self._engine.module, batch, seeds)
             # The engine averages over data-parallel ranks; this makes it a sum.
@@ -120,6 +126,7 @@ class TrainStep:
                 totals[1] += sums.pair_loss.detach()
                 totals[2] += sums.pair_right
             self._engine.accumulate(loss)
+        while_busy()
         total, pair_total, pairs_right = self._check_finite(step, totals, batches)
         rate = learning_rate(step, self._config.optimizer, self._config.train.steps)
         outcome = self._engine.step(rate)
@@ -136,8 +143,7 @@ class TrainStep:
     def _count_targets(self, batches: Sequence[Batch]) -> Tensor:
         """Masked tokens of the global batch, as a scalar on the device: no host waits for it."""
         count = torch.stack([(batch.labels != IGNORED_LABEL).sum() for batch in batches]).sum()
-        count = count.to(self._groups.device, torch.float32)
-        return sum_over_batch_ranks(count, self._groups).clamp_min(1.0)
+        return sum_over_batch_ranks(count.to(torch.float32), self._groups).clamp_min(1.0)
 
     def _check_finite(self, step: int, totals: Tensor, batches: Sequence[Batch]) -> list[float]:
         """Totals of all ranks, or an error on all of them."""

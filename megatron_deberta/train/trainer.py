@@ -5,14 +5,13 @@ Owns the order and the ways to end. Refuses side effects: they are in ``hooks.py
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from megatron_deberta.config.schema import RunConfig
-from megatron_deberta.data.batch import Batch
 from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE
-from megatron_deberta.parallel.topology import ProcessGroups
 from megatron_deberta.train.hooks import Hook
 from megatron_deberta.train.preemption import Asked, Requests
+from megatron_deberta.train.prefetch import InputQueue
 from megatron_deberta.train.state import Ending, StepEvent, TrainState
 from megatron_deberta.train.step import TrainStep
 
@@ -27,9 +26,8 @@ class Trainer:
 
     Args:
         config: the run.
-        groups: the rank grid.
         state: where the run is.
-        loader: yields this rank's micro batches of a step, from that state on.
+        inputs: gives this rank's micro batches of a step, from that state on.
         train_step: takes a step.
         hooks: told of every step, in this order.
         requests: finds out what is asked from outside.
@@ -38,17 +36,15 @@ class Trainer:
     def __init__(
         self,
         config: RunConfig,
-        groups: ProcessGroups,
         state: TrainState,
-        loader: Iterable[Sequence[Batch]],
+        inputs: InputQueue,
         train_step: TrainStep,
         hooks: Sequence[Hook],
         requests: Requests,
     ) -> None:
         self._config = config
-        self._groups = groups
         self._state = state
-        self._loader = loader
+        self._inputs = inputs
         self._train_step = train_step
         self._hooks = hooks
         self._requests = requests
@@ -66,17 +62,22 @@ class Trainer:
         """
         if self._state.step >= last_step(self._config):
             return EXIT_DONE
-        for batches in self._loader:
-            result = self._train_step(self._state.step, batches)
+        while True:
+            batches = self._inputs.take()
+            result = self._train_step(self._state.step, batches.device, self._fetch_next)
             self._state = self._state.advanced(self._config.train.global_batch_size)
             asked = self._requests.agree()
-            event = StepEvent(self._state, batches, result, self._ending(asked), asked.save)
+            event = StepEvent(self._state, batches.host, result, self._ending(asked), asked.save)
             for hook in self._hooks:
                 hook.after_step(event)
             self._requests.answered(asked)
             if event.ending is not None:
                 return EXIT_REQUEUE if event.ending is Ending.INTERRUPTED else EXIT_DONE
-        raise AssertionError("a training loader never ends")
+
+    def _fetch_next(self) -> None:
+        """Have the next step's batches copied while this one runs; the last step has no next."""
+        if self._state.step + 1 < last_step(self._config):
+            self._inputs.fetch()
 
     def _ending(self, asked: Asked) -> Ending | None:
         if self._state.step >= last_step(self._config):

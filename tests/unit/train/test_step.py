@@ -135,6 +135,12 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(
     assert "[40, 41, 42, 43]" in caplog.text
 
 
+def test_the_next_batches_are_fetched_while_the_device_has_all_of_the_step() -> None:
+    engine = Recorded(1.0)
+    step_of(engine)(0, [rows(), rows(4)], lambda: engine.calls.append("fetch"))
+    assert engine.calls == ["accumulate", "accumulate", "fetch", "step"]
+
+
 def test_a_gradient_that_is_not_finite_stops_too_but_in_fp16_lowers_the_scale() -> None:
     skipped = StepOutcome(float("inf"), True, 1.0)
     with pytest.raises(NumericsError, match="step 1: a gradient is not finite"):

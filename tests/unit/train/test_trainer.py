@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_deberta.config import RunConfig, TrainConfig
+from megatron_deberta.data.batch import Batch
 from megatron_deberta.engine.protocol import StepOutcome
 from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE
 from megatron_deberta.observe.throughput import StepWork, ThroughputMeter
 from megatron_deberta.train.evaluate import Evaluation
 from megatron_deberta.train.hooks import EvaluateHook, LogHook, SaveHook
 from megatron_deberta.train.preemption import Asked
+from megatron_deberta.train.prefetch import InputQueue
 from megatron_deberta.train.state import Ending, StepEvent, StepResult, TrainState
 from megatron_deberta.train.trainer import Trainer
 
@@ -47,6 +49,11 @@ class Recorder:
         self.events.append(event)
 
 
+def batch(sample: int) -> Batch:
+    tensor = torch.tensor([sample])
+    return Batch(tensor, tensor, tensor, tensor, tensor)
+
+
 def result(loss: float = 2.0) -> StepResult:
     return StepResult(loss, 1e-3, StepOutcome(0.5, False, 1.0))
 
@@ -54,13 +61,15 @@ def result(loss: float = 2.0) -> StepResult:
 def run(
     config: RunConfig, state: TrainState, at: int = 0, asked: Asked = INTERRUPT
 ) -> tuple[int, list[StepEvent]]:
-    def step(number: int, batches: Any) -> StepResult:
-        assert batches == [f"batch {number - state.step}"]
+    def step(number: int, batches: Any, while_busy: Any) -> StepResult:
+        assert [batch.sample_index.item() for batch in batches] == [number - state.step]
+        while_busy()
         return result(float(number))
 
-    loader: Iterator[Any] = ([f"batch {number}"] for number in itertools.count())
+    loader = ([batch(number)] for number in itertools.count())
+    inputs = InputQueue(loader, torch.device("cpu"))
     recorder, requests, taken = Recorder(), OneRequest(at, asked), step
-    trainer: Any = Trainer(config, None, state, loader, taken, [recorder], requests)  # type: ignore[arg-type]
+    trainer: Any = Trainer(config, state, inputs, taken, [recorder], requests)  # type: ignore[arg-type]
     code = trainer.run()
     assert len(requests.answers) == len(recorder.events)
     return code, recorder.events
