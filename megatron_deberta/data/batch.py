@@ -59,7 +59,9 @@ class Batch:
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the batch's memory on the device from reuse until ``stream`` is past this point."""
-        self._map(lambda tensor: (tensor.record_stream(stream), tensor)[1])
+        for item in fields(self):
+            if (tensor := getattr(self, item.name)) is not None:
+                tensor.record_stream(stream)
 
     @property
     def num_tokens(self) -> int:
