@@ -54,6 +54,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("merge", "merge", "put several shards into one"),
     Command("verify", "verify", "check shards for damage"),
     Command("pretrain", "pretrain", "train, as one rank of a run or alone"),
+    Command("launch", "launch", "train with several ranks on this machine, watched"),
     Command("doctor", "doctor", "check whether a run can run here"),
     Command("submit", "submit", "queue a run on a SLURM cluster"),
     Command("status", "status", "show the whole chain of a run's jobs"),

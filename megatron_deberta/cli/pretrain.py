@@ -16,6 +16,7 @@ from collections import Counter
 from omegaconf import OmegaConf
 
 from megatron_deberta.checkpoint.resume import FLAG
+from megatron_deberta.cluster.heartbeat import Heartbeat
 from megatron_deberta.cluster.run_lock import refuse_if_held
 from megatron_deberta.config import BatchArithmetic, load_config, validate_for_world
 from megatron_deberta.config.schema import RunConfig
@@ -51,11 +52,12 @@ def run(args: argparse.Namespace) -> int:
     if environment.rank == 0 and environment.launcher != "srun":
         # Before torch is imported, which takes its time. srun would leave the other ranks waiting.
         refuse_if_held(config.train.run_dir)
-    from megatron_deberta.train.preemption import StopSignal
-    from megatron_deberta.train.run import pretrain
+    with Heartbeat.of_this_rank(environment.rank) as heartbeat:
+        from megatron_deberta.train.preemption import StopSignal
+        from megatron_deberta.train.run import pretrain
 
-    with StopSignal() as stop:
-        return pretrain(config, stop, allow_config_change=args.allow_config_change)
+        with StopSignal() as stop:
+            return pretrain(config, stop, heartbeat, allow_config_change=args.allow_config_change)
 
 
 def describe_run(config: RunConfig) -> str:

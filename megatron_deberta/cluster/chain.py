@@ -1,8 +1,8 @@
 """The history of a run's jobs, and whether it goes on.
 
 Owns ``chain.jsonl`` in the run folder: one line when a link (one start of a job) begins, one when
-it ends, one for each submission and its job numbers, one if somebody cancels. Refuses to act:
-``link.py`` does what ``decide`` says.
+it ends, one for each submission and its job numbers, one if somebody cancels, one when other ranks
+than before are slow. Refuses to act: ``link.py`` does what ``decide`` says.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FILE_NAME = "chain.jsonl"
 MAX_STALLED_LINKS = 3
 """After so many links in a row without a new checkpoint, a run is stopped."""
 
-Event = Literal["submit", "jobs", "start", "end", "cancel"]
+Event = Literal["submit", "jobs", "start", "end", "cancel", "slow"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +106,12 @@ class Chain:
         records = [r for r in self.current() if r["event"] in ("start", "end")]
         return bool(records) and records[-1]["event"] == "start"
 
-    def decide(self, code: int) -> Decision:
+    def decide(self, code: int, cause: str = "") -> Decision:
         """What follows a link whose ranks ended with this code.
 
         Args:
-            code: the largest exit code of the ranks; negative: srun was killed by that signal.
+            code: the largest exit code of the nodes; negative: srun was killed by that signal.
+            cause: what the supervisors found out, if they did.
         """
         if code == EXIT_DONE:
             return Decision(False, EXIT_DONE, "finished")
@@ -121,7 +122,11 @@ class Chain:
         if any(record["event"] == "cancel" for record in self.current()):
             return Decision(False, EXIT_DONE, "cancelled")
         if (stalled := self.stalled_links()) >= MAX_STALLED_LINKS:
-            reason = f"{stalled} links in a row made no progress; see the logs, then submit again"
+            last = f" (last: {cause})" if cause else ""
+            reason = (
+                f"{stalled} links in a row made no progress{last}; see the logs, then submit again"
+            )
             return Decision(False, EXIT_NEVER_REQUEUE, reason)
-        reason = "stopped with a checkpoint" if code == EXIT_REQUEUE else f"failed with {code}"
+        failed = cause or f"failed with {code}"
+        reason = "stopped with a checkpoint" if code == EXIT_REQUEUE else failed
         return Decision(True, EXIT_REQUEUE, reason)

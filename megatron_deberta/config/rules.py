@@ -142,6 +142,15 @@ _POSITIVE = (
     "train.eval_batches",
     "log.every",
     "cluster.timeout_minutes",
+    "cluster.startup_timeout_seconds",
+    "cluster.data_timeout_seconds",
+    "cluster.step_timeout_seconds",
+    "cluster.step_timeout_factor",
+    "cluster.evaluation_timeout_seconds",
+    "cluster.save_timeout_seconds",
+    "cluster.straggler_factor",
+    "cluster.straggler_window_steps",
+    "cluster.bad_node_hours",
 )
 _NOT_NEGATIVE = (
     "model.position_buckets",

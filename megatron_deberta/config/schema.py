@@ -252,6 +252,24 @@ class ClusterConfig:
     """Ranks (GPUs) a node the run is sized for; tensor parallelism stays within; 0: not said."""
     timeout_minutes: float = 30.0
     """How long a collective may wait before the process group gives up."""
+    startup_timeout_seconds: float = 1800.0
+    """Supervision: from the start to the first step, and for each of the first two steps."""
+    data_timeout_seconds: float = 600.0
+    """Supervision: how long a rank may wait for a step's micro batches."""
+    step_timeout_seconds: float = 120.0
+    """Supervision: how long a micro batch or an update may take, if the factor allows no more."""
+    step_timeout_factor: float = 20.0
+    """Supervision: the same, in median steps."""
+    evaluation_timeout_seconds: float = 3600.0
+    """Supervision: how long a validation may take."""
+    save_timeout_seconds: float = 3600.0
+    """Supervision: how long a checkpoint, the log, or the end may take."""
+    straggler_factor: float = 1.3
+    """A rank is told to be slow if its own part of a step takes so many times the median's."""
+    straggler_window_steps: int = 50
+    """Steps over which ranks are compared; slow is who is slow in two windows in a row."""
+    bad_node_hours: float = 24.0
+    """How long a run stays away from a node that held it up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,7 +5,6 @@ Owns the order of start-up, from the environment to the loop. Refuses what the p
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import sys
@@ -21,6 +20,7 @@ from torch import nn
 from megatron_deberta.checkpoint import store
 from megatron_deberta.checkpoint.layout import CheckpointMetadata
 from megatron_deberta.cluster import preflight
+from megatron_deberta.cluster.heartbeat import Heartbeat, Section
 from megatron_deberta.cluster.run_lock import RunLock
 from megatron_deberta.config import config_to_dict, validate_for_world
 from megatron_deberta.config.schema import RunConfig
@@ -50,7 +50,7 @@ from megatron_deberta.parallel.environment import RankEnvironment, read_environm
 from megatron_deberta.parallel.topology import ProcessGroups, init_process_groups, shutdown
 from megatron_deberta.sharding.build import ShardedModel, build_model
 from megatron_deberta.tokenizer import load_tokenizer
-from megatron_deberta.train.evaluate import evaluate
+from megatron_deberta.train.evaluate import Evaluation, evaluate
 from megatron_deberta.train.fingerprint import data_fingerprint
 from megatron_deberta.train.hooks import EvaluateHook, Hook, LedgerHook, LogHook, SaveHook
 from megatron_deberta.train.preemption import Requests, StopSignal
@@ -85,14 +85,22 @@ class _Assembled:
     data: _Data
     model: ShardedModel
     engine: Engine
+    heartbeat: Heartbeat
 
 
-def pretrain(config: RunConfig, stop: StopSignal, *, allow_config_change: bool = False) -> int:
+def pretrain(
+    config: RunConfig,
+    stop: StopSignal,
+    heartbeat: Heartbeat | None = None,
+    *,
+    allow_config_change: bool = False,
+) -> int:
     """Train as one rank of a run. Collective over all ranks of the job.
 
     Args:
         config: the run.
         stop: remembers signals.
+        heartbeat: shows a supervisor where this rank is.
         allow_config_change: continue with other optimizer settings than the checkpoint's.
 
     Returns:
@@ -129,8 +137,10 @@ def pretrain(config: RunConfig, stop: StopSignal, *, allow_config_change: bool =
             model = build_rank_model(config, groups)
             engine = build_engine(config, model.module, model.specs, groups)
             load_start(start, engine, model.specs)
-            parts = _Assembled(config, groups, data, model, engine)
+            heartbeat = heartbeat or Heartbeat()
+            parts = _Assembled(config, groups, data, model, engine, heartbeat)
             code = _train(parts, start.state, stop, terminal)
+            heartbeat.enter(Section.END)
             engine.destroy()
             return code
     finally:
@@ -241,10 +251,10 @@ def _train(parts: _Assembled, state: TrainState, stop: StopSignal, terminal: Con
                 ledger = Ledger(folder, groups.dp_rank, groups.dp_size, state.step)
                 open_files.callback(ledger.close)
         hooks = _hooks(parts, state.step, validation, records, ledger)
-        train_step = TrainStep(parts.engine, config, groups)
+        train_step = TrainStep(parts.engine, config, groups, parts.heartbeat)
         requests = Requests(stop, config.train.run_dir, groups)
         inputs = InputQueue(train_loader, groups.device)
-        trainer = Trainer(config, state, inputs, train_step, hooks, requests)
+        trainer = Trainer(config, state, inputs, train_step, hooks, requests, parts.heartbeat)
         code = trainer.run()
     if code == EXIT_REQUEUE and stop.received is not None:
         logger.warning("stopped by %s with a checkpoint; requeue", stop.received.name)
@@ -271,10 +281,18 @@ def _hooks(
             LogHook(config.log.every, last_step(config), meter, records.writer, records.console)
         )
     if validation is not None:
-        validate = functools.partial(evaluate, parts.engine.module, validation, groups)
+
+        def validate() -> Evaluation:
+            with parts.heartbeat.section(Section.EVALUATION):
+                return evaluate(parts.engine.module, validation, groups)
+
         report = records.report if records is not None else None
         hooks.append(EvaluateHook(config.train.eval_every, validate, meter, report))
-    save = functools.partial(_save, parts)
+
+    def save(state: TrainState) -> Path:
+        with parts.heartbeat.section(Section.SAVE):
+            return _save(parts, state)
+
     hooks.append(SaveHook(config.checkpoint.save_every, save, meter, ledger))
     return hooks
 

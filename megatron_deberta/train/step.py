@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_deberta.cluster.heartbeat import Heartbeat
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.data.batch import IGNORED_LABEL, Batch
 from megatron_deberta.engine.protocol import Engine
@@ -22,6 +23,7 @@ from megatron_deberta.errors import NumericsError
 from megatron_deberta.model.dropout import DropoutSeeds
 from megatron_deberta.parallel.agreement import largest
 from megatron_deberta.parallel.topology import ProcessGroups
+from megatron_deberta.train.own_time import ForwardTimer
 from megatron_deberta.train.state import PairResult, StepResult
 
 logger = logging.getLogger(__name__)
@@ -83,12 +85,21 @@ class TrainStep:
         engine: backward and update.
         config: the run.
         groups: the rank grid.
+        heartbeat: shown how far the step is.
     """
 
-    def __init__(self, engine: Engine, config: RunConfig, groups: ProcessGroups) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        config: RunConfig,
+        groups: ProcessGroups,
+        heartbeat: Heartbeat | None = None,
+    ) -> None:
         self._engine = engine
         self._config = config
         self._groups = groups
+        self._heartbeat = heartbeat or Heartbeat()
+        self._forward_timer = ForwardTimer(groups.device)
 
     def __call__(
         self,
@@ -112,12 +123,14 @@ class TrainStep:
         groups = self._groups
         batches = [batch.to(groups.device) for batch in batches]
         num_targets = self._count_targets(batches)
+        self._heartbeat.mark()
         num_rows = self._config.train.global_batch_size
         # Losses of masked tokens and of pairs, and pairs told right.
         totals = torch.zeros(3, dtype=torch.float64, device=groups.device)
         for batch in batches:
             seeds = DropoutSeeds(self._config.train.seed, step, batch.sample_index)
-            sums = forward(self._engine.module, batch, seeds)
+            with self._forward_timer.running():
+                sums = forward(self._engine.module, batch, seeds)
             # The engine averages over data-parallel ranks; this makes it a sum.
             loss = sums.loss * (groups.dp_size / num_targets)
             totals[0] += sums.loss.detach()
@@ -126,10 +139,13 @@ class TrainStep:
                 totals[1] += sums.pair_loss.detach()
                 totals[2] += sums.pair_right
             self._engine.accumulate(loss)
+            self._heartbeat.mark()
         while_busy()
         total, pair_total, pairs_right = self._check_finite(step, totals, batches)
+        self._heartbeat.mark()
         rate = learning_rate(step, self._config.optimizer, self._config.train.steps)
         outcome = self._engine.step(rate)
+        self._heartbeat.add_times(forward=self._forward_timer.take())
         if outcome.skipped and self._config.precision.dtype != "fp16":
             raise NumericsError(
                 f"step {step + 1}: a gradient is not finite; weights are those of step {step}; "

@@ -5,8 +5,10 @@ Owns the order and the ways to end. Refuses side effects: they are in ``hooks.py
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
+from megatron_deberta.cluster.heartbeat import Heartbeat, Section
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE
 from megatron_deberta.train.hooks import Hook
@@ -31,6 +33,7 @@ class Trainer:
         train_step: takes a step.
         hooks: told of every step, in this order.
         requests: finds out what is asked from outside.
+        heartbeat: shown where this rank is.
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class Trainer:
         train_step: TrainStep,
         hooks: Sequence[Hook],
         requests: Requests,
+        heartbeat: Heartbeat | None = None,
     ) -> None:
         self._config = config
         self._state = state
@@ -48,6 +52,7 @@ class Trainer:
         self._train_step = train_step
         self._hooks = hooks
         self._requests = requests
+        self._heartbeat = heartbeat or Heartbeat()
 
     def run(self) -> int:
         """Train. Collective over all ranks.
@@ -63,10 +68,16 @@ class Trainer:
         if self._state.step >= last_step(self._config):
             return EXIT_DONE
         while True:
+            begin = time.perf_counter_ns()
+            self._heartbeat.enter(Section.DATA, self._state.step)
             batches = self._inputs.take()
+            self._heartbeat.add_times(data=time.perf_counter_ns() - begin)
+            self._heartbeat.enter(Section.STEP)
             result = self._train_step(self._state.step, batches.device, self._fetch_next)
             self._state = self._state.advanced(self._config.train.global_batch_size)
             asked = self._requests.agree()
+            self._heartbeat.add_times(steps=1, whole=time.perf_counter_ns() - begin)
+            self._heartbeat.enter(Section.AFTER, self._state.step)
             event = StepEvent(self._state, batches.host, result, self._ending(asked), asked.save)
             for hook in self._hooks:
                 hook.after_step(event)
@@ -77,7 +88,10 @@ class Trainer:
     def _fetch_next(self) -> None:
         """Have the next step's batches copied while this one runs; the last step has no next."""
         if self._state.step + 1 < last_step(self._config):
-            self._inputs.fetch()
+            begin = time.perf_counter_ns()
+            with self._heartbeat.section(Section.DATA):
+                self._inputs.fetch()
+            self._heartbeat.add_times(data=time.perf_counter_ns() - begin)
 
     def _ending(self, asked: Asked) -> Ending | None:
         if self._state.step >= last_step(self._config):

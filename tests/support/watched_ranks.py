@@ -1,0 +1,173 @@
+"""Supervisors with real processes as ranks, without torch: they step, wait for each other, fail.
+
+A rank's ``barrier`` lies in a folder ``torch/distributed``, as what ranks wait in does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from megatron_deberta.cluster.board import Board
+from megatron_deberta.cluster.hang import Verdict
+from megatron_deberta.cluster.profile import ClusterProfile
+from megatron_deberta.cluster.submission import make_spec
+from tests.support.jobs import ROOT
+
+LINK = "7.0"
+RUN = """
+cluster: {{startup_timeout_seconds: 20, data_timeout_seconds: {limit}, step_timeout_seconds: {limit},
+  save_timeout_seconds: {limit}, evaluation_timeout_seconds: {limit}, straggler_window_steps: 10}}
+"""
+BARRIER = """
+import pathlib, time
+
+def barrier(folder, name, rank, world, flag=False):
+    pathlib.Path(folder, f"{name}.{rank}{'.yes' * flag}").touch()
+    while len(found := list(pathlib.Path(folder).glob(f"{name}.*"))) < world:
+        time.sleep(0.005)
+    return any(path.suffix == ".yes" for path in found)
+"""
+RANK = """
+import json, os, pathlib, signal, sys, time
+from megatron_deberta.cluster.heartbeat import Heartbeat, Section
+
+folder = os.environ["MEGATRON_DEBERTA_TEST"]
+plan = json.loads(pathlib.Path(folder, "plan.json").read_text())
+sys.path.insert(0, folder + "/torch/distributed")
+from barrier_of_a_test import barrier
+
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+told = []
+for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(number, lambda number, frame: told.append(number))
+
+def fault(place, step):
+    if plan.get("rank") != rank or plan["place"] != place or plan["step"] != step:
+        return
+    pathlib.Path(folder, "fault").write_text(str(time.time()))
+    if plan["how"] == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if plan["how"] == "read":
+        os.read(os.open(folder + "/fifo", os.O_RDWR), 1)
+    if plan["how"] == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if isinstance(plan["how"], int):
+        sys.exit(plan["how"])
+
+with Heartbeat.of_this_rank(rank) as heartbeat:
+    fault("startup", 0)
+    for step in range(plan["steps"]):
+        begin = time.perf_counter_ns()
+        heartbeat.enter(Section.DATA, step)
+        fault("data", step)
+        heartbeat.enter(Section.STEP)
+        forward = time.perf_counter_ns()
+        fault("step", step)
+        time.sleep(plan.get("slow_seconds", 0.0) if rank == plan.get("slow") else 0.002)
+        heartbeat.add_times(forward=time.perf_counter_ns() - forward)
+        ends = barrier(folder, f"step{step}", rank, world, bool(told))
+        heartbeat.add_times(steps=1, whole=time.perf_counter_ns() - begin)
+        heartbeat.enter(Section.AFTER, step + 1)
+        with heartbeat.section(Section.SAVE):
+            fault("save", step)
+            barrier(folder, f"save{step}", rank, world)
+        if step == 2:
+            print("rank", rank, "of", world, "steps", flush=True)
+        if ends:
+            print("told", *told, flush=True)
+            sys.exit(75)
+"""
+
+
+class WatchedRanks:
+    """Nodes of ranks and what they do.
+
+    Args:
+        folder: an empty one.
+        nodes: supervisors.
+        ranks_per_node: of each.
+        limit: time-out of every section but start-up, in seconds.
+        exit_wait: seconds that ranks may outlive the first that ends.
+        plan: ``steps``; and ``rank``, ``place``, ``step``, ``how`` of a fault.
+    """
+
+    def __init__(
+        self, folder: Path, *, nodes: int = 1, ranks_per_node: int = 2, limit: float = 1.0,
+        exit_wait: int = 1, **plan: Any,
+    ) -> None:  # fmt: skip
+        self.folder, self.run_dir, self.nodes = folder, folder / "run", nodes
+        os.mkfifo(folder / "fifo")
+        place = folder / "torch" / "distributed"
+        place.mkdir(parents=True)
+        (place / "barrier_of_a_test.py").write_text(BARRIER)
+        (folder / "plan.json").write_text(json.dumps({"steps": 20, **plan}))
+        (folder / "run.yaml").write_text(RUN.format(limit=limit))
+        (folder / "rank.py").write_text(RANK)
+        python = folder / "python"
+        python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{folder}/rank.py"\n')
+        python.chmod(python.stat().st_mode | stat.S_IXUSR)
+        profile = ClusterProfile(
+            ranks_per_node=ranks_per_node, python=str(python), exit_wait_seconds=exit_wait
+        )
+        spec = make_spec(
+            profile, nodes=nodes, run_dir=self.run_dir, job_name="run", submission=folder,
+            variables={}, allow_config_change=False,
+        )  # fmt: skip
+        (folder / "job.json").write_bytes(spec.to_json())
+        self.supervisors: list[subprocess.Popen[str]] = []
+
+    def start(self) -> None:
+        """Start a supervisor a node, as srun does."""
+        command = [sys.executable, "-m", "megatron_deberta.cluster.supervisor"]
+        for node in range(self.nodes):
+            environment = {
+                **os.environ, "PYTHONPATH": str(ROOT), "MEGATRON_DEBERTA_TEST": str(self.folder),
+                "SLURM_NODEID": str(node), "SLURMD_NODENAME": f"node{node}",
+            }  # fmt: skip
+            self.supervisors.append(
+                subprocess.Popen(
+                    [*command, str(self.folder / "job.json"), LINK],
+                    env=environment, stderr=subprocess.PIPE, text=True,
+                )
+            )  # fmt: skip
+
+    def end(self) -> list[int]:
+        """Exit codes by node; their logs are in ``logs``."""
+        self.logs = [process.communicate(timeout=60)[1] for process in self.supervisors]
+        self.ended = time.time()
+        return [process.returncode for process in self.supervisors]
+
+    def run(self) -> list[int]:
+        """Start, and wait for the end."""
+        self.start()
+        return self.end()
+
+    def verdict(self) -> Verdict | None:
+        """What the supervisors found out."""
+        return Board(self.run_dir, LINK).verdict(self.nodes)
+
+    def seconds_since_fault(self) -> float:
+        """From the fault to the end of the supervisors."""
+        return self.ended - float((self.folder / "fault").read_text())
+
+    def log(self, rank: int) -> str:
+        """What a rank has printed."""
+        return (self.run_dir / "logs" / LINK / f"rank_{rank}.log").read_text()
+
+    def processes(self) -> list[int]:
+        """Ranks that live."""
+        mine, found = str(self.folder / "rank.py").encode(), []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                if mine in path.read_bytes().split(b"\0"):
+                    found.append(int(path.parent.name))
+            except OSError:
+                continue
+        return found

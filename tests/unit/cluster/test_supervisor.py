@@ -1,0 +1,131 @@
+"""Supervisors over real processes: who is named when one stops, how fast, and what is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_deberta.cluster.chain import Chain
+from tests.support.watched_ranks import LINK, WatchedRanks
+
+LIMIT = 1.0
+WITHIN = LIMIT + 5
+
+
+@pytest.fixture
+def ranks_of(tmp_path: Path) -> Iterator[Any]:
+    made: list[WatchedRanks] = []
+
+    def make(**values: Any) -> WatchedRanks:
+        made.append(WatchedRanks(tmp_path, limit=LIMIT, **values))
+        return made[-1]
+
+    yield make
+    for ranks in made:
+        for process in ranks.supervisors:
+            process.kill()
+            process.communicate()
+        assert ranks.processes() == []
+
+
+def wait_for(condition: Any, seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_clean_run_on_two_nodes(ranks_of: Any) -> None:
+    ranks = ranks_of(nodes=2, steps=40)
+    assert ranks.run() == [0, 0], ranks.logs
+    assert ranks.verdict() is None
+    assert ranks.log(3) == "rank 3 of 4 steps\n"
+    assert [record["event"] for record in Chain(ranks.run_dir).records()] == []
+
+
+@pytest.mark.parametrize(
+    ("rank", "place", "how", "words"),
+    [
+        (1, "step", "stop", "hangs in step at step 5, stopped by a signal"),
+        (2, "data", "read", "hangs in data at step 5, reading "),
+        (0, "save", "stop", "hangs in save at step 6, stopped by a signal"),
+    ],
+)
+def test_a_hang_is_found_and_its_rank_named(
+    ranks_of: Any, rank: int, place: str, how: str, words: str
+) -> None:
+    ranks = ranks_of(nodes=2, rank=rank, place=place, step=5, how=how)
+    assert ranks.run() == [1, 1], ranks.logs
+    assert ranks.seconds_since_fault() < WITHIN
+    verdict = ranks.verdict()
+    assert (verdict.kind, verdict.ranks, verdict.hosts) == ("hang", (rank,), (f"node{rank // 2}",))
+    assert f"rank {rank} on node{rank // 2} {words}" in verdict.reason
+    assert all(verdict.reason in log for log in ranks.logs)
+    waiting = (rank + 2) % 4
+    stacks = ranks.run_dir / "supervision" / LINK / f"stacks_rank_{waiting}.txt"
+    assert "torch/distributed/barrier_of_a_test.py" in stacks.read_text()
+
+
+def test_a_rank_that_dies_is_named_and_the_others_end(ranks_of: Any) -> None:
+    ranks = ranks_of(ranks_per_node=3, rank=2, place="step", step=4, how="kill")
+    assert ranks.run() == [1]
+    verdict = ranks.verdict()
+    assert (verdict.kind, verdict.ranks) == ("death", (2,))
+    assert "rank 2 on node0 was killed by signal 9" in verdict.reason
+    assert ranks.seconds_since_fault() < WITHIN
+
+
+@pytest.mark.parametrize("code", [2, 93, 1])
+def test_what_a_rank_ends_with_is_what_its_node_ends_with(ranks_of: Any, code: int) -> None:
+    ranks = ranks_of(rank=0, place="startup", step=0, how=code)
+    assert ranks.run() == [code]
+
+
+def test_another_node_s_last_word_ends_the_job(ranks_of: Any) -> None:
+    ranks = ranks_of(nodes=2, exit_wait=0, rank=0, place="startup", step=0, how=2)
+    assert ranks.run() == [2, 2], ranks.logs
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+def test_signals_reach_every_rank(ranks_of: Any, number: int) -> None:
+    ranks = ranks_of(steps=100_000)
+    ranks.start()
+    wait_for(lambda: all((ranks.run_dir / "logs" / LINK / f"rank_{r}.log").exists()
+                         and ranks.log(r) for r in range(2)))  # fmt: skip
+    ranks.supervisors[0].send_signal(number)
+    assert ranks.end() == [75]
+    # To some it may come after the step that all agree to end with.
+    assert any(f"told {int(number)}" in ranks.log(rank) for rank in range(2))
+
+
+def test_ranks_do_not_outlive_their_supervisor(ranks_of: Any) -> None:
+    ranks = ranks_of(steps=100_000)
+    ranks.start()
+    wait_for(lambda: len(ranks.processes()) == 2)
+    os.kill(ranks.supervisors[0].pid, signal.SIGKILL)
+    wait_for(lambda: ranks.processes() == [], 5)
+
+
+def test_a_slow_rank_is_told_in_the_log_and_the_chain(ranks_of: Any) -> None:
+    ranks = ranks_of(nodes=2, steps=60, slow=3, slow_seconds=0.1)
+    assert ranks.run() == [0, 0]
+    assert "rank 3 on node1 is slow: forward takes" in ranks.logs[0]
+    told = [r for r in Chain(ranks.run_dir).records() if r["event"] == "slow"]
+    assert [item["rank"] for item in told[0]["ranks"]] == [3]
+
+
+def test_a_node_that_never_comes_is_missed(ranks_of: Any, tmp_path: Path) -> None:
+    ranks = ranks_of(nodes=2)
+    (tmp_path / "run.yaml").write_text("cluster: {startup_timeout_seconds: 2}\n")
+    ranks.nodes = 1
+    assert ranks.run() == [1]
+    assert "1 of 2 nodes have shown no sign of life" in ranks.logs[0]
+    report = json.loads((ranks.run_dir / "supervision" / LINK / "node_0.json").read_text())
+    assert report["verdict"]["ranks"] == []
