@@ -1,4 +1,4 @@
-"""Where does a process that does not move stand? Stacks, if it can still write them; else ``/proc``.
+"""Where does a process stand that does not move? Its stacks, and what ``/proc`` says of it.
 
 Owns signals, ``py-spy`` and the reading of ``/proc``. Refuses to decide anything.
 """

@@ -60,7 +60,9 @@ class StragglerWatch:
             self._begin = dict(sums)
             return None
         passed = {
-            rank: tuple(now - before for now, before in zip(sums[rank], self._begin[rank]))
+            rank: tuple(
+                now - before for now, before in zip(sums[rank], self._begin[rank], strict=True)
+            )
             for rank in sums
         }
         if min(steps for steps, *_ in passed.values()) < self._window:

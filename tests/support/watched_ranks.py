@@ -22,7 +22,8 @@ from tests.support.jobs import ROOT
 
 LINK = "7.0"
 RUN = """
-cluster: {{startup_timeout_seconds: 20, data_timeout_seconds: {limit}, step_timeout_seconds: {limit},
+cluster: {{startup_timeout_seconds: 20,
+  data_timeout_seconds: {limit}, step_timeout_seconds: {limit},
   save_timeout_seconds: {limit}, evaluation_timeout_seconds: {limit}, straggler_window_steps: 10}}
 """
 BARRIER = """
