@@ -10,7 +10,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -22,12 +22,13 @@ from megatron_deberta.errors import DataError
 from megatron_deberta.preprocess.encoding import BatchEncoder, split_sentences
 from megatron_deberta.preprocess.progress import Board
 from megatron_deberta.preprocess.reading import Batch, DocumentReader, ReadOptions
-from megatron_deberta.preprocess.records import EMPTY, Defect
+from megatron_deberta.preprocess.records import EMPTY, Defect, Document
 from megatron_deberta.preprocess.sources import Source
 from megatron_deberta.preprocess.units import Piece, Segment, Unit, UnitQueue, unit_range
 from megatron_deberta.preprocess.workfolder import WorkFolder
 
-_ENCODED_CHARACTERS = 1 << 20
+ENCODED_BYTES = 1 << 22
+"""Of text that is encoded at once: its words repeat, and each is looked up once."""
 _BUFFER_BYTES = 1 << 20
 _LONGEST_WAIT_SECONDS = 1.0
 
@@ -124,7 +125,7 @@ class _UnitWorker:
     def _read(self, reader: DocumentReader, piece: Piece, part: _Part) -> None:
         records = reader.records
         before = records.file_bytes if records else 0
-        for batch in reader.read(piece.begin, piece.end):
+        for batch in _together(reader.read(piece.begin, piece.end)):
             tokens = sum(self._encode_batch(piece.source, batch, part))
             after = records.file_bytes if records else before + batch.text_bytes
             self._board.add(
@@ -170,6 +171,22 @@ class _UnitWorker:
         return ids, lengths, counts
 
 
+def _together(batches: Iterable[Batch]) -> Iterator[Batch]:
+    """Put small batches together."""
+    documents: list[Document] = []
+    defects: list[Defect] = []
+    size = 0
+    for batch in batches:
+        documents += batch.documents
+        defects += batch.defects
+        size += batch.text_bytes
+        if size >= ENCODED_BYTES:
+            yield Batch(documents, defects, size)
+            documents, defects, size = [], [], 0
+    if size or documents or defects:
+        yield Batch(documents, defects, size)
+
+
 class _Part:
     """The files of a unit while it is done: one a key, and what was set aside."""
 
@@ -208,7 +225,7 @@ class _Part:
         lengths: npt.NDArray[np.int64],
         counts: npt.NDArray[np.int32],
     ) -> None:
-        self._streams[key].write(ids.astype(self._dtype, copy=False).tobytes())
+        self._streams[key].write(np.ascontiguousarray(ids, self._dtype).data)
         if lengths.size and lengths.max() > np.iinfo(np.int32).max:
             raise DataError(f"a document of {lengths.max()} tokens does not fit the index")
         self._lengths[key].append(lengths.astype(np.int32))

@@ -6,6 +6,7 @@ across a space; those take the long way, from the word before to the word after.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,8 +16,15 @@ import numpy.typing as npt
 import pyarrow
 import pyarrow.compute
 from tokenizers import Tokenizer as Backend
+from tokenizers.pre_tokenizers import Metaspace
 
 _MAX_WORDS = 1 << 18
+_MOST_CHARACTERS = 1 << 23
+"""Of text that is split into words at once; a longer one is cut."""
+_WORDS_A_CALL = 1 << 10
+_LONGEST_KEPT = 64
+_MOST_CACHED_CHARACTERS = 1 << 23
+"""Beyond which the longer words are forgotten, as there may be few of them and yet too much."""
 _SPACES = "\t\n\r \u00a0"
 _OTHER_SPACES = "\x0b\x0c"
 """Which arrow splits at, and the normalizer may not."""
@@ -28,6 +36,8 @@ _SPACE_PIECE = "\u2581"
 
 Ids = npt.NDArray[np.int32]
 Lengths = npt.NDArray[np.int64]
+
+_NO_IDS: Ids = np.empty(0, np.int32)
 
 
 def words_are_independent(spec: Mapping[str, Any]) -> bool:
@@ -64,20 +74,10 @@ class WordCache:
     def __init__(self, backend: Backend, encode: Callable[[str], list[int]]) -> None:
         """See the class."""
         self._encode = encode
-        self._model = backend.model
-        self._words = _EncodedWords(self._encode_word)
+        self._words = _EncodedWords(_WordEncoder(backend, encode))
         apart = encode("a b")
         # An identity normalizer keeps newlines as characters of their own.
         self._usable = all(encode(f"a{space}b") == apart for space in _SPACES)
-        unchanged = [
-            character
-            for character in map(chr, range(0x21, 0x2060))
-            # A bracket may begin a special token's name, which the tokenizer takes apart.
-            if not _INTERACTING.match(character)
-            and character not in f"{_SPACES}["
-            and backend.normalizer.normalize_str(character) == character
-        ]
-        self._unchanged = re.compile("[" + "".join(map(re.escape, unchanged)) + "]+")
 
     def encode(self, texts: Sequence[str]) -> tuple[Ids, Lengths] | None:
         """Encode texts; None where only the long way gives their ids.
@@ -88,29 +88,30 @@ class WordCache:
         """
         if not self._usable:
             return None
+        is_long = np.fromiter((len(text) > _MOST_CHARACTERS for text in texts), np.bool_)
         try:
-            ids, lengths, is_safe = self._encode_words(texts)
+            ids, lengths, is_safe = self._encode_words(
+                ["" if long else text for text, long in zip(texts, is_long, strict=True)]
+            )
+            alone = np.flatnonzero(is_long | ~is_safe).tolist()
+            if not alone:
+                return ids, lengths
+            parts = np.split(ids, np.cumsum(lengths)[:-1])
+            for index in alone:
+                parts[index] = np.concatenate([_NO_IDS, *self._encode_pieces(texts[index])])
+                lengths[index] = parts[index].size
         except UnicodeEncodeError:  # a lone surrogate, which the long way names
             return None
-        if is_safe.all():
-            return ids, lengths
-        parts = np.split(ids, np.cumsum(lengths)[:-1])
-        for index in np.flatnonzero(~is_safe).tolist():
-            parts[index] = self._encode_mixed(texts[index])
-            lengths[index] = parts[index].size
         return np.concatenate(parts), lengths
 
-    def _encode_mixed(self, text: str) -> Ids:
-        """Encode a text of which some stretches go the long way."""
-        stretches = list(_stretches(text))
-        ids, lengths, _ = self._encode_words(
-            ["" if is_long else each for each, is_long in stretches]
-        )
-        parts = np.split(ids, np.cumsum(lengths)[:-1])
-        for index, (stretch, is_long) in enumerate(stretches):
+    def _encode_pieces(self, text: str) -> Iterator[Ids]:
+        """Encode a text piece by piece: some stretches go the long way, and memory is bounded."""
+        for stretch, is_long in _stretches(text):
             if is_long:
-                parts[index] = np.asarray(self._encode(stretch), np.int32)
-        return np.concatenate(parts)
+                yield np.asarray(self._encode(stretch), np.int32)
+            else:
+                for piece in _cut(stretch):
+                    yield self._encode_words([piece])[0]
 
     def _encode_words(self, texts: Sequence[str]) -> tuple[Ids, Lengths, npt.NDArray[np.bool_]]:
         """Encode texts word by word, and tell of which that gives the ids."""
@@ -123,12 +124,7 @@ class WordCache:
         words = lists.values.dictionary_encode()
         codes = words.indices.to_numpy()
         starts, sizes, interacts = self._words.find(words.dictionary.to_pylist())
-        sizes_of_words = sizes[codes]
-        ends = np.zeros(codes.size + 1, np.int64)
-        np.cumsum(sizes_of_words, out=ends[1:])
-        # Each id's place in the cache: where its word begins there, and how far into it.
-        places = np.repeat(starts[codes] - ends[:-1], sizes_of_words)
-        places += np.arange(places.size)
+        places, ends = _places(starts[codes], sizes[codes])
         offsets = lists.offsets.to_numpy()
         is_safe = np.ones(len(texts), np.bool_)
         if interacts.any():
@@ -139,13 +135,26 @@ class WordCache:
                 is_safe[index] = False
         return self._words.ids[places], np.diff(ends[offsets]), is_safe
 
-    def _encode_word(self, word: str) -> list[int] | None:
-        if self._unchanged.fullmatch(word):
-            # What is left of the pipeline: the word, marked as one, goes into the model.
-            return [token.id for token in self._model.tokenize(_SPACE_PIECE + word)]
-        if _INTERACTING.search(word):
-            return None
-        return self._encode(word) if word else []
+
+def _places(starts: Lengths, sizes: Lengths) -> tuple[Lengths, Lengths]:
+    """List the indices of ranges one range after the other, and where each range ends there."""
+    ends = np.zeros(sizes.size + 1, np.int64)
+    np.cumsum(sizes, out=ends[1:])
+    places = np.repeat(starts - ends[:-1], sizes)
+    places += np.arange(places.size)
+    return places, ends
+
+
+def _cut(text: str) -> Iterator[str]:
+    """Cut a text at spaces into pieces of bounded size, or as long as a word is."""
+    begin = 0
+    while len(text) - begin > _MOST_CHARACTERS:
+        end = text.rfind(" ", begin, begin + _MOST_CHARACTERS)
+        if end <= begin and (end := text.find(" ", begin + _MOST_CHARACTERS)) < 0:
+            break
+        yield text[begin:end]
+        begin = end
+    yield text[begin:]
 
 
 def _stretches(text: str) -> Iterator[tuple[str, bool]]:
@@ -185,26 +194,101 @@ def _word_end(text: str, position: int) -> int:
     return position
 
 
+class _WordEncoder:
+    """Encodes words that were not met before.
+
+    Args:
+        backend: the tokenizer.
+        encode: encodes a text the long way.
+    """
+
+    def __init__(self, backend: Backend, encode: Callable[[str], list[int]]) -> None:
+        self._encode = encode
+        # What is left of the pipeline for words that no step before the model changes.
+        self._plain = Backend(backend.model)
+        self._plain.pre_tokenizer = Metaspace(replacement=_SPACE_PIECE, prepend_scheme="first")
+        unchanged = [
+            character
+            for character in map(chr, range(0x21, 0x2060))
+            # A bracket may begin a special token's name, which the tokenizer takes apart.
+            if not _INTERACTING.match(character)
+            and character not in f"{_SPACES}["
+            and backend.normalizer.normalize_str(character) == character
+        ]
+        self.is_plain = re.compile("[" + "".join(map(re.escape, unchanged)) + "]+").fullmatch
+        vocabulary = backend.get_vocab(with_added_tokens=False)
+        self._begins_word = np.zeros(max(vocabulary.values()) + 1, np.bool_)
+        for piece, token_id in vocabulary.items():
+            self._begins_word[token_id] = piece.startswith(_SPACE_PIECE)
+
+    def encode_plain(self, words: Sequence[str]) -> tuple[Ids, Lengths]:
+        """Encode words that go into the model as they are, many with one call.
+
+        Returns:
+            Ids one after the other, and how many each word has.
+        """
+        all_ids, sizes = [_NO_IDS], np.zeros(len(words), np.int64)
+        for first in range(0, len(words), _WORDS_A_CALL):
+            some = words[first : first + _WORDS_A_CALL]
+            ids = self._ids(" ".join(some))
+            starts = np.flatnonzero(self._begins_word[ids])
+            # A word has the mark of its beginning once, at its head, or not at all: then it is an
+            # unknown character.
+            if starts.size == len(some):
+                lengths = np.diff(starts, append=ids.size)
+            else:
+                ids, lengths = _join([self._ids(word) for word in some])
+            all_ids.append(ids)
+            sizes[first : first + len(some)] = lengths
+        return np.concatenate(all_ids), sizes
+
+    def encode_other(self, words: Sequence[str]) -> tuple[Ids, Lengths, npt.NDArray[np.bool_]]:
+        """Encode other words.
+
+        Returns:
+            As above, and which depend on their neighbours (those have no ids).
+        """
+        interacts = np.fromiter(map(bool, map(_INTERACTING.search, words)), np.bool_, len(words))
+        ids, sizes = _join(
+            [
+                np.asarray([] if depends or not word else self._encode(word), np.int32)
+                for word, depends in zip(words, interacts, strict=True)
+            ]
+        )
+        return ids, sizes, interacts
+
+    def _ids(self, text: str) -> Ids:
+        encoding = self._plain.encode_batch_fast([text], add_special_tokens=False)[0]
+        return np.asarray(encoding.ids, np.int32)
+
+
+def _join(parts: list[Ids]) -> tuple[Ids, Lengths]:
+    return np.concatenate([_NO_IDS, *parts]), np.fromiter(map(len, parts), np.int64, len(parts))
+
+
 class _EncodedWords:
     """Words to their ids, which lie one after the other in one array.
 
     Args:
-        encode: encodes a word; None where that depends on its neighbours.
+        encoder: encodes those that are not there.
 
     Attributes:
         ids: of all words, int32.
     """
 
-    def __init__(self, encode: Callable[[str], list[int] | None]) -> None:
-        self._encode = encode
+    def __init__(self, encoder: _WordEncoder) -> None:
+        self._encoder = encoder
+        self._clear()
+
+    def _clear(self) -> None:
         self._slots: dict[str, int] = {}
+        self._characters = 0
+        self.ids = np.empty(4 * _MAX_WORDS, np.int32)
         self._used = 0
-        self.ids = np.zeros(0, np.int32)
-        self._sizes = np.zeros(0, np.int64)
-        self._starts = np.zeros(0, np.int64)
-        self._uses = np.zeros(0, np.int32)
-        self._interacts = np.zeros(0, np.bool_)
-        self._fill([], np.zeros(0, np.int32))
+        self._sizes = np.zeros(_MAX_WORDS, np.int64)
+        self._starts = np.zeros(_MAX_WORDS, np.int64)
+        self._uses = np.zeros(_MAX_WORDS, np.int32)
+        self._interacts = np.zeros(_MAX_WORDS, np.bool_)
 
     def find(self, words: list[str]) -> tuple[Lengths, Lengths, npt.NDArray[np.bool_]]:
         """Look different words up.
@@ -212,28 +296,37 @@ class _EncodedWords:
         Returns:
             Where in ``ids`` each begins, how many it has, and which depend on their neighbours.
         """
-        if len(self._slots) + len(words) > _MAX_WORDS:
-            self._forget()
         found = list(map(self._slots.get, words))
-        unknown = [index for index, slot in enumerate(found) if slot is None]
+        unknown = [word for word, slot in zip(words, found, strict=True) if slot is None]
         if unknown:
-            self._add([words[index] for index in unknown])
-            for index in unknown:
-                found[index] = self._slots[words[index]]
+            is_full = len(self._slots) + len(unknown) > _MAX_WORDS
+            if is_full or self._characters > _MOST_CACHED_CHARACTERS:
+                self._forget()
+                unknown = [word for word in words if word not in self._slots]
+            is_plain = list(map(self._encoder.is_plain, unknown))
+            plain = list(itertools.compress(unknown, is_plain))
+            self._add(plain, *self._encoder.encode_plain(plain))
+            others = [word for word, match in zip(unknown, is_plain, strict=True) if not match]
+            self._add(others, *self._encoder.encode_other(others))
+            found = list(map(self._slots.get, words))
         slots = np.array(found, np.int64)
         self._uses[slots] += 1
         return self._starts[slots], self._sizes[slots], self._interacts[slots]
 
-    def _add(self, words: list[str]) -> None:
-        encoded = [self._encode(word) for word in words]
+    def _add(
+        self,
+        words: list[str],
+        ids: Ids,
+        sizes: Lengths,
+        interacts: npt.NDArray[np.bool_] | bool = False,
+    ) -> None:
         first = len(self._slots)
         self._slots.update(zip(words, range(first, first + len(words)), strict=True))
-        sizes = np.fromiter((len(ids or ()) for ids in encoded), np.int64, len(encoded))
-        new = np.fromiter((i for ids in encoded for i in ids or ()), np.int32, int(sizes.sum()))
-        end = self._used + new.size
+        self._characters += sum(map(len, words))
+        end = self._used + ids.size
         if end > self.ids.size:
             self.ids = np.concatenate([self.ids, np.empty(end, np.int32)])
-        self.ids[self._used : end] = new
+        self.ids[self._used : end] = ids
         last = len(self._slots)
         if last > self._sizes.size:
             # One batch may have more words than are kept; they go with the next.
@@ -244,27 +337,18 @@ class _EncodedWords:
             self._interacts = np.pad(self._interacts, (0, more))
         self._sizes[first:last] = sizes
         self._starts[first:last] = self._used + np.cumsum(sizes) - sizes
-        self._interacts[first:last] = [ids is None for ids in encoded]
+        self._interacts[first:last] = interacts
         self._used = end
 
     def _forget(self) -> None:
-        """Keep the half of the words that were used most."""
+        """Keep the half of the words that were used most, and no long one."""
         words = list(self._slots)
-        order = np.argsort(-self._uses[: len(words)], kind="stable")[: _MAX_WORDS // 2]
-        order.sort()
-        kept = [words[slot] for slot in order]
-        uses = self._uses[order] // 2
-        self._slots.clear()
-        self._fill(kept, uses)
-
-    def _fill(self, words: list[str], uses: npt.NDArray[np.int32]) -> None:
-        size = max(_MAX_WORDS, len(words))
-        self.ids = np.empty(4 * _MAX_WORDS, np.int32)
-        self._used = 0
-        self._sizes = np.zeros(size, np.int64)
-        self._starts = np.zeros(size, np.int64)
-        self._uses = np.zeros(size, np.int32)
-        self._interacts = np.zeros(size, np.bool_)
-        if words:
-            self._add(words)
-            self._uses[: len(words)] = uses
+        uses = self._uses[: len(words)]
+        uses[np.fromiter(map(len, words), np.int64, len(words)) > _LONGEST_KEPT] = 0
+        kept = np.argsort(-uses, kind="stable")[: min(_MAX_WORDS // 2, np.count_nonzero(uses))]
+        kept.sort()
+        sizes, interacts, uses = self._sizes[kept], self._interacts[kept], uses[kept] // 2
+        ids = self.ids[_places(self._starts[kept], sizes)[0]]
+        self._clear()
+        self._add([words[slot] for slot in kept], ids, sizes, interacts)
+        self._uses[: uses.size] = uses

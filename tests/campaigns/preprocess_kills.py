@@ -248,15 +248,17 @@ def main() -> int:
     """Do the cases that are missing; 0 if all passed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=120)
+    parser.add_argument("--part", default="0/1", help="K/N: every Nth case from K on, side by side")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     args = parser.parse_args()
+    part, parts = map(int, args.part.split("/"))
     args.output.parent.mkdir(parents=True, exist_ok=True)
     lines = args.output.read_text().splitlines() if args.output.exists() else []
     cases = [json.loads(line) for line in lines]
     done = {case["case"] for case in cases}
     with tempfile.TemporaryDirectory() as folder, args.output.open("a") as stream:
         fixture = prepare(Path(folder))
-        for number in range(args.cases):
+        for number in range(part, args.cases, parts):
             if number in done:
                 continue
             case = {**run_case(fixture, number), "revision": provenance()["revision"]}

@@ -1,0 +1,64 @@
+"""Words out of the cache have the ids of the whole text, however little is kept of them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer as Backend
+
+from megatron_deberta.tokenizer import load_tokenizer, word_cache
+from tests.support.machine_text import hostile_lines, real_lines
+
+LINES = [*real_lines(400), *hostile_lines(400)]
+
+
+def reference_ids(folder: str, texts: list[str]) -> list[list[int]]:
+    backend = Backend.from_file(f"{folder}/tokenizer.json")
+    backend.encode_special_tokens = True
+    return [backend.encode(text, add_special_tokens=False).ids for text in texts]
+
+
+def test_long_texts_are_cut_and_keep_their_ids(
+    unigram_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(word_cache, "_MOST_CHARACTERS", 50)
+    texts = [" ".join(LINES), " ".join(real_lines(200)), "w" * 500, "a b  " * 100, *LINES]
+    tokenizer = load_tokenizer(unigram_dir)
+    assert tokenizer.encode_batch(texts) == reference_ids(unigram_dir, texts)
+    ids, lengths = tokenizer.encode_texts(texts)
+    expected = reference_ids(unigram_dir, texts)
+    assert lengths.tolist() == [len(each) for each in expected]
+    assert ids.tolist() == [token for each in expected for token in each]
+
+
+def test_little_is_kept_and_ids_stay(unigram_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(word_cache, "_MAX_WORDS", 60)
+    monkeypatch.setattr(word_cache, "_MOST_CACHED_CHARACTERS", 1000)
+    tokenizer = load_tokenizer(unigram_dir)
+    long_words = [f"{number}{'x' * 300} and" for number in range(40)]
+    texts = [*LINES, *long_words, *LINES[:50]]
+    assert tokenizer.encode_batch(texts) == reference_ids(unigram_dir, texts)
+    words = tokenizer._words._words
+    assert len(words._slots) < 200
+    assert sum(map(len, words._slots)) < 2000
+    assert words.ids.size < 5000
+
+
+def test_words_whose_beginning_has_no_piece(unigram_dir: str, tmp_path: Path) -> None:
+    folder = tmp_path / "tokenizer"
+    shutil.copytree(unigram_dir, folder)
+    (folder / "spm.model").unlink()
+    spec = json.loads((folder / "tokenizer.json").read_text())
+    for entry in spec["model"]["vocab"]:
+        if entry[0] == "\u2581":
+            entry[0] = "\ue000"
+    (folder / "tokenizer.json").write_text(json.dumps(spec))
+    tokenizer = load_tokenizer(str(folder))
+    assert tokenizer.caches_words
+    texts = ["the \u0180x and the \u0180 the", *LINES]
+    found = tokenizer.encode_batch(texts)
+    assert tokenizer.unk_id in found[0]
+    assert found == reference_ids(str(folder), texts)
