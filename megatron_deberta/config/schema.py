@@ -141,7 +141,7 @@ class ParallelConfig:
     recompute: Literal["none", "selective", "full"] = "none"
     """Recomputed in backward: none, cheap parts (GELU, dropout masks), or whole layers."""
     fuse: bool = False
-    """Compile dropout with its residual by torch.compile (on CUDA this needs Triton)."""
+    """Compile dropout + residual + LayerNorm, and bias + GELU (on CUDA this needs Triton)."""
     attention_backend: AttentionBackend = "auto"
     """Which implementation of disentangled attention runs."""
 

@@ -113,7 +113,7 @@ class DisentangledSelfAttention(nn.Module):
         merged = attended.transpose(1, 2).flatten(2)
         out = self.output(merged, rows)
         normalised: Tensor = self.norm(
-            self.dropout(out, rows.positions, context.seeds, residual=hidden), rows
+            self.dropout.before_norm(out, rows.positions, context.seeds, residual=hidden), rows
         )
         return normalised
 

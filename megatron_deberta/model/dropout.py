@@ -8,15 +8,14 @@ recomputation and no resume changes them.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megatron_deberta.model.fused import Unnormalised, compiled
 from megatron_deberta.ops.dropout_bits import keep_mask, keep_scale, mix_seed
 
 
@@ -85,6 +84,23 @@ class Dropout(nn.Module):
         out = _Drop.apply(hidden, residual, seed, positions, self.probability, self.how)
         return cast(Tensor, out)
 
+    def before_norm(
+        self, hidden: Tensor, positions: Tensor, seeds: DropoutSeeds | None, residual: Tensor
+    ) -> Tensor | Unnormalised:
+        """What a `LayerNorm` is to normalise: the sum, or, where fused, what it is made of.
+
+        Args:
+            hidden: ``[B, R, D]``.
+            positions: ``[B, R]``, key the bits.
+            seeds: keys of dropout; None turns it off.
+            residual: like ``hidden``.
+        """
+        if not self.how.fuse or seeds is None or self.probability == 0.0:
+            out: Tensor = self(hidden, positions, seeds, residual)
+            return out
+        seed = seeds.per_row(self.site)
+        return Unnormalised(hidden, residual, seed, positions, self.probability)
+
 
 @dataclass(frozen=True)
 class DropoutExecution:
@@ -93,7 +109,7 @@ class DropoutExecution:
     keep_masks: bool = True
     """Keep each mask for backward (a byte an element), or make it again there."""
     fuse: bool = False
-    """Compile hashing, dropping and adding into few kernels, which make masks again for free."""
+    """Compile what is element by element into few kernels, which make masks again for free."""
 
 
 class _Drop(torch.autograd.Function):
@@ -113,7 +129,8 @@ class _Drop(torch.autograd.Function):
         ctx.has_residual = residual is not None
         if how.fuse:
             ctx.save_for_backward(seed, positions)
-            return _fused()(x, residual, seed, positions, probability)
+            dropped = compiled(_hash_and_apply)
+            return cast(Tensor, dropped(x, residual, seed, positions, probability))
         keep = keep_mask(seed, positions, x.size(-1), probability).view(x.shape)
         ctx.save_for_backward(*((keep,) if how.keep_masks else (seed, positions)))
         return _apply(x, residual, keep, probability)
@@ -122,7 +139,7 @@ class _Drop(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.how.fuse:
-            d_x = _fused()(grad, None, *ctx.saved_tensors, ctx.probability)
+            d_x = compiled(_hash_and_apply)(grad, None, *ctx.saved_tensors, ctx.probability)
         else:
             if ctx.how.keep_masks:
                 (keep,) = ctx.saved_tensors
@@ -143,9 +160,3 @@ def _hash_and_apply(
 ) -> Tensor:
     keep = keep_mask(seed, positions, x.size(-1), probability).view(x.shape)
     return _apply(x, residual, keep, probability)
-
-
-@cache
-def _fused() -> Callable[..., Tensor]:
-    """Compiled once a process, at first use; importing the compiler takes seconds."""
-    return torch.compile(_hash_and_apply)

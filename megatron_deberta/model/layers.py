@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.model.attention import AttentionContext, DisentangledSelfAttention, Memory
 from megatron_deberta.model.dropout import Dropout, DropoutSeeds
+from megatron_deberta.model.fused import bias_gelu
 from megatron_deberta.model.seams import (
     BlockInput,
     BlockOutput,
@@ -34,7 +35,8 @@ class FeedForward(nn.Module):
 
     def forward(self, hidden: Tensor, rows: Rows, context: AttentionContext) -> Tensor:
         """Map ``[B, R, D]`` to ``[B, R, D]``."""
-        inner = self.up(self.input(hidden, rows))
+        read = self.input(hidden, rows)
+        inner = F.linear(read, self.up.weight) if self.dropout.how.fuse else self.up(read)
         if context.recompute_cheap:
             # Recomputation stops at the last tensor that is missing, which is GELU's output: the
             # product after it, and what it communicates, are not repeated.
@@ -44,12 +46,13 @@ class FeedForward(nn.Module):
         else:
             out = self._activate(inner, rows)
         normalised: Tensor = self.norm(
-            self.dropout(out, rows.positions, context.seeds, residual=hidden), rows
+            self.dropout.before_norm(out, rows.positions, context.seeds, residual=hidden), rows
         )
         return normalised
 
     def _activate(self, inner: Tensor, rows: Rows) -> Tensor:
-        out: Tensor = self.down(F.gelu(inner), rows)
+        fuse = self.dropout.how.fuse
+        out: Tensor = self.down(bias_gelu(inner, self.up.bias) if fuse else F.gelu(inner), rows)
         return out
 
 

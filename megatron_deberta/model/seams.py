@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from megatron_deberta.model.fused import Unnormalised, layer_norm
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -115,9 +117,9 @@ def token_types(rows: Rows) -> Tensor:
 class LayerNorm(nn.LayerNorm):
     """LayerNorm of residual-stream rows."""
 
-    def forward(self, input: Tensor, rows: Rows) -> Tensor:  # type: ignore[override]
+    def forward(self, input: Tensor | Unnormalised, rows: Rows) -> Tensor:  # type: ignore[override]
         """Normalise ``[B, R, D]`` over D."""
-        return F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+        return layer_norm(input, self.weight, self.bias, self.eps)
 
 
 class ChannelExit(nn.Module):

@@ -1,4 +1,4 @@
-"""Row-parallel linear layers, and norms on token shards.
+"""Row-parallel linear layers.
 
 Owns the arithmetic beside the collectives: where a bias joins, whose gradient is only a part.
 A column-parallel layer needs nothing from here: it is ``torch.nn.Linear`` with fewer outputs,
@@ -46,32 +46,3 @@ def row_parallel(
     out = reduce_scatter_sequence(partial, group)
     # Each rank adds the bias to its own tokens, so its gradient is a part.
     return out if bias is None else out + copy_to(bias, group)
-
-
-def layer_norm(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    eps: float,
-    group: ProcessGroup | None,
-    *,
-    sequence: bool,
-) -> Tensor:
-    """LayerNorm over the last dimension with replicated parameters.
-
-    Collective over ``group`` in backward where ``sequence``.
-
-    Args:
-        x: ``[..., C]``, replicated, or this rank's tokens where ``sequence``.
-        weight: ``[C]``, replicated.
-        bias: ``[C]``, replicated.
-        eps: added to the variance.
-        group: ranks the tokens are split over.
-        sequence: the rows differ by rank, so the parameters' gradients are summed over ranks.
-
-    Returns:
-        Like ``x``.
-    """
-    if sequence:
-        weight, bias = copy_to(weight, group), copy_to(bias, group)
-    return functional.layer_norm(x, weight.shape, weight, bias, eps)

@@ -31,6 +31,7 @@ from torch.nn import functional
 
 from megatron_deberta.model import seams
 from megatron_deberta.model.attention import DisentangledSelfAttention
+from megatron_deberta.model.fused import Unnormalised, layer_norm
 from megatron_deberta.model.seams import Rows
 from megatron_deberta.objectives.mlm import TokenLoss
 from megatron_deberta.parallel.collectives import (
@@ -41,7 +42,7 @@ from megatron_deberta.parallel.collectives import (
     leave_sequence,
     scatter_sequence,
 )
-from megatron_deberta.parallel.linear import layer_norm, row_parallel
+from megatron_deberta.parallel.linear import row_parallel
 from megatron_deberta.parallel.topology import ProcessGroups
 from megatron_deberta.parallel.vocab import vocab_parallel_embedding, vocab_parallel_loss
 
@@ -136,9 +137,13 @@ class _LayerNorm(_Split):
         super().__init__(group, sequence)
         self.weight, self.bias, self.eps = whole.weight, whole.bias, whole.eps
 
-    def forward(self, input: Tensor, rows: Rows) -> Tensor:
-        sequence = self.sequence and rows.sequence
-        return layer_norm(input, self.weight, self.bias, self.eps, self.group, sequence=sequence)
+    def forward(self, input: Tensor | Unnormalised, rows: Rows) -> Tensor:
+        weight: Tensor = self.weight
+        bias: Tensor = self.bias
+        if self.sequence and rows.sequence:
+            # Each rank normalises its own tokens, so its gradients are parts.
+            weight, bias = copy_to(weight, self.group), copy_to(bias, self.group)
+        return layer_norm(input, weight, bias, self.eps)
 
 
 class _TokenEmbedding(_Split):

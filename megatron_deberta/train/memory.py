@@ -96,7 +96,9 @@ class _Shape:
     @property
     def mask_bytes(self) -> int:
         """Bytes an element of a dropout mask that is kept."""
-        kept = self.config.parallel.recompute != "selective" and self.model.hidden_dropout > 0
+        parallel = self.config.parallel
+        remade = parallel.recompute == "selective" or parallel.fuse
+        kept = not remade and self.model.hidden_dropout > 0
         return int(kept)
 
 

@@ -122,6 +122,8 @@ def run_layout(rank: int, config: RunConfig, probe: bool, documents: bool) -> di
         model_class=EncoderProbe if probe else MaskedLanguageModel,
     )
     sharded.module.train()
+    # Where the fused functions stand is what matters here; compiling them takes seconds a shape.
+    torch.compiler.set_stance("force_eager")
     pairs = config.model.next_sentence_head
     sums = sharded.module(**make_batch(documents, pairs))
     loss, count = (sums[0] + sums[2], sums[1] + sums[3]) if pairs else sums
@@ -186,6 +188,14 @@ def test_four_ranks(four_ranks: RankPool, sequence: bool, probe: bool) -> None:
     check(four_ranks, BASE, parallel, probe=probe, documents=False)
 
 
+@pytest.mark.parametrize("sequence", [False, True], ids=["tp", "tp+sp"])
+def test_fused(two_ranks: RankPool, sequence: bool) -> None:
+    parallel = ParallelConfig(
+        tensor_parallel_size=2, sequence_parallel=sequence, recompute="selective", fuse=True
+    )
+    check(two_ranks, BASE, parallel, probe=False, documents=False)
+
+
 def engine_config(engine: Any, stage: Any, parallel: ParallelConfig) -> RunConfig:
     return RunConfig(
         model=BASE,
@@ -208,6 +218,7 @@ def encoder_moments(rank: int, config: RunConfig) -> dict[str, tuple[ParameterSp
         config, groups, torch.float32, model_class=EncoderProbe, partition=partition
     )
     model.module.train()
+    torch.compiler.set_stance("force_eager")
     engine = build_engine(config, model.module, model.specs, groups)
     engine.accumulate(engine.module(**make_batch(documents=False))[0])
     assert not engine.step(1e-3).skipped
@@ -226,13 +237,15 @@ def encoder_oracle() -> dict[str, tuple[ParameterSpec, Tensor]]:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("sequence", [False, True], ids=["tp", "tp+sp"])
+@pytest.mark.parametrize("fuse", [False, True], ids=["", "fused"])
 def test_the_plain_encoder_through_engines(
     two_ranks: RankPool,
     encoder_oracle: dict[str, tuple[ParameterSpec, Tensor]],
+    fuse: bool,
     sequence: bool,
     stage: int,
 ) -> None:
-    parallel = ParallelConfig(tensor_parallel_size=2, sequence_parallel=sequence)
+    parallel = ParallelConfig(tensor_parallel_size=2, sequence_parallel=sequence, fuse=fuse)
     ranks = two_ranks.run(encoder_moments, engine_config("deepspeed", stage, parallel))
     last = f"encoder.layers.{BASE.num_layers - 1}."
     for name in ("attention.norm.weight", "ffn.down.bias", "ffn.norm.weight", "ffn.norm.bias"):

@@ -1,0 +1,170 @@
+"""The element-wise ends of a block, compiled into few kernels: what ``parallel.fuse`` turns on.
+
+Owns two pairs of small pure functions (forward, backward) and their compilation by torch.compile,
+with static shapes. The readable twins are `Dropout`, `F.layer_norm` and `F.gelu`, which run
+otherwise; tests compare outputs and gradients. Nothing here has parameters or names of its own, so
+checkpoints and layouts know nothing of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from megatron_deberta.ops.dropout_bits import keep_mask, keep_scale
+
+
+class Unnormalised(NamedTuple):
+    """residual + dropout(x), not computed yet: LayerNorm does it on the way."""
+
+    x: Tensor
+    """``[B, R, D]``."""
+    residual: Tensor
+    """``[B, R, D]``."""
+    seed: Tensor
+    """int64 ``[B]``, keys the bits together with the positions."""
+    positions: Tensor
+    """``[B, R]``."""
+    probability: float
+
+
+def layer_norm(value: Tensor | Unnormalised, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """LayerNorm over the last dimension, of a tensor or of what is still to be added up.
+
+    Args:
+        value: ``[..., D]``.
+        weight: ``[D]``.
+        bias: ``[D]``.
+        eps: added to the variance.
+    """
+    if isinstance(value, Unnormalised):
+        return cast(Tensor, _DropAddNorm.apply(*value, weight, bias, eps))
+    return F.layer_norm(value, weight.shape, weight, bias, eps)
+
+
+def bias_gelu(product: Tensor, bias: Tensor) -> Tensor:
+    """Erf GELU of ``product + bias``; the bias' gradient comes out of the same pass backwards.
+
+    Args:
+        product: ``[..., F]``, of a projection without its bias.
+        bias: ``[F]``.
+    """
+    return cast(Tensor, _BiasGelu.apply(product, bias))
+
+
+class _DropAddNorm(torch.autograd.Function):
+    """y = LayerNorm(residual + scale * mask * x); keeps the sum, makes the mask again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor,
+        seed: Tensor,
+        positions: Tensor,
+        probability: float,
+        weight: Tensor,
+        bias: Tensor,
+        eps: float,
+    ) -> Tensor:
+        run = compiled(drop_add_norm)
+        y, total, mean, rstd = run(x, residual, seed, positions, probability, weight, bias, eps)
+        ctx.save_for_backward(total, mean, rstd, seed, positions, weight)
+        ctx.probability = probability
+        return cast(Tensor, y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        run = compiled(drop_add_norm_backward)
+        d_x, d_residual, d_weight, d_bias = run(grad, *ctx.saved_tensors, ctx.probability)
+        return d_x, d_residual, None, None, None, d_weight, d_bias, None
+
+
+class _BiasGelu(torch.autograd.Function):
+    """y = gelu(product + bias)."""
+
+    @staticmethod
+    def forward(ctx: Any, product: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(product, bias)
+        return cast(Tensor, compiled(_bias_gelu)(product, bias))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return cast(
+            "tuple[Tensor, Tensor]", compiled(_bias_gelu_backward)(grad, *ctx.saved_tensors)
+        )
+
+
+@cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiled once a process, at first use; importing the compiler takes seconds."""
+    return cast("Callable[..., Any]", torch.compile(function, dynamic=False))
+
+
+def _accurate(x: Tensor) -> Tensor:
+    """In fp32 at least, as torch's own LayerNorm and GELU compute."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def drop_add_norm(
+    x: Tensor,
+    residual: Tensor,
+    seed: Tensor,
+    positions: Tensor,
+    probability: float,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Normalised rows, the sum they come from, its mean and one over its standard deviation."""
+    keep = keep_mask(seed, positions, x.size(-1), probability).view(x.shape)
+    total = residual + x.masked_fill(~keep, 0.0) * keep_scale(probability)
+    wide = _accurate(total)
+    variance, mean = torch.var_mean(wide, -1, correction=0, keepdim=True)
+    rstd = torch.rsqrt(variance + eps)
+    y = (wide - mean) * rstd * weight + bias
+    return y.to(x.dtype), total, mean, rstd
+
+
+def drop_add_norm_backward(
+    grad: Tensor,
+    total: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    seed: Tensor,
+    positions: Tensor,
+    weight: Tensor,
+    probability: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, residual, weight and bias."""
+    wide = _accurate(grad)
+    normalised = (_accurate(total) - mean) * rstd
+    scaled = wide * weight
+    inward = normalised * (scaled * normalised).mean(-1, keepdim=True)
+    d_total = (rstd * (scaled - scaled.mean(-1, keepdim=True) - inward)).to(grad.dtype)
+    keep = keep_mask(seed, positions, grad.size(-1), probability).view(grad.shape)
+    d_x = d_total.masked_fill(~keep, 0.0) * keep_scale(probability)
+    d_weight = (wide * normalised).flatten(0, -2).sum(0).to(weight.dtype)
+    d_bias = wide.flatten(0, -2).sum(0).to(weight.dtype)
+    return d_x, d_total, d_weight, d_bias
+
+
+def _bias_gelu(product: Tensor, bias: Tensor) -> Tensor:
+    return F.gelu(product + bias)
+
+
+def _bias_gelu_backward(grad: Tensor, product: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    x = _accurate(product + bias)
+    below = 0.5 * (1 + torch.erf(x / math.sqrt(2)))
+    slope = below + x * torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+    d_x = _accurate(grad) * slope
+    return d_x.to(product.dtype), d_x.flatten(0, -2).sum(0).to(bias.dtype)

@@ -1,0 +1,13 @@
+"""Where torch.compile can run on a CPU."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import pytest
+
+COMPILER = os.environ.get("CXX", "g++")
+needs_compiler = pytest.mark.skipif(
+    shutil.which(COMPILER) is None, reason=f"torch.compile needs the C++ compiler {COMPILER}"
+)

@@ -1,0 +1,142 @@
+"""What is compiled computes what its readable twin computes: outputs and gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from megatron_deberta.config.schema import ModelConfig
+from megatron_deberta.model import DropoutSeeds, Execution
+from megatron_deberta.model.dropout import Dropout, DropoutExecution
+from megatron_deberta.model.fused import (
+    Unnormalised,
+    _bias_gelu,
+    _bias_gelu_backward,
+    bias_gelu,
+    drop_add_norm,
+    drop_add_norm_backward,
+    layer_norm,
+)
+from megatron_deberta.objectives import MaskedLanguageModel
+from tests.support.compiler import needs_compiler
+from tests.support.stock_weights import randomize
+from tests.support.tolerances import FP64
+
+SEEDS = DropoutSeeds(3, 5, torch.tensor([7, 2**40]))
+EPS = 1e-7
+CONFIG = ModelConfig(
+    num_layers=3,
+    hidden_size=32,
+    num_heads=4,
+    ffn_hidden_size=64,
+    vocab_size=67,
+    max_position_embeddings=16,
+    max_relative_positions=16,
+    position_buckets=4,
+    conv_kernel_size=3,
+)
+
+
+def draw(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        for shape in shapes
+    ]
+
+
+def closed(dtype: torch.dtype, *, fuse: bool, of: torch.dtype | None = None) -> list[Tensor]:
+    """Output and gradients of LayerNorm(residual + dropout(x)); values rounded to ``of`` first."""
+    rows = (2, 16, 32)
+    drawn = draw(of or dtype, rows, rows, (32,), (32,), rows)
+    x, residual, weight, bias, upstream = (t.detach().to(dtype).requires_grad_() for t in drawn)
+    dropout = Dropout(0.1, "somewhere")
+    dropout.how = DropoutExecution(fuse=fuse)
+    value = dropout.before_norm(x, torch.arange(16).expand(2, 16), SEEDS, residual)
+    assert isinstance(value, Unnormalised) == fuse
+    out = layer_norm(value, weight, bias, EPS)
+    out.backward(upstream.detach())
+    return [out.detach(), *(t.grad for t in (x, residual, weight, bias) if t.grad is not None)]
+
+
+def activated(dtype: torch.dtype, *, fuse: bool, of: torch.dtype | None = None) -> list[Tensor]:
+    """Output and gradients of GELU(product + bias)."""
+    drawn = draw(of or dtype, (2, 16, 64), (64,), (2, 16, 64))
+    product, bias, upstream = (t.detach().to(dtype).requires_grad_() for t in drawn)
+    out = bias_gelu(product, bias) if fuse else F.gelu(product + bias)
+    out.backward(upstream.detach())
+    return [out.detach(), *(t.grad for t in (product, bias) if t.grad is not None)]
+
+
+@needs_compiler
+@pytest.mark.parametrize("work", [closed, activated])
+def test_float64_agrees_with_the_twin(work: Any) -> None:
+    found, expected = work(torch.float64, fuse=True), work(torch.float64, fuse=False)
+    assert len(found) == (5 if work is closed else 3)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, **FP64)
+
+
+@needs_compiler
+@pytest.mark.parametrize("work", [activated])  # compiling the other takes most of a minute
+def test_bfloat16_is_no_further_from_float64_than_the_twin(work: Any) -> None:
+    """At most one rounding more: the fused pass rounds where it writes, the twin at each step."""
+    dtype = torch.bfloat16
+    exact = work(torch.float64, fuse=False, of=dtype)
+    found, twin = work(dtype, fuse=True), work(dtype, fuse=False)
+    for one, other, true in zip(found, twin, exact, strict=True):
+        assert one.dtype == dtype
+        error, allowed = ((t.double() - true).norm() / true.norm() for t in (one, other))
+        assert error <= max(1.1 * allowed, torch.finfo(dtype).eps / 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_what_is_compiled_is_right_before_it_is_compiled(dtype: torch.dtype) -> None:
+    """The pure functions against autograd of the twins, where there is no compiler, too."""
+    x, residual, weight, bias, upstream = (
+        t.detach() for t in draw(dtype, *[(2, 16, 32)] * 2, (32,), (32,), (2, 16, 32))
+    )
+    seed, positions = SEEDS.per_row(Dropout(0.1, "somewhere").site), torch.arange(16).expand(2, 16)
+    y, *kept = drop_add_norm(x, residual, seed, positions, 0.1, weight, bias, EPS)
+    found = [y, *drop_add_norm_backward(upstream, *kept, seed, positions, weight, 0.1)]
+    product, bias, upstream = (t.detach() for t in draw(dtype, (2, 16, 64), (64,), (2, 16, 64)))
+    found += [_bias_gelu(product, bias), *_bias_gelu_backward(upstream, product, bias)]
+    expected = closed(dtype, fuse=False) + activated(dtype, fuse=False)
+    for one, other in zip(found, expected, strict=True):
+        if dtype == torch.float64:
+            torch.testing.assert_close(one, other, **FP64)
+        else:
+            assert (one.double() - other.double()).norm() < 0.01 * other.double().norm()
+
+
+def gradients(config: ModelConfig, recompute: Any, *, fuse: bool) -> dict[str, Tensor]:
+    """Loss and every gradient of a whole model; as many picked rows as rows, so one shape."""
+    model = MaskedLanguageModel(config, Execution(recompute=recompute, fuse=fuse)).double()
+    randomize(model)
+    ids = torch.randint(4, 67, (2, 16), generator=torch.Generator().manual_seed(2))
+    picked = torch.arange(16).expand(2, 16)
+    loss = model.train()(ids, torch.ones_like(ids, dtype=torch.bool), picked, ids, seeds=SEEDS)[0]
+    loss.backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), **found}
+
+
+def check_model(config: ModelConfig, recompute: str) -> None:
+    expected = gradients(config, "none", fuse=False)
+    found = gradients(config, recompute, fuse=True)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            found[name], value, **FP64, msg=lambda m, name=name: f"{name}: {m}"
+        )
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_a_whole_model_is_the_same(recompute: str) -> None:
+    """The pure functions in every place, not compiled, which takes seconds a shape."""
+    with torch.compiler.set_stance("force_eager"):
+        check_model(CONFIG, recompute)
