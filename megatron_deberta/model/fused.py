@@ -107,7 +107,7 @@ class _BiasGelu(torch.autograd.Function):
 @cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compiled once a process, at first use; importing the compiler takes seconds."""
-    return cast("Callable[..., Any]", torch.compile(function, dynamic=False))
+    return torch.compile(function, dynamic=False)
 
 
 def _accurate(x: Tensor) -> Tensor:
