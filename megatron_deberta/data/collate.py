@@ -136,17 +136,17 @@ def _fill_targets(
     labels: npt.NDArray[np.int64],
 ) -> None:
     row = np.repeat(np.arange(live.size), masked.counts)
-    slot = np.arange(row.size) - (np.cumsum(masked.counts) - masked.counts)[row]
-    begins = np.cumsum(sizes) - sizes
+    slot = np.arange(row.size) - (masked.counts.cumsum() - masked.counts)[row]
+    begins = sizes.cumsum() - sizes
     masked_positions[live[row], slot] = masked.positions - begins[row]
     labels[live[row], slot] = masked.labels
 
 
 def _part_numbers(rows: RowBatch) -> npt.NDArray[np.int64]:
     """[T] which document of its row each token is in."""
-    before = np.cumsum(rows.part_counts) - rows.part_counts
-    numbers = np.arange(rows.part_sizes.size) - np.repeat(before, rows.part_counts)
-    return np.repeat(numbers, rows.part_sizes)
+    before = rows.part_counts.cumsum() - rows.part_counts
+    numbers = np.arange(rows.part_sizes.size) - before.repeat(rows.part_counts)
+    return numbers.repeat(rows.part_sizes)
 
 
 def _restarting(document_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

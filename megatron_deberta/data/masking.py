@@ -69,18 +69,18 @@ class _Words:
         self, tokens: Integers, ends: Integers, vocabulary: Vocabulary, whole: bool, gaps: bool
     ) -> None:
         self.candidates = np.flatnonzero(~vocabulary.is_special[tokens])
-        self.bounds = np.append(0, np.searchsorted(self.candidates, ends))
+        self.bounds = np.concatenate([[0], self.candidates.searchsorted(ends)])
         if whole:
             begins = vocabulary.word_starts[tokens[self.candidates]]
-            begins[self.bounds[:-1][np.diff(self.bounds) > 0]] = True
+            begins[self.bounds[:-1][self.bounds[1:] > self.bounds[:-1]]] = True
             if gaps:
                 # A word does not go on behind a special token; the released code lets it.
                 begins[1:] |= np.diff(self.candidates) > 1
-            self.firsts = np.flatnonzero(begins)
-            self.word_bounds = np.searchsorted(self.firsts, self.bounds)
+            self.firsts = begins.nonzero()[0]
+            self.word_bounds = self.firsts.searchsorted(self.bounds)
         else:
             self.firsts, self.word_bounds = np.arange(self.candidates.size), self.bounds
-        self.counts = np.diff(self.word_bounds)
+        self.counts = self.word_bounds[1:] - self.word_bounds[:-1]
 
 
 class Masker:
@@ -147,15 +147,15 @@ class Masker:
     ) -> tuple[Integers, Integers]:
         """Return the places to predict, ascending, and how many each row has."""
         whole = self._objective.max_span_words > 1
-        words = _Words(tokens, np.cumsum(sizes), self._vocabulary, whole, not self._released)
+        words = _Words(tokens, sizes.cumsum(), self._vocabulary, whole, not self._released)
         if not words.candidates.size:
             return words.candidates, np.zeros_like(sizes)
-        budgets = np.minimum(self._budgets(sizes), np.diff(words.bounds))
+        budgets = np.minimum(self._budgets(sizes), words.bounds[1:] - words.bounds[:-1])
         choose = self._choose_released if self._released else self._choose_uniform
         chosen = np.flatnonzero(choose(words, budgets, keys))
-        counts = np.diff(np.searchsorted(chosen, words.bounds))
+        counts = np.diff(chosen.searchsorted(words.bounds))
         if self._released and int(counts.max()) > self.max_targets:
-            place = np.arange(chosen.size) - np.repeat(np.cumsum(counts) - counts, counts)
+            place = np.arange(chosen.size) - np.repeat(counts.cumsum() - counts, counts)
             chosen = chosen[place < self.max_targets]
             counts = np.minimum(counts, self.max_targets)
         return words.candidates[chosen], counts
@@ -181,7 +181,7 @@ class Masker:
         lots = draws(keys, counts, _WORDS)
         spans = self._spans(lots)
         places = (lots & np.uint64(0xFFFFFFFF)).astype(np.float64) * 2.0**-32
-        num_words = np.repeat(words.counts, counts)
+        num_words = words.counts.repeat(counts)
         contexts = spans * window
         # A span that sticks out of its window pushes the next window on.
         advances = np.maximum(contexts, (places * contexts).astype(np.int64) + spans)
@@ -197,8 +197,8 @@ class Masker:
         in_span = _cover(row_starts + begins, row_starts + ends, int(words.word_bounds[-1]))
         sizes = np.diff(words.firsts, append=words.candidates.size)
         taken_before = _before(sizes * in_span, words.counts)
-        taken = in_span & (taken_before < np.repeat(budgets, words.counts))
-        return np.repeat(taken, sizes)
+        taken = in_span & (taken_before < budgets.repeat(words.counts))
+        return taken.repeat(sizes)
 
     def _choose_uniform(
         self, words: _Words, budgets: Integers, keys: npt.NDArray[np.uint64]
@@ -206,12 +206,12 @@ class Masker:
         """Return [C] bool: spans that tile the row, in random order until the budget is met."""
         lots = draws(keys, words.counts, _WORDS)
         offsets = _before(self._spans(lots), words.counts)
-        inside = offsets < np.repeat(words.counts, words.counts)
+        inside = offsets < words.counts.repeat(words.counts)
         # Spans tile the words, so each ends where the next begins.
         row_starts = np.repeat(words.word_bounds[:-1], words.counts)[inside]
         begins = words.firsts[row_starts + offsets[inside]]
         sizes = np.diff(begins, append=words.candidates.size)
-        counts = np.diff(np.searchsorted(begins, words.bounds))
+        counts = np.diff(begins.searchsorted(words.bounds))
         rows = np.repeat(np.arange(counts.size, dtype=np.uint64), counts)
         # One number to sort by: row, lot, span.
         order = lots[inside] & np.uint64((1 << _ORDER_BITS) - 1)
@@ -220,7 +220,7 @@ class Masker:
         order |= np.arange(begins.size, dtype=np.uint64)
         order.sort()
         spans = (order & np.uint64((1 << _SPAN_BITS) - 1)).astype(np.int64)
-        room = np.repeat(budgets, counts) - _before(sizes[spans], counts)
+        room = budgets.repeat(counts) - _before(sizes[spans], counts)
         spans, room = spans[room > 0], room[room > 0]
         begins = begins[spans]
         return _cover(begins, begins + np.minimum(sizes[spans], room), words.candidates.size)
@@ -242,11 +242,11 @@ class Masker:
 
 def _groups(sizes: Integers) -> Iterator[tuple[slice, int, int]]:
     """Cut rows into groups of bounded size: their rows, and where their tokens begin and end."""
-    ends = np.cumsum(sizes)
+    ends = sizes.cumsum()
     first = begin = 0
     while first < sizes.size:
         limit = begin + _TOKENS_AT_ONCE
-        stop = max(int(np.searchsorted(ends, limit, side="right")), first + 1)
+        stop = max(int(ends.searchsorted(limit, side="right")), first + 1)
         end = int(ends[stop - 1])
         yield slice(first, stop), begin, end
         first, begin = stop, end
@@ -254,11 +254,11 @@ def _groups(sizes: Integers) -> Iterator[tuple[slice, int, int]]:
 
 def _before(values: Integers, counts: Integers) -> Integers:
     """Return the sum of the values before each, within its group; groups of the given sizes."""
-    sums = np.cumsum(values) - values
-    firsts = np.cumsum(counts) - counts
+    sums = values.cumsum() - values
+    firsts = counts.cumsum() - counts
     # Of an empty group nothing is repeated, so any number does.
     bases = sums[np.minimum(firsts, max(values.size - 1, 0))]
-    inside: Integers = sums - np.repeat(bases, counts)
+    inside: Integers = sums - bases.repeat(counts)
     return inside
 
 

@@ -81,7 +81,7 @@ class Pairs:
         begins = index["begins"][rows]
         splits = begins + index["firsts"][rows]
         stops = splits + index["seconds"][rows]
-        documents = np.searchsorted(self._bounds, begins, side="right") - 1
+        documents = self._bounds.searchsorted(begins, side="right") - 1
         strange = stops == splits
         first_lengths = self._ends[splits] - self._ends[begins]
         second_begins, second_stops = splits.copy(), stops.copy()
@@ -117,7 +117,7 @@ class Pairs:
     ) -> Integers:
         """Where the longest run of whole sentences that fits ends; ``least`` are always taken."""
         limits = self._ends[begins] + room
-        stops = np.searchsorted(self._ends, limits, side="right") - 1
+        stops = self._ends.searchsorted(limits, side="right") - 1
         most = begins + (self._most_sentences - 2 + least if self._most_sentences else 1 << 40)
         return np.minimum(np.clip(stops, begins + least, most), last)
 

@@ -77,12 +77,12 @@ def draws(
     Returns:
         [sum(counts)] uint64, group after group.
     """
-    begins = np.cumsum(counts) - counts
+    begins = counts.cumsum() - counts
     first = keys - begins.astype(np.uint64) * np.uint64(_GOLDEN)
     first += np.uint64((((stream << 40) + 1) * _GOLDEN) & _MASK64)
     state: npt.NDArray[np.uint64] = np.arange(int(counts.sum()), dtype=np.uint64)
     state *= np.uint64(_GOLDEN)
-    state += np.repeat(first, counts)
+    state += first.repeat(counts)
     return _finalised(state)
 
 

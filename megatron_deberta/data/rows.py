@@ -66,7 +66,7 @@ class RowBatch:
     def row(self, number: int) -> Row:
         """Return row ``number`` in [0, B)."""
         one = self.take(np.array([number]))
-        starts = [0, *np.cumsum(one.part_sizes)[:-1].tolist()]
+        starts = [0, *one.part_sizes.cumsum()[:-1].tolist()]
         return Row(one.tokens, starts, None if one.not_next is None else int(one.not_next[0]))
 
     def take(self, order: npt.NDArray[np.int64]) -> RowBatch:
@@ -134,10 +134,10 @@ def assemble(corpus: Corpus, vocabulary: Vocabulary, pieces: Pieces) -> RowBatch
     Raises:
         DataError: the shard holds an id outside the vocabulary.
     """
-    first_pieces = np.cumsum(pieces.counts) - pieces.counts
+    first_pieces = pieces.counts.cumsum() - pieces.counts
     part_sizes = pieces.lengths + 1
     part_sizes[first_pieces] += 1
-    ends = np.cumsum(part_sizes)
+    ends = part_sizes.cumsum()
     begins = ends - part_sizes
     tokens = np.empty(int(ends[-1]), np.int64)
     is_text = np.ones(tokens.size, np.bool_)
@@ -158,7 +158,7 @@ def assemble(corpus: Corpus, vocabulary: Vocabulary, pieces: Pieces) -> RowBatch
 
 def _runs(sizes: npt.NDArray[np.int64], order: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Where the entries of runs of the given sizes are, run after run in ``order``."""
-    begins = (np.cumsum(sizes) - sizes)[order]
+    begins = (sizes.cumsum() - sizes)[order]
     taken = sizes[order]
-    shift = begins - (np.cumsum(taken) - taken)
+    shift = begins - (taken.cumsum() - taken)
     return np.repeat(shift, taken) + np.arange(int(taken.sum()))
