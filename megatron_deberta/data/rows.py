@@ -158,7 +158,7 @@ def assemble(corpus: Corpus, vocabulary: Vocabulary, pieces: Pieces) -> RowBatch
 
 def _runs(sizes: npt.NDArray[np.int64], order: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Where the entries of runs of the given sizes are, run after run in ``order``."""
-    begins = (sizes.cumsum() - sizes)[order]
+    begins = (np.cumsum(sizes) - sizes)[order]
     taken = sizes[order]
-    shift = begins - (taken.cumsum() - taken)
+    shift = begins - (np.cumsum(taken) - taken)
     return np.repeat(shift, taken) + np.arange(int(taken.sum()))
