@@ -40,9 +40,17 @@ class CheckpointError(MegatronDebertaError):
 
 
 class NumericsError(MegatronDebertaError):
-    """A loss or gradient is not finite.
+    """Losses or gradients are not finite, or spike, and skipping steps did not help.
 
     Steps are deterministic, so starting again from the checkpoint would meet it again.
     """
 
     exit_code = EXIT_NEVER_REQUEUE
+
+
+class LossScaleError(NumericsError):
+    """Gradients overflow fp16 at the smallest loss scale allowed."""
+
+
+class ReplicaError(MegatronDebertaError):
+    """What must be equal on several ranks is not: a rank computes or remembers wrongly."""

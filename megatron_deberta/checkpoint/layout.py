@@ -53,6 +53,8 @@ class CheckpointMetadata:
     """The engine's: Adam's step count, loss scale and its counters."""
     layout: dict[str, int] = field(default_factory=dict)
     """``tp_size`` and ``dp_size`` of the ranks that saved; information only."""
+    guard: dict[str, Any] = field(default_factory=dict)
+    """The numeric guard's memory of the last updates; empty in checkpoints from before it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,8 +42,13 @@ FREE = frozenset(
         "data.num_workers",
         "data.ledger",
         "data.verify_hashes",
+        "guard.max_rollbacks",
+        "guard.drift_every",
         "checkpoint.save_every",
         "checkpoint.keep_last",
+        "checkpoint.keep_every",
+        "checkpoint.asynchronous",
+        "checkpoint.on_failure",
         "checkpoint.resume",
         "checkpoint.load_from",
         "checkpoint.verify",
@@ -72,6 +77,12 @@ WITH_FLAG = frozenset(
         "optimizer.eps",
         "optimizer.bias_correction",
         "optimizer.clip_grad_norm",
+        # Which updates are skipped.
+        "guard.non_finite",
+        "guard.spike_sigmas",
+        "guard.spike_window",
+        "guard.spike_warmup",
+        "guard.max_skips",
         "precision.dtype",
         "precision.initial_loss_scale_power",
         "precision.loss_scale_window",
@@ -80,6 +91,18 @@ WITH_FLAG = frozenset(
     }
 )
 """Keys that make it another experiment, which one may want to be."""
+
+
+def policy_table() -> str:
+    """What may change, as the Markdown table of docs/checkpoint-format.md."""
+    lines = [f"| section | freely | with `{FLAG}` | not |", "|---|---|---|---|"]
+    for section, values in config_to_dict(RunConfig()).items():
+        cells: list[list[str]] = [[], [], []]
+        for key in values:
+            name = f"{section}.{key}"
+            cells[0 if name in FREE else 1 if name in WITH_FLAG else 2].append(f"`{key}`")
+        lines.append(f"| `{section}` | " + " | ".join(", ".join(cell) for cell in cells) + " |")
+    return "\n".join(lines)
 
 
 def check_resume(

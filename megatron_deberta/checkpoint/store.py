@@ -1,7 +1,7 @@
 """Saves and loads the state of a run, so that no crash leaves less than the last checkpoint.
 
 Owns the two phases of a save (everything under a hidden name first, then a rename and the mark
-that commits it), who writes what, retention and choosing what to resume from. Refuses to know what
+that commits it), who writes what and choosing what to resume from. Refuses to know what
 an engine keeps where, and to decide what may change on resume (``resume.py``).
 """
 
@@ -10,12 +10,12 @@ from __future__ import annotations
 import errno
 import hashlib
 import logging
+import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
-from math import prod
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -25,7 +25,6 @@ from torch import Tensor
 
 from megatron_deberta.checkpoint.layout import (
     COMMITTED_FILE,
-    DELETING_PREFIX,
     KINDS,
     MANIFEST_FILE,
     STAGING_PREFIX,
@@ -45,6 +44,7 @@ from megatron_deberta.checkpoint.layout import (
     tensor_key,
 )
 from megatron_deberta.checkpoint.reader import CheckpointReader
+from megatron_deberta.checkpoint.retention import Retention, delete, delete_oldest
 from megatron_deberta.engine.protocol import Engine, ParameterState
 from megatron_deberta.errors import CheckpointError
 from megatron_deberta.files import adopt_mode, fsync_path, sha256_file, write_durably
@@ -63,6 +63,7 @@ SPACE_MARGIN = 1.2
 _UNCOMMITTED_FILE = f".{COMMITTED_FILE}"
 
 _States = Iterable[tuple[str, Mapping[str, Tensor]]]
+OwnState = tuple[ParameterSpec, Mapping[str, Tensor]]
 
 
 def save(
@@ -72,7 +73,7 @@ def save(
     groups: ProcessGroups,
     metadata: CheckpointMetadata,
     *,
-    keep_last: int = 0,
+    retention: Retention | None = None,
 ) -> Path:
     """Save and commit a checkpoint, then delete the oldest. Collective over all ranks.
 
@@ -86,7 +87,7 @@ def save(
         specs: this rank's part of every parameter.
         groups: the rank grid.
         metadata: the run's; the engine's scalars and the layout are filled in here.
-        keep_last: checkpoints up to this step to keep; 0 keeps all.
+        retention: which older checkpoints stay; None keeps all.
 
     Returns:
         The committed folder.
@@ -95,18 +96,10 @@ def save(
         CheckpointError: the disk is full or cannot be written, on any rank; nothing of this save
             is left and older checkpoints are intact.
     """
-    metadata = replace(
-        metadata,
-        scalars=engine.scalars(),
-        layout={"tp_size": groups.tp_size, "dp_size": groups.dp_size},
-    )
-    states = (
-        (name, {kind: getattr(state, kind) for kind in KINDS})
-        for name, state in engine.gather_states()
-    )
-    path = _save(run_dir, states, specs, groups, metadata, KINDS)
-    if groups.rank == 0 and keep_last:
-        _delete_oldest(run_dir, metadata.step, keep_last)
+    draft = begin(run_dir, specs, groups, complete(metadata, engine, groups))
+    path = _write_and_commit(draft, own_states(engine_states(engine), specs, groups))
+    if groups.rank == 0 and retention is not None:
+        delete_oldest(run_dir, metadata.step, retention)
     return path
 
 
@@ -136,7 +129,8 @@ def save_weights(
     }
     states = ((name, {WEIGHT: tensor.float()}) for name, tensor in weights)
     groups = single_process_groups(torch.device("cpu"))
-    return _save(run_dir, states, specs, groups, metadata, (WEIGHT,))
+    draft = begin(run_dir, specs, groups, metadata, (WEIGHT,))
+    return _write_and_commit(draft, own_states(states, specs, groups))
 
 
 def find_newest(run_dir: str | os.PathLike[str]) -> Path | None:
@@ -146,7 +140,11 @@ def find_newest(run_dir: str | os.PathLike[str]) -> Path | None:
 
 
 def choose_intact(
-    run_dir: str | os.PathLike[str], groups: ProcessGroups, *, hashes: bool = True
+    run_dir: str | os.PathLike[str],
+    groups: ProcessGroups,
+    *,
+    hashes: bool = True,
+    up_to: float = math.inf,
 ) -> CheckpointReader | None:
     """Open the newest committed checkpoint that is not damaged. Collective over all ranks.
 
@@ -156,6 +154,7 @@ def choose_intact(
         run_dir: folder of the run.
         groups: the rank grid.
         hashes: compare SHA-256; otherwise only sizes and the manifest's hash.
+        up_to: only checkpoints up to this step.
 
     Returns:
         The same checkpoint on every rank; None if nothing was ever committed.
@@ -163,7 +162,8 @@ def choose_intact(
     Raises:
         CheckpointError: all committed checkpoints are damaged.
     """
-    steps = committed_steps(run_dir) if groups.rank == 0 else []
+    found = committed_steps(run_dir) if groups.rank == 0 else []
+    steps = [step for step in found if step <= up_to]
     num_steps = from_rank_zero(len(steps), groups)
     for number in range(num_steps):
         step = from_rank_zero(steps[-1 - number] if groups.rank == 0 else 0, groups)
@@ -254,48 +254,141 @@ def _check_shapes(reader: CheckpointReader, specs: Mapping[str, ParameterSpec]) 
             )
 
 
-def _save(
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A save that has begun and is not committed."""
+
+    run_dir: str | os.PathLike[str]
+    metadata: CheckpointMetadata
+    kinds: tuple[str, ...]
+    shapes: dict[str, tuple[int, ...]]
+    groups: ProcessGroups
+
+    @property
+    def final(self) -> Path:
+        """The folder's name once it is committed."""
+        return step_dir(self.run_dir, self.metadata.step)
+
+    @property
+    def staging(self) -> Path:
+        """Its name until then."""
+        return self.final.with_name(STAGING_PREFIX + self.final.name)
+
+
+def begin(
     run_dir: str | os.PathLike[str],
-    states: _States,
     specs: Mapping[str, ParameterSpec],
     groups: ProcessGroups,
     metadata: CheckpointMetadata,
-    kinds: tuple[str, ...],
-) -> Path:
-    final = step_dir(run_dir, metadata.step)
-    staging = final.with_name(STAGING_PREFIX + final.name)
+    kinds: tuple[str, ...] = KINDS,
+) -> Draft:
+    """See that there is space and make the hidden folder. Collective over all ranks.
+
+    Raises:
+        CheckpointError: there is not, or it cannot be made.
+    """
     shapes = {name: spec.logical_shape for name, spec in specs.items()}
-    try:
-        with _all_or_none(groups, final):
-            if groups.rank == 0:
-                _prepare(run_dir, staging, 4 * len(kinds) * sum(map(prod, shapes.values())))
-        with _all_or_none(groups, final):
-            _write_part(staging, states, specs, groups)
-        with _all_or_none(groups, final):
-            if groups.rank == 0:
-                _publish(staging, final, metadata, kinds, shapes, groups.world_size)
-    except CheckpointError:
-        # All ranks have stopped writing: they have agreed on the failure.
+    draft = Draft(run_dir, metadata, kinds, shapes, groups)
+    with _all_or_none(draft):
         if groups.rank == 0:
-            for path in leftovers(run_dir):
-                shutil.rmtree(path, ignore_errors=True)
-        raise
-    return final
+            _prepare(run_dir, draft.staging, 4 * len(kinds) * sum(map(math.prod, shapes.values())))
+    return draft
+
+
+def own_states(
+    states: _States, specs: Mapping[str, ParameterSpec], groups: ProcessGroups
+) -> Iterator[OwnState]:
+    """The true parts of what this rank writes: ranks with copies of the same take turns.
+
+    Gathering is collective over data-parallel ranks, so all of them must exhaust it.
+    """
+    for number, (name, tensors) in enumerate(states):
+        spec = specs[name]
+        turn_of_batch = number % groups.dp_size == groups.dp_rank
+        turn_of_layer = spec.dim is not None or number % groups.tp_size == groups.tp_rank
+        if turn_of_batch and turn_of_layer and spec.length:
+            yield spec, {kind: spec.true_part(t).contiguous() for kind, t in tensors.items()}
+
+
+def write(draft: Draft, states: Iterable[OwnState]) -> None:
+    """Write this rank's fragments and an index of them. Without collectives of its own.
+
+    Raises:
+        OSError, SafetensorError: the disk is full or cannot be written.
+    """
+    left = iter(states)
+    try:
+        writer = _FragmentWriter(draft.staging, draft.groups.rank)
+        for spec, tensors in left:
+            writer.add(spec, tensors)
+        writer.finish()
+    finally:
+        # After a failure go on gathering: the other ranks are in those collectives.
+        for _ in left:
+            pass
+
+
+def commit(draft: Draft, problem: Exception | None) -> Path:
+    """Give the checkpoint its name and the mark that makes it count. Collective over all ranks.
+
+    Args:
+        draft: what all ranks have stopped writing.
+        problem: why this rank could not write it.
+
+    Raises:
+        CheckpointError: a rank could not write, or the folder cannot be renamed; nothing of this
+            save is left.
+    """
+    with _all_or_none(draft):
+        if problem is not None:
+            raise problem
+    with _all_or_none(draft):
+        if draft.groups.rank == 0:
+            _publish(draft)
+    return draft.final
+
+
+def engine_states(engine: Engine) -> _States:
+    """Every parameter's state by kind, one at a time. Collective over data-parallel ranks."""
+    for name, state in engine.gather_states():
+        yield name, {kind: getattr(state, kind) for kind in KINDS}
+
+
+def complete(
+    metadata: CheckpointMetadata, engine: Engine, groups: ProcessGroups
+) -> CheckpointMetadata:
+    """Fill in the engine's scalars and the layout."""
+    layout = {"tp_size": groups.tp_size, "dp_size": groups.dp_size}
+    return replace(metadata, scalars=engine.scalars(), layout=layout)
+
+
+def _write_and_commit(draft: Draft, states: Iterable[OwnState]) -> Path:
+    problem: Exception | None = None
+    try:
+        write(draft, states)
+    except (OSError, SafetensorError) as error:
+        problem = error
+    return commit(draft, problem)
 
 
 @contextmanager
-def _all_or_none(groups: ProcessGroups, final: Path) -> Iterator[None]:
+def _all_or_none(draft: Draft) -> Iterator[None]:
     """Turn a failure of the body on any rank into a ``CheckpointError`` on all. Collective."""
     problem: Exception | None = None
     try:
         yield
-    except (OSError, SafetensorError, CheckpointError) as error:
+    except Exception as error:
         problem = error
-    if any_rank(problem is not None, groups):
-        reason = str(problem) if problem else "another rank failed and says why"
-        raise CheckpointError(
-            f"{final} was not saved: {reason}; older checkpoints are intact"
-        ) from problem
+    if not any_rank(problem is not None, draft.groups):
+        return
+    # All ranks have stopped writing: they have agreed on the failure.
+    if draft.groups.rank == 0:
+        for path in leftovers(draft.run_dir):
+            shutil.rmtree(path, ignore_errors=True)
+    reason = str(problem) if problem else "another rank failed and says why"
+    raise CheckpointError(
+        f"{draft.final} was not saved: {reason}; older checkpoints are intact"
+    ) from problem
 
 
 def _prepare(run_dir: str | os.PathLike[str], staging: Path, num_bytes: int) -> None:
@@ -314,29 +407,6 @@ def _prepare(run_dir: str | os.PathLike[str], staging: Path, num_bytes: int) -> 
     staging.mkdir()
 
 
-def _write_part(
-    staging: Path,
-    states: _States,
-    specs: Mapping[str, ParameterSpec],
-    groups: ProcessGroups,
-) -> None:
-    """Write the fragments whose turn this rank has, and an index of them."""
-    writer = _FragmentWriter(staging, groups.rank)
-    problem: Exception | None = None
-    for number, (name, tensors) in enumerate(states):
-        turn_of_batch = number % groups.dp_size == groups.dp_rank
-        turn_of_layer = specs[name].dim is not None or number % groups.tp_size == groups.tp_rank
-        # After a failure go on gathering: the other ranks are in those collectives.
-        if problem is None and turn_of_batch and turn_of_layer:
-            try:
-                writer.add(specs[name], tensors)
-            except (OSError, SafetensorError) as error:
-                problem = error
-    if problem is not None:
-        raise problem
-    writer.finish()
-
-
 class _FragmentWriter:
     """Collects a rank's fragments into files of about ``FILE_BYTES``."""
 
@@ -349,10 +419,8 @@ class _FragmentWriter:
 
     def add(self, spec: ParameterSpec, tensors: Mapping[str, Tensor]) -> None:
         """Take the true part of every kind of a parameter's state; it must not change any more."""
-        if spec.length == 0:
-            return
         for kind, tensor in tensors.items():
-            self._held[tensor_key(kind, spec.name)] = spec.true_part(tensor).contiguous()
+            self._held[tensor_key(kind, spec.name)] = tensor
         file = tensor_file(self._rank, len(self._files))
         self._fragments.append(Fragment(spec.name, file, spec.split_dim, spec.offset, spec.length))
         if sum(tensor.nbytes for tensor in self._held.values()) >= FILE_BYTES:
@@ -375,24 +443,19 @@ class _FragmentWriter:
         self._files.append(FileEntry(path.name, path.stat().st_size, sha256_file(path)))
 
 
-def _publish(
-    staging: Path,
-    final: Path,
-    metadata: CheckpointMetadata,
-    kinds: tuple[str, ...],
-    shapes: dict[str, tuple[int, ...]],
-    world_size: int,
-) -> None:
+def _publish(draft: Draft) -> None:
     """Merge the ranks' indices, give the checkpoint its name, and commit it."""
+    staging, final = draft.staging, draft.final
     files: list[FileEntry] = []
     fragments: list[Fragment] = []
-    for rank in range(world_size):
+    for rank in range(draft.groups.world_size):
         index = staging / part_index_file(rank)
         part_files, part_fragments = read_part_index(index)
         files += part_files
         fragments += part_fragments
         index.unlink()
-    content = Manifest(metadata, kinds, shapes, tuple(files), tuple(fragments)).to_json()
+    manifest = Manifest(draft.metadata, draft.kinds, draft.shapes, tuple(files), tuple(fragments))
+    content = manifest.to_json()
     # What cannot be read back must not be committed.
     Manifest.from_json(content, staging / MANIFEST_FILE)
     write_durably(staging / MANIFEST_FILE, content)
@@ -402,24 +465,8 @@ def _publish(
     fsync_path(staging)
     if final.exists():
         # The run fell back behind a damaged checkpoint and has come here again.
-        _delete(final)
+        delete(final)
     staging.rename(final)
     fsync_path(final.parent)
     (final / _UNCOMMITTED_FILE).rename(final / COMMITTED_FILE)
     fsync_path(final)
-
-
-def _delete_oldest(run_dir: str | os.PathLike[str], step: int, keep_last: int) -> None:
-    """Keep the last checkpoints up to a step; later ones are of a future that comes again."""
-    for old in [known for known in committed_steps(run_dir) if known <= step][:-keep_last]:
-        try:
-            _delete(step_dir(run_dir, old))
-        except OSError as error:
-            logger.warning("cannot delete %s: %s", step_dir(run_dir, old), error)
-
-
-def _delete(path: Path) -> None:
-    """Delete a checkpoint such that no part of it is ever taken for one."""
-    doomed = path.with_name(DELETING_PREFIX + path.name)
-    path.rename(doomed)
-    shutil.rmtree(doomed)

@@ -43,6 +43,13 @@ def describe(status: RunStatus) -> str:
         f"ETA      {duration(status.seconds_left)}",
         f"restarts {max(0, len(status.links) - 1)}",
     ]
+    if status.skipped_updates:
+        plural = "s" if status.skipped_updates > 1 else ""
+        backs = f", {status.rollbacks} roll-back{'s' if status.rollbacks > 1 else ''}"
+        lines.append(
+            f"guard    {status.skipped_updates} update{plural} skipped"
+            + (backs if status.rollbacks else "")
+        )
     if status.over:
         lines.append(f"over     {status.over}")
     for link in status.links:

@@ -58,6 +58,10 @@ class RunStatus:
     """Newest checkpoint."""
     target_step: int
     """Where the run ends."""
+    skipped_updates: int
+    """Updates that the numeric guard did not make, fp16's overflows aside."""
+    rollbacks: int
+    """How often the run went back to a checkpoint."""
     loss: float | None
     tokens_per_second: float | None
     seconds_left: float | None
@@ -79,7 +83,9 @@ def gather(run_dir: str | os.PathLike[str]) -> RunStatus:
     folder = Path(run_dir)
     chain = Chain(folder)
     metrics = folder / FILE_NAME
-    records = [r for r in read_metrics(metrics) if r["kind"] == "train"] if metrics.exists() else []
+    everything = read_metrics(metrics) if metrics.exists() else []
+    records = [record for record in everything if record["kind"] == "train"]
+    skipped, rollbacks = guard_events(everything)
     last = records[-1] if records else {}
     state, jobs = queue_state(submitted_jobs(chain))
     links = link_statuses(chain.current())
@@ -92,12 +98,22 @@ def gather(run_dir: str | os.PathLike[str]) -> RunStatus:
         step=step,
         committed_step=chain.committed_step(),
         target_step=target,
+        skipped_updates=skipped,
+        rollbacks=rollbacks,
         loss=last.get("loss"),
         tokens_per_second=last.get("tokens_per_second"),
         seconds_left=seconds_left(chain.current(), records, target),
         links=links,
         over=chain.is_over(),
     )
+
+
+def guard_events(records: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
+    """How many updates were skipped, those of steps that were given up included, and roll-backs."""
+    events = [record for record in records if record["kind"] == "guard"]
+    backs = [record for record in events if record.get("event") == "rollback"]
+    skipped = [record for record in events if record.get("skip", "overflow") != "overflow"]
+    return len(skipped) + sum(int(record["skipped"]) for record in backs), len(backs)
 
 
 def present_holder(folder: Path) -> str:

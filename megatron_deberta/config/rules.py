@@ -10,7 +10,9 @@ import math
 from typing import NamedTuple
 
 from megatron_deberta.config.schema import (
+    CheckpointConfig,
     DataConfig,
+    GuardConfig,
     ModelConfig,
     ObjectiveConfig,
     OptimizerConfig,
@@ -51,6 +53,8 @@ def validate(config: RunConfig) -> None:
     _check_precision(config.precision)
     _check_schedule(config)
     _check_optimizer(config.optimizer)
+    _check_guard(config.guard)
+    _check_checkpoint(config.checkpoint)
     _check_cluster(config)
 
 
@@ -136,6 +140,9 @@ _POSITIVE = (
     "optimizer.eps",
     "precision.loss_scale_window",
     "precision.min_loss_scale",
+    "guard.spike_window",
+    "guard.spike_warmup",
+    "guard.max_skips",
     "train.steps",
     "train.global_batch_size",
     "train.micro_batch_size",
@@ -164,8 +171,12 @@ _NOT_NEGATIVE = (
     "optimizer.weight_decay",
     "optimizer.clip_grad_norm",
     "precision.initial_loss_scale_power",
+    "guard.spike_sigmas",
+    "guard.max_rollbacks",
+    "guard.drift_every",
     "checkpoint.save_every",
     "checkpoint.keep_last",
+    "checkpoint.keep_every",
     "train.stop_after",
     "train.seed",
     "train.eval_every",
@@ -370,6 +381,29 @@ def _check_optimizer(optimizer: OptimizerConfig) -> None:
     if optimizer.learning_rate > 1:
         raise ConfigError(
             f"optimizer.learning_rate={optimizer.learning_rate:g} is above 1; the paper has 2e-4"
+        )
+
+
+def _check_guard(guard: GuardConfig) -> None:
+    for name, value in (("spike_warmup", guard.spike_warmup), ("max_skips", guard.max_skips)):
+        if value > guard.spike_window:
+            raise ConfigError(
+                f"guard.{name}={value} exceeds guard.spike_window={guard.spike_window}, so it is "
+                f"never reached; use {guard.spike_window} at most"
+            )
+    if 0 < guard.spike_sigmas < 3:
+        raise ConfigError(
+            f"guard.spike_sigmas={guard.spike_sigmas:g} would skip ordinary steps; use 6, or 0 for "
+            "none"
+        )
+
+
+def _check_checkpoint(checkpoint: CheckpointConfig) -> None:
+    every, kept = checkpoint.save_every, checkpoint.keep_every
+    if every and kept % every:
+        raise ConfigError(
+            f"checkpoint.keep_every={kept} is no multiple of checkpoint.save_every={every}, so "
+            f"most of those steps have no checkpoint; use {kept // every * every + every}"
         )
 
 

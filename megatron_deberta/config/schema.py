@@ -191,6 +191,28 @@ class PrecisionConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class GuardConfig:
+    """What happens to updates that would do harm, and how replicas are compared."""
+
+    non_finite: Literal["skip", "stop"] = "skip"
+    """A loss or gradient that is not finite: ``skip`` the update, or ``stop`` the run."""
+    spike_sigmas: float = 6.0
+    """Skip updates whose loss or gradient norm is this many standard deviations above the mean of
+    the last updates; 0 skips none."""
+    spike_window: int = 128
+    """How many last updates that mean is taken over."""
+    spike_warmup: int = 64
+    """Updates the window must hold before any is compared with it."""
+    max_skips: int = 5
+    """Skips within ``spike_window`` steps after which the run goes back to its last good
+    checkpoint and leaves out the data since then."""
+    max_rollbacks: int = 3
+    """Times it goes back without getting beyond the trouble before it ends; 0: it never does."""
+    drift_every: int = 100
+    """Steps between comparisons of weights that ranks share, one before each save too; 0: none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
     """When to save and what to keep."""
 
@@ -198,6 +220,12 @@ class CheckpointConfig:
     """Steps between checkpoints; 0 saves at the end only."""
     keep_last: int = 3
     """Newest checkpoints kept; 0 keeps all."""
+    keep_every: int = 0
+    """Checkpoints of steps that this divides are kept for good; 0: none."""
+    asynchronous: bool = False
+    """Write scheduled checkpoints while training goes on; it waits for the copy in host memory."""
+    on_failure: Literal["stop", "continue"] = "stop"
+    """A scheduled checkpoint that cannot be written: end the run, or train on until the next."""
     resume: Literal["auto", "never", "must"] = "auto"
     """``auto`` continues from the newest committed checkpoint, ``never`` refuses a used folder."""
     load_from: str = ""
@@ -283,6 +311,7 @@ class RunConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     log: LogConfig = field(default_factory=LogConfig)

@@ -17,6 +17,7 @@ from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.engine.deepspeed_config import deepspeed_config
 from megatron_deberta.engine.deepspeed_runtime import (
     ModelParallelUnit,
+    NormLimit,
     deepspeed_environment,
     end_single_process,
     import_deepspeed,
@@ -105,10 +106,11 @@ class DeepSpeedZeroEngine:
         self._engine.set_gradient_accumulation_boundary(self._accumulated == self._micro_batches)
         self._engine.backward(loss, scale_wrt_gas=False)
 
-    def step(self, learning_rate: float) -> StepOutcome:
+    def step(self, learning_rate: float, norm_limit: float = math.inf) -> StepOutcome:
         """Clip and update.
 
         Raises:
+            LossScaleError: an overflow at the smallest loss scale.
             RuntimeError: fewer micro batches than the run's accumulation steps.
         """
         if self._accumulated != self._micro_batches:
@@ -120,14 +122,14 @@ class DeepSpeedZeroEngine:
             group["lr"] = learning_rate
         scale = self._loss_scale.scale
         if self._stage:
-            self._engine.step()
+            with NormLimit(self._engine.optimizer, norm_limit * scale) as seen:
+                self._engine.step()
+            grad_norm = seen.norm / scale
             skipped = bool(self._engine.optimizer.overflow)
-            grad_norm = math.inf if skipped else float(self._engine.get_global_grad_norm())
         else:
-            grad_norm = self._step_unsharded()
-            skipped = math.isinf(grad_norm)
+            grad_norm, skipped = self._step_unsharded(norm_limit)
         # Only now: gradients must be divided by the scale that their loss was multiplied by.
-        self._loss_scale.update(overflow=skipped)
+        self._loss_scale.update(overflow=math.isinf(grad_norm))
         return StepOutcome(grad_norm, skipped, scale)
 
     def gather_states(self) -> Iterator[tuple[str, ParameterState]]:
@@ -160,8 +162,8 @@ class DeepSpeedZeroEngine:
         self._engine.destroy()
         end_single_process(self._groups)
 
-    def _step_unsharded(self) -> float:
-        """Stage 0: clip by our own norm, as DeepSpeed would not tell its. inf if skipped."""
+    def _step_unsharded(self, norm_limit: float) -> tuple[float, bool]:
+        """Stage 0: clip by our own norm, as DeepSpeed would not tell its. Norm, and if skipped."""
         gradients = {name: p.grad for name, p in self._trainable.items() if p.grad is not None}
         grad_norm = global_grad_norm(
             (
@@ -170,14 +172,14 @@ class DeepSpeedZeroEngine:
             ),
             self._groups,
         )
-        if not math.isfinite(grad_norm):
+        if not math.isfinite(grad_norm) or grad_norm > norm_limit:
             self._engine.zero_grad()
-            return math.inf
+            return grad_norm, True
         coefficient = clip_coefficient(grad_norm, self._clip_grad_norm)
         if coefficient != 1.0:
             torch._foreach_mul_(list(gradients.values()), coefficient)
         self._engine.step()
-        return grad_norm
+        return grad_norm, False
 
 
 class _HeldLossScaler:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 import os
+import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from types import ModuleType
 from typing import Any
@@ -174,6 +176,44 @@ def zero3_partition(module: nn.Module, groups: ProcessGroups, config: RunConfig)
             config_dict_or_path=deepspeed_config(config, groups.dp_size),
             dtype=next(own.parameters()).dtype,
         )
+
+
+class NormLimit:
+    """Makes DeepSpeed's step treat a gradient norm above a limit as it treats infinity.
+
+    Its optimizers of stages 1 to 3 all put the norm to one function before they touch a weight,
+    and skip the update and drop the gradients if that says no. A context manager, around one step.
+
+    Args:
+        optimizer: DeepSpeed's.
+        limit: in the units of its norm, that is, times the loss scale.
+
+    Attributes:
+        norm: what the step found; inf if it is not finite.
+    """
+
+    def __init__(self, optimizer: Any, limit: float) -> None:
+        self._module = sys.modules[type(optimizer).__module__]
+        self._limit = limit
+        self._is_invalid: Callable[[Any], bool] = self._module.is_invalid_grad_norm
+        self.norm = math.inf
+
+    def __enter__(self) -> NormLimit:
+        """Stand in for the function."""
+        self._module.is_invalid_grad_norm = self._judge  # type: ignore[attr-defined]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Put it back."""
+        self._module.is_invalid_grad_norm = self._is_invalid  # type: ignore[attr-defined]
+
+    def _judge(self, norm: Any) -> bool:
+        if self._is_invalid(norm):
+            return True
+        # Clipping asks again for every group; the device shall not be waited for each time.
+        if math.isinf(self.norm):
+            self.norm = float(norm)
+        return self.norm > self._limit
 
 
 @contextmanager

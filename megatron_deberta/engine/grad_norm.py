@@ -6,6 +6,7 @@ ranks: there DeepSpeed computes the norm.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -23,7 +24,7 @@ def global_grad_norm(gradients: Iterable[tuple[Tensor, bool]], groups: ProcessGr
 
     Squares of sharded gradients are summed over tensor-parallel ranks, those of replicated ones
     are counted once. Summed in fp64, so that the order of parameters does not matter.
-    Collective over tensor-parallel ranks.
+    Collective over all ranks, which get the same number whatever has befallen one of them.
 
     Args:
         gradients: (gradient, whether its parameter is split over tensor-parallel ranks), already
@@ -31,7 +32,7 @@ def global_grad_norm(gradients: Iterable[tuple[Tensor, bool]], groups: ProcessGr
         groups: the rank grid.
 
     Returns:
-        The norm; inf or nan if any element on any rank is.
+        The norm; inf if any element on any rank is not finite.
     """
     sharded = torch.zeros((), dtype=torch.float64, device=groups.device)
     replicated = torch.zeros_like(sharded)
@@ -45,6 +46,10 @@ def global_grad_norm(gradients: Iterable[tuple[Tensor, bool]], groups: ProcessGr
     total = sharded + replicated / groups.tp_size
     if groups.tp_group is not None:
         dist.all_reduce(total, group=groups.tp_group)
+    # A maximum may lose nan.
+    total = total.nan_to_num(nan=math.inf)
+    if groups.dp_group is not None:
+        dist.all_reduce(total, op=dist.ReduceOp.MAX, group=groups.dp_group)
     return float(total.sqrt())
 
 

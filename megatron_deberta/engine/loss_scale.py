@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megatron_deberta.config.schema import PrecisionConfig
-from megatron_deberta.errors import NumericsError
+from megatron_deberta.errors import LossScaleError
 
 HYSTERESIS = 2
 """Overflows before the scale falls, DeepSpeed's and Megatron's default."""
@@ -34,7 +34,7 @@ class DynamicLossScale:
         """Take note of a step that ended, with or without an overflow.
 
         Raises:
-            NumericsError: an overflow at the smallest scale allowed.
+            LossScaleError: an overflow at the smallest scale allowed.
         """
         if not self.dynamic:
             return
@@ -71,7 +71,7 @@ class DynamicLossScale:
             self._hysteresis -= 1
             return
         if self.scale <= self._minimum:
-            raise NumericsError(
+            raise LossScaleError(
                 f"gradients overflow fp16 at the smallest loss scale allowed, "
                 f"precision.min_loss_scale={self._minimum:g}; lower it, lower "
                 f"optimizer.learning_rate, or use precision.dtype=bf16"

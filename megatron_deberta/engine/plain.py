@@ -70,7 +70,7 @@ class PlainEngine:
                 self._gradients[name] += parameter.grad.to(torch.float32)
                 parameter.grad = None
 
-    def step(self, learning_rate: float) -> StepOutcome:
+    def step(self, learning_rate: float, norm_limit: float = math.inf) -> StepOutcome:
         """Average over data-parallel ranks, take the loss scale out, clip, update."""
         scale = self._loss_scale.scale
         for gradient in self._gradients.values():
@@ -81,13 +81,14 @@ class PlainEngine:
             ((gradient, self._is_sharded[name]) for name, gradient in self._gradients.items()),
             self._groups,
         )
-        skipped = not math.isfinite(grad_norm)
+        overflow = not math.isfinite(grad_norm)
+        skipped = overflow or grad_norm > norm_limit
         if not skipped:
             self._update(learning_rate, clip_coefficient(grad_norm, self._clip_grad_norm))
         for gradient in self._gradients.values():
             gradient.zero_()
-        self._loss_scale.update(overflow=skipped)
-        return StepOutcome(float("inf") if skipped else grad_norm, skipped, scale)
+        self._loss_scale.update(overflow)
+        return StepOutcome(grad_norm, skipped, scale)
 
     def gather_states(self) -> Iterator[tuple[str, ParameterState]]:
         """Yield copies: every rank holds all of them, so nothing is communicated."""

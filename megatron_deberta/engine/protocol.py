@@ -6,6 +6,7 @@ Owns no behaviour. ``plain.PlainEngine`` and ``deepspeed_engine.DeepSpeedZeroEng
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -34,9 +35,9 @@ class StepOutcome:
     """What one optimizer step did."""
 
     grad_norm: float
-    """2-norm of the model's gradient before clipping, loss scale taken out; inf if skipped."""
+    """2-norm of the model's gradient before clipping, loss scale taken out; inf if not finite."""
     skipped: bool
-    """True where a gradient was not finite: no weight, moment or Adam step has changed."""
+    """No weight, moment or Adam step has changed: the norm is not finite or above the limit."""
     loss_scale: float
     """Factor that this step's loss was multiplied by; 1 outside fp16."""
 
@@ -73,8 +74,17 @@ class Engine(Protocol):
         """Backpropagate the loss (scalar) of one micro batch."""
         ...
 
-    def step(self, learning_rate: float) -> StepOutcome:
-        """Clip and update with what was accumulated, then forget the gradients."""
+    def step(self, learning_rate: float, norm_limit: float = math.inf) -> StepOutcome:
+        """Clip and update with what was accumulated, then forget the gradients.
+
+        Args:
+            learning_rate: of this update.
+            norm_limit: the update is skipped if the gradient's norm is above it; below 0 always.
+                The same on every rank, as is the norm, so all of them do the same.
+
+        Raises:
+            LossScaleError: the gradient overflows fp16 at the smallest loss scale.
+        """
         ...
 
     def gather_states(self) -> Iterator[tuple[str, ParameterState]]:

@@ -17,7 +17,7 @@ import orjson
 from megatron_deberta.errors import DataError
 from megatron_deberta.files import write_atomically
 
-RecordKind = Literal["train", "validation"]
+RecordKind = Literal["train", "validation", "guard", "checkpoint"]
 
 FILE_NAME = "metrics.jsonl"
 
@@ -50,22 +50,21 @@ class MetricsWriter:
 
             self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=resume_step + 1)
 
-    def write(
-        self, step: int, values: Mapping[str, float | int], *, kind: RecordKind = "train"
-    ) -> None:
+    def write(self, step: int, values: Mapping[str, Any], *, kind: RecordKind = "train") -> None:
         """Append a record.
 
         Args:
             step: optimizer steps done.
-            values: metrics by name.
-            kind: where they were measured.
+            values: metrics by name; only numbers go to TensorBoard.
+            kind: where they were measured; ``guard`` tells of updates that were not made.
         """
         record = {"step": step, "kind": kind, **values}
         self._file.write(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
         self._file.flush()
         if self._events is not None:
             for name, value in values.items():
-                self._events.add_scalar(f"{kind}/{name}", value, step)
+                if isinstance(value, int | float):
+                    self._events.add_scalar(f"{kind}/{name}", value, step)
 
     def close(self) -> None:
         """Flush everything to disk and close."""

@@ -8,10 +8,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Protocol
 
+from megatron_deberta.checkpoint.background import Saved, Saver
+from megatron_deberta.cluster.heartbeat import Heartbeat, Section
+from megatron_deberta.config.schema import CheckpointConfig
 from megatron_deberta.data.ledger import Ledger
+from megatron_deberta.errors import CheckpointError
 from megatron_deberta.observe.console import LiveConsole, StepRecord
 from megatron_deberta.observe.metrics import MetricsWriter
 from megatron_deberta.observe.throughput import ThroughputMeter
@@ -72,6 +75,8 @@ class LogHook:
         self._losses.append(event.result.loss)
         step = event.state.step
         self._console.advance(step)
+        if event.result.skip is not None:
+            self._tell_of_skip(step, event.result)
         if step % self._every and event.ending is None:
             return
         record = self._record(step, event.result)
@@ -81,6 +86,15 @@ class LogHook:
         values.pop("step")
         values["consumed_samples"] = event.state.consumed_samples
         self._writer.write(step, values)
+
+    def _tell_of_skip(self, step: int, result: StepResult) -> None:
+        norm = result.outcome.grad_norm
+        self._writer.write(
+            step, {"skip": str(result.skip), "loss": result.loss, "grad_norm": norm}, kind="guard"
+        )
+        self._console.note(
+            f"step {step}: no update, {result.skip} | loss {result.loss:.4f} | grad norm {norm:.3f}"
+        )
 
     def _record(self, step: int, result: StepResult) -> StepRecord:
         speed = self._meter.lap()
@@ -134,33 +148,82 @@ class EvaluateHook:
                     self._report(step, evaluation)
 
 
+class ReplicaHook:
+    """Compares weights that ranks share every ``guard.drift_every`` steps.
+
+    Args:
+        every: steps between comparisons.
+        check: compares them after a step; collective.
+    """
+
+    def __init__(self, every: int, check: Callable[[int], None]) -> None:
+        self._every = every
+        self._check = check
+
+    def after_step(self, event: StepEvent) -> None:
+        """Compare, if due."""
+        if event.state.step % self._every == 0:
+            self._check(event.state.step)
+
+
 class SaveHook:
     """Saves every ``checkpoint.save_every`` steps, when asked, and at the process's last step.
 
     Args:
-        every: steps between checkpoints; 0: at the last step only.
-        save: saves and commits; collective.
+        config: when, and what if it fails.
+        begin: starts a save of a state, and ends it if the flag says so; collective.
+        saver: what it was started with.
         meter: does not count the time.
         ledger: flushed first, so that a checkpoint never has steps that the ledger lacks.
+        report: what to do with a committed checkpoint; None on ranks that do nothing with it.
+        heartbeat: shown that this rank saves.
     """
 
     def __init__(
         self,
-        every: int,
-        save: Callable[[TrainState], Path],
+        config: CheckpointConfig,
+        begin: Callable[[TrainState, bool], Saved | None],
+        saver: Saver,
         meter: ThroughputMeter,
         ledger: Ledger | None,
+        report: Callable[[int, Saved], None] | None,
+        heartbeat: Heartbeat | None = None,
     ) -> None:
-        self._every = every
-        self._save = save
+        self._heartbeat = heartbeat or Heartbeat()
+        self._config = config
+        self._begin = begin
+        self._saver = saver
         self._meter = meter
         self._ledger = ledger
+        self._report = report
 
     def after_step(self, event: StepEvent) -> None:
-        """Save, if due."""
-        scheduled = self._every > 0 and event.state.step % self._every == 0
-        if scheduled or event.save or event.ending is not None:
-            with self._meter.paused():
-                if self._ledger is not None:
-                    self._ledger.sync()
-                logger.info("saved %s", self._save(event.state))
+        """Save, if due, and commit what has been written meanwhile."""
+        every, step = self._config.save_every, event.state.step
+        # Who asks, waits: a job that ends, and whoever put the save file there.
+        now = event.save or event.ending is not None
+        due = now or (every > 0 and step % every == 0)
+        if not due and not self._saver.in_flight:
+            return
+        try:
+            with self._heartbeat.section(Section.SAVE):
+                self._tell(step, self._saver.poll())
+                if due:
+                    with self._meter.paused():
+                        self._save(event.state, now)
+        except CheckpointError as error:
+            if self._config.on_failure == "stop" or now:
+                raise
+            logger.error("%s; training on until the next", error)
+
+    def _save(self, state: TrainState, now: bool) -> None:
+        self._tell(state.step, self._saver.finish())
+        if self._ledger is not None:
+            self._ledger.sync()
+        self._tell(state.step, self._begin(state, now or not self._config.asynchronous))
+
+    def _tell(self, step: int, saved: Saved | None) -> None:
+        if saved is not None:
+            logger.info("saved %s", saved.path)
+            if self._report is not None:
+                self._report(step, saved)

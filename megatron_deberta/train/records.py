@@ -13,6 +13,7 @@ from types import TracebackType
 
 from rich.console import Console
 
+from megatron_deberta.checkpoint.background import Saved
 from megatron_deberta.config import save_config
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.data.batch import Batch
@@ -21,6 +22,7 @@ from megatron_deberta.data.unigram import unigram_cross_entropy, unigram_log_pro
 from megatron_deberta.observe.console import LiveConsole
 from megatron_deberta.observe.metrics import MetricsWriter, plot_loss, read_metrics
 from megatron_deberta.train.evaluate import Evaluation
+from megatron_deberta.train.roll_back import RollBack
 
 logger = logging.getLogger(__name__)
 
@@ -110,6 +112,23 @@ class RunRecords:
             f"validation at step {step} | loss {evaluation.loss:.4f} | perplexity "
             f"{evaluation.perplexity:.2f} | masked accuracy {evaluation.masked_accuracy:.1%}"
             f"{baseline}{_pairs(evaluation)}"
+        )
+
+    def tell_of_checkpoint(self, step: int, saved: Saved) -> None:
+        """Record what a checkpoint has cost."""
+        values = {
+            "checkpoint_step": saved.step,
+            "seconds": saved.seconds,
+            "blocked_seconds": saved.blocked_seconds,
+        }
+        self.writer.write(step, values, kind="checkpoint")
+
+    def tell_of_roll_back(self, done: RollBack) -> None:
+        """Record and show that the run went back."""
+        self.writer.write(done.step, {"event": "rollback", **asdict(done)}, kind="guard")
+        self.console.note(
+            f"went back from step {done.trouble_step} to the checkpoint of step {done.step} | "
+            f"data goes on at sample {done.consumed_samples} | {done.vain_rollbacks} in a row"
         )
 
     def plot(self) -> None:

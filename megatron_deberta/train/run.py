@@ -10,15 +10,16 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from torch import nn
 
-from megatron_deberta.checkpoint import store
+from megatron_deberta.checkpoint.background import Saved, Saver
 from megatron_deberta.checkpoint.layout import CheckpointMetadata
+from megatron_deberta.checkpoint.retention import Retention
 from megatron_deberta.cluster import preflight
 from megatron_deberta.cluster.heartbeat import Heartbeat, Section
 from megatron_deberta.cluster.run_lock import RunLock
@@ -52,11 +53,21 @@ from megatron_deberta.sharding.build import ShardedModel, build_model
 from megatron_deberta.tokenizer import load_tokenizer
 from megatron_deberta.train.evaluate import Evaluation, evaluate
 from megatron_deberta.train.fingerprint import data_fingerprint
-from megatron_deberta.train.hooks import EvaluateHook, Hook, LedgerHook, LogHook, SaveHook
+from megatron_deberta.train.guard import Guard
+from megatron_deberta.train.hooks import (
+    EvaluateHook,
+    Hook,
+    LedgerHook,
+    LogHook,
+    ReplicaHook,
+    SaveHook,
+)
 from megatron_deberta.train.preemption import Requests, StopSignal
 from megatron_deberta.train.prefetch import InputQueue
 from megatron_deberta.train.records import RunRecords
-from megatron_deberta.train.start import Identity, choose_start, load_start
+from megatron_deberta.train.replicas import check_replicas
+from megatron_deberta.train.roll_back import RollBack, roll_back
+from megatron_deberta.train.start import Identity, Start, choose_start, load_start
 from megatron_deberta.train.state import TrainState
 from megatron_deberta.train.step import TrainStep
 from megatron_deberta.train.trainer import Trainer, last_step
@@ -86,6 +97,7 @@ class _Assembled:
     model: ShardedModel
     engine: Engine
     heartbeat: Heartbeat
+    saver: Saver
 
 
 def pretrain(
@@ -138,8 +150,9 @@ def pretrain(
             engine = build_engine(config, model.module, model.specs, groups)
             load_start(start, engine, model.specs)
             heartbeat = heartbeat or Heartbeat()
-            parts = _Assembled(config, groups, data, model, engine, heartbeat)
-            code = _train(parts, start.state, stop, terminal)
+            saver = Saver(config.train.run_dir, engine, model.specs, groups)
+            parts = _Assembled(config, groups, data, model, engine, heartbeat, saver)
+            code = _train_to_the_end(parts, start, stop, terminal)
             heartbeat.enter(Section.END)
             engine.destroy()
             return code
@@ -230,7 +243,32 @@ def build_rank_model(config: RunConfig, groups: ProcessGroups) -> ShardedModel:
     return build_model(config, groups, DTYPES[config.precision.dtype], partition=partition)
 
 
-def _train(parts: _Assembled, state: TrainState, stop: StopSignal, terminal: Console) -> int:
+def _train_to_the_end(parts: _Assembled, start: Start, stop: StopSignal, terminal: Console) -> int:
+    """Train, going back to a checkpoint as often as the guard asks for and allows."""
+    state, memory, went_back = start.state, start.guard, None
+    while True:
+        guard = Guard.of_run(parts.config, memory)
+        ended = _train(parts, state, guard, stop, terminal, went_back)
+        if not isinstance(ended, TrainState):
+            return ended
+        # It may be of a step that is given up; nothing may be under way when that is deleted.
+        with parts.heartbeat.section(Section.SAVE):
+            parts.saver.finish()
+        with parts.heartbeat.section(Section.STARTUP):
+            state, memory, went_back = roll_back(
+                parts.config, parts.groups, parts.engine, parts.model.specs, ended, guard
+            )
+
+
+def _train(
+    parts: _Assembled,
+    state: TrainState,
+    guard: Guard,
+    stop: StopSignal,
+    terminal: Console,
+    went_back: RollBack | None,
+) -> int | TrainState:
+    """Train on; returns the exit code, or where the run is when it has to go back."""
     config, groups = parts.config, parts.groups
     vocabulary, corpora = parts.data.vocabulary, parts.data.corpora
     with ExitStack() as open_files:
@@ -243,6 +281,8 @@ def _train(parts: _Assembled, state: TrainState, stop: StopSignal, terminal: Con
             if groups.rank == 0:
                 records = RunRecords(config, state.step, last_step(config), terminal)
                 open_files.enter_context(records)
+                if went_back is not None:
+                    records.tell_of_roll_back(went_back)
                 everything = validation_loader(config, vocabulary, 0, 1, corpora)
                 if everything is not None:
                     records.measure_unigram(corpora, vocabulary.size, everything)
@@ -250,8 +290,8 @@ def _train(parts: _Assembled, state: TrainState, stop: StopSignal, terminal: Con
                 folder = Path(config.train.run_dir) / "ledger"
                 ledger = Ledger(folder, groups.dp_rank, groups.dp_size, state.step)
                 open_files.callback(ledger.close)
-        hooks = _hooks(parts, state.step, validation, records, ledger)
-        train_step = TrainStep(parts.engine, config, groups, parts.heartbeat)
+        hooks = _hooks(parts, state.step, guard, validation, records, ledger)
+        train_step = TrainStep(parts.engine, config, groups, guard, parts.heartbeat)
         requests = Requests(stop, config.train.run_dir, groups)
         inputs = InputQueue(train_loader, groups.device)
         trainer = Trainer(config, state, inputs, train_step, hooks, requests, parts.heartbeat)
@@ -266,6 +306,7 @@ def _train(parts: _Assembled, state: TrainState, stop: StopSignal, terminal: Con
 def _hooks(
     parts: _Assembled,
     first_step: int,
+    guard: Guard,
     validation: ValidationLoader | None,
     records: RunRecords | None,
     ledger: Ledger | None,
@@ -288,12 +329,12 @@ def _hooks(
 
         report = records.report if records is not None else None
         hooks.append(EvaluateHook(config.train.eval_every, validate, meter, report))
-
-    def save(state: TrainState) -> Path:
-        with parts.heartbeat.section(Section.SAVE):
-            return _save(parts, state)
-
-    hooks.append(SaveHook(config.checkpoint.save_every, save, meter, ledger))
+    if every := config.guard.drift_every:
+        hooks.append(ReplicaHook(every, functools.partial(_check_replicas, parts)))
+    begin = functools.partial(_save, parts, guard)
+    tell = records.tell_of_checkpoint if records is not None else None
+    save = SaveHook(config.checkpoint, begin, parts.saver, meter, ledger, tell, parts.heartbeat)
+    hooks.append(save)
     return hooks
 
 
@@ -317,7 +358,14 @@ def _step_work(config: RunConfig, length: int) -> StepWork:
     )
 
 
-def _save(parts: _Assembled, state: TrainState) -> Path:
+def _check_replicas(parts: _Assembled, step: int) -> None:
+    check_replicas(parts.engine.module, parts.model.specs, parts.groups, step)
+
+
+def _save(parts: _Assembled, guard: Guard, state: TrainState, wait: bool) -> Saved | None:
+    if parts.config.guard.drift_every:
+        # A checkpoint must not hold what a faulty rank has made of the weights.
+        _check_replicas(parts, state.step)
     identity = parts.data.identity
     metadata = CheckpointMetadata(
         step=state.step,
@@ -326,13 +374,11 @@ def _save(parts: _Assembled, state: TrainState) -> Path:
         tokenizer_fingerprint=identity.tokenizer_fingerprint,
         tokenizer_path=identity.tokenizer_path,
         data_fingerprint=identity.data_fingerprint,
+        guard=asdict(guard.state),
     )
-    config = parts.config
-    return store.save(
-        config.train.run_dir,
-        parts.engine,
-        parts.model.specs,
-        parts.groups,
-        metadata,
-        keep_last=config.checkpoint.keep_last,
-    )
+    keep = parts.config.checkpoint
+    retention = Retention(keep.keep_last, keep.keep_every, guard.last_good_step)
+    if wait:
+        return parts.saver.save(metadata, retention)
+    parts.saver.start(metadata, retention)
+    return None

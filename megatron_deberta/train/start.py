@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_deberta.checkpoint import store
@@ -20,6 +20,8 @@ from megatron_deberta.errors import CheckpointError, ConfigError
 from megatron_deberta.parallel.agreement import from_rank_zero
 from megatron_deberta.parallel.topology import ProcessGroups
 from megatron_deberta.sharding.spec import ParameterSpec
+from megatron_deberta.train.guard import GuardState
+from megatron_deberta.train.roll_back import resumed_position
 from megatron_deberta.train.state import TrainState
 
 logger = logging.getLogger(__name__)
@@ -43,6 +45,8 @@ class Start:
 
     state: TrainState
     """Its position."""
+    guard: GuardState = field(default_factory=GuardState)
+    """What is remembered of the updates before."""
     reader: CheckpointReader | None = None
     """What to load; None keeps the initial weights."""
     weights_only: bool = False
@@ -86,16 +90,17 @@ def choose_start(
         logger.info("continuing from %s", reader.path)
         for change in changed:
             logger.info("changed since: %s", change)
-        state = TrainState(reader.metadata.step, reader.metadata.consumed_samples)
+        state, guard = resumed_position(config, groups, reader)
         dtype = reader.metadata.config["precision"]["dtype"]
-        return Start(state, reader, other_format=dtype != config.precision.dtype)
+        return Start(state, guard, reader, other_format=dtype != config.precision.dtype)
     if resume == "must":
         raise CheckpointError(
             f"checkpoint.resume=must but train.run_dir={run_dir} has no committed checkpoint; "
             "use resume=auto to start a new run"
         )
     if config.checkpoint.load_from:
-        return Start(TrainState(0, 0), _open_weights(config, groups, identity), weights_only=True)
+        weights = _open_weights(config, groups, identity)
+        return Start(TrainState(0, 0), reader=weights, weights_only=True)
     return Start(TrainState(0, 0))
 
 

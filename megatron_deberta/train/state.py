@@ -12,6 +12,7 @@ from enum import Enum
 
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.engine.protocol import StepOutcome
+from megatron_deberta.train.guard import Skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,10 @@ class StepResult:
     """What the engine did."""
     pairs: PairResult | None = None
     """Where rows are pairs."""
+    skip: Skip | None = None
+    """Why there was no update."""
+    roll_back: bool = False
+    """Skipping updates does not help: the run has to go back."""
 
 
 @dataclass(frozen=True, slots=True)

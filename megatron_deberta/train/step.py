@@ -1,12 +1,13 @@
 """One optimizer step: forward and backward of every micro batch, then the update.
 
-Owns the scaling that makes the update the same on every layout, and the stop before a bad update.
-Refuses to choose data or to write anything.
+Owns the scaling that makes the update the same on every layout, and that all ranks make or skip it
+together. Refuses to choose data or to write anything.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -19,10 +20,11 @@ from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.data.batch import IGNORED_LABEL, Batch
 from megatron_deberta.engine.protocol import Engine
 from megatron_deberta.engine.schedule import learning_rate
-from megatron_deberta.errors import NumericsError
+from megatron_deberta.errors import LossScaleError, NumericsError
 from megatron_deberta.model.dropout import DropoutSeeds
-from megatron_deberta.parallel.agreement import largest
 from megatron_deberta.parallel.topology import ProcessGroups
+from megatron_deberta.train.gradient_watch import GradientWatch
+from megatron_deberta.train.guard import Guard, Skip
 from megatron_deberta.train.own_time import ForwardTimer
 from megatron_deberta.train.state import PairResult, StepResult
 
@@ -85,6 +87,7 @@ class TrainStep:
         engine: backward and update.
         config: the run.
         groups: the rank grid.
+        guard: judges updates; None is one without a past.
         heartbeat: shown how far the step is.
     """
 
@@ -93,11 +96,16 @@ class TrainStep:
         engine: Engine,
         config: RunConfig,
         groups: ProcessGroups,
+        guard: Guard | None = None,
         heartbeat: Heartbeat | None = None,
     ) -> None:
         self._engine = engine
         self._config = config
         self._groups = groups
+        self._is_fp16 = config.precision.dtype == "fp16"
+        self._guard = guard or Guard.of_run(config)
+        # The first step may follow on trouble, too.
+        self._watches = True
         self._heartbeat = heartbeat or Heartbeat()
         self._forward_timer = ForwardTimer(groups.device)
 
@@ -116,16 +124,47 @@ class TrainStep:
                 it and the host is about to wait for them.
 
         Raises:
-            NumericsError: the loss or a gradient is not finite on some rank; on all ranks, before
-                any weight has changed. (In fp16 a gradient that is not finite lowers the loss
-                scale and skips the update instead.)
+            NumericsError: on all ranks, before any weight has changed: the loss or a gradient is
+                not finite and ``guard.non_finite`` is ``stop``; gradients overflow fp16 at the
+                smallest loss scale; or skipping updates has not helped and the guard may not go
+                back once more.
         """
         groups = self._groups
         batches = [batch.to(groups.device) for batch in batches]
         num_targets = self._count_targets(batches)
         self._heartbeat.mark()
-        num_rows = self._config.train.global_batch_size
-        # Losses of masked tokens and of pairs, and pairs told right.
+        with GradientWatch(self._engine.module, groups, armed=self._watches) as watch:
+            totals = self._accumulate(step, batches, num_targets)
+        while_busy()
+        total, pair_total, pairs_right, count = self._agree(totals, num_targets)
+        self._heartbeat.mark()
+        mean_loss = total / count
+        skip = self._guard.judge_loss(mean_loss)
+        if skip is not None:
+            self._tell(step, skip, totals, batches)
+        rate = learning_rate(step, self._config.optimizer, self._config.train.steps)
+        try:
+            outcome = self._engine.step(rate, -math.inf if skip else self._guard.norm_limit())
+        except LossScaleError as error:
+            raise LossScaleError(f"step {step + 1}: {error}; {watch.culprit()}") from error
+        self._heartbeat.add_times(forward=self._forward_timer.take())
+        skip = skip or self._guard.judge_outcome(outcome)
+        self._guard.settle(step + 1, mean_loss, outcome, skip)
+        self._refuse_to_go_on(step, skip, watch)
+        self._watches = not math.isfinite(outcome.grad_norm) or self._at_floor(outcome.loss_scale)
+        pairs = None
+        if self._config.model.next_sentence_head:
+            num_rows = self._config.train.global_batch_size
+            pairs = PairResult(pair_total / num_rows, pairs_right / num_rows)
+        return StepResult(mean_loss, rate, outcome, pairs, skip, self._guard.in_trouble)
+
+    def _accumulate(self, step: int, batches: Sequence[Batch], num_targets: Tensor) -> Tensor:
+        """Forward and backward of all micro batches.
+
+        Returns:
+            fp64 [3]: this rank's losses of masked tokens and of pairs, and pairs told right.
+        """
+        groups, num_rows = self._groups, self._config.train.global_batch_size
         totals = torch.zeros(3, dtype=torch.float64, device=groups.device)
         for batch in batches:
             seeds = DropoutSeeds(self._config.train.seed, step, batch.sample_index)
@@ -140,40 +179,60 @@ class TrainStep:
                 totals[2] += sums.pair_right
             self._engine.accumulate(loss)
             self._heartbeat.mark()
-        while_busy()
-        total, pair_total, pairs_right = self._check_finite(step, totals, batches)
-        self._heartbeat.mark()
-        rate = learning_rate(step, self._config.optimizer, self._config.train.steps)
-        outcome = self._engine.step(rate)
-        self._heartbeat.add_times(forward=self._forward_timer.take())
-        if outcome.skipped and self._config.precision.dtype != "fp16":
-            raise NumericsError(
-                f"step {step + 1}: a gradient is not finite; weights are those of step {step}; "
-                "lower optimizer.learning_rate or look at the batch"
-            )
-        pairs = None
-        if self._config.model.next_sentence_head:
-            pairs = PairResult(pair_total / num_rows, pairs_right / num_rows)
-        return StepResult(total / float(num_targets), rate, outcome, pairs)
+        return totals
 
     def _count_targets(self, batches: Sequence[Batch]) -> Tensor:
         """Masked tokens of the global batch, as a scalar on the device: no host waits for it."""
         count = torch.stack([(batch.labels != IGNORED_LABEL).sum() for batch in batches]).sum()
         return sum_over_batch_ranks(count.to(torch.float32), self._groups).clamp_min(1.0)
 
-    def _check_finite(self, step: int, totals: Tensor, batches: Sequence[Batch]) -> list[float]:
-        """Totals of all ranks, or an error on all of them."""
+    def _agree(self, totals: Tensor, num_targets: Tensor) -> list[float]:
+        """Totals of all ranks and the number of targets; NaN if any rank's is not finite.
+
+        The same numbers on every rank, so that all of them come to the same decision. The one time
+        in a step that the host waits, besides the engine's look at the gradients.
+        """
         groups = self._groups
         everywhere = sum_over_batch_ranks(totals.clone(), groups)
-        # Tensor-parallel ranks compute the same loss, unless one of them is broken.
-        broken = largest(torch.isfinite(everywhere).all().logical_not().to(torch.int32), groups)
-        if not broken.item():
-            numbers: list[float] = everywhere.tolist()
-            return numbers
+        # Beside the numbers whether they are any, as a maximum may lose NaN.
+        broken = torch.isfinite(everywhere).all().logical_not()
+        everywhere = everywhere.masked_fill(broken, 0.0)
+        numbers = torch.cat([everywhere, torch.stack([num_targets, broken]).double()])
+        if groups.tp_group is not None:
+            # Tensor-parallel ranks compute the same loss, unless one of them is broken.
+            dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=groups.tp_group)
+        *found, count, is_broken = numbers.tolist()
+        return [*([math.nan] * len(found) if is_broken else found), count]
+
+    def _tell(self, step: int, skip: Skip, totals: Tensor, batches: Sequence[Batch]) -> None:
+        """Name the samples, and stop where a loss that is not finite shall stop the run."""
+        if skip != "loss not finite":
+            return
         if not torch.isfinite(totals).all():
             samples = [index for batch in batches for index in batch.sample_index.tolist()]
             logger.error("step %d: the loss of samples %s is not finite", step + 1, samples)
-        raise NumericsError(
-            f"step {step + 1}: the loss is not finite; weights are those of step {step}; lower "
-            "optimizer.learning_rate or look at the batch"
-        )
+        if self._config.guard.non_finite == "stop":
+            raise NumericsError(
+                f"step {step + 1}: the loss is not finite; weights are those of step {step}; lower "
+                "optimizer.learning_rate or look at the batch"
+            )
+
+    def _refuse_to_go_on(self, step: int, skip: Skip | None, watch: GradientWatch) -> None:
+        """Raise where another step would be in vain. Collective where it names a parameter."""
+        if skip == "gradient not finite" and self._config.guard.non_finite == "stop":
+            raise NumericsError(
+                f"step {step + 1}: a gradient is not finite ({watch.culprit()}); weights are those "
+                f"of step {step}; lower optimizer.learning_rate or look at the batch"
+            )
+        if self._guard.in_trouble and not self._guard.may_roll_back:
+            state = self._guard.state
+            cause = f" ({watch.culprit()})" if str(skip).endswith("not finite") else ""
+            raise NumericsError(
+                f"step {step + 1}: {skip}{cause}; {len(state.skips)} updates of the last "
+                f"{self._config.guard.spike_window} steps were skipped (steps "
+                f"{', '.join(map(str, state.skips))}), and going back "
+                f"{state.vain_rollbacks} times has not helped; lower optimizer.learning_rate"
+            )
+
+    def _at_floor(self, loss_scale: float) -> bool:
+        return self._is_fp16 and loss_scale <= self._config.precision.min_loss_scale

@@ -54,14 +54,15 @@ class Trainer:
         self._requests = requests
         self._heartbeat = heartbeat or Heartbeat()
 
-    def run(self) -> int:
+    def run(self) -> int | TrainState:
         """Train. Collective over all ranks.
 
         Returns:
-            The exit code: done, or interrupted by a signal with a committed checkpoint.
+            The exit code: done, or interrupted by a signal with a committed checkpoint. Or where
+            the run is when it has to go back to a checkpoint.
 
         Raises:
-            NumericsError: a loss or gradient is not finite.
+            NumericsError: see ``TrainStep``.
             CheckpointError: a checkpoint cannot be written.
             DataError: the data is damaged.
         """
@@ -75,6 +76,8 @@ class Trainer:
             self._heartbeat.enter(Section.STEP)
             result = self._train_step(self._state.step, batches.device, self._fetch_next)
             self._state = self._state.advanced(self._config.train.global_batch_size)
+            if result.roll_back:
+                return self._state
             asked = self._requests.agree()
             self._heartbeat.add_times(steps=1, whole=time.perf_counter_ns() - begin)
             self._heartbeat.enter(Section.AFTER, self._state.step)

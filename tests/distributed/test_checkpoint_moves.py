@@ -19,6 +19,7 @@ from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.cli.main import main
 from megatron_deberta.config import (
     DataConfig,
+    GuardConfig,
     OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,
@@ -206,6 +207,7 @@ def not_finite_on_rank_one(rank: int, tp_size: int, stage: int) -> tuple[str, bo
     """One rank's loss becomes NaN; returns the error and whether the weights stayed."""
     engine_name = "deepspeed" if stage else "plain"
     config, groups, _, engine = start((engine_name, "fp32", stage, tp_size))
+    config = replace(config, guard=GuardConfig(non_finite="stop"))
     before = {name: state.weight for name, state in engine.gather_states()}
     step = TrainStep(engine, config, groups)
     if rank == 1:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.support.jobs import ROOT, TIMEOUT, prepare, without_launcher
+from megatron_deberta.cli.main import main
+from tests.support.jobs import ROOT, TIMEOUT, Run, prepare, without_launcher
 
 
 @pytest.fixture(scope="session")
@@ -33,3 +36,25 @@ def unbroken(run_yaml: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert finished.returncode == 0, finished.stdout + finished.stderr
     (run_dir / "stdout.txt").write_text(finished.stdout)
     return run_dir
+
+
+@pytest.fixture(autouse=True)
+def _own_process_settings() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def pretrain(run_yaml: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Run:
+    """Run the command in this process; returns its exit code and standard error."""
+
+    def run(*arguments: str, run_dir: str = "run") -> tuple[int, str]:
+        folder = f"train.run_dir={tmp_path / run_dir}"
+        short = ("precision.engine=plain", "train.stop_after=2", "train.eval_every=0")
+        quiet = ("data.num_workers=0", "log.level=warning", "data.ledger=false")
+        code = main(["pretrain", str(run_yaml), folder, *short, *quiet, *arguments])
+        return code, capfd.readouterr().err
+
+    return run

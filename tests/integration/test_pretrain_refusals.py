@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,31 +17,7 @@ from megatron_deberta.cli.main import main
 from megatron_deberta.errors import EXIT_DONE, EXIT_FAILURE, EXIT_NEVER_REQUEUE, EXIT_USAGE
 from megatron_deberta.observe.metrics import read_metrics
 from megatron_deberta.train.step import forward
-
-Run = Callable[..., tuple[int, str]]
-
-
-@pytest.fixture(autouse=True)
-def _own_process_settings() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def pretrain(run_yaml: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Run:
-    """Run the command in this process; returns its exit code and standard error."""
-
-    def run(*arguments: str, run_dir: str = "run") -> tuple[int, str]:
-        folder = f"train.run_dir={tmp_path / run_dir}"
-        short = ("precision.engine=plain", "train.stop_after=2", "train.eval_every=0")
-        quiet = ("data.num_workers=0", "log.level=warning", "data.ledger=false")
-        code = main(["pretrain", str(run_yaml), folder, *short, *quiet, *arguments])
-        return code, capfd.readouterr().err
-
-    return run
-
+from tests.support.jobs import Run
 
 REFUSED = {
     "unknown key": ("model.hiden_size=3", "hidden_size"),
@@ -127,14 +102,15 @@ def test_a_full_disk_keeps_the_last_checkpoint(
 def test_a_loss_that_is_not_finite_asks_not_to_be_started_again(
     pretrain: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert pretrain("train.stop_after=1") == (EXIT_DONE, "")
+    strict = "guard.non_finite=stop"
+    assert pretrain(strict, "train.stop_after=1") == (EXIT_DONE, "")
     monkeypatch.setattr(
         "megatron_deberta.train.step.forward",
         lambda *args: (sums := forward(*args))._replace(loss=sums.loss * math.nan),
     )
     # The steps would be the same ones whenever it starts.
     for _ in range(2):
-        code, error = pretrain()
+        code, error = pretrain(strict)
         assert code == EXIT_NEVER_REQUEUE
         assert "step 2: the loss is not finite; weights are those of step 1" in error
     assert committed_steps(tmp_path / "run") == [1]

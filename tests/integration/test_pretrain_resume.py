@@ -12,6 +12,7 @@ import pytest
 from megatron_deberta.checkpoint.layout import committed_steps, step_dir
 from megatron_deberta.data.ledger import check_ledger, read_ledger
 from megatron_deberta.errors import EXIT_REQUEUE
+from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
 from tests.support.jobs import (
     assert_same_checkpoints,
     losses,
@@ -21,6 +22,7 @@ from tests.support.jobs import (
 )
 
 STEPS = 60
+BACKGROUND = "checkpoint.asynchronous=true"
 
 
 def test_unbroken_run_learns_and_leaves_what_it_promises(unbroken: Path) -> None:
@@ -40,14 +42,14 @@ def test_unbroken_run_learns_and_leaves_what_it_promises(unbroken: Path) -> None
     assert sum("unigram loss" in line for line in lines) == 3
 
 
-def test_killed_and_signalled_run_equals_the_unbroken_one(
+def test_killed_and_signalled_run_that_saves_in_the_background_equals_the_unbroken_one(
     run_yaml: Path, unbroken: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
     # The place is random on purpose; it is printed with a failure.
     kill_at, delay = random.randint(1, 30), random.random() * 0.1
     print(f"SIGKILL of rank 1 {delay:.3f} s after step {kill_at}")
-    job = start(run_yaml, run_dir, 2)
+    job = start(run_yaml, run_dir, 2, BACKGROUND)
     job.wait_for_step(kill_at)
     time.sleep(delay)
     job.ranks[1].kill()
@@ -55,7 +57,7 @@ def test_killed_and_signalled_run_equals_the_unbroken_one(
     assert codes[1] == -signal.SIGKILL
     assert codes[0] not in (0, EXIT_REQUEUE)
 
-    job = start(run_yaml, run_dir, 2)
+    job = start(run_yaml, run_dir, 2, BACKGROUND)
     job.wait_for_step(40)
     job.ranks[0].send_signal(signal.SIGUSR2)
     assert job.wait() == [EXIT_REQUEUE] * 2, job.output()
@@ -63,13 +65,18 @@ def test_killed_and_signalled_run_equals_the_unbroken_one(
     assert 40 <= stopped_at < STEPS
     assert len(losses(run_dir)) == stopped_at
 
-    job = run_to_end(run_yaml, run_dir, 2)
+    job = run_to_end(run_yaml, run_dir, 2, BACKGROUND)
     assert f"continuing from {step_dir(run_dir, stopped_at)}" in job.output()
     assert losses(run_dir) == losses(unbroken)
     assert read_ledger(run_dir / "ledger") == read_ledger(unbroken / "ledger")
     assert_same_checkpoints(run_dir, unbroken, STEPS)
     ours, theirs = (records(folder, "validation")[STEPS] for folder in (run_dir, unbroken))
     assert ours == theirs
+    # What began in the background was committed later, and told with its cost.
+    cost = read_metrics(run_dir / FILE_NAME)
+    told = [record for record in cost if record["kind"] == "checkpoint"]
+    assert told[-1]["checkpoint_step"] == STEPS
+    assert all(record["blocked_seconds"] <= record["seconds"] for record in told)
 
 
 def test_tensor_parallel_run_goes_on_data_parallel(

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from megatron_deberta.checkpoint import store
+from megatron_deberta.checkpoint.background import Saver
 from megatron_deberta.checkpoint.layout import KINDS, CheckpointMetadata
+from megatron_deberta.checkpoint.retention import Retention
 from megatron_deberta.config import RunConfig, config_to_dict
 from megatron_deberta.engine.protocol import FetchState, ParameterState
 from megatron_deberta.parallel.topology import ProcessGroups
@@ -170,9 +172,18 @@ def on_threads(
     return results
 
 
-def save_alone(run_dir: Path, step: int, *, seed: int = 0, keep_last: int = 0) -> Path:
+def save_alone(
+    run_dir: Path, step: int, *, seed: int = 0, keep_last: int = 0, background: bool = False
+) -> Path:
     """Save a random state from one process."""
     groups = grid_place(0, 1, 1)
     specs = specs_of(groups)
     engine: Any = FakeEngine(specs, logical_states(seed))
-    return store.save(run_dir, engine, specs, groups, metadata(step), keep_last=keep_last)
+    retention = Retention(keep_last=keep_last)
+    if not background:
+        return store.save(run_dir, engine, specs, groups, metadata(step), retention=retention)
+    saver = Saver(run_dir, engine, specs, groups)
+    saver.start(metadata(step), retention)
+    saved = saver.finish()
+    assert saved is not None
+    return saved.path

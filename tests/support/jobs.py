@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from megatron_deberta.cli.main import main
 from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
 
 ROOT = Path(__file__).parents[2]
+Run = Callable[..., tuple[int, str]]
+"""Runs the command in this process; returns its exit code and standard error."""
 TIMEOUT = 240.0
 """Seconds a run may take; a loaded machine needs a good part of a minute only to start one."""
 

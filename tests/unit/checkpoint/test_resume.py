@@ -15,6 +15,7 @@ from megatron_deberta.checkpoint.resume import (
     WITH_FLAG,
     check_resume,
     check_same_architecture,
+    policy_table,
 )
 from megatron_deberta.checkpoint.store import save_weights
 from megatron_deberta.config import RunConfig
@@ -62,6 +63,11 @@ def resume(reader: CheckpointReader, config: RunConfig, **changes: Any) -> list[
 def test_tables_name_existing_keys_only() -> None:
     assert set(KEYS) >= FREE | WITH_FLAG
     assert not FREE & WITH_FLAG
+
+
+def test_the_page_has_the_policy_as_it_is() -> None:
+    page = Path(__file__).parents[3] / "docs" / "checkpoint-format.md"
+    assert policy_table() in page.read_text(), f"put this there:\n{policy_table()}"
 
 
 def test_nothing_changed(reader: CheckpointReader) -> None:

@@ -290,7 +290,7 @@ def test_safetensors_error_of_a_real_limit_is_ours(tmp_path: Path) -> None:
     assert [path.name for path in checkpoints_dir(tmp_path).iterdir()] == ["step_00000003"]
 
 
-def killed_save(run_dir: Path, call: int) -> bool:
+def killed_save(run_dir: Path, call: int, background: bool) -> bool:
     """Save step 14 over steps 1 and 7 in a child that dies at the ``call``-th system call.
 
     Returns whether it lived to the end.
@@ -314,19 +314,22 @@ def killed_save(run_dir: Path, call: int) -> bool:
         Path.rename = dying(Path.rename)  # type: ignore[method-assign]
         Path.unlink = dying(Path.unlink)  # type: ignore[method-assign]
         try:
-            save_alone(run_dir, 14, seed=1, keep_last=2)
+            save_alone(run_dir, 14, seed=1, keep_last=2, background=background)
         finally:
             os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_a_kill_anywhere_in_a_save_leaves_a_good_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("background", [False, True])
+def test_a_kill_anywhere_in_a_save_leaves_a_good_checkpoint(
+    tmp_path: Path, background: bool
+) -> None:
     points = 0
     for call in range(1, 1000):
         run_dir = tmp_path / str(call)
         save_alone(run_dir, 1)
         save_alone(run_dir, 7)
-        lived = killed_save(run_dir, call)
+        lived = killed_save(run_dir, call, background)
         reader = store.choose_intact(run_dir, grid_place(0, 1, 1))
         assert reader is not None
         assert reader.metadata.step in (7, 14)

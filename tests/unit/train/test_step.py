@@ -10,7 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_deberta.config import OptimizerConfig, PrecisionConfig, RunConfig, TrainConfig
+from megatron_deberta.config import (
+    GuardConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    RunConfig,
+    TrainConfig,
+)
 from megatron_deberta.data.batch import IGNORED_LABEL, Batch
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.engine.protocol import Engine, StepOutcome
@@ -29,6 +35,9 @@ CONFIG = RunConfig(
     precision=PrecisionConfig(engine="plain"),
     train=TrainConfig(steps=10, global_batch_size=4, micro_batch_size=4),
 )
+
+
+STRICT = replace(CONFIG, guard=GuardConfig(non_finite="stop"))
 
 
 def rows(first: int = 0) -> Batch:
@@ -107,15 +116,17 @@ class Recorded:
         self.loss = loss
         self.outcome = outcome or StepOutcome(1.0, False, 1.0)
         self.calls: list[str] = []
+        self.module = torch.nn.Module()
+        self.module.forward = self._forward  # type: ignore[method-assign]
 
-    def module(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def _forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         return torch.tensor(self.loss), torch.tensor(0)
 
     def accumulate(self, loss: Tensor) -> None:
         self.calls.append("accumulate")
 
-    def step(self, rate: float) -> StepOutcome:
-        self.calls.append("step")
+    def step(self, rate: float, norm_limit: float) -> StepOutcome:
+        self.calls.append("step" if norm_limit > 0 else "skip")
         return self.outcome
 
 
@@ -130,7 +141,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(
 ) -> None:
     engine = Recorded(loss)
     with pytest.raises(NumericsError, match=r"step 8: the loss is not finite; .* of step 7"):
-        step_of(engine)(7, [rows(40)])
+        step_of(engine, STRICT)(7, [rows(40)])
     assert engine.calls == ["accumulate"]
     assert "[40, 41, 42, 43]" in caplog.text
 
@@ -144,6 +155,7 @@ def test_the_next_batches_are_fetched_while_the_device_has_all_of_the_step() -> 
 def test_a_gradient_that_is_not_finite_stops_too_but_in_fp16_lowers_the_scale() -> None:
     skipped = StepOutcome(float("inf"), True, 1.0)
     with pytest.raises(NumericsError, match="step 1: a gradient is not finite"):
-        step_of(Recorded(1.0, skipped))(0, [rows()])
+        step_of(Recorded(1.0, skipped), STRICT)(0, [rows()])
     fp16 = replace(CONFIG, precision=replace(CONFIG.precision, dtype="fp16"))
-    assert step_of(Recorded(1.0, skipped), fp16)(0, [rows()]).outcome is skipped
+    result = step_of(Recorded(1.0, skipped), fp16)(0, [rows()])
+    assert (result.outcome, result.skip) == (skipped, "overflow")

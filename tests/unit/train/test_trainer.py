@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_deberta.config import RunConfig, TrainConfig
+from megatron_deberta.checkpoint.background import Saved
+from megatron_deberta.config import CheckpointConfig, RunConfig, TrainConfig
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.engine.protocol import StepOutcome
-from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE
+from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE, CheckpointError
 from megatron_deberta.observe.throughput import StepWork, ThroughputMeter
 from megatron_deberta.train.evaluate import Evaluation
 from megatron_deberta.train.hooks import EvaluateHook, LogHook, SaveHook
@@ -122,23 +123,95 @@ def event(step: int, ending: Ending | None = None, loss: float = 2.0) -> StepEve
     return StepEvent(TrainState(step, 4 * step), [], result(loss), ending)
 
 
+class FakeSaver:
+    """Notes what is asked of it; a save in the background is done after two polls."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.calls: list[str] = []
+        self.left = 0
+        self.step = 0
+        self.fails = fails
+
+    @property
+    def in_flight(self) -> bool:
+        return bool(self.step)
+
+    def begin(self, state: TrainState, wait: bool) -> Saved | None:
+        assert not self.left
+        self.calls.append(f"{'save' if wait else 'start'} {state.step}")
+        if self.fails:
+            raise CheckpointError("the disk is full")
+        self.step, self.left = state.step, 0 if wait else 2
+        return self._saved() if wait else None
+
+    def poll(self) -> Saved | None:
+        self.left -= self.left > 0
+        return self._commit() if self.left == 0 else None
+
+    def finish(self) -> Saved | None:
+        self.left = 0
+        return self._commit()
+
+    def _commit(self) -> Saved | None:
+        if not self.step:
+            return None
+        self.calls.append(f"commit {self.step}")
+        return self._saved()
+
+    def _saved(self) -> Saved:
+        saved, self.step = Saved(Path(), self.step, 1.0, 0.5), 0
+        return saved
+
+
+def saves(config: CheckpointConfig, saver: FakeSaver, events: list[StepEvent]) -> list[int]:
+    """Steps whose checkpoint was reported."""
+    told: list[int] = []
+    hook = SaveHook(
+        config,
+        saver.begin,
+        saver,
+        meter(),
+        None,
+        lambda _, saved: told.append(saved.step),  # type: ignore[arg-type]
+    )
+    for one in events:
+        hook.after_step(one)
+    return told
+
+
 @pytest.mark.parametrize(
     ("every", "saved"), [(2, [2, 4, 5]), (5, [5]), (0, [5]), (1, [1, 2, 3, 4, 5])]
 )
 def test_saves_when_due_and_once_at_the_end(every: int, saved: list[int]) -> None:
-    steps: list[int] = []
+    events = [event(step) for step in range(1, 5)]
+    events.append(event(5, Ending.INTERRUPTED))
+    assert saves(CheckpointConfig(save_every=every), FakeSaver(), events) == saved
+    asked = replace(event(7), save=True)
+    assert saves(CheckpointConfig(save_every=every + 8), FakeSaver(), [asked]) == [7]
 
-    def save(state: TrainState) -> Path:
-        steps.append(state.step)
-        return Path()
 
-    hook = SaveHook(every, save, meter(), None)
-    for step in range(1, 5):
-        hook.after_step(event(step))
-    hook.after_step(event(5, Ending.INTERRUPTED))
-    assert steps == saved
-    hook.after_step(replace(event(7), save=True))
-    assert steps[len(saved) :] == [7]
+def test_in_the_background_the_next_save_and_the_end_wait_for_the_one_before() -> None:
+    saver, config = FakeSaver(), CheckpointConfig(save_every=3, asynchronous=True)
+    events = [event(step) for step in range(1, 8)]
+    assert saves(config, saver, [*events, event(8, Ending.INTERRUPTED)]) == [3, 6, 8]
+    assert saver.calls == ["start 3", "commit 3", "start 6", "commit 6", "save 8"]
+    saver, config = FakeSaver(), CheckpointConfig(save_every=1, asynchronous=True)
+    assert saves(config, saver, [event(1), event(2), event(3, Ending.FINISHED)]) == [1, 2, 3]
+    assert saver.calls == ["start 1", "commit 1", "start 2", "commit 2", "save 3"]
+    saver = FakeSaver()
+    assert saves(config, saver, [replace(event(1), save=True)]) == [1]
+    assert saver.calls == ["save 1"]
+
+
+def test_a_failed_save_ends_the_run_or_not_but_always_one_that_was_asked_for() -> None:
+    events = [event(step) for step in range(1, 4)]
+    with pytest.raises(CheckpointError):
+        saves(CheckpointConfig(save_every=2), FakeSaver(fails=True), events)
+    config, saver = CheckpointConfig(save_every=1, on_failure="continue"), FakeSaver(fails=True)
+    assert saves(config, saver, events) == []
+    assert saver.calls == ["save 1", "save 2", "save 3"]
+    with pytest.raises(CheckpointError):
+        saves(config, saver, [event(4, Ending.INTERRUPTED)])
 
 
 @pytest.mark.parametrize("ending", list(Ending))

@@ -1,0 +1,140 @@
+"""Saving while training goes on: what is saved is the state at the start, on real ranks."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_deberta.checkpoint import store
+from megatron_deberta.checkpoint.background import Saver
+from megatron_deberta.checkpoint.layout import checkpoints_dir, committed_steps
+from megatron_deberta.checkpoint.reader import CheckpointReader
+from megatron_deberta.checkpoint.retention import Retention
+from megatron_deberta.engine import deepspeed_config
+from megatron_deberta.engine.factory import build_engine
+from megatron_deberta.errors import CheckpointError
+from megatron_deberta.train.run import build_rank_model
+from megatron_deberta.train.step import TrainStep
+from tests.support.checkpoints import metadata
+from tests.support.layout_matrix import Layout, micro_batches, run_config
+from tests.support.ranks import RankPool, grid
+
+LAYOUTS = [Layout(2, 1, True, "none"), Layout(1, 3, False, "none"), Layout(1, 0, False, "none")]
+
+
+class Run:
+    """A run of a layout, step by step."""
+
+    def __init__(self, layout: Layout, run_dir: str) -> None:
+        deepspeed_config.PERSISTENCE_THRESHOLD = 0
+        config = run_config(layout)
+        self.groups = grid(layout.tp_size)
+        self.model = build_rank_model(config, self.groups)
+        self.engine = build_engine(config, self.model.module, self.model.specs, self.groups)
+        self.take_step = TrainStep(self.engine, config, self.groups)
+        self.saver = Saver(run_dir, self.engine, self.model.specs, self.groups)
+        self.losses: list[float] = []
+
+    def step(self) -> None:
+        done = len(self.losses)
+        self.losses.append(self.take_step(done, micro_batches(done, self.groups)).loss)
+
+
+def save_while_training(rank: int, layout: Layout, run_dir: str) -> tuple[list[float], list[int]]:
+    """Rank 1's disk is slow: its writing waits until two more steps are done."""
+    run, written = Run(layout, run_dir), threading.Event()
+    original = store.save_file
+
+    def slow(*args: Any) -> None:
+        assert rank != 1 or written.wait(60)
+        original(*args)
+
+    store.save_file = slow
+    committed = []
+    try:
+        run.step()
+        run.step()
+        run.saver.start(metadata(2), Retention(keep_last=1))
+        for _ in range(2):
+            run.step()
+            assert run.saver.poll() is None
+            committed.append(len(committed_steps(run_dir)))
+        written.set()
+        saved = run.saver.finish()
+        assert saved is not None
+        assert saved.blocked_seconds < saved.seconds
+        committed += committed_steps(run_dir)
+        assert run.saver.poll() is None
+        assert run.saver.finish() is None
+    finally:
+        store.save_file = original
+    run.engine.destroy()
+    return run.losses, committed
+
+
+def save_and_train(rank: int, layout: Layout, run_dir: str) -> list[float]:
+    """The same run, waiting for its checkpoint."""
+    run = Run(layout, run_dir)
+    for step in range(4):
+        run.step()
+        if step == 1:
+            run.saver.save(metadata(2), Retention())
+    run.engine.destroy()
+    return run.losses
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_the_state_is_that_of_the_start_and_training_is_the_same(
+    four_ranks: RankPool, tmp_path: Path, layout: Layout
+) -> None:
+    folders = [str(tmp_path / name) for name in ("background", "waiting")]
+    results = four_ranks.run(save_while_training, layout, folders[0])
+    expected = four_ranks.run(save_and_train, layout, folders[1])
+    assert [losses for losses, _ in results] == expected
+    # No checkpoint counts before rank 1 has written.
+    assert {tuple(committed) for _, committed in results} == {(0, 0, 2)}
+    ours, theirs = (CheckpointReader(store.find_newest(folder) or "") for folder in folders)
+    ours.verify()
+    for name in theirs.shapes:
+        for kind in theirs.kinds:
+            assert ours.tensor(name, kind).equal(theirs.tensor(name, kind)), (name, kind)
+    assert ours.metadata.scalars == theirs.metadata.scalars
+
+
+def fail_in_the_background(rank: int, layout: Layout, run_dir: str) -> tuple[str, int]:
+    """Rank 1's disk is full; returns the error and how many steps were taken before it."""
+    run = Run(layout, run_dir)
+    run.saver.save(metadata(0), Retention())
+    original = store.fsync_path
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    if rank == 1:
+        store.fsync_path = full
+    message = "saved"
+    try:
+        run.saver.start(metadata(3), Retention())
+        while run.saver.poll() is None:
+            run.step()
+    except CheckpointError as error:
+        message = str(error)
+    finally:
+        store.fsync_path = original
+    # The next one finds nothing in its way.
+    run.saver.start(metadata(5), Retention(keep_last=1))
+    assert run.saver.finish() is not None
+    run.engine.destroy()
+    return message, len(run.losses)
+
+
+def test_an_error_surfaces_at_a_step_on_all_ranks(two_ranks: RankPool, tmp_path: Path) -> None:
+    layout = Layout(1, 1, False, "none")
+    (one, steps), (other, same_steps) = two_ranks.run(fail_in_the_background, layout, str(tmp_path))
+    assert "step_00000003 was not saved: another rank failed" in one
+    assert "No space left on device" in other
+    assert steps == same_steps
+    assert [path.name for path in checkpoints_dir(tmp_path).iterdir()] == ["step_00000005"]

@@ -1,0 +1,230 @@
+"""Updates that would do harm are skipped by all ranks together, on any layout and engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_deberta.config import GuardConfig, RunConfig
+from megatron_deberta.data.batch import Batch
+from megatron_deberta.engine import deepspeed_config
+from megatron_deberta.engine.factory import build_engine
+from megatron_deberta.engine.protocol import Engine
+from megatron_deberta.engine.schedule import learning_rate
+from megatron_deberta.errors import EXIT_NEVER_REQUEUE, LossScaleError
+from megatron_deberta.parallel.topology import single_process_groups
+from megatron_deberta.sharding import ShardedModel
+from megatron_deberta.train.guard import Guard, GuardState
+from megatron_deberta.train.run import build_rank_model
+from megatron_deberta.train.step import TrainStep
+from tests.support.layout_matrix import GLOBAL_BATCH, Layout, micro_batches, moments, run_config
+from tests.support.ranks import RankPool, grid
+from tests.support.tolerances import LAYOUT_LOSS
+from tests.support.toy_engine import (
+    MICRO_BATCHES,
+    TOTAL_STEPS,
+    assert_same_states,
+    micro_batch,
+    start,
+    states,
+    toy_config,
+    train,
+)
+
+ENGINES = [
+    ("plain", "fp32", 0),
+    ("plain", "fp16", 0),
+    *(("deepspeed", d, s) for d in ("fp32", "bf16", "fp16") for s in range(4) if s or d == "fp32"),
+]
+
+
+def step_without_update(rank: int, tp_size: int, name: str, dtype: str, stage: int) -> None:
+    """A skipped step leaves nothing behind: the run goes on as if it had not been."""
+    groups = grid(tp_size)
+    deepspeed_config.PERSISTENCE_THRESHOLD = 0
+    config = toy_config(name, dtype, stage, dp_size=groups.dp_size)
+    engine = start(config, groups)
+    train(engine, config, groups, range(1))
+    for share, taken in ((0.99, False), (1.01, True)):
+        for limit_of in ("norm", "always"):
+            if taken and limit_of == "always":
+                continue
+            probe = start(config, groups)
+            train(probe, config, groups, range(1))
+            (expected, _), *_ = train(probe, config, groups, range(1, 2))
+            probe_states = states(probe)
+            probe.destroy()
+            for index in range(MICRO_BATCHES):
+                loss = engine.module(micro_batch(1, index, groups))
+                engine.accumulate(loss / MICRO_BATCHES)
+            limit = share * expected.grad_norm if limit_of == "norm" else -float("inf")
+            before = states(engine)
+            outcome = engine.step(learning_rate(1, config.optimizer, TOTAL_STEPS), limit)
+            assert outcome.skipped is not taken
+            assert outcome.grad_norm == expected.grad_norm
+            assert outcome.loss_scale == expected.loss_scale
+            assert_same_states(states(engine), probe_states if taken else before)
+    assert engine.scalars()["adam_step"] == 2
+    engine.destroy()
+
+
+@pytest.mark.parametrize(("name", "dtype", "stage"), ENGINES)
+def test_a_norm_above_the_limit_changes_nothing(
+    two_ranks: RankPool, name: str, dtype: str, stage: int
+) -> None:
+    two_ranks.run(step_without_update, 1 + stage % 2, name, dtype, stage)
+
+
+GUARD = GuardConfig(spike_window=12, spike_warmup=6, max_skips=9)
+LOSS_SPIKE, GRADIENT_SPIKE, NOT_A_NUMBER = 8, 10, 12
+SKIPS = {
+    LOSS_SPIKE: "loss spike",
+    GRADIENT_SPIKE: "gradient spike",
+    NOT_A_NUMBER: "loss not finite",
+}
+STEPS = 16
+
+
+class Trouble:
+    """A forward hook that spoils the loss of one sample of a step, on whichever rank has it."""
+
+    def __init__(self, step: int, batches: Sequence[Batch]) -> None:
+        self.step = step
+        self.left = iter(batches)
+
+    def __call__(self, module: Any, args: Any, out: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        loss, *rest = out
+        if self.step * GLOBAL_BATCH + 3 not in next(self.left).sample_index.tolist():
+            return out
+        if self.step == LOSS_SPIKE:
+            loss = loss * 100
+        elif self.step == GRADIENT_SPIKE:
+            loss = loss * 1000 - (loss * 999).detach()
+        elif self.step == NOT_A_NUMBER:
+            loss = loss * float("nan")
+        return (loss, *rest)
+
+
+def build(config: RunConfig, groups: Any) -> tuple[ShardedModel, Engine]:
+    deepspeed_config.PERSISTENCE_THRESHOLD = 0
+    model = build_rank_model(config, groups)
+    model.module.train()
+    return model, build_engine(config, model.module, model.specs, groups)
+
+
+def train_through_trouble(rank: int, layout: Layout | None, resume_at: int = 0) -> dict[str, Any]:
+    """Losses and skips of a run, broken and resumed after ``resume_at`` steps."""
+    config = replace(run_config(layout), guard=GUARD)
+    groups = grid(layout.tp_size) if layout else single_process_groups(torch.device("cpu"))
+    model, engine = build(config, groups)
+    guard, history = Guard.of_run(config), []
+    for step in range(STEPS):
+        if step and step == resume_at:
+            saved, scalars = dict(engine.gather_states()), engine.scalars()
+            memory = json.loads(json.dumps(asdict(guard.state)))
+            engine.destroy()
+            model, engine = build(config, groups)
+            engine.load_states(saved.__getitem__)
+            engine.load_scalars(scalars)
+            guard = Guard.of_run(config, GuardState(**memory))
+        batches = micro_batches(step, groups)
+        hook = engine.module.register_forward_hook(Trouble(step, batches))
+        result = TrainStep(engine, config, groups, guard)(step, batches)
+        hook.remove()
+        history.append((result.loss, result.outcome.grad_norm, result.skip))
+    last = moments(engine, model.specs)
+    scalars = engine.scalars()
+    engine.destroy()
+    return {"history": history, "last": last, "adam_step": scalars["adam_step"]}
+
+
+def test_every_layout_skips_the_same_steps(four_ranks: RankPool) -> None:
+    oracle = train_through_trouble(0, None)
+    assert {n: skip for n, (*_, skip) in enumerate(oracle["history"]) if skip} == SKIPS
+    assert oracle["adam_step"] == STEPS - len(SKIPS)
+    for layout in (
+        Layout(1, 1, False, "none"),
+        Layout(2, 2, True, "none"),
+        Layout(4, 3, False, "none"),
+    ):
+        for rank in four_ranks.run(train_through_trouble, layout):
+            for (loss, _, skip), (expected, _, why) in zip(
+                rank["history"], oracle["history"], strict=True
+            ):
+                assert skip == why
+                assert loss == pytest.approx(expected, rel=LAYOUT_LOSS, nan_ok=True)
+            assert rank["adam_step"] == oracle["adam_step"]
+
+
+@pytest.mark.parametrize("resume_at", [LOSS_SPIKE + 1, GRADIENT_SPIKE, NOT_A_NUMBER + 1])
+def test_a_run_resumed_between_skips_is_the_unbroken_one_bit_for_bit(
+    two_ranks: RankPool, resume_at: int
+) -> None:
+    layout = Layout(2, 1, False, "none")
+    unbroken = two_ranks.run(train_through_trouble, layout)
+    for ours, theirs in zip(
+        two_ranks.run(train_through_trouble, layout, resume_at), unbroken, strict=True
+    ):
+        assert repr(ours["history"]) == repr(theirs["history"])
+        for name, (_, moment) in theirs["last"].items():
+            assert ours["last"][name][1].equal(moment), name
+
+
+class _Poison(torch.autograd.Function):
+    """The identity, whose gradient is infinite."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient * float("inf")
+
+
+def overflow_at_the_floor(rank: int, tp_size: int, engine_name: str, stage: int) -> tuple[str, int]:
+    """Rank 1's gradients overflow from one layer on, at the smallest loss scale."""
+    config = run_config(Layout(tp_size, stage, False, "none"))
+    fp16 = replace(config.precision, engine=engine_name, dtype="fp16", initial_loss_scale_power=0)  # type: ignore[arg-type]
+    config = replace(config, precision=fp16)
+    groups = grid(tp_size)
+    _, engine = build(config, groups)
+    if rank == 1:
+        layer = engine.module.get_submodule("encoder.layers.1.ffn.down")
+        layer.register_forward_hook(lambda _, __, out: _Poison.apply(out))
+    take = TrainStep(engine, config, groups)
+    try:
+        # The first overflow is spared by the hysteresis.
+        assert take(0, micro_batches(0, groups)).skip == "overflow"
+        take(1, micro_batches(1, groups))
+    except LossScaleError as error:
+        return str(error), error.exit_code
+    finally:
+        engine.destroy()
+    return "went on", 0
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "engine_name", "stage"),
+    [
+        (1, "plain", 1),
+        (2, "plain", 1),
+        (1, "deepspeed", 1),
+        (2, "deepspeed", 2),
+        (1, "deepspeed", 3),
+    ],
+)
+def test_overflow_at_the_smallest_scale_names_the_parameter_and_the_rank(
+    two_ranks: RankPool, tp_size: int, engine_name: str, stage: int
+) -> None:
+    for message, code in two_ranks.run(overflow_at_the_floor, tp_size, engine_name, stage):
+        assert code == EXIT_NEVER_REQUEUE
+        assert message.startswith("step 2: gradients overflow fp16 at the smallest loss scale")
+        assert "not finite was that of encoder.layers.1.ffn.down." in message
+        assert message.endswith("rank 1")

@@ -1,0 +1,167 @@
+"""A run that meets bad data skips it; if that does not help, it goes back; in the end, it ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_deberta.checkpoint.layout import committed_steps
+from megatron_deberta.checkpoint.store import find_newest
+from megatron_deberta.cli.status import describe
+from megatron_deberta.cluster.status import gather
+from megatron_deberta.data.ledger import read_ledger
+from megatron_deberta.errors import EXIT_DONE, EXIT_NEVER_REQUEUE
+from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
+from megatron_deberta.train.step import TrainStep, forward
+from tests.support.jobs import Run, assert_same_checkpoints, losses, records
+
+BATCH = 8
+GUARDED = (
+    "guard.max_skips=2",
+    "checkpoint.save_every=2",
+    "train.stop_after=12",
+    "data.ledger=true",
+)
+
+
+class Killed(BaseException):
+    """As a SIGKILL: nothing may catch it."""
+
+
+def poison(monkeypatch: pytest.MonkeyPatch, samples: range) -> None:
+    """Make the loss of some samples infinite."""
+
+    def spoiled(module: Any, batch: Any, *rest: Any) -> Any:
+        sums = forward(module, batch, *rest)
+        bad = any(sample in samples for sample in batch.sample_index.tolist())
+        return sums._replace(loss=sums.loss * float("inf")) if bad else sums
+
+    monkeypatch.setattr("megatron_deberta.train.step.forward", spoiled)
+
+
+def samples_of(steps: range) -> range:
+    """Samples of these steps, counted from 1."""
+    return range((steps.start - 1) * BATCH, (steps.stop - 1) * BATCH)
+
+
+def events(run_dir: Path) -> list[dict[str, Any]]:
+    return [record for record in read_metrics(run_dir / FILE_NAME) if record["kind"] == "guard"]
+
+
+def test_one_bad_batch_costs_one_update(
+    pretrain: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison(monkeypatch, samples_of(range(7, 8)))
+    code, error = pretrain(*GUARDED)
+    assert code == EXIT_DONE
+    assert "step 7: the loss of samples [48, 49, 50, 51" in error.replace("\n", " ")
+    (event,) = events(tmp_path / "run")
+    assert (event["step"], event["skip"], event["loss"]) == (7, "loss not finite", None)
+    assert records(tmp_path / "run")[7]["loss"] is None
+    assert list(records(tmp_path / "run")) == list(range(1, 13))
+    newest = find_newest(tmp_path / "run")
+    assert newest is not None
+    status = gather(tmp_path / "run")
+    assert (status.skipped_updates, status.rollbacks) == (1, 0)
+    assert "1 update skipped" in describe(status)
+    # Broken right behind the skip, it goes on as if it had not been.
+    code, _ = pretrain(*GUARDED, "train.stop_after=7", run_dir="broken")
+    assert code == EXIT_DONE
+    assert pretrain(*GUARDED, run_dir="broken")[0] == EXIT_DONE
+    assert losses(tmp_path / "broken") == losses(tmp_path / "run")
+    assert_same_checkpoints(tmp_path / "broken", tmp_path / "run", 12)
+
+
+def test_repeated_skips_go_back_and_leave_the_data_out(
+    pretrain: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "run"
+    poison(monkeypatch, samples_of(range(6, 8)))
+    # The checkpoint of step 6 would be of a run in trouble, so the one of step 4 must be there.
+    code, error = pretrain(*GUARDED, "checkpoint.keep_last=1")
+    assert code == EXIT_DONE
+    assert "going back from step 7 to" in error
+    assert [(event["step"], event["event"]) for event in events(run_dir)] == [(4, "rollback")]
+    # Steps 5 to 12 use what comes behind step 7.
+    ledger = read_ledger(run_dir / "ledger")
+    assert list(ledger) == list(range(1, 13))
+    assert ledger[4] == list(samples_of(range(4, 5)))
+    assert ledger[5] == list(samples_of(range(8, 9)))
+    assert records(run_dir)[12]["consumed_samples"] == 15 * BATCH
+    status = gather(run_dir)
+    assert (status.skipped_updates, status.rollbacks) == (2, 1)
+    assert "1 roll-back" in describe(status)
+
+    # Killed before and after the next checkpoint, the run is the same.
+    for stop_at in (5, 7):
+        broken = tmp_path / f"broken{stop_at}"
+        with monkeypatch.context() as patch:
+            killed_at(patch, stop_at)
+            with pytest.raises(Killed):
+                pretrain(*GUARDED, run_dir=broken.name)
+        poison(monkeypatch, samples_of(range(6, 8)))
+        assert pretrain(*GUARDED, run_dir=broken.name)[0] == EXIT_DONE
+        assert losses(broken) == losses(run_dir)
+        assert read_ledger(broken / "ledger") == ledger
+        assert_same_checkpoints(broken, run_dir, 12)
+
+
+def killed_at(patch: pytest.MonkeyPatch, step: int) -> None:
+    """Die in that step, the first time it comes behind a roll-back."""
+    original = TrainStep.__call__
+
+    def dying(self: TrainStep, done: int, *args: Any) -> Any:
+        if done + 1 == step and self._guard.state.rollbacks:
+            raise Killed
+        return original(self, done, *args)
+
+    patch.setattr(TrainStep, "__call__", dying)
+
+
+def test_trouble_that_does_not_end_ends_the_run(
+    pretrain: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison(monkeypatch, samples_of(range(6, 100)))
+    code, error = pretrain(*GUARDED, "guard.max_rollbacks=2")
+    assert code == EXIT_NEVER_REQUEUE
+    assert "going back 2 times has not helped" in error
+    # Each time it came two steps further in the data, and never beyond step 6.
+    assert committed_steps(tmp_path / "run") == [2, 4]
+    # Started again all the same, it ends at once instead of beginning to count anew.
+    code, error = pretrain(*GUARDED, "guard.max_rollbacks=2")
+    assert code == EXIT_NEVER_REQUEUE
+    assert error.count("going back from step") == 0
+
+
+def test_without_a_checkpoint_from_before_there_is_nowhere_to_go(
+    pretrain: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison(monkeypatch, samples_of(range(1, 100)))
+    code, error = pretrain(*GUARDED)
+    assert code == EXIT_NEVER_REQUEUE
+    assert "has no checkpoint from before to go back to" in error
+
+
+def test_a_bad_gradient_is_skipped_too(
+    pretrain: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss is fine, its gradient is not."""
+
+    def spoiled(module: Any, batch: Any, *rest: Any) -> Any:
+        sums = forward(module, batch, *rest)
+        if 20 not in batch.sample_index.tolist():
+            return sums
+        wrong = sums.loss * float("inf")
+        return sums._replace(loss=torch.where(torch.tensor(True), sums.loss, wrong))
+
+    monkeypatch.setattr("megatron_deberta.train.step.forward", spoiled)
+    assert pretrain(*GUARDED, "train.stop_after=4")[0] == EXIT_DONE
+    assert [(e["step"], e["skip"]) for e in events(tmp_path / "run")] == [
+        (3, "gradient not finite")
+    ]
+    code, error = pretrain(*GUARDED, "guard.non_finite=stop", run_dir="strict")
+    assert code == EXIT_NEVER_REQUEUE
+    assert "step 3: a gradient is not finite" in error
