@@ -5,6 +5,7 @@ Owns the order of start-up, from the environment to the loop. Refuses what the p
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys

@@ -131,14 +131,16 @@ class Campaign:
 
     Args:
         folder: a place to work in.
+        end: the last step.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, end: int = END) -> None:
         self._folder = folder
+        self._end = end
         self._run = str(prepare(folder))
         sizes = sorted({place.world_size for move in MOVES for place in move})
         self._pools = {size: RankPool(size, start_distributed=False) for size in sizes}
-        self._oracle = self._train(Place(1, 1, 0), "oracle", END, "precision.engine=plain")
+        self._oracle = self._train(Place(1, 1, 0), "oracle", end, "precision.engine=plain")
 
     def __enter__(self) -> Campaign:
         """Return the campaign."""
@@ -153,7 +155,7 @@ class Campaign:
         """Make one move; returns its line."""
         start = time.monotonic()
         source, target = MOVES[number]
-        run_dir = self._source(source, number)
+        run_dir = self._train(source, f"from{number}", BREAK)
         moved, copy = self._folder / f"moved{number}", f"run{number}"
         shutil.copytree(run_dir, self._folder / copy)
         self._call(target, load_and_save, self._run, str(run_dir), str(moved), target.overrides())
@@ -164,7 +166,7 @@ class Campaign:
             for name, kind in pairs
             if not ours.tensor(name, kind).equal(theirs.tensor(name, kind))
         ]
-        resumed = self._train(target, copy, END)
+        resumed = self._train(target, copy, self._end)
         worst = max(
             abs(a - b) / abs(b) for a, b in zip(losses(resumed), losses(self._oracle), strict=True)
         )
@@ -182,9 +184,6 @@ class Campaign:
             "seconds": round(time.monotonic() - start, 1),
             "passed": not differing and same_scalars and worst <= LAYOUT_LOSS and same_order,
         }
-
-    def _source(self, place: Place, number: int) -> Path:
-        return self._train(place, f"from{number}", BREAK)
 
     def _train(self, place: Place, run_dir: str, stop_after: int, *overrides: str) -> Path:
         """Train on a layout up to a step."""

@@ -8,6 +8,6 @@ from tests.campaigns.layout_moves import Campaign
 
 
 def test_a_run_goes_on_on_another_layout_as_if_it_had_been_there_always(tmp_path: Path) -> None:
-    with Campaign(tmp_path) as campaign:
+    with Campaign(tmp_path, end=15) as campaign:
         case = campaign.run_case(3)
     assert case["passed"], case
