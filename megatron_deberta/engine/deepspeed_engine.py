@@ -21,6 +21,7 @@ from megatron_deberta.engine.deepspeed_runtime import (
     deepspeed_environment,
     end_single_process,
     import_deepspeed,
+    reducing_while_backward_runs,
     start_single_process,
 )
 from megatron_deberta.engine.deepspeed_state import ShardedState
@@ -76,7 +77,7 @@ class DeepSpeedZeroEngine:
             and self._stage < 3
             and not config.precision.offload_optimizer,
         )
-        with deepspeed_environment(groups):
+        with deepspeed_environment(groups), reducing_while_backward_runs(groups):
             self._engine: Any = deepspeed.initialize(
                 model=module, optimizer=optimizer, config=settings, mpu=ModelParallelUnit(groups)
             )[0]

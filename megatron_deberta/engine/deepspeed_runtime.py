@@ -217,6 +217,32 @@ class NormLimit:
 
 
 @contextmanager
+def reducing_while_backward_runs(groups: ProcessGroups) -> Iterator[None]:
+    """Let bf16 at stage 1 be trained by the optimizer of the other formats and of stage 2.
+
+    DeepSpeed would take its ``BF16_Optimizer`` there, which reduces nothing before backward has
+    ended, and keeps 16-bit gradients beside their fp32 sums. One data-parallel rank has nothing to
+    reduce and keeps it, because it copies gradients less often.
+    """
+    if groups.dp_size == 1:
+        yield
+        return
+    from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
+
+    chosen = DeepSpeedEngine._do_optimizer_sanity_check
+
+    def choose(engine: Any, optimizer: Any) -> Any:
+        choice = chosen(engine, optimizer)
+        return ZERO_OPTIMIZATION if engine.zero_optimization() else choice
+
+    DeepSpeedEngine._do_optimizer_sanity_check = choose
+    try:
+        yield
+    finally:
+        DeepSpeedEngine._do_optimizer_sanity_check = chosen
+
+
+@contextmanager
 def _fp16_on_cpu(device: torch.device) -> Iterator[None]:
     """Lift DeepSpeed's refusal of fp16 on CPUs without native fp16: torch computes it rightly."""
     from deepspeed.accelerator import get_accelerator

@@ -69,7 +69,7 @@ class ShardedState:
         for attribute in (
             "fp32_partitioned_groups_flat",  # stage 3
             "single_partition_of_fp32_groups",  # stages 1 and 2
-            "fp32_groups_flat_partition",  # stage 1 in bf16
+            "fp32_groups_flat_partition",  # stage 1 in bf16 on one data-parallel rank
         ):
             if hasattr(self._zero, attribute):
                 return list(getattr(self._zero, attribute))

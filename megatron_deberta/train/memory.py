@@ -233,7 +233,8 @@ def _states(config: RunConfig, dp_size: int) -> tuple[int, int, int, int]:
     share = -(-count // dp_size) if stage else count
     weights = element * (share if stage == 3 else count)
     gradients = 4 * (share if stage >= 2 else count)
-    if precision.dtype == "bf16" and stage == 1:
+    alone = dp_size == 1 and not precision.offload_optimizer
+    if precision.dtype == "bf16" and stage == 1 and alone:
         # DeepSpeed's optimizer for this case keeps the 16-bit gradients beside the sums.
         gradients += element * count
     # At stage 0 in fp32 the weights are their own masters.

@@ -1,0 +1,107 @@
+"""How often gradients travel: once a step, in fp32, and while backward still runs.
+
+Every collective of a step is written down as torch dispatches it, with its bytes, so nothing that
+DeepSpeed calls by another name is missed. Buckets are made small where a toy should fill them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_deberta.engine import deepspeed_config
+from megatron_deberta.parallel.topology import ProcessGroups
+from tests.support.ranks import RankPool, grid
+from tests.support.toy_engine import MICRO_BATCHES, micro_batch, start, toy_config
+
+LAST = MICRO_BATCHES - 1
+NUMBERS = 64
+"""Bytes that no gradient bucket is as small as: overflow flags and norms."""
+
+
+class Collectives(TorchDispatchMode):
+    """Writes down (where in the step, which collective, bytes)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = ""
+        self.log: list[tuple[str, str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note it if it communicates, and do it."""
+        if func.namespace == "c10d":
+            sizes = [leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+            self.log.append((self.place, func._opname, max(sizes, default=0)))
+        return func(*args, **(kwargs or {}))
+
+
+def exchanged(rank: int, dtype: str, stage: int, bucket: int) -> tuple[list[Any], int]:
+    """What two data-parallel ranks exchange in a step, and the model's elements."""
+    groups: ProcessGroups = grid(1)
+    usual = deepspeed_config.REDUCE_BUCKET_ELEMENTS
+    deepspeed_config.REDUCE_BUCKET_ELEMENTS = bucket
+    try:
+        engine = start(toy_config("deepspeed", dtype, stage, dp_size=groups.dp_size), groups)
+    finally:
+        deepspeed_config.REDUCE_BUCKET_ELEMENTS = usual
+    elements = sum(parameter.numel() for parameter in engine.module.parameters())
+    seen = Collectives()
+
+    def gradient_of_the_embedding(grad: Tensor) -> None:
+        seen.place += ", at the last gradient"
+
+    handle = next(engine.module.parameters()).register_hook(gradient_of_the_embedding)
+    with seen:
+        for index in range(MICRO_BATCHES):
+            loss = engine.module(micro_batch(0, index, groups)) / MICRO_BATCHES
+            seen.place = f"micro batch {index}"
+            engine.accumulate(loss)
+        seen.place = "update"
+        engine.step(1e-3)
+    handle.remove()
+    engine.destroy()
+    return seen.log, elements
+
+
+def of_gradients(log: list[Any]) -> list[Any]:
+    return [entry for entry in log if entry[0] != "update" and entry[2] > NUMBERS]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_zero_1_reduces_once_a_step_in_fp32(two_ranks: RankPool, dtype: str) -> None:
+    for log, elements in two_ranks.run(exchanged, dtype, 1, 10_000):
+        ((place, name, size),) = of_gradients(log)
+        assert place.startswith(f"micro batch {LAST}")
+        assert name == "allreduce_"
+        assert 4 * elements <= size < 4 * elements + NUMBERS  # partitions are padded
+        # After the update each rank has its part of the weights; nothing else of any size moves.
+        rest = [entry for entry in log if entry[2] > NUMBERS and entry[0] == "update"]
+        assert {entry[1] for entry in rest} <= {"_allgather_base_", "allgather_"}, rest
+        assert rest
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_zero_2_reduces_once_a_micro_batch_because_it_keeps_only_its_part(
+    two_ranks: RankPool, dtype: str
+) -> None:
+    for log, elements in two_ranks.run(exchanged, dtype, 2, 10_000):
+        sent = of_gradients(log)
+        places = [place.split(",")[0] for place, _, _ in sent]
+        assert places == [f"micro batch {index}" for index in range(MICRO_BATCHES)]
+        assert all(4 * elements <= size < 4 * elements + NUMBERS for _, _, size in sent)
+
+
+@pytest.mark.parametrize(("dtype", "stage"), [("fp32", 1), ("bf16", 1), ("bf16", 2)])
+def test_full_buckets_leave_while_backward_runs(
+    two_ranks: RankPool, dtype: str, stage: int
+) -> None:
+    log, elements = two_ranks.run(exchanged, dtype, stage, 120)[0]
+    sent = [entry for entry in of_gradients(log) if entry[0].startswith(f"micro batch {LAST}")]
+    early = [entry for entry in sent if entry[0] == f"micro batch {LAST}"]
+    assert len(early) >= 2
+    # Still each gradient once.
+    assert 4 * elements <= sum(size for _, _, size in sent) < 4 * elements + NUMBERS * len(sent)
