@@ -290,6 +290,10 @@ def cases(texts: list[str], args: argparse.Namespace) -> dict[str, Callable[[], 
         found["Megatron-LM, unigram, plain"] = lambda: speed(
             *megatron(args.megatron, work / "plain.jsonl", unigram / "spm.model", work / "mlm")
         )
+        found["Megatron-LM, unigram, one line"] = lambda: speed(
+            *megatron(args.megatron, work / "line.jsonl", unigram / "spm.model", work / "mlm"),
+            megabytes=0.0,
+        )
     found["ours, unigram, 20 MB"] = lambda: repeated(20)
     found["ours, unigram, 2 GB"] = lambda: repeated(2000)
     return found

@@ -25,6 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import preprocess_table  # noqa: E402
 from benchmarks.attention_variants import Case  # noqa: E402
 from benchmarks.learn import VARIANTS, mean_curves  # noqa: E402
 from megatron_deberta.files import write_atomically  # noqa: E402
@@ -446,6 +447,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "attention": attention,
     "deduplicate": deduplicate,
     "deduplicate-quality": deduplicate_quality,
+    "preprocess": lambda device: preprocess_table.tables(load(device, "preprocess"), markdown),
     "sketches": sketches,
     "shard-damage": shard_damage,
 }

@@ -1,0 +1,99 @@
+"""The tables of preprocessing speed in the documentation, from the committed results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Record = Mapping[str, Any]
+
+_TITLES = {
+    "sentencepiece in memory": "SentencePiece alone, documents in memory",
+    "our tokenizer in memory": "our tokenizer alone, documents in memory",
+    "ours, unigram, plain": "ours, unigram, JSONL",
+    "ours, unigram, gzip": "the same, gzip",
+    "ours, unigram, zstd": "the same, zstandard",
+    "ours, unigram, one line": "the same, one line: start-up",
+    "Megatron-LM, unigram, plain": "Megatron-LM's script, unigram, JSONL",
+    "Megatron-LM, unigram, one line": "the same, one line: start-up",
+    "gigatoken in memory": "gigatoken alone, documents in memory",
+    "ours, gpt2, plain": "ours, byte-level BPE, JSONL",
+    "ours, gpt2, gzip": "the same, gzip",
+    "ours, gpt2, zstd": "the same, zstandard",
+    "ours, gpt2, one line": "the same, one line: start-up",
+    "ours, unigram, 20 MB": "ours, unigram, 20 MB",
+    "ours, unigram, 2 GB": "ours, unigram, 2 GB (the novels over and over)",
+}
+
+
+def tables(record: Record | None, markdown: Callable[..., str]) -> str:
+    """Return all tables, laid out by the given function; nothing without a result."""
+    if record is None:
+        return "Unmeasured.\n"
+    header = ("", "s", "processor s", "MB/s", "MB a processor s", "peak MiB", "load")
+    some = next(iter(record.values()))
+    return "\n".join(
+        (
+            markdown(header, speed_rows(record)),
+            markdown(("ratio of processor time", ""), ratios(record)),
+            markdown(*stage_rows(record)),
+            f"({some['hardware']}, {some['cores']} cores.)\n",
+        )
+    )
+
+
+def speed_rows(record: Record) -> list[tuple[str, ...]]:
+    """Return seconds, processor seconds, speeds and memory of each case that was measured."""
+    rows = []
+    for name, title in _TITLES.items():
+        if name not in record:
+            continue
+        case = record[name]
+        rate = f"{case['MB_per_processor_second']:.1f}" if case["megabytes"] else ""
+        wall = f"{case['MB_per_second']:.1f}" if case["megabytes"] else ""
+        peak = f"{case['peak_MiB']:.0f}" if "peak_MiB" in case else ""
+        spent = f"{case['processor_seconds']:.2f}"
+        rows.append((title, f"{case['seconds']:.1f}", spent, wall, rate, peak, f"{case['load']}"))
+    return rows
+
+
+def ratios(record: Record) -> list[tuple[str, str]]:
+    """Return what the aims are about, processor second against processor second."""
+    found = []
+    for title, ours, peer, start in (
+        ("our tokenizer / SentencePiece", "our tokenizer in memory", "sentencepiece in memory", ""),
+        ("whole command / SentencePiece", "ours, unigram, plain", "sentencepiece in memory",
+         "ours, unigram, one line"),
+        ("whole command / gigatoken", "ours, gpt2, plain", "gigatoken in memory",
+         "ours, gpt2, one line"),
+    ):  # fmt: skip
+        if {ours, peer} <= record.keys():
+            spent, base = (record[name]["processor_seconds"] for name in (ours, peer))
+            found.append((title, f"{base / spent:.2f}"))
+            if start in record:
+                spent -= record[start]["processor_seconds"]
+                found.append((f"{title}, start-up taken off", f"{base / spent:.2f}"))
+    ours, peer = "ours, unigram, plain", "Megatron-LM, unigram, plain"
+    if {ours, peer} <= record.keys():
+        for unit in ("seconds", "processor_seconds"):
+            share = record[peer][unit] / record[ours][unit]
+            found.append((f"whole command / Megatron-LM's script, {unit}", f"{share:.2f}"))
+    small, large = "ours, unigram, 20 MB", "ours, unigram, 2 GB"
+    if {small, large} <= record.keys():
+        share = record[large]["peak_MiB"] / record[small]["peak_MiB"]
+        found.append(("peak memory at 2 GB / at 20 MB", f"{share:.2f}"))
+    return found
+
+
+def stage_rows(record: Record) -> tuple[list[str], list[list[str]]]:
+    """Return milliseconds a megabyte of each stage, one row a vocabulary."""
+    header, rows = ["one process, ms a MB"], []
+    for kind in ("unigram", "gpt2"):
+        case = record.get(f"stages, {kind}, one process")
+        if case is None:
+            continue
+        stages = {k: v for k, v in case["processor_seconds"].items() if k != "load tokenizer"}
+        header = [*header[:1], *stages, "together"]
+        spent = [*stages.values(), sum(stages.values())]
+        rows.append([kind, *(f"{1e3 * each / case['megabytes']:.2f}" for each in spent)])
+    return header, rows
