@@ -202,15 +202,23 @@ def open_rows(prefix: str, cache: str, packing: str, split: bool) -> dict[str, A
 
 
 def index(args: argparse.Namespace) -> dict[str, Any]:
-    """Build and open the indices of every format over many small documents."""
+    """Build and open the indices of every format over many small documents.
+
+    What this very code has measured already is not measured again.
+    """
     scratch = Path(args.scratch)
-    results = []
+    found = json.loads(args.output.read_text()) if args.output.exists() else {}
+    is_mine = found.get("provenance", {}).get("source") == provenance()["source"]
+    results = found["results"] if is_mine else []
+    done = {(result["documents"], result["packing"]) for result in results}
     for documents in (args.documents, args.documents // 10):
+        left = [packing for packing in FORMATS if (documents, packing) not in done]
         prefix = scratch / f"documents-{documents}_sentence"
         start = time.perf_counter()
-        synthetic_shard(prefix, documents)
+        if left and not Path(f"{prefix}.idx").exists():
+            synthetic_shard(prefix, documents)
         written = time.perf_counter() - start
-        for packing in FORMATS:
+        for packing in left:
             cache = scratch / f"cache-{documents}-{packing}"
             shutil.rmtree(cache, ignore_errors=True)
             arguments = (str(prefix), str(cache), packing, False)
@@ -233,7 +241,7 @@ def index(args: argparse.Namespace) -> dict[str, Any]:
             shutil.rmtree(cache, ignore_errors=True)
         print(f"shard of {documents:,} documents written in {written:.1f} s", flush=True)
         for suffix in (".bin", ".idx"):
-            Path(f"{prefix}{suffix}").unlink()
+            Path(f"{prefix}{suffix}").unlink(missing_ok=True)
     return {**SYNTHETIC, "results": results}
 
 
