@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -80,6 +80,17 @@ def train_byte_level(texts: list[str], folder: Path) -> None:
     backend.model.save(str(folder))
 
 
+def in_batches(texts: list[str]) -> Iterator[list[str]]:
+    """Cut texts into batches as large as ours are."""
+    batch: list[str] = []
+    for text in texts:
+        batch.append(text)
+        if sum(map(len, batch)) >= ENCODED_BYTES:
+            yield batch
+            batch = []
+    yield batch
+
+
 def in_memory(
     make: Callable[[], Callable[[list[str]], object]], texts: list[str]
 ) -> tuple[float, float]:
@@ -90,11 +101,11 @@ def in_memory(
 
     def work(index: int) -> None:
         encode = make()
-        share = texts[index::PROCESSES]
+        batches = list(in_batches(texts[index::PROCESSES]))
         barrier.wait()
         begin = time.process_time()
-        for first in range(0, len(share), 64):
-            encode(share[first : first + 64])
+        for some in batches:
+            encode(some)
         spent[index] = time.process_time() - begin
 
     processes = [context.Process(target=work, args=(index,)) for index in range(PROCESSES)]

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import pyarrow
 import pyarrow.compute
 from tokenizers import Tokenizer as Backend
+from tokenizers.models import Unigram
 from tokenizers.pre_tokenizers import Metaspace
 
 _MAX_WORDS = 1 << 18
@@ -33,6 +34,7 @@ _LONE = "\t\n\r -~\u00a0-\u00ac\u00ae-\u024f\u2010-\u2027\u2030-\u205e\u20ac"
 normalizer works grapheme by grapheme, so no word of theirs changes its neighbour."""
 _INTERACTING = re.compile(f"[^{_LONE}]+")
 _SPACE_PIECE = "\u2581"
+_MARKS = ".,;:!?"
 
 Ids = npt.NDArray[np.int32]
 Lengths = npt.NDArray[np.int64]
@@ -218,8 +220,20 @@ class _WordEncoder:
         self.is_plain = re.compile("[" + "".join(map(re.escape, unchanged)) + "]+").fullmatch
         vocabulary = backend.get_vocab(with_added_tokens=False)
         self._begins_word = np.zeros(max(vocabulary.values()) + 1, np.bool_)
-        for piece, token_id in vocabulary.items():
-            self._begins_word[token_id] = piece.startswith(_SPACE_PIECE)
+        begins = [token_id for piece, token_id in vocabulary.items() if piece[:1] == _SPACE_PIECE]
+        self._begins_word[begins] = True
+        self._endings = {piece[-2:] for piece in vocabulary if len(piece) > 1}
+        marks = _MARKS if isinstance(backend.model, Unigram) else ""
+        self._marks = {mark: vocabulary[mark] for mark in marks if mark in vocabulary}
+
+    def last_tokens(self, words: Sequence[str]) -> list[int | None]:
+        """Return the id of the mark that a plain word ends with, where it surely is a token.
+
+        No piece ends with the last two characters. Then each way to cut the word ends with the
+        mark, and the best one begins with the best one of what is before it.
+        """
+        mark, endings = self._marks.get, self._endings
+        return [None if word[-2:] in endings else mark(word[-1]) for word in words]
 
     def encode_plain(self, words: Sequence[str]) -> tuple[Ids, Lengths]:
         """Encode words that go into the model as they are, many with one call.
@@ -304,14 +318,31 @@ class _EncodedWords:
                 self._forget()
                 unknown = [word for word in words if word not in self._slots]
             is_plain = list(map(self._encoder.is_plain, unknown))
-            plain = list(itertools.compress(unknown, is_plain))
-            self._add(plain, *self._encoder.encode_plain(plain))
+            self._add_plain(list(itertools.compress(unknown, is_plain)))
             others = [word for word, match in zip(unknown, is_plain, strict=True) if not match]
             self._add(others, *self._encoder.encode_other(others))
             found = list(map(self._slots.get, words))
         slots = np.array(found, np.int64)
         self._uses[slots] += 1
         return self._starts[slots], self._sizes[slots], self._interacts[slots]
+
+    def _add_plain(self, words: list[str]) -> None:
+        last = self._encoder.last_tokens(words)
+        marked = {
+            word: token
+            for word, token in zip(words, last, strict=True)
+            if token is not None and len(word) > 1
+        }
+        whole = dict.fromkeys(word for word in words if word not in marked)
+        whole |= dict.fromkeys(word[:-1] for word in marked)
+        new = [word for word in whole if word not in self._slots]
+        self._add(new, *self._encoder.encode_plain(new))
+        # Of the others the word before the mark is known now, or they are such words themselves.
+        marked = {word: token for word, token in marked.items() if word not in self._slots}
+        heads = np.array([self._slots[word[:-1]] for word in marked], np.int64)
+        places, ends = _places(self._starts[heads], self._sizes[heads])
+        ids = np.insert(self.ids[places], ends[1:], list(marked.values()))
+        self._add(list(marked), ids, self._sizes[heads] + 1)
 
     def _add(
         self,
