@@ -9,6 +9,9 @@ optimizer:
   (``benchmarks/steps/peers.py``);
 - ``disentanglement``: the 1.5B model against the same model with plain flash attention.
 
+``profile`` is no comparison: it says by torch's profiler where our real step's time goes, loader,
+DeepSpeed and optimizer included (``benchmarks/suite/one_step.py``), and draws it.
+
 On a CPU the last two take two layers and lengths of 128 and 512 only.
 
 Correctness comes first: without dropout and mask decoder we must have the loss of
@@ -32,6 +35,7 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -48,6 +52,7 @@ from benchmarks.measuring import write_json  # noqa: E402
 from benchmarks.provenance import provenance  # noqa: E402
 from benchmarks.steps.batch import StepBatch, make_batch  # noqa: E402
 from benchmarks.steps.measure import Contender, Result, compete  # noqa: E402
+from benchmarks.steps.parts import draw  # noqa: E402
 from benchmarks.steps.peers import PEERS, Peer, variants  # noqa: E402
 from benchmarks.steps.sides import (  # noqa: E402
     Ours,
@@ -57,6 +62,7 @@ from benchmarks.steps.sides import (  # noqa: E402
     without_mask_decoder,
     without_position_terms,
 )
+from benchmarks.suite.shards import prepare_shards  # noqa: E402
 from megatron_deberta.config.schema import ModelConfig  # noqa: E402
 from megatron_deberta.observe.throughput import measure_matmul_rate  # noqa: E402
 from tests.support.memory import peak_resident_bytes  # noqa: E402
@@ -352,6 +358,44 @@ def run(
     return True
 
 
+PROFILED = {"cpu": ("base_h100", 2048), "cuda": ("1.5b_h100", 16384)}
+"""What ``profile`` takes steps of: a run, and tokens a step at N=512."""
+
+
+def profile(device: torch.device, output: Path, overrides: list[str]) -> None:
+    """Profile our real step in a process of its own; write it to ``output`` and draw it beside."""
+    name, tokens = PROFILED[device.type]
+    shards = prepare_shards(Path(tempfile.gettempdir()) / "megatron_deberta_suite", 8.0, 8192)
+    settings = [
+        *shards.overrides,
+        f"train.device={device.type}",
+        f"precision.dtype={'fp32' if device.type == 'cpu' else 'bf16'}",
+        f"train.global_batch_size={tokens // 512}",
+        f"train.micro_batch_size={tokens // 512}",
+        "data.validation_fraction=0",
+        "parallel.recompute=none",
+        "cluster.nodes=0",
+        "cluster.ranks_per_node=0",
+        *overrides,
+    ]
+    command = [sys.executable, str(ROOT / "benchmarks" / "suite" / "one_step.py")]
+    command += [str(ROOT / "configs" / "runs" / f"{name}.yaml"), *settings, "--result", str(output)]
+    if device.type == "cpu":
+        command += ["--steps", "2", "--threads", str(CPU_THREADS)]
+    subprocess.run(command, check=True, cwd=ROOT)
+    title = f"{name}, N=512, {tokens} tokens, {device.type}"
+    result = {
+        "name": title,
+        "overrides": overrides,
+        **json.loads(output.read_text()),
+        **provenance(device.type),
+    }
+    write_json(output, result)
+    draw(result, output.with_suffix(".png"))
+    for part, share in result["breakdown"].items():
+        print(f"  {part:26} {result['seconds_by_part'][part]:8.3f} s {100 * share:5.1f} %")
+
+
 def _lines(row: dict[str, Any]) -> Iterator[str]:
     yield row["name"]
     for name, side in row["sides"].items():
@@ -365,18 +409,25 @@ def _lines(row: dict[str, Any]) -> Iterator[str]:
 def main() -> None:
     """Measure the chosen cases."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("comparison", choices=COMPARISONS)
+    parser.add_argument("comparison", choices=(*COMPARISONS, "profile"))
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--output", type=Path, help="JSON file, merged by case")
     parser.add_argument("--repeats", type=int, default=5, help="timed steps a side (default 5)")
     parser.add_argument("--case", action="append", help="only the case of this name; repeatable")
     parser.add_argument("--resume", action="store_true", help="skip cases that the file holds")
+    parser.add_argument("--set", action="append", default=[], metavar="section.key=value",
+                        help="profile: another setting of the run; repeatable")  # fmt: skip
     parser.add_argument("--peak", help=argparse.SUPPRESS)
     parser.add_argument("--variant", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
     device = torch.device(args.device)
     if device.type == "cpu":
         torch.set_num_threads(CPU_THREADS)
+    if args.comparison == "profile":
+        if args.output is None:
+            parser.error("--output is needed")
+        profile(device, args.output, args.set)
+        return
     known = cases(args.comparison, device)
     if unknown := set(args.case or []) - {case.name for case in known}:
         parser.error(f"--case: no {unknown}, but {[case.name for case in known]}")

@@ -28,6 +28,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import preprocess_table  # noqa: E402
 from benchmarks.attention_variants import Case  # noqa: E402
 from benchmarks.learn import VARIANTS, mean_curves  # noqa: E402
+from benchmarks.steps.parts import part_rows  # noqa: E402
 from megatron_deberta.files import write_atomically  # noqa: E402
 
 UNMEASURED = "unmeasured"
@@ -416,6 +417,15 @@ def formats(device: str) -> str:
     return markdown((*titles, "next sentence: loss, right", "killed after step", "bits"), rows)
 
 
+def profile(device: str) -> str:
+    """Where a step's time goes, by part."""
+    record = load(device, "profile")
+    if record is None:
+        return NOTHING
+    table = markdown(("part", "s a step", "share", "of it"), part_rows(record))
+    return f"{table}\n({record['name']}; {_place(record)}.)\n"
+
+
 def _place(record: dict[str, Any]) -> str:
     where = record["provenance"]
     return f"\n({where['hardware']}, {where['cores']} cores, load {where['load']}.)\n"
@@ -449,6 +459,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "deduplicate-quality": deduplicate_quality,
     "preprocess": lambda device: preprocess_table.tables(load(device, "preprocess"), markdown),
     "sketches": sketches,
+    "profile": profile,
     "shard-damage": shard_damage,
 }
 

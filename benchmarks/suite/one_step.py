@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.measuring import host_peak_bytes, matrix_rate, write_json  # noqa: E402
+from benchmarks.steps.parts import Labels, profile_steps, time_by_part  # noqa: E402
 from benchmarks.steps.sides import use_plain_attention  # noqa: E402
 from megatron_deberta.config import load_config  # noqa: E402
 from megatron_deberta.config.schema import RunConfig  # noqa: E402
@@ -89,24 +90,31 @@ class Run:
         return float(result.loss), time.perf_counter() - start
 
 
-def breakdown(run: Run, steps: int) -> dict[str, float]:
-    """Share of each kind of work in the device's (or the CPU's) busy time."""
+def breakdown(run: Run, steps: int) -> dict[str, Any]:
+    """Seconds of a step by part of the model, and shares of each kind of kernel in busy time."""
     on_gpu = run.groups.device.type == "cuda"
-    kinds = [torch.profiler.ProfilerActivity.CPU]
-    if on_gpu:
-        kinds.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=kinds, acc_events=True) as profile:
-        for _ in range(steps):
-            run.take()
-    spent: dict[str, float] = defaultdict(float)
-    for event in profile.key_averages():
+    labels = Labels(run.engine.module, run.engine)
+    start = time.perf_counter()
+    events, sums = profile_steps(run.take, steps, labels, on_gpu=on_gpu)
+    profiled = (time.perf_counter() - start) / steps
+    parts = time_by_part(events, steps, on_gpu=on_gpu)
+    kinds: dict[str, float] = defaultdict(float)
+    for event in sums:
         if on_gpu and event.device_type != DeviceType.CUDA:
             continue  # an operator repeats the time of its kernels
-        took = event.self_device_time_total if on_gpu else event.self_cpu_time_total
-        spent[part_of(event.key)] += took
-    total = sum(spent.values())
-    ordered = sorted(spent.items(), key=lambda pair: -pair[1])
-    return {name: took / total for name, took in ordered}
+        if event.key.startswith(("part: ", "step")):
+            continue
+        kinds[part_of(event.key)] += (
+            event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        )
+    busy, total = sum(parts["seconds"].values()), sum(kinds.values())
+    return {
+        "seconds_of_a_profiled_step": profiled,
+        "seconds_by_part": parts["seconds"],
+        "operators_by_part": parts["operators"],
+        "breakdown": {name: took / busy for name, took in parts["seconds"].items()},
+        "kinds": {k: v / total for k, v in sorted(kinds.items(), key=lambda pair: -pair[1])},
+    }
 
 
 def part_of(kernel: str) -> str:
@@ -156,7 +164,7 @@ def measure(config: RunConfig, plain: bool, warm_up: int, steps: int) -> dict[st
         "mfu": tokens / seconds * flops / rate,
         "peak_gib": peak / 2**30,
         "losses": [loss for loss, _ in (*first, *timed)],
-        "breakdown": breakdown(run, min(3, steps)),
+        **breakdown(run, min(2, steps)),
     }
     run.engine.destroy()
     return result
@@ -170,13 +178,18 @@ def main() -> None:
     parser.add_argument("--result", type=Path, required=True)
     parser.add_argument("--plain-attention", action="store_true")
     parser.add_argument("--small", action="store_true", help="few steps")
+    parser.add_argument("--steps", type=int, help="timed steps (default 20, small 5)")
+    parser.add_argument("--threads", type=int, help="of torch, on a CPU")
     args = parser.parse_intermixed_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
     overrides = args.overrides
     if args.plain_attention:
         overrides += ["model.position_terms=none", "model.normalize_position_table=false"]
     try:
         config = load_config(args.config, overrides)
-        result = measure(config, args.plain_attention, *((3, 5) if args.small else (6, 20)))
+        steps = args.steps or (5 if args.small else 20)
+        result = measure(config, args.plain_attention, min(6, steps), steps)
         write_json(args.result, result)
     finally:
         shutdown()

@@ -1,0 +1,219 @@
+"""Where a real step's time goes: torch's profiler, its operators put down to parts of the model.
+
+Forward, an operator belongs to the module that runs it. Backward, it belongs to the part whose
+forward made the node of the graph: the profiler numbers both alike. On CUDA the time is that of
+the kernels an operator launched; on a CPU the operator's own, and what a part's Python does or
+waits for between operators is the part's, too (attention on a CPU waits for its threads there).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import DeviceType
+
+from megatron_deberta.model import dropout, embeddings, heads, layers, mask_decoder, seams
+from megatron_deberta.model.attention import DisentangledSelfAttention
+
+PARTS: dict[type[nn.Module], str] = {
+    embeddings.Embeddings: "embedding",
+    embeddings.RelativePositionTable: "embedding",
+    DisentangledSelfAttention: "attention projections",
+    layers.FeedForward: "FFN",
+    layers.ConvolutionBranch: "convolution",
+    seams.LayerNorm: "norms and dropout",
+    dropout.Dropout: "norms and dropout",
+    mask_decoder.EnhancedMaskDecoder: "mask decoder",
+    heads.MaskedLanguageModelHead: "vocabulary head and loss",
+}
+CORE = "attention core"
+OPTIMIZER = "optimizer"
+COMMUNICATION = "communication"
+ACCUMULATION = "gradient accumulation"
+HOST = "host"
+WHOLE = {"embedding", "convolution", "mask decoder", "vocabulary head and loss", OPTIMIZER}
+"""Parts that keep what lies in them, other parts included."""
+_LABEL = "part: "
+_NODE = "autograd::engine::evaluate_function: "
+_COMMUNICATES = re.compile(r"nccl|gloo|c10d::")
+
+
+class Labels:
+    """Names the parts of a model for the profiler while it is entered; the model stays the same.
+
+    Args:
+        model: as the trainer builds it.
+        engine: whose ``step`` is the optimizer's part.
+    """
+
+    def __init__(self, model: nn.Module, engine: Any) -> None:
+        self._model = model
+        self._engine = engine
+        self._open: list[AbstractContextManager[Any]] = []
+        self._undo: list[Callable[[], None]] = []
+
+    def __enter__(self) -> Labels:
+        for module in self._model.modules():
+            if part := next((name for kind, name in PARTS.items() if isinstance(module, kind)), ""):
+                self._watch(module, part)
+            if isinstance(module, DisentangledSelfAttention):
+                self._wrap(module, "_core", CORE)
+        self._wrap(self._engine, "step", OPTIMIZER)
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+
+    def _watch(self, module: nn.Module, part: str) -> None:
+        def enter(_: nn.Module, inputs: Any) -> None:
+            self._open.append(torch.profiler.record_function(_LABEL + part))
+            self._open[-1].__enter__()
+
+        def leave(_: nn.Module, inputs: Any, output: Any) -> None:
+            self._open.pop().__exit__(None, None, None)
+
+        self._undo.append(module.register_forward_pre_hook(enter).remove)
+        self._undo.append(module.register_forward_hook(leave).remove)
+
+    def _wrap(self, owner: Any, method: str, part: str) -> None:
+        original = getattr(owner, method)
+        replaced = vars(owner).get(method)
+
+        def labelled(*args: Any, **kwargs: Any) -> Any:
+            with torch.profiler.record_function(_LABEL + part):
+                return original(*args, **kwargs)
+
+        def undo() -> None:
+            delattr(owner, method)
+            if replaced is not None:
+                setattr(owner, method, replaced)
+
+        setattr(owner, method, labelled)
+        self._undo.append(undo)
+
+
+def profile_steps(
+    take: Callable[[], Any], steps: int, labels: Labels, *, on_gpu: bool
+) -> tuple[list[Any], Any]:
+    """Take steps under torch's profiler; its events, and its sums by name."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if on_gpu:
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with labels, torch.profiler.profile(activities=activities, acc_events=True) as profile:
+        for _ in range(steps):
+            with torch.profiler.record_function("step"):
+                take()
+    return list(profile.events()), profile.key_averages()
+
+
+def time_by_part(events: Iterable[Any], steps: int, *, on_gpu: bool) -> dict[str, Any]:
+    """Seconds of a step by part, and each part's most expensive operators.
+
+    Returns:
+        ``seconds`` by part, largest first (on a CPU they add up to the step), and ``operators``:
+        for each part up to five names with their seconds, forward and backward told apart.
+    """
+    ours = [event for event in events if event.device_type == DeviceType.CPU]
+    made_by = _parts_of_nodes(ours)
+    seconds: dict[str, float] = defaultdict(float)
+    operators: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for event in ours:
+        part, backward = _part(event, made_by)
+        if not on_gpu and part is None and not _within_step(event):
+            continue
+        took = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        took /= 1e6 * steps
+        seconds[part or HOST] += took
+        name = event.name.removeprefix(_NODE)
+        operators[part or HOST][f"{name} (backward)" if backward else name] += took
+    return {
+        "seconds": dict(_largest(seconds)),
+        "operators": {part: dict(_largest(found)[:5]) for part, found in operators.items()},
+    }
+
+
+def _largest(found: dict[str, float]) -> list[tuple[str, float]]:
+    return sorted(((name, took) for name, took in found.items() if took), key=lambda x: -x[1])
+
+
+def _chain(event: Any) -> Iterable[Any]:
+    while event is not None:
+        yield event
+        event = event.cpu_parent
+
+
+def _within_step(event: Any) -> bool:
+    return any(one.name == "step" for one in _chain(event))
+
+
+def _parts_of_nodes(events: list[Any]) -> dict[int, str]:
+    """Part by number of the autograd node: that of the last operator before it was made."""
+    found: dict[int, tuple[float, str]] = {}
+    for event in events:
+        number = event.sequence_nr
+        if number < 0 or event.name.startswith(_NODE):
+            continue
+        part, backward = _part(event, {})
+        start = event.time_range.start
+        if part is not None and not backward and start >= found.get(number, (0.0, ""))[0]:
+            found[number] = start, part
+    return {number: part for number, (_, part) in found.items()}
+
+
+def _part(event: Any, made_by: dict[int, str]) -> tuple[str | None, bool]:
+    """The part of an event, and whether it runs in backward."""
+    if _COMMUNICATES.search(event.name):
+        return COMMUNICATION, False
+    nearest, backward = None, False
+    for one in _chain(event):
+        part = None
+        if one.name.startswith(_LABEL):
+            part = one.name.removeprefix(_LABEL)
+        elif one.name.startswith(_NODE):
+            backward = True
+            part = made_by.get(one.sequence_nr)
+            if one.name.endswith("AccumulateGrad"):
+                part = ACCUMULATION
+        if part in WHOLE:
+            nearest = part
+        nearest = nearest or part
+    return nearest, backward
+
+
+def part_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Of a result file: part, seconds, share, and the operators that take a tenth of it."""
+    return [
+        (
+            part,
+            f"{seconds:.2f}",
+            f"{result['breakdown'][part]:.0%}",
+            ", ".join(
+                f"`{name}` {took:.2f}"
+                for name, took in result["operators_by_part"][part].items()
+                if took >= seconds / 10
+            ),
+        )
+        for part, seconds in result["seconds_by_part"].items()
+    ]
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Bars of the parts of a step."""
+    from matplotlib.figure import Figure
+
+    parts = list(result["seconds_by_part"].items())[::-1]
+    figure = Figure(figsize=(7, 0.35 * len(parts) + 1.2), layout="constrained")
+    axes = figure.subplots()
+    axes.barh([name for name, _ in parts], [took for _, took in parts], color="#4477aa")
+    axes.set_xlabel("seconds of a step")
+    axes.set_title(result["name"])
+    figure.savefig(path, dpi=110)
