@@ -269,6 +269,10 @@ def _weight_files(directory: Path, scratch: Path, allow_pickle: bool, sha256: st
             f"{pickles[0]} is a pickle, which can run code; give safetensors, or "
             "--allow-pickle-weights-only to read its tensors in a process of its own"
         )
+    if not sha256:
+        raise CheckpointError(
+            f"{pickles[0]} is a pickle; give the SHA-256 that its publisher states as --sha256"
+        )
     _check_digest(pickles[0], sha256)
     target = scratch / "weights.safetensors"
     try:

@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+_SAFE_TORCH = (2, 10)
+"""Before it, ``weights_only`` could be made to run code (CVE-2025-32434, CVE-2026-24747)."""
 _FORBIDDEN_EVENTS = ("socket.", "subprocess.", "os.system", "os.exec", "os.posix_spawn", "os.fork")
 
 
@@ -19,7 +21,8 @@ def convert_bin(source: Path, target: Path) -> None:
     """Rewrite the tensors of ``source`` as the safetensors file ``target``.
 
     Raises:
-        ValueError: the file holds anything but tensors, or is damaged; the message is one line.
+        ValueError: the file holds anything but tensors, or is damaged, or torch is too old to
+            read it safely; the message is one line.
     """
     # -I: neither the user's site directory nor the current folder can add code to the child.
     command = [sys.executable, "-I", __file__, str(source), str(target)]
@@ -39,6 +42,9 @@ def _child(source: str, target: str) -> None:
     import torch
     from safetensors.torch import save_file
 
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if version < _SAFE_TORCH:
+        raise ValueError(f"torch {torch.__version__} reads pickles unsafely; install 2.10 or newer")
     sys.addaudithook(_refuse_side_effects)
     loaded = torch.load(source, map_location="cpu", weights_only=True)
     state = loaded.get("model", loaded) if isinstance(loaded, dict) else None

@@ -186,6 +186,8 @@ def open_intact(path: Path, groups: ProcessGroups, *, hashes: bool = True) -> Ch
         CheckpointError: it is not committed or damaged, which any rank's share shows to all.
     """
     problem: CheckpointError | None = None
+    if not hashes and groups.rank == 0:
+        logger.warning("%s: tensor files are NOT compared with their SHA-256", path)
     try:
         reader = CheckpointReader(path)
         reader.verify(hashes=hashes, share=groups.rank, num_shares=groups.world_size)

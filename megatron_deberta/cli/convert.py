@@ -45,7 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="read a .bin file: tensors only, in a process without network",
     )
-    imported.add_argument("--sha256", default="", metavar="HEX", help="digest of the weight file")
+    imported.add_argument(
+        "--sha256", default="", metavar="HEX", help="digest of the weight file; pickles need it"
+    )
     imported.add_argument(
         "--seed", type=int, default=0, help="of parameters that the file lacks (default: 0)"
     )

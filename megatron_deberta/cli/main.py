@@ -55,6 +55,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("verify", "verify", "check shards for damage"),
     Command("pretrain", "pretrain", "train, as one rank of a run or alone"),
     Command("launch", "launch", "train with several ranks on this machine, watched"),
+    Command("plan", "plan", "predict a run's memory, traffic and time on a cluster"),
     Command("doctor", "doctor", "check whether a run can run here"),
     Command("submit", "submit", "queue a run on a SLURM cluster"),
     Command("status", "status", "show the whole chain of a run's jobs"),

@@ -34,6 +34,10 @@ class ClusterProfile:
     """GPUs asked for on a node; 0: none."""
     gpu_architecture: str = ""
     """Their architecture in torch's words, such as ``sm_70``; empty: not said."""
+    device: str = ""
+    """Which device of ``planning.devices`` they are; empty: not said, so no time is predicted."""
+    network_gbit_per_second: int = 0
+    """What all of a node's adapters for gradients carry one way; 0: not said."""
     dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16")
     """``precision.dtype`` that the devices compute."""
     torch_builds: tuple[str, ...] = ()
@@ -84,7 +88,13 @@ class ClusterProfile:
         for key in ("ranks_per_node", "cpus_per_rank", "time_limit_minutes"):
             if getattr(self, key) < 1:
                 raise ConfigError(f"{key}={getattr(self, key)} has to be at least 1")
-        for key in ("gpus_per_node", "memory_gib_per_node", "signal_seconds", "exit_wait_seconds"):
+        for key in (
+            "gpus_per_node",
+            "network_gbit_per_second",
+            "memory_gib_per_node",
+            "signal_seconds",
+            "exit_wait_seconds",
+        ):
             if getattr(self, key) < 0:
                 raise ConfigError(f"{key}={getattr(self, key)} must not be negative")
         if self.signal_seconds >= 60 * self.time_limit_minutes:
@@ -93,7 +103,8 @@ class ClusterProfile:
                 f"{self.time_limit_minutes}; leave time to train"
             )
         patterns = {
-            "gpu_architecture": names.ARCHITECTURE, "partition": names.NAMES,
+            "gpu_architecture": names.ARCHITECTURE, "device": names.NAME,
+            "partition": names.NAMES,
             "account": names.NAME, "qos": names.NAME, "exclude": names.NAMES,
             "rendezvous_interface": names.INTERFACE, "container_image": names.IMAGE,
             "python": names.PATH,

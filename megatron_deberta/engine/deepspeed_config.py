@@ -17,6 +17,9 @@ REDUCE_BUCKET_ELEMENTS = 50_000_000
 PERSISTENCE_THRESHOLD = 100_000
 """ZeRO-3: parameters with fewer elements stay whole, as gathering them costs more than it saves."""
 
+LIVE_ELEMENTS = 1_000_000_000
+"""ZeRO-3: weights that may be gathered at a time; those used again sooner than that stay."""
+
 
 def deepspeed_config(config: RunConfig, dp_size: int) -> dict[str, Any]:
     """DeepSpeed's configuration for one rank of a run.
@@ -79,6 +82,8 @@ def _zero(config: RunConfig) -> dict[str, Any]:
     if precision.zero_stage == 3:
         zero["stage3_param_persistence_threshold"] = PERSISTENCE_THRESHOLD
         zero["stage3_prefetch_bucket_size"] = REDUCE_BUCKET_ELEMENTS
+        zero["stage3_max_live_parameters"] = LIVE_ELEMENTS
+        zero["stage3_max_reuse_distance"] = LIVE_ELEMENTS
         # Replaces torch.nn.functional.linear for the whole process, for good.
         zero["memory_efficient_linear"] = False
         zero["override_module_apply"] = False

@@ -60,7 +60,7 @@ def import_release(
         output: folder to make; must not exist, or be empty.
         tokenizer_path: tokenizer of the model; empty: the one in ``directory``.
         allow_pickle: read a ``.bin`` file (``checkpoint/legacy_bin.py``).
-        sha256: digest that the weight file must have; empty checks nothing.
+        sha256: digest that the weight file must have; empty checks nothing, and no pickle is read.
         seed: of parameters the file lacks.
 
     Raises:

@@ -29,7 +29,7 @@ from megatron_deberta.ops.visibility import hides_keys, query_positions, visible
 
 _BLOCK_ELEMENTS = {"cpu": 1 << 18}
 """Scores in a block: on the CPU, a few buffers of this size fit a core's second-level cache."""
-_BLOCK_ELEMENTS_GPU = 1 << 25
+GPU_BLOCK_ELEMENTS = 1 << 25
 
 
 def attend(a: AttentionArguments) -> tuple[Tensor, Tensor | None]:
@@ -90,7 +90,7 @@ class _Blocks:
 
     def __iter__(self) -> Iterator[Block]:
         """Blocks; the heads of one place follow each other and share its masks."""
-        budget = _BLOCK_ELEMENTS.get(self.a.q.device.type, _BLOCK_ELEMENTS_GPU)
+        budget = _BLOCK_ELEMENTS.get(self.a.q.device.type, GPU_BLOCK_ELEMENTS)
         queries = max(1, min(self.q_len, budget // max(1, self.k_len)))
         rows = max(1, budget // max(1, queries * self.k_len, self.terms.largest_product))
         for row in range(0, self.batch, rows):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_deberta.ops.arguments import AttentionArguments
 
-_STRIP = 128
+STRIP = 128
 """Queries (keys) multiplied at once with a window of the c2p (p2c) table: a window is longer than
 the distances of one query by this much, so larger wastes arithmetic and smaller wastes calls."""
 
@@ -135,7 +135,7 @@ class ConsecutiveTerms:
             self.p2c = Table.lay_out(
                 a.pos_query, slots, dtype, factor=a.rules.scale, falling=sign < 0
             )
-        strip = min(_STRIP, self._length)
+        strip = min(STRIP, self._length)
         self.largest_product = strip * (self._length + strip)
 
     def add_to(self, scores: Tensor, q: Tensor, k: Tensor, block: Block) -> None:
@@ -212,16 +212,16 @@ class ConsecutiveTerms:
     def _query_strips(self, block: Block) -> Iterator[tuple[slice, slice]]:
         """Strips of queries (within the block) and their windows of the c2p table."""
         first, last = block.queries.start, block.queries.stop
-        for start in range(first, last, _STRIP):
-            stop = min(start + _STRIP, last)
+        for start in range(first, last, STRIP):
+            stop = min(start + STRIP, last)
             window = slice(self._length - stop, 2 * self._length - 1 - start)
             yield slice(start - first, stop - first), window
 
     def _key_strips(self, block: Block) -> Iterator[tuple[slice, slice]]:
         """Strips of keys and their windows of the p2c table."""
         first, last = block.queries.start, block.queries.stop
-        for start in range(0, self._length, _STRIP):
-            stop = min(start + _STRIP, self._length)
+        for start in range(0, self._length, STRIP):
+            stop = min(start + STRIP, self._length)
             window = slice(self._length + first - stop, self._length + last - start - 1)
             yield slice(start, stop), window
 

@@ -4,27 +4,29 @@ Owns the count of bytes for every layout, number format and recomputation policy
 measure: ``tests/unit/train/test_memory.py`` compares with what the real model allocates.
 
 Activations are what autograd keeps, tensor by tensor in the order of ``model``. The peak is one of
-three moments: the loss (everything is there, and a chunk of logits), the backward of the last
-encoder layer, or the end, where the embedding's gradient meets the vocabulary projection's.
+four moments: the loss (everything is there, and a chunk of logits), the backward of the last
+encoder layer's FFN or of its attention, or the end, where the embedding's gradient meets the
+vocabulary projection's.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import cache
+from typing import Literal, NamedTuple
 
 from megatron_deberta.config.schema import ModelConfig, RunConfig
-from megatron_deberta.engine.deepspeed_config import REDUCE_BUCKET_ELEMENTS
+from megatron_deberta.engine.deepspeed_config import LIVE_ELEMENTS, REDUCE_BUCKET_ELEMENTS
 from megatron_deberta.model import parameter_shapes
+from megatron_deberta.ops.chunked import GPU_BLOCK_ELEMENTS
+from megatron_deberta.ops.position_terms import STRIP
 from megatron_deberta.parallel.vocab import chunk_rows
 from megatron_deberta.sharding.plan import specify, vocabulary_rows
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _STATISTICS = 8
 """Bytes a row that LayerNorm keeps: mean and deviation in fp32."""
-_CHUNKED_SCRATCH = 6 * (1 << 25) * 4
-"""Buffers of the chunked backend on a GPU: six blocks of scores in fp32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +44,9 @@ class MemoryEstimate:
     vocabulary: int
     """Gradient of the vocabulary projection, and a chunk of logits or the embedding's gradient."""
     workspace: int
-    """What a layer's backward and the attention kernels need for themselves."""
+    """What a layer's backward needs for itself."""
+    kernels: int
+    """What the attention kernels need for themselves."""
 
     @property
     def total(self) -> int:
@@ -55,6 +59,7 @@ class MemoryEstimate:
             + self.activations
             + self.vocabulary
             + self.workspace
+            + self.kernels
         )
 
 
@@ -83,10 +88,14 @@ class _Shape:
         return self.tp if self.config.parallel.sequence_parallel else 1
 
     @property
+    def terms(self) -> int:
+        """Position terms."""
+        return {"c2p+p2c": 2, "c2p": 1, "p2c": 1, "none": 0}[self.model.position_terms]
+
+    @property
     def table_bytes(self) -> int:
         """What a layer keeps of the position table: its dropped copy, mask and projections."""
-        model = self.model
-        terms = {"c2p+p2c": 2, "c2p": 1, "p2c": 1, "none": 0}[model.position_terms]
+        model, terms = self.model, self.terms
         slots = 2 * (model.position_buckets or model.max_relative_positions)
         projected = terms * slots * model.hidden_size // self.tp * self.element
         if not terms or not model.hidden_dropout:
@@ -119,19 +128,20 @@ def estimate_memory(
     """
     length, rows = config.data.sequence_length, config.train.micro_batch_size
     shape = _Shape(config, rows * length, rows * round(config.objective.mask_probability * length))
-    encoder, layer, decoder = _activations(shape)
+    kept = _activations(shape)
     table = vocabulary_rows(config.model.vocab_size, shape.tp) * config.model.hidden_size
     wide = table * 4
     columns = vocabulary_rows(config.model.vocab_size, shape.tp)
     chunk = chunk_rows(shape.masked, columns, device_type) * columns
     chunk_bytes = chunk * (4 if shape.element == 4 else 4 + 2 * shape.element)
     kernels = _kernel_bytes(shape, attention, device_type)
-    moments = {  # kept activations, vocabulary, workspace
-        "loss": (encoder + decoder, wide + chunk_bytes, 0),
-        "layer": (encoder, table * shape.element, layer + kernels),
-        "end": (0, 2 * table * shape.element, 0),
+    moments = {  # kept activations, vocabulary, workspace, kernels
+        "loss": (kept.encoder + kept.decoder, wide + chunk_bytes, 0, 0),
+        "ffn": (kept.encoder, table * shape.element, kept.ffn, 0),
+        "attention": (kept.encoder, table * shape.element, kept.attention, kernels),
+        "end": (0, 2 * table * shape.element, 0, 0),
     }
-    activations, vocabulary, workspace = max(moments.values(), key=sum)
+    activations, vocabulary, workspace, kernels = max(moments.values(), key=sum)
     weights, gradients, optimizer, communication = _states(config, dp_size)
     return MemoryEstimate(
         weights=weights,
@@ -141,6 +151,7 @@ def estimate_memory(
         activations=activations,
         vocabulary=vocabulary,
         workspace=workspace,
+        kernels=kernels,
     )
 
 
@@ -175,8 +186,20 @@ def largest_micro_batch(
     return low
 
 
-def _activations(shape: _Shape) -> tuple[int, int, int]:
-    """Bytes kept by the encoder, bytes to differentiate a layer, bytes kept by the decoder."""
+class _Kept(NamedTuple):
+    """Bytes that a micro batch needs beside kernels and vocabulary."""
+
+    encoder: int
+    """Kept by the encoder."""
+    decoder: int
+    """Kept by the mask decoder and the head."""
+    ffn: int
+    """To differentiate a layer's FFN."""
+    attention: int
+    """To differentiate a layer's attention, less what its FFN has given back."""
+
+
+def _activations(shape: _Shape) -> _Kept:
     model, element, tp = shape.model, shape.element, shape.tp
     width, inner = model.hidden_size, model.ffn_hidden_size
     decoded = model.mask_decoder_passes > 0
@@ -199,36 +222,68 @@ def _activations(shape: _Shape) -> tuple[int, int, int]:
     # Gradients inside the FFN (GELU's output is freed in time unless it is made again here), and
     # of the residual stream.
     repeated = shape.config.parallel.recompute == "selective"
-    workspace = tokens * (1 + repeated) * inner // tp * element + own * 2 * width * element
-    if full:
-        workspace += layer
+    streams = own * 2 * width * element + (layer if full else 0)
+    before_ffn = tokens * (1 + repeated) * inner // tp * element + streams
+    freed = tokens * (width * element + ffn) + own * residual
+    # Gradients of attention's output, Q, K and V; where tokens are split, one that was gathered.
+    gathered = tokens * width * element * (shape.token_shards > 1)
+    before_attention = tokens * 4 * width // tp * element + gathered + streams - freed
 
     decoder = shape.tokens * width * element + shape.masked * 4 * width * element
     if decoded:
         decoder += tokens * 2 * width // tp * element + shape.table_bytes
         one = width * element + 2 * width // tp * element + ffn + width * element + 2 * residual
         decoder += model.mask_decoder_passes * shape.masked * one
-    return encoder, workspace, decoder
+    return _Kept(encoder, decoder, before_ffn, before_attention)
 
 
 def _kernel_bytes(shape: _Shape, attention: Literal["triton", "chunked"], device_type: str) -> int:
     if device_type == "cpu":
         return 0
-    if attention == "chunked":
-        return _CHUNKED_SCRATCH
     model, length = shape.model, shape.config.data.sequence_length
+    if attention == "chunked":
+        return _chunked_bytes(shape)
     # Backward writes the gradient of scores once, where distances are told apart.
     near = min(length, 2 * model.max_relative_positions)
     return shape.tokens * near * model.num_heads // shape.tp * shape.element
 
 
+def _chunked_bytes(shape: _Shape) -> int:
+    """What the chunked backend's backward has at a time, all of it fp32."""
+    length, width = shape.config.data.sequence_length, shape.model.hidden_size // shape.tp
+    strip = min(STRIP, length)
+    product = strip * (length + strip)
+    rows = min(shape.config.train.micro_batch_size, GPU_BLOCK_ELEMENTS // max(length**2, product))
+    # Scores, dropout, gradient, a copy; a strip of each term's products and its gradient.
+    block = max(rows, 1) * (4 * length**2 + 2 * shape.terms * product)
+    # Each term's table by distance and its gradient; sums of the gradients of keys and values.
+    tables = 2 * shape.terms * 2 * length * width
+    return 4 * (block + tables + 2 * shape.tokens * width)
+
+
+@cache
+def local_sizes(model: ModelConfig, tp_size: int) -> tuple[tuple[str, int], ...]:
+    """Name and elements of each parameter as a rank holds it before ZeRO, padding included.
+
+    Args:
+        model: the architecture.
+        tp_size: ranks a layer is split over.
+    """
+    shapes = parameter_shapes(model).items()
+    return tuple(
+        (name, math.prod(specify(name, shape, 0, tp_size).local_shape)) for name, shape in shapes
+    )
+
+
+def local_parameters(model: ModelConfig, tp_size: int) -> int:
+    """Elements of all parameters, as ``local_sizes``."""
+    return sum(size for _, size in local_sizes(model, tp_size))
+
+
 def _states(config: RunConfig, dp_size: int) -> tuple[int, int, int, int]:
     """Weights, gradients, optimizer state and buckets of DeepSpeed (of torch at stage 0)."""
-    tp, precision = config.parallel.tensor_parallel_size, config.precision
-    count = sum(
-        math.prod(specify(name, shape, 0, tp).local_shape)
-        for name, shape in parameter_shapes(config.model).items()
-    )
+    precision = config.precision
+    count = local_parameters(config.model, config.parallel.tensor_parallel_size)
     element, stage = ELEMENT_BYTES[precision.dtype], precision.zero_stage
     share = -(-count // dp_size) if stage else count
     weights = element * (share if stage == 3 else count)
@@ -245,5 +300,6 @@ def _states(config: RunConfig, dp_size: int) -> tuple[int, int, int, int]:
     if stage and dp_size > 1:
         buckets = 2 * 4 * min(REDUCE_BUCKET_ELEMENTS, count)
     if stage == 3:
-        buckets += element * min(REDUCE_BUCKET_ELEMENTS, count)
+        # Gathered weights stay for backward while there are not more than that.
+        buckets += element * min(LIVE_ELEMENTS, count)
     return weights, gradients, optimizer, buckets

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.planning.ranks import reference_extra
 from megatron_deberta.config import ModelConfig
 from megatron_deberta.model import Execution
 from megatron_deberta.objectives import MaskedLanguageModel
@@ -55,19 +56,8 @@ CASES = {
 
 
 def beyond_the_formula(model: ModelConfig, length: int) -> float:
-    """FLOPs a token of the row that the reference backend computes and need not.
-
-    Both terms meet every slot of the table, even where a row has fewer distances, and the
-    decoder's keys meet the table in each pass.
-    """
-    slots = 2 * (model.position_buckets or model.max_relative_positions)
-    c2p, p2c = "c2p" in model.position_terms, "p2c" in model.position_terms
-    needed, done = 2 * min(length, slots) * model.hidden_size, 2 * slots * model.hidden_size
-    layers = model.num_layers - (model.mask_decoder_passes > 0)
-    extra = layers * (c2p + p2c) * (done - needed)
-    extra += model.mask_decoder_passes * c2p * MASKED_SHARE * (done - needed)
-    extra += model.mask_decoder_passes * p2c * (done - MASKED_SHARE * needed)
-    return extra
+    """FLOPs a token of the row that the reference backend computes and need not."""
+    return sum(reference_extra(model, length, MASKED_SHARE))
 
 
 def batch(length: int) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from megatron_deberta.checkpoint.hf_export import write_hf_model
 from megatron_deberta.checkpoint.hf_import import Release, open_release
 from megatron_deberta.checkpoint.legacy_bin import convert_bin
 from megatron_deberta.errors import CheckpointError
+from megatron_deberta.files import sha256_file
 from tests.support.tiny_models import V2, random_weights
 
 
@@ -136,7 +137,10 @@ def test_pickle_only_by_flag_and_only_one(model: Path) -> None:
     torch.save(tensors, model / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="--allow-pickle-weights-only"):
         read(model)
-    back = dict(read(model, allow_pickle=True).tensors())
+    with pytest.raises(CheckpointError, match="--sha256"):
+        read(model, allow_pickle=True)
+    digest = sha256_file(model / "pytorch_model.bin")
+    back = dict(read(model, allow_pickle=True, sha256=digest).tensors())
     weights = random_weights(V2)
     assert all(torch.equal(back[name], weights[name]) for name in weights)
     torch.save(tensors, model / "pytorch_model.generator.bin")
@@ -155,8 +159,9 @@ class Evil:
 def test_code_in_a_pickle_does_not_run(model: Path, tmp_path: Path) -> None:
     (model / "model.safetensors").unlink()
     torch.save({"x": Evil(tmp_path / "ran")}, model / "pytorch_model.bin")
+    digest = sha256_file(model / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="cannot be read as plain weights"):
-        read(model, allow_pickle=True)
+        read(model, allow_pickle=True, sha256=digest)
     assert not (tmp_path / "ran").exists()
     assert not (tmp_path / "weights.safetensors").exists()
 

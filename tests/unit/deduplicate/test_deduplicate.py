@@ -109,7 +109,7 @@ def test_a_chain_keeps_what_is_like_nothing_that_stays(tmp_path):
     path = write_jsonl(tmp_path / "c.jsonl", [{"text": each} for each in chain])
     run([path], tmp_path / "out", settings=Settings(threshold=0.8))
     assert [line["document"] for line in read_jsonl(tmp_path / "out" / "removed.jsonl")] == [1]
-    clusters = np.load(tmp_path / "out" / "clusters.npy")
+    clusters = np.load(tmp_path / "out" / "clusters.npy", allow_pickle=False)
     assert len(clusters) == 2
     assert len({tuple(row[2:]) for row in clusters}) == 1
 
@@ -135,7 +135,7 @@ def test_short_documents(tmp_path):
 def test_exact_only(corpus, tmp_path):
     summary = run(corpus, tmp_path / "out", settings=Settings(exact_only=True))
     assert summary["removed"] == {"exact": 40, "near": 0}
-    assert len(np.load(tmp_path / "out" / "clusters.npy")) == 0
+    assert len(np.load(tmp_path / "out" / "clusters.npy", allow_pickle=False)) == 0
 
 
 @pytest.mark.parametrize("compression", ["gz", "zst"])

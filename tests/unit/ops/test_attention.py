@@ -85,7 +85,7 @@ def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     """Runs a test with the usual blocks, and with several blocks and strips a row."""
     if request.param == "small blocks":
         monkeypatch.setitem(chunked._BLOCK_ELEMENTS, "cpu", 7 * 37)
-        monkeypatch.setattr(position_terms, "_STRIP", 5)
+        monkeypatch.setattr(position_terms, "STRIP", 5)
         monkeypatch.setattr(position_terms, "_KEY_STRIP", 11)
 
 
@@ -361,7 +361,7 @@ def test_memory_grows_with_the_length_not_its_square(
     gathered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(chunked._BLOCK_ELEMENTS, "cpu", 1 << 11)
-    monkeypatch.setattr(position_terms, "_STRIP", 8)
+    monkeypatch.setattr(position_terms, "STRIP", 8)
     monkeypatch.setattr(position_terms, "_KEY_STRIP", 64)
     largest = {}
     for length in (256, 512):

@@ -1,0 +1,246 @@
+"""One rank of a large grid, alone: its real model and its real engine, with nobody to talk to.
+
+torch's fake process group takes every collective and does nothing; a dispatch mode writes down
+what each one works on, makes gathered parts equal to this rank's own and scattered sums zero, so
+that numbers stay finite. On the ``meta`` device tensors have shapes and no values, so the 1.5B
+model runs anywhere.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron_deberta.config.schema import ModelConfig, RunConfig
+from megatron_deberta.engine.factory import build_engine
+from megatron_deberta.model import DropoutSeeds
+from megatron_deberta.parallel.topology import ProcessGroups, build_grid
+from megatron_deberta.sharding import build_model
+from megatron_deberta.train.run import DTYPES, build_rank_model
+
+WORLD_SIZE = 256
+_KINDS = {
+    "allreduce_": "all-reduce",
+    "_allgather_base_": "all-gather",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "alltoall_base_": "all-to-all",
+}
+_SCALARS = 8
+"""Elements of what ranks agree on: norms, losses, flags. The plan leaves them out."""
+
+
+class Recorder(TorchDispatchMode):
+    """Writes down collectives, and stands in for the other ranks of a gather.
+
+    Args:
+        groups: the rank grid.
+    """
+
+    def __init__(self, groups: ProcessGroups) -> None:
+        super().__init__()
+        self.calls: Counter[tuple[str, str]] = Counter()
+        self.num_bytes: Counter[tuple[str, str]] = Counter()
+        """Both by group (``tensor``, ``data``) and kind."""
+        self._names = {
+            group.group_name: name
+            for name, group in (("tensor", groups.tp_group), ("data", groups.dp_group))
+            if group is not None and group.size() > 1
+        }
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func.namespace == "c10d":
+            self._note(func.overloadpacket.__name__, args)
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, name: str, args: tuple[Any, ...]) -> None:
+        leaves = tree_leaves(args)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        largest = max(tensors, key=lambda tensor: tensor.numel())
+        boxed = next(leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject))
+        group = self._names.get(dist.ProcessGroup.unbox(boxed).group_name)
+        if group is None or (group == "data" and largest.numel() <= _SCALARS):
+            return
+        key = (group, _KINDS.get(name, name))
+        self.calls[key] += 1
+        self.num_bytes[key] += largest.numel() * largest.element_size()
+        if name == "_allgather_base_":
+            out, own = tensors
+            out.view(-1, own.numel()).copy_(own.view(1, -1).expand(out.numel() // own.numel(), -1))
+        elif name == "_reduce_scatter_base_":
+            tensors[0].zero_()
+
+
+@dataclass(kw_only=True)
+class DryRun:
+    """What one rank did."""
+
+    parameters: int
+    """Elements it holds, before ZeRO."""
+    vocabulary_rows: int
+    """Rows of the embedding that are tokens, not padding."""
+    flops: int = 0
+    """Of forward and backward, what is computed again included."""
+    collectives: dict[str, dict[str, int]] = field(default_factory=dict)
+    """``group kind`` -> calls and bytes."""
+    peak_bytes: int = 0
+    """Most that a micro batch needs beyond weights and gradients."""
+
+
+@contextmanager
+def fake_grid(rank: int, tp_size: int, device: str) -> Iterator[ProcessGroups]:
+    """The rank grid of ``WORLD_SIZE`` ranks as one of them sees it."""
+    variables = dict(os.environ)
+    # Only what DeepSpeed reads; nothing listens there.
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(WORLD_SIZE), LOCAL_RANK="0", MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="29500",
+    )  # fmt: skip
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD_SIZE)
+    try:
+        yield build_grid(tp_size, torch.device(device), datetime.timedelta(minutes=1))
+    finally:
+        dist.destroy_process_group()
+        os.environ.clear()
+        os.environ.update(variables)
+
+
+def micro_batch(config: RunConfig, device: str) -> dict[str, Any]:
+    """Inputs of a full micro batch: no padding, all masks used."""
+    rows, length = config.train.micro_batch_size, config.data.sequence_length
+    masked = torch.arange(round(config.objective.mask_probability * length), device=device)
+    masked = masked.expand(rows, -1).contiguous()
+    return {
+        "input_ids": torch.full((rows, length), 5, device=device),
+        "attention_mask": torch.ones(rows, length, dtype=torch.bool, device=device),
+        "masked_positions": masked,
+        "labels": torch.full_like(masked, 5),
+        "seeds": DropoutSeeds(1, 2, torch.arange(rows, device=device)),
+    }
+
+
+def dry_run(config: RunConfig, rank: int, *, memory: bool) -> DryRun:
+    """Build a rank's model on ``meta`` and run forward and backward of one micro batch.
+
+    Args:
+        config: the run.
+        rank: of ``WORLD_SIZE``.
+        memory: track memory, too, with the chunked backend; counts are the reference backend's,
+            which writes attention out for the counter.
+    """
+    with fake_grid(rank, config.parallel.tensor_parallel_size, "meta") as groups:
+        model = build_model(_with_backend(config, "reference"), groups, _dtype(config))
+        found = DryRun(
+            parameters=sum(parameter.numel() for parameter in model.module.parameters()),
+            vocabulary_rows=model.specs["embeddings.token.weight"].length,
+        )
+        module, inputs = model.module.train(), micro_batch(config, "meta")
+        with Recorder(groups) as recorder, FlopCounterMode(display=False) as counter:
+            module(**inputs)[0].backward()
+        found.flops = counter.get_total_flops()
+        found.collectives = _collectives(recorder)
+        if memory:
+            chunked = build_model(_with_backend(config, "chunked"), groups, _dtype(config))
+            found.peak_bytes = _peak_bytes(chunked.module.train(), inputs)
+    return found
+
+
+def _peak_bytes(module: torch.nn.Module, inputs: dict[str, Any]) -> int:
+    for parameter in module.parameters():
+        parameter.grad = torch.empty_like(parameter)
+    tracker = MemTracker()
+    tracker.track_external(module)
+    with tracker:
+        before = _total(tracker, "current")
+        module(**inputs)[0].backward()
+        return _total(tracker, "peak") - before
+
+
+def _total(tracker: MemTracker, moment: str) -> int:
+    snapshot = tracker.get_tracker_snapshot(moment)
+    return sum(int(devices["Total"]) for devices in snapshot.values())
+
+
+def engine_step(config: RunConfig, rank: int) -> dict[str, dict[str, int]]:
+    """Take DeepSpeed steps as one rank, in real memory; what the second step communicates.
+
+    Args:
+        config: the run, small enough for this machine.
+        rank: of ``WORLD_SIZE``.
+    """
+    with fake_grid(rank, config.parallel.tensor_parallel_size, "cpu") as groups:
+        with _without_votes(), Recorder(groups):
+            model = build_rank_model(config, groups)
+            engine = build_engine(config, model.module, model.specs, groups)
+            inputs = micro_batch(config, "cpu")
+            for _ in range(2):
+                with Recorder(groups) as recorder:
+                    unit = config.train.micro_batch_size * groups.dp_size
+                    for _ in range(config.train.global_batch_size // unit):
+                        loss = engine.module(**inputs)[0]
+                        engine.accumulate(loss / 1e4)
+                    outcome = engine.step(1e-4)
+                assert not outcome.skipped, "gradients overflowed; nothing was gathered"
+            engine.destroy()
+    return _collectives(recorder)
+
+
+@contextmanager
+def _without_votes() -> Iterator[None]:
+    """Let ZeRO-3 not compare its trace with ranks that do not exist."""
+    from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator
+
+    compare = coordinator.assert_ints_same_as_other_ranks
+    coordinator.assert_ints_same_as_other_ranks = lambda *_: None
+    try:
+        yield
+    finally:
+        coordinator.assert_ints_same_as_other_ranks = compare
+
+
+def reference_extra(model: ModelConfig, length: int, masked_share: float) -> tuple[float, float]:
+    """FLOPs a token of the row that the reference backend computes and need not.
+
+    Both terms meet every slot of the table, even where a row has fewer distances, and the
+    decoder's keys meet the table in each pass.
+
+    Returns:
+        Of the layers over the sequence, and of the decoder.
+    """
+    slots = 2 * (model.position_buckets or model.max_relative_positions)
+    c2p, p2c = "c2p" in model.position_terms, "p2c" in model.position_terms
+    needed, done = 2 * min(length, slots) * model.hidden_size, 2 * slots * model.hidden_size
+    layers = model.num_layers - (model.mask_decoder_passes > 0)
+    decoder = model.mask_decoder_passes * c2p * masked_share * (done - needed)
+    decoder += model.mask_decoder_passes * p2c * (done - masked_share * needed)
+    return layers * (c2p + p2c) * (done - needed), decoder
+
+
+def _collectives(recorder: Recorder) -> dict[str, dict[str, int]]:
+    return {
+        " ".join(key): {"calls": recorder.calls[key], "bytes": recorder.num_bytes[key]}
+        for key in sorted(recorder.calls)
+    }
+
+
+def _with_backend(config: RunConfig, backend: Any) -> RunConfig:
+    return replace(config, parallel=replace(config.parallel, attention_backend=backend))
+
+
+def _dtype(config: RunConfig) -> torch.dtype:
+    return DTYPES[config.precision.dtype]

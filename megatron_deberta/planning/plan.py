@@ -1,0 +1,248 @@
+"""The whole plan of a run: everything that is predicted, in one value that prints and serialises.
+
+Owns the assembly. The figures come from ``train.memory``, ``work``, ``traffic``, ``timing`` and
+``search``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from megatron_deberta.config.rules import BatchArithmetic, validate_for_world
+from megatron_deberta.config.schema import RunConfig
+from megatron_deberta.errors import ConfigError, TopologyError
+from megatron_deberta.model import count_parameters
+from megatron_deberta.observe.throughput import training_flops_per_token
+from megatron_deberta.planning.machine import (
+    CALL_SECONDS,
+    LINK_EFFICIENCY,
+    RESERVED_MEMORY,
+    Machine,
+)
+from megatron_deberta.planning.search import Search, rank_memory, search_layouts
+from megatron_deberta.planning.timing import StepTime, crosses_nodes, run_seconds, step_time
+from megatron_deberta.planning.traffic import Traffic, step_traffic
+from megatron_deberta.planning.work import RankFlops, rank_flops
+from megatron_deberta.train.memory import MemoryEstimate, local_parameters
+
+_POLICIES: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinkVolume:
+    """Traffic of an optimizer step, and what it puts on which link."""
+
+    traffic: Traffic
+    nvlink_bytes: float
+    """Sent by a rank inside its node."""
+    network_bytes: float
+    """Sent by a node, all of its ranks together, to others."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What a run costs on a machine."""
+
+    config: RunConfig
+    machine: Machine
+    world_size: int
+    batch: BatchArithmetic
+    parameters: int
+    """Of the model."""
+    rank_parameters: int
+    """Of one rank before ZeRO, padding of the vocabulary included."""
+    memory: dict[str, MemoryEstimate]
+    """Of a rank, by recomputation policy."""
+    flops_per_token: float
+    """Of the model, forward and backward, a token of a row."""
+    micro_batch_flops: RankFlops
+    """Of a rank."""
+    volumes: list[LinkVolume]
+    step: StepTime
+    seconds: float
+    """To the last step."""
+    search: Search | None
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of all ranks, of full rows."""
+        return self.batch.tokens_per_step / self.step.total
+
+    @property
+    def utilization(self) -> float:
+        """Model FLOPs over the data sheets' matrix rate: MFU, predicted."""
+        peak = self.machine.device.flops_per_second(self.config.precision.dtype) * self.world_size
+        return self.tokens_per_second * self.flops_per_token / peak
+
+    @property
+    def assumptions(self) -> list[str]:
+        """Everything that the predicted time rests on."""
+        device, dtype = self.machine.device, self.config.precision.dtype
+        offload = self.config.precision.offload_optimizer
+        return [
+            f"{device.name}: {device.flops_per_second(dtype) / 1e12:g} TFLOP/s in {dtype}, "
+            f"{device.memory_gb:g} GB at {device.memory_gb_per_second:g} GB/s (data sheet)",
+            f"forward and backward reach {device.achieved:.0%} of that rate "
+            f"({device.achieved_source}), whatever the micro batch and however narrow the layers",
+            f"NVLink {device.link_gb_per_second:g} GB/s a rank, network "
+            f"{self.machine.network_gb_per_second:g} GB/s a node, one way; collectives reach "
+            f"{LINK_EFFICIENCY:.0%} of it and take {1e6 * CALL_SECONDS:g} us each besides",
+            "tensor-parallel collectives hide behind nothing; gradients hide behind the backward "
+            "pass before them, ZeRO-3's weights behind all computation",
+            "no time for data, validation, checkpoints, stragglers and restarts",
+            f"{RESERVED_MEMORY:.0%} of device memory is left to the driver, the communication "
+            "library and fragmentation",
+            *(["moving offloaded optimizer state over PCIe takes no time"] if offload else []),
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as JSON types, with units in the names."""
+        search = self.search
+        return {
+            "world_size": self.world_size,
+            "ranks_per_node": self.machine.ranks_per_node,
+            "device": asdict(self.machine.device),
+            "layout": _layout(self.config),
+            "batch": self.batch._asdict(),
+            "parameters": self.parameters,
+            "rank_parameters": self.rank_parameters,
+            "memory_bytes": {
+                policy: {**asdict(estimate), "total": estimate.total}
+                for policy, estimate in self.memory.items()
+            },
+            "capacity_bytes": self.machine.capacity_bytes,
+            "flops_per_token": self.flops_per_token,
+            "flops_per_step": self.flops_per_token * self.batch.tokens_per_step,
+            "micro_batch_flops": self.micro_batch_flops._asdict(),
+            "communication": [
+                {
+                    **asdict(volume.traffic),
+                    "nvlink_bytes": volume.nvlink_bytes,
+                    "network_bytes": volume.network_bytes,
+                }
+                for volume in self.volumes
+            ],
+            "step_seconds": {**asdict(self.step), "total": self.step.total},
+            "tokens_per_second": self.tokens_per_second,
+            "utilization": self.utilization,
+            "days": self.seconds / 86400,
+            "assumptions": self.assumptions,
+            "layouts": []
+            if search is None
+            else [
+                {
+                    **_layout(choice.config),
+                    "days": choice.seconds / 86400,
+                    "memory_bytes": choice.memory_bytes,
+                    "overrides": choice.overrides(),
+                }
+                for choice in search.choices
+            ],
+            "refused_layouts": []
+            if search is None
+            else [asdict(refusal) for refusal in search.refusals],
+        }
+
+
+def make_plan(config: RunConfig, machine: Machine, world_size: int, *, search: bool) -> Plan:
+    """Predict a run.
+
+    Args:
+        config: the run.
+        machine: where.
+        world_size: ranks in all.
+        search: try every layout, too.
+
+    Raises:
+        ConfigError: the batch does not divide, or the device does not compute the number format.
+        TopologyError: the ranks do not divide into layers or nodes.
+    """
+    check_machine(config, machine, world_size)
+    batch = validate_for_world(config, world_size)
+    model, data, train = config.model, config.data, config.train
+    return Plan(
+        config=config,
+        machine=machine,
+        world_size=world_size,
+        batch=batch,
+        parameters=count_parameters(model),
+        rank_parameters=local_parameters(model, config.parallel.tensor_parallel_size),
+        memory={
+            policy: rank_memory(
+                replace(config, parallel=replace(config.parallel, recompute=policy)),
+                machine,
+                batch.dp_size,
+            )
+            for policy in _POLICIES
+        },
+        flops_per_token=training_flops_per_token(
+            model,
+            data.sequence_length,
+            train.micro_batch_size,
+            config.objective.mask_probability,
+        ),
+        micro_batch_flops=rank_flops(config),
+        volumes=[
+            _volume(part, config, machine, batch.dp_size)
+            for part in step_traffic(config, batch.dp_size)
+        ],
+        step=step_time(config, machine, batch.dp_size),
+        seconds=run_seconds(config, machine, batch.dp_size),
+        search=search_layouts(config, machine, world_size) if search else None,
+    )
+
+
+def check_machine(config: RunConfig, machine: Machine, world_size: int) -> None:
+    """Refuse ranks and number formats that the machine does not have.
+
+    Raises:
+        ConfigError: the device does not compute ``precision.dtype``.
+        TopologyError: the ranks do not fill nodes, or a layer would be split across them.
+    """
+    dtype = config.precision.dtype
+    if dtype not in machine.dtypes:
+        raise ConfigError(
+            f"precision.dtype={dtype} but the cluster's devices compute "
+            f"{', '.join(machine.dtypes)} only; set one of those"
+        )
+    per_node = machine.ranks_per_node
+    if world_size < 1:
+        raise TopologyError(f"--world-size {world_size}: say how many ranks, such as {per_node}")
+    if world_size > per_node and world_size % per_node:
+        below = world_size // per_node * per_node
+        raise TopologyError(
+            f"--world-size {world_size} does not fill nodes of {per_node} ranks; use {below} or "
+            f"{below + per_node}"
+        )
+    tp_size = config.parallel.tensor_parallel_size
+    if per_node % tp_size:
+        fits = [size for size in range(1, per_node + 1) if per_node % size == 0]
+        raise TopologyError(
+            f"parallel.tensor_parallel_size={tp_size} does not divide the {per_node} ranks of a "
+            f"node, so a layer would be split across nodes; use one of "
+            f"{', '.join(map(str, fits))}"
+        )
+
+
+def _volume(part: Traffic, config: RunConfig, machine: Machine, dp_size: int) -> LinkVolume:
+    tp_size = config.parallel.tensor_parallel_size
+    wire = part.wire_bytes(tp_size if part.group == "tensor" else dp_size)
+    inside = part.group == "tensor" or machine.ranks_per_node > tp_size
+    across = crosses_nodes(part.group, config, machine, dp_size)
+    return LinkVolume(
+        traffic=part,
+        nvlink_bytes=wire if inside else 0.0,
+        # A ring leaves each node once; a node takes part in as many rings as a layer has ranks.
+        network_bytes=wire * tp_size if across else 0.0,
+    )
+
+
+def _layout(config: RunConfig) -> dict[str, Any]:
+    return {
+        "tensor_parallel_size": config.parallel.tensor_parallel_size,
+        "sequence_parallel": config.parallel.sequence_parallel,
+        "recompute": config.parallel.recompute,
+        "zero_stage": config.precision.zero_stage,
+        "micro_batch_size": config.train.micro_batch_size,
+    }

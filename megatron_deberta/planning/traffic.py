@@ -1,0 +1,221 @@
+"""What one rank sends and receives in an optimizer step, by kind, by group and by purpose.
+
+Owns the list of collectives of ``sharding.apply`` and of DeepSpeed's stages. Refuses time
+(``timing.py``). Scalars that all ranks agree on (norms, losses, flags) are left out.
+
+``num_bytes`` is the tensor that a collective works on: what is reduced, what is gathered (all
+parts together), what is scattered, what is exchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_deberta.config.rules import batch_arithmetic
+from megatron_deberta.config.schema import RunConfig
+from megatron_deberta.engine.deepspeed_config import LIVE_ELEMENTS, PERSISTENCE_THRESHOLD
+from megatron_deberta.engine.optimizer import decays
+from megatron_deberta.parallel.vocab import chunk_rows
+from megatron_deberta.planning.work import masked_tokens
+from megatron_deberta.sharding.plan import vocabulary_rows
+from megatron_deberta.train.memory import ELEMENT_BYTES, local_sizes
+
+Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all"]
+Group = Literal["tensor", "data"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traffic:
+    """Collectives of one kind and purpose in an optimizer step."""
+
+    kind: Kind
+    group: Group
+    """``tensor``: inside a layer; ``data``: between replicas."""
+    purpose: str
+    """What for."""
+    calls: int
+    """How many; DeepSpeed's buckets are counted as one."""
+    num_bytes: int
+    """Of all calls together."""
+
+    def wire_bytes(self, group_size: int) -> float:
+        """Bytes that a rank sends, and receives, by the ring algorithm."""
+        passes = 2 if self.kind == "all-reduce" else 1
+        return passes * self.num_bytes * (group_size - 1) / group_size
+
+
+def step_traffic(config: RunConfig, dp_size: int) -> list[Traffic]:
+    """Everything a rank does in an optimizer step.
+
+    Args:
+        config: the run.
+        dp_size: data-parallel ranks.
+
+    Raises:
+        ConfigError: the batch does not divide.
+    """
+    micro_batches = batch_arithmetic(config, dp_size).accumulation_steps
+    found = list(tensor_parallel_traffic(config, micro_batches, device_type="cuda"))
+    return found + list(data_parallel_traffic(config, dp_size, micro_batches))
+
+
+def tensor_parallel_traffic(
+    config: RunConfig, micro_batches: int, *, device_type: str
+) -> Iterator[Traffic]:
+    """Collectives inside layers, for so many micro batches.
+
+    Args:
+        config: the run.
+        micro_batches: forward passes of a rank.
+        device_type: ``cuda`` or ``cpu``; they cut logits into chunks of other sizes.
+    """
+    tp_size = config.parallel.tensor_parallel_size
+    if tp_size == 1:
+        return
+    purposes = [*_layers(config), *_ends(config), *_decoder(config)]
+    columns = vocabulary_rows(config.model.vocab_size, tp_size)
+    masked = masked_tokens(config)
+    chunks = -(-masked // chunk_rows(masked, columns, device_type))
+    # Maxima of each token from every rank; then its sum, its label's logit and whether it is right.
+    purposes += [
+        ("all-gather", "loss", chunks, tp_size * masked * 4),
+        ("all-reduce", "loss", chunks, 3 * masked * 4),
+    ]
+    for kind, purpose, calls, num_bytes in purposes:
+        if calls:
+            yield Traffic(
+                kind=kind,
+                group="tensor",
+                purpose=purpose,
+                calls=calls * micro_batches,
+                num_bytes=num_bytes * micro_batches,
+            )
+
+
+_Purpose = tuple[Kind, str, int, int]
+"""Kind, purpose, calls and bytes of a micro batch."""
+
+
+def _hidden_bytes(config: RunConfig) -> int:
+    """Hidden states of all tokens of a micro batch."""
+    tokens = config.train.micro_batch_size * config.data.sequence_length
+    return tokens * config.model.hidden_size * ELEMENT_BYTES[config.precision.dtype]
+
+
+def _num_layers(config: RunConfig) -> int:
+    """Layers that run over the token sequence."""
+    return config.model.num_layers - (config.model.mask_decoder_passes > 0)
+
+
+def _layers(config: RunConfig) -> Iterator[_Purpose]:
+    """Attention and FFN of layers over the token sequence, and the convolution."""
+    hidden, layers = _hidden_bytes(config), _num_layers(config)
+    sequence = config.parallel.sequence_parallel
+    # Two blocks: forward sums each block's output, backward the gradient of its input.
+    passes = 3 if config.parallel.recompute == "full" else 2
+    if not sequence:
+        calls = 2 * passes * layers
+        yield "all-reduce", "layers", calls, calls * hidden
+    else:
+        for kind in ("all-gather", "reduce-scatter"):
+            yield kind, "layers", 2 * passes * layers, 2 * passes * layers * hidden
+        yield from _part_gradients(config)
+    if config.model.conv_kernel_size:
+        if sequence:
+            yield "all-gather", "convolution", 1, hidden
+            yield "reduce-scatter", "convolution", 1, hidden
+            split = hidden // config.parallel.tensor_parallel_size
+            yield "all-to-all", "convolution", 2, 2 * split
+        else:
+            yield "all-gather", "convolution", 1, hidden
+            yield "all-reduce", "convolution", 1, hidden
+
+
+def _part_gradients(config: RunConfig) -> Iterator[_Purpose]:
+    """Gradients of replicated parameters that each rank has from its own tokens only."""
+    model = config.model
+    row = model.hidden_size * ELEMENT_BYTES[config.precision.dtype]
+    # A layer has two output biases and two norms of two vectors; the embedding one norm.
+    vectors = 6 * _num_layers(config) + 2 + 2 * (model.conv_kernel_size > 0)
+    yield "all-reduce", "norms and biases", vectors, vectors * row
+    if model.absolute_positions == "input":
+        yield "all-reduce", "position embedding", 1, model.max_position_embeddings * row
+    if model.type_vocab_size:
+        yield "all-reduce", "token types", 1, model.type_vocab_size * row
+
+
+def _ends(config: RunConfig) -> Iterator[_Purpose]:
+    """Token embedding, the position table, and the end of the split sequence."""
+    model, hidden = config.model, _hidden_bytes(config)
+    row = model.hidden_size * ELEMENT_BYTES[config.precision.dtype]
+    if config.parallel.sequence_parallel:
+        yield "reduce-scatter", "embedding", 1, hidden
+        yield "all-gather", "embedding", 1, hidden
+        yield "all-gather", "encoder output", 1, hidden
+    else:
+        yield "all-reduce", "embedding", 1, hidden
+    if model.position_terms != "none":
+        slots = 2 * (model.position_buckets or model.max_relative_positions)
+        yield "all-reduce", "position table", 1, slots * row
+
+
+def _decoder(config: RunConfig) -> Iterator[_Purpose]:
+    """The mask decoder, whole on every rank, and the head."""
+    passes = config.model.mask_decoder_passes
+    row = config.model.hidden_size * ELEMENT_BYTES[config.precision.dtype]
+    picked = masked_tokens(config) * row
+    if passes:
+        # Two sums forward and two backward a pass; one for the gradient of keys and values.
+        volume = 4 * passes * picked + _hidden_bytes(config)
+        yield "all-reduce", "mask decoder", 4 * passes + 1, volume
+    yield "all-reduce", "head", 1, picked
+
+
+def data_parallel_traffic(config: RunConfig, dp_size: int, micro_batches: int) -> Iterator[Traffic]:
+    """What DeepSpeed does between replicas in an optimizer step.
+
+    Gradients travel in fp32: once a step at stages 0 and 1, after every micro batch at 2 and 3.
+    Weights are gathered after the update; at stage 3 those too large to be kept whole are gathered
+    in every forward pass and, where more than ``LIVE_ELEMENTS`` lie between, again in backward.
+
+    Args:
+        config: the run.
+        dp_size: data-parallel ranks.
+        micro_batches: forward passes of a rank.
+    """
+    if dp_size == 1:
+        return
+    stage, element = config.precision.zero_stage, ELEMENT_BYTES[config.precision.dtype]
+    tp_size = config.parallel.tensor_parallel_size
+    sizes = dict(local_sizes(config.model, tp_size))
+    # DeepSpeed pads each group of parameters to a multiple of twice the ranks.
+    groups = [
+        sum(size for name, size in sizes.items() if decays(name) is on) for on in (True, False)
+    ]
+    padded = sum(_round_up(size, 2 * dp_size) for size in groups)
+    if stage < 3:
+        reduced = padded if config.precision.dtype == "bf16" and stage == 1 else sum(groups)
+        times = micro_batches if stage == 2 else 1
+        yield _data("all-reduce", "gradients", times, times * 4 * reduced)
+        if stage:
+            yield _data("all-gather", "weights", 1, element * padded)
+        return
+    each = {name: _round_up(size, dp_size) for name, size in sizes.items()}
+    total = sum(each.values())
+    yield _data("reduce-scatter", "gradients", micro_batches, micro_batches * 4 * total)
+    kept = sum(each[name] for name, size in sizes.items() if size <= PERSISTENCE_THRESHOLD)
+    yield _data("all-gather", "small weights", 1, element * kept)
+    gathered = total - kept
+    again = max(0, gathered - LIVE_ELEMENTS // 2)
+    volume = micro_batches * element * (gathered + again)
+    yield _data("all-gather", "weights", micro_batches * (2 if again else 1), volume)
+
+
+def _data(kind: Kind, purpose: str, calls: int, num_bytes: int) -> Traffic:
+    return Traffic(kind=kind, group="data", purpose=purpose, calls=calls, num_bytes=num_bytes)
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple

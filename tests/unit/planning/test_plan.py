@@ -1,0 +1,172 @@
+"""The plan's arithmetic, its search and its refusals."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import plan_paper
+from megatron_deberta.cli.main import main
+from megatron_deberta.cluster.profile import load_profile
+from megatron_deberta.config import RunConfig, load_config
+from megatron_deberta.errors import EXIT_USAGE, ConfigError
+from megatron_deberta.planning.devices import find_device
+from megatron_deberta.planning.machine import Machine, machine_of
+from megatron_deberta.planning.plan import make_plan
+from megatron_deberta.planning.search import NEAR, search_layouts
+from megatron_deberta.planning.timing import run_seconds, step_time
+from megatron_deberta.planning.traffic import Traffic
+
+RUNS = Path(__file__).parents[3] / "configs/runs"
+DGX2 = machine_of(load_profile("dgx2"))
+
+
+@pytest.fixture(scope="module")
+def large() -> RunConfig:
+    return load_config(RUNS / "1.5b_dgx2.yaml")
+
+
+def test_a_ring_sends_all_but_its_own_part() -> None:
+    reduced = Traffic(kind="all-reduce", group="data", purpose="x", calls=1, num_bytes=800)
+    assert reduced.wire_bytes(4) == 2 * 600
+    assert replace(reduced, kind="all-gather").wire_bytes(4) == 600
+    assert reduced.wire_bytes(1) == 0
+
+
+def test_compute_is_work_over_rate(large: RunConfig) -> None:
+    plan = make_plan(large, DGX2, 256, search=False)
+    flops = plan.micro_batch_flops
+    assert plan.step.compute == pytest.approx(flops.training / (0.30 * 125e12))
+    assert plan.seconds == pytest.approx(1_000_000 * plan.step.total)
+    assert plan.batch.accumulation_steps == 1
+    # All ranks together do the model's work, and the padding of the vocabulary.
+    assert 256 * flops.training == pytest.approx(
+        plan.flops_per_token * plan.batch.tokens_per_step, rel=0.01
+    )
+    slower = machine_of(load_profile("dgx2"), achieved=0.15)
+    assert step_time(large, slower, 256).compute == pytest.approx(2 * plan.step.compute)
+
+
+def test_gradients_cross_nodes_only_where_there_are_several(large: RunConfig) -> None:
+    split = replace(large, parallel=replace(large.parallel, tensor_parallel_size=2))
+    volumes = {size: make_plan(split, DGX2, size, search=False).volumes for size in (16, 256)}
+    assert all(volume.network_bytes == 0 for volume in volumes[16])
+    for volume in volumes[256]:
+        inside = volume.traffic.group == "tensor"
+        assert (volume.network_bytes == 0) is inside
+        # Two rings pass through each node, one a rank of a layer.
+        assert inside or volume.network_bytes == pytest.approx(2 * volume.nvlink_bytes)
+
+
+def test_shorter_rows_take_less_time(large: RunConfig) -> None:
+    data = replace(large.data, short_steps=900_000, short_sequence_length=128)
+    short = replace(large, data=data)
+    assert run_seconds(short, DGX2, 256) < 0.4 * run_seconds(large, DGX2, 256)
+
+
+def test_search_prefers_the_simplest_of_the_fast(large: RunConfig) -> None:
+    search = search_layouts(large, DGX2, 256)
+    first = search.choices[0].config
+    assert (first.parallel.tensor_parallel_size, first.precision.zero_stage) == (1, 1)
+    fastest = min(choice.seconds for choice in search.choices)
+    assert search.choices[0].seconds <= NEAR * fastest
+    beyond = [choice.seconds for choice in search.choices if choice.seconds > NEAR * fastest]
+    assert beyond == sorted(beyond) == [choice.seconds for choice in search.choices][-len(beyond) :]
+    for choice in search.choices:
+        assert choice.memory_bytes <= DGX2.capacity_bytes
+        assert (
+            2048
+            % (
+                choice.config.train.micro_batch_size
+                * 256
+                // choice.config.parallel.tensor_parallel_size
+            )
+            == 0
+        )
+    (refusal,) = search.refusals
+    assert "num_heads=24" in refusal.reason
+    assert refusal.layout == "TP 16"
+
+
+def test_search_says_what_does_not_fit(large: RunConfig) -> None:
+    small = replace(DGX2, device=replace(DGX2.device, memory_gb=8))
+    search = search_layouts(large, small, 16)
+    assert any("one row needs" in refusal.reason for refusal in search.refusals)
+    assert all(choice.memory_bytes <= small.capacity_bytes for choice in search.choices)
+
+
+def plan_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    assert main(["plan", str(RUNS / "1.5b_dgx2.yaml"), "--cluster", "dgx2", *arguments]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_command_prints_json(capsys: pytest.CaptureFixture[str], large: RunConfig) -> None:
+    printed = plan_json(capsys, "--json", "--layouts", "0")
+    assert printed == json.loads(json.dumps(make_plan(large, DGX2, 256, search=False).to_dict()))
+    assert printed["world_size"] == 256
+    assert printed["layouts"] == []
+
+
+def test_command_prints_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--world-size", "32", "--layouts", "3", "parallel.tensor_parallel_size=4"]
+    assert main(["plan", str(RUNS / "1.5b_dgx2.yaml"), "--cluster", "dgx2", *arguments]) == 0
+    shown = capsys.readouterr().out
+    for text in ("accumulation 32 x DP 8", "tensor: layers", "data: gradients", "the first: "):
+        assert text in shown
+    assert "Predicted, not measured" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--world-size", "96"], ["train.global_batch_size=2048", "1536, 2304"]),
+        (["--world-size", "100"], ["--world-size 100", "96 or 112"]),
+        (["--world-size", "0"], ["--world-size 0"]),
+        (["--device", "V1000"], ["V1000", "did you mean v100?"]),
+        (["--achieved", "40"], ["--achieved 40"]),
+        (["precision.dtype=bf16"], ["precision.dtype=bf16", "fp16, fp32"]),
+        (
+            ["parallel.tensor_parallel_size=3", "cluster.ranks_per_node=0"],
+            ["tensor_parallel_size=3", "1, 2, 4, 8, 16"],
+        ),
+        (["cluster.nodes=0"], ["--world-size"]),
+    ],
+)
+def test_refusals_name_value_and_remedy(
+    arguments: list[str], named: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["plan", str(RUNS / "1.5b_dgx2.yaml"), "--cluster", "dgx2", *arguments]
+    assert main(command) == EXIT_USAGE
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    for text in named:
+        assert text in error
+
+
+def test_a_profile_without_a_device_needs_one() -> None:
+    with pytest.raises(ConfigError, match="--device"):
+        machine_of(load_profile("local"))
+    with pytest.raises(ConfigError, match="network_gbit_per_second"):
+        machine_of(load_profile("local"), "H100")
+
+
+def test_devices_are_found_by_any_name() -> None:
+    assert find_device("h200") is find_device("H200-141GB")
+    assert isinstance(DGX2, Machine)
+    assert DGX2.device is find_device("V100")
+
+
+def test_the_pages_show_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    root = RUNS.parents[1]
+    arguments = ["--cluster", "dgx2", "--layouts", "4"]
+    assert main(["plan", str(RUNS / "1.5b_dgx2.yaml"), *arguments]) == 0
+    printed = {line.rstrip() for line in capsys.readouterr().out.splitlines()}
+    section = (root / "README.md").read_text().partition("## What will it cost?")[2]
+    shown = section.split("```")[1].splitlines()[2:]
+    assert len(shown) > 10
+    assert {line for line in shown if line not in ("", "...")} <= printed
+    assert plan_paper.table() in (root / "docs/planning.md").read_text()
