@@ -196,7 +196,7 @@ def data_parallel_traffic(config: RunConfig, dp_size: int, micro_batches: int) -
     ]
     padded = sum(_round_up(size, 2 * dp_size) for size in groups)
     if stage < 3:
-        reduced = padded if config.precision.dtype == "bf16" and stage == 1 else sum(groups)
+        reduced = sum(groups)
         times = micro_batches if stage == 2 else 1
         yield _data("all-reduce", "gradients", times, times * 4 * reduced)
         if stage:
