@@ -1,0 +1,189 @@
+"""Faults in a save and in what it wrote: every system call killed or failing, damaged files."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import subprocess
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_deberta.checkpoint import store
+from megatron_deberta.checkpoint.layout import KINDS, leftovers, step_dir
+from megatron_deberta.checkpoint.reader import CheckpointReader
+from megatron_deberta.errors import CheckpointError
+from megatron_deberta.parallel.topology import single_process_groups
+from tests.support.checkpoints import logical_states, save_alone
+
+CALLS = (
+    "openat", "write", "pwrite64", "ftruncate", "fsync", "fdatasync", "rename", "renameat",
+    "renameat2", "unlink", "unlinkat", "mkdir", "mkdirat", "rmdir",
+)  # fmt: skip
+"""By which a save changes what is on the disk."""
+ERRORS = ("ENOSPC", "EIO", "EDQUOT")
+OLD, NEW = 7, 14
+DAMAGES = ("flip", "cut", "swap", "delete", "empty")
+SMALL_FILE_BYTES = 1000
+"""So that a tiny state has several files."""
+_REFUSED = 3
+_CALL = re.compile(r"(?:\[pid +\d+\] )?(\w+)\(")
+
+
+class SaveCases:
+    """Cases on checkpoints of a small state, saved by one process.
+
+    Args:
+        folder: to work in.
+        context: where saving processes are forked.
+    """
+
+    def __init__(self, folder: Path, context: ForkServerContext) -> None:
+        self._run_dir = folder / "saves"
+        self._context = context
+        self._points: list[tuple[str, int]] = []
+
+    def points(self) -> list[tuple[str, int]]:
+        """Every system call of a save and of the deletion that follows: name, number from 1."""
+        if not self._points:
+            self._begin()
+            log = self._run_dir.with_name("calls.log")
+            assert self._save_under_strace("-o", str(log)) == 0
+            numbers = dict.fromkeys(CALLS, 0)
+            for line in log.read_text().splitlines():
+                found = re.search(r"\b(\w+)\(", line)
+                if found and found[1] in numbers:
+                    numbers[found[1]] += 1
+                    self._points.append((found[1], numbers[found[1]]))
+        return self._points
+
+    def crash(self, seed: int) -> dict[str, Any]:
+        """SIGKILL as a save enters one system call; the seed counts through all of them."""
+        call, number = self.points()[seed % len(self.points())]
+        self._begin()
+        code = self._save_under_strace("-e", f"inject={call}:signal=KILL:when={number}")
+        found = self._found()
+        ok = code == -9 and found is not None and self._goes_on()
+        return {"ok": ok, "call": call, "number": number, "exit_code": code, "found": found}
+
+    def failure(self, seed: int) -> dict[str, Any]:
+        """A system call of a save fails as on a full or broken disk."""
+        draw = random.Random(f"failure {seed}")
+        call, number = draw.choice(self.points())
+        error = ERRORS[seed % len(ERRORS)]
+        self._begin()
+        code = self._save_under_strace("-e", f"inject={call}:error={error}:when={number}")
+        found = self._found()
+        # What cannot be deleted is only worth a warning.
+        told = code == _REFUSED or (code == 0 and found == NEW)
+        left = [path.name for path in leftovers(self._run_dir)] if code == _REFUSED else []
+        return {
+            "ok": told and found is not None and not left and self._goes_on(),
+            "call": call, "number": number, "error": error, "exit_code": code, "found": found,
+            "left_over": left,
+        }  # fmt: skip
+
+    def damage(self, seed: int) -> dict[str, Any]:
+        """A file of the newest checkpoint is not what was written: the one before is taken."""
+        draw = random.Random(f"damage {seed}")
+        kind = DAMAGES[seed % len(DAMAGES)]
+        self._begin(NEW)
+        newest = step_dir(self._run_dir, NEW)
+        files = sorted(path for path in newest.rglob("*") if path.is_file())
+        file = draw.choice(files)
+        content = file.read_bytes()
+        named = [newest]
+        if kind == "flip":
+            at = draw.randrange(8 * len(content))
+            changed = bytearray(content)
+            changed[at // 8] ^= 1 << at % 8
+            file.write_bytes(changed)
+        elif kind == "cut":
+            os.truncate(file, draw.randrange(len(content)))
+        elif kind == "swap":
+            other = draw.choice([path for path in files if path.read_bytes() != content])
+            file.write_bytes(other.read_bytes())
+            other.write_bytes(content)
+            named.append(other)
+        elif kind == "delete":
+            file.unlink()
+        else:
+            os.truncate(file, 0)
+        refusal = ""
+        try:
+            CheckpointReader(newest).verify()
+        except CheckpointError as error:
+            refusal = str(error)
+        told = any(str(path) in refusal for path in named)
+        found = self._found()
+        return {
+            "ok": told and found == OLD,
+            "damage": kind, "file": file.name, "refusal": refusal.replace(str(newest), "NEWEST"),
+            "found": found,
+        }  # fmt: skip
+
+    def _begin(self, *more: int) -> None:
+        shutil.rmtree(self._run_dir, ignore_errors=True)
+        store.FILE_BYTES = SMALL_FILE_BYTES
+        for step in (OLD, *more):
+            save_alone(self._run_dir, step, seed=step)
+
+    def _found(self) -> int | None:
+        """The step that a start takes, if it holds what was saved then."""
+        with suppress(CheckpointError):
+            reader = store.choose_intact(self._run_dir, single_process_groups(torch.device("cpu")))
+            if reader is not None and _holds(reader, logical_states(reader.metadata.step)):
+                return reader.metadata.step
+        return None
+
+    def _goes_on(self) -> bool:
+        """The next save works, and clears what the broken one left."""
+        save_alone(self._run_dir, NEW, seed=NEW, keep_last=1)
+        return self._found() == NEW and not leftovers(self._run_dir)
+
+    def _save_under_strace(self, *options: str) -> int | None:
+        """Save the new step, the old one being deleted after it, with a fault; exit code."""
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=_save_when_told, args=(str(self._run_dir), theirs))
+        process.start()
+        ours.recv_bytes()
+        trace = ("-e", "trace=" + ",".join(CALLS), "-e", "signal=none")
+        with subprocess.Popen(
+            ["strace", "-f", "-p", str(process.pid), *trace, *options],
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as strace:
+            assert strace.stderr is not None
+            first = strace.stderr.readline()
+            assert "attached" in first, first
+            ours.send_bytes(b"save")
+            strace.stderr.read()
+        process.join(60)
+        return process.exitcode
+
+
+def _save_when_told(run_dir: str, told: Connection) -> None:
+    store.FILE_BYTES = SMALL_FILE_BYTES
+    # What is imported late must not count as a call of the save.
+    save_alone(Path(f"{run_dir}.first"), NEW, seed=NEW, keep_last=1)
+    shutil.rmtree(f"{run_dir}.first")
+    told.send_bytes(b"ready")
+    told.recv_bytes()
+    try:
+        save_alone(Path(run_dir), NEW, seed=NEW, keep_last=1)
+    except CheckpointError:
+        os._exit(_REFUSED)
+    # Without the interpreter's own calls at its end.
+    os._exit(0)
+
+
+def _holds(reader: CheckpointReader, states: dict[str, dict[str, torch.Tensor]]) -> bool:
+    return all(
+        reader.tensor(name, kind).equal(states[name][kind]) for name in states for kind in KINDS
+    )
