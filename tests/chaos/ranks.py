@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import multiprocessing
 import os
@@ -37,7 +38,11 @@ def _become_rank(environment: dict[str, str], arguments: list[str], log: str) ->
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     from megatron_deberta.cli.main import main
 
-    sys.exit(main(arguments))
+    code = main(arguments)
+    # multiprocessing ends its processes without what they registered for their end.
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(code)
 
 
 @dataclass
