@@ -30,6 +30,7 @@ from benchmarks.attention_variants import Case  # noqa: E402
 from benchmarks.learn import VARIANTS, mean_curves  # noqa: E402
 from benchmarks.steps.parts import part_rows  # noqa: E402
 from megatron_deberta.files import write_atomically  # noqa: E402
+from tests.chaos.record import Record, table  # noqa: E402
 
 UNMEASURED = "unmeasured"
 NOTHING = "Unmeasured.\n"
@@ -443,6 +444,12 @@ def shard_damage(device: str) -> str:
     return markdown(("file", "mutations", "at opening", "by `verify`", "unnoticed"), rows)
 
 
+def faults(device: str) -> str:
+    """What the campaign of faults has passed so far."""
+    record = Record(ROOT / "benchmarks" / "results" / device / "chaos.jsonl")
+    return table(record, present=False) if record.lines() else NOTHING
+
+
 TABLES: dict[str, Callable[[str], str]] = {
     "loader": loader,
     "data-index": data_index,
@@ -461,6 +468,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "sketches": sketches,
     "profile": profile,
     "shard-damage": shard_damage,
+    "faults": faults,
 }
 
 

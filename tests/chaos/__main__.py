@@ -18,42 +18,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.chaos.ranks import fork_server
-from tests.chaos.record import CHECKPOINT_CODE, OUTPUT, TRAINING_CODE, Record, code_digest
+from tests.chaos.record import CASES, OUTPUT, Record, code_digest, table
 from tests.chaos.saves import SaveCases
 from tests.chaos.training import TrainingCases
 from tests.support.jobs import prepare
-
-ALL_POINTS = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A kind of fault.
-
-    Attributes:
-        title: for the table.
-        count: of the whole campaign; 0 is every system call of a save.
-        packages: of megatron_deberta, whose change makes lines void.
-    """
-
-    title: str
-    count: int
-    packages: tuple[str, ...]
-
-
-CASES = {
-    "kill-one": Case("SIGKILL of one rank of four", 200, TRAINING_CODE),
-    "kill-all": Case("SIGKILL of all four ranks", 50, TRAINING_CODE),
-    "preempt": Case("SIGTERM, SIGUSR1 or SIGUSR2 to one or all ranks", 100, TRAINING_CODE),
-    "save-crash": Case("SIGKILL at a system call of a save", ALL_POINTS, CHECKPOINT_CODE),
-    "save-failure": Case("ENOSPC, EIO or EDQUOT at a system call", 100, CHECKPOINT_CODE),
-    "damage": Case("checkpoint flipped, cut, swapped, deleted, emptied", 1000, CHECKPOINT_CODE),
-}
 
 
 class Campaign:
@@ -89,23 +61,6 @@ class Campaign:
         return {**outcome, "duration_seconds": round(time.monotonic() - began, 2)}
 
 
-def summary(record: Record) -> str:
-    """n/N by kind of fault, of lines about the present code, as a Markdown table."""
-    rows = ["| fault | passed / done | of | slowest |", "| --- | --- | --- | --- |"]
-    for name, case in CASES.items():
-        lines = list(record.valid(name, code_digest(case.packages)).values())
-        passed = sum(line["ok"] for line in lines)
-        slowest = ", ".join(
-            f"{key.removesuffix('_seconds')} {max(line[key] for line in lines)} s"
-            for key in ("survivors_seconds", "stop_seconds")
-            if lines and key in lines[0]
-        )
-        count = case.count or "every point"
-        done = f"{passed} / {len(lines)}" if lines else "not run"
-        rows.append(f"| {case.title} (`{name}`) | {done} | {count} | {slowest} |")
-    return "\n".join(rows) + "\n"
-
-
 def main() -> int:
     """Do what is missing; 1 if a case failed."""
     parser = argparse.ArgumentParser(
@@ -123,7 +78,7 @@ def main() -> int:
         parser.error(f"{unknown[0]}: no such case; there are {', '.join(CASES)}")
     record = Record(args.output)
     if args.summary:
-        print(summary(record), end="")
+        print(table(record, present=True), end="")
         return 0
     end = time.monotonic() + args.seconds
     folder = Path(tempfile.mkdtemp(prefix="chaos."))

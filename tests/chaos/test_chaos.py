@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.__main__ import CASES, summary
 from tests.chaos.ranks import fork_server
-from tests.chaos.record import Record, code_digest
+from tests.chaos.record import CASES, Record, code_digest, table
 from tests.chaos.saves import SaveCases
 from tests.chaos.training import TrainingCases
 from tests.support.jobs import prepare
@@ -66,5 +65,5 @@ def test_lines_about_other_code_do_not_count(tmp_path: Path) -> None:
     record.append("damage", 0, code, {"ok": True})
     record.append("damage", 1, "another", {"ok": True})
     assert list(record.valid("damage", code)) == [0]
-    assert "(`damage`) | 1 / 1 | 1000 |" in summary(record)
-    assert "(`kill-one`) | not run | 200 |" in summary(record)
+    assert "(`damage`) | 1 / 1 | 1000 |" in table(record, present=True)
+    assert "(`kill-one`) | not run | 200 |" in table(record, present=True)
