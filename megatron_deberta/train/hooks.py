@@ -72,7 +72,8 @@ class LogHook:
     def after_step(self, event: StepEvent) -> None:
         """Record the mean loss since the last record, and the rest of the last step."""
         self._meter.step_done()
-        self._losses.append(event.result.loss)
+        if event.result.skip in (None, "overflow"):
+            self._losses.append(event.result.loss)
         step = event.state.step
         self._console.advance(step)
         if event.result.skip is not None:
@@ -98,9 +99,11 @@ class LogHook:
 
     def _record(self, step: int, result: StepResult) -> StepRecord:
         speed = self._meter.lap()
+        # Where no update was made, the step's own loss is all there is to tell.
+        losses = self._losses or [result.loss]
         return StepRecord(
             step=step,
-            loss=sum(self._losses) / len(self._losses),
+            loss=sum(losses) / len(losses),
             learning_rate=result.learning_rate,
             grad_norm=result.outcome.grad_norm,
             loss_scale=result.outcome.loss_scale,

@@ -66,6 +66,11 @@ from megatron_deberta.errors import ConfigError, TopologyError
         (["train.run_dir="], ["train.run_dir"]),
         (["train.seed=-1"], ["train.seed=-1"]),
         (["precision.initial_loss_scale_power=40"], ["initial_loss_scale_power=40"]),
+        (["guard.spike_sigmas=2"], ["guard.spike_sigmas=2", "use 6"]),
+        (["guard.spike_warmup=200"], ["guard.spike_warmup=200", "spike_window=128"]),
+        (["guard.max_skips=0"], ["guard.max_skips=0", "above 0"]),
+        (["guard.max_skips=500"], ["guard.max_skips=500", "use 128"]),
+        (["checkpoint.keep_every=2500"], ["keep_every=2500", "save_every=1000", "use 3000"]),
         (
             ["cluster.ranks_per_node=8", "parallel.tensor_parallel_size=3"],
             ["tensor_parallel_size=3", "ranks_per_node=8", "1, 2, 4, 8"],

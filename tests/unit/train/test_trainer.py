@@ -232,9 +232,14 @@ def test_validates_when_due_and_when_finished_but_not_against_a_deadline(ending:
 class Written:
     def __init__(self) -> None:
         self.records: list[tuple[int, dict[str, Any]]] = []
+        self.skips: list[tuple[int, dict[str, Any]]] = []
+        self.notes: list[str] = []
 
-    def write(self, step: int, values: dict[str, Any]) -> None:
-        self.records.append((step, values))
+    def write(self, step: int, values: dict[str, Any], kind: str = "train") -> None:
+        (self.records if kind == "train" else self.skips).append((step, values))
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
 
     def advance(self, step: int) -> None:
         pass
@@ -251,3 +256,13 @@ def test_logs_the_mean_loss_since_the_last_record_and_always_the_end() -> None:
     assert [(step, values["loss"]) for step, values in written.records] == [(2, 1.5), (3, 5.0)]
     assert written.records[-1][1]["consumed_samples"] == 12
     assert written.records[-1][1]["grad_norm"] == 0.5
+
+
+def test_a_skipped_update_is_recorded_and_shown_whether_a_record_is_due_or_not() -> None:
+    written: Any = Written()
+    hook = LogHook(5, 9, meter(), written, written)
+    skipped = replace(result(61.25), skip="loss spike", outcome=StepOutcome(3.5, True, 1.0))
+    hook.after_step(replace(event(2), result=skipped))
+    assert written.records == []
+    assert written.skips == [(2, {"skip": "loss spike", "loss": 61.25, "grad_norm": 3.5})]
+    assert written.notes == ["step 2: no update, loss spike | loss 61.2500 | grad norm 3.500"]

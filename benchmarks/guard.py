@@ -1,0 +1,122 @@
+"""What the numeric guard costs, and how often it skips an update that was fine.
+
+  python -m benchmarks.guard --output benchmarks/results/cpu/guard.json
+
+A small model learns real text for some thousand steps with the default limits; every skip there is
+a false one. Then the same losses and norms are judged again, each with a spike of ten standard
+deviations put in its place. Costs are of one process: judging a step, and the checksums of the
+weights of the paper's base model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.measuring import write_json
+from benchmarks.provenance import provenance
+from megatron_deberta.cli.main import main as command
+from megatron_deberta.config import GuardConfig, load_config
+from megatron_deberta.engine.protocol import StepOutcome
+from megatron_deberta.model.shapes import parameter_shapes
+from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
+from megatron_deberta.train.guard import Guard
+from megatron_deberta.train.replicas import checksum
+from tests.support.jobs import prepare
+
+ROOT = Path(__file__).parents[1]
+
+
+def train(folder: Path, steps: int) -> list[dict[str, Any]]:
+    """Metric records of a run with the default guard."""
+    run, run_dir = prepare(folder), folder / "run"
+    arguments = [
+        "pretrain", str(run), f"train.run_dir={run_dir}", f"train.steps={steps}",
+        "precision.engine=plain", "train.eval_every=0", "data.ledger=false", "data.num_workers=0",
+        "train.micro_batch_size=8", "checkpoint.save_every=0", "log.level=warning",
+        "optimizer.learning_rate=2.0e-3", f"optimizer.warmup_steps={steps // 10}",
+    ]  # fmt: skip
+    assert command(arguments) == 0
+    return read_metrics(run_dir / FILE_NAME)
+
+
+def found_spikes(numbers: list[float], every: int = 20) -> tuple[int, int]:
+    """Put a spike of ten deviations at every so many steps; how many there were and were found."""
+    config = GuardConfig()
+    guard, found, planted = Guard(config), 0, 0
+    for step, number in enumerate(numbers, start=1):
+        window = guard.state.losses
+        if len(window) >= config.spike_warmup and step % every == 0:
+            planted += 1
+            spike = statistics.fmean(window) + 10 * max(
+                statistics.pstdev(window), 0.01 * statistics.fmean(window)
+            )
+            found += guard.judge_loss(spike) == "loss spike"
+        guard.settle(step, number, StepOutcome(1.0, False, 1.0), None)
+    return planted, found
+
+
+def judging_seconds(repeats: int = 500) -> float:
+    """Median time of one step's judgements with a full window."""
+    guard, times = Guard(GuardConfig()), []
+    for step in range(1, repeats):
+        start = time.perf_counter()
+        guard.judge_loss(2.0 + step % 3)
+        guard.norm_limit()
+        guard.settle(step, 2.0 + step % 3, StepOutcome(1.0, False, 1.0), None)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[200:])
+
+
+def checksum_seconds(repeats: int = 5) -> tuple[int, float]:
+    """Parameters of the base model, and the median time of all their checksums."""
+    shapes = parameter_shapes(load_config(str(ROOT / "configs" / "models" / "base.yaml"), []).model)
+    weights = [nn.Parameter(torch.randn(shape)) for shape in shapes.values()]
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        torch.stack([checksum(weight) for weight in weights]).tolist()
+        times.append(time.perf_counter() - start)
+    return sum(weight.numel() for weight in weights), statistics.median(times)
+
+
+def measure(steps: int) -> dict[str, Any]:
+    """All of it."""
+    with tempfile.TemporaryDirectory() as folder:
+        records = train(Path(folder), steps)
+    torch.use_deterministic_algorithms(False)
+    losses = [record["loss"] for record in records if record["kind"] == "train"]
+    norms = [record["grad_norm"] for record in records if record["kind"] == "train"]
+    parameters, seconds = checksum_seconds()
+    result: dict[str, Any] = {
+        "steps": len(losses),
+        "loss": {"first": losses[0], "last": losses[-1]},
+        "false_skips": [record for record in records if record["kind"] == "guard"],
+        "judging_seconds": judging_seconds(),
+        "checksum": {"parameters": parameters, "dtype": "fp32", "seconds": seconds},
+    }
+    for name, numbers in (("loss", losses), ("gradient norm", norms)):
+        planted, found = found_spikes(numbers)
+        result[f"spikes in the {name}"] = {"planted": planted, "found": found}
+    return result
+
+
+def main() -> int:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description="Cost and errors of the numeric guard.")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=10_000)
+    args = parser.parse_args()
+    write_json(args.output, {"provenance": provenance(), "results": measure(args.steps)})
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

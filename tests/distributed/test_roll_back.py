@@ -1,0 +1,85 @@
+"""Going back to a checkpoint on real ranks: state, position and memory, and again after a kill."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_deberta.checkpoint import store
+from megatron_deberta.checkpoint.background import Saver
+from megatron_deberta.checkpoint.layout import committed_steps
+from megatron_deberta.checkpoint.retention import Retention
+from megatron_deberta.engine import deepspeed_config
+from megatron_deberta.engine.factory import build_engine
+from megatron_deberta.errors import NumericsError
+from megatron_deberta.train.guard import Guard, GuardState
+from megatron_deberta.train.roll_back import resumed_position, roll_back
+from megatron_deberta.train.run import build_rank_model
+from megatron_deberta.train.state import TrainState
+from megatron_deberta.train.step import TrainStep
+from tests.support.checkpoints import metadata
+from tests.support.layout_matrix import Layout, micro_batches, run_config
+from tests.support.ranks import RankPool, grid
+
+LAYOUTS = [Layout(2, 1, False, "none"), Layout(1, 3, False, "none")]
+
+
+def there_and_back(rank: int, layout: Layout, run_dir: str) -> dict[str, Any]:
+    """Five steps with checkpoints after two and four, and back from trouble at the fourth."""
+    deepspeed_config.PERSISTENCE_THRESHOLD = 0
+    config = run_config(layout)
+    config = replace(config, train=replace(config.train, run_dir=run_dir))
+    groups = grid(layout.tp_size)
+    model = build_rank_model(config, groups)
+    engine = build_engine(config, model.module, model.specs, groups)
+    guard = Guard.of_run(config)
+    take, saver = (
+        TrainStep(engine, config, groups, guard),
+        Saver(run_dir, engine, model.specs, groups),
+    )
+    losses = []
+    for step in range(5):
+        losses.append(take(step, micro_batches(step, groups)).loss)
+        if step in (1, 3):
+            known = replace(metadata(step + 1, config), guard=asdict(guard.state))
+            saver.save(known, Retention())
+    window = list(guard.state.losses)
+    guard.state.skips = [4, 5]
+    state, memory, done = roll_back(config, groups, engine, model.specs, TrainState(5, 40), guard)
+    again = TrainStep(engine, config, groups, Guard.of_run(config, memory))
+    repeated = again(2, micro_batches(2, groups)).loss
+    # Another process finds the same, and an older checkpoint nothing of it.
+    reader = store.choose_intact(run_dir, groups)
+    assert reader is not None
+    found = resumed_position(config, groups, reader)
+    nowhere = Guard.of_run(config, GuardState(skips=[2]))
+    with pytest.raises(NumericsError, match="no checkpoint from before"):
+        roll_back(config, groups, engine, model.specs, TrainState(5, 40), nowhere)
+    engine.destroy()
+    assert memory.losses[:2] == window[:2]
+    return {
+        "losses": losses,
+        "repeated": repeated,
+        "state": state,
+        "done": asdict(done),
+        "found": found,
+        "memory": (memory.rollbacks, memory.vain_rollbacks, memory.trouble_step, memory.skips),
+    }
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_the_run_is_where_the_checkpoint_was_and_its_data_goes_on(
+    four_ranks: RankPool, tmp_path: Path, layout: Layout
+) -> None:
+    for rank in four_ranks.run(there_and_back, layout, str(tmp_path)):
+        assert rank["repeated"] == rank["losses"][2]
+        assert rank["state"] == TrainState(2, 40)
+        assert (rank["done"]["step"], rank["done"]["skipped"]) == (2, 2)
+        assert rank["memory"] == (1, 1, 5, [])
+        state, memory = rank["found"]
+        assert state == TrainState(2, 40)
+        assert (memory.rollbacks, memory.skips, len(memory.losses)) == (1, [], 2)
+    assert committed_steps(tmp_path) == [2]
