@@ -1,6 +1,6 @@
 """What the numeric guard costs, and how often it skips an update that was fine.
 
-  python -m benchmarks.guard --output benchmarks/results/cpu/guard.json
+  python -m benchmarks.guard --work /tmp/guard --output benchmarks/results/cpu/guard.json
 
 A small model learns real text for some thousand steps with the default limits; every skip there is
 a false one. Then the same losses and norms are judged again, each with a spike of ten standard
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -35,12 +34,15 @@ ROOT = Path(__file__).parents[1]
 
 
 def train(folder: Path, steps: int) -> list[dict[str, Any]]:
-    """Metric records of a run with the default guard."""
-    run, run_dir = prepare(folder), folder / "run"
+    """Metric records of a run with the default guard; one that was broken off goes on."""
+    folder.mkdir(parents=True, exist_ok=True)
+    run, run_dir = folder / "run.yaml", folder / "run"
+    if not run.exists():
+        prepare(folder)
     arguments = [
         "pretrain", str(run), f"train.run_dir={run_dir}", f"train.steps={steps}",
         "precision.engine=plain", "train.eval_every=0", "data.ledger=false", "data.num_workers=0",
-        "train.micro_batch_size=8", "checkpoint.save_every=0", "log.level=warning",
+        "train.micro_batch_size=8", "checkpoint.save_every=250", "log.level=warning",
         "optimizer.learning_rate=2.0e-3", f"optimizer.warmup_steps={steps // 10}",
     ]  # fmt: skip
     assert command(arguments) == 0
@@ -87,10 +89,9 @@ def checksum_seconds(repeats: int = 5) -> tuple[int, float]:
     return sum(weight.numel() for weight in weights), statistics.median(times)
 
 
-def measure(steps: int) -> dict[str, Any]:
+def measure(folder: Path, steps: int) -> dict[str, Any]:
     """All of it."""
-    with tempfile.TemporaryDirectory() as folder:
-        records = train(Path(folder), steps)
+    records = train(folder, steps)
     torch.use_deterministic_algorithms(False)
     losses = [record["loss"] for record in records if record["kind"] == "train"]
     norms = [record["grad_norm"] for record in records if record["kind"] == "train"]
@@ -112,9 +113,10 @@ def main() -> int:
     """Measure and write."""
     parser = argparse.ArgumentParser(description="Cost and errors of the numeric guard.")
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--work", type=Path, required=True, help="folder of the run")
+    parser.add_argument("--steps", type=int, default=3000)
     args = parser.parse_args()
-    write_json(args.output, {"provenance": provenance(), "results": measure(args.steps)})
+    write_json(args.output, {"provenance": provenance(), "results": measure(args.work, args.steps)})
     return 0
 
 

@@ -95,6 +95,13 @@ def test_a_full_disk_keeps_the_last_checkpoint(
     assert code == EXIT_FAILURE
     assert "step_00000004 was not saved" in error
     assert "MiB needed" in error
+    # Trained on through the checkpoint of step 3; the last one has to be written all the same.
+    code, error = pretrain(
+        "train.stop_after=4", "checkpoint.save_every=1", "checkpoint.on_failure=continue"
+    )
+    assert code == EXIT_FAILURE
+    assert error.count("training on until the next") == 1
+    assert "step_00000004 was not saved" in error.splitlines()[-1]
     left = [path.name for path in checkpoints_dir(tmp_path / "run").iterdir()]
     assert left == ["step_00000002"]
 
