@@ -11,6 +11,7 @@ weights of the paper's base model.
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import time
 from pathlib import Path
@@ -49,20 +50,38 @@ def train(folder: Path, steps: int) -> list[dict[str, Any]]:
     return read_metrics(run_dir / FILE_NAME)
 
 
-def found_spikes(numbers: list[float], every: int = 20) -> tuple[int, int]:
-    """Put a spike of ten deviations at every so many steps; how many there were and were found."""
+def found_spikes(numbers: list[float], kind: str, every: int = 20) -> dict[str, int]:
+    """Put a spike of ten deviations at every so many steps; how many there were and were found.
+
+    Args:
+        numbers: by step.
+        kind: ``loss``, or ``norm``, whose deviations are those of the logarithm.
+        every: steps between spikes.
+    """
     config = GuardConfig()
     guard, found, planted = Guard(config), 0, 0
     for step, number in enumerate(numbers, start=1):
-        window = guard.state.losses
-        if len(window) >= config.spike_warmup and step % every == 0:
+        loss, norm = (number, 1.0) if kind == "loss" else (1.0, number)
+        past = guard.state.losses if kind == "loss" else list(map(math.log, guard.state.norms))
+        if len(past) >= config.spike_warmup and step % every == 0:
             planted += 1
-            spike = statistics.fmean(window) + 10 * max(
-                statistics.pstdev(window), 0.01 * statistics.fmean(window)
-            )
-            found += guard.judge_loss(spike) == "loss spike"
-        guard.settle(step, number, StepOutcome(1.0, False, 1.0), None)
-    return planted, found
+            spike = statistics.fmean(past) + 10 * statistics.pstdev(past)
+            if kind == "loss":
+                found += guard.judge_loss(spike) is not None
+            else:
+                found += math.exp(spike) > guard.norm_limit()
+        guard.settle(step, loss, StepOutcome(norm, False, 1.0), None)
+    return {"planted": planted, "found": found}
+
+
+def linear_skips(norms: list[float]) -> int:
+    """How many of the norms would be spikes if they were not compared by logarithm."""
+    guard, skips = Guard(GuardConfig()), 0
+    for step, norm in enumerate(norms, start=1):
+        skip = guard.judge_loss(norm)
+        skips += skip is not None
+        guard.settle(step, norm, StepOutcome(1.0, False, 1.0), skip)
+    return skips
 
 
 def judging_seconds(repeats: int = 500) -> float:
@@ -103,9 +122,9 @@ def measure(folder: Path, steps: int) -> dict[str, Any]:
         "judging_seconds": judging_seconds(),
         "checksum": {"parameters": parameters, "dtype": "fp32", "seconds": seconds},
     }
-    for name, numbers in (("loss", losses), ("gradient norm", norms)):
-        planted, found = found_spikes(numbers)
-        result[f"spikes in the {name}"] = {"planted": planted, "found": found}
+    result["spikes in the loss"] = found_spikes(losses, "loss")
+    result["spikes in the norm"] = found_spikes(norms, "norm")
+    result["false_skips_without_logarithm"] = linear_skips(norms)
     return result
 
 

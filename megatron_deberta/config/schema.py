@@ -197,8 +197,8 @@ class GuardConfig:
     non_finite: Literal["skip", "stop"] = "skip"
     """A loss or gradient that is not finite: ``skip`` the update, or ``stop`` the run."""
     spike_sigmas: float = 6.0
-    """Skip updates whose loss or gradient norm is this many standard deviations above the mean of
-    the last updates; 0 skips none."""
+    """Skip updates whose loss, or whose gradient norm's logarithm, is this many standard deviations
+    above the mean of the last updates; 0 skips none."""
     spike_window: int = 128
     """How many last updates that mean is taken over."""
     spike_warmup: int = 64

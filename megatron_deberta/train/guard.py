@@ -21,6 +21,8 @@ Skip = Literal["loss not finite", "gradient not finite", "loss spike", "gradient
 
 LEAST_DEVIATION = 0.01
 """Share of the mean that counts as a standard deviation where the window is quieter than that."""
+_TINY = 1e-30
+"""Stands for a gradient norm of zero, which has no logarithm."""
 
 
 @dataclass(slots=True)
@@ -82,8 +84,13 @@ class Guard:
         return "loss spike" if loss > self._limit(self.state.losses) else None
 
     def norm_limit(self) -> float:
-        """Largest gradient norm with which an update is made."""
-        return self._limit(self.state.norms)
+        """Largest gradient norm with which an update is made.
+
+        Norms are compared by their logarithms: they vary by factors, and with small batches their
+        upper tail is so long that ordinary steps would be spikes otherwise.
+        """
+        logarithms = [math.log(max(norm, _TINY)) for norm in self.state.norms]
+        return math.exp(self._limit(logarithms, scale=1.0))
 
     def judge_outcome(self, outcome: StepOutcome) -> Skip | None:
         """Why the engine skipped an update whose loss was allowed; None if it did not."""
@@ -129,9 +136,9 @@ class Guard:
         """Checkpoints up to this step are of before the present trouble; inf without any."""
         return self.state.skips[0] - 1 if self.state.skips else math.inf
 
-    def _limit(self, window: Sequence[float]) -> float:
+    def _limit(self, window: Sequence[float], scale: float = 0.0) -> float:
         if self._config.spike_sigmas == 0 or len(window) < self._config.spike_warmup:
             return math.inf
         mean = statistics.fmean(window)
-        deviation = max(statistics.pstdev(window, mean), LEAST_DEVIATION * abs(mean))
+        deviation = max(statistics.pstdev(window, mean), LEAST_DEVIATION * (scale or abs(mean)))
         return mean + self._config.spike_sigmas * deviation

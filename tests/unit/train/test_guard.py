@@ -71,6 +71,18 @@ def test_what_was_skipped_does_not_raise_the_limit() -> None:
     assert guard.state.losses == window
 
 
+def test_norms_are_compared_by_factors() -> None:
+    guard = Guard(CONFIG)
+    for step in range(1, 21):
+        guard.settle(step, 1.0, taken(4.0 if step % 2 else 1.0), None)
+    # The logarithms' mean is that of 2, their deviation a factor of 2.
+    assert guard.norm_limit() == pytest.approx(2.0 * 2.0**6)
+    quiet = Guard(CONFIG)
+    for step in range(1, 21):
+        quiet.settle(step, 1.0, taken(0.0 if step < 3 else 1.0), None)
+    assert 1.0 < quiet.norm_limit() < math.inf
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_clean_noise_is_never_skipped_and_spikes_of_ten_deviations_always(seed: int) -> None:
     losses = noise(2000, seed)
