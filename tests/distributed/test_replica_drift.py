@@ -18,9 +18,7 @@ from megatron_deberta.train.step import TrainStep
 from tests.support.layout_matrix import Layout, micro_batches, run_config
 from tests.support.ranks import RankPool, grid
 
-LAYOUTS = [
-    Layout(tp, zero, tp > 1, "none") for tp, zero in ((1, 0), (2, 1), (4, 2), (2, 3), (1, 1))
-]
+LAYOUTS = [Layout(tp, zero, tp > 1, "none") for tp, zero in ((1, 0), (2, 1), (4, 2), (2, 3))]
 
 
 def healthy(rank: int, layout: Layout, dtype: str) -> int:
@@ -41,8 +39,9 @@ def healthy(rank: int, layout: Layout, dtype: str) -> int:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_no_false_alarm(four_ranks: RankPool, layout: Layout) -> None:
-    for dtype in ("fp32", "bf16") if layout.zero_stage else ("fp32",):
-        assert min(four_ranks.run(healthy, layout, dtype)) > 10
+    # Sixteen bits where DeepSpeed can do them rightly: rounding must not differ between ranks.
+    dtype = "bf16" if layout.zero_stage else "fp32"
+    assert min(four_ranks.run(healthy, layout, dtype)) > 10
 
 
 def flips(rank: int, tp_size: int, number: int) -> list[str]:

@@ -95,18 +95,16 @@ def test_repeated_skips_go_back_and_leave_the_data_out(
     assert (status.skipped_updates, status.rollbacks) == (2, 1)
     assert "1 roll-back" in describe(status)
 
-    # Killed before and after the next checkpoint, the run is the same.
-    for stop_at in (5, 7):
-        broken = tmp_path / f"broken{stop_at}"
-        with monkeypatch.context() as patch:
-            killed_at(patch, stop_at)
-            with pytest.raises(Killed):
-                pretrain(*GUARDED, run_dir=broken.name)
-        poison(monkeypatch, samples_of(range(6, 8)))
-        assert pretrain(*GUARDED, run_dir=broken.name)[0] == EXIT_DONE
-        assert losses(broken) == losses(run_dir)
-        assert read_ledger(broken / "ledger") == ledger
-        assert_same_checkpoints(broken, run_dir, 12)
+    # Killed before the next checkpoint, it goes on from the same one with the same data left out.
+    broken = tmp_path / "broken"
+    with monkeypatch.context() as patch:
+        killed_at(patch, 5)
+        with pytest.raises(Killed):
+            pretrain(*GUARDED, run_dir=broken.name)
+    assert pretrain(*GUARDED, run_dir=broken.name)[0] == EXIT_DONE
+    assert losses(broken) == losses(run_dir)
+    assert read_ledger(broken / "ledger") == ledger
+    assert_same_checkpoints(broken, run_dir, 12)
 
 
 def killed_at(patch: pytest.MonkeyPatch, step: int) -> None:
