@@ -6,11 +6,12 @@ is refused, so that a new one has to be thought about.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from megatron_deberta.checkpoint.layout import KINDS
 from megatron_deberta.config import config_from_dict, config_to_dict
-from megatron_deberta.config.schema import RunConfig
+from megatron_deberta.config.schema import ClusterConfig, RunConfig
 from megatron_deberta.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -59,9 +60,7 @@ FREE = frozenset(
         "log.every",
         "log.tensorboard",
         "log.level",
-        "cluster.nodes",
-        "cluster.ranks_per_node",
-        "cluster.timeout_minutes",
+        *(f"cluster.{field.name}" for field in fields(ClusterConfig)),
     }
 )
 """Keys that may change."""

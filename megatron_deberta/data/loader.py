@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import functools
 import multiprocessing
+import os
 import signal
 import threading
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,7 @@ from megatron_deberta.data.batch import Batch
 from megatron_deberta.data.collate import FILLER, Builder
 from megatron_deberta.data.sampler import StepSampler
 from megatron_deberta.errors import DataError
+from megatron_deberta.processes import die_with_parent
 
 _WORKER_DIED = "exited unexpectedly"
 """What torch says, in a RuntimeError, of a worker that is gone."""
@@ -111,7 +113,7 @@ class TrainLoader:
             pin_memory=self._pin_memory,
             prefetch_factor=ahead,
             multiprocessing_context="fork" if workers else None,
-            worker_init_fn=_ignore_signals,
+            worker_init_fn=functools.partial(_become_worker, os.getpid()),
         )
         if workers:
             # What the first sample makes the rank draw up, workers share instead of drawing anew.
@@ -213,11 +215,13 @@ def _unchanged(batch: Any) -> Any:
     return batch
 
 
-def _ignore_signals(worker: int) -> None:
+def _become_worker(rank_pid: int, worker: int) -> None:
     """Leave signals to the rank, which still needs batches between SIGTERM and its checkpoint.
 
-    The rank kills its workers when it is done; they end by themselves when the rank is gone.
+    The rank kills its workers when it is done, and the kernel when the rank is gone: other ranks
+    learn of that only once nobody holds its sockets any more.
     """
+    die_with_parent(rank_pid)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)

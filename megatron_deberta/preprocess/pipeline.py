@@ -7,7 +7,6 @@ Refuses to go on with a changed input, tokenizer or option; and to wait for a pr
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import hashlib
 import json
 import multiprocessing
@@ -32,10 +31,10 @@ from megatron_deberta.preprocess.sources import Source
 from megatron_deberta.preprocess.units import UNIT_BYTES, UnitQueue, plan_segments
 from megatron_deberta.preprocess.worker import Job, encode_units
 from megatron_deberta.preprocess.workfolder import WorkFolder
+from megatron_deberta.processes import die_with_parent
 from megatron_deberta.tokenizer import Tokenizer, load_tokenizer
 
 _LOOK_SECONDS = 0.1
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -202,9 +201,7 @@ def _run_worker(
 ) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     # Nobody waits for a worker whose parent was killed.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        return
+    die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with _disk_errors(share.output.output):

@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
@@ -38,10 +39,16 @@ def _become_rank(environment: dict[str, str], arguments: list[str], log: str) ->
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     from megatron_deberta.cli.main import main
 
-    code = main(arguments)
-    # multiprocessing ends its processes without what they registered for their end.
+    code = 1
+    try:
+        code = main(arguments)
+    except BaseException:
+        traceback.print_exc()
+    # As an interpreter ends: multiprocessing would wait for loader processes, which end only when
+    # what was registered for the end is done.
     atexit._run_exitfuncs()
     sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(code)
 
 

@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -130,9 +131,9 @@ class SaveCases:
 
     def _begin(self, *more: int) -> None:
         shutil.rmtree(self._run_dir, ignore_errors=True)
-        store.FILE_BYTES = SMALL_FILE_BYTES
-        for step in (OLD, *more):
-            save_alone(self._run_dir, step, seed=step)
+        with mock.patch.object(store, "FILE_BYTES", SMALL_FILE_BYTES):
+            for step in (OLD, *more):
+                save_alone(self._run_dir, step, seed=step)
 
     def _found(self) -> int | None:
         """The step that a start takes, if it holds what was saved then."""

@@ -204,6 +204,7 @@ def test_metrics_are_numbers_a_program_can_read(pretrain: Run, tmp_path: Path) -
         (1, "train"),
         (2, "train"),
         (2, "validation"),
+        (2, "checkpoint"),
     ]
     for record in records[1:3]:
         assert float.fromhex(float(record["loss"]).hex()) == record["loss"] > 0

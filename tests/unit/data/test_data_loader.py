@@ -181,20 +181,31 @@ def test_killed_worker_is_an_error(config, vocabulary):
 EXIT_WITH_LIVE_WORKERS = """
 import sys
 sys.path.insert(0, {folder!r})
-import pickle
+import os, pickle, signal, time
 loader = pickle.loads(bytes.fromhex({loader!r}))
 steps = iter(loader)
 next(steps)
-raise SystemExit(3)
+print(time.time(), flush=True)
+{end}
 """
 
 
-def test_rank_that_ends_with_workers_alive_ends_at_once(config, vocabulary):
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [("raise SystemExit(3)", 3), ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL)],
+)
+def test_rank_that_ends_with_workers_alive_ends_at_once(config, vocabulary, end, code):
     """Workers ignore SIGTERM, with which Python would stop them; also proves spawn safety."""
     loader, _ = build_loaders(with_(config, data={"num_workers": 2}), vocabulary, 0, 1, 0)
-    script = EXIT_WITH_LIVE_WORKERS.format(folder=os.getcwd(), loader=pickle.dumps(loader).hex())
-    done = subprocess.run([sys.executable, "-c", script], timeout=60, check=False)
-    assert done.returncode == 3
+    script = EXIT_WITH_LIVE_WORKERS.format(
+        folder=os.getcwd(), loader=pickle.dumps(loader).hex(), end=end
+    )
+    # Returns once nobody has its output open any more: workers hold what the rank held.
+    done = subprocess.run(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, timeout=60, check=False
+    )
+    assert done.returncode == code
+    assert time.time() - float(done.stdout) < 2
 
 
 @pytest.mark.parametrize("workers", [0, 1])
