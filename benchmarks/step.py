@@ -381,7 +381,7 @@ def profile(device: torch.device, output: Path, overrides: list[str]) -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "suite" / "one_step.py")]
     command += [str(ROOT / "configs" / "runs" / f"{name}.yaml"), *settings, "--result", str(output)]
     if device.type == "cpu":
-        command += ["--steps", "2", "--threads", str(CPU_THREADS)]
+        command += ["--steps", "1", "--threads", str(CPU_THREADS)]
     subprocess.run(command, check=True, cwd=ROOT)
     title = f"{name}, N=512, {tokens} tokens, {device.type}"
     result = {
