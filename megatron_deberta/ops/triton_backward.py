@@ -21,10 +21,13 @@ import triton.language as tl
 
 from megatron_deberta.ops.triton_tiles import (
     head_state,
+    hidden_zero,
     in_high_block,
     keep_tile,
     keep_tile_by_key,
     mix32,
+    numbers_of,
+    own_terms,
     position_bias,
     rotate,
     rows_of,
@@ -169,6 +172,7 @@ def key_kernel(
     threshold,
     keep_scale,
     head_offset,
+    unpack_scale,
     B: tl.constexpr,
     D: tl.constexpr,
     C2P: tl.constexpr,
@@ -204,7 +208,6 @@ def key_kernel(
     K += batch * k_b + head * k_h
     V += batch * v_b + head * v_h
     D_OUT += batch * g_b + head * g_h
-    D_V += batch * dv_b + head * dv_h
     KEY_TABLE += head * (2 * near * B) * D
     QUERY_TABLE += head * (2 * near * B) * D
     BAND += (pair.to(tl.int64) * tiles + tile) * width * (B * B)
@@ -237,24 +240,27 @@ def key_kernel(
         at = query_tile * B + within
         q = rows_of(Q, q_n, query_tile * B, count, EVEN, B, D)
         d_out = rows_of(D_OUT, g_n, query_tile * B, count, EVEN, B, D)
-        lse2 = tl.load(LSE2 + row + at, mask=at < count, other=0.0)
-        delta = tl.load(DELTA + row + at, mask=at < count, other=0.0)
         block = (query_tile - tile + near) * B
-        q_high = k_high
-        q_low = k_high
-        k_low = k_high
+        zero = hidden_zero(count, query_tile)
+        q_terms = k_high
+        k_terms = k_high
         if C2P:
             rows = rows_of(KEY_TABLE, D, block, 0, True, B, D)
             q_high = tl.dot(q, tl.trans(rows), input_precision="ieee")
             rows = rows_of(KEY_TABLE, D, block - B, 0, True, B, D)
             q_low = tl.dot(q, tl.trans(rows), input_precision="ieee")
+            q_terms = own_terms(q_high, q_low, zero, HALF, B)
         if P2C:
             rows = rows_of(QUERY_TABLE, D, 2 * near * B - block - B, 0, True, B, D)
-            k_low = tl.dot(k, tl.trans(rows), input_precision="ieee")
-        bias = position_bias(k_high, k_low, q_high, q_low, P2C, C2P, HALF, B)
-        k_high = k_low.to(k_high.dtype)
+            k_low = tl.dot(k, tl.trans(rows), input_precision="ieee").to(k_high.dtype)
+            k_terms = own_terms(k_high, k_low, zero, HALF, B)
+            k_high = k_low
+        bias = position_bias(k_terms, q_terms, zero, unpack_scale, P2C, C2P, HALF, B)
+        # Loaded where it is used: earlier, it would take registers from the products above.
+        lse2 = numbers_of(LSE2 + row, query_tile * B + zero, count, EVEN, B)
         scores = tl.dot(k, tl.trans(q), bias, input_precision="ieee")
-        seen = (at[None, :] >= low[:, None]) & (at[None, :] < high[:, None])
+        first_seen, end_seen = low - query_tile * B, high - query_tile * B
+        seen = (within[None, :] >= first_seen[:, None]) & (within[None, :] < end_seen[:, None])
         row_key = hash_rows(SEED, at, batch, head + head_offset, DROP)
         signed = signed_probabilities(
             scores, lse2, seen, row_key, tile * B, scale2, threshold,
@@ -262,11 +268,15 @@ def key_kernel(
         )  # fmt: skip
         kept = tl.maximum(signed, 0.0).to(dtype)
         d_v = tl.dot(kept, d_out, d_v, input_precision="ieee")
+        delta = numbers_of(DELTA + row, query_tile * B + zero, count, EVEN, B)
         products = tl.dot(v, tl.trans(d_out), input_precision="ieee")
         d_scores = score_gradient(signed, products, delta[None, :], keep_scale, DROP)
         place = BAND + (query_tile % width) * (B * B)
         tl.store(place + within[:, None] * B + within[None, :], d_scores.to(dtype))
 
+    key = tile * B + within + hidden_zero(count, near_end)
+    zero = hidden_zero(count, near_end)
+    D_V += (batch + zero) * dv_b + (head + zero) * dv_h
     out = D_V + key[:, None] * dv_n + columns[None, :]
     tl.store(out, (d_v * keep_scale).to(D_V.dtype.element_ty), mask=(key < count)[:, None])
 
@@ -322,7 +332,6 @@ def key_gradient_kernel(
     if FAR:
         far = D_K_FAR + pair.to(tl.int64) * count * D + key[:, None] * D + columns[None, :]
         d_k = tl.load(far, mask=(key < count)[:, None], other=0.0)
-    high = in_high_block(B)
     before = tl.zeros([B, B], dtype)
     for query_tile in range(near_begin, near_end):
         place = BAND + (query_tile % width) * (B * B)
@@ -331,13 +340,16 @@ def key_gradient_kernel(
             q = rows_of(Q, q_n, query_tile * B, count, EVEN, B, D)
             d_k = tl.dot(d_scores, q, d_k, input_precision="ieee")
         if P2C:
-            turned = rotate(d_scores, B)
+            zero = hidden_zero(count, query_tile)
+            high = in_high_block(zero, B)
+            turned = rotate(d_scores, zero, B)
             rows = rows_of(QUERY_TABLE, D, (near - query_tile + tile) * B, 0, True, B, D)
             d_k = tl.dot(tl.where(high, turned, before), rows, d_k, input_precision="ieee")
             before = turned
     if P2C:
         block = tl.minimum(near - near_end + tile, 2 * near - 1)  # it has nothing to add if empty
         rows = rows_of(QUERY_TABLE, D, block * B, 0, True, B, D)
+        high = in_high_block(hidden_zero(count, near_end), B)
         left = tl.where(high, 0.0, before).to(dtype)
         d_k = tl.dot(left, rows, d_k, input_precision="ieee")
     out = D_K + key[:, None] * dk_n + columns[None, :]
@@ -414,7 +426,6 @@ def query_gradient_kernel(
     near_end = tl.minimum(end, tile + near)
     d_q = tl.zeros([B, D], tl.float32)
 
-    high_block = in_high_block(B)
     before = tl.zeros([B, B], dtype)
     for key_tile in range(near_begin, near_end):
         k = rows_of(K, k_n, key_tile * B, count, EVEN, B, D)
@@ -422,21 +433,24 @@ def query_gradient_kernel(
         d_scores = tl.trans(tl.load(place + within[:, None] * B + within[None, :]))
         d_q = tl.dot(d_scores, k, d_q, input_precision="ieee")
         if C2P:
-            turned = rotate(d_scores, B)
+            zero = hidden_zero(count, key_tile)
+            high_block = in_high_block(zero, B)
+            turned = rotate(d_scores, zero, B)
             rows = rows_of(KEY_TABLE, D, (tile - key_tile + near) * B, 0, True, B, D)
             d_q = tl.dot(tl.where(high_block, turned, before), rows, d_q, input_precision="ieee")
             before = turned
     if C2P:
         block = tl.minimum(tile - near_end + near, 2 * near - 1)  # it has nothing to add if empty
         rows = rows_of(KEY_TABLE, D, block * B, 0, True, B, D)
+        high_block = in_high_block(hidden_zero(count, near_end), B)
         left = tl.where(high_block, 0.0, before).to(dtype)
         d_q = tl.dot(left, rows, d_q, input_precision="ieee")
 
     if FAR:
         q = rows_of(Q, q_n, tile * B, count, EVEN, B, D)
         d_out = rows_of(D_OUT, g_n, tile * B, count, EVEN, B, D)
-        lse2 = tl.load(LSE2 + row + at, mask=at < count, other=0.0)
-        delta = tl.load(DELTA + row + at, mask=at < count, other=0.0)
+        lse2 = numbers_of(LSE2 + row, tile * B, count, EVEN, B)
+        delta = numbers_of(DELTA + row, tile * B, count, EVEN, B)
         row_key = hash_rows(SEED, at, batch, head + head_offset, DROP)
         low, high = own_range(LOW + batch * count, HIGH + batch * count, at, count, RANGES)
         # Side 0: keys far before the queries; side 1: far behind.

@@ -11,8 +11,10 @@ import triton.language as tl
 
 from megatron_deberta.ops.triton_tiles import (
     head_state,
+    hidden_zero,
     keep_tile,
     mix32,
+    own_terms,
     position_bias,
     rows_of,
     visible_tiles,
@@ -89,6 +91,7 @@ def forward_kernel(
     threshold,
     keep_scale,
     head_offset,
+    unpack_scale,
     B: tl.constexpr,
     D: tl.constexpr,
     C2P: tl.constexpr,
@@ -105,7 +108,7 @@ def forward_kernel(
         Q: queries, and likewise ``K``, ``V``, ``OUT``: ``[batch, heads, count, D]``, strides below.
         K: keys.
         V: values.
-        KEY_TABLE: ``[heads, 2 * near * B, D]``, one row a distance.
+        KEY_TABLE: ``[heads, 2 * near * B, D]``, one row a distance, divided by ``unpack_scale``.
         QUERY_TABLE: the same, of negated distances.
         Q_ENDS: products of the queries with the ends of ``KEY_TABLE``; read only with ``FAR``.
         K_ENDS: products of the keys with the ends of ``QUERY_TABLE``; likewise.
@@ -133,11 +136,12 @@ def forward_kernel(
         threshold: ``dropout_bits.drop_threshold``.
         keep_scale: ``dropout_bits.keep_scale``.
         head_offset: global index of the first local head.
+        unpack_scale: what products with the tables are to be multiplied by; only with ``HALF``.
         B: tile size.
         D: head size.
         C2P: whether there is the content-to-position term.
         P2C: whether there is the position-to-content term.
-        HALF: position terms fit float16.
+        HALF: products with the tables fit float16.
         FAR: whether some tiles lie beyond the table.
         RANGES: whether queries see only a range of the keys.
         EVEN: the length is a multiple of the tile size.
@@ -211,22 +215,24 @@ def forward_kernel(
         k = rows_of(K, k_n, key_tile * B, count, EVEN, B, D)
         v = rows_of(V, v_n, key_tile * B, count, EVEN, B, D)
         block = (tile - key_tile + near) * B
-        q_low = q_high
-        k_high = q_high
-        k_low = q_high
+        zero = hidden_zero(count, key_tile)
+        q_terms = q_high
+        k_terms = q_high
         if C2P:
             rows = rows_of(KEY_TABLE, D, block - B, 0, True, B, D)
-            q_low = tl.dot(q, tl.trans(rows), input_precision="ieee")
+            q_low = tl.dot(q, tl.trans(rows), input_precision="ieee").to(q_high.dtype)
+            q_terms = own_terms(q_high, q_low, zero, HALF, B)
+            q_high = q_low
         if P2C:
             rows = rows_of(QUERY_TABLE, D, 2 * near * B - block, 0, True, B, D)
             k_high = tl.dot(k, tl.trans(rows), input_precision="ieee")
             rows = rows_of(QUERY_TABLE, D, 2 * near * B - block - B, 0, True, B, D)
             k_low = tl.dot(k, tl.trans(rows), input_precision="ieee")
+            k_terms = own_terms(k_high, k_low, zero, HALF, B)
         # As the product's starting value the bias takes the product's layout, in which a row
         # belongs to one warp; without, the row maximum would cross warps.
-        bias = position_bias(q_high, q_low, k_high, k_low, C2P, P2C, HALF, B)
+        bias = position_bias(q_terms, k_terms, zero, unpack_scale, C2P, P2C, HALF, B)
         scores = tl.dot(q, tl.trans(k), bias, input_precision="ieee")
-        q_high = q_low.to(q_high.dtype)
         peak, total, mixed = softmax_step(
             scores, v, peak, total, mixed, key_tile * B, low, high, row_key, scale2, threshold,
             MASKED, DROP, B,

@@ -204,7 +204,8 @@ def gathered_query_kernel(
     lse2 = tl.load(LSE2 + row + place, mask=place < queries, other=0.0)
     delta = tl.load(DELTA + row + place, mask=place < queries, other=0.0)
     row_key = hash_rows(SEED, at, batch, head + head_offset, DROP)
-    by_row = BY_ROW + (row + place)[:, None] * (2 * near * B)
+    by_row = BY_ROW + (row + tile * B) * (2 * near * B)
+    row_offset = tl.arange(0, B)[:, None] * (2 * near * B)
 
     d_q = tl.zeros([B, D], tl.float32)
     behind = tl.zeros([B], tl.float32)
@@ -230,7 +231,7 @@ def gathered_query_kernel(
         if C2P:
             # Rows inside the table stand for one distance, so each is written at most once.
             inside = seen & (free > 0) & (free < 2 * near * B - 1)
-            tl.store(by_row + t, d_scores, mask=inside)
+            tl.store(by_row + (row_offset + t), d_scores, mask=inside)
             behind += tl.sum(tl.where(free >= 2 * near * B - 1, d_scores, 0.0), 1)
             before += tl.sum(tl.where(free <= 0, d_scores, 0.0), 1)
     if C2P:

@@ -27,7 +27,7 @@ class _GatheredPlan(Plan):
             call: with one range of keys a gathered query.
             at: int32 ``[3, batch, queries]``: position, first key seen, one past the last.
         """
-        super().__init__(call)
+        super().__init__(call, gathered=True)
         self.at = at
         self.queries = call.q.shape[2]
         self.plain_table = self.query_table
@@ -157,5 +157,5 @@ def _key_side(
         plan.heads, plan.count, plan.near, plan.width, call.scale, CONTENT=False, **flags,
     )  # fmt: skip
     by_position = replace(call, q=k, pos_key=None)
-    d_pos_query = table_gradients(Plan(by_position), band, k_sums, k_sums)[1]
+    d_pos_query = table_gradients(Plan(by_position, gathered=True), band, k_sums, k_sums)[1]
     return d_k, d_v, d_pos_query

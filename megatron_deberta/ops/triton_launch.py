@@ -5,6 +5,7 @@ Reads nothing from the device, so the host never waits; nothing here depends on 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,12 @@ from megatron_deberta.ops import triton_forward as forward_kernels
 from megatron_deberta.ops import triton_table_gradients as table_kernels
 from megatron_deberta.ops.dropout_bits import drop_threshold, keep_scale
 from megatron_deberta.ops.relative_positions import RelativePositions
-from megatron_deberta.ops.triton_settings import Setting, tile_size, warps_and_stages
+from megatron_deberta.ops.triton_settings import (
+    MOST_POSITIONS,
+    Setting,
+    tile_size,
+    warps_and_stages,
+)
 from megatron_deberta.ops.triton_tables import LinearTable, linear_table, near_tiles
 
 LOG2_E = 1.4426950408889634
@@ -59,16 +65,20 @@ class Call:
 class Plan:
     """Tiles, tables and flags that the passes of a call share."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, gathered: bool = False) -> None:
         """Lays the tables out by distance.
 
         Args:
             call: with tensors whose last dimension is contiguous.
+            gathered: whether queries are gathered, or what follows is about such queries.
         """
         q = call.q
         self.call = call
         self.batch, self.heads, self.count, self.size = call.k.shape
-        self.tile = tile_size(q.dtype, self.size)
+        if self.count >= MOST_POSITIONS:
+            raise ValueError(f"k: got {self.count} positions, expected below {MOST_POSITIONS}")
+        capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else None
+        self.tile = tile_size(q.dtype, gathered, capability)
         self.tiles = -(-self.count // self.tile)
         self.near = near_tiles(call.positions, self.count, self.tile)
         self.far = self.tiles > self.near
@@ -83,6 +93,10 @@ class Plan:
             self.query_form = self._form(-call.p2c_sign)
             self.query_table = call.pos_query.index_select(1, self.query_form.slots)
         self.half = q.dtype != torch.float32
+        # The largest power of two within the scale: what is multiplied by it rounds no differently,
+        # but for entries of float16 tables below 2**-14 / this, whose terms no score shows.
+        exponent = min(math.frexp(call.scale)[1] - 1, 0) if self.half else 0
+        self.pack_scale = 2.0**exponent
         self.even = self.count % self.tile == 0
 
     def _form(self, sign: int) -> LinearTable:
@@ -101,7 +115,7 @@ class Plan:
             kernel: its name in the settings.
             *names: which of the flags it takes.
         """
-        setting: Setting = warps_and_stages(kernel, self.call.q.dtype, self.size)
+        setting: Setting = warps_and_stages(kernel, self.call.q.dtype, self.tile)
         every = {
             "C2P": self.key_form is not None,
             "P2C": self.query_form is not None,
@@ -114,6 +128,20 @@ class Plan:
         chosen = {name: every[name] for name in names}
         launch = {"num_warps": setting.warps, "num_stages": setting.stages}
         return {"B": self.tile, "D": self.size, **chosen, **launch}
+
+    def packed_tables(self) -> tuple[Tensor, Tensor]:
+        """The tables for products that are packed into 16 bits, where unscaled ones may not fit.
+
+        A term takes part in a score after its scale, so that is what must fit float16.
+        """
+        tables = []
+        for table, form in (
+            (self.key_table, self.key_form),
+            (self.query_table, self.query_form),
+        ):
+            packed = form is not None and self.pack_scale != 1.0
+            tables.append(table * self.pack_scale if packed else table)
+        return tables[0], tables[1]
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """A buffer on the call's device."""
@@ -171,9 +199,10 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     low, high, _, _ = plan.visibility()
     flags = plan.flags("forward", "C2P", "P2C", "HALF", "FAR", "RANGES", "EVEN", "DROP")
     forward_kernels.forward_kernel[plan.grid](
-        q, k, v, plan.key_table, plan.query_table, *plan.end_products(), low, high, plan.seed,
+        q, k, v, *plan.packed_tables(), *plan.end_products(), low, high, plan.seed,
         output, lse2, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *output.stride()[:3],
-        plan.heads, plan.count, plan.near, call.scale * LOG2_E, *plan.dropout, **flags,
+        plan.heads, plan.count, plan.near, call.scale * LOG2_E, *plan.dropout,
+        1 / plan.pack_scale, **flags,
     )  # fmt: skip
     return output, lse2
 
@@ -219,9 +248,10 @@ def backward(
             *plan.dropout, **plan.flags("far_key", "C2P", "P2C", "RANGES", "EVEN", "DROP"),
         )  # fmt: skip
     backward_kernels.key_kernel[plan.grid](
-        q, k, v, d_output, plan.key_table, plan.query_table, seen_low, seen_high, plan.seed, lse2,
+        q, k, v, d_output, *plan.packed_tables(), seen_low, seen_high, plan.seed, lse2,
         delta, d_v, band, d_v_far, *inputs, *d_v.stride()[:3], *shape, call.scale * LOG2_E,
-        *plan.dropout, **plan.flags("key", "C2P", "P2C", "HALF", *masks, "DROP"),
+        *plan.dropout, 1 / plan.pack_scale,
+        **plan.flags("key", "C2P", "P2C", "HALF", *masks, "DROP"),
     )  # fmt: skip
     backward_kernels.key_gradient_kernel[plan.grid](
         q, plan.query_table, seen_low, seen_high, band, d_k_far, d_k, *q.stride()[:3],

@@ -23,37 +23,54 @@ class Setting(NamedTuple):
 TILES = {torch.float16: 64, torch.bfloat16: 64, torch.float32: 32}
 """Queries, and keys, of a tile."""
 
-DEFAULT = Setting(warps=4, stages=2)
-_SIZES = (32, 64, 128)
+MOST_POSITIONS = 1 << 24
+"""A row must be shorter: ``triton_tiles.hidden_zero``."""
+
+SMALL_TILE = 32
+"""At most so many where operands and results of a product are in registers all at once, that is
+without asynchronous matrix products, and for gathered queries, whose tiles hold more. Larger tiles
+spill there, and took as many instructions an element or more."""
+
+_ASYNCHRONOUS = (9, 10)
+"""Major compute capabilities with matrix products that read shared memory: Hopper, Blackwell."""
+
 LAUNCH: dict[tuple[str, int], Setting] = {
-    **{("fold", size): Setting(1, 1) for size in _SIZES},
+    ("fold", 64): Setting(1, 1),
+    ("fold", 32): Setting(1, 1),
     # With a second stage a multiprocessor's shared memory would hold one program instead of two.
-    **{("key", size): Setting(4, 1) for size in _SIZES},
-    **{("table_gradient", size): Setting(8, 2) for size in _SIZES},
+    ("key", 64): Setting(4, 1),
+    ("key", 32): Setting(2, 1),
+    ("table_gradient", 64): Setting(8, 2),
     # Gathered queries are few, and their tiles take many registers.
-    **{("gathered_forward", size): Setting(8, 1) for size in _SIZES},
-    **{("gathered_query", size): Setting(8, 1) for size in _SIZES},
-    **{("gathered_key", size): Setting(8, 1) for size in _SIZES},
+    ("gathered_forward", 32): Setting(4, 1),
+    ("gathered_query", 32): Setting(4, 1),
+    ("gathered_key", 32): Setting(4, 1),
 }
-"""By kernel and head size; ``DEFAULT`` where nothing is said."""
+"""By kernel and tile size; elsewhere two stages, and a warp for 16 rows of a tile."""
 
 
-def tile_size(dtype: torch.dtype, head_size: int) -> int:
+def tile_size(dtype: torch.dtype, gathered: bool, capability: tuple[int, int] | None) -> int:
     """Queries, and keys, of a tile.
 
     Args:
         dtype: of the inputs.
-        head_size: features of a head.
+        gathered: whether queries are gathered.
+        capability: of the GPU, None in Triton's interpreter.
     """
-    return TILES[dtype]
+    small = gathered or (capability is not None and capability[0] not in _ASYNCHRONOUS)
+    return min(TILES[dtype], SMALL_TILE) if small else TILES[dtype]
 
 
-def warps_and_stages(kernel: str, dtype: torch.dtype, head_size: int) -> Setting:
+def warps_and_stages(kernel: str, dtype: torch.dtype, tile: int) -> Setting:
     """How a kernel is launched.
 
     Args:
         kernel: its name without ``_kernel``.
         dtype: of the inputs.
-        head_size: features of a head.
+        tile: ``tile_size``.
     """
-    return LAUNCH.get((kernel, head_size), DEFAULT)
+    warps, stages = LAUNCH.get((kernel, tile), Setting(max(tile // 16, 1), 2))
+    if dtype == torch.float32 and kernel != "fold":
+        # No tensor cores: rows and columns of the products are in registers, too many for fewer.
+        warps = 8
+    return Setting(warps, stages)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from megatron_deberta.ops.triton_tiles import (
+    hidden_zero,
     in_high_block,
     rotate,
     rows_of,
@@ -20,12 +21,13 @@ from megatron_deberta.ops.triton_tiles import (
 
 @triton.jit
 def turned_tiles(
-    d_scores, dtype: tl.constexpr, C2P: tl.constexpr, P2C: tl.constexpr, B: tl.constexpr
+    d_scores, zero, dtype: tl.constexpr, C2P: tl.constexpr, P2C: tl.constexpr, B: tl.constexpr
 ):
     """Rotated dS with keys for rows, and with queries for rows.
 
     Args:
         d_scores: tile of keys by queries.
+        zero: ``hidden_zero``.
         dtype: of the tile.
         C2P: whether the second is wanted.
         P2C: whether the first is.
@@ -35,14 +37,14 @@ def turned_tiles(
     by_query = d_scores
     if C2P and P2C and dtype.primitive_bitwidth == 16:
         low = d_scores.to(tl.uint16, bitcast=True).to(tl.uint32)
-        word = rotate(low | (tl.trans(low) << 16), B)
+        word = rotate(low | (tl.trans(low) << 16), zero, B)
         by_key = (word & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True)
         by_query = (word >> 16).to(tl.uint16).to(dtype, bitcast=True)
     else:
         if P2C:
-            by_key = rotate(d_scores, B)
+            by_key = rotate(d_scores, zero, B)
         if C2P:
-            by_query = rotate(tl.trans(d_scores), B)
+            by_query = rotate(tl.trans(d_scores), zero, B)
     return by_key, by_query
 
 
@@ -120,7 +122,6 @@ def table_gradient_kernel(
 
     within = tl.arange(0, B)
     columns = chunk * CHUNK + tl.arange(0, CHUNK)
-    high = in_high_block(B)
     key_high = tl.zeros([B, CHUNK], tl.float32)
     key_low = tl.zeros([B, CHUNK], tl.float32)
     query_high = tl.zeros([B, CHUNK], tl.float32)
@@ -140,7 +141,9 @@ def table_gradient_kernel(
             d_scores = tl.load(pointers, mask=within[:, None] < written, other=0.0)
         else:
             d_scores = tl.load(pointers)
-        by_key, by_query = turned_tiles(d_scores, dtype, C2P, P2C, B)
+        zero = hidden_zero(count, step)
+        high = in_high_block(zero, B)
+        by_key, by_query = turned_tiles(d_scores, zero, dtype, C2P, P2C, B)
         if C2P:
             base = Q + batch * q_b + head.to(tl.int64) * q_h + chunk * CHUNK
             q = rows_of(base, q_n, query_tile * B, count, EVEN, B, CHUNK)

@@ -22,29 +22,45 @@ import triton.language as tl
 
 
 @triton.jit
-def rotate(x, B: tl.constexpr):
+def hidden_zero(count, step):
+    """Zero, which the compiler takes for a number that changes from step to step.
+
+    What is computed from it is computed anew in every step of a loop, in a few instructions.
+    Without, the compiler computes indices and masks once before the loop, keeps them all, and has
+    no registers left for the tiles: it stores them on the stack.
+
+    Args:
+        count: length of a row, below 2**24.
+        step: of the loop, or its end where something is wanted anew after it.
+    """
+    return (count >> 24) * step
+
+
+@triton.jit
+def rotate(x, zero, B: tl.constexpr):
     """Column (row - column) mod B of each row; its own inverse.
 
     Args:
         x: ``[B, B]``.
+        zero: ``hidden_zero``.
         B: tile size.
     """
-    row = tl.arange(0, B)[:, None]
+    row = (tl.arange(0, B) + zero)[:, None]
     column = tl.arange(0, B)[None, :]
     return tl.gather(x, (row - column) & (B - 1), 1)
 
 
 @triton.jit
-def in_high_block(B: tl.constexpr):
+def in_high_block(zero, B: tl.constexpr):
     """Where the products with the block of greater distances hold a tile's terms."""
-    return tl.arange(0, B)[None, :] <= tl.arange(0, B)[:, None]
+    return tl.arange(0, B)[None, :] <= (tl.arange(0, B) + zero)[:, None]
 
 
 @triton.jit
 def pack(low, high):
-    """Two floats as the 16-bit halves of a word."""
-    low = low.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32)
-    high = high.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32)
+    """Two float16 as the halves of a word."""
+    low = low.to(tl.uint16, bitcast=True).to(tl.uint32)
+    high = high.to(tl.uint16, bitcast=True).to(tl.uint32)
     return low | (high << 16)
 
 
@@ -61,11 +77,26 @@ def high_half(word):
 
 
 @triton.jit
+def own_terms(high_product, low_product, zero, HALF: tl.constexpr, B: tl.constexpr):
+    """A tile's terms of its rows, each row still to be rotated, in the precision for it.
+
+    Args:
+        high_product: products of the rows with the block of greater distances.
+        low_product: with the block of smaller distances.
+        zero: ``hidden_zero``.
+        HALF: float16 suffices for the terms.
+        B: tile size.
+    """
+    terms = tl.where(in_high_block(zero, B), high_product, low_product)
+    return terms.to(tl.float16 if HALF else tl.float32)
+
+
+@triton.jit
 def position_bias(
-    row_high,
-    row_low,
-    column_high,
-    column_low,
+    rows,
+    columns,
+    zero,
+    unpack_scale,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     HALF: tl.constexpr,
@@ -74,25 +105,26 @@ def position_bias(
     """Position terms of a tile, float32 ``[B, B]``.
 
     Args:
-        row_high: products of the tile's rows with the block of greater distances.
-        row_low: with the block of smaller distances.
-        column_high: products of the tile's columns, as rows, likewise.
-        column_low: likewise.
+        rows: ``own_terms`` of the tile's rows.
+        columns: of its columns, as rows.
+        zero: ``hidden_zero``.
+        unpack_scale: what terms are to be multiplied by; read only with ``HALF``.
         ROWS: whether there is a term of the rows.
         COLUMNS: whether there is a term of the columns.
         HALF: float16 suffices for the terms; both are rotated at once.
         B: tile size.
     """
-    high = in_high_block(B)
     if ROWS and COLUMNS and HALF:
-        word = tl.where(high, pack(row_high, column_high), pack(row_low, column_low))
-        word = rotate(word, B)
-        return low_half(word).to(tl.float32) + tl.trans(high_half(word)).to(tl.float32)
-    bias = tl.zeros([B, B], tl.float32)
-    if ROWS:
-        bias += rotate(tl.where(high, row_high, row_low).to(tl.float32), B)
-    if COLUMNS:
-        bias += tl.trans(rotate(tl.where(high, column_high, column_low).to(tl.float32), B))
+        word = rotate(pack(rows, columns), zero, B)
+        bias = low_half(word).to(tl.float32) + tl.trans(high_half(word)).to(tl.float32)
+    else:
+        bias = tl.zeros([B, B], tl.float32)
+        if ROWS:
+            bias += rotate(rows, zero, B).to(tl.float32)
+        if COLUMNS:
+            bias += tl.trans(rotate(columns, zero, B)).to(tl.float32)
+    if HALF:
+        bias *= unpack_scale
     return bias
 
 
@@ -114,6 +146,25 @@ def rows_of(tensor, stride, first, count, EVEN: tl.constexpr, B: tl.constexpr, D
     if EVEN:
         return tl.load(pointers)
     return tl.load(pointers, mask=(row < count)[:, None], other=0.0)
+
+
+@triton.jit
+def numbers_of(tensor, first, count, EVEN: tl.constexpr, B: tl.constexpr):
+    """One number a position of a tile; zeros beyond the end of the row.
+
+    Args:
+        tensor: pointer to the numbers of a row.
+        first: first position.
+        count: of the row.
+        EVEN: the row is known to end with a tile.
+        B: positions wanted.
+    """
+    within = tl.arange(0, B)
+    # First the pointer to the tile, which threads share, then what is a thread's own: constants.
+    pointers = tensor + first + within
+    if EVEN:
+        return tl.load(pointers)
+    return tl.load(pointers, mask=within < count - first, other=0.0)
 
 
 @triton.jit

@@ -1,0 +1,77 @@
+"""The fused kernels at the sizes and magnitudes of real runs: tiles as on a GPU, far positions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_deberta.ops import RelativePositions
+from tests.support.attention import random_inputs, relative_error, run_attention
+from tests.support.tolerances import OPERATOR
+
+pytest.importorskip("triton", reason="the fused kernels are written in Triton")
+from megatron_deberta.ops import triton_settings
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LINEAR, BUCKETS = RelativePositions(5, 0), RelativePositions(40, 8)
+
+
+@pytest.mark.parametrize("size", [32, 64, 128])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_tiles_as_on_a_gpu(size: int, dtype: torch.dtype) -> None:
+    """Near, far and torn tiles of 64 (32 in float32), with all that a packed row has."""
+    length = 4 * triton_settings.TILES[dtype] - 5
+    options = {
+        "dropout_p": 0.1,
+        "seed": 3,
+        "document_ids": (torch.arange(length) >= length - 30).long()[None],
+    }
+    inputs = random_inputs((1, 1, length, size), BUCKETS)
+    expected = run_attention(inputs, torch.float64, BUCKETS, backend="reference", **options)
+    actual = run_attention(inputs, dtype, BUCKETS, device=DEVICE, backend="triton", **options)
+    for a, e in zip(actual, expected, strict=True):
+        assert relative_error(a, e) < OPERATOR[dtype]
+
+
+@pytest.mark.parametrize("tables", ["c2p", "p2c", "none"])
+def test_gathered_queries_and_far_tiles_without_a_term(
+    tables: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(triton_settings.TILES, torch.float16, 16)
+    for at in (torch.tensor([[0, 149, 149, 70, -1, 3]]), None):
+        gathered = None if at is None else at.shape[1]
+        inputs = random_inputs((1, 1, 150, 32), BUCKETS, tables=tables, gathered=gathered)
+        options = {"q_positions": at, "dropout_p": 0.1, "seed": 3}
+        expected = run_attention(inputs, torch.float64, BUCKETS, backend="reference", **options)
+        actual = run_attention(
+            inputs, torch.float16, BUCKETS, device=DEVICE, backend="triton", **options
+        )
+        for a, e in zip(actual, expected, strict=True):
+            assert relative_error(a, e) < OPERATOR[torch.float16]
+
+
+def test_rows_too_long_for_the_kernels_are_refused() -> None:
+    from megatron_deberta.ops.triton_launch import Call, Plan
+
+    q = torch.empty(1, 1, triton_settings.MOST_POSITIONS, 32, device="meta")
+    call = Call(q, q, q, None, None, None, None, LINEAR, 1, 0.0, 0, 1.0)
+    with pytest.raises(ValueError, match="k: got 16777216 positions"):
+        Plan(call)
+
+
+def test_scores_of_sixty_thousand_hold_in_float16() -> None:
+    """Products of position terms lie far above what float16 holds before their scale."""
+    inputs = random_inputs((1, 1, 53, 64), LINEAR)
+    large = [None if x is None else (x * (150 if i != 2 else 1)) for i, x in enumerate(inputs)]
+    expected = run_attention(large, torch.float64, LINEAR, backend="reference")
+    actual = run_attention(large, torch.float16, LINEAR, device=DEVICE, backend="triton")
+    assert expected[1].max() > 60000
+    q, _, _, pos_key, _ = large
+    assert q is not None
+    assert pos_key is not None
+    assert torch.einsum("bhqd,htd->bhqt", q, pos_key).abs().max() > 4 * 65504
+    assert all(x.isfinite().all() for x in actual)
+    assert relative_error(actual[1], expected[1]) < OPERATOR[torch.float16]
+    # Terms are known to 16, of 60,000; keys that win by less may change places.
+    same = ((actual[0] - expected[0]).abs().amax(-1) < 1e-2).double().mean()
+    assert same > 0.9
