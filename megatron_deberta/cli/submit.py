@@ -18,6 +18,7 @@ from pathlib import Path
 
 from megatron_deberta.checkpoint.resume import FLAG
 from megatron_deberta.cluster import preflight, slurm
+from megatron_deberta.cluster.bad_nodes import BadNodes
 from megatron_deberta.cluster.chain import Chain
 from megatron_deberta.cluster.link import submitted_jobs
 from megatron_deberta.cluster.profile import ClusterProfile, load_profile
@@ -112,11 +113,13 @@ def queue(
     save_config(config, submission / "run.yaml")
     job_file = submission / "job.json"
     write_atomically(job_file, spec.to_json())
+    bad = tuple(BadNodes(spec.run_dir, config.cluster.bad_node_hours).current())
     # Before sbatch: the job may start at once, and this line is where its chain begins.
     chain.append("submit", links=links, nodes=spec.nodes)
     jobs: list[str] = []
     for _ in range(links):
-        command = sbatch_command(spec, profile, job_file, after=jobs[-1] if jobs else "")
+        after = jobs[-1] if jobs else ""
+        command = sbatch_command(spec, profile, job_file, after=after, bad_nodes=bad)
         jobs.append(slurm.call(command).strip().split(";")[0])
         chain.append("jobs", jobs=jobs[-1:])
     return jobs

@@ -21,6 +21,8 @@ from types import FrameType
 import psutil
 
 from megatron_deberta.cluster import slurm
+from megatron_deberta.cluster.bad_nodes import BadNodes
+from megatron_deberta.cluster.board import Board
 from megatron_deberta.cluster.chain import MAX_STALLED_LINKS, Chain, Decision
 from megatron_deberta.cluster.run_lock import refuse_if_held
 from megatron_deberta.cluster.submission import (
@@ -30,6 +32,8 @@ from megatron_deberta.cluster.submission import (
     srun_command,
     stop_signal,
 )
+from megatron_deberta.config import load_config
+from megatron_deberta.config.schema import ClusterConfig
 from megatron_deberta.errors import (
     EXIT_DONE,
     EXIT_FAILURE,
@@ -61,6 +65,7 @@ class Link:
         self._restarts = int(variables.get("SLURM_RESTART_COUNT") or 0)
         self._chain = Chain(spec.run_dir)
         self._name = link_name(self._job, self._restarts)
+        self._bad_nodes = BadNodes(spec.run_dir, _bad_node_hours(spec))
 
     def run(self) -> int:
         """Train until the ranks end, and see to what follows.
@@ -93,7 +98,12 @@ class Link:
         if info.get("JobState") == "CANCELLED":
             # Somebody's scancel; requeueing would undo it.
             return self._end(Decision(False, EXIT_DONE, "cancelled by scancel"), code)
-        return self._end(self._chain.decide(code), code)
+        verdict = Board(self._spec.run_dir, self._name).verdict(self._spec.nodes)
+        if verdict is not None:
+            logger.warning("%s: %s", self._name, verdict.reason)
+            self._bad_nodes.blame(verdict)
+        reason = verdict.reason if verdict is not None else ""
+        return self._end(self._chain.decide(code, reason), code)
 
     def _train(self) -> int:
         """Run srun; signals to this process reach every rank, not srun, which they would end."""
@@ -148,16 +158,45 @@ class Link:
         if not decision.goes_on:
             self._cancel_pending()
         elif self._spec.requeue:
+            excluded = self._excluded()
             for number in STOP_SIGNALS:
-                signal.signal(number, signal.SIG_DFL)
+                # Only a job that waits can be told where not to run, so this process has to
+                # outlive its requeue a little.
+                signal.signal(number, signal.SIG_IGN if excluded else signal.SIG_DFL)
             try:
                 slurm.call(["scontrol", "requeue", self._job])
+                if excluded:
+                    slurm.exclude(self._job, excluded)
+                    logger.info("%s: to stay away from %s", self._name, ", ".join(excluded))
+                    return decision.code
                 # SLURM ends this process; leaving first would look like a completed job.
                 time.sleep(60)
             except slurm.SlurmError as error:
                 # A scheduler that has requeued it itself, or does not let users do it.
                 logger.warning("%s", error)
         return decision.code
+
+    def _excluded(self) -> list[str]:
+        """Nodes that the next link shall stay away from; none if nothing is known against any.
+
+        Of more bad nodes than there are spare ones, those marked last are avoided.
+        """
+        bad = list(self._bad_nodes.current())[::-1]
+        if not bad:
+            return []
+        given = [self._spec.exclude] if self._spec.exclude else []
+        try:
+            nodes = set(slurm.usable_nodes(slurm.job_info(self._job).get("Partition", "")))
+        except slurm.SlurmError as error:
+            logger.warning("%s", error)
+            return [*given, *bad]
+        kept: list[str] = []
+        for node in bad:
+            if len(nodes - {*kept, node}) >= self._spec.nodes:
+                kept.append(node)
+            else:
+                logger.warning("no spare node for %s, which is bad", node)
+        return [*given, *kept] if kept else []
 
     def _cancel_pending(self) -> None:
         """Cancel the links of this chain that still wait."""
@@ -167,6 +206,14 @@ class Link:
                 slurm.cancel_pending(job)
             except slurm.SlurmError as error:
                 logger.warning("%s", error)
+
+
+def _bad_node_hours(spec: JobSpec) -> float:
+    """``cluster.bad_node_hours``; a configuration that cannot be read is the ranks' to refuse."""
+    try:
+        return load_config(spec.config).cluster.bad_node_hours
+    except (ConfigError, OSError):
+        return ClusterConfig().bad_node_hours
 
 
 def submitted_jobs(chain: Chain) -> list[str]:

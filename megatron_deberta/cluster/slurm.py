@@ -56,6 +56,27 @@ def job_info(job: str) -> dict[str, str]:
     return dict(item.split("=", 1) for item in text.split() if "=" in item)
 
 
+def usable_nodes(partition: str) -> list[str]:
+    """Nodes of a partition that run jobs, or soon can.
+
+    Raises:
+        SlurmError: SLURM does not say.
+    """
+    text = call(["sinfo", "--noheader", "-N", f"--partition={partition}", "--format=%N %t"])
+    pairs = (line.split() for line in text.splitlines())
+    out = ("down", "drain", "drng", "fail", "unk", "maint", "boot", "resv")
+    return [name for name, state in pairs if not state.startswith(out) and state[-1] != "*"]
+
+
+def exclude(job: str, nodes: Sequence[str]) -> None:
+    """Keep a job that waits away from nodes; these replace those it was kept away from.
+
+    Raises:
+        SlurmError: SLURM refuses, as for a job that runs.
+    """
+    call(["scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(nodes)}"])
+
+
 def cancel_pending(job: str) -> None:
     """Take a job out of the queue, if it still waits there.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from megatron_deberta.cluster.names import checked
 from megatron_deberta.cluster.profile import CODE_ROOT, LAUNCH, ClusterProfile
 from megatron_deberta.errors import ConfigError
 
+LAST_WORDS_SECONDS = 30
+"""For supervisors to see that another has ended, and to say so."""
 BATCH_SCRIPT = LAUNCH / "job.sbatch"
 SUBMISSIONS = "submissions"
 """Folder in the run folder with one folder a submission: ``run.yaml`` and ``job.json``."""
@@ -58,6 +60,8 @@ class JobSpec:
     container_image: str
     container_mounts: list[str]
     allow_config_change: bool = False
+    exclude: str = ""
+    """Nodes to stay away from, whatever the run finds out about others."""
 
     @classmethod
     def read(cls, path: str | Path) -> JobSpec:
@@ -125,11 +129,17 @@ def make_spec(
         container_image=profile.container_image,
         container_mounts=list(profile.container_mounts),
         allow_config_change=allow_config_change,
+        exclude=profile.exclude,
     )
 
 
 def sbatch_command(
-    spec: JobSpec, profile: ClusterProfile, job_file: Path, *, after: str = ""
+    spec: JobSpec,
+    profile: ClusterProfile,
+    job_file: Path,
+    *,
+    after: str = "",
+    bad_nodes: Sequence[str] = (),
 ) -> list[str]:
     """The command that queues one job of a chain.
 
@@ -138,8 +148,8 @@ def sbatch_command(
         profile: the cluster.
         job_file: where ``job.json`` is.
         after: the job before it in the chain; starts once that has ended for good.
+        bad_nodes: to stay away from, besides the profile's.
     """
-    tasks, cpus = _tasks(spec)
     command = [
         "sbatch",
         "--parsable",
@@ -147,8 +157,9 @@ def sbatch_command(
         "--export=NONE",
         f"--job-name={spec.job_name}",
         f"--nodes={spec.nodes}",
-        f"--ntasks-per-node={tasks}",
-        f"--cpus-per-task={cpus}",
+        # One program a node starts its ranks: a supervisor, or torchrun.
+        "--ntasks-per-node=1",
+        f"--cpus-per-task={spec.cpus_per_rank * spec.ranks_per_node}",
         f"--mem={profile.memory_gib_per_node}{'G' if profile.memory_gib_per_node else ''}",
         f"--time={profile.time_limit_minutes}",
         f"--signal={stop_signal(spec)}@{profile.signal_seconds}",
@@ -156,13 +167,15 @@ def sbatch_command(
         "--open-mode=append",
         f"--output={spec.run_dir}/{LOGS}/link_%j.log",
     ]
+    if excluded := ",".join(dict.fromkeys([spec.exclude, *bad_nodes])).strip(","):
+        command.append(f"--exclude={checked(excluded, names.NAMES, 'exclude')}")
     if after:
         command.append(f"--dependency=afterany:{after}")
     if profile.gpus_per_node:
         command.append(f"--gres=gpu:{profile.gpus_per_node}")
     if profile.exclusive:
         command.append("--exclusive")
-    for option in ("partition", "account", "qos", "exclude"):
+    for option in ("partition", "account", "qos"):
         if value := getattr(profile, option):
             command.append(f"--{option}={value}")
     return [*command, str(BATCH_SCRIPT), spec.python, spec.code_root, str(job_file)]
@@ -171,13 +184,6 @@ def sbatch_command(
 def stop_signal(spec: JobSpec) -> str:
     """The signal that makes ranks save, by SLURM's name; torchrun hands on SIGTERM only."""
     return "TERM" if spec.launcher == "torchrun" else "USR1"
-
-
-def _tasks(spec: JobSpec) -> tuple[int, int]:
-    """Tasks a node that srun starts, and the cores of each."""
-    if spec.launcher == "torchrun":
-        return 1, spec.cpus_per_rank * spec.ranks_per_node
-    return spec.ranks_per_node, spec.cpus_per_rank
 
 
 def link_name(job: str, restarts: int) -> str:
@@ -191,34 +197,35 @@ def log_folder(run_dir: str | Path, job: str, restarts: int) -> Path:
 
 
 def srun_command(spec: JobSpec, logs: Path, rendezvous: str) -> list[str]:
-    """The command that starts every rank of a link.
+    """The command that starts every node of a link: its supervisor, or torchrun.
 
-    Rank numbers run through a node before the next (block distribution), which keeps
-    tensor-parallel groups inside nodes.
+    Rank numbers run through a node before the next, which keeps tensor-parallel groups inside
+    nodes.
 
     Args:
         spec: the job.
         logs: folder of its logs.
         rendezvous: ``address:port`` of rank 0; torchrun needs it as an argument.
     """
-    tasks, cpus = _tasks(spec)
+    supervised = spec.launcher == "srun"
     command = [
         "srun",
         f"--nodes={spec.nodes}",
-        f"--ntasks={spec.nodes * tasks}",
-        f"--ntasks-per-node={tasks}",
+        f"--ntasks={spec.nodes}",
+        "--ntasks-per-node=1",
         # Not inherited from sbatch since SLURM 22.05.
-        f"--cpus-per-task={cpus}",
+        f"--cpus-per-task={spec.cpus_per_rank * spec.ranks_per_node}",
         "--distribution=block:block",
         "--mpi=none",
         "--input=none",
         # Its environment is job.json's, made by link.py.
         "--export=ALL",
-        # The first rank to end may end well, with others still closing their files.
+        # The first rank to end may end well, with others still closing their files. Supervisors
+        # end what outlives the rest, and then themselves; this is for one that cannot.
         "--kill-on-bad-exit=0",
-        f"--wait={spec.exit_wait_seconds}",
+        f"--wait={spec.exit_wait_seconds + LAST_WORDS_SECONDS * supervised}",
         "--open-mode=append",
-        f"--output={logs}/rank_%t.log",
+        f"--output={logs}/{'node' if supervised else 'rank'}_%t.log",
     ]
     if spec.container == "pyxis":
         command += [f"--container-image={spec.container_image}", "--no-container-mount-home"]
@@ -228,12 +235,19 @@ def srun_command(spec: JobSpec, logs: Path, rendezvous: str) -> list[str]:
         command += ["apptainer", "exec", "--nv"]
         command += [f"--bind={mount}" for mount in spec.container_mounts]
         command.append(spec.container_image)
-    command += [spec.python]
-    if spec.launcher == "torchrun":
-        command += [
-            "-m", "torch.distributed.run", f"--nnodes={spec.nodes}",
-            f"--nproc-per-node={spec.ranks_per_node}", "--rdzv-backend=c10d",
-            f"--rdzv-endpoint={rendezvous}", f"--rdzv-id={logs.name}", "--max-restarts=0",
-        ]  # fmt: skip
-    command += ["-m", "megatron_deberta", "pretrain", spec.config]
-    return [*command, "--allow-config-change"] if spec.allow_config_change else command
+    if supervised:
+        job_file = Path(spec.config).with_name("job.json")
+        supervisor = "megatron_deberta.cluster.supervisor"
+        return [*command, spec.python, "-m", supervisor, str(job_file), logs.name]
+    command += [
+        spec.python, "-m", "torch.distributed.run", f"--nnodes={spec.nodes}",
+        f"--nproc-per-node={spec.ranks_per_node}", "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={rendezvous}", f"--rdzv-id={logs.name}", "--max-restarts=0",
+    ]  # fmt: skip
+    return [*command, "-m", *pretrain_arguments(spec)]
+
+
+def pretrain_arguments(spec: JobSpec) -> list[str]:
+    """What Python is told to run as a rank, after ``-m``."""
+    options = ["--allow-config-change"] if spec.allow_config_change else []
+    return ["megatron_deberta", "pretrain", spec.config, *options]

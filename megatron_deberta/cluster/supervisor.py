@@ -37,7 +37,7 @@ from megatron_deberta.cluster.heartbeat import (
     read_beat,
 )
 from megatron_deberta.cluster.straggler import StragglerWatch
-from megatron_deberta.cluster.submission import JobSpec, log_folder
+from megatron_deberta.cluster.submission import JobSpec, log_folder, pretrain_arguments
 from megatron_deberta.config import load_config
 from megatron_deberta.config.schema import ClusterConfig
 from megatron_deberta.errors import (
@@ -395,7 +395,6 @@ def node_plan(spec: JobSpec, link: str, variables: Mapping[str, str]) -> NodePla
     Raises:
         ConfigError: the run's configuration cannot be read.
     """
-    options = ("--allow-config-change",) if spec.allow_config_change else ()
     job, _, restarts = link.partition(".")
     return NodePlan(
         run_dir=spec.run_dir,
@@ -404,7 +403,7 @@ def node_plan(spec: JobSpec, link: str, variables: Mapping[str, str]) -> NodePla
         num_nodes=spec.nodes,
         host=variables.get("SLURMD_NODENAME") or socket.gethostname(),
         ranks_per_node=spec.ranks_per_node,
-        command=(spec.python, "-m", "megatron_deberta", "pretrain", spec.config, *options),
+        command=(spec.python, "-m", *pretrain_arguments(spec)),
         environment=dict(variables),
         logs=log_folder(spec.run_dir, job, int(restarts)),
         exit_wait_seconds=spec.exit_wait_seconds,

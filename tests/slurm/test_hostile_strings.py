@@ -26,8 +26,8 @@ from tests.support.jobs import ROOT
 
 RECORDER = """\
 #!/bin/bash
-# Passes the link on to Python; in the place of a rank, writes down what it was given.
-if [[ "$2" == megatron_deberta.cluster.link ]]; then exec {python} "$@"; fi
+# Passes link and supervisor on to Python; in the place of a rank, writes down what it was given.
+if [[ "$2" == megatron_deberta.cluster.* ]]; then exec {python} "$@"; fi
 printf '%s\\0' "$@" > "$NCCL_RECORD_TO.arguments"
 env -0 > "$NCCL_RECORD_TO.environment"
 """

@@ -12,7 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_deberta.cluster.bad_nodes import BadNodes
+from megatron_deberta.cluster.board import Board, NodeReport
 from megatron_deberta.cluster.chain import Chain
+from megatron_deberta.cluster.hang import Verdict
 from megatron_deberta.cluster.link import rank_environment
 from megatron_deberta.cluster.profile import load_profile
 from megatron_deberta.cluster.run_lock import RunLock
@@ -25,6 +28,7 @@ printf '%s\\n' "${0##*/} $*" >> "$HOME/calls"
 case "${0##*/}" in
   srun) env > "$HOME/environment"; eval "$(cat "$HOME/ranks")" ;;
   scontrol) cat "$HOME/job"; [[ "$1" != requeue ]] || kill -TERM $PPID ;;
+  sinfo) cat "$HOME/nodes" ;;
   scancel) [[ ! -e "$HOME/srun.pid" ]] || kill -USR1 "$(cat "$HOME/srun.pid")" ;;
 esac
 """
@@ -35,7 +39,7 @@ class Place:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.run_dir = folder, folder / "run"
-        for name in ("srun", "scontrol", "scancel"):
+        for name in ("srun", "scontrol", "scancel", "sinfo"):
             program = folder / "bin" / name
             program.parent.mkdir(exist_ok=True)
             program.write_text(PROGRAM)
@@ -87,7 +91,7 @@ def test_finished(place: Place) -> None:
     assert place.run("exit 0") == 0, place.errors
     srun, shown, cancelled = place.calls()
     assert srun.startswith("srun --nodes=2 --ntasks=2 --ntasks-per-node=1")
-    assert f"--output={place.run_dir}/logs/7.0/rank_%t.log" in srun
+    assert f"--output={place.run_dir}/logs/7.0/node_%t.log" in srun
     assert shown == "scontrol --oneliner show job 7"
     assert cancelled == "scancel --state=PENDING 8"
     pairs = (place.folder / "environment").read_text().splitlines()
@@ -107,6 +111,31 @@ def test_requeues_itself(place: Place, code: int) -> None:
     assert place.run(f"exit {code}") == -signal.SIGTERM, place.errors
     assert place.calls()[-1] == "scontrol requeue 7"
     assert place.ends()[0]["goes_on"] is True
+
+
+def test_requeues_itself_away_from_a_node_that_hung(place: Place) -> None:
+    hung = Verdict("hang", (1,), ("n2",), "rank 1 on n2 hangs in step at step 7")
+    report = NodeReport(1, "n2", 1, (), (), (), verdict=hung, code=1)
+    Board(place.run_dir, "7.0").publish(report)
+    place.job("JobState=RUNNING Restarts=0 Partition=p")
+    (place.folder / "nodes").write_text("n1 alloc\nn2 alloc\nn3 idle\nn4 down*\n")
+    # It outlives the requeue, to say where the job is not to run.
+    assert place.run("exit 1") == 75, place.errors
+    assert place.calls()[-2:] == [
+        "scontrol requeue 7", "scontrol update JobId=7 ExcNodeList=n2",
+    ]  # fmt: skip
+    end = place.ends()[0]
+    assert (end["goes_on"], end["reason"]) == (True, hung.reason)
+    assert list(BadNodes(place.run_dir, 24).current()) == ["n2"]
+
+
+def test_a_bad_node_without_a_spare_one_is_used_again(place: Place) -> None:
+    BadNodes(place.run_dir, 24).add("n1", "ECC", sure=True)
+    BadNodes(place.run_dir, 24).add("n2", "hangs", sure=True)
+    (place.folder / "nodes").write_text("n1 alloc\nn2 alloc\nn3 idle\n")
+    assert place.run("exit 1") == 75
+    assert place.calls()[-1] == "scontrol update JobId=7 ExcNodeList=n2"
+    assert "no spare node for n1, which is bad" in place.errors
 
 
 @pytest.mark.parametrize("code", [2, 93])

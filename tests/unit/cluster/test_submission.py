@@ -18,6 +18,7 @@ from megatron_deberta.cluster.submission import (
     sbatch_command,
     srun_command,
 )
+from megatron_deberta.cluster.supervisor import node_plan
 from megatron_deberta.errors import ConfigError
 from tests.support.jobs import ROOT
 
@@ -37,9 +38,9 @@ def test_sixteen_dgx2_nodes() -> None:
     spec = spec_of(profile, variables={"HF_TOKEN": "secret", "OMP_NUM_THREADS": "2"})
     command = sbatch_command(spec, profile, Path("/runs/a/submissions/1/job.json"))
     assert {
-        "--nodes=16", "--ntasks-per-node=16", "--gres=gpu:16", "--export=NONE", "--requeue",
+        "--nodes=16", "--ntasks-per-node=1", "--gres=gpu:16", "--export=NONE", "--requeue",
         "--signal=USR1@600", "--time=1440", "--exclusive",
-        "--output=/runs/a/logs/link_%j.log", "--cpus-per-task=3", "--mem=0",
+        "--output=/runs/a/logs/link_%j.log", "--cpus-per-task=48", "--mem=0",
     } <= set(command)  # fmt: skip
     assert not any(text.startswith("--dependency") for text in command)
     assert "--dependency=afterany:41" in sbatch_command(spec, profile, Path("/j"), after="41")
@@ -48,16 +49,40 @@ def test_sixteen_dgx2_nodes() -> None:
     assert script[-1] == "/runs/a/submissions/1/job.json"
     srun = srun_command(spec, LOGS, "10.0.0.1:12345")
     assert {
-        "--nodes=16", "--ntasks=256", "--ntasks-per-node=16", "--cpus-per-task=3",
-        "--distribution=block:block", "--kill-on-bad-exit=0",
-        "--output=/runs/a/logs/7.0/rank_%t.log",
+        "--nodes=16", "--ntasks=16", "--ntasks-per-node=1", "--cpus-per-task=48",
+        "--distribution=block:block", "--kill-on-bad-exit=0", "--wait=90",
+        "--output=/runs/a/logs/7.0/node_%t.log",
     } <= set(srun)  # fmt: skip
-    assert srun[-5:] == [spec.python, "-m", "megatron_deberta", "pretrain", spec.config]
+    supervisor = "megatron_deberta.cluster.supervisor"
+    job_file = "/runs/a/submissions/1/job.json"
+    assert srun[-5:] == [spec.python, "-m", supervisor, job_file, "7.0"]
     assert spec.environment["OMP_NUM_THREADS"] == "2"
     assert spec.environment["NCCL_IB_HCA"] == "mlx5"
     assert "secret" not in spec.to_json().decode()
     assert profile.gpu_architecture == "sm_70"
     assert "bf16" not in profile.dtypes
+
+
+def test_a_supervisor_runs_its_node_s_ranks(tmp_path: Path) -> None:
+    spec = spec_of(load_profile("dgx2"), submission=tmp_path, allow_config_change=True)
+    (tmp_path / "run.yaml").write_text("cluster: {step_timeout_seconds: 300}\n")
+    plan = node_plan(spec, "7.2", {"SLURM_NODEID": "3", "SLURMD_NODENAME": "dgx04"})
+    config = str(tmp_path / "run.yaml")
+    ran = (spec.python, "-m", "megatron_deberta", "pretrain", config, "--allow-config-change")
+    assert plan.command == ran
+    assert (plan.node, plan.num_nodes, plan.ranks_per_node, plan.host) == (3, 16, 16, "dgx04")
+    assert plan.logs == Path("/runs/a/logs/7.2")
+    assert plan.config.step_timeout_seconds == 300
+
+
+def test_bad_nodes_are_avoided_besides_the_profile_s() -> None:
+    profile = replace(load_profile("local"), exclude="n1,n2")
+    spec = spec_of(profile)
+    plain = sbatch_command(spec, profile, Path("/j"))
+    assert "--exclude=n1,n2" in plain
+    assert "--exclude=n1,n2,n7" in sbatch_command(spec, profile, Path("/j"), bad_nodes=("n7",))
+    spec = spec_of(load_profile("local"))
+    assert not any("exclude" in text for text in sbatch_command(spec, profile, Path("/j")))
 
 
 def test_containers_and_torchrun() -> None:

@@ -1,0 +1,150 @@
+"""A supervisor whose ranks are forks of a process that has imported everything already.
+
+Starting four Python processes with torch and DeepSpeed costs more than a whole case of a campaign.
+Processes, signals, heartbeats and the program of a rank are the real ones.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_deberta.cluster.supervisor import FORWARDED, NodePlan, Supervisor, _die_with_parent
+
+PLAN_VARIABLE = "MEGATRON_DEBERTA_TEST"
+"""What goes wrong in a rank, as JSON; see ``block_reads``."""
+
+
+def preload() -> None:
+    """Import what ranks import. To be called before the first fork, without threads."""
+    import deepspeed  # noqa: F401
+
+    import megatron_deberta.engine.deepspeed_runtime
+    import megatron_deberta.train.run  # noqa: F401
+
+
+class Fork:
+    """A process as ``subprocess.Popen`` shows one."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """See whether it has ended."""
+        return self._wait(os.WNOHANG)
+
+    def wait(self) -> int | None:
+        """Wait until it has ended."""
+        return self._wait(0)
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, if it lives."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Kill it."""
+        self.send_signal(signal.SIGKILL)
+
+    def _wait(self, options: int) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, options)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+
+class ForkingSupervisor(Supervisor):
+    """Runs ``megatron-deberta`` in forks of this process.
+
+    Args:
+        plan: what to run; its command are the arguments.
+        meanwhile: called in a thread once all ranks run, with their processes and the folder of
+            their heartbeats.
+    """
+
+    def __init__(self, plan: NodePlan, meanwhile: Callable[[list[int], Path], None]) -> None:
+        super().__init__(plan)
+        self._arguments = plan.command
+        self._meanwhile = meanwhile
+
+    def _popen(self, environment: Mapping[str, str], output: int | None) -> Any:
+        pid = os.fork()
+        if pid == 0:
+            _be_rank(self._arguments, environment, output)
+        return Fork(pid)
+
+    def _watch(self) -> int:
+        pids = [rank.process.pid for rank in self._ranks]
+        threading.Thread(target=self._meanwhile, args=(pids, self._folder), daemon=True).start()
+        return super()._watch()
+
+
+def _be_rank(
+    arguments: tuple[str, ...], environment: Mapping[str, str], output: int | None
+) -> None:
+    """Go on as a rank; never returns."""
+    code = 1
+    try:
+        os.setsid()
+        _die_with_parent()
+        for number in (*FORWARDED, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+        if output is not None:
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+        os.environ.clear()
+        os.environ.update(environment)
+        if plan := os.environ.get(PLAN_VARIABLE):
+            block_reads(json.loads(plan))
+        from megatron_deberta.cli.main import main
+
+        code = main(arguments)
+        atexit._run_exitfuncs()
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def block_reads(plan: Mapping[str, Any]) -> None:
+    """Let one read of a rank's data never return.
+
+    Args:
+        plan: ``rank``, ``call`` (which batch), ``worker`` (in the loader's process, or in the
+            rank's), ``fifo`` (what is read) and ``stamp`` (a file, written when it blocks).
+    """
+    if int(os.environ["RANK"]) != plan["rank"]:
+        return
+    import megatron_deberta.data.loader as loader
+    import megatron_deberta.train.prefetch as prefetch
+
+    owner = loader._MicroBatches if plan["worker"] else prefetch.InputQueue
+    name = "__getitem__" if plan["worker"] else "take"
+    original = getattr(owner, name)
+    parent, calls = os.getpid(), 0
+
+    def blocked(self: Any, *args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == plan["call"] and (os.getpid() != parent) == plan["worker"]:
+            Path(plan["stamp"]).write_text(str(time.monotonic()))
+            # Open for writing, too, so that it is the read that blocks.
+            os.read(os.open(plan["fifo"], os.O_RDWR), 1)
+        return original(self, *args)
+
+    setattr(owner, name, blocked)
