@@ -50,6 +50,8 @@ def describe(status: RunStatus) -> str:
             f"guard    {status.skipped_updates} update{plural} skipped"
             + (backs if status.rollbacks else "")
         )
+    lines += [f"slow     {text}" for text in status.slow_ranks]
+    lines += [f"avoids   {text}" for text in status.bad_nodes]
     if status.over:
         lines.append(f"over     {status.over}")
     for link in status.links:

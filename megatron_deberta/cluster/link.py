@@ -16,17 +16,19 @@ import sys
 import time
 import zlib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 
 import psutil
 
-from megatron_deberta.cluster import slurm
+from megatron_deberta.cluster import node_check, slurm
 from megatron_deberta.cluster.bad_nodes import BadNodes
 from megatron_deberta.cluster.board import Board
 from megatron_deberta.cluster.chain import MAX_STALLED_LINKS, Chain, Decision
 from megatron_deberta.cluster.run_lock import refuse_if_held
 from megatron_deberta.cluster.submission import (
     JobSpec,
+    check_command,
     link_name,
     log_folder,
     srun_command,
@@ -65,6 +67,7 @@ class Link:
         self._restarts = int(variables.get("SLURM_RESTART_COUNT") or 0)
         self._chain = Chain(spec.run_dir)
         self._name = link_name(self._job, self._restarts)
+        self._problem = ""
         self._bad_nodes = BadNodes(spec.run_dir, _bad_node_hours(spec))
 
     def run(self) -> int:
@@ -102,7 +105,7 @@ class Link:
         if verdict is not None:
             logger.warning("%s: %s", self._name, verdict.reason)
             self._bad_nodes.blame(verdict)
-        reason = verdict.reason if verdict is not None else ""
+        reason = verdict.reason if verdict is not None else self._problem
         return self._end(self._chain.decide(code, reason), code)
 
     def _train(self) -> int:
@@ -114,10 +117,24 @@ class Link:
         command = srun_command(self._spec, logs, f"{address}:{port}")
         environment = rank_environment(self._spec, self._variables)
         environment |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+        if self._spec.node_check and (problem := self._check_nodes(logs, environment)):
+            self._problem = problem
+            return EXIT_FAILURE
         logger.info("%s: %s", self._name, " ".join(command))
         for number in STOP_SIGNALS:
             signal.signal(number, self._pass_on)
         return subprocess.Popen(command, env=environment, start_new_session=True).wait()
+
+    def _check_nodes(self, logs: Path, environment: Mapping[str, str]) -> str:
+        """Look at every node; mark those that fail. Empty if the ranks may start."""
+        code = subprocess.Popen(check_command(self._spec, logs), env=environment).wait()
+        if code == 0:
+            return ""
+        wrong = node_check.failures(self._spec.run_dir, self._name, self._spec.nodes)
+        for node, text in wrong.items():
+            self._bad_nodes.add(node, text, sure=True)
+        found = "; ".join(f"{node}: {text}" for node, text in wrong.items())
+        return f"the check of the nodes failed: {found or f'see {logs}/check_*.log'}"
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         logger.warning("%s: telling the ranks to save", signal.Signals(number).name)

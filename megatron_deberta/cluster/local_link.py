@@ -10,12 +10,13 @@ import logging
 import os
 import socket
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_deberta.cluster.board import Board
 from megatron_deberta.cluster.chain import Chain
-from megatron_deberta.cluster.submission import LOGS
+from megatron_deberta.cluster.submission import link_name, log_folder
 from megatron_deberta.cluster.supervisor import NodePlan, Supervisor
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.errors import EXIT_REQUEUE
@@ -59,12 +60,15 @@ class LocalLink:
         Returns:
             The exit code of the ranks; 93 after three starts in a row without a new checkpoint.
         """
+        began = str(int(time.time()))
         self._chain.append("submit", links=self._restarts + 1, nodes=1)
         for restart in range(self._restarts + 1):
-            link = f"local-{os.getpid()}.{restart}"
+            # As a job's number: later ones are larger.
+            link = link_name(began, restart)
             host = socket.gethostname()
             self._chain.append("start", link=link, step=self._chain.committed_step(), nodes=host)
-            code = Supervisor(self._plan(link, host)).run()
+            logs = log_folder(self._run_dir, began, restart)
+            code = Supervisor(self._plan(link, host, logs)).run()
             verdict = Board(self._run_dir, link).verdict(1)
             decision = self._chain.decide(code, verdict.reason if verdict else "")
             # A signal to this process asked for an end; whoever sent it starts it again.
@@ -78,7 +82,7 @@ class LocalLink:
                 return code if decision.goes_on else decision.code
         raise AssertionError("the last start never goes on")
 
-    def _plan(self, link: str, host: str) -> NodePlan:
+    def _plan(self, link: str, host: str, logs: Path) -> NodePlan:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -92,7 +96,7 @@ class LocalLink:
             ranks_per_node=self._ranks,
             command=self._command,
             environment=self._environment | meeting,
-            logs=Path(self._run_dir) / LOGS / link,
+            logs=logs,
             exit_wait_seconds=EXIT_WAIT_SECONDS,
             config=self._config.cluster,
             shows_rank_zero=True,

@@ -66,6 +66,14 @@ class ClusterProfile:
     """What starts the ranks: srun each of them, or one torchrun a node."""
     exit_wait_seconds: int = 60
     """How long ranks may outlive the first that has ended."""
+    node_check: bool = False
+    """Check every node before the ranks of a link start, and stay away from those that fail."""
+    least_tflops: float = 0.0
+    """Node check: fp16 matrix rate that a GPU has to reach; 0: only as fast as its neighbours."""
+    least_node_gb_per_second: float = 0.0
+    """Node check: all-reduce of a node's GPUs, bus bandwidth; 0: any."""
+    least_network_gb_per_second: float = 0.0
+    """Node check: all-reduce of one GPU a node, bus bandwidth; 0: any."""
     rendezvous_interface: str = ""
     """Network interface whose address on the first node the ranks meet at; empty: its name."""
     environment: dict[str, str] = field(default_factory=dict)
@@ -94,6 +102,9 @@ class ClusterProfile:
             "memory_gib_per_node",
             "signal_seconds",
             "exit_wait_seconds",
+            "least_tflops",
+            "least_node_gb_per_second",
+            "least_network_gb_per_second",
         ):
             if getattr(self, key) < 0:
                 raise ConfigError(f"{key}={getattr(self, key)} must not be negative")

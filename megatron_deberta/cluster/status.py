@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_deberta.cluster import slurm
+from megatron_deberta.cluster.bad_nodes import BadNodes
 from megatron_deberta.cluster.chain import Chain
 from megatron_deberta.cluster.link import submitted_jobs
 from megatron_deberta.cluster.run_lock import DEAD_SECONDS, newest_lock, read_lock
+from megatron_deberta.config.schema import ClusterConfig
 from megatron_deberta.config.yaml_reader import read_yaml
 from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
 
@@ -69,6 +71,10 @@ class RunStatus:
     links: tuple[LinkStatus, ...]
     over: str
     """Why nothing follows; empty while something does."""
+    slow_ranks: tuple[str, ...]
+    """Who is slower than the others in the present link, and in what."""
+    bad_nodes: tuple[str, ...]
+    """Nodes that the run stays away from, since when and why."""
 
 
 def gather(run_dir: str | os.PathLike[str]) -> RunStatus:
@@ -105,6 +111,12 @@ def gather(run_dir: str | os.PathLike[str]) -> RunStatus:
         seconds_left=seconds_left(chain.current(), records, target),
         links=links,
         over=chain.is_over(),
+        slow_ranks=slow_ranks(chain.current()),
+        bad_nodes=tuple(
+            f"{mark.node}, since {time.strftime('%Y-%m-%d %H:%M', time.localtime(mark.time))}: "
+            f"{mark.reason}"
+            for mark in BadNodes(folder, bad_node_hours(folder)).current().values()
+        ),
     )
 
 
@@ -169,16 +181,38 @@ def link_statuses(records: Sequence[Mapping[str, Any]]) -> tuple[LinkStatus, ...
     return tuple(links)
 
 
+def slow_ranks(records: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Who was slow when the last link that began was last compared."""
+    links = ["", *(record["link"] for record in records if record["event"] == "start")]
+    told = [r["ranks"] for r in records if r["event"] == "slow" and r["link"] == links[-1]]
+    return tuple(
+        f"rank {item['rank']} on {item['host']}: {item['part']}, {item['factor']:.2f} times the "
+        f"median's own time, {item['lost_seconds']:.3f} s a step"
+        for item in (told[-1] if told else [])
+    )
+
+
+def bad_node_hours(folder: Path) -> float:
+    """How long marks against nodes count in this run."""
+    given = _config(folder).get("cluster", {}).get("bad_node_hours")
+    return ClusterConfig().bad_node_hours if given is None else float(given)
+
+
 def target_step(folder: Path) -> int:
     """Where the run ends, from its resolved configuration; 0 before it has one."""
+    train = _config(folder).get("train", {})
+    return int(train.get("stop_after") or train.get("steps") or 0)
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """The resolved configuration; empty before there is one."""
     path = folder / "config.yaml"
     if not path.exists():
         newest = max((folder / "submissions").glob("*/run.yaml"), default=None)
         if newest is None:
-            return 0
+            return {}
         path = newest
-    train = read_yaml(path).get("train", {})
-    return int(train.get("stop_after") or train.get("steps") or 0)
+    return read_yaml(path)
 
 
 def seconds_left(

@@ -62,6 +62,12 @@ class JobSpec:
     allow_config_change: bool = False
     exclude: str = ""
     """Nodes to stay away from, whatever the run finds out about others."""
+    gpus_per_node: int = 0
+    node_check: bool = False
+    """Check the nodes before the ranks start, against the profile's three rates."""
+    least_tflops: float = 0.0
+    least_node_gb_per_second: float = 0.0
+    least_network_gb_per_second: float = 0.0
 
     @classmethod
     def read(cls, path: str | Path) -> JobSpec:
@@ -130,6 +136,11 @@ def make_spec(
         container_mounts=list(profile.container_mounts),
         allow_config_change=allow_config_change,
         exclude=profile.exclude,
+        gpus_per_node=profile.gpus_per_node,
+        node_check=profile.node_check,
+        least_tflops=profile.least_tflops,
+        least_node_gb_per_second=profile.least_node_gb_per_second,
+        least_network_gb_per_second=profile.least_network_gb_per_second,
     )
 
 
@@ -207,7 +218,45 @@ def srun_command(spec: JobSpec, logs: Path, rendezvous: str) -> list[str]:
         logs: folder of its logs.
         rendezvous: ``address:port`` of rank 0; torchrun needs it as an argument.
     """
-    supervised = spec.launcher == "srun"
+    if spec.launcher == "srun":
+        # Supervisors end what outlives the rest, then themselves; this is for one that cannot.
+        wait = spec.exit_wait_seconds + LAST_WORDS_SECONDS
+        command = _task_a_node(spec, f"{logs}/node_%t.log", wait)
+        return [*command, "-m", "megatron_deberta.cluster.supervisor", *_job_arguments(spec, logs)]
+    return [
+        *_task_a_node(spec, f"{logs}/rank_%t.log", spec.exit_wait_seconds),
+        "-m", "torch.distributed.run", f"--nnodes={spec.nodes}",
+        f"--nproc-per-node={spec.ranks_per_node}", "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={rendezvous}", f"--rdzv-id={logs.name}", "--max-restarts=0",
+        "-m", *pretrain_arguments(spec),
+    ]  # fmt: skip
+
+
+def check_command(spec: JobSpec, logs: Path) -> list[str]:
+    """The command that checks every node of a link."""
+    command = _task_a_node(spec, f"{logs}/check_%t.log", 0)
+    return [*command, "-m", "megatron_deberta.cluster.node_check", *_job_arguments(spec, logs)]
+
+
+def pretrain_arguments(spec: JobSpec) -> list[str]:
+    """What Python is told to run as a rank, after ``-m``."""
+    options = ["--allow-config-change"] if spec.allow_config_change else []
+    return ["megatron_deberta", "pretrain", spec.config, *options]
+
+
+def _job_arguments(spec: JobSpec, logs: Path) -> list[str]:
+    """``job.json`` and the link's name, for what runs on a node."""
+    return [str(Path(spec.config).with_name("job.json")), logs.name]
+
+
+def _task_a_node(spec: JobSpec, output: str, wait: int) -> list[str]:
+    """srun, up to the interpreter: one task on each node, in the container if there is one.
+
+    Args:
+        spec: the job.
+        output: file of a task's output.
+        wait: seconds that tasks may outlive the first that ends; 0: any.
+    """
     command = [
         "srun",
         f"--nodes={spec.nodes}",
@@ -220,12 +269,11 @@ def srun_command(spec: JobSpec, logs: Path, rendezvous: str) -> list[str]:
         "--input=none",
         # Its environment is job.json's, made by link.py.
         "--export=ALL",
-        # The first rank to end may end well, with others still closing their files. Supervisors
-        # end what outlives the rest, and then themselves; this is for one that cannot.
+        # The first rank to end may end well, with others still closing their files.
         "--kill-on-bad-exit=0",
-        f"--wait={spec.exit_wait_seconds + LAST_WORDS_SECONDS * supervised}",
+        f"--wait={wait}",
         "--open-mode=append",
-        f"--output={logs}/{'node' if supervised else 'rank'}_%t.log",
+        f"--output={output}",
     ]
     if spec.container == "pyxis":
         command += [f"--container-image={spec.container_image}", "--no-container-mount-home"]
@@ -235,19 +283,4 @@ def srun_command(spec: JobSpec, logs: Path, rendezvous: str) -> list[str]:
         command += ["apptainer", "exec", "--nv"]
         command += [f"--bind={mount}" for mount in spec.container_mounts]
         command.append(spec.container_image)
-    if supervised:
-        job_file = Path(spec.config).with_name("job.json")
-        supervisor = "megatron_deberta.cluster.supervisor"
-        return [*command, spec.python, "-m", supervisor, str(job_file), logs.name]
-    command += [
-        spec.python, "-m", "torch.distributed.run", f"--nnodes={spec.nodes}",
-        f"--nproc-per-node={spec.ranks_per_node}", "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={rendezvous}", f"--rdzv-id={logs.name}", "--max-restarts=0",
-    ]  # fmt: skip
-    return [*command, "-m", *pretrain_arguments(spec)]
-
-
-def pretrain_arguments(spec: JobSpec) -> list[str]:
-    """What Python is told to run as a rank, after ``-m``."""
-    options = ["--allow-config-change"] if spec.allow_config_change else []
-    return ["megatron_deberta", "pretrain", spec.config, *options]
+    return [*command, spec.python]

@@ -11,6 +11,7 @@ import pytest
 from megatron_deberta.checkpoint.layout import COMMITTED_FILE, step_dir
 from megatron_deberta.cli.main import main
 from megatron_deberta.cluster import slurm
+from megatron_deberta.cluster.bad_nodes import BadNodes
 from megatron_deberta.cluster.chain import Chain
 from megatron_deberta.cluster.profile import load_profile
 from megatron_deberta.cluster.run_lock import RunLock
@@ -73,6 +74,27 @@ def test_status(
     assert "7.0          node[1-2]            step 0 to 140, 0:04:40: stopped" in shown
     assert "7.1          node[1-2]            step 140, -: lost: its node or its job" in shown
     assert "7.2          node[3-4]            step 300, -: running" in shown
+
+
+def test_slow_ranks_and_bad_nodes_are_shown(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(slurm, "call", Slurm(squeue="RUNNING None\n"))
+    slow = {
+        "rank": 3, "host": "node4", "part": "forward", "factor": 1.5, "lost_seconds": 0.25,
+        "at_step": 310,
+    }  # fmt: skip
+    Chain(run_dir).append("slow", link="7.1", ranks=[{**slow, "rank": 1}])
+    assert main(["status", str(run_dir)]) == 0
+    assert "slow " not in capsys.readouterr().out
+    Chain(run_dir).append("slow", link="7.2", ranks=[slow])
+    BadNodes(run_dir, 24).add("node2", "rank 1 on node2 hangs in data at step 7", sure=True)
+    assert main(["status", str(run_dir)]) == 0
+    shown = capsys.readouterr().out
+    assert "slow     rank 3 on node4: forward, 1.50 times the median's own time, 0.250" in shown
+    assert "avoids   node2, since " in shown
+    assert "rank 1 on node2 hangs in data at step 7\n" in shown
 
 
 @pytest.mark.parametrize(

@@ -182,7 +182,7 @@ def test_dry_run_prints_all_and_writes_nothing(
     code, printed, errors = dry_run(capsys, run, "--cluster", "dgx2", run_dir)
     assert code == 0, errors
     assert "sbatch --parsable --export=NONE --job-name=run --nodes=16" in printed
-    assert "--ntasks=256 --ntasks-per-node=16 --cpus-per-task=3 --distribution=block" in printed
+    assert "--ntasks=16 --ntasks-per-node=1 --cpus-per-task=48 --distribution=block" in printed
     assert (LAUNCH / "job.sbatch").read_text() in printed
     assert '"NCCL_IB_HCA": "mlx5"' in printed
     assert list(tmp_path.iterdir()) == []
