@@ -1,0 +1,58 @@
+"""A rank on one of two nodes is stopped: it is named, and the job goes on without its node."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import psutil
+
+from megatron_deberta.cluster.bad_nodes import BadNodes
+from tests.slurm.chains import command, submit
+from tests.slurm.virtual_cluster import VirtualCluster
+from tests.support.jobs import losses
+
+STEPS = 60
+RUN = (
+    "train.steps=1000000", "optimizer.schedule=constant", "train.eval_every=0",
+    f"train.stop_after={STEPS}", "checkpoint.save_every=10", "data.num_workers=0",
+    "cluster.step_timeout_seconds=8", "cluster.data_timeout_seconds=8",
+    "cluster.save_timeout_seconds=8",
+)  # fmt: skip
+
+
+def rank_on(run_dir: Path, node: str) -> psutil.Process:
+    """The rank of a run on a node."""
+    for process in psutil.process_iter(["cmdline"]):
+        line = process.info["cmdline"] or []
+        if "pretrain" in line and any(str(run_dir) in text for text in line):
+            if process.environ().get("SLURMD_NODENAME") == node:
+                return process
+    raise AssertionError(f"no rank on {node}")
+
+
+def test_a_hang_moves_the_job_to_other_nodes(
+    cluster: VirtualCluster, run_yaml: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "hung"
+    run = submit(cluster, run_yaml, run_dir, *RUN, nodes=2, exclude="node4")
+    run.wait_for_step(15)
+    nodes = cluster.run("scontrol", "show", "hostnames", cluster.job(run.jobs[0])["NodeList"])
+    victim = nodes.split()[1]
+    rank_on(run_dir, victim).send_signal(signal.SIGSTOP)
+    run.wait(lambda: len(run.events("end")) == 1, "the end of the link that hangs", 60)
+    end = run.events("end")[0]
+    assert end["goes_on"], run.story()
+    assert f"rank 1 on {victim} hangs in " in end["reason"], run.story()
+    run.wait(lambda: len(run.events("start")) == 2, "the requeue", 120)
+    # The node that hung and the one that the profile excludes.
+    expected = cluster.run("scontrol", "show", "hostlist", f"{victim},node4").strip()
+    assert cluster.job(run.jobs[0])["ExcNodeList"] == expected
+    second = run.events("start")[1]
+    assert victim not in cluster.run("scontrol", "show", "hostnames", second["nodes"]).split()
+    assert run.wait_for_end() == "COMPLETED", run.story()
+    assert len(losses(run_dir)) == STEPS
+    assert list(BadNodes(run_dir, 24).current()) == [victim]
+    shown = command(cluster, "status", str(run_dir)).stdout
+    assert f"avoids   {victim}, since " in shown
+    assert f"rank 1 on {victim} hangs in " in shown
