@@ -125,10 +125,16 @@ class Board:
 
     def verdict(self, num_nodes: int) -> Verdict | None:
         """Why a link ended: a hang that some node found, or else the first rank that failed."""
-        reports = self.read(num_nodes).values()
-        hangs = (report.verdict for report in reports if report.verdict is not None)
-        views = [view for report in reports for view in report.views]
-        return next(hangs, None) or judge_deaths(views)
+        reports = list(self.read(num_nodes).values())
+        hangs = [report.verdict for report in reports if report.verdict is not None]
+        if hangs:
+            return hangs[0]
+        silent = [report for report in reports if report.code is None]
+        if len(silent) == 1 and len(reports) > 1:
+            # What its ranks do is unknown; those of other nodes only miss them.
+            host, step = silent[0].host, max(view.step for view in silent[0].views)
+            return Verdict("death", (), (host,), f"{host} fell silent at step {step}")
+        return judge_deaths([view for report in reports for view in report.views])
 
     def _path(self, node: int) -> Path:
         return self.folder / f"node_{node}.json"

@@ -15,8 +15,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
+from megatron_deberta.cluster.affinity import numa_nodes
 from megatron_deberta.cluster.submission import JobSpec
 from megatron_deberta.errors import ConfigError, MegatronDebertaError
 
@@ -189,19 +189,6 @@ assert numbers[0].item() == float(world) ** {_REPEATS}, "wrong sum"
 dist.destroy_process_group()
 print(2 * (world - 1) / world * numbers.numel() * 4 / best / 1e9)
 """
-
-
-def numa_nodes() -> list[tuple[str, set[int]]]:
-    """NUMA nodes of this machine and their cores."""
-    found = []
-    for path in sorted(Path("/sys/devices/system/node").glob("node[0-9]*/cpulist")):
-        cpus: set[int] = set()
-        for part in path.read_text().strip().split(","):
-            first, _, last = part.partition("-")
-            if first:
-                cpus |= set(range(int(first), int(last or first) + 1))
-        found.append((path.parent.name.removeprefix("node"), cpus))
-    return found
 
 
 def _nvidia_smi(fields: str) -> list[list[str]]:

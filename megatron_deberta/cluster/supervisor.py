@@ -26,6 +26,7 @@ from pathlib import Path
 from types import FrameType
 
 from megatron_deberta.cluster import evidence
+from megatron_deberta.cluster.affinity import divide
 from megatron_deberta.cluster.board import Board, NodeReport
 from megatron_deberta.cluster.chain import Chain
 from megatron_deberta.cluster.hang import Limits, RankView, Verdict, find_hang, judge_hang
@@ -53,9 +54,9 @@ logger = logging.getLogger("supervisor")
 
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 POLL_SECONDS = 0.2
-REPORT_SECONDS = 1.0
+REPORT_SECONDS = 0.5
 """Between two reports to the other nodes."""
-EVIDENCE_SECONDS = 2.0
+EVIDENCE_SECONDS = 2.5
 """How long to wait for other nodes' evidence after one's own."""
 RECENT_STEPS = 50
 _PR_SET_PDEATHSIG = 1
@@ -80,6 +81,8 @@ class NodePlan:
     logs: Path
     exit_wait_seconds: float
     config: ClusterConfig
+    binds_cores: bool = False
+    """Give each rank its own cores, near its GPU."""
     shows_rank_zero: bool = False
     """Rank 0 writes to where this process does, instead of to a file."""
 
@@ -126,9 +129,14 @@ class Supervisor:
             93 or 2 if a rank ended so; else 1 if one failed or hung, 75 if one wants to go on, 0.
         """
         previous = {number: signal.signal(number, self._forward) for number in FORWARDED}
+        cores = divide(os.sched_getaffinity(0), self._plan.ranks_per_node)
         try:
             for local in range(self._plan.ranks_per_node):
-                self._ranks.append(self._start(local))
+                self._ranks.append(self._start(local, len(cores[local])))
+                if self._plan.binds_cores:
+                    # Before it has started a second thread.
+                    with suppress(ProcessLookupError):
+                        os.sched_setaffinity(self._ranks[-1].process.pid, cores[local])
             code = self._watch()
             self._report(code)
             return code
@@ -138,7 +146,7 @@ class Supervisor:
                 signal.signal(number, handler)
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _start(self, local: int) -> _Rank:
+    def _start(self, local: int, num_cores: int) -> _Rank:
         plan = self._plan
         number = plan.node * plan.ranks_per_node + local
         numbers = {
@@ -148,6 +156,9 @@ class Supervisor:
             "LOCAL_WORLD_SIZE": plan.ranks_per_node,
             FOLDER_VARIABLE: self._folder,
         }
+        if plan.binds_cores and "OMP_NUM_THREADS" not in plan.environment:
+            # Else a rank would divide its own cores among all ranks once more.
+            numbers["OMP_NUM_THREADS"] = num_cores
         environment = {**plan.environment, **{key: str(value) for key, value in numbers.items()}}
         if plan.shows_rank_zero and number == 0:
             return _Rank(number, self._popen(environment, None), time.monotonic())
@@ -192,6 +203,11 @@ class Supervisor:
                 self._report(None)
                 reports = self._board.read(self._plan.num_nodes)
                 codes = [r.code for r in reports.values() if r.code is not None]
+                # Also if another node was quicker, and has ended over it.
+                told = any(report.alarm for report in reports.values())
+                if not ended and (told or not codes) and self._hangs(reports):
+                    self._kill()
+                    return EXIT_FAILURE
                 final = [code for code in codes if code in (EXIT_USAGE, EXIT_NEVER_REQUEUE)]
                 others_ended = others_ended or (now if codes else None)
                 late = others_ended and now - others_ended > self._plan.exit_wait_seconds
@@ -199,9 +215,6 @@ class Supervisor:
                     logger.warning("another node has ended with %s", codes)
                     self._kill()
                     return max([*final, EXIT_FAILURE])
-                if not ended and not codes and self._hangs(reports):
-                    self._kill()
-                    return EXIT_FAILURE
                 self._compare(reports)
             time.sleep(POLL_SECONDS)
 
@@ -298,7 +311,9 @@ class Supervisor:
                 break
             time.sleep(POLL_SECONDS)
         views = [view for report in found_on.values() for view in report.views]
-        self._verdict = judge_hang(views or self._views(), overdue)
+        # What one node has said stands, so that all logs name the same rank.
+        said = [report.verdict for report in found_on.values() if report.verdict is not None]
+        self._verdict = said[0] if said else judge_hang(views or self._views(), overdue)
         logger.error("%s", self._verdict.reason)
         return True
 
@@ -408,6 +423,7 @@ def node_plan(spec: JobSpec, link: str, variables: Mapping[str, str]) -> NodePla
         logs=log_folder(spec.run_dir, job, int(restarts)),
         exit_wait_seconds=spec.exit_wait_seconds,
         config=load_config(spec.config).cluster,
+        binds_cores=spec.gpus_per_node > 0,
     )
 
 
