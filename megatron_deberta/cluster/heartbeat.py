@@ -1,7 +1,7 @@
 """Signs of life of a rank: where it is, since when, and how long its own work takes.
 
 Owns the file between a rank and its node's supervisor: 96 bytes in a node-local folder, mapped into
-memory, so that a sign costs no system call, no collective and no wait for a device. Refuses to
+memory, so that a sign costs no write to a disk, no collective and no wait for a device. Refuses to
 judge: ``hang.py`` and ``straggler.py`` do.
 
 Every rank of a run passes the same borders in the same order, so the number of borders passed

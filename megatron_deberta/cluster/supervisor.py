@@ -58,6 +58,8 @@ REPORT_SECONDS = 0.5
 """Between two reports to the other nodes."""
 EVIDENCE_SECONDS = 2.5
 """How long to wait for other nodes' evidence after one's own."""
+PAUSE_SECONDS = 2.0
+"""A supervisor that was kept from looking for so long was stopped, and its ranks probably, too."""
 RECENT_STEPS = 50
 _PR_SET_PDEATHSIG = 1
 
@@ -115,6 +117,8 @@ class Supervisor:
         self._ranks: list[_Rank] = []
         self._step_times: deque[float] = deque(maxlen=RECENT_STEPS)
         self._serial = 0
+        self._looked = self._resumed = time.monotonic()
+        self._is_unheard = False
         self._alarm = ""
         self._has_evidence = False
         self._verdict: Verdict | None = None
@@ -220,6 +224,10 @@ class Supervisor:
 
     def _look(self) -> None:
         """See where each rank is, and which have ended."""
+        now = time.monotonic()
+        if now - self._looked > PAUSE_SECONDS:
+            self._resumed = now
+        self._looked = now
         for rank in self._ranks:
             before, beat = rank.beat, read_beat(beat_path(self._folder, rank.number))
             if beat is not None:
@@ -239,6 +247,8 @@ class Supervisor:
         for rank in self._ranks:
             beat = rank.beat
             since = rank.started if beat is None else beat.time / 1e9
+            # ``scontrol suspend`` stops all; nobody hangs who has just been woken.
+            since = max(since, self._resumed)
             found = rank.evidence
             views.append(
                 RankView(
@@ -287,7 +297,9 @@ class Supervisor:
             self._board.publish(report)
         except OSError as error:
             # A full disk ends no run; the other nodes see this one fall silent.
-            logger.warning("%s", error)
+            if not self._is_unheard:
+                logger.warning("%s", error)
+            self._is_unheard = True
 
     def _hangs(self, reports: Mapping[int, NodeReport]) -> bool:
         """See whether the job hangs; if so, find out who is to blame. Takes seconds if it does."""
@@ -368,7 +380,8 @@ class Supervisor:
             }
             for item in slow
         ]  # fmt: skip
-        Chain(self._plan.run_dir).append("slow", link=self._plan.link, ranks=found)
+        with suppress(OSError):
+            Chain(self._plan.run_dir).append("slow", link=self._plan.link, ranks=found)
 
     def _kill(self) -> None:
         for rank in self._ranks:

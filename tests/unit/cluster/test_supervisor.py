@@ -125,6 +125,19 @@ def test_a_node_that_falls_silent_is_named(ranks_of: Any) -> None:
     assert ranks.verdict().hosts == ("node1",)
 
 
+def test_a_job_that_was_suspended_goes_on(ranks_of: Any) -> None:
+    ranks = ranks_of(steps=400)
+    ranks.start()
+    wait_for(lambda: len(ranks.processes()) == 2 and (ranks.folder / "step5.0").exists())
+    everyone = [ranks.supervisors[0].pid, *ranks.processes()]
+    for number, seconds in ((signal.SIGSTOP, 4 * LIMIT), (signal.SIGCONT, 0)):
+        for process in everyone:
+            os.kill(process, number)
+        time.sleep(seconds)
+    assert ranks.end() == [0], ranks.logs
+    assert ranks.verdict() is None
+
+
 def test_a_slow_rank_is_told_in_the_log_and_the_chain(ranks_of: Any) -> None:
     ranks = ranks_of(nodes=2, steps=60, slow=3, slow_seconds=0.1)
     assert ranks.run() == [0, 0]
