@@ -1,11 +1,14 @@
 """Signs of life of a rank: where it is, since when, and how long its own work takes.
 
-Owns the file between a rank and its node's supervisor: 96 bytes in a node-local folder, mapped into
-memory, so that a sign costs no write to a disk, no collective and no wait for a device. Refuses to
-judge: ``hang.py`` and ``straggler.py`` do.
+Owns the file between a rank and its node's supervisor: 152 bytes in a node-local folder, mapped
+into memory, so that a sign costs no write to a disk, no collective and no wait for a device.
+Refuses to judge: ``hang.py`` and ``straggler.py`` do.
 
 Every rank of a run passes the same borders in the same order, so the number of borders passed
 (``position``) tells who is behind.
+
+The file holds the last two signs, written in turn, each with a checksum: whoever reads while one is
+being written, or after its writer was stopped halfway, finds the other one whole.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import os
 import signal
 import struct
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,9 +33,11 @@ FOLDER_VARIABLE = "MEGATRON_DEBERTA_HEARTBEATS"
 DUMP_SIGNAL = signal.SIGRTMIN + 6
 """Makes a rank write the stacks of its threads; a number that no library here uses."""
 
-_FORMAT = struct.Struct("<12q")
-_SEQUENCE = struct.Struct("<q")
-_TRIES = 100
+_VALUES = struct.Struct("<9q")
+_CHECKSUM = struct.Struct("<I")
+_SLOT = _VALUES.size + _CHECKSUM.size
+_TRIES = 10
+"""A second one is for a reader that was kept waiting between the two signs."""
 
 
 class Section(IntEnum):
@@ -87,14 +93,13 @@ class Heartbeat:
 
     def __init__(self, path: Path | None = None) -> None:
         self._beat = [0, int(Section.STARTUP), 0, 0, os.getpid(), 0, 0, 0, 0]
-        self._sequence = 0
         self._map: mmap.mmap | None = None
         self._stacks: BinaryIO | None = None
         if path is None:
             return
         with path.open("w+b") as stream:
-            stream.truncate(_FORMAT.size)
-            self._map = mmap.mmap(stream.fileno(), _FORMAT.size)
+            stream.truncate(2 * _SLOT)
+            self._map = mmap.mmap(stream.fileno(), 2 * _SLOT)
         # Open for good: a rank that hangs can open nothing.
         self._stacks = stacks_path(path).open("wb")
         faulthandler.register(DUMP_SIGNAL, file=self._stacks, all_threads=True)
@@ -157,11 +162,9 @@ class Heartbeat:
         if self._map is None:
             return
         self._beat[3] = time.monotonic_ns()
-        # Odd while it is being written: a reader that sees it, or a change, reads again.
-        self._sequence += 2
-        _SEQUENCE.pack_into(self._map, 0, self._sequence - 1)
-        _FORMAT.pack_into(self._map, 0, self._sequence - 1, *self._beat, 0, 0)
-        _SEQUENCE.pack_into(self._map, 0, self._sequence)
+        values = _VALUES.pack(*self._beat)
+        begin = self._beat[0] % 2 * _SLOT
+        self._map[begin : begin + _SLOT] = values + _CHECKSUM.pack(zlib.crc32(values))
 
 
 def beat_path(folder: Path, rank: int) -> Path:
@@ -175,23 +178,24 @@ def stacks_path(path: Path) -> Path:
 
 
 def read_beat(path: Path) -> Beat | None:
-    """A rank's last sign of life; None if there is none yet.
-
-    A writer that was stopped halfway leaves an odd number for good; then what stands is taken.
-    """
+    """A rank's last sign of life that is whole; None if there is none yet."""
     for _ in range(_TRIES):
         try:
             content = path.read_bytes()
         except FileNotFoundError:
             return None
-        if len(content) != _FORMAT.size:
+        if len(content) != 2 * _SLOT:
             return None
-        sequence, position, section, *values = _FORMAT.unpack(content)
-        if sequence == 0:
-            return None
-        if sequence % 2 == 0:
-            break
-    try:
-        return Beat(position, Section(section), *values[:7])
-    except ValueError:
+        signs = [sign for begin in (0, _SLOT) if (sign := _unpack(content[begin : begin + _SLOT]))]
+        if signs:
+            return max(signs, key=lambda sign: sign.position)
+    return None
+
+
+def _unpack(slot: bytes) -> Beat | None:
+    """A sign; None if it is not whole."""
+    values = slot[: _VALUES.size]
+    if _CHECKSUM.pack(zlib.crc32(values)) != slot[_VALUES.size :]:
         return None
+    position, section, *others = _VALUES.unpack(values)
+    return Beat(position, Section(section), *others)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import struct
 import subprocess
 import sys
-import threading
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ import pytest
 from megatron_deberta.cluster.heartbeat import (
     DUMP_SIGNAL,
     FOLDER_VARIABLE,
+    Beat,
     Heartbeat,
     Section,
     beat_path,
@@ -22,6 +23,23 @@ from megatron_deberta.cluster.heartbeat import (
     stacks_path,
 )
 from tests.support.jobs import ROOT
+
+
+@contextmanager
+def python(
+    program: str, variables: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Another process that runs a program, and is killed in the end."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **(variables or {})},
+        stdout=subprocess.PIPE,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def test_sections_steps_and_times_are_read_back(tmp_path: Path) -> None:
@@ -65,41 +83,61 @@ def test_without_a_supervisor_nothing_is_written(
 
 def test_a_reader_never_sees_half_a_sign(tmp_path: Path) -> None:
     path = beat_path(tmp_path, 0)
-    done = threading.Event()
-    with Heartbeat(path) as heartbeat:
-
-        def write() -> None:
-            step = 0
-            while not done.is_set():
-                # Each step's numbers belong together.
-                heartbeat.add_times(steps=1, data=2, forward=3, whole=4)
-                step += 1
-                heartbeat.enter(Section.DATA, step)
-
-        writer = threading.Thread(target=write)
-        writer.start()
-        for _ in range(5000):
+    program = f"""
+from pathlib import Path
+from megatron_deberta.cluster.heartbeat import Heartbeat, Section
+with Heartbeat(Path({str(path)!r})) as heartbeat:
+    print("here", flush=True)
+    step = 0
+    while True:
+        # Each step's numbers belong together.
+        heartbeat.add_times(steps=1, data=2, forward=3, whole=4)
+        step += 1
+        heartbeat.enter(Section.DATA, step)
+"""
+    with python(program) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"here\n"
+        last = reads = different = 0
+        deadline = time.monotonic() + 60
+        # On a busy machine the same one is read many times.
+        while reads < 20_000 or different < 200:
+            reads += 1
+            assert time.monotonic() < deadline
             beat = read_beat(path)
             assert beat is not None
             expected = tuple(beat.step * n for n in (1, 2, 3, 4))
             found = (beat.steps_timed, beat.data_time, beat.forward_time, beat.step_time)
             assert found == expected
-            assert beat.position == beat.step
-        done.set()
-        writer.join()
-    assert beat.step > 100
+            assert beat.position == beat.step >= last
+            different += beat.step > last
+            last = beat.step
 
 
 def test_a_writer_that_died_halfway_is_still_read(tmp_path: Path) -> None:
     path = beat_path(tmp_path, 0)
+    contents: list[bytes] = [b"\0" * 152]
+    signs: list[Beat | None] = [None]
     with Heartbeat(path) as heartbeat:
-        heartbeat.enter(Section.SAVE, 7)
-    content = bytearray(path.read_bytes())
-    struct.pack_into("<q", content, 0, 99)
-    path.write_bytes(content)
-    beat = read_beat(path)
-    assert beat is not None
-    assert (beat.section, beat.step) == (Section.SAVE, 7)
+        for step in range(300, 304):
+            contents.append(path.read_bytes())
+            signs.append(read_beat(path))
+            heartbeat.add_times(steps=1, data=9**12, forward=9**15, whole=9**18)
+            heartbeat.enter(Section.SAVE, step)
+    for before, after, old, new in zip(contents, contents[1:], signs, signs[1:], strict=False):
+        changed = [place for place in range(len(after)) if before[place] != after[place]]
+        assert new is not None
+        for count in range(len(changed) + 1):
+            # Zeroed, old or new: whatever stands where it had not come to.
+            torn = bytearray(before)
+            for place in changed[:count]:
+                torn[place] = after[place]
+            path.write_bytes(torn)
+            assert read_beat(path) == (new if count == len(changed) else old)
+            for place in changed[count:]:
+                torn[place] = 0
+            path.write_bytes(torn)
+            assert read_beat(path) in (old, new)
 
 
 def test_the_signal_shows_where_a_blocked_process_stands(tmp_path: Path) -> None:
@@ -113,12 +151,7 @@ def blocked():
 with Heartbeat.of_this_rank(0):
     blocked()
 """
-    process = subprocess.Popen(
-        [sys.executable, "-c", program],
-        env={**os.environ, FOLDER_VARIABLE: str(tmp_path), "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-    )
-    try:
+    with python(program, {FOLDER_VARIABLE: str(tmp_path)}) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"here\n"
         process.send_signal(DUMP_SIGNAL)
@@ -128,6 +161,3 @@ with Heartbeat.of_this_rank(0):
             assert time.monotonic() < deadline
             time.sleep(0.02)
         assert process.poll() is None
-    finally:
-        process.kill()
-        process.communicate()
