@@ -226,13 +226,16 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     wanted = {"hang": args.cases, "death": args.deaths, "clean": args.clean}
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    # Not a TemporaryDirectory, which every rank, a fork of this process, would remove when it ends.
+    folder = Path(tempfile.mkdtemp(prefix="hangs."))
+    try:
         (folder / "corpus").mkdir()
         prepare(folder / "corpus")
         os.mkfifo(folder / "fifo")
         preload()
         return run_missing(wanted, args, folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def run_missing(wanted: dict[str, int], args: argparse.Namespace, folder: Path) -> int:
