@@ -6,6 +6,7 @@ writes them, ``reader.py`` reads them).
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -178,6 +179,11 @@ def checkpoints_dir(run_dir: str | os.PathLike[str]) -> Path:
 def step_dir(run_dir: str | os.PathLike[str], step: int) -> Path:
     """Folder of the checkpoint of a step."""
     return checkpoints_dir(run_dir) / f"step_{step:08d}"
+
+
+def commit_mark(manifest: bytes) -> bytes:
+    """What ``COMMITTED`` holds, byte for byte: the manifest's SHA-256 as a line."""
+    return hashlib.sha256(manifest).hexdigest().encode() + b"\n"
 
 
 def committed_steps(run_dir: str | os.PathLike[str]) -> list[int]:

@@ -6,7 +6,6 @@ and inspection use it alone.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from megatron_deberta.checkpoint.layout import (
     CheckpointMetadata,
     Fragment,
     Manifest,
+    commit_mark,
     tensor_key,
 )
 from megatron_deberta.errors import CheckpointError
@@ -172,7 +172,7 @@ def _relative(indices: range, origin: range) -> slice:
 
 def _read_manifest(path: Path) -> Manifest:
     try:
-        expected = (path / COMMITTED_FILE).read_text(encoding="ascii").strip()
+        expected = (path / COMMITTED_FILE).read_bytes()
         content = (path / MANIFEST_FILE).read_bytes()
     except FileNotFoundError as error:
         raise CheckpointError(
@@ -181,7 +181,7 @@ def _read_manifest(path: Path) -> Manifest:
         ) from error
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if hashlib.sha256(content).hexdigest() != expected:
+    if commit_mark(content) != expected:
         raise CheckpointError(
             f"{path / MANIFEST_FILE}: SHA-256 is not the one in {COMMITTED_FILE}; it is damaged"
         )

@@ -42,7 +42,13 @@ class Retention:
 
 def delete_oldest(run_dir: str | os.PathLike[str], step: int, retention: Retention) -> None:
     """Delete what need not stay, up to a step; later ones are of a future that comes again."""
-    for old in retention.doomed([known for known in committed_steps(run_dir) if known <= step]):
+    try:
+        doomed = retention.doomed([known for known in committed_steps(run_dir) if known <= step])
+    except OSError as error:
+        # The checkpoint after which this is called is safe, and the next one tries again.
+        logger.warning("cannot delete old checkpoints of %s: %s", run_dir, error)
+        return
+    for old in doomed:
         try:
             delete(step_dir(run_dir, old))
         except OSError as error:

@@ -8,7 +8,6 @@ an engine keeps where, and to decide what may change on resume (``resume.py``).
 from __future__ import annotations
 
 import errno
-import hashlib
 import logging
 import math
 import os
@@ -34,6 +33,7 @@ from megatron_deberta.checkpoint.layout import (
     Fragment,
     Manifest,
     checkpoints_dir,
+    commit_mark,
     committed_steps,
     leftovers,
     part_index_file,
@@ -462,8 +462,7 @@ def _publish(draft: Draft) -> None:
     Manifest.from_json(content, staging / MANIFEST_FILE)
     write_durably(staging / MANIFEST_FILE, content)
     # Written now, so that nothing after the rename needs space.
-    mark = hashlib.sha256(content).hexdigest().encode() + b"\n"
-    write_durably(staging / _UNCOMMITTED_FILE, mark)
+    write_durably(staging / _UNCOMMITTED_FILE, commit_mark(content))
     fsync_path(staging)
     if final.exists():
         # The run fell back behind a damaged checkpoint and has come here again.
