@@ -30,6 +30,7 @@ from benchmarks.attention_variants import Case  # noqa: E402
 from benchmarks.learn import VARIANTS, mean_curves  # noqa: E402
 from benchmarks.steps.parts import part_rows  # noqa: E402
 from megatron_deberta.files import write_atomically  # noqa: E402
+from tests.campaigns.hangs import read_lines, summary  # noqa: E402
 from tests.chaos.record import Record, table  # noqa: E402
 
 UNMEASURED = "unmeasured"
@@ -450,6 +451,12 @@ def faults(device: str) -> str:
     return table(record, present=False) if record.lines() else NOTHING
 
 
+def hangs(device: str) -> str:
+    """Who was stopped or blocked, and how soon that was said."""
+    lines = read_lines(ROOT / "benchmarks" / "results" / device / "hangs.jsonl")
+    return summary(lines) if lines else NOTHING
+
+
 TABLES: dict[str, Callable[[str], str]] = {
     "loader": loader,
     "data-index": data_index,
@@ -469,6 +476,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "profile": profile,
     "shard-damage": shard_damage,
     "faults": faults,
+    "hangs": hangs,
 }
 
 

@@ -4,7 +4,7 @@ Four gloo ranks (tensor parallel 2 x data parallel 2, ZeRO-1, dropout). Each cas
 its number: a rank is stopped (SIGSTOP) at a random instant or in a section, or a read of its data
 never returns, in the rank or in its loader's process. Clean runs and killed ranks are cases, too.
 One line of JSON a case is appended to the output; cases that are there are not done again, so the
-campaign may be broken off and started again.
+campaign may be broken off and started again. Lines about other code than the present do not count.
 
   python -m tests.campaigns.hangs --cases 70 --deaths 10 --clean 10
 """
@@ -31,8 +31,13 @@ from megatron_deberta.cluster.heartbeat import Beat, Section, beat_path, read_be
 from megatron_deberta.cluster.supervisor import NodePlan
 from megatron_deberta.config import load_config
 from tests.campaigns.forked_ranks import PLAN_VARIABLE, ForkingSupervisor, preload
+from tests.support.code_digest import code_digest
 from tests.support.jobs import prepare
 
+CODE = (
+    "megatron_deberta/cluster", "megatron_deberta/train",
+    "tests/campaigns/forked_ranks.py", "tests/campaigns/hangs.py",
+)  # fmt: skip
 OUTPUT = Path(__file__).parents[2] / "benchmarks" / "results" / "cpu" / "hangs.jsonl"
 RANKS = 4
 PHASES = ("any", "step", "save", "evaluation", "data")
@@ -44,7 +49,7 @@ RUN = (
     "parallel.tensor_parallel_size=2", "precision.zero_stage=1", "train.micro_batch_size=2",
     "train.eval_every=5", "train.eval_batches=2", "checkpoint.save_every=4", "log.every=1",
     "optimizer.schedule=constant", "train.steps=1000000", "data.ledger=false",
-    "cluster.startup_timeout_seconds=40", "cluster.data_timeout_seconds=8",
+    "cluster.startup_timeout_seconds=30", "cluster.data_timeout_seconds=8",
     "cluster.step_timeout_seconds=8", "cluster.save_timeout_seconds=8",
     "cluster.evaluation_timeout_seconds=8",
 )  # fmt: skip
@@ -64,7 +69,7 @@ def plan_case(kind: str, number: int) -> dict[str, Any]:
     phase = PHASES[place]
     plan: dict[str, Any] = {"how": "stop", "rank": rank, "phase": phase}
     if phase == "any":
-        return {**plan, "after_seconds": round(draw.uniform(0.1, 6.0), 3)}
+        return {**plan, "after_seconds": round(draw.uniform(0.1, 12.0), 3)}
     return {**plan, "at_step": step}
 
 
@@ -134,7 +139,7 @@ def run_case(folder: Path, kind: str, number: int) -> dict[str, Any]:
     stamp.unlink(missing_ok=True)
     overrides = [*RUN, f"train.run_dir={run_dir}", f"data.num_workers={int(plan.get('worker', 0))}"]
     if kind == "clean":
-        overrides.append("train.stop_after=60")
+        overrides.append("train.stop_after=50")
     config = load_config(folder / "corpus" / "run.yaml", overrides)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -183,7 +188,7 @@ def run_case(folder: Path, kind: str, number: int) -> dict[str, Any]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """All cases so far."""
+    """All cases so far, of any code."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
@@ -196,18 +201,34 @@ def last_lines(logs: Path) -> dict[str, list[str]]:
 
 
 def summary(lines: list[dict[str, Any]]) -> str:
-    """n/N by kind and section, as a Markdown table."""
-    rows = ["| case | passed | longest, beyond the time-out |", "|---|---|---|"]
+    """Passed and done by kind and section, as a Markdown table, of the code of the last line."""
+    lines = [line for line in lines if line["code_digest"] == lines[-1]["code_digest"]]
+    rows = [
+        "| case | passed / done | longest until named | revision |",
+        "| --- | --- | --- | --- |",
+    ]
     groups: dict[str, list[dict[str, Any]]] = {}
     for line in lines:
-        where = "data" if line["how"] == "read" else line.get("section", "")
-        name = {"stop": f"SIGSTOP, {where}", "read": "blocked read", "kill": "SIGKILL"}
-        groups.setdefault(name.get(line["how"], "no fault"), []).append(line)
+        groups.setdefault(_title(line), []).append(line)
     for name, found in sorted(groups.items()):
-        late = [x["detected_seconds"] - x["timeout_seconds"] for x in found if "section" in x]
-        longest = f"{max(late):.1f} s" if late else ""
-        rows.append(f"| {name} | {sum(x['ok'] for x in found)}/{len(found)} | {longest} |")
-    return "\n".join(rows)
+        late = [
+            x["detected_seconds"] - x.get("timeout_seconds", 0)
+            for x in found
+            if "detected_seconds" in x
+        ]
+        after = "the time-out" if any("timeout_seconds" in x for x in found) else "the kill"
+        longest = f"{max(late):.1f} s after {after}" if late else ""
+        passed = f"{sum(x['ok'] for x in found)} / {len(found)}"
+        rows.append(f"| {name} | {passed} | {longest} | {found[-1]['revision']} |")
+    return "\n".join(rows) + "\n"
+
+
+def _title(line: dict[str, Any]) -> str:
+    if line["how"] == "stop":
+        return f"SIGSTOP in {line['section']}"
+    if line["how"] == "read":
+        return f"blocked read in the {'loader' if line['worker'] else 'rank'}'s process"
+    return {"kill": "SIGKILL", "nothing": "no fault, no alarm"}[str(line["how"])]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -216,13 +237,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--cases", type=int, default=0, help="hangs")
     parser.add_argument("--deaths", type=int, default=0)
     parser.add_argument("--clean", type=int, default=0)
-    parser.add_argument("--only", type=int, help="a single number of each kind that is asked for")
+    parser.add_argument(
+        "--only", type=int, nargs="+", help="these numbers of each kind that is asked for"
+    )
     parser.add_argument("--seconds", type=float, default=1e9, help="start no case after so long")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     parser.add_argument("--summary", action="store_true", help="print the table and stop")
     args = parser.parse_args(arguments)
     if args.summary:
-        print(summary(read_lines(args.output)))
+        sys.stdout.write(summary(read_lines(args.output)))
         return 0
     wanted = {"hang": args.cases, "death": args.deaths, "clean": args.clean}
     args.output.parent.mkdir(parents=True, exist_ok=True)
@@ -242,10 +265,11 @@ def run_missing(wanted: dict[str, int], args: argparse.Namespace, folder: Path) 
     """Do the cases that are not in the output."""
     from benchmarks.provenance import provenance
 
-    end, failed = time.monotonic() + args.seconds, 0
+    end, failed, code = time.monotonic() + args.seconds, 0, code_digest(CODE)
     for kind, count in wanted.items():
-        for number in range(count) if args.only is None else [args.only]:
-            done = {(line["kind"], line["case"]) for line in read_lines(args.output)}
+        for number in args.only or range(count):
+            lines = read_lines(args.output)
+            done = {(x["kind"], x["case"]) for x in lines if x["code_digest"] == code}
             if not count or (kind, number) in done or time.monotonic() > end:
                 continue
             option = {"hang": "cases", "death": "deaths"}.get(kind, kind)
@@ -255,6 +279,7 @@ def run_missing(wanted: dict[str, int], args: argparse.Namespace, folder: Path) 
                 "case": number,
                 **run_case(folder, kind, number),
                 "command": again,
+                "code_digest": code,
             }
             if not line["ok"]:
                 line["logs"] = last_lines(folder / "run" / "logs")

@@ -12,11 +12,11 @@ from tests.support.jobs import ROOT
 
 def test_a_stopped_rank_a_blocked_read_and_a_clean_run(tmp_path: Path) -> None:
     output = tmp_path / "hangs.jsonl"
-    for kind, number in (("cases", 1), ("cases", 5), ("clean", 0)):
+    for kind, numbers in (("cases", ("1", "5")), ("clean", ("0",))):
         done = subprocess.run(
             [
                 sys.executable, "-m", "tests.campaigns.hangs", f"--{kind}", "1",
-                "--only", str(number), "--output", str(output),
+                "--only", *numbers, "--output", str(output),
             ],
             cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
         )  # fmt: skip
