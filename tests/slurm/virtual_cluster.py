@@ -41,6 +41,7 @@ SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd.%n.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
+TaskProlog={folder}/task_prolog
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SchedulerType=sched/backfill
@@ -61,6 +62,11 @@ RealMemory=8000 State=UNKNOWN
 {nodes}
 PartitionName=normal Nodes=ALL Default=YES MaxTime=INFINITE PriorityTier=1 GraceTime=20
 PartitionName=urgent Nodes=ALL MaxTime=INFINITE PriorityTier=10
+"""
+
+TASK_PROLOG = """\
+#!/bin/sh
+[ ! -e "{folder}/variables.$SLURMD_NODENAME" ] || cat "{folder}/variables.$SLURMD_NODENAME"
 """
 
 
@@ -128,6 +134,9 @@ class VirtualCluster:
             )
         )
         self._write_devices()
+        prolog = folder / "task_prolog"
+        prolog.write_text(TASK_PROLOG.format(folder=folder))
+        prolog.chmod(0o755)
 
     def _environment(self) -> dict[str, str]:
         """This environment without another SLURM's variables, and with ours."""
@@ -206,6 +215,10 @@ class VirtualCluster:
     def start_node(self, node: str) -> None:
         """Start a node's slurmd."""
         self._spawn(node, "slurmd", "-D", "-N", node, "-f", str(self.folder / "slurm.conf"))
+
+    def set_variable(self, node: str, name: str, value: str) -> None:
+        """Let whatever srun starts on one node see a variable, by SLURM's task prolog."""
+        (self.folder / f"variables.{node}").write_text(f"export {name}={value}\n")
 
     def cut_off_node(self, node: str) -> None:
         """Let SLURM lose a node that lives on: SIGKILL to its slurmd alone."""
