@@ -18,12 +18,7 @@ from megatron_deberta.ops import triton_forward as forward_kernels
 from megatron_deberta.ops import triton_table_gradients as table_kernels
 from megatron_deberta.ops.dropout_bits import drop_threshold, keep_scale
 from megatron_deberta.ops.relative_positions import RelativePositions
-from megatron_deberta.ops.triton_settings import (
-    MOST_POSITIONS,
-    Setting,
-    tile_size,
-    warps_and_stages,
-)
+from megatron_deberta.ops.triton_settings import MOST_POSITIONS, tile_size, warps_and_stages
 from megatron_deberta.ops.triton_tables import LinearTable, linear_table, near_tiles
 
 LOG2_E = 1.4426950408889634
@@ -77,8 +72,8 @@ class Plan:
         self.batch, self.heads, self.count, self.size = call.k.shape
         if self.count >= MOST_POSITIONS:
             raise ValueError(f"k: got {self.count} positions, expected below {MOST_POSITIONS}")
-        capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else None
-        self.tile = tile_size(q.dtype, gathered, capability)
+        self.capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else None
+        self.tile = tile_size(q.dtype, gathered, self.capability)
         self.tiles = -(-self.count // self.tile)
         self.near = near_tiles(call.positions, self.count, self.tile)
         self.far = self.tiles > self.near
@@ -115,7 +110,7 @@ class Plan:
             kernel: its name in the settings.
             *names: which of the flags it takes.
         """
-        setting: Setting = warps_and_stages(kernel, self.call.q.dtype, self.tile)
+        setting = warps_and_stages(kernel, self.call.q.dtype, self.tile, self.capability)
         every = {
             "C2P": self.key_form is not None,
             "P2C": self.query_form is not None,

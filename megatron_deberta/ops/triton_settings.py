@@ -43,10 +43,14 @@ LAUNCH: dict[tuple[str, int], Setting] = {
     ("table_gradient", 64): Setting(8, 2),
     # Gathered queries are few, and their tiles take many registers.
     ("gathered_forward", 32): Setting(4, 1),
-    ("gathered_query", 32): Setting(4, 1),
+    ("gathered_query", 32): Setting(8, 1),
     ("gathered_key", 32): Setting(4, 1),
 }
 """By kernel and tile size; elsewhere two stages, and a warp for 16 rows of a tile."""
+
+BLACKWELL = {("forward", 64): Setting(4, 1)}
+"""Instead, with tensor memory: there two stages of the forward kernel make twice the
+instructions, spill, and take three times the shared memory."""
 
 
 def tile_size(dtype: torch.dtype, gathered: bool, capability: tuple[int, int] | None) -> int:
@@ -61,16 +65,22 @@ def tile_size(dtype: torch.dtype, gathered: bool, capability: tuple[int, int] | 
     return min(TILES[dtype], SMALL_TILE) if small else TILES[dtype]
 
 
-def warps_and_stages(kernel: str, dtype: torch.dtype, tile: int) -> Setting:
+def warps_and_stages(
+    kernel: str, dtype: torch.dtype, tile: int, capability: tuple[int, int] | None
+) -> Setting:
     """How a kernel is launched.
 
     Args:
         kernel: its name without ``_kernel``.
         dtype: of the inputs.
         tile: ``tile_size``.
+        capability: of the GPU, None in Triton's interpreter.
     """
     warps, stages = LAUNCH.get((kernel, tile), Setting(max(tile // 16, 1), 2))
+    if capability is not None and capability[0] == 10:
+        warps, stages = BLACKWELL.get((kernel, tile), Setting(warps, stages))
     if dtype == torch.float32 and kernel != "fold":
         # No tensor cores: rows and columns of the products are in registers, too many for fewer.
         warps = 8
+        stages = 1 if kernel == "table_gradient" else stages
     return Setting(warps, stages)
