@@ -1,0 +1,77 @@
+"""``megatron-deberta launch``: a rank is killed and all go on; told to stop, all save."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from megatron_deberta.checkpoint.layout import committed_steps
+from megatron_deberta.cli.main import main
+from megatron_deberta.cluster.chain import Chain
+from megatron_deberta.errors import EXIT_REQUEUE, EXIT_USAGE
+from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
+from tests.support.jobs import ROOT, TIMEOUT, losses, without_launcher
+
+
+def wait_until(condition: Callable[[], bool], launcher: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + TIMEOUT
+    while not condition():
+        assert launcher.poll() is None, launcher.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_killed_rank_is_named_and_all_start_again(
+    run_yaml: Path, unbroken: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    chain, metrics = Chain(run_dir), run_dir / FILE_NAME
+    program = [sys.executable, "-m", "megatron_deberta", "launch", str(run_yaml), "--ranks", "2"]
+    launcher = subprocess.Popen(
+        [*program, f"train.run_dir={run_dir}"],
+        env=without_launcher() | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+    def starts_at(step: int, start: int) -> bool:
+        steps = [record["step"] for record in read_metrics(metrics)] if metrics.exists() else []
+        starts = [record for record in chain.records() if record["event"] == "start"]
+        return len(starts) == start and max(steps, default=0) >= step
+
+    try:
+        wait_until(lambda: starts_at(9, 1), launcher)
+        ranks = psutil.Process(launcher.pid).children()
+        second = next(rank for rank in ranks if rank.environ().get("RANK") == "1")
+        second.kill()
+        wait_until(lambda: starts_at(18, 2), launcher)
+        launcher.send_signal(signal.SIGTERM)
+        output, errors = launcher.communicate(timeout=TIMEOUT)
+    finally:
+        launcher.kill()
+        launcher.communicate()
+    assert launcher.returncode == EXIT_REQUEUE, errors
+    first, last = [record for record in chain.records() if record["event"] == "end"]
+    assert first["reason"].startswith("rank 1 on ")
+    assert " was killed by signal 9 " in first["reason"]
+    assert (first["code"], first["goes_on"], last["goes_on"]) == (1, True, False)
+    assert first["step"] >= 7
+    assert f"{first['reason']}; starting again" in errors
+    # Rank 0 is on the terminal, the other in its log.
+    assert "step 1/60 | loss" in output
+    assert len(list((run_dir / "logs").glob("*.0/rank_1.log"))) == 1
+    ours = losses(run_dir)
+    assert committed_steps(run_dir)[-1] == len(ours) < 60
+    assert ours == losses(unbroken)[: len(ours)]
+
+
+def test_what_cannot_run_is_refused_at_once(run_yaml: Path, tmp_path: Path) -> None:
+    launch = ["launch", str(run_yaml), f"train.run_dir={tmp_path / 'run'}", "--ranks"]
+    assert main([*launch, "0"]) == EXIT_USAGE
+    assert main([*launch, "3"]) == EXIT_USAGE
+    assert not (tmp_path / "run").exists()
