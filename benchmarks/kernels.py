@@ -226,6 +226,7 @@ def _disassemble(cubin: bytes) -> dict[str, Any]:
         "tensor_core_instructions": tensor_core,
         "shuffles": counts["SHFL"],
         "barriers": counts["BAR"],
+        "atomics": sum(n for name, n in counts.items() if name.startswith("ATOM") or name == "RED"),
     }
 
 
@@ -265,6 +266,8 @@ def broken_limits(variant: Variant, result: dict[str, Any]) -> list[str]:
         wrong.append(f"{result['spills_in_loops']} > {in_loops} accesses to the stack in loops")
     if result["shared_bytes"] > SHARED_BYTES[variant.sm]:
         wrong.append(f"shared memory {result['shared_bytes']} > {SHARED_BYTES[variant.sm]} bytes")
+    if result["atomics"]:
+        wrong.append(f"{result['atomics']} atomic instructions, whose order is not fixed")
     multiplies = variant.kernel not in ("fold", "end_products", "end_gradient", "output_products")
     if multiplies and variant.dtype != torch.float32 and not result["tensor_core_instructions"]:
         wrong.append("no tensor-core instruction")

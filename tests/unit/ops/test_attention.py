@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron_deberta.ops import RelativePositions, chunked, disentangled_attention, position_terms
+from tests.support.memory import LargestTensor
 from tests.support.tolerances import OPERATOR
 
 LINEAR, BUCKETS = RelativePositions(16, 0), RelativePositions(16, 8)
@@ -339,21 +340,6 @@ def test_any_strides() -> None:
         leaves.append(turned.copy_(x).requires_grad_())
     output = disentangled_attention(*leaves, positions=BUCKETS)
     assert relative_error(output.detach().double(), expected[0]) < OPERATOR[torch.float32]
-
-
-class LargestTensor(torch.utils._python_dispatch.TorchDispatchMode):
-    """Records the most elements any operation gives back."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for x in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(x, Tensor):
-                self.elements = max(self.elements, x.untyped_storage().nbytes() // x.itemsize)
-        return result
 
 
 @pytest.mark.parametrize("gathered", [False, True])

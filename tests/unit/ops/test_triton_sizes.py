@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from megatron_deberta.ops import RelativePositions
 from tests.support.attention import random_inputs, relative_error, run_attention
+from tests.support.memory import LargestTensor
 from tests.support.tolerances import OPERATOR
 
 pytest.importorskip("triton", reason="the fused kernels are written in Triton")
@@ -57,6 +60,51 @@ def test_rows_too_long_for_the_kernels_are_refused() -> None:
     call = Call(q, q, q, None, None, None, None, LINEAR, 1, 0.0, 0, 1.0)
     with pytest.raises(ValueError, match="k: got 16777216 positions"):
         Plan(call)
+
+
+class NoKernel:
+    """Stands for a kernel, and leaves the buffers as they are."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *args, **kwargs: None
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_nothing_is_larger_than_the_band(gathered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all that a pass over long rows keeps: 2 x maximum distance + tile numbers a position."""
+    from megatron_deberta.ops import (
+        triton_backward,
+        triton_far,
+        triton_forward,
+        triton_gathered,
+        triton_gathered_launch,
+        triton_launch,
+        triton_table_gradients,
+    )
+
+    stubs = set()
+    for module in (
+        triton_backward, triton_far, triton_forward, triton_gathered, triton_table_gradients
+    ):  # fmt: skip
+        for name in [name for name in vars(module) if name.endswith("_kernel")]:
+            monkeypatch.setattr(module, name, NoKernel())
+            stubs.add(name)
+    assert len(stubs) == 13
+    positions, length = RelativePositions(512, 256), 24528
+    k = torch.zeros(1, 1, length, 32, dtype=torch.float16)
+    table = torch.zeros(1, 2 * positions.span, 32, dtype=torch.float16)
+    at = torch.arange(0, length, 1000)
+    q = k[:, :, at] if gathered else k
+    call = triton_launch.Call(
+        q, k, k, table, table, None, torch.zeros(1, dtype=torch.int64), positions, 1, 0.1, 0, 0.1
+    )
+    extra = (torch.stack([at, at * 0, at * 0 + length])[:, None].int(),) if gathered else ()
+    module = triton_gathered_launch if gathered else triton_launch
+    with LargestTensor() as largest:
+        output, lse2 = module.forward(call, *extra)
+        module.backward(call, *extra, output, lse2, output)
+    tile = 32 if gathered else 64
+    assert length * 1000 < largest.elements <= (length + tile) * (2 * 512 + tile)
 
 
 def test_scores_of_sixty_thousand_hold_in_float16() -> None:
