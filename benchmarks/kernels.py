@@ -76,6 +76,8 @@ EXCEPTIONS = {
 }
 """Bytes of stack and accesses to it in loops, by patterns of variants' names, the first that fits.
 Both Tritons, some to spare."""
+ATOMICS = ("ATOM", "ATOMG", "RED", "REDG")
+"""On global memory. Those on shared memory (``ATOMS``) give out Blackwell's tensor memory."""
 _FLOATS32 = (
     "Q_ENDS K_ENDS LSE2 DELTA D_K_FAR D_V_FAR BY_ROW K_SUMS Q_SUMS KEY_PARTS QUERY_PARTS PARTS "
     "ENDS SUMS"
@@ -226,7 +228,7 @@ def _disassemble(cubin: bytes) -> dict[str, Any]:
         "tensor_core_instructions": tensor_core,
         "shuffles": counts["SHFL"],
         "barriers": counts["BAR"],
-        "atomics": sum(n for name, n in counts.items() if name.startswith("ATOM") or name == "RED"),
+        "atomics": sum(counts[name] for name in ATOMICS),
     }
 
 
