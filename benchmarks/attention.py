@@ -342,6 +342,35 @@ def bits_seconds(case: Case) -> list[float]:
     return watch.seconds()
 
 
+def gathered_seconds(case: Case, backend: str) -> dict[str, Callable[[], list[float]]]:
+    """Forward and backward of the mask decoder's queries, and of all queries, ready to be timed."""
+    q, *rest = make_inputs(case)
+    at = masked_positions(case)
+    some = q.detach().gather(2, at[:, None, :, None].expand(-1, case.heads, -1, HEAD_SIZE))
+
+    def run(queries: Tensor, at: Tensor | None) -> list[float]:
+        watch = Stopwatch(case.device)
+        watch.mark()
+        x = [queries, *rest]
+        output = disentangled_attention(
+            *x, positions=POSITIONS, q_positions=at, dropout_p=case.dropout, seed=SEED,
+            backend=backend,
+        )  # fmt: skip
+        torch.autograd.grad(output, x, queries.detach())
+        watch.mark()
+        return watch.seconds()
+
+    some.requires_grad_()
+    return {"gathered": lambda: run(some, at), "all": lambda: run(q, None)}
+
+
+def masked_positions(case: Case) -> Tensor:
+    """About 15 % of each row, rising: int64 ``[batch, queries]``."""
+    generator = torch.Generator().manual_seed(1)
+    scores = torch.rand(case.batch, case.length, generator=generator)
+    return scores.topk(max(1, round(0.15 * case.length))).indices.sort().values.to(case.device)
+
+
 def measure(case: Case, repeats: int) -> dict[str, Any]:
     """Everything about one case."""
     comparison = Comparison(case, CPU_VARIANTS if case.device == "cpu" else GPU_VARIANTS)
@@ -354,6 +383,9 @@ def measure(case: Case, repeats: int) -> dict[str, Any]:
             {"": lambda: bits_seconds(case)}, least=repeats, most=repeats, budget=60.0
         )
         result["dropout_bits_ms"] = 1e3 * seconds[""][0]
+        jobs = gathered_seconds(case, "chunked")
+        seconds = in_turns(jobs, least=repeats, most=repeats, budget=60.0)
+        result["chunked_gathered_ms"] = {name: 1e3 * took[0] for name, took in seconds.items()}
     print("\n".join(table(result)), flush=True)
     return result
 

@@ -36,6 +36,16 @@ def test_variants_compute_the_same(case, name):
     assert max(found.values()) < 1e-5
 
 
+def test_the_mask_decoders_queries_are_timed_beside_all():
+    at = attention.masked_positions(CASE)
+    assert at.shape == (2, 6)
+    assert (at.diff() > 0).all()
+    assert at.max() < CASE.length
+    assert at.min() >= 0
+    jobs = attention.gathered_seconds(CASE, "chunked")
+    assert all(seconds > 0 for job in jobs.values() for seconds in job())
+
+
 def test_dropout_is_compared_where_it_is_exact_and_seen_where_it_is_not():
     comparison = Comparison(PADDED, CPU_VARIANTS)
     comparison.check()
