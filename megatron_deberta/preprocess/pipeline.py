@@ -22,7 +22,7 @@ from typing import Any
 from megatron_deberta.data.indexed_format import bin_path, idx_path, manifest_path
 from megatron_deberta.data.manifest import Manifest, read_manifest
 from megatron_deberta.errors import ConfigError, DataError
-from megatron_deberta.preprocess.encoding import choose_encoder
+from megatron_deberta.preprocess.encoding import BatchEncoder, choose_encoder
 from megatron_deberta.preprocess.merging import Merger, Output, shard_prefix
 from megatron_deberta.preprocess.progress import Board, ProgressDisplay, new_counters
 from megatron_deberta.preprocess.reading import ReadOptions
@@ -90,6 +90,8 @@ def preprocess(
             bad, or there is no text.
     """
     read, run = read or ReadOptions(), run or RunOptions()
+    # Processes are what works side by side here; the library's threads would outlive no fork.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _refuse_keys(read.keys)
     tokenizer = load_tokenizer(tokenizer_path)
     plan = _plan(sources, tokenizer, read, language, unit_bytes)
@@ -125,7 +127,8 @@ def preprocess(
             allow_bad=DEFAULT_ALLOW_BAD if run.allow_bad is None else run.allow_bad,
             allow_damaged=run.allow_bad is not None,
         )
-        _work(_Share(job, published, tokenizer_path), folder, run)
+        encode = _choose_encoder(job, tokenizer, folder)
+        _work(_Share(job, published, encode), folder, run)
     found = _complete(prefixes, digest)
     if found is None:
         raise DataError(f"{output}: published files are missing; run the same command again")
@@ -135,11 +138,18 @@ def preprocess(
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """What a worker process is started with."""
+    """What a worker process is started with; nothing is left to encode where ``encode`` is None."""
 
     job: Job
     output: Output
-    tokenizer_path: str
+    encode: BatchEncoder | None
+
+
+def _choose_encoder(job: Job, tokenizer: Tokenizer, folder: WorkFolder) -> BatchEncoder | None:
+    with _finished_elsewhere(folder):
+        if not UnitQueue(folder, job.segments, 0).is_finished():
+            return choose_encoder(tokenizer, job.sources, job.options)
+    return None
 
 
 def _work(share: _Share, folder: WorkFolder, run: RunOptions) -> None:
@@ -150,11 +160,13 @@ def _work(share: _Share, folder: WorkFolder, run: RunOptions) -> None:
         len(share.job.segments) * (run.rank * len(counters) + i) // places
         for i in range(len(counters))
     ]
+    # A forked copy of a process that runs threads can deadlock, and the display runs one.
+    workers = _start(share, first, counters) if run.workers else []
     with ProgressDisplay(total_bytes, counters) as display:
-        if not run.workers:
-            _do_share(share, first[0], Board(counters[0]))
+        if workers:
+            _watch(workers, display)
         else:
-            _watch(_start(share, first, counters), display)
+            _do_share(share, first[0], Board(counters[0]))
 
 
 def _do_share(share: _Share, first_segment: int, board: Board) -> None:
@@ -162,10 +174,8 @@ def _do_share(share: _Share, first_segment: int, board: Board) -> None:
     folder = WorkFolder(share.output.output)
     with folder.kept_alive(), _finished_elsewhere(folder):
         queue = UnitQueue(folder, share.job.segments, first_segment)
-        if not queue.is_finished():
-            tokenizer = load_tokenizer(share.tokenizer_path)
-            encode = choose_encoder(tokenizer, share.job.sources, share.job.options)
-            encode_units(share.job, folder, queue, encode, board)
+        if share.encode is not None:
+            encode_units(share.job, folder, queue, share.encode, board)
         Merger(share.job, queue.units(), folder, share.output, board).run()
 
 
@@ -176,8 +186,8 @@ class _Worker:
 
 
 def _start(share: _Share, first: Sequence[int], counters: Sequence[Any]) -> list[_Worker]:
-    # A forked copy of a process that runs threads, as the display does, can deadlock.
-    context = multiprocessing.get_context("spawn")
+    # What is loaded is shared: a process of its own would take most of a second to come as far.
+    context = multiprocessing.get_context("fork")
     workers = []
     for first_segment, counter in zip(first, counters, strict=True):
         here, there = context.Pipe(duplex=False)
@@ -199,7 +209,6 @@ def _run_worker(
     messages: multiprocessing.connection.Connection,
     parent: int,
 ) -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     # Nobody waits for a worker whose parent was killed.
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

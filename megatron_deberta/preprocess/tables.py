@@ -82,7 +82,9 @@ def _batches(
             groups = range(begin, min(end, table.metadata.num_row_groups))
             row = sum(table.metadata.row_group(group).num_rows for group in range(begin))
             present = [key for key in keys if key in table.schema_arrow.names]
-            for batch in table.iter_batches(_BATCH_ROWS, row_groups=list(groups), columns=present):
+            for batch in table.iter_batches(
+                _BATCH_ROWS, row_groups=list(groups), columns=present, use_threads=False
+            ):
                 yield row, batch
                 row += batch.num_rows
             return
