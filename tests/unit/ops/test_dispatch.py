@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -176,3 +179,34 @@ def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     assert [r.getMessage() for r in caplog.records] == [
         "disentangled attention: chunked backend on cpu, torch.float32"
     ]
+
+
+WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = None
+import pytest, torch
+from megatron_deberta.ops import RelativePositions, disentangled_attention
+q = torch.ones(1, 1, 3, 64)
+table = torch.ones(1, 8, 64)
+output = disentangled_attention(q, q, q, table, table, RelativePositions(4, 0))
+torch.testing.assert_close(output, q)
+try:
+    disentangled_attention(q, q, q, table, table, RelativePositions(4, 0), backend="triton")
+except ValueError as error:
+    assert "Triton is not installed" in str(error)
+else:
+    raise AssertionError
+raise SystemExit(pytest.main(["--collect-only", "-q", "tests/unit/ops", "tests/unit/benchmarks"]))
+"""
+
+
+def test_without_triton_the_operator_runs_and_its_tests_are_found() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TRITON],
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "written in Triton" in done.stdout
