@@ -289,13 +289,18 @@ def main() -> None:
         args.config, args.data, args.tokenizer, args.runs,
         tuple(args.variant or VARIANTS), tuple(args.seeds),
     )  # fmt: skip
+    result = args.output.with_suffix(".json")
     if args.time is None:
         train(experiment, args.budget)
-    record = collect(experiment, args.output)
-    if args.time is not None:
+        record = collect(experiment, args.output)
+        write_json(args.runs / "manifest.json", manifest(experiment))
+    else:
+        # The runs may have been elsewhere, so their curves stay as they are.
+        whole = result.exists()
+        record = json.loads(result.read_text()) if whole else collect(experiment, args.output)
         record["seconds_per_step"] = time_steps(experiment, args.time)
-    write_json(args.runs / "manifest.json", manifest(experiment))
-    write_json(args.output.with_suffix(".json"), record)
+        record["timed"] = provenance(experiment.config(experiment.runs()[0]).train.device)
+    write_json(result, record)
     plot(record, args.output.with_suffix(".png"))
 
 

@@ -149,13 +149,23 @@ def sides(case: Case, device: torch.device) -> dict[str, Callable[[], Side]]:
         builds["plain_attention"] = partial(Ours, setting, plain_attention=True)
     elif case.comparison == "huggingface":
         builds["huggingface"] = partial(Stock, setting)
-        if device.type == "cuda" and importlib.util.find_spec("disentangled_flash"):
+        if not missing_sides(case, device):
             builds["disentangled_flash"] = partial(Stock, setting, disentangled_flash=True)
     else:
         for name in PEERS:
             variant = variants(name, device)[0][0]
             builds[name] = partial(Peer, setting, name, variant, case.length)
     return builds
+
+
+def missing_sides(case: Case, device: torch.device) -> dict[str, str]:
+    """Sides that the comparison has elsewhere, and why not here."""
+    reason = ""
+    if device.type == "cpu":
+        reason = "its kernels need a GPU"
+    elif importlib.util.find_spec("disentangled_flash") is None:
+        reason = "no disentangled-flash package"
+    return {"disentangled_flash": reason} if case.comparison == "huggingface" and reason else {}
 
 
 def check(case: Case, device: torch.device) -> dict[str, float]:
@@ -232,6 +242,7 @@ def measure(case: Case, device: torch.device, repeats: int) -> dict[str, Any]:
         "dtype": case.dtype,
         "target": case.target,
         "loss_difference": check(case, device),
+        "missing": missing_sides(case, device),
     }
     batch = make_batch(case.model, case.tokens, case.length, device)
     builds = sides(case, device)
@@ -388,7 +399,7 @@ def profile(device: torch.device, output: Path, overrides: list[str]) -> None:
         "name": title,
         "overrides": overrides,
         **json.loads(output.read_text()),
-        **provenance(device.type),
+        "provenance": provenance(device.type),
     }
     write_json(output, result)
     draw(result, output.with_suffix(".png"))

@@ -18,36 +18,31 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import preprocess_table  # noqa: E402
+from benchmarks import preprocess_table, step_tables  # noqa: E402
 from benchmarks.attention_variants import Case  # noqa: E402
 from benchmarks.learn import VARIANTS, mean_curves  # noqa: E402
-from benchmarks.steps.parts import part_rows  # noqa: E402
+from benchmarks.pages import (  # noqa: E402
+    NOTHING,
+    UNMEASURED,
+    Result,
+    gib,
+    markdown,
+    place,
+)
 from megatron_deberta.files import write_atomically  # noqa: E402
 from tests.campaigns.hangs import read_lines, summary  # noqa: E402
 from tests.chaos.record import Record, table  # noqa: E402
 
-UNMEASURED = "unmeasured"
-NOTHING = "Unmeasured.\n"
-"""A table without a result."""
 BLOCK = re.compile(
     r"(<!-- table: (?P<name>[\w-]+) (?P<device>\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL
 )
-TITLES = {
-    "ours": "ours",
-    "huggingface": "transformers",
-    "disentangled_flash": "transformers with DisentangledFlash",
-    "modernbert": "ModernBERT-base",
-    "roberta": "RoBERTa-base",
-    "bert": "BERT-base",
-    "plain_attention": "ours with plain flash attention",
-}
 
 PAPER = {
     "RoBERTa": ("84.9/85.1", "91.1/84.8", "79.5/76.0", "66.8"),
@@ -68,123 +63,10 @@ def load(device: str, name: str) -> dict[str, Any] | None:
     return record
 
 
-def markdown(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """A table in Markdown."""
-    titles = list(header)
-    lines = [titles, ["---"] * len(titles), *rows]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
-
-
-def gib(peak_bytes: int) -> str:
-    """Bytes in GiB."""
-    return f"{peak_bytes / 2**30:.1f}"
-
-
-def shares(seconds: dict[str, float], names: Iterable[str]) -> str:
-    """Percent of the whole by part; unmeasured where nothing could be told apart."""
-    if not seconds:
-        return UNMEASURED
-    whole = sum(seconds.values())
-    return " / ".join(f"{100 * seconds[name] / whole:.0f}" for name in names)
-
-
-def caption(record: dict[str, Any], rows: Iterable[dict[str, Any]]) -> str:
-    """Where rows were measured."""
-    places = {f"{row['hardware']}, {row['cores']} cores, torch {row['torch']}" for row in rows}
-    threads = f", {record['threads']} threads" if "+cpu" in "".join(places) else ""
-    return f"\n({'; '.join(sorted(places))}{threads}; {record['tokens']:,} tokens a step.)\n"
-
-
-def case_name(row: dict[str, Any]) -> str:
-    """A case with its length."""
-    length = f"N={row['length']}"
-    name: str = row["name"]
-    return name if length in name else f"{name}, {length}"
-
-
-def step_summary(device: str) -> str:
-    """Speed-up and memory against transformers, for README."""
-    header = ("one pretraining step against `transformers`", "speed-up",
-              "peak memory, GiB: ours / theirs")  # fmt: skip
-    record = load(device, "step")
-    if record is None:
-        return NOTHING
-    rows = record["results"]
-    return markdown(
-        header,
-        [
-            (case_name(row), f"{row['speedup']['huggingface']:.1f}x",
-             f"{gib(row['sides']['ours']['peak_bytes'])} / "
-             f"{gib(row['sides']['huggingface']['peak_bytes'])}")
-            for row in rows
-        ],
-    ) + caption(record, rows)  # fmt: skip
-
-
-def step(device: str) -> str:
-    """Seconds of each side against transformers, beside what was aimed at."""
-    header = ("case", "side", "s a step", "tokens/s", "our speed-up", "aimed at",
-              "peak memory, GiB")  # fmt: skip
-    record = load(device, "step")
-    if record is None:
-        return NOTHING
-    cells = []
-    for row in record["results"]:
-        for name, side in row["sides"].items():
-            aimed = f"{row['target']:g}x" if row["target"] and name == "huggingface" else ""
-            ratio = row["speedup"].get(name)
-            cells.append((
-                case_name(row) if name == "ours" else "", TITLES[name], f"{side['seconds']:.3g}",
-                f"{side['tokens_per_second']:,.0f}", f"{ratio:.2f}x" if ratio else "", aimed,
-                gib(side["peak_bytes"]),
-            ))  # fmt: skip
-    return markdown(header, cells) + caption(record, record["results"])
-
-
-def peers(device: str) -> str:
-    """DeBERTa-base beside its peers."""
-    return _sides_at_work(device, "peers")
-
-
-def disentanglement(device: str) -> str:
-    """The step with disentangled beside plain flash attention."""
-    return _sides_at_work(device, "disentanglement")
-
-
-def _sides_at_work(device: str, file_name: str) -> str:
-    header = ("case", "model", "parameters, M", "GFLOP a token", "tokens/s", "MFU",
-              "our speed / theirs", "peak memory, GiB",
-              "attention / FFN / head / optimizer, %")  # fmt: skip
-    record = load(device, file_name)
-    if record is None:
-        return NOTHING
-    cells = []
-    for row in record["results"]:
-        for name, side in row["sides"].items():
-            ratio = row["speedup"].get(name)
-            cells.append((
-                case_name(row) if name == "ours" else "",
-                TITLES[name] if name != "ours" else "DeBERTa, ours",
-                f"{side['parameters'] / 1e6:.0f}", f"{side['gflop_per_token']:.2f}",
-                f"{side['tokens_per_second']:,.0f}", f"{side['mfu']:.0%}",
-                f"{ratio:.2f}" if ratio else "", gib(side["peak_bytes"]),
-                shares(side["seconds_by_part"], ("attention", "ffn", "head", "optimizer")),
-            ))  # fmt: skip
-    missing = {
-        f"{TITLES[name]}, {variant}: {reason}"
-        for row in record["results"]
-        for name, tried in row.get("attention_tried", {}).items()
-        for variant, reason in tried.items()
-        if isinstance(reason, str)
-    }
-    notes = "".join(f"\nMissing here: {note}.\n" for note in sorted(missing))
-    return markdown(header, cells) + caption(record, record["results"]) + notes
-
-
-def learning(device: str) -> str:
+def same_batches(device: str) -> str:
     """Our validation loss beside that of transformers' DeBERTa on the same batches."""
     header = ("step", "tokens", "ours", "transformers")
-    record = load(device, "learning")
+    record = load(device, "same_batches")
     if record is None:
         return NOTHING
     theirs = {point["step"]: point["loss"] for point in record["huggingface"]}
@@ -341,7 +223,8 @@ def loader(device: str) -> str:
     one = record["h200_tokens_per_second"] / 1e6
     return markdown(("text", "format", *titles), rows) + (
         f"\nMillion tokens a second: real ones, and with the padding that a model computes, too. "
-        f"20 times an H200 are {20 * one:.2f}, 50 times {50 * one:.2f}.\n{_place(record)}"
+        f"20 times an H200 are {20 * one:.2f}, 50 times {50 * one:.2f}.\n"
+        + place(record["provenance"])
     )
 
 
@@ -370,7 +253,7 @@ def data_index(device: str) -> str:
         "disk a document",
         "opened in",
     )
-    return markdown((*titles, "own memory"), rows) + _place(record)
+    return markdown((*titles, "own memory"), rows) + place(record["provenance"])
 
 
 def masks(device: str) -> str:
@@ -419,20 +302,6 @@ def formats(device: str) -> str:
     return markdown((*titles, "next sentence: loss, right", "killed after step", "bits"), rows)
 
 
-def profile(device: str) -> str:
-    """Where a step's time goes, by part."""
-    record = load(device, "profile")
-    if record is None:
-        return NOTHING
-    table = markdown(("part", "s a step", "share", "of it"), part_rows(record))
-    return f"{table}\n({record['name']}; {_place(record)}.)\n"
-
-
-def _place(record: dict[str, Any]) -> str:
-    where = record["provenance"]
-    return f"\n({where['hardware']}, {where['cores']} cores, load {where['load']}.)\n"
-
-
 def shard_damage(device: str) -> str:
     """Who noticed damaged shards."""
     record = load(device, "shard_damage")
@@ -457,23 +326,34 @@ def hangs(device: str) -> str:
     return summary(lines) if lines else NOTHING
 
 
+def _of(name: str, write: Callable[[Result], str]) -> Callable[[str], str]:
+    """A table of one result file."""
+
+    def table_of(device: str) -> str:
+        record = load(device, name)
+        return NOTHING if record is None else write(record)
+
+    return table_of
+
+
 TABLES: dict[str, Callable[[str], str]] = {
     "loader": loader,
     "data-index": data_index,
     "masks": masks,
     "formats": formats,
-    "step-summary": step_summary,
-    "step": step,
-    "peers": peers,
-    "disentanglement": disentanglement,
-    "learning": learning,
+    "step-summary": _of("step", step_tables.summary),
+    "step": _of("step", step_tables.comparison),
+    "peers": _of("peers", step_tables.comparison),
+    "disentanglement": _of("disentanglement", step_tables.comparison),
+    "profile": _of("profile", step_tables.profile),
+    "large-step": _of("large_step", step_tables.large_step),
+    "same-batches": same_batches,
     "learn": learn,
     "attention": attention,
     "deduplicate": deduplicate,
     "deduplicate-quality": deduplicate_quality,
     "preprocess": lambda device: preprocess_table.tables(load(device, "preprocess"), markdown),
     "sketches": sketches,
-    "profile": profile,
     "shard-damage": shard_damage,
     "faults": faults,
     "hangs": hangs,

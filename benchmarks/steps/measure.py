@@ -279,8 +279,15 @@ class _Clock:
         """Seconds by part of a step between three moments."""
         wait(self._device)
         total = {name: 0.0 for name, _ in PARTS}
-        for part, start, stop in self.spans:
-            total[part] += self._between(start, stop)
+        reached = dict.fromkeys(total, 0.0)
+        times = [
+            (self._between(begin, start), self._between(begin, stop), part)
+            for part, start, stop in self.spans
+        ]
+        # A part's module may run inside another of that part, such as a head's loss.
+        for start, stop, part in sorted(times):
+            total[part] += max(0.0, stop - max(start, reached[part]))
+            reached[part] = max(reached[part], stop)
         total["rest"] = self._between(begin, backward_end) - sum(total.values())
         total["optimizer"] = self._between(backward_end, end)
         return total

@@ -15,7 +15,7 @@ import sys
 import time
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.autograd import DeviceType
@@ -32,9 +32,11 @@ from megatron_deberta.data.build import build_loaders, tokenizer_path  # noqa: E
 from megatron_deberta.data.vocabulary import Vocabulary  # noqa: E402
 from megatron_deberta.engine.factory import build_engine  # noqa: E402
 from megatron_deberta.observe.throughput import training_flops_per_token  # noqa: E402
+from megatron_deberta.ops.dispatch import choose_backend  # noqa: E402
 from megatron_deberta.parallel.environment import read_environment  # noqa: E402
 from megatron_deberta.parallel.topology import init_process_groups, shutdown  # noqa: E402
 from megatron_deberta.tokenizer import load_tokenizer  # noqa: E402
+from megatron_deberta.train.memory import estimate_memory  # noqa: E402
 from megatron_deberta.train.prefetch import InputQueue  # noqa: E402
 from megatron_deberta.train.run import (  # noqa: E402
     DTYPES,
@@ -138,6 +140,15 @@ def own_kernels() -> set[str]:
     }
 
 
+def predicted_bytes(config: RunConfig, device: torch.device) -> int:
+    """What the memory formula says of the run's peak on this device."""
+    head = config.model.hidden_size // config.model.num_heads
+    queries = torch.empty(1, head, device=device, dtype=DTYPES[config.precision.dtype])
+    fused = choose_backend(config.parallel.attention_backend, queries) == "triton"
+    attention: Literal["triton", "chunked"] = "triton" if fused else "chunked"
+    return estimate_memory(config, 1, attention=attention, device_type=device.type).total
+
+
 def measure(config: RunConfig, plain: bool, warm_up: int, steps: int) -> dict[str, Any]:
     """Everything about the run's step."""
     run = Run(config, plain)
@@ -163,6 +174,7 @@ def measure(config: RunConfig, plain: bool, warm_up: int, steps: int) -> dict[st
         "matrix_tflops": rate / 1e12,
         "mfu": tokens / seconds * flops / rate,
         "peak_gib": peak / 2**30,
+        "predicted_gib": predicted_bytes(config, run.groups.device) / 2**30,
         "losses": [loss for loss, _ in (*first, *timed)],
         **breakdown(run, min(2, steps)),
     }

@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.learn import plot  # noqa: E402
 from benchmarks.measuring import write_json  # noqa: E402
+from benchmarks.steps.parts import draw  # noqa: E402
 
 FILES = {"huggingface": "step", "peers": "peers", "disentanglement": "disentanglement"}
 """Result file by comparison of ``benchmarks/step.py``."""
@@ -42,6 +43,11 @@ def publish(found: Path, results: Path) -> list[Path]:
             sound = {n: i for n, i in parts[part]["items"].items() if is_sound(i)}
             written.append(results / f"{name}.json")
             write_json(written[-1], {**parts[part], "items": sound})
+    profiled = profile_of(parts.get("step"))
+    if profiled is not None:
+        written.append(results / "profile.json")
+        write_json(written[-1], profiled)
+        draw(profiled, results / "profile.png")
     for comparison, name in FILES.items():
         rows = rows_of(parts.get("peers"), comparison)
         if rows:
@@ -58,6 +64,15 @@ def publish(found: Path, results: Path) -> list[Path]:
 def is_sound(item: dict[str, Any]) -> bool:
     """Whether an item ran and was right."""
     return "error" not in item and not item.get("wrong")
+
+
+def profile_of(part: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Where the time of the first sound step went, as ``benchmarks/step.py profile`` writes it."""
+    for name, item in ({} if part is None else part["items"]).items():
+        if part is not None and is_sound(item) and "seconds_by_part" in item:
+            place = {key: part[key] for key in (*MACHINE, "load")}
+            return {"name": f"1.5b_h100, {name}", **item, "provenance": place}
+    return None
 
 
 def rows_of(part: dict[str, Any] | None, comparison: str) -> list[dict[str, Any]]:

@@ -1,8 +1,9 @@
 """The 1.5B model's real step: DeepSpeed ZeRO-1, loader, clipping, AdamW, dropout 0.1.
 
 At 16,384 and at 4,096 tokens an optimizer step, against the same model with plain flash attention
-and no positions in it, then through a checkpoint and an export. Every measurement is a process of
-its own (``one_step.py``), so that memory is what that step takes.
+and no positions in it, with fused element-wise kernels, at the micro batch that the memory formula
+calls the largest, and through a checkpoint and an export. Every measurement is a process of its own
+(``one_step.py``), so that memory is what that step takes.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from pathlib import Path
 import torch
 
 from benchmarks.provenance import ROOT
-from benchmarks.suite.record import Item, Record
+from benchmarks.suite.record import Item, Options, Record
 from benchmarks.suite.shards import Shards, prepare_shards
 from benchmarks.suite.train import finish, start
+from megatron_deberta.config import load_config
+from megatron_deberta.train.memory import largest_micro_batch
 
 RUN = ROOT / "configs" / "runs" / "1.5b_h100.yaml"
 SMALL_MODEL = (
@@ -43,12 +46,15 @@ class Measurement:
     length: int
     plain: bool = False
     """Flash attention without positions in place of disentangled attention."""
+    settings: tuple[str, ...] = ()
+    """Beside those of all measurements."""
 
 
 FULL = (
     Measurement("16k tokens, N=512", 16384, 512),
     Measurement("16k tokens, N=512, plain attention", 16384, 512, plain=True),
     Measurement("4k tokens, N=512", 4096, 512),
+    Measurement("16k tokens, N=512, fused", 16384, 512, settings=("parallel.fuse=true",)),
     Measurement("16k tokens, N=2048", 16384, 2048),
     Measurement("16k tokens, N=128", 16384, 128),
 )
@@ -57,6 +63,9 @@ SMALL = (
     Measurement("256 tokens, N=64, plain attention", 256, 64, plain=True),
 )
 SAVED = "checkpoint, resume, export"
+LARGEST = "largest micro batch, N=512"
+RESERVED = 0.08
+"""Share of a GPU left to the driver and to fragmentation."""
 
 
 def run(record: Record) -> None:
@@ -66,6 +75,7 @@ def run(record: Record) -> None:
         record.run(work.name, lambda w=work: measure(record, w))
         if work is FULL[2] or work is SMALL[-1]:
             record.run(SAVED, lambda: save_and_resume(record))
+    record.run(LARGEST, lambda: largest(record))
 
 
 def overrides(record: Record, shards: Shards, tokens: int, length: int) -> list[str]:
@@ -110,22 +120,54 @@ def measure(record: Record, work: Measurement) -> Item:
     """One measurement, with the largest micro batch that fits."""
     options = record.options
     settings = overrides(record, shards_of(record), work.tokens, work.length)
-    result = options.work / "one_step.json"
+    flags = ["--plain-attention"] * work.plain + ["--small"] * options.small
     too_large = []
     for micro in micro_batches(options.device, work.tokens // work.length):
-        result.unlink(missing_ok=True)
-        command = [sys.executable, str(ROOT / "benchmarks" / "suite" / "one_step.py"), str(RUN)]
-        command += [*settings, f"train.micro_batch_size={micro}", "--result", str(result)]
-        command += ["--plain-attention"] * work.plain + ["--small"] * options.small
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        if done.returncode == 0:
-            found: Item = json.loads(result.read_text())
-            found |= {"micro_batch_size": micro, "did_not_fit": too_large}
+        found = one_step(options, [*settings, *work.settings], micro, flags)
+        if found is not None:
+            found |= {"did_not_fit": too_large}
             return found | {"wrong": wrong_losses(found)}
-        if "OutOfMemoryError" not in done.stderr:
-            raise RuntimeError(f"exit code {done.returncode}: {done.stderr[-1500:]}")
         too_large.append(micro)
     raise RuntimeError(f"out of memory with every micro batch: {too_large}")
+
+
+def one_step(options: Options, settings: list[str], micro: int, flags: list[str]) -> Item | None:
+    """Measure in a process of its own; None if it ran out of memory.
+
+    Raises:
+        RuntimeError: it failed; with the end of what it said.
+    """
+    result = options.work / "one_step.json"
+    result.unlink(missing_ok=True)
+    command = [sys.executable, str(ROOT / "benchmarks" / "suite" / "one_step.py"), str(RUN)]
+    command += [*settings, f"train.micro_batch_size={micro}", "--result", str(result), *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode == 0:
+        found: Item = json.loads(result.read_text())
+        return found | {"micro_batch_size": micro}
+    if "OutOfMemoryError" not in done.stderr:
+        raise RuntimeError(f"exit code {done.returncode}: {done.stderr[-1500:]}")
+    return None
+
+
+def largest(record: Record) -> Item:
+    """The micro batch that the memory formula says just fits: it must, within a tenth."""
+    options, length = record.options, 64 if record.options.small else 512
+    on_gpu = options.device == "cuda"
+    memory = torch.cuda.get_device_properties(0).total_memory if on_gpu else 12e6
+    settings = overrides(record, shards_of(record), length, length)
+    attention = "triton" if on_gpu and torch.cuda.get_device_capability() >= (8, 0) else "chunked"
+    rows = largest_micro_batch(
+        load_config(RUN, settings), 1, (1 - RESERVED) * memory, attention=attention
+    )
+    settings.append(f"train.global_batch_size={rows}")
+    found = one_step(options, settings, rows, ["--small"])
+    if found is None:
+        return {"micro_batch_size": rows, "wrong": [f"{rows} rows do not fit"]}
+    off = found["peak_gib"] / found["predicted_gib"] - 1
+    # On a CPU the peak is the process's, most of it libraries.
+    wrong = [f"peak off the formula by {off:+.0%}"] if on_gpu and abs(off) > 0.1 else []
+    return found | {"wrong": wrong}
 
 
 def wrong_losses(found: Item) -> list[str]:
@@ -182,7 +224,8 @@ def table(items: dict[str, Item]) -> list[str]:
             lines.append(
                 f"  {name:38} {item['tokens_per_second']:9.0f} tokens/s  "
                 f"{1e3 * item['seconds_per_step']:8.1f} ms  MFU {100 * item['mfu']:5.1f} %  "
-                f"peak {item['peak_gib']:6.1f} GiB  micro batch {item['micro_batch_size']}"
+                f"peak {item['peak_gib']:6.1f} GiB (formula {item['predicted_gib']:.1f})  "
+                f"micro batch {item['micro_batch_size']}"
             )
             plain = items.get(f"{name}, plain attention", {}).get("seconds_per_step")
             if plain:

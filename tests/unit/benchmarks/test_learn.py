@@ -97,3 +97,22 @@ def test_the_table_holds_the_mean_of_the_seeds_that_finished(
     assert "| -C2P | 0 | 6.500 at step 80 |  |" in table
     assert f"| RoBERTa | 0 | {tables.UNMEASURED} |" in table
     assert output.with_suffix(".png").stat().st_size > 0
+
+
+def test_timing_the_steps_keeps_the_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    experiment(tmp_path)
+    output = tmp_path / "learn"
+    curve = [{"variant": "DeBERTa", "seed": 1, "validation": [{"step": 480, "loss": 6.0}]}]
+    before = {"runs": curve, "tokens_per_step": 1024, "seconds_per_step": {}, "revision": "old"}
+    output.with_suffix(".json").write_text(json.dumps(before))
+    monkeypatch.setattr(learn, "time_steps", lambda runs, repeats: {"DeBERTa": repeats / 10})
+    arguments = ["--config", str(CONFIGS / "learn_cpu.yaml"), "--data", str(tmp_path / "books"),
+                 "--tokenizer", "t", "--runs", str(tmp_path / "gone"), "--time", "5"]  # fmt: skip
+    monkeypatch.setattr("sys.argv", ["learn.py", *arguments, "--output", str(output)])
+
+    learn.main()
+
+    after = json.loads(output.with_suffix(".json").read_text())
+    assert after.pop("timed")["hardware"]
+    assert after == {**before, "seconds_per_step": {"DeBERTa": 0.5}}
+    assert output.with_suffix(".png").stat().st_size > 0

@@ -1,8 +1,21 @@
 import json
 
+from benchmarks import step_tables
 from benchmarks.suite.publish import publish
 
-PLACE = {"hardware": "a chip", "cores": 4, "torch": "2", "revision": "r", "source": "s"}
+PLACE = {"hardware": "a chip", "cores": 4, "load": 1, "torch": "2", "revision": "r", "source": "s"}
+STEP = {
+    "tokens_per_second": 45000.0,
+    "seconds_per_step": 0.364,
+    "mfu": 0.52,
+    "micro_batch_size": 32,
+    "peak_gib": 61.0,
+    "predicted_gib": 60.0,
+    "seconds_by_part": {"FFN": 0.2, "host": 0.1},
+    "breakdown": {"FFN": 0.67, "host": 0.33},
+    "operators_by_part": {"FFN": {"aten::mm": 0.2}, "host": {}},
+    "wrong": [],
+}
 
 
 def test_what_is_right_is_published_in_the_form_of_the_tables(tmp_path):
@@ -14,14 +27,18 @@ def test_what_is_right_is_published_in_the_form_of_the_tables(tmp_path):
         "peers: base, N=512": {"error": "out of memory"},
     }
     (found / "peers.json").write_text(json.dumps({**PLACE, "items": items}))
-    steps = {"16k": {"tokens_per_second": 1.0, "wrong": []}, "4k": {"error": "no"}}
+    steps = {"4k": {"error": "no"}, "16k": STEP}
     (found / "step.json").write_text(json.dumps({**PLACE, "items": steps}))
 
     written = publish(found, results)
 
-    assert [path.name for path in written] == ["large_step.json", "step.json"]
-    assert json.loads(written[0].read_text())["items"] == {"16k": steps["16k"]}
-    step = json.loads(written[1].read_text())
+    assert [path.name for path in written] == ["large_step.json", "profile.json", "step.json"]
+    large, profile, step = (json.loads(path.read_text()) for path in written)
+    assert large["items"] == {"16k": STEP}
+    assert "| 16k | 45,000 | 364 | 52.0% | 32 | 61.0 / 60.0 |" in step_tables.large_step(large)
+    assert "| FFN | 0.20 | 67% | `aten::mm` 0.20 |" in step_tables.profile(profile)
+    assert "1.5b_h100, 16k." in step_tables.profile(profile)
+    assert (results / "profile.png").stat().st_size > 0
     assert step["tokens"] == 256
     (row,) = step["results"]
     assert row["name"] == "base, N=512"

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import step
+from benchmarks import step, tables
 from benchmarks.steps.batch import StepBatch, make_batch
 from benchmarks.steps.measure import Contender, compete
 from benchmarks.steps.sides import Ours, Setting
+from benchmarks.suite.shards import Shards
 from megatron_deberta.config.schema import ModelConfig
 
 CPU = torch.device("cpu")
@@ -45,6 +46,9 @@ def test_every_side_is_timed_and_broken_down(comparison: str) -> None:
         assert side["mfu"] > 0
         for part in ("attention", "ffn", "head", "embeddings", "optimizer"):
             assert side["seconds_by_part"][part] > 0, part
+        assert side["seconds_by_part"]["rest"] >= 0, "time was counted twice"
+    missing = {"disentangled_flash"} if comparison == "huggingface" else set()
+    assert row["missing"].keys() == missing
     if comparison == "peers":
         assert (
             "flash-attn" in row["attention_tried"]["modernbert"]["own windows, flash_attention_2"]
@@ -106,3 +110,34 @@ def test_a_killed_run_goes_on_with_the_cases_it_lacks(
 
     assert measured == ["two", "one"]
     assert [row["name"] for row in json.loads(output.read_text())["results"]] == ["one", "two"]
+
+
+def test_a_profile_becomes_a_table_and_a_drawing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "benchmarks" / "results" / "cpu" / "profile.json"
+    output.parent.mkdir(parents=True)
+    measured = {
+        "seconds_by_part": {"FFN": 3.0, "optimizer": 1.0},
+        "breakdown": {"FFN": 0.75, "optimizer": 0.25},
+        "operators_by_part": {"FFN": {"aten::mm": 2.9, "aten::t": 0.1}, "optimizer": {}},
+    }
+    commands: list[list[str]] = []
+
+    def one_step(command: list[str], **_: object) -> None:
+        commands.append(command)
+        Path(command[command.index("--result") + 1]).write_text(json.dumps(measured))
+
+    shards = Shards(tmp_path / "tokenizer", tmp_path / "text")
+    monkeypatch.setattr(step, "prepare_shards", lambda *_: shards)
+    monkeypatch.setattr(step.subprocess, "run", one_step)
+    monkeypatch.setattr(step, "provenance", lambda _: {"hardware": "h", "cores": 1, "load": 0.1})
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+
+    step.profile(CPU, output, ["model.num_layers=2"])
+
+    assert "model.num_layers=2" in commands[0]
+    table = tables.TABLES["profile"]("cpu")
+    assert "| FFN | 3.00 | 75% | `aten::mm` 2.90 |" in table
+    assert "base_h100, N=512, 2048 tokens, cpu.\n\n(h, 1 cores, load 0.1.)" in table
+    assert output.with_suffix(".png").stat().st_size > 0

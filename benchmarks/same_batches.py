@@ -4,7 +4,8 @@ Reads the run's resolved config, feeds the same rows, masks, schedule and optimi
 ``DebertaV2ForMaskedLM`` (which has no mask decoder and no absolute positions) and validates on the
 same targets at the same steps. Writes both curves as JSON and PNG.
 
-    python benchmarks/learning.py --run runs/books/run --output benchmarks/results/cpu/learning
+    python benchmarks/same_batches.py --run runs/books/run --steps 300 \
+        --output benchmarks/results/cpu/same_batches
 """
 
 from __future__ import annotations
