@@ -23,6 +23,10 @@ _TITLES = {
     "ours, gpt2, one line": "the same, one line: start-up",
     "ours, unigram, 20 MB": "ours, unigram, 20 MB",
     "ours, unigram, 2 GB": "ours, unigram, 2 GB (the novels over and over)",
+    "sentencepiece in memory, 2 GB": "SentencePiece alone, the same in memory",
+    "Megatron-LM, unigram, 2 GB": "Megatron-LM's script, unigram, the same",
+    "ours, gpt2, 2 GB": "ours, byte-level BPE, the same",
+    "gigatoken in memory, 2 GB": "gigatoken alone, the same in memory",
 }
 
 
@@ -66,18 +70,26 @@ def ratios(record: Record) -> list[tuple[str, str]]:
          "ours, unigram, one line"),
         ("whole command / gigatoken", "ours, gpt2, plain", "gigatoken in memory",
          "ours, gpt2, one line"),
+        ("whole command / SentencePiece, 2 GB", "ours, unigram, 2 GB",
+         "sentencepiece in memory, 2 GB", ""),
+        ("whole command / gigatoken, 2 GB", "ours, gpt2, 2 GB", "gigatoken in memory, 2 GB", ""),
     ):  # fmt: skip
         if {ours, peer} <= record.keys():
-            spent, base = (record[name]["processor_seconds"] for name in (ours, peer))
+            spent, base = (
+                record[name]["processor_seconds"] / (record[name]["megabytes"])
+                for name in (ours, peer)
+            )
             found.append((title, f"{base / spent:.2f}"))
             if start in record:
-                spent -= record[start]["processor_seconds"]
+                spent -= record[start]["processor_seconds"] / record[ours]["megabytes"]
                 found.append((f"{title}, start-up taken off", f"{base / spent:.2f}"))
-    ours, peer = "ours, unigram, plain", "Megatron-LM, unigram, plain"
-    if {ours, peer} <= record.keys():
-        for unit in ("seconds", "processor_seconds"):
-            share = record[peer][unit] / record[ours][unit]
-            found.append((f"whole command / Megatron-LM's script, {unit}", f"{share:.2f}"))
+    for size, suffix in (("plain", ""), ("2 GB", ", 2 GB")):
+        ours, peer = f"ours, unigram, {size}", f"Megatron-LM, unigram, {size}"
+        if {ours, peer} <= record.keys():
+            for unit in ("seconds", "processor_seconds"):
+                share = record[peer][unit] / record[ours][unit]
+                name = f"whole command / Megatron-LM's script{suffix}, {unit}"
+                found.append((name, f"{share:.2f}"))
     small, large = "ours, unigram, 20 MB", "ours, unigram, 2 GB"
     if {small, large} <= record.keys():
         share = record[large]["peak_MiB"] / record[small]["peak_MiB"]

@@ -130,7 +130,8 @@ def estimate_memory(
     shape = _Shape(config, rows * length, rows * round(config.objective.mask_probability * length))
     kept = _activations(shape)
     table = vocabulary_rows(config.model.vocab_size, shape.tp) * config.model.hidden_size
-    wide = table * 4
+    # Summed in fp32; a chunk's part comes out of its product in the weights' own format.
+    wide = table * (4 if shape.element == 4 else 4 + shape.element)
     columns = vocabulary_rows(config.model.vocab_size, shape.tp)
     chunk = chunk_rows(shape.masked, columns, device_type) * columns
     chunk_bytes = chunk * (4 if shape.element == 4 else 4 + 2 * shape.element)
