@@ -6,7 +6,8 @@
 Every distinct kind of rank is built and run alone, with torch's fake process group: the first and
 the last rank of a layer (the last holds an uneven part of the vocabulary), with and without
 sequence parallelism, every recomputation policy and, of the tiny model, DeepSpeed's real engine at
-every ZeRO stage. Parameters, FLOPs and collectives must be equal, memory within 10 %.
+every ZeRO stage. Parameters, FLOPs and collectives must be equal, memory within 10 %. Started
+again with the same output, the command goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -14,9 +15,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,12 @@ from benchmarks.planning.ranks import (  # noqa: E402
     DryRun,
     dry_run,
     engine_step,
+    peak_bytes,
     reference_extra,
 )
 from benchmarks.provenance import provenance  # noqa: E402
 from megatron_deberta.config import RunConfig, load_config  # noqa: E402
+from megatron_deberta.files import write_atomically  # noqa: E402
 from megatron_deberta.planning.traffic import (  # noqa: E402
     Traffic,
     data_parallel_traffic,
@@ -115,12 +117,10 @@ def planned(config: RunConfig) -> dict[str, Any]:
     # The reference backend computes more than is needed; the plan does not count that.
     extra = tokens * (layers + decoder) / tp_size
     again = tokens * layers / tp_size if config.parallel.recompute == "full" else 0.0
-    memory = estimate_memory(config, WORLD_SIZE // tp_size, attention="chunked")
     return {
         "parameters": local_parameters(config.model, tp_size),
         "flops": flops.training + flops.recomputed + 3 * extra + again,
         "collectives": counted(tensor_parallel_traffic(config, 1, device_type="cuda")),
-        "peak_bytes": memory.activations + memory.vocabulary + memory.workspace + memory.kernels,
     }
 
 
@@ -130,50 +130,63 @@ def found(run: DryRun) -> dict[str, Any]:
         "parameters": run.parameters,
         "flops": run.flops,
         "collectives": run.collectives,
-        "peak_bytes": run.peak_bytes,
     }
 
 
-def compare_models(name: str) -> list[dict[str, Any]]:
-    """One row for every case and kind of rank."""
-    rows = []
+def compare_rank(config: RunConfig, rank: int) -> dict[str, Any]:
+    """Parameters, FLOPs and collectives of one rank."""
+    run = dry_run(config, rank)
+    return {
+        "vocabulary_rows": run.vocabulary_rows,
+        "planned": planned(config),
+        "found": found(run),
+    }
+
+
+def compare_memory(config: RunConfig, rank: int) -> dict[str, Any]:
+    """What a micro batch needs on one rank beyond weights and gradients."""
+    dp_size = WORLD_SIZE // config.parallel.tensor_parallel_size
+    memory = estimate_memory(config, dp_size, attention="chunked")
+    needed = memory.activations + memory.vocabulary + memory.workspace + memory.kernels
+    return {"planned": needed, "found": peak_bytes(config, rank)}
+
+
+def compare_engine(config: RunConfig, rank: int) -> dict[str, Any]:
+    """What DeepSpeed's own step sends, in real memory."""
+    dp_size = WORLD_SIZE // config.parallel.tensor_parallel_size
+    plan = counted(data_parallel_traffic(config, dp_size, 2))
+    seen = engine_step(config, rank)
+    data = {key: value for key, value in seen.items() if key.startswith("data")}
+    return {"planned": plan, "found": data}
+
+
+Job = tuple[str, str, RunConfig, int, Callable[[RunConfig, int], dict[str, Any]]]
+"""Part of the result, case, run, rank and what compares it."""
+
+
+def jobs(name: str) -> Iterator[Job]:
+    """Everything to compare for a model."""
+    file = ROOT / "configs/models" / f"{name}.yaml"
+    common, last = TINY if name == "tiny" else LARGE, WORLD_SIZE - 1
     for case, overrides in CASES[name].items():
-        common = TINY if name == "tiny" else LARGE
-        config = load_config(ROOT / "configs/models" / f"{name}.yaml", [*common, *overrides])
-        for rank in (0, WORLD_SIZE - 1):
-            begin = time.perf_counter()
-            # Memory is the same on every rank of a layer, and slow to track.
-            run = dry_run(config, rank, memory=rank == WORLD_SIZE - 1)
-            rows.append(
-                {
-                    "case": case,
-                    "rank": rank,
-                    "vocabulary_rows": run.vocabulary_rows,
-                    "planned": planned(config),
-                    "found": found(run),
-                    "seconds": round(time.perf_counter() - begin, 1),
-                }
-            )
-            _say(rows[-1])
-    return rows
+        config = load_config(file, [*common, *overrides])
+        for rank in (0, last):
+            yield "ranks", case, config, rank, compare_rank
+    for case, overrides in CASES[name].items():
+        # The same on every rank of a layer.
+        yield "memory", case, load_config(file, [*common, *overrides]), last, compare_memory
+    for case, overrides in ENGINES.items() if name == "tiny" else ():
+        yield "engines", case, load_config(file, [*common, *overrides]), last, compare_engine
 
 
-def compare_engines() -> list[dict[str, Any]]:
-    """One row for every ZeRO stage: DeepSpeed's own step in real memory."""
-    rows = []
-    for case, overrides in ENGINES.items():
-        config = load_config(ROOT / "configs/models/tiny.yaml", [*TINY, *overrides])
-        tp_size = config.parallel.tensor_parallel_size
-        plan = counted(data_parallel_traffic(config, WORLD_SIZE // tp_size, 2))
-        seen = engine_step(config, WORLD_SIZE - 1)
-        data = {key: value for key, value in seen.items() if key.startswith("data")}
-        rows.append({"case": case, "planned": plan, "found": data})
-        _say(rows[-1])
-    return rows
-
-
-def _say(row: dict[str, Any]) -> None:
-    print(json.dumps(row), file=sys.stderr, flush=True)
+def read_result(path: Path) -> dict[str, Any]:
+    """What an earlier call has compared with the same code, to go on from; else nothing."""
+    fresh = {"provenance": provenance(), "world_size": WORLD_SIZE}
+    if path.exists():
+        found: dict[str, Any] = json.loads(path.read_text())
+        if found["provenance"]["source"] == fresh["provenance"]["source"]:
+            return found
+    return {**fresh, "ranks": [], "memory": [], "engines": []}
 
 
 def main() -> int:
@@ -185,12 +198,15 @@ def main() -> int:
     parser.add_argument("model", choices=tuple(CASES))
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
     args = parser.parse_args()
-    result: dict[str, Any] = {"provenance": provenance(), "world_size": WORLD_SIZE}
-    result["ranks"] = compare_models(args.model)
-    if args.model == "tiny":
-        result["engines"] = compare_engines()
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(result, indent=1) + "\n")
+    result = read_result(args.output)
+    for part, case, config, rank, compare in jobs(args.model):
+        if any((row["case"], row["rank"]) == (case, rank) for row in result[part]):
+            continue
+        row = {"case": case, "rank": rank, **compare(config, rank)}
+        print(part, json.dumps(row), file=sys.stderr, flush=True)
+        result[part].append(row)
+        write_atomically(args.output, (json.dumps(result, indent=1) + "\n").encode())
     return 0
 
 

@@ -98,8 +98,6 @@ class DryRun:
     """Of forward and backward, what is computed again included."""
     collectives: dict[str, dict[str, int]] = field(default_factory=dict)
     """``group kind`` -> calls and bytes."""
-    peak_bytes: int = 0
-    """Most that a micro batch needs beyond weights and gradients."""
 
 
 @contextmanager
@@ -134,14 +132,13 @@ def micro_batch(config: RunConfig, device: str) -> dict[str, Any]:
     }
 
 
-def dry_run(config: RunConfig, rank: int, *, memory: bool) -> DryRun:
+def dry_run(config: RunConfig, rank: int) -> DryRun:
     """Build a rank's model on ``meta`` and run forward and backward of one micro batch.
 
     Args:
-        config: the run.
+        config: the run; attention runs in the reference backend, which writes its products out
+            for the counter.
         rank: of ``WORLD_SIZE``.
-        memory: track memory, too, with the chunked backend; counts are the reference backend's,
-            which writes attention out for the counter.
     """
     with fake_grid(rank, config.parallel.tensor_parallel_size, "meta") as groups:
         model = build_model(_with_backend(config, "reference"), groups, _dtype(config))
@@ -154,10 +151,21 @@ def dry_run(config: RunConfig, rank: int, *, memory: bool) -> DryRun:
             module(**inputs)[0].backward()
         found.flops = counter.get_total_flops()
         found.collectives = _collectives(recorder)
-        if memory:
-            chunked = build_model(_with_backend(config, "chunked"), groups, _dtype(config))
-            found.peak_bytes = _peak_bytes(chunked.module.train(), inputs)
     return found
+
+
+def peak_bytes(config: RunConfig, rank: int) -> int:
+    """Most that a micro batch needs on a rank beyond weights and gradients.
+
+    By torch's memory tracker on ``meta``, with the chunked backend.
+
+    Args:
+        config: the run.
+        rank: of ``WORLD_SIZE``.
+    """
+    with fake_grid(rank, config.parallel.tensor_parallel_size, "meta") as groups:
+        module = build_model(_with_backend(config, "chunked"), groups, _dtype(config)).module
+        return _peak_bytes(module.train(), micro_batch(config, "meta"))
 
 
 def _peak_bytes(module: torch.nn.Module, inputs: dict[str, Any]) -> int:
