@@ -22,7 +22,7 @@ from tests.chaos.ranks import Ranks, start_ranks
 from tests.support.jobs import TIMEOUT, losses
 
 WORLD_SIZE = 4
-STEPS = 60
+STEPS = 30
 SAVE_EVERY = 7
 OVERRIDES = (
     "parallel.tensor_parallel_size=2", "precision.zero_stage=1", f"train.steps={STEPS}",
@@ -34,7 +34,7 @@ POLL_SECONDS = 0.001
 
 
 class TrainingCases:
-    """Cases on one tiny run: TP2 x DP2, ZeRO-1, dropout on, 60 steps, a save every 7.
+    """Cases on one tiny run: TP2 x DP2, ZeRO-1, dropout on, 30 steps, a save every 7.
 
     Args:
         folder: to work in; the unbroken run stays there for the next start.
