@@ -47,6 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--cluster", required=True, help="profile: a name or a YAML file")
     parser.add_argument("--nodes", type=int, help="nodes; default: cluster.nodes of the run")
+    parser.add_argument(
+        "--least-nodes", type=int, help="go on with so many where there are no more; default: all"
+    )
     parser.add_argument("--job-name", help="SLURM's name; default: the run folder's")
     parser.add_argument("--links", type=int, default=1, help="jobs to queue, one after the other")
     for option in ("partition", "account", "qos", "exclude"):
@@ -64,6 +67,10 @@ def run(args: argparse.Namespace) -> int:
     config = load_config(args.config, args.overrides)
     nodes = config.cluster.nodes if args.nodes is None else args.nodes
     config = check_fit(config, profile, nodes)
+    least_nodes = nodes if args.least_nodes is None else args.least_nodes
+    if not 1 <= least_nodes <= nodes:
+        raise ConfigError(f"--least-nodes {least_nodes}: 1 to {nodes}, as --nodes")
+    validate_for_world(config, least_nodes * profile.ranks_per_node)
     if args.links < 1:
         raise ConfigError(f"--links {args.links}: at least 1")
     run_dir = Path(config.train.run_dir)
@@ -71,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
     spec = make_spec(
         profile,
         nodes=nodes,
+        least_nodes=least_nodes,
         run_dir=run_dir,
         job_name=args.job_name if args.job_name is not None else run_dir.name,
         submission=submission,

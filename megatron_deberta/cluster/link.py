@@ -29,6 +29,7 @@ from megatron_deberta.cluster.run_lock import refuse_if_held
 from megatron_deberta.cluster.submission import (
     JobSpec,
     check_command,
+    for_nodes,
     link_name,
     log_folder,
     srun_command,
@@ -43,6 +44,7 @@ from megatron_deberta.errors import (
     ConfigError,
     MegatronDebertaError,
 )
+from megatron_deberta.files import write_atomically
 
 logger = logging.getLogger("link")
 
@@ -61,7 +63,7 @@ class Link:
     """
 
     def __init__(self, spec: JobSpec, variables: Mapping[str, str]) -> None:
-        self._spec = spec
+        self._spec = _on_given_nodes(spec, variables)
         self._variables = variables
         self._job = variables["SLURM_JOB_ID"]
         self._restarts = int(variables.get("SLURM_RESTART_COUNT") or 0)
@@ -114,6 +116,7 @@ class Link:
         port = _FIRST_PORT + zlib.crc32(self._name.encode()) % _NUM_PORTS
         logs = log_folder(self._spec.run_dir, self._job, self._restarts)
         logs.mkdir(parents=True, exist_ok=True)
+        write_atomically(logs / "job.json", self._spec.to_json())
         command = srun_command(self._spec, logs, f"{address}:{port}")
         environment = rank_environment(self._spec, self._variables)
         environment |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
@@ -209,7 +212,7 @@ class Link:
             return [*given, *bad]
         kept: list[str] = []
         for node in bad:
-            if len(nodes - {*kept, node}) >= self._spec.nodes:
+            if len(nodes - {*kept, node}) >= self._spec.least_nodes:
                 kept.append(node)
             else:
                 logger.warning("no spare node for %s, which is bad", node)
@@ -223,6 +226,16 @@ class Link:
                 slurm.cancel_pending(job)
             except slurm.SlurmError as error:
                 logger.warning("%s", error)
+
+
+def _on_given_nodes(spec: JobSpec, variables: Mapping[str, str]) -> JobSpec:
+    """The job on the nodes of this link, of which SLURM may have given fewer than it wants."""
+    given = int(variables.get("SLURM_JOB_NUM_NODES") or spec.nodes)
+    if given >= spec.nodes:
+        return spec
+    fitting = for_nodes(spec, load_config(spec.config), given)
+    logger.warning("%d of %d nodes: goes on with %d", given, spec.nodes, fitting.nodes)
+    return fitting
 
 
 def _bad_node_hours(spec: JobSpec) -> float:

@@ -9,14 +9,16 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_deberta.cluster import names
 from megatron_deberta.cluster.names import checked
 from megatron_deberta.cluster.profile import CODE_ROOT, LAUNCH, ClusterProfile
-from megatron_deberta.errors import ConfigError
+from megatron_deberta.config import validate_for_world
+from megatron_deberta.config.schema import RunConfig
+from megatron_deberta.errors import ConfigError, MegatronDebertaError
 
 LAST_WORDS_SECONDS = 30
 """For supervisors to see that another has ended, and to say so."""
@@ -48,6 +50,8 @@ class JobSpec:
     code_root: str
     """Folder that holds the package."""
     nodes: int
+    least_nodes: int
+    """With so many it goes on, where SLURM has no more."""
     ranks_per_node: int
     cpus_per_rank: int
     launcher: str
@@ -93,6 +97,7 @@ def make_spec(
     profile: ClusterProfile,
     *,
     nodes: int,
+    least_nodes: int | None = None,
     run_dir: Path,
     job_name: str,
     submission: Path,
@@ -104,6 +109,7 @@ def make_spec(
     Args:
         profile: the cluster.
         nodes: how many of its nodes.
+        least_nodes: with how many a link may start; None: with all of them.
         run_dir: absolute folder of the run.
         job_name: SLURM's name of the job.
         submission: folder of ``run.yaml`` and ``job.json``.
@@ -124,6 +130,7 @@ def make_spec(
         python=checked(profile.python or sys.executable, names.PATH, "python"),
         code_root=checked(str(CODE_ROOT), names.PATH, "the folder of megatron_deberta"),
         nodes=nodes,
+        least_nodes=nodes if least_nodes is None else least_nodes,
         ranks_per_node=profile.ranks_per_node,
         cpus_per_rank=profile.cpus_per_rank,
         launcher=profile.launcher,
@@ -167,9 +174,13 @@ def sbatch_command(
         # Neither the submitter's variables nor credentials in them; job.json has what is needed.
         "--export=NONE",
         f"--job-name={spec.job_name}",
-        f"--nodes={spec.nodes}",
-        # One program a node starts its ranks: a supervisor, or torchrun.
-        "--ntasks-per-node=1",
+        # One program a node starts its ranks: a supervisor, or torchrun. SLURM reckons a range's
+        # tasks with the least nodes, and would give no more if told that each has one.
+        *(
+            [f"--nodes={spec.nodes}", "--ntasks-per-node=1"]
+            if spec.least_nodes == spec.nodes
+            else [f"--nodes={spec.least_nodes}-{spec.nodes}"]
+        ),
         f"--cpus-per-task={spec.cpus_per_rank * spec.ranks_per_node}",
         f"--mem={profile.memory_gib_per_node}{'G' if profile.memory_gib_per_node else ''}",
         f"--time={profile.time_limit_minutes}",
@@ -190,6 +201,29 @@ def sbatch_command(
         if value := getattr(profile, option):
             command.append(f"--{option}={value}")
     return [*command, str(BATCH_SCRIPT), spec.python, spec.code_root, str(job_file)]
+
+
+def for_nodes(spec: JobSpec, config: RunConfig, given: int) -> JobSpec:
+    """The job on as many of the nodes that SLURM gave as the batch divides over.
+
+    Args:
+        spec: the job.
+        config: its run.
+        given: nodes that SLURM gave.
+
+    Raises:
+        ConfigError: it does not divide over any number of them.
+    """
+    for nodes in range(min(given, spec.nodes), 0, -1):
+        try:
+            validate_for_world(config, nodes * spec.ranks_per_node)
+        except MegatronDebertaError:
+            continue
+        return replace(spec, nodes=nodes)
+    raise ConfigError(
+        f"train.global_batch_size={config.train.global_batch_size} does not divide over any of 1 "
+        f"to {given} nodes of {spec.ranks_per_node} ranks; submit with other --nodes"
+    )
 
 
 def stop_signal(spec: JobSpec) -> str:
@@ -245,8 +279,8 @@ def pretrain_arguments(spec: JobSpec) -> list[str]:
 
 
 def _job_arguments(spec: JobSpec, logs: Path) -> list[str]:
-    """``job.json`` and the link's name, for what runs on a node."""
-    return [str(Path(spec.config).with_name("job.json")), logs.name]
+    """``job.json`` with the link's nodes, and the link's name, for what runs on a node."""
+    return [str(logs / "job.json"), logs.name]
 
 
 def _task_a_node(spec: JobSpec, output: str, wait: int) -> list[str]:

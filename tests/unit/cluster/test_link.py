@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from megatron_deberta.cluster.hang import Verdict
 from megatron_deberta.cluster.link import rank_environment
 from megatron_deberta.cluster.profile import load_profile
 from megatron_deberta.cluster.run_lock import RunLock
-from megatron_deberta.cluster.submission import make_spec
+from megatron_deberta.cluster.submission import JobSpec, make_spec
 from tests.support.jobs import ROOT
 
 PROGRAM = """\
@@ -136,6 +137,29 @@ def test_a_bad_node_without_a_spare_one_is_used_again(place: Place) -> None:
     assert place.run("exit 1") == 75
     assert place.calls()[-1] == "scontrol update JobId=7 ExcNodeList=n2"
     assert "no spare node for n1, which is bad" in place.errors
+
+
+def test_goes_on_with_fewer_nodes(place: Place) -> None:
+    file = place.folder / "job.json"
+    spec = replace(JobSpec.read(file), least_nodes=1)
+    file.write_bytes(spec.to_json())
+    place.run_dir.mkdir(exist_ok=True)
+    Path(spec.config).write_text("train: {global_batch_size: 8, micro_batch_size: 2}\n")
+    assert place.run("exit 0", SLURM_JOB_NUM_NODES="1") == 0, place.errors
+    assert "1 of 2 nodes: goes on with 1" in place.errors
+    assert place.calls()[0].startswith("srun --nodes=1 --ntasks=1 ")
+    # What the node's supervisor reads.
+    used = place.run_dir / "logs" / "7.0" / "job.json"
+    assert place.calls()[0].endswith(f" {used} 7.0")
+    assert JobSpec.read(used) == replace(spec, nodes=1)
+    # Both are bad, and one would be enough: the one marked last is avoided.
+    for node in ("n1", "n2"):
+        BadNodes(place.run_dir, 24).add(node, "hangs", sure=True)
+    (place.folder / "nodes").write_text("n1 alloc\nn2 alloc\n")
+    Chain(place.run_dir).append("submit")
+    Chain(place.run_dir).append("jobs", jobs=["7"])
+    assert place.run("exit 1") == 75
+    assert place.calls()[-1] == "scontrol update JobId=7 ExcNodeList=n2"
 
 
 @pytest.mark.parametrize("code", [2, 93])

@@ -130,4 +130,4 @@ def test_profiles_with_gpus_check_their_nodes() -> None:
     command = check_command(spec, Path("/runs/a/logs/7.0"))
     assert {"--ntasks=16", "--output=/runs/a/logs/7.0/check_%t.log"} <= set(command)
     module = "megatron_deberta.cluster.node_check"
-    assert command[-4:] == ["-m", module, "/runs/a/job.json", "7.0"]
+    assert command[-4:] == ["-m", module, "/runs/a/logs/7.0/job.json", "7.0"]

@@ -14,11 +14,13 @@ from megatron_deberta.cluster import preflight
 from megatron_deberta.cluster.profile import LAUNCH, ClusterProfile, load_profile
 from megatron_deberta.cluster.submission import (
     JobSpec,
+    for_nodes,
     make_spec,
     sbatch_command,
     srun_command,
 )
 from megatron_deberta.cluster.supervisor import node_plan
+from megatron_deberta.config.schema import RunConfig, TrainConfig
 from megatron_deberta.errors import ConfigError
 from tests.support.jobs import ROOT
 
@@ -54,7 +56,7 @@ def test_sixteen_dgx2_nodes() -> None:
         "--output=/runs/a/logs/7.0/node_%t.log",
     } <= set(srun)  # fmt: skip
     supervisor = "megatron_deberta.cluster.supervisor"
-    job_file = "/runs/a/submissions/1/job.json"
+    job_file = "/runs/a/logs/7.0/job.json"
     assert srun[-5:] == [spec.python, "-m", supervisor, job_file, "7.0"]
     assert spec.environment["OMP_NUM_THREADS"] == "2"
     assert spec.environment["NCCL_IB_HCA"] == "mlx5"
@@ -73,6 +75,21 @@ def test_a_supervisor_runs_its_node_s_ranks(tmp_path: Path) -> None:
     assert (plan.node, plan.num_nodes, plan.ranks_per_node, plan.host) == (3, 16, 16, "dgx04")
     assert plan.logs == Path("/runs/a/logs/7.2")
     assert plan.config.step_timeout_seconds == 300
+
+
+def test_fewer_nodes_where_there_are_no_more() -> None:
+    profile = load_profile("dgx2")
+    spec = spec_of(profile, least_nodes=8)
+    command = sbatch_command(spec, profile, Path("/j"))
+    assert "--nodes=8-16" in command
+    assert "--ntasks-per-node=1" not in command
+    config = RunConfig(train=TrainConfig(global_batch_size=2048, micro_batch_size=8))
+    # 256 micro batches: over 16 ranks a node, a power of two nodes.
+    assert [for_nodes(spec, config, given).nodes for given in (17, 16, 15, 8)] == [16, 16, 8, 8]
+    assert for_nodes(spec, config, 15) == replace(spec, nodes=8)
+    odd = RunConfig(train=TrainConfig(global_batch_size=24, micro_batch_size=8))
+    with pytest.raises(ConfigError, match="global_batch_size=24 does not divide over any of 1 to"):
+        for_nodes(spec, odd, 15)
 
 
 def test_bad_nodes_are_avoided_besides_the_profile_s() -> None:

@@ -1,0 +1,54 @@
+"""A node dies and no other is left: the run goes on with the nodes that are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_deberta.checkpoint.layout import committed_steps
+from tests.slurm.chains import command, submit
+from tests.slurm.virtual_cluster import VirtualCluster
+from tests.support.jobs import losses
+
+STEPS = 40
+RUN = (
+    f"train.stop_after={STEPS}", "train.steps=1000000", "optimizer.schedule=constant",
+    "train.eval_every=0", "checkpoint.save_every=10", "data.num_workers=0",
+)  # fmt: skip
+
+
+def test_a_run_goes_on_with_the_node_that_is_left(
+    cluster: VirtualCluster, run_yaml: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "fewer"
+    run = submit(
+        cluster, run_yaml, run_dir, *RUN, "--least-nodes=1", nodes=2, exclude="node3,node4"
+    )
+    run.wait_for_step(15)
+    assert run.events("start")[0]["nodes"] == "node[1-2]"
+    # The node of rank 0 and of the link: nobody is left to ask for fewer.
+    victim = cluster.job(run.jobs[0])["BatchHost"]
+    assert cluster.kill_node(victim)
+    try:
+        run.wait(lambda: len(run.events("start")) == 2, "the start on the other node", 120)
+        assert run.wait_for_end() == "COMPLETED", run.story()
+    finally:
+        cluster.start_node(victim)
+    second = run.events("start")[1]
+    assert (second["nodes"], second["step"]) == ("node2", 10)
+    assert len(losses(run_dir)) == STEPS == committed_steps(run_dir)[-1]
+    logs = run_dir / "logs"
+    assert [path.name for path in sorted((logs / f"{run.jobs[0]}.1").glob("rank_*.log"))] == [
+        "rank_0.log"
+    ]
+    assert "1 of 2 nodes: goes on with 1" in (logs / f"link_{run.jobs[0]}.log").read_text()
+    assert " node2 " in command(cluster, "status", str(run_dir)).stdout
+
+
+def test_too_few_nodes_are_refused(cluster: VirtualCluster, run_yaml: Path, tmp_path: Path) -> None:
+    for least, message in (("3", "--least-nodes 3: 1 to 2"), ("0", "--least-nodes 0: 1 to 2")):
+        done = command(
+            cluster, "submit", str(run_yaml), "--cluster", "local", "--nodes", "2",
+            "--least-nodes", least, f"train.run_dir={tmp_path / 'refused'}",
+        )  # fmt: skip
+        assert done.returncode == 2
+        assert message in done.stderr
