@@ -36,10 +36,11 @@ test-matrix: venv ## every layout against one process (20 minutes; goes on where
 	OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu $(BIN)/python -m tests.support.layout_matrix \
 		--output benchmarks/results/cpu/layout_matrix.json
 
-bench: venv ## CPU benchmarks against transformers (20 minutes on two idle cores)
+bench: venv ## CPU benchmarks (well over half an hour on two idle cores)
 	$(BIN)/python benchmarks/step.py huggingface --output benchmarks/results/cpu/step.json
 	$(BIN)/python benchmarks/step.py peers --output benchmarks/results/cpu/peers.json
 	$(BIN)/python benchmarks/step.py disentanglement --output benchmarks/results/cpu/disentanglement.json
+	$(BIN)/python benchmarks/step.py profile --output benchmarks/results/cpu/profile.json
 	$(BIN)/python benchmarks/attention.py --output benchmarks/results/cpu/attention.json
 
 tables: venv ## write the tables of README and docs from the committed results

@@ -134,6 +134,8 @@ def time_by_part(events: Iterable[Any], steps: int, *, on_gpu: bool) -> dict[str
         took /= 1e6 * steps
         seconds[part or HOST] += took
         name = event.name.removeprefix(_NODE)
+        if name == "step" or name.startswith(_LABEL):
+            name = "Python"
         operators[part or HOST][f"{name} (backward)" if backward else name] += took
     return {
         "seconds": dict(_largest(seconds)),

@@ -58,6 +58,8 @@ def test_backward_is_put_down_to_the_part_that_made_it(profiled: dict[str, Any])
     for part in ("FFN", "attention projections", "mask decoder", "vocabulary head and loss"):
         assert any("(backward)" in name for name in found[part]), part
     assert "aten::mm (backward)" not in found[parts.HOST]
+    assert "Python" in found[parts.HOST]
+    assert not any(name.startswith("part: ") for names in found.values() for name in names)
 
 
 def test_the_model_is_left_as_it_was(profiled: dict[str, Any]) -> None:
