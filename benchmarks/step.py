@@ -198,35 +198,57 @@ def check(case: Case, device: torch.device) -> dict[str, float]:
     return differences
 
 
-def choose_variants(
-    case: Case, device: torch.device, batch: StepBatch, builds: dict[str, Callable[[], Side]]
-) -> dict[str, dict[str, float | str]]:
-    """Put the fastest attention setting of each peer into ``builds``; returns what was tried.
+def fastest(
+    builds: dict[str, Callable[[], Side]], batch: StepBatch
+) -> tuple[Callable[[], Side] | None, dict[str, float | str]]:
+    """The fastest of some settings of a side, and the seconds of a step of each.
 
     A setting that does not run here is noted with its error and left out.
     """
+    tried: dict[str, float | str] = {}
+    best, chosen = float("inf"), None
+    for setting, build in builds.items():
+        try:
+            contender = Contender(build(), batch)
+            contender.step()
+            seconds = min(contender.step() for _ in range(2))
+        except Exception as error:  # any failure of a kernel is a result
+            tried[setting] = f"{type(error).__name__}: {str(error)[:200]}"
+            continue
+        finally:
+            contender = None
+            gc.collect()
+        tried[setting] = seconds
+        if seconds < best:
+            best, chosen = seconds, build
+    return chosen, tried
+
+
+def choose_variants(
+    case: Case, device: torch.device, batch: StepBatch, builds: dict[str, Callable[[], Side]]
+) -> dict[str, dict[str, float | str]]:
+    """Put the fastest setting of each peer into ``builds``, and of ours where it can be compiled.
+
+    Returns:
+        What was tried.
+    """
+    setting = case.setting(device)
     tried: dict[str, dict[str, float | str]] = {}
+    options: dict[str, dict[str, Callable[[], Side]]] = {}
+    if setting.compile_peers:
+        options["ours"] = {
+            f"parallel.fuse={str(fuse).lower()}": partial(Ours, setting, fuse=fuse)
+            for fuse in (False, True)
+        }
     for name in PEERS:
         usable, missing = variants(name, device)
         tried[name] = dict(missing)
-        if len(usable) == 1 and not missing:
-            continue
-        best = float("inf")
-        for variant in usable:
-            build = partial(Peer, case.setting(device), name, variant, case.length)
-            try:
-                contender = Contender(build(), batch)
-                contender.step()
-                seconds = min(contender.step() for _ in range(2))
-            except Exception as error:  # any failure of a peer's kernel is a result
-                tried[name][variant] = f"{type(error).__name__}: {str(error)[:200]}"
-                continue
-            finally:
-                contender = None
-                gc.collect()
-            tried[name][variant] = seconds
-            if seconds < best:
-                best, builds[name] = seconds, build
+        if len(usable) > 1 or missing:
+            options[name] = {v: partial(Peer, setting, name, v, case.length) for v in usable}
+    for name, settings in options.items():
+        chosen, seconds = fastest(settings, batch)
+        tried[name] = {**tried.get(name, {}), **seconds}
+        builds[name] = chosen or builds[name]
     return tried
 
 

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import DebertaV2ForMaskedLM
 
 from benchmarks.steps.batch import MASKED_SHARE, StepBatch
-from megatron_deberta.config.schema import ModelConfig, RunConfig
+from megatron_deberta.config.schema import ModelConfig, ParallelConfig, RunConfig
 from megatron_deberta.model import DropoutSeeds
 from megatron_deberta.model.attention import DisentangledSelfAttention
 from megatron_deberta.observe.throughput import training_flops_per_token
@@ -68,16 +68,28 @@ def without_position_terms(model: ModelConfig) -> ModelConfig:
 
 
 class Ours:
-    """This project's pretraining model, as the trainer builds it."""
+    """This project's pretraining model, as the trainer builds it.
 
-    def __init__(self, setting: Setting, *, plain_attention: bool = False) -> None:
+    Args:
+        setting: shared by all sides.
+        plain_attention: plain flash attention without positions in the operator's place.
+        fuse: ``parallel.fuse``.
+    """
+
+    def __init__(
+        self, setting: Setting, *, plain_attention: bool = False, fuse: bool = False
+    ) -> None:
         config = setting.model
         if plain_attention:
             config = without_position_terms(config)
         self._config = config
         groups = single_process_groups(setting.device)
-        self.model = build_model(RunConfig(model=config), groups, setting.dtype).module.train()
-        self.notes: dict[str, Any] = {"mask_decoder_passes": config.mask_decoder_passes}
+        run = RunConfig(model=config, parallel=ParallelConfig(fuse=fuse))
+        self.model = build_model(run, groups, setting.dtype).module.train()
+        self.notes: dict[str, Any] = {
+            "mask_decoder_passes": config.mask_decoder_passes,
+            "fuse": fuse,
+        }
         if plain_attention:
             use_plain_attention(self.model)
             self.notes["attention"] = "torch scaled_dot_product_attention, no position terms"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -87,6 +89,55 @@ def test_where_memory_is_short_sides_take_turns_with_smaller_micro_batches() -> 
     assert results["ours"].micro_batches == 1
     assert results["small"].micro_batches == 4
     assert [len(result.seconds) for result in results.values()] == [4, 4]
+
+
+class SlowOurs(Ours):
+    def loss(self, batch: StepBatch, step: int) -> Tensor:
+        time.sleep(0.5)
+        return super().loss(batch, step)
+
+
+def broken() -> Ours:
+    raise RuntimeError("no such kernel")
+
+
+def test_the_fastest_setting_is_taken_and_failures_are_told() -> None:
+    setting = Setting(TINY, CPU, torch.float32)
+    builds = {
+        "slow": lambda: SlowOurs(setting),
+        "broken": broken,
+        "fast": lambda: Ours(setting),
+    }
+
+    chosen, tried = step.fastest(builds, make_batch(TINY, 128, 64, CPU))
+
+    assert chosen is builds["fast"]
+    assert tried["broken"] == "RuntimeError: no such kernel"
+    assert float(tried["fast"]) < float(tried["slow"])
+
+
+def test_where_peers_are_compiled_ours_may_be_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = tiny_case("peers")
+    settings: dict[str, list[bool]] = {}
+
+    def last(builds: dict[str, Any], batch: StepBatch) -> tuple[Any, dict[str, float]]:
+        sides = [build() for build in builds.values()]
+        if isinstance(sides[0], Ours):
+            settings["fuse"] = [side.notes["fuse"] for side in sides]
+        return list(builds.values())[-1], dict.fromkeys(builds, 1.0)
+
+    monkeypatch.setattr(step, "fastest", last)
+    compiled = Setting(TINY, CPU, torch.float32, compile_peers=True)
+    monkeypatch.setattr(step.Case, "setting", lambda self, device: compiled)
+    batch, builds = make_batch(TINY, 128, 64, CPU), step.sides(case, CPU)
+
+    tried = step.choose_variants(case, CPU, batch, builds)
+
+    assert settings == {"fuse": [False, True]}
+    assert tried["ours"] == {"parallel.fuse=false": 1.0, "parallel.fuse=true": 1.0}
+    with torch.compiler.set_stance("force_eager"):
+        fused, plain = (side.loss(batch, 1) for side in (builds["ours"](), Ours(compiled)))
+    torch.testing.assert_close(fused, plain)
 
 
 def test_a_killed_run_goes_on_with_the_cases_it_lacks(
