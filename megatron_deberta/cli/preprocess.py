@@ -24,7 +24,6 @@ from megatron_deberta.preprocess.merging import quarantine_path, shard_prefix
 from megatron_deberta.preprocess.pipeline import RunOptions, preprocess
 from megatron_deberta.preprocess.records import DEFAULT_ALLOW_BAD
 from megatron_deberta.preprocess.sources import STANDARD_INPUT
-from megatron_deberta.preprocess.units import UNIT_BYTES
 from megatron_deberta.preprocess.workfolder import WorkFolder
 
 
@@ -71,9 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--unit-mb",
         type=float,
-        default=UNIT_BYTES / 1e6,
         metavar="MB",
-        help="text that a process does again after a crash (default: %(default).0f)",
+        help="text that a process does again after a crash (default: 8 to 67, by the size of the "
+        "input)",
     )
     parser.add_argument("--force", action="store_true", help="replace existing shards")
     parser.add_argument(
@@ -84,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Preprocess, and say what was written."""
     options = _run_options(args)
-    if args.unit_mb <= 0:
+    if args.unit_mb is not None and args.unit_mb <= 0:
         raise ConfigError(f"--unit-mb {args.unit_mb}: must be more than 0")
     if args.allow_bad is not None and not 0 <= args.allow_bad <= 1:
         raise ConfigError(f"--allow-bad {args.allow_bad}: must be between 0 and 1")
@@ -102,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         read=read,
         run=options,
         language=args.sentences,
-        unit_bytes=max(1, round(args.unit_mb * 1e6)),
+        unit_bytes=None if args.unit_mb is None else max(1, round(args.unit_mb * 1e6)),
     )
     for key, manifest in zip(read.keys, manifests, strict=True):
         print(

@@ -28,13 +28,16 @@ from megatron_deberta.preprocess.progress import Board, ProgressDisplay, new_cou
 from megatron_deberta.preprocess.reading import ReadOptions
 from megatron_deberta.preprocess.records import DEFAULT_ALLOW_BAD
 from megatron_deberta.preprocess.sources import Source
-from megatron_deberta.preprocess.units import UNIT_BYTES, UnitQueue, plan_segments
+from megatron_deberta.preprocess.units import (
+    UnitQueue,
+    plan_segments,
+    recorded_bytes,
+    usual_unit_bytes,
+)
 from megatron_deberta.preprocess.worker import Job, encode_units
 from megatron_deberta.preprocess.workfolder import WorkFolder
 from megatron_deberta.processes import die_with_parent
 from megatron_deberta.tokenizer import Tokenizer, load_tokenizer
-
-_LOOK_SECONDS = 0.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +67,7 @@ def preprocess(
     read: ReadOptions | None = None,
     run: RunOptions | None = None,
     language: str = "",
-    unit_bytes: int = UNIT_BYTES,
+    unit_bytes: int | None = None,
 ) -> list[Manifest]:
     """Tokenize text into one shard a key: ``{output}_{key}_document.{bin,idx,manifest.json}``.
 
@@ -78,7 +81,8 @@ def preprocess(
         read: what is read of the files.
         run: how it is done.
         language: keep sentences apart, as this language (ISO 639-1) ends them.
-        unit_bytes: text that is done again after a crash, for each process.
+        unit_bytes: text that is done again after a crash, for each process; None: 8 to 64 MiB,
+            by the size of the input.
 
     Returns:
         What was recorded beside each shard.
@@ -92,6 +96,7 @@ def preprocess(
     read, run = read or ReadOptions(), run or RunOptions()
     # Processes are what works side by side here; the library's threads would outlive no fork.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    unit_bytes = unit_bytes or usual_unit_bytes(sources)
     _refuse_keys(read.keys)
     tokenizer = load_tokenizer(tokenizer_path)
     plan = _plan(sources, tokenizer, read, language, unit_bytes)
@@ -153,7 +158,7 @@ def _choose_encoder(job: Job, tokenizer: Tokenizer, folder: WorkFolder) -> Batch
 
 
 def _work(share: _Share, folder: WorkFolder, run: RunOptions) -> None:
-    total_bytes = sum(source.size_bytes for source in share.job.sources)
+    total_bytes = sum(segment.file_bytes for segment in share.job.segments)
     counters = [new_counters() for _ in range(max(run.workers, 1))]
     places = run.size * len(counters)
     first = [
@@ -162,9 +167,14 @@ def _work(share: _Share, folder: WorkFolder, run: RunOptions) -> None:
     ]
     # A forked copy of a process that runs threads can deadlock, and the display runs one.
     workers = _start(share, first, counters) if run.workers else []
-    with ProgressDisplay(total_bytes, counters) as display:
+    job = share.job
+    with ProgressDisplay(
+        total_bytes,
+        counters,
+        lambda: recorded_bytes(folder, job.segments, job.sources, job.unit_bytes),
+    ):
         if workers:
-            _watch(workers, display)
+            _watch(workers)
         else:
             _do_share(share, first[0], Board(counters[0]))
 
@@ -221,7 +231,7 @@ def _run_worker(
         messages.send_bytes(b"done")
 
 
-def _watch(workers: list[_Worker], display: ProgressDisplay) -> None:
+def _watch(workers: list[_Worker]) -> None:
     """Wait for all workers, or for the first that fails.
 
     Raises:
@@ -230,8 +240,7 @@ def _watch(workers: list[_Worker], display: ProgressDisplay) -> None:
     left = list(workers)
     try:
         while left:
-            ready = multiprocessing.connection.wait([each.messages for each in left], _LOOK_SECONDS)
-            display.refresh()
+            ready = multiprocessing.connection.wait([each.messages for each in left])
             for worker in [each for each in left if each.messages in ready]:
                 try:
                     message = worker.messages.recv_bytes().decode()

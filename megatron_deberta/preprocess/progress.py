@@ -6,10 +6,12 @@ know where the numbers come from.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import multiprocessing.sharedctypes
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -18,6 +20,7 @@ from rich.filesize import decimal
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 _SECONDS_BETWEEN_LINES = 5.0
+_SECONDS_BETWEEN_LOOKS = 0.5
 PHASES = ("starting", "reading", "tokenizing", "committing", "waiting", "merging", "publishing")
 _COUNTERS = ("file_bytes", "text_bytes", "tokens", "documents", "quarantined")
 
@@ -64,22 +67,33 @@ class ProgressDisplay:
     Args:
         total_bytes: bytes of all input files; 0 where unknown.
         counters: of the processes at work, see ``new_counters``.
+        recorded: tells how many of those bytes are done, before and by processes elsewhere too.
         console: where to show it; None: standard error.
     """
 
     def __init__(
-        self, total_bytes: int, counters: Sequence[Any], console: Console | None = None
+        self,
+        total_bytes: int,
+        counters: Sequence[Any],
+        recorded: Callable[[], int],
+        console: Console | None = None,
     ) -> None:
         """See the class."""
         self._console = console or Console(stderr=True)
         self._total = total_bytes
         self._counters = counters
-        self._done_before = 0
+        self._recorded = recorded
+        self._done_before = self._done_anywhere = 0
+        self._last_recorded = 0.0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._show_on, daemon=True)
         self._begin = self._last_line = time.monotonic()
         self._bar: Progress | None = None
 
     def __enter__(self) -> ProgressDisplay:
         """Start the clock, and the bar where there is a terminal."""
+        self._look()
+        self._done_before = self._done_anywhere
         self._begin = self._last_line = time.monotonic()
         if self._console.is_terminal:
             self._bar = Progress(
@@ -90,24 +104,24 @@ class ProgressDisplay:
                 TimeRemainingColumn(),
                 console=self._console,
             )
-            self._bar.add_task("preprocess", total=self._total or None, rates="")
+            self._bar.add_task(
+                "preprocess", total=self._total or None, completed=self._done(), rates=""
+            )
             self._bar.start()
+        self._thread.start()
         return self
 
-    def refresh(self, elsewhere_bytes: int = 0) -> None:
-        """Show the counters as they are.
-
-        Args:
-            elsewhere_bytes: of the files, what was done before or by processes elsewhere.
-        """
-        self._done_before = elsewhere_bytes
+    def refresh(self) -> None:
+        """Show the counters as they are."""
         now = time.monotonic()
+        if now - self._last_recorded >= _SECONDS_BETWEEN_LINES:
+            self._look()
         if self._bar is not None:
             task = self._bar.task_ids[0]
             self._bar.update(
                 task,
                 description=self._phase(),
-                completed=self._sum("file_bytes") + elsewhere_bytes,
+                completed=self._done(),
                 rates=self._rates(now),
             )
         elif now - self._last_line >= _SECONDS_BETWEEN_LINES:
@@ -121,6 +135,8 @@ class ProgressDisplay:
         traceback: TracebackType | None,
     ) -> None:
         """Take the bar away; on success say what was done."""
+        self._stop.set()
+        self._thread.join()
         if self._bar is not None:
             self._bar.stop()
         if kind is None:
@@ -130,6 +146,21 @@ class ProgressDisplay:
                 f"from {decimal(self._sum('text_bytes'))} of text in {now - self._begin:.1f} s, "
                 f"{self._rates(now)}"
             )
+
+    def _show_on(self) -> None:
+        while not self._stop.wait(_SECONDS_BETWEEN_LOOKS):
+            self.refresh()
+
+    def _look(self) -> None:
+        self._last_recorded = time.monotonic()
+        # The last process to finish, here or elsewhere, takes the records away.
+        with contextlib.suppress(OSError):
+            self._done_anywhere = self._recorded()
+
+    def _done(self) -> int:
+        """Bytes of the files done by any process, begun units of this command's own included."""
+        ours = self._done_before + self._sum("file_bytes")
+        return min(max(ours, self._done_anywhere), self._total)
 
     def _sum(self, name: str) -> int:
         index = _COUNTERS.index(name)
@@ -150,12 +181,11 @@ class ProgressDisplay:
         return f"{rates}, {quarantined:,} quarantined" if quarantined else rates
 
     def _share(self, now: float) -> str:
-        done = self._sum("file_bytes")
-        if not self._total or not done:
+        done = self._done()
+        if done <= self._done_before:
             return ""
-        share = min((done + self._done_before) / self._total, 1.0)
-        remaining = (now - self._begin) * max(self._total - self._done_before - done, 0) / done
-        return f"{share:.0%}, ETA {remaining:,.0f} s, "
+        remaining = (now - self._begin) * (self._total - done) / (done - self._done_before)
+        return f"{done / self._total:.0%}, ETA {remaining:,.0f} s, "
 
     def _show(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)

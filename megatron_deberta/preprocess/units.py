@@ -5,6 +5,7 @@ Owns which unit is which part of which file, and which are still to be done. Ref
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -14,6 +15,8 @@ from megatron_deberta.preprocess.tables import count_groups
 from megatron_deberta.preprocess.workfolder import WorkFolder
 
 UNIT_BYTES = 1 << 26
+_LEAST_UNIT_BYTES = 1 << 23
+_USUAL_UNITS = 256
 _USUAL_RATIO = 4
 """How much longer a text is than its compressed file; only the units' sizes depend on it."""
 
@@ -67,7 +70,13 @@ class Unit:
         return f"{self.segment:08d}-{self.number:06d}"
 
 
-def plan_segments(sources: Sequence[Source], unit_bytes: int = UNIT_BYTES) -> list[Segment]:
+def usual_unit_bytes(sources: Sequence[Source]) -> int:
+    """Return a size of units that gives many processes work, and few a short list of units."""
+    size = sum(source.size_bytes for source in sources)
+    return min(max(size // _USUAL_UNITS, _LEAST_UNIT_BYTES), UNIT_BYTES)
+
+
+def plan_segments(sources: Sequence[Source], unit_bytes: int) -> list[Segment]:
     """Cut files into units of about ``unit_bytes`` of text; small files share one.
 
     Raises:
@@ -105,6 +114,29 @@ def unit_range(segment: Segment, number: int, unit_bytes: int) -> tuple[Piece, .
         return segment.pieces
     source = segment.pieces[0].source
     return (Piece(source, number * unit_bytes, (number + 1) * unit_bytes),)
+
+
+def recorded_bytes(
+    folder: WorkFolder, segments: Sequence[Segment], sources: Sequence[Source], unit_bytes: int
+) -> int:
+    """Say about how many bytes of the files all processes have done, for the progress display.
+
+    Raises:
+        OSError: the folder is gone.
+    """
+    units = Counter(int(name[:8]) for name in folder.records() if _names_unit(name))
+    total = 0
+    for index, done in units.items():
+        segment = segments[index]
+        text_bytes = done * unit_bytes if segment.is_stream else ENDLESS
+        is_compressed = sources[segment.pieces[0].source].compression != "none"
+        file_bytes = text_bytes // _USUAL_RATIO if is_compressed else text_bytes
+        total += min(file_bytes, segment.file_bytes)
+    return total
+
+
+def _names_unit(record: str) -> bool:
+    return len(record) == 15 and record[:8].isdigit()
 
 
 def _is_stream(source: Source, unit_bytes: int) -> bool:
@@ -162,7 +194,7 @@ class UnitQueue:
         self._busy.clear()
         for name in self._folder.records() - self._seen:
             self._seen.add(name)
-            if len(name) != 15 or not name[:8].isdigit():
+            if not _names_unit(name):
                 continue
             unit = Unit(int(name[:8]), int(name[9:]))
             is_stream = self._segments[unit.segment].is_stream

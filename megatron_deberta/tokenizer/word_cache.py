@@ -310,21 +310,26 @@ class _EncodedWords:
         Returns:
             Where in ``ids`` each begins, how many it has, and which depend on their neighbours.
         """
-        found = list(map(self._slots.get, words))
-        unknown = [word for word, slot in zip(words, found, strict=True) if slot is None]
-        if unknown:
-            is_full = len(self._slots) + len(unknown) > _MAX_WORDS
+        slots = self._slots_of(words)
+        if (slots < 0).any():
+            unknown = np.count_nonzero(slots < 0)
+            is_full = len(self._slots) + unknown > _MAX_WORDS
             if is_full or self._characters > _MOST_CACHED_CHARACTERS:
                 self._forget()
-                unknown = [word for word in words if word not in self._slots]
-            is_plain = list(map(self._encoder.is_plain, unknown))
-            self._add_plain(list(itertools.compress(unknown, is_plain)))
-            others = [word for word, match in zip(unknown, is_plain, strict=True) if not match]
+                slots = self._slots_of(words)
+            places = np.flatnonzero(slots < 0)
+            new = [words[place] for place in places.tolist()]
+            is_plain = list(map(self._encoder.is_plain, new))
+            self._add_plain(list(itertools.compress(new, is_plain)))
+            others = [word for word, match in zip(new, is_plain, strict=True) if not match]
             self._add(others, *self._encoder.encode_other(others))
-            found = list(map(self._slots.get, words))
-        slots = np.array(found, np.int64)
+            slots[places] = self._slots_of(new)
         self._uses[slots] += 1
         return self._starts[slots], self._sizes[slots], self._interacts[slots]
+
+    def _slots_of(self, words: list[str]) -> npt.NDArray[np.int64]:
+        """Return where each word is; -1 where it is not known."""
+        return np.fromiter(map(self._slots.get, words, itertools.repeat(-1)), np.int64, len(words))
 
     def _add_plain(self, words: list[str]) -> None:
         last = self._encoder.last_tokens(words)

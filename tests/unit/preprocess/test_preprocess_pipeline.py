@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import os
 import re
@@ -21,15 +20,12 @@ import numpy as np
 import pytest
 import zstandard
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from rich.console import Console
 
 from megatron_deberta.cli.main import main
 from megatron_deberta.data.manifest import Manifest, read_manifest, verify_hashes
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.preprocess import encoding, pipeline
-from megatron_deberta.preprocess import progress as progress_module
 from megatron_deberta.preprocess.pipeline import RunOptions, preprocess
-from megatron_deberta.preprocess.progress import Board, ProgressDisplay, new_counters
 from megatron_deberta.preprocess.reading import ReadOptions
 from megatron_deberta.preprocess.sources import find_sources
 from megatron_deberta.tokenizer import load_tokenizer
@@ -268,9 +264,9 @@ def test_a_dead_worker_is_an_error_not_a_hang(
 ) -> None:
     watch = pipeline._watch
 
-    def murderous(workers: list[Any], display: ProgressDisplay) -> None:
+    def murderous(workers: list[Any]) -> None:
         os.kill(workers[0].process.pid, signal.SIGKILL)
-        watch(workers, display)
+        watch(workers)
 
     monkeypatch.setattr(pipeline, "_watch", murderous)
     with pytest.raises(DataError, match="a worker process died"):
@@ -465,33 +461,3 @@ def test_a_fast_library_that_differs_is_left(
     chosen = encoding.choose_encoder(tokenizer, find_sources([corpus]), ReadOptions())
     assert chosen is not wrong
     assert "gives other ids" in caplog.text
-
-
-def test_progress_lines_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress_module, "_SECONDS_BETWEEN_LINES", 0.0)
-    shown = io.StringIO()
-    counters = new_counters()
-    with ProgressDisplay(1000, [counters], Console(file=shown)) as display:
-        count(counters)
-        display.refresh()
-    first, last = shown.getvalue().splitlines()
-    assert first.startswith("preprocess: reading, 25%, ETA ")
-    assert first.endswith("2 quarantined")
-    assert last.startswith("preprocess: 1 documents, 10 tokens from 1.0 MB of text in ")
-
-
-def count(counters: Any) -> None:
-    board = Board(counters)
-    board.enter("reading")
-    board.add(file_bytes=250, text_bytes=1_000_000, tokens=10, documents=1, quarantined=2)
-
-
-def test_progress_bar_on_a_terminal() -> None:
-    shown = io.StringIO()
-    counters = new_counters()
-    console = Console(file=shown, force_terminal=True, width=100)
-    with ProgressDisplay(1000, [counters], console) as display:
-        count(counters)
-        display.refresh()
-    assert "25%" in shown.getvalue()
-    assert "MB/s" in shown.getvalue()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from megatron_deberta.preprocess import encoding, pipeline
 from megatron_deberta.preprocess.pipeline import RunOptions, preprocess
 from megatron_deberta.preprocess.sources import find_sources
+from megatron_deberta.preprocess.units import plan_segments, usual_unit_bytes
 
 
 def test_workers_load_nothing_again(
@@ -36,3 +38,12 @@ def test_workers_load_nothing_again(
     assert manifests[0].num_documents == 60
     me = os.getpid()
     assert log.read_text().splitlines() == [f"load_tokenizer {me}", f"fast_bpe_encoder {me}"]
+
+
+@pytest.mark.parametrize(
+    ("megabytes", "unit", "units"), [(1, 8, 1), (80, 8, 10), (4096, 16, 256), (65536, 64, 1024)]
+)
+def test_units_by_the_size_of_the_input(megabytes: int, unit: int, units: int, corpus: str) -> None:
+    source = replace(find_sources([corpus])[0], size_bytes=megabytes << 20)
+    assert usual_unit_bytes([source]) == unit << 20
+    assert len(plan_segments([source], unit << 20)) == units
