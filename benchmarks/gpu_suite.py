@@ -14,7 +14,8 @@ parts
 
 A part is a process of its own that begins no item after --minutes. Its results are written after
 every item to PART.json in --out; started again, it goes on with what is missing. What the same
-source has finished on the same hardware is not done again, unless --force.
+source has finished on the same hardware, or what has crashed its process, is not done again, unless
+--force.
 
 Ends with 0 if everything was done and right, 1 if a check failed or an item could not run, 75 if
 time ran out: start it again.
@@ -130,7 +131,7 @@ def run_part(args: argparse.Namespace, options: Options) -> str | None:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            note_crash(options, "took too long")
+            note_crash(options, "took too long", lasting=False)
             return "took too long"
         if code == 0:
             return None

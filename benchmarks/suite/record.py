@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.measuring import write_json
 from benchmarks.provenance import provenance
 
@@ -79,8 +81,13 @@ class Record:
         self._write()
 
     def run(self, name: str, work: Callable[[], Item]) -> None:
-        """Do an item unless it is done; an exception becomes the item's ``error``."""
-        if name in self.items and "error" not in self.items[name]:
+        """Do an item unless it is done or crashed; an exception becomes the item's ``error``.
+
+        Raises:
+            SystemExit: the item has left the device so that nothing else runs in this process.
+        """
+        before = self.items.get(name)
+        if before is not None and ("error" not in before or before.get("crashed")):
             return
         if self.seconds_left < 0:
             self.left.append(name)
@@ -97,6 +104,8 @@ class Record:
         except Exception as failure:
             # Nothing to go on with here; other items may still tell something.
             traceback.print_exc()
+            if self.options.device == "cuda" and not device_works():
+                raise SystemExit("the device does not answer any more") from failure
             found = {"error": f"{type(failure).__name__}: {failure}"[:2000]}
         seconds = round(time.monotonic() - start, 1)
         self.items[name] = {**found, **self._key, "seconds": seconds}
@@ -137,11 +146,25 @@ def result_path(options: Options) -> Path:
     return options.out / f"{options.part}.json"
 
 
-def note_crash(options: Options, reason: str) -> bool:
+def device_works() -> bool:
+    """Whether the GPU still computes; after some errors of kernels it does not in this process."""
+    try:
+        torch.ones(1, device="cuda").item()
+    except RuntimeError:
+        return False
+    return True
+
+
+def note_crash(options: Options, reason: str, *, lasting: bool = True) -> bool:
     """After a part's process died: put that down to what was running.
 
     Where the running item said which piece it was at, the item is tried again without that piece;
-    else it is an error.
+    else it is an error, and the part can go on without it.
+
+    Args:
+        options: of the part.
+        reason: how it died.
+        lasting: the same source on the same hardware would die again, so do not try that item.
 
     Returns:
         Whether starting the part again makes sense.
@@ -154,7 +177,8 @@ def note_crash(options: Options, reason: str) -> bool:
     if running["detail"]:
         content["crashed"].setdefault(running["item"], {})[running["detail"]] = reason
     else:
-        content["items"][running["item"]] = {"error": reason, **content["key"], "seconds": 0}
+        error = {"error": reason, "crashed": lasting, **content["key"], "seconds": 0}
+        content["items"][running["item"]] = error
     content["running"] = None
     write_json(path, content)
-    return bool(running["detail"])
+    return True

@@ -67,8 +67,31 @@ def test_a_crash_is_laid_to_the_piece_that_ran(options):
     assert again.crashed == {"a": {"peer": "ended with -11"}}
 
 
-def test_a_crash_of_a_whole_item_is_its_error_and_ends_the_part(options):
+def test_a_part_goes_on_without_an_item_that_crashed_it(options):
     Record(options).starting("a")
-    assert not note_crash(options, "ended with -9")
-    assert json.loads(result_path(options).read_text())["items"]["a"]["error"] == "ended with -9"
+    assert note_crash(options, "ended with -9")
+    again = Record(options)
+    again.run("a", must_not_run)
+    again.run("b", lambda: {"value": 2})
+    assert again.items["a"]["error"] == "ended with -9"
+    assert again.items["b"]["value"] == 2
     assert not note_crash(options, "again, with nothing running")
+
+
+def test_an_item_that_took_too_long_is_tried_again(options):
+    Record(options).starting("a")
+    note_crash(options, "took too long", lasting=False)
+    again = Record(options)
+    again.run("a", lambda: {"value": 1})
+    assert again.items["a"]["value"] == 1
+
+
+def test_a_device_that_answers_no_more_ends_the_process(options, monkeypatch, capsys):
+    place = {"source": "s", "hardware": "h"}
+    monkeypatch.setattr("benchmarks.suite.record.provenance", lambda _: place)
+    record = Record(Options(**{**vars(options), "device": "cuda"}))
+    monkeypatch.setattr("benchmarks.suite.record.device_works", lambda: False)
+    with pytest.raises(SystemExit, match="does not answer"):
+        record.run("a", lambda: 1 / 0)
+    assert note_crash(record.options, "the process ended with 1")
+    assert "ZeroDivisionError" in capsys.readouterr().err
