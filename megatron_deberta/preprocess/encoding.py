@@ -10,7 +10,7 @@ import functools
 import itertools
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ Lengths = npt.NDArray[np.int64]
 BatchEncoder = Callable[[Sequence[str]], tuple[Ids, Lengths]]
 """Texts to the ids of all of them one after the other, and how many each has."""
 
+_SPACE_PIECE = "\u2581"
 PROBE_DOCUMENTS = 100
 PROBE_CHARACTERS = 200_000
 """Of the run's first documents, so many must get the same ids from a fast library."""
@@ -34,8 +35,7 @@ PROBE_CHARACTERS = 200_000
 def fast_bpe_encoder(tokenizer: Tokenizer) -> BatchEncoder | None:
     """Return gigatoken's way for a byte-pair vocabulary; None where it cannot read it."""
     spec = tokenizer.spec
-    if spec["model"]["type"] != "BPE" or tokenizer.caches_words:
-        # Where words are independent, the cache is faster than the library's normalizer.
+    if spec["model"]["type"] != "BPE":
         return None
     try:
         import gigatoken
@@ -43,6 +43,10 @@ def fast_bpe_encoder(tokenizer: Tokenizer) -> BatchEncoder | None:
         return None
     # Special tokens in a corpus are text, so the library must not know them.
     plain = {**spec, "added_tokens": [], "post_processor": None}
+    trims = _trims_end(spec)
+    if trims:
+        normalizer = spec["normalizer"]
+        plain["normalizer"] = {**normalizer, "normalizers": normalizer["normalizers"][:-1]}
     try:
         backend: Any = gigatoken.Tokenizer.from_json(json.dumps(plain, ensure_ascii=False))
     except Exception:  # the library raises bare exceptions for what it does not support
@@ -54,7 +58,41 @@ def fast_bpe_encoder(tokenizer: Tokenizer) -> BatchEncoder | None:
         offsets = np.asarray(layout.offsets, np.int64)
         return np.asarray(layout.content.data)[offsets[0] : offsets[-1]], np.diff(offsets)
 
-    return encode
+    if not trims:
+        return encode
+    space = spec["model"]["vocab"].get(_SPACE_PIECE)
+    return None if space is None else functools.partial(_encode_trimmed, tokenizer, encode, space)
+
+
+def _trims_end(spec: Mapping[str, Any]) -> bool:
+    """Tell whether the last step of normalization takes away a space at the end of a text."""
+    steps = (spec["normalizer"] or {}).get("normalizers") or [{}]
+    return bool(steps[-1].get("pattern") == {"Regex": " \\z"} and steps[-1]["content"] == "")
+
+
+def _encode_trimmed(
+    tokenizer: Tokenizer, encode: BatchEncoder, space: int, texts: Sequence[str]
+) -> tuple[Ids, Lengths]:
+    """Encode with a library that leaves a space at the end: it is a token by itself, taken off.
+
+    In texts that hold the sign for a space it could be that sign, which stays, so those go to the
+    tokenizer.
+    """
+    ids, lengths = encode(["" if _SPACE_PIECE in text else text for text in texts])
+    has_ids = lengths > 0
+    last = np.cumsum(lengths)[has_ids] - 1
+    is_spaced = np.zeros(lengths.size, np.bool_)
+    is_spaced[has_ids] = ids[last] == space
+    ids = np.delete(ids, last[is_spaced[has_ids]])
+    lengths = lengths - is_spaced
+    alone = [index for index, text in enumerate(texts) if _SPACE_PIECE in text]
+    if not alone:
+        return ids, lengths
+    parts: list[Ids] = np.split(ids, np.cumsum(lengths)[:-1])
+    for index in alone:
+        parts[index] = tokenizer.encode_array(texts[index])
+        lengths[index] = parts[index].size
+    return np.concatenate(parts), lengths
 
 
 def agrees(fast: BatchEncoder, reference: BatchEncoder, texts: Sequence[str]) -> bool:

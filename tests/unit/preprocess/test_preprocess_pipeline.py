@@ -29,7 +29,6 @@ from megatron_deberta.preprocess.pipeline import RunOptions, preprocess
 from megatron_deberta.preprocess.reading import ReadOptions
 from megatron_deberta.preprocess.sources import find_sources
 from megatron_deberta.tokenizer import load_tokenizer
-from tests.support import machine_text
 from tests.support.machine_text import documents
 
 UNIT_BYTES = 20_000
@@ -429,35 +428,3 @@ def test_commands_train_and_preprocess(
     assert main([*make, "--force", "--keys", "body"]) == 1
     assert "60 missing key" in capsys.readouterr().err
     assert main([*make, "--force", "--keys", "a/b"]) == 2
-
-
-def test_fast_bpe_gives_the_tokenizers_ids(
-    corpus: str, gpt2_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokenizer = load_tokenizer(gpt2_dir)
-    fast = encoding.fast_bpe_encoder(tokenizer)
-    reference = tokenizer.encode_texts
-    assert fast is not None
-    hostile = [text for text in machine_text.hostile_lines(2000) if "\0" not in text]
-    assert encoding.agrees(fast, reference, [*documents(), *hostile, ""])
-    sources = find_sources([corpus])
-    assert encoding.choose_encoder(tokenizer, sources, ReadOptions()) != reference
-    build(corpus, gpt2_dir, tmp_path / "fast")
-    monkeypatch.setattr(encoding, "fast_bpe_encoder", lambda _: reference)
-    build(corpus, gpt2_dir, tmp_path / "slow")
-    assert shards(tmp_path / "fast") == shards(tmp_path / "slow")
-
-
-def test_a_fast_library_that_differs_is_left(
-    corpus: str, gpt2_dir: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    tokenizer = load_tokenizer(gpt2_dir)
-
-    def wrong(texts: Any) -> Any:
-        ids, lengths = tokenizer.encode_texts(texts)
-        return ids[::-1], lengths
-
-    monkeypatch.setattr(encoding, "fast_bpe_encoder", lambda _: wrong)
-    chosen = encoding.choose_encoder(tokenizer, find_sources([corpus]), ReadOptions())
-    assert chosen is not wrong
-    assert "gives other ids" in caplog.text

@@ -1,0 +1,99 @@
+"""The fast library for byte pairs gives the tokenizer's ids, or is not used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sentencepiece
+
+from megatron_deberta.preprocess import encoding
+from megatron_deberta.preprocess.pipeline import preprocess
+from megatron_deberta.preprocess.reading import ReadOptions
+from megatron_deberta.preprocess.sources import find_sources
+from megatron_deberta.tokenizer import load_tokenizer
+from megatron_deberta.tokenizer.training import train_sentencepiece
+from tests.support import machine_text
+from tests.support.machine_text import documents
+
+
+@pytest.fixture(scope="module")
+def bpe_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """SentencePiece's byte pairs, bytes for unknown characters, normalized as the release's."""
+    path = str(tmp_path_factory.mktemp("bpe") / "bpe")
+    train_sentencepiece(documents(), path, vocab_size=2000, model_type="bpe")
+    return path
+
+
+@pytest.fixture(scope="module")
+def plain_bpe_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The same without normalization: newlines are characters."""
+    path = tmp_path_factory.mktemp("plain_bpe")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(line for text in documents() for line in text.splitlines()),
+        model_prefix=str(path / "spm"),
+        model_type="bpe",
+        vocab_size=2000,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        pad_id=0,
+        bos_id=1,
+        eos_id=2,
+        unk_id=3,
+        pad_piece="[PAD]",
+        bos_piece="[CLS]",
+        eos_piece="[SEP]",
+        unk_piece="[UNK]",
+        control_symbols=["[MASK]"],
+        minloglevel=2,
+    )
+    return str(path)
+
+
+@pytest.mark.parametrize("kind", ["gpt2_dir", "bpe_dir", "plain_bpe_dir"])
+def test_fast_bpe_gives_the_tokenizers_ids(
+    kind: str,
+    corpus: str,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = request.getfixturevalue(kind)
+    tokenizer = load_tokenizer(path)
+    fast = encoding.fast_bpe_encoder(tokenizer)
+    reference = tokenizer.encode_texts
+    assert fast is not None
+    hostile = [text for text in machine_text.hostile_lines(2000) if "\0" not in text]
+    ends = ["", "a ", "", " ", "  ", "a\u00a0\n", "a \u0301", "a\u2581", "a\u2581 ", "\u2581", ""]
+    for text in [*hostile, *ends]:
+        assert encoding.agrees(fast, reference, [text]), ascii(text)
+    assert encoding.agrees(fast, reference, [*documents(), *hostile, *ends, *documents()[:3]])
+    sources = find_sources([corpus])
+    assert encoding.choose_encoder(tokenizer, sources, ReadOptions()) != reference
+    preprocess(sources, path, str(tmp_path / "fast"))
+    monkeypatch.setattr(encoding, "fast_bpe_encoder", lambda _: reference)
+    preprocess(sources, path, str(tmp_path / "slow"))
+    for end in ("bin", "idx"):
+        fast_file, slow_file = (tmp_path / f"{run}_text_document.{end}" for run in ("fast", "slow"))
+        assert fast_file.read_bytes() == slow_file.read_bytes()
+
+
+def test_unigram_vocabularies_go_to_the_tokenizer(tokenizer_dir: str) -> None:
+    assert encoding.fast_bpe_encoder(load_tokenizer(tokenizer_dir)) is None
+
+
+def test_a_fast_library_that_differs_is_left(
+    corpus: str, gpt2_dir: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = load_tokenizer(gpt2_dir)
+
+    def wrong(texts: Any) -> Any:
+        ids, lengths = tokenizer.encode_texts(texts)
+        return np.flip(ids), lengths
+
+    monkeypatch.setattr(encoding, "fast_bpe_encoder", lambda _: wrong)
+    chosen = encoding.choose_encoder(tokenizer, find_sources([corpus]), ReadOptions())
+    assert chosen is not wrong
+    assert "gives other ids" in caplog.text
