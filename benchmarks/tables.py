@@ -107,10 +107,11 @@ def learn(device: str) -> str:
             f"{seconds:.3g}" if seconds else UNMEASURED, *PAPER.get(name, ("", "", "", "")),
         ))  # fmt: skip
     tokens = record["steps"] * record["tokens_per_step"] / 1e6
+    timed = f"; steps timed at load {record['timed']['load']}" if "timed" in record else ""
     return markdown(header, rows) + (
         f"\n({record['layers']} layers x {record['width']}, {tokens:.2f} million tokens; "
         f"unigram cross-entropy of the same targets {record['unigram_loss']:.3f} nat; "
-        f"{record['hardware']}, torch {record['torch']}.)\n"
+        f"{record['hardware']}, torch {record['torch']}{timed}.)\n"
     )
 
 

@@ -86,14 +86,16 @@ def test_the_table_holds_the_mean_of_the_seeds_that_finished(
     output.parent.mkdir(parents=True)
 
     record = learn.collect(runs, output)
-    output.with_suffix(".json").write_text(json.dumps(record))
+    timed = {"seconds_per_step": {"-EMD": 0.25}, "timed": {"load": 0.5}}
+    output.with_suffix(".json").write_text(json.dumps(record | timed))
     learn.plot(record, output.with_suffix(".png"))
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     table = tables.learn("cpu")
 
     assert record["unigram_loss"] == 6.5
     assert "| DeBERTa | 2 | 5.100 | +0.000 |" in table
-    assert "| -EMD | 1 | 5.500 | +0.400 |" in table
+    assert "| -EMD | 1 | 5.500 | +0.400 | 0.25 |" in table
+    assert "steps timed at load 0.5" in table
     assert "| -C2P | 0 | 6.500 at step 80 |  |" in table
     assert f"| RoBERTa | 0 | {tables.UNMEASURED} |" in table
     assert output.with_suffix(".png").stat().st_size > 0
