@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -164,7 +165,7 @@ def run_case(folder: Path, kind: str, number: int) -> dict[str, Any]:
     verdict = Board(run_dir, "case").verdict(1)
     line: dict[str, Any] = {
         **plan, "code": code, "seconds": round(end - begin, 2),
-        "reason": verdict.reason if verdict else "",
+        "reason": without_folders(verdict.reason) if verdict else "",
         "named": list(verdict.ranks) if verdict else [],
     }  # fmt: skip
     if kind == "clean":
@@ -192,10 +193,15 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def without_folders(text: str) -> str:
+    """Paths without what says where on this machine they are."""
+    return re.sub(r"/\S*/", "", text)
+
+
 def last_lines(logs: Path) -> dict[str, list[str]]:
     """What the ranks said last, to understand a failure by."""
     return {
-        path.stem: path.read_text(errors="replace").splitlines()[-8:]
+        path.stem: without_folders(path.read_text(errors="replace")).splitlines()[-8:]
         for path in sorted(logs.glob("rank_*.log"))
     }
 
