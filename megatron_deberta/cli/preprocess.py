@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Preprocess, and say what was written."""
+    """Preprocess, and say what was written, once for all ranks."""
     options = _run_options(args)
     if args.unit_mb is not None and args.unit_mb <= 0:
         raise ConfigError(f"--unit-mb {args.unit_mb}: must be more than 0")
@@ -103,6 +103,8 @@ def run(args: argparse.Namespace) -> int:
         language=args.sentences,
         unit_bytes=None if args.unit_mb is None else max(1, round(args.unit_mb * 1e6)),
     )
+    if options.rank:
+        return 0
     for key, manifest in zip(read.keys, manifests, strict=True):
         print(
             f"{shard_prefix(args.output, key, sentences=bool(args.sentences))}: "

@@ -392,6 +392,7 @@ def test_ranks_of_mpirun_share_the_work(corpus: str, tokenizer_dir: str, tmp_pat
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout.count(b"60 documents") == 1
     assert shards(tmp_path / "out") == shards(tmp_path / "whole")
 
 
