@@ -19,7 +19,11 @@ from pathlib import Path
 from tests.support.jobs import TIMEOUT
 
 STACK_SECONDS = 1.0
-PRELOADED = ["deepspeed", "megatron_deberta.train.run", "megatron_deberta.cli.pretrain"]
+PRELOADED = [
+    "deepspeed", "megatron_deberta.train.run", "megatron_deberta.cli.pretrain",
+    # What DeepSpeed and deterministic algorithms import late: most of a rank's start.
+    "deepspeed.runtime.zero.muon.muon_optimizer", "torch._inductor.compile_fx",
+]  # fmt: skip
 
 
 def fork_server() -> ForkServerContext:
