@@ -76,7 +76,7 @@ def ratios(record: Record) -> list[tuple[str, str]]:
     ):  # fmt: skip
         if {ours, peer} <= record.keys():
             spent, base = (
-                record[name]["processor_seconds"] / (record[name]["megabytes"])
+                record[name]["processor_seconds"] / record[name]["megabytes"]
                 for name in (ours, peer)
             )
             found.append((title, f"{base / spent:.2f}"))

@@ -37,8 +37,10 @@ from benchmarks.pages import (  # noqa: E402
     place,
 )
 from megatron_deberta.files import write_atomically  # noqa: E402
-from tests.campaigns.hangs import read_lines, summary  # noqa: E402
+from tests.campaigns import hangs  # noqa: E402
 from tests.chaos.record import Record, table  # noqa: E402
+from tests.slurm import campaign as slurm_campaign  # noqa: E402
+from tests.support.campaign_lines import read_lines  # noqa: E402
 
 BLOCK = re.compile(
     r"(<!-- table: (?P<name>[\w-]+) (?P<device>\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL
@@ -321,10 +323,14 @@ def faults(device: str) -> str:
     return table(record, present=False) if record.lines() else NOTHING
 
 
-def hangs(device: str) -> str:
-    """Who was stopped or blocked, and how soon that was said."""
-    lines = read_lines(ROOT / "benchmarks" / "results" / device / "hangs.jsonl")
-    return summary(lines) if lines else NOTHING
+def _of_lines(name: str, write: Callable[[list[Result]], str]) -> Callable[[str], str]:
+    """A table of a campaign's lines."""
+
+    def table_of(device: str) -> str:
+        lines = read_lines(ROOT / "benchmarks" / "results" / device / f"{name}.jsonl")
+        return write(lines) if lines else NOTHING
+
+    return table_of
 
 
 def _of(name: str, write: Callable[[Result], str]) -> Callable[[str], str]:
@@ -357,7 +363,8 @@ TABLES: dict[str, Callable[[str], str]] = {
     "sketches": sketches,
     "shard-damage": shard_damage,
     "faults": faults,
-    "hangs": hangs,
+    "hangs": _of_lines("hangs", hangs.summary),
+    "slurm": _of_lines("slurm_campaign", slurm_campaign.summary),
 }
 
 

@@ -1,7 +1,7 @@
 """What a run may change when it continues from a checkpoint.
 
 Owns the table of keys and the comparison. Refuses files and tensors. A key that is in no table
-is refused, so that a new one has to be thought about.
+is refused, so that a new one has to be thought about; only ``cluster`` is free as a whole.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ FREE = frozenset(
         "log.every",
         "log.tensorboard",
         "log.level",
+        # Where ranks run and when they are given up; no number depends on it.
         *(f"cluster.{field.name}" for field in fields(ClusterConfig)),
     }
 )

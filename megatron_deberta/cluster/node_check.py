@@ -21,7 +21,7 @@ from pathlib import Path
 from megatron_deberta.cluster.board import FOLDER
 from megatron_deberta.cluster.submission import JobSpec
 from megatron_deberta.errors import EXIT_DONE, EXIT_FAILURE
-from megatron_deberta.files import temporary_name
+from megatron_deberta.files import write_atomically
 
 ACROSS = "all-reduce across nodes"
 LIMITS = {
@@ -126,8 +126,7 @@ def main(arguments: Sequence[str]) -> int:
     path = report_path(spec.run_dir, link, int(os.environ["SLURM_NODEID"]))
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {"host": host, "findings": [asdict(finding) for finding in found]}
-    temporary_name(path).write_text(json.dumps(content))
-    os.replace(temporary_name(path), path)
+    write_atomically(path, json.dumps(content).encode())
     return EXIT_DONE if all(finding.ok for finding in found) else EXIT_FAILURE
 
 

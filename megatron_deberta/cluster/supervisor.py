@@ -8,7 +8,7 @@ say.
 
 from __future__ import annotations
 
-import ctypes
+import functools
 import logging
 import os
 import shutil
@@ -49,6 +49,7 @@ from megatron_deberta.errors import (
     EXIT_USAGE,
     MegatronDebertaError,
 )
+from megatron_deberta.processes import die_with_parent
 
 logger = logging.getLogger("supervisor")
 
@@ -61,7 +62,6 @@ EVIDENCE_SECONDS = 2.5
 PAUSE_SECONDS = 2.0
 """A supervisor that was kept from looking for so long was stopped, and its ranks probably, too."""
 RECENT_STEPS = 50
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,7 +179,8 @@ class Supervisor:
             stderr=output,
             # Ctrl-C on a terminal is for the supervisor alone.
             start_new_session=True,
-            preexec_fn=_die_with_parent,
+            # A supervisor that is killed leaves nobody behind.
+            preexec_fn=functools.partial(die_with_parent, os.getpid()),
         )
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
@@ -400,11 +401,6 @@ class Supervisor:
         if any(code not in (EXIT_DONE, EXIT_REQUEUE) for code in codes):
             return EXIT_FAILURE
         return EXIT_REQUEUE if EXIT_REQUEUE in codes else EXIT_DONE
-
-
-def _die_with_parent() -> None:
-    """In a rank, before its program: a supervisor that is killed leaves nobody behind."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _memory_folder() -> str | None:

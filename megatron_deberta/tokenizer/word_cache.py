@@ -20,8 +20,7 @@ from tokenizers.models import Unigram
 from tokenizers.pre_tokenizers import Metaspace
 
 _MAX_WORDS = 1 << 19
-"""What is kept, about 120 bytes each. Half as many were too few for 77 MB of novels: what was
-forgotten was met again, at half the speed."""
+"""What is kept. Half as many were too few for 77 MB of novels: what was forgotten was met again."""
 _MOST_CHARACTERS = 1 << 23
 """Of text that is split into words at once; a longer one is cut."""
 _WORDS_A_CALL = 1 << 10

@@ -19,7 +19,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_deberta.cluster.supervisor import FORWARDED, NodePlan, Supervisor, _die_with_parent
+from megatron_deberta.cluster.supervisor import FORWARDED, NodePlan, Supervisor
+from megatron_deberta.processes import die_with_parent
+from tests.support.jobs import RANK_IMPORTS
 
 PLAN_VARIABLE = "MEGATRON_DEBERTA_TEST"
 """What goes wrong in a rank, as JSON; see ``block_reads``."""
@@ -27,11 +29,7 @@ PLAN_VARIABLE = "MEGATRON_DEBERTA_TEST"
 
 def preload() -> None:
     """Import what ranks import. To be called before the first fork, without threads."""
-    # The compiler comes with DeepSpeed's optimizers and deterministic algorithms, 8 s for 4 ranks.
-    for name in (
-        "deepspeed.runtime.zero.muon.muon_optimizer", "torch._inductor.compile_fx",
-        "megatron_deberta.engine.deepspeed_runtime", "megatron_deberta.train.run",
-    ):  # fmt: skip
+    for name in RANK_IMPORTS:
         importlib.import_module(name)
 
 
@@ -82,9 +80,10 @@ class ForkingSupervisor(Supervisor):
         self._meanwhile = meanwhile
 
     def _popen(self, environment: Mapping[str, str], output: int | None) -> Any:
+        parent = os.getpid()
         pid = os.fork()
         if pid == 0:
-            _be_rank(self._arguments, environment, output)
+            _be_rank(parent, self._arguments, environment, output)
         return Fork(pid)
 
     def _watch(self) -> int:
@@ -94,13 +93,13 @@ class ForkingSupervisor(Supervisor):
 
 
 def _be_rank(
-    arguments: tuple[str, ...], environment: Mapping[str, str], output: int | None
+    parent: int, arguments: tuple[str, ...], environment: Mapping[str, str], output: int | None
 ) -> None:
     """Go on as a rank; never returns."""
     code = 1
     try:
         os.setsid()
-        _die_with_parent()
+        die_with_parent(parent)
         for number in (*FORWARDED, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         if output is not None:

@@ -32,7 +32,7 @@ from megatron_deberta.cluster.heartbeat import Beat, Section, beat_path, read_be
 from megatron_deberta.cluster.supervisor import NodePlan
 from megatron_deberta.config import load_config
 from tests.campaigns.forked_ranks import PLAN_VARIABLE, ForkingSupervisor, preload
-from tests.support.code_digest import code_digest
+from tests.support.campaign_lines import code_digest, read_lines
 from tests.support.jobs import prepare
 
 CODE = (
@@ -186,11 +186,6 @@ def run_case(folder: Path, kind: str, number: int) -> dict[str, Any]:
         "timeout_seconds": limit, "detected_seconds": took,
         "ok": right and took <= limit + ALLOWED_SECONDS,
     }  # fmt: skip
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """All cases so far, of any code."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def without_folders(text: str) -> str:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.ranks import fork_server
-from tests.chaos.record import CASES, OUTPUT, Record, code_digest, table
+from tests.chaos.record import CASES, OUTPUT, Record, digest_of_code, table
 from tests.chaos.saves import SaveCases
 from tests.chaos.training import TrainingCases
 from tests.support.jobs import prepare
@@ -86,7 +86,7 @@ def main() -> int:
     try:
         campaign = Campaign(folder)
         for name, _, count in wanted:
-            code = code_digest(CASES[name].packages)
+            code = digest_of_code(CASES[name].packages)
             seeds = range(int(count) if count else campaign.count(name))
             missing = [seed for seed in seeds if seed not in record.valid(name, code)]
             for seed in missing if args.seed is None else [args.seed]:

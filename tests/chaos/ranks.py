@@ -16,20 +16,15 @@ from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from tests.support.jobs import TIMEOUT
+from tests.support.jobs import RANK_IMPORTS, TIMEOUT
 
 STACK_SECONDS = 1.0
-PRELOADED = [
-    "deepspeed", "megatron_deberta.train.run", "megatron_deberta.cli.pretrain",
-    # What DeepSpeed and deterministic algorithms import late: most of a rank's start.
-    "deepspeed.runtime.zero.muon.muon_optimizer", "torch._inductor.compile_fx",
-]  # fmt: skip
 
 
 def fork_server() -> ForkServerContext:
     """The server; it starts with its first rank and ends with this process."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context.set_forkserver_preload(list(RANK_IMPORTS))
     return context
 
 

@@ -6,7 +6,6 @@ nothing about the code as it is. Cases accrue over any number of starts.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.provenance import provenance
+from tests.support.campaign_lines import code_digest
+from tests.support.jobs import ROOT
 
-ROOT = Path(__file__).parents[2]
 OUTPUT = ROOT / "benchmarks" / "results" / "cpu" / "chaos.jsonl"
 TRAINING_CODE = (
     "checkpoint", "data", "engine", "model", "objectives", "ops", "parallel", "sharding", "train",
@@ -49,14 +49,9 @@ CASES = {
 }
 
 
-def code_digest(packages: Iterable[str]) -> str:
+def digest_of_code(packages: Iterable[str]) -> str:
     """Digest of the packages that a case tests, and of the tests' own code beside this file."""
-    digest = hashlib.sha256()
-    folders = [ROOT / "megatron_deberta" / package for package in packages]
-    for folder in (*folders, Path(__file__).parent):
-        for path in sorted(folder.rglob("*.py")):
-            digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes() + b"\0")
-    return digest.hexdigest()[:12]
+    return code_digest([*(f"megatron_deberta/{package}" for package in packages), "tests/chaos"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +105,7 @@ def table(record: Record, *, present: bool) -> str:
     ]
     newest = {line["case"]: line["code"] for line in record.lines()}
     for name, case in CASES.items():
-        code = code_digest(case.packages) if present else newest.get(name, "")
+        code = digest_of_code(case.packages) if present else newest.get(name, "")
         lines = list(record.valid(name, code).values())
         passed = sum(line["ok"] for line in lines)
         slowest = ", ".join(

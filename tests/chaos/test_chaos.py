@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.ranks import fork_server
-from tests.chaos.record import CASES, Record, code_digest, table
+from tests.chaos.record import CASES, Record, digest_of_code, table
 from tests.chaos.saves import SaveCases
 from tests.chaos.training import TrainingCases
 from tests.support.jobs import prepare
@@ -61,7 +61,7 @@ def test_four_ranks_survive_a_kill_and_a_signal(tmp_path: Path) -> None:
 
 def test_lines_about_other_code_do_not_count(tmp_path: Path) -> None:
     record = Record(tmp_path / "chaos.jsonl")
-    code = code_digest(CASES["damage"].packages)
+    code = digest_of_code(CASES["damage"].packages)
     record.append("damage", 0, code, {"ok": True})
     record.append("damage", 1, "another", {"ok": True})
     assert list(record.valid("damage", code)) == [0]

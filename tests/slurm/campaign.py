@@ -3,8 +3,8 @@
 python -m tests.slurm.campaign node-kill=10 chain=1 double-launch=50
 
 Appends to ``--output`` and skips the seeds that are there, so it can be stopped and started again;
-``--summary`` prints the table of docs/slurm.md. A case that fails is recorded, ends the campaign,
-and is repeated by the command in its line.
+lines about other code do not count. ``--summary`` prints the table of docs/slurm.md. A case that
+fails is recorded, ends the campaign, and is repeated by the command in its line.
 """
 
 from __future__ import annotations
@@ -28,8 +28,14 @@ from megatron_deberta.cluster.run_lock import RunLock
 from megatron_deberta.data.ledger import read_ledger
 from tests.slurm.chains import SubmittedRun, submit
 from tests.slurm.virtual_cluster import VirtualCluster, wait_until
+from tests.support.campaign_lines import code_digest, read_lines
 from tests.support.jobs import losses, prepare, run_to_end, start
 
+CODE = (
+    *(f"megatron_deberta/{name}" for name in ("checkpoint", "cluster", "data", "engine", "train")),
+    *(f"tests/slurm/{name}.py" for name in ("campaign", "chains", "virtual_cluster")),
+    "launch/job.sbatch",
+)  # fmt: skip
 OUTPUT = Path(__file__).parents[2] / "benchmarks" / "results" / "cpu" / "slurm_campaign.jsonl"
 STEPS = 60
 KILL_STEPS = (
@@ -201,14 +207,10 @@ def campaign(workspace: Path | None) -> Iterator[Campaign]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """All cases so far."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def summary(lines: list[dict[str, Any]]) -> str:
-    """n/N by case, as a Markdown table."""
-    rows = ["| case | passed | slowest |", "|---|---|---|"]
+    """n/N by case, as a Markdown table, of the code of the last line."""
+    rows = ["| case | passed / done | slowest | revision |", "| --- | --- | --- | --- |"]
+    lines = [line for line in lines if line["code_digest"] == lines[-1]["code_digest"]]
     for case in sorted({line["case"] for line in lines}):
         of_case = [line for line in lines if line["case"] == case]
         passed = sum(line["ok"] for line in of_case)
@@ -217,8 +219,9 @@ def summary(lines: list[dict[str, Any]]) -> str:
             for key in sorted(of_case[0])
             if re.fullmatch(r"\w+_seconds", key)
         )
-        rows.append(f"| {case} | {passed}/{len(of_case)} | {slowest} |")
-    return "\n".join(rows)
+        revision = of_case[-1]["revision"]
+        rows.append(f"| {case} | {passed} / {len(of_case)} | {slowest} | {revision} |")
+    return "\n".join(rows) + "\n"
 
 
 def main() -> int:
@@ -232,19 +235,19 @@ def main() -> int:
     parser.add_argument("--summary", action="store_true", help="print the table and stop")
     args = parser.parse_args()
     if args.summary:
-        print(summary(read_lines(args.output)))
+        sys.stdout.write(summary(read_lines(args.output)))
         return 0
     args.output.parent.mkdir(parents=True, exist_ok=True)
     # So that no daemon is left behind.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    end = time.monotonic() + args.seconds
+    end, code = time.monotonic() + args.seconds, code_digest(CODE)
     with campaign(args.workspace) as running:
         for item in args.cases:
             case, _, count = item.partition("=")
             function: Callable[[int], dict[str, Any]] = getattr(running, case.replace("-", "_"))
             for seed in range(args.seed, args.seed + int(count)):
-                done = {(line["case"], line["seed"]) for line in read_lines(args.output)}
-                if (case, seed) in done:
+                lines = read_lines(args.output)
+                if (case, seed, code) in {(x["case"], x["seed"], x["code_digest"]) for x in lines}:
                     continue
                 if time.monotonic() > end:
                     return 0
@@ -254,7 +257,7 @@ def main() -> int:
                     "case": case, "seed": seed, **outcome,
                     "duration_seconds": round(time.monotonic() - began, 1),
                     "command": f"python -m tests.slurm.campaign {case}=1 --seed {seed}",
-                    **provenance(),
+                    "code_digest": code, **provenance(),
                 }  # fmt: skip
                 with args.output.open("a") as stream:
                     stream.write(json.dumps(line) + "\n")

@@ -19,6 +19,14 @@ from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.cli.main import main
 from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
 
+RANK_IMPORTS = (
+    "deepspeed", "megatron_deberta.cli.pretrain", "megatron_deberta.engine.deepspeed_runtime",
+    "megatron_deberta.train.run",
+    # The compiler, which DeepSpeed's optimizers and deterministic algorithms bring along: most of
+    # a rank's start.
+    "deepspeed.runtime.zero.muon.muon_optimizer", "torch._inductor.compile_fx",
+)  # fmt: skip
+"""What a rank imports, for whoever forks ranks."""
 ROOT = Path(__file__).parents[2]
 Run = Callable[..., tuple[int, str]]
 """Runs the command in this process; returns its exit code and standard error."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
+from typing import Any
 
 import sentencepiece
 import torch
@@ -35,15 +36,12 @@ V2 = ModelConfig(
 """Like v2 and v3: log buckets, shared projections, LayerNorm on the table."""
 
 
-@cache
-def tiny_tokenizer() -> Tokenizer:
-    """A SentencePiece unigram vocabulary of 200 pieces and [MASK]."""
+def sentencepiece_model(lines: Iterable[str], **options: Any) -> bytes:
+    """Learn a SentencePiece model with the release's special tokens; options are the trainer's."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXT * 20),
+        sentence_iterator=iter(lines),
         model_writer=model,
-        vocab_size=200,
-        hard_vocab_limit=False,
         pad_id=0,
         bos_id=1,
         eos_id=2,
@@ -53,8 +51,16 @@ def tiny_tokenizer() -> Tokenizer:
         eos_piece="[SEP]",
         unk_piece="[UNK]",
         minloglevel=2,
+        **options,
     )
-    return sentencepiece_tokenizer(model.getvalue(), "tiny")
+    return model.getvalue()
+
+
+@cache
+def tiny_tokenizer() -> Tokenizer:
+    """A SentencePiece unigram vocabulary of 200 pieces and [MASK]."""
+    model = sentencepiece_model(TEXT * 20, vocab_size=200, hard_vocab_limit=False)
+    return sentencepiece_tokenizer(model, "tiny")
 
 
 def random_weights(config: ModelConfig, seed: int = 0) -> dict[str, Tensor]:

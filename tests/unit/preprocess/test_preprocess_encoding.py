@@ -7,48 +7,30 @@ from typing import Any
 
 import numpy as np
 import pytest
-import sentencepiece
 
 from megatron_deberta.preprocess import encoding
 from megatron_deberta.preprocess.pipeline import preprocess
 from megatron_deberta.preprocess.reading import ReadOptions
 from megatron_deberta.preprocess.sources import find_sources
 from megatron_deberta.tokenizer import load_tokenizer
-from megatron_deberta.tokenizer.training import train_sentencepiece
 from tests.support import machine_text
 from tests.support.machine_text import documents
-
-
-@pytest.fixture(scope="module")
-def bpe_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """SentencePiece's byte pairs, bytes for unknown characters, normalized as the release's."""
-    path = str(tmp_path_factory.mktemp("bpe") / "bpe")
-    train_sentencepiece(documents(), path, vocab_size=2000, model_type="bpe")
-    return path
+from tests.support.tiny_models import sentencepiece_model
 
 
 @pytest.fixture(scope="module")
 def plain_bpe_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The same without normalization: newlines are characters."""
+    """SentencePiece's byte pairs without normalization: newlines are characters."""
     path = tmp_path_factory.mktemp("plain_bpe")
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(line for text in documents() for line in text.splitlines()),
-        model_prefix=str(path / "spm"),
+    model = sentencepiece_model(
+        (line for text in documents() for line in text.splitlines()),
         model_type="bpe",
         vocab_size=2000,
         byte_fallback=True,
         normalization_rule_name="identity",
-        pad_id=0,
-        bos_id=1,
-        eos_id=2,
-        unk_id=3,
-        pad_piece="[PAD]",
-        bos_piece="[CLS]",
-        eos_piece="[SEP]",
-        unk_piece="[UNK]",
         control_symbols=["[MASK]"],
-        minloglevel=2,
     )
+    (path / "spm.model").write_bytes(model)
     return str(path)
 
 

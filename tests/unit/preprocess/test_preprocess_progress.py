@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +70,9 @@ def test_shows_itself_while_the_work_is_done_here(monkeypatch: pytest.MonkeyPatc
     counters = new_counters()
     with ProgressDisplay(1000, [counters], lambda: 0, Console(file=shown)):
         count(counters)
-        while "25%" not in shown.getvalue():
-            pass
+        deadline = time.monotonic() + 60
+        while "25%" not in shown.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.01)
     assert re.search(r"ETA \d+ s", shown.getvalue())
 
 

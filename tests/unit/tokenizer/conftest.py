@@ -21,13 +21,6 @@ def unigram_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
-def bpe_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = str(tmp_path_factory.mktemp("tokenizers") / "bpe")
-    train_sentencepiece(documents(), path, vocab_size=2000, model_type="bpe")
-    return path
-
-
-@pytest.fixture(scope="session")
 def gpt2_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     """``vocab.json`` and ``merges.txt`` as GPT-2 has them, with its one special token."""
     folder = tmp_path_factory.mktemp("gpt2")
