@@ -143,12 +143,19 @@ class EvaluateHook:
     def after_step(self, event: StepEvent) -> None:
         """Validate, if due; not when interrupted, because then there is a deadline."""
         step = event.state.step
-        scheduled = self._every > 0 and step % self._every == 0 and event.ending is None
-        if scheduled or event.ending is Ending.FINISHED:
-            with self._meter.paused():
-                evaluation = self._evaluate()
-                if self._report is not None:
-                    self._report(step, evaluation)
+        if event.ending is Ending.FINISHED or (event.ending is None and self.is_due(step)):
+            self.validate(step)
+
+    def is_due(self, step: int) -> bool:
+        """Whether a run that goes on is validated after so many steps."""
+        return self._every > 0 and step > 0 and step % self._every == 0
+
+    def validate(self, step: int) -> None:
+        """Validate now. Collective over all ranks."""
+        with self._meter.paused():
+            evaluation = self._evaluate()
+            if self._report is not None:
+                self._report(step, evaluation)
 
 
 class ReplicaHook:

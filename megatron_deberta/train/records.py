@@ -103,6 +103,13 @@ class RunRecords:
         values = {UNIGRAM_METRIC: self._unigram, "num_targets": targets}
         self.writer.write(0, values, kind="validation")
 
+    def lack_validation(self, step: int) -> bool:
+        """Whether no validation after so many steps is recorded."""
+        return not any(
+            record["kind"] == "validation" and record["step"] == step and "loss" in record
+            for record in read_metrics(self.writer.path)
+        )
+
     def report(self, step: int, evaluation: Evaluation) -> None:
         """Record and show a validation."""
         values = {name: value for name, value in asdict(evaluation).items() if value is not None}

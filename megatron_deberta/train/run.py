@@ -47,7 +47,7 @@ from megatron_deberta.observe.throughput import (
     recomputed_flops,
     training_flops_per_token,
 )
-from megatron_deberta.parallel.agreement import failing_together
+from megatron_deberta.parallel.agreement import failing_together, largest
 from megatron_deberta.parallel.environment import RankEnvironment, read_environment
 from megatron_deberta.parallel.topology import ProcessGroups, init_process_groups, shutdown
 from megatron_deberta.sharding.build import ShardedModel, build_model
@@ -291,7 +291,11 @@ def _train(
                 folder = Path(config.train.run_dir) / "ledger"
                 ledger = Ledger(folder, groups.dp_rank, groups.dp_size, state.step)
                 open_files.callback(ledger.close)
-        hooks = _hooks(parts, state.step, guard, validation, records, ledger)
+        meter = _meter(config, groups, state.step)
+        evaluation = _evaluation(parts, meter, validation, records)
+        if evaluation is not None and evaluation.is_due(state.step):
+            _make_up_for_validation(evaluation, state.step, records, groups)
+        hooks = _hooks(parts, meter, guard, evaluation, records, ledger)
         train_step = TrainStep(parts.engine, config, groups, guard, parts.heartbeat)
         requests = Requests(stop, config.train.run_dir, groups)
         inputs = InputQueue(train_loader, groups.device)
@@ -304,17 +308,42 @@ def _train(
     return code
 
 
+def _evaluation(
+    parts: _Assembled,
+    meter: ThroughputMeter,
+    validation: ValidationLoader | None,
+    records: RunRecords | None,
+) -> EvaluateHook | None:
+    if validation is None:
+        return None
+
+    def validate() -> Evaluation:
+        with parts.heartbeat.section(Section.EVALUATION):
+            return evaluate(parts.engine.module, validation, parts.groups)
+
+    report = records.report if records is not None else None
+    return EvaluateHook(parts.config.train.eval_every, validate, meter, report)
+
+
+def _make_up_for_validation(
+    evaluation: EvaluateHook, step: int, records: RunRecords | None, groups: ProcessGroups
+) -> None:
+    """Validate a step after which the process before was interrupted, and had a deadline."""
+    lacking = records is not None and records.lack_validation(step)
+    if largest(torch.tensor(int(lacking), device=groups.device), groups).item():
+        evaluation.validate(step)
+
+
 def _hooks(
     parts: _Assembled,
-    first_step: int,
+    meter: ThroughputMeter,
     guard: Guard,
-    validation: ValidationLoader | None,
+    evaluation: EvaluateHook | None,
     records: RunRecords | None,
     ledger: Ledger | None,
 ) -> list[Hook]:
     """What this rank does after a step, in order."""
-    config, groups = parts.config, parts.groups
-    meter = _meter(config, groups, first_step)
+    config = parts.config
     hooks: list[Hook] = []
     if ledger is not None:
         hooks.append(LedgerHook(ledger))
@@ -322,14 +351,8 @@ def _hooks(
         hooks.append(
             LogHook(config.log.every, last_step(config), meter, records.writer, records.console)
         )
-    if validation is not None:
-
-        def validate() -> Evaluation:
-            with parts.heartbeat.section(Section.EVALUATION):
-                return evaluate(parts.engine.module, validation, groups)
-
-        report = records.report if records is not None else None
-        hooks.append(EvaluateHook(config.train.eval_every, validate, meter, report))
+    if evaluation is not None:
+        hooks.append(evaluation)
     if every := config.guard.drift_every:
         hooks.append(ReplicaHook(every, functools.partial(_check_replicas, parts)))
     begin = functools.partial(_save, parts, guard)

@@ -11,9 +11,10 @@ import pytest
 
 from megatron_deberta.checkpoint.layout import committed_steps, step_dir
 from megatron_deberta.data.ledger import check_ledger, read_ledger
-from megatron_deberta.errors import EXIT_REQUEUE
+from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE
 from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
 from tests.support.jobs import (
+    Run,
     assert_same_checkpoints,
     losses,
     records,
@@ -96,6 +97,22 @@ def test_tensor_parallel_run_goes_on_data_parallel(
     run_to_end(run_yaml, run_dir, 1, "precision.engine=plain")
     assert losses(run_dir) == pytest.approx(losses(unbroken), rel=1e-5)
     check_ledger(run_dir / "ledger", 8, STEPS)
+
+
+def test_a_validation_that_a_stop_left_out_is_made_up_for(pretrain: Run, tmp_path: Path) -> None:
+    often = ("train.eval_every=1", "train.stop_after=3")
+    assert pretrain(*often, run_dir="whole")[0] == EXIT_DONE
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "stop").touch()
+    assert pretrain(*often)[0] == EXIT_DONE
+    assert list(records(run_dir)) == [1]
+    assert list(records(run_dir, "validation")) == [0]
+    for _ in range(2):  # the second time there is nothing to do
+        assert pretrain(*often)[0] == EXIT_DONE
+        whole = records(tmp_path / "whole", "validation")
+        assert list(whole) == [0, 1, 2, 3]
+        assert records(run_dir, "validation") == whole
 
 
 def test_damaged_newest_checkpoint_costs_a_few_steps_only(run_yaml: Path, tmp_path: Path) -> None:
