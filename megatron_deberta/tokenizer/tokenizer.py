@@ -65,7 +65,7 @@ class Tokenizer:
         self.num_tokens = max(self._backend.get_vocab().values()) + 1
         self.vocab_size = self.num_tokens if vocab_size is None else vocab_size
         self._words = (
-            WordCache(self._backend, self._encode_whole)
+            WordCache(self._spec, self._backend, self._encode_whole)
             if words_are_independent(self._spec)
             else None
         )

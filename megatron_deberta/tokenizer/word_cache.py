@@ -16,14 +16,13 @@ import numpy.typing as npt
 import pyarrow
 import pyarrow.compute
 from tokenizers import Tokenizer as Backend
-from tokenizers.models import Unigram
-from tokenizers.pre_tokenizers import Metaspace
+
+from megatron_deberta.tokenizer.unigram_search import UnigramSearch
 
 _MAX_WORDS = 1 << 19
 """What is kept. Half as many were too few for 77 MB of novels: what was forgotten was met again."""
 _MOST_CHARACTERS = 1 << 23
 """Of text that is split into words at once; a longer one is cut."""
-_WORDS_A_CALL = 1 << 10
 _LONGEST_KEPT = 64
 _MOST_CACHED_CHARACTERS = 1 << 24
 """Beyond which the longer words are forgotten, as there may be few of them and yet too much."""
@@ -34,8 +33,6 @@ _LONE = "\t\n\r -~\u00a0-\u00ac\u00ae-\u024f\u2010-\u2027\u2030-\u205e\u20ac"
 """Latin letters, punctuation and whitespace: each of those is a grapheme of its own, and the
 normalizer works grapheme by grapheme, so no word of theirs changes its neighbour."""
 _INTERACTING = re.compile(f"[^{_LONE}]+")
-_SPACE_PIECE = "\u2581"
-_MARKS = ".,;:!?"
 
 Ids = npt.NDArray[np.int32]
 Lengths = npt.NDArray[np.int64]
@@ -47,37 +44,49 @@ def words_are_independent(spec: Mapping[str, Any]) -> bool:
     """Tell whether a ``tokenizer.json`` encodes words separated by spaces one by one.
 
     That holds where the text is normalized grapheme by grapheme, runs of spaces collapse, the
-    metaspace splits words before the model sees them, and no added token is searched for.
+    metaspace splits words before the model sees them, at most names of special tokens are taken
+    apart after it, and no added token is searched for. The model is a unigram model.
     """
     normalizer = spec["normalizer"] or {}
     steps = normalizer.get("normalizers", [])
     replaced = [step.get("pattern") for step in steps if step["type"] == "Replace"]
-    pre_tokenizer = spec["pre_tokenizer"] or {}
-    first, *others = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
+    first, *others = _pre_tokenizers(spec)
     return (
-        bool(steps)
+        spec["model"]["type"] == "Unigram"
+        and bool(steps)
         and {step["type"] for step in steps} <= {"Precompiled", "Replace"}
         and replaced == [{"Regex": " {2,}"}, {"Regex": " \\z"}]
         and first.get("type") == "Metaspace"
         and first["prepend_scheme"] == "first"
         and first["split"] is True
-        and all(other["type"] == "Split" for other in others)
+        and len(others) <= 1
+        and all("Regex" in other.get("pattern", {}) for other in others)
+        and all(other["behavior"] == "MergedWithPrevious" for other in others)
         and all(token["special"] for token in spec["added_tokens"])
     )
+
+
+def _pre_tokenizers(spec: Mapping[str, Any]) -> list[dict[str, Any]]:
+    whole = spec["pre_tokenizer"] or {}
+    steps: list[dict[str, Any]] = whole.get("pretokenizers", [whole])
+    return steps
 
 
 class WordCache:
     """Ids of words met before.
 
     Args:
-        backend: the tokenizer, special tokens not parsed.
+        spec: content of a ``tokenizer.json`` whose words are independent.
+        backend: the tokenizer of it, special tokens not parsed.
         encode: encodes a text the long way.
     """
 
-    def __init__(self, backend: Backend, encode: Callable[[str], list[int]]) -> None:
+    def __init__(
+        self, spec: Mapping[str, Any], backend: Backend, encode: Callable[[str], list[int]]
+    ) -> None:
         """See the class."""
         self._encode = encode
-        self._words = _EncodedWords(_WordEncoder(backend, encode))
+        self._words = _EncodedWords(_WordEncoder(spec, backend, encode))
         apart = encode("a b")
         # An identity normalizer keeps newlines as characters of their own.
         self._usable = all(encode(f"a{space}b") == apart for space in _SPACES)
@@ -198,64 +207,25 @@ def _word_end(text: str, position: int) -> int:
 
 
 class _WordEncoder:
-    """Encodes words that were not met before.
+    """Encodes words that were not met before; arguments as above."""
 
-    Args:
-        backend: the tokenizer.
-        encode: encodes a text the long way.
-    """
-
-    def __init__(self, backend: Backend, encode: Callable[[str], list[int]]) -> None:
+    def __init__(
+        self, spec: Mapping[str, Any], backend: Backend, encode: Callable[[str], list[int]]
+    ) -> None:
         self._encode = encode
-        # What is left of the pipeline for words that no step before the model changes.
-        self._plain = Backend(backend.model)
-        self._plain.pre_tokenizer = Metaspace(replacement=_SPACE_PIECE, prepend_scheme="first")
-        unchanged = [
+        self.encode_plain = UnigramSearch(spec["model"]["vocab"])
+        unchanged = "".join(
             character
-            for character in map(chr, range(0x21, 0x2060))
-            # A bracket may begin a special token's name, which the tokenizer takes apart.
+            for character in self.encode_plain.characters
             if not _INTERACTING.match(character)
-            and character not in f"{_SPACES}["
+            and character not in _SPACES
             and backend.normalizer.normalize_str(character) == character
-        ]
-        self.is_plain = re.compile("[" + "".join(map(re.escape, unchanged)) + "]+").fullmatch
-        vocabulary = backend.get_vocab(with_added_tokens=False)
-        self._begins_word = np.zeros(max(vocabulary.values()) + 1, np.bool_)
-        begins = [token_id for piece, token_id in vocabulary.items() if piece[:1] == _SPACE_PIECE]
-        self._begins_word[begins] = True
-        self._endings = {piece[-2:] for piece in vocabulary if len(piece) > 1}
-        marks = _MARKS if isinstance(backend.model, Unigram) else ""
-        self._marks = {mark: vocabulary[mark] for mark in marks if mark in vocabulary}
-
-    def last_tokens(self, words: Sequence[str]) -> list[int | None]:
-        """Return the id of the mark that a plain word ends with, where it surely is a token.
-
-        No piece ends with the last two characters. Then each way to cut the word ends with the
-        mark, and the best one begins with the best one of what is before it.
-        """
-        mark, endings = self._marks.get, self._endings
-        return [None if word[-2:] in endings else mark(word[-1]) for word in words]
-
-    def encode_plain(self, words: Sequence[str]) -> tuple[Ids, Lengths]:
-        """Encode words that go into the model as they are, many with one call.
-
-        Returns:
-            Ids one after the other, and how many each word has.
-        """
-        all_ids, sizes = [_NO_IDS], np.zeros(len(words), np.int64)
-        for first in range(0, len(words), _WORDS_A_CALL):
-            some = words[first : first + _WORDS_A_CALL]
-            ids = self._ids(" ".join(some))
-            starts = np.flatnonzero(self._begins_word[ids])
-            # A word has the mark of its beginning once, at its head, or not at all: then it is an
-            # unknown character.
-            if starts.size == len(some):
-                lengths = np.diff(starts, append=ids.size)
-            else:
-                ids, lengths = _join([self._ids(word) for word in some])
-            all_ids.append(ids)
-            sizes[first : first + len(some)] = lengths
-        return np.concatenate(all_ids), sizes
+        )
+        _, *guards = _pre_tokenizers(spec)
+        apart = "".join(f"(?!.*(?:{guard['pattern']['Regex']}))" for guard in guards)
+        pattern = f"{apart}[{re.escape(unchanged)}]{{1,{_LONGEST_KEPT}}}" if unchanged else "(?!)"
+        self.is_plain = re.compile(pattern).fullmatch
+        """Whether a word goes into the model as it is."""
 
     def encode_other(self, words: Sequence[str]) -> tuple[Ids, Lengths, npt.NDArray[np.bool_]]:
         """Encode other words.
@@ -271,10 +241,6 @@ class _WordEncoder:
             ]
         )
         return ids, sizes, interacts
-
-    def _ids(self, text: str) -> Ids:
-        encoding = self._plain.encode_batch_fast([text], add_special_tokens=False)[0]
-        return np.asarray(encoding.ids, np.int32)
 
 
 def _join(parts: list[Ids]) -> tuple[Ids, Lengths]:
@@ -312,43 +278,29 @@ class _EncodedWords:
             Where in ``ids`` each begins, how many it has, and which depend on their neighbours.
         """
         slots = self._slots_of(words)
-        if (slots < 0).any():
-            unknown = np.count_nonzero(slots < 0)
-            is_full = len(self._slots) + unknown > _MAX_WORDS
+        unknown = np.flatnonzero(slots < 0)
+        if unknown.size:
+            is_full = len(self._slots) + unknown.size > _MAX_WORDS
             if is_full or self._characters > _MOST_CACHED_CHARACTERS:
                 self._forget()
                 slots = self._slots_of(words)
-            places = np.flatnonzero(slots < 0)
-            new = [words[place] for place in places.tolist()]
-            is_plain = list(map(self._encoder.is_plain, new))
-            self._add_plain(list(itertools.compress(new, is_plain)))
-            others = [word for word, match in zip(new, is_plain, strict=True) if not match]
-            self._add(others, *self._encoder.encode_other(others))
-            slots[places] = self._slots_of(new)
+                unknown = np.flatnonzero(slots < 0)
+            new = [words[place] for place in unknown.tolist()]
+            is_plain = np.fromiter(
+                (match is not None for match in map(self._encoder.is_plain, new)),
+                np.bool_,
+                len(new),
+            )
+            plain = list(itertools.compress(new, is_plain))
+            slots[unknown[is_plain]] = self._add(plain, *self._encoder.encode_plain(plain))
+            others = list(itertools.compress(new, ~is_plain))
+            slots[unknown[~is_plain]] = self._add(others, *self._encoder.encode_other(others))
         self._uses[slots] += 1
         return self._starts[slots], self._sizes[slots], self._interacts[slots]
 
-    def _slots_of(self, words: list[str]) -> npt.NDArray[np.int64]:
+    def _slots_of(self, words: list[str]) -> Lengths:
         """Return where each word is; -1 where it is not known."""
         return np.fromiter(map(self._slots.get, words, itertools.repeat(-1)), np.int64, len(words))
-
-    def _add_plain(self, words: list[str]) -> None:
-        last = self._encoder.last_tokens(words)
-        marked = {
-            word: token
-            for word, token in zip(words, last, strict=True)
-            if token is not None and len(word) > 1
-        }
-        whole = dict.fromkeys(word for word in words if word not in marked)
-        whole |= dict.fromkeys(word[:-1] for word in marked)
-        new = [word for word in whole if word not in self._slots]
-        self._add(new, *self._encoder.encode_plain(new))
-        # Of the others the word before the mark is known now, or they are such words themselves.
-        marked = {word: token for word, token in marked.items() if word not in self._slots}
-        heads = np.array([self._slots[word[:-1]] for word in marked], np.int64)
-        places, ends = _places(self._starts[heads], self._sizes[heads])
-        ids = np.insert(self.ids[places], ends[1:], list(marked.values()))
-        self._add(list(marked), ids, self._sizes[heads] + 1)
 
     def _add(
         self,
@@ -356,7 +308,8 @@ class _EncodedWords:
         ids: Ids,
         sizes: Lengths,
         interacts: npt.NDArray[np.bool_] | bool = False,
-    ) -> None:
+    ) -> Lengths:
+        """Keep words that are not there; returns where they are."""
         first = len(self._slots)
         self._slots.update(zip(words, range(first, first + len(words)), strict=True))
         self._characters += sum(map(len, words))
@@ -376,6 +329,7 @@ class _EncodedWords:
         self._starts[first:last] = self._used + np.cumsum(sizes) - sizes
         self._interacts[first:last] = interacts
         self._used = end
+        return np.arange(first, last)
 
     def _forget(self) -> None:
         """Keep the half of the words that were used most, and no long one."""
