@@ -141,18 +141,18 @@ class UnigramSearch:
         starts, sizes, pieces = starts[order], sizes[order], pieces[order]
         # A node before every character, and one after the last.
         word_of = np.repeat(np.arange(len(words)), lengths)
-        froms, scores = starts + word_of[starts], self._scores[pieces]
-        to = froms + sizes
+        tails, scores = starts + word_of[starts], self._scores[pieces]
+        heads = tails + sizes
         first_nodes = begins + np.arange(len(words))
         best = np.full(codes.size + len(words), -np.inf)
         best[first_nodes] = 0.0
         through = np.zeros(best.size, np.int64)
         ends = np.cumsum(np.bincount(offsets[starts]))
         for begin, end in itertools.pairwise([0, *ends.tolist()]):
-            sums = best[froms[begin:end]] + scores[begin:end]
-            better = np.flatnonzero(sums > best[to[begin:end]]) + begin
-            best[to[better]] = sums[better - begin]
-            through[to[better]] = better
+            sums = best[tails[begin:end]] + scores[begin:end]
+            better = np.flatnonzero(sums > best[heads[begin:end]]) + begin
+            best[heads[better]] = sums[better - begin]
+            through[heads[better]] = better
         return _follow(first_nodes, lengths, through, sizes, pieces)
 
     def _matches(self, codes: npt.NDArray[np.uint64]) -> tuple[Lengths, Lengths, Ids]:
