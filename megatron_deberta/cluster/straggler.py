@@ -5,7 +5,9 @@ slow rank is told, never ended.
 
 Compared is what a rank does by itself: waiting for its batches, and its forward passes. Backward
 and update hold the collectives of the batch's ranks, in which all wait for the slowest. Ranks that
-split a layer wait for each other in forward, too: of those, all are slow together.
+split a layer wait for each other in forward, too: of those, all are slow together. Before forward
+the batch's ranks add up their masks, so a rank whose batches come late keeps half of the grid
+waiting there, and the rest in forward. Forward passes are compared where no batches come late.
 """
 
 from __future__ import annotations
@@ -83,10 +85,12 @@ class StragglerWatch:
             statistics.median_low(mean[part] for mean in means.values()) for part in range(3)
         )
         own = max(data + forward, 1.0)
-        slow = []
-        for rank, (its_data, its_forward, _) in means.items():
-            lost = its_data + its_forward - own
-            if its_data + its_forward > self._factor * own and lost > LEAST_SHARE * whole:
-                part = "data" if its_data - data > its_forward - forward else "forward"
-                slow.append(Straggler(rank, part, (own + lost) / own, lost / 1e9))
-        return slow
+        for part, name, usual in ((0, "data", data), (1, "forward", forward)):
+            slow = []
+            for rank, mean in means.items():
+                lost = mean[part] - usual
+                if own + lost > self._factor * own and lost > LEAST_SHARE * whole:
+                    slow.append(Straggler(rank, name, (own + lost) / own, lost / 1e9))
+            if slow:
+                return slow
+        return []

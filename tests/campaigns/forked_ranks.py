@@ -24,7 +24,7 @@ from megatron_deberta.processes import die_with_parent
 from tests.support.jobs import RANK_IMPORTS
 
 PLAN_VARIABLE = "MEGATRON_DEBERTA_TEST"
-"""What goes wrong in a rank, as JSON; see ``block_reads``."""
+"""What goes wrong in a rank, as JSON; see ``sabotage``."""
 
 
 def preload() -> None:
@@ -108,7 +108,7 @@ def _be_rank(
         os.environ.clear()
         os.environ.update(environment)
         if plan := os.environ.get(PLAN_VARIABLE):
-            block_reads(json.loads(plan))
+            sabotage(json.loads(plan))
         from megatron_deberta.cli.main import main
 
         code = main(arguments)
@@ -123,15 +123,39 @@ def _be_rank(
         os._exit(code)
 
 
-def block_reads(plan: Mapping[str, Any]) -> None:
+def sabotage(plan: Mapping[str, Any]) -> None:
+    """Let one rank's data or forward passes go wrong.
+
+    Args:
+        plan: ``rank`` and ``how``: ``slow`` with ``part`` and ``seconds``, or ``read``.
+    """
+    if int(os.environ["RANK"]) == plan["rank"]:
+        (_slow_down if plan["how"] == "slow" else _block_reads)(plan)
+
+
+def _slow_down(plan: Mapping[str, Any]) -> None:
+    """Let each forward pass, or each wait for a step's batches, take so many seconds longer."""
+    import megatron_deberta.train.prefetch as prefetch
+    import megatron_deberta.train.step as step
+
+    owner: Any = step if plan["part"] == "forward" else prefetch.InputQueue
+    name = "forward" if plan["part"] == "forward" else "take"
+    original = getattr(owner, name)
+
+    def late(*args: Any) -> Any:
+        time.sleep(plan["seconds"])
+        return original(*args)
+
+    setattr(owner, name, late)
+
+
+def _block_reads(plan: Mapping[str, Any]) -> None:
     """Let one read of a rank's data never return.
 
     Args:
-        plan: ``rank``, ``call`` (which batch), ``worker`` (in the loader's process, or in the
-            rank's), ``fifo`` (what is read) and ``stamp`` (a file, written when it blocks).
+        plan: ``call`` (which batch), ``worker`` (in the loader's process, or in the rank's),
+            ``fifo`` (what is read) and ``stamp`` (a file, written when it blocks).
     """
-    if int(os.environ["RANK"]) != plan["rank"]:
-        return
     import megatron_deberta.data.loader as loader
     import megatron_deberta.train.prefetch as prefetch
 

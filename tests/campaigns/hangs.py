@@ -2,11 +2,12 @@
 
 Four gloo ranks (tensor parallel 2 x data parallel 2, ZeRO-1, dropout). Each case is a function of
 its number: a rank is stopped (SIGSTOP) at a random instant or in a section, or a read of its data
-never returns, in the rank or in its loader's process. Clean runs and killed ranks are cases, too.
+never returns, in the rank or in its loader's process. Clean runs, killed ranks and ranks that only
+are slow are cases, too.
 One line of JSON a case is appended to the output; cases that are there are not done again, so the
 campaign may be broken off and started again. Lines about other code than the present do not count.
 
-  python -m tests.campaigns.hangs --cases 70 --deaths 10 --clean 10
+  python -m tests.campaigns.hangs --cases 70 --deaths 10 --clean 10 --slow 6
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_deberta.cluster.board import Board
+from megatron_deberta.cluster.chain import Chain
 from megatron_deberta.cluster.hang import Limits
 from megatron_deberta.cluster.heartbeat import Beat, Section, beat_path, read_beat
 from megatron_deberta.cluster.supervisor import NodePlan
@@ -62,6 +64,9 @@ def plan_case(kind: str, number: int) -> dict[str, Any]:
     rank, step = draw.randrange(RANKS), draw.randint(3, 20)
     if kind == "clean":
         return {"how": "nothing"}
+    if kind == "slow":
+        part = ("forward", "data")[number % 2]
+        return {"how": "slow", "rank": rank, "part": part, "seconds": 0.2}
     if kind == "death":
         return {"how": "kill", "rank": rank, "phase": PHASES[number % 5], "at_step": step}
     place = number % 7
@@ -139,14 +144,14 @@ def run_case(folder: Path, kind: str, number: int) -> dict[str, Any]:
     shutil.rmtree(run_dir, ignore_errors=True)
     stamp.unlink(missing_ok=True)
     overrides = [*RUN, f"train.run_dir={run_dir}", f"data.num_workers={int(plan.get('worker', 0))}"]
-    if kind == "clean":
-        overrides.append("train.stop_after=50")
+    if kind in ("clean", "slow"):
+        overrides += ["train.stop_after=50", "cluster.straggler_window_steps=8"]
     config = load_config(folder / "corpus" / "run.yaml", overrides)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    if plan["how"] == "read":
+    if plan["how"] in ("read", "slow"):
         places = {"fifo": str(fifo), "stamp": str(stamp)}
         environment[PLAN_VARIABLE] = json.dumps({**plan, **places})
     fault = Fault(plan)
@@ -170,6 +175,13 @@ def run_case(folder: Path, kind: str, number: int) -> dict[str, Any]:
     }  # fmt: skip
     if kind == "clean":
         return {**line, "ok": code == 0 and verdict is None}
+    if kind == "slow":
+        told = [event["ranks"] for event in Chain(run_dir).current() if event["event"] == "slow"]
+        parts = {found["rank"]: found["part"] for found in told[0]} if told else {}
+        # Ranks that split a layer wait for each other in forward, and are slow together.
+        group = {plan["rank"], plan["rank"] ^ (plan["part"] == "forward")}
+        right = parts.get(plan["rank"]) == plan["part"] and parts.keys() <= group
+        return {**line, "told": parts, "ok": right and code == 0 and verdict is None}
     when = float(stamp.read_text()) if stamp.exists() else fault.time
     right = bool(when) and line["named"] == [plan["rank"]] and code == 1
     if kind == "death":
@@ -229,6 +241,8 @@ def _title(line: dict[str, Any]) -> str:
         return f"SIGSTOP in {line['section']}"
     if line["how"] == "read":
         return f"blocked read in the {'loader' if line['worker'] else 'rank'}'s process"
+    if line["how"] == "slow":
+        return f"a rank slow in {line['part']}"
     return {"kill": "SIGKILL", "nothing": "no fault, no alarm"}[str(line["how"])]
 
 
@@ -238,6 +252,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--cases", type=int, default=0, help="hangs")
     parser.add_argument("--deaths", type=int, default=0)
     parser.add_argument("--clean", type=int, default=0)
+    parser.add_argument("--slow", type=int, default=0, help="ranks that keep the others waiting")
     parser.add_argument(
         "--only", type=int, nargs="+", help="these numbers of each kind that is asked for"
     )
@@ -248,7 +263,7 @@ def main(arguments: list[str] | None = None) -> int:
     if args.summary:
         sys.stdout.write(summary(read_lines(args.output)))
         return 0
-    wanted = {"hang": args.cases, "death": args.deaths, "clean": args.clean}
+    wanted = {"hang": args.cases, "death": args.deaths, "clean": args.clean, "slow": args.slow}
     args.output.parent.mkdir(parents=True, exist_ok=True)
     # Not a TemporaryDirectory, which every rank, a fork of this process, would remove when it ends.
     folder = Path(tempfile.mkdtemp(prefix="hangs."))

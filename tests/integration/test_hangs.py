@@ -10,9 +10,9 @@ from pathlib import Path
 from tests.support.jobs import ROOT
 
 
-def test_a_stopped_rank_a_blocked_read_and_a_clean_run(tmp_path: Path) -> None:
+def test_a_stopped_rank_a_blocked_read_a_clean_run_and_a_slow_rank(tmp_path: Path) -> None:
     output = tmp_path / "hangs.jsonl"
-    for kind, numbers in (("cases", ("1", "5")), ("clean", ("0",))):
+    for kind, numbers in (("cases", ("1", "5")), ("clean", ("0",)), ("slow", ("1",))):
         done = subprocess.run(
             [
                 sys.executable, "-m", "tests.campaigns.hangs", f"--{kind}", "1",
@@ -24,4 +24,5 @@ def test_a_stopped_rank_a_blocked_read_and_a_clean_run(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in output.read_text().splitlines()]
     assert [(line["kind"], line["how"], line["ok"]) for line in lines] == [
         ("hang", "stop", True), ("hang", "read", True), ("clean", "nothing", True),
+        ("slow", "slow", True),
     ]  # fmt: skip

@@ -79,3 +79,21 @@ def test_one_of_two_can_be_slow() -> None:
         found = watch.update(ranks.sums)
     assert found is not None
     assert [item.rank for item in found] == [1]
+
+
+def test_who_waits_in_forward_for_a_late_batch_is_not_slow() -> None:
+    # Of two pairs that split layers, rank 0's batches come late: its pair waits for it in forward,
+    # and so does the half of the other pair whose other half waits at the masks' sum.
+    watch = StragglerWatch(1.3, 10)
+    late, waiting, usual = (
+        tuple(ms * MS for ms in (data, forward, 4_000))
+        for data, forward in ((2_000, 800), (0, 2_800), (0, 800))
+    )
+    for windows in range(3):
+        sums = {
+            rank: (10 * windows, *(windows * part for part in times))
+            for rank, times in enumerate((late, waiting, usual, waiting))
+        }
+        found = watch.update(sums)
+    assert found is not None
+    assert [(item.rank, item.part) for item in found] == [(0, "data")]
