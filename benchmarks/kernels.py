@@ -38,7 +38,7 @@ from megatron_deberta.ops import triton_far as far
 from megatron_deberta.ops import triton_forward as forward
 from megatron_deberta.ops import triton_gathered as gathered
 from megatron_deberta.ops import triton_table_gradients as tables
-from megatron_deberta.ops.triton_settings import tile_size, warps_and_stages
+from megatron_deberta.ops.triton_settings import WIDE_HEAD, tile_size, warps_and_stages
 
 KERNELS = {
     "forward": forward.forward_kernel,
@@ -55,24 +55,19 @@ KERNELS = {
     "gathered_query": gathered.gathered_query_kernel,
     "gathered_key": gathered.gathered_key_kernel,
 }
+PARTS = {
+    "key": {"scores": {"VALUES": False}, "values": {"SCORES": False}},
+    "far_key": {"values": {"KEYS": False}, "keys": {"VALUES": False}},
+}
+"""What the parts of these kernels leave out, where heads are wide."""
 MAIN = ("forward", "key", "key_gradient", "query_gradient", "table_gradient")
+OF_LONG_ROWS = (*MAIN, "far_key", "gathered_forward", "gathered_query", "gathered_key")
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 STACK_BYTES = 64
 """Of stack outside loops; inside a loop nothing may be stored to it or read from it."""
 EXCEPTIONS = {
-    # Values, and what is added up for them, take twice the registers. On sm_90 the stack holds
-    # descriptors of operands in shared memory, written before the loop, one access in fifty
-    # instructions; on sm_80 operands too, one in ten.
-    r"key sm_80 d=128": (512, 176),
-    r"forward sm_80 d=128": (128, 36),
-    r"key sm_90 d=128": (288, 48),
-    r"forward sm_90 d=128": (144, 24),
-    r"key sm_100 d=128": (208, 24),
-    r"query_gradient sm_100 d=128": (160, 0),
-    # Only Triton 3.9, only with everything at once.
-    r"key sm_100 .* everything": (64, 12),
-    # No tensor cores: all operands are in registers.
-    r"forward sm_90 d=64 fp32": (288, 72),
+    # No tensor cores: a query's features are in registers, and there are 128 of them.
+    r"forward .* d=128 fp32": (256, 0),
 }
 """Bytes of stack and accesses to it in loops, by patterns of variants' names, the first that fits.
 Both Tritons, some to spare."""
@@ -98,12 +93,15 @@ class Variant:
     flags: str
     """``plain``: dense rows. ``dropout``: with dropout. ``masked``: and padding, or documents.
     ``everything``: and long rows whose length is no multiple of the tile."""
+    part: str = ""
+    """Of a kernel that runs in parts."""
 
     @property
     def name(self) -> str:
         """Readable and unique."""
         dtype = _TYPES[self.dtype]
-        return f"{self.kernel} sm_{self.sm} d={self.head_size} {dtype} {self.flags}"
+        kernel = f"{self.kernel} {self.part}".strip()
+        return f"{kernel} sm_{self.sm} d={self.head_size} {dtype} {self.flags}"
 
     @property
     def tile(self) -> int:
@@ -119,6 +117,7 @@ class Variant:
     def constants(self) -> dict[str, Any]:
         """Compile-time arguments."""
         everything = self.flags == "everything"
+        left_out = PARTS[self.kernel][self.part] if self.part else {}
         stride = 24 * self.head_size
         strides = {f"{x}_n": stride for x in "q k v o g dq dk dv".split()}
         return {
@@ -127,16 +126,23 @@ class Variant:
             **{"DROP": self.flags != "plain", "RANGES": self.flags in ("masked", "everything")},
             **{"HALF": self.dtype != torch.float32, "FAR": everything},
             **{"EVEN": not everything, **strides},
+            **{"SCORES": True, "VALUES": True, "KEYS": True, **left_out},
             "CHUNK": 16 if self.kernel == "fold" else min(self.head_size, 64),
         }
 
 
 def variants(quick: bool) -> Iterator[Variant]:
-    """What is compiled.
+    """What is compiled, kernels that run in parts as these.
 
     Args:
         quick: only a few, for continuous integration.
     """
+    for variant in _whole_variants(quick):
+        parts = PARTS.get(variant.kernel, {}) if variant.head_size >= WIDE_HEAD else {}
+        yield from (dataclasses.replace(variant, part=part) for part in parts or [""])
+
+
+def _whole_variants(quick: bool) -> Iterator[Variant]:
     if quick:
         for kernel, sm in (("forward", 90), ("key", 90), ("table_gradient", 80), ("forward", 100)):
             yield Variant(kernel, sm, 64, torch.bfloat16, "dropout")
@@ -149,12 +155,12 @@ def variants(quick: bool) -> Iterator[Variant]:
     for kernel in MAIN:
         yield Variant(kernel, 90, 64, torch.bfloat16, "plain")
         yield Variant(kernel, 90, 64, torch.float16, "dropout")
-        for flags in ("dropout", "everything"):
-            yield Variant(kernel, 90, 64, torch.float32, flags)
-            yield Variant(kernel, 90, 32, torch.bfloat16, flags)
-            yield Variant(kernel, 90, 128, torch.bfloat16, flags)
-    for kernel, sm, size in itertools.product(MAIN, (80, 100), (32, 128)):
+        for size, dtype in ((64, torch.float32), (32, torch.bfloat16), (128, torch.bfloat16)):
+            yield Variant(kernel, 90, size, dtype, "dropout")
+    for kernel, sm, size in itertools.product(OF_LONG_ROWS, (90, 80, 100), (32, 128)):
         yield Variant(kernel, sm, size, torch.bfloat16, "everything")
+    for kernel, size in itertools.product(OF_LONG_ROWS, (64, 128)):
+        yield Variant(kernel, 90, size, torch.float32, "everything")
 
 
 def compile_variant(variant: Variant) -> dict[str, Any]:
@@ -174,7 +180,9 @@ def compile_variant(variant: Variant) -> dict[str, Any]:
         signature[name] = _type_of(name, variant.dtype)
         if signature[name].startswith("*") or re.fullmatch(r"d?[a-z]_[bhn]", name):
             attributes[(index,)] = [["tt.divisibility", 16]]
-    setting = warps_and_stages(variant.kernel, variant.dtype, variant.tile, variant.capability)
+    setting = warps_and_stages(
+        variant.kernel, variant.dtype, variant.tile, variant.head_size, variant.capability
+    )
     compiled = triton.compile(
         ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes),
         target=GPUTarget("cuda", variant.sm, 32),
@@ -295,7 +303,8 @@ def main() -> int:
         if arguments.output.exists():
             report = json.loads(arguments.output.read_text(encoding="utf-8"))
         by_version = report.get("by_triton_version", {})
-        by_version[triton.__version__] = {**by_version.get(triton.__version__, {}), **results}
+        before = by_version.get(triton.__version__, {}) if arguments.only else {}
+        by_version[triton.__version__] = {**before, **results}
         report = {"provenance": provenance(), "by_triton_version": by_version}
         write_atomically(arguments.output, (json.dumps(report, indent=1) + "\n").encode())
     print("\n".join(wrong) or "within all limits")

@@ -70,18 +70,9 @@ def output_products_kernel(
 
 @triton.jit
 def signed_probabilities(
-    scores,
-    lse2,
-    seen,
-    row_key,
-    first_key,
-    scale2,
-    threshold,
-    BY_KEY: tl.constexpr,
-    MASKED: tl.constexpr,
-    DROP: tl.constexpr,
-    B: tl.constexpr,
-):
+    scores, lse2, seen, row_key, first_key, scale2, threshold,
+    BY_KEY: tl.constexpr, MASKED: tl.constexpr, DROP: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
     """Probabilities, negative where dropout drops: one register an element for both.
 
     Args:
@@ -182,8 +173,10 @@ def key_kernel(
     RANGES: tl.constexpr,
     EVEN: tl.constexpr,
     DROP: tl.constexpr,
+    SCORES: tl.constexpr,
+    VALUES: tl.constexpr,
 ):  # fmt: skip
-    """DV of a tile of keys, its band of dS, and its part of dK from far queries.
+    """DV of a tile of keys, and its band of dS.
 
     Arguments are those of ``triton_forward.forward_kernel``, and:
 
@@ -197,6 +190,8 @@ def key_kernel(
         BAND: dS of near tiles.
         D_V_FAR: float32 ``[batch, heads, count, D]``, what far queries gave; only with ``FAR``.
         width: query tiles of a key tile's band.
+        SCORES: computes the probabilities; else finds them in the band.
+        VALUES: goes on to dV and dS; else leaves the probabilities in the band.
     """
     MASKED: tl.constexpr = RANGES or not EVEN
     tiles = tl.cdiv(count, B)
@@ -240,45 +235,51 @@ def key_kernel(
         at = query_tile * B + within
         q = rows_of(Q, q_n, query_tile * B, count, EVEN, B, D)
         d_out = rows_of(D_OUT, g_n, query_tile * B, count, EVEN, B, D)
-        block = (query_tile - tile + near) * B
-        zero = hidden_zero(count, query_tile)
-        q_terms = k_high
-        k_terms = k_high
-        if C2P:
-            rows = rows_of(KEY_TABLE, D, block, 0, True, B, D)
-            q_high = tl.dot(q, tl.trans(rows), input_precision="ieee")
-            rows = rows_of(KEY_TABLE, D, block - B, 0, True, B, D)
-            q_low = tl.dot(q, tl.trans(rows), input_precision="ieee")
-            q_terms = own_terms(q_high, q_low, zero, HALF, B)
-        if P2C:
-            rows = rows_of(QUERY_TABLE, D, 2 * near * B - block - B, 0, True, B, D)
-            k_low = tl.dot(k, tl.trans(rows), input_precision="ieee").to(k_high.dtype)
-            k_terms = own_terms(k_high, k_low, zero, HALF, B)
-            k_high = k_low
-        bias = position_bias(k_terms, q_terms, zero, unpack_scale, P2C, C2P, HALF, B)
-        # Loaded where it is used: earlier, it would take registers from the products above.
-        lse2 = numbers_of(LSE2 + row, query_tile * B + zero, count, EVEN, B)
-        scores = tl.dot(k, tl.trans(q), bias, input_precision="ieee")
-        first_seen, end_seen = low - query_tile * B, high - query_tile * B
-        seen = (within[None, :] >= first_seen[:, None]) & (within[None, :] < end_seen[:, None])
-        row_key = hash_rows(SEED, at, batch, head + head_offset, DROP)
-        signed = signed_probabilities(
-            scores, lse2, seen, row_key, tile * B, scale2, threshold,
-            True, MASKED, DROP, B,
-        )  # fmt: skip
-        kept = tl.maximum(signed, 0.0).to(dtype)
-        d_v = tl.dot(kept, d_out, d_v, input_precision="ieee")
-        delta = numbers_of(DELTA + row, query_tile * B + zero, count, EVEN, B)
-        products = tl.dot(v, tl.trans(d_out), input_precision="ieee")
-        d_scores = score_gradient(signed, products, delta[None, :], keep_scale, DROP)
         place = BAND + (query_tile % width) * (B * B)
-        tl.store(place + within[:, None] * B + within[None, :], d_scores.to(dtype))
+        zero = hidden_zero(count, query_tile)
+        if SCORES:
+            block = (query_tile - tile + near) * B
+            q_terms = k_high
+            k_terms = k_high
+            if C2P:
+                rows = rows_of(KEY_TABLE, D, block, 0, True, B, D)
+                q_high = tl.dot(q, tl.trans(rows), input_precision="ieee")
+                rows = rows_of(KEY_TABLE, D, block - B, 0, True, B, D)
+                q_low = tl.dot(q, tl.trans(rows), input_precision="ieee")
+                q_terms = own_terms(q_high, q_low, zero, HALF, B)
+            if P2C:
+                rows = rows_of(QUERY_TABLE, D, 2 * near * B - block - B, 0, True, B, D)
+                k_low = tl.dot(k, tl.trans(rows), input_precision="ieee").to(k_high.dtype)
+                k_terms = own_terms(k_high, k_low, zero, HALF, B)
+                k_high = k_low
+            bias = position_bias(k_terms, q_terms, zero, unpack_scale, P2C, C2P, HALF, B)
+            # Loaded where it is used: earlier, it would take registers from the products above.
+            lse2 = numbers_of(LSE2 + row, query_tile * B + zero, count, EVEN, B)
+            scores = tl.dot(k, tl.trans(q), bias, input_precision="ieee")
+            first_seen, end_seen = low - query_tile * B, high - query_tile * B
+            seen = (within[None, :] >= first_seen[:, None]) & (within[None, :] < end_seen[:, None])
+            row_key = hash_rows(SEED, at, batch, head + head_offset, DROP)
+            signed = signed_probabilities(
+                scores, lse2, seen, row_key, tile * B, scale2, threshold,
+                True, MASKED, DROP, B,
+            )  # fmt: skip
+        else:
+            signed = tl.load(place + within[:, None] * B + within[None, :]).to(tl.float32)
+        stored = signed
+        if VALUES:
+            kept = tl.maximum(signed, 0.0).to(dtype)
+            d_v = tl.dot(kept, d_out, d_v, input_precision="ieee")
+            delta = numbers_of(DELTA + row, query_tile * B + zero, count, EVEN, B)
+            products = tl.dot(v, tl.trans(d_out), input_precision="ieee")
+            stored = score_gradient(signed, products, delta[None, :], keep_scale, DROP)
+        tl.store(place + within[:, None] * B + within[None, :], stored.to(dtype))
 
-    key = tile * B + within + hidden_zero(count, near_end)
-    zero = hidden_zero(count, near_end)
-    D_V += (batch + zero) * dv_b + (head + zero) * dv_h
-    out = D_V + key[:, None] * dv_n + columns[None, :]
-    tl.store(out, (d_v * keep_scale).to(D_V.dtype.element_ty), mask=(key < count)[:, None])
+    if VALUES:
+        zero = hidden_zero(count, near_end)
+        key = tile * B + within + zero
+        D_V += (batch + zero) * dv_b + (head + zero) * dv_h
+        out = D_V + key[:, None] * dv_n + columns[None, :]
+        tl.store(out, (d_v * keep_scale).to(D_V.dtype.element_ty), mask=(key < count)[:, None])
 
 
 @triton.jit
@@ -410,7 +411,6 @@ def query_gradient_kernel(
     K += batch * k_b + head * k_h
     V += batch * v_b + head * v_h
     D_OUT += batch * g_b + head * g_h
-    D_Q += batch * dq_b + head * dq_h
     KEY_TABLE += head * (2 * near * B) * D
     BAND += pair.to(tl.int64) * tiles * width * (B * B)
     row = pair.to(tl.int64) * count
@@ -486,5 +486,7 @@ def query_gradient_kernel(
                 end_row = KEY_TABLE + (1 - side) * (2 * near * B - 1) * D + columns
                 d_q += sums[:, None] * tl.load(end_row).to(tl.float32)[None, :]
                 tl.store(Q_SUMS + 2 * row + (1 - side) * count + at, sums, mask=at < count)
-    out = D_Q + at[:, None] * dq_n + columns[None, :]
+    zero = hidden_zero(count, near_end)
+    at = tile * B + within + zero
+    out = D_Q + (batch + zero) * dq_b + (head + zero) * dq_h + at[:, None] * dq_n + columns[None, :]
     tl.store(out, (d_q * scale).to(D_Q.dtype.element_ty), mask=(at < count)[:, None])

@@ -16,7 +16,7 @@ from megatron_deberta.ops.triton_backward import (
     score_gradient,
     signed_probabilities,
 )
-from megatron_deberta.ops.triton_tiles import rows_of, visible_tiles
+from megatron_deberta.ops.triton_tiles import hidden_zero, numbers_of, rows_of, visible_tiles
 
 
 @triton.jit
@@ -85,6 +85,8 @@ def far_key_kernel(
     RANGES: tl.constexpr,
     EVEN: tl.constexpr,
     DROP: tl.constexpr,
+    VALUES: tl.constexpr,
+    KEYS: tl.constexpr,
 ):  # fmt: skip
     """What keys take from far queries: parts of dV and dK, and sums for the table's ends.
 
@@ -97,6 +99,8 @@ def far_key_kernel(
         D_K_FAR: likewise dK, before the scale of the scores.
         K_SUMS: float32 ``[batch, heads, 2, count]``, dS summed over the far queries that take
             the first and the last row of ``QUERY_TABLE``.
+        VALUES: whether dV is wanted.
+        KEYS: whether dK and its sums are.
     """
     MASKED: tl.constexpr = RANGES or not EVEN
     tiles = tl.cdiv(count, B)
@@ -137,33 +141,39 @@ def far_key_kernel(
             at = query_tile * B + within
             q = rows_of(Q, q_n, query_tile * B, count, EVEN, B, D)
             d_out = rows_of(D_OUT, g_n, query_tile * B, count, EVEN, B, D)
-            lse2 = tl.load(LSE2 + row + at, mask=at < count, other=0.0)
-            delta = tl.load(DELTA + row + at, mask=at < count, other=0.0)
+            zero = hidden_zero(count, query_tile)
             scores = tl.dot(k, tl.trans(q), input_precision="ieee") + k_end[:, None]
             if C2P:
-                q_end = tl.load(
-                    Q_ENDS + 2 * row + (1 - side) * count + at, mask=at < count, other=0.0
-                )
+                ends = Q_ENDS + 2 * row + (1 - side) * count
+                q_end = numbers_of(ends, query_tile * B + zero, count, EVEN, B)
                 scores += q_end[None, :]
             seen = (at[None, :] >= low[:, None]) & (at[None, :] < high[:, None])
             row_key = hash_rows(SEED, at, batch, head + head_offset, DROP)
+            # Loaded where they are used: earlier, they would take registers from the products.
+            lse2 = numbers_of(LSE2 + row, query_tile * B + zero, count, EVEN, B)
             signed = signed_probabilities(
                 scores, lse2, seen, row_key, tile * B, scale2, threshold,
                 True, MASKED, DROP, B,
             )  # fmt: skip
-            kept = tl.maximum(signed, 0.0).to(dtype)
-            d_v = tl.dot(kept, d_out, d_v, input_precision="ieee")
-            products = tl.dot(v, tl.trans(d_out), input_precision="ieee")
-            d_scores = score_gradient(signed, products, delta[None, :], keep_scale, DROP)
-            d_k = tl.dot(d_scores.to(dtype), q, d_k, input_precision="ieee")
-            sums += tl.sum(d_scores, 1)
-        if P2C:
+            if VALUES:
+                kept = tl.maximum(signed, 0.0).to(dtype)
+                d_v = tl.dot(kept, d_out, d_v, input_precision="ieee")
+            if KEYS:
+                delta = numbers_of(DELTA + row, query_tile * B + zero, count, EVEN, B)
+                products = tl.dot(v, tl.trans(d_out), input_precision="ieee")
+                d_scores = score_gradient(signed, products, delta[None, :], keep_scale, DROP)
+                d_k = tl.dot(d_scores.to(dtype), q, d_k, input_precision="ieee")
+                sums += tl.sum(d_scores, 1)
+        if KEYS and P2C:
             end_row = QUERY_TABLE + side * (2 * near * B - 1) * D + columns
             d_k += sums[:, None] * tl.load(end_row).to(tl.float32)[None, :]
             tl.store(K_SUMS + 2 * row + side * count + key, sums, mask=key < count)
+    key = tile * B + within + hidden_zero(count, near_end)
     place = row * D + key[:, None] * D + columns[None, :]
-    tl.store(D_K_FAR + place, d_k, mask=(key < count)[:, None])
-    tl.store(D_V_FAR + place, d_v, mask=(key < count)[:, None])
+    if KEYS:
+        tl.store(D_K_FAR + place, d_k, mask=(key < count)[:, None])
+    if VALUES:
+        tl.store(D_V_FAR + place, d_v, mask=(key < count)[:, None])
 
 
 @triton.jit

@@ -156,7 +156,6 @@ def forward_kernel(
     Q += batch * q_b + head * q_h
     K += batch * k_b + head * k_h
     V += batch * v_b + head * v_h
-    OUT += batch * o_b + head * o_h
     KEY_TABLE += head * (2 * near * B) * D
     QUERY_TABLE += head * (2 * near * B) * D
     ends = pair.to(tl.int64) * 2 * count
@@ -241,7 +240,11 @@ def forward_kernel(
     dead = total == 0.0
     factor = tl.where(dead, 0.0, keep_scale / tl.where(dead, 1.0, total))
     lse2 = tl.where(dead, float("-inf"), peak + tl.math.log2(tl.where(dead, 1.0, total)))
-    out = OUT + at[:, None] * o_n + tl.arange(0, D)[None, :]
+    # Indices wanted again only here, computed anew: kept over the loops, they would take registers.
+    zero = hidden_zero(count, near_end)
+    at = tile * B + within + zero
+    out = OUT + (batch + zero) * o_b + (head + zero) * o_h + at[:, None] * o_n
+    out += tl.arange(0, D)[None, :]
     mixed = (mixed * factor[:, None]).to(OUT.dtype.element_ty)
     tl.store(out, mixed, mask=(at < count)[:, None])
     tl.store(LSE2 + pair.to(tl.int64) * count + at, lse2, mask=at < count)

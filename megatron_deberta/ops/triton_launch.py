@@ -18,7 +18,12 @@ from megatron_deberta.ops import triton_forward as forward_kernels
 from megatron_deberta.ops import triton_table_gradients as table_kernels
 from megatron_deberta.ops.dropout_bits import drop_threshold, keep_scale
 from megatron_deberta.ops.relative_positions import RelativePositions
-from megatron_deberta.ops.triton_settings import MOST_POSITIONS, tile_size, warps_and_stages
+from megatron_deberta.ops.triton_settings import (
+    MOST_POSITIONS,
+    WIDE_HEAD,
+    tile_size,
+    warps_and_stages,
+)
 from megatron_deberta.ops.triton_tables import LinearTable, linear_table, near_tiles
 
 LOG2_E = 1.4426950408889634
@@ -110,7 +115,7 @@ class Plan:
             kernel: its name in the settings.
             *names: which of the flags it takes.
         """
-        setting = warps_and_stages(kernel, self.call.q.dtype, self.tile, self.capability)
+        setting = warps_and_stages(kernel, self.call.q.dtype, self.tile, self.size, self.capability)
         every = {
             "C2P": self.key_form is not None,
             "P2C": self.query_form is not None,
@@ -235,19 +240,23 @@ def backward(
     inputs = [*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *d_output.stride()[:3]]
     shape = (heads, count, plan.near, plan.width)
     masks = ("FAR", "RANGES", "EVEN")
+    wide = size >= WIDE_HEAD
 
     if plan.far:
-        far_kernels.far_key_kernel[plan.grid](
-            q, k, v, d_output, plan.query_table, q_ends, k_ends, seen_low, seen_high, plan.seed,
-            lse2, delta, d_v_far, d_k_far, k_sums, *inputs, *shape[:3], call.scale * LOG2_E,
-            *plan.dropout, **plan.flags("far_key", "C2P", "P2C", "RANGES", "EVEN", "DROP"),
+        for values, keys in ((True, False), (False, True)) if wide else ((True, True),):
+            far_kernels.far_key_kernel[plan.grid](
+                q, k, v, d_output, plan.query_table, q_ends, k_ends, seen_low, seen_high,
+                plan.seed, lse2, delta, d_v_far, d_k_far, k_sums, *inputs, *shape[:3],
+                call.scale * LOG2_E, *plan.dropout, VALUES=values, KEYS=keys,
+                **plan.flags("far_key", "C2P", "P2C", "RANGES", "EVEN", "DROP"),
+            )  # fmt: skip
+    for scores, values in ((True, False), (False, True)) if wide else ((True, True),):
+        backward_kernels.key_kernel[plan.grid](
+            q, k, v, d_output, *plan.packed_tables(), seen_low, seen_high, plan.seed, lse2,
+            delta, d_v, band, d_v_far, *inputs, *d_v.stride()[:3], *shape, call.scale * LOG2_E,
+            *plan.dropout, 1 / plan.pack_scale, SCORES=scores, VALUES=values,
+            **plan.flags("key", "C2P", "P2C", "HALF", *masks, "DROP"),
         )  # fmt: skip
-    backward_kernels.key_kernel[plan.grid](
-        q, k, v, d_output, *plan.packed_tables(), seen_low, seen_high, plan.seed, lse2,
-        delta, d_v, band, d_v_far, *inputs, *d_v.stride()[:3], *shape, call.scale * LOG2_E,
-        *plan.dropout, 1 / plan.pack_scale,
-        **plan.flags("key", "C2P", "P2C", "HALF", *masks, "DROP"),
-    )  # fmt: skip
     backward_kernels.key_gradient_kernel[plan.grid](
         q, plan.query_table, seen_low, seen_high, band, d_k_far, d_k, *q.stride()[:3],
         *d_k.stride()[:3], *shape, call.scale, CONTENT=True,

@@ -20,8 +20,9 @@ class Setting(NamedTuple):
     stages: int
 
 
-TILES = {torch.float16: 64, torch.bfloat16: 64, torch.float32: 32}
-"""Queries, and keys, of a tile."""
+TILES = {torch.float16: 64, torch.bfloat16: 64, torch.float32: 16}
+"""Queries, and keys, of a tile. float32 has no tensor cores, so operands of products are in
+registers: tiles of 32 take a seventh fewer instructions an element, but spill."""
 
 MOST_POSITIONS = 1 << 24
 """A row must be shorter: ``triton_tiles.hidden_zero``."""
@@ -37,6 +38,7 @@ _ASYNCHRONOUS = (9, 10)
 LAUNCH: dict[tuple[str, int], Setting] = {
     ("fold", 64): Setting(1, 1),
     ("fold", 32): Setting(1, 1),
+    ("fold", 16): Setting(1, 1),
     # With a second stage a multiprocessor's shared memory would hold one program instead of two.
     ("key", 64): Setting(4, 1),
     ("key", 32): Setting(2, 1),
@@ -47,6 +49,14 @@ LAUNCH: dict[tuple[str, int], Setting] = {
     ("gathered_key", 32): Setting(4, 1),
 }
 """By kernel and tile size; elsewhere two stages, and a warp for 16 rows of a tile."""
+
+WIDE_HEAD = 128
+"""From this size of heads on ``key_kernel`` and ``far_key_kernel`` run in two parts, because
+registers do not hold all they add up: near tiles hand their probabilities on in the band, far ones
+are computed twice."""
+
+WIDE = {("forward", 32): Setting(4, 2), ("gathered_key", 32): Setting(8, 1)}
+"""Instead, for such heads: too many values for fewer warps."""
 
 BLACKWELL = {("forward", 64): Setting(4, 1)}
 """Instead, with tensor memory: there two stages of the forward kernel make twice the
@@ -66,7 +76,7 @@ def tile_size(dtype: torch.dtype, gathered: bool, capability: tuple[int, int] | 
 
 
 def warps_and_stages(
-    kernel: str, dtype: torch.dtype, tile: int, capability: tuple[int, int] | None
+    kernel: str, dtype: torch.dtype, tile: int, head_size: int, capability: tuple[int, int] | None
 ) -> Setting:
     """How a kernel is launched.
 
@@ -74,13 +84,14 @@ def warps_and_stages(
         kernel: its name without ``_kernel``.
         dtype: of the inputs.
         tile: ``tile_size``.
+        head_size: features of a head.
         capability: of the GPU, None in Triton's interpreter.
     """
-    warps, stages = LAUNCH.get((kernel, tile), Setting(max(tile // 16, 1), 2))
+    setting = LAUNCH.get((kernel, tile), Setting(max(tile // 16, 1), 2))
+    if head_size >= WIDE_HEAD:
+        setting = WIDE.get((kernel, tile), setting)
     if capability is not None and capability[0] == 10:
-        warps, stages = BLACKWELL.get((kernel, tile), Setting(warps, stages))
+        setting = BLACKWELL.get((kernel, tile), setting)
     if dtype == torch.float32 and kernel != "fold":
-        # No tensor cores: rows and columns of the products are in registers, too many for fewer.
-        warps = 8
-        stages = 1 if kernel == "table_gradient" else stages
-    return Setting(warps, stages)
+        setting = Setting(8, 2)
+    return setting

@@ -45,7 +45,7 @@ def rotate(x, zero, B: tl.constexpr):
         zero: ``hidden_zero``.
         B: tile size.
     """
-    row = (tl.arange(0, B) + zero)[:, None]
+    row = (tl.arange(0, B) | zero)[:, None]
     column = tl.arange(0, B)[None, :]
     return tl.gather(x, (row - column) & (B - 1), 1)
 
@@ -53,7 +53,7 @@ def rotate(x, zero, B: tl.constexpr):
 @triton.jit
 def in_high_block(zero, B: tl.constexpr):
     """Where the products with the block of greater distances hold a tile's terms."""
-    return tl.arange(0, B)[None, :] <= (tl.arange(0, B) + zero)[:, None]
+    return tl.arange(0, B)[None, :] <= (tl.arange(0, B) | zero)[:, None]
 
 
 @triton.jit
