@@ -301,6 +301,16 @@ class Comparison:
             if peak is not None:
                 self.report[name]["peak_mib"] = peak / 2**20
 
+    def gathered(self, *, least: int = 5, most: int = 30) -> dict[str, dict[str, float]]:
+        """Milliseconds of forward and backward: the mask decoder's queries, and all of them."""
+        backend = "chunked" if self.case.device == "cpu" else "triton"
+        if backend not in self.variants or not self.case.dropout:
+            return {}
+        jobs = gathered_seconds(self.case, backend)
+        took = self._attempt(backend, lambda: in_turns(jobs, least=least, most=most, budget=1.0))
+        times = {name: 1e3 * seconds[0] for name, seconds in (took or {}).items()}
+        return {f"{backend}_gathered_ms": times} if times else {}
+
     def result(self) -> dict[str, Any]:
         """What goes into the report."""
         wrong = [f"{n}: {r['wrong']}" for n, r in self.report.items() if "wrong" in r and n in OURS]
@@ -377,15 +387,13 @@ def measure(case: Case, repeats: int) -> dict[str, Any]:
     comparison.check()
     comparison.time(least=repeats, most=repeats, budget=60.0)
     comparison.peaks()
-    result = comparison.result()
+    gathered = comparison.gathered(least=repeats, most=repeats)
+    result = {**comparison.result(), **gathered}
     if case.device == "cpu" and case.dropout:
         seconds = in_turns(
             {"": lambda: bits_seconds(case)}, least=repeats, most=repeats, budget=60.0
         )
         result["dropout_bits_ms"] = 1e3 * seconds[""][0]
-        jobs = gathered_seconds(case, "chunked")
-        seconds = in_turns(jobs, least=repeats, most=repeats, budget=60.0)
-        result["chunked_gathered_ms"] = {name: 1e3 * took[0] for name, took in seconds.items()}
     print("\n".join(table(result)), flush=True)
     return result
 
@@ -411,6 +419,10 @@ def table(result: dict[str, Any]) -> list[str]:
         if "wrong" in found:
             words.append(f"WRONG: {found['wrong']}")
         lines.append(f"  {name:20} {'  '.join(words)}")
+        if took := result.get(f"{name}_gathered_ms"):
+            lines.append(
+                f"    mask decoder's queries {took['gathered']:.3f} ms of {took['all']:.3f}"
+            )
     return lines
 
 

@@ -240,7 +240,7 @@ class DisentangledFlash(Variant):
     def refusal(self, case: Case) -> str | None:
         """Not installed, or no GPU."""
         if importlib.util.find_spec("disentangled_flash") is None:
-            return "disentangled-flash is not installed"
+            return "disentangled-flash==1.1.1 is not installed"
         return None if case.device == "cuda" else "needs a CUDA device"
 
     def _attend(self, case: Case, *x: Tensor) -> Tensor:
@@ -297,7 +297,7 @@ class FlashDeberta(Variant):
     def refusal(self, case: Case) -> str | None:
         """Not installed, no GPU, or dropout, which it does not have."""
         if importlib.util.find_spec("flashdeberta") is None:
-            return "flashdeberta is not installed"
+            return "flashdeberta==0.0.8 is not installed"
         if case.device != "cuda":
             return "needs a CUDA device"
         return "has no dropout of attention probabilities" if case.dropout else None

@@ -37,7 +37,8 @@ def compare(record: Record, case: Case) -> Item:
     comparison.time(**repeats)
     if case.device == "cuda":
         comparison.peaks()
-    result = comparison.result()
+    gathered = comparison.gathered(**repeats)
+    result = {**comparison.result(), **gathered}
     print("\n".join(case_table(result)), flush=True)
     return result
 

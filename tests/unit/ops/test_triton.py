@@ -23,6 +23,7 @@ from megatron_deberta.ops import triton_settings
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TILE = 16
 LINEAR, BUCKETS, WIDE = RelativePositions(5, 0), RelativePositions(12, 4), RelativePositions(99, 6)
+GATHERED = torch.tensor([[0, 7, 20, 20, 20, 52, 51], [5, -1, 3, 36, -1, 47, 18]])
 
 
 @pytest.fixture(autouse=True)
@@ -80,9 +81,11 @@ def test_every_ablation(tables: str) -> None:
 
 
 @pytest.mark.parametrize("size", [64, 128])
-def test_every_head_size(size: int) -> None:
-    inputs = random_inputs((1, 1, 37, size), LINEAR)
-    assert_right(inputs, LINEAR, torch.float16, dropout_p=0.1, seed=1)
+@pytest.mark.parametrize("gathered", [False, True])
+def test_every_head_size(size: int, gathered: bool) -> None:
+    at = GATHERED[:1] if gathered else None
+    inputs = random_inputs((1, 1, 53, size), LINEAR, gathered=7 if gathered else None)
+    assert_right(inputs, LINEAR, torch.float16, dropout_p=0.1, seed=1, q_positions=at)
 
 
 @pytest.mark.parametrize("length", [1, 2, 15, 17, 64])
@@ -109,9 +112,6 @@ def test_two_passes_give_the_same_bits_and_so_does_recomputation() -> None:
     gradients = torch.autograd.grad(output, leaves, d_output)
     for a, b in zip((output.detach(), *gradients), (first[0], *first[2:]), strict=True):
         assert torch.equal(a.cpu().double(), b)
-
-
-GATHERED = torch.tensor([[0, 7, 20, 20, 20, 52, 51], [5, -1, 3, 36, -1, 47, 18]])
 
 
 @pytest.mark.parametrize("mask", ["none", "everything", "documents"])
