@@ -68,6 +68,8 @@ STACK_BYTES = 64
 EXCEPTIONS = {
     # No tensor cores: a query's features are in registers, and there are 128 of them.
     r"forward .* d=128 fp32": (256, 0),
+    # Only Triton 3.6: one access among 1,471 instructions.
+    r"gathered_key .* d=128 fp32": (24, 1),
 }
 """Bytes of stack and accesses to it in loops, by patterns of variants' names, the first that fits.
 Both Tritons, some to spare."""

@@ -235,7 +235,6 @@ def key_kernel(
         at = query_tile * B + within
         q = rows_of(Q, q_n, query_tile * B, count, EVEN, B, D)
         d_out = rows_of(D_OUT, g_n, query_tile * B, count, EVEN, B, D)
-        place = BAND + (query_tile % width) * (B * B)
         zero = hidden_zero(count, query_tile)
         if SCORES:
             block = (query_tile - tile + near) * B
@@ -264,6 +263,7 @@ def key_kernel(
                 True, MASKED, DROP, B,
             )  # fmt: skip
         else:
+            place = BAND + (query_tile % width) * (B * B)
             signed = tl.load(place + within[:, None] * B + within[None, :]).to(tl.float32)
         stored = signed
         if VALUES:
@@ -272,6 +272,7 @@ def key_kernel(
             delta = numbers_of(DELTA + row, query_tile * B + zero, count, EVEN, B)
             products = tl.dot(v, tl.trans(d_out), input_precision="ieee")
             stored = score_gradient(signed, products, delta[None, :], keep_scale, DROP)
+        place = BAND + (query_tile % width) * (B * B)
         tl.store(place + within[:, None] * B + within[None, :], stored.to(dtype))
 
     if VALUES:

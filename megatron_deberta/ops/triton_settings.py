@@ -42,11 +42,13 @@ LAUNCH: dict[tuple[str, int], Setting] = {
     # With a second stage a multiprocessor's shared memory would hold one program instead of two.
     ("key", 64): Setting(4, 1),
     ("key", 32): Setting(2, 1),
+    ("key", 16): Setting(1, 1),
     ("table_gradient", 64): Setting(8, 2),
     # Gathered queries are few, and their tiles take many registers.
     ("gathered_forward", 32): Setting(4, 1),
     ("gathered_query", 32): Setting(8, 1),
     ("gathered_key", 32): Setting(4, 1),
+    ("gathered_key", 16): Setting(1, 1),
 }
 """By kernel and tile size; elsewhere two stages, and a warp for 16 rows of a tile."""
 
@@ -93,5 +95,5 @@ def warps_and_stages(
     if capability is not None and capability[0] == 10:
         setting = BLACKWELL.get((kernel, tile), setting)
     if dtype == torch.float32 and kernel != "fold":
-        setting = Setting(8, 2)
+        setting = Setting(8, setting.stages)
     return setting
