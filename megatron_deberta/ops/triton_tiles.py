@@ -27,7 +27,8 @@ def hidden_zero(count, step):
 
     What is computed from it is computed anew in every step of a loop, in a few instructions.
     Without, the compiler computes indices and masks once before the loop, keeps them all, and has
-    no registers left for the tiles: it stores them on the stack.
+    no registers left for the tiles: it stores them on the stack. Into indices it is best or-ed: a
+    thread's indices are a base with constants or-ed in, and only then is the base all that is kept.
 
     Args:
         count: length of a row, below 2**24.
