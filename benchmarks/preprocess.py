@@ -232,7 +232,7 @@ def ours(path: Path, tokenizer: Path, output: Path) -> tuple[float, float, float
         [
             sys.executable, "-m", "megatron_deberta", "preprocess", "--input", str(path),
             "--tokenizer", str(tokenizer), "--output", str(output / "c"),
-            "--workers", str(PROCESSES), "--unit-mb", "16",
+            "--workers", str(PROCESSES),
         ]
     )  # fmt: skip
 
