@@ -240,11 +240,10 @@ def forward_kernel(
     dead = total == 0.0
     factor = tl.where(dead, 0.0, keep_scale / tl.where(dead, 1.0, total))
     lse2 = tl.where(dead, float("-inf"), peak + tl.math.log2(tl.where(dead, 1.0, total)))
-    # Indices wanted again only here, computed anew: kept over the loops, they would take registers.
-    zero = hidden_zero(count, near_end)
+    zero = hidden_zero(count, near_end)  # kept over the loops, indices would take registers
     at = tile * B + within + zero
     out = OUT + (batch + zero) * o_b + (head + zero) * o_h + at[:, None] * o_n
     out += tl.arange(0, D)[None, :]
-    mixed = (mixed * factor[:, None]).to(OUT.dtype.element_ty)
-    tl.store(out, mixed, mask=(at < count)[:, None])
+    mixed = mixed * factor[:, None]
+    tl.store(out, mixed.to(OUT.dtype.element_ty), mask=(at < count)[:, None])
     tl.store(LSE2 + pair.to(tl.int64) * count + at, lse2, mask=at < count)
