@@ -103,6 +103,7 @@ def in_memory(
 
     def work(index: int) -> None:
         encode = make()
+        encode(["Loads what is loaded late."])
         batches = list(in_batches(texts[index::PROCESSES]))
         barrier.wait()
         begin = time.process_time()

@@ -71,7 +71,7 @@ class RecordReader:
         self.can_seek = self._by_line and source.compression == "none"
         self.file_bytes = 0
         self._stream: BinaryIO | None = None
-        self._buffer = bytearray()
+        self._buffer = b""
         self._rewind(0)
 
     def blocks(self, begin: int, end: int = ENDLESS) -> Iterator[Block]:
@@ -124,7 +124,7 @@ class RecordReader:
         self._passed = offset
         self.at_end = False
         self._damage = ""
-        self._buffer = bytearray()
+        self._buffer = b""
         self._searched = 0
 
     def _open(self) -> None:
@@ -158,19 +158,27 @@ class RecordReader:
         self._passed = end
 
     def _fill(self) -> bool:
-        """Read a piece; False at the end."""
+        """Read a block, or as much as is there already (a long record); False at the end."""
+        size = len(self._buffer)
+        least = max(self._block_bytes, min(2 * size, self._longest))
+        pieces = [self._buffer]
+        # Joined once: a buffer that grows piece by piece is copied again and again.
+        while (size < least or len(pieces) == 1) and (piece := self._next_piece()) is not None:
+            pieces.append(piece)
+            size += len(piece)
+        self._buffer = b"".join(pieces)
+        return len(pieces) > 1
+
+    def _next_piece(self) -> bytes | None:
         if self._stream is None:
             self._open()
         try:
             piece, taken = next(self._pieces, (None, 0))
         except DamagedFileError as error:
             self._damage = str(error).removeprefix(f"{self._source.name}: ")
-            return False
+            return None
         self.file_bytes += taken
-        if piece is None:
-            return False
-        self._buffer += piece
-        return True
+        return piece
 
     def _boundary(self, least: int) -> int:
         """Return where the first record at or after ``least`` begins; 0 where none is seen."""
@@ -197,14 +205,14 @@ class RecordReader:
                 yield match.end()
 
     def _emit(self, size: int) -> Block:
-        block = Block(bytes(memoryview(self._buffer)[:size]), self.line, self.offset, "", size)
+        block = Block(self._buffer[:size], self.line, self.offset, "", size)
         self._drop(size)
         return block
 
     def _drop(self, size: int) -> None:
         self.line += self._buffer.count(b"\n", 0, size)
         self.offset += size
-        del self._buffer[:size]
+        self._buffer = self._buffer[size:]
         self._searched = 0
 
     def _pass_over(self) -> Block:

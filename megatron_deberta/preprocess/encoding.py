@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import orjson
 
 from megatron_deberta.preprocess.reading import ReadOptions, read_documents
 from megatron_deberta.preprocess.records import Document
@@ -48,12 +48,12 @@ def fast_bpe_encoder(tokenizer: Tokenizer) -> BatchEncoder | None:
         normalizer = spec["normalizer"]
         plain["normalizer"] = {**normalizer, "normalizers": normalizer["normalizers"][:-1]}
     try:
-        backend: Any = gigatoken.Tokenizer.from_json(json.dumps(plain, ensure_ascii=False))
+        backend: Any = gigatoken.Tokenizer.from_json(orjson.dumps(plain).decode())
     except Exception:  # the library raises bare exceptions for what it does not support
         return None
 
     def encode(texts: Sequence[str]) -> tuple[Ids, Lengths]:
-        # One by one: a call for many is no faster, and imports awkward arrays, a third of start-up.
+        # One by one: a call for many is no faster, and imports awkward arrays: 0.2 s.
         parts = [backend.encode(text) for text in texts]
         ids = np.concatenate(parts) if parts else np.empty(0, np.uint32)
         return ids, np.fromiter(map(len, parts), np.int64, len(parts))

@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import orjson
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
@@ -76,7 +77,7 @@ def sentencepiece_tokenizer(content: bytes, where: str) -> Tokenizer:
     refuse_leaks(backend, special, where)
     rows = rows_for(backend.get_vocab_size())
     return Tokenizer(
-        json.loads(backend.to_str()), special, vocab_size=rows, sentencepiece_model=content
+        orjson.loads(backend.to_str()), special, vocab_size=rows, sentencepiece_model=content
     )
 
 
@@ -127,14 +128,14 @@ def _load_byte_level(folder: Path) -> Tokenizer:
         backend.add_special_tokens([AddedToken("<|endoftext|>", special=True, normalized=False)])
     declare_special_tokens(backend, special)
     refuse_leaks(backend, special, where)
-    return Tokenizer(json.loads(backend.to_str()), special)
+    return Tokenizer(orjson.loads(backend.to_str()), special)
 
 
 def _load_json(path: Path) -> Tokenizer:
     where = f"tokenizer {path}"
     text = _read(path)
     try:
-        spec = json.loads(text)
+        spec = orjson.loads(text)
         backend = Backend.from_str(text.decode())
     except Exception as error:  # the library raises bare Exception for every damage
         raise DataError(f"{where}: not a tokenizer.json ({error})") from error
@@ -150,7 +151,7 @@ def _load_json(path: Path) -> Tokenizer:
     source = path.with_name(SENTENCEPIECE_FILE)
     return Tokenizer(
         # Scores stay as they are in the file: the library does not write what it reads to the bit.
-        {**json.loads(backend.to_str()), "model": spec["model"]},
+        {**orjson.loads(backend.to_str()), "model": spec["model"]},
         special,
         vocab_size=_rows(config, backend, where),
         sentencepiece_model=_read(source) if source.is_file() else None,
@@ -159,7 +160,7 @@ def _load_json(path: Path) -> Tokenizer:
 
 def _guard(backend: Backend) -> None:
     """Keep special tokens that a unigram model would find in text out of its reach."""
-    spec = json.loads(backend.to_str())
+    spec = orjson.loads(backend.to_str())
     if spec["model"]["type"] != "Unigram":
         return
     pieces = {piece for piece, _ in spec["model"]["vocab"]}

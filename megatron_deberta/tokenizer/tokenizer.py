@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import orjson
 from tokenizers import Tokenizer as Backend
 
 from megatron_deberta.errors import DataError
@@ -58,7 +59,7 @@ class Tokenizer:
     ) -> None:
         """See the class."""
         self._spec = {**spec, "truncation": None, "padding": None}
-        self._backend = Backend.from_str(json.dumps(self._spec, ensure_ascii=False))
+        self._backend = Backend.from_str(orjson.dumps(self._spec).decode())
         self._backend.encode_special_tokens = True
         self._sentencepiece_model = sentencepiece_model
         self.special = special

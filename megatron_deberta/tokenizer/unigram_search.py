@@ -19,7 +19,10 @@ _WORDS_AT_ONCE = 1 << 14
 """More are no faster each, and take more memory."""
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 """Of a multiplicative hash."""
-_ONE, _HALF, _LOWER = np.uint64(1), np.uint64(32), np.uint64((1 << 32) - 1)
+_ONE = np.uint64(1)
+_STATE_BITS = np.uint64(24)
+"""Of an edge's end. Above it stands a key, (state, code), which needs no more than 24 + 14."""
+_STATE = np.uint64((1 << 24) - 1)
 
 Ids = npt.NDArray[np.int32]
 Lengths = npt.NDArray[np.int64]
@@ -32,7 +35,8 @@ class UnigramSearch:
         vocabulary: pieces and scores by id.
 
     Attributes:
-        characters: which words may have; each is a piece. Empty if a space is none.
+        characters: which words may have; each is a piece. Empty if a space is none, or if the
+            vocabulary is too large.
 
     Source: Kudo, "Subword Regularization" (2018), section 3.2.
     """
@@ -43,9 +47,10 @@ class UnigramSearch:
         self._scores = np.array([score for _, score in vocabulary])
         is_single = {piece for piece in pieces if len(piece) == 1 and piece <= SPACE_PIECE}
         self.characters = "".join(sorted(is_single - {SPACE_PIECE}))
-        if SPACE_PIECE not in is_single:
+        # A trie has no more states than its pieces have characters.
+        if SPACE_PIECE not in is_single or sum(map(len, pieces)) >> int(_STATE_BITS):
             self.characters = ""
-        # Codes are small, so that a state and a code fit into one key; 0 is in no piece.
+        # Small codes, so that a state and a code fit into one key; 0 is in no piece.
         self._codes = np.zeros(_CHARACTERS, np.uint64)
         known = [ord(character) for character in self.characters + SPACE_PIECE]
         self._codes[known] = np.arange(1, len(known) + 1)
@@ -90,7 +95,7 @@ class UnigramSearch:
         bits = int(2 * keys.size).bit_length()
         self._shift, self._last = np.uint64(64 - bits), np.uint64((1 << bits) - 1)
         self._edges = np.zeros(1 << bits, np.uint64)
-        edges = (keys << _HALF) + np.arange(1, keys.size + 1, dtype=np.uint64)
+        edges = (keys << _STATE_BITS) + np.arange(1, keys.size + 1, dtype=np.uint64)
         slots = (keys * _FACTOR) >> self._shift
         while edges.size:
             is_free = self._edges[slots] == 0
@@ -102,14 +107,14 @@ class UnigramSearch:
         """Return the states that edges lead to; 0 where there is no such edge."""
         slots = (keys * _FACTOR) >> self._shift
         edges = self._edges[slots]
-        states: npt.NDArray[np.uint64] = edges & _LOWER
-        others = np.flatnonzero((edges >> _HALF != keys) & (edges != 0))
-        states[edges >> _HALF != keys] = 0
+        states: npt.NDArray[np.uint64] = edges & _STATE
+        others = np.flatnonzero((edges >> _STATE_BITS != keys) & (edges != 0))
+        states[edges >> _STATE_BITS != keys] = 0
         while others.size:
             slots[others] = (slots[others] + _ONE) & self._last
             edges = self._edges[slots[others]]
-            found = edges >> _HALF == keys[others]
-            states[others[found]] = edges[found] & _LOWER
+            found = edges >> _STATE_BITS == keys[others]
+            states[others[found]] = edges[found] & _STATE
             others = others[~found & (edges != 0)]
         return states
 

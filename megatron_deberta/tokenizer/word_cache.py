@@ -33,6 +33,9 @@ _LONE = "\t\n\r -~\u00a0-\u00ac\u00ae-\u024f\u2010-\u2027\u2030-\u205e\u20ac"
 """Latin letters, punctuation and whitespace: each of those is a grapheme of its own, and the
 normalizer works grapheme by grapheme, so no word of theirs changes its neighbour."""
 _INTERACTING = re.compile(f"[^{_LONE}]+")
+_LITERALS = re.compile(r"(?:[^\\\[\](){}.*+?^$|]|\\\W|\||\(\?=|\))+")
+"""What means the same to ``re`` and to the library of ``tokenizers``: names, one of them, a look
+ahead."""
 
 _POOL = pyarrow.system_memory_pool()
 """Arrow's own one keeps what is freed: 60 MB more a process."""
@@ -63,10 +66,14 @@ def words_are_independent(spec: Mapping[str, Any]) -> bool:
         and first["prepend_scheme"] == "first"
         and first["split"] is True
         and len(others) <= 1
-        and all("Regex" in other.get("pattern", {}) for other in others)
+        and all(_is_literal(other.get("pattern", {})) for other in others)
         and all(other["behavior"] == "MergedWithPrevious" for other in others)
         and all(token["special"] for token in spec["added_tokens"])
     )
+
+
+def _is_literal(pattern: Mapping[str, str]) -> bool:
+    return _LITERALS.fullmatch(pattern.get("Regex", "")) is not None
 
 
 def _pre_tokenizers(spec: Mapping[str, Any]) -> list[dict[str, Any]]:

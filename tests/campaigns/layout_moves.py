@@ -6,7 +6,8 @@ Each case trains ten steps on real text with dropout, resumes on the other layou
 - its next twenty losses are within 1e-5 of a run that one process made alone;
 - every step used the samples that the unbroken run used, in the same order.
 
-One line of JSON a case is appended to the output; cases that are there are not done again.
+One line of JSON a case is appended to the output; cases that are there are not done again. Lines
+about other code than the present do not count.
 
   python -m tests.campaigns.layout_moves
 """
@@ -38,12 +39,18 @@ from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.parallel.environment import read_environment
 from megatron_deberta.parallel.topology import init_process_groups, shutdown
 from megatron_deberta.train.run import build_rank_model
+from tests.support.campaign_lines import code_digest, read_lines
 from tests.support.jobs import losses, prepare
 from tests.support.ranks import RankPool
 from tests.support.tolerances import LAYOUT_LOSS
 
 ROOT = Path(__file__).parents[2]
 OUTPUT = ROOT / "benchmarks" / "results" / "cpu" / "layout_moves.jsonl"
+CODE = (
+    *(f"megatron_deberta/{name}" for name in ("checkpoint", "data", "engine", "model")),
+    *(f"megatron_deberta/{name}" for name in ("objectives", "parallel", "sharding", "train")),
+    "tests/campaigns/layout_moves.py",
+)  # fmt: skip
 BREAK, END = 10, 30
 
 
@@ -209,14 +216,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Resume runs on other layouts.")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     output: Path = parser.parse_args().output
-    known = (
-        [json.loads(line) for line in output.read_text().splitlines()] if output.exists() else []
-    )
+    code = code_digest(CODE)
+    known = [line for line in read_lines(output) if line["code_digest"] == code]
     left = [number for number in range(len(MOVES)) if number not in {c["case"] for c in known}]
     if left:
         with tempfile.TemporaryDirectory() as folder, Campaign(Path(folder)) as campaign:
             for number in left:
-                case = campaign.run_case(number) | provenance()
+                case = campaign.run_case(number) | {"code_digest": code} | provenance()
                 known.append(case)
                 with output.open("a") as stream:
                     stream.write(json.dumps(case) + "\n")

@@ -1,7 +1,8 @@
 """Kills preprocessing at random instants, goes on with it, and compares every byte.
 
 Each case is a function of its number. One line of JSON a case is appended to the output; cases
-that are there are not done again, so the campaign may be broken off and started again.
+that are there are not done again, so the campaign may be broken off and started again. Lines about
+other code than the present do not count.
 
   python -m tests.campaigns.preprocess_kills --cases 120
 """
@@ -25,10 +26,15 @@ from typing import Any
 
 from benchmarks.provenance import provenance
 from megatron_deberta.tokenizer.training import train_sentencepiece
+from tests.support.campaign_lines import code_digest, read_lines
 from tests.support.machine_text import documents
 
 ROOT = Path(__file__).parents[2]
 OUTPUT = ROOT / "benchmarks" / "results" / "cpu" / "preprocess_kills.jsonl"
+CODE = (
+    "megatron_deberta/data", "megatron_deberta/preprocess", "tests/campaigns/injection",
+    "tests/campaigns/preprocess_kills.py",
+)  # fmt: skip
 PHASES = ("reading", "tokenizing", "committing", "merging", "publishing")
 TARGETS = ("worker", "parent", "rank", "task")
 PATIENCE_SECONDS = 120
@@ -253,15 +259,15 @@ def main() -> int:
     args = parser.parse_args()
     part, parts = map(int, args.part.split("/"))
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    lines = args.output.read_text().splitlines() if args.output.exists() else []
-    cases = [json.loads(line) for line in lines]
+    code = code_digest(CODE)
+    cases = [line for line in read_lines(args.output) if line["code_digest"] == code]
     done = {case["case"] for case in cases}
     with tempfile.TemporaryDirectory() as folder, args.output.open("a") as stream:
         fixture = prepare(Path(folder))
         for number in range(part, args.cases, parts):
             if number in done:
                 continue
-            case = {**run_case(fixture, number), "revision": provenance()["revision"]}
+            case = run_case(fixture, number) | {"code_digest": code} | provenance()
             cases.append(case)
             print(json.dumps(case), file=stream, flush=True)
             print(f"case {number}: {'passed' if case['passed'] else 'FAILED'}", flush=True)

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import Unigram
 from tokenizers.pre_tokenizers import Metaspace
 
+from megatron_deberta.tokenizer import unigram_search
 from megatron_deberta.tokenizer.unigram_search import SPACE_PIECE, UnigramSearch
 
 
@@ -47,3 +48,8 @@ def test_without_words_or_spaces() -> None:
     assert (ids.size, sizes.size) == (0, 0)
     assert ids.dtype == np.int32
     assert UnigramSearch([("a", -1.0)]).characters == ""
+
+
+def test_without_room_for_the_states_in_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unigram_search, "_STATE_BITS", np.uint64(8))
+    assert UnigramSearch(vocabulary(0)).characters == ""

@@ -64,6 +64,20 @@ def test_words_whose_beginning_has_no_piece(unigram_dir: str, tmp_path: Path) ->
     assert found == reference_ids(str(folder), texts)
 
 
+@pytest.mark.parametrize("pattern", ["\\h+", "[[:alpha:]]x", "a{,2}b", "(?i:cls)"])
+def test_patterns_that_python_reads_differently_take_the_long_way(
+    unigram_dir: str, tmp_path: Path, pattern: str
+) -> None:
+    folder = tmp_path / "tokenizer"
+    shutil.copytree(unigram_dir, folder)
+    (folder / "spm.model").unlink()
+    spec = json.loads((folder / "tokenizer.json").read_text())
+    spec["pre_tokenizer"]["pretokenizers"][-1]["pattern"] = {"Regex": pattern}
+    (folder / "tokenizer.json").write_text(json.dumps(spec))
+    assert not load_tokenizer(str(folder)).caches_words
+    assert load_tokenizer(unigram_dir).caches_words
+
+
 def test_words_before_marks(unigram_dir: str) -> None:
     tokenizer = load_tokenizer(unigram_dir)
     words = dict.fromkeys(word.strip(".,;:!?") for text in real_lines(300) for word in text.split())
