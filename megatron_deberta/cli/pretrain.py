@@ -11,7 +11,9 @@ from __future__ import annotations
 import argparse
 import math
 import re
+import signal
 from collections import Counter
+from contextlib import ExitStack
 
 from omegaconf import OmegaConf
 
@@ -20,7 +22,7 @@ from megatron_deberta.cluster.heartbeat import Heartbeat
 from megatron_deberta.cluster.run_lock import refuse_if_held
 from megatron_deberta.config import BatchArithmetic, load_config, validate_for_world
 from megatron_deberta.config.schema import RunConfig
-from megatron_deberta.errors import EXIT_DONE
+from megatron_deberta.errors import EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE
 from megatron_deberta.parallel.environment import read_environment
 
 
@@ -53,11 +55,23 @@ def run(args: argparse.Namespace) -> int:
         # Before torch is imported, which takes its time. srun would leave the other ranks waiting.
         refuse_if_held(config.train.run_dir)
     with Heartbeat.of_this_rank(environment.rank) as heartbeat:
-        from megatron_deberta.train.preemption import StopSignal
+        from megatron_deberta.train.preemption import STOP_SIGNALS, StopSignal
         from megatron_deberta.train.run import pretrain
 
-        with StopSignal() as stop:
-            return pretrain(config, stop, heartbeat, allow_config_change=args.allow_config_change)
+        with ExitStack() as stack:
+            stop, code = stack.enter_context(StopSignal()), EXIT_FAILURE
+            try:
+                code = pretrain(
+                    config, stop, heartbeat, allow_config_change=args.allow_config_change
+                )
+            finally:
+                if stop.requested() or code == EXIT_REQUEUE:
+                    # SLURM tells supervisor and ranks, and the supervisor the ranks: what comes
+                    # while this process ends would kill it, and change its exit code.
+                    for number in STOP_SIGNALS:
+                        signal.signal(number, signal.SIG_IGN)
+                    stack.pop_all()
+            return code
 
 
 def describe_run(config: RunConfig) -> str:

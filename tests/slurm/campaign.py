@@ -4,7 +4,7 @@ python -m tests.slurm.campaign node-kill=10 chain=1 double-launch=50
 
 Appends to ``--output`` and skips the seeds that are there, so it can be stopped and started again;
 lines about other code do not count. ``--summary`` prints the table of docs/slurm.md. A case that
-fails is recorded, ends the campaign, and is repeated by the command in its line.
+fails is recorded, ends the campaign, and is repeated by the command in its line; its folder stays.
 """
 
 from __future__ import annotations
@@ -50,10 +50,14 @@ class Campaign:
 
     Args:
         folder: for everything; removed by the caller.
+
+    Attributes:
+        passed: no case has failed; set by the caller.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.passed = False
         self.run_yaml = folder / "corpus" / "run.yaml"
         if not self.run_yaml.exists():
             self.run_yaml.parent.mkdir()
@@ -139,27 +143,28 @@ class Campaign:
     def chain(self, seed: int) -> dict[str, Any]:
         """Five links, four of them ended by the time limit's signal, beside an unbroken run."""
         cluster = self.cluster()
-        longer = [text.replace("stop_after=60", "stop_after=1000") for text in KILL_STEPS]
-        unbroken = submit(cluster, self.run_yaml, self.folder / f"unbroken{seed}", *longer)
+        endless = (*KILL_STEPS, "train.stop_after=1000000")
+        unbroken = submit(cluster, self.run_yaml, self.folder / f"unbroken{seed}", *endless)
         limited = submit(
-            cluster, self.run_yaml, self.folder / f"limited{seed}", *longer,
-            "train.stop_after=1000000", time_limit_minutes=2, signal_seconds=60,
+            cluster, self.run_yaml, self.folder / f"limited{seed}", *endless,
+            time_limit_minutes=2, signal_seconds=60,
         )  # fmt: skip
         limited.wait(lambda: len(limited.events("start")) == 5, "five links", 900)
         limited.wait_for_step(limited.events("start")[-1]["step"] + 10)
         (limited.run_dir / "stop").touch()
         state = limited.wait_for_end()
+        ours = losses(limited.run_dir)
+        unbroken.wait_for_step(len(ours))
+        (unbroken.run_dir / "stop").touch()
         unbroken.wait_for_end()
-        ours, theirs = losses(limited.run_dir), losses(unbroken.run_dir)
-        compared = min(len(ours), len(theirs))
-        same = ours[:compared] == theirs[:compared]
+        same = ours == losses(unbroken.run_dir)[: len(ours)]
         codes = [end["code"] for end in limited.events("end")]
         steps = [begin["step"] for begin in limited.events("start")]
         saved = len(codes) >= 5 and set(codes[:-1]) == {75} and codes[-1] == 0
         return {
-            "ok": state == "COMPLETED" and same and saved and compared > steps[4],
+            "ok": state == "COMPLETED" and same and saved,
             "state": state, "codes": codes, "link_steps": steps, "losses_equal": same,
-            "compared_steps": compared,
+            "compared_steps": len(ours),
         }  # fmt: skip
 
     def double_launch(self, seed: int) -> dict[str, Any]:
@@ -203,7 +208,9 @@ def campaign(workspace: Path | None) -> Iterator[Campaign]:
         yield running
     finally:
         running.close()
-        if workspace is None:
+        if workspace is None and not running.passed:
+            print(f"what is left of the campaign: {folder}", file=sys.stderr)
+        elif workspace is None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -250,6 +257,7 @@ def main() -> int:
                 if (case, seed, code) in {(x["case"], x["seed"], x["code_digest"]) for x in lines}:
                     continue
                 if time.monotonic() > end:
+                    running.passed = True
                     return 0
                 began = time.monotonic()
                 outcome = function(seed)
@@ -264,6 +272,7 @@ def main() -> int:
                 print(json.dumps(line), flush=True)
                 if not outcome["ok"]:
                     return 1
+        running.passed = True
     return 0
 
 
