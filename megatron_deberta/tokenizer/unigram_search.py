@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 SPACE_PIECE = "\u2581"
 _CHARACTERS = ord(SPACE_PIECE) + 1
-_WORDS_AT_ONCE = 1 << 14
+_WORDS_AT_ONCE = 1 << 13
 """More are no faster each, and take more memory."""
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 """Of a multiplicative hash."""

@@ -24,6 +24,8 @@ _MAX_WORDS = 1 << 19
 _MOST_CHARACTERS = 1 << 23
 """Of text that is split into words at once; a longer one is cut."""
 _LONGEST_KEPT = 64
+_GATHERED_WORDS = 1 << 16
+"""Whose ids are copied at once."""
 _MOST_CACHED_CHARACTERS = 1 << 24
 """Beyond which the longer words are forgotten, as there may be few of them and yet too much."""
 _SPACES = "\t\n\r \u00a0"
@@ -137,35 +139,36 @@ class WordCache:
 
     def _encode_words(self, texts: Sequence[str]) -> tuple[Ids, Lengths, npt.NDArray[np.bool_]]:
         """Encode texts word by word, and tell of which that gives the ids."""
-        column = pyarrow.array(
-            # A space to the normalizer but not to the splitting below.
-            [text.replace("\u00a0", " ") for text in texts],
-            pyarrow.large_string(),
-            memory_pool=_POOL,
-        )
-        lists = pyarrow.compute.ascii_split_whitespace(column, memory_pool=_POOL)
-        words = pyarrow.compute.dictionary_encode(lists.values, memory_pool=_POOL)
-        codes = words.indices.to_numpy()
-        starts, sizes, interacts = self._words.find(words.dictionary.to_pylist())
-        places, ends = _places(starts[codes], sizes[codes])
-        offsets = lists.offsets.to_numpy()
+        words, codes, offsets = _split(texts)
+        slots = self._words.find(words)
+        ids, ends = self._words.gather(slots[codes])
         is_safe = np.ones(len(texts), np.bool_)
+        interacts = self._words.interacts[slots]
         if interacts.any():
             owners = np.searchsorted(offsets, np.flatnonzero(interacts[codes]), side="right") - 1
             is_safe[owners] = False
         for index, text in enumerate(texts):
             if any(space in text for space in _OTHER_SPACES):
                 is_safe[index] = False
-        return self._words.ids[places], np.diff(ends[offsets]), is_safe
+        return ids, np.diff(ends[offsets]), is_safe
 
 
-def _places(starts: Lengths, sizes: Lengths) -> tuple[Lengths, Lengths]:
-    """List the indices of ranges one range after the other, and where each range ends there."""
-    ends = np.zeros(sizes.size + 1, np.int64)
-    np.cumsum(sizes, out=ends[1:])
-    places = np.repeat(starts - ends[:-1], sizes)
-    places += np.arange(places.size)
-    return places, ends
+def _split(texts: Sequence[str]) -> tuple[list[str], npt.NDArray[np.int32], Lengths]:
+    """Split texts at spaces.
+
+    Returns:
+        The different words; all words as indices of those, int32 ``[words]``; and where each text
+        begins among them, int64 ``[texts + 1]``.
+    """
+    column = pyarrow.array(
+        # A space to the normalizer but not to the splitting below.
+        [text.replace("\u00a0", " ") for text in texts],
+        pyarrow.large_string(),
+        memory_pool=_POOL,
+    )
+    lists = pyarrow.compute.ascii_split_whitespace(column, memory_pool=_POOL)
+    words = pyarrow.compute.dictionary_encode(lists.values, memory_pool=_POOL)
+    return words.dictionary.to_pylist(), words.indices.to_numpy(), lists.offsets.to_numpy()
 
 
 def _cut(text: str) -> Iterator[str]:
@@ -265,7 +268,7 @@ class _EncodedWords:
         encoder: encodes those that are not there.
 
     Attributes:
-        ids: of all words, int32.
+        interacts: which words depend on their neighbours, bool.
     """
 
     def __init__(self, encoder: _WordEncoder) -> None:
@@ -275,19 +278,15 @@ class _EncodedWords:
     def _clear(self) -> None:
         self._slots: dict[str, int] = {}
         self._characters = 0
-        self.ids = np.empty(4 * _MAX_WORDS, np.int32)
+        self._ids = np.empty(4 * _MAX_WORDS, np.int32)
         self._used = 0
-        self._sizes = np.zeros(_MAX_WORDS, np.int64)
-        self._starts = np.zeros(_MAX_WORDS, np.int64)
+        self._sizes = np.zeros(_MAX_WORDS, np.int32)
+        self._starts = np.zeros(_MAX_WORDS, np.int32)
         self._uses = np.zeros(_MAX_WORDS, np.int32)
-        self._interacts = np.zeros(_MAX_WORDS, np.bool_)
+        self.interacts = np.zeros(_MAX_WORDS, np.bool_)
 
-    def find(self, words: list[str]) -> tuple[Lengths, Lengths, npt.NDArray[np.bool_]]:
-        """Look different words up.
-
-        Returns:
-            Where in ``ids`` each begins, how many it has, and which depend on their neighbours.
-        """
+    def find(self, words: list[str]) -> npt.NDArray[np.int32]:
+        """Return the places of different words, encoded now if they are new; int32."""
         slots = self._slots_of(words)
         unknown = np.flatnonzero(slots < 0)
         if unknown.size:
@@ -307,11 +306,30 @@ class _EncodedWords:
             others = list(itertools.compress(new, ~is_plain))
             slots[unknown[~is_plain]] = self._add(others, *self._encoder.encode_other(others))
         self._uses[slots] += 1
-        return self._starts[slots], self._sizes[slots], self._interacts[slots]
+        return slots
 
-    def _slots_of(self, words: list[str]) -> Lengths:
+    def gather(self, slots: npt.NDArray[np.integer[Any]]) -> tuple[Ids, Lengths]:
+        """Put words' ids one after the other.
+
+        Returns:
+            The ids, int32 ``[tokens]``, and the ends of words among them, int64 ``[words + 1]``
+            from 0 on.
+        """
+        ends = np.zeros(slots.size + 1, np.int64)
+        np.cumsum(self._sizes[slots], out=ends[1:])
+        ids = np.empty(ends[-1], np.int32)
+        # Not all at once: their places take several times the memory.
+        for begin in range(0, slots.size, _GATHERED_WORDS):
+            some = slots[begin : begin + _GATHERED_WORDS]
+            first, last = ends[begin], ends[begin + some.size]
+            shifts = self._starts[some] - ends[begin : begin + some.size]
+            places = np.repeat(shifts, self._sizes[some]) + np.arange(first, last)
+            ids[first:last] = self._ids[places]
+        return ids, ends
+
+    def _slots_of(self, words: list[str]) -> npt.NDArray[np.int32]:
         """Return where each word is; -1 where it is not known."""
-        return np.fromiter(map(self._slots.get, words, itertools.repeat(-1)), np.int64, len(words))
+        return np.fromiter(map(self._slots.get, words, itertools.repeat(-1)), np.int32, len(words))
 
     def _add(
         self,
@@ -325,9 +343,9 @@ class _EncodedWords:
         self._slots.update(zip(words, range(first, first + len(words)), strict=True))
         self._characters += sum(map(len, words))
         end = self._used + ids.size
-        if end > self.ids.size:
-            self.ids = np.concatenate([self.ids, np.empty(end, np.int32)])
-        self.ids[self._used : end] = ids
+        if end > self._ids.size:
+            self._ids = np.concatenate([self._ids, np.empty(end, np.int32)])
+        self._ids[self._used : end] = ids
         last = len(self._slots)
         if last > self._sizes.size:
             # One batch may have more words than are kept; they go with the next.
@@ -335,10 +353,10 @@ class _EncodedWords:
             self._sizes = np.pad(self._sizes, (0, more))
             self._starts = np.pad(self._starts, (0, more))
             self._uses = np.pad(self._uses, (0, more))
-            self._interacts = np.pad(self._interacts, (0, more))
+            self.interacts = np.pad(self.interacts, (0, more))
         self._sizes[first:last] = sizes
         self._starts[first:last] = self._used + np.cumsum(sizes) - sizes
-        self._interacts[first:last] = interacts
+        self.interacts[first:last] = interacts
         self._used = end
         return np.arange(first, last)
 
@@ -349,8 +367,8 @@ class _EncodedWords:
         uses[np.fromiter(map(len, words), np.int64, len(words)) > _LONGEST_KEPT] = 0
         kept = np.argsort(-uses, kind="stable")[: min(_MAX_WORDS // 2, np.count_nonzero(uses))]
         kept.sort()
-        sizes, interacts, uses = self._sizes[kept], self._interacts[kept], uses[kept] // 2
-        ids = self.ids[_places(self._starts[kept], sizes)[0]]
+        sizes, interacts, uses = self._sizes[kept], self.interacts[kept], uses[kept] // 2
+        ids, _ = self.gather(kept)
         self._clear()
         self._add([words[slot] for slot in kept], ids, sizes, interacts)
         self._uses[: uses.size] = uses

@@ -44,7 +44,7 @@ def test_little_is_kept_and_ids_stay(unigram_dir: str, monkeypatch: pytest.Monke
     words = tokenizer._words._words
     assert len(words._slots) < 200
     assert sum(map(len, words._slots)) < 2000
-    assert words.ids.size < 5000
+    assert words._ids.size < 5000
 
 
 def test_words_whose_beginning_has_no_piece(unigram_dir: str, tmp_path: Path) -> None:
