@@ -27,7 +27,7 @@ from megatron_deberta.preprocess.sources import Source
 from megatron_deberta.preprocess.units import Piece, Segment, Unit, UnitQueue, unit_range
 from megatron_deberta.preprocess.workfolder import WorkFolder
 
-ENCODED_BYTES = 1 << 21
+ENCODED_BYTES = 5 << 19
 """Of text that is encoded at once: its words repeat, and each is looked up once."""
 _BUFFER_BYTES = 1 << 20
 _LONGEST_WAIT_SECONDS = 1.0

@@ -141,10 +141,10 @@ def _load_json(path: Path) -> Tokenizer:
         raise DataError(f"{where}: not a tokenizer.json ({error})") from error
     backend.no_truncation()
     backend.no_padding()
-    _refuse_ambiguous_ids(spec, backend, where)
+    vocabulary = _unambiguous_vocabulary(spec, backend, where)
     config = _read_config(path.with_name(CONFIG_FILE))
     declared = {role: name for role in USUAL_NAMES if (name := _name(config, f"{role}_token"))}
-    special = resolve_special_tokens(backend.get_vocab(), declared, where)
+    special = resolve_special_tokens(vocabulary, declared, where)
     declare_special_tokens(backend, special)
     _guard(backend)
     refuse_leaks(backend, special, where)
@@ -153,6 +153,7 @@ def _load_json(path: Path) -> Tokenizer:
         # Scores stay as they are in the file: the library does not write what it reads to the bit.
         {**orjson.loads(backend.to_str()), "model": spec["model"]},
         special,
+        backend=backend,
         vocab_size=_rows(config, backend, where),
         sentencepiece_model=_read(source) if source.is_file() else None,
     )
@@ -180,8 +181,8 @@ def _rows(config: dict[str, Any], backend: Backend, where: str) -> int | None:
     return rows
 
 
-def _refuse_ambiguous_ids(spec: dict[str, Any], backend: Backend, where: str) -> None:
-    vocabulary = backend.get_vocab()
+def _unambiguous_vocabulary(spec: dict[str, Any], backend: Backend, where: str) -> dict[str, int]:
+    vocabulary: dict[str, int] = backend.get_vocab()
     listed = len(spec["model"]["vocab"])
     if len(set(vocabulary.values())) != len(vocabulary):
         raise DataError(f"{where}: two tokens share an id")
@@ -193,6 +194,7 @@ def _refuse_ambiguous_ids(spec: dict[str, Any], backend: Backend, where: str) ->
                 f"{where}: added token {token['content']!r} says id {token['id']}, "
                 f"the vocabulary {vocabulary.get(token['content'])}"
             )
+    return vocabulary
 
 
 def _read_config(path: Path) -> dict[str, Any]:

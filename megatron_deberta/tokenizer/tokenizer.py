@@ -41,6 +41,7 @@ class Tokenizer:
         special: names of the special tokens.
         vocab_size: rows of the embedding table; at least the number of ids. None: that number.
         sentencepiece_model: the SentencePiece model it was built from, kept beside it.
+        backend: what ``spec`` describes, to be had by this tokenizer alone; None: built from it.
 
     Attributes:
         special: names of the special tokens.
@@ -56,10 +57,11 @@ class Tokenizer:
         *,
         vocab_size: int | None = None,
         sentencepiece_model: bytes | None = None,
+        backend: Backend | None = None,
     ) -> None:
         """See the class."""
         self._spec = {**spec, "truncation": None, "padding": None}
-        self._backend = Backend.from_str(orjson.dumps(self._spec).decode())
+        self._backend = backend or Backend.from_str(orjson.dumps(self._spec).decode())
         self._backend.encode_special_tokens = True
         self._sentencepiece_model = sentencepiece_model
         self.special = special
