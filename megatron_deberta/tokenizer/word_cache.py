@@ -335,7 +335,7 @@ class _EncodedWords:
         self,
         words: list[str],
         ids: Ids,
-        sizes: Lengths,
+        sizes: npt.NDArray[np.integer[Any]],
         interacts: npt.NDArray[np.bool_] | bool = False,
     ) -> Lengths:
         """Keep words that are not there; returns where they are."""
