@@ -53,7 +53,7 @@ def fast_bpe_encoder(tokenizer: Tokenizer) -> BatchEncoder | None:
         return None
 
     def encode(texts: Sequence[str]) -> tuple[Ids, Lengths]:
-        # One by one: a call for many is no faster, and imports awkward arrays first.
+        # One by one: a call for many is no faster, and imports awkward arrays: 0.2 s.
         parts = [backend.encode(text) for text in texts]
         ids = np.concatenate(parts) if parts else np.empty(0, np.uint32)
         return ids, np.fromiter(map(len, parts), np.int64, len(parts))
