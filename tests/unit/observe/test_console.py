@@ -56,7 +56,8 @@ def test_on_a_terminal_a_panel_is_drawn_and_left_behind() -> None:
         assert text in shown
 
 
-def test_the_terminal_is_given_back_after_an_error() -> None:
+def test_the_terminal_is_given_back_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
     out = io.StringIO()
     console = Console(file=out, force_terminal=True)
     with pytest.raises(RuntimeError), LiveConsole(10, console=console):
