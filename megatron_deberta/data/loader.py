@@ -89,15 +89,15 @@ class TrainLoader:
             DataError: a shard is damaged, or a worker process died.
         """
         batches, workers = self._start()
-        stop = functools.partial(_kill, workers)
+        kill = functools.partial(_kill, workers)
         # Python's own exit sends SIGTERM, which workers ignore, and would wait for ever.
-        atexit.register(stop)
+        atexit.register(kill)
         try:
             while True:
                 yield [_received(batches) for _ in range(self._sampler.num_micro_batches)]
         finally:
-            stop()
-            atexit.unregister(stop)
+            _end(batches, workers)
+            atexit.unregister(kill)
 
     def _start(self) -> tuple[Iterator[Batch | _Failure], list[BaseProcess]]:
         """Start the worker processes and return their batches in order, and them."""
@@ -203,6 +203,18 @@ def _received(batches: Iterator[Batch | _Failure]) -> Batch:
     if isinstance(batch, _Failure):
         raise DataError(batch.message)
     return batch
+
+
+def _end(batches: Any, workers: list[BaseProcess]) -> None:
+    """End workers as torch does, and kill what is left.
+
+    A worker that is killed while it looks at torch's "done" event keeps the event's lock for good.
+    torch takes this lock to end workers, at the latest when ``batches`` is deleted, and would wait
+    for ever. So nobody may be killed before that.
+    """
+    if workers:
+        batches._shutdown_workers()
+    _kill(workers)
 
 
 def _kill(workers: list[BaseProcess]) -> None:

@@ -178,6 +178,18 @@ def test_killed_worker_is_an_error(config, vocabulary):
         list(itertools.islice(steps, 1000))
 
 
+def test_workers_end_by_themselves(config, vocabulary):
+    """Killed by the rank, one in a hundred would hold a lock that torch then waits for."""
+    others = set(torch.multiprocessing.active_children())
+    loader, _ = build_loaders(with_(config, data={"num_workers": 2}), vocabulary, 0, 1, 0)
+    for _ in range(5):
+        steps = iter(loader)
+        next(steps)
+        workers = set(torch.multiprocessing.active_children()) - others
+        steps.close()
+        assert [worker.exitcode for worker in workers] == [0, 0]
+
+
 EXIT_WITH_LIVE_WORKERS = """
 import sys
 sys.path.insert(0, {folder!r})
