@@ -41,6 +41,8 @@ ahead."""
 
 _POOL = pyarrow.system_memory_pool()
 """Arrow's own one keeps what is freed: 60 MB more a process."""
+_TRIM_CHARACTERS = 1 << 25
+"""After which the C library gives freed memory back; its heap would grow with the corpus."""
 
 Ids = npt.NDArray[np.int32]
 Lengths = npt.NDArray[np.int64]
@@ -100,6 +102,7 @@ class WordCache:
         self._encode = encode
         self._words = _EncodedWords(_WordEncoder(spec, backend, encode))
         apart = encode("a b")
+        self._characters = 0
         # An identity normalizer keeps newlines as characters of their own.
         self._usable = all(encode(f"a{space}b") == apart for space in _SPACES)
 
@@ -112,6 +115,10 @@ class WordCache:
         """
         if not self._usable:
             return None
+        self._characters += sum(map(len, texts))
+        if self._characters >= _TRIM_CHARACTERS:
+            self._characters = 0
+            _POOL.release_unused()
         is_long = np.fromiter((len(text) > _MOST_CHARACTERS for text in texts), np.bool_)
         try:
             ids, lengths, is_safe = self._encode_words(
