@@ -65,9 +65,10 @@ def run(args: argparse.Namespace) -> int:
                     config, stop, heartbeat, allow_config_change=args.allow_config_change
                 )
             finally:
-                if stop.requested() or code == EXIT_REQUEUE:
-                    # SLURM tells supervisor and ranks, and the supervisor the ranks: what comes
-                    # while this process ends would kill it, and change its exit code.
+                launched = environment.launcher != "none"
+                if stop.requested() or code == EXIT_REQUEUE or (code == EXIT_DONE and launched):
+                    # SLURM tells supervisor and ranks, and the supervisor the ranks, at any time:
+                    # what comes while this process ends would kill it, and change its exit code.
                     for number in STOP_SIGNALS:
                         signal.signal(number, signal.SIG_IGN)
                     stack.pop_all()

@@ -109,6 +109,32 @@ def test_sigterm_again_and_again_saves_and_asks_to_be_started_again(
     assert losses(run_dir) == losses(unbroken)[:end]
 
 
+AFTER_TRAINING = """
+import signal, sys
+from megatron_deberta.cli.main import main
+from megatron_deberta.train import run
+run.pretrain = lambda *_, **__: 0
+code = main(["pretrain", sys.argv[1], f"train.run_dir={sys.argv[2]}"])
+print(code, signal.getsignal(signal.SIGUSR1).name)
+"""
+
+
+@pytest.mark.parametrize(("launched", "left"), [(True, "SIG_IGN"), (False, "SIG_DFL")])
+def test_rank_that_is_done_is_not_killed_while_it_ends(
+    run_yaml: Path, tmp_path: Path, launched: bool, left: str
+) -> None:
+    """Once, SLURM's signal met a run that a stop file was ending, and the run went on for ever."""
+    places = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    rank = {name: str(int("SIZE" in name)) for name in places} if launched else {}
+    rank |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"} if launched else {}
+    done = subprocess.run(
+        [sys.executable, "-c", AFTER_TRAINING, str(run_yaml), str(tmp_path / "run")],
+        capture_output=True, text=True, timeout=TIMEOUT, check=True,
+        env={**os.environ, **rank}, cwd=ROOT,
+    )  # fmt: skip
+    assert done.stdout.split()[-2:] == ["0", left], done.stdout
+
+
 @pytest.mark.parametrize("broken", ["metrics", "shard"])
 def test_what_only_rank_0_reads_fails_all_ranks(
     run_yaml: Path, tmp_path: Path, broken: str
