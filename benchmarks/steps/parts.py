@@ -115,12 +115,14 @@ def profile_steps(
     return list(profile.events()), profile.key_averages()
 
 
-def time_by_part(events: Iterable[Any], steps: int, *, on_gpu: bool) -> dict[str, Any]:
+def time_by_part(
+    events: Iterable[Any], steps: int, *, on_gpu: bool, most: int = 5
+) -> dict[str, Any]:
     """Seconds of a step by part, and each part's most expensive operators.
 
     Returns:
         ``seconds`` by part, largest first (on a CPU they add up to the step), and ``operators``:
-        for each part up to five names with their seconds, forward and backward told apart.
+        for each part up to ``most`` names with their seconds, forward and backward told apart.
     """
     ours = [event for event in events if event.device_type == DeviceType.CPU]
     made_by = _parts_of_nodes(ours)
@@ -139,7 +141,7 @@ def time_by_part(events: Iterable[Any], steps: int, *, on_gpu: bool) -> dict[str
         operators[part or HOST][f"{name} (backward)" if backward else name] += took
     return {
         "seconds": dict(_largest(seconds)),
-        "operators": {part: dict(_largest(found)[:5]) for part, found in operators.items()},
+        "operators": {part: dict(_largest(found)[:most]) for part, found in operators.items()},
     }
 
 
