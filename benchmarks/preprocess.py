@@ -1,10 +1,10 @@
 """Preprocessing speed and memory: ours, the bare tokenizers, and Megatron-LM's script.
 
 MB/s are of raw text (the documents' bytes, without JSON), on two processes; ours are whole
-commands, start-up included, while the bare tokenizers have the documents in memory and their
-start-up is not counted; "one line" is our start-up alone. Each case is added to the results as it
-ends, and one that this very code was measured with is not measured again. On a machine that does
-other work as well, only processor seconds compare.
+commands, start-up included, with the input in the page cache, while the bare tokenizers have the
+documents in memory and their start-up is not counted; "one line" is our start-up alone. Short
+cases are measured in rounds; one that this very code was measured with is not measured again. On
+a machine that does other work as well, only processor seconds compare.
 
   python -m benchmarks.preprocess --corpus books-*.jsonl.gz --work /scratch --megatron Megatron-LM
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import gzip
+import itertools
 import json
 import multiprocessing
 import os
@@ -21,17 +22,22 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import orjson
 import zstandard
 
 from benchmarks.provenance import ROOT, provenance, source_digest
-from megatron_deberta.files import sha256_file
 from megatron_deberta.preprocess.cutting import RecordReader
+from megatron_deberta.preprocess.direct_io import (
+    DirectWriter,
+    copy_direct,
+    new_buffer,
+    sha256_direct,
+)
 from megatron_deberta.preprocess.encoding import fast_bpe_encoder
 from megatron_deberta.preprocess.records import parse_block
 from megatron_deberta.preprocess.sources import find_sources
@@ -42,6 +48,7 @@ from megatron_deberta.tokenizer.training import train_sentencepiece
 OUTPUT = ROOT / "benchmarks" / "results" / "cpu" / "preprocess.json"
 PROCESSES = 2
 VOCABULARY = 32_000
+ROUNDS = 5
 LARGE_MB = 2000
 """The corpus over and over: what is met a second time is in every cache."""
 
@@ -156,7 +163,9 @@ def stages(path: Path, folder: Path) -> dict[str, float]:
         last = now
 
     part, copy = path.with_name("stages.bin"), path.with_name("stages.copy")
-    with part.open("wb") as stream:
+    for old in (part, copy):
+        old.unlink(missing_ok=True)
+    with DirectWriter(part, new_buffer()) as stream:
         texts: list[str] = []
         for block in RecordReader(find_sources([str(path)])[0]).blocks(0):
             mark("read")
@@ -168,18 +177,27 @@ def stages(path: Path, folder: Path) -> dict[str, float]:
             write_ids(stream, encode(texts)[0], mark)
             texts = []
         write_ids(stream, encode(texts)[0], mark)
-    shutil.copyfile(part, copy)
+        stream.flush()
+        mark("write")
+    copy_direct(part, part.stat().st_size, copy, 0, (new_buffer(), new_buffer()))
     mark("copy")
-    sha256_file(copy)
+    sha256_direct(copy)
     mark("hash")
     return spent
 
 
-def write_ids(stream: IO[bytes], ids: Any, mark: Callable[[str], None]) -> None:
+def write_ids(stream: DirectWriter, ids: Any, mark: Callable[[str], None]) -> None:
     """Write ids as a part has them."""
     mark("encode")
     stream.write(np.ascontiguousarray(ids, np.uint16).data)
     mark("write")
+
+
+def read_through(path: Path) -> None:
+    """Have a file in the page cache: the disk is not what is compared."""
+    with path.open("rb") as stream:
+        while stream.read(1 << 20):
+            pass
 
 
 def run_command(line: list[str], env: dict[str, str] | None = None) -> tuple[float, float, float]:
@@ -228,6 +246,7 @@ def peak_kib(pid: int) -> int:
 
 def ours(path: Path, tokenizer: Path, output: Path) -> tuple[float, float, float]:
     """Run our command; see ``run_command``."""
+    read_through(path)
     shutil.rmtree(output, ignore_errors=True)
     return run_command(
         [
@@ -240,6 +259,7 @@ def ours(path: Path, tokenizer: Path, output: Path) -> tuple[float, float, float
 
 def megatron(root: Path, path: Path, model: Path, output: Path) -> tuple[float, float, float]:
     """Run Megatron-LM's script; see ``run_command``."""
+    read_through(path)
     output.mkdir(exist_ok=True)
     line = [
         sys.executable, str(root / "tools" / "preprocess_data.py"), "--input", str(path),
@@ -330,10 +350,28 @@ def cases(texts: list[str], args: argparse.Namespace) -> dict[str, Callable[[], 
     return found
 
 
-def median(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Measure a short case three times; the middle one by processor seconds."""
-    runs = sorted((measure() for _ in range(3)), key=lambda run: float(run["processor_seconds"]))
-    return {**runs[1], "all_processor_seconds": [run["processor_seconds"] for run in runs]}
+def in_rounds(
+    measures: Mapping[str, Callable[[], dict[str, Any]]],
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Measure short cases one after the other, again and again; yield the middle run of each.
+
+    A machine that changes its speed changes it for all cases of a round, so what is compared is
+    compared round by round: ``all_processor_seconds`` are in the order of the rounds.
+    """
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in measures}
+    for number in range(ROUNDS):
+        for name, measure in measures.items():
+            runs[name].append(measure())
+        print(f"round {number + 1} of {ROUNDS}", flush=True)
+    for name, found in runs.items():
+        middle = sorted(found, key=processor_seconds)[ROUNDS // 2]
+        yield name, {**middle, "all_processor_seconds": [processor_seconds(run) for run in found]}
+
+
+def processor_seconds(run: dict[str, Any]) -> float:
+    """Processor seconds of a run, of all its stages together where it has some."""
+    spent = run["processor_seconds"]
+    return float(sum(spent.values()) if isinstance(spent, dict) else spent)
 
 
 def main() -> None:
@@ -349,19 +387,19 @@ def main() -> None:
     args = parser.parse_args()
     texts = prepare(args.corpus, args.work)
     results = json.loads(args.output.read_text()) if args.output.exists() else {}
-    for name, measure in cases(texts, args).items():
-        if args.prepare or (args.only and not name.startswith(tuple(args.only))):
-            continue
-        if not args.again and results.get(name, {}).get("source") == source_digest():
-            continue
-        load = os.getloadavg()[0]
-        once = name.endswith("2 GB") or name.startswith("stages")
-        results[name] = {
-            **(measure() if once else median(measure)),
-            "load_before": load,
-            **provenance(),
-        }
-        print(name, {k: round(v, 2) for k, v in results[name].items() if isinstance(v, float)})
+    missing = {
+        name: measure
+        for name, measure in cases(texts, args).items()
+        if not args.prepare
+        and (not args.only or name.startswith(tuple(args.only)))
+        and (args.again or results.get(name, {}).get("source") != source_digest())
+    }
+    long = {name: missing.pop(name) for name in list(missing) if name.endswith("2 GB")}
+    for name, result in itertools.chain(
+        in_rounds(missing) if missing else (), ((name, run()) for name, run in long.items())
+    ):
+        results[name] = {**result, **provenance()}
+        print(name, {k: round(v, 2) for k, v in result.items() if isinstance(v, float)}, flush=True)
         args.output.write_text(json.dumps(results, indent=2) + "\n")
 
 

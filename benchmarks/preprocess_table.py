@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from statistics import median
 from typing import Any
 
 Record = Mapping[str, Any]
@@ -75,14 +76,14 @@ def ratios(record: Record) -> list[tuple[str, str]]:
         ("whole command / gigatoken, 2 GB", "ours, gpt2, 2 GB", "gigatoken in memory, 2 GB", ""),
     ):  # fmt: skip
         if {ours, peer} <= record.keys():
-            spent, base = (
-                record[name]["processor_seconds"] / record[name]["megabytes"]
-                for name in (ours, peer)
-            )
-            found.append((title, f"{base / spent:.2f}"))
+            found.append((title, f"{_ratio(record, ours, peer):.2f}"))
             if start in record:
-                spent -= record[start]["processor_seconds"] / record[ours]["megabytes"]
-                found.append((f"{title}, start-up taken off", f"{base / spent:.2f}"))
+                ratio = _ratio(record, ours, peer, start)
+                found.append((f"{title}, start-up taken off", f"{ratio:.2f}"))
+    if (case := record.get("stages, gpt2, one process")) is not None:
+        stages = _stages(case)
+        share = stages["encode"] / sum(stages.values())
+        found.append(("all stages in one process / its gigatoken", f"{share:.2f}"))
     for size, suffix in (("plain", ""), ("2 GB", ", 2 GB")):
         ours, peer = f"ours, unigram, {size}", f"Megatron-LM, unigram, {size}"
         if {ours, peer} <= record.keys():
@@ -104,8 +105,29 @@ def stage_rows(record: Record) -> tuple[list[str], list[list[str]]]:
         case = record.get(f"stages, {kind}, one process")
         if case is None:
             continue
-        stages = {k: v for k, v in case["processor_seconds"].items() if k != "load tokenizer"}
+        stages = _stages(case)
         header = [*header[:1], *stages, "together"]
         spent = [*stages.values(), sum(stages.values())]
         rows.append([kind, *(f"{1e3 * each / case['megabytes']:.2f}" for each in spent)])
     return header, rows
+
+
+def _ratio(record: Record, ours: str, peer: str, start: str = "") -> float:
+    """Speed of ours by that of a peer, with the time of a case ``start`` taken off.
+
+    Of cases measured in rounds: the middle one of the rounds' ratios.
+    """
+
+    def seconds(name: str) -> list[float]:
+        case = record[name]
+        return list(case.get("all_processor_seconds", [case["processor_seconds"]]))
+
+    starts = seconds(start) if start else [0.0] * len(seconds(ours))
+    size = record[ours]["megabytes"] / record[peer]["megabytes"]
+    rounds = zip(seconds(ours), seconds(peer), starts, strict=True)
+    return median(size * base / (spent - begin) for spent, base, begin in rounds)
+
+
+def _stages(case: Mapping[str, Any]) -> dict[str, float]:
+    spent: Mapping[str, float] = case["processor_seconds"]
+    return {name: seconds for name, seconds in spent.items() if name != "load tokenizer"}

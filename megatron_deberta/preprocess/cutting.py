@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
+import numpy as np
+
 from megatron_deberta.errors import DataError
 from megatron_deberta.preprocess.compression import DamagedFileError, read_text_bytes
 from megatron_deberta.preprocess.sources import Source
@@ -20,6 +22,7 @@ _BLANKS = b" \t\r\n"
 _PARAGRAPH_END = re.compile(rb"\n[ \t\r]*\n[ \t\r\n]*")
 _KEPT_BYTES = 1 << 10
 """Of a record that is passed over; a longer run of blanks does not end it."""
+_COUNTED_BYTES = 1 << 16
 TOO_LONG = "too long"
 ENDLESS = 1 << 62
 
@@ -210,7 +213,7 @@ class RecordReader:
         return block
 
     def _drop(self, size: int) -> None:
-        self.line += self._buffer.count(b"\n", 0, size)
+        self.line += _count_lines(self._buffer, size)
         self.offset += size
         self._buffer = self._buffer[size:]
         self._searched = 0
@@ -237,3 +240,13 @@ class RecordReader:
             yield self._emit(len(self._buffer))
         self.at_end = True
         self.close()
+
+
+def _count_lines(content: bytes, size: int) -> int:
+    """Count line ends in the first bytes, several times as fast as ``bytes.count``."""
+    codes = np.frombuffer(content, np.uint8, size)
+    # Piece by piece, since a large array would be fresh memory each time.
+    return sum(
+        int(np.count_nonzero(codes[begin : begin + _COUNTED_BYTES] == ord("\n")))
+        for begin in range(0, size, _COUNTED_BYTES)
+    )

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
+from megatron_deberta.data.indexed_format import dtype_for_vocab
 from megatron_deberta.preprocess.reading import ReadOptions, read_documents
 from megatron_deberta.preprocess.records import Document
 from megatron_deberta.preprocess.sources import Source
@@ -52,10 +53,12 @@ def fast_bpe_encoder(tokenizer: Tokenizer) -> BatchEncoder | None:
     except Exception:  # the library raises bare exceptions for what it does not support
         return None
 
+    dtype = dtype_for_vocab(tokenizer.vocab_size)
+
     def encode(texts: Sequence[str]) -> tuple[Ids, Lengths]:
         # One by one: a call for many is no faster, and imports awkward arrays: 0.2 s.
         parts = [backend.encode(text) for text in texts]
-        ids = np.concatenate(parts) if parts else np.empty(0, np.uint32)
+        ids = np.concatenate([np.empty(0, dtype), *parts], dtype=dtype, casting="same_kind")
         return ids, np.fromiter(map(len, parts), np.int64, len(parts))
 
     if not trims:

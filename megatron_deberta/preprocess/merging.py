@@ -17,12 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron_deberta.data.indexed_format import bin_path, dtype_for_vocab, idx_path, manifest_path
 from megatron_deberta.data.manifest import Manifest, encode_manifest
 from megatron_deberta.data.shard_assembly import PartSize, ShardLayout
 from megatron_deberta.errors import DataError
-from megatron_deberta.files import fsync_path, sha256_file, write_durably
+from megatron_deberta.files import fsync_path, write_durably
+from megatron_deberta.preprocess.direct_io import (
+    BUFFER_BYTES,
+    copy_direct,
+    new_buffer,
+    sha256_direct,
+)
 from megatron_deberta.preprocess.progress import Board
 from megatron_deberta.preprocess.records import DAMAGED
 from megatron_deberta.preprocess.units import Unit
@@ -107,7 +114,7 @@ class Merger:
             for each in summary["sizes"]
         ]
         tasks = {f"copy-{first:08d}": (first, last) for first, last in self._tasks(layouts)}
-        self._once(list(tasks), lambda name: self._copy(layouts, *tasks[name]))
+        self._once(list(tasks), lambda name: self._copy(layouts, summary["sizes"], *tasks[name]))
         files = [f"hash-{index}.{end}" for index in range(len(layouts)) for end in ("bin", "idx")]
         self._once([*files, "hash-bad"], self._hash)
         self._once(["manifests"], lambda _: self._write_manifests(summary, layouts))
@@ -129,7 +136,8 @@ class Merger:
                 finally:
                     self._folder.release(name)
             time.sleep(wait)
-            wait = min(2 * wait, 1.0)
+            # A fifth of the time waited so far: what took a moment is not waited for much longer.
+            wait = min(1.2 * wait, 1.0)
 
     def _has(self, name: str) -> bool:
         return self._folder.recorded(name) is not None
@@ -213,12 +221,25 @@ class Merger:
         edges = [len(self._units) * index // tasks for index in range(tasks + 1)]
         yield from zip(edges, edges[1:], strict=False)
 
-    def _copy(self, layouts: list[ShardLayout], first: int, last: int) -> dict[str, Any]:
+    def _copy(
+        self, layouts: list[ShardLayout], sizes: list[list[list[int]]], first: int, last: int
+    ) -> dict[str, Any]:
+        buffers = new_buffer(), new_buffer()
         for key, layout in enumerate(layouts):
             files = [os.open(self._staged(key, end), os.O_WRONLY) for end in ("bin", "idx")]
+            place = sum(size[0] for size in sizes[key][:first]) * self._dtype.itemsize
             try:
                 for index in range(first, last):
-                    self._copy_part(layout, key, index, *files)
+                    self._board.enter("merging")
+                    path = self._folder.parts / f"{self._units[index].name}.{key}"
+                    token_bytes = sizes[key][index][0] * self._dtype.itemsize
+                    if token_bytes < BUFFER_BYTES:
+                        with path.open("rb") as part:
+                            layout.copy_tokens(files[0], index, part.fileno())
+                    else:
+                        copy_direct(path, token_bytes, self._staged(key, "bin"), place, buffers)
+                    place += token_bytes
+                    layout.write_index(files[1], index, *self._index(path, sizes[key][index]))
                 for descriptor in files:
                     os.fsync(descriptor)
             finally:
@@ -226,27 +247,22 @@ class Merger:
                     os.close(descriptor)
         return {}
 
-    def _copy_part(
-        self, layout: ShardLayout, key: int, index: int, bin_file: int, idx_file: int
-    ) -> None:
-        self._board.enter("merging")
-        record = self._folder.recorded(self._units[index].name)
-        assert record is not None
-        tokens, sequences, documents, _ = record["sizes"][key]
-        begin = tokens * self._dtype.itemsize
-        path = self._folder.parts / f"{self._units[index].name}.{key}"
+    def _index(
+        self, path: Path, size: list[int]
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32] | None]:
+        """Read what a part has behind its tokens: lengths, and sentences of each document."""
+        tokens, sequences, documents, _ = size
         with path.open("rb") as part:
-            layout.copy_tokens(bin_file, index, part.fileno())
-            part.seek(begin)
+            part.seek(tokens * self._dtype.itemsize)
             lengths = np.frombuffer(part.read(4 * sequences), np.int32)
             counts = np.frombuffer(part.read(), np.int32) if self._job.language else None
-            if lengths.size != sequences or (counts is not None and counts.size != documents):
-                raise DataError(f"{path}: shorter than its record says; begin again with --restart")
-        layout.write_index(idx_file, index, lengths, counts)
+        if lengths.size != sequences or (counts is not None and counts.size != documents):
+            raise DataError(f"{path}: shorter than its record says; begin again with --restart")
+        return lengths, counts
 
     def _hash(self, name: str) -> dict[str, Any]:
         staged = self._folder.staged / name.removeprefix("hash-")
-        return {"sha256": sha256_file(staged)}
+        return {"sha256": sha256_direct(staged)}
 
     def _write_manifests(
         self, summary: dict[str, Any], layouts: list[ShardLayout]

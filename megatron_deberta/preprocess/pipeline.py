@@ -7,6 +7,7 @@ Refuses to go on with a changed input, tokenizer or option; and to wait for a pr
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import json
 import multiprocessing
@@ -198,6 +199,8 @@ class _Worker:
 def _start(share: _Share, first: Sequence[int], counters: Sequence[Any]) -> list[_Worker]:
     # What is loaded is shared: a process of its own would take most of a second to come as far.
     context = multiprocessing.get_context("fork")
+    # The collector would write to all of it, and so copy it for each process.
+    gc.freeze()
     workers = []
     for first_segment, counter in zip(first, counters, strict=True):
         here, there = context.Pipe(duplex=False)

@@ -146,12 +146,17 @@ def kind_of(value: object) -> str:
 
 
 def _lines(block: Block) -> Iterator[tuple[int, int, bytes]]:
-    offset = block.offset_bytes
-    for line, content in enumerate(block.content.split(b"\n"), block.first_line):
-        if content:
-            mark = offset == 0 and content.startswith(BYTE_ORDER_MARK)
-            yield line, offset, content[len(BYTE_ORDER_MARK) :] if mark else content
-        offset += len(content) + 1
+    content, offset = block.content, block.offset_bytes
+    begin, line = 0, block.first_line
+    if offset == 0 and content.startswith(BYTE_ORDER_MARK):
+        begin = len(BYTE_ORDER_MARK)
+    while begin < len(content):
+        # Finding is many times as fast as splitting, which goes byte by byte.
+        end = content.find(b"\n", begin)
+        end = len(content) if end < 0 else end
+        if end > begin:
+            yield line, offset + begin, content[begin:end]
+        begin, line = end + 1, line + 1
 
 
 def _paragraphs(block: Block) -> Iterator[tuple[int, int, bytes]]:

@@ -12,13 +12,14 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_deberta.data.indexed_format import dtype_for_vocab
 from megatron_deberta.errors import DataError
+from megatron_deberta.preprocess.direct_io import DirectWriter, new_buffer
 from megatron_deberta.preprocess.encoding import BatchEncoder, split_sentences
 from megatron_deberta.preprocess.progress import Board
 from megatron_deberta.preprocess.reading import Batch, DocumentReader, ReadOptions
@@ -29,7 +30,6 @@ from megatron_deberta.preprocess.workfolder import WorkFolder
 
 ENCODED_BYTES = 5 << 19
 """Of text that is encoded at once: its words repeat, and each is looked up once."""
-_BUFFER_BYTES = 1 << 20
 _LONGEST_WAIT_SECONDS = 1.0
 
 
@@ -70,7 +70,7 @@ def encode_units(
         if unit is None:
             board.enter("waiting")
             time.sleep(wait)
-            wait = min(2 * wait, _LONGEST_WAIT_SECONDS)
+            wait = min(1.2 * wait, _LONGEST_WAIT_SECONDS)
             queue.refresh()
             continue
         wait = 0.01
@@ -91,13 +91,15 @@ class _UnitWorker:
         self._encode = encode
         self._board = board
         self._reader: DocumentReader | None = None
+        # One for each file of a unit: its keys, and what is set aside.
+        self._buffers = [new_buffer() for _ in range(len(job.options.keys) + 1)]
 
     def do(self, unit: Unit) -> bool | None:
         """Do a unit and tell whether it is its segment's last; None where there is no such."""
         job = self._job
         segment = job.segments[unit.segment]
         is_last = not segment.is_stream
-        with _Part(unit, job, self._folder) as part:
+        with _Part(unit, job, self._folder, self._buffers) as part:
             for piece in unit_range(segment, unit.number, job.unit_bytes):
                 source = job.sources[piece.source]
                 self._board.enter("reading")
@@ -190,7 +192,9 @@ def _together(batches: Iterable[Batch]) -> Iterator[Batch]:
 class _Part:
     """The files of a unit while it is done: one a key, and what was set aside."""
 
-    def __init__(self, unit: Unit, job: Job, folder: WorkFolder) -> None:
+    def __init__(
+        self, unit: Unit, job: Job, folder: WorkFolder, buffers: Sequence[memoryview]
+    ) -> None:
         self._unit = unit
         self._folder = folder
         self._dtype = dtype_for_vocab(job.vocab_size)
@@ -198,7 +202,8 @@ class _Part:
         keys = len(job.options.keys)
         self._names = [f"{unit.name}.{index}" for index in range(keys)] + [f"{unit.name}.bad"]
         self._temporary = [folder.temporary(folder.parts / name) for name in self._names]
-        self._streams: list[IO[bytes]] = []
+        self._buffers = buffers
+        self._streams: list[DirectWriter] = []
         self._lengths: list[list[npt.NDArray[np.int32]]] = [[] for _ in range(keys)]
         self._counts: list[list[npt.NDArray[np.int32]]] = [[] for _ in range(keys)]
         self._tokens = [0] * keys
@@ -209,13 +214,15 @@ class _Part:
         self.documents = 0
 
     def __enter__(self) -> _Part:
-        self._streams = [path.open("wb", buffering=_BUFFER_BYTES) for path in self._temporary]
+        for path, buffer in zip(self._temporary, self._buffers, strict=True):
+            # Left by a process of the same number that was killed.
+            path.unlink(missing_ok=True)
+            self._streams.append(DirectWriter(path, buffer))
         return self
 
     def __exit__(self, *_: object) -> None:
         for stream, path in zip(self._streams, self._temporary, strict=True):
-            if not stream.closed:
-                stream.close()
+            stream.close()
             path.unlink(missing_ok=True)
 
     def add(

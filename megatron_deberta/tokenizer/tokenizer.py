@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,9 @@ from tokenizers import Tokenizer as Backend
 
 from megatron_deberta.errors import DataError
 from megatron_deberta.tokenizer.special_tokens import SpecialTokens
-from megatron_deberta.tokenizer.word_cache import WordCache, words_are_independent
+
+if TYPE_CHECKING:
+    from megatron_deberta.tokenizer.word_cache import WordCache
 
 SENTENCEPIECE_FILE = "spm.model"
 JSON_FILE = "tokenizer.json"
@@ -67,11 +69,17 @@ class Tokenizer:
         self.special = special
         self.num_tokens = max(self._backend.get_vocab().values()) + 1
         self.vocab_size = self.num_tokens if vocab_size is None else vocab_size
-        self._words = (
-            WordCache(self._spec, self._backend, self._encode_whole)
-            if words_are_independent(self._spec)
-            else None
-        )
+        self._words = self._word_cache()
+
+    def _word_cache(self) -> WordCache | None:
+        if self._spec["model"]["type"] != "Unigram":
+            return None
+        # It imports Arrow, a tenth of the start-up that byte pairs need.
+        from megatron_deberta.tokenizer.word_cache import WordCache, words_are_independent
+
+        if not words_are_independent(self._spec):
+            return None
+        return WordCache(self._spec, self._backend, self._encode_whole)
 
     @property
     def spec(self) -> Mapping[str, Any]:

@@ -41,6 +41,7 @@ ahead."""
 
 _POOL = pyarrow.system_memory_pool()
 """Arrow's own one keeps what is freed: 60 MB more a process."""
+_give_memory_back = _POOL.release_unused
 _TRIM_CHARACTERS = 1 << 25
 """After which the C library gives freed memory back; its heap would grow with the corpus."""
 
@@ -118,7 +119,7 @@ class WordCache:
         self._characters += sum(map(len, texts))
         if self._characters >= _TRIM_CHARACTERS:
             self._characters = 0
-            _POOL.release_unused()
+            _give_memory_back()
         is_long = np.fromiter((len(text) > _MOST_CHARACTERS for text in texts), np.bool_)
         try:
             ids, lengths, is_safe = self._encode_words(

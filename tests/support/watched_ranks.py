@@ -27,13 +27,14 @@ cluster: {{startup_timeout_seconds: 20,
   save_timeout_seconds: {limit}, evaluation_timeout_seconds: {limit}, straggler_window_steps: 10}}
 """
 BARRIER = """
-import pathlib, time
+import os, time
 
 def barrier(folder, name, rank, world, flag=False):
-    pathlib.Path(folder, f"{name}.{rank}{'.yes' * flag}").touch()
-    while len(found := list(pathlib.Path(folder).glob(f"{name}.*"))) < world:
+    open(f"{folder}/{name}.{rank}{'.yes' * flag}", "w").close()
+    # Nothing written in Python is called: whoever looks finds this file innermost.
+    while len(found := [x for x in os.listdir(folder) if x.startswith(f"{name}.")]) < world:
         time.sleep(0.005)
-    return any(path.suffix == ".yes" for path in found)
+    return any(x.endswith(".yes") for x in found)
 """
 RANK = """
 import json, os, pathlib, signal, sys, time

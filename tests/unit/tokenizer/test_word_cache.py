@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from tokenizers import Tokenizer as Backend
@@ -45,6 +46,20 @@ def test_little_is_kept_and_ids_stay(unigram_dir: str, monkeypatch: pytest.Monke
     assert len(words._slots) < 200
     assert sum(map(len, words._slots)) < 2000
     assert words._ids.size < 5000
+
+
+def test_freed_memory_is_given_back_now_and_then(
+    unigram_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = load_tokenizer(unigram_dir)
+    give_back = Mock(wraps=word_cache._give_memory_back)
+    monkeypatch.setattr(word_cache, "_give_memory_back", give_back)
+    monkeypatch.setattr(word_cache, "_TRIM_CHARACTERS", 1000)
+    given_back = []
+    for _ in range(5):
+        tokenizer.encode_texts(["some words " * 40])  # 440 characters
+        given_back.append(give_back.call_count)
+    assert given_back == [0, 0, 1, 1, 1]
 
 
 def test_words_whose_beginning_has_no_piece(unigram_dir: str, tmp_path: Path) -> None:
