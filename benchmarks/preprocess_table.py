@@ -14,14 +14,14 @@ _TITLES = {
     "ours, unigram, plain": "ours, unigram, JSONL",
     "ours, unigram, gzip": "the same, gzip",
     "ours, unigram, zstd": "the same, zstandard",
-    "ours, unigram, one line": "the same, one line: start-up",
+    "ours, unigram, start-up": "the same, first documents: start-up",
     "Megatron-LM, unigram, plain": "Megatron-LM's script, unigram, JSONL",
-    "Megatron-LM, unigram, one line": "the same, one line: start-up",
+    "Megatron-LM, unigram, start-up": "the same, first documents: start-up",
     "gigatoken in memory": "gigatoken alone, documents in memory",
     "ours, gpt2, plain": "ours, byte-level BPE, JSONL",
     "ours, gpt2, gzip": "the same, gzip",
     "ours, gpt2, zstd": "the same, zstandard",
-    "ours, gpt2, one line": "the same, one line: start-up",
+    "ours, gpt2, start-up": "the same, first documents: start-up",
     "ours, unigram, 20 MB": "ours, unigram, 20 MB",
     "ours, unigram, 2 GB": "ours, unigram, 2 GB (the novels over and over)",
     "sentencepiece in memory, 2 GB": "SentencePiece alone, the same in memory",
@@ -54,8 +54,9 @@ def speed_rows(record: Record) -> list[tuple[str, ...]]:
         if name not in record:
             continue
         case = record[name]
-        rate = f"{case['MB_per_processor_second']:.1f}" if case["megabytes"] else ""
-        wall = f"{case['MB_per_second']:.1f}" if case["megabytes"] else ""
+        is_start = name.endswith("start-up")
+        rate = "" if is_start else f"{case['MB_per_processor_second']:.1f}"
+        wall = "" if is_start else f"{case['MB_per_second']:.1f}"
         peak = f"{case['peak_MiB']:.0f}" if "peak_MiB" in case else ""
         spent = f"{case['processor_seconds']:.2f}"
         rows.append((title, f"{case['seconds']:.1f}", spent, wall, rate, peak, f"{case['load']}"))
@@ -68,9 +69,9 @@ def ratios(record: Record) -> list[tuple[str, str]]:
     for title, ours, peer, start in (
         ("our tokenizer / SentencePiece", "our tokenizer in memory", "sentencepiece in memory", ""),
         ("whole command / SentencePiece", "ours, unigram, plain", "sentencepiece in memory",
-         "ours, unigram, one line"),
+         "ours, unigram, start-up"),
         ("whole command / gigatoken", "ours, gpt2, plain", "gigatoken in memory",
-         "ours, gpt2, one line"),
+         "ours, gpt2, start-up"),
         ("whole command / SentencePiece, 2 GB", "ours, unigram, 2 GB",
          "sentencepiece in memory, 2 GB", ""),
         ("whole command / gigatoken, 2 GB", "ours, gpt2, 2 GB", "gigatoken in memory, 2 GB", ""),
@@ -113,7 +114,7 @@ def stage_rows(record: Record) -> tuple[list[str], list[list[str]]]:
 
 
 def _ratio(record: Record, ours: str, peer: str, start: str = "") -> float:
-    """Speed of ours by that of a peer, with the time of a case ``start`` taken off.
+    """Speed of ours by that of a peer, with a case ``start`` taken off.
 
     Of cases measured in rounds: the middle one of the rounds' ratios.
     """
@@ -123,7 +124,8 @@ def _ratio(record: Record, ours: str, peer: str, start: str = "") -> float:
         return list(case.get("all_processor_seconds", [case["processor_seconds"]]))
 
     starts = seconds(start) if start else [0.0] * len(seconds(ours))
-    size = record[ours]["megabytes"] / record[peer]["megabytes"]
+    started = record[start]["megabytes"] if start else 0.0
+    size = (record[ours]["megabytes"] - started) / record[peer]["megabytes"]
     rounds = zip(seconds(ours), seconds(peer), starts, strict=True)
     return median(size * base / (spent - begin) for spent, base, begin in rounds)
 

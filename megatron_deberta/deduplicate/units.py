@@ -92,7 +92,7 @@ class UnitReader:
                 )
                 for line, offset, texts in documents:
                     if is_jsonl:
-                        begin = offset - block.offset_bytes
+                        begin = block.begin + offset - block.offset_bytes
                         end = block.content.find(b"\n", begin)
                         content = block.content[begin : end if end >= 0 else None].strip()
                         content = content.removeprefix(BYTE_ORDER_MARK)

@@ -32,7 +32,9 @@ class Block:
     """Some whole records.
 
     Attributes:
-        content: their bytes; empty where ``defect`` tells of bytes that are no record.
+        content: their bytes and others around them; empty where ``defect`` tells of bytes that are
+            no record.
+        begin: where in ``content`` they begin; they end ``size_bytes`` later.
         first_line: number of the first line, from 1; where reading can begin anywhere
             (``RecordReader.can_seek``), counted from the beginning of the range.
         offset_bytes: where it begins in the uncompressed file.
@@ -41,6 +43,7 @@ class Block:
     """
 
     content: bytes
+    begin: int
     first_line: int
     offset_bytes: int
     defect: str
@@ -64,7 +67,7 @@ class RecordReader:
     """
 
     def __init__(
-        self, source: Source, *, block_bytes: int = 1 << 20, longest_bytes: int = 100_000_000
+        self, source: Source, *, block_bytes: int = 1 << 18, longest_bytes: int = 100_000_000
     ) -> None:
         """See the class."""
         self._source = source
@@ -113,8 +116,8 @@ class RecordReader:
     def _seek(self, begin: int) -> None:
         # The byte before tells whether a record begins here; its rest is another range's.
         self._rewind(begin - 1)
-        while not (size := self._buffer.find(b"\n") + 1):
-            self._drop(len(self._buffer))
+        while not (size := self._boundary(1)):
+            self._drop(self._left)
             if not self._fill():
                 self.at_end = True
                 break
@@ -128,7 +131,12 @@ class RecordReader:
         self.at_end = False
         self._damage = ""
         self._buffer = b""
-        self._searched = 0
+        self._begin = self._searched = 0
+
+    @property
+    def _left(self) -> int:
+        """Bytes of the buffer that are no part of an earlier block."""
+        return len(self._buffer) - self._begin
 
     def _open(self) -> None:
         source = self._source
@@ -147,14 +155,14 @@ class RecordReader:
     def _blocks(self, end: int) -> Iterator[Block]:
         self._passed = ENDLESS
         while not self.at_end and self.offset < end:
-            reaches_end = self.offset + len(self._buffer) >= end
-            if not reaches_end and len(self._buffer) < self._block_bytes and self._fill():
+            reaches_end = self.offset + self._left >= end
+            if not reaches_end and self._left < self._block_bytes and self._fill():
                 continue
             size = self._boundary(end - self.offset) if reaches_end else 0
             size = size or self._last_boundary()
             if size:
                 yield self._emit(size)
-            elif len(self._buffer) >= self._longest:
+            elif self._left >= self._longest:
                 yield self._pass_over()
             elif not self._fill():
                 yield from self._finish()
@@ -162,14 +170,16 @@ class RecordReader:
 
     def _fill(self) -> bool:
         """Read a block, or as much as is there already (a long record); False at the end."""
-        size = len(self._buffer)
+        size = self._left
         least = max(self._block_bytes, min(2 * size, self._longest))
-        pieces = [self._buffer]
+        pieces: list[bytes | memoryview] = [memoryview(self._buffer)[self._begin :]]
         # Joined once: a buffer that grows piece by piece is copied again and again.
         while (size < least or len(pieces) == 1) and (piece := self._next_piece()) is not None:
             pieces.append(piece)
             size += len(piece)
         self._buffer = b"".join(pieces)
+        self._searched -= self._begin
+        self._begin = 0
         return len(pieces) > 1
 
     def _next_piece(self) -> bytes | None:
@@ -184,69 +194,70 @@ class RecordReader:
         return piece
 
     def _boundary(self, least: int) -> int:
-        """Return where the first record at or after ``least`` begins; 0 where none is seen."""
+        """Return how far the first record lies that is ``least`` away; 0 where none is seen."""
         if self._by_line:
-            return self._buffer.find(b"\n", max(least - 1, self._searched)) + 1
-        return next((end for end in self._paragraph_ends() if end >= least), 0)
+            first = max(self._begin + least - 1, self._searched)
+            return max(self._buffer.find(b"\n", first) + 1 - self._begin, 0)
+        return next((size for size in self._paragraph_sizes() if size >= least), 0)
 
     def _last_boundary(self) -> int:
         if self._by_line:
-            size = self._buffer.rfind(b"\n", self._searched) + 1
+            size = max(self._buffer.rfind(b"\n", self._searched) + 1 - self._begin, 0)
         else:
-            size = max(self._paragraph_ends(), default=0)
+            size = max(self._paragraph_sizes(), default=0)
         if not size:
             self._searched = len(self._buffer)
         return size
 
-    def _paragraph_ends(self) -> Iterator[int]:
+    def _paragraph_sizes(self) -> Iterator[int]:
         first = self._searched
-        while first and self._buffer[first - 1] in _BLANKS:
+        while first > self._begin and self._buffer[first - 1] in _BLANKS:
             first -= 1
         for match in _PARAGRAPH_END.finditer(self._buffer, first):
             # Blanks that reach the end may go on.
             if match.end() < len(self._buffer):
-                yield match.end()
+                yield match.end() - self._begin
 
     def _emit(self, size: int) -> Block:
-        block = Block(self._buffer[:size], self.line, self.offset, "", size)
+        block = Block(self._buffer, self._begin, self.line, self.offset, "", size)
         self._drop(size)
         return block
 
     def _drop(self, size: int) -> None:
-        self.line += _count_lines(self._buffer, size)
+        self.line += _count_lines(self._buffer, self._begin, size)
         self.offset += size
-        self._buffer = self._buffer[size:]
-        self._searched = 0
+        self._begin += size
+        self._searched = self._begin
 
     def _pass_over(self) -> Block:
         """Leave out the record whose beginning fills the buffer."""
         line, offset = self.line, self.offset
         while not (size := self._boundary(1)):
             # Some bytes stay: a boundary may lie across two pieces.
-            self._drop(max(len(self._buffer) - _KEPT_BYTES, 0))
+            self._drop(max(self._left - _KEPT_BYTES, 0))
             if not self._fill():
-                size = len(self._buffer)
+                size = self._left
                 break
         self._drop(size)
-        return Block(b"", line, offset, TOO_LONG, self.offset - offset)
+        return Block(b"", 0, line, offset, TOO_LONG, self.offset - offset)
 
     def _finish(self) -> Iterator[Block]:
         """Give what is left at the end; behind damage it is no whole record."""
         if self._damage:
-            line, offset, size = self.line, self.offset, len(self._buffer)
+            line, offset, size = self.line, self.offset, self._left
             self._drop(size)
-            yield Block(b"", line, offset, self._damage, size)
-        elif self._buffer:
-            yield self._emit(len(self._buffer))
+            yield Block(b"", 0, line, offset, self._damage, size)
+        elif self._left:
+            yield self._emit(self._left)
         self.at_end = True
         self.close()
 
 
-def _count_lines(content: bytes, size: int) -> int:
-    """Count line ends in the first bytes, several times as fast as ``bytes.count``."""
-    codes = np.frombuffer(content, np.uint8, size)
+def _count_lines(content: bytes, begin: int, size: int) -> int:
+    """Count line ends in a range, several times as fast as ``bytes.count``."""
+    codes = np.frombuffer(content, np.uint8)[begin : begin + size]
     # Piece by piece, since a large array would be fresh memory each time.
     return sum(
-        int(np.count_nonzero(codes[begin : begin + _COUNTED_BYTES] == ord("\n")))
-        for begin in range(0, size, _COUNTED_BYTES)
+        int(np.count_nonzero(codes[first : first + _COUNTED_BYTES] == ord("\n")))
+        for first in range(0, size, _COUNTED_BYTES)
     )

@@ -145,31 +145,33 @@ def kind_of(value: object) -> str:
     return "null" if value is None else names.get(type(value), "a number")
 
 
+def _begin(block: Block) -> int:
+    """Where the text of a block begins: behind a byte order mark."""
+    marked = block.offset_bytes == 0 and block.content.startswith(BYTE_ORDER_MARK, block.begin)
+    return block.begin + (len(BYTE_ORDER_MARK) if marked else 0)
+
+
 def _lines(block: Block) -> Iterator[tuple[int, int, bytes]]:
-    content, offset = block.content, block.offset_bytes
-    begin, line = 0, block.first_line
-    if offset == 0 and content.startswith(BYTE_ORDER_MARK):
-        begin = len(BYTE_ORDER_MARK)
-    while begin < len(content):
+    content, begin, line = block.content, _begin(block), block.first_line
+    stop = block.begin + block.size_bytes
+    offset = block.offset_bytes - block.begin
+    while begin < stop:
         # Finding is many times as fast as splitting, which goes byte by byte.
-        end = content.find(b"\n", begin)
-        end = len(content) if end < 0 else end
+        end = content.find(b"\n", begin, stop)
+        end = stop if end < 0 else end
         if end > begin:
             yield line, offset + begin, content[begin:end]
         begin, line = end + 1, line + 1
 
 
 def _paragraphs(block: Block) -> Iterator[tuple[int, int, bytes]]:
-    content = block.content
-    begin, line = 0, block.first_line
-    if block.offset_bytes == 0 and content.startswith(BYTE_ORDER_MARK):
-        begin = len(BYTE_ORDER_MARK)
-    for end, after in [
-        *((match.start(), match.end()) for match in _BLANK_LINES.finditer(content)),
-        (len(content), len(content)),
-    ]:
+    content, begin, line = block.content, _begin(block), block.first_line
+    stop = block.begin + block.size_bytes
+    offset = block.offset_bytes - block.begin
+    matches = _BLANK_LINES.finditer(content, block.begin, stop)
+    for end, after in [*((match.start(), match.end()) for match in matches), (stop, stop)]:
         if end > begin:
-            yield line, block.offset_bytes + begin, content[begin:end]
+            yield line, offset + begin, content[begin:end]
         line += content.count(b"\n", begin, after)
         begin = after
 

@@ -128,7 +128,7 @@ def _load_byte_level(folder: Path) -> Tokenizer:
         backend.add_special_tokens([AddedToken("<|endoftext|>", special=True, normalized=False)])
     declare_special_tokens(backend, special)
     refuse_leaks(backend, special, where)
-    return Tokenizer(orjson.loads(backend.to_str()), special)
+    return Tokenizer(orjson.loads(backend.to_str()), special, backend=backend)
 
 
 def _load_json(path: Path) -> Tokenizer:
