@@ -93,8 +93,8 @@ class UnitReader:
                 for line, offset, texts in documents:
                     if is_jsonl:
                         begin = block.begin + offset - block.offset_bytes
-                        end = block.content.find(b"\n", begin)
-                        content = block.content[begin : end if end >= 0 else None].strip()
+                        end = block.content.find(b"\n", begin, block.end)
+                        content = block.content[begin : end if end >= 0 else block.end].strip()
                         content = content.removeprefix(BYTE_ORDER_MARK)
                     else:
                         content = orjson.dumps({options.keys[0]: texts[0]})

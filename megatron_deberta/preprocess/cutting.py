@@ -32,9 +32,9 @@ class Block:
     """Some whole records.
 
     Attributes:
-        content: their bytes and others around them; empty where ``defect`` tells of bytes that are
-            no record.
-        begin: where in ``content`` they begin; they end ``size_bytes`` later.
+        content: all that was read at once, which several blocks share; empty where ``defect`` tells
+            of bytes that are no record.
+        begin: where in ``content`` the records begin.
         first_line: number of the first line, from 1; where reading can begin anywhere
             (``RecordReader.can_seek``), counted from the beginning of the range.
         offset_bytes: where it begins in the uncompressed file.
@@ -48,6 +48,11 @@ class Block:
     offset_bytes: int
     defect: str
     size_bytes: int
+
+    @property
+    def end(self) -> int:
+        """Where in ``content`` the records end."""
+        return self.begin + self.size_bytes
 
 
 class RecordReader:
@@ -194,7 +199,7 @@ class RecordReader:
         return piece
 
     def _boundary(self, least: int) -> int:
-        """Return how far the first record lies that is ``least`` away; 0 where none is seen."""
+        """Return how many bytes, ``least`` or more, end with a record; 0 where none is seen."""
         if self._by_line:
             first = max(self._begin + least - 1, self._searched)
             return max(self._buffer.find(b"\n", first) + 1 - self._begin, 0)
@@ -227,6 +232,10 @@ class RecordReader:
         self.line += _count_lines(self._buffer, self._begin, size)
         self.offset += size
         self._begin += size
+        if self._begin > 4 * self._block_bytes:
+            # Nobody waits for the next read to get the memory of a long record back.
+            self._buffer = self._buffer[self._begin :]
+            self._begin = 0
         self._searched = self._begin
 
     def _pass_over(self) -> Block:

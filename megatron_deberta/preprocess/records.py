@@ -145,16 +145,15 @@ def kind_of(value: object) -> str:
     return "null" if value is None else names.get(type(value), "a number")
 
 
-def _begin(block: Block) -> int:
-    """Where the text of a block begins: behind a byte order mark."""
+def _text_begin(block: Block) -> int:
+    """Where in a block's content text begins: behind a byte order mark."""
     marked = block.offset_bytes == 0 and block.content.startswith(BYTE_ORDER_MARK, block.begin)
     return block.begin + (len(BYTE_ORDER_MARK) if marked else 0)
 
 
 def _lines(block: Block) -> Iterator[tuple[int, int, bytes]]:
-    content, begin, line = block.content, _begin(block), block.first_line
-    stop = block.begin + block.size_bytes
-    offset = block.offset_bytes - block.begin
+    content, begin, line = block.content, _text_begin(block), block.first_line
+    stop, offset = block.end, block.offset_bytes - block.begin
     while begin < stop:
         # Finding is many times as fast as splitting, which goes byte by byte.
         end = content.find(b"\n", begin, stop)
@@ -165,11 +164,11 @@ def _lines(block: Block) -> Iterator[tuple[int, int, bytes]]:
 
 
 def _paragraphs(block: Block) -> Iterator[tuple[int, int, bytes]]:
-    content, begin, line = block.content, _begin(block), block.first_line
-    stop = block.begin + block.size_bytes
+    content, begin, line = block.content, _text_begin(block), block.first_line
     offset = block.offset_bytes - block.begin
-    matches = _BLANK_LINES.finditer(content, block.begin, stop)
-    for end, after in [*((match.start(), match.end()) for match in matches), (stop, stop)]:
+    matches = _BLANK_LINES.finditer(content, block.begin, block.end)
+    ends = [(match.start(), match.end()) for match in matches]
+    for end, after in [*ends, (block.end, block.end)]:
         if end > begin:
             yield line, offset + begin, content[begin:end]
         line += content.count(b"\n", begin, after)
