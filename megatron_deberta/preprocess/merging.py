@@ -164,8 +164,8 @@ class Merger:
                         lines[source] = 0
                     bases.append(lines[source])
                     lines[source] += piece_lines
-                for line in self._quarantined(unit, bases):
-                    quarantine.write(line)
+                if record["reasons"] or any(size[3] for size in record["sizes"]):
+                    quarantine.writelines(self._quarantined(unit, bases))
             quarantine.flush()
             os.fsync(quarantine.fileno())
         for key in keys:

@@ -200,8 +200,9 @@ class _Part:
         self._dtype = dtype_for_vocab(job.vocab_size)
         self._sentences = bool(job.language)
         keys = len(job.options.keys)
-        self._names = [f"{unit.name}.{index}" for index in range(keys)] + [f"{unit.name}.bad"]
-        self._temporary = [folder.temporary(folder.parts / name) for name in self._names]
+        names = [f"{unit.name}.{index}" for index in range(keys)] + [f"{unit.name}.bad"]
+        self._paths = [folder.parts / name for name in names]
+        self._temporary = [folder.temporary(path) for path in self._paths]
         self._buffers = buffers
         self._streams: list[DirectWriter] = []
         self._lengths: list[list[npt.NDArray[np.int32]]] = [[] for _ in range(keys)]
@@ -214,14 +215,19 @@ class _Part:
         self.documents = 0
 
     def __enter__(self) -> _Part:
-        for path, buffer in zip(self._temporary, self._buffers, strict=True):
+        for path in self._temporary:
             # Left by a process of the same number that was killed.
             path.unlink(missing_ok=True)
-            self._streams.append(DirectWriter(path, buffer))
+        while len(self._streams) < len(self._temporary) - 1:
+            self._open_next()
         return self
 
+    def _open_next(self) -> None:
+        index = len(self._streams)
+        self._streams.append(DirectWriter(self._temporary[index], self._buffers[index]))
+
     def __exit__(self, *_: object) -> None:
-        for stream, path in zip(self._streams, self._temporary, strict=True):
+        for stream, path in zip(self._streams, self._temporary, strict=False):
             stream.close()
             path.unlink(missing_ok=True)
 
@@ -243,6 +249,9 @@ class _Part:
 
     def add_defects(self, source: int, defects: Sequence[Defect], text_bytes: int) -> None:
         self._text_bytes += text_bytes
+        if defects and len(self._streams) < len(self._temporary):
+            # Most units have none, and a file for nothing costs as much as any other.
+            self._open_next()
         for defect in defects:
             line = (source, len(self._pieces), *defect)
             self._streams[-1].write(json.dumps(line).encode() + b"\n")
@@ -255,18 +264,19 @@ class _Part:
     def commit(self, *, is_last: bool) -> None:
         """Flush the files, then record the unit."""
         sizes = []
-        for key, stream in enumerate(self._streams[:-1]):
+        for key, stream in enumerate(self._streams[: len(self._tokens)]):
             lengths = np.concatenate([np.empty(0, np.int32), *self._lengths[key]])
             counts = np.concatenate([np.empty(0, np.int32), *self._counts[key]])
             stream.write(lengths.tobytes())
             stream.write(counts.tobytes())
             documents = counts.size if self._sentences else lengths.size
             sizes.append((self._tokens[key], lengths.size, documents, self._empty[key]))
-        for stream, path, name in zip(self._streams, self._temporary, self._names, strict=True):
+        files = zip(self._streams, self._temporary, self._paths, strict=False)
+        for stream, temporary, path in files:
             stream.flush()
             os.fsync(stream.fileno())
             stream.close()
-            os.replace(path, self._folder.parts / name)
+            os.replace(temporary, path)
         self._folder.flush_parts()
         self._folder.record(
             self._unit.name,
