@@ -3,9 +3,9 @@
 MB/s are of raw text (the documents' bytes, without JSON), on two processes; ours are whole
 commands, start-up included, with the input in the page cache, while the bare tokenizers have the
 documents in memory and their start-up is not counted; "start-up" is a whole command for as many
-documents as every run checks against the tokenizer. Short cases are measured in rounds; one that
-this very code was measured with is not measured again. On a machine that does other work as well,
-only processor seconds compare.
+documents as each run over byte pairs checks against the tokenizer. Short cases are measured in
+rounds; one that this very code was measured with is not measured again. On a machine that does
+other work as well, only processor seconds compare.
 
   python -m benchmarks.preprocess --corpus books-*.jsonl.gz --work /scratch --megatron Megatron-LM
 """
@@ -207,7 +207,7 @@ def read_through(path: Path) -> None:
 def run_command(line: list[str], env: dict[str, str] | None = None) -> tuple[float, float, float]:
     """Run a command; return its seconds, processor seconds and the peak memory of all, MiB."""
     env = dict(os.environ if env is None else env)
-    # Every start would compile our modules anew.
+    # With it every start compiles our modules anew, unlike a user's.
     env.pop("PYTHONDONTWRITEBYTECODE", None)
     begin, before = time.perf_counter(), os.times()
     process = subprocess.Popen(line, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
