@@ -41,7 +41,7 @@ from megatron_deberta.preprocess.direct_io import (
     sha256_direct,
 )
 from megatron_deberta.preprocess.encoding import PROBE_CHARACTERS, PROBE_DOCUMENTS, fast_bpe_encoder
-from megatron_deberta.preprocess.records import parse_block
+from megatron_deberta.preprocess.records import parse_records
 from megatron_deberta.preprocess.sources import find_sources
 from megatron_deberta.preprocess.worker import ENCODED_BYTES
 from megatron_deberta.tokenizer import load_tokenizer
@@ -173,7 +173,7 @@ def stages(path: Path, folder: Path) -> dict[str, float]:
         texts: list[str] = []
         for block in RecordReader(find_sources([str(path)])[0]).blocks(0):
             mark("read")
-            documents, _ = parse_block(block, "jsonl", ["text"])
+            documents, _ = parse_records(block.records, "jsonl", ["text"])
             texts += [document.texts[0] for document in documents]
             mark("parse")
             if sum(map(len, texts)) < ENCODED_BYTES:

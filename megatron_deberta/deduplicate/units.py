@@ -12,8 +12,8 @@ import orjson
 
 from megatron_deberta.preprocess.cutting import RecordReader
 from megatron_deberta.preprocess.reading import ReadOptions
-from megatron_deberta.preprocess.records import Defect, parse_block
-from megatron_deberta.preprocess.sources import BYTE_ORDER_MARK, TABLES, Source
+from megatron_deberta.preprocess.records import Defect, parse_records
+from megatron_deberta.preprocess.sources import TABLES, Source
 from megatron_deberta.preprocess.tables import read_rows
 from megatron_deberta.preprocess.units import UNIT_BYTES, Piece, plan_segments
 
@@ -83,19 +83,18 @@ class UnitReader:
         reader = RecordReader(source, longest_bytes=options.longest_bytes)
         try:
             for block in reader.blocks(piece.begin, piece.end):
-                documents, defects = parse_block(
-                    block,
+                documents, defects = parse_records(
+                    block.records,
                     source.text_format,
                     options.keys,
                     normalization=options.normalization,
-                    longest_bytes=options.longest_bytes,
                 )
+                if block.defect is not None:
+                    defects.append(block.defect)
+                contents = {offset: content for _, offset, content in block.records}
                 for line, offset, texts in documents:
                     if is_jsonl:
-                        begin = block.begin + offset - block.offset_bytes
-                        end = block.content.find(b"\n", begin, block.end)
-                        content = block.content[begin : end if end >= 0 else block.end].strip()
-                        content = content.removeprefix(BYTE_ORDER_MARK)
+                        content = contents[offset].strip()
                     else:
                         content = orjson.dumps({options.keys[0]: texts[0]})
                     yield Record(piece.source, line, offset, "\n".join(texts), content)

@@ -7,11 +7,11 @@ files: a stream reader would take the end of a broken ``.zst`` for the end of th
 from __future__ import annotations
 
 import bz2
-import contextlib
+import io
 import lzma
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, BinaryIO, Final, Literal
+from typing import Any, Final, Literal
 
 import zstandard
 from isal import isal_zlib
@@ -42,42 +42,104 @@ _ERRORS: Final[Any] = (
 )
 
 
-class DamagedFileError(DataError):
-    """Compressed data that is broken or ends early; what came before was good."""
-
-
 def compression_of(head: bytes) -> Compression:
     """Tell by a file's first bytes how it is compressed."""
     return next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), "none")
 
 
-def read_text_bytes(
-    stream: BinaryIO, name: str, compression: Compression
-) -> Iterator[tuple[bytes, int]]:
-    """Read a file through, decompressing it where it is compressed.
+class TextStream(io.BufferedReader):
+    """The text of a file, decompressed where it is compressed.
 
     Members and frames may follow one another. Memory does not grow with what a few compressed
-    bytes may unfold to.
+    bytes may unfold to. Where compressed data is damaged or ends early, the text ends.
 
     Args:
-        stream: open binary file.
+        file: open binary file, without a buffer; closed with this.
         name: what to call it in errors.
         compression: what is around the text, see ``compression_of``.
 
-    Yields:
-        Pieces of the text, and how many bytes of the file each took.
-
     Raises:
-        DamagedFileError: compressed data is damaged or ends early; all before it was yielded.
-        DataError: the file cannot be read.
+        DataError: while reading: the file cannot be read.
     """
-    head = _read(stream, name)
-    if compression == "none":
-        while head:
-            yield head, len(head)
-            head = _read(stream, name)
-        return
-    yield from _decompress(stream, name, head, _FRAMES[compression])
+
+    def __init__(self, file: io.RawIOBase, name: str, compression: Compression) -> None:
+        """See the class."""
+        new_frame = _FRAMES.get(compression)
+        self._text = _FoldedText(file, name, new_frame) if new_frame else _PlainText(file, name)
+        super().__init__(self._text, READ_BYTES)
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the file that were read."""
+        return self._text.file_bytes
+
+    @property
+    def damage(self) -> str:
+        """What is wrong with the compressed data; empty while nothing was found."""
+        return self._text.damage
+
+
+class _PlainText(io.RawIOBase):
+    def __init__(self, file: io.RawIOBase, name: str) -> None:
+        self._file = file
+        self._name = name
+        self.file_bytes = 0
+        self.damage = ""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            size = self._file.readinto(buffer) or 0
+        except OSError as error:
+            reason = error.strerror or error
+            raise DataError(f"{self._name}: cannot be read ({reason})") from error
+        self.file_bytes += size
+        return size
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+class _FoldedText(_PlainText):
+    def __init__(self, file: io.RawIOBase, name: str, new_frame: Callable[[], _Bounded]) -> None:
+        super().__init__(file, name)
+        self._pieces = self._unfold(new_frame)
+        self._piece = memoryview(b"")
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._piece:
+            try:
+                self._piece = memoryview(next(self._pieces))
+            except StopIteration:
+                return 0
+            except _ERRORS as error:
+                self.damage = f"compressed data is damaged ({error})"
+                return 0
+        size = min(len(self._piece), len(buffer))
+        buffer[:size] = self._piece[:size]
+        self._piece = self._piece[size:]
+        return size
+
+    def _unfold(self, new_frame: Callable[[], _Bounded]) -> Iterator[bytes]:
+        folded = memoryview(bytearray(READ_BYTES))
+        frame, begun = new_frame(), False
+        while size := super().readinto(folded):
+            compressed = bytes(folded[:size])
+            while compressed:
+                if not begun and not compressed.strip(b"\0"):
+                    # Padding behind a member, as gzip's and xz's own programs allow.
+                    break
+                begun = True
+                yield from frame.feed(compressed)
+                compressed = b""
+                if frame.eof:
+                    compressed = frame.rest
+                    frame, begun = new_frame(), False
+        if begun:
+            self.damage = "compressed data ends early; the file is truncated"
 
 
 class _Bounded:
@@ -134,43 +196,3 @@ _FRAMES: Final[Mapping[Compression, Callable[[], _Bounded]]] = {
     "bzip2": lambda: _Bounded(bz2.BZ2Decompressor()),
     "xz": lambda: _Bounded(lzma.LZMADecompressor(lzma.FORMAT_XZ)),
 }
-
-
-def _decompress(
-    stream: BinaryIO, name: str, compressed: bytes, new_frame: Callable[[], _Bounded]
-) -> Iterator[tuple[bytes, int]]:
-    frame, begun = new_frame(), False
-    while compressed:
-        taken = len(compressed)
-        while compressed:
-            if not begun and not compressed.strip(b"\0"):
-                # Padding behind a member, as gzip's and xz's own programs allow.
-                break
-            begun = True
-            with _damage(name):
-                for piece in frame.feed(compressed):
-                    yield piece, taken
-                    taken = 0
-            compressed = b""
-            if frame.eof:
-                compressed = frame.rest
-                frame, begun = new_frame(), False
-        yield b"", taken
-        compressed = _read(stream, name)
-    if begun:
-        raise DamagedFileError(f"{name}: compressed data ends early; the file is truncated")
-
-
-@contextlib.contextmanager
-def _damage(name: str) -> Iterator[None]:
-    try:
-        yield
-    except _ERRORS as error:
-        raise DamagedFileError(f"{name}: compressed data is damaged ({error})") from error
-
-
-def _read(stream: BinaryIO, name: str) -> bytes:
-    try:
-        return stream.read(READ_BYTES)
-    except OSError as error:
-        raise DataError(f"{name}: cannot be read ({error.strerror or error})") from error

@@ -18,7 +18,7 @@ from megatron_deberta.preprocess.records import (
     Defect,
     Document,
     Normalization,
-    parse_block,
+    parse_records,
 )
 from megatron_deberta.preprocess.sources import TABLES, Source
 from megatron_deberta.preprocess.tables import read_rows
@@ -94,13 +94,14 @@ class DocumentReader:
                 yield Batch(documents, defects, size)
             return
         for block in self._records.blocks(begin, end):
-            documents, defects = parse_block(
-                block,
+            documents, defects = parse_records(
+                block.records,
                 self.source.text_format,
                 options.keys,
                 normalization=options.normalization,
-                longest_bytes=options.longest_bytes,
             )
+            if block.defect is not None:
+                defects.append(block.defect)
             yield Batch(documents, defects, block.size_bytes)
 
     @property

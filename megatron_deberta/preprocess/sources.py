@@ -14,15 +14,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Literal
 
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.preprocess.compression import (
     COMPRESSED_SUFFIXES,
     Compression,
-    DamagedFileError,
+    TextStream,
     compression_of,
-    read_text_bytes,
 )
 
 TextFormat = Literal["jsonl", "line", "paragraph", "parquet", "arrow"]
@@ -122,18 +121,18 @@ def _spool_standard_input(spool: Path) -> int:
 
 def _describe(path: str, file_format: FileFormat, text_mode: TextMode, label: str = "") -> Source:
     try:
-        with open(path, "rb") as stream:
-            status = os.fstat(stream.fileno())
-            head = stream.read(16)
+        with open(path, "rb", buffering=0) as file:
+            status = os.fstat(file.fileno())
+            head = file.read(16)
             compression = compression_of(head)
-            stream.seek(0)
+            file.seek(0)
             return Source(
                 path,
                 status.st_size,
                 status.st_mtime_ns,
                 _table_format(path, head)
                 or _format_by_suffix(path, file_format, text_mode)
-                or ("jsonl" if _begins_with_brace(stream, compression) else text_mode),
+                or _format_by_beginning(TextStream(file, path, compression), text_mode),
                 compression,
                 label,
             )
@@ -157,16 +156,11 @@ def _format_by_suffix(path: str, file_format: FileFormat, text_mode: TextMode) -
     return "jsonl" if suffix in _JSON_SUFFIXES else None
 
 
-def _begins_with_brace(stream: BinaryIO, compression: Compression) -> bool:
+def _format_by_beginning(text: TextStream, text_mode: TextMode) -> TextFormat:
     head = b""
-    try:
-        for piece, _ in read_text_bytes(stream, "", compression):
-            head = (head + piece).removeprefix(BYTE_ORDER_MARK).lstrip()
-            if len(head) > len(BYTE_ORDER_MARK):
-                break
-    except DamagedFileError:
-        pass  # reported when its records are read
-    return head.startswith(b"{")
+    while len(head) <= len(BYTE_ORDER_MARK) and (piece := text.read1()):
+        head = (head + piece).removeprefix(BYTE_ORDER_MARK).lstrip()
+    return "jsonl" if head.startswith(b"{") else text_mode
 
 
 def _expand(entry: str) -> list[str]:

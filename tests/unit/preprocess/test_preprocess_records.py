@@ -11,7 +11,7 @@ import pytest
 from megatron_deberta.preprocess import cutting
 from megatron_deberta.preprocess.cutting import RecordReader
 from megatron_deberta.preprocess.reading import DocumentReader, ReadOptions
-from megatron_deberta.preprocess.records import Defect, Document, parse_block
+from megatron_deberta.preprocess.records import Defect, Document, parse_records
 from megatron_deberta.preprocess.sources import Source, find_sources
 
 GOOD = b'{"text": "fine"}\n'
@@ -111,7 +111,7 @@ def test_ranges_hold_every_record_once(
     text_mode: str, compressed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megatron_deberta.preprocess.compression.READ_BYTES", 7)
-    monkeypatch.setattr(cutting, "_KEPT_BYTES", 16)
+    monkeypatch.setattr(cutting, "_SKIPPED_BYTES", 16)
     options = ReadOptions(longest_bytes=30)
     for seed in range(150):
         content = hostile_text(seed)
@@ -139,12 +139,36 @@ def list_records(
     found = []
     for begin, end in ranges:
         for block in records.blocks(begin, end):
-            parsed = parse_block(
-                block, source.text_format, ["text"], longest_bytes=options.longest_bytes
-            )
-            found += [(document.offset, document.texts[0]) for document in parsed[0]]
-            found += [(defect.offset, "") for defect in parsed[1]]
+            documents, defects = parse_records(block.records, source.text_format, ["text"])
+            found += [(document.offset, document.texts[0]) for document in documents]
+            found += [(defect.offset, "") for defect in (*defects, block.defect) if defect]
     return sorted(found)
+
+
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+@pytest.mark.parametrize("read_bytes", [1, 5, 1 << 18])
+@pytest.mark.parametrize(("text_mode", "between"), [("line", b"\n"), ("paragraph", b"\n\n")])
+def test_what_is_too_long_does_not_depend_on_how_it_is_read(
+    text_mode: str,
+    between: bytes,
+    read_bytes: int,
+    mark: bytes,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("megatron_deberta.preprocess.compression.READ_BYTES", read_bytes)
+    monkeypatch.setattr(cutting, "_SKIPPED_BYTES", 7)
+    pieces = [b"x" * size for size in (29, 30, 28, 31, 29, 200)] + [b" " * 31, b"y" * 30]
+    for first in range(len(pieces)):
+        path = tmp_path / f"{first}.txt"
+        path.write_bytes(mark + between.join(pieces[first:]))
+        records = read(path, ReadOptions(longest_bytes=30), text_mode=text_mode)
+        offsets = {record.offset - len(mark) for record in records}
+        assert offsets == {len(between.join([*pieces[first:i], b""])) for i in range(first, 8)}
+        good = [record.texts[0] for record in records if isinstance(record, Document)]
+        assert good == [piece.decode() for piece in pieces[first:] if len(piece) < 30]
+        bad = [record.detail for record in records if isinstance(record, Defect)]
+        assert bad == [f"{len(piece)} bytes" for piece in pieces[first:] if len(piece) >= 30]
 
 
 def test_lines_are_counted_from_where_reading_began(tmp_path: Path) -> None:
@@ -154,6 +178,6 @@ def test_lines_are_counted_from_where_reading_began(tmp_path: Path) -> None:
     records = RecordReader(source)
     first = [block for block in records.blocks(0, 500)]
     lines = records.line - 1
-    assert lines == first[0].content.count(b"\n", first[0].begin, first[0].end) == 30
+    assert lines == len(first[0].records) == 30
     apart = RecordReader(source)
-    assert next(iter(apart.blocks(500))).first_line == 1
+    assert next(iter(apart.blocks(500))).records[0][0] == 1
