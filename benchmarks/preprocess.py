@@ -50,7 +50,7 @@ from megatron_deberta.tokenizer.training import train_sentencepiece
 OUTPUT = ROOT / "benchmarks" / "results" / "cpu" / "preprocess.json"
 PROCESSES = 2
 VOCABULARY = 32_000
-ROUNDS = 5
+ROUNDS = 9
 LARGE_MB = 2000
 """The corpus over and over: what is met a second time is in every cache."""
 
