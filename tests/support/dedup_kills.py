@@ -62,7 +62,9 @@ def kill_and_resume(number: int, folder: Path, reference: dict[str, bytes]) -> d
     for line in child.stdout:
         name, tasks, done = line.split()
         if name == stage and (int(done) >= wanted or done == tasks):
-            break
+            # Workers start only after the first word of the first stage.
+            if victim != "worker" or _workers(child.pid):
+                break
         child.stdin.write("\n")
         child.stdin.flush()
     else:
