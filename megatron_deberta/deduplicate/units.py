@@ -91,10 +91,10 @@ class UnitReader:
                 )
                 if block.defect is not None:
                     defects.append(block.defect)
-                contents = {offset: content for _, offset, content in block.records}
+                raw = {offset: content for _, offset, content in block.records if is_jsonl}
                 for line, offset, texts in documents:
                     if is_jsonl:
-                        content = contents[offset].strip()
+                        content = raw[offset].strip()
                     else:
                         content = orjson.dumps({options.keys[0]: texts[0]})
                     yield Record(piece.source, line, offset, "\n".join(texts), content)

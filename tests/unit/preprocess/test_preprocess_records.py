@@ -62,6 +62,33 @@ def test_bad_lines_are_defects_with_their_place(line: bytes, tmp_path: Path) -> 
     assert [record.line for record in records if isinstance(record, Document)] == [1, 3, 5]
 
 
+def test_the_quick_way_finds_what_the_slow_one_finds() -> None:
+    good = [GOOD, b'{"text": ""}\n', '{"a": [1], "text": "\u00e4 \\n"}\r\n'.encode(), b" \n", b"\n"]
+    contents = [*good, *(line + end for line in BAD_LINES for end in (b"", b"\n"))]
+    records = [(line, 100 * line, content) for line, content in enumerate(contents)]
+    quick = parse_records(records, "jsonl", ["text"])
+    documents, defects = parse_records(records, "jsonl", ["text", "text"])
+    assert quick == ([(*at, texts[:1]) for *at, texts in documents], defects)
+    # The longest line is fine for who does not ask for its length.
+    assert [len(each) for each in quick] == [3 + 2, 2 * (len(BAD_LINES) - 1)]
+
+
+def test_a_whole_paragraph_before_damage_is_kept(tmp_path: Path) -> None:
+    paragraphs = [b"first\nof two lines", b"second", b"third, which is cut off"]
+    whole = b"\n\n".join(paragraphs)
+    # Stored, not compressed, so that the file can be cut anywhere.
+    folded = gzip.compress(whole, compresslevel=0)
+    begins = [folded.index(paragraph) for paragraph in paragraphs]
+    for end, kept in ((begins[2], 2), (begins[2] + 9, 2), (begins[1] + 3, 1)):
+        path = tmp_path / f"{end}.txt.gz"
+        path.write_bytes(folded[:end])
+        *documents, defect = read(path, text_mode="paragraph")
+        assert [each.texts[0].encode() for each in documents] == paragraphs[:kept]  # type: ignore[union-attr]
+        lost = len(b"\n\n".join([*paragraphs[:kept], b""]))
+        assert isinstance(defect, Defect)
+        assert (defect.reason, defect.offset) == ("damaged file", lost)
+
+
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
 def test_bad_bytes_cost_one_document(mark: bytes, tmp_path: Path) -> None:
     before = mark + b"good \xc3\xa4\n\n" * 7000
