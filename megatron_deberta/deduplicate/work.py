@@ -31,7 +31,7 @@ from megatron_deberta.deduplicate.settings import Settings
 from megatron_deberta.deduplicate.units import Unit
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.files import fsync_path, temporary_name, write_atomically
-from megatron_deberta.preprocess.reading import ReadOptions
+from megatron_deberta.preprocess.reading import READING_VERSION, ReadOptions
 from megatron_deberta.preprocess.sources import Source
 from megatron_deberta.preprocess.units import Piece
 
@@ -130,6 +130,7 @@ def make_plan(
     """Return what a run is to do, as JSON; equal plans give equal results."""
     plan = {
         "version": 1,
+        "reading": READING_VERSION,
         "parameters": parameters,
         "options": asdict(options),
         "compression": compression,

@@ -26,7 +26,7 @@ from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.preprocess.encoding import BatchEncoder, choose_encoder
 from megatron_deberta.preprocess.merging import Merger, Output, shard_prefix
 from megatron_deberta.preprocess.progress import Board, ProgressDisplay, new_counters
-from megatron_deberta.preprocess.reading import ReadOptions
+from megatron_deberta.preprocess.reading import READING_VERSION, ReadOptions
 from megatron_deberta.preprocess.records import DEFAULT_ALLOW_BAD
 from megatron_deberta.preprocess.sources import Source
 from megatron_deberta.preprocess.units import (
@@ -284,6 +284,7 @@ def _plan(
         "--max-document-mb (in bytes)": read.longest_bytes,
         "--sentences": language,
         "--unit-mb (in bytes)": unit_bytes,
+        "version of reading": READING_VERSION,
         "libraries": [f"{name} {version(name)}" for name in libraries],
     }
 

@@ -25,6 +25,9 @@ from megatron_deberta.preprocess.tables import read_rows
 
 logger = logging.getLogger(__name__)
 
+READING_VERSION = 2
+"""Counted up when the same file gives other records or offsets: no unfinished run goes on then."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadOptions:
