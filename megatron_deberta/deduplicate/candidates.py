@@ -23,6 +23,7 @@ PART_DOCUMENTS = 1 << 21
 """Keys that a task holds, about."""
 WINDOW = 8
 """In a bucket each document is paired with this many before it, and with the bucket's first."""
+CROWDED = ("crowded_document", "crowded_bucket", "crowded_sizes")
 
 
 def num_parts(documents: int) -> int:
@@ -87,7 +88,9 @@ def find_candidates(work: Work, task: int, folder: Path) -> None:
     """Pair documents that share a band; ``task`` is the band times the parts, plus the part.
 
     Saves ``later`` and ``earlier`` of each pair once, sorted, and ``unit_begins``, where the pairs
-    with the later document in each unit begin.
+    with the later document in each unit begin; and of buckets too large for all their pairs
+    ``crowded_document`` and ``crowded_bucket`` [entries], sorted by document, and
+    ``crowded_sizes`` [buckets].
     """
     starts = unit_starts(work)
     parts = num_parts(int(starts[-1]))
@@ -105,34 +108,67 @@ def find_candidates(work: Work, task: int, folder: Path) -> None:
             wanted = fresh[local]
             keys.append(unit_keys[part][wanted])
             documents.append(local[wanted].astype(np.int64) + first)
-    later, earlier = pair_up(
+    document, begins = sort_buckets(
         _concatenate(keys), np.concatenate([np.empty(0, np.int64), *documents])
     )
+    later, earlier = pair_up(document, begins)
     save_array(folder, "later", later)
     save_array(folder, "earlier", earlier)
     save_array(folder, "unit_begins", np.searchsorted(later, starts).astype(np.int64))
+    for name, array in zip(CROWDED, crowded_buckets(document, begins), strict=True):
+        save_array(folder, name, array)
 
 
-def pair_up(key: Hashes, document: Numbers) -> tuple[Numbers, Numbers]:
-    """Pair documents of equal keys.
-
-    All pairs of a bucket would be quadratic in its size. A document is paired with the bucket's
-    first and with the ``WINDOW`` before it, so buckets of nine and fewer are complete; in larger
-    ones similar documents still meet through the first, through neighbours, and in other bands.
+def sort_buckets(key: Hashes, document: Numbers) -> tuple[Numbers, Numbers]:
+    """Bring documents of equal keys together.
 
     Args:
         key: [entries], any order.
         document: [entries].
 
     Returns:
-        (later, earlier) documents of the pairs, sorted.
+        The documents, bucket after bucket, each in order; and where each one's bucket begins.
     """
     order = np.lexsort((document, key))
     key, document = key[order], document[order]
     same = np.zeros(len(key), np.bool_)
     same[1:] = key[1:] == key[:-1]
-    begins = _bucket_begins(same)
-    position = np.arange(len(key)) - begins
+    return document, _bucket_begins(same)
+
+
+def crowded_buckets(document: Numbers, begins: Numbers) -> tuple[Numbers, Numbers, Numbers]:
+    """Return the buckets of which ``pair_up`` does not make all pairs.
+
+    Args:
+        document: [entries], see ``sort_buckets``.
+        begins: [entries].
+
+    Returns:
+        Documents and the numbers of their buckets, from 0, sorted by document; the buckets' sizes.
+    """
+    sizes = np.bincount(begins, minlength=len(begins))
+    which = sizes[begins] > WINDOW + 1
+    sizes = sizes[sizes > WINDOW + 1]
+    bucket = np.repeat(np.arange(len(sizes)), sizes)
+    order = np.argsort(document[which], kind="stable")
+    return document[which][order], bucket[order], sizes
+
+
+def pair_up(document: Numbers, begins: Numbers) -> tuple[Numbers, Numbers]:
+    """Pair documents of the same bucket.
+
+    All pairs of a bucket would be quadratic in its size. A document is paired with the bucket's
+    first and with the ``WINDOW`` before it, so buckets of nine and fewer are complete. Of larger
+    ones ``resolve`` compares the documents that would stay.
+
+    Args:
+        document: [entries], see ``sort_buckets``.
+        begins: [entries].
+
+    Returns:
+        (later, earlier) documents of the pairs, sorted.
+    """
+    position = np.arange(len(document)) - begins
     later, earlier = [], []
     for distance in range(1, WINDOW + 1):
         which = np.flatnonzero(position >= distance)

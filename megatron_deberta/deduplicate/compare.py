@@ -43,7 +43,7 @@ def estimate_pairs(work: Work, task: int, folder: Path) -> None:
     pairs = np.unique(np.concatenate(waiting))
     later = (pairs // np.uint64(max(total, 1))).astype(np.int64) + begin
     earlier = (pairs % np.uint64(max(total, 1))).astype(np.int64)
-    alike = _estimates(work, starts, later, earlier) >= work.settings.least_estimate
+    alike = estimate_jaccard(work, starts, later, earlier) >= work.settings.least_estimate
     save_array(folder, "later", later[alike])
     save_array(folder, "earlier", earlier[alike])
 
@@ -54,17 +54,20 @@ def num_candidate_tasks(work: Work, total: int) -> int:
 
 
 def mark_needed(work: Work, task: int, folder: Path) -> None:
-    """Write for every document whether a pair needs its runs of words: [documents] bytes."""
+    """Write for every document whether its runs of words are needed: [documents] bytes."""
     total = int(unit_starts(work)[-1])
     flags = np.memmap(folder / "needed.raw", np.uint8, mode="w+", shape=(max(total, 1),))
     for unit in range(len(work.units)):
         for name in ("later", "earlier"):
             flags[work.load("estimate", unit, name)] = 1
+    for part in range(num_candidate_tasks(work, total)):
+        # Which of them ``resolve`` compares depends on what stays.
+        flags[work.load("candidates", part, "crowded_document")] = 1
     flags.flush()
 
 
 def collect_runs(work: Work, task: int, folder: Path) -> None:
-    """Read a unit again and write the sets of runs of the documents that pairs need.
+    """Read a unit again and write the sets of runs of the documents that are needed.
 
     ``runs.raw`` holds them as sorted uint64, ``bounds`` [needed + 1] says where each begins, and
     ``document`` [needed] whose they are.
@@ -97,7 +100,7 @@ def verify_pairs(work: Work, task: int, folder: Path) -> None:
     """
     starts = unit_starts(work)
     later, earlier = (work.load("estimate", task, name) for name in ("later", "earlier"))
-    runs = _RunSets(work, starts)
+    runs = RunSets(work, starts)
     jaccard = np.zeros(len(later))
     for number, (left, right) in enumerate(zip(later.tolist(), earlier.tolist(), strict=True)):
         jaccard[number] = jaccard_of(runs.of(left), runs.of(right))
@@ -112,10 +115,16 @@ def jaccard_of(left: Hashes, right: Hashes) -> float:
     return together / (left.size + right.size - together)
 
 
-class _RunSets:
-    """Looks up documents' sets of runs; the last few stay in memory."""
+class RunSets:
+    """Looks up documents' sets of runs; the last few stay in memory.
+
+    Args:
+        work: with its runs of words collected.
+        starts: see ``unit_starts``.
+    """
 
     def __init__(self, work: Work, starts: Numbers) -> None:
+        """See the class."""
         self._work = work
         self._starts = starts
         self._unit = lru_cache(maxsize=64)(self._open_unit)
@@ -135,7 +144,7 @@ class _RunSets:
         return np.fromfile(path, np.uint64, end - begin, offset=8 * begin)
 
 
-def _estimates(
+def estimate_jaccard(
     work: Work, starts: Numbers, later: Numbers, earlier: Numbers
 ) -> npt.NDArray[np.float64]:
     """Return the share of equal sketch values of each pair."""

@@ -10,12 +10,14 @@ document.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron_deberta.deduplicate.candidates import Numbers, num_parts, unit_starts
+from megatron_deberta.deduplicate.crowded import CrowdedBuckets
 from megatron_deberta.deduplicate.sign import map_signature
 from megatron_deberta.deduplicate.work import Work, load_array, save_array
 
@@ -41,12 +43,7 @@ def resolve(work: Work, task: int, folder: Path) -> None:
         kept[begin:end] = parent[begin:end] = np.arange(begin, end)
     jaccard[:] = 1.0
     if not work.settings.exact_only:
-        for unit in range(len(work.units)):
-            pairs = [work.load("verify", unit, n) for n in ("later", "earlier", "jaccard")]
-            for later, earlier, similarity in zip(*(p.tolist() for p in pairs), strict=True):
-                _join(parent, later, earlier)
-                if fate[earlier] == KEPT and (fate[later] == KEPT or similarity > jaccard[later]):
-                    fate[later], kept[later], jaccard[later] = NEAR, earlier, similarity
+        _resolve_near(work, starts, folder, parent, fate, kept, jaccard)
     for part in range(num_parts(int(starts[-1]))):
         duplicates = work.load("exact", part, "duplicate")
         firsts = work.load("exact", part, "first")
@@ -57,9 +54,53 @@ def resolve(work: Work, task: int, folder: Path) -> None:
     _save_clusters(work, starts, parent, folder)
     for array in (fate, kept, jaccard):
         array.flush()
-    (folder / "parent.tmp").unlink()
+    for path in folder.glob("*.tmp"):
+        path.unlink()
     lines = json.dumps(_lines_before(work))
     (folder / "lines.json").write_text(lines, encoding="utf-8")
+
+
+def _resolve_near(
+    work: Work, starts: Numbers, folder: Path, parent: Any, fate: Any, kept: Any, jaccard: Any
+) -> None:
+    crowded = CrowdedBuckets(work, starts, folder)
+    for unit in range(len(work.units)):
+        for document, pairs, buckets in _by_document(work, crowded, unit):
+            best, similarity = -1, 0.0
+            for earlier, found in pairs:
+                _join(parent, document, earlier)
+                if fate[earlier] == KEPT and found > similarity:
+                    best, similarity = earlier, found
+            if best < 0 and buckets.size:
+                best, similarity = crowded.most_alike(document, buckets)
+                if best < 0:
+                    crowded.add(document, buckets)
+                else:
+                    _join(parent, document, best)
+            if best >= 0:
+                fate[document], kept[document], jaccard[document] = NEAR, best, similarity
+
+
+def _by_document(
+    work: Work, crowded: CrowdedBuckets, unit: int
+) -> Iterator[tuple[int, list[tuple[int, float]], Numbers]]:
+    """Yield a unit's documents that may go, in order.
+
+    With each the earlier documents it is a near duplicate of, their similarity, and its crowded
+    buckets.
+    """
+    later, earlier, similarity = (
+        np.array(work.load("verify", unit, name)) for name in ("later", "earlier", "jaccard")
+    )
+    member, bucket = crowded.of_unit(unit)
+    documents = np.union1d(later, member)
+    pair_bounds, bucket_bounds = (
+        np.append(np.searchsorted(each, documents), len(each)).tolist() for each in (later, member)
+    )
+    for place, document in enumerate(documents.tolist()):
+        begin, end = pair_bounds[place : place + 2]
+        pairs = list(zip(earlier[begin:end].tolist(), similarity[begin:end].tolist(), strict=True))
+        yield document, pairs, bucket[slice(*bucket_bounds[place : place + 2])]
 
 
 def _new_map(folder: Path, name: str, dtype: Any, total: int) -> Any:

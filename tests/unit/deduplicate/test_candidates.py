@@ -3,14 +3,22 @@
 import numpy as np
 import pytest
 
-from megatron_deberta.deduplicate.candidates import WINDOW, num_parts, pair_up
+from megatron_deberta.deduplicate.candidates import (
+    WINDOW,
+    crowded_buckets,
+    num_parts,
+    pair_up,
+    sort_buckets,
+)
 from megatron_deberta.deduplicate.compare import jaccard_of
 from megatron_deberta.deduplicate.settings import PERMUTATIONS, Settings, recall
 from megatron_deberta.errors import ConfigError
 
 
 def pairs_of(keys, documents):
-    later, earlier = pair_up(np.array(keys, np.uint64), np.array(documents, np.int64))
+    later, earlier = pair_up(
+        *sort_buckets(np.array(keys, np.uint64), np.array(documents, np.int64))
+    )
     assert (later > earlier).all()
     return list(zip(later.tolist(), earlier.tolist(), strict=True))
 
@@ -27,6 +35,19 @@ def test_large_buckets_grow_linearly_and_stay_connected():
     found = pairs_of([1] * 500, np.arange(500) * 3)
     assert len(set(found)) == len(found) <= 500 * (WINDOW + 1)
     assert {(later, 0) for later in range(3, 1500, 3)} <= set(found)
+
+
+def test_only_buckets_without_all_pairs_are_crowded():
+    full, crowded = np.arange(WINDOW + 1), np.arange(100, 100 + 3 * (WINDOW + 2), 3)
+    keys = np.array([7] * len(full) + [9] * len(crowded) + [3] * len(crowded), np.uint64)
+    documents = np.concatenate([full, crowded[::-1], crowded])
+    found, bucket, sizes = crowded_buckets(*sort_buckets(keys, documents))
+    assert found.tolist() == np.repeat(crowded, 2).tolist()
+    assert bucket.tolist() == [0, 1] * len(crowded)
+    assert sizes.tolist() == [len(crowded)] * 2
+    assert [len(each) for each in crowded_buckets(*sort_buckets(keys[:0], documents[:0]))] == [
+        0
+    ] * 3
 
 
 def test_parts_divide_the_ranges():

@@ -4,6 +4,7 @@ import csv
 import gzip
 import json
 import os
+import random
 from pathlib import Path
 
 import numpy as np
@@ -112,6 +113,37 @@ def test_a_chain_keeps_what_is_like_nothing_that_stays(tmp_path):
     clusters = np.load(tmp_path / "out" / "clusters.npy", allow_pickle=False)
     assert len(clusters) == 2
     assert len({tuple(row[2:]) for row in clusters}) == 1
+
+
+def test_of_many_revisions_none_that_stays_is_like_another(tmp_path):
+    """Their buckets are crowded, and the eight before a revision may all go for a ninth."""
+    draw = random.Random(5)
+    words = [f"w{number}" for number in range(600)]
+    texts = []
+    for _ in range(250):
+        texts.append(" ".join(words))
+        words[draw.randrange(len(words))] = f"n{draw.randrange(10**6)}"
+    runs = [{tuple(text.split()[i : i + 5]) for i in range(596)} for text in texts]
+    staying: list[int] = []
+    for number, mine in enumerate(runs):
+        if all(len(mine & runs[n]) < 0.7 * len(mine | runs[n]) for n in staying):
+            staying.append(number)
+    assert len(staying) > 5
+    source = write_jsonl(tmp_path / "c.jsonl", [{"text": text} for text in texts])
+    results = []
+    for name, options in (("one", {}), ("two", {"workers": 2, "unit_bytes": 100_000})):
+        run([source], tmp_path / name, **options)
+        removed = read_jsonl(tmp_path / name / "removed.jsonl")
+        results.append([(line["document"], line["kept"]["document"]) for line in removed])
+        assert sorted({*range(250)} - {gone for gone, _ in results[-1]}) == staying
+        for line in removed:
+            mine, other = runs[line["document"]], runs[line["kept"]["document"]]
+            assert line["jaccard"] == round(len(mine & other) / len(mine | other), 6)
+    assert results[0] == results[1]
+    # All are one page: its revisions must not be parted.
+    clusters = np.load(tmp_path / "one" / "clusters.npy")
+    assert len(clusters) == 249
+    assert len({tuple(row) for row in clusters[:, 2:].tolist()}) == 1
 
 
 def test_copies_of_a_near_duplicate_name_what_stays(tmp_path):
