@@ -40,7 +40,7 @@ from megatron_deberta.preprocess.sources import find_sources
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the subcommand's arguments."""
-    add_input_arguments(parser)
+    add_input_arguments(parser, files_only=True)
     parser.add_argument("--output", required=True, metavar="DIR", help="folder of the result")
     parser.add_argument(
         "--threshold",
@@ -93,16 +93,19 @@ def run(args: argparse.Namespace) -> int:
     """Deduplicate, and say what was removed."""
     settings = Settings(threshold=args.threshold, ngram=args.ngram, exact_only=args.exact_only)
     options = read_options(args)
-    sources = find_sources(args.input, file_format=args.format, text_mode=args.text_mode)
+    output = Path(args.output)
+    sources = find_sources(
+        args.input, file_format=args.format, text_mode=args.text_mode, output=output
+    )
     if args.plan:
         print(estimate(sources, options, settings, args.workers))
         return EXIT_DONE
     if args.restart:
-        forget_unfinished(Path(args.output))
+        forget_unfinished(output)
     with StageDisplay() as display:
         summary = deduplicate(
             sources,
-            Path(args.output),
+            output,
             settings,
             options,
             workers=args.workers,
@@ -126,7 +129,9 @@ def refuse_many_bad(summary: dict[str, Any], args: argparse.Namespace) -> int:
     limit = DEFAULT_ALLOW_BAD if args.allow_bad is None else args.allow_bad
     damaged = args.allow_bad is None and quarantined.get(DAMAGED, 0)
     if bad > documents * limit or damaged:
-        reasons = ", ".join(f"{count:,} {reason}" for reason, count in quarantined.items())
+        reasons = ", ".join(
+            f"{count:,} {reason}" for reason, count in quarantined.items() if reason != EMPTY
+        )
         print(
             f"megatron-deberta: error: {bad:,} of {documents:,} records cannot be used "
             f"({reasons}); see {args.output}/quarantine.jsonl, or set --allow-bad",

@@ -24,7 +24,7 @@ from megatron_deberta.preprocess.merging import quarantine_path, shard_prefix
 from megatron_deberta.preprocess.pipeline import RunOptions, preprocess
 from megatron_deberta.preprocess.records import DEFAULT_ALLOW_BAD
 from megatron_deberta.preprocess.sources import STANDARD_INPUT
-from megatron_deberta.preprocess.workfolder import WorkFolder
+from megatron_deberta.preprocess.workfolder import SPOOLED_INPUT, WorkFolder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,11 +91,12 @@ def run(args: argparse.Namespace) -> int:
         what = "--restart" if args.restart else "--input -"
         raise ConfigError(f"{what}: one process alone must do that, not one of {options.size}")
     folder = WorkFolder(args.output)
+    folder.refuse_foreign()
     if args.restart:
         folder.remove()
     read = read_options(args)
     manifests = preprocess(
-        find_input(args, folder.path / "standard-input"),
+        find_input(args, folder.path / SPOOLED_INPUT),
         args.tokenizer,
         args.output,
         read=read,

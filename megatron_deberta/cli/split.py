@@ -30,7 +30,7 @@ from megatron_deberta.preprocess.sources import find_sources
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the subcommand's arguments."""
-    add_input_arguments(parser)
+    add_input_arguments(parser, files_only=True)
     parser.add_argument("--output", required=True, metavar="DIR", help="folder of the result")
     parser.add_argument(
         "--fraction",
@@ -49,13 +49,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Split, and say how many documents are where."""
     options = read_options(args)
-    sources = find_sources(args.input, file_format=args.format, text_mode=args.text_mode)
+    output = Path(args.output)
+    sources = find_sources(
+        args.input, file_format=args.format, text_mode=args.text_mode, output=output
+    )
     if args.restart:
-        forget_unfinished(Path(args.output))
+        forget_unfinished(output)
     with StageDisplay(title="split") as display:
         summary = split(
             sources,
-            Path(args.output),
+            output,
             options,
             fraction=args.fraction,
             seed=args.seed,

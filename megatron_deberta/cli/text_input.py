@@ -10,15 +10,15 @@ from megatron_deberta.preprocess.reading import ReadOptions
 from megatron_deberta.preprocess.sources import Source, find_sources
 
 
-def add_input_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare ``--input`` and how to read it."""
+def add_input_arguments(parser: argparse.ArgumentParser, *, files_only: bool = False) -> None:
+    """Declare ``--input`` and how to read it; ``files_only`` where it is read several times."""
     parser.add_argument(
         "--input",
         nargs="+",
         required=True,
         metavar="FILE",
         help="JSONL or plain text, also .gz, .zst, .bz2 and .xz; Parquet; Hugging Face datasets; "
-        "files, directories, globs, or - for standard input",
+        "files, directories, globs" + ("" if files_only else ", or - for standard input"),
     )
     parser.add_argument(
         "--keys",

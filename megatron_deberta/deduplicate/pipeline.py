@@ -33,7 +33,15 @@ from megatron_deberta.deduplicate.resolve import resolve
 from megatron_deberta.deduplicate.settings import Settings
 from megatron_deberta.deduplicate.sign import sign_unit
 from megatron_deberta.deduplicate.units import plan_units
-from megatron_deberta.deduplicate.work import StageRunner, Work, begin_work, locked, make_plan
+from megatron_deberta.deduplicate.work import (
+    NoDocumentsError,
+    StageRunner,
+    Work,
+    begin_work,
+    locked,
+    make_plan,
+    refuse_foreign,
+)
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.files import fsync_path
 from megatron_deberta.preprocess.reading import ReadOptions
@@ -85,7 +93,22 @@ def deduplicate(
     plan = make_plan(
         asdict(settings), options, sources, plan_units(sources, unit_bytes), compression
     )
+    refuse_inputs(output, sources)
     return fill_folder(output, plan, _run_stages, gather_output, workers, force, advance)
+
+
+def refuse_inputs(output: Path, sources: Sequence[Source]) -> None:
+    """Refuse a folder to write that holds what is read: replacing it would remove that.
+
+    Raises:
+        ConfigError: it does.
+    """
+    folder = Path(os.path.realpath(output))
+    for source in sources:
+        if folder in Path(source.path).parents:
+            raise ConfigError(
+                f"--output {output}: holds the input {source.path}; choose another folder"
+            )
 
 
 def fill_folder(
@@ -112,7 +135,8 @@ def fill_folder(
         ConfigError: ``output`` exists, or unfinished work of another plan does.
         DataError: the disk is full, or what the stages raise.
     """
-    folder, rubbish = unfinished_folder(output), Path(f"{os.fspath(output)}.done")
+    folder = unfinished_folder(output)
+    rubbish = folder.with_name(f".{folder.name}.removed")
     try:
         shutil.rmtree(rubbish, ignore_errors=True)
         summary = _finished(output, plan)
@@ -120,16 +144,25 @@ def fill_folder(
             if os.path.lexists(output) and not force:
                 raise ConfigError(f"--output {output}: exists; choose another or add --force")
             with begin_work(folder, plan) as work:
-                with StageRunner(work, workers, advance) as runner:
-                    run_stages(work, runner)
-                summary = _publish(work, output, gather)
+                try:
+                    with StageRunner(work, workers, advance) as runner:
+                        run_stages(work, runner)
+                    summary = _publish(work, output, gather)
+                except NoDocumentsError:
+                    # Other options are wanted, which unfinished work would refuse.
+                    _remove(folder, rubbish)
+                    raise
         if folder.exists():
-            # Half removed under its own name, it would look like work to go on with.
-            folder.rename(rubbish)
-            shutil.rmtree(rubbish)
+            _remove(folder, rubbish)
     except OSError as error:
         raise DataError(f"{folder}: {error}; is the disk full?") from error
     return summary
+
+
+def _remove(folder: Path, rubbish: Path) -> None:
+    # Half removed under its own name, it would look like work to go on with.
+    folder.rename(rubbish)
+    shutil.rmtree(rubbish)
 
 
 def _publish(
@@ -165,10 +198,12 @@ def forget_unfinished(output: Path) -> None:
     """Remove what a killed run left.
 
     Raises:
+        ConfigError: the folder is somebody's own.
         DataError: another process works there.
     """
     folder = unfinished_folder(output)
     if folder.exists():
+        refuse_foreign(folder)
         with locked(folder):
             shutil.rmtree(folder)
 
@@ -183,7 +218,7 @@ def _run_stages(work: Work, runner: StageRunner) -> None:
     runner.run("sign", sign_unit, units)
     total = int(unit_starts(work)[-1])
     if not total:
-        raise DataError(
+        raise NoDocumentsError(
             f"no documents with words in {len(work.sources)} input file(s); check --input and "
             "--keys"
         )

@@ -8,6 +8,8 @@ document keeps its side when the corpus grows.
 from __future__ import annotations
 
 import hashlib
+import json
+import logging
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,6 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 
 from megatron_deberta.deduplicate.output import (
@@ -23,11 +26,18 @@ from megatron_deberta.deduplicate.output import (
     open_compressed,
     take_parts,
 )
-from megatron_deberta.deduplicate.pipeline import Advance, Compression, fill_folder
+from megatron_deberta.deduplicate.pipeline import (
+    SUMMARY,
+    Advance,
+    Compression,
+    fill_folder,
+    refuse_inputs,
+)
 from megatron_deberta.deduplicate.shingles import digest_of
 from megatron_deberta.deduplicate.units import Record, UnitReader, plan_units
 from megatron_deberta.deduplicate.work import (
     Array,
+    NoDocumentsError,
     StageRunner,
     Work,
     load_array,
@@ -40,6 +50,8 @@ from megatron_deberta.preprocess.reading import ReadOptions
 from megatron_deberta.preprocess.records import EMPTY
 from megatron_deberta.preprocess.sources import Source
 from megatron_deberta.preprocess.units import UNIT_BYTES
+
+logger = logging.getLogger(__name__)
 
 SIDES = ("train", "validation")
 
@@ -81,20 +93,48 @@ def split(
         The summary, as in ``summary.json``.
 
     Raises:
-        ConfigError: ``fraction`` is out of range, or see ``deduplicate``.
-        DataError: the clusters are not there, a side got no document, or see ``deduplicate``.
+        ConfigError: ``fraction`` or ``seed`` is out of range, the clusters are of another reading
+            or of exact duplicates only, or see ``deduplicate``.
+        DataError: the clusters are not there, damaged or of other documents, a side got no
+            document, or see ``deduplicate``.
     """
     if not 0 < fraction < 1:
         raise ConfigError(f"--fraction {fraction}: must be between 0 and 1")
+    if not -(2**63) <= seed < 2**63:
+        raise ConfigError(f"--seed {seed}: must fit 64 bits, sign included")
+    refuse_inputs(output, sources)
     parameters: dict[str, Any] = {"fraction": fraction, "seed": seed}
     if clusters is not None:
         path = clusters / CLUSTERS
-        if not path.is_file():
-            raise DataError(f"{path}: missing; give --clusters a folder that deduplicate wrote")
+        _check_clusters(clusters, options)
         parameters |= {"clusters": str(path.resolve()), "clusters_sha256": sha256_file(path)}
     units = plan_units(sources, unit_bytes)
     plan = make_plan(parameters, options, sources, units, compression)
     return fill_folder(output, plan, _run_stages, _gather, workers, force, advance)
+
+
+def _check_clusters(folder: Path, options: ReadOptions) -> None:
+    path = folder / CLUSTERS
+    try:
+        summary = json.loads((folder / SUMMARY).read_bytes())
+        clusters = load_array(path)
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(
+            f"{path}: missing or damaged ({error}); give --clusters a folder that deduplicate wrote"
+        ) from error
+    if clusters.ndim != 2 or clusters.shape[1] != 4 or clusters.dtype != np.uint64:
+        raise DataError(f"{path}: damaged; give --clusters a folder that deduplicate wrote")
+    if summary.get("exact_only"):
+        raise ConfigError(
+            f"--clusters {folder}: made with --exact-only, so near duplicates are not in it; run "
+            "deduplicate without"
+        )
+    for name, mine in (("keys", list(options.keys)), ("normalization", options.normalization)):
+        if summary.get(name, mine) != mine:
+            raise ConfigError(
+                f"--clusters {folder}: made with {name} {summary[name]} where this command has "
+                f"{mine}; the texts must be the same"
+            )
 
 
 def _run_stages(work: Work, runner: StageRunner) -> None:
@@ -105,6 +145,7 @@ def _split_unit(work: Work, task: int, folder: Path) -> None:
     choose = _chooser(work)
     counts: Counter[str] = Counter()
     quarantined: Counter[str] = Counter()
+    members = 0
     with (
         open_compressed(folder / "train.jsonl", work.compression) as train,
         open_compressed(folder / "validation.jsonl", work.compression) as validation,
@@ -115,8 +156,9 @@ def _split_unit(work: Work, task: int, folder: Path) -> None:
             if isinstance(record, Record):
                 digest = digest_of(record.text)
                 if digest:
-                    side = choose(digest)
+                    side, is_member = choose(digest)
                     counts[side] += 1
+                    members += is_member
                     streams[side].write(record.content + b"\n")
                     continue
                 number, offset, reason, detail = record.source, record.offset, EMPTY, "no words"
@@ -125,21 +167,20 @@ def _split_unit(work: Work, task: int, folder: Path) -> None:
             quarantined[reason] += 1
             line = {"file": work.sources[number].name, "offset": offset}
             quarantine.write(orjson.dumps({**line, "reason": reason, "detail": detail}) + b"\n")
-    save_info(folder, {**counts, "quarantined": quarantined})
+    save_info(folder, {**counts, "quarantined": quarantined, "members": members})
 
 
-def _chooser(work: Work) -> Callable[[bytes], str]:
-    """Return the function that tells a document's side from its digest."""
+def _chooser(work: Work) -> Callable[[bytes], tuple[str, bool]]:
+    """Return what tells, from a document's digest, its side and whether a cluster decides it."""
     seed: int = work.parameters["seed"]
     bound = round(work.parameters["fraction"] * 2**64)
     path = work.parameters.get("clusters")
     clusters = None if path is None else load_array(Path(path))
 
-    def choose(digest: bytes) -> str:
-        if clusters is not None:
-            digest = find_cluster(clusters, digest)
-        drawn = hashlib.blake2b(digest, digest_size=8, key=seed.to_bytes(8, "little", signed=True))
-        return SIDES[int.from_bytes(drawn.digest(), "little") < bound]
+    def choose(digest: bytes) -> tuple[str, bool]:
+        first = digest if clusters is None else find_cluster(clusters, digest)
+        drawn = hashlib.blake2b(first, digest_size=8, key=seed.to_bytes(8, "little", signed=True))
+        return SIDES[int.from_bytes(drawn.digest(), "little") < bound], first != digest
 
     # Copies often follow each other.
     return lru_cache(maxsize=1024)(choose)
@@ -164,17 +205,37 @@ def find_cluster(clusters: Array, digest: bytes) -> bytes:
     return bytes(clusters[place, 2:].astype("<u8").tobytes())
 
 
+def _compare_members(work: Work, found: int) -> None:
+    """Compare how many documents a cluster decided with how many it knows."""
+    path = Path(work.parameters.get("clusters", ""))
+    known = len(load_array(path)) if "clusters" in work.parameters else 0
+    if known and not found:
+        raise NoDocumentsError(
+            f"--clusters {path.parent}: none of its {known:,} documents is in --input; it is "
+            "of other documents"
+        )
+    if found < known:
+        logger.warning(
+            "%d of %d documents of --clusters are in --input; what is not in both may leak",
+            found,
+            known,
+        )
+
+
 def _gather(work: Work, staged: Path) -> dict[str, Any]:
     counts: Counter[str] = Counter()
     quarantined: Counter[str] = Counter()
+    members = 0
     units = range(len(work.units))
     for task in units:
         info = work.info("write", task)
         quarantined.update(info.pop("quarantined"))
+        members += info.pop("members")
         counts.update(info)
+    _compare_members(work, members)
     for side in SIDES:
         if not counts[side]:
-            raise DataError(
+            raise NoDocumentsError(
                 f"no document is on the side of {side} ({sum(counts.values())} in all); set "
                 "--fraction or --seed, or give more text"
             )

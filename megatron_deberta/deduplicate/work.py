@@ -36,9 +36,14 @@ from megatron_deberta.preprocess.sources import Source
 from megatron_deberta.preprocess.units import Piece
 
 _PLAN = "plan.json"
+_LOCK = "lock"
 _TASKS_AHEAD = 2
 
 Array = npt.NDArray[Any]
+
+
+class NoDocumentsError(DataError):
+    """The result would be empty; the same command again would end the same way."""
 
 
 class Work:
@@ -145,9 +150,10 @@ def begin_work(folder: Path, plan: bytes) -> Iterator[Work]:
     """Open a run's folder, new or as a killed run of the same plan left it, for this process only.
 
     Raises:
-        ConfigError: the folder is another plan's.
+        ConfigError: the folder is another plan's, or somebody's own.
         DataError: another process works in it.
     """
+    refuse_foreign(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder):
         path = folder / _PLAN
@@ -161,6 +167,23 @@ def begin_work(folder: Path, plan: bytes) -> Iterator[Work]:
         yield Work(folder)
 
 
+def refuse_foreign(folder: Path) -> None:
+    """Refuse a folder that no run has made, as it would be removed in the end.
+
+    Raises:
+        ConfigError: it holds something and no plan.
+    """
+    if not folder.is_dir() or (folder / _PLAN).exists():
+        return
+    names = (path.name for path in folder.iterdir() if path.name != _LOCK)
+    foreign = next((name for name in names if not name.startswith(_PLAN)), None)
+    if foreign is not None:
+        raise ConfigError(
+            f"{folder}: holds {foreign} and no {_PLAN}, so it is no unfinished work; rename it or "
+            "choose another --output"
+        )
+
+
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Keep a run's folder for this process; the lock ends with the process.
@@ -168,7 +191,7 @@ def locked(folder: Path) -> Iterator[None]:
     Raises:
         DataError: another process has it.
     """
-    with (folder / "lock").open("w") as lock:
+    with (folder / _LOCK).open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

@@ -24,7 +24,7 @@ from megatron_deberta.data.indexed_format import bin_path, idx_path, manifest_pa
 from megatron_deberta.data.manifest import Manifest, read_manifest
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.preprocess.encoding import BatchEncoder, choose_encoder
-from megatron_deberta.preprocess.merging import Merger, Output, shard_prefix
+from megatron_deberta.preprocess.merging import Merger, Output, quarantine_path, shard_prefix
 from megatron_deberta.preprocess.progress import Board, ProgressDisplay, new_counters
 from megatron_deberta.preprocess.reading import READING_VERSION, ReadOptions
 from megatron_deberta.preprocess.records import DEFAULT_ALLOW_BAD
@@ -89,8 +89,8 @@ def preprocess(
         What was recorded beside each shard.
 
     Raises:
-        ConfigError: a shard exists, a key cannot be part of a file name, or an unfinished run
-            was begun in another way.
+        ConfigError: a shard exists, a key cannot be part of a file name, an unfinished run was
+            begun in another way, or its folder is somebody's own.
         DataError: an input, the tokenizer or the disk fails, a worker dies, too many records are
             bad, or there is no text.
     """
@@ -99,11 +99,17 @@ def preprocess(
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     unit_bytes = unit_bytes or usual_unit_bytes(sources)
     _refuse_keys(read.keys)
+    if os.path.realpath(quarantine_path(output)) in {source.path for source in sources}:
+        raise ConfigError(
+            f"--output {output}: {quarantine_path(output)} is an input and would be replaced; "
+            "choose another name"
+        )
     tokenizer = load_tokenizer(tokenizer_path)
     plan = _plan(sources, tokenizer, read, language, unit_bytes)
     digest = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
     prefixes = [shard_prefix(output, key, sentences=bool(language)) for key in read.keys]
     folder = WorkFolder(output)
+    folder.refuse_foreign()
     folder.remove_leftovers()
     # A complete result of the same plan is this run's own, or as good.
     again = run.force and run.size == 1 and not folder.exists()

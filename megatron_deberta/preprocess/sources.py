@@ -38,6 +38,10 @@ _TABLE_SUFFIXES = (".parquet", ".arrow")
 _PARQUET_MAGIC = b"PAR1"
 _DATASET_STATE = "state.json"
 """Lists the files of a Hugging Face dataset that ``save_to_disk`` wrote."""
+_UNFINISHED = ".unfinished"
+_OF_SHARDS = (".manifest.json", ".quarantine.jsonl")
+_REPORTS = {"summary.json", "quarantine.jsonl"}
+"""``deduplicate`` and ``split`` write them beside their text, ``part-*``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,17 +76,20 @@ def find_sources(
     file_format: FileFormat = "auto",
     text_mode: TextMode = "paragraph",
     spool: Path | None = None,
+    output: Path | None = None,
 ) -> list[Source]:
     """Expand files, directories, globs and ``-``, and find out what each file is.
 
     Args:
         inputs: as given on the command line. Directories are searched for text files by suffix,
-            hidden ones left out; they and globs are sorted by name. A directory that holds a
-            Hugging Face dataset stands for that dataset's files. A file named twice counts once.
+            hidden ones and what our own commands keep beside text left out; they and globs are
+            sorted by name. A directory that holds a Hugging Face dataset stands for that dataset's
+            files. A file named twice counts once.
         file_format: ``auto`` goes by the suffix, else by whether the text begins with ``{``;
             tables are known by their first bytes.
         text_mode: what a document is in plain text.
         spool: where standard input is kept, so that it can be cut and read again.
+        output: folder that the command writes, left out of a directory that it is in.
 
     Raises:
         ConfigError: ``-`` is combined with files, or cannot be used here.
@@ -97,7 +104,7 @@ def find_sources(
         source = _describe(str(spool), file_format, text_mode, "standard input")
         # What tells it from another input is not when it was kept.
         return [dataclasses.replace(source, modified_ns=digest)]
-    paths = [path for entry in inputs for path in _expand(entry)]
+    paths = [path for entry in inputs for path in _expand(entry, output)]
     unique = dict.fromkeys(os.path.realpath(path) for path in paths)
     return [_describe(path, file_format, text_mode) for path in unique]
 
@@ -163,9 +170,9 @@ def _format_by_beginning(text: TextStream, text_mode: TextMode) -> TextFormat:
     return "jsonl" if head.startswith(b"{") else text_mode
 
 
-def _expand(entry: str) -> list[str]:
+def _expand(entry: str, output: Path | None) -> list[str]:
     if os.path.isdir(entry):
-        found = list(_text_files(entry))
+        found = sorted(_walk(entry, None if output is None else os.path.realpath(output)))
         if not found:
             known = ", ".join((*_JSON_SUFFIXES, *_TEXT_SUFFIXES))
             raise DataError(
@@ -181,15 +188,19 @@ def _expand(entry: str) -> list[str]:
     return [entry]
 
 
-def _text_files(root: str) -> list[str]:
-    return sorted(_walk(root))
-
-
-def _walk(root: str) -> Iterator[str]:
+def _walk(root: str, output: str | None) -> Iterator[str]:
     for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if not name.startswith(".")]
+        folders[:] = [
+            name
+            for name in folders
+            if not name.startswith(".")
+            and not name.endswith(_UNFINISHED)
+            and os.path.realpath(os.path.join(folder, name)) != output
+        ]
         if _DATASET_STATE in names:
             yield from _dataset_files(Path(folder))
+        elif _REPORTS <= set(names):
+            yield from (os.path.join(folder, name) for name in names if name.startswith("part-"))
         else:
             yield from (os.path.join(folder, name) for name in names if _is_text(name))
 
@@ -207,6 +218,8 @@ def _dataset_files(folder: Path) -> list[str]:
 
 def _is_text(name: str) -> bool:
     stem = name.lower()
+    if stem.endswith(_OF_SHARDS):
+        return False
     if stem.endswith(_TABLE_SUFFIXES):
         return not name.startswith(".")
     for suffix in COMPRESSED_SUFFIXES:

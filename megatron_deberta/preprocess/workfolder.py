@@ -26,6 +26,8 @@ HEARTBEAT_SECONDS = 5.0
 LEASE_SECONDS = 60.0
 """A claim that has not been renewed for so long belongs to a process that is gone."""
 _PLAN = "plan.json"
+SPOOLED_INPUT = "standard-input"
+"""What standard input is kept as, before there is a plan."""
 
 
 class WorkFolder:
@@ -49,6 +51,22 @@ class WorkFolder:
     def exists(self) -> bool:
         """Tell whether a run is under way or was broken off."""
         return (self.path / _PLAN).exists()
+
+    def refuse_foreign(self) -> None:
+        """Refuse a folder of this name that no run has made, as it would be removed in the end.
+
+        Raises:
+            ConfigError: it holds files and no plan.
+        """
+        mine = (SPOOLED_INPUT, f".{_PLAN}.")
+        names = (name for _, _, names in os.walk(self.path) for name in names)
+        foreign = next((name for name in names if not name.startswith((*mine, _PLAN))), None)
+        # A run that ends just now takes plan and folder away together.
+        if foreign is not None and not self.exists() and self.path.exists():
+            raise ConfigError(
+                f"{self.path}: holds {foreign} and no {_PLAN}, so it is no unfinished run; rename "
+                "it or choose another --output"
+            )
 
     def begin(self, plan: dict[str, Any]) -> bool:
         """Start a run, or join the one that is under way.

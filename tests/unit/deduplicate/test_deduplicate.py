@@ -281,6 +281,46 @@ def test_restart_forgets_unfinished_work(corpus, tmp_path, monkeypatch):
     assert main([*arguments, "--workers", "0", "--restart"]) == 0
 
 
+@pytest.mark.parametrize("command", ["deduplicate", "split"])
+def test_nothing_of_the_users_is_removed(tmp_path, capsys, command):
+    """Folders that look like ours, and an output that holds the input."""
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    texts = [{"text": f"document number {number}"} for number in range(400)]
+    source = Path(write_jsonl(corpus / "c.jsonl", texts))
+    for name in ("out.unfinished", "out.done"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "notes.txt").write_text("mine")
+    call = [command, "--input", str(corpus), "--workers", "0", "--output"]
+    for restart in ([], ["--restart"]):
+        assert main([*call, str(tmp_path / "out"), *restart]) == 2
+        assert "holds notes.txt and no plan.json" in capsys.readouterr().err
+    (tmp_path / "out.unfinished" / "notes.txt").rename(tmp_path / "notes.txt")
+    assert main([*call, str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out.done" / "notes.txt").read_text() == "mine"
+    for output in (corpus, tmp_path):
+        assert main([*call, str(output), "--force"]) == 2
+        assert f"holds the input {source}" in capsys.readouterr().err
+    # Inside the input it is not part of it, neither while it is made nor when it is done.
+    capsys.readouterr()
+    assert main([*call, str(corpus / "out")]) == 0
+    first = capsys.readouterr().out
+    (corpus / "out.unfinished").mkdir()
+    (corpus / "out.unfinished" / "plan.json").write_text("{}")
+    assert main([*call, str(corpus / "out")]) == 0
+    assert capsys.readouterr().out == first
+    assert len(read_jsonl(source)) == 400
+
+
+def test_a_result_is_read_without_its_reports(tmp_path):
+    texts = [{"text": f"document number {number // 2}"} for number in range(400)]
+    write_jsonl(tmp_path / "c.jsonl", [*texts, {"text": ""}])
+    run([str(tmp_path / "c.jsonl")], tmp_path / "out")
+    names = [Path(source.path).name for source in find_sources([str(tmp_path / "out")])]
+    assert names == ["part-000000.jsonl"]
+    assert len(list((tmp_path / "out").iterdir())) == 5
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_cut_file_is_an_error_but_not_the_end(tmp_path, capsys, workers):
     texts = distinct_texts(3000)

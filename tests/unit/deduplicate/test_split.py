@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_deberta.cli.main import main
+from megatron_deberta.deduplicate.settings import Settings
 from megatron_deberta.deduplicate.shingles import digest_of
 from megatron_deberta.deduplicate.split import find_cluster, split
 from megatron_deberta.errors import ConfigError, DataError
@@ -72,6 +73,37 @@ def test_clusters_keep_near_copies_together(corpus, tmp_path):
     assert removed == {"exact": 40, "near": 40}
 
 
+def test_clusters_that_do_not_fit_are_refused(corpus, tmp_path, caplog):
+    """With them the split would leak, and say nothing."""
+    run(corpus, tmp_path / "exact", settings=Settings(exact_only=True))
+    with pytest.raises(ConfigError, match="made with --exact-only"):
+        parted(corpus, tmp_path / "out", clusters=tmp_path / "exact")
+    run(corpus, tmp_path / "clean")
+    for options, name in (
+        (ReadOptions(keys=("text", "id")), "keys"),
+        (ReadOptions(normalization="nfc"), "normalization"),
+    ):
+        with pytest.raises(ConfigError, match=f"made with {name}"):
+            split(find_sources(corpus), tmp_path / "out", options, clusters=tmp_path / "clean")
+    others = [{"text": f"of another corpus {n}"} for n in range(50)]
+    other = write_jsonl(tmp_path / "other.jsonl", others)
+    with pytest.raises(DataError, match="none of its 40 documents is in --input"):
+        parted([other], tmp_path / "out", fraction=0.5, clusters=tmp_path / "clean")
+    assert [path.name for path in tmp_path.glob("*out*")] == []
+    parted(corpus[:2], tmp_path / "part", fraction=0.4, clusters=tmp_path / "clean")
+    assert "documents of --clusters are in --input" in caplog.text
+    caplog.clear()
+    parted(corpus, tmp_path / "whole", fraction=0.4, clusters=tmp_path / "clean")
+    assert not caplog.text
+    for damage in (b"garbage", b""):
+        (tmp_path / "clean" / "clusters.npy").write_bytes(damage)
+        with pytest.raises(DataError, match="missing or damaged"):
+            parted(corpus, tmp_path / "out", clusters=tmp_path / "clean")
+    np.save(tmp_path / "clean" / "clusters.npy", np.zeros((4, 2)))
+    with pytest.raises(DataError, match="damaged"):
+        parted(corpus, tmp_path / "out", clusters=tmp_path / "clean")
+
+
 def test_what_deduplicate_left_does_not_leak(corpus, tmp_path):
     run(corpus, tmp_path / "clean")
     kept = sorted(str(path) for path in (tmp_path / "clean").glob("part-*"))
@@ -110,6 +142,9 @@ def test_a_side_without_documents_is_an_error(tmp_path):
     path = write_jsonl(tmp_path / "c.jsonl", [{"text": "one"}])
     with pytest.raises(DataError, match="no document is on the side of"):
         parted([path], tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    # Nor is there unfinished work, which would refuse another seed.
+    assert [each.name for each in tmp_path.iterdir()] == ["c.jsonl"]
     with pytest.raises(ConfigError, match="must be between 0 and 1"):
         parted([path], tmp_path / "out", fraction=0)
+    with pytest.raises(ConfigError, match="must fit 64 bits"):
+        parted([path], tmp_path / "out", seed=2**63)

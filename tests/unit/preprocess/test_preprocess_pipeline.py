@@ -369,6 +369,25 @@ def test_a_changed_plan_is_refused_by_name(
     assert main([*make, "--allow-bad", "0.1", "--restart"]) == 0
 
 
+def test_nothing_of_the_users_is_removed(
+    corpus: str, tokenizer_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = tmp_path / "c.unfinished" / "parts" / "notes.txt"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    arguments = ["--tokenizer", tokenizer_dir, "--workers", "0", "--output", str(tmp_path / "c")]
+    for restart in ([], ["--restart"]):
+        assert main(["preprocess", "--input", corpus, *arguments, *restart]) == 2
+        assert "holds notes.txt and no plan.json" in capsys.readouterr().err
+    mine.unlink()
+    quarantine = tmp_path / "c.quarantine.jsonl"
+    quarantine.write_bytes(Path(corpus).read_bytes())
+    assert main(["preprocess", "--input", str(quarantine), *arguments]) == 2
+    assert "is an input and would be replaced" in capsys.readouterr().err
+    quarantine.unlink()
+    assert main(["preprocess", "--input", corpus, *arguments]) == 0
+
+
 def test_array_tasks_share_the_work(corpus: str, tokenizer_dir: str, tmp_path: Path) -> None:
     build(corpus, tokenizer_dir, tmp_path / "whole")
     common = [
