@@ -13,6 +13,7 @@ Examples:
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -52,7 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         const="en",
         default="",
         metavar="LANGUAGE",
-        help="keep sentences apart (PREFIX_KEY_sentence), as this language ends them (default: en)",
+        help="keep sentences apart (PREFIX_KEY_sentence), as this language, an ISO 639 code, ends "
+        "them (default: en)",
     )
     parser.add_argument(
         "--allow-bad",
@@ -83,8 +85,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Preprocess, and say what was written, once for all ranks."""
     options = _run_options(args)
-    if args.unit_mb is not None and args.unit_mb <= 0:
-        raise ConfigError(f"--unit-mb {args.unit_mb}: must be more than 0")
+    if args.unit_mb is not None and not 0 < args.unit_mb < math.inf:
+        raise ConfigError(f"--unit-mb {args.unit_mb}: must be a number above 0")
+    if args.sentences and not re.fullmatch("[a-z]{2,3}", args.sentences):
+        raise ConfigError(f"--sentences {args.sentences}: must be a code as en or de (ISO 639)")
     if args.allow_bad is not None and not 0 <= args.allow_bad <= 1:
         raise ConfigError(f"--allow-bad {args.allow_bad}: must be between 0 and 1")
     if options.size > 1 and (args.restart or STANDARD_INPUT in args.input):
@@ -95,15 +99,21 @@ def run(args: argparse.Namespace) -> int:
     if args.restart:
         folder.remove()
     read = read_options(args)
-    manifests = preprocess(
-        find_input(args, folder.path / SPOOLED_INPUT),
-        args.tokenizer,
-        args.output,
-        read=read,
-        run=options,
-        language=args.sentences,
-        unit_bytes=None if args.unit_mb is None else max(1, round(args.unit_mb * 1e6)),
-    )
+    try:
+        manifests = preprocess(
+            find_input(args, folder.path / SPOOLED_INPUT),
+            args.tokenizer,
+            args.output,
+            read=read,
+            run=options,
+            language=args.sentences,
+            unit_bytes=None if args.unit_mb is None else max(1, round(args.unit_mb * 1e6)),
+        )
+    except ConfigError:
+        if not folder.exists():
+            # Of a run that did not begin nothing is left, standard input neither.
+            folder.remove()
+        raise
     if options.rank:
         return 0
     for key, manifest in zip(read.keys, manifests, strict=True):

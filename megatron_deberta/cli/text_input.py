@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 
 from megatron_deberta.errors import ConfigError
@@ -14,6 +15,7 @@ def add_input_arguments(parser: argparse.ArgumentParser, *, files_only: bool = F
     """Declare ``--input`` and how to read it; ``files_only`` where it is read several times."""
     parser.add_argument(
         "--input",
+        action="extend",
         nargs="+",
         required=True,
         metavar="FILE",
@@ -23,8 +25,8 @@ def add_input_arguments(parser: argparse.ArgumentParser, *, files_only: bool = F
     parser.add_argument(
         "--keys",
         "--input-key",
+        action="extend",
         nargs="+",
-        default=["text"],
         metavar="KEY",
         help="keys of the JSON objects, or columns, that hold text (default: text)",
     )
@@ -68,12 +70,12 @@ def read_options(args: argparse.Namespace) -> ReadOptions:
     """Say how the arguments want files read.
 
     Raises:
-        ConfigError: a document's bound is not positive.
+        ConfigError: a document's bound is no positive number.
     """
-    if not args.max_document_mb > 0:
-        raise ConfigError(f"--max-document-mb {args.max_document_mb}: must be more than 0")
+    if not 0 < args.max_document_mb < math.inf:
+        raise ConfigError(f"--max-document-mb {args.max_document_mb}: must be a number above 0")
     return ReadOptions(
-        keys=tuple(dict.fromkeys(args.keys)),
+        keys=tuple(dict.fromkeys(args.keys or ["text"])),
         normalization=args.normalize,
         longest_bytes=round(args.max_document_mb * 1e6),
     )

@@ -105,7 +105,7 @@ def refuse_inputs(output: Path, sources: Sequence[Source]) -> None:
     """
     folder = Path(os.path.realpath(output))
     for source in sources:
-        if folder in Path(source.path).parents:
+        if folder in Path(os.path.realpath(source.path)).parents:
             raise ConfigError(
                 f"--output {output}: holds the input {source.path}; choose another folder"
             )

@@ -129,8 +129,9 @@ class _FoldedText(_PlainText):
         while size := super().readinto(folded):
             compressed = bytes(folded[:size])
             while compressed:
-                if not begun and not compressed.strip(b"\0"):
-                    # Padding behind a member, as gzip's and xz's own programs allow.
+                # Zeros behind a member are padding, as gzip's and xz's own programs allow.
+                compressed = compressed if begun else compressed.lstrip(b"\0")
+                if not compressed:
                     break
                 begun = True
                 yield from frame.feed(compressed)

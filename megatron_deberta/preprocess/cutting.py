@@ -129,11 +129,15 @@ class RecordReader:
             file.seek(self.offset if self.can_seek else 0)
         except OSError as error:
             raise DataError(f"{source.path}: {error.strerror}; check --input") from error
-        if source.modified_ns and not source.label:
-            found = (status.st_size, status.st_mtime_ns)
-            if found != (source.size_bytes, source.modified_ns):
-                raise DataError(f"{source.path}: changed while it was read; begin again")
+        self._refuse_changed(status)
         return TextStream(file, source.name, source.compression)
+
+    def _refuse_changed(self, status: os.stat_result) -> None:
+        source = self._source
+        # What is kept of standard input is not told by its time.
+        is_older = source.label or status.st_mtime_ns == source.modified_ns
+        if source.modified_ns and not (status.st_size == source.size_bytes and is_older):
+            raise DataError(f"{source.path}: changed while it was read; begin again")
 
     def _blocks(self, end: int) -> Iterator[Block]:
         self._passed = ENDLESS
@@ -248,6 +252,7 @@ class RecordReader:
     def _end(self, line: int, offset: int) -> Defect | None:
         """Close the file; where it is damaged, what is left from a place on is no record."""
         damage = self._text.damage
+        self._refuse_changed(os.stat(self._source.path))
         self.at_end = True
         self.close()
         return Defect(line, offset, DAMAGED, damage) if damage else None

@@ -20,8 +20,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from megatron_deberta.data.indexed_dataset import IndexedDataset
 from megatron_deberta.data.indexed_format import bin_path, idx_path, manifest_path
-from megatron_deberta.data.manifest import Manifest, read_manifest
+from megatron_deberta.data.manifest import Manifest, check_counts, read_manifest
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.preprocess.encoding import BatchEncoder, choose_encoder
 from megatron_deberta.preprocess.merging import Merger, Output, quarantine_path, shard_prefix
@@ -99,7 +100,11 @@ def preprocess(
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     unit_bytes = unit_bytes or usual_unit_bytes(sources)
     _refuse_keys(read.keys)
-    if os.path.realpath(quarantine_path(output)) in {source.path for source in sources}:
+    if not os.path.basename(output):
+        raise ConfigError(f"--output {output}: ends without a name; add one, as {output}books")
+    if os.path.realpath(quarantine_path(output)) in {
+        os.path.realpath(source.path) for source in sources
+    }:
         raise ConfigError(
             f"--output {output}: {quarantine_path(output)} is an input and would be replaced; "
             "choose another name"
@@ -116,7 +121,7 @@ def preprocess(
     if not again and (found := _complete(prefixes, digest)) is not None:
         folder.remove()
         return found
-    _refuse_existing(prefixes, run, folder)
+    _refuse_existing(output, prefixes, run, folder)
     with _disk_errors(output):
         folder.begin(plan)
         if not again and (found := _complete(prefixes, digest)) is not None:
@@ -304,6 +309,7 @@ def _complete(prefixes: Sequence[str], digest: str) -> list[Manifest] | None:
         with contextlib.suppress(DataError):
             manifest = read_manifest(prefix)
             if manifest is not None and manifest.plan_sha256 == digest:
+                check_counts(IndexedDataset(prefix), manifest)
                 manifests.append(manifest)
     return manifests if len(manifests) == len(prefixes) else None
 
@@ -314,7 +320,9 @@ def _refuse_keys(keys: Sequence[str]) -> None:
             raise ConfigError(f"--keys {key!r}: cannot be part of a file name")
 
 
-def _refuse_existing(prefixes: Sequence[str], run: RunOptions, folder: WorkFolder) -> None:
+def _refuse_existing(
+    output: str, prefixes: Sequence[str], run: RunOptions, folder: WorkFolder
+) -> None:
     """Refuse to replace a shard; while publishing, some names are this run's own."""
     if run.force or folder.recorded("manifests") is not None:
         return
@@ -322,6 +330,11 @@ def _refuse_existing(prefixes: Sequence[str], run: RunOptions, folder: WorkFolde
         for path in (bin_path(prefix), idx_path(prefix), manifest_path(prefix)):
             if os.path.exists(path):
                 raise ConfigError(f"{path}: exists; choose another --output or add --force")
+    if os.path.exists(quarantine_path(output)):
+        raise ConfigError(
+            f"{quarantine_path(output)}: exists, of other shards; choose another --output, or add "
+            "--force to lose it"
+        )
 
 
 @contextlib.contextmanager

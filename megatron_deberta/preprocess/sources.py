@@ -10,6 +10,7 @@ import glob
 import hashlib
 import json
 import os
+import stat
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,8 @@ _TABLE_SUFFIXES = (".parquet", ".arrow")
 _PARQUET_MAGIC = b"PAR1"
 _DATASET_STATE = "state.json"
 """Lists the files of a Hugging Face dataset that ``save_to_disk`` wrote."""
+_DATASETS = "dataset_dict.json"
+"""Lists the datasets, in folders beside it, that were saved together."""
 _UNFINISHED = ".unfinished"
 _OF_SHARDS = (".manifest.json", ".quarantine.jsonl")
 _REPORTS = {"summary.json", "quarantine.jsonl"}
@@ -100,27 +103,35 @@ def find_sources(
             raise ConfigError("--input -: standard input cannot be combined with files")
         if spool is None:
             raise ConfigError("--input -: this command needs files")
-        digest = _spool_standard_input(spool)
+        spool, digest = _spool_standard_input(spool)
         source = _describe(str(spool), file_format, text_mode, "standard input")
         # What tells it from another input is not when it was kept.
         return [dataclasses.replace(source, modified_ns=digest)]
     paths = [path for entry in inputs for path in _expand(entry, output)]
-    unique = dict.fromkeys(os.path.realpath(path) for path in paths)
-    return [_describe(path, file_format, text_mode) for path in unique]
+    unique: dict[str, str] = {}
+    for path in paths:
+        # The name that was given stays: what a link leads to may have no suffix.
+        unique.setdefault(os.path.realpath(path), os.path.abspath(path))
+    return [_describe(path, file_format, text_mode) for path in unique.values()]
 
 
-def _spool_standard_input(spool: Path) -> int:
+def _spool_standard_input(spool: Path) -> tuple[Path, int]:
+    """Keep standard input in a file that is named by its content: another run may read another."""
     digest = hashlib.sha256()
+    mine = spool.with_name(f"{spool.name}.{os.getpid()}")
     try:
         spool.parent.mkdir(parents=True, exist_ok=True)
-        with spool.open("wb") as stream:
+        with mine.open("wb") as stream:
             while piece := sys.stdin.buffer.read(1 << 20):
                 digest.update(piece)
                 stream.write(piece)
             stream.flush()
             os.fsync(stream.fileno())
-            return int.from_bytes(digest.digest()[:7], "big")
+        final = spool.with_name(f"{spool.name}-{digest.hexdigest()[:16]}")
+        os.replace(mine, final)
+        return final, int.from_bytes(digest.digest()[:7], "big")
     except OSError as error:
+        mine.unlink(missing_ok=True)
         raise DataError(
             f"{spool}: cannot keep standard input: {error}; is the disk full?"
         ) from error
@@ -128,6 +139,13 @@ def _spool_standard_input(spool: Path) -> int:
 
 def _describe(path: str, file_format: FileFormat, text_mode: TextMode, label: str = "") -> Source:
     try:
+        path.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{path!a}: its name is not UTF-8; rename it") from error
+    try:
+        # Opening a pipe would wait for somebody to write.
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise DataError(f"{path}: not a regular file; pipe what it gives in with --input -")
         with open(path, "rb", buffering=0) as file:
             status = os.fstat(file.fileno())
             head = file.read(16)
@@ -181,28 +199,39 @@ def _expand(entry: str, output: Path | None) -> list[str]:
             )
         return found
     if not os.path.lexists(entry) and glob.has_magic(entry):
-        matches = sorted(path for path in glob.glob(entry, recursive=True) if os.path.isfile(path))
+        matches = sorted(glob.glob(entry, recursive=True))
         if not matches:
             raise DataError(f"--input {entry}: matches no file")
-        return matches
+        if "**" in entry:
+            # The files of a folder are matched themselves.
+            return [path for path in matches if os.path.isfile(path)]
+        return [path for match in matches for path in _expand(match, output)]
     return [entry]
 
 
 def _walk(root: str, output: str | None) -> Iterator[str]:
-    for folder, folders, names in os.walk(root):
-        folders[:] = [
-            name
-            for name in folders
-            if not name.startswith(".")
-            and not name.endswith(_UNFINISHED)
-            and os.path.realpath(os.path.join(folder, name)) != output
-        ]
+    # Links are followed, in a circle once.
+    seen = {output, os.path.realpath(root)}
+    for folder, folders, names in os.walk(root, onerror=_raise_unreadable, followlinks=True):
+        wanted = {
+            os.path.realpath(os.path.join(folder, name)): name
+            for name in sorted(folders, reverse=True)
+            if not name.startswith(".") and not name.endswith(_UNFINISHED)
+        }
+        folders[:] = [name for path, name in wanted.items() if path not in seen]
+        seen.update(wanted)
         if _DATASET_STATE in names:
             yield from _dataset_files(Path(folder))
+        elif _DATASETS in names:
+            continue
         elif _REPORTS <= set(names):
             yield from (os.path.join(folder, name) for name in names if name.startswith("part-"))
         else:
             yield from (os.path.join(folder, name) for name in names if _is_text(name))
+
+
+def _raise_unreadable(error: OSError) -> None:
+    raise DataError(f"{error.filename}: {error.strerror}; check --input") from error
 
 
 def _dataset_files(folder: Path) -> list[str]:

@@ -81,6 +81,7 @@ def _batches(
         if source.text_format == "parquet":
             groups = range(begin, min(end, table.metadata.num_row_groups))
             row = sum(table.metadata.row_group(group).num_rows for group in range(begin))
+            _refuse_ambiguous(source, table.schema_arrow.names, keys)
             present = [key for key in keys if key in table.schema_arrow.names]
             for batch in table.iter_batches(
                 _BATCH_ROWS, row_groups=list(groups), columns=present, use_threads=False
@@ -89,10 +90,17 @@ def _batches(
                 row += batch.num_rows
             return
         for index, batch in enumerate(table):
+            _refuse_ambiguous(source, batch.schema.names, keys)
             if begin <= index < end:
                 for first in range(0, batch.num_rows, _BATCH_ROWS):
                     yield row + first, batch.slice(first, _BATCH_ROWS)
             row += batch.num_rows
+
+
+def _refuse_ambiguous(source: Source, columns: Sequence[str], keys: Sequence[str]) -> None:
+    for key in keys:
+        if columns.count(key) > 1:
+            raise DataError(f"{source.name}: {columns.count(key)} columns are named {key!r}")
 
 
 def _values(batch: Any, keys: Sequence[str]) -> Iterator[tuple[object, ...]]:
@@ -105,9 +113,19 @@ def _values(batch: Any, keys: Sequence[str]) -> Iterator[tuple[object, ...]]:
             columns.append([_ABSENT] * batch.num_rows)
             continue
         column = batch.column(key)
-        is_text = pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type)
-        columns.append((column.cast(pyarrow.large_binary()) if is_text else column).to_pylist())
+        if pyarrow.types.is_dictionary(column.type):
+            column = column.dictionary_decode()
+        columns.append(
+            (column.cast(pyarrow.large_binary()) if _is_text(column) else column).to_pylist()
+        )
     return zip(*columns, strict=True)
+
+
+def _is_text(column: Any) -> bool:
+    from pyarrow import types
+
+    kinds = (types.is_string, types.is_large_string, types.is_string_view)
+    return any(is_kind(column.type) for is_kind in kinds)
 
 
 _ABSENT = object()

@@ -149,8 +149,7 @@ def _is_stream(source: Source, unit_bytes: int) -> bool:
 
 def _pieces(index: int, source: Source, unit_bytes: int) -> list[tuple[Piece, int]]:
     if source.text_format in TABLES:
-        groups = count_groups(source)
-        return [(Piece(index, group, group + 1), size) for group, size in enumerate(groups)]
+        return _table_pieces(index, count_groups(source), unit_bytes)
     if source.compression != "none":
         return [(Piece(index), source.size_bytes * _USUAL_RATIO)]
     if source.size_bytes <= unit_bytes:
@@ -159,6 +158,18 @@ def _pieces(index: int, source: Source, unit_bytes: int) -> list[tuple[Piece, in
         (Piece(index, begin, begin + unit_bytes), min(unit_bytes, source.size_bytes - begin))
         for begin in range(0, source.size_bytes, unit_bytes)
     ]
+
+
+def _table_pieces(index: int, groups: list[int], unit_bytes: int) -> list[tuple[Piece, int]]:
+    """Put small row groups together: a piece opens the file anew."""
+    pieces: list[tuple[Piece, int]] = []
+    for group, size in enumerate(groups):
+        if pieces and pieces[-1][1] + size <= unit_bytes:
+            piece, before = pieces.pop()
+            pieces.append((Piece(index, piece.begin, group + 1), before + size))
+        else:
+            pieces.append((Piece(index, group, group + 1), size))
+    return pieces
 
 
 @dataclass(slots=True)

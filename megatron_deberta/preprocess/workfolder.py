@@ -99,6 +99,12 @@ class WorkFolder:
     def _refuse_another(self, plan: dict[str, Any]) -> None:
         found = json.loads((self.path / _PLAN).read_bytes())
         for name in {**found, **plan}:
+            if name == "--input" and found[name] != plan[name]:
+                raise ConfigError(
+                    f"{self.path}: --input is not what it was when this run began: "
+                    f"{_changed_files(found[name], plan[name])}; undo the change, or begin again "
+                    "with --restart"
+                )
             if found.get(name) != plan.get(name):
                 before, now = _first_difference(found.get(name), plan.get(name))
                 raise ConfigError(
@@ -227,6 +233,19 @@ class WorkFolder:
             self._seen[path.name] = state, time.monotonic()
             return False
         return time.monotonic() - since > LEASE_SECONDS
+
+
+def _changed_files(before: list[list[Any]], now: list[list[Any]]) -> str:
+    """Name the first file that came, went or changed; entries begin with a file's name."""
+    old, new = ({name: rest for name, *rest in entries} for entries in (before, now))
+    for name, rest in {**old, **new}.items():
+        if name not in new:
+            return f"{name} is gone"
+        if name not in old:
+            return f"{name} is new"
+        if old[name] != rest:
+            return f"{name} has changed"
+    return "the order of files has changed"
 
 
 def _first_difference(before: object, now: object) -> tuple[object, object]:

@@ -365,7 +365,7 @@ def test_a_changed_plan_is_refused_by_name(
         assert "version of reading was" in capsys.readouterr().err
     os.utime(corpus, (1, 1))
     assert main([*make, "--allow-bad", "0.1"]) == 2
-    assert "--input was" in capsys.readouterr().err
+    assert f"{corpus} has changed" in capsys.readouterr().err
     assert main([*make, "--allow-bad", "0.1", "--restart"]) == 0
 
 
@@ -386,6 +386,47 @@ def test_nothing_of_the_users_is_removed(
     assert "is an input and would be replaced" in capsys.readouterr().err
     quarantine.unlink()
     assert main(["preprocess", "--input", corpus, *arguments]) == 0
+
+
+def test_a_broken_result_is_not_taken_for_whole(
+    corpus: str, tokenizer_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make = ["preprocess", "--input", corpus, "--tokenizer", tokenizer_dir, "--workers", "0"]
+    make += ["--output", str(tmp_path / "c")]
+    assert main(make) == main(make) == 0
+    os.truncate(tmp_path / "c_text_document.bin", 100)
+    assert main(make) == 2
+    assert "exists" in capsys.readouterr().err
+    assert main([*make, "--force"]) == 0
+    # Another key would replace the list of what was set aside for the first.
+    assert main([*make, "--keys", "title"]) == 2
+    assert "c.quarantine.jsonl: exists, of other shards" in capsys.readouterr().err
+
+
+def test_options_that_cannot_be(
+    corpus: str, tokenizer_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make = ["preprocess", "--input", corpus, "--tokenizer", tokenizer_dir, "--workers", "0"]
+    for change, message in (
+        (["--unit-mb", "nan"], "--unit-mb nan: must be a number above 0"),
+        (["--max-document-mb", "inf"], "--max-document-mb inf: must be a number above 0"),
+        (["--sentences", "english"], "must be a code as en or de"),
+        (["--output", f"{tmp_path}/"], "ends without a name"),
+    ):
+        assert main([*make, "--output", str(tmp_path / "c"), *change]) == 2
+        assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [Path(corpus)]
+
+
+def test_inputs_add_up(corpus: str, tokenizer_dir: str, tmp_path: Path) -> None:
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"text": "one more"}\n')
+    make = ["preprocess", "--input", corpus, "--input", str(other), "--tokenizer", tokenizer_dir]
+    assert main([*make, "--workers", "0", "--output", str(tmp_path / "c")]) == 0
+    manifest = read_manifest(str(tmp_path / "c_text_document"))
+    assert manifest is not None
+    assert manifest.num_documents == 61
+    assert manifest.sources == (corpus, str(other))
 
 
 def test_array_tasks_share_the_work(corpus: str, tokenizer_dir: str, tmp_path: Path) -> None:

@@ -7,10 +7,12 @@ import gzip
 import io
 import json
 import lzma
+import os
 import tracemalloc
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -18,9 +20,15 @@ import pytest
 import zstandard
 
 from megatron_deberta.errors import ConfigError, DataError
-from megatron_deberta.preprocess.reading import ReadOptions, read_documents, read_texts
+from megatron_deberta.preprocess.reading import (
+    DocumentReader,
+    ReadOptions,
+    read_documents,
+    read_texts,
+)
 from megatron_deberta.preprocess.records import DAMAGED, Defect, Document
 from megatron_deberta.preprocess.sources import find_sources
+from megatron_deberta.preprocess.units import Piece, plan_segments
 
 TEXTS = [f"Document {index}: äöü " + "word " * (index % 50) for index in range(3000)]
 JSONL = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
@@ -68,6 +76,7 @@ ENCODINGS: dict[str, Callable[[bytes], bytes]] = {
     "two zstd frames": lambda c: zstd(c[:1000]) + zstd_stream(c[1000:]),
     "pzstd": lambda c: SKIPPABLE_FRAME + zstd(c[:777]) + SKIPPABLE_FRAME + zstd(c[777:]),
     "bzip2": lambda c: bz2.compress(c[:5000]) + bz2.compress(c[5000:]),
+    "padded xz": lambda c: lzma.compress(c[:5000]) + b"\0" * 8 + lzma.compress(c[5000:]),
     "xz": lambda c: lzma.compress(c[:5000]) + lzma.compress(c[5000:]),
 }
 
@@ -176,6 +185,36 @@ def test_parquet_and_arrow_give_rows(tmp_path: Path) -> None:
     assert {record.reason for _, record in found} == {"missing key"}  # type: ignore[union-attr]
 
 
+def test_small_row_groups_are_read_together(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(table(), path, row_group_size=10)
+    sources = find_sources([str(path)])
+    (whole,) = plan_segments(sources, 1 << 30)
+    assert whole.pieces == (Piece(0, 0, 100),)
+    pieces = [piece for each in plan_segments(sources, 20_000) for piece in each.pieces]
+    assert 5 < len(pieces) < 100
+    assert [piece.begin for piece in pieces[1:]] == [piece.end for piece in pieces[:-1]]
+    assert (pieces[0].begin, pieces[-1].end) == (0, 100)
+
+
+def test_every_kind_of_text_column_is_text(tmp_path: Path) -> None:
+    texts = pyarrow.array(["one", "two", "one"])
+    for name, column in (
+        ("a", texts.dictionary_encode()),
+        ("b", texts.cast(pyarrow.string_view())),
+        ("c", texts.cast(pyarrow.large_string())),
+    ):
+        pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / f"{name}.parquet")
+        write(tmp_path, f"{name}.arrow", arrow_stream(pyarrow.table({"text": column})))
+        for suffix in ("parquet", "arrow"):
+            assert records(tmp_path / f"{name}.{suffix}") == (["one", "two", "one"], [])
+    twice = pyarrow.Table.from_arrays([texts, texts], ["text", "text"])
+    pyarrow.parquet.write_table(twice, tmp_path / "d.parquet")
+    for path in (tmp_path / "d.parquet", write(tmp_path, "d.arrow", arrow_stream(twice))):
+        with pytest.raises(DataError, match="2 columns are named 'text'"):
+            records(path)
+
+
 def test_a_broken_table_is_an_error(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(table(), tmp_path / "a.parquet")
     whole = (tmp_path / "a.parquet").read_bytes()
@@ -193,8 +232,9 @@ def test_a_dataset_on_disk_gives_its_own_files_only(tmp_path: Path) -> None:
     write(folder, "state.json", b'{"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}')
     write(folder, "dataset_info.json", b"{}")
     for path in (tmp_path / "corpus", folder):
-        documents, _ = records(path)
+        documents, defects = records(path)
         assert len(documents) == 999
+        assert [defect.detail for defect in defects] == ["column 'text' is null"]
     write(folder, "state.json", b"{}")
     with pytest.raises(DataError, match="not a Hugging Face dataset"):
         find_sources([str(folder)])
@@ -221,6 +261,77 @@ def test_find_sources(tmp_path: Path) -> None:
     assert [source.path for source in globbed] == [expected[0], expected[2]]
     (source,) = find_sources([expected[1]])
     assert (source.path, source.size_bytes, source.text_format) == (expected[1], 1, "paragraph")
+
+
+def test_links_are_followed_and_keep_their_names(tmp_path: Path) -> None:
+    """As the cache of Hugging Face's hub has them: what they lead to has no suffix."""
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "in" / "real").mkdir(parents=True)
+    blob = write(tmp_path / "blobs", "abc", b'[1]\n{"text": "hello"}\n')
+    (tmp_path / "in" / "a.jsonl").symlink_to(blob)
+    documents, defects = records(tmp_path / "in" / "a.jsonl")
+    assert (documents, [defect.reason for defect in defects]) == (["hello"], ["not a JSON object"])
+    (tmp_path / "more").mkdir()
+    write(tmp_path / "more", "b.jsonl", b"x")
+    (tmp_path / "in" / "more").symlink_to(tmp_path / "more")
+    (tmp_path / "more" / "again").symlink_to(tmp_path / "in")
+    write(tmp_path / "in" / "real", "c.jsonl", b"x")
+    found = [source.path for source in find_sources([str(tmp_path / "in")])]
+    assert found == [
+        str(tmp_path / "in" / name) for name in ("a.jsonl", "more/b.jsonl", "real/c.jsonl")
+    ]
+    # A glob means what a shell makes of it; a file named twice counts once.
+    names = sorted(str(path) for path in (tmp_path / "in").iterdir())
+    assert (
+        find_sources([f"{tmp_path}/in/*"]) == find_sources(names) == find_sources([*names, *names])
+    )
+
+
+def test_nothing_is_left_out_silently(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, "a.jsonl", b"x")
+
+    def refuse(root: str, onerror: Callable[[OSError], None], **_: object) -> Iterator[Any]:
+        # What a folder does that may not be read; root may read any.
+        onerror(PermissionError(13, "Permission denied", root))
+        yield from ()
+
+    with monkeypatch.context() as patch:
+        patch.setattr("megatron_deberta.preprocess.sources.os.walk", refuse)
+        with pytest.raises(DataError, match="Permission denied; check --input"):
+            find_sources([str(tmp_path)])
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(DataError, match="not a regular file; pipe what it gives in"):
+        find_sources([str(tmp_path / "pipe.jsonl")])
+    odd = os.fsencode(tmp_path) + b"/z\xff.jsonl"
+    Path(os.fsdecode(odd)).write_bytes(b"x")
+    with pytest.raises(DataError, match="its name is not UTF-8"):
+        find_sources([os.fsdecode(odd)])
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_a_file_that_grows_is_an_error(name: str, tmp_path: Path) -> None:
+    content = gzip.compress(JSONL) if name.endswith("gz") else JSONL
+    (source,) = find_sources([str(write(tmp_path, name, content))])
+    reader = DocumentReader(source, ReadOptions())
+    batches = reader.read()
+    next(batches)
+    with open(source.path, "ab") as stream:
+        stream.write(content)
+    with pytest.raises(DataError, match="changed while it was read"):
+        list(batches)
+
+
+def test_standard_input_of_two_runs_is_kept_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for content in (b'{"text": "one"}\n', b'{"text": "two"}\n', b'{"text": "one"}\n'):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
+        found += find_sources(["-"], spool=tmp_path / "spool")
+        # Also while others are kept beside it.
+        assert Path(found[0].path).read_bytes() == b'{"text": "one"}\n'
+    assert found[0] == found[2] != found[1]
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_unusable_inputs_are_refused(tmp_path: Path) -> None:
