@@ -1,8 +1,12 @@
 """Blends: every source within one sample of its share, at every prefix and any index."""
 
+import hashlib
+from fractions import Fraction
+
 import numpy as np
 import pytest
 
+from megatron_deberta.data import blend as blend_module
 from megatron_deberta.data.blend import LONGEST_PERIOD, BlendedRows
 from megatron_deberta.errors import ConfigError
 
@@ -66,14 +70,112 @@ def test_decimals_repeat_exactly_and_far_indices_are_found_at_once():
     assert abs(local[0] + 1 - share * (far + 1)) < 1.0
 
 
-def test_weights_without_a_short_period_are_rounded():
-    weights = [2**0.5, 3**0.5, 1.0]
+@pytest.mark.parametrize(
+    ("weights", "digest"),
+    [
+        ([1, 1], "883c883ac4f6eed5"),
+        ([0.5, 0.3, 0.15, 0.05], "db89a29962f8b721"),
+        ([0.7, 0.2, 0.1], "82401524b2d62161"),
+        ([3, 1, 4, 1, 5, 9, 2, 6], "b3a6c267fd6e6636"),
+        ([0.123, 0.456, 0.421], "57dd77577c2249c6"),
+        ([500000, 300001, 200000], "18e01d9b66fa36c0"),
+    ],
+)
+def test_short_patterns_stay_what_they_were(weights, digest):
+    """Recorded: another order would change the samples of runs that are under way."""
+    samples = np.concatenate([np.arange(5000), np.arange(10**10, 10**10 + 5000)])
+    components, local = blend_of(weights).locate(samples)
+    found = hashlib.sha256(components.tobytes() + local.tobytes()).hexdigest()
+    assert found.startswith(digest)
+
+
+def furthest_from_share(blend, weights, begin, end):
+    """Of any source at any prefix of begin to end samples, exactly: in whole numbers."""
+    exact = [Fraction(str(weight)) for weight in weights]
+    shares = [weight / sum(exact) for weight in exact]
+    components, local = blend.locate(np.arange(begin, end))
+    furthest = Fraction(0)
+    for number, share in enumerate(shares):
+        places = np.flatnonzero(components == number)
+        if not places.size:
+            continue
+        first = int(local[places[0]])
+        counts = np.arange(first, first + places.size)
+        np.testing.assert_array_equal(local[places], counts)
+        # The source is furthest behind just before a sample of it, and furthest ahead behind it.
+        up, down = share.as_integer_ratio()
+        behind = up * (begin + places.astype(object)) - down * counts.astype(object)
+        ahead = down - up - int(behind.min())
+        at_end = up * end - down * (first + places.size)
+        furthest = max(furthest, Fraction(max(int(behind.max()), ahead, at_end), down))
+    return furthest
+
+
+def weights_of_long_period(seed):
+    draw = np.random.default_rng(seed)
+    number = int(draw.integers(2, 9))
+    if seed % 3 == 0:
+        return draw.integers(10**5, 10**9 // number, number).tolist()
+    if seed % 3 == 1:
+        return draw.dirichlet(np.full(number, 0.4)).clip(2e-4).tolist()
+    return [float(number), *[1.0 + 1.001e-3 * k + 1e-9 for k in range(number - 1)]]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_shares_are_kept_far_out_without_a_short_period(seed):
+    weights = weights_of_long_period(seed)
     blend = blend_of(weights)
-    assert blend.period == LONGEST_PERIOD
-    assert largest_distance(weights, 100_000) < 1.0
-    counts = np.bincount(blend.locate(np.arange(LONGEST_PERIOD))[0])
-    shares = np.array(weights) / np.sum(weights)
-    assert np.abs(counts - shares * LONGEST_PERIOD).max() < 1.0
+    assert blend.period > LONGEST_PERIOD
+    draw = np.random.default_rng(seed)
+    # The first block, and one around each of 1e8, 1e9 and 1e10 with its edges.
+    for low in (0, 10**8, 10**9, 10**10):
+        begin = low + int(draw.integers(low + 1))
+        assert furthest_from_share(blend, weights, begin, begin + (1 << 14) + 100) < 1
+
+
+@pytest.mark.parametrize("weights", [[1112141, 616844, 231825], [0.18, 0.1234567, 0.6965433]])
+def test_shares_are_kept_over_a_whole_period(weights):
+    blend = blend_of(weights)
+    whole = min(blend.period, 2 * LONGEST_PERIOD)
+    assert furthest_from_share(blend, weights, 0, whole) < 1
+    if whole == blend.period:
+        counts = np.bincount(blend.locate(np.arange(whole))[0])
+        assert counts.tolist() == weights
+
+
+def test_many_sources_and_rare_ones_keep_their_shares():
+    """Blocks as long as the rarest source needs, and edges that a plain rounding would miss."""
+    draw = np.random.default_rng(1)
+    weights = [*(10.0 ** draw.uniform(-4.5, 0, 20)), *[0.5 + 1e-9] * 2, *[0.001 + 1e-10] * 8]
+    blend = blend_of(weights)
+    length = 3 * max(1 << 14, int(sum(weights) / min(weights)))
+    for begin in (0, 10**9):
+        assert furthest_from_share(blend, weights, begin, begin + length) < 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_shares_are_kept_at_the_edges_of_the_shortest_blocks(seed, monkeypatch):
+    """Many edges: where a block begins and ends must leave a way between, and to the next."""
+    monkeypatch.setattr(blend_module, "_LEAST_BLOCK", 1)
+    draw = np.random.default_rng(seed)
+    number = int(draw.integers(2, 12))
+    weights = (draw.dirichlet(np.full(number, [0.3, 1, 20][seed % 3])) + 0.01).tolist()
+    blend = blend_of(weights)
+    assert blend._block <= 200
+    assert furthest_from_share(blend, weights, 0, 5000) < 1
+    assert furthest_from_share(blend, weights, 10**9, 10**9 + 5000) < 1
+
+
+def test_far_samples_depend_on_nothing_looked_up_before():
+    weights = [1112141, 616844, 231825]
+    blend, samples = blend_of(weights), np.arange(10**9, 10**9 + 50_000)
+    whole = blend.locate(samples)
+    order = np.random.default_rng(0).permutation(samples.size)
+    mixed = blend_of(weights).locate(samples[order])
+    for found, expected in zip(mixed, whole, strict=True):
+        np.testing.assert_array_equal(found, expected[order])
+    np.testing.assert_array_equal(blend.locate(samples[:5])[1], whole[1][:5])
+    assert len(blend._tables) <= 2
 
 
 @pytest.mark.parametrize("weights", [[1.0, 0.0], [1.0, -1.0], [1.0, float("nan")], [1e7, 1.0]])
