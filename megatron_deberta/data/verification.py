@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from megatron_deberta.data.manifest import Manifest, check_counts, read_manifest
 from megatron_deberta.errors import DataError
 
 _CHUNK_TOKENS = 1 << 24
+_LIST_MISSING = "quarantine list missing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,7 @@ class _Work:
     manifest: Manifest | None
     problems: list[str]
     hashes: list[Future[str | None]]
+    quarantine: Future[str | None] | None
     ranges: list[Future[tuple[int, int]]]
 
 
@@ -90,6 +93,7 @@ def _begin(prefix: str, fingerprint: str | None, pool: ThreadPoolExecutor) -> Sh
         return ShardReport(prefix, (str(error),))
     problems = []
     hashes = []
+    quarantine = None
     if manifest is not None:
         try:
             check_counts(shard, manifest)
@@ -104,19 +108,21 @@ def _begin(prefix: str, fingerprint: str | None, pool: ThreadPoolExecutor) -> Sh
             (idx_path(prefix), manifest.idx_sha256),
             (bin_path(prefix), manifest.bin_sha256),
         ]
-        quarantine = _quarantine_path(prefix)
-        if manifest.quarantine_sha256 and quarantine:
-            files.append((quarantine, manifest.quarantine_sha256))
         hashes = [pool.submit(_hash_problem, path, expected) for path, expected in files]
+        if manifest.quarantine_sha256:
+            quarantine = pool.submit(_quarantine_problem, prefix, manifest)
     ranges = [
         pool.submit(_id_range, shard, begin) for begin in range(0, shard.num_tokens, _CHUNK_TOKENS)
     ]
-    return _Work(shard, manifest, problems, hashes, ranges)
+    return _Work(shard, manifest, problems, hashes, quarantine, ranges)
 
 
 def _finish(work: _Work, vocab_size: int | None) -> ShardReport:
     shard, manifest = work.shard, work.manifest
     problems = work.problems + [found for each in work.hashes if (found := each.result())]
+    quarantine = work.quarantine.result() if work.quarantine else None
+    if quarantine not in (None, _LIST_MISSING):
+        problems.append(quarantine)
     extremes = [each.result() for each in work.ranges]
     smallest = min(low for low, _ in extremes)
     largest = max(high for _, high in extremes)
@@ -133,24 +139,67 @@ def _finish(work: _Work, vocab_size: int | None) -> ShardReport:
         f"ids {smallest}..{largest}"
     )
     summary += ", no manifest: hashes not checked" if manifest is None else ", hashes as recorded"
+    if quarantine == _LIST_MISSING:
+        summary += f"; {_LIST_MISSING}"
     if vocab_size is None:
         summary += "; ids not compared with a vocabulary, give --tokenizer"
     return ShardReport(shard.prefix, tuple(problems), summary)
 
 
-def _quarantine_path(prefix: str) -> str:
-    """Return the list of records that were set aside, if it is beside the shard.
+def _quarantine_problem(prefix: str, manifest: Manifest) -> str | None:
+    """Compare the list of records that were set aside; ``_LIST_MISSING`` if it is not there.
 
-    A shard is ``{output}_{key}_document``, its list ``{output}.quarantine.jsonl``; either part may
-    hold underscores.
+    Names do not say which list is a shard's (``_list_outputs``), so the one with the recorded
+    SHA-256 is. If none has it, a list is the shard's own and changed, unless it is another's.
+    """
+    outputs = [name for name in _list_outputs(prefix) if os.path.exists(_list_path(name))]
+    found = {name: _hash_problem(_list_path(name), manifest.quarantine_sha256) for name in outputs}
+    if None in found.values():
+        return None
+    own = (problem for name, problem in found.items() if not _is_of_another(name, manifest))
+    return next(own, _LIST_MISSING)
+
+
+def _list_outputs(prefix: str) -> list[str]:
+    """Return the outputs that a shard can be of, longest first.
+
+    A shard is ``{output}_{key}_document`` or ``_sentence``; output and key may hold underscores.
     """
     folder, name = os.path.split(prefix)
-    while "_" in name:
-        name = name.rpartition("_")[0]
-        path = os.path.join(folder, f"{name}.quarantine.jsonl")
-        if os.path.exists(path):
-            return path
-    return ""
+    rest, _, kind = name.rpartition("_")
+    if kind not in ("document", "sentence"):
+        return []
+    outputs = []
+    while "_" in rest:
+        rest = rest.rpartition("_")[0]
+        outputs.append(os.path.join(folder, rest))
+    return outputs
+
+
+def _list_path(output: str) -> str:
+    return f"{output}.quarantine.jsonl"
+
+
+def _is_of_another(output: str, manifest: Manifest) -> bool:
+    """Say whether a list is that of shards beside, made by another run.
+
+    It is if one of them can have no other, or has recorded just this one.
+    """
+    folder = os.path.dirname(output)
+    for path in Path(folder).glob("*.manifest.json"):
+        prefix = os.path.join(folder, path.name.removesuffix(".manifest.json"))
+        outputs = _list_outputs(prefix)
+        if output not in outputs:
+            continue
+        try:
+            other = read_manifest(prefix)
+        except DataError:
+            continue
+        if other is None or other.plan_sha256 == manifest.plan_sha256:
+            continue
+        if len(outputs) == 1 or not _hash_problem(_list_path(output), other.quarantine_sha256):
+            return True
+    return False
 
 
 def _hash_problem(path: str, expected: str) -> str | None:

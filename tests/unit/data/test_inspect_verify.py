@@ -169,6 +169,7 @@ def test_verify_reads_the_quarantine(shard, tmp_path, capsys):
     path.write_text(json.dumps(fields | {"quarantine_sha256": digest}))
     # Without the list the shard itself is as good as before.
     assert main(["verify", str(path)]) == 0
+    assert capsys.readouterr().out.endswith("; quarantine list missing\n")
     (tmp_path / "my_books.quarantine.jsonl").write_bytes(b"{}\n")
     assert main(["verify", str(path)]) == 0
     (tmp_path / "my_books.quarantine.jsonl").write_bytes(b"[]\n")
@@ -199,3 +200,52 @@ def test_inspect_shows_pairs(sentence_shard, capsys):
     assert len(re.findall(r"^  A\| \[CLS\].*\[SEP\]$", output, re.M)) == 6
     assert len(re.findall(r"^  B\| .*\[SEP\]$", output, re.M)) == 6
     assert re.search(r"in sequence +\d+\.\d% of pairs", output)
+
+
+@pytest.fixture
+def two_outputs(shard, tmp_path):
+    """Shards and lists of the outputs ``books`` and ``books_clean``."""
+
+    def put(name: str, run: str, content: bytes | None) -> Path:
+        for suffix in (".bin", ".idx"):
+            Path(f"{tmp_path}/{name}{suffix}").write_bytes(Path(shard + suffix).read_bytes())
+        fields = json.loads(Path(f"{shard}.manifest.json").read_text())
+        fields |= {
+            "plan_sha256": run,
+            "quarantine_sha256": hashlib.sha256(run.encode()).hexdigest(),
+        }
+        Path(f"{tmp_path}/{name}.manifest.json").write_text(json.dumps(fields))
+        output = name.partition("_t")[0]
+        if content is not None:
+            Path(f"{tmp_path}/{output}.quarantine.jsonl").write_bytes(content)
+        return tmp_path / name
+
+    return put
+
+
+def test_verify_does_not_take_another_outputs_quarantine(two_outputs, capsys):
+    books = two_outputs("books_text_document", "one", b"one")
+    clean = two_outputs("books_clean_text_document", "two", None)
+    assert main(["verify", str(books), str(clean)]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.endswith("hashes as recorded")
+    assert second.endswith("hashes as recorded; quarantine list missing")
+    # Nor when that one is damaged: the shard whose list it is says so.
+    two_outputs("books_text_document", "one", b"damaged")
+    assert main(["verify", str(clean)]) == 0
+    assert main(["verify", str(books), str(clean)]) == 1
+    (problem, _) = capsys.readouterr().err.splitlines()
+    assert problem.startswith(f"{books}: BAD: ")
+    # With its own there, that one counts.
+    two_outputs("books_clean_text_document", "two", b"two")
+    assert main(["verify", str(clean)]) == 0
+    two_outputs("books_clean_text_document", "two", b"damaged")
+    assert main(["verify", str(clean)]) == 1
+    assert "books_clean.quarantine.jsonl: SHA-256" in capsys.readouterr().err
+
+
+def test_verify_takes_the_quarantine_that_several_keys_share(two_outputs, capsys):
+    two_outputs("books_text_document", "one", b"one")
+    other = two_outputs("books_title_long_document", "one", b"damaged")
+    assert main(["verify", str(other)]) == 1
+    assert "books.quarantine.jsonl: SHA-256" in capsys.readouterr().err
