@@ -42,6 +42,8 @@ def shard_names(args: argparse.Namespace) -> list[str]:
 def prefixes_of(given: Sequence[str]) -> list[str]:
     """Return the prefixes of shards, each once, in order.
 
+    A folder gives a shard of which only some files are there as well: it is damaged, not absent.
+
     Args:
         given: prefixes, names of a shard's files, or folders of shards.
 
@@ -51,10 +53,10 @@ def prefixes_of(given: Sequence[str]) -> list[str]:
     names: list[str] = []
     for name in given:
         if os.path.isdir(name):
-            found = sorted(str(path) for path in Path(name).glob("*.idx"))
-            if not found:
+            files = [path for end in _SUFFIXES for path in Path(name).glob(f"*{end}")]
+            if not files:
                 raise ConfigError(f"{name}: a folder without shards (*.idx); name a shard")
-            names += found
+            names += sorted({f"{_without_suffix(str(path))}.idx" for path in files})
         else:
             names.append(name)
     if not names:

@@ -160,6 +160,19 @@ def test_verify_takes_folders_and_files_and_any_number_of_threads(shard, tmp_pat
     assert "a folder without shards" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("left", [".bin", ".manifest.json"])
+def test_verify_of_a_folder_names_a_shard_without_its_index(shard, tmp_path, capsys, left):
+    (tmp_path / f"cut{left}").write_bytes(Path(shard + left).read_bytes())
+    assert main(["verify", str(tmp_path)]) == 1
+    captured = capsys.readouterr()
+    assert f"{shard}: good" in captured.out
+    problem, total = captured.err.splitlines()
+    assert problem.startswith(f"{tmp_path}/cut: BAD: {tmp_path}/cut.idx: No such file")
+    assert total == "1 of 2 shards are bad"
+    assert main(["inspect", "shards", str(tmp_path)]) == 1
+    assert f"{tmp_path}/cut.idx: No such file" in capsys.readouterr().err
+
+
 def test_verify_reads_the_quarantine(shard, tmp_path, capsys):
     for suffix in (".bin", ".idx", ".manifest.json"):
         Path(shard + suffix).rename(f"{tmp_path}/my_books_long_key_document{suffix}")
