@@ -3,7 +3,7 @@
 Every shard is read through, and each problem is named with its file and place:
   - the index: header, sizes, offsets and document boundaries against each other;
   - truncation: the size of .bin against the index;
-  - both files' SHA-256 and the counts against the manifest;
+  - both files' SHA-256 and the counts against the manifest, and the manifest against itself;
   - ids against the vocabulary of --tokenizer, or else of the manifest.
 
 Examples:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_deberta.data.indexed_dataset import IndexedDataset
-from megatron_deberta.data.indexed_format import bin_path, idx_path
+from megatron_deberta.data.indexed_format import bin_path, dtype_for_vocab, idx_path, manifest_path
 from megatron_deberta.data.manifest import Manifest, check_counts, read_manifest, verify_hash
 from megatron_deberta.errors import DataError
 
@@ -63,7 +63,8 @@ def verify_shards(
     Args:
         prefixes: paths without suffix.
         fingerprint: of the tokenizer they must be of; None does not compare.
-        vocab_size: ids must be below it; None takes each manifest's.
+        vocab_size: of that tokenizer; ids must be below it, and manifests name it. None takes
+            each manifest's.
         jobs: threads that read.
         report: called with each shard's result, in order.
 
@@ -76,7 +77,7 @@ def verify_shards(
         waiting: list[ShardReport | _Work] = []
         for prefix in [*prefixes, None]:
             if prefix is not None:
-                waiting.append(_begin(prefix, fingerprint, pool))
+                waiting.append(_begin(prefix, fingerprint, vocab_size, pool))
             while len(waiting) > (prefix is not None):
                 work = waiting.pop(0)
                 result = work if isinstance(work, ShardReport) else _finish(work, vocab_size)
@@ -85,7 +86,9 @@ def verify_shards(
     return bad
 
 
-def _begin(prefix: str, fingerprint: str | None, pool: ThreadPoolExecutor) -> ShardReport | _Work:
+def _begin(
+    prefix: str, fingerprint: str | None, vocab_size: int | None, pool: ThreadPoolExecutor
+) -> ShardReport | _Work:
     try:
         shard = IndexedDataset(prefix)
         manifest = read_manifest(prefix)
@@ -104,6 +107,12 @@ def _begin(prefix: str, fingerprint: str | None, pool: ThreadPoolExecutor) -> Sh
                 f"{prefix}: made with tokenizer {manifest.tokenizer_fingerprint} "
                 f"({manifest.tokenizer_path}), not {fingerprint}"
             )
+        elif vocab_size not in (None, manifest.vocab_size):
+            problems.append(
+                f"{manifest_path(prefix)}: vocab_size {manifest.vocab_size} is not the "
+                f"tokenizer's {vocab_size}; give {manifest.tokenizer_path}, or preprocess again"
+            )
+        problems += _contradictions(shard, manifest)
         files = [
             (idx_path(prefix), manifest.idx_sha256),
             (bin_path(prefix), manifest.bin_sha256),
@@ -144,6 +153,32 @@ def _finish(work: _Work, vocab_size: int | None) -> ShardReport:
     if vocab_size is None:
         summary += "; ids not compared with a vocabulary, give --tokenizer"
     return ShardReport(shard.prefix, tuple(problems), summary)
+
+
+def _contradictions(shard: IndexedDataset, manifest: Manifest) -> list[str]:
+    """Compare a manifest's fields with each other, and with the token type.
+
+    Only shards as ``preprocess`` wrote them name their plan. Others need not have counted their
+    input, or not all of it (merged ones), and may have a larger type than they need.
+    """
+    path = manifest_path(shard.prefix)
+    original = bool(manifest.plan_sha256)
+    problems = []
+    named = manifest.num_documents + manifest.documents_empty + manifest.documents_quarantined
+    if manifest.documents_in > named or (original and manifest.documents_in != named):
+        problems.append(
+            f"{path}: documents_in {manifest.documents_in} is not num_documents "
+            f"{manifest.num_documents} + documents_empty {manifest.documents_empty} + "
+            f"documents_quarantined {manifest.documents_quarantined}; preprocess again"
+        )
+    usual = dtype_for_vocab(manifest.vocab_size)
+    held = np.iinfo(shard.dtype).max + 1
+    if manifest.vocab_size > held or (original and shard.dtype != usual):
+        problems.append(
+            f"{path}: vocab_size {manifest.vocab_size} does not go with dtype {shard.dtype}; "
+            "preprocess again"
+        )
+    return problems
 
 
 def _quarantine_problem(prefix: str, manifest: Manifest) -> str | None:

@@ -197,6 +197,49 @@ def test_verify_knows_another_tokenizer(shard, tokenizer_file, capsys):
     assert "made with tokenizer another" in capsys.readouterr().err
 
 
+COUNTED = {
+    "documents_in": 90,
+    "documents_empty": 7,
+    "documents_quarantined": 3,
+    "plan_sha256": "ab",
+}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (COUNTED, ""),
+        (COUNTED | {"documents_in": 91}, r"documents_in 91 is not num_documents 80 \+ "),
+        (COUNTED | {"documents_empty": 8}, r"documents_in 90 is not .* documents_empty 8 \+ "),
+        ({**COUNTED, "documents_in": 0}, "documents_in 0 is not "),
+        (COUNTED | {"vocab_size": 65_500}, "vocab_size 65500 does not go with dtype uint16"),
+        # Merged of shards with counts and without: fewer records than documents.
+        (COUNTED | {"documents_in": 50, "plan_sha256": ""}, ""),
+        (COUNTED | {"documents_in": 91, "plan_sha256": ""}, "documents_in 91 is not"),
+        ({"vocab_size": 65_536}, ""),
+        ({"vocab_size": 65_537}, "vocab_size 65537 does not go with dtype uint16"),
+    ],
+)
+def test_verify_compares_a_manifest_with_itself(shard, capsys, fields, message):
+    path = Path(f"{shard}.manifest.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    assert main(["verify", shard]) == bool(message)
+    if message:
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"{shard}: BAD: {path}: ")
+        assert re.search(message, line)
+
+
+def test_verify_compares_the_tokenizers_size(shard, tokenizer_file, capsys):
+    path = Path(f"{shard}.manifest.json")
+    fields = json.loads(path.read_text())
+    path.write_text(json.dumps(fields | {"vocab_size": 1000}))
+    assert main(["verify", shard]) == 0
+    assert main(["verify", shard, "--tokenizer", tokenizer_file]) == 1
+    message = f"vocab_size 1000 is not the tokenizer's {fields['vocab_size']}"
+    assert message in capsys.readouterr().err
+
+
 def test_inspect_shows_pairs(sentence_shard, capsys):
     pairs = ["data.packing=segment_pair", "model.next_sentence_head=true"]
     arguments = ["inspect", "data", "--prefix", sentence_shard, "--num-samples", "6"]
@@ -225,6 +268,7 @@ def two_outputs(shard, tmp_path):
         fields = json.loads(Path(f"{shard}.manifest.json").read_text())
         fields |= {
             "plan_sha256": run,
+            "documents_in": fields["num_documents"],
             "quarantine_sha256": hashlib.sha256(run.encode()).hexdigest(),
         }
         Path(f"{tmp_path}/{name}.manifest.json").write_text(json.dumps(fields))
