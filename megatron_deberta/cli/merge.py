@@ -1,9 +1,10 @@
 """Merge several shards into one, in the order given.
 
-All must be of one token type and one tokenizer, which their manifests prove; every byte that is
-copied is checked against them. The shards are copied in parallel, each to its place in the new
-files, which appear complete or not at all. Started again after a kill, it begins anew over what
-the killed one left. The inputs stay as they are.
+All must be of one token type and one tokenizer, which their manifests prove, and hold sentences or
+documents alike; every byte that is copied is checked against them. A shard is taken once. The
+shards are copied in parallel, each to its place in the new files, which appear complete or not at
+all. Started again after a kill, it begins anew over what the killed one left. The inputs stay as
+they are.
 
 Example:
   megatron-deberta merge shards/part-*.idx --output shards/books_text_document --jobs 8
@@ -33,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Merge, and say what was written."""
-    prefixes = shard_names(args)
+    prefixes = shard_names(args, each_once=False)
     paths = [bin_path(prefix) for prefix in prefixes]
     size = sum(os.path.getsize(path) for path in paths if os.path.exists(path))
     console = Console(stderr=True)

@@ -34,18 +34,19 @@ def add_jobs_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def shard_names(args: argparse.Namespace) -> list[str]:
+def shard_names(args: argparse.Namespace, *, each_once: bool = True) -> list[str]:
     """Return the prefixes that ``add_shard_arguments`` took; see ``prefixes_of``."""
-    return prefixes_of([*args.prefix, *args.shards])
+    return prefixes_of([*args.prefix, *args.shards], each_once=each_once)
 
 
-def prefixes_of(given: Sequence[str]) -> list[str]:
-    """Return the prefixes of shards, each once, in order.
+def prefixes_of(given: Sequence[str], *, each_once: bool = True) -> list[str]:
+    """Return the prefixes of shards in order.
 
     A folder gives a shard of which only some files are there as well: it is damaged, not absent.
 
     Args:
         given: prefixes, names of a shard's files, or folders of shards.
+        each_once: leave out those that came before.
 
     Raises:
         ConfigError: none is given, or a folder holds none.
@@ -61,7 +62,8 @@ def prefixes_of(given: Sequence[str]) -> list[str]:
             names.append(name)
     if not names:
         raise ConfigError("no shard; name at least one, as shards/books_text_document")
-    return list(dict.fromkeys(_without_suffix(name) for name in names))
+    prefixes = [_without_suffix(name) for name in names]
+    return list(dict.fromkeys(prefixes)) if each_once else prefixes
 
 
 def _without_suffix(name: str) -> str:

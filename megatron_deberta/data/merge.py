@@ -1,9 +1,10 @@
 """Puts shards one behind the other into a single one.
 
 Owns the offsets (an exclusive scan over the shards), the parallel writes at them and the check of
-every byte that is copied. Refuses shards of different token types or tokenizers. Memory does not
-grow with the shards. A merge that is killed leaves ``PREFIX.*.merging`` files, which the next one
-to the same prefix takes over; nothing appears under the final names before all is flushed.
+every byte that is copied. Refuses shards of different token types or tokenizers, sentences beside
+documents, and a shard twice. Memory does not grow with the shards. A merge that is killed leaves
+``PREFIX.*.merging`` files, which the next one to the same prefix takes over; nothing appears under
+the final names before all is flushed.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ def merge_shards(
     """Merge shards in the order given, and write the manifest of the result.
 
     Args:
-        prefixes: shards with manifests, of one token type and one tokenizer.
+        prefixes: shards with manifests, of one token type and one tokenizer, all of sentences or
+            none; each once.
         output: prefix of the result, none of ``prefixes``.
         jobs: threads that copy, one shard each at a time.
         force: replace a shard that exists.
@@ -76,10 +78,11 @@ def merge_shards(
         The manifest of the result.
 
     Raises:
-        ConfigError: ``output`` exists or is one of the inputs.
-        DataError: a shard is damaged, has no manifest or differs in type or tokenizer; the disk
-            is full; or another merge writes there. Nothing is published then.
+        ConfigError: ``output`` exists or is one of the inputs, or a shard is there twice.
+        DataError: a shard is damaged, has no manifest or differs in type, tokenizer or in holding
+            sentences; the disk is full; or another merge writes there. Nothing is published then.
     """
+    _refuse_twice(prefixes)
     _refuse_output(prefixes, output, force)
     shards, manifests = _open_alike(prefixes)
     try:
@@ -304,6 +307,17 @@ def _refuse_output(prefixes: Sequence[str], output: str, force: bool) -> None:
             raise ConfigError(f"{path}: exists; choose another --output or add --force")
 
 
+def _refuse_twice(prefixes: Sequence[str]) -> None:
+    seen: dict[str, str] = {}
+    for prefix in prefixes:
+        path = os.path.realpath(idx_path(prefix))
+        if path in seen:
+            raise ConfigError(
+                f"{prefix}: is there twice (as {seen[path]}); name each shard once, as part-*.idx"
+            )
+        seen[path] = prefix
+
+
 def _open_alike(
     prefixes: Sequence[str],
 ) -> tuple[list[IndexedDataset], list[Manifest]]:
@@ -330,4 +344,22 @@ def _open_alike(
                 )
         shards.append(shard)
         manifests.append(manifest)
+    _refuse_mixture(shards)
     return shards, manifests
+
+
+def _refuse_mixture(shards: Sequence[IndexedDataset]) -> None:
+    """Sentences beside whole documents would make pairs of what are no sentences."""
+    kinds = [_holds_sentences(shard) for shard in shards]
+    if any(kinds) and not all(kinds):
+        sentences, documents = shards[kinds.index(True)], shards[kinds.index(False)]
+        raise DataError(
+            f"{documents.prefix}: holds whole documents, {sentences.prefix} sentences; merge only "
+            "shards made with --sentences or only such made without (of documents of one sentence "
+            "the name must end in _sentence)"
+        )
+
+
+def _holds_sentences(shard: IndexedDataset) -> bool:
+    """Say whether a shard is of sentences; the name decides if documents have one sequence each."""
+    return shard.num_sequences > shard.num_documents or shard.prefix.endswith("_sentence")

@@ -135,6 +135,32 @@ def test_unlike_shards_are_refused(parts, tmp_path, other, message):
     assert not list(tmp_path.glob("merged*"))
 
 
+def test_sentences_and_documents_are_not_mixed(write_shard, random_documents, tmp_path):
+    texts = random_documents(20)
+    documents = write_shard(texts, "a_text_document")
+    # Documents of one sentence each: only the name tells.
+    short = write_shard(texts, "b_text_sentence")
+    sentences = write_shard([[text, text] for text in texts], "c")
+    output = str(tmp_path / "merged")
+    for mixed in ([documents, short], [sentences, documents], [short, sentences, documents]):
+        with pytest.raises(DataError, match=f"{documents}: holds whole documents.* --sentences"):
+            merge_shards(mixed, output)
+    assert not list(tmp_path.glob("merged*"))
+    assert merge_shards([short, sentences], output).num_sequences == 60
+    other = write_shard(texts, "plain")
+    assert merge_shards([documents, other], output, force=True).num_sequences == 40
+
+
+def test_a_shard_is_not_taken_twice(parts, tmp_path, capsys):
+    first, second = parts[0][:2]
+    output = str(tmp_path / "merged")
+    again = f"{tmp_path}/../{tmp_path.name}/part-0"
+    for twice in ([first, second, first], [first, f"{first}.idx"], [first, again]):
+        assert main(["merge", *twice, "--output", output]) == 2
+        assert f"is there twice (as {first}); name each" in capsys.readouterr().err
+    assert not list(tmp_path.glob("merged*"))
+
+
 def flip(path, place):
     content = bytearray(path.read_bytes())
     content[place] ^= 1
