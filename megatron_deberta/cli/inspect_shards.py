@@ -22,7 +22,7 @@ from megatron_deberta.data.shard_statistics import (
     pack_doc_sentences,
     pack_full_sentences,
 )
-from megatron_deberta.errors import ConfigError
+from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.files import temporary_name
 from megatron_deberta.tokenizer import Tokenizer, load_tokenizer
 
@@ -47,9 +47,7 @@ def inspect_shards(args: argparse.Namespace) -> int:
         raise ConfigError("--sequence-length must be at least 3, and --top not negative")
     prefixes = prefixes_of([*args.prefix, *args.run])
     shards = [IndexedDataset(prefix) for prefix in prefixes]
-    manifests = [manifest for prefix in prefixes if (manifest := read_manifest(prefix))]
-    path = args.tokenizer or (manifests[0].tokenizer_path if manifests else "")
-    tokenizer = load_tokenizer(path) if path else None
+    tokenizer = _tokenizer(prefixes, args.tokenizer)
     statistics = count_shards(shards, _MOST_TOKENS)
     lengths = document_lengths(shards)
     packings = {
@@ -68,6 +66,35 @@ def inspect_shards(args: argparse.Namespace) -> int:
         _draw(args.plot, lengths, args.sequence_length)
         print(f"\nplot: {args.plot}")
     return 0
+
+
+def _tokenizer(prefixes: Sequence[str], path: str) -> Tokenizer | None:
+    """Load the tokenizer given, or else the shards' own; None where no manifest names one.
+
+    Raises:
+        DataError: the shards are not all of that tokenizer, so their ids mean something else.
+    """
+    manifests = {prefix: found for prefix in prefixes if (found := read_manifest(prefix))}
+    for prefix, manifest in manifests.items():
+        first, other = next(iter(manifests.items()))
+        if manifest.tokenizer_fingerprint != other.tokenizer_fingerprint:
+            raise DataError(
+                f"{prefix}: the tokenizer is not that of {first}: fingerprint "
+                f"{manifest.tokenizer_fingerprint} ({manifest.tokenizer_path}), there "
+                f"{other.tokenizer_fingerprint} ({other.tokenizer_path}); inspect them apart"
+            )
+    if not manifests:
+        return load_tokenizer(path) if path else None
+    prefix, manifest = next(iter(manifests.items()))
+    tokenizer = load_tokenizer(path or manifest.tokenizer_path)
+    if tokenizer.fingerprint != manifest.tokenizer_fingerprint:
+        raise DataError(
+            f"{prefix}: the tokenizer is not the shards' own: fingerprint "
+            f"{tokenizer.fingerprint} ({path or manifest.tokenizer_path}), manifest "
+            f"{manifest.tokenizer_fingerprint} ({manifest.tokenizer_path}); give that as "
+            "--tokenizer, or preprocess again"
+        )
+    return tokenizer
 
 
 def _summary(shards: Sequence[IndexedDataset], statistics: ShardStatistics) -> str:

@@ -97,6 +97,27 @@ def test_inspect_shards_decodes(shard, capsys):
     assert "unknown: 0.0000%" in output
 
 
+def test_inspect_shards_refuses_another_tokenizer(shard, tmp_path, tokenizer_file, capsys):
+    other = tmp_path / "other.json"
+    content = json.loads(Path(tokenizer_file).read_text())
+    other.write_text(json.dumps(content | {"normalizer": {"type": "Lowercase"}}))
+    mine, another = (load_tokenizer(str(path)).fingerprint for path in (tokenizer_file, other))
+    assert mine != another
+    assert main(["inspect", "shards", shard, "--tokenizer", str(other)]) == 1
+    message = capsys.readouterr().err
+    assert f"the tokenizer is not the shards' own: fingerprint {another} " in message
+    assert f"manifest {mine} " in message
+    second = write_lines(tmp_path / "second", str(other), [[line] for line in TEXT])
+    for given in ([], ["--tokenizer", tokenizer_file]):
+        assert main(["inspect", "shards", shard, second, *given]) == 1
+        message = capsys.readouterr().err
+        assert f"{second}: the tokenizer is not that of {shard}: fingerprint {another} " in message
+        assert f"there {mine} " in message
+    # Without a manifest nothing can be compared.
+    Path(f"{second}.manifest.json").unlink()
+    assert main(["inspect", "shards", second, "--tokenizer", tokenizer_file]) == 0
+
+
 def test_inspect_refuses(shard, tmp_path, capsys):
     assert main(["inspect", "data"]) == 2
     assert "give a run file, or --prefix" in capsys.readouterr().err
