@@ -1,9 +1,9 @@
 """Show training samples with their masks, or statistics of shards.
 
-`inspect data` prints samples, and what the masks are like on average. `inspect shards` prints how
-many documents, sequences and tokens there are, how long documents are (numbers, and a picture
-with --plot), how full rows are in each packing, which pieces are most frequent, and beginnings of
-documents.
+`inspect data` prints samples as training sees them, and what the masks are like on average: of
+shorter rows at first apart from the others. `inspect shards` prints how many documents, sequences
+and tokens there are, how long documents are (numbers, and a picture with --plot), how full rows are
+in each packing, which pieces are most frequent, and beginnings of documents.
 
 Examples:
   megatron-deberta inspect data RUN.yaml [section.key=value ...]
@@ -24,7 +24,7 @@ import numpy as np
 
 from megatron_deberta.cli.inspect_shards import add_shard_statistics_arguments, inspect_shards
 from megatron_deberta.config import RunConfig, load_config
-from megatron_deberta.data.build import open_corpora, tokenizer_path, training_rows
+from megatron_deberta.data.build import open_corpora, tokenizer_path, training_phases
 from megatron_deberta.data.index_cache import IndexCache
 from megatron_deberta.data.masking import MaskedRows, Masker
 from megatron_deberta.data.randomness import Purpose
@@ -69,29 +69,32 @@ def run(args: argparse.Namespace) -> int:
     # A look at a shard leaves no files behind.
     cache = IndexCache(config.data.index_cache) if args.prefix else None
     corpora = open_corpora(config, vocabulary, config.data.verify_hashes, cache)
-    rows = training_rows(config, vocabulary, corpora)
-    length = config.data.sequence_length
-    masker = Masker(config.objective, vocabulary, length, config.train.seed, Purpose.TRAINING_MASK)
+    phases = training_phases(config, vocabulary, corpora)
+    seed, purpose = config.train.seed, Purpose.TRAINING_MASK
+    maskers = [Masker(config.objective, vocabulary, each.length, seed, purpose) for each in phases]
+    statistics = [_Statistics(each.length) for each in phases]
     documents = sum(len(corpus) for corpus in corpora.train)
     tokens = sum(corpus.num_tokens for corpus in corpora.train)
     held_out = 0 if corpora.validation is None else len(corpora.validation)
     print(
         f"training: {documents:,} documents, {tokens:,} tokens; validation: {held_out:,} documents"
     )
-    statistics = _Statistics(length)
     for number in range(max(args.num_samples, args.statistics)):
         sample = np.array([args.first_sample + number])
-        batch = rows.rows(sample)
+        place = max(n for n, each in enumerate(phases) if each.first <= sample[0])
+        batch = phases[place].rows.rows(sample)
         mask_ids = sample if batch.mask_ids is None else batch.mask_ids
-        masked = masker(batch.tokens, batch.sizes, mask_ids)
+        masked = maskers[place](batch.tokens, batch.sizes, mask_ids)
         if number < args.num_samples:
             print(_describe(int(sample[0]), batch.row(0), masked))
             print(_marked_text(masked, batch.row(0), tokenizer))
         if number < args.statistics:
-            statistics.add(masked, batch, vocabulary)
-    if args.statistics:
-        print(f"\nover {args.statistics} samples:")
-        print(statistics.report())
+            statistics[place].add(masked, batch, vocabulary)
+    for each in statistics:
+        # Every row has a first token.
+        if each.tokens_at[0]:
+            print(f"\nover {each.tokens_at[0]} samples:")
+            print(each.report())
     return 0
 
 

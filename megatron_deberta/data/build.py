@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -44,6 +45,17 @@ class Corpora:
     weights: tuple[float, ...]
     validation: Corpus | None
     cache: IndexCache
+
+
+class Phase(NamedTuple):
+    """Training samples of one row length."""
+
+    first: int
+    """Index of the first."""
+    rows: RowSource
+    """By global sample index, from ``first`` on."""
+    length: int
+    """Tokens of a row at most."""
 
 
 def parse_prefixes(values: tuple[str, ...], key: str) -> tuple[list[list[str]], list[float]]:
@@ -237,18 +249,26 @@ def training_rows(
     return sources[0] if len(sources) == 1 else BlendedRows(sources, corpora.weights)
 
 
-def _training_builder(config: RunConfig, vocabulary: Vocabulary, corpora: Corpora) -> Builder:
+def training_phases(config: RunConfig, vocabulary: Vocabulary, corpora: Corpora) -> list[Phase]:
+    """Return what training sees, unmasked: all rows, or the short ones and then the others."""
     data = config.data
     rows = training_rows(config, vocabulary, corpora)
     first_long = short_samples(config)
     if first_long == 0:
-        return _builder(config, vocabulary, rows, data.sequence_length)
+        return [Phase(0, rows, data.sequence_length)]
     shorter = training_rows(config, vocabulary, corpora, data.short_sequence_length)
-    return PhasedBuilder(
-        _builder(config, vocabulary, shorter, data.short_sequence_length),
-        _builder(config, vocabulary, ShiftedRows(rows, first_long), data.sequence_length),
-        first_long,
-    )
+    return [
+        Phase(0, shorter, data.short_sequence_length),
+        Phase(first_long, ShiftedRows(rows, first_long), data.sequence_length),
+    ]
+
+
+def _training_builder(config: RunConfig, vocabulary: Vocabulary, corpora: Corpora) -> Builder:
+    phases = training_phases(config, vocabulary, corpora)
+    builders = [_builder(config, vocabulary, phase.rows, phase.length) for phase in phases]
+    if len(builders) == 1:
+        return builders[0]
+    return PhasedBuilder(builders[0], builders[1], phases[1].first)
 
 
 def _builder(

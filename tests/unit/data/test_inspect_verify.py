@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,11 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers, trainers
 
 from megatron_deberta.cli.main import main
+from megatron_deberta.config import load_config
+from megatron_deberta.data.build import build_loaders
 from megatron_deberta.data.indexed_writer import IndexedWriter
 from megatron_deberta.data.manifest import write_manifest
+from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.tokenizer import load_tokenizer
 
 TEXT = ["the quick brown fox jumps over the lazy dog", "pack my box with five dozen liquor jugs"]
@@ -85,6 +89,46 @@ def test_inspect_reads_a_run(shard, tmp_path, capsys):
     run.write_text(f"data: {{train: ['{shard}'], sequence_length: 32}}\n")
     assert main(["inspect", "data", str(run), "data.validation_fraction=0.1"]) == 0
     assert "training: 72 documents" in capsys.readouterr().out
+
+
+def test_inspect_shows_the_rows_that_training_sees(shard, tokenizer_file, tmp_path, capsys):
+    """The shorter ones at first among them."""
+    run = tmp_path / "run.yaml"
+    sizes = "sequence_length: 32, short_sequence_length: 16, short_steps: 2, num_workers: 0"
+    run.write_text(
+        f"data: {{train: ['{shard}'], {sizes}}}\n"
+        f"tokenizer: {{path: '{tokenizer_file}'}}\n"
+        f"train: {{global_batch_size: 4, micro_batch_size: 4, run_dir: '{tmp_path}/run'}}\n"
+    )
+    arguments = ["inspect", "data", str(run), "--num-samples", "12", "--statistics", "12"]
+    assert main(arguments) == 0
+    output = capsys.readouterr().out
+    head = r"sample \d+: (\d+) tokens, .*, (\d+) targets.*\n"
+    shown = re.findall(head + r"((?:  \d\| .*\n)+)", output)
+    assert len(shown) == 12
+    tokenizer = load_tokenizer(tokenizer_file)
+    loader, _ = build_loaders(load_config(str(run), []), Vocabulary.of(tokenizer), 0, 1, 0)
+    rows = []
+    for (batch,) in islice(loader, 3):
+        for row in range(4):
+            tokens = batch.input_ids[row][batch.attention_mask[row]].clone()
+            places = batch.masked_positions[row]
+            labels = batch.labels[row][places >= 0]
+            tokens[places[places >= 0]] = labels
+            text = "".join(map(tokenizer.piece, tokens.tolist())).replace("\u2581", "")
+            rows.append((str(tokens.numel()), str(labels.numel()), text))
+    # A separator that meets a row's edge is left out.
+    assert {int(size) for size, _, _ in rows[:8]} <= {15, 16}
+    assert {int(size) for size, _, _ in rows[8:]} <= {31, 32}
+    originals = [
+        (size, targets, re.sub(r"\{([^{}]+?)(?:>[^{}]+|=)\}|  \d\| |\s", r"\1", text))
+        for size, targets, text in shown
+    ]
+    assert [
+        (size, targets, text.replace("\u2581", "")) for size, targets, text in originals
+    ] == rows
+    assert re.search(r"over 8 samples:\n  tokens a row +1[56].\d of 16\n", output)
+    assert re.search(r"over 4 samples:\n  tokens a row +3[12].\d of 32\n", output)
 
 
 def test_inspect_shards_decodes(shard, capsys):
