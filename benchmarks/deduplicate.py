@@ -139,11 +139,13 @@ def _high_water(pid: int) -> int:
 
 def _disk_usage(folder: Path) -> int:
     total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.stat().st_blocks * 512
-        except OSError:
-            continue
+    # ``rglob`` ends with an error where a folder vanishes meanwhile, and the watch with it.
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.stat(os.path.join(parent, name)).st_blocks * 512
+            except OSError:
+                continue
     return total
 
 
