@@ -252,7 +252,10 @@ class RecordReader:
     def _end(self, line: int, offset: int) -> Defect | None:
         """Close the file; where it is damaged, what is left from a place on is no record."""
         damage = self._text.damage
-        self._refuse_changed(os.stat(self._source.path))
+        try:
+            self._refuse_changed(os.stat(self._source.path))
+        except OSError as error:
+            raise DataError(f"{self._source.path}: {error.strerror} while it was read") from error
         self.at_end = True
         self.close()
         return Defect(line, offset, DAMAGED, damage) if damage else None

@@ -319,6 +319,11 @@ def test_a_file_that_grows_is_an_error(name: str, tmp_path: Path) -> None:
         stream.write(content)
     with pytest.raises(DataError, match="changed while it was read"):
         list(batches)
+    batches = DocumentReader(find_sources([source.path])[0], ReadOptions()).read()
+    next(batches)
+    os.unlink(source.path)
+    with pytest.raises(DataError, match="No such file or directory while it was read"):
+        list(batches)
 
 
 def test_standard_input_of_two_runs_is_kept_apart(
