@@ -43,7 +43,7 @@ def estimate_pairs(work: Work, task: int, folder: Path) -> None:
     pairs = np.unique(np.concatenate(waiting))
     later = (pairs // np.uint64(max(total, 1))).astype(np.int64) + begin
     earlier = (pairs % np.uint64(max(total, 1))).astype(np.int64)
-    alike = estimate_jaccard(work, starts, later, earlier) >= work.settings.least_estimate
+    alike = _estimates(work, starts, later, earlier) >= work.settings.least_estimate
     save_array(folder, "later", later[alike])
     save_array(folder, "earlier", earlier[alike])
 
@@ -144,7 +144,7 @@ class RunSets:
         return np.fromfile(path, np.uint64, end - begin, offset=8 * begin)
 
 
-def estimate_jaccard(
+def _estimates(
     work: Work, starts: Numbers, later: Numbers, earlier: Numbers
 ) -> npt.NDArray[np.float64]:
     """Return the share of equal sketch values of each pair."""
