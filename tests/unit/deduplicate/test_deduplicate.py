@@ -141,7 +141,7 @@ def test_of_many_revisions_none_that_stays_is_like_another(tmp_path):
             assert line["jaccard"] == round(len(mine & other) / len(mine | other), 6)
     assert results[0] == results[1]
     # All are one page: its revisions must not be parted.
-    clusters = np.load(tmp_path / "one" / "clusters.npy")
+    clusters = np.load(tmp_path / "one" / "clusters.npy", allow_pickle=False)
     assert len(clusters) == 249
     assert len({tuple(row) for row in clusters[:, 2:].tolist()}) == 1
 
