@@ -13,6 +13,7 @@ Examples:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import re
@@ -99,9 +100,10 @@ def run(args: argparse.Namespace) -> int:
     if args.restart:
         folder.remove()
     read = read_options(args)
+    sources = find_input(args, folder.path / SPOOLED_INPUT)
     try:
         manifests = preprocess(
-            find_input(args, folder.path / SPOOLED_INPUT),
+            sources,
             args.tokenizer,
             args.output,
             read=read,
@@ -110,9 +112,11 @@ def run(args: argparse.Namespace) -> int:
             unit_bytes=None if args.unit_mb is None else max(1, round(args.unit_mb * 1e6)),
         )
     except ConfigError:
-        if not folder.exists():
-            # Of a run that did not begin nothing is left, standard input neither.
-            folder.remove()
+        if STANDARD_INPUT in args.input and not folder.exists():
+            # Nothing is left of a run that did not begin.
+            os.unlink(sources[0].path)
+            with contextlib.suppress(OSError):
+                folder.path.rmdir()
         raise
     if options.rank:
         return 0

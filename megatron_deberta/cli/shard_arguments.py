@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -46,7 +47,8 @@ def prefixes_of(given: Sequence[str], *, each_once: bool = True) -> list[str]:
 
     Args:
         given: prefixes, names of a shard's files, or folders of shards.
-        each_once: leave out those that came before.
+        each_once: leave out a shard that is named again. Otherwise only its other files are, as a
+            glob names them.
 
     Raises:
         ConfigError: none is given, or a folder holds none.
@@ -62,8 +64,9 @@ def prefixes_of(given: Sequence[str], *, each_once: bool = True) -> list[str]:
             names.append(name)
     if not names:
         raise ConfigError("no shard; name at least one, as shards/books_text_document")
-    prefixes = [_without_suffix(name) for name in names]
-    return list(dict.fromkeys(prefixes)) if each_once else prefixes
+    once = list(dict.fromkeys(names))
+    again = [] if each_once else list((Counter(names) - Counter(once)).elements())
+    return [*dict.fromkeys(map(_without_suffix, once)), *map(_without_suffix, again)]
 
 
 def _without_suffix(name: str) -> str:

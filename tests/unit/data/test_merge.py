@@ -155,10 +155,15 @@ def test_a_shard_is_not_taken_twice(parts, tmp_path, capsys):
     first, second = parts[0][:2]
     output = str(tmp_path / "merged")
     again = f"{tmp_path}/../{tmp_path.name}/part-0"
-    for twice in ([first, second, first], [first, f"{first}.idx"], [first, again]):
+    for twice in ([first, second, first], [first, again]):
         assert main(["merge", *twice, "--output", output]) == 2
         assert f"is there twice (as {first}); name each" in capsys.readouterr().err
     assert not list(tmp_path.glob("merged*"))
+    # A glob names all files of each.
+    files = sorted(str(path) for path in tmp_path.glob("part-[01].*"))
+    assert len(files) == 6
+    assert main(["merge", *files, "--output", output]) == 0
+    assert "from 2 shards" in capsys.readouterr().out
 
 
 def flip(path, place):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
 import re
@@ -401,6 +402,18 @@ def test_a_broken_result_is_not_taken_for_whole(
     # Another key would replace the list of what was set aside for the first.
     assert main([*make, "--keys", "title"]) == 2
     assert "c.quarantine.jsonl: exists, of other shards" in capsys.readouterr().err
+
+
+def test_a_refused_run_does_not_keep_standard_input(
+    corpus: str, tokenizer_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = Path(corpus).read_bytes()
+    make = ["preprocess", "--input", "-", "--tokenizer", tokenizer_dir, "--workers", "0"]
+    make += ["--output", str(tmp_path / "c")]
+    for options, code in (([], 0), (["--keys", "title"], 2)):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
+        assert main([*make, *options]) == code
+        assert not (tmp_path / "c.unfinished").exists()
 
 
 def test_options_that_cannot_be(
