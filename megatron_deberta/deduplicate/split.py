@@ -211,8 +211,8 @@ def _compare_members(work: Work, found: int) -> None:
     known = len(load_array(path)) if "clusters" in work.parameters else 0
     if known and not found:
         raise NoDocumentsError(
-            f"--clusters {path.parent}: none of its {known:,} documents is in --input; it is "
-            "of other documents"
+            f"--clusters {path.parent}: none of its {known:,} documents is in --input; give the "
+            "same corpus as to deduplicate (what that left holds no copies: split it without)"
         )
     if found < known:
         logger.warning(
