@@ -158,6 +158,22 @@ def judge_hang(views: Sequence[RankView], overdue: str) -> Verdict:
     return Verdict("hang", tuple(view.rank for view in ordered), hosts, reason)
 
 
+def judge_absence(absent: Sequence[int], num_nodes: int) -> Verdict:
+    """Say which nodes never came; those that did only wait for them, wherever they stand.
+
+    Args:
+        absent: numbers of nodes that have shown nothing.
+        num_nodes: nodes of the job.
+    """
+    numbers = ", ".join(str(node) for node in absent)
+    reason = (
+        f"{len(absent)} of {num_nodes} nodes have shown no sign of life (by number in the job: "
+        f"{numbers}); the others wait for them: see their logs, and whether the run's folder is "
+        "mounted there"
+    )
+    return Verdict("hang", (), (), reason)
+
+
 def _in_kernel(view: RankView) -> bool:
     return view.state == "D"
 

@@ -29,7 +29,14 @@ from megatron_deberta.cluster import evidence
 from megatron_deberta.cluster.affinity import divide
 from megatron_deberta.cluster.board import Board, NodeReport
 from megatron_deberta.cluster.chain import Chain
-from megatron_deberta.cluster.hang import Limits, RankView, Verdict, find_hang, judge_hang
+from megatron_deberta.cluster.hang import (
+    Limits,
+    RankView,
+    Verdict,
+    find_hang,
+    judge_absence,
+    judge_hang,
+)
 from megatron_deberta.cluster.heartbeat import (
     FOLDER_VARIABLE,
     Beat,
@@ -326,15 +333,20 @@ class Supervisor:
         views = [view for report in found_on.values() for view in report.views]
         # What one node has said stands, so that all logs name the same rank.
         said = [report.verdict for report in found_on.values() if report.verdict is not None]
-        self._verdict = said[0] if said else judge_hang(views or self._views(), overdue)
+        if said:
+            self._verdict = said[0]
+        elif absent := self._absent(found_on):
+            self._verdict = judge_absence(absent, self._plan.num_nodes)
+        else:
+            self._verdict = judge_hang(views or self._views(), overdue)
         logger.error("%s", self._verdict.reason)
         return True
 
     def _overdue(self, reports: Mapping[int, NodeReport]) -> str:
-        missing = self._plan.num_nodes - len(reports)
         oldest = time.monotonic() - self._ranks[0].started
-        if missing and oldest > self._plan.config.startup_timeout_seconds:
-            return f"{missing} of {self._plan.num_nodes} nodes have shown no sign of life"
+        absent = self._absent(reports)
+        if absent and oldest > self._plan.config.startup_timeout_seconds:
+            return judge_absence(absent, self._plan.num_nodes).reason
         views = [view for report in reports.values() for view in report.views]
         limits = {
             view.rank: limit
@@ -342,6 +354,11 @@ class Supervisor:
             for view, limit in zip(report.views, report.limits, strict=True)
         }
         return find_hang(views, limits)
+
+    def _absent(self, reports: Mapping[int, NodeReport]) -> list[int]:
+        """Nodes that never came; not this one, even where its reports cannot be written."""
+        others = (node for node in range(self._plan.num_nodes) if node != self._plan.node)
+        return [node for node in others if node not in reports]
 
     def _keep(self, number: int, found: evidence.Evidence) -> None:
         """Put a rank's stacks beside the reports, and where it stands into the log."""

@@ -146,11 +146,27 @@ def test_a_slow_rank_is_told_in_the_log_and_the_chain(ranks_of: Any) -> None:
     assert [item["rank"] for item in told[0]["ranks"]] == [3]
 
 
-def test_a_node_that_never_comes_is_missed(ranks_of: Any, tmp_path: Path) -> None:
-    ranks = ranks_of(nodes=2)
+@pytest.mark.parametrize(
+    "plan",
+    [{}, {"ranks_per_node": 1}, {"rank": 1, "place": "data", "step": 0, "how": "read"}],
+    ids=["waiting in a collective", "one rank a node", "a rank elsewhere"],
+)
+def test_a_node_that_never_comes_is_missed_and_none_that_came_is_blamed(
+    ranks_of: Any, tmp_path: Path, plan: dict[str, Any]
+) -> None:
+    ranks = ranks_of(nodes=2, **plan)
     (tmp_path / "run.yaml").write_text("cluster: {startup_timeout_seconds: 2}\n")
     ranks.nodes = 1
     assert ranks.run() == [1]
-    assert "1 of 2 nodes have shown no sign of life" in ranks.logs[0]
+    assert "1 of 2 nodes have shown no sign of life (by number in the job: 1)" in ranks.logs[0]
     report = json.loads((ranks.run_dir / "supervision" / LINK / "node_0.json").read_text())
-    assert report["verdict"]["ranks"] == []
+    assert report["verdict"]["ranks"] == report["verdict"]["hosts"] == []
+
+
+def test_a_run_whose_reports_cannot_be_written_goes_on(ranks_of: Any, tmp_path: Path) -> None:
+    ranks = ranks_of(steps=300)
+    (tmp_path / "run.yaml").write_text("cluster: {startup_timeout_seconds: 1}\n")
+    ranks.run_dir.mkdir(parents=True)
+    (ranks.run_dir / "supervision").write_text("a file where the folder should be")
+    assert ranks.run() == [0], ranks.logs
+    assert "supervision" in ranks.logs[0]
