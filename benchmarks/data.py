@@ -11,6 +11,7 @@ processor time of one process, so it is speed a core. Each part is written on it
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import random
@@ -20,7 +21,8 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.provenance import provenance  # noqa: E402
 from benchmarks.released_masking import Text, released_masks  # noqa: E402
 from megatron_deberta.config.schema import ObjectiveConfig  # noqa: E402
+from megatron_deberta.data.blend import BlendedRows  # noqa: E402
 from megatron_deberta.data.collate import BatchBuilder  # noqa: E402
 from megatron_deberta.data.corpus import Corpus, split_validation  # noqa: E402
 from megatron_deberta.data.index_cache import IndexCache  # noqa: E402
@@ -47,6 +50,9 @@ H200_TOKENS = 45_000
 """What the 1.5B model is to consume a second on one H200 (DESIGN section 10)."""
 FORMATS = {"full_sentences": 512, "doc_sentences": 512, "segment_pair": 512, "sentence_pair": 128}
 """Format -> tokens a row; two sentences are short."""
+BLEND_WEIGHTS = (77_139_753, 2_901_113, 1_102_017)
+"""Of sources by size, as users give them: their pattern is too long for a table of all of it."""
+ROUNDS = 9
 TOKENS = 64
 
 
@@ -81,68 +87,104 @@ def synthetic_vocabulary() -> Vocabulary:
     )
 
 
-def measure_loader(
-    corpus: Corpus, vocabulary: Vocabulary, cache: IndexCache, micro_batch: int, masking: str
-) -> list[dict[str, Any]]:
-    """Time batches of every format as training asks for them."""
-    found = []
-    for packing, length in FORMATS.items():
-        rows = PackedRows(corpus, vocabulary, length, packing, 1, cache=cache)
+@dataclass
+class LoaderCase:
+    """One way to ask for batches, and how fast they came in each round."""
+
+    facts: dict[str, Any]
+    builder: BatchBuilder
+    rates: list[float] = field(default_factory=list)
+    tokens: int = 0
+    places: int = 0
+    samples: int = 0
+
+    def measure(self) -> None:
+        """Time batches as training asks for them, for a quarter of a second."""
+        micro_batch = self.facts["micro_batch"]
+        start, masks = time.process_time(), []
+        while (spent := time.process_time() - start) < 0.25:
+            samples = range(self.samples, self.samples + micro_batch)
+            masks.append(self.builder.build(samples).attention_mask)
+            self.samples += micro_batch
+        tokens = sum(int(mask.sum()) for mask in masks)
+        self.places += sum(mask.numel() for mask in masks)
+        self.tokens += tokens
+        self.rates.append(tokens / spent)
+
+    def report(self) -> dict[str, Any]:
+        """The round in the middle, and the slowest."""
+        rate = statistics.median(self.rates)
+        filled = self.tokens / self.places
+        return {
+            **self.facts,
+            "tokens_per_second": round(rate),
+            "slowest": round(min(self.rates)),
+            "times_h200": round(rate / H200_TOKENS, 1),
+            "row_filled": round(filled, 3),
+            "rows_per_second": round(rate / (filled * self.facts["sequence_length"])),
+        }
+
+
+def loader_cases(
+    name: str,
+    corpus: Corpus,
+    vocabulary: Vocabulary,
+    cache: IndexCache,
+    weights: Sequence[int] = (),
+) -> Iterator[LoaderCase]:
+    """Every format, both ways to mask, small and large micro batches.
+
+    With weights, as many sources are mixed, each the same corpus in another order.
+    """
+    average = round(corpus.num_tokens / len(corpus), 1)
+    for masking, micro_batch, packing in itertools.product(
+        ("uniform", "released"), (8, 64), FORMATS
+    ):
+        length = FORMATS[packing]
+        sources = [
+            PackedRows(corpus, vocabulary, length, packing, seed, cache=cache)
+            for seed in range(1, 1 + max(1, len(weights)))
+        ]
+        rows = BlendedRows(sources, weights) if weights else sources[0]
         objective = ObjectiveConfig(masking=masking)  # type: ignore[arg-type]
         masker = Masker(objective, vocabulary, length, 1, Purpose.TRAINING_MASK)
         builder = BatchBuilder(rows, masker, vocabulary, length, True)
         builder.build(range(micro_batch))
-        rates, first, tokens, places = [], 0, 0, 0
-        for _ in range(3):
-            start, masks = time.process_time(), []
-            while (spent := time.process_time() - start) < 0.25:
-                masks.append(builder.build(range(first, first + micro_batch)).attention_mask)
-                first += micro_batch
-            counted = sum(int(mask.sum()) for mask in masks)
-            places += sum(mask.numel() for mask in masks)
-            rates.append(counted / spent)
-            tokens += counted
-        rate = statistics.median(rates)
-        found.append(
-            {
-                "packing": packing,
-                "sequence_length": length,
-                "micro_batch": micro_batch,
-                "masking": masking,
-                "tokens_per_second": round(rate),
-                "slowest": round(min(rates)),
-                "times_h200": round(rate / H200_TOKENS, 1),
-                "row_filled": round(tokens / places, 3),
-                "rows_per_second": round(rate / (tokens / (places / length))),
-            }
-        )
-        print(json.dumps(found[-1]), flush=True)
-    return found
+        facts = {
+            "corpus": name,
+            "tokens_a_document": average,
+            "packing": packing,
+            "sequence_length": length,
+            "micro_batch": micro_batch,
+            "masking": masking,
+        }
+        yield LoaderCase(facts, builder)
 
 
 def loader(args: argparse.Namespace) -> dict[str, Any]:
-    """Both corpora, both ways to mask, small and large micro batches."""
+    """Both corpora and a blend, in rounds: a machine that changes its speed does so for all."""
     tokenizer = Vocabulary.of(load_tokenizer(args.tokenizer))
     prefix = Path(args.scratch) / "synthetic_sentence"
     if not Path(f"{prefix}.idx").exists():
         synthetic_shard(prefix, args.documents)
     cache = IndexCache(Path(args.scratch) / "index")
-    corpora = {
-        "books": (Corpus([IndexedDataset(args.books)], cache=cache), tokenizer),
-        f"{args.documents:,} synthetic documents": (
-            Corpus([IndexedDataset(str(prefix))], cache=cache),
-            synthetic_vocabulary(),
+    books = Corpus([IndexedDataset(args.books)], cache=cache)
+    synthetic = Corpus([IndexedDataset(str(prefix))], cache=cache)
+    cases = [
+        *loader_cases("books", books, tokenizer, cache),
+        *loader_cases("books, a blend of three", books, tokenizer, cache, BLEND_WEIGHTS),
+        *loader_cases(
+            f"{args.documents:,} synthetic documents", synthetic, synthetic_vocabulary(), cache
         ),
-    }
-    results: list[dict[str, Any]] = []
-    for name, (corpus, vocabulary) in corpora.items():
-        average = round(corpus.num_tokens / len(corpus), 1)
-        for masking in ("uniform", "released"):
-            for micro_batch in (8, 64):
-                rows = measure_loader(corpus, vocabulary, cache, micro_batch, masking)
-                results += [{"corpus": name, "tokens_a_document": average, **row} for row in rows]
-                write(args, {"h200_tokens_per_second": H200_TOKENS, "results": results})
-    return {"h200_tokens_per_second": H200_TOKENS, "results": results}
+    ]
+    for number in range(ROUNDS):
+        for case in cases:
+            case.measure()
+        print(f"round {number + 1} of {ROUNDS}", flush=True)
+    results = [case.report() for case in cases]
+    for result in results:
+        print(json.dumps(result), flush=True)
+    return {"h200_tokens_per_second": H200_TOKENS, "rounds": ROUNDS, "results": results}
 
 
 def in_own_process(work: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
