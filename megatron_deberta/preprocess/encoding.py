@@ -9,7 +9,9 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,19 +30,63 @@ BatchEncoder = Callable[[Sequence[str]], tuple[Ids, Lengths]]
 """Texts to the ids of all of them one after the other, and how many each has."""
 
 _SPACE_PIECE = "\u2581"
+CACHE_BYTES = 1 << 27
+"""How far a process may grow over the words that a fast library keeps."""
 PROBE_DOCUMENTS = 100
 PROBE_CHARACTERS = 200_000
 """Of the run's first documents, so many must get the same ids from a fast library."""
+
+
+class _BytePairs:
+    """gigatoken in bounded memory.
+
+    It keeps every word it has met (version 0.10; its issue 36), which on text of a terabyte is
+    more than any machine has. Where that grows beyond ``CACHE_BYTES`` it is loaded anew, which
+    takes a twentieth of a second and changes no id.
+
+    Args:
+        spec: content of a ``tokenizer.json``.
+        dtype: of the ids.
+
+    Raises:
+        Exception: whatever the library raises where it cannot read that.
+    """
+
+    def __init__(self, spec: str, dtype: np.dtype[Any]) -> None:
+        self._spec = spec
+        self._dtype = dtype
+        self._load()
+
+    def _load(self) -> None:
+        import gigatoken
+
+        self._library: Any = None
+        self._library = gigatoken.Tokenizer.from_json(self._spec)
+        self._least_bytes = _resident_bytes()
+
+    def __call__(self, texts: Sequence[str]) -> tuple[Ids, Lengths]:
+        # What a text takes while it is read comes and goes; the least stays, as the cache does.
+        now = _resident_bytes()
+        self._least_bytes = min(self._least_bytes, now)
+        if now - self._least_bytes > CACHE_BYTES:
+            self._load()
+        # One by one: a call for many is no faster, and imports awkward arrays: 0.2 s.
+        parts = [self._library.encode(text) for text in texts]
+        ids = np.concatenate(
+            [np.empty(0, self._dtype), *parts], dtype=self._dtype, casting="same_kind"
+        )
+        return ids, np.fromiter(map(len, parts), np.int64, len(parts))
+
+
+def _resident_bytes() -> int:
+    pages = Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * mmap.PAGESIZE
 
 
 def fast_bpe_encoder(tokenizer: Tokenizer) -> BatchEncoder | None:
     """Return gigatoken's way for a byte-pair vocabulary; None where it cannot read it."""
     spec = tokenizer.spec
     if spec["model"]["type"] != "BPE":
-        return None
-    try:
-        import gigatoken
-    except ImportError:
         return None
     # Special tokens in a corpus are text, so the library must not know them.
     plain = {**spec, "added_tokens": [], "post_processor": None}
@@ -49,18 +95,9 @@ def fast_bpe_encoder(tokenizer: Tokenizer) -> BatchEncoder | None:
         normalizer = spec["normalizer"]
         plain["normalizer"] = {**normalizer, "normalizers": normalizer["normalizers"][:-1]}
     try:
-        backend: Any = gigatoken.Tokenizer.from_json(orjson.dumps(plain).decode())
-    except Exception:  # the library raises bare exceptions for what it does not support
+        encode = _BytePairs(orjson.dumps(plain).decode(), dtype_for_vocab(tokenizer.vocab_size))
+    except Exception:  # not installed; or the bare exceptions it has for what it does not support
         return None
-
-    dtype = dtype_for_vocab(tokenizer.vocab_size)
-
-    def encode(texts: Sequence[str]) -> tuple[Ids, Lengths]:
-        # One by one: a call for many is no faster, and imports awkward arrays: 0.2 s.
-        parts = [backend.encode(text) for text in texts]
-        ids = np.concatenate([np.empty(0, dtype), *parts], dtype=dtype, casting="same_kind")
-        return ids, np.fromiter(map(len, parts), np.int64, len(parts))
-
     if not trims:
         return encode
     space = spec["model"]["vocab"].get(_SPACE_PIECE)

@@ -20,9 +20,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from megatron_deberta.data.indexed_dataset import IndexedDataset
-from megatron_deberta.data.indexed_format import bin_path, idx_path, manifest_path
-from megatron_deberta.data.manifest import Manifest, check_counts, read_manifest
+from megatron_deberta.data.indexed_format import (
+    bin_path,
+    dtype_for_vocab,
+    idx_path,
+    manifest_path,
+)
+from megatron_deberta.data.manifest import Manifest, read_manifest
+from megatron_deberta.data.shard_assembly import PartSize, ShardLayout
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.preprocess.encoding import BatchEncoder, choose_encoder
 from megatron_deberta.preprocess.merging import Merger, Output, quarantine_path, shard_prefix
@@ -301,17 +306,28 @@ def _plan(
 
 
 def _complete(prefixes: Sequence[str], digest: str) -> list[Manifest] | None:
-    """Return the manifests of shards that this very plan has published."""
+    """Return the manifests of shards that this very plan has published, and nobody has cut."""
     manifests = []
     for prefix in prefixes:
-        if not all(os.path.exists(path(prefix)) for path in (idx_path, bin_path)):
-            return None
         with contextlib.suppress(DataError):
             manifest = read_manifest(prefix)
-            if manifest is not None and manifest.plan_sha256 == digest:
-                check_counts(IndexedDataset(prefix), manifest)
+            if (
+                manifest is not None
+                and manifest.plan_sha256 == digest
+                and _is_whole(manifest, prefix)
+            ):
                 manifests.append(manifest)
     return manifests if len(manifests) == len(prefixes) else None
+
+
+def _is_whole(manifest: Manifest, prefix: str) -> bool:
+    """Tell by the files' sizes: an index of many documents takes a while to open."""
+    total = PartSize(manifest.num_tokens, manifest.num_sequences, manifest.num_documents)
+    layout = ShardLayout(dtype_for_vocab(manifest.vocab_size), [total])
+    paths = bin_path(prefix), idx_path(prefix)
+    if not all(os.path.exists(path) for path in paths):
+        return False
+    return [os.path.getsize(path) for path in paths] == [layout.bin_bytes, layout.idx_bytes]
 
 
 def _refuse_keys(keys: Sequence[str]) -> None:

@@ -62,6 +62,34 @@ def test_fast_bpe_gives_the_tokenizers_ids(
         assert fast_file.read_bytes() == slow_file.read_bytes()
 
 
+def _grown_mib(fast: encoding.BatchEncoder, batches: int) -> list[int]:
+    """Encode words that never come again; by how much the process has grown after each batch."""
+    draw = np.random.default_rng(0)
+    begin = encoding._resident_bytes()
+    grown = []
+    for _ in range(batches):
+        letters = draw.integers(ord("a"), ord("z") + 1, 2 << 20, dtype=np.uint8)
+        letters[::9] = ord(" ")
+        fast([letters.tobytes().decode()])
+        grown.append((encoding._resident_bytes() - begin) >> 20)
+    return grown
+
+
+def test_words_without_end_take_bounded_memory(
+    gpt2_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = load_tokenizer(gpt2_dir)
+    fast = encoding.fast_bpe_encoder(tokenizer)
+    assert fast is not None
+    # The library's tables double as they grow, and loading takes some memory for a moment.
+    monkeypatch.setattr(encoding, "CACHE_BYTES", 64 << 20)
+    assert max(_grown_mib(fast, 24)) < 220
+    assert encoding.agrees(fast, tokenizer.encode_texts, documents())
+    # Without the bound it grows past that, so the test can fail.
+    monkeypatch.setattr(encoding, "CACHE_BYTES", 1 << 40)
+    assert max(_grown_mib(fast, 24)) > 280
+
+
 def test_unigram_vocabularies_go_to_the_tokenizer(tokenizer_dir: str) -> None:
     assert encoding.fast_bpe_encoder(load_tokenizer(tokenizer_dir)) is None
 
