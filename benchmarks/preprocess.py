@@ -51,6 +51,7 @@ OUTPUT = ROOT / "benchmarks" / "results" / "cpu" / "preprocess.json"
 PROCESSES = 2
 VOCABULARY = 32_000
 ROUNDS = 9
+WORD_LETTERS = 8
 LARGE_MB = 2000
 """The corpus over and over: what is met a second time is in every cache."""
 
@@ -91,6 +92,18 @@ def train_byte_level(texts: list[str], folder: Path) -> None:
     backend.train_from_iterator(texts, trainer)
     folder.mkdir()
     backend.model.save(str(folder))
+
+
+def new_words(work: Path) -> Path:
+    """Return documents of random words, hardly one of which comes again."""
+    path = work / "new_words.jsonl"
+    draw = np.random.default_rng(0)
+    with path.open("wb") as stream:
+        while stream.tell() < LARGE_MB * 1e6:
+            letters = draw.integers(ord("a"), ord("z") + 1, 1 << 14, dtype=np.uint8)
+            letters[:: WORD_LETTERS + 1] = ord(" ")
+            stream.write(orjson.dumps({"text": letters.tobytes().decode()}) + b"\n")
+    return path
 
 
 def in_batches(texts: list[str]) -> Iterator[list[str]]:
@@ -358,6 +371,9 @@ def cases(texts: list[str], args: argparse.Namespace) -> dict[str, Callable[[], 
         found[f"ours, {kind}, 2 GB"] = lambda kind=kind: over_and_over(kind, LARGE_MB)  # type: ignore[misc]
     found["sentencepiece in memory, 2 GB"] = lambda: large_in_memory(
         lambda: sentencepiece_encoder(unigram / "spm.model")
+    )
+    found["ours, gpt2, new words, 2 GB"] = lambda: speed(
+        *ours(new_words(work), gpt2, work / "out"), megabytes=LARGE_MB
     )
     found["gigatoken in memory, 2 GB"] = lambda: large_in_memory(lambda: gigatoken_encoder(gpt2))
     return found

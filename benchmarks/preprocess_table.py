@@ -27,6 +27,7 @@ _TITLES = {
     "sentencepiece in memory, 2 GB": "SentencePiece alone, the same in memory",
     "Megatron-LM, unigram, 2 GB": "Megatron-LM's script, unigram, the same",
     "ours, gpt2, 2 GB": "ours, byte-level BPE, the same",
+    "ours, gpt2, new words, 2 GB": "ours, byte-level BPE, 2 GB of words that never come again",
     "gigatoken in memory, 2 GB": "gigatoken alone, the same in memory",
 }
 
