@@ -1,13 +1,13 @@
-"""What all writers of tables share: Markdown, units, and words for what has no result."""
+"""Markdown tables, units and placeholders shared by the table generators."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-UNMEASURED = "unmeasured"
-NOTHING = "Unmeasured.\n"
-"""A table without a result."""
+UNMEASURED = "not measured"
+NOTHING = "Not measured yet.\n"
+"""Text of a table whose result file does not exist."""
 Result = Mapping[str, Any]
 """A committed result file."""
 

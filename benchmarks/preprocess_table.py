@@ -1,4 +1,4 @@
-"""The tables of preprocessing speed in the documentation, from the committed results."""
+"""Tables of preprocessing speed."""
 
 from __future__ import annotations
 
@@ -6,42 +6,44 @@ from collections.abc import Callable, Mapping
 from statistics import median
 from typing import Any
 
+from benchmarks.pages import NOTHING
+
 Record = Mapping[str, Any]
 
 _TITLES = {
     "sentencepiece in memory": "SentencePiece alone, documents in memory",
     "our tokenizer in memory": "our tokenizer alone, documents in memory",
     "ours, unigram, plain": "ours, unigram, JSONL",
-    "ours, unigram, gzip": "the same, gzip",
-    "ours, unigram, zstd": "the same, zstandard",
-    "ours, unigram, start-up": "the same, first documents: start-up",
+    "ours, unigram, gzip": "same, gzip",
+    "ours, unigram, zstd": "same, zstandard",
+    "ours, unigram, start-up": "same, first documents only (start-up)",
     "Megatron-LM, unigram, plain": "Megatron-LM's script, unigram, JSONL",
-    "Megatron-LM, unigram, start-up": "the same, first documents: start-up",
+    "Megatron-LM, unigram, start-up": "same, first documents only (start-up)",
     "gigatoken in memory": "gigatoken alone, documents in memory",
     "ours, gpt2, plain": "ours, byte-level BPE, JSONL",
-    "ours, gpt2, gzip": "the same, gzip",
-    "ours, gpt2, zstd": "the same, zstandard",
-    "ours, gpt2, start-up": "the same, first documents: start-up",
+    "ours, gpt2, gzip": "same, gzip",
+    "ours, gpt2, zstd": "same, zstandard",
+    "ours, gpt2, start-up": "same, first documents only (start-up)",
     "ours, unigram, 20 MB": "ours, unigram, 20 MB",
-    "ours, unigram, 2 GB": "ours, unigram, 2 GB (the novels over and over)",
-    "sentencepiece in memory, 2 GB": "SentencePiece alone, the same in memory",
-    "Megatron-LM, unigram, 2 GB": "Megatron-LM's script, unigram, the same",
-    "ours, gpt2, 2 GB": "ours, byte-level BPE, the same",
-    "ours, gpt2, new words, 2 GB": "ours, byte-level BPE, 2 GB of words that never come again",
-    "gigatoken in memory, 2 GB": "gigatoken alone, the same in memory",
+    "ours, unigram, 2 GB": "ours, unigram, 2 GB (novels, repeated)",
+    "sentencepiece in memory, 2 GB": "SentencePiece alone, same, in memory",
+    "Megatron-LM, unigram, 2 GB": "Megatron-LM's script, unigram, same",
+    "ours, gpt2, 2 GB": "ours, byte-level BPE, same",
+    "ours, gpt2, new words, 2 GB": "ours, byte-level BPE, 2 GB without repeated words",
+    "gigatoken in memory, 2 GB": "gigatoken alone, same, in memory",
 }
 
 
 def tables(record: Record | None, markdown: Callable[..., str]) -> str:
-    """Return all tables, laid out by the given function; nothing without a result."""
+    """Return all tables in Markdown."""
     if record is None:
-        return "Unmeasured.\n"
-    header = ("", "s", "processor s", "MB/s", "MB a processor s", "peak MiB", "load")
+        return NOTHING
+    header = ("", "s", "CPU s", "MB/s", "MB per CPU s", "peak MiB", "load")
     some = next(iter(record.values()))
     return "\n".join(
         (
             markdown(header, speed_rows(record)),
-            markdown(("ratio of processor time", ""), ratios(record)),
+            markdown(("ratio (of speeds, by CPU time unless stated)", ""), ratios(record)),
             markdown(*stage_rows(record)),
             f"({some['hardware']}, {some['cores']} cores.)\n",
         )
@@ -49,7 +51,7 @@ def tables(record: Record | None, markdown: Callable[..., str]) -> str:
 
 
 def speed_rows(record: Record) -> list[tuple[str, ...]]:
-    """Return seconds, processor seconds, speeds and memory of each case that was measured."""
+    """Return time, CPU time, speed and memory of each measured case."""
     rows = []
     for name, title in _TITLES.items():
         if name not in record:
@@ -65,7 +67,7 @@ def speed_rows(record: Record) -> list[tuple[str, ...]]:
 
 
 def ratios(record: Record) -> list[tuple[str, str]]:
-    """Return what the aims are about, processor second against processor second."""
+    """Return speed ratios between the commands and libraries."""
     found = []
     for title, ours, peer, start in (
         ("our tokenizer / SentencePiece", "our tokenizer in memory", "sentencepiece in memory", ""),
@@ -81,17 +83,17 @@ def ratios(record: Record) -> list[tuple[str, str]]:
             found.append((title, f"{_ratio(record, ours, peer):.2f}"))
             if start in record:
                 ratio = _ratio(record, ours, peer, start)
-                found.append((f"{title}, start-up taken off", f"{ratio:.2f}"))
+                found.append((f"{title}, without start-up", f"{ratio:.2f}"))
     if (case := record.get("stages, gpt2, one process")) is not None:
         stages = _stages(case)
         share = stages["encode"] / sum(stages.values())
-        found.append(("all stages in one process / its gigatoken", f"{share:.2f}"))
+        found.append(("gigatoken's share of CPU time, all stages in one process", f"{share:.2f}"))
     for size, suffix in (("plain", ""), ("2 GB", ", 2 GB")):
         ours, peer = f"ours, unigram, {size}", f"Megatron-LM, unigram, {size}"
         if {ours, peer} <= record.keys():
-            for unit in ("seconds", "processor_seconds"):
+            for unit, title in (("seconds", "wall time"), ("processor_seconds", "CPU time")):
                 share = record[peer][unit] / record[ours][unit]
-                name = f"whole command / Megatron-LM's script{suffix}, {unit}"
+                name = f"whole command / Megatron-LM's script{suffix}, {title}"
                 found.append((name, f"{share:.2f}"))
     small, large = "ours, unigram, 20 MB", "ours, unigram, 2 GB"
     if {small, large} <= record.keys():
@@ -101,23 +103,23 @@ def ratios(record: Record) -> list[tuple[str, str]]:
 
 
 def stage_rows(record: Record) -> tuple[list[str], list[list[str]]]:
-    """Return milliseconds a megabyte of each stage, one row a vocabulary."""
-    header, rows = ["one process, ms a MB"], []
+    """Return CPU milliseconds per megabyte of each stage, one row per vocabulary."""
+    header, rows = ["one process, CPU ms per MB"], []
     for kind in ("unigram", "gpt2"):
         case = record.get(f"stages, {kind}, one process")
         if case is None:
             continue
         stages = _stages(case)
-        header = [*header[:1], *stages, "together"]
+        header = [*header[:1], *stages, "total"]
         spent = [*stages.values(), sum(stages.values())]
         rows.append([kind, *(f"{1e3 * each / case['megabytes']:.2f}" for each in spent)])
     return header, rows
 
 
 def _ratio(record: Record, ours: str, peer: str, start: str = "") -> float:
-    """Speed of ours by that of a peer, with a case ``start`` taken off.
+    """Return our speed divided by a peer's, without the time of a case ``start``.
 
-    Of cases measured in rounds: the middle one of the rounds' ratios.
+    For cases measured in rounds: the median of the rounds' ratios.
     """
 
     def seconds(name: str) -> list[float]:

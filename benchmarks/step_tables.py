@@ -1,4 +1,4 @@
-"""The tables of whole steps: against other models, by part, and the 1.5B model's own."""
+"""Tables of training-step benchmarks: other models, time by part, the 1.5B model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PARTS = ("attention", "ffn", "head", "optimizer")
 
 
 def summary(record: Result) -> str:
-    """Speed-up and memory against transformers, for README."""
+    """Speed-up and peak memory against transformers, for the README."""
     header = ("one pretraining step against `transformers`", "speed-up",
               "peak memory, GiB: ours / theirs")  # fmt: skip
     rows = record["results"]
@@ -37,9 +37,9 @@ def summary(record: Result) -> str:
 
 
 def comparison(record: Result) -> str:
-    """Each case's sides, ours first, and what could not be tried."""
-    header = ("case", "model", "parameters, M", "GFLOP a token", "s a step", "tokens/s", "MFU",
-              "our speed / theirs", "aimed at", "peak memory, GiB",
+    """Every model of each case, ours first, and what could not be measured."""
+    header = ("case", "model", "parameters, M", "GFLOP per token", "s per step", "tokens/s", "MFU",
+              "our speed / theirs", "target", "peak memory, GiB",
               "attention / FFN / head / optimizer, %")  # fmt: skip
     cells = []
     for row in record["results"]:
@@ -55,12 +55,12 @@ def comparison(record: Result) -> str:
                 _number(side, "mfu", "{:.0%}"), f"{ratio:.2f}" if ratio else "", aimed,
                 gib(side["peak_bytes"]), _shares(side.get("seconds_by_part", {})),
             ))  # fmt: skip
-    notes = "".join(f"\nMissing here: {note}.\n" for note in sorted(_missing(record)))
+    notes = "".join(f"\nNot measured: {note}.\n" for note in sorted(_missing(record)))
     return markdown(header, cells) + _caption(record, record["results"]) + notes
 
 
 def _missing(record: Result) -> set[str]:
-    """Sides and settings that could not be tried, each with the reason."""
+    """Models and settings that could not be measured, with the reason."""
     found = set()
     for row in record["results"]:
         for name, reason in row.get("missing", {}).items():
@@ -73,14 +73,16 @@ def _missing(record: Result) -> set[str]:
 
 
 def profile(record: Result) -> str:
-    """Where a step's time goes, by part."""
-    table = markdown(("part", "s a step", "share", "of it"), part_rows(dict(record)))
+    """Step time by part of the model."""
+    table = markdown(
+        ("part", "s per step", "share", "largest operators, s"), part_rows(dict(record))
+    )
     return f"{table}\n{record['name']}.\n{place(record['provenance'])}"
 
 
 def large_step(record: Result) -> str:
-    """The 1.5B model's real step through DeepSpeed, from the GPU suite's part ``step``."""
-    header = ("step", "tokens/s", "ms", "MFU", "rows a micro batch",
+    """The 1.5B model's training step with DeepSpeed, from the GPU suite's part ``step``."""
+    header = ("step", "tokens/s", "ms", "MFU", "micro batch",
               "peak memory, GiB: measured / by formula")  # fmt: skip
     rows = [
         (name, f"{item['tokens_per_second']:,.0f}", f"{1e3 * item['seconds_per_step']:,.0f}",
@@ -97,7 +99,7 @@ def _number(side: dict[str, Any], key: str, form: str, unit: float = 1.0) -> str
 
 
 def _shares(seconds: dict[str, float]) -> str:
-    """Percent of the whole by part; unmeasured where nothing could be told apart."""
+    """Percentages of the step time by part."""
     if not seconds:
         return UNMEASURED
     whole = sum(seconds.values())
@@ -105,14 +107,14 @@ def _shares(seconds: dict[str, float]) -> str:
 
 
 def _caption(record: Result, rows: Iterable[dict[str, Any]]) -> str:
-    """Where rows were measured."""
+    """Hardware and versions of the measurements."""
     places = {f"{row['hardware']}, {row['cores']} cores, torch {row['torch']}" for row in rows}
     threads = f", {record['threads']} threads" if "+cpu" in "".join(places) else ""
-    return f"\n({'; '.join(sorted(places))}{threads}; {record['tokens']:,} tokens a step.)\n"
+    return f"\n({'; '.join(sorted(places))}{threads}; {record['tokens']:,} tokens per step.)\n"
 
 
 def _case(row: dict[str, Any]) -> str:
-    """A case with its length."""
+    """The name of a case with its sequence length."""
     length = f"N={row['length']}"
     name: str = row["name"]
     return name if length in name else f"{name}, {length}"

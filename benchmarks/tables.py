@@ -1,6 +1,6 @@
-"""Tables of README and docs, written from the committed results, so that they cannot differ.
+"""Generate the tables of README.md and docs/ from the committed results.
 
-A table stands between two comments; between them nothing is written by hand:
+The text between two markers is generated:
 
     <!-- table: step cpu -->
     ...
@@ -9,7 +9,7 @@ A table stands between two comments; between them nothing is written by hand:
     python benchmarks/tables.py --write
     python benchmarks/tables.py --check
 
-What has no result yet is written as unmeasured.
+A table without a result file reads "Not measured yet."
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import preprocess_table, step_tables  # noqa: E402
+from benchmarks import attention_tables, preprocess_table, step_tables  # noqa: E402
 from benchmarks.attention_variants import Case  # noqa: E402
 from benchmarks.learn import VARIANTS, mean_curves  # noqa: E402
 from benchmarks.pages import (  # noqa: E402
@@ -59,14 +59,14 @@ PAPER = {
 
 
 def load(device: str, name: str) -> dict[str, Any] | None:
-    """A committed result file, None where there is none."""
+    """Return a committed result file, or None if it does not exist."""
     path = ROOT / "benchmarks" / "results" / device / f"{name}.json"
     record: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
     return record
 
 
 def same_batches(device: str) -> str:
-    """Our validation loss beside that of transformers' DeBERTa on the same batches."""
+    """Validation loss beside that of transformers' DeBERTa on the same batches."""
     header = ("step", "tokens", "ours", "transformers")
     record = load(device, "same_batches")
     if record is None:
@@ -83,8 +83,8 @@ def same_batches(device: str) -> str:
 
 
 def learn(device: str) -> str:
-    """Ablations: final validation loss here beside the paper's fine-tuning results."""
-    header = ("model", "seeds done", "validation loss", "against DeBERTa", "s a step",
+    """Final validation loss of the ablations beside the paper's fine-tuning results."""
+    header = ("model", "seeds", "validation loss", "difference", "s per step",
               "paper: MNLI-m/mm", "SQuAD 1.1 F1/EM", "SQuAD 2.0 F1/EM", "RACE")  # fmt: skip
     record = load(device, "learn")
     if record is None:
@@ -118,8 +118,8 @@ def learn(device: str) -> str:
 
 
 def attention(device: str) -> str:
-    """The operator's variants: time and memory of forward and backward, and the error."""
-    header = ("case", "variant", "forward, ms", "both, ms", "of the floor's speed",
+    """Time, memory and error of the attention operator's backends and peers."""
+    header = ("case", "variant", "forward, ms", "forward + backward, ms", "speed / flash",
               "peak memory, MiB", "error")  # fmt: skip
     record = load(device, "attention")
     if record is None:
@@ -150,7 +150,7 @@ def attention(device: str) -> str:
 
 
 def deduplicate(device: str) -> str:
-    """Time, disk and memory of deduplication on gigabytes."""
+    """Time, disk and memory of deduplication."""
     record = load(device, "deduplicate")
     if record is None:
         return NOTHING
@@ -162,7 +162,7 @@ def deduplicate(device: str) -> str:
         ("removed", f"{removed['exact']:,} exact, {removed['near']:,} near"),
         ("time", f"{record['seconds']:.0f} s with {record['workers']} workers"),
         ("processor time", f"{record['processor_seconds']:.0f} s, "
-         f"{record['input_bytes'] / record['processor_seconds'] / 1e6:.1f} MB/s a core"),
+         f"{record['input_bytes'] / record['processor_seconds'] / 1e6:.1f} MB/s per core"),
         ("peak memory, all processes", f"{gib(record['peak_memory_bytes'])} GiB"),
         ("peak disk, work and result", f"{record['peak_disk_bytes'] / 1e9:.2f} GB, of which "
          f"{record['output_bytes'] / 1e9:.2f} GB result"),
@@ -178,7 +178,7 @@ def deduplicate(device: str) -> str:
 
 
 def deduplicate_quality(device: str) -> str:
-    """Planted duplicates that deduplication found."""
+    """Planted duplicates that deduplication detected."""
     record = load(device, "deduplicate_quality")
     if record is None:
         return NOTHING
@@ -189,13 +189,13 @@ def deduplicate_quality(device: str) -> str:
     ]  # fmt: skip
     wrong = len(record["removed_without_duplicate"])
     return (
-        markdown(("kind", "pairs", "found, Jaccard at least 0.7", "found below"), rows)
-        + f"\n({record['removed']} documents removed, {wrong} of them without a planted copy.)\n"
+        markdown(("kind", "pairs", "found, Jaccard at least 0.7", "found, Jaccard below 0.7"), rows)
+        + f"\n({record['removed']} documents removed, {wrong} without a planted duplicate.)\n"
     )
 
 
 def sketches(device: str) -> str:
-    """MinHash libraries on the same hashes."""
+    """Speed and error of the MinHash libraries."""
     record = load(device, "sketches")
     if record is None:
         return NOTHING
@@ -203,11 +203,11 @@ def sketches(device: str) -> str:
         (name, f"{side['hashes_per_second'] / 1e6:.2f}", f"{side['error']:.4f}")
         for name, side in record["libraries"].items()
     ]
-    return markdown(("library", "million runs a second, one core", "error of the estimate"), rows)
+    return markdown(("library", "million n-grams/s, one core", "error of the estimate"), rows)
 
 
 def loader(device: str) -> str:
-    """Rows of every format through packing, masking and collation."""
+    """Speed of packing, masking and collation by format."""
     record = load(device, "loader")
     if record is None:
         return NOTHING
@@ -232,7 +232,7 @@ def loader(device: str) -> str:
 
 
 def data_index(device: str) -> str:
-    """Indices of every format over many small documents."""
+    """Time and memory of building the index of each format."""
     record = load(device, "data_index")
     if record is None:
         return NOTHING
@@ -260,7 +260,7 @@ def data_index(device: str) -> str:
 
 
 def masks(device: str) -> str:
-    """Masks of ours beside those of the release's algorithm."""
+    """Masking rates beside those of the released algorithm."""
     record = load(device, "masking")
     if record is None:
         return NOTHING
@@ -283,7 +283,7 @@ def masks(device: str) -> str:
 
 
 def formats(device: str) -> str:
-    """Short runs of every format, killed and resumed."""
+    """Short runs of each format, killed and resumed."""
     record = load(device, "formats")
     if record is None:
         return NOTHING
@@ -297,16 +297,18 @@ def formats(device: str) -> str:
             if "next_sentence_loss" in row["validation"][1]
             else "",
             f"{row['killed_after_step']}, from {row['resumed_from_step']}",
-            "the same" if row["same_bits"] else "DIFFERENT",
+            "bit-identical" if row["same_bits"] else "DIFFERENT",
         )
         for row in record["results"]
     ]
     titles = ("format", "loss, first to last 5 steps", "validation, step 25 to 60")
-    return markdown((*titles, "next sentence: loss, right", "killed after step", "bits"), rows)
+    return markdown(
+        (*titles, "next sentence: loss, accuracy", "killed after step", "resumed run"), rows
+    )
 
 
 def shard_damage(device: str) -> str:
-    """Who noticed damaged shards."""
+    """Where damaged shards were detected."""
     record = load(device, "shard_damage")
     if record is None:
         return NOTHING
@@ -314,17 +316,17 @@ def shard_damage(device: str) -> str:
         (f"`.{kind}`", str(sum(found.values())), *(str(count) for count in found.values()))
         for kind, found in record["noticed_by"].items()
     ]
-    return markdown(("file", "mutations", "at opening", "by `verify`", "unnoticed"), rows)
+    return markdown(("file", "mutations", "at opening", "by `verify`", "undetected"), rows)
 
 
 def faults(device: str) -> str:
-    """What the campaign of faults has passed so far."""
+    """Results of the fault-injection campaign."""
     record = Record(ROOT / "benchmarks" / "results" / device / "chaos.jsonl")
     return table(record, present=False) if record.lines() else NOTHING
 
 
 def _of_lines(name: str, write: Callable[[list[Result]], str]) -> Callable[[str], str]:
-    """A table of a campaign's lines."""
+    """Return the writer of a table of a campaign's result lines."""
 
     def table_of(device: str) -> str:
         lines = read_lines(ROOT / "benchmarks" / "results" / device / f"{name}.jsonl")
@@ -334,7 +336,7 @@ def _of_lines(name: str, write: Callable[[list[Result]], str]) -> Callable[[str]
 
 
 def _of(name: str, write: Callable[[Result], str]) -> Callable[[str], str]:
-    """A table of one result file."""
+    """Return the writer of a table of one result file."""
 
     def table_of(device: str) -> str:
         record = load(device, name)
@@ -357,6 +359,8 @@ TABLES: dict[str, Callable[[str], str]] = {
     "same-batches": same_batches,
     "learn": learn,
     "attention": attention,
+    "kernels": _of("kernels", attention_tables.kernels),
+    "interpreted": _of("interpreted", attention_tables.interpreted),
     "deduplicate": deduplicate,
     "deduplicate-quality": deduplicate_quality,
     "preprocess": lambda device: preprocess_table.tables(load(device, "preprocess"), markdown),
@@ -369,10 +373,10 @@ TABLES: dict[str, Callable[[str], str]] = {
 
 
 def rewrite(text: str) -> str:
-    """A page with its tables as the results have them.
+    """Return a page with regenerated tables.
 
     Raises:
-        KeyError: a page names a table that is not in `TABLES`.
+        KeyError: the page names a table that is not in `TABLES`.
     """
     return BLOCK.sub(
         lambda match: match[1] + TABLES[match["name"]](match["device"]) + match[4], text
@@ -380,18 +384,18 @@ def rewrite(text: str) -> str:
 
 
 def stale_pages() -> dict[Path, str]:
-    """Pages whose tables are not those of the results, with what they should be."""
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    """Return the pages whose tables are out of date, with their new text."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     fresh = {page: rewrite(page.read_text(encoding="utf-8")) for page in pages}
     return {page: text for page, text in fresh.items() if text != page.read_text(encoding="utf-8")}
 
 
 def main() -> None:
-    """Check the pages, or write them."""
+    """Check or write the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--check", action="store_true", help="fail if a table is out of date")
-    what.add_argument("--write", action="store_true", help="bring all tables up to date")
+    what.add_argument("--write", action="store_true", help="update all tables")
     args = parser.parse_args()
     stale = stale_pages()
     for page, text in stale.items():
