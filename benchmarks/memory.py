@@ -1,8 +1,8 @@
-"""The table of docs/memory.md: peak memory and largest micro batch of the 1.5B model, by formula.
+"""Table of docs/memory.md: peak memory and largest micro batch of the 1.5B model, by formula.
 
     python benchmarks/memory.py
 
-Nothing is measured; what checks the formula is ``tests/unit/train/test_memory.py``.
+Nothing is measured; ``tests/unit/train/test_memory.py`` checks the formula.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_deberta.train.memory import estimate_memory, largest_micro_batch  
 
 Attention = Literal["triton", "chunked"]
 RESERVED = 0.08
-"""Share of a device left to the driver, the communication library and fragmentation."""
+"""Fraction of device memory reserved for driver, communication library and fragmentation."""
 DEVICES: tuple[tuple[str, str, int, int, Attention], ...] = (
     ("V100, 32 GB, fp16, 256 ranks", "1.5b_dgx2", 32, 256, "chunked"),
     ("V100, 32 GB, fp16, 16 ranks", "1.5b_dgx2", 32, 16, "chunked"),
@@ -31,7 +31,7 @@ DEVICES: tuple[tuple[str, str, int, int, Attention], ...] = (
 
 
 def variant(run: str, recompute: str, length: int) -> RunConfig:
-    """The run with another recomputation policy and row length."""
+    """Return the run with another recomputation policy and sequence length."""
     config = load_config(ROOT / "configs" / "runs" / f"{run}.yaml")
     parallel = replace(config.parallel, recompute=recompute)  # type: ignore[arg-type]
     data = replace(config.data, sequence_length=length)
@@ -39,15 +39,15 @@ def variant(run: str, recompute: str, length: int) -> RunConfig:
 
 
 def table() -> str:
-    """Markdown, one line a device, row length and policy."""
+    """Return the table in Markdown, one row per device and sequence length."""
     lines = [
-        "| device (ZeRO-1) | N | recompute | largest micro batch | GiB at it: states, "
-        "activations, rest |",
+        "| Device (ZeRO-1) | N | `none` | `selective` | `full` |",
         "|---|---|---|---|---|",
     ]
     for title, run, gigabytes, ranks, attention in DEVICES:
         capacity = (1 - RESERVED) * gigabytes * 1e9
         for length in (512, 2048):
+            cells = []
             for recompute in ("none", "selective", "full"):
                 config = variant(run, recompute, length)
                 rows = largest_micro_batch(config, ranks, capacity, attention=attention)
@@ -56,8 +56,9 @@ def table() -> str:
                 states = needed.weights + needed.gradients + needed.optimizer
                 rest = needed.total - states - needed.activations
                 sizes = (states, needed.activations, rest)
-                shown = ", ".join(f"{size / 2**30:.1f}" for size in sizes)
-                lines.append(f"| {title} | {length} | {recompute} | {rows} | {shown} |")
+                shown = " + ".join(f"{size / 2**30:.1f}" for size in sizes)
+                cells.append(f"{rows} ({shown})")
+            lines.append(f"| {title} | {length} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
