@@ -1,0 +1,39 @@
+"""Numbers are those of commit c6955b0: see ``freeze.py`` for what is compared and how."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.golden.freeze import ROOT, compare
+
+GOLDEN = Path(__file__).with_name("golden.json")
+LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TRITON_INTERPRET")
+"""Variables of this process that a run must not see."""
+
+
+@pytest.fixture(scope="module")
+def frozen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Fingerprints of the present code."""
+    output = tmp_path_factory.mktemp("golden") / "now.json"
+    variables = {key: value for key, value in os.environ.items() if key not in LAUNCHER}
+    call = [sys.executable, "-m", "tests.golden.freeze", "--output", str(output)]
+    done = subprocess.run(call, env=variables, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(output.read_text())
+    return found
+
+
+@pytest.mark.parametrize("part", ["shards", "deduplication", "plans", "runs", "exports"])
+def test_fingerprints_are_the_golden_ones(frozen: dict[str, Any], part: str) -> None:
+    """Tensors and metrics are compared bit by bit on the processor that wrote the golden file."""
+    golden = json.loads(GOLDEN.read_text())
+    exact = golden["environment"] == frozen["environment"]
+    differences = compare({part: golden[part]}, {part: frozen[part]}, exact=exact)
+    assert not differences, "\n".join(differences[:50])
