@@ -225,8 +225,8 @@ def loader(device: str) -> str:
     ]
     one = record["h200_tokens_per_second"] / 1e6
     return markdown(("text", "format", *titles), rows) + (
-        f"\nMillion tokens a second: real ones, and with the padding that a model computes, too. "
-        f"20 times an H200 are {20 * one:.2f}, 50 times {50 * one:.2f}.\n"
+        f"\nMillion tokens/s per core: without and with padding. "
+        f"20 times an H200: {20 * one:.2f}; 50 times: {50 * one:.2f}.\n"
         + place(record["provenance"])
     )
 
@@ -251,12 +251,12 @@ def data_index(device: str) -> str:
     titles = (
         "documents",
         "format",
-        "built in processor time",
-        "own memory",
-        "disk a document",
-        "opened in",
+        "build, CPU time",
+        "build memory",
+        "disk per document",
+        "open, CPU time",
     )
-    return markdown((*titles, "own memory"), rows) + place(record["provenance"])
+    return markdown((*titles, "open memory"), rows) + place(record["provenance"])
 
 
 def masks(device: str) -> str:
