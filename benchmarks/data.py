@@ -34,15 +34,15 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.provenance import provenance  # noqa: E402
 from benchmarks.released_masking import Text, released_masks  # noqa: E402
 from megatron_deberta.config.schema import ObjectiveConfig  # noqa: E402
-from megatron_deberta.data.blend import BlendedRows  # noqa: E402
 from megatron_deberta.data.collate import BatchBuilder  # noqa: E402
-from megatron_deberta.data.corpus import Corpus, split_validation  # noqa: E402
-from megatron_deberta.data.index_cache import IndexCache  # noqa: E402
-from megatron_deberta.data.indexed_dataset import IndexedDataset  # noqa: E402
-from megatron_deberta.data.indexed_format import HEADER, MAGIC, VERSION  # noqa: E402
+from megatron_deberta.data.dataset.blend import BlendedRows  # noqa: E402
+from megatron_deberta.data.dataset.corpus import Corpus, split_validation  # noqa: E402
+from megatron_deberta.data.dataset.index_cache import IndexCache  # noqa: E402
+from megatron_deberta.data.dataset.packing import PackedRows  # noqa: E402
 from megatron_deberta.data.masking import Masker  # noqa: E402
-from megatron_deberta.data.packing import PackedRows  # noqa: E402
 from megatron_deberta.data.randomness import Purpose  # noqa: E402
+from megatron_deberta.data.shards.format import HEADER, MAGIC, VERSION  # noqa: E402
+from megatron_deberta.data.shards.reader import IndexedDataset  # noqa: E402
 from megatron_deberta.data.vocabulary import Vocabulary  # noqa: E402
 from megatron_deberta.tokenizer import load_tokenizer  # noqa: E402
 

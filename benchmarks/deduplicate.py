@@ -254,8 +254,8 @@ def sketches() -> dict[str, Any]:
     """Time two MinHash libraries on the same hashes, and the error of their estimates."""
     import datasketch
 
-    from megatron_deberta.deduplicate.settings import PERMUTATIONS
-    from megatron_deberta.deduplicate.sign import make_sketches
+    from megatron_deberta.text.deduplicate.settings import PERMUTATIONS
+    from megatron_deberta.text.deduplicate.sign import make_sketches
 
     os.environ["RAYON_NUM_THREADS"] = "1"
     generator = np.random.default_rng(0)

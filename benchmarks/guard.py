@@ -27,8 +27,8 @@ from megatron_deberta.config import GuardConfig, load_config
 from megatron_deberta.engine.protocol import StepOutcome
 from megatron_deberta.model.shapes import parameter_shapes
 from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
-from megatron_deberta.train.guard import Guard
-from megatron_deberta.train.replicas import checksum
+from megatron_deberta.train.stability.guard import Guard
+from megatron_deberta.train.stability.replicas import checksum
 from tests.support.jobs import prepare
 
 ROOT = Path(__file__).parents[1]

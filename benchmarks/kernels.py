@@ -33,12 +33,12 @@ from triton.compiler import ASTSource
 
 from benchmarks.provenance import provenance
 from megatron_deberta.files import write_atomically
-from megatron_deberta.ops import triton_backward as backward
-from megatron_deberta.ops import triton_far as far
-from megatron_deberta.ops import triton_forward as forward
-from megatron_deberta.ops import triton_gathered as gathered
-from megatron_deberta.ops import triton_table_gradients as tables
-from megatron_deberta.ops.triton_settings import WIDE_HEAD, tile_size, warps_and_stages
+from megatron_deberta.ops.triton import backward as backward
+from megatron_deberta.ops.triton import far as far
+from megatron_deberta.ops.triton import forward as forward
+from megatron_deberta.ops.triton import gathered as gathered
+from megatron_deberta.ops.triton import table_gradients as tables
+from megatron_deberta.ops.triton.settings import WIDE_HEAD, tile_size, warps_and_stages
 
 KERNELS = {
     "forward": forward.forward_kernel,

@@ -25,7 +25,7 @@ from megatron.core.datasets import indexed_dataset as megatron
 
 from benchmarks.preprocess import PROCESSES, run_command
 from benchmarks.provenance import ROOT, provenance
-from megatron_deberta.data.indexed_dataset import IndexedDataset
+from megatron_deberta.data.shards.reader import IndexedDataset
 from megatron_deberta.tokenizer import Tokenizer, load_tokenizer
 from megatron_deberta.tokenizer.training import train_sentencepiece
 

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from megatron_deberta.config import RunConfig, load_config  # noqa: E402
-from megatron_deberta.train.memory import estimate_memory, largest_micro_batch  # noqa: E402
+from megatron_deberta.planning.memory import estimate_memory, largest_micro_batch  # noqa: E402
 
 Attention = Literal["triton", "chunked"]
 RESERVED = 0.08

@@ -34,13 +34,13 @@ from benchmarks.planning.ranks import (  # noqa: E402
 from benchmarks.provenance import provenance  # noqa: E402
 from megatron_deberta.config import RunConfig, load_config  # noqa: E402
 from megatron_deberta.files import write_atomically  # noqa: E402
+from megatron_deberta.planning.memory import estimate_memory, local_parameters  # noqa: E402
 from megatron_deberta.planning.traffic import (  # noqa: E402
     Traffic,
     data_parallel_traffic,
     tensor_parallel_traffic,
 )
 from megatron_deberta.planning.work import masked_tokens, rank_flops  # noqa: E402
-from megatron_deberta.train.memory import estimate_memory, local_parameters  # noqa: E402
 
 SPLIT = ("parallel.tensor_parallel_size=4",)
 SEQUENCE = (*SPLIT, "parallel.sequence_parallel=true")

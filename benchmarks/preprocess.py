@@ -33,17 +33,21 @@ import orjson
 import zstandard
 
 from benchmarks.provenance import ROOT, provenance, source_digest
-from megatron_deberta.preprocess.cutting import RecordReader
-from megatron_deberta.preprocess.direct_io import (
+from megatron_deberta.text.preprocess.direct_io import (
     DirectWriter,
     copy_direct,
     new_buffer,
     sha256_direct,
 )
-from megatron_deberta.preprocess.encoding import PROBE_CHARACTERS, PROBE_DOCUMENTS, fast_bpe_encoder
-from megatron_deberta.preprocess.records import parse_records
-from megatron_deberta.preprocess.sources import find_sources
-from megatron_deberta.preprocess.worker import ENCODED_BYTES
+from megatron_deberta.text.preprocess.encoding import (
+    PROBE_CHARACTERS,
+    PROBE_DOCUMENTS,
+    fast_bpe_encoder,
+)
+from megatron_deberta.text.preprocess.worker import ENCODED_BYTES
+from megatron_deberta.text.readers.cutting import RecordReader
+from megatron_deberta.text.readers.records import parse_records
+from megatron_deberta.text.readers.sources import find_sources
 from megatron_deberta.tokenizer import load_tokenizer
 from megatron_deberta.tokenizer.training import train_sentencepiece
 

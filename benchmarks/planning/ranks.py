@@ -26,10 +26,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_deberta.config.schema import ModelConfig, RunConfig
+from megatron_deberta.distributed.parallelize import build_model
+from megatron_deberta.distributed.topology import ProcessGroups, build_grid
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.model import DropoutSeeds
-from megatron_deberta.parallel.topology import ProcessGroups, build_grid
-from megatron_deberta.sharding import build_model
 from megatron_deberta.train.run import DTYPES, build_rank_model
 
 WORLD_SIZE = 256

@@ -19,7 +19,8 @@ import torch
 from torch import nn
 from torch.autograd import DeviceType
 
-from megatron_deberta.model import dropout, embeddings, heads, layers, mask_decoder, seams
+from megatron_deberta.model import dropout, embeddings, heads, layers, mask_decoder
+from megatron_deberta.model import tp_hooks as seams
 from megatron_deberta.model.attention import DisentangledSelfAttention
 
 PARTS: dict[type[nn.Module], str] = {

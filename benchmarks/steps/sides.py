@@ -18,11 +18,11 @@ from transformers import DebertaV2ForMaskedLM
 
 from benchmarks.steps.batch import MASKED_SHARE, StepBatch
 from megatron_deberta.config.schema import ModelConfig, ParallelConfig, RunConfig
+from megatron_deberta.distributed.parallelize import build_model
+from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.model import DropoutSeeds
 from megatron_deberta.model.attention import DisentangledSelfAttention
 from megatron_deberta.observe.throughput import training_flops_per_token
-from megatron_deberta.parallel.topology import single_process_groups
-from megatron_deberta.sharding import build_model
 from tests.support.stock_weights import stock_config
 
 

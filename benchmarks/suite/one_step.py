@@ -30,13 +30,13 @@ from megatron_deberta.config import load_config  # noqa: E402
 from megatron_deberta.config.schema import RunConfig  # noqa: E402
 from megatron_deberta.data.build import build_loaders, tokenizer_path  # noqa: E402
 from megatron_deberta.data.vocabulary import Vocabulary  # noqa: E402
+from megatron_deberta.distributed.environment import read_environment  # noqa: E402
+from megatron_deberta.distributed.topology import init_process_groups, shutdown  # noqa: E402
 from megatron_deberta.engine.factory import build_engine  # noqa: E402
 from megatron_deberta.observe.throughput import training_flops_per_token  # noqa: E402
 from megatron_deberta.ops.dispatch import choose_backend  # noqa: E402
-from megatron_deberta.parallel.environment import read_environment  # noqa: E402
-from megatron_deberta.parallel.topology import init_process_groups, shutdown  # noqa: E402
+from megatron_deberta.planning.memory import estimate_memory  # noqa: E402
 from megatron_deberta.tokenizer import load_tokenizer  # noqa: E402
-from megatron_deberta.train.memory import estimate_memory  # noqa: E402
 from megatron_deberta.train.prefetch import InputQueue  # noqa: E402
 from megatron_deberta.train.run import (  # noqa: E402
     DTYPES,

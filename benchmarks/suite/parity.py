@@ -25,10 +25,10 @@ from megatron_deberta.config.schema import (
     TrainConfig,
 )
 from megatron_deberta.data.batch import Batch
+from megatron_deberta.distributed.parallelize import build_model
+from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.model import DropoutSeeds
-from megatron_deberta.parallel.topology import single_process_groups
-from megatron_deberta.sharding import build_model
 from megatron_deberta.train.run import DTYPES
 from megatron_deberta.train.step import TrainStep
 from tests.support.tolerances import FP32_MODEL

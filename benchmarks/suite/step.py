@@ -23,7 +23,7 @@ from benchmarks.suite.record import Item, Options, Record
 from benchmarks.suite.shards import Shards, prepare_shards
 from benchmarks.suite.train import finish, start
 from megatron_deberta.config import load_config
-from megatron_deberta.train.memory import largest_micro_batch
+from megatron_deberta.planning.memory import largest_micro_batch
 
 RUN = ROOT / "configs" / "runs" / "1.5b_h100.yaml"
 SMALL_MODEL = (

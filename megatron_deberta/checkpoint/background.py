@@ -19,10 +19,10 @@ import torch
 from megatron_deberta.checkpoint import store
 from megatron_deberta.checkpoint.layout import CheckpointMetadata
 from megatron_deberta.checkpoint.retention import Retention, delete_oldest
+from megatron_deberta.distributed.control import largest
+from megatron_deberta.distributed.parallelize.spec import ParameterSpec
+from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.engine.protocol import Engine
-from megatron_deberta.parallel.agreement import largest
-from megatron_deberta.parallel.topology import ProcessGroups
-from megatron_deberta.sharding.spec import ParameterSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,12 +45,12 @@ from megatron_deberta.checkpoint.layout import (
 )
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.checkpoint.retention import Retention, delete, delete_oldest
+from megatron_deberta.distributed.control import any_rank, from_rank_zero
+from megatron_deberta.distributed.parallelize.spec import ParameterSpec
+from megatron_deberta.distributed.topology import ProcessGroups, single_process_groups
 from megatron_deberta.engine.protocol import Engine, ParameterState
 from megatron_deberta.errors import CheckpointError
 from megatron_deberta.files import adopt_mode, fsync_path, sha256_file, write_durably
-from megatron_deberta.parallel.agreement import any_rank, from_rank_zero
-from megatron_deberta.parallel.topology import ProcessGroups, single_process_groups
-from megatron_deberta.sharding.spec import ParameterSpec
 
 logger = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_deberta.cluster import slurm
-from megatron_deberta.cluster.chain import Chain
-from megatron_deberta.cluster.link import submitted_jobs
-from megatron_deberta.cluster.submission import SUBMISSIONS, JobSpec, stop_signal
+from megatron_deberta.cluster.slurm import commands as slurm
+from megatron_deberta.cluster.slurm.history import Chain
+from megatron_deberta.cluster.slurm.job import submitted_jobs
+from megatron_deberta.cluster.slurm.submit import SUBMISSIONS, JobSpec, stop_signal
 from megatron_deberta.errors import EXIT_DONE, ConfigError
 
 

@@ -63,8 +63,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from megatron_deberta.inference.checkpoints import open_trained_model
-    from megatron_deberta.inference.export import export_model
+    from megatron_deberta.hf.checkpoints import open_trained_model
+    from megatron_deberta.hf.export import export_model
 
     trained = open_trained_model(Path(args.checkpoint), args.tokenizer)
     export = export_model(
@@ -78,7 +78,7 @@ def _export(args: argparse.Namespace) -> int:
     if export.reason:
         print(
             f"No stock class computes {export.reason}: it is of our own type, and loads with "
-            "trust_remote_code=True or through megatron_deberta.inference."
+            "trust_remote_code=True or through megatron_deberta.hf."
         )
     print(f"Checked on real text: logits differ by {export.check.max_error:.1e} at most", end="")
     running = export.check.running_error
@@ -87,7 +87,7 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _import(args: argparse.Namespace) -> int:
-    from megatron_deberta.inference.import_release import import_release
+    from megatron_deberta.hf.import_release import import_release
 
     source, directory = args.source
     if source not in _SOURCES:

@@ -28,14 +28,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_deberta.cli.text_input import add_input_arguments, read_options
-from megatron_deberta.deduplicate.estimate import estimate
-from megatron_deberta.deduplicate.output import SUFFIXES
-from megatron_deberta.deduplicate.pipeline import deduplicate, forget_unfinished
-from megatron_deberta.deduplicate.progress import StageDisplay
-from megatron_deberta.deduplicate.settings import Settings
 from megatron_deberta.errors import EXIT_DONE, EXIT_FAILURE
-from megatron_deberta.preprocess.records import DAMAGED, DEFAULT_ALLOW_BAD, EMPTY
-from megatron_deberta.preprocess.sources import find_sources
+from megatron_deberta.text.deduplicate.estimate import estimate
+from megatron_deberta.text.deduplicate.output import SUFFIXES
+from megatron_deberta.text.deduplicate.pipeline import deduplicate, forget_unfinished
+from megatron_deberta.text.deduplicate.progress import StageDisplay
+from megatron_deberta.text.deduplicate.settings import Settings
+from megatron_deberta.text.readers.records import DAMAGED, DEFAULT_ALLOW_BAD, EMPTY
+from megatron_deberta.text.readers.sources import find_sources
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

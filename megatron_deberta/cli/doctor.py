@@ -22,13 +22,14 @@ from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.checkpoint.resume import FLAG, check_resume
 from megatron_deberta.checkpoint.store import find_newest
 from megatron_deberta.cli.submit import check_fit
-from megatron_deberta.cluster import preflight, slurm
+from megatron_deberta.cluster import preflight
 from megatron_deberta.cluster.profile import ClusterProfile, load_profile
-from megatron_deberta.cluster.status import present_holder
+from megatron_deberta.cluster.slurm import commands as slurm
+from megatron_deberta.cluster.slurm.status import present_holder
 from megatron_deberta.config import load_config
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.data.build import parse_prefixes, tokenizer_path
-from megatron_deberta.data.corpus import open_shard
+from megatron_deberta.data.dataset.corpus import open_shard
 from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.errors import EXIT_DONE, EXIT_USAGE, ConfigError, MegatronDebertaError
 from megatron_deberta.model.shapes import parameter_shapes

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print a table of guesses for every [MASK]."""
-    from megatron_deberta.inference.fill_mask import open_filler
+    from megatron_deberta.hf.fill_mask import open_filler
 
     if args.top_k < 1:
         raise ConfigError(f"--top-k {args.top_k}: must be 1 or more")

@@ -25,10 +25,10 @@ import numpy as np
 from megatron_deberta.cli.inspect_shards import add_shard_statistics_arguments, inspect_shards
 from megatron_deberta.config import RunConfig, load_config
 from megatron_deberta.data.build import open_corpora, tokenizer_path, training_phases
-from megatron_deberta.data.index_cache import IndexCache
+from megatron_deberta.data.dataset.index_cache import IndexCache
+from megatron_deberta.data.dataset.rows import Row, RowBatch
 from megatron_deberta.data.masking import MaskedRows, Masker
 from megatron_deberta.data.randomness import Purpose
-from megatron_deberta.data.rows import Row, RowBatch
 from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.tokenizer import Tokenizer, load_tokenizer

@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_deberta.cli.shard_arguments import prefixes_of
-from megatron_deberta.data.indexed_dataset import IndexedDataset
-from megatron_deberta.data.manifest import read_manifest
-from megatron_deberta.data.shard_statistics import (
+from megatron_deberta.data.shards.manifest import read_manifest
+from megatron_deberta.data.shards.reader import IndexedDataset
+from megatron_deberta.data.shards.statistics import (
     QUANTILES,
     Packing,
     ShardStatistics,

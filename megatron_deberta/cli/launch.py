@@ -13,8 +13,8 @@ import logging
 import signal
 
 from megatron_deberta.checkpoint.resume import FLAG
-from megatron_deberta.cluster.local_link import LocalLink
 from megatron_deberta.cluster.run_lock import refuse_if_held
+from megatron_deberta.cluster.watchdog.local_job import LocalLink
 from megatron_deberta.config import load_config, validate_for_world
 from megatron_deberta.errors import ConfigError
 

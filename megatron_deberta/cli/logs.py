@@ -11,8 +11,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_deberta.cluster.chain import Chain
-from megatron_deberta.cluster.submission import LOGS
+from megatron_deberta.cluster.slurm.history import Chain
+from megatron_deberta.cluster.slurm.submit import LOGS
 from megatron_deberta.errors import EXIT_DONE, ConfigError
 
 POLL_SECONDS = 0.5

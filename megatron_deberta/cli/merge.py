@@ -20,8 +20,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 from rich.progress import TransferSpeedColumn as SpeedColumn
 
 from megatron_deberta.cli.shard_arguments import add_jobs_argument, add_shard_arguments, shard_names
-from megatron_deberta.data.indexed_format import bin_path
-from megatron_deberta.data.merge import merge_shards
+from megatron_deberta.data.shards.format import bin_path
+from megatron_deberta.data.shards.merge import merge_shards
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "overrides", nargs="*", metavar="section.key=value", help="in place of the file's values"
     )
     parser.add_argument(
-        "--cluster", required=True, help="profile: a name of launch/clusters/, or a YAML file"
+        "--cluster", required=True, help="profile: a name of cluster/profiles/, or a YAML file"
     )
     parser.add_argument(
         "--world-size", type=int, help="ranks; default: cluster.nodes of the run, all ranks of each"

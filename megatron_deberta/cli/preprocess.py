@@ -20,13 +20,13 @@ import re
 from collections.abc import Mapping
 
 from megatron_deberta.cli.text_input import add_input_arguments, find_input, read_options
+from megatron_deberta.distributed.environment import read_environment
 from megatron_deberta.errors import ConfigError
-from megatron_deberta.parallel.environment import read_environment
-from megatron_deberta.preprocess.merging import quarantine_path, shard_prefix
-from megatron_deberta.preprocess.pipeline import RunOptions, preprocess
-from megatron_deberta.preprocess.records import DEFAULT_ALLOW_BAD
-from megatron_deberta.preprocess.sources import STANDARD_INPUT
-from megatron_deberta.preprocess.workfolder import SPOOLED_INPUT, WorkFolder
+from megatron_deberta.text.preprocess.merging import quarantine_path, shard_prefix
+from megatron_deberta.text.preprocess.pipeline import RunOptions, preprocess
+from megatron_deberta.text.preprocess.workfolder import SPOOLED_INPUT, WorkFolder
+from megatron_deberta.text.readers.records import DEFAULT_ALLOW_BAD
+from megatron_deberta.text.readers.sources import STANDARD_INPUT
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -18,12 +18,12 @@ from contextlib import ExitStack
 from omegaconf import OmegaConf
 
 from megatron_deberta.checkpoint.resume import FLAG
-from megatron_deberta.cluster.heartbeat import Heartbeat
 from megatron_deberta.cluster.run_lock import refuse_if_held
+from megatron_deberta.cluster.watchdog.heartbeat import Heartbeat
 from megatron_deberta.config import BatchArithmetic, load_config, validate_for_world
 from megatron_deberta.config.schema import RunConfig
+from megatron_deberta.distributed.environment import read_environment
 from megatron_deberta.errors import EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE
-from megatron_deberta.parallel.environment import read_environment
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -115,8 +115,8 @@ def _tokens(config: RunConfig, batch: BatchArithmetic) -> str:
 
 def _parameter_table(config: RunConfig, tp_size: int) -> list[str]:
     """One line a parameter, those of all layers together, and the sums."""
+    from megatron_deberta.distributed.parallelize.plan import specify
     from megatron_deberta.model.shapes import parameter_shapes
-    from megatron_deberta.sharding.plan import specify
 
     shapes = parameter_shapes(config.model)
     times = Counter(map(_without_layer, shapes))

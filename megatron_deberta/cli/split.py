@@ -22,10 +22,10 @@ from pathlib import Path
 
 from megatron_deberta.cli.deduplicate import add_work_arguments, refuse_many_bad
 from megatron_deberta.cli.text_input import add_input_arguments, read_options
-from megatron_deberta.deduplicate.pipeline import forget_unfinished
-from megatron_deberta.deduplicate.progress import StageDisplay
-from megatron_deberta.deduplicate.split import split
-from megatron_deberta.preprocess.sources import find_sources
+from megatron_deberta.text.deduplicate.pipeline import forget_unfinished
+from megatron_deberta.text.deduplicate.progress import StageDisplay
+from megatron_deberta.text.readers.sources import find_sources
+from megatron_deberta.text.split import split
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,7 @@ import datetime
 import json
 from dataclasses import asdict
 
-from megatron_deberta.cluster.status import RunStatus, gather
+from megatron_deberta.cluster.slurm.status import RunStatus, gather
 from megatron_deberta.errors import EXIT_DONE
 
 

@@ -2,8 +2,8 @@
 
 megatron-deberta submit RUN.yaml --cluster dgx2 --nodes 16 [section.key=value ...]
 
-A cluster is a name of launch/clusters/ or a YAML file like those. The job requeues itself until the
-run is finished; status, logs and cancel take the run's folder. See docs/slurm.md.
+A cluster is the name of a profile that the package ships, or a YAML file of the same form. The job
+requeues itself until the run is finished; status, logs and cancel take the run's folder. See docs/slurm.md.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_deberta.checkpoint.resume import FLAG
-from megatron_deberta.cluster import preflight, slurm
+from megatron_deberta.cluster import preflight
 from megatron_deberta.cluster.bad_nodes import BadNodes
-from megatron_deberta.cluster.chain import Chain
-from megatron_deberta.cluster.link import submitted_jobs
 from megatron_deberta.cluster.profile import ClusterProfile, load_profile
-from megatron_deberta.cluster.status import queue_state
-from megatron_deberta.cluster.submission import (
+from megatron_deberta.cluster.slurm import commands as slurm
+from megatron_deberta.cluster.slurm.history import Chain
+from megatron_deberta.cluster.slurm.job import submitted_jobs
+from megatron_deberta.cluster.slurm.status import queue_state
+from megatron_deberta.cluster.slurm.submit import (
     BATCH_SCRIPT,
     LOGS,
     SUBMISSIONS,

@@ -7,8 +7,8 @@ import math
 from pathlib import Path
 
 from megatron_deberta.errors import ConfigError
-from megatron_deberta.preprocess.reading import ReadOptions
-from megatron_deberta.preprocess.sources import Source, find_sources
+from megatron_deberta.text.readers.reading import ReadOptions
+from megatron_deberta.text.readers.sources import Source, find_sources
 
 
 def add_input_arguments(parser: argparse.ArgumentParser, *, files_only: bool = False) -> None:

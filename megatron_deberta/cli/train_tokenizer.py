@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 from megatron_deberta.cli.text_input import add_input_arguments, find_input, read_options
-from megatron_deberta.preprocess.reading import read_texts
+from megatron_deberta.text.readers.reading import read_texts
 from megatron_deberta.tokenizer.training import refuse_existing, train_sentencepiece
 
 

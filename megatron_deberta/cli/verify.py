@@ -17,7 +17,7 @@ import argparse
 import sys
 
 from megatron_deberta.cli.shard_arguments import add_jobs_argument, add_shard_arguments, shard_names
-from megatron_deberta.data.verification import ShardReport, verify_shards
+from megatron_deberta.data.shards.verify import ShardReport, verify_shards
 from megatron_deberta.errors import EXIT_DONE, EXIT_FAILURE
 from megatron_deberta.tokenizer import load_tokenizer
 

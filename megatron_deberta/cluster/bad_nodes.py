@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron_deberta.cluster.hang import Verdict
+from megatron_deberta.cluster.watchdog.hang import Verdict
 
 FILE_NAME = "bad_nodes.jsonl"
 ENOUGH_DEATHS = 2

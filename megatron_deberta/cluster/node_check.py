@@ -18,8 +18,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron_deberta.cluster.board import FOLDER
-from megatron_deberta.cluster.submission import JobSpec
+from megatron_deberta.cluster.slurm.submit import JobSpec
+from megatron_deberta.cluster.watchdog.report_store import FOLDER
 from megatron_deberta.errors import EXIT_DONE, EXIT_FAILURE
 from megatron_deberta.files import write_atomically
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from megatron_deberta.cluster.affinity import numa_nodes
-from megatron_deberta.cluster.submission import JobSpec
+from megatron_deberta.cluster.slurm.submit import JobSpec
 from megatron_deberta.errors import ConfigError, MegatronDebertaError
 
 LEAST_FREE_GIB = 1.0

@@ -1,8 +1,4 @@
-"""What a cluster is like: nodes, devices, networks, limits and how a job gets in.
-
-Owns the format of ``launch/clusters/*.yaml``. Refuses to know a run: ``submission.py`` brings the
-two together.
-"""
+"""Cluster profiles (``profiles/*.yaml``): nodes, devices, networks, limits and SLURM settings."""
 
 from __future__ import annotations
 
@@ -14,14 +10,15 @@ from typing import Any, Literal, cast
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megatron_deberta.cluster import names
-from megatron_deberta.cluster.names import checked
+from megatron_deberta.cluster.slurm import names
+from megatron_deberta.cluster.slurm.names import checked
 from megatron_deberta.config.yaml_reader import read_yaml
 from megatron_deberta.errors import ConfigError
 
 CODE_ROOT = Path(__file__).resolve().parents[2]
-"""The folder that holds the package; in a checkout also ``launch/``."""
-LAUNCH = CODE_ROOT / "launch"
+"""The folder that holds the package."""
+PROFILES = Path(__file__).with_name("profiles")
+"""The profiles that the package brings."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,26 +135,26 @@ class ClusterProfile:
 
 
 def find_profile(name: str) -> Path:
-    """The file of a profile: a path to one, or a name of ``launch/clusters/``.
+    """The file of a profile: a path to one, or a name of ``cluster/profiles/``.
 
     Raises:
         ConfigError: there is none.
     """
     if name.endswith((".yaml", ".yml")):
         return Path(name)
-    known = sorted(path.stem for path in (LAUNCH / "clusters").glob("*.yaml"))
+    known = sorted(path.stem for path in PROFILES.glob("*.yaml"))
     if name not in known:
         raise ConfigError(
             f"--cluster {name}: no such profile; name one of {', '.join(known)}, or a YAML file"
         )
-    return LAUNCH / "clusters" / f"{name}.yaml"
+    return PROFILES / f"{name}.yaml"
 
 
 def load_profile(name: str) -> ClusterProfile:
     """Read a cluster profile.
 
     Args:
-        name: of ``launch/clusters/``, or the path of a YAML file.
+        name: of ``cluster/profiles/``, or the path of a YAML file.
 
     Raises:
         ConfigError: no such profile, an unknown or missing key, or a value that is not allowed.

@@ -32,7 +32,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
 
-from megatron_deberta.cluster.slurm import job_has_ended
+from megatron_deberta.cluster.slurm.commands import job_has_ended
 from megatron_deberta.errors import EXIT_FAILURE, ConfigError
 from megatron_deberta.files import write_atomically, write_durably
 

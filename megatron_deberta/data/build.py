@@ -15,17 +15,17 @@ import torch
 
 from megatron_deberta.config.rules import short_samples
 from megatron_deberta.config.schema import RunConfig
-from megatron_deberta.data.blend import BlendedRows
 from megatron_deberta.data.collate import BatchBuilder, Builder, PhasedBuilder
-from megatron_deberta.data.corpus import Corpus, open_shard, split_validation
-from megatron_deberta.data.index_cache import IndexCache
+from megatron_deberta.data.dataset.blend import BlendedRows
+from megatron_deberta.data.dataset.corpus import Corpus, open_shard, split_validation
+from megatron_deberta.data.dataset.index_cache import IndexCache
+from megatron_deberta.data.dataset.packing import PackedRows
+from megatron_deberta.data.dataset.rows import RowSource, ShiftedRows
 from megatron_deberta.data.loader import TrainLoader, ValidationLoader
-from megatron_deberta.data.manifest import read_manifest
 from megatron_deberta.data.masking import Masker
-from megatron_deberta.data.packing import PackedRows
 from megatron_deberta.data.randomness import Purpose, mix64
-from megatron_deberta.data.rows import RowSource, ShiftedRows
 from megatron_deberta.data.sampler import StepSampler
+from megatron_deberta.data.shards.manifest import read_manifest
 from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.errors import ConfigError
 

@@ -14,8 +14,8 @@ import numpy.typing as npt
 import torch
 
 from megatron_deberta.data.batch import IGNORED_LABEL, Batch
+from megatron_deberta.data.dataset.rows import RowBatch, RowSource
 from megatron_deberta.data.masking import MaskedRows, Masker
-from megatron_deberta.data.rows import RowBatch, RowSource
 from megatron_deberta.data.vocabulary import Vocabulary
 
 FILLER = -1

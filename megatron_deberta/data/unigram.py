@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_deberta.data.batch import Batch
-from megatron_deberta.data.corpus import Corpus
+from megatron_deberta.data.dataset.corpus import Corpus
 
 _CHUNK_TOKENS = 1 << 22
 

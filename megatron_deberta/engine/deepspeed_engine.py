@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_deberta.config.schema import RunConfig
+from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.engine.deepspeed_config import deepspeed_config
 from megatron_deberta.engine.deepspeed_runtime import (
     ModelParallelUnit,
@@ -39,7 +40,6 @@ from megatron_deberta.engine.protocol import (
     Placements,
     StepOutcome,
 )
-from megatron_deberta.parallel.topology import ProcessGroups
 
 
 class DeepSpeedZeroEngine:

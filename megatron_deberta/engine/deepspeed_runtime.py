@@ -24,9 +24,9 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed import ProcessGroup
 
 from megatron_deberta.config.schema import RunConfig
+from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.engine.deepspeed_config import deepspeed_config
 from megatron_deberta.errors import ConfigError, TopologyError
-from megatron_deberta.parallel.topology import ProcessGroups
 
 
 class ModelParallelUnit:

@@ -8,9 +8,9 @@ from __future__ import annotations
 from torch import nn
 
 from megatron_deberta.config.schema import RunConfig
-from megatron_deberta.engine.plain import PlainEngine
+from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.engine.protocol import Engine, Placements
-from megatron_deberta.parallel.topology import ProcessGroups
+from megatron_deberta.engine.reference_engine import PlainEngine
 
 
 def build_engine(

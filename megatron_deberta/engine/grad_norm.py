@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_deberta.parallel.topology import ProcessGroups
+from megatron_deberta.distributed.topology import ProcessGroups
 
 CLIP_EPSILON = 1e-6
 """Added to the norm before dividing by it, as torch and DeepSpeed do."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.model.dropout import Dropout, DropoutSeeds, site_id
 from megatron_deberta.model.projections import project_together
-from megatron_deberta.model.seams import BlockInput, BlockOutput, LayerNorm, Rows
+from megatron_deberta.model.tp_hooks import BlockInput, BlockOutput, LayerNorm, Rows
 from megatron_deberta.ops import RelativePositions, disentangled_attention
 
 

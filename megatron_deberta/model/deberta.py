@@ -15,7 +15,7 @@ from megatron_deberta.model.embeddings import Embeddings
 from megatron_deberta.model.encoder import Encoder
 from megatron_deberta.model.heads import MaskedLanguageModelHead, NextSentenceHead
 from megatron_deberta.model.mask_decoder import EnhancedMaskDecoder, pick_rows
-from megatron_deberta.model.seams import Rows, SequenceExit
+from megatron_deberta.model.tp_hooks import Rows, SequenceExit
 
 
 @dataclass(frozen=True)

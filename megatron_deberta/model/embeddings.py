@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.model.dropout import Dropout, DropoutSeeds
-from megatron_deberta.model.seams import (
+from megatron_deberta.model.tp_hooks import (
     LayerNorm,
     PositionEmbedding,
     Rows,

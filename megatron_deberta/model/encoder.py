@@ -9,7 +9,7 @@ from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.model.attention import AttentionContext
 from megatron_deberta.model.embeddings import RelativePositionTable
 from megatron_deberta.model.layers import ConvolutionBranch, Layer
-from megatron_deberta.model.seams import Rows
+from megatron_deberta.model.tp_hooks import Rows
 from megatron_deberta.ops import RelativePositions
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatron_deberta.config.schema import ModelConfig
-from megatron_deberta.model.seams import SharedInput
+from megatron_deberta.model.tp_hooks import SharedInput
 
 
 class MaskedLanguageModelHead(nn.Module):

@@ -13,7 +13,7 @@ from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.model.attention import AttentionContext, DisentangledSelfAttention, Memory
 from megatron_deberta.model.dropout import Dropout, DropoutSeeds
 from megatron_deberta.model.fused import bias_gelu
-from megatron_deberta.model.seams import (
+from megatron_deberta.model.tp_hooks import (
     BlockInput,
     BlockOutput,
     ChannelExit,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.model.attention import AttentionContext
 from megatron_deberta.model.layers import Layer
-from megatron_deberta.model.seams import PositionEmbedding, Rows
+from megatron_deberta.model.tp_hooks import PositionEmbedding, Rows
 
 
 class EnhancedMaskDecoder(nn.Module):

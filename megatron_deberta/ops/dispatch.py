@@ -224,7 +224,7 @@ def _has_triton() -> bool:
 def _backend(name: str) -> Callable[[AttentionArguments], tuple[Tensor, Tensor | None]]:
     """What runs; Triton is imported only where it is used."""
     if name == "triton":
-        from megatron_deberta.ops import triton_backend
+        from megatron_deberta.ops.triton import backend as triton_backend
 
         return triton_backend.attend
     return reference.attend if name == "reference" else chunked.attend

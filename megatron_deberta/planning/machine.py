@@ -42,7 +42,7 @@ def machine_of(profile: ClusterProfile, device: str = "", achieved: float = 0.0)
     """The machine of a cluster profile.
 
     Args:
-        profile: of ``launch/clusters/``.
+        profile: of ``cluster/profiles/``.
         device: in place of the profile's; empty: the profile's.
         achieved: share of the matrix rate in place of the device's; 0: the device's.
 

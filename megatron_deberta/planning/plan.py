@@ -20,11 +20,11 @@ from megatron_deberta.planning.machine import (
     RESERVED_MEMORY,
     Machine,
 )
+from megatron_deberta.planning.memory import MemoryEstimate, local_parameters
 from megatron_deberta.planning.search import Search, rank_memory, search_layouts
 from megatron_deberta.planning.timing import StepTime, crosses_nodes, run_seconds, step_time
 from megatron_deberta.planning.traffic import Traffic, step_traffic
 from megatron_deberta.planning.work import RankFlops, rank_flops
-from megatron_deberta.train.memory import MemoryEstimate, local_parameters
 
 _POLICIES: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
 

@@ -15,8 +15,8 @@ from megatron_deberta.config.rules import validate_for_world
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.errors import ConfigError, TopologyError
 from megatron_deberta.planning.machine import Machine
+from megatron_deberta.planning.memory import MemoryEstimate, estimate_memory
 from megatron_deberta.planning.timing import run_seconds
-from megatron_deberta.train.memory import MemoryEstimate, estimate_memory
 
 NEAR = 1.05
 """Layouts within this factor of the fastest count as equally fast."""

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from megatron_deberta.config.rules import batch_arithmetic
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.planning.machine import CALL_SECONDS, LINK_EFFICIENCY, Machine
+from megatron_deberta.planning.memory import local_parameters
 from megatron_deberta.planning.traffic import Traffic, step_traffic
 from megatron_deberta.planning.work import rank_flops
-from megatron_deberta.train.memory import local_parameters
 
 _ADAM_BYTES = 28
 """Moved for each fp32 master weight: gradient, weight and moments read, the last three written."""

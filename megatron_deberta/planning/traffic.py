@@ -15,12 +15,12 @@ from typing import Literal
 
 from megatron_deberta.config.rules import batch_arithmetic
 from megatron_deberta.config.schema import RunConfig
+from megatron_deberta.distributed.parallelize.plan import vocabulary_rows
+from megatron_deberta.distributed.vocab import chunk_rows
 from megatron_deberta.engine.deepspeed_config import LIVE_ELEMENTS, PERSISTENCE_THRESHOLD
 from megatron_deberta.engine.optimizer import decays
-from megatron_deberta.parallel.vocab import chunk_rows
+from megatron_deberta.planning.memory import ELEMENT_BYTES, local_sizes
 from megatron_deberta.planning.work import masked_tokens
-from megatron_deberta.sharding.plan import vocabulary_rows
-from megatron_deberta.train.memory import ELEMENT_BYTES, local_sizes
 
 Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all"]
 Group = Literal["tensor", "data"]

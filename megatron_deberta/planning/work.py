@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megatron_deberta.config.schema import RunConfig
+from megatron_deberta.distributed.parallelize.plan import vocabulary_rows
 from megatron_deberta.observe.throughput import BACKWARD_FACTOR, forward_flops, recomputed_flops
-from megatron_deberta.sharding.plan import vocabulary_rows
 
 
 class RankFlops(NamedTuple):

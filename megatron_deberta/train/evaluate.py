@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from megatron_deberta.data.batch import IGNORED_LABEL, Batch
-from megatron_deberta.parallel.topology import ProcessGroups
+from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.train.step import forward, sum_over_batch_ranks
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from megatron_deberta.config.schema import DataConfig
 from megatron_deberta.data.build import parse_prefixes
-from megatron_deberta.data.indexed_format import bin_path, idx_path
-from megatron_deberta.data.manifest import read_manifest
+from megatron_deberta.data.shards.format import bin_path, idx_path
+from megatron_deberta.data.shards.manifest import read_manifest
 
 
 def data_fingerprint(data: DataConfig) -> str:

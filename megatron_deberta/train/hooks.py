@@ -11,9 +11,9 @@ from dataclasses import asdict
 from typing import Protocol
 
 from megatron_deberta.checkpoint.background import Saved, Saver
-from megatron_deberta.cluster.heartbeat import Heartbeat, Section
+from megatron_deberta.cluster.watchdog.heartbeat import Heartbeat, Section
 from megatron_deberta.config.schema import CheckpointConfig
-from megatron_deberta.data.ledger import Ledger
+from megatron_deberta.data.sample_log import Ledger
 from megatron_deberta.errors import CheckpointError
 from megatron_deberta.observe.console import LiveConsole, StepRecord
 from megatron_deberta.observe.metrics import MetricsWriter

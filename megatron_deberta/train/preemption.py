@@ -15,8 +15,8 @@ from types import FrameType, TracebackType
 
 import torch
 
-from megatron_deberta.parallel.agreement import largest
-from megatron_deberta.parallel.topology import ProcessGroups
+from megatron_deberta.distributed.control import largest
+from megatron_deberta.distributed.topology import ProcessGroups
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """What a scheduler sends ahead of SIGKILL."""

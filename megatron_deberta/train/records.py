@@ -22,7 +22,7 @@ from megatron_deberta.data.unigram import unigram_cross_entropy, unigram_log_pro
 from megatron_deberta.observe.console import LiveConsole
 from megatron_deberta.observe.metrics import MetricsWriter, plot_loss, read_metrics
 from megatron_deberta.train.evaluate import Evaluation
-from megatron_deberta.train.roll_back import RollBack
+from megatron_deberta.train.stability.rollback import RollBack
 
 logger = logging.getLogger(__name__)
 

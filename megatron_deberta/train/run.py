@@ -22,8 +22,8 @@ from megatron_deberta.checkpoint.background import Saved, Saver
 from megatron_deberta.checkpoint.layout import CheckpointMetadata
 from megatron_deberta.checkpoint.retention import Retention
 from megatron_deberta.cluster import preflight
-from megatron_deberta.cluster.heartbeat import Heartbeat, Section
 from megatron_deberta.cluster.run_lock import RunLock
+from megatron_deberta.cluster.watchdog.heartbeat import Heartbeat, Section
 from megatron_deberta.config import config_to_dict, validate_for_world
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.data.build import (
@@ -33,9 +33,13 @@ from megatron_deberta.data.build import (
     tokenizer_path,
     validation_loader,
 )
-from megatron_deberta.data.ledger import Ledger
 from megatron_deberta.data.loader import ValidationLoader
+from megatron_deberta.data.sample_log import Ledger
 from megatron_deberta.data.vocabulary import Vocabulary
+from megatron_deberta.distributed.control import failing_together, largest
+from megatron_deberta.distributed.environment import RankEnvironment, read_environment
+from megatron_deberta.distributed.parallelize.build import ShardedModel, build_model
+from megatron_deberta.distributed.topology import ProcessGroups, init_process_groups, shutdown
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.engine.protocol import Engine
 from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError
@@ -47,14 +51,9 @@ from megatron_deberta.observe.throughput import (
     recomputed_flops,
     training_flops_per_token,
 )
-from megatron_deberta.parallel.agreement import failing_together, largest
-from megatron_deberta.parallel.environment import RankEnvironment, read_environment
-from megatron_deberta.parallel.topology import ProcessGroups, init_process_groups, shutdown
-from megatron_deberta.sharding.build import ShardedModel, build_model
 from megatron_deberta.tokenizer import load_tokenizer
 from megatron_deberta.train.evaluate import Evaluation, evaluate
 from megatron_deberta.train.fingerprint import data_fingerprint
-from megatron_deberta.train.guard import Guard
 from megatron_deberta.train.hooks import (
     EvaluateHook,
     Hook,
@@ -66,8 +65,9 @@ from megatron_deberta.train.hooks import (
 from megatron_deberta.train.preemption import Requests, StopSignal
 from megatron_deberta.train.prefetch import InputQueue
 from megatron_deberta.train.records import RunRecords
-from megatron_deberta.train.replicas import check_replicas
-from megatron_deberta.train.roll_back import RollBack, roll_back
+from megatron_deberta.train.stability.guard import Guard
+from megatron_deberta.train.stability.replicas import check_replicas
+from megatron_deberta.train.stability.rollback import RollBack, roll_back
 from megatron_deberta.train.start import Identity, Start, choose_start, load_start
 from megatron_deberta.train.state import TrainState
 from megatron_deberta.train.step import TrainStep

@@ -15,13 +15,13 @@ from megatron_deberta.checkpoint.layout import COMMITTED_FILE, committed_steps
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.checkpoint.resume import check_resume, check_same_architecture
 from megatron_deberta.config.schema import RunConfig
+from megatron_deberta.distributed.control import from_rank_zero
+from megatron_deberta.distributed.parallelize.spec import ParameterSpec
+from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.engine.protocol import Engine
 from megatron_deberta.errors import CheckpointError, ConfigError
-from megatron_deberta.parallel.agreement import from_rank_zero
-from megatron_deberta.parallel.topology import ProcessGroups
-from megatron_deberta.sharding.spec import ParameterSpec
-from megatron_deberta.train.guard import GuardState
-from megatron_deberta.train.roll_back import resumed_position
+from megatron_deberta.train.stability.guard import GuardState
+from megatron_deberta.train.stability.rollback import resumed_position
 from megatron_deberta.train.state import TrainState
 
 logger = logging.getLogger(__name__)

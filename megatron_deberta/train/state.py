@@ -12,7 +12,7 @@ from enum import Enum
 
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.engine.protocol import StepOutcome
-from megatron_deberta.train.guard import Skip
+from megatron_deberta.train.stability.guard import Skip
 
 
 @dataclass(frozen=True, slots=True)

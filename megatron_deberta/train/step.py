@@ -15,17 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_deberta.cluster.heartbeat import Heartbeat
+from megatron_deberta.cluster.watchdog.heartbeat import Heartbeat
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.data.batch import IGNORED_LABEL, Batch
+from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.engine.protocol import Engine
 from megatron_deberta.engine.schedule import learning_rate
 from megatron_deberta.errors import LossScaleError, NumericsError
 from megatron_deberta.model.dropout import DropoutSeeds
-from megatron_deberta.parallel.topology import ProcessGroups
-from megatron_deberta.train.gradient_watch import GradientWatch
-from megatron_deberta.train.guard import Guard, Skip
-from megatron_deberta.train.own_time import ForwardTimer
+from megatron_deberta.train.forward_timer import ForwardTimer
+from megatron_deberta.train.stability.guard import Guard, Skip
+from megatron_deberta.train.stability.nonfinite_gradients import GradientWatch
 from megatron_deberta.train.state import PairResult, StepResult
 
 logger = logging.getLogger(__name__)

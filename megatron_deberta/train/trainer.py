@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from megatron_deberta.cluster.heartbeat import Heartbeat, Section
+from megatron_deberta.cluster.watchdog.heartbeat import Heartbeat, Section
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE
 from megatron_deberta.train.hooks import Hook

@@ -27,11 +27,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_deberta.cluster.board import Board
-from megatron_deberta.cluster.chain import Chain
-from megatron_deberta.cluster.hang import Limits
-from megatron_deberta.cluster.heartbeat import Beat, Section, beat_path, read_beat
-from megatron_deberta.cluster.supervisor import NodePlan
+from megatron_deberta.cluster.slurm.history import Chain
+from megatron_deberta.cluster.watchdog.hang import Limits
+from megatron_deberta.cluster.watchdog.heartbeat import Beat, Section, beat_path, read_beat
+from megatron_deberta.cluster.watchdog.report_store import Board
+from megatron_deberta.cluster.watchdog.supervisor import NodePlan
 from megatron_deberta.config import load_config
 from tests.campaigns.forked_ranks import PLAN_VARIABLE, ForkingSupervisor, preload
 from tests.support.campaign_lines import code_digest, read_lines

@@ -33,11 +33,11 @@ from megatron_deberta.checkpoint.layout import step_dir
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.cli.main import main as command
 from megatron_deberta.config import load_config
-from megatron_deberta.data.ledger import read_ledger
+from megatron_deberta.data.sample_log import read_ledger
+from megatron_deberta.distributed.environment import read_environment
+from megatron_deberta.distributed.topology import init_process_groups, shutdown
 from megatron_deberta.engine import deepspeed_config
 from megatron_deberta.engine.factory import build_engine
-from megatron_deberta.parallel.environment import read_environment
-from megatron_deberta.parallel.topology import init_process_groups, shutdown
 from megatron_deberta.train.run import build_rank_model
 from tests.support.campaign_lines import code_digest, read_lines
 from tests.support.jobs import losses, prepare

@@ -32,7 +32,7 @@ from tests.support.machine_text import documents
 ROOT = Path(__file__).parents[2]
 OUTPUT = ROOT / "benchmarks" / "results" / "cpu" / "preprocess_kills.jsonl"
 CODE = (
-    "megatron_deberta/data", "megatron_deberta/preprocess", "tests/campaigns/injection",
+    "megatron_deberta/data", "megatron_deberta/text", "tests/campaigns/injection",
     "tests/campaigns/preprocess_kills.py",
 )  # fmt: skip
 PHASES = ("reading", "tokenizing", "committing", "merging", "publishing")

@@ -19,8 +19,8 @@ import torch
 from megatron_deberta.checkpoint import store
 from megatron_deberta.checkpoint.layout import KINDS, leftovers, step_dir
 from megatron_deberta.checkpoint.reader import CheckpointReader
+from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.errors import CheckpointError
-from megatron_deberta.parallel.topology import single_process_groups
 from tests.support.checkpoints import logical_states, save_alone
 
 CALLS = (

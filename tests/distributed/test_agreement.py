@@ -7,14 +7,14 @@ import math
 import pytest
 import torch
 
-from megatron_deberta.errors import MegatronDebertaError
-from megatron_deberta.parallel.agreement import (
+from megatron_deberta.distributed.control import (
     any_rank,
     failing_together,
     from_rank_zero,
     largest,
 )
-from megatron_deberta.parallel.topology import single_process_groups
+from megatron_deberta.distributed.topology import single_process_groups
+from megatron_deberta.errors import MegatronDebertaError
 from tests.support.ranks import RankPool, grid
 
 

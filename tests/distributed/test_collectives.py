@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_deberta.distributed import collectives
+from megatron_deberta.distributed.linear import row_parallel
 from megatron_deberta.errors import TopologyError
-from megatron_deberta.parallel import collectives
-from megatron_deberta.parallel.linear import row_parallel
 from tests.support.ranks import RankPool, grid
 
 B, N, C = 2, 8, 12

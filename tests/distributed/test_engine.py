@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
+from megatron_deberta.distributed.topology import ProcessGroups, single_process_groups
 from megatron_deberta.engine import deepspeed_config
-from megatron_deberta.parallel.topology import ProcessGroups, single_process_groups
 from tests.support.ranks import RankPool, grid
 from tests.support.toy_engine import (
     MICRO_BATCHES,

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from megatron_deberta.config.schema import ModelConfig, ParallelConfig, RunConfig
+from megatron_deberta.distributed.parallelize import build_model
+from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.engine import deepspeed_config
 from megatron_deberta.engine.deepspeed_runtime import zero3_partition
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.model import DropoutSeeds
-from megatron_deberta.parallel.topology import ProcessGroups
-from megatron_deberta.sharding import build_model
 from tests.support.ranks import RankPool, grid
 from tests.support.toy_engine import DTYPES, MICRO_BATCHES, assert_same_states, states, toy_config
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.engine import deepspeed_config
 from megatron_deberta.engine.deepspeed_runtime import zero3_partition
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.engine.protocol import ParameterState
 from megatron_deberta.errors import TopologyError
-from megatron_deberta.parallel.topology import single_process_groups
 from tests.support.ranks import RankPool, grid
 from tests.support.toy_engine import (
     Toy,

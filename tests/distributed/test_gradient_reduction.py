@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.engine import deepspeed_config
-from megatron_deberta.parallel.topology import ProcessGroups
 from tests.support.ranks import RankPool, grid
 from tests.support.toy_engine import MICRO_BATCHES, micro_batch, start, toy_config
 

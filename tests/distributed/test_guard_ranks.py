@@ -13,15 +13,15 @@ from torch import Tensor
 
 from megatron_deberta.config import GuardConfig, RunConfig
 from megatron_deberta.data.batch import Batch
+from megatron_deberta.distributed.parallelize import ShardedModel
+from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.engine import deepspeed_config
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.engine.protocol import Engine
 from megatron_deberta.engine.schedule import learning_rate
 from megatron_deberta.errors import EXIT_NEVER_REQUEUE, LossScaleError
-from megatron_deberta.parallel.topology import single_process_groups
-from megatron_deberta.sharding import ShardedModel
-from megatron_deberta.train.guard import Guard, GuardState
 from megatron_deberta.train.run import build_rank_model
+from megatron_deberta.train.stability.guard import Guard, GuardState
 from megatron_deberta.train.step import TrainStep
 from tests.support.layout_matrix import GLOBAL_BATCH, Layout, micro_batches, moments, run_config
 from tests.support.ranks import RankPool, grid

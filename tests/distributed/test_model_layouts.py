@@ -23,13 +23,13 @@ from megatron_deberta.config.schema import (
     RunConfig,
     TrainConfig,
 )
+from megatron_deberta.distributed.parallelize import ParameterSpec, build_model
+from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.engine import deepspeed_config
 from megatron_deberta.engine.deepspeed_runtime import zero3_partition
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.model import DebertaModel, DropoutSeeds, Execution
 from megatron_deberta.objectives import MaskedLanguageModel
-from megatron_deberta.parallel.topology import single_process_groups
-from megatron_deberta.sharding import ParameterSpec, build_model
 from tests.support.ranks import RankPool, grid
 from tests.support.tolerances import FP64, LAYOUT_GRADIENT
 

@@ -15,15 +15,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_deberta.parallel.environment import read_environment
-from megatron_deberta.parallel.topology import init_process_groups, shutdown
+from megatron_deberta.distributed.environment import read_environment
+from megatron_deberta.distributed.topology import init_process_groups, shutdown
 from tests.support.ranks import RankPool, grid, run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB = """
 import sys, torch, torch.distributed as dist
-from megatron_deberta.parallel.environment import read_environment
-from megatron_deberta.parallel.topology import init_process_groups, shutdown
+from megatron_deberta.distributed.environment import read_environment
+from megatron_deberta.distributed.topology import init_process_groups, shutdown
 environment = read_environment()
 groups = init_process_groups(2, torch.device("cpu"), 1.0, environment)
 try:

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatron_deberta.parallel import vocab
-from megatron_deberta.parallel.collectives import copy_to
-from megatron_deberta.parallel.vocab import vocab_parallel_embedding, vocab_parallel_loss
+from megatron_deberta.distributed import vocab
+from megatron_deberta.distributed.collectives import copy_to
+from megatron_deberta.distributed.vocab import vocab_parallel_embedding, vocab_parallel_loss
 from tests.support.ranks import RankPool, grid
 
 PADDED, TOKENS, WIDTH = 16, 10, 6

@@ -13,7 +13,7 @@ import psutil
 
 from megatron_deberta.checkpoint.layout import committed_steps
 from megatron_deberta.cli.main import main
-from megatron_deberta.cluster.chain import Chain
+from megatron_deberta.cluster.slurm.history import Chain
 from megatron_deberta.errors import EXIT_REQUEUE, EXIT_USAGE
 from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
 from tests.support.jobs import ROOT, TIMEOUT, losses, without_launcher

@@ -11,8 +11,8 @@ import torch
 from megatron_deberta.checkpoint.layout import committed_steps
 from megatron_deberta.checkpoint.store import find_newest
 from megatron_deberta.cli.status import describe
-from megatron_deberta.cluster.status import gather
-from megatron_deberta.data.ledger import read_ledger
+from megatron_deberta.cluster.slurm.status import gather
+from megatron_deberta.data.sample_log import read_ledger
 from megatron_deberta.errors import EXIT_DONE, EXIT_NEVER_REQUEUE
 from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
 from megatron_deberta.train.step import TrainStep, forward

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_deberta.checkpoint.layout import committed_steps, step_dir
-from megatron_deberta.data.ledger import check_ledger, read_ledger
+from megatron_deberta.data.sample_log import check_ledger, read_ledger
 from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE
 from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
 from tests.support.jobs import (

@@ -15,13 +15,13 @@ import transformers
 from torch import Tensor
 from transformers import DebertaV2ForMaskedLM
 
-from megatron_deberta.checkpoint.hf_export import write_hf_model
-from megatron_deberta.checkpoint.hf_import import open_release
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.errors import CheckpointError, ConfigError
-from megatron_deberta.inference import DebertaForMaskedLM
-from megatron_deberta.inference.export import Export, export_model
-from megatron_deberta.inference.weights import build_filled
+from megatron_deberta.hf import DebertaForMaskedLM
+from megatron_deberta.hf.export import Export, export_model
+from megatron_deberta.hf.read_release import open_release
+from megatron_deberta.hf.weights import build_filled
+from megatron_deberta.hf.write_model import write_hf_model
 from tests.support.stock_weights import stock_name
 from tests.support.tiny_models import V2, random_weights, reader, tiny_tokenizer
 from tests.support.tolerances import FP32_MODEL
@@ -329,7 +329,7 @@ def test_an_export_that_computes_something_else_is_refused(
         path = folder / "config.json"
         path.write_text(path.read_text().replace('"share_att_key": true', '"share_att_key": false'))
 
-    monkeypatch.setattr("megatron_deberta.inference.export.write_hf_model", wrong)
+    monkeypatch.setattr("megatron_deberta.hf.export.write_hf_model", wrong)
     with pytest.raises(CheckpointError, match="lacks"):
         export(V2, tmp_path / "out")
 
@@ -340,7 +340,7 @@ def test_an_export_that_computes_something_else_is_refused(
             path.read_text().replace('"mask_decoder_passes": 2', '"mask_decoder_passes": 1')
         )
 
-    monkeypatch.setattr("megatron_deberta.inference.export.write_hf_model", wrong_decoder)
+    monkeypatch.setattr("megatron_deberta.hf.export.write_hf_model", wrong_decoder)
     with pytest.raises(CheckpointError, match="logits of the export differ"):
         export(V2, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
@@ -360,7 +360,7 @@ def test_the_code_that_travels_is_what_is_checked(
 
     path, modules = list(sys.path), set(sys.modules)
     with monkeypatch.context() as patch:
-        patch.setattr("megatron_deberta.inference.export.shutil", SimpleNamespace(copyfile=copy))
+        patch.setattr("megatron_deberta.hf.export.shutil", SimpleNamespace(copyfile=copy))
         with pytest.raises(CheckpointError, match="logits of the export differ"):
             export(config, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []

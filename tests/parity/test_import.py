@@ -23,12 +23,12 @@ from transformers import (
     RobertaForMaskedLM,
 )
 
-from megatron_deberta.checkpoint.hf_config import SpecialIds, choose_model_type
-from megatron_deberta.checkpoint.hf_export import write_hf_model
-from megatron_deberta.checkpoint.hf_import import Release, Source, open_release
 from megatron_deberta.errors import CheckpointError
 from megatron_deberta.files import sha256_file
-from megatron_deberta.inference.weights import build_filled
+from megatron_deberta.hf.config import SpecialIds, choose_model_type
+from megatron_deberta.hf.read_release import Release, Source, open_release
+from megatron_deberta.hf.weights import build_filled
+from megatron_deberta.hf.write_model import write_hf_model
 from megatron_deberta.model import DebertaModel as OurEncoder
 from tests.parity.test_export import make_batch
 from tests.support.stock_weights import randomize

@@ -10,7 +10,7 @@ from transformers import DebertaV2ForMaskedLM
 
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.model import DebertaModel, Execution
-from megatron_deberta.model.seams import Rows
+from megatron_deberta.model.tp_hooks import Rows
 from megatron_deberta.objectives import MaskedLanguageModel
 from tests.support.stock_weights import (
     copy_from_stock,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.model.attention import AttentionContext, DisentangledSelfAttention
-from megatron_deberta.model.seams import Rows
+from megatron_deberta.model.tp_hooks import Rows
 from tests.support.stock_weights import randomize
 from tests.support.tolerances import FP64
 

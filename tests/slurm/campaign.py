@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks.provenance import provenance
 from megatron_deberta.cluster.run_lock import RunLock
-from megatron_deberta.data.ledger import read_ledger
+from megatron_deberta.data.sample_log import read_ledger
 from tests.slurm.chains import SubmittedRun, submit
 from tests.slurm.virtual_cluster import VirtualCluster, wait_until
 from tests.support.campaign_lines import code_digest, read_lines
@@ -34,7 +34,7 @@ from tests.support.jobs import losses, prepare, run_to_end, start
 CODE = (
     *(f"megatron_deberta/{name}" for name in ("checkpoint", "cluster", "data", "engine", "train")),
     *(f"tests/slurm/{name}.py" for name in ("campaign", "chains", "virtual_cluster")),
-    "launch/job.sbatch",
+    "megatron_deberta/cluster/slurm/job.sbatch",
 )  # fmt: skip
 OUTPUT = Path(__file__).parents[2] / "benchmarks" / "results" / "cpu" / "slurm_campaign.jsonl"
 STEPS = 60

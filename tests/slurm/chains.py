@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_deberta.cluster.chain import Chain
 from megatron_deberta.cluster.run_lock import newest_lock, read_lock
+from megatron_deberta.cluster.slurm.history import Chain
 from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
 from tests.slurm.virtual_cluster import VirtualCluster, wait_until
 from tests.support.jobs import ROOT

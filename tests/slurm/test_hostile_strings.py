@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from megatron_deberta.cli.main import main
-from megatron_deberta.cluster.chain import Chain
+from megatron_deberta.cluster.slurm.history import Chain
 from tests.slurm.hostile import HOSTILE
 from tests.slurm.virtual_cluster import VirtualCluster, wait_until
 from tests.support.jobs import ROOT

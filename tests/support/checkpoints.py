@@ -16,10 +16,10 @@ from megatron_deberta.checkpoint.background import Saver
 from megatron_deberta.checkpoint.layout import KINDS, CheckpointMetadata
 from megatron_deberta.checkpoint.retention import Retention
 from megatron_deberta.config import RunConfig, config_to_dict
+from megatron_deberta.distributed.parallelize.plan import specify
+from megatron_deberta.distributed.parallelize.spec import ParameterSpec
+from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.engine.protocol import FetchState, ParameterState
-from megatron_deberta.parallel.topology import ProcessGroups
-from megatron_deberta.sharding.plan import specify
-from megatron_deberta.sharding.spec import ParameterSpec
 
 SHAPES = {
     "embeddings.token.weight": (70, 4),

@@ -7,10 +7,10 @@ import random
 from pathlib import Path
 from typing import Any
 
-from megatron_deberta.deduplicate.pipeline import deduplicate
-from megatron_deberta.deduplicate.settings import Settings
-from megatron_deberta.preprocess.reading import ReadOptions
-from megatron_deberta.preprocess.sources import find_sources
+from megatron_deberta.text.deduplicate.pipeline import deduplicate
+from megatron_deberta.text.deduplicate.settings import Settings
+from megatron_deberta.text.readers.reading import ReadOptions
+from megatron_deberta.text.readers.sources import find_sources
 from tests.support.machine_text import documents
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.provenance import provenance
 from megatron_deberta.checkpoint.layout import committed_steps
 from megatron_deberta.cli.main import main as command
-from megatron_deberta.data.ledger import check_ledger, read_ledger
+from megatron_deberta.data.sample_log import check_ledger, read_ledger
 from tests.support.jobs import RUN, assert_same_checkpoints, losses, records, run_to_end, start
 
 FORMATS = ("full_sentences", "doc_sentences", "segment_pair", "sentence_pair")

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_deberta.parallel.topology import ProcessGroups, build_grid, shutdown
+from megatron_deberta.distributed.topology import ProcessGroups, build_grid, shutdown
 
 DEFAULT_TIMEOUT = 120.0
 """Seconds a function may take on all ranks."""

@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.provenance import provenance
-from megatron_deberta.data.indexed_dataset import IndexedDataset
-from megatron_deberta.data.indexed_writer import IndexedWriter
-from megatron_deberta.data.manifest import write_manifest
-from megatron_deberta.data.verification import ShardReport, verify_shards
+from megatron_deberta.data.shards.manifest import write_manifest
+from megatron_deberta.data.shards.reader import IndexedDataset
+from megatron_deberta.data.shards.verify import ShardReport, verify_shards
+from megatron_deberta.data.shards.writer import IndexedWriter
 from megatron_deberta.errors import DataError
 
 IDX_MUTATIONS, BIN_MUTATIONS = 300, 200

@@ -19,11 +19,11 @@ from megatron_deberta.config.schema import (
     RunConfig,
     TrainConfig,
 )
+from megatron_deberta.distributed.collectives import copy_to, reduce_from
+from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.engine.protocol import Engine, ParameterState, StepOutcome
 from megatron_deberta.engine.schedule import learning_rate
-from megatron_deberta.parallel.collectives import copy_to, reduce_from
-from megatron_deberta.parallel.topology import ProcessGroups
 
 VOCAB, WIDTH, INNER, MICRO_BATCH, MICRO_BATCHES = 11, 7, 12, 2, 2
 TOTAL_STEPS = 20

@@ -14,10 +14,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron_deberta.cluster.board import Board
-from megatron_deberta.cluster.hang import Verdict
 from megatron_deberta.cluster.profile import ClusterProfile
-from megatron_deberta.cluster.submission import make_spec
+from megatron_deberta.cluster.slurm.submit import make_spec
+from megatron_deberta.cluster.watchdog.hang import Verdict
+from megatron_deberta.cluster.watchdog.report_store import Board
 from tests.support.jobs import ROOT
 
 LINK = "7.0"
@@ -38,7 +38,7 @@ def barrier(folder, name, rank, world, flag=False):
 """
 RANK = """
 import json, os, pathlib, signal, sys, time
-from megatron_deberta.cluster.heartbeat import Heartbeat, Section
+from megatron_deberta.cluster.watchdog.heartbeat import Heartbeat, Section
 
 folder = os.environ["MEGATRON_DEBERTA_TEST"]
 plan = json.loads(pathlib.Path(folder, "plan.json").read_text())
@@ -127,7 +127,7 @@ class WatchedRanks:
 
     def start(self) -> None:
         """Start a supervisor a node, as srun does."""
-        command = [sys.executable, "-m", "megatron_deberta.cluster.supervisor"]
+        command = [sys.executable, "-m", "megatron_deberta.cluster.watchdog.supervisor"]
         for node in range(self.nodes):
             environment = {
                 **os.environ, "PYTHONPATH": str(ROOT), "MEGATRON_DEBERTA_TEST": str(self.folder),

@@ -39,13 +39,13 @@ METHODS = {
 }  # fmt: skip
 
 ALLOWED = {
-    ("megatron_deberta/checkpoint/legacy_bin.py", "torch.load"): (
+    ("megatron_deberta/hf/legacy_bin.py", "torch.load"): (
         "a pickled release, asked for by a flag, with its SHA-256, in a process of its own"
     ),
     ("megatron_deberta/config/yaml_reader.py", "yaml.load"): (
         "with a SafeLoader that also refuses tags, aliases and duplicate keys"
     ),
-    ("megatron_deberta/inference/verify.py", "trust_remote_code=True"): (
+    ("megatron_deberta/hf/verify.py", "trust_remote_code=True"): (
         "runs the modeling file that the export has just written from this package"
     ),
 }
@@ -54,7 +54,7 @@ ALLOWED_IN_TESTS = {
     ("tests/parity/test_export.py", "trust_remote_code=True"): "runs what it has just exported",
     ("tests/parity/test_import.py", "torch.save"): "makes a pickled release to import",
     ("tests/support/ranks.py", "import pickle"): "both ends of the pipe are the test's own",
-    ("tests/unit/checkpoint/test_hf_import.py", "torch.save"): "makes pickles to refuse",
+    ("tests/unit/hf/test_hf_import.py", "torch.save"): "makes pickles to refuse",
     ("tests/unit/data/test_data_loader.py", "import pickle"): "copies a dataset as workers do",
     ("tests/unit/data/test_indexed.py", "import pickle"): "copies a reader as workers do",
 }

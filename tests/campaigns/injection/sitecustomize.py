@@ -22,7 +22,7 @@ class Injection:
 
     def __init__(self, plan: dict[str, Any]) -> None:
         """Wrap what is counted."""
-        from megatron_deberta.preprocess.progress import Board
+        from megatron_deberta.text.preprocess.progress import Board
 
         self.plan = plan
         self.phase = ""

@@ -10,10 +10,10 @@ import torch
 from benchmarks.steps import parts
 from megatron_deberta.config.schema import ModelConfig, PrecisionConfig, RunConfig, TrainConfig
 from megatron_deberta.data.batch import Batch
+from megatron_deberta.distributed.parallelize import build_model
+from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.model.attention import DisentangledSelfAttention
-from megatron_deberta.parallel.topology import single_process_groups
-from megatron_deberta.sharding import build_model
 from megatron_deberta.train.step import TrainStep
 
 MODEL = ModelConfig(

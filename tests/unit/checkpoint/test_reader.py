@@ -13,8 +13,8 @@ import torch
 from megatron_deberta.checkpoint.layout import COMMITTED_FILE, KINDS, MANIFEST_FILE
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.checkpoint.store import save
+from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.errors import CheckpointError
-from megatron_deberta.parallel.topology import ProcessGroups
 from tests.support.checkpoints import (
     SHAPES,
     FakeEngine,

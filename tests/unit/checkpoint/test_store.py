@@ -24,8 +24,8 @@ from megatron_deberta.checkpoint.layout import (
     step_dir,
 )
 from megatron_deberta.checkpoint.reader import CheckpointReader
+from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.errors import CheckpointError
-from megatron_deberta.parallel.topology import ProcessGroups
 from tests.support.checkpoints import (
     SCALARS,
     SHAPES,

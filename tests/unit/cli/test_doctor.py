@@ -11,8 +11,9 @@ import pytest
 
 from megatron_deberta.cli import doctor
 from megatron_deberta.cli.main import main
-from megatron_deberta.cluster import preflight, slurm
+from megatron_deberta.cluster import preflight
 from megatron_deberta.cluster.run_lock import RunLock
+from megatron_deberta.cluster.slurm import commands as slurm
 from tests.support.jobs import prepare, run_to_end
 
 

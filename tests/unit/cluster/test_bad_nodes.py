@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_deberta.cluster.bad_nodes import FILE_NAME, BadNodes
-from megatron_deberta.cluster.hang import Verdict
+from megatron_deberta.cluster.watchdog.hang import Verdict
 
 KILLED = "rank 1 on node2 was killed by signal 9 in step at step 3"
 

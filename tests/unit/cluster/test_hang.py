@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_deberta.cluster.hang import (
+from megatron_deberta.cluster.watchdog.hang import (
     Limits,
     RankView,
     Verdict,
@@ -15,7 +15,7 @@ from megatron_deberta.cluster.hang import (
     judge_deaths,
     judge_hang,
 )
-from megatron_deberta.cluster.heartbeat import Section
+from megatron_deberta.cluster.watchdog.heartbeat import Section
 from megatron_deberta.config.schema import ClusterConfig
 
 CONFIG = ClusterConfig()

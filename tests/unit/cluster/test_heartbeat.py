@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_deberta.cluster.heartbeat import (
+from megatron_deberta.cluster.watchdog.heartbeat import (
     DUMP_SIGNAL,
     FOLDER_VARIABLE,
     Beat,
@@ -85,7 +85,7 @@ def test_a_reader_never_sees_half_a_sign(tmp_path: Path) -> None:
     path = beat_path(tmp_path, 0)
     program = f"""
 from pathlib import Path
-from megatron_deberta.cluster.heartbeat import Heartbeat, Section
+from megatron_deberta.cluster.watchdog.heartbeat import Heartbeat, Section
 with Heartbeat(Path({str(path)!r})) as heartbeat:
     print("here", flush=True)
     step = 0
@@ -144,7 +144,7 @@ def test_the_signal_shows_where_a_blocked_process_stands(tmp_path: Path) -> None
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     program = f"""
-from megatron_deberta.cluster.heartbeat import Heartbeat
+from megatron_deberta.cluster.watchdog.heartbeat import Heartbeat
 def blocked():
     print("here", flush=True)
     open({str(fifo)!r}).read()

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_deberta.cluster import node_check, node_checks
 from megatron_deberta.cluster.profile import ClusterProfile, load_profile
-from megatron_deberta.cluster.submission import JobSpec, check_command, make_spec
+from megatron_deberta.cluster.slurm.submit import JobSpec, check_command, make_spec
 from megatron_deberta.errors import ConfigError
 from tests.support.jobs import ROOT
 

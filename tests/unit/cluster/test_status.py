@@ -10,13 +10,13 @@ import pytest
 
 from megatron_deberta.checkpoint.layout import COMMITTED_FILE, step_dir
 from megatron_deberta.cli.main import main
-from megatron_deberta.cluster import slurm
 from megatron_deberta.cluster.bad_nodes import BadNodes
-from megatron_deberta.cluster.chain import Chain
 from megatron_deberta.cluster.profile import load_profile
 from megatron_deberta.cluster.run_lock import RunLock
-from megatron_deberta.cluster.status import present_holder
-from megatron_deberta.cluster.submission import make_spec
+from megatron_deberta.cluster.slurm import commands as slurm
+from megatron_deberta.cluster.slurm.history import Chain
+from megatron_deberta.cluster.slurm.status import present_holder
+from megatron_deberta.cluster.slurm.submit import make_spec
 from megatron_deberta.observe.metrics import FILE_NAME
 
 
@@ -40,7 +40,7 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A chain of three links, the last of which runs: 300 of 1,000 steps in 600 s."""
     chain = Chain(tmp_path)
     clock = iter((0.0, 1.0, 10.0, 290.0, 310.0, 610.0))
-    monkeypatch.setattr("megatron_deberta.cluster.chain.time.time", lambda: next(clock))
+    monkeypatch.setattr("megatron_deberta.cluster.slurm.history.time.time", lambda: next(clock))
     chain.append("submit", links=1)
     chain.append("jobs", jobs=["7"])
     chain.append("start", link="7.0", step=0, nodes="node[1-2]")

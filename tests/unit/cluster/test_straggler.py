@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from megatron_deberta.cluster.straggler import StragglerWatch, Times
+from megatron_deberta.cluster.watchdog.straggler import StragglerWatch, Times
 
 MS = 1_000_000
 

@@ -11,15 +11,16 @@ import pytest
 
 from megatron_deberta.cli.main import main
 from megatron_deberta.cluster import preflight
-from megatron_deberta.cluster.profile import LAUNCH, ClusterProfile, load_profile
-from megatron_deberta.cluster.submission import (
+from megatron_deberta.cluster.profile import ClusterProfile, load_profile
+from megatron_deberta.cluster.slurm.submit import (
+    BATCH_SCRIPT,
     JobSpec,
     for_nodes,
     make_spec,
     sbatch_command,
     srun_command,
 )
-from megatron_deberta.cluster.supervisor import node_plan
+from megatron_deberta.cluster.watchdog.supervisor import node_plan
 from megatron_deberta.config.schema import RunConfig, TrainConfig
 from megatron_deberta.errors import ConfigError
 from tests.support.jobs import ROOT
@@ -47,7 +48,7 @@ def test_sixteen_dgx2_nodes() -> None:
     assert not any(text.startswith("--dependency") for text in command)
     assert "--dependency=afterany:41" in sbatch_command(spec, profile, Path("/j"), after="41")
     script = command[-4:]
-    assert script[0] == str(LAUNCH / "job.sbatch")
+    assert script[0] == str(BATCH_SCRIPT)
     assert script[-1] == "/runs/a/submissions/1/job.json"
     srun = srun_command(spec, LOGS, "10.0.0.1:12345")
     assert {
@@ -55,7 +56,7 @@ def test_sixteen_dgx2_nodes() -> None:
         "--distribution=block:block", "--kill-on-bad-exit=0", "--wait=90",
         "--output=/runs/a/logs/7.0/node_%t.log",
     } <= set(srun)  # fmt: skip
-    supervisor = "megatron_deberta.cluster.supervisor"
+    supervisor = "megatron_deberta.cluster.watchdog.supervisor"
     job_file = "/runs/a/logs/7.0/job.json"
     assert srun[-5:] == [spec.python, "-m", supervisor, job_file, "7.0"]
     assert spec.environment["OMP_NUM_THREADS"] == "2"
@@ -200,7 +201,7 @@ def test_dry_run_prints_all_and_writes_nothing(
     assert code == 0, errors
     assert "sbatch --parsable --export=NONE --job-name=run --nodes=16" in printed
     assert "--ntasks=16 --ntasks-per-node=1 --cpus-per-task=48 --distribution=block" in printed
-    assert (LAUNCH / "job.sbatch").read_text() in printed
+    assert BATCH_SCRIPT.read_text() in printed
     assert '"NCCL_IB_HCA": "mlx5"' in printed
     assert list(tmp_path.iterdir()) == []
 

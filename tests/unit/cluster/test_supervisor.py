@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron_deberta.cluster.chain import Chain
+from megatron_deberta.cluster.slurm.history import Chain
 from tests.support.watched_ranks import LINK, WatchedRanks
 
 LIMIT = 1.0

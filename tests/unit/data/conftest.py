@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_deberta.data.indexed_writer import IndexedWriter
-from megatron_deberta.data.manifest import write_manifest
+from megatron_deberta.data.shards.manifest import write_manifest
+from megatron_deberta.data.shards.writer import IndexedWriter
 from megatron_deberta.data.vocabulary import Vocabulary
 
 VOCAB_SIZE = 200

@@ -6,8 +6,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from megatron_deberta.data import blend as blend_module
-from megatron_deberta.data.blend import LONGEST_PERIOD, BlendedRows
+from megatron_deberta.data.dataset import blend as blend_module
+from megatron_deberta.data.dataset.blend import LONGEST_PERIOD, BlendedRows
 from megatron_deberta.errors import ConfigError
 
 

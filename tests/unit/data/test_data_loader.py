@@ -27,8 +27,8 @@ from megatron_deberta.data.build import (
     parse_prefixes,
     tokenizer_path,
 )
-from megatron_deberta.data.manifest import read_manifest
 from megatron_deberta.data.sampler import StepSampler
+from megatron_deberta.data.shards.manifest import read_manifest
 from megatron_deberta.data.unigram import unigram_cross_entropy, unigram_log_probabilities
 from megatron_deberta.errors import ConfigError, DataError
 

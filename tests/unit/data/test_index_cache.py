@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_deberta.data import index_cache
-from megatron_deberta.data.index_cache import IndexCache
+from megatron_deberta.data.dataset import index_cache
+from megatron_deberta.data.dataset.index_cache import IndexCache
 from megatron_deberta.errors import DataError
 
 FORK = multiprocessing.get_context("fork")

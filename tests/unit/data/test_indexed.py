@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_deberta.data.corpus import open_shard
-from megatron_deberta.data.indexed_dataset import IndexedDataset
-from megatron_deberta.data.indexed_writer import IndexedWriter, dtype_for_vocab
-from megatron_deberta.data.manifest import read_manifest, verify_hashes
+from megatron_deberta.data.dataset.corpus import open_shard
+from megatron_deberta.data.shards.manifest import read_manifest, verify_hashes
+from megatron_deberta.data.shards.reader import IndexedDataset
+from megatron_deberta.data.shards.writer import IndexedWriter, dtype_for_vocab
 from megatron_deberta.errors import DataError
 
 DOCUMENTS = [[[5, 6, 7], [8]], [[9, 10]], [[11], [12, 13], [14, 15, 16, 17]]]
@@ -88,8 +88,8 @@ def test_we_read_megatrons(tmp_path, megatron, dtype):
 
 
 def test_long_index_is_put_together_in_chunks(tmp_path, monkeypatch, random_documents):
-    monkeypatch.setattr("megatron_deberta.data.indexed_writer._CHUNK", 64)
-    monkeypatch.setattr("megatron_deberta.data.indexed_dataset._CHECK_CHUNK", 7)
+    monkeypatch.setattr("megatron_deberta.data.shards.writer._CHUNK", 64)
+    monkeypatch.setattr("megatron_deberta.data.shards.reader._CHECK_CHUNK", 7)
     documents = random_documents(100)
     prefix = str(tmp_path / "shard")
     with IndexedWriter(prefix, np.uint16) as writer:

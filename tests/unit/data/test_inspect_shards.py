@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from megatron_deberta.cli.main import main
-from megatron_deberta.data import shard_statistics
-from megatron_deberta.data.corpus import Corpus
-from megatron_deberta.data.indexed_dataset import IndexedDataset
-from megatron_deberta.data.packing import PackedRows
-from megatron_deberta.data.shard_statistics import (
+from megatron_deberta.data.dataset.corpus import Corpus
+from megatron_deberta.data.dataset.packing import PackedRows
+from megatron_deberta.data.shards import statistics as shard_statistics
+from megatron_deberta.data.shards.reader import IndexedDataset
+from megatron_deberta.data.shards.statistics import (
     count_shards,
     document_lengths,
     pack_doc_sentences,

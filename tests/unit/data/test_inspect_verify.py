@@ -14,8 +14,8 @@ from tokenizers import models, pre_tokenizers, trainers
 from megatron_deberta.cli.main import main
 from megatron_deberta.config import load_config
 from megatron_deberta.data.build import build_loaders
-from megatron_deberta.data.indexed_writer import IndexedWriter
-from megatron_deberta.data.manifest import write_manifest
+from megatron_deberta.data.shards.manifest import write_manifest
+from megatron_deberta.data.shards.writer import IndexedWriter
 from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.tokenizer import load_tokenizer
 

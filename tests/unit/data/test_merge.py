@@ -14,11 +14,11 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset as MegatronDataset
 
 from megatron_deberta.cli.main import main
-from megatron_deberta.data import merge as merge_module
-from megatron_deberta.data.indexed_dataset import IndexedDataset
-from megatron_deberta.data.indexed_writer import IndexedWriter
-from megatron_deberta.data.manifest import read_manifest, verify_hashes, write_manifest
-from megatron_deberta.data.merge import exclusive_scan, merge_shards
+from megatron_deberta.data.shards import merge as merge_module
+from megatron_deberta.data.shards.manifest import read_manifest, verify_hashes, write_manifest
+from megatron_deberta.data.shards.merge import exclusive_scan, merge_shards
+from megatron_deberta.data.shards.reader import IndexedDataset
+from megatron_deberta.data.shards.writer import IndexedWriter
 from megatron_deberta.errors import ConfigError, DataError
 
 KILLS = int(os.environ.get("MEGATRON_DEBERTA_MERGE_KILLS", "4"))
@@ -216,7 +216,7 @@ def test_refuses_to_merge_into_an_input(parts):
 
 CHILD = """
 import sys, time
-import megatron_deberta.data.merge as merge
+import megatron_deberta.data.shards.merge as merge
 write = merge._write_at
 def slow(*args):
     time.sleep(0.002)

@@ -5,9 +5,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from megatron_deberta.data.corpus import Corpus, split_validation
-from megatron_deberta.data.indexed_dataset import IndexedDataset
-from megatron_deberta.data.packing import PackedRows
+from megatron_deberta.data.dataset.corpus import Corpus, split_validation
+from megatron_deberta.data.dataset.packing import PackedRows
 from megatron_deberta.data.randomness import (
     KeyedPermutation,
     Purpose,
@@ -15,6 +14,7 @@ from megatron_deberta.data.randomness import (
     keyed_generator,
     mix64,
 )
+from megatron_deberta.data.shards.reader import IndexedDataset
 from megatron_deberta.errors import DataError
 
 

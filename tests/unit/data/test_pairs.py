@@ -6,10 +6,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from megatron_deberta.data import pairs as pairs_module
-from megatron_deberta.data.corpus import Corpus, split_validation
-from megatron_deberta.data.indexed_dataset import IndexedDataset
-from megatron_deberta.data.packing import PackedRows
+from megatron_deberta.data.dataset import pairs as pairs_module
+from megatron_deberta.data.dataset.corpus import Corpus, split_validation
+from megatron_deberta.data.dataset.packing import PackedRows
+from megatron_deberta.data.shards.reader import IndexedDataset
 from megatron_deberta.errors import DataError
 
 PACKINGS = ["segment_pair", "sentence_pair"]

@@ -16,11 +16,11 @@ from megatron_deberta.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from megatron_deberta.data import index_cache
 from megatron_deberta.data.build import build_loaders, open_corpora, training_rows
-from megatron_deberta.data.indexed_writer import IndexedWriter
-from megatron_deberta.data.ledger import Ledger, check_ledger
-from megatron_deberta.data.packing import PackedRows
+from megatron_deberta.data.dataset import index_cache
+from megatron_deberta.data.dataset.packing import PackedRows
+from megatron_deberta.data.sample_log import Ledger, check_ledger
+from megatron_deberta.data.shards.writer import IndexedWriter
 
 PACKINGS = ["full_sentences", "doc_sentences", "segment_pair", "sentence_pair"]
 CUTS = 125

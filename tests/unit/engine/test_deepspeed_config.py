@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from megatron_deberta.config.schema import PrecisionConfig, RunConfig, TrainConfig
+from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.engine.deepspeed_config import deepspeed_config
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.errors import ConfigError
-from megatron_deberta.parallel.topology import single_process_groups
 
 TRAIN = TrainConfig(global_batch_size=48, micro_batch_size=4)
 

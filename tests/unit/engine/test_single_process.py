@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_deberta.distributed.environment import read_environment
+from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.engine import deepspeed_config
 from megatron_deberta.engine.deepspeed_runtime import ModelParallelUnit
 from megatron_deberta.engine.factory import build_engine
-from megatron_deberta.parallel.environment import read_environment
-from megatron_deberta.parallel.topology import single_process_groups
 from tests.support.toy_engine import (
     assert_same_states,
     build_toy,
@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[3]
 PROGRAM = """
 import torch
 from tests.support.toy_engine import start, toy_config, train
-from megatron_deberta.parallel.topology import single_process_groups
+from megatron_deberta.distributed.topology import single_process_groups
 for dtype, stage in (("fp32", 0), ("bf16", 1), ("fp16", 2), ("bf16", 3)):
     groups = single_process_groups(torch.device("cpu"))
     config = toy_config("deepspeed", dtype, stage)

@@ -18,7 +18,7 @@ from tests.support.attention import Inputs, random_inputs, relative_error, run_a
 from tests.support.tolerances import OPERATOR
 
 pytest.importorskip("triton", reason="the fused kernels are written in Triton")
-from megatron_deberta.ops import triton_settings
+from megatron_deberta.ops.triton import settings as triton_settings
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TILE = 16
@@ -192,7 +192,7 @@ def test_any_strides() -> None:
 @pytest.mark.parametrize("gathered", [False, True])
 def test_the_operators_of_torch_keep_their_promises(gathered: bool) -> None:
     """Shapes without data, gradients and tracing, as ``torch.compile`` relies on them."""
-    from megatron_deberta.ops import triton_backend
+    from megatron_deberta.ops.triton import backend as triton_backend
 
     inputs = random_inputs((1, 1, 18, 32), LINEAR, gathered=5 if gathered else None)
     leaves = [x.to(DEVICE, torch.float32).requires_grad_() for x in inputs if x is not None]

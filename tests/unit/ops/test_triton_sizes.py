@@ -13,7 +13,7 @@ from tests.support.memory import LargestTensor
 from tests.support.tolerances import OPERATOR
 
 pytest.importorskip("triton", reason="the fused kernels are written in Triton")
-from megatron_deberta.ops import triton_settings
+from megatron_deberta.ops.triton import settings as triton_settings
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LINEAR, BUCKETS = RelativePositions(5, 0), RelativePositions(40, 8)
@@ -54,7 +54,7 @@ def test_gathered_queries_and_far_tiles_without_a_term(
 
 
 def test_rows_too_long_for_the_kernels_are_refused() -> None:
-    from megatron_deberta.ops.triton_launch import Call, Plan
+    from megatron_deberta.ops.triton.launch import Call, Plan
 
     q = torch.empty(1, 1, triton_settings.MOST_POSITIONS, 32, device="meta")
     call = Call(q, q, q, None, None, None, None, LINEAR, 1, 0.0, 0, 1.0)
@@ -72,19 +72,19 @@ class NoKernel:
 @pytest.mark.parametrize("gathered", [False, True])
 def test_nothing_is_larger_than_the_band(gathered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all that a pass over long rows keeps: 2 x maximum distance + tile numbers a position."""
-    from megatron_deberta.ops import (
-        triton_backward,
-        triton_far,
-        triton_forward,
-        triton_gathered,
-        triton_gathered_launch,
-        triton_launch,
-        triton_table_gradients,
+    from megatron_deberta.ops.triton import (
+        backward,
+        far,
+        forward,
+        gathered,
+        gathered_launch,
+        launch,
+        table_gradients,
     )
 
     stubs = set()
     for module in (
-        triton_backward, triton_far, triton_forward, triton_gathered, triton_table_gradients
+        backward, far, forward, gathered, table_gradients
     ):  # fmt: skip
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, NoKernel())
@@ -95,11 +95,11 @@ def test_nothing_is_larger_than_the_band(gathered: bool, monkeypatch: pytest.Mon
     table = torch.zeros(1, 2 * positions.span, 32, dtype=torch.float16)
     at = torch.arange(0, length, 1000)
     q = k[:, :, at] if gathered else k
-    call = triton_launch.Call(
+    call = launch.Call(
         q, k, k, table, table, None, torch.zeros(1, dtype=torch.int64), positions, 1, 0.1, 0, 0.1
     )
     extra = (torch.stack([at, at * 0, at * 0 + length])[:, None].int(),) if gathered else ()
-    module = triton_gathered_launch if gathered else triton_launch
+    module = gathered_launch if gathered else launch
     with LargestTensor() as largest:
         output, lse2 = module.forward(call, *extra)
         module.backward(call, *extra, output, lse2, output)

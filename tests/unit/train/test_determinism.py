@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megatron_deberta.parallel.environment import RankEnvironment
+from megatron_deberta.distributed.environment import RankEnvironment
 from megatron_deberta.train.run import set_determinism
 
 ALONE = RankEnvironment("none", 0, 1, 0, 1, "127.0.0.1", 12000)

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from megatron_deberta.config import ModelConfig, ParallelConfig, RunConfig
+from megatron_deberta.distributed.parallelize import build_model
+from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.model import DropoutSeeds
-from megatron_deberta.parallel.topology import single_process_groups
-from megatron_deberta.sharding import build_model
 
 MODEL = ModelConfig(
     num_layers=2,

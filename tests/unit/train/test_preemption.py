@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_deberta.parallel.topology import single_process_groups
+from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.train.preemption import (
     SAVE_FILE,
     STOP_FILE,

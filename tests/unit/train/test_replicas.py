@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_deberta.train import replicas
-from megatron_deberta.train.replicas import Replica, checksum, find_culprits
+from megatron_deberta.train.stability import replicas
+from megatron_deberta.train.stability.replicas import Replica, checksum, find_culprits
 
 ANY = torch.zeros(1)
 

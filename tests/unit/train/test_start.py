@@ -15,7 +15,7 @@ from megatron_deberta.checkpoint.layout import step_dir
 from megatron_deberta.checkpoint.store import save_weights
 from megatron_deberta.config import CheckpointConfig, DataConfig, ModelConfig, RunConfig
 from megatron_deberta.config.schema import PrecisionConfig, TrainConfig
-from megatron_deberta.data.indexed_writer import IndexedWriter
+from megatron_deberta.data.shards.writer import IndexedWriter
 from megatron_deberta.errors import CheckpointError, ConfigError
 from megatron_deberta.train.fingerprint import data_fingerprint
 from megatron_deberta.train.start import Identity, Start, choose_start, load_start

@@ -18,11 +18,11 @@ from megatron_deberta.config import (
     TrainConfig,
 )
 from megatron_deberta.data.batch import IGNORED_LABEL, Batch
+from megatron_deberta.distributed.parallelize import build_model
+from megatron_deberta.distributed.topology import ProcessGroups, single_process_groups
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.engine.protocol import Engine, StepOutcome
 from megatron_deberta.errors import NumericsError
-from megatron_deberta.parallel.topology import ProcessGroups, single_process_groups
-from megatron_deberta.sharding import build_model
 from megatron_deberta.train.evaluate import evaluate
 from megatron_deberta.train.step import TrainStep
 from tests.support.tiny_models import V2

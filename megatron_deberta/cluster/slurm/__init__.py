@@ -1,0 +1,1 @@
+"""SLURM: submission, the job script, the history of a run's jobs, its status."""

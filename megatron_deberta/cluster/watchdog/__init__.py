@@ -1,0 +1,1 @@
+"""Heartbeats of ranks, and the detection of hangs and stragglers."""

@@ -1,0 +1,1 @@
+"""From shards to rows of tokens: documents, blends, packing, segment pairs."""

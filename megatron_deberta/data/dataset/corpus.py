@@ -1,0 +1,269 @@
+"""Documents of one or more shards as one numbered sequence, or a part of it.
+
+Owns opening shards with all checks that a run needs (manifest, tokenizer, hashes) and the
+validation split. Refuses to know rows.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_deberta.data.dataset.index_cache import ArrayWriter, IndexCache
+from megatron_deberta.data.randomness import Purpose, hash_values, mix64
+from megatron_deberta.data.shards.manifest import check_counts, read_manifest, verify_hashes
+from megatron_deberta.data.shards.reader import IndexedDataset
+from megatron_deberta.data.vocabulary import Vocabulary
+from megatron_deberta.errors import DataError
+
+_CHUNK = 1 << 20
+Integers = npt.NDArray[np.int64]
+
+
+class Split(NamedTuple):
+    """One side of a validation split: a shard's documents whose hash is above a bound, or not."""
+
+    side: Literal["training", "validation"]
+    key: int
+    """Of the hash of document numbers."""
+    bound: int
+    """Largest hash of a validation document."""
+    first: int
+    """Number of the shard's first document."""
+
+
+class Sentences(NamedTuple):
+    """Where sentences end, documents one behind the other."""
+
+    ends: Integers
+    """[S + 1] int64 tokens before each sentence, then all."""
+    bounds: Integers
+    """[D + 1] int64 sentences before each document, then all."""
+
+
+class _Chunk(NamedTuple):
+    """Some neighbouring documents of one shard."""
+
+    shard: IndexedDataset
+    first: int
+    """Number of the first in its shard."""
+    kept: npt.NDArray[np.int64]
+    """Which of them belong to the corpus, counted from ``first``."""
+    starts: Integers
+    """Where those begin, for ``Corpus.tokens``."""
+    lengths: Integers
+    """Their tokens."""
+
+
+class Corpus:
+    """Non-empty documents of some shards, numbered 0..len-1 in shard order.
+
+    Args:
+        shards: where the documents are.
+        splits: which of them, for each shard; None takes all.
+        cache: of indices.
+
+    Attributes:
+        shards: as given.
+        splits: as given.
+        identity: what the documents are, by content, as JSON.
+        lengths: [D] integers, tokens of each document.
+        num_tokens: tokens of all documents.
+
+    Raises:
+        DataError: no document is left.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[IndexedDataset],
+        splits: Sequence[Split] | None = None,
+        cache: IndexCache | None = None,
+    ) -> None:
+        """See the class."""
+        self.shards = tuple(shards)
+        self.splits = None if splits is None else tuple(splits)
+        self.identity = [[shard.identity for shard in shards], self.splits]
+        sizes = np.cumsum([0] + [shard.num_tokens for shard in shards], dtype=np.int64)
+        # Python integers, because bisect over an array converts at every comparison.
+        self._first_tokens: list[int] = sizes.tolist()
+        num_documents = sum(len(shard) for shard in shards)
+        arrays = (cache or IndexCache()).get(
+            "documents", self.identity, num_documents, self._list_documents
+        )
+        self._starts: Integers = arrays["starts"]
+        self.lengths: npt.NDArray[Any] = arrays["lengths"]
+        if not self.lengths.size:
+            raise DataError(f"{self.name}: no documents with tokens; preprocess more text")
+        self.num_tokens = int(self.lengths.sum(dtype=np.int64))
+
+    @property
+    def name(self) -> str:
+        """The shards' prefixes, for messages."""
+        return ", ".join(shard.prefix for shard in self.shards)
+
+    def __len__(self) -> int:
+        """Return the number of documents."""
+        return len(self.lengths)
+
+    def starts(self, documents: npt.NDArray[Any]) -> Integers:
+        """Return where documents begin, for ``tokens``."""
+        begins: Integers = self._starts[documents]
+        return begins
+
+    def tokens(self, start: int, length: int) -> npt.NDArray[Any]:
+        """Return tokens of one document, a read-only view.
+
+        Args:
+            start: from ``starts``, plus an offset inside the document.
+            length: how many; must not leave the document.
+        """
+        shard = bisect_right(self._first_tokens, start) - 1
+        local = start - self._first_tokens[shard]
+        return self.shards[shard].tokens(local, local + length)
+
+    def gather(self, starts: Integers, lengths: Integers) -> npt.NDArray[Any]:
+        """Return the tokens of several places, one behind the other."""
+        pieces = zip(starts.tolist(), lengths.tolist(), strict=True)
+        if len(self.shards) == 1:
+            tokens = self.shards[0].tokens
+            return np.concatenate([tokens(start, start + length) for start, length in pieces])
+        return np.concatenate([self.tokens(start, length) for start, length in pieces])
+
+    def sentences(self, cache: IndexCache) -> Sentences:
+        """Return where the documents' sentences end; empty ones are left out."""
+        num_sentences = sum(shard.num_sequences for shard in self.shards)
+        arrays = cache.get("sentences", self.identity, num_sentences, self._list_sentences)
+        return Sentences(arrays["ends"], arrays["bounds"])
+
+    def _list_documents(self, writer: ArrayWriter) -> None:
+        for chunk in self._chunks():
+            writer.append("starts", chunk.starts)
+            writer.append("lengths", _narrowed(chunk.lengths))
+
+    def _list_sentences(self, writer: ArrayWriter) -> None:
+        tokens = sentences = 0
+        writer.append("ends", np.zeros(1, np.int64))
+        writer.append("bounds", np.zeros(1, np.int64))
+        for chunk in self._chunks():
+            lengths, bounds = chunk.shard.sentence_lengths(chunk.first, chunk.kept)
+            ends = tokens + np.cumsum(lengths, dtype=np.int64)
+            writer.append("ends", ends)
+            writer.append("bounds", sentences + bounds)
+            tokens += int(lengths.sum(dtype=np.int64))
+            sentences += lengths.size
+
+    def _chunks(self) -> Iterator[_Chunk]:
+        """List the documents, a bounded number at a time."""
+        splits = self.splits or (None,) * len(self.shards)
+        for shard, base, split in zip(self.shards, self._first_tokens, splits, strict=False):
+            for first in range(0, len(shard), _CHUNK):
+                offsets = shard.document_range(first, min(first + _CHUNK, len(shard)))
+                lengths = np.diff(offsets)
+                kept = np.flatnonzero(lengths)
+                if split is not None:
+                    hashes = hash_values(split.key, split.first + first + kept)
+                    held_out = hashes <= np.uint64(split.bound)
+                    kept = kept[held_out == (split.side == "validation")]
+                yield _Chunk(shard, first, kept, base + offsets[kept], lengths[kept])
+
+
+def _narrowed(lengths: Integers) -> npt.NDArray[np.uint32]:
+    if lengths.size and int(lengths.max()) >= 1 << 32:
+        raise DataError(f"a document has {int(lengths.max())} tokens; split it before")
+    return lengths.astype(np.uint32)
+
+
+def open_shard(prefix: str, vocabulary: Vocabulary, hashes: bool = False) -> IndexedDataset:
+    """Open a shard and check that it was made with this tokenizer.
+
+    Args:
+        prefix: path without suffix.
+        vocabulary: of the run's tokenizer.
+        hashes: compare both files with the manifest's SHA-256 as well.
+
+    Raises:
+        DataError: the shard is damaged, was made with another tokenizer or a larger vocabulary,
+            contradicts its manifest, or ``hashes`` is asked of a shard without a manifest.
+    """
+    shard = IndexedDataset(prefix)
+    manifest = read_manifest(prefix)
+    if manifest is None:
+        if hashes:
+            raise DataError(
+                f"{prefix}: data.verify_hashes is true but there is no {prefix}.manifest.json; "
+                "set it to false"
+            )
+        return shard
+    if manifest.tokenizer_fingerprint != vocabulary.fingerprint:
+        raise DataError(
+            f"{prefix}: the tokenizer is not the shards' own: fingerprint "
+            f"{vocabulary.fingerprint}, manifest {manifest.tokenizer_fingerprint} "
+            f"({manifest.tokenizer_path}); set tokenizer.path to that, or preprocess again"
+        )
+    if manifest.vocab_size > vocabulary.size:
+        raise DataError(
+            f"{prefix}: made with {manifest.vocab_size} pieces, the tokenizer has "
+            f"{vocabulary.size}; preprocess again"
+        )
+    check_counts(shard, manifest)
+    if hashes:
+        verify_hashes(prefix, manifest)
+    return shard
+
+
+def split_validation(
+    shards: Sequence[IndexedDataset], fraction: float, seed: int, cache: IndexCache | None = None
+) -> tuple[Corpus, Corpus]:
+    """Hold out the documents with the smallest hashes; a function of (seed, document number).
+
+    Args:
+        shards: training shards.
+        fraction: share of documents held out, in (0, 1); at least one, never all.
+        seed: of the run.
+        cache: of indices.
+
+    Returns:
+        Training and validation documents, without overlap.
+
+    Raises:
+        DataError: there are fewer than two documents.
+    """
+    everything = Corpus(shards, cache=cache)
+    if len(everything) < 2:
+        raise DataError(
+            f"{everything.name}: one document cannot be split; set data.validation_fraction=0 or "
+            "data.validation"
+        )
+    held_out = min(max(1, round(fraction * len(everything))), len(everything) - 1)
+    key = mix64(seed, Purpose.SPLIT)
+    firsts = np.cumsum([0] + [len(shard) for shard in shards])[:-1].tolist()
+    bound = _smallest_hash(shards, firsts, key, held_out)
+    training = [Split("training", key, bound, first) for first in firsts]
+    validation = [Split("validation", key, bound, first) for first in firsts]
+    return Corpus(shards, training, cache), Corpus(shards, validation, cache)
+
+
+def _smallest_hash(
+    shards: Sequence[IndexedDataset], firsts: Sequence[int], key: int, rank: int
+) -> int:
+    """Return the ``rank``-th smallest hash of the non-empty documents, in bounded memory."""
+
+    def hashes() -> Iterator[npt.NDArray[np.uint64]]:
+        for shard, base in zip(shards, firsts, strict=True):
+            for first in range(0, len(shard), _CHUNK):
+                offsets = shard.document_range(first, min(first + _CHUNK, len(shard)))
+                yield hash_values(key, base + first + np.flatnonzero(np.diff(offsets)))
+
+    counts = np.zeros(1 << 16, np.int64)
+    for part in hashes():
+        counts += np.bincount((part >> np.uint64(48)).astype(np.int64), minlength=counts.size)
+    before = np.cumsum(counts)
+    bucket = int(np.searchsorted(before, rank))
+    inside = [part[part >> np.uint64(48) == bucket] for part in hashes()]
+    place = rank - int(before[bucket] - counts[bucket]) - 1
+    return int(np.partition(np.concatenate(inside), place)[place])

@@ -1,0 +1,239 @@
+"""Documents to rows of a fixed length.
+
+Owns which tokens make up sample i, as a pure function of (seed, i). Refuses to mask them.
+The random order of documents is drawn anew each epoch; the order of rows too, so neighbouring
+rows of a long document do not meet in a batch.
+
+Source: Liu et al. 2019 (RoBERTa), arXiv:1907.11692, section 4.2. Deviation: rows are cut at token
+boundaries, not at sentence ends, as the released DeBERTa data is, so that no row is padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_deberta.data.dataset.corpus import Corpus
+from megatron_deberta.data.dataset.index_cache import ArrayWriter, IndexCache
+from megatron_deberta.data.dataset.pairs import Pairs
+from megatron_deberta.data.dataset.rows import Pieces, RowBatch, assemble, join
+from megatron_deberta.data.randomness import (
+    KeyedPermutation,
+    Purpose,
+    hash_values,
+    keyed_generator,
+    mix64,
+)
+from megatron_deberta.data.vocabulary import Vocabulary
+from megatron_deberta.errors import DataError
+
+PAIR_PACKINGS = {"segment_pair": 0, "sentence_pair": 2}
+"""Formats of two halves and a label -> the most sentences of a pair, 0: as many as fit."""
+_FRAME_TOKENS = 2
+"""[CLS] and the last [SEP]."""
+_CHUNK = 1 << 22
+
+
+class _Layout(Protocol):
+    num_rows: int
+
+    def epoch_rows(self, epoch: int) -> int:
+        """Return how many rows an epoch has to choose ``num_rows`` from."""
+
+    def pieces(self, epoch: int, rows: npt.NDArray[np.int64]) -> Pieces:
+        """Return what the given rows of an epoch hold."""
+
+
+class _FullSentences:
+    """Rows cut from the epoch's documents laid end to end, a separator between them."""
+
+    def __init__(self, corpus: Corpus, content_length: int, key: int, cache: IndexCache) -> None:
+        self._corpus = corpus
+        self._content_length = content_length
+        self._key = key
+        self._cache = cache
+        self._stream_length = corpus.num_tokens + len(corpus) - 1
+        self.num_rows = -(-self._stream_length // content_length)
+        self._epochs: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = {}
+
+    def epoch_rows(self, epoch: int) -> int:
+        return self.num_rows
+
+    def prepare(self, epoch: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return an epoch's document order and, in that order, where each ends, separator too."""
+        if epoch not in self._epochs:
+            if len(self._epochs) > 1:
+                # Loaders work at most one epoch ahead of the slowest sample in flight.
+                del self._epochs[min(self._epochs)]
+            arrays = self._cache.get(
+                "order",
+                [self._corpus.identity, self._key, epoch],
+                len(self._corpus),
+                lambda writer: self._draw_order(epoch, writer),
+            )
+            self._epochs[epoch] = arrays["order"], arrays["ends"]
+        return self._epochs[epoch]
+
+    def _draw_order(self, epoch: int, writer: ArrayWriter) -> None:
+        generator = keyed_generator(self._key, Purpose.DOCUMENT_ORDER, epoch)
+        order = generator.permutation(len(self._corpus))
+        narrow = np.uint32 if len(self._corpus) <= 1 << 32 else np.int64
+        total = 0
+        for begin in range(0, order.size, _CHUNK):
+            part = order[begin : begin + _CHUNK]
+            ends = total + np.cumsum(self._corpus.lengths[part] + 1, dtype=np.int64)
+            writer.append("order", part.astype(narrow))
+            writer.append("ends", ends)
+            total = int(ends[-1])
+
+    def pieces(self, epoch: int, rows: npt.NDArray[np.int64]) -> Pieces:
+        order, ends = self.prepare(epoch)
+        begins = rows * self._content_length
+        stops = np.minimum(begins + self._content_length, self._stream_length)
+        first = np.searchsorted(ends, begins, side="right")
+        counts = np.searchsorted(ends, stops - 1, side="right") - first + 1
+        row_of = np.repeat(np.arange(rows.size), counts)
+        before = np.cumsum(counts) - counts
+        places = (first - before)[row_of] + np.arange(row_of.size)
+        documents = order[places]
+        lengths = self._corpus.lengths[documents].astype(np.int64)
+        document_begins = ends[places] - 1 - lengths
+        skipped = np.maximum(begins[row_of] - document_begins, 0)
+        taken = np.minimum(stops[row_of] - document_begins, lengths) - skipped
+        starts = self._corpus.starts(documents) + skipped
+        # A separator that fell to the row's start separates nothing.
+        empty = before[taken[before] == 0]
+        if empty.size:
+            counts[row_of[empty]] -= 1
+            starts, taken = np.delete(starts, empty), np.delete(taken, empty)
+        return Pieces(counts, starts, taken)
+
+
+class _DocSentences:
+    """Rows that end with their document; a long document has several."""
+
+    def __init__(self, corpus: Corpus, content_length: int, cache: IndexCache) -> None:
+        self._corpus = corpus
+        self._content_length = content_length
+        self._row_ends = cache.get(
+            "rows", [corpus.identity, content_length], len(corpus), self._count_rows
+        )["ends"]
+        self.num_rows = int(self._row_ends[-1])
+
+    def epoch_rows(self, epoch: int) -> int:
+        return self.num_rows
+
+    def _count_rows(self, writer: ArrayWriter) -> None:
+        total = 0
+        for begin in range(0, len(self._corpus), _CHUNK):
+            lengths = self._corpus.lengths[begin : begin + _CHUNK].astype(np.int64)
+            ends = total + np.cumsum(-(-lengths // self._content_length), dtype=np.int64)
+            writer.append("ends", ends)
+            total = int(ends[-1])
+
+    def pieces(self, epoch: int, rows: npt.NDArray[np.int64]) -> Pieces:
+        documents = np.searchsorted(self._row_ends, rows, side="right")
+        lengths = self._corpus.lengths[documents].astype(np.int64)
+        rows_left = self._row_ends[documents] - rows
+        skipped = (-(-lengths // self._content_length) - rows_left) * self._content_length
+        taken = np.minimum(self._content_length, lengths - skipped)
+        starts = self._corpus.starts(documents) + skipped
+        return Pieces(np.ones(rows.size, np.int64), starts, taken)
+
+
+class PackedRows:
+    """The endless rows of a corpus, epoch after epoch.
+
+    Args:
+        corpus: the documents.
+        vocabulary: special ids and size.
+        sequence_length: N, tokens a row at most.
+        packing: as ``data.packing``.
+        key: identifies the order, from the run's seed and the component's number.
+        static_masks: masks a row has; 0: one a sample. Otherwise rows are cut once, for all
+            epochs, and epoch e masks them the way of epoch e modulo this number.
+        cache: of indices.
+
+    Attributes:
+        rows_per_epoch: the same for every epoch.
+
+    Raises:
+        DataError: ``sequence_length`` leaves no room for text, or the format wants sentences and
+            there are none.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        vocabulary: Vocabulary,
+        sequence_length: int,
+        packing: str,
+        key: int,
+        static_masks: int = 0,
+        cache: IndexCache | None = None,
+    ) -> None:
+        """See the class."""
+        cache = cache or IndexCache()
+        content_length = sequence_length - _FRAME_TOKENS
+        if content_length < 2:
+            raise DataError(f"data.sequence_length is {sequence_length}; it must be at least 4")
+        self._corpus = corpus
+        self._vocabulary = vocabulary
+        self._key = key
+        self._static_masks = static_masks
+        self._layout: _Layout
+        if packing in PAIR_PACKINGS:
+            most = PAIR_PACKINGS[packing]
+            self._layout = Pairs(corpus, content_length - 1, most, key, cache)
+        elif packing == "full_sentences":
+            self._layout = _FullSentences(corpus, content_length, key, cache)
+        else:
+            self._layout = _DocSentences(corpus, content_length, cache)
+        self.rows_per_epoch = self._layout.num_rows
+        self._order: tuple[int, KeyedPermutation] | None = None
+
+    def rows(self, indices: npt.NDArray[np.int64]) -> RowBatch:
+        """Return the rows of the given indices >= 0, in that order.
+
+        Raises:
+            DataError: the shard holds an id outside the vocabulary.
+        """
+        epochs = indices // self.rows_per_epoch
+        first = int(epochs[0])
+        if (epochs == first).all():
+            return self._epoch_rows(first, indices - first * self.rows_per_epoch)
+        parts = [
+            self._epoch_rows(epoch, indices[epochs == epoch] - epoch * self.rows_per_epoch)
+            for epoch in np.unique(epochs).tolist()
+        ]
+        return join(parts, list(_places(epochs)))
+
+    def _epoch_rows(self, epoch: int, numbers: npt.NDArray[np.int64]) -> RowBatch:
+        cut = 0 if self._static_masks else epoch
+        available = self._layout.epoch_rows(cut)
+        if self._order is None or self._order[0] != epoch:
+            key = mix64(self._key, Purpose.ROW_ORDER, epoch)
+            self._order = epoch, KeyedPermutation(available, key)
+        permute = self._order[1]
+        chosen = np.array([permute(number % available) for number in numbers.tolist()])
+        rows = assemble(self._corpus, self._vocabulary, self._layout.pieces(cut, chosen))
+        if not self._static_masks:
+            return rows
+        key = mix64(self._key, Purpose.STATIC_MASK, epoch % self._static_masks)
+        return RowBatch(
+            rows.tokens,
+            rows.sizes,
+            rows.part_sizes,
+            rows.part_counts,
+            rows.not_next,
+            hash_values(key, chosen),
+        )
+
+
+def _places(epochs: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.int64]]:
+    """Where the rows of each epoch stand, epochs ascending."""
+    for epoch in np.unique(epochs):
+        yield np.flatnonzero(epochs == epoch)

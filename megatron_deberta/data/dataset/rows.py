@@ -1,0 +1,164 @@
+"""Rows before masking, many at a time, without padding.
+
+Owns how runs of tokens become framed rows. Refuses to choose them (``packing.py``, ``pairs.py``)
+and to mask them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_deberta.data.dataset.corpus import Corpus
+from megatron_deberta.data.vocabulary import Vocabulary
+from megatron_deberta.errors import DataError
+
+
+class Pieces(NamedTuple):
+    """Which tokens some rows hold; a separator follows each piece."""
+
+    counts: npt.NDArray[np.int64]
+    """[B] pieces of each row, at least 1."""
+    starts: npt.NDArray[np.int64]
+    """[P] for ``Corpus.tokens``, row after row."""
+    lengths: npt.NDArray[np.int64]
+    """[P] tokens."""
+    not_next: npt.NDArray[np.int64] | None = None
+    """[B] 1 where the second piece does not go on from the first, else 0; None: not pairs."""
+
+
+class Row(NamedTuple):
+    """One row, for people and tests."""
+
+    tokens: npt.NDArray[np.int64]
+    """[n] ids, framed by [CLS] and [SEP]."""
+    document_starts: list[int]
+    """Row positions at which documents (of a pair: its halves) begin, the first 0."""
+    not_next: int | None
+    """Of a pair: 1 where the second half does not go on from the first, else 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowBatch:
+    """Rows laid end to end.
+
+    Attributes:
+        tokens: [T] int64 ids; each row is framed by [CLS] and [SEP].
+        sizes: [B] int64 tokens of each row.
+        part_sizes: [P] int64 tokens of each document's part (of a pair: of its halves), frame
+            included: [CLS] belongs to the first, a separator to the part before it.
+        part_counts: [B] int64 parts of each row.
+        not_next: [B] int64 as in ``Pieces``, or None.
+        mask_ids: [B] uint64, what the masks are keyed on; None: on the sample index.
+    """
+
+    tokens: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.int64]
+    part_sizes: npt.NDArray[np.int64]
+    part_counts: npt.NDArray[np.int64]
+    not_next: npt.NDArray[np.int64] | None = None
+    mask_ids: npt.NDArray[np.uint64] | None = None
+
+    def row(self, number: int) -> Row:
+        """Return row ``number`` in [0, B)."""
+        one = self.take(np.array([number]))
+        starts = [0, *one.part_sizes.cumsum()[:-1].tolist()]
+        return Row(one.tokens, starts, None if one.not_next is None else int(one.not_next[0]))
+
+    def take(self, order: npt.NDArray[np.int64]) -> RowBatch:
+        """Return the rows of the given numbers, in that order."""
+        return RowBatch(
+            self.tokens[_runs(self.sizes, order)],
+            self.sizes[order],
+            self.part_sizes[_runs(self.part_counts, order)],
+            self.part_counts[order],
+            None if self.not_next is None else self.not_next[order],
+            None if self.mask_ids is None else self.mask_ids[order],
+        )
+
+
+class RowSource(Protocol):
+    """An endless sequence of rows; index i means the same row for ever."""
+
+    def rows(self, indices: npt.NDArray[np.int64]) -> RowBatch:
+        """Return the rows of the given indices >= 0, in that order."""
+
+
+class ShiftedRows:
+    """Another source's rows from index ``first`` on.
+
+    Args:
+        source: the rows.
+        first: index of the row that is its row 0.
+    """
+
+    def __init__(self, source: RowSource, first: int) -> None:
+        """See the class."""
+        self._source = source
+        self._first = first
+
+    def rows(self, indices: npt.NDArray[np.int64]) -> RowBatch:
+        """Return the rows of the given indices >= ``first``."""
+        return self._source.rows(indices - self._first)
+
+
+def join(batches: Sequence[RowBatch], places: Sequence[npt.NDArray[np.int64]]) -> RowBatch:
+    """Merge rows of several sources.
+
+    Args:
+        batches: at least one; all of pairs or none.
+        places: for each batch, where its rows go: together the numbers 0..B-1, each once.
+    """
+    if len(batches) == 1:
+        return batches[0]
+    not_next = [batch.not_next for batch in batches if batch.not_next is not None]
+    mask_ids = [batch.mask_ids for batch in batches if batch.mask_ids is not None]
+    together = RowBatch(
+        np.concatenate([batch.tokens for batch in batches]),
+        np.concatenate([batch.sizes for batch in batches]),
+        np.concatenate([batch.part_sizes for batch in batches]),
+        np.concatenate([batch.part_counts for batch in batches]),
+        np.concatenate(not_next) if not_next else None,
+        np.concatenate(mask_ids) if mask_ids else None,
+    )
+    return together.take(np.argsort(np.concatenate(places)))
+
+
+def assemble(corpus: Corpus, vocabulary: Vocabulary, pieces: Pieces) -> RowBatch:
+    """Read pieces and frame them: [CLS] piece [SEP] piece [SEP] ...
+
+    Raises:
+        DataError: the shard holds an id outside the vocabulary.
+    """
+    first_pieces = pieces.counts.cumsum() - pieces.counts
+    part_sizes = pieces.lengths + 1
+    part_sizes[first_pieces] += 1
+    ends = part_sizes.cumsum()
+    begins = ends - part_sizes
+    tokens = np.empty(int(ends[-1]), np.int64)
+    is_text = np.ones(tokens.size, np.bool_)
+    is_text[begins[first_pieces]] = False
+    is_text[ends - 1] = False
+    text = corpus.gather(pieces.starts, pieces.lengths)
+    if text.size and (int(text.max()) >= vocabulary.size or int(text.min()) < 0):
+        raise DataError(
+            f"{corpus.name}: id {int(text.max())} (smallest {int(text.min())}) is outside the "
+            f"vocabulary of {vocabulary.size}; preprocess with this tokenizer"
+        )
+    tokens[is_text] = text
+    tokens[begins[first_pieces]] = vocabulary.cls_id
+    tokens[ends - 1] = vocabulary.sep_id
+    sizes = np.add.reduceat(part_sizes, first_pieces)
+    return RowBatch(tokens, sizes, part_sizes, pieces.counts, pieces.not_next)
+
+
+def _runs(sizes: npt.NDArray[np.int64], order: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Where the entries of runs of the given sizes are, run after run in ``order``."""
+    begins = (np.cumsum(sizes) - sizes)[order]
+    taken = sizes[order]
+    shift = begins - (np.cumsum(taken) - taken)
+    return np.repeat(shift, taken) + np.arange(int(taken.sum()))

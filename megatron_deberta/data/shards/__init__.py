@@ -1,0 +1,1 @@
+"""Shards in Megatron's indexed format: reader, writer, manifest, merging and verification."""

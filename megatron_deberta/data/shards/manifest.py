@@ -1,0 +1,172 @@
+"""The sidecar ``{prefix}.manifest.json``: where a shard came from and what its bytes are.
+
+Owns its fields and both directions. Refuses to be needed: shards written by Megatron have none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field, fields
+
+from megatron_deberta.data.shards.format import bin_path, idx_path, manifest_path
+from megatron_deberta.data.shards.reader import IndexedDataset
+from megatron_deberta.data.shards.writer import IndexedWriter
+from megatron_deberta.errors import DataError
+from megatron_deberta.files import sha256_file
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """What is recorded beside a shard.
+
+    Attributes:
+        tokenizer_fingerprint: identifies the tokenizer by content.
+        tokenizer_path: where that tokenizer was.
+        vocab_size: ids the tokenizer can give.
+        dtype: numpy name of the token type.
+        num_documents: documents.
+        num_sequences: sentences.
+        num_tokens: tokens.
+        bin_sha256: hex digest of the ``.bin`` file.
+        idx_sha256: hex digest of the ``.idx`` file.
+        sources: input files, in order.
+        documents_in: records of the input; tokenized, empty and quarantined ones together.
+        documents_empty: records whose text gave no token.
+        documents_quarantined: records that were set aside.
+        quarantine: how many for which reason.
+        quarantine_sha256: hex digest of the list of those records; empty where there is none.
+        plan_sha256: hex digest of everything that decided the result; empty where unknown.
+        format_version: of this file.
+    """
+
+    tokenizer_fingerprint: str
+    tokenizer_path: str
+    vocab_size: int
+    dtype: str
+    num_documents: int
+    num_sequences: int
+    num_tokens: int
+    bin_sha256: str
+    idx_sha256: str
+    sources: tuple[str, ...]
+    documents_in: int = 0
+    documents_empty: int = 0
+    documents_quarantined: int = 0
+    quarantine: dict[str, int] = field(default_factory=dict)
+    quarantine_sha256: str = ""
+    plan_sha256: str = ""
+    format_version: int = FORMAT_VERSION
+
+
+def write_manifest(
+    writer: IndexedWriter,
+    *,
+    tokenizer_fingerprint: str,
+    tokenizer_path: str,
+    vocab_size: int,
+    sources: tuple[str, ...],
+) -> Manifest:
+    """Finish a shard and write its manifest, which is published with it.
+
+    Args:
+        writer: of the shard, open, with all its documents.
+        tokenizer_fingerprint: of the tokenizer that made the ids.
+        tokenizer_path: of that tokenizer.
+        vocab_size: of that tokenizer.
+        sources: input files.
+
+    Returns:
+        What was written.
+
+    Raises:
+        DataError: the disk is full, or the shard is empty.
+    """
+    manifest = Manifest(
+        tokenizer_fingerprint=tokenizer_fingerprint,
+        tokenizer_path=tokenizer_path,
+        vocab_size=vocab_size,
+        sources=sources,
+        **asdict(writer.finish()),
+    )
+    writer.add_manifest(encode_manifest(manifest))
+    return manifest
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Return the file's content."""
+    return (json.dumps(asdict(manifest), indent=2) + "\n").encode()
+
+
+def read_manifest(prefix: str) -> Manifest | None:
+    """Read the manifest of a shard; None where there is none.
+
+    Raises:
+        DataError: the file is unreadable, no JSON, of another version, or a field is missing,
+            unknown or of the wrong type.
+    """
+    path = manifest_path(prefix)
+    if not os.path.exists(path):
+        return None
+    try:
+        with open(path, encoding="utf-8") as stream:
+            content = json.load(stream)
+        manifest = Manifest(**{**content, "sources": tuple(content["sources"])})
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise DataError(f"{path}: not a shard manifest ({error}); preprocess again") from error
+    if manifest.format_version != FORMAT_VERSION:
+        raise DataError(f"{path}: format_version {manifest.format_version} is not {FORMAT_VERSION}")
+    kinds = {"str": str, "int": int, "tuple[str, ...]": tuple, "dict[str, int]": dict}
+    for each in fields(Manifest):
+        value, expected = getattr(manifest, each.name), kinds[str(each.type)]
+        if type(value) is not expected:
+            raise DataError(f"{path}: {each.name} is {value!r}, not {expected.__name__}")
+    return manifest
+
+
+def check_counts(shard: IndexedDataset, manifest: Manifest) -> None:
+    """Compare an opened shard's numbers with the manifest.
+
+    Raises:
+        DataError: they differ.
+    """
+    found = (shard.dtype.name, shard.num_documents, shard.num_sequences, shard.num_tokens)
+    recorded = (
+        manifest.dtype,
+        manifest.num_documents,
+        manifest.num_sequences,
+        manifest.num_tokens,
+    )
+    if found != recorded:
+        raise DataError(
+            f"{shard.prefix}: dtype, documents, sequences and tokens {found} are not the "
+            f"manifest's {recorded}; preprocess again"
+        )
+
+
+def verify_hashes(prefix: str, manifest: Manifest) -> None:
+    """Compare the SHA-256 of both files with the manifest; reads the whole shard.
+
+    Raises:
+        DataError: a file cannot be read or differs.
+    """
+    verify_hash(idx_path(prefix), manifest.idx_sha256)
+    verify_hash(bin_path(prefix), manifest.bin_sha256)
+
+
+def verify_hash(path: str, expected: str) -> None:
+    """Compare the SHA-256 of one file with what its manifest says; reads it through.
+
+    Raises:
+        DataError: the file cannot be read or differs.
+    """
+    try:
+        found = sha256_file(path)
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}; preprocess again") from error
+    if found != expected:
+        raise DataError(
+            f"{path}: SHA-256 {found} is not the manifest's {expected}; preprocess again"
+        )

@@ -1,0 +1,127 @@
+"""What shards hold, in numbers: documents, tokens, lengths, padding, how often each id comes.
+
+Owns the counting, chunk by chunk, so that memory does not grow with the shards' tokens. Refuses to
+know what the ids mean (``tokenizer``) and to draw (``cli/inspect_shards``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_deberta.data.shards.reader import IndexedDataset
+
+_CHUNK_TOKENS = 1 << 22
+QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardStatistics:
+    """Counts over some shards.
+
+    Attributes:
+        num_documents: documents with tokens.
+        num_empty: documents without.
+        num_sequences: sentences.
+        num_tokens: tokens.
+        quantiles: tokens of a document at ``QUANTILES``.
+        shortest: tokens of the shortest document.
+        longest: tokens of the longest document.
+        histogram: documents of 2^i to 2^(i+1) - 1 tokens, for i from 0.
+        token_counts: [largest id + 1] how often each id comes among the tokens counted.
+        tokens_counted: how many those are.
+    """
+
+    num_documents: int
+    num_empty: int
+    num_sequences: int
+    num_tokens: int
+    quantiles: tuple[int, ...]
+    shortest: int
+    longest: int
+    histogram: npt.NDArray[np.int64]
+    token_counts: npt.NDArray[np.int64]
+    tokens_counted: int
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """One epoch's rows in a packing.
+
+    Attributes:
+        rows: how many.
+        filled: share of their positions that hold something else than padding.
+    """
+
+    rows: int
+    filled: float
+
+
+def count_shards(shards: Sequence[IndexedDataset], most_tokens: int) -> ShardStatistics:
+    """Count what shards hold.
+
+    Args:
+        shards: at least one.
+        most_tokens: ids are counted in so many tokens at most, in chunks spread evenly over all.
+    """
+    lengths = document_lengths(shards)
+    ordered = np.sort(lengths)
+    picks = [round(share * (len(ordered) - 1)) for share in QUANTILES]
+    exponents = np.frexp(lengths.astype(np.float64))[1] - 1
+    counts, counted = _count_tokens(shards, most_tokens)
+    documents = sum(shard.num_documents for shard in shards)
+    return ShardStatistics(
+        num_documents=len(lengths),
+        num_empty=documents - len(lengths),
+        num_sequences=sum(shard.num_sequences for shard in shards),
+        num_tokens=int(lengths.sum()),
+        quantiles=tuple(ordered[picks].tolist()),
+        shortest=int(ordered[0]),
+        longest=int(ordered[-1]),
+        histogram=np.bincount(exponents),
+        token_counts=counts,
+        tokens_counted=counted,
+    )
+
+
+def document_lengths(shards: Sequence[IndexedDataset]) -> npt.NDArray[np.int64]:
+    """Return the tokens of each document that has some."""
+    lengths = np.concatenate([np.diff(shard.document_offsets) for shard in shards])
+    return lengths[lengths > 0]
+
+
+def pack_full_sentences(lengths: npt.NDArray[np.int64], sequence_length: int) -> Packing:
+    """Return how ``full_sentences`` packs documents of these lengths; see ``data/packing``."""
+    content = sequence_length - 2
+    stream = int(lengths.sum()) + len(lengths) - 1
+    rows = -(-stream // content)
+    return Packing(rows, (stream + 2 * rows) / (rows * sequence_length))
+
+
+def pack_doc_sentences(lengths: npt.NDArray[np.int64], sequence_length: int) -> Packing:
+    """Return how ``doc_sentences`` packs documents of these lengths; see ``data/packing``."""
+    rows = int((-(-lengths // (sequence_length - 2))).sum())
+    return Packing(rows, (int(lengths.sum()) + 2 * rows) / (rows * sequence_length))
+
+
+def _count_tokens(
+    shards: Sequence[IndexedDataset], most_tokens: int
+) -> tuple[npt.NDArray[np.int64], int]:
+    chunks = [
+        (shard, begin) for shard in shards for begin in range(0, shard.num_tokens, _CHUNK_TOKENS)
+    ]
+    wanted = max(1, min(len(chunks), most_tokens // _CHUNK_TOKENS))
+    counts = np.zeros(0, np.int64)
+    total = 0
+    for pick in np.linspace(0, len(chunks) - 1, wanted).round().astype(int).tolist():
+        shard, begin = chunks[pick]
+        tokens = shard.tokens(begin, min(begin + _CHUNK_TOKENS, shard.num_tokens))
+        found = np.bincount(tokens)
+        if len(found) > len(counts):
+            counts = np.pad(counts, (0, len(found) - len(counts)))
+        counts[: len(found)] += found
+        total += tokens.size
+    return counts, total

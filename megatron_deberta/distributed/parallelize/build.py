@@ -1,0 +1,117 @@
+"""Builds this rank's part of the model, never the whole of it.
+
+On the ``meta`` device first, then narrowed by the plan, then filled module by module, so that a
+1.5B model exists whole on no rank, and under ZeRO-3 not even a rank's tensor-parallel part does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from megatron_deberta.config.schema import ModelConfig, RunConfig
+from megatron_deberta.distributed.parallelize.apply import insert_communication, narrow_parameters
+from megatron_deberta.distributed.parallelize.plan import specify
+from megatron_deberta.distributed.parallelize.spec import ParameterSpec
+from megatron_deberta.distributed.topology import ProcessGroups
+from megatron_deberta.errors import TopologyError
+from megatron_deberta.model import DebertaModel, Execution
+from megatron_deberta.model.weight_init import fill_initial
+from megatron_deberta.objectives import MaskedLanguageModel
+
+
+@dataclass(frozen=True)
+class ShardedModel:
+    """A rank's model and what part of each logical parameter it holds."""
+
+    module: nn.Module
+    """Parameters carry canonical names."""
+    specs: dict[str, ParameterSpec]
+    """Canonical name -> part held here, in the module's order."""
+
+
+def build_model(
+    config: RunConfig,
+    groups: ProcessGroups,
+    dtype: torch.dtype = torch.float32,
+    *,
+    model_class: type[DebertaModel] = MaskedLanguageModel,
+    partition: Callable[[nn.Module], None] | None = None,
+) -> ShardedModel:
+    """Build and fill this rank's part of the model.
+
+    The same seed gives the same model on every layout (``model.weight_init``).
+
+    Args:
+        config: the run; ``model``, ``parallel`` and ``train.seed`` are read.
+        groups: the rank grid.
+        dtype: of the parameters.
+        model_class: what to build; takes ``(ModelConfig, Execution)``.
+        partition: called with each module as soon as its own parameters are filled (ZeRO-3).
+
+    Raises:
+        TopologyError: heads or widths do not divide by the tensor-parallel size.
+    """
+    _check_heads(config.model, groups.tp_size)
+    backend = config.parallel.attention_backend
+    execution = Execution(
+        config.parallel.recompute,
+        None if backend == "auto" else backend,
+        config.parallel.fuse,
+    )
+    with torch.device("meta"):
+        model = model_class(config.model, execution)
+    specs = {
+        name: specify(name, tuple(parameter.shape), groups.tp_rank, groups.tp_size)
+        for name, parameter in model.named_parameters()
+    }
+    narrow_parameters(model, {name: spec.local_shape for name, spec in specs.items()}, dtype)
+    insert_communication(
+        model,
+        groups,
+        sequence=config.parallel.sequence_parallel,
+        vocab_start=specs["embeddings.token.weight"].offset,
+        vocab_size=config.model.vocab_size,
+    )
+    for path, module in model.named_modules():
+        if _fill_own_parameters(module, path, specs, config, groups.device) and partition:
+            partition(module)
+    return ShardedModel(model, specs)
+
+
+def _fill_own_parameters(
+    module: nn.Module,
+    path: str,
+    specs: dict[str, ParameterSpec],
+    config: RunConfig,
+    device: torch.device,
+) -> bool:
+    """Replace a module's own meta parameters by filled ones; True if it has any."""
+    own = list(module.named_parameters(recurse=False))
+    for leaf, empty in own:
+        spec = specs[f"{path}.{leaf}"]
+        # Padding rows stay zero for ever: no token reads them and the loss leaves them out.
+        data = torch.zeros(spec.local_shape, dtype=empty.dtype, device=device)
+        fill_initial(
+            spec.true_part(data),
+            spec.name,
+            spec.logical_shape,
+            config.model,
+            config.train.seed,
+            dim=spec.dim,
+            offset=spec.offset,
+        )
+        setattr(module, leaf, nn.Parameter(data))
+    return bool(own)
+
+
+def _check_heads(model: ModelConfig, tp_size: int) -> None:
+    if model.num_heads % tp_size:
+        raise TopologyError(
+            f"parallel.tensor_parallel_size={tp_size} does not divide model.num_heads="
+            f"{model.num_heads}; choose one of "
+            f"{[n for n in range(1, model.num_heads + 1) if model.num_heads % n == 0]}"
+        )

@@ -1,0 +1,277 @@
+"""Embedding, and projection with cross-entropy, over a vocabulary split by rows over ranks.
+
+Owns the lookup, the loss and the padding rows that make the vocabulary divide. Refuses to average:
+the loss is a sum, and the caller knows the denominator. Without a group the same code is the
+single-device path, so one rank and many run the same arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+from torch.nn import functional
+
+from megatron_deberta.distributed.collectives import (
+    all_gather,
+    group_rank,
+    group_size,
+    reduce_from,
+    reduce_scatter_sequence,
+)
+
+IGNORED_LABEL = -100
+"""Label of a token that has no loss."""
+
+_CHUNK_ELEMENTS = {"cpu": 2**25, "cuda": 2**27}
+"""Logits that exist at a time. Each further chunk adds to the gradient of the whole vocabulary
+once more, so chunks must not be too small."""
+
+_FP16_FACTOR = 64.0
+"""Gradients of logits are near 1 / V, in the part of fp16's range that has few digits left; the
+factor lifts them for the products and is taken out of their fp32 results."""
+
+
+def vocab_parallel_embedding(
+    ids: Tensor,
+    weight_local: Tensor,
+    vocab_start: int,
+    group: ProcessGroup | None,
+    *,
+    sequence: bool,
+) -> Tensor:
+    """Look tokens up in a table whose rows are split over ranks.
+
+    Collective over ``group``. Exact: every sum over ranks has one non-zero term.
+
+    Args:
+        ids: ``[B, N]`` int64, equal on all ranks.
+        weight_local: ``[V/tp, C]``, rows ``vocab_start`` on.
+        vocab_start: first row this rank holds.
+        group: ranks the vocabulary is split over.
+        sequence: leave each rank its own tokens (sequence parallelism) instead of all.
+
+    Returns:
+        ``[B, N, C]``, replicated, or ``[B, N/tp, C]`` of this rank's tokens.
+
+    Raises:
+        TopologyError: ``sequence`` and N does not divide by the number of ranks.
+    """
+    if group_size(group) == 1:
+        return functional.embedding(ids, weight_local)
+    rows = ids - vocab_start
+    elsewhere = (rows < 0) | (rows >= weight_local.shape[0])
+    found = functional.embedding(rows.masked_fill(elsewhere, 0), weight_local)
+    found = found.masked_fill(elsewhere.unsqueeze(-1), 0)
+    return reduce_scatter_sequence(found, group) if sequence else reduce_from(found, group)
+
+
+def vocab_parallel_loss(
+    states: Tensor,
+    weight_local: Tensor,
+    bias_local: Tensor,
+    labels: Tensor,
+    vocab_start: int,
+    vocab_size_unpadded: int,
+    group: ProcessGroup | None,
+) -> tuple[Tensor, Tensor]:
+    """Project states onto the vocabulary and compare with labels, a few tokens at a time.
+
+    Collective over ``group`` in forward (one all-gather of maxima and one all-reduce a chunk),
+    local in backward. All logits never exist together: forward turns each chunk of them into its
+    part of the gradients while it has them, and backward only multiplies by the loss's own
+    gradient. So nothing is computed twice, and what stays is as large as the inputs.
+
+    Args:
+        states: ``[T, D]`` fp32, bf16, fp16 (or fp64), equal on all ranks.
+        weight_local: ``[V/tp, D]``, this rank's rows.
+        bias_local: ``[V/tp]``.
+        labels: ``[T]`` int64, equal on all ranks; -100 has no loss.
+        vocab_start: vocabulary index of this rank's first row.
+        vocab_size_unpadded: true size; rows from there on are padding and take no part.
+        group: ranks the vocabulary is split over.
+
+    Returns:
+        Scalar sum of the losses in nats, fp32 (fp64 for fp64 states), differentiable once; and
+        int64 scalar, how many labels are the argmax over the whole vocabulary (the lowest index
+        among equals). Both equal on all ranks; the gradient of ``states`` is this rank's summand.
+
+    Raises:
+        ValueError: on CPU, a label is neither -100 nor below ``vocab_size_unpadded``.
+
+    Source: the gradient in forward is Liger Kernel's (Hsu et al. 2024, arXiv:2410.10989).
+    """
+    if labels.device.type == "cpu":
+        wrong = (labels != IGNORED_LABEL) & ((labels < 0) | (labels >= vocab_size_unpadded))
+        if bool(wrong.any()):
+            raise ValueError(
+                f"label {int(labels[wrong][0])} is outside model.vocab_size={vocab_size_unpadded}; "
+                "the shards were made with another tokenizer"
+            )
+    vocabulary = _Vocabulary(vocab_start, vocab_size_unpadded, group)
+    differentiate = torch.is_grad_enabled()
+    loss, right = _ProjectedCrossEntropy.apply(
+        states, weight_local, bias_local, labels, vocabulary, differentiate
+    )
+    return cast(Tensor, loss), cast(Tensor, right)
+
+
+@dataclass(frozen=True, slots=True)
+class _Vocabulary:
+    """Which part of the vocabulary this rank has."""
+
+    start: int
+    size: int
+    group: ProcessGroup | None
+
+    def num_columns(self, padded: int) -> int:
+        """True tokens among ``padded`` columns."""
+        return min(max(self.size - self.start, 0), padded)
+
+
+class _ProjectedCrossEntropy(torch.autograd.Function):
+    """loss = sum of logsumexp(z) - z_label; d loss / d z = softmax(z) - onehot(label)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        labels: Tensor,
+        vocabulary: _Vocabulary,
+        differentiate: bool,
+    ) -> tuple[Tensor, Tensor]:
+        gradients = _Gradients(states, weight, bias) if differentiate else None
+        wide = torch.promote_types(states.dtype, torch.float32)
+        loss, right = states.new_zeros((), dtype=wide), labels.new_zeros(())
+        for rows in _chunks(len(states), len(weight), states.device.type):
+            logits = torch.addmm(bias, states[rows], weight.t())
+            part, hits, d_logits = _chunk_loss(logits, labels[rows], vocabulary, differentiate)
+            loss += part
+            right += hits
+            if gradients is not None and d_logits is not None:
+                gradients.add(rows, d_logits)
+            del logits, d_logits
+        ctx.gradients = gradients
+        ctx.mark_non_differentiable(right)
+        return loss, right
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        # Given away, and scaled in place: a copy would be as large as the embedding table.
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError("vocab_parallel_loss: its gradient has been used already")
+        return (*gradients.scaled(grad), None, None, None)
+
+
+class _Gradients:
+    """Gradients of states, weight and bias for a loss whose own gradient is 1, at least fp32.
+
+    They are narrowed only when the loss's gradient is known: fp16 needs the loss scale in it.
+    """
+
+    def __init__(self, states: Tensor, weight: Tensor, bias: Tensor) -> None:
+        self._states, self._weight = states, weight
+        self._factor = _FP16_FACTOR if states.dtype == torch.float16 else 1.0
+        wide = torch.promote_types(states.dtype, torch.float32)
+        self._d_states = torch.empty_like(states, dtype=wide)
+        self._d_weight = torch.zeros_like(weight, dtype=wide)
+        self._d_bias = torch.zeros_like(bias, dtype=wide)
+
+    def add(self, rows: slice, d_logits: Tensor) -> None:
+        """Add a chunk's part; ``d_logits`` ``[R, V/tp]`` at least fp32."""
+        self._d_bias += d_logits.sum(0)
+        if self._factor != 1.0:
+            d_logits.mul_(self._factor)
+        narrow = d_logits.to(self._states.dtype)
+        self._d_states[rows] = torch.mm(narrow, self._weight)
+        if self._d_weight.dtype == narrow.dtype:
+            self._d_weight.addmm_(narrow.t(), self._states[rows])
+        else:
+            self._d_weight += torch.mm(narrow.t(), self._states[rows])
+
+    def scaled(self, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """All three times the loss's gradient, in the types of what they belong to; once only."""
+        dtype, factor = self._states.dtype, grad / self._factor
+        return (
+            self._d_states.mul_(factor).to(dtype),
+            self._d_weight.mul_(factor).to(dtype),
+            self._d_bias.mul_(grad).to(dtype),
+        )
+
+
+def chunk_rows(num_rows: int, num_columns: int, device_type: str) -> int:
+    """Tokens whose logits exist together: equal parts, as few as the limit allows.
+
+    Args:
+        num_rows: tokens to predict.
+        num_columns: this rank's vocabulary rows.
+        device_type: where, as in ``torch.device.type``.
+    """
+    limit = max(1, _CHUNK_ELEMENTS.get(device_type, _CHUNK_ELEMENTS["cuda"]) // num_columns)
+    parts = max(1, -(-num_rows // limit))
+    return -(-num_rows // parts)
+
+
+def _chunks(num_rows: int, num_columns: int, device_type: str) -> Iterator[slice]:
+    rows = chunk_rows(num_rows, num_columns, device_type)
+    for first in range(0, num_rows, max(1, rows)):
+        yield slice(first, min(first + rows, num_rows))
+
+
+def _chunk_loss(
+    logits: Tensor, labels: Tensor, vocabulary: _Vocabulary, differentiate: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Loss, right predictions and gradient of some tokens; destroys ``logits`` ``[R, V/tp]``."""
+    group = vocabulary.group
+    num_columns = vocabulary.num_columns(logits.shape[1])
+    maximum, best = _row_maximum(logits[:, :num_columns])
+    maxima = maximum.unsqueeze(0) if group is None else all_gather(maximum, group)
+    # Lower ranks hold lower indices, and max gives the first of equals.
+    top, winner = maxima.max(dim=0)
+
+    work = logits.to(top.dtype)
+    real = work[:, :num_columns]
+    columns = labels - vocabulary.start
+    owned = (columns >= 0) & (columns < num_columns)
+    columns = columns.masked_fill(~owned, 0)
+    real.sub_(top.unsqueeze(1))
+    label_logits = torch.zeros_like(top)
+    if num_columns:
+        label_logits = torch.where(owned, real.gather(1, columns.unsqueeze(1)).squeeze(1), 0)
+    hit = owned & (winner == group_rank(group)) & (best == columns)
+    parts = torch.stack([real.exp_().sum(dim=1), label_logits, hit.to(top.dtype)])
+    if group is not None:
+        dist.all_reduce(parts, group=group)
+    sum_exp, label_logits, hits = parts
+    counted = labels != IGNORED_LABEL
+    loss = torch.where(counted, sum_exp.log() - label_logits, 0).sum()
+    right = (counted & (hits > 0)).sum()
+    if not differentiate:
+        return loss, right, None
+
+    real.mul_(torch.where(counted, sum_exp.reciprocal(), 0).unsqueeze(1))
+    if num_columns:
+        ones = -(owned & counted).to(top.dtype)
+        real.scatter_add_(1, columns.unsqueeze(1), ones.unsqueeze(1))
+    work[:, num_columns:] = 0
+    return loss, right, work
+
+
+def _row_maximum(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Largest value ``[R]`` in at least fp32 and the first column that has it ``[R]``."""
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    if logits.shape[1] == 0:
+        empty = torch.full(logits.shape[:1], -torch.inf, dtype=dtype, device=logits.device)
+        return empty, torch.full_like(empty, -1, dtype=torch.int64)
+    maximum, column = logits.max(dim=1)
+    return maximum.to(dtype), column

@@ -1,0 +1,207 @@
+"""Two-way table between canonical parameter names and those of Hugging Face and Microsoft.
+
+Microsoft's v2 and v3 files and those of the hub use transformers' own names for the encoder and
+``lm_predictions.lm_head`` for the head, so one table serves both; `standard_names` converts older
+spellings.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from megatron_deberta.config.schema import ModelConfig
+from megatron_deberta.model.shapes import parameter_shapes
+
+ModelType: TypeAlias = Literal["deberta", "deberta-v2", "roberta", "megatron-deberta"]
+Layout: TypeAlias = Literal["same", "per_head", "after_padding", "zeros"]
+
+TOKEN_TYPES = "roberta.embeddings.token_type_embeddings.weight"
+"""RoBERTa's table of token types; of one row, our model has it inside its position table."""
+
+_DEBERTA_STEMS = {
+    "embeddings.token": "deberta.embeddings.word_embeddings",
+    "embeddings.position": "deberta.embeddings.position_embeddings",
+    "mask_decoder.position": "deberta.embeddings.position_embeddings",
+    "embeddings.token_type": "deberta.embeddings.token_type_embeddings",
+    "embeddings.norm": "deberta.embeddings.LayerNorm",
+    "encoder.relative_positions": "deberta.encoder.rel_embeddings",
+    "encoder.relative_positions.norm": "deberta.encoder.LayerNorm",
+    "encoder.conv.conv": "deberta.encoder.conv.conv",
+    "encoder.conv.norm": "deberta.encoder.conv.LayerNorm",
+    "head.transform": "lm_predictions.lm_head.dense",
+    "head.norm": "lm_predictions.lm_head.LayerNorm",
+    "head": "lm_predictions.lm_head",
+    "next_sentence.dense": "pooler.dense",
+    "next_sentence.classifier": "classifier",
+}
+_ROBERTA_STEMS = {
+    "embeddings.token": "roberta.embeddings.word_embeddings",
+    "embeddings.position": "roberta.embeddings.position_embeddings",
+    "embeddings.token_type": "roberta.embeddings.token_type_embeddings",
+    "embeddings.norm": "roberta.embeddings.LayerNorm",
+    "head.transform": "lm_head.dense",
+    "head.norm": "lm_head.layer_norm",
+    "head": "lm_head",
+    "next_sentence.dense": "classifier.dense",
+    "next_sentence.classifier": "classifier.out_proj",
+}
+_LAYER_STEMS = {
+    "attention.output": "attention.output.dense",
+    "attention.norm": "attention.output.LayerNorm",
+    "ffn.up": "intermediate.dense",
+    "ffn.down": "output.dense",
+    "ffn.norm": "output.LayerNorm",
+}
+_V2_ATTENTION_STEMS = {
+    "attention.query": "attention.self.query_proj",
+    "attention.key": "attention.self.key_proj",
+    "attention.value": "attention.self.value_proj",
+    "attention.position_key": "attention.self.pos_key_proj",
+    "attention.position_query": "attention.self.pos_query_proj",
+}
+_V1_ATTENTION_STEMS = {
+    "attention.position_key": "attention.self.pos_proj",
+    "attention.position_query": "attention.self.pos_q_proj",
+}
+_ROBERTA_ATTENTION_STEMS = {
+    "attention.query": "attention.self.query",
+    "attention.key": "attention.self.key",
+    "attention.value": "attention.self.value",
+}
+_LAYER = re.compile(r"encoder\.layers\.(\d+)\.(.+)")
+_QKV = ("query", "key", "value")
+
+
+@dataclass(frozen=True)
+class ForeignTensor:
+    """One tensor of a foreign file, and the canonical tensors inside it."""
+
+    name: str
+    """Its name in the file."""
+    shape: tuple[int, ...]
+    """Its shape there."""
+    parts: tuple[str, ...]
+    """Canonical names, in the order `pack` takes them; none where the content is fixed."""
+    layout: Layout = "same"
+    """``same``: one part as it is; ``per_head``: q, k, v rows head by head (v1's ``in_proj``);
+    ``after_padding``: rows after those of padding (RoBERTa); ``zeros``: nothing of ours."""
+    count: int = 0
+    """Heads for ``per_head``, rows skipped for ``after_padding``."""
+
+    def pack(self, parts: list[Tensor]) -> Tensor:
+        """Build the foreign tensor from its canonical parts."""
+        if self.layout == "zeros":
+            return torch.zeros(self.shape)
+        if self.layout == "per_head":
+            by_head = [part.reshape(self.count, -1, part.size(-1)) for part in parts]
+            return torch.cat(by_head, dim=1).reshape(self.shape)
+        if self.layout == "after_padding":
+            return torch.cat([parts[0].new_zeros(self.count, parts[0].size(1)), parts[0]])
+        return parts[0]
+
+    def unpack(self, tensor: Tensor) -> dict[str, Tensor]:
+        """Take the canonical parts out of the foreign tensor; the way back of `pack`."""
+        if self.layout == "zeros":
+            return {}
+        if self.layout == "per_head":
+            by_head = tensor.reshape(self.count, 3, -1, tensor.size(-1))
+            return {
+                part: by_head[:, index].reshape(-1, tensor.size(-1)).contiguous()
+                for index, part in enumerate(self.parts)
+            }
+        if self.layout == "after_padding":
+            return {self.parts[0]: tensor[self.count :]}
+        return {self.parts[0]: tensor}
+
+
+def foreign_tensors(
+    config: ModelConfig, model_type: ModelType, pad_token_id: int = 0
+) -> list[ForeignTensor]:
+    """Every tensor of a file of that type, in the order of our model.
+
+    Args:
+        config: the architecture.
+        model_type: transformers' type; ``megatron-deberta`` is named as ``deberta-v2``.
+        pad_token_id: RoBERTa counts positions from the row after this one.
+    """
+    shapes = parameter_shapes(config)
+    tensors = []
+    for name, shape in shapes.items():
+        if model_type == "deberta" and re.search(r"attention\.(query|key|value)\.", name):
+            entry = _v1_projection(name, shape, config)
+        elif model_type == "roberta" and name == "embeddings.position.weight":
+            skipped = pad_token_id + 1
+            rows = (shape[0] + skipped, shape[1])
+            foreign = _foreign_name(name, model_type)
+            entry = ForeignTensor(foreign, rows, (name,), "after_padding", skipped)
+        else:
+            entry = ForeignTensor(_foreign_name(name, model_type), shape, (name,))
+        if entry is not None:
+            tensors.append(entry)
+    if model_type == "roberta" and config.type_vocab_size == 0:
+        tensors.append(ForeignTensor(TOKEN_TYPES, (1, config.hidden_size), (), "zeros"))
+    return tensors
+
+
+def standard_names(names: Iterable[str], model_type: ModelType) -> dict[str, str]:
+    """Name in the file -> the spelling that `foreign_tensors` uses, for every tensor of a file.
+
+    Brought into line: the ``bert.`` prefix of Microsoft's first files, encoders saved without any
+    prefix, and the head's names in transformers' own ``DebertaV2ForMaskedLM``.
+    """
+    names = list(names)
+    bare = any(name.startswith("embeddings.word_embeddings.") for name in names)
+    prefix = "roberta" if model_type == "roberta" else "deberta"
+    return {
+        name: f"{prefix}.{name}"
+        if bare and name.startswith(("embeddings.", "encoder."))
+        else _standard_name(name)
+        for name in names
+    }
+
+
+def _standard_name(name: str) -> str:
+    for old, new in (
+        ("bert.", "deberta."),
+        ("cls.predictions.transform.", "lm_predictions.lm_head."),
+        ("cls.predictions.bias", "lm_predictions.lm_head.bias"),
+    ):
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name
+
+
+def _foreign_name(name: str, model_type: ModelType) -> str:
+    stem, _, kind = name.rpartition(".")
+    layer = _LAYER.fullmatch(stem)
+    if layer is None:
+        stems = _ROBERTA_STEMS if model_type == "roberta" else _DEBERTA_STEMS
+        return f"{stems[stem]}.{kind}"
+    attention = {
+        "deberta": _V1_ATTENTION_STEMS,
+        "roberta": _ROBERTA_ATTENTION_STEMS,
+    }.get(model_type, _V2_ATTENTION_STEMS)
+    prefix = "roberta" if model_type == "roberta" else "deberta"
+    inner = (_LAYER_STEMS | attention)[layer[2]]
+    return f"{prefix}.encoder.layer.{layer[1]}.{inner}.{kind}"
+
+
+def _v1_projection(name: str, shape: tuple[int, ...], config: ModelConfig) -> ForeignTensor | None:
+    """v1's place of a query, key or value tensor; None where an earlier one already holds it."""
+    stem, _, kind = name.rpartition(".")
+    layer_stem, _, which = stem.rpartition(".")
+    index = stem.split(".")[2]
+    attention = f"deberta.encoder.layer.{index}.attention.self"
+    if kind == "bias":
+        return ForeignTensor(f"{attention}.{which[0]}_bias", shape, (name,))
+    if which != "query":
+        return None
+    parts = tuple(f"{layer_stem}.{part}.weight" for part in _QKV)
+    packed = (3 * shape[0], shape[1])
+    return ForeignTensor(f"{attention}.in_proj.weight", packed, parts, "per_head", config.num_heads)

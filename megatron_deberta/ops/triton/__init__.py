@@ -1,0 +1,1 @@
+"""Fused Triton kernels of the attention operator, for Ampere and newer GPUs."""

@@ -1,6 +1,0 @@
-"""Rewrites the single-device model for tensor and sequence parallelism, and fills it."""
-
-from megatron_deberta.sharding.build import ShardedModel, build_model
-from megatron_deberta.sharding.spec import ParameterSpec
-
-__all__ = ["ParameterSpec", "ShardedModel", "build_model"]

@@ -1,0 +1,1 @@
+"""From raw text to shards: readers, preprocessing, deduplication, splits."""

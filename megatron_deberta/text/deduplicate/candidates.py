@@ -1,0 +1,199 @@
+"""Documents that share a key: exact duplicates, and pairs that may be near duplicates.
+
+Owns bringing together the sorted runs of all units, one range of one kind of key at a time, so
+that memory is bounded by the range and not by the corpus. Documents have numbers over the whole
+input here, in its order. Refuses to judge near pairs (``compare``).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_deberta.text.deduplicate.shingles import Hashes
+from megatron_deberta.text.deduplicate.sign import RANGES, map_signature
+from megatron_deberta.text.deduplicate.work import Work, save_array
+
+Numbers = npt.NDArray[np.int64]
+
+PART_DOCUMENTS = 1 << 21
+"""Keys that a task holds, about."""
+WINDOW = 8
+"""In a bucket each document is paired with this many before it, and with the bucket's first."""
+CROWDED = ("crowded_document", "crowded_bucket", "crowded_sizes")
+
+
+def num_parts(documents: int) -> int:
+    """Return into how many parts the keys are divided: a power of two, at most 256."""
+    parts = 1
+    while parts < RANGES and documents > parts * PART_DOCUMENTS:
+        parts *= 2
+    return parts
+
+
+@lru_cache(maxsize=1)
+def unit_starts(work: Work) -> Numbers:
+    """Return [units + 1] numbers of the units' first documents, and of all documents.
+
+    They are known, and stay what they are, once all units are signed.
+    """
+    counts = [work.info("sign", unit)["documents"] for unit in range(len(work.units))]
+    return np.cumsum([0, *counts], dtype=np.int64)
+
+
+def find_exact(work: Work, task: int, folder: Path) -> None:
+    """Find documents that are the same as an earlier one; ``task`` is the part of the keys."""
+    starts = unit_starts(work)
+    parts = num_parts(int(starts[-1]))
+    keys, rests, documents = [], [], []
+    for unit, first in enumerate(starts[:-1]):
+        bounds = work.load("sign", unit, "exact_starts")
+        columns = [map_signature(work, unit, f"exact_{name}") for name in ("key", "rest")]
+        numbers = map_signature(work, unit, "exact_document")
+        for part in _slices(bounds, task, parts):
+            # Copies: a process may have so many maps only.
+            keys.append(np.array(columns[0][part]))
+            rests.append(np.array(columns[1][part]))
+            documents.append(numbers[part].astype(np.int64) + first)
+    key, rest, document = _concatenate(keys), _concatenate(rests), np.concatenate(documents)
+    order = np.lexsort((document, rest, key))
+    key, rest, document = key[order], rest[order], document[order]
+    same = np.zeros(len(key), np.bool_)
+    same[1:] = (key[1:] == key[:-1]) & (rest[1:] == rest[:-1])
+    first_of = document[_bucket_begins(same)]
+    order = np.argsort(document[same], kind="stable")
+    save_array(folder, "duplicate", document[same][order])
+    save_array(folder, "first", first_of[same][order])
+
+
+def mark_exact(work: Work, task: int, folder: Path) -> None:
+    """Write for every document whether it is the same as an earlier one: [documents] bytes."""
+    total = int(unit_starts(work)[-1])
+    flags = np.memmap(folder / "exact.raw", np.uint8, mode="w+", shape=(max(total, 1),))
+    for part in range(num_parts(total)):
+        flags[work.load("exact", part, "duplicate")] = 1
+    flags.flush()
+
+
+def is_exact(work: Work, begin: int, end: int) -> npt.NDArray[np.bool_]:
+    """Return whether the documents ``[begin, end)`` are the same as earlier ones."""
+    path = work.task_folder("mark", 0) / "exact.raw"
+    return np.fromfile(path, np.uint8, end - begin, offset=begin).astype(np.bool_)
+
+
+def find_candidates(work: Work, task: int, folder: Path) -> None:
+    """Pair documents that share a band; ``task`` is the band times the parts, plus the part.
+
+    Saves ``later`` and ``earlier`` of each pair once, sorted, and ``unit_begins``, where the pairs
+    with the later document in each unit begin; and of buckets too large for all their pairs
+    ``crowded_document`` and ``crowded_bucket`` [entries], sorted by document, and
+    ``crowded_sizes`` [buckets].
+    """
+    starts = unit_starts(work)
+    parts = num_parts(int(starts[-1]))
+    band, part_number = divmod(task, parts)
+    keys, documents = [], []
+    for unit, first in enumerate(starts[:-1]):
+        bounds = work.load("sign", unit, "band_starts")
+        if not len(bounds):
+            continue
+        fresh = ~is_exact(work, int(first), int(starts[unit + 1]))
+        unit_keys = map_signature(work, unit, "band_key")
+        unit_documents = map_signature(work, unit, "band_document")
+        for part in _slices(bounds[:, band], part_number, parts):
+            local = unit_documents[part]
+            wanted = fresh[local]
+            keys.append(unit_keys[part][wanted])
+            documents.append(local[wanted].astype(np.int64) + first)
+    document, begins = sort_buckets(
+        _concatenate(keys), np.concatenate([np.empty(0, np.int64), *documents])
+    )
+    later, earlier = pair_up(document, begins)
+    save_array(folder, "later", later)
+    save_array(folder, "earlier", earlier)
+    save_array(folder, "unit_begins", np.searchsorted(later, starts).astype(np.int64))
+    for name, array in zip(CROWDED, crowded_buckets(document, begins), strict=True):
+        save_array(folder, name, array)
+
+
+def sort_buckets(key: Hashes, document: Numbers) -> tuple[Numbers, Numbers]:
+    """Bring documents of equal keys together.
+
+    Args:
+        key: [entries], any order.
+        document: [entries].
+
+    Returns:
+        The documents, bucket after bucket, each in order; and where each one's bucket begins.
+    """
+    order = np.lexsort((document, key))
+    key, document = key[order], document[order]
+    same = np.zeros(len(key), np.bool_)
+    same[1:] = key[1:] == key[:-1]
+    return document, _bucket_begins(same)
+
+
+def crowded_buckets(document: Numbers, begins: Numbers) -> tuple[Numbers, Numbers, Numbers]:
+    """Return the buckets of which ``pair_up`` does not make all pairs.
+
+    Args:
+        document: [entries], see ``sort_buckets``.
+        begins: [entries].
+
+    Returns:
+        Documents and the numbers of their buckets, from 0, sorted by document; the buckets' sizes.
+    """
+    sizes = np.bincount(begins, minlength=len(begins))
+    which = sizes[begins] > WINDOW + 1
+    sizes = sizes[sizes > WINDOW + 1]
+    bucket = np.repeat(np.arange(len(sizes)), sizes)
+    order = np.argsort(document[which], kind="stable")
+    return document[which][order], bucket[order], sizes
+
+
+def pair_up(document: Numbers, begins: Numbers) -> tuple[Numbers, Numbers]:
+    """Pair documents of the same bucket.
+
+    All pairs of a bucket would be quadratic in its size. A document is paired with the bucket's
+    first and with the ``WINDOW`` before it, so buckets of nine and fewer are complete. Of larger
+    ones ``resolve`` compares the documents that would stay.
+
+    Args:
+        document: [entries], see ``sort_buckets``.
+        begins: [entries].
+
+    Returns:
+        (later, earlier) documents of the pairs, sorted.
+    """
+    position = np.arange(len(document)) - begins
+    later, earlier = [], []
+    for distance in range(1, WINDOW + 1):
+        which = np.flatnonzero(position >= distance)
+        later.append(document[which])
+        earlier.append(document[which - distance])
+    which = np.flatnonzero(position > WINDOW)
+    later.append(document[which])
+    earlier.append(document[begins[which]])
+    left, right = np.concatenate(later), np.concatenate(earlier)
+    order = np.lexsort((right, left))
+    return left[order], right[order]
+
+
+def _slices(bounds: Numbers, part: int, parts: int) -> list[slice]:
+    """Return, for each run, where the keys of a part are; ``bounds`` is [runs, ranges + 1]."""
+    width = RANGES // parts
+    return [slice(run[part * width], run[(part + 1) * width]) for run in bounds]
+
+
+def _bucket_begins(same: npt.NDArray[np.bool_]) -> Numbers:
+    """Return where each entry's bucket begins; ``same`` tells that an entry continues one."""
+    positions = np.where(same, 0, np.arange(len(same)))
+    begins: Numbers = np.maximum.accumulate(positions) if len(same) else positions
+    return begins
+
+
+def _concatenate(arrays: list[Hashes]) -> Hashes:
+    return np.concatenate([np.empty(0, np.uint64), *arrays])

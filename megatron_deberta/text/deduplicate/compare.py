@@ -1,0 +1,172 @@
+"""Which candidate pairs really are near duplicates.
+
+Owns the estimate from the sketches, which leaves out most pairs, and the exact Jaccard similarity
+of the rest, for which their documents' runs of words are read again. All is sorted by unit, so
+that neither memory nor the number of times a file is read grows with the corpus.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_deberta.text.deduplicate.candidates import Numbers, num_parts, unit_starts
+from megatron_deberta.text.deduplicate.shingles import Hashes, Shingler
+from megatron_deberta.text.deduplicate.sign import map_signature
+from megatron_deberta.text.deduplicate.units import Record, UnitReader
+from megatron_deberta.text.deduplicate.work import Work, load_array, save_array
+
+_PAIRS_AT_ONCE = 1 << 15
+_PAIRS_WAITING = 1 << 23
+
+
+def estimate_pairs(work: Work, task: int, folder: Path) -> None:
+    """Keep the pairs whose later document is in a unit and whose sketches are alike enough.
+
+    Saves ``later`` and ``earlier``, sorted and without repetition.
+    """
+    starts = unit_starts(work)
+    begin, total = int(starts[task]), int(starts[-1])
+    waiting = [np.empty(0, np.uint64)]
+    for part in range(num_candidate_tasks(work, total)):
+        bounds = work.load("candidates", part, "unit_begins")
+        which = slice(bounds[task], bounds[task + 1])
+        later = work.load("candidates", part, "later")[which] - begin
+        earlier = work.load("candidates", part, "earlier")[which]
+        waiting.append(later.astype(np.uint64) * np.uint64(total) + earlier.astype(np.uint64))
+        if sum(len(each) for each in waiting) > _PAIRS_WAITING:
+            # Near duplicates share most bands; joining now and then bounds the list.
+            waiting = [np.unique(np.concatenate(waiting))]
+    pairs = np.unique(np.concatenate(waiting))
+    later = (pairs // np.uint64(max(total, 1))).astype(np.int64) + begin
+    earlier = (pairs % np.uint64(max(total, 1))).astype(np.int64)
+    alike = _estimates(work, starts, later, earlier) >= work.settings.least_estimate
+    save_array(folder, "later", later[alike])
+    save_array(folder, "earlier", earlier[alike])
+
+
+def num_candidate_tasks(work: Work, total: int) -> int:
+    """Return the number of tasks of the stage that finds candidates."""
+    return work.settings.bands * num_parts(total)
+
+
+def mark_needed(work: Work, task: int, folder: Path) -> None:
+    """Write for every document whether its runs of words are needed: [documents] bytes."""
+    total = int(unit_starts(work)[-1])
+    flags = np.memmap(folder / "needed.raw", np.uint8, mode="w+", shape=(max(total, 1),))
+    for unit in range(len(work.units)):
+        for name in ("later", "earlier"):
+            flags[work.load("estimate", unit, name)] = 1
+    for part in range(num_candidate_tasks(work, total)):
+        # Which of them ``resolve`` compares depends on what stays.
+        flags[work.load("candidates", part, "crowded_document")] = 1
+    flags.flush()
+
+
+def collect_runs(work: Work, task: int, folder: Path) -> None:
+    """Read a unit again and write the sets of runs of the documents that are needed.
+
+    ``runs.raw`` holds them as sorted uint64, ``bounds`` [needed + 1] says where each begins, and
+    ``document`` [needed] whose they are.
+    """
+    starts = unit_starts(work)
+    begin, end = int(starts[task]), int(starts[task + 1])
+    path = work.task_folder("needed", 0) / "needed.raw"
+    needed = np.fromfile(path, np.uint8, end - begin, offset=begin)
+    sizes = [0]
+    with (folder / "runs.raw").open("wb") as stream:
+        if needed.any():
+            shingler = Shingler(work.settings.ngram)
+            number = 0
+            for record in UnitReader(work.units[task], work.sources, work.options):
+                if not isinstance(record, Record) or not record.text.strip():
+                    continue
+                if needed[number]:
+                    runs = np.unique(shingler(record.text)[1])
+                    stream.write(runs.tobytes())
+                    sizes.append(runs.size)
+                number += 1
+    save_array(folder, "document", np.flatnonzero(needed).astype(np.int64) + begin)
+    save_array(folder, "bounds", np.cumsum(sizes, dtype=np.int64))
+
+
+def verify_pairs(work: Work, task: int, folder: Path) -> None:
+    """Compute the Jaccard similarity of a unit's pairs and keep those at the threshold or above.
+
+    Saves ``later``, ``earlier`` and ``jaccard`` (float64), sorted.
+    """
+    starts = unit_starts(work)
+    later, earlier = (work.load("estimate", task, name) for name in ("later", "earlier"))
+    runs = RunSets(work, starts)
+    jaccard = np.zeros(len(later))
+    for number, (left, right) in enumerate(zip(later.tolist(), earlier.tolist(), strict=True)):
+        jaccard[number] = jaccard_of(runs.of(left), runs.of(right))
+    similar = jaccard >= work.settings.threshold
+    for name, array in (("later", later), ("earlier", earlier), ("jaccard", jaccard)):
+        save_array(folder, name, array[similar])
+
+
+def jaccard_of(left: Hashes, right: Hashes) -> float:
+    """Return the Jaccard similarity of two sets, given as sorted arrays without repetition."""
+    together = np.intersect1d(left, right, assume_unique=True).size
+    return together / (left.size + right.size - together)
+
+
+class RunSets:
+    """Looks up documents' sets of runs; the last few stay in memory.
+
+    Args:
+        work: with its runs of words collected.
+        starts: see ``unit_starts``.
+    """
+
+    def __init__(self, work: Work, starts: Numbers) -> None:
+        """See the class."""
+        self._work = work
+        self._starts = starts
+        self._unit = lru_cache(maxsize=64)(self._open_unit)
+        self.of = lru_cache(maxsize=64)(self._read)
+
+    def _open_unit(self, unit: int) -> tuple[Path, Numbers, Numbers]:
+        folder = self._work.task_folder("collect", unit)
+        document, bounds = (load_array(folder / f"{name}.npy") for name in ("document", "bounds"))
+        return folder / "runs.raw", document, bounds
+
+    def _read(self, document: int) -> Hashes:
+        unit = int(np.searchsorted(self._starts, document, side="right")) - 1
+        path, documents, bounds = self._unit(unit)
+        place = int(np.searchsorted(documents, document))
+        begin, end = bounds[place : place + 2].tolist()
+        # Not mapped: what was read of a map would stay in memory.
+        return np.fromfile(path, np.uint64, end - begin, offset=8 * begin)
+
+
+def _estimates(
+    work: Work, starts: Numbers, later: Numbers, earlier: Numbers
+) -> npt.NDArray[np.float64]:
+    """Return the share of equal sketch values of each pair."""
+    estimates = np.empty(len(later))
+    # By the earlier document, so that a piece of the list needs few units.
+    order = np.argsort(earlier, kind="stable")
+    for begin in range(0, len(order), _PAIRS_AT_ONCE):
+        part = order[begin : begin + _PAIRS_AT_ONCE]
+        left = _sketches(work, starts, later[part])
+        right = _sketches(work, starts, earlier[part])
+        estimates[part] = (left == right).mean(axis=1)
+    return estimates
+
+
+def _sketches(work: Work, starts: Numbers, documents: Numbers) -> npt.NDArray[np.uint32]:
+    units = np.searchsorted(starts, documents, side="right") - 1
+    rows: list[npt.NDArray[np.uint32]] = []
+    order = np.argsort(documents, kind="stable")
+    for unit in np.unique(units):
+        local = documents[order][units[order] == unit] - starts[unit]
+        rows.append(np.array(map_signature(work, int(unit), "sketch")[local]))
+    sketches = np.concatenate(rows)
+    unsorted = np.empty_like(sketches)
+    unsorted[order] = sketches
+    return unsorted

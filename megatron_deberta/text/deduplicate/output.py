@@ -1,0 +1,180 @@
+"""The corpus that stays, and the account of what does not.
+
+Owns the last reading of the input and the files of the result. Refuses a result whose documents do
+not add up.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import orjson
+import zstandard
+
+from megatron_deberta.errors import DataError
+from megatron_deberta.text.deduplicate.candidates import unit_starts
+from megatron_deberta.text.deduplicate.resolve import EXACT, KEPT, load_fates
+from megatron_deberta.text.deduplicate.sign import map_signature
+from megatron_deberta.text.deduplicate.units import Record, UnitReader
+from megatron_deberta.text.deduplicate.work import Work, save_info
+from megatron_deberta.text.readers.records import EMPTY
+
+CLUSTERS = "clusters.npy"
+SUFFIXES = {"none": "", "gz": ".gz", "zst": ".zst"}
+
+
+def write_unit(work: Work, task: int, folder: Path) -> None:
+    """Read a unit once more and write what stays, what goes and what cannot be used."""
+    reporter = _Reporter(work, task)
+    number = reporter.begin
+    counts: Counter[str] = Counter()
+    quarantined: Counter[str] = Counter()
+    with (
+        open_compressed(folder / "kept.jsonl", work.compression) as kept,
+        (folder / "removed.jsonl").open("wb") as removed,
+        (folder / "quarantine.jsonl").open("wb") as quarantine,
+    ):
+        for record in UnitReader(work.units[task], work.sources, work.options):
+            if isinstance(record, Record) and record.text.strip():
+                if reporter.fate[number] == KEPT:
+                    kept.write(record.content + b"\n")
+                    counts["kept"] += 1
+                else:
+                    line = reporter.describe_removed(number, record)
+                    counts[line["kind"]] += 1
+                    removed.write(orjson.dumps(line) + b"\n")
+                number += 1
+                continue
+            line = reporter.describe_defect(record)
+            quarantined[line["reason"]] += 1
+            quarantine.write(orjson.dumps(line) + b"\n")
+    if number != reporter.end:
+        raise DataError(
+            f"{work.sources[work.units[task][0].source].name}: changed while it was read; remove "
+            f"{work.folder} and start again"
+        )
+    save_info(folder, {**counts, "quarantined": quarantined})
+
+
+class _Reporter:
+    """Puts documents that do not stay into words."""
+
+    def __init__(self, work: Work, unit: int) -> None:
+        starts = unit_starts(work)
+        self._work = work
+        self._starts = starts.tolist()
+        self._unit = unit
+        self.begin, self.end = self._starts[unit], self._starts[unit + 1]
+        self.fate, self._kept, self._jaccard = load_fates(work)
+        path = work.task_folder("resolve", 0) / "lines.json"
+        self._lines: list[dict[str, int]] = json.loads(path.read_text(encoding="utf-8"))
+
+    def describe_removed(self, number: int, record: Record) -> dict[str, Any]:
+        """Say where a document was, why it goes and what stays in its place."""
+        kept = int(self._kept[number])
+        unit = bisect_right(self._starts, kept) - 1
+        source, line = map_signature(self._work, unit, "place")[kept - self._starts[unit]].tolist()
+        return {
+            "document": number,
+            **self._place(self._unit, record.source, record.line, record.offset),
+            "kind": "exact" if self.fate[number] == EXACT else "near",
+            "kept": {"document": kept, **self._place(unit, source, line)},
+            "jaccard": round(float(self._jaccard[number]), 6),
+        }
+
+    def describe_defect(self, record: Any) -> dict[str, Any]:
+        """Say where a record is that cannot be used, and why."""
+        if isinstance(record, Record):
+            place = self._place(self._unit, record.source, record.line, record.offset)
+            return {**place, "reason": EMPTY, "detail": "no words"}
+        source, defect = record
+        place = self._place(self._unit, source, defect.line, defect.offset)
+        return {**place, "reason": defect.reason, "detail": defect.detail}
+
+    def _place(self, unit: int, source: int, line: int, offset: int = -1) -> dict[str, Any]:
+        before = self._lines[unit].get(str(source), 0)
+        place = {"file": self._work.sources[source].name, "line": line + before}
+        return place if offset < 0 else {**place, "offset": offset}
+
+
+@contextmanager
+def open_compressed(path: Path, compression: str) -> Iterator[BinaryIO]:
+    """Open a new file that compresses as asked; its bytes depend on what is written only."""
+    with path.open("wb") as stream:
+        if compression == "gz":
+            with gzip.GzipFile("", "wb", 6, stream, mtime=0) as compressed:
+                yield compressed  # type: ignore[misc]
+        elif compression == "zst":
+            with zstandard.ZstdCompressor(level=3).stream_writer(stream) as compressed:
+                yield compressed
+        else:
+            yield stream
+
+
+def gather_output(work: Work, staged: Path) -> dict[str, Any]:
+    """Put the units' files together in a folder, and return the summary.
+
+    Raises:
+        DataError: the documents do not add up.
+    """
+    summary = _summarise(work)
+    units = len(work.units)
+    take_parts(work, "kept.jsonl", staged)
+    for name in ("removed.jsonl", "quarantine.jsonl"):
+        concatenate(
+            [work.task_folder("write", task) / name for task in range(units)], staged / name
+        )
+    shutil.copyfile(work.task_folder("resolve", 0) / CLUSTERS, staged / CLUSTERS)
+    return summary
+
+
+def take_parts(work: Work, name: str, folder: Path) -> None:
+    """Move the units' files of documents to their final names; empty ones are left out."""
+    for task in range(len(work.units)):
+        part = work.task_folder("write", task) / name
+        if part.exists() and work.info("write", task).get(Path(name).stem):
+            part.rename(folder / f"part-{task:06d}.jsonl{SUFFIXES[work.compression]}")
+
+
+def concatenate(parts: Sequence[Path], final: Path) -> None:
+    """Write files one behind the other into a new one."""
+    with final.open("wb") as stream:
+        for part in parts:
+            with part.open("rb") as part_stream:
+                shutil.copyfileobj(part_stream, stream)
+
+
+def _summarise(work: Work) -> dict[str, Any]:
+    counts: Counter[str] = Counter()
+    quarantined: Counter[str] = Counter()
+    for task in range(len(work.units)):
+        info = work.info("write", task)
+        quarantined.update(info.pop("quarantined"))
+        counts.update(info)
+    documents = int(unit_starts(work)[-1]) + sum(quarantined.values())
+    accounted = sum(counts.values()) + sum(quarantined.values())
+    if documents != accounted:
+        raise DataError(f"{documents} documents were read but {accounted} accounted for")
+    return {
+        "documents": documents,
+        "kept": counts["kept"],
+        "removed": {"exact": counts["exact"], "near": counts["near"]},
+        "quarantined": dict(sorted(quarantined.items())),
+        "characters": sum(work.info("sign", u)["characters"] for u in range(len(work.units))),
+        "keys": list(work.options.keys),
+        "normalization": work.options.normalization,
+        "exact_only": work.settings.exact_only,
+        "threshold": work.settings.threshold,
+        "ngram": work.settings.ngram,
+        "bands": work.settings.bands,
+        "rows": work.settings.rows,
+        "sources": [source.name for source in work.sources],
+    }

@@ -1,0 +1,234 @@
+"""The stages of a run, from the files to the folder without duplicates.
+
+Owns their order and what is true before and after. Refuses to know how each works.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_deberta.errors import ConfigError, DataError
+from megatron_deberta.files import fsync_path
+from megatron_deberta.text.deduplicate.candidates import (
+    find_candidates,
+    find_exact,
+    mark_exact,
+    num_parts,
+    unit_starts,
+)
+from megatron_deberta.text.deduplicate.compare import (
+    collect_runs,
+    estimate_pairs,
+    mark_needed,
+    num_candidate_tasks,
+    verify_pairs,
+)
+from megatron_deberta.text.deduplicate.output import gather_output, write_unit
+from megatron_deberta.text.deduplicate.resolve import resolve
+from megatron_deberta.text.deduplicate.settings import Settings
+from megatron_deberta.text.deduplicate.sign import sign_unit
+from megatron_deberta.text.deduplicate.units import plan_units
+from megatron_deberta.text.deduplicate.work import (
+    NoDocumentsError,
+    StageRunner,
+    Work,
+    begin_work,
+    locked,
+    make_plan,
+    refuse_foreign,
+)
+from megatron_deberta.text.preprocess.units import UNIT_BYTES
+from megatron_deberta.text.readers.reading import ReadOptions
+from megatron_deberta.text.readers.sources import Source
+
+Compression = Literal["none", "gz", "zst"]
+Advance = Callable[[str, int, int], None]
+SUMMARY = "summary.json"
+
+
+def deduplicate(
+    sources: Sequence[Source],
+    output: Path,
+    settings: Settings,
+    options: ReadOptions,
+    *,
+    workers: int = 0,
+    compression: Compression = "none",
+    unit_bytes: int = UNIT_BYTES,
+    force: bool = False,
+    advance: Advance = lambda *_: None,
+) -> dict[str, Any]:
+    """Write the input without exact and near duplicates into a new folder.
+
+    Unfinished work is kept beside it as ``{output}.unfinished``; the same call goes on from there
+    and gives the same bytes, whatever ``workers`` were and are. Where the result of the same call
+    is there already, nothing is done.
+
+    Args:
+        sources: input files, whose order says which of two documents is the first.
+        output: folder that appears when everything is done.
+        settings: what a duplicate is.
+        options: what of a record is read.
+        workers: processes; 0 works in this one.
+        compression: of the files of documents.
+        unit_bytes: size of the pieces that the input is worked on in.
+        force: replace a folder that exists, once everything is done.
+        advance: told (stage, tasks, done).
+
+    Returns:
+        The summary, as in ``summary.json``.
+
+    Raises:
+        ConfigError: ``output`` exists, or unfinished work of another plan does.
+        DataError: the input cannot be read or holds no document, the disk is full, or a worker
+            died.
+    """
+    plan = make_plan(
+        asdict(settings), options, sources, plan_units(sources, unit_bytes), compression
+    )
+    refuse_inputs(output, sources)
+    return fill_folder(output, plan, _run_stages, gather_output, workers, force, advance)
+
+
+def refuse_inputs(output: Path, sources: Sequence[Source]) -> None:
+    """Refuse a folder to write that holds what is read: replacing it would remove that.
+
+    Raises:
+        ConfigError: it does.
+    """
+    folder = Path(os.path.realpath(output))
+    for source in sources:
+        if folder in Path(os.path.realpath(source.path)).parents:
+            raise ConfigError(
+                f"--output {output}: holds the input {source.path}; choose another folder"
+            )
+
+
+def fill_folder(
+    output: Path,
+    plan: bytes,
+    run_stages: Callable[[Work, StageRunner], None],
+    gather: Callable[[Work, Path], dict[str, Any]],
+    workers: int,
+    force: bool,
+    advance: Advance,
+) -> dict[str, Any]:
+    """Do what a plan says, from wherever a killed run left it, and publish the result.
+
+    Args:
+        output: folder that appears when everything is done.
+        plan: see ``make_plan``.
+        run_stages: does all work but the last.
+        gather: puts the result together in a folder and returns its summary.
+        workers: processes.
+        force: replace ``output``.
+        advance: told (stage, tasks, done).
+
+    Raises:
+        ConfigError: ``output`` exists, or unfinished work of another plan does.
+        DataError: the disk is full, or what the stages raise.
+    """
+    folder = unfinished_folder(output)
+    rubbish = folder.with_name(f".{folder.name}.removed")
+    try:
+        shutil.rmtree(rubbish, ignore_errors=True)
+        summary = _finished(output, plan)
+        if summary is None:
+            if os.path.lexists(output) and not force:
+                raise ConfigError(f"--output {output}: exists; choose another or add --force")
+            with begin_work(folder, plan) as work:
+                try:
+                    with StageRunner(work, workers, advance) as runner:
+                        run_stages(work, runner)
+                    summary = _publish(work, output, gather)
+                except NoDocumentsError:
+                    # Other options are wanted, which unfinished work would refuse.
+                    _remove(folder, rubbish)
+                    raise
+        if folder.exists():
+            _remove(folder, rubbish)
+    except OSError as error:
+        raise DataError(f"{folder}: {error}; is the disk full?") from error
+    return summary
+
+
+def _remove(folder: Path, rubbish: Path) -> None:
+    # Half removed under its own name, it would look like work to go on with.
+    folder.rename(rubbish)
+    shutil.rmtree(rubbish)
+
+
+def _publish(
+    work: Work, output: Path, gather: Callable[[Work, Path], dict[str, Any]]
+) -> dict[str, Any]:
+    """Give the result its name; may be killed at any point and called again."""
+    staged = work.folder / "output"
+    staged.mkdir(exist_ok=True)
+    summary = {**gather(work, staged), "plan_sha256": work.plan_sha256}
+    (staged / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    for path in staged.rglob("*"):
+        fsync_path(path)
+    fsync_path(staged)
+    if output.exists():
+        output.rename(work.folder / "replaced")
+    staged.rename(output)
+    fsync_path(output.parent)
+    return summary
+
+
+def _finished(output: Path, plan: bytes) -> dict[str, Any] | None:
+    """Return the summary of a result that is there, if it is this plan's."""
+    try:
+        summary = json.loads((output / SUMMARY).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(summary, dict):
+        return None
+    return summary if summary.get("plan_sha256") == hashlib.sha256(plan).hexdigest() else None
+
+
+def forget_unfinished(output: Path) -> None:
+    """Remove what a killed run left.
+
+    Raises:
+        ConfigError: the folder is somebody's own.
+        DataError: another process works there.
+    """
+    folder = unfinished_folder(output)
+    if folder.exists():
+        refuse_foreign(folder)
+        with locked(folder):
+            shutil.rmtree(folder)
+
+
+def unfinished_folder(output: Path) -> Path:
+    """Return where a run keeps its work until it is done."""
+    return Path(f"{os.fspath(output)}.unfinished")
+
+
+def _run_stages(work: Work, runner: StageRunner) -> None:
+    units = len(work.units)
+    runner.run("sign", sign_unit, units)
+    total = int(unit_starts(work)[-1])
+    if not total:
+        raise NoDocumentsError(
+            f"no documents with words in {len(work.sources)} input file(s); check --input and "
+            "--keys"
+        )
+    runner.run("exact", find_exact, num_parts(total))
+    if not work.settings.exact_only:
+        runner.run("mark", mark_exact, 1)
+        runner.run("candidates", find_candidates, num_candidate_tasks(work, total))
+        runner.run("estimate", estimate_pairs, units)
+        runner.run("needed", mark_needed, 1)
+        runner.run("collect", collect_runs, units)
+        runner.run("verify", verify_pairs, units)
+    runner.run("resolve", resolve, 1)
+    runner.run("write", write_unit, units)

@@ -1,0 +1,175 @@
+"""Which documents stay, and which belong together.
+
+Owns the rule: in input order, a document goes if it is the same as, or a near duplicate of, one
+that stays. So every document that goes has one that stays, its Jaccard similarity at or above the
+threshold, and no two that stay were found to be near duplicates of each other. Clusters are wider:
+all documents that a chain of near duplicates connects. Works on memory maps of one entry a
+document.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_deberta.text.deduplicate.candidates import Numbers, num_parts, unit_starts
+from megatron_deberta.text.deduplicate.crowded import CrowdedBuckets
+from megatron_deberta.text.deduplicate.sign import map_signature
+from megatron_deberta.text.deduplicate.work import Work, load_array, save_array
+
+KEPT, EXACT, NEAR = 0, 1, 2
+"""Fates of a document."""
+
+
+def resolve(work: Work, task: int, folder: Path) -> None:
+    """Decide on every document.
+
+    Saves ``fate`` [documents] uint8, ``kept`` int64 (for each document that goes, the one that
+    stays in its place), ``jaccard`` float64, ``clusters`` (see ``_save_clusters``), and
+    ``lines.json``: for each unit, the lines of each file before it.
+    """
+    starts = unit_starts(work)
+    total = max(int(starts[-1]), 1)
+    fate = _new_map(folder, "fate", np.uint8, total)
+    kept = _new_map(folder, "kept", np.int64, total)
+    jaccard = _new_map(folder, "jaccard", np.float64, total)
+    parent = np.memmap(folder / "parent.tmp", np.int64, mode="w+", shape=(total,))
+    for begin in range(0, total, 1 << 20):
+        end = min(begin + (1 << 20), total)
+        kept[begin:end] = parent[begin:end] = np.arange(begin, end)
+    jaccard[:] = 1.0
+    if not work.settings.exact_only:
+        _resolve_near(work, starts, folder, parent, fate, kept, jaccard)
+    for part in range(num_parts(int(starts[-1]))):
+        duplicates = work.load("exact", part, "duplicate")
+        firsts = work.load("exact", part, "first")
+        # What the first is a near duplicate of, so are its copies.
+        fate[duplicates] = np.where(fate[firsts] == KEPT, EXACT, NEAR)
+        kept[duplicates] = kept[firsts]
+        jaccard[duplicates] = jaccard[firsts]
+    _save_clusters(work, starts, parent, folder)
+    for array in (fate, kept, jaccard):
+        array.flush()
+    for path in folder.glob("*.tmp"):
+        path.unlink()
+    lines = json.dumps(_lines_before(work))
+    (folder / "lines.json").write_text(lines, encoding="utf-8")
+
+
+def _resolve_near(
+    work: Work, starts: Numbers, folder: Path, parent: Any, fate: Any, kept: Any, jaccard: Any
+) -> None:
+    crowded = CrowdedBuckets(work, starts, folder)
+    for unit in range(len(work.units)):
+        for document, pairs, buckets in _by_document(work, crowded, unit):
+            best, similarity = -1, 0.0
+            for earlier, found in pairs:
+                _join(parent, document, earlier)
+                if fate[earlier] == KEPT and found > similarity:
+                    best, similarity = earlier, found
+            if best < 0 and buckets.size:
+                best, similarity = crowded.most_alike(document, buckets)
+                if best < 0:
+                    crowded.add(document, buckets)
+                else:
+                    _join(parent, document, best)
+            if best >= 0:
+                fate[document], kept[document], jaccard[document] = NEAR, best, similarity
+
+
+def _by_document(
+    work: Work, crowded: CrowdedBuckets, unit: int
+) -> Iterator[tuple[int, list[tuple[int, float]], Numbers]]:
+    """Yield a unit's documents that may go, in order.
+
+    With each the earlier documents it is a near duplicate of, their similarity, and its crowded
+    buckets.
+    """
+    later, earlier, similarity = (
+        np.array(work.load("verify", unit, name)) for name in ("later", "earlier", "jaccard")
+    )
+    member, bucket = crowded.of_unit(unit)
+    documents = np.union1d(later, member)
+    pair_bounds, bucket_bounds = (
+        np.append(np.searchsorted(each, documents), len(each)).tolist() for each in (later, member)
+    )
+    for place, document in enumerate(documents.tolist()):
+        begin, end = pair_bounds[place : place + 2]
+        pairs = list(zip(earlier[begin:end].tolist(), similarity[begin:end].tolist(), strict=True))
+        yield document, pairs, bucket[slice(*bucket_bounds[place : place + 2])]
+
+
+def _new_map(folder: Path, name: str, dtype: Any, total: int) -> Any:
+    path = folder / f"{name}.npy"
+    return np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=(total,))
+
+
+def _root(parent: Any, document: int) -> int:
+    while (above := int(parent[document])) != document:
+        parent[document] = parent[above]
+        document = above
+    return document
+
+
+def _join(parent: Any, left: int, right: int) -> None:
+    """Unite two documents' clusters; the earliest document is the root."""
+    left, right = _root(parent, left), _root(parent, right)
+    parent[max(left, right)] = min(left, right)
+
+
+def _save_clusters(work: Work, starts: Numbers, parent: Any, folder: Path) -> None:
+    """Save ``clusters`` [members, 4] uint64, sorted: a member's digest, its cluster's digest.
+
+    Documents are named by what they say, so that the file fits the corpus however it is cut and
+    ordered. The cluster's is that of its first document; that document itself and documents
+    without near duplicates are left out. Exact duplicates share a digest.
+    """
+    rows = [np.empty((0, 4), np.uint64)]
+    for unit in range(len(work.units)):
+        begin, end = int(starts[unit]), int(starts[unit + 1])
+        members = _moved(parent, begin, end)
+        if not members.size:
+            continue
+        roots = np.array([_root(parent, document) for document in members.tolist()])
+        own = np.array(map_signature(work, unit, "digest")[members - begin])
+        rows.append(np.concatenate([own, _digests(work, starts, roots)], axis=1))
+    clusters = np.concatenate(rows)
+    save_array(folder, "clusters", clusters[np.lexsort((clusters[:, 1], clusters[:, 0]))])
+
+
+def _moved(parent: Any, begin: int, end: int) -> Numbers:
+    part = np.array(parent[begin:end])
+    return np.flatnonzero(part != np.arange(begin, end)) + begin
+
+
+def _digests(work: Work, starts: Numbers, documents: Numbers) -> Any:
+    digests = np.empty((len(documents), 2), np.uint64)
+    units = np.searchsorted(starts, documents, side="right") - 1
+    for unit in np.unique(units):
+        which = units == unit
+        local = documents[which] - starts[unit]
+        digests[which] = map_signature(work, int(unit), "digest")[local]
+    return digests
+
+
+def _lines_before(work: Work) -> list[dict[str, int]]:
+    """Return, for each unit, the line ends of each of its files before its piece."""
+    before: dict[str, int] = {}
+    lines = []
+    for unit in range(len(work.units)):
+        ends = work.info("sign", unit)["line_ends"]
+        lines.append({source: before.get(source, 0) for source in ends})
+        for source, count in ends.items():
+            before[source] = before.get(source, 0) + count
+    return lines
+
+
+def load_fates(work: Work) -> tuple[Any, Any, Any]:
+    """Map ``fate``, ``kept`` and ``jaccard``."""
+    folder = work.task_folder("resolve", 0)
+    fate, kept, jaccard = (load_array(folder / f"{n}.npy") for n in ("fate", "kept", "jaccard"))
+    return fate, kept, jaccard

@@ -1,0 +1,209 @@
+"""First stage: what is kept of every document instead of its text.
+
+Owns the MinHash sketches (rensa) and the sorted runs of keys by which documents that share one are
+found later: an exact key of the normalised text, and one a band of the sketch. A task's files:
+
+``digest``     [documents, 2] uint64, BLAKE2b of the normalised text
+``sketch``     [documents, 128] uint32
+``place``      [documents, 2] int64, number of the file and line in its piece
+``exact_key``  uint64, ``exact_rest`` uint64, ``exact_document`` uint32: per run sorted by key
+``band_key``   uint64, ``band_document`` uint32: per run and band sorted by key
+``exact_starts`` [runs, 257], ``band_starts`` [runs, bands, 257] int64: where in them the keys of
+each of 256 ranges begin
+
+Refuses to hold more than one run's documents in memory.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+from rensa import RMinHash
+
+from megatron_deberta.text.deduplicate.settings import PERMUTATIONS, Settings
+from megatron_deberta.text.deduplicate.shingles import Hashes, Shingler
+from megatron_deberta.text.deduplicate.units import Record, UnitReader
+from megatron_deberta.text.deduplicate.work import Work, save_array, save_info
+from megatron_deberta.text.readers.records import EMPTY
+
+RANGES = 256
+"""Ranges of keys into which sorted runs are divided."""
+_RUN_DOCUMENTS = 1 << 15
+_RUN_HASHES = 1 << 22
+_CHARACTERS_AT_ONCE = 1 << 20
+_SKETCH_ALGORITHM = 2
+"""rensa's number for what its sketches mean."""
+
+_FILES: dict[str, np.dtype[Any]] = {
+    "digest": np.dtype(np.uint64),
+    "sketch": np.dtype(np.uint32),
+    "place": np.dtype(np.int64),
+    "exact_key": np.dtype(np.uint64),
+    "exact_rest": np.dtype(np.uint64),
+    "exact_document": np.dtype(np.uint32),
+    "band_key": np.dtype(np.uint64),
+    "band_document": np.dtype(np.uint32),
+}
+
+
+def sign_unit(work: Work, task: int, folder: Path) -> None:
+    """Read a unit and write its keys and sketches."""
+    reader = UnitReader(work.units[task], work.sources, work.options)
+    quarantined: Counter[str] = Counter()
+    with _SignatureWriter(folder, work.settings) as writer:
+        for record in reader:
+            if not isinstance(record, Record):
+                quarantined[record[1].reason] += 1
+            elif record.text.strip():
+                writer.add(record)
+            else:
+                quarantined[EMPTY] += 1
+        writer.flush()
+        save_array(folder, "exact_starts", np.array(writer.exact_starts, np.int64))
+        save_array(folder, "band_starts", np.array(writer.band_starts, np.int64))
+        save_info(
+            folder,
+            {
+                "documents": writer.documents,
+                "characters": writer.characters,
+                "runs": len(writer.exact_starts),
+                "quarantined": quarantined,
+                "line_ends": {str(source): ends for source, ends in reader.line_ends.items()},
+            },
+        )
+
+
+def map_signature(work: Work, unit: int, name: str) -> npt.NDArray[Any]:
+    """Map one of the files that grow with the documents; ``sketch`` and others as rows."""
+    path = work.task_folder("sign", unit) / f"{name}.raw"
+    dtype = _FILES[name]
+    flat = np.memmap(path, dtype, mode="r") if path.stat().st_size else np.empty(0, dtype)
+    columns = {"digest": 2, "sketch": PERMUTATIONS, "place": 2}
+    return flat.reshape(-1, columns[name]) if name in columns else flat
+
+
+class _SignatureWriter:
+    """Collects documents and writes them run by run."""
+
+    def __init__(self, folder: Path, settings: Settings) -> None:
+        self._settings = settings
+        self._folder = folder
+        self._stack = ExitStack()
+        self._streams: dict[str, BinaryIO] = {}
+        self._shingler = Shingler(settings.ngram)
+        self._texts: list[str] = []
+        self._waiting_characters = 0
+        self.documents = self.characters = 0
+        self.exact_starts: list[npt.NDArray[np.int64]] = []
+        self.band_starts: list[npt.NDArray[np.int64]] = []
+        self._clear()
+
+    def __enter__(self) -> _SignatureWriter:
+        for name in _FILES:
+            self._streams[name] = self._stack.enter_context(
+                (self._folder / f"{name}.raw").open("wb")
+            )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def add(self, record: Record) -> None:
+        """Take a document that has words."""
+        self._texts.append(record.text)
+        self._places.append((record.source, record.line))
+        self._waiting_characters += len(record.text)
+        if self._waiting_characters >= _CHARACTERS_AT_ONCE or len(self._texts) >= _RUN_DOCUMENTS:
+            self._hash()
+        if len(self._places) >= _RUN_DOCUMENTS or self._waiting_hashes >= _RUN_HASHES:
+            self.flush()
+
+    def _hash(self) -> None:
+        """Turn waiting texts into digests and hashes."""
+        texts, self._texts = self._texts, []
+        self.characters += self._waiting_characters
+        self._waiting_characters = 0
+        for digest, hashes in self._shingler.many(texts):
+            self._digests.append(digest)
+            self._hashes.append(hashes)
+            self._waiting_hashes += hashes.size
+
+    def flush(self) -> None:
+        """Write a run."""
+        self._hash()
+        if not self._digests:
+            return
+        digests = np.frombuffer(b"".join(self._digests), "<u8").reshape(-1, 2)
+        count = len(digests)
+        documents = np.arange(self.documents, self.documents + count, dtype=np.uint32)
+        self._write("digest", digests)
+        self._write("place", np.array(self._places, np.int64))
+        order = np.lexsort((digests[:, 1], digests[:, 0]))
+        self.exact_starts.append(_range_starts(digests[order, 0]) + self.documents)
+        self._write("exact_key", digests[order, 0])
+        self._write("exact_rest", digests[order, 1])
+        self._write("exact_document", documents[order])
+        if not self._settings.exact_only:
+            self._write_bands(documents)
+        self.documents += count
+        self._clear()
+
+    def _write_bands(self, documents: npt.NDArray[np.uint32]) -> None:
+        sketches = make_sketches(self._hashes, self._settings.seed)
+        self._write("sketch", sketches)
+        rows, bands = self._settings.rows, self._settings.bands
+        starts = np.empty((bands, RANGES + 1), np.int64)
+        for band in range(bands):
+            keys = _band_keys(sketches[:, band * rows : (band + 1) * rows])
+            order = np.argsort(keys, kind="stable")
+            written = self.documents * bands + band * len(documents)
+            starts[band] = _range_starts(keys[order]) + written
+            self._write("band_key", keys[order])
+            self._write("band_document", documents[order])
+        self.band_starts.append(starts)
+
+    def _write(self, name: str, array: npt.NDArray[Any]) -> None:
+        self._streams[name].write(np.ascontiguousarray(array, _FILES[name]).tobytes())
+
+    def _clear(self) -> None:
+        self._digests: list[bytes] = []
+        self._hashes: list[Hashes] = []
+        self._places: list[tuple[int, int]] = []
+        self._waiting_hashes = 0
+
+
+def make_sketches(hashes: list[Hashes], seed: int) -> npt.NDArray[np.uint32]:
+    """Return the [documents, 128] MinHash sketches of sets of hashes.
+
+    The share of equal values of two sketches estimates the sets' Jaccard similarity.
+    """
+    if RMinHash.ALGORITHM_VERSION != _SKETCH_ALGORITHM:
+        raise RuntimeError(f"rensa's sketches are of version {RMinHash.ALGORITHM_VERSION}, not 2")
+    ends = np.cumsum([0, *(each.size for each in hashes)], dtype=np.uint64)
+    matrix = RMinHash.digest_matrix_from_flat_token_hashes(
+        # A long document comes alone and need not be copied.
+        hashes[0] if len(hashes) == 1 else np.concatenate(hashes),
+        ends,
+        PERMUTATIONS,
+        seed,
+    )
+    return np.array(matrix.to_rows(), np.uint32)
+
+
+def _band_keys(values: npt.NDArray[np.uint32]) -> Hashes:
+    keys = np.zeros(len(values), np.uint64)
+    for column in values.T:
+        keys = (keys ^ column.astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
+        keys ^= keys >> np.uint64(29)
+    return keys
+
+
+def _range_starts(keys: Hashes) -> npt.NDArray[np.int64]:
+    """Return where in sorted keys each of the ranges begins, and their number at the end."""
+    firsts = np.arange(RANGES, dtype=np.uint64) << np.uint64(56)
+    return np.append(np.searchsorted(keys, firsts), len(keys)).astype(np.int64)

@@ -1,0 +1,256 @@
+"""Which files the input is, and what each holds.
+
+Owns expanding paths and telling formats apart. Refuses to look at records (``reading``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import hashlib
+import json
+import os
+import stat
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megatron_deberta.errors import ConfigError, DataError
+from megatron_deberta.text.readers.compression import (
+    COMPRESSED_SUFFIXES,
+    Compression,
+    TextStream,
+    compression_of,
+)
+
+TextFormat = Literal["jsonl", "line", "paragraph", "parquet", "arrow"]
+"""A JSON object a line; a document a line; documents separated by blank lines; tables."""
+FileFormat = Literal["auto", "jsonl", "text"]
+TextMode = Literal["line", "paragraph"]
+
+STANDARD_INPUT = "-"
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+TABLES = ("parquet", "arrow")
+_JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
+_TEXT_SUFFIXES = (".txt", ".text")
+_TABLE_SUFFIXES = (".parquet", ".arrow")
+_PARQUET_MAGIC = b"PAR1"
+_DATASET_STATE = "state.json"
+"""Lists the files of a Hugging Face dataset that ``save_to_disk`` wrote."""
+_DATASETS = "dataset_dict.json"
+"""Lists the datasets, in folders beside it, that were saved together."""
+_UNFINISHED = ".unfinished"
+_OF_SHARDS = (".manifest.json", ".quarantine.jsonl")
+_REPORTS = {"summary.json", "quarantine.jsonl"}
+"""``deduplicate`` and ``split`` write them beside their text, ``part-*``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One input file.
+
+    Attributes:
+        path: file name.
+        size_bytes: size on disk, before decompression.
+        modified_ns: when it was last written, or what else tells it from another content.
+        text_format: how records are told apart.
+        compression: what is around them.
+        label: what to call it, where not by its path.
+    """
+
+    path: str
+    size_bytes: int
+    modified_ns: int = 0
+    text_format: TextFormat = "jsonl"
+    compression: Compression = "none"
+    label: str = ""
+
+    @property
+    def name(self) -> str:
+        """What to call it in messages and in the quarantine."""
+        return self.label or self.path
+
+
+def find_sources(
+    inputs: Sequence[str],
+    *,
+    file_format: FileFormat = "auto",
+    text_mode: TextMode = "paragraph",
+    spool: Path | None = None,
+    output: Path | None = None,
+) -> list[Source]:
+    """Expand files, directories, globs and ``-``, and find out what each file is.
+
+    Args:
+        inputs: as given on the command line. Directories are searched for text files by suffix,
+            hidden ones and what our own commands keep beside text left out; they and globs are
+            sorted by name. A directory that holds a Hugging Face dataset stands for that dataset's
+            files. A file named twice counts once.
+        file_format: ``auto`` goes by the suffix, else by whether the text begins with ``{``;
+            tables are known by their first bytes.
+        text_mode: what a document is in plain text.
+        spool: where standard input is kept, so that it can be cut and read again.
+        output: folder that the command writes, left out of a directory that it is in.
+
+    Raises:
+        ConfigError: ``-`` is combined with files, or cannot be used here.
+        DataError: something does not exist, cannot be opened, or holds no text file.
+    """
+    if STANDARD_INPUT in inputs:
+        if len(inputs) > 1:
+            raise ConfigError("--input -: standard input cannot be combined with files")
+        if spool is None:
+            raise ConfigError("--input -: this command needs files")
+        spool, digest = _spool_standard_input(spool)
+        source = _describe(str(spool), file_format, text_mode, "standard input")
+        # What tells it from another input is not when it was kept.
+        return [dataclasses.replace(source, modified_ns=digest)]
+    paths = [path for entry in inputs for path in _expand(entry, output)]
+    unique: dict[str, str] = {}
+    for path in paths:
+        # The name that was given stays: what a link leads to may have no suffix.
+        unique.setdefault(os.path.realpath(path), os.path.abspath(path))
+    return [_describe(path, file_format, text_mode) for path in unique.values()]
+
+
+def _spool_standard_input(spool: Path) -> tuple[Path, int]:
+    """Keep standard input in a file that is named by its content: another run may read another."""
+    digest = hashlib.sha256()
+    mine = spool.with_name(f"{spool.name}.{os.getpid()}")
+    try:
+        spool.parent.mkdir(parents=True, exist_ok=True)
+        with mine.open("wb") as stream:
+            while piece := sys.stdin.buffer.read(1 << 20):
+                digest.update(piece)
+                stream.write(piece)
+            stream.flush()
+            os.fsync(stream.fileno())
+        final = spool.with_name(f"{spool.name}-{digest.hexdigest()[:16]}")
+        os.replace(mine, final)
+        return final, int.from_bytes(digest.digest()[:7], "big")
+    except OSError as error:
+        mine.unlink(missing_ok=True)
+        raise DataError(
+            f"{spool}: cannot keep standard input: {error}; is the disk full?"
+        ) from error
+
+
+def _describe(path: str, file_format: FileFormat, text_mode: TextMode, label: str = "") -> Source:
+    try:
+        path.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{path!a}: its name is not UTF-8; rename it") from error
+    try:
+        # Opening a pipe would wait for somebody to write.
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise DataError(f"{path}: not a regular file; pipe what it gives in with --input -")
+        with open(path, "rb", buffering=0) as file:
+            status = os.fstat(file.fileno())
+            head = file.read(16)
+            compression = compression_of(head)
+            file.seek(0)
+            return Source(
+                path,
+                status.st_size,
+                status.st_mtime_ns,
+                _table_format(path, head)
+                or _format_by_suffix(path, file_format, text_mode)
+                or _format_by_beginning(TextStream(file, path, compression), text_mode),
+                compression,
+                label,
+            )
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}; check --input") from error
+
+
+def _table_format(path: str, head: bytes) -> TextFormat | None:
+    if head.startswith(_PARQUET_MAGIC):
+        return "parquet"
+    return "arrow" if path.lower().endswith(".arrow") else None
+
+
+def _format_by_suffix(path: str, file_format: FileFormat, text_mode: TextMode) -> TextFormat | None:
+    if file_format != "auto":
+        return "jsonl" if file_format == "jsonl" else text_mode
+    suffixes = [suffix.lower() for suffix in Path(path).suffixes[-2:]]
+    suffix = next((each for each in reversed(suffixes) if each not in COMPRESSED_SUFFIXES), "")
+    if suffix in _TEXT_SUFFIXES:
+        return text_mode
+    return "jsonl" if suffix in _JSON_SUFFIXES else None
+
+
+def _format_by_beginning(text: TextStream, text_mode: TextMode) -> TextFormat:
+    head = b""
+    while len(head) <= len(BYTE_ORDER_MARK) and (piece := text.read1()):
+        head = (head + piece).removeprefix(BYTE_ORDER_MARK).lstrip()
+    return "jsonl" if head.startswith(b"{") else text_mode
+
+
+def _expand(entry: str, output: Path | None) -> list[str]:
+    if os.path.isdir(entry):
+        found = sorted(_walk(entry, None if output is None else os.path.realpath(output)))
+        if not found:
+            known = ", ".join((*_JSON_SUFFIXES, *_TEXT_SUFFIXES))
+            raise DataError(
+                f"--input {entry}: no file ending in {known} "
+                f"({', '.join(COMPRESSED_SUFFIXES)}) or {', '.join(_TABLE_SUFFIXES)} in it"
+            )
+        return found
+    if not os.path.lexists(entry) and glob.has_magic(entry):
+        matches = sorted(glob.glob(entry, recursive=True))
+        if not matches:
+            raise DataError(f"--input {entry}: matches no file")
+        if "**" in entry:
+            # The files of a folder are matched themselves.
+            return [path for path in matches if os.path.isfile(path)]
+        return [path for match in matches for path in _expand(match, output)]
+    return [entry]
+
+
+def _walk(root: str, output: str | None) -> Iterator[str]:
+    # Links are followed, in a circle once.
+    seen = {output, os.path.realpath(root)}
+    for folder, folders, names in os.walk(root, onerror=_raise_unreadable, followlinks=True):
+        wanted = {
+            os.path.realpath(os.path.join(folder, name)): name
+            for name in sorted(folders, reverse=True)
+            if not name.startswith(".") and not name.endswith(_UNFINISHED)
+        }
+        folders[:] = [name for path, name in wanted.items() if path not in seen]
+        seen.update(wanted)
+        if _DATASET_STATE in names:
+            yield from _dataset_files(Path(folder))
+        elif _DATASETS in names:
+            continue
+        elif _REPORTS <= set(names):
+            yield from (os.path.join(folder, name) for name in names if name.startswith("part-"))
+        else:
+            yield from (os.path.join(folder, name) for name in names if _is_text(name))
+
+
+def _raise_unreadable(error: OSError) -> None:
+    raise DataError(f"{error.filename}: {error.strerror}; check --input") from error
+
+
+def _dataset_files(folder: Path) -> list[str]:
+    """Return a dataset's own files; what ``map`` cached beside them is not part of it."""
+    try:
+        entries = json.loads((folder / _DATASET_STATE).read_bytes())["_data_files"]
+        return [str(folder / entry["filename"]) for entry in entries]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{folder / _DATASET_STATE}: not a Hugging Face dataset ({error}); save it again"
+        ) from error
+
+
+def _is_text(name: str) -> bool:
+    stem = name.lower()
+    if stem.endswith(_OF_SHARDS):
+        return False
+    if stem.endswith(_TABLE_SUFFIXES):
+        return not name.startswith(".")
+    for suffix in COMPRESSED_SUFFIXES:
+        stem = stem.removesuffix(suffix)
+    return not name.startswith(".") and stem.endswith((*_JSON_SUFFIXES, *_TEXT_SUFFIXES))

@@ -1,0 +1,181 @@
+"""The documents of tables: Parquet files and the Arrow files of Hugging Face datasets.
+
+Owns the optional package pyarrow, which is imported here only. Refuses to hold more than a batch
+of rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from megatron_deberta.errors import DataError
+from megatron_deberta.text.readers.records import (
+    LONG,
+    NO_KEY,
+    NOT_TEXT,
+    Defect,
+    Document,
+    Normalization,
+    decode_text,
+    describe_bad_utf8,
+    finish_texts,
+    kind_of,
+)
+from megatron_deberta.text.readers.sources import Source
+
+_BATCH_ROWS = 256
+
+
+def count_groups(source: Source) -> list[int]:
+    """Return the bytes of each row group (Parquet) or record batch (Arrow), uncompressed.
+
+    Raises:
+        DataError: the file is damaged, or pyarrow is missing.
+    """
+    with _opened(source) as table:
+        if source.text_format == "parquet":
+            groups = range(table.metadata.num_row_groups)
+            return [table.metadata.row_group(group).total_byte_size for group in groups]
+        return [batch.nbytes for batch in table]
+
+
+def read_rows(
+    source: Source,
+    begin: int,
+    end: int,
+    keys: Sequence[str],
+    *,
+    normalization: Normalization = "none",
+    longest_bytes: int = 100_000_000,
+) -> Iterator[tuple[list[Document], list[Defect], int]]:
+    """Read the rows of the groups ``[begin, end)``.
+
+    Yields:
+        Documents, defects and bytes of text of a few hundred rows; ``line`` is the row of the
+        file, from 1.
+
+    Raises:
+        DataError: the file is damaged, or pyarrow is missing.
+    """
+    for row, batch in _batches(source, begin, end, keys):
+        documents: list[Document] = []
+        defects: list[Defect] = []
+        size = 0
+        for line, values in enumerate(_values(batch, keys), row + 1):
+            size += sum(len(value) for value in values if isinstance(value, bytes))
+            texts = _texts_of(values, keys, normalization, longest_bytes)
+            if isinstance(texts, tuple):
+                documents.append(Document(line, -1, texts))
+            else:
+                defects.append(Defect(line, -1, *texts.split(": ", 1)))
+        yield documents, defects, size
+
+
+def _batches(
+    source: Source, begin: int, end: int, keys: Sequence[str]
+) -> Iterator[tuple[int, Any]]:
+    with _opened(source) as table:
+        row = 0
+        if source.text_format == "parquet":
+            groups = range(begin, min(end, table.metadata.num_row_groups))
+            row = sum(table.metadata.row_group(group).num_rows for group in range(begin))
+            _refuse_ambiguous(source, table.schema_arrow.names, keys)
+            present = [key for key in keys if key in table.schema_arrow.names]
+            for batch in table.iter_batches(
+                _BATCH_ROWS, row_groups=list(groups), columns=present, use_threads=False
+            ):
+                yield row, batch
+                row += batch.num_rows
+            return
+        for index, batch in enumerate(table):
+            _refuse_ambiguous(source, batch.schema.names, keys)
+            if begin <= index < end:
+                for first in range(0, batch.num_rows, _BATCH_ROWS):
+                    yield row + first, batch.slice(first, _BATCH_ROWS)
+            row += batch.num_rows
+
+
+def _refuse_ambiguous(source: Source, columns: Sequence[str], keys: Sequence[str]) -> None:
+    for key in keys:
+        if columns.count(key) > 1:
+            raise DataError(f"{source.name}: {columns.count(key)} columns are named {key!r}")
+
+
+def _values(batch: Any, keys: Sequence[str]) -> Iterator[tuple[object, ...]]:
+    """Give each row's values, text as bytes; a missing column gives the key's absence."""
+    import pyarrow
+
+    columns = []
+    for key in keys:
+        if key not in batch.schema.names:
+            columns.append([_ABSENT] * batch.num_rows)
+            continue
+        column = batch.column(key)
+        if pyarrow.types.is_dictionary(column.type):
+            column = column.dictionary_decode()
+        columns.append(
+            (column.cast(pyarrow.large_binary()) if _is_text(column) else column).to_pylist()
+        )
+    return zip(*columns, strict=True)
+
+
+def _is_text(column: Any) -> bool:
+    from pyarrow import types
+
+    kinds = (types.is_string, types.is_large_string, types.is_string_view)
+    return any(is_kind(column.type) for is_kind in kinds)
+
+
+_ABSENT = object()
+
+
+def _texts_of(
+    values: tuple[object, ...],
+    keys: Sequence[str],
+    normalization: Normalization,
+    longest_bytes: int,
+) -> tuple[str, ...] | str:
+    texts = []
+    for key, value in zip(keys, values, strict=True):
+        if value is _ABSENT:
+            return f"{NO_KEY}: no column {key!r}"
+        if not isinstance(value, bytes):
+            return f"{NOT_TEXT}: column {key!r} is {kind_of(value)}"
+        if len(value) >= longest_bytes:
+            return f"{LONG}: {len(value)} bytes"
+        text = decode_text(value)
+        if isinstance(text, UnicodeDecodeError):
+            return describe_bad_utf8(text, -1)
+        texts.append(text)
+    return finish_texts(tuple(texts), keys, normalization)
+
+
+@contextlib.contextmanager
+def _opened(source: Source) -> Iterator[Any]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise DataError(
+            f"{source.name}: reading {source.text_format} needs pyarrow; pip install pyarrow"
+        ) from error
+    try:
+        if source.text_format == "parquet":
+            with pyarrow.parquet.ParquetFile(source.path, memory_map=True) as table:
+                yield table
+            return
+        with pyarrow.memory_map(source.path) as content:
+            yield _arrow_batches(pyarrow, content)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{source.name}: damaged {source.text_format} file ({error})") from error
+
+
+def _arrow_batches(pyarrow: Any, content: Any) -> Any:
+    """Open either of Arrow's formats; datasets are kept in the one without a footer."""
+    if content.read(6) == b"ARROW1":
+        reader = pyarrow.ipc.open_file(content)
+        return (reader.get_batch(index) for index in range(reader.num_record_batches))
+    content.seek(0)
+    return pyarrow.ipc.open_stream(content)

@@ -1,0 +1,228 @@
+"""A link with scripts in the place of SLURM's programs: what it starts, and what follows."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_deberta.cluster.bad_nodes import BadNodes
+from megatron_deberta.cluster.profile import load_profile
+from megatron_deberta.cluster.run_lock import RunLock
+from megatron_deberta.cluster.slurm.history import Chain
+from megatron_deberta.cluster.slurm.job import rank_environment
+from megatron_deberta.cluster.slurm.submit import JobSpec, make_spec
+from megatron_deberta.cluster.watchdog.hang import Verdict
+from megatron_deberta.cluster.watchdog.report_store import Board, NodeReport
+from tests.support.jobs import ROOT
+
+JOB_MODULE = "megatron_deberta.cluster.slurm.job"
+PROGRAM = """\
+#!/bin/bash
+printf '%s\\n' "${0##*/} $*" >> "$HOME/calls"
+case "${0##*/}" in
+  srun) env > "$HOME/environment"; eval "$(cat "$HOME/ranks")" ;;
+  scontrol) cat "$HOME/job"; [[ "$1" != requeue ]] || kill -TERM $PPID ;;
+  sinfo) cat "$HOME/nodes" ;;
+  scancel) [[ ! -e "$HOME/srun.pid" ]] || kill -USR1 "$(cat "$HOME/srun.pid")" ;;
+esac
+"""
+
+
+class Place:
+    """A folder with programs, a job and its run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.run_dir = folder, folder / "run"
+        for name in ("srun", "scontrol", "scancel", "sinfo"):
+            program = folder / "bin" / name
+            program.parent.mkdir(exist_ok=True)
+            program.write_text(PROGRAM)
+            program.chmod(0o755)
+        self.job("JobState=RUNNING Restarts=0")
+        spec = make_spec(
+            load_profile("local"), nodes=2, run_dir=self.run_dir, job_name="run",
+            submission=self.run_dir, variables={}, allow_config_change=False,
+        )  # fmt: skip
+        (folder / "job.json").write_bytes(spec.to_json())
+        Chain(self.run_dir).append("submit")
+        Chain(self.run_dir).append("jobs", jobs=["7", "8"])
+
+    def job(self, text: str) -> None:
+        (self.folder / "job").write_text(text)
+
+    def start(self, ranks: str, **variables: str) -> subprocess.Popen[str]:
+        (self.folder / "ranks").write_text(ranks)
+        return subprocess.Popen(
+            [sys.executable, "-m", JOB_MODULE, str(self.folder / "job.json")],
+            env={
+                "PATH": f"{self.folder}/bin:/usr/bin:/bin", "HOME": str(self.folder),
+                "PYTHONPATH": str(ROOT), "SLURM_JOB_ID": "7", "SLURM_EXPORT_ENV": "NONE",
+                "SLURM_JOB_NODELIST": "n[1-2]", "SECRET": "x", **variables,
+            },
+            stderr=subprocess.PIPE,
+            text=True,
+        )  # fmt: skip
+
+    def run(self, ranks: str, **variables: str) -> int:
+        process = self.start(ranks, **variables)
+        _, self.errors = process.communicate(timeout=60)
+        return process.returncode
+
+    def calls(self) -> list[str]:
+        path = self.folder / "calls"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def ends(self) -> list[dict[str, object]]:
+        return [record for record in Chain(self.run_dir).records() if record["event"] == "end"]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+def test_finished(place: Place) -> None:
+    assert place.run("exit 0") == 0, place.errors
+    srun, shown, cancelled = place.calls()
+    assert srun.startswith("srun --nodes=2 --ntasks=2 --ntasks-per-node=1")
+    assert f"--output={place.run_dir}/logs/7.0/node_%t.log" in srun
+    assert shown == "scontrol --oneliner show job 7"
+    assert cancelled == "scancel --state=PENDING 8"
+    pairs = (place.folder / "environment").read_text().splitlines()
+    environment = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+    assert environment["MASTER_ADDR"] == "127.0.0.1"
+    assert environment["GLOO_SOCKET_IFNAME"] == "lo"
+    assert environment["HF_HUB_OFFLINE"] == "1"
+    assert not {"SECRET", "SLURM_EXPORT_ENV"} & set(environment)
+    assert place.ends()[0]["reason"] == "finished"
+    assert place.run("exit 1") == 0
+    assert "nothing to do: finished" in place.errors
+
+
+@pytest.mark.parametrize("code", [75, 1, 137])
+def test_requeues_itself(place: Place, code: int) -> None:
+    # SLURM answers a requeue by ending the batch script.
+    assert place.run(f"exit {code}") == -signal.SIGTERM, place.errors
+    assert place.calls()[-1] == "scontrol requeue 7"
+    assert place.ends()[0]["goes_on"] is True
+
+
+def test_requeues_itself_away_from_a_node_that_hung(place: Place) -> None:
+    hung = Verdict("hang", (1,), ("n2",), "rank 1 on n2 hangs in step at step 7")
+    report = NodeReport(1, "n2", 1, (), (), (), verdict=hung, code=1)
+    Board(place.run_dir, "7.0").publish(report)
+    place.job("JobState=RUNNING Restarts=0 Partition=p")
+    (place.folder / "nodes").write_text("n1 alloc\nn2 alloc\nn3 idle\nn4 down*\n")
+    # It outlives the requeue, to say where the job is not to run.
+    assert place.run("exit 1") == 75, place.errors
+    assert place.calls()[-2:] == [
+        "scontrol requeue 7", "scontrol update JobId=7 ExcNodeList=n2",
+    ]  # fmt: skip
+    end = place.ends()[0]
+    assert (end["goes_on"], end["reason"]) == (True, hung.reason)
+    assert list(BadNodes(place.run_dir, 24).current()) == ["n2"]
+
+
+def test_a_bad_node_without_a_spare_one_is_used_again(place: Place) -> None:
+    BadNodes(place.run_dir, 24).add("n1", "ECC", sure=True)
+    BadNodes(place.run_dir, 24).add("n2", "hangs", sure=True)
+    (place.folder / "nodes").write_text("n1 alloc\nn2 alloc\nn3 idle\n")
+    assert place.run("exit 1") == 75
+    assert place.calls()[-1] == "scontrol update JobId=7 ExcNodeList=n2"
+    assert "no spare node for n1, which is bad" in place.errors
+
+
+def test_goes_on_with_fewer_nodes(place: Place) -> None:
+    file = place.folder / "job.json"
+    spec = replace(JobSpec.read(file), least_nodes=1)
+    file.write_bytes(spec.to_json())
+    place.run_dir.mkdir(exist_ok=True)
+    Path(spec.config).write_text("train: {global_batch_size: 8, micro_batch_size: 2}\n")
+    assert place.run("exit 0", SLURM_JOB_NUM_NODES="1") == 0, place.errors
+    assert "1 of 2 nodes: goes on with 1" in place.errors
+    assert place.calls()[0].startswith("srun --nodes=1 --ntasks=1 ")
+    # What the node's supervisor reads.
+    used = place.run_dir / "logs" / "7.0" / "job.json"
+    assert place.calls()[0].endswith(f" {used} 7.0")
+    assert JobSpec.read(used) == replace(spec, nodes=1)
+    # Both are bad, and one would be enough: the one marked last is avoided.
+    for node in ("n1", "n2"):
+        BadNodes(place.run_dir, 24).add(node, "hangs", sure=True)
+    (place.folder / "nodes").write_text("n1 alloc\nn2 alloc\n")
+    Chain(place.run_dir).append("submit")
+    Chain(place.run_dir).append("jobs", jobs=["7"])
+    assert place.run("exit 1") == 75
+    assert place.calls()[-1] == "scontrol update JobId=7 ExcNodeList=n2"
+
+
+@pytest.mark.parametrize("code", [2, 93])
+def test_gives_up(place: Place, code: int) -> None:
+    assert place.run(f"exit {code}") == code
+    assert place.calls()[-1] == "scancel --state=PENDING 8"
+
+
+def test_links_that_were_lost_without_progress_are_the_end(place: Place) -> None:
+    for restarts in range(3):
+        Chain(place.run_dir).append("start", link=f"7.{restarts}", step=0, nodes="n")
+    assert place.run("exit 0", SLURM_RESTART_COUNT="3") == 93
+    assert not any(call.startswith("srun") for call in place.calls())
+
+
+def test_folder_in_use(place: Place) -> None:
+    with RunLock(place.run_dir):
+        assert place.run("exit 0") == 2
+    assert not any(call.startswith("srun") for call in place.calls())
+    assert f"in use by process {os.getpid()}" in str(place.ends()[0]["reason"])
+
+
+def test_respects_scancel(place: Place) -> None:
+    place.job("JobState=CANCELLED Restarts=0")
+    assert place.run("exit 75") == 0
+    assert not any("requeue" in call for call in place.calls())
+
+
+def test_says_nothing_if_the_job_runs_elsewhere_by_now(place: Place) -> None:
+    place.job("JobState=RUNNING Restarts=1")
+    assert place.run("exit 1") == 1
+    assert place.ends() == []
+    assert not any("requeue" in call for call in place.calls())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+def test_signal_to_the_batch_script_reaches_the_ranks(place: Place, number: int) -> None:
+    process = place.start(
+        'echo $$ > "$HOME/srun.pid"; trap "exit 75" USR1; while :; do sleep 0.1; done'
+    )
+    deadline = time.monotonic() + 30
+    while not (place.folder / "srun.pid").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.kill(process.pid, number)
+    process.communicate(timeout=60)
+    assert "scancel --signal=USR1 7" in place.calls()
+    assert place.ends()[0]["code"] == 75
+
+
+def test_missing_interface(place: Place) -> None:
+    file = place.folder / "job.json"
+    file.write_text(json.dumps({**json.loads(file.read_bytes()), "rendezvous_interface": "ib9"}))
+    assert place.run("exit 0") == 2
+    assert "rendezvous_interface=ib9 has no IPv4 address on" in place.errors
+
+
+def test_environment_of_job_json_counts_most(place: Place) -> None:
+    profile = load_profile("dgx2")
+    spec = make_spec(
+        profile, nodes=1, run_dir=Path("/r"), job_name="r", submission=Path("/r/s"),
+        variables={"NCCL_DEBUG": "INFO"}, allow_config_change=False,
+    )  # fmt: skip
+    seen = rank_environment(spec, {"NCCL_IB_HCA": "x", "NCCL_DEBUG": "WARN", "LC_ALL": "C"})
+    assert (seen["NCCL_IB_HCA"], seen["NCCL_DEBUG"], seen["LC_ALL"]) == ("mlx5", "INFO", "C")

@@ -1,0 +1,56 @@
+"""What the rank grid refuses before it starts anything."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_deberta.distributed.environment import RankEnvironment
+from megatron_deberta.distributed.topology import (
+    check_layout,
+    init_process_groups,
+    shutdown,
+    single_process_groups,
+)
+from megatron_deberta.errors import TopologyError
+
+CPU = torch.device("cpu")
+
+
+def _environment(rank: int, world: int, local_rank: int, local_world: int) -> RankEnvironment:
+    return RankEnvironment("srun", rank, world, local_rank, local_world, "localhost", 1)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_fitting_sizes_pass(tp_size: int) -> None:
+    check_layout(tp_size, _environment(5, 8, 1, 4))
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "environment", "message"),
+    [
+        (3, _environment(0, 8, 0, 8), "use one of 1, 2, 4, 8"),
+        (0, _environment(0, 8, 0, 8), "tensor_parallel_size=0 does not divide"),
+        (16, _environment(0, 8, 0, 8), "does not divide the 8 ranks"),
+        (8, _environment(0, 8, 0, 4), "does not divide the 4 ranks of a node"),
+        (2, _environment(1, 4, 0, 2), "--distribution=block"),
+    ],
+)
+def test_unfit_sizes_are_refused(tp_size: int, environment: RankEnvironment, message: str) -> None:
+    with pytest.raises(TopologyError) as caught:
+        init_process_groups(tp_size, CPU, 1.0, environment)
+    assert message in str(caught.value)
+    assert f"parallel.tensor_parallel_size={tp_size}" in str(caught.value)
+
+
+def test_one_process_starts_nothing() -> None:
+    environment = RankEnvironment("none", 0, 1, 0, 1, "localhost", 1)
+    assert init_process_groups(1, CPU, 1.0, environment) == single_process_groups(CPU)
+    assert not torch.distributed.is_initialized()
+    shutdown()
+
+
+def test_missing_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(TopologyError, match="needs GPU 2 for local rank 2, but this node shows 2"):
+        init_process_groups(1, torch.device("cuda"), 1.0, _environment(2, 4, 2, 4))

@@ -1,0 +1,161 @@
+"""The vocabulary loss on one device: gradient, chunks, memory, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_deberta.distributed import vocab
+from megatron_deberta.distributed.vocab import vocab_parallel_loss
+
+Inputs = tuple[Tensor, Tensor, Tensor]
+
+
+def inputs(tokens: int, vocab_size: int, dtype: torch.dtype = torch.float32) -> Inputs:
+    generator = torch.Generator().manual_seed(tokens)
+    shapes = ((tokens, 8), (vocab_size, 8), (vocab_size,))
+    states, weight, bias = (
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        for shape in shapes
+    )
+    return states, weight, bias
+
+
+class Fresh(torch.autograd.Function):
+    """The loss, differentiated anew whenever backward is asked for: gradcheck asks twice."""
+
+    @staticmethod
+    def forward(ctx: Any, labels: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(labels, *tensors)
+        return vocab_parallel_loss(*tensors, labels, 0, 7, None)[0]  # type: ignore[call-arg, misc]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        labels, *tensors = ctx.saved_tensors
+        with torch.enable_grad():
+            leaves = [t.detach().requires_grad_() for t in tensors]
+            loss, _ = vocab_parallel_loss(*leaves, labels, 0, 7, None)
+            return (None, *torch.autograd.grad(loss, leaves, grads[0]))
+
+
+@pytest.mark.parametrize("rows_at_a_time", [2, 100])
+def test_gradcheck(monkeypatch: pytest.MonkeyPatch, rows_at_a_time: int) -> None:
+    monkeypatch.setitem(vocab._CHUNK_ELEMENTS, "cpu", 9 * rows_at_a_time)
+    labels = torch.tensor([0, 6, -100, 3, 3])
+    # Two of nine rows are padding.
+    assert torch.autograd.gradcheck(
+        lambda *tensors: Fresh.apply(labels, *tensors), inputs(5, 9, torch.float64)
+    )
+
+
+def test_chunks_change_nothing_but_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    labels = torch.randint(33, (50,), generator=torch.Generator().manual_seed(1))
+    results = []
+    for elements in (33 * 3, 2**18):
+        monkeypatch.setitem(vocab._CHUNK_ELEMENTS, "cpu", elements)
+        tensors = inputs(50, 33)
+        loss, right = vocab_parallel_loss(*tensors, labels, 0, 33, None)
+        (loss / 50).backward()
+        results.append((loss.detach(), right, *(t.grad for t in tensors)))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_16_bit_gradients_are_as_good_as_eager(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    vocab_size, labels = 4096, torch.arange(48) * 7
+    monkeypatch.setitem(vocab._CHUNK_ELEMENTS, "cpu", 16 * vocab_size)
+    exact = [t.detach().double().requires_grad_() for t in inputs(48, vocab_size, dtype)]
+    logits = functional.linear(*exact)
+    (1.7 * functional.cross_entropy(logits, labels, reduction="sum")).backward()
+    errors = []
+    for ours in (True, False):
+        tensors = inputs(48, vocab_size, dtype)
+        if ours:
+            loss, _ = vocab_parallel_loss(*tensors, labels, 0, vocab_size, None)
+            assert loss.dtype == torch.float32
+        else:
+            eager = functional.linear(*tensors).float()
+            loss = functional.cross_entropy(eager, labels, reduction="sum")
+        (loss * 1.7).backward()
+        errors.append(
+            [
+                float((t.grad.double() - e.grad).norm() / e.grad.norm())  # type: ignore[union-attr]
+                for t, e in zip(tensors, exact, strict=True)
+            ]
+        )
+    for mine, eager_error in zip(*errors, strict=True):
+        assert mine <= 1.25 * eager_error
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the largest tensor that any operation makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return out
+
+
+def test_all_logits_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(vocab._CHUNK_ELEMENTS, "cpu", 1000)
+    tensors, labels = inputs(300, 50), torch.zeros(300, dtype=torch.int64)
+    with Largest() as largest:
+        loss, _ = vocab_parallel_loss(*tensors, labels, 0, 50, None)
+        loss.backward()
+    # States are the largest thing there is; logits would be 15,000.
+    assert largest.elements == 300 * 8
+
+
+def test_a_loss_scale_keeps_small_fp16_gradients() -> None:
+    labels, found = torch.arange(48) * 7, []
+    for dtype, scale in ((torch.float64, 1.0), (torch.float16, 2.0**10)):
+        tensors = [t.detach().to(dtype).requires_grad_() for t in inputs(48, 512, torch.float16)]
+        loss, _ = vocab_parallel_loss(*tensors, labels, 0, 512, None)  # type: ignore[call-arg]
+        (loss * 1e-6 * scale).backward()
+        found.append([t.grad.double() / scale for t in tensors])  # type: ignore[union-attr]
+    for exact, scaled in zip(*found, strict=True):
+        assert (scaled - exact).norm() / exact.norm() < 3e-3
+
+
+def test_without_gradients_none_are_computed() -> None:
+    tensors, labels = inputs(6, 50), torch.arange(6)
+    with torch.no_grad(), Largest() as largest:
+        loss, right = vocab_parallel_loss(*tensors, labels, 0, 50, None)
+    logits = functional.linear(*tensors)
+    torch.testing.assert_close(loss, functional.cross_entropy(logits, labels, reduction="sum"))
+    assert right == (logits.argmax(1) == labels).sum()
+    assert largest.elements == 50 * 8  # the weight, transposed; no gradient of it in fp32
+    assert not loss.requires_grad
+
+
+def test_a_second_backward_is_refused() -> None:
+    loss, _ = vocab_parallel_loss(*inputs(3, 5), torch.tensor([1, 2, 0]), 0, 5, None)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="used already"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_bad_logit_shows_in_the_loss(bad: float) -> None:
+    states, weight, bias = inputs(3, 5)
+    bias.data[4] = bad
+    loss, _ = vocab_parallel_loss(states, weight, bias, torch.tensor([1, 1, 1]), 0, 5, None)
+    assert not torch.isfinite(loss)
+
+
+@pytest.mark.parametrize("label", [5, -1, 6])
+def test_label_outside_the_vocabulary_is_refused(label: int) -> None:
+    with pytest.raises(ValueError, match=rf"label {label} .*vocab_size=5"):
+        vocab_parallel_loss(*inputs(1, 8), torch.tensor([label]), 0, 5, None)

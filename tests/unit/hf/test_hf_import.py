@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatron_deberta.errors import CheckpointError
+from megatron_deberta.files import sha256_file
+from megatron_deberta.hf.config import SpecialIds
+from megatron_deberta.hf.legacy_bin import convert_bin
+from megatron_deberta.hf.read_release import Release, open_release
+from megatron_deberta.hf.write_model import write_hf_model
+from tests.support.tiny_models import V2, random_weights
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A folder with a model of type deberta-v2."""
+    directory = tmp_path / "in"
+    directory.mkdir()
+    weights = random_weights(V2)
+    write_hf_model(directory, V2, "deberta-v2", lambda name: weights[name], SpecialIds())
+    return directory
+
+
+def read(directory: Path, **options: Any) -> Release:
+    return open_release(directory, "hf", directory.parent, **options)
+
+
+def change(model: Path, edit: Callable[[dict[str, Tensor]], None]) -> None:
+    tensors = load_file(model / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, model / "model.safetensors")
+
+
+def test_reads_what_was_written(model: Path) -> None:
+    release = read(model)
+    assert release.config == V2
+    assert release.notes == ()
+    weights = random_weights(V2)
+    back = dict(release.tensors())
+    assert all(torch.equal(back[name], weights[name]) for name in weights)
+
+
+def test_missing_encoder_tensor_is_refused(model: Path) -> None:
+    name = "deberta.encoder.layer.1.output.dense.bias"
+    change(model, lambda tensors: tensors.pop(name))
+    with pytest.raises(CheckpointError, match=f"lack {name}"):
+        read(model)
+
+
+def test_unexpected_tensor_is_refused(model: Path) -> None:
+    change(model, lambda tensors: tensors.update({"deberta.encoder.layer.9.x": torch.ones(1)}))
+    with pytest.raises(CheckpointError, match=r"layer\.9\.x"):
+        read(model)
+
+
+def test_untied_embeddings_are_refused(model: Path) -> None:
+    name = "cls.predictions.decoder.weight"
+    table = "deberta.embeddings.word_embeddings.weight"
+    change(model, lambda tensors: tensors.update({name: tensors[table].clone()}))
+    assert read(model).notes == (f"left out, no part of our model: {name}",)
+    change(model, lambda tensors: tensors.update({name: tensors[table] + 1}))
+    with pytest.raises(CheckpointError, match="tied"):
+        read(model)
+
+
+def test_wrong_shape_is_refused(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"intermediate_size": 64}))
+    with pytest.raises(CheckpointError, match=r"intermediate\.dense\.weight: shape \(48, 32\)"):
+        read(model)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]"])
+def test_damaged_config_is_refused(model: Path, content: str) -> None:
+    (model / "config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"config\.json.*fetch it again"):
+        read(model)
+
+
+def test_other_model_types_are_refused(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"model_type": "bert"}))
+    with pytest.raises(CheckpointError, match="'bert'"):
+        read(model)
+
+
+def test_damaged_weights_are_refused(model: Path) -> None:
+    content = (model / "model.safetensors").read_bytes()
+    (model / "model.safetensors").write_bytes(content[:1000])
+    with pytest.raises(CheckpointError, match="damaged"):
+        read(model)
+
+
+def test_missing_parts_are_named(model: Path) -> None:
+    with pytest.raises(CheckpointError, match="no folder"):
+        read(model / "nothing")
+    (model / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="found none"):
+        read(model)
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="00001-of-00002.safetensors is missing"):
+        read(model)
+    (model / "config.json").unlink()
+    with pytest.raises(CheckpointError, match="neither"):
+        read(model)
+
+
+@pytest.mark.parametrize("weight_map", [[], None, {}, "x", {"a": 1}, {"a": "../model.safetensors"}])
+def test_damaged_index_is_refused(model: Path, weight_map: object) -> None:
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(CheckpointError, match=r"index\.json: weight_map=.* fetch it again"):
+        read(model)
+
+
+def test_digest(model: Path) -> None:
+    digest = hashlib.sha256((model / "model.safetensors").read_bytes()).hexdigest()
+    read(model, sha256=digest.upper())
+    with pytest.raises(CheckpointError, match="SHA-256"):
+        read(model, sha256="0" * 64)
+
+
+def test_pickle_only_by_flag_and_only_one(model: Path) -> None:
+    tensors = load_file(model / "model.safetensors")
+    (model / "model.safetensors").unlink()
+    torch.save(tensors, model / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="--allow-pickle-weights-only"):
+        read(model)
+    with pytest.raises(CheckpointError, match="--sha256"):
+        read(model, allow_pickle=True)
+    digest = sha256_file(model / "pytorch_model.bin")
+    back = dict(read(model, allow_pickle=True, sha256=digest).tensors())
+    weights = random_weights(V2)
+    assert all(torch.equal(back[name], weights[name]) for name in weights)
+    torch.save(tensors, model / "pytorch_model.generator.bin")
+    with pytest.raises(CheckpointError, match="exactly one"):
+        read(model, allow_pickle=True)
+
+
+class Evil:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.marker),)
+
+
+def test_code_in_a_pickle_does_not_run(model: Path, tmp_path: Path) -> None:
+    (model / "model.safetensors").unlink()
+    torch.save({"x": Evil(tmp_path / "ran")}, model / "pytorch_model.bin")
+    digest = sha256_file(model / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="cannot be read as plain weights"):
+        read(model, allow_pickle=True, sha256=digest)
+    assert not (tmp_path / "ran").exists()
+    assert not (tmp_path / "weights.safetensors").exists()
+
+
+def test_reading_process_has_no_network(tmp_path: Path) -> None:
+    """The hook that the child installs refuses sockets and processes."""
+    from megatron_deberta.hf import legacy_bin
+
+    with pytest.raises(PermissionError, match="socket"):
+        legacy_bin._refuse_side_effects("socket.connect", (socket, ("127.0.0.1", 80)))
+    with pytest.raises(PermissionError, match="Popen"):
+        legacy_bin._refuse_side_effects("subprocess.Popen", ())
+    legacy_bin._refuse_side_effects("open", ("file", "r", 0))
+
+
+def test_tied_tensors_and_wrapped_states_in_a_pickle(tmp_path: Path) -> None:
+    tied = torch.ones(3, 2)
+    torch.save({"model": {"a": tied, "b": tied, "step": 7}}, tmp_path / "old.bin")
+    convert_bin(tmp_path / "old.bin", tmp_path / "new.safetensors")
+    back = load_file(tmp_path / "new.safetensors")
+    assert back.keys() == {"a", "b"}
+    torch.save({"step": 7}, tmp_path / "old.bin")
+    with pytest.raises(ValueError, match="no tensors"):
+        convert_bin(tmp_path / "old.bin", tmp_path / "new.safetensors")

@@ -1,0 +1,166 @@
+"""The memory formula against what the real model allocates."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed._tools.mem_tracker import MemTracker
+
+from benchmarks.memory import table
+from megatron_deberta.config import (
+    ModelConfig,
+    ObjectiveConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    RunConfig,
+    TrainConfig,
+    load_config,
+)
+from megatron_deberta.distributed.parallelize import build_model
+from megatron_deberta.distributed.topology import single_process_groups
+from megatron_deberta.engine.factory import build_engine
+from megatron_deberta.model import DropoutSeeds
+from megatron_deberta.planning.memory import estimate_memory, largest_micro_batch
+from megatron_deberta.train.run import DTYPES
+
+TOLERANCE = 0.1
+CONFIGS = Path(__file__).parents[3] / "configs/runs"
+GROUPS = single_process_groups(torch.device("cpu"))
+WIDE = ModelConfig(
+    num_layers=4,
+    hidden_size=128,
+    num_heads=4,
+    ffn_hidden_size=512,
+    vocab_size=1000,
+    max_position_embeddings=128,
+    max_relative_positions=64,
+    position_buckets=16,
+)
+MODELS = {
+    "v2": WIDE,
+    "1.5B-like": replace(WIDE, conv_kernel_size=3),
+    "large vocabulary": replace(WIDE, num_layers=2, vocab_size=10000),
+    "RoBERTa": replace(
+        WIDE, position_terms="none", mask_decoder_passes=0, absolute_positions="input"
+    ),
+}
+
+
+def run_config(model: ModelConfig, recompute: Any, dtype: Any = "fp32") -> RunConfig:
+    config = RunConfig(
+        model=model,
+        objective=ObjectiveConfig(mask_probability=0.15),
+        parallel=ParallelConfig(recompute=recompute),
+        precision=PrecisionConfig(engine="plain", zero_stage=0, dtype=dtype),
+        train=TrainConfig(micro_batch_size=8),
+    )
+    return replace(config, data=replace(config.data, sequence_length=128))
+
+
+def batch(config: RunConfig) -> dict[str, Any]:
+    rows, length = config.train.micro_batch_size, config.data.sequence_length
+    masked = torch.arange(round(0.15 * length)).expand(rows, -1).contiguous()
+    return {
+        "input_ids": torch.randint(5, config.model.vocab_size, (rows, length)),
+        "attention_mask": torch.ones(rows, length, dtype=torch.bool),
+        "masked_positions": masked,
+        "labels": masked + 5,
+        "seeds": DropoutSeeds(1, 2, torch.arange(rows)),
+    }
+
+
+def measured(config: RunConfig) -> int:
+    """Peak bytes of forward and backward beyond weights and the gradients of a micro batch."""
+    module = build_model(config, GROUPS).module.train()
+    inputs = batch(config)
+    module(**inputs)[0].backward()
+    tracker = MemTracker()
+    tracker.track_external(module)
+    with tracker:
+        before = total(tracker, "current")
+        module(**inputs)[0].backward()
+        return total(tracker, "peak") - before
+
+
+def total(tracker: MemTracker, moment: str) -> int:
+    snapshot = tracker.get_tracker_snapshot(moment)
+    return sum(int(devices["Total"]) for devices in snapshot.values())
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("name", MODELS)
+def test_peak_of_the_real_model(name: str, recompute: Any) -> None:
+    config = run_config(MODELS[name], recompute)
+    estimate = estimate_memory(config, 1, attention="chunked", device_type="cpu")
+    predicted = estimate.activations + estimate.vocabulary + estimate.workspace
+    assert predicted == pytest.approx(measured(config), rel=TOLERANCE)
+
+
+def states_of(dtype: str, stage: int) -> tuple[int, int]:
+    """Bytes of weights, gradients and optimizer in a DeepSpeed engine: predicted, and alive."""
+    config = replace(
+        run_config(WIDE, "none", dtype),
+        precision=PrecisionConfig(dtype=dtype, zero_stage=stage),  # type: ignore[arg-type]
+        train=TrainConfig(micro_batch_size=8, global_batch_size=8),
+    )
+    gc.collect()
+    before = tensor_bytes()
+    model = build_model(config, GROUPS, DTYPES[dtype])
+    engine = build_engine(config, model.module, model.specs, GROUPS)
+    engine.accumulate(engine.module(**batch(config))[0] / 100)
+    alive = tensor_bytes() - before
+    engine.destroy()
+    estimate = estimate_memory(config, 1, attention="chunked", device_type="cpu")
+    return estimate.weights + estimate.gradients + estimate.optimizer, alive
+
+
+def tensor_bytes() -> int:
+    """Bytes of all storages that Python can reach."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        # Other tests leave fake tensors, which have no memory.
+        kinds = (torch.Tensor, torch.nn.Parameter)
+        tensors = [t for t in gc.get_objects() if type(t) in kinds and t.device.type == "cpu"]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize(("dtype", "stage"), [("fp32", 1), ("bf16", 1), ("fp16", 1), ("bf16", 2)])
+def test_states_of_deepspeed(dtype: str, stage: int) -> None:
+    predicted, alive = states_of(dtype, stage)
+    assert predicted == pytest.approx(alive, rel=TOLERANCE)
+
+
+def test_ranks_share_what_they_split() -> None:
+    config = load_config(CONFIGS / "1.5b_h100.yaml")
+    alone, many = (estimate_memory(config, dp, attention="triton") for dp in (1, 64))
+    assert many.optimizer * 64 == pytest.approx(alone.optimizer, rel=1e-6)
+    assert many.weights == alone.weights
+    split = replace(config, parallel=replace(config.parallel, tensor_parallel_size=8))
+    sequence = replace(split, parallel=replace(split.parallel, sequence_parallel=True))
+    activations = [
+        estimate_memory(c, 8, attention="triton").activations for c in (config, split, sequence)
+    ]
+    assert activations[0] > 1.5 * activations[1] > 1.5 * activations[2]
+
+
+def test_largest_micro_batch_is_the_last_that_fits() -> None:
+    config = load_config(CONFIGS / "1.5b_dgx2.yaml")
+    capacity = 30 * 2**30
+    rows = largest_micro_batch(config, 256, capacity, attention="chunked")
+    assert rows > 0
+    for extra, fits in ((0, True), (1, False)):
+        train = replace(config.train, micro_batch_size=rows + extra)
+        tried = estimate_memory(replace(config, train=train), 256, attention="chunked")
+        assert (tried.total <= capacity) is fits
+    assert largest_micro_batch(config, 256, 2**30, attention="chunked") == 0
+
+
+def test_the_documented_table_is_the_formulas() -> None:
+    assert table() in (CONFIGS.parents[1] / "docs/memory.md").read_text()

@@ -1,0 +1,513 @@
+"""Shards hold the documents in order, for any number of processes, or do not exist."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zstandard
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from megatron_deberta.cli.main import main
+from megatron_deberta.data.shards.manifest import Manifest, read_manifest, verify_hashes
+from megatron_deberta.errors import ConfigError, DataError
+from megatron_deberta.text.preprocess import encoding, pipeline
+from megatron_deberta.text.preprocess.pipeline import RunOptions, preprocess
+from megatron_deberta.text.readers.reading import ReadOptions
+from megatron_deberta.text.readers.sources import find_sources
+from megatron_deberta.tokenizer import load_tokenizer
+from tests.support.machine_text import documents
+
+UNIT_BYTES = 20_000
+SHARD = [f"c_text_document.{end}" for end in ("bin", "idx", "manifest.json")]
+
+
+def shards(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("*")) if path.is_file()}
+
+
+def build(
+    corpus: str, tokenizer_dir: str, output: Path, workers: int = 0, **options: Any
+) -> list[Manifest]:
+    read = ReadOptions(keys=options.pop("keys", ("text",)))
+    language = options.pop("language", "")
+    run = RunOptions(workers=workers, **options)
+    return preprocess(
+        find_sources([corpus]),
+        tokenizer_dir,
+        str(output / "c"),
+        read=read,
+        run=run,
+        language=language,
+        unit_bytes=UNIT_BYTES,
+    )
+
+
+def test_megatron_core_reads_every_document(
+    corpus: str, tokenizer_dir: str, tmp_path: Path
+) -> None:
+    (manifest,) = build(corpus, tokenizer_dir, tmp_path / "out")
+    tokenizer = load_tokenizer(tokenizer_dir)
+    dataset = IndexedDataset(str(tmp_path / "out" / "c_text_document"))
+    expected = [tokenizer.encode(text) for text in documents()[:60]]
+    assert len(dataset) == len(expected) == manifest.num_documents
+    assert dataset.document_indices.tolist() == list(range(61))
+    for index, ids in enumerate(expected):
+        assert dataset[index].dtype == np.uint16
+        assert dataset[index].tolist() == ids
+    assert manifest.num_tokens == sum(map(len, expected))
+
+
+def test_sentences_are_megatrons_sequences(corpus: str, tokenizer_dir: str, tmp_path: Path) -> None:
+    (manifest,) = build(corpus, tokenizer_dir, tmp_path / "out", language="en")
+    tokenizer = load_tokenizer(tokenizer_dir)
+    dataset = IndexedDataset(str(tmp_path / "out" / "c_text_sentence"))
+    boundaries = dataset.document_indices
+    assert len(boundaries) == 61
+    for index, text in enumerate(documents()[:60]):
+        sentences = [
+            ids
+            for sentence in encoding.split_sentences(text, "en")
+            if (ids := tokenizer.encode(sentence))
+        ]
+        found = [dataset[i].tolist() for i in range(boundaries[index], boundaries[index + 1])]
+        assert found == sentences
+    assert manifest.num_sequences == boundaries[-1] > 600
+
+
+def test_manifest_says_what_made_the_shard(corpus: str, tokenizer_dir: str, tmp_path: Path) -> None:
+    (manifest,) = build(corpus, tokenizer_dir, tmp_path / "out")
+    prefix = str(tmp_path / "out" / "c_text_document")
+    assert read_manifest(prefix) == manifest
+    verify_hashes(prefix, manifest)
+    tokenizer = load_tokenizer(tokenizer_dir)
+    assert manifest.tokenizer_fingerprint == tokenizer.fingerprint
+    assert manifest.tokenizer_path == tokenizer_dir
+    assert manifest.vocab_size == tokenizer.vocab_size == 600
+    assert manifest.sources == (corpus,)
+    assert (manifest.documents_in, manifest.documents_empty) == (60, 0)
+
+
+@pytest.mark.parametrize("name", ["c.jsonl", "c.jsonl.gz", "c.jsonl.zst", "c.txt"])
+def test_workers_change_nothing(name: str, corpus: str, tokenizer_dir: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    content = Path(corpus).read_bytes()
+    if name.endswith(".gz"):
+        content = gzip.compress(content[:9000]) + gzip.compress(content[9000:])
+    elif name.endswith(".zst"):
+        content = zstandard.compress(content)
+    elif name.endswith(".txt"):
+        content = "\n\n".join(
+            re.sub(r"\n\s*", "\n", text.strip()) for text in documents()[:60]
+        ).encode()
+    path.write_bytes(content)
+    for workers in (0, 3):
+        build(str(path), tokenizer_dir, tmp_path / str(workers), workers)
+    here = shards(tmp_path / "0")
+    assert sorted(here) == ["c.quarantine.jsonl", *SHARD]
+    assert shards(tmp_path / "3") == here
+    assert not list(tmp_path.glob("*/*.unfinished*"))
+    assert len(IndexedDataset(str(tmp_path / "0" / "c_text_document"))) == 60
+
+
+def test_large_vocabulary_is_stored_as_int32(
+    corpus: str, tokenizer_dir: str, tmp_path: Path
+) -> None:
+    load_tokenizer(tokenizer_dir).save(str(tmp_path / "large"))
+    config = tmp_path / "large" / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_vocab_size": 128_100}))
+    (manifest,) = build(corpus, str(tmp_path / "large"), tmp_path / "out")
+    assert manifest.dtype == "int32"
+
+
+DEFECTS = {
+    "malformed JSON": b"{broken",
+    "not a JSON object": b"[]",
+    "missing key": b'{"body": "x"}',
+    "not a string": b'{"text": 1}',
+    "invalid UTF-8": b'{"text": "\xff"}',
+    "lone surrogate": b'{"text": "\\ud800"}',
+    "NUL character": b'{"text": "a\\u0000"}',
+    "document too long": b'{"text": "' + b"word " * 4000 + b'"}',
+    "empty": b'{"text": " \\n"}',
+}
+
+
+def test_the_quarantine_is_exact(tokenizer_dir: str, tmp_path: Path) -> None:
+    lines = [json.dumps({"text": f"document {index} of many"}).encode() for index in range(3000)]
+    expected = []
+    for index, line in enumerate(DEFECTS.values()):
+        for number in range(5):
+            lines.insert(37 + 331 * index + 50 * number, line)
+    offset = 0
+    reasons = {line: reason for reason, line in DEFECTS.items()}
+    for number, line in enumerate(lines, 1):
+        if line in reasons:
+            expected.append((str(tmp_path / "bad.jsonl"), number, offset, reasons[line]))
+        offset += len(line) + 1
+    (tmp_path / "bad.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    sources = find_sources([str(tmp_path / "bad.jsonl")])
+    read = ReadOptions(longest_bytes=20_000)
+
+    def run(allow_bad: float | None, output: str, workers: int) -> Manifest:
+        return preprocess(
+            sources,
+            tokenizer_dir,
+            str(tmp_path / output / "c"),
+            read=read,
+            run=RunOptions(allow_bad=allow_bad, workers=workers),
+            unit_bytes=UNIT_BYTES,
+        )[0]
+
+    with pytest.raises(DataError, match=r"40 of 3045 records are bad .*1\.31% where --allow-bad"):
+        run(None, "out", 0)
+    assert shards(tmp_path / "out") == {}
+    manifest = run(0.02, "out", 0)
+    assert manifest == run(0.02, "again", 2)
+    assert manifest.num_documents == 3000
+    assert (manifest.documents_in, manifest.documents_empty) == (3045, 5)
+    assert manifest.quarantine == dict.fromkeys(sorted(set(DEFECTS) - {"empty"}), 5)
+    found = [
+        json.loads(line)
+        for line in (tmp_path / "out" / "c.quarantine.jsonl").open(encoding="utf-8")
+    ]
+    assert [(e["file"], e["line"], e["offset"], e["reason"]) for e in found] == expected
+    assert Counter(entry["reason"] for entry in found) == dict.fromkeys(DEFECTS, 5)
+    assert shards(tmp_path / "out") == shards(tmp_path / "again")
+
+
+def test_a_truncated_file_needs_leave(corpus: str, tokenizer_dir: str, tmp_path: Path) -> None:
+    for end, content in (
+        ("gz", gzip.compress(Path(corpus).read_bytes())),
+        ("zst", zstandard.compress(Path(corpus).read_bytes())),
+    ):
+        path = tmp_path / f"c.jsonl.{end}"
+        path.write_bytes(content[: len(content) * 2 // 3])
+        with pytest.raises(DataError, match="1 damaged file"):
+            build(str(path), tokenizer_dir, tmp_path / end)
+        with pytest.raises(DataError, match="nothing was published|truncated or damaged"):
+            build(str(path), tokenizer_dir, tmp_path / end)
+        (manifest,) = build(str(path), tokenizer_dir, tmp_path / end, allow_bad=0.1)
+        assert manifest.quarantine == {"damaged file": 1}
+        assert 20 < manifest.num_documents < 60
+
+
+def test_texts_without_tokens_are_left_out(tokenizer_dir: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": ""}\n{"text": "word"}\n{"text": " \\n\\u200b"}\n{"text": "end"}\n')
+    (manifest,) = build(str(path), tokenizer_dir, tmp_path / "out")
+    assert (manifest.num_documents, manifest.documents_empty) == (2, 2)
+    path.write_text('{"text": ""}\n')
+    with pytest.raises(DataError, match="no text under key 'text'"):
+        build(str(path), tokenizer_dir, tmp_path / "none")
+    assert shards(tmp_path / "none") == {}
+
+
+def test_existing_shard_is_kept(corpus: str, tokenizer_dir: str, tmp_path: Path) -> None:
+    build(corpus, tokenizer_dir, tmp_path / "out")
+    before = shards(tmp_path / "out")
+    # The same command finds its own result.
+    assert len(build(corpus, tokenizer_dir, tmp_path / "out")) == 1
+    with pytest.raises(ConfigError, match="--force"):
+        build(corpus, tokenizer_dir, tmp_path / "out", keys=("text", "title"))
+    assert shards(tmp_path / "out") == before
+    build(corpus, tokenizer_dir, tmp_path / "out", keys=("text", "title"), force=True)
+    assert len(shards(tmp_path / "out")) == 7
+
+
+def run_cli(
+    *arguments: str, text: bytes = b"", most_bytes: int = -1, **env: str
+) -> tuple[int, str, str]:
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
+
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_deberta", *arguments],
+        input=text,
+        capture_output=True,
+        preexec_fn=limit if most_bytes >= 0 else None,
+        env={**os.environ, **env},
+        check=False,
+    )
+    return done.returncode, done.stdout.decode(), done.stderr.decode()
+
+
+def test_full_disk_is_one_line_and_can_be_gone_on_with(
+    corpus: str, tokenizer_dir: str, tmp_path: Path
+) -> None:
+    arguments = ["--input", corpus, "--tokenizer", tokenizer_dir, "--workers", "1"]
+    output = ["--output", str(tmp_path / "out" / "c")]
+    code, _, err = run_cli("preprocess", *arguments, *output, most_bytes=20_000)
+    assert code == 1
+    assert "cannot write shard" in err.splitlines()[-1]
+    assert "Traceback" not in err
+    assert shards(tmp_path / "out") == {}
+    assert run_cli("preprocess", *arguments, *output)[0] == 0
+
+
+def test_a_dead_worker_is_an_error_not_a_hang(
+    corpus: str, tokenizer_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = pipeline._watch
+
+    def murderous(workers: list[Any]) -> None:
+        os.kill(workers[0].process.pid, signal.SIGKILL)
+        watch(workers)
+
+    monkeypatch.setattr(pipeline, "_watch", murderous)
+    with pytest.raises(DataError, match="a worker process died"):
+        build(corpus, tokenizer_dir, tmp_path / "out", 2)
+    assert shards(tmp_path / "out") == {}
+    monkeypatch.undo()
+    build(corpus, tokenizer_dir, tmp_path / "out", 1)
+    build(corpus, tokenizer_dir, tmp_path / "whole")
+    assert shards(tmp_path / "out") == shards(tmp_path / "whole")
+
+
+def run_until(call: int, work: Callable[[], object]) -> int:
+    """Do work in a child that ends at a call that changes the disk; return how many it did."""
+    receiver, sender = os.pipe()
+    child = os.fork()
+    if child == 0:
+        done = 0
+
+        def counting(original: Callable[..., Any]) -> Callable[..., Any]:
+            def function(*args: Any, **kwargs: Any) -> Any:
+                nonlocal done
+                done += 1
+                return os._exit(9) if done == call else original(*args, **kwargs)
+
+            return function
+
+        for name in ("fsync", "replace", "link", "rename", "unlink", "pwrite", "rmdir", "utime"):
+            setattr(os, name, counting(getattr(os, name)))
+        try:
+            work()
+            os.write(sender, str(done).encode())
+        finally:
+            os._exit(0)
+    os.close(sender)
+    os.waitpid(child, 0)
+    with os.fdopen(receiver) as stream:
+        return int(stream.read() or 0)
+
+
+def test_a_kill_anywhere_is_gone_on_from(tokenizer_dir: str, tmp_path: Path) -> None:
+    corpus = tmp_path / "c.jsonl"
+    text = documents()[0][:3000]
+    corpus.write_text("".join(json.dumps({"text": text, "title": "A title"}) + "\n" for _ in "123"))
+
+    def work(output: Path) -> None:
+        build(str(corpus), tokenizer_dir, output, keys=("text", "title"), force=True)
+
+    work(tmp_path / "whole")
+    whole = shards(tmp_path / "whole")
+    calls = run_until(0, lambda: work(tmp_path / "count"))
+    assert calls > 60
+    complete = 0
+    for call in range(1, calls + 1, 7):
+        output = tmp_path / "out" / str(call)
+        if call % 3:
+            # An older shard is replaced.
+            build(str(corpus), tokenizer_dir, output, keys=("title",))
+        assert run_until(call, lambda output=output: work(output)) == 0  # type: ignore[misc]
+        # Each index that is there belongs to its tokens.
+        for path in output.glob("*.idx"):
+            prefix = str(path.with_suffix(""))
+            manifest = read_manifest(prefix)
+            assert manifest is not None
+            verify_hashes(prefix, manifest)
+            complete += 1
+        work(output)
+        assert shards(output) == whole, call
+        assert [path.name for path in output.iterdir() if path.is_dir()] == []
+    assert complete > 3
+
+
+def test_a_changed_plan_is_refused_by_name(
+    corpus: str,
+    tokenizer_dir: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with open(corpus, "a") as stream:
+        stream.write("{broken\n")
+    arguments = ["--input", corpus, "--tokenizer", tokenizer_dir, "--workers", "0"]
+    make = ["preprocess", *arguments, "--output", str(tmp_path / "c")]
+    assert main(make) == 1
+    assert "1 of 61 records are bad" in capsys.readouterr().err
+    for change, message in (
+        (["--keys", "title"], '--keys was "text" when this run began and is "title" now'),
+        (["--normalize", "nfc"], '--normalize was "none"'),
+        (["--max-document-mb", "1"], "--max-document-mb"),
+        (["--sentences"], "--sentences was"),
+    ):
+        assert main([*make, *change]) == 2
+        assert message in capsys.readouterr().err
+    with monkeypatch.context() as newer:
+        # Units that another release cut may end elsewhere.
+        newer.setattr(pipeline, "READING_VERSION", pipeline.READING_VERSION + 1)
+        assert main(make) == 2
+        assert "version of reading was" in capsys.readouterr().err
+    os.utime(corpus, (1, 1))
+    assert main([*make, "--allow-bad", "0.1"]) == 2
+    assert f"{corpus} has changed" in capsys.readouterr().err
+    assert main([*make, "--allow-bad", "0.1", "--restart"]) == 0
+
+
+def test_nothing_of_the_users_is_removed(
+    corpus: str, tokenizer_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = tmp_path / "c.unfinished" / "parts" / "notes.txt"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    arguments = ["--tokenizer", tokenizer_dir, "--workers", "0", "--output", str(tmp_path / "c")]
+    for restart in ([], ["--restart"]):
+        assert main(["preprocess", "--input", corpus, *arguments, *restart]) == 2
+        assert "holds notes.txt and no plan.json" in capsys.readouterr().err
+    mine.unlink()
+    quarantine = tmp_path / "c.quarantine.jsonl"
+    quarantine.write_bytes(Path(corpus).read_bytes())
+    assert main(["preprocess", "--input", str(quarantine), *arguments]) == 2
+    assert "is an input and would be replaced" in capsys.readouterr().err
+    quarantine.unlink()
+    assert main(["preprocess", "--input", corpus, *arguments]) == 0
+
+
+def test_a_broken_result_is_not_taken_for_whole(
+    corpus: str, tokenizer_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make = ["preprocess", "--input", corpus, "--tokenizer", tokenizer_dir, "--workers", "0"]
+    make += ["--output", str(tmp_path / "c")]
+    assert main(make) == main(make) == 0
+    os.truncate(tmp_path / "c_text_document.bin", 100)
+    assert main(make) == 2
+    assert "exists" in capsys.readouterr().err
+    assert main([*make, "--force"]) == 0
+    # Another key would replace the list of what was set aside for the first.
+    assert main([*make, "--keys", "title"]) == 2
+    assert "c.quarantine.jsonl: exists, of other shards" in capsys.readouterr().err
+
+
+def test_a_refused_run_does_not_keep_standard_input(
+    corpus: str, tokenizer_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = Path(corpus).read_bytes()
+    make = ["preprocess", "--input", "-", "--tokenizer", tokenizer_dir, "--workers", "0"]
+    make += ["--output", str(tmp_path / "c")]
+    for options, code in (([], 0), (["--keys", "title"], 2)):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
+        assert main([*make, *options]) == code
+        assert not (tmp_path / "c.unfinished").exists()
+
+
+def test_options_that_cannot_be(
+    corpus: str, tokenizer_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make = ["preprocess", "--input", corpus, "--tokenizer", tokenizer_dir, "--workers", "0"]
+    for change, message in (
+        (["--unit-mb", "nan"], "--unit-mb nan: must be a number above 0"),
+        (["--max-document-mb", "inf"], "--max-document-mb inf: must be a number above 0"),
+        (["--sentences", "english"], "must be a code as en or de"),
+        (["--output", f"{tmp_path}/"], "ends without a name"),
+    ):
+        assert main([*make, "--output", str(tmp_path / "c"), *change]) == 2
+        assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [Path(corpus)]
+
+
+def test_inputs_add_up(corpus: str, tokenizer_dir: str, tmp_path: Path) -> None:
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"text": "one more"}\n')
+    make = ["preprocess", "--input", corpus, "--input", str(other), "--tokenizer", tokenizer_dir]
+    assert main([*make, "--workers", "0", "--output", str(tmp_path / "c")]) == 0
+    manifest = read_manifest(str(tmp_path / "c_text_document"))
+    assert manifest is not None
+    assert manifest.num_documents == 61
+    assert manifest.sources == (corpus, str(other))
+
+
+def test_array_tasks_share_the_work(corpus: str, tokenizer_dir: str, tmp_path: Path) -> None:
+    build(corpus, tokenizer_dir, tmp_path / "whole")
+    common = [
+        sys.executable, "-m", "megatron_deberta", "preprocess", "--input", corpus, "--tokenizer",
+        tokenizer_dir, "--workers", "0", "--unit-mb", str(UNIT_BYTES / 1e6),
+        "--output", str(tmp_path / "out" / "c"),
+    ]  # fmt: skip
+    tasks = [subprocess.Popen([*common, "--array-task", f"{k}/2"]) for k in range(2)]
+    assert [task.wait() for task in tasks] == [0, 0]
+    assert shards(tmp_path / "out") == shards(tmp_path / "whole")
+    # One that comes when all is done finds it done.
+    env = {"SLURM_ARRAY_TASK_ID": "7", "SLURM_ARRAY_TASK_MIN": "5", "SLURM_ARRAY_TASK_COUNT": "3"}
+    begin = time.time_ns()
+    assert run_cli(*common[3:], **env)[0] == 0
+    assert all(path.stat().st_mtime_ns < begin for path in (tmp_path / "out").iterdir())
+    assert run_cli(*common[3:], "--array-task", "2/2")[0] == 2
+
+
+def test_ranks_of_mpirun_share_the_work(corpus: str, tokenizer_dir: str, tmp_path: Path) -> None:
+    build(corpus, tokenizer_dir, tmp_path / "whole")
+    mpirun = Path(sys.executable).with_name("mpirun")
+    done = subprocess.run(
+        [
+            str(mpirun), "-n", "4", "--allow-run-as-root", "--oversubscribe",
+            sys.executable, "-m", "megatron_deberta", "preprocess", "--input", corpus,
+            "--tokenizer", tokenizer_dir, "--workers", "0", "--unit-mb", str(UNIT_BYTES / 1e6),
+            "--output", str(tmp_path / "out" / "c"),
+        ],
+        capture_output=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout.count(b"60 documents") == 1
+    assert shards(tmp_path / "out") == shards(tmp_path / "whole")
+
+
+def test_standard_input_and_two_keys(corpus: str, tokenizer_dir: str, tmp_path: Path) -> None:
+    build(corpus, tokenizer_dir, tmp_path / "file")
+    code, out, err = run_cli(
+        "preprocess", "--input", "-", "--keys", "text", "title", "--workers", "1",
+        "--tokenizer", tokenizer_dir, "--output", str(tmp_path / "stdin" / "c"),
+        text=Path(corpus).read_bytes(),
+    )  # fmt: skip
+    assert code == 0, err
+    assert "c_title_document: 60 documents" in out
+    assert "MB/s" in err
+    for end in ("bin", "idx"):
+        name = f"c_text_document.{end}"
+        assert shards(tmp_path / "stdin")[name] == shards(tmp_path / "file")[name]
+
+
+def test_commands_train_and_preprocess(
+    corpus: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer, output = str(tmp_path / "tokenizer"), str(tmp_path / "shard" / "c")
+    train = ["train-tokenizer", "--input", corpus, "--output", tokenizer, "--vocab-size"]
+    assert main([*train, "100000"]) == 2
+    assert "at most" in capsys.readouterr().err
+    assert not Path(tokenizer).exists()
+    assert main([*train, "400"]) == 0
+    assert "model.vocab_size=500" in capsys.readouterr().out
+    assert main([*train, "400"]) == 2
+    make = ["preprocess", "--input", corpus, "--tokenizer", tokenizer, "--output", output]
+    assert main([*make, "--workers", "0"]) == 0
+    assert main([*make, "--workers", "0", "--force"]) == 0
+    assert main([*make, "--workers", "-1"]) == 2
+    assert main([*make, "--force", "--keys", "body"]) == 1
+    assert "60 missing key" in capsys.readouterr().err
+    assert main([*make, "--force", "--keys", "a/b"]) == 2

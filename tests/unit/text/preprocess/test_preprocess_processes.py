@@ -1,0 +1,49 @@
+"""Worker processes share what the first one has loaded."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_deberta.text.preprocess import encoding, pipeline
+from megatron_deberta.text.preprocess.pipeline import RunOptions, preprocess
+from megatron_deberta.text.preprocess.units import plan_segments, usual_unit_bytes
+from megatron_deberta.text.readers.sources import find_sources
+
+
+def test_workers_load_nothing_again(
+    corpus: str, gpt2_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "log"
+
+    def logged(module: object, name: str) -> None:
+        original = getattr(module, name)
+
+        def function(*args: object) -> object:
+            with log.open("a") as stream:
+                stream.write(f"{name} {os.getpid()}\n")
+            return original(*args)
+
+        monkeypatch.setattr(module, name, function)
+
+    logged(pipeline, "load_tokenizer")
+    logged(encoding, "fast_bpe_encoder")
+    output = str(tmp_path / "out" / "c")
+    manifests = preprocess(
+        find_sources([corpus]), gpt2_dir, output, run=RunOptions(workers=2), unit_bytes=5_000
+    )
+    assert manifests[0].num_documents == 60
+    me = os.getpid()
+    assert log.read_text().splitlines() == [f"load_tokenizer {me}", f"fast_bpe_encoder {me}"]
+
+
+@pytest.mark.parametrize(
+    ("megabytes", "unit", "units"), [(1, 8, 1), (80, 8, 10), (4096, 16, 256), (65536, 64, 1024)]
+)
+def test_units_by_the_size_of_the_input(megabytes: int, unit: int, units: int, corpus: str) -> None:
+    source = replace(find_sources([corpus])[0], size_bytes=megabytes << 20)
+    assert usual_unit_bytes([source]) == unit << 20
+    assert len(plan_segments([source], unit << 20)) == units
