@@ -3,7 +3,8 @@
 megatron-deberta submit RUN.yaml --cluster dgx2 --nodes 16 [section.key=value ...]
 
 A cluster is the name of a profile that the package ships, or a YAML file of the same form. The job
-requeues itself until the run is finished; status, logs and cancel take the run's folder. See docs/slurm.md.
+requeues itself until the run is finished; status, logs and cancel take the run's folder. See
+docs/slurm.md.
 """
 
 from __future__ import annotations

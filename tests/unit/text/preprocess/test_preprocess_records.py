@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_deberta.text.preprocess import cutting
+from megatron_deberta.text.readers import cutting
 from megatron_deberta.text.readers.cutting import RecordReader
 from megatron_deberta.text.readers.reading import DocumentReader, ReadOptions
 from megatron_deberta.text.readers.records import Defect, Document, parse_records
