@@ -107,7 +107,7 @@ def shards_of(record: Record) -> Shards:
 
 
 def micro_batches(device: str, rows: int) -> list[int]:
-    """Rows a forward pass to try, largest first; less where memory may not do."""
+    """Rows per forward pass to try, largest first; less where memory may not do."""
     sizes = [rows]
     if device == "cuda" and torch.cuda.get_device_properties(0).total_memory < 100e9:
         sizes = [max(1, rows // 2)]

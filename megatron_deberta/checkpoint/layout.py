@@ -83,7 +83,7 @@ class Fragment:
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class CheckpointManifest:
     """Everything in a checkpoint but its tensors."""
 
     metadata: CheckpointMetadata
@@ -100,7 +100,7 @@ class Manifest:
         return json.dumps(content, indent=1).encode()
 
     @classmethod
-    def from_json(cls, content: bytes, source: Path) -> Manifest:
+    def from_json(cls, content: bytes, source: Path) -> CheckpointManifest:
         """Read and check what ``to_json`` wrote.
 
         Raises:

@@ -18,9 +18,9 @@ from megatron_deberta.checkpoint.layout import (
     COMMITTED_FILE,
     MANIFEST_FILE,
     WEIGHT,
+    CheckpointManifest,
     CheckpointMetadata,
     Fragment,
-    Manifest,
     commit_mark,
     tensor_key,
 )
@@ -170,7 +170,7 @@ def _relative(indices: range, origin: range) -> slice:
     return slice(indices.start - origin.start, indices.stop - origin.start)
 
 
-def _read_manifest(path: Path) -> Manifest:
+def _read_manifest(path: Path) -> CheckpointManifest:
     try:
         expected = (path / COMMITTED_FILE).read_bytes()
         content = (path / MANIFEST_FILE).read_bytes()
@@ -185,4 +185,4 @@ def _read_manifest(path: Path) -> Manifest:
         raise CheckpointError(
             f"{path / MANIFEST_FILE}: SHA-256 is not the one in {COMMITTED_FILE}; it is damaged"
         )
-    return Manifest.from_json(content, path / MANIFEST_FILE)
+    return CheckpointManifest.from_json(content, path / MANIFEST_FILE)

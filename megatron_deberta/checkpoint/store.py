@@ -28,10 +28,10 @@ from megatron_deberta.checkpoint.layout import (
     MANIFEST_FILE,
     STAGING_PREFIX,
     WEIGHT,
+    CheckpointManifest,
     CheckpointMetadata,
     FileEntry,
     Fragment,
-    Manifest,
     checkpoints_dir,
     commit_mark,
     committed_steps,
@@ -456,10 +456,12 @@ def _publish(draft: Draft) -> None:
         files += part_files
         fragments += part_fragments
         index.unlink()
-    manifest = Manifest(draft.metadata, draft.kinds, draft.shapes, tuple(files), tuple(fragments))
+    manifest = CheckpointManifest(
+        draft.metadata, draft.kinds, draft.shapes, tuple(files), tuple(fragments)
+    )
     content = manifest.to_json()
     # What cannot be read back must not be committed.
-    Manifest.from_json(content, staging / MANIFEST_FILE)
+    CheckpointManifest.from_json(content, staging / MANIFEST_FILE)
     write_durably(staging / MANIFEST_FILE, content)
     # Written now, so that nothing after the rename needs space.
     write_durably(staging / _UNCOMMITTED_FILE, commit_mark(content))

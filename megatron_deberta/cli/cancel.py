@@ -12,7 +12,7 @@ import argparse
 from pathlib import Path
 
 from megatron_deberta.cluster.slurm import commands as slurm
-from megatron_deberta.cluster.slurm.history import Chain
+from megatron_deberta.cluster.slurm.history import JobHistory
 from megatron_deberta.cluster.slurm.job import submitted_jobs
 from megatron_deberta.cluster.slurm.submit import SUBMISSIONS, JobSpec, stop_signal
 from megatron_deberta.errors import EXIT_DONE, ConfigError
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Cancel what SLURM has of the run."""
-    chain = Chain(Path(args.run_dir))
+    chain = JobHistory(Path(args.run_dir))
     jobs = submitted_jobs(chain)
     if not jobs:
         raise ConfigError(f"{args.run_dir}: no job was submitted for it; name the run's folder")

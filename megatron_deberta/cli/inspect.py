@@ -101,12 +101,12 @@ def run(args: argparse.Namespace) -> int:
 def _describe(sample: int, row: Row, masked: MaskedRows) -> str:
     """Return a sample's headline."""
     size = row.tokens.size
-    if row.not_next is None:
+    if row.is_random_next is None:
         parts = f"{len(row.document_starts)} documents"
     else:
         first = row.document_starts[1]
         parts = f"segments of {first} and {size - first}, " + (
-            "the second from elsewhere (label 1)" if row.not_next else "in sequence (label 0)"
+            "the second from elsewhere (label 1)" if row.is_random_next else "in sequence (label 0)"
         )
     return (
         f"\nsample {sample}: {size} tokens, {parts}, {masked.positions.size} targets "
@@ -137,7 +137,7 @@ def _marked_text(masked: MaskedRows, row: Row, tokenizer: Tokenizer) -> str:
     parts = []
     for position, token in enumerate(masked.tokens.tolist()):
         if position in names and len(names) > 1:
-            letter = str(names[position]) if row.not_next is None else "AB"[names[position]]
+            letter = str(names[position]) if row.is_random_next is None else "AB"[names[position]]
             parts.append(f"{chr(10) if position else ''}  {letter}| ")
         original = originals.get(position)
         piece = tokenizer.piece(token if original is None else original)
@@ -184,8 +184,8 @@ class _Statistics:
     def add(self, masked: MaskedRows, batch: RowBatch, vocabulary: Vocabulary) -> None:
         """Count a row."""
         self.parts += int(batch.part_counts[0])
-        if batch.not_next is not None:
-            self.labels.update(batch.not_next.tolist())
+        if batch.is_random_next is not None:
+            self.labels.update(batch.is_random_next.tolist())
         self.tokens_at[: masked.tokens.size] += 1
         self.targets_at[masked.positions] += 1
         now = masked.tokens[masked.positions]

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_deberta.cluster.slurm.history import Chain
+from megatron_deberta.cluster.slurm.history import JobHistory
 from megatron_deberta.cluster.slurm.submit import LOGS
 from megatron_deberta.errors import EXIT_DONE, ConfigError
 
@@ -45,7 +45,7 @@ def link_logs(folder: Path, rank: int) -> list[Path]:
 
 def read(run_dir: str, rank: int, *, follow: bool, all_links: bool) -> Iterator[str]:
     """Yield the text of logs, and with ``follow`` what comes until the chain is over."""
-    folder, chain = Path(run_dir) / LOGS, Chain(run_dir)
+    folder, chain = Path(run_dir) / LOGS, JobHistory(run_dir)
     current: Path | None = None
     position = 0
     while True:

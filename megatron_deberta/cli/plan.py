@@ -28,7 +28,7 @@ from megatron_deberta.config import load_config
 from megatron_deberta.errors import EXIT_DONE, ConfigError
 from megatron_deberta.observe.console import format_duration
 from megatron_deberta.planning.machine import machine_of
-from megatron_deberta.planning.plan import Plan, make_plan
+from megatron_deberta.planning.plan import RunPlan, make_plan
 from megatron_deberta.planning.search import NEAR, Search
 
 _WIDTH = 112
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def show(plan: Plan, console: Console, num_layouts: int) -> None:
+def show(plan: RunPlan, console: Console, num_layouts: int) -> None:
     """Print a plan for people."""
     config, batch = plan.config, plan.batch
     parallel = config.parallel
@@ -114,7 +114,7 @@ def show(plan: Plan, console: Console, num_layouts: int) -> None:
         _show_search(plan.search, console, num_layouts)
 
 
-def _memory_table(plan: Plan) -> Table:
+def _memory_table(plan: RunPlan) -> Table:
     capacity = plan.machine.capacity_bytes
     table = Table(
         title="memory of a rank at its peak, GB, by recomputation", box=SIMPLE, title_justify="left"
@@ -144,7 +144,7 @@ def _memory_table(plan: Plan) -> Table:
     return table
 
 
-def _traffic_table(plan: Plan) -> Table:
+def _traffic_table(plan: RunPlan) -> Table:
     table = Table(title="communication of an optimizer step", box=SIMPLE, title_justify="left")
     table.add_column("what")
     table.add_column("kind")
@@ -163,7 +163,7 @@ def _traffic_table(plan: Plan) -> Table:
     return table
 
 
-def _time_table(plan: Plan) -> Table:
+def _time_table(plan: RunPlan) -> Table:
     table = Table(title="predicted step, ms", box=SIMPLE, title_justify="left")
     parts = {
         "compute": plan.step.compute,

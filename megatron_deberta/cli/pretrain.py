@@ -115,21 +115,21 @@ def _tokens(config: RunConfig, batch: BatchArithmetic) -> str:
 
 def _parameter_table(config: RunConfig, tp_size: int) -> list[str]:
     """One line a parameter, those of all layers together, and the sums."""
-    from megatron_deberta.distributed.parallelize.plan import specify
+    from megatron_deberta.distributed.parallelize.plan import shard_spec
     from megatron_deberta.model.shapes import parameter_shapes
 
     shapes = parameter_shapes(config.model)
     times = Counter(map(_without_layer, shapes))
     lines = [f"{'parameter':<58}{'shape':>16}{'times':>7}{'elements':>16}  on a rank"]
     for name, shape in {_without_layer(name): shape for name, shape in shapes.items()}.items():
-        local = specify(name, shape, 0, tp_size).local_shape
+        local = shard_spec(name, shape, 0, tp_size).local_shape
         lines.append(
             f"{name:<58}{_product(shape):>16}{times[name]:>7}"
             f"{times[name] * math.prod(shape):>16,}  {_product(local)}"
         )
     total = sum(map(math.prod, shapes.values()))
     local_total = sum(
-        math.prod(specify(name, shape, 0, tp_size).local_shape) for name, shape in shapes.items()
+        math.prod(shard_spec(name, shape, 0, tp_size).local_shape) for name, shape in shapes.items()
     )
     lines.append(f"{'all':<81}{total:>16,}  {local_total:,}")
     return lines

@@ -22,7 +22,7 @@ from megatron_deberta.cluster import preflight
 from megatron_deberta.cluster.bad_nodes import BadNodes
 from megatron_deberta.cluster.profile import ClusterProfile, load_profile
 from megatron_deberta.cluster.slurm import commands as slurm
-from megatron_deberta.cluster.slurm.history import Chain
+from megatron_deberta.cluster.slurm.history import JobHistory
 from megatron_deberta.cluster.slurm.job import submitted_jobs
 from megatron_deberta.cluster.slurm.status import queue_state
 from megatron_deberta.cluster.slurm.submit import (
@@ -111,7 +111,7 @@ def queue(
         ConfigError: the run has jobs in the queue.
         SlurmError: sbatch refuses.
     """
-    chain = Chain(spec.run_dir)
+    chain = JobHistory(spec.run_dir)
     state, queued = queue_state(submitted_jobs(chain))
     if queued:
         raise ConfigError(

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron_deberta.cluster.watchdog.hang import Verdict
+from megatron_deberta.cluster.watchdog.hang import Diagnosis
 
 FILE_NAME = "bad_nodes.jsonl"
 ENOUGH_DEATHS = 2
@@ -66,7 +66,7 @@ class BadNodes:
             stream.flush()
             os.fsync(stream.fileno())
 
-    def blame(self, verdict: Verdict) -> None:
+    def record_failure(self, verdict: Diagnosis) -> None:
         """Mark the node of a link's end, if it is clear which.
 
         A hang of one rank, where all run the same code, is its node's far more often than not, and

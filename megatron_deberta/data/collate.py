@@ -70,17 +70,17 @@ class BatchBuilder:
         masked_positions = np.full(targets, -1, np.int64)
         labels = np.full(targets, IGNORED_LABEL, np.int64)
         parts = np.zeros(shape, np.int64)
-        not_next = None
+        is_random_next = None
         if live.size:
             rows, masked = self._masked(indices[live])
             attention_mask[live] = np.arange(self._sequence_length) < rows.sizes[:, None]
             input_ids[attention_mask] = masked.tokens
             _fill_targets(masked, rows.sizes, live, masked_positions, labels)
-            if self._with_documents or rows.not_next is not None:
+            if self._with_documents or rows.is_random_next is not None:
                 parts[attention_mask] = _part_numbers(rows)
-            if rows.not_next is not None:
-                not_next = np.full(indices.size, IGNORED_LABEL, np.int64)
-                not_next[live] = rows.not_next
+            if rows.is_random_next is not None:
+                is_random_next = np.full(indices.size, IGNORED_LABEL, np.int64)
+                is_random_next[live] = rows.is_random_next
         if live.size < indices.size:
             filler = indices == FILLER
             input_ids[filler, :2] = self._vocabulary.cls_id, self._vocabulary.sep_id
@@ -97,9 +97,9 @@ class BatchBuilder:
             document_ids = np.maximum.accumulate(parts, axis=1)
             fields["document_ids"] = document_ids
             fields["position_ids"] = _restarting(document_ids)
-        if not_next is not None:
+        if is_random_next is not None:
             fields["token_type_ids"] = parts
-            fields["next_sentence_labels"] = not_next
+            fields["next_sentence_labels"] = is_random_next
         return Batch(**{name: torch.from_numpy(array) for name, array in fields.items()})
 
     def _masked(self, indices: npt.NDArray[np.int64]) -> tuple[RowBatch, MaskedRows]:

@@ -165,11 +165,11 @@ class Masker:
         budgets: Integers = np.maximum(wanted, 1)
         return budgets
 
-    def _spans(self, lots: npt.NDArray[np.uint64]) -> Integers:
+    def _spans(self, random_bits: npt.NDArray[np.uint64]) -> Integers:
         """Return span lengths in words, n with p proportional to 1/n."""
-        spans = np.ones(lots.size, np.int64)
+        spans = np.ones(random_bits.size, np.int64)
         for bound in self._span_bounds:
-            spans += lots >= bound
+            spans += random_bits >= bound
         return spans
 
     def _choose_released(
@@ -178,9 +178,9 @@ class Masker:
         """Return [C] bool: one n-gram in each window, left to right, until the budget is passed."""
         window = int(1 / self._objective.mask_probability)
         counts = words.counts // window + 1
-        lots = draws(keys, counts, _WORDS)
-        spans = self._spans(lots)
-        places = (lots & np.uint64(0xFFFFFFFF)).astype(np.float64) * 2.0**-32
+        random_bits = draws(keys, counts, _WORDS)
+        spans = self._spans(random_bits)
+        places = (random_bits & np.uint64(0xFFFFFFFF)).astype(np.float64) * 2.0**-32
         num_words = words.counts.repeat(counts)
         contexts = spans * window
         # A span that sticks out of its window pushes the next window on.
@@ -204,8 +204,8 @@ class Masker:
         self, words: _Words, budgets: Integers, keys: npt.NDArray[np.uint64]
     ) -> npt.NDArray[np.bool_]:
         """Return [C] bool: spans that tile the row, in random order until the budget is met."""
-        lots = draws(keys, words.counts, _WORDS)
-        offsets = _before(self._spans(lots), words.counts)
+        random_bits = draws(keys, words.counts, _WORDS)
+        offsets = _before(self._spans(random_bits), words.counts)
         inside = offsets < words.counts.repeat(words.counts)
         # Spans tile the words, so each ends where the next begins.
         row_starts = np.repeat(words.word_bounds[:-1], words.counts)[inside]
@@ -214,7 +214,7 @@ class Masker:
         counts = np.diff(begins.searchsorted(words.bounds))
         rows = np.repeat(np.arange(counts.size, dtype=np.uint64), counts)
         # One number to sort by: row, lot, span.
-        order = lots[inside] & np.uint64((1 << _ORDER_BITS) - 1)
+        order = random_bits[inside] & np.uint64((1 << _ORDER_BITS) - 1)
         order |= rows << np.uint64(_ORDER_BITS)
         order <<= np.uint64(_SPAN_BITS)
         order |= np.arange(begins.size, dtype=np.uint64)
@@ -225,12 +225,12 @@ class Masker:
         begins = begins[spans]
         return _cover(begins, begins + np.minimum(sizes[spans], room), words.candidates.size)
 
-    def _replace(self, labels: Integers, lots: npt.NDArray[np.uint64]) -> Integers:
+    def _replace(self, labels: Integers, random_bits: npt.NDArray[np.uint64]) -> Integers:
         """Return [m] int64: [MASK], a random token, or the token itself."""
-        fates = (lots >> np.uint64(32)).astype(np.int64)
+        fates = (random_bits >> np.uint64(32)).astype(np.int64)
         masked_below = self._objective.mask_token_probability
         random_below = masked_below + self._objective.random_token_probability
-        low = lots & np.uint64(0xFFFFFFFF)
+        low = random_bits & np.uint64(0xFFFFFFFF)
         ordinary = self._vocabulary.ordinary_ids
         number = self._vocabulary.num_tokens if self._released else ordinary.size
         random_tokens = ((low * np.uint64(number)) >> np.uint64(32)).astype(np.int64)

@@ -10,12 +10,12 @@ forward and again in backward. A ``group`` of None or of one rank makes it the i
 ======================  =========================  ==============================
 function                forward                    backward
 ======================  =========================  ==============================
-copy_to                 identity                   all-reduce
-reduce_from             all-reduce                 identity
+copy_to_tensor_parallel_region                 identity                   all-reduce
+reduce_from_tensor_parallel_region             all-reduce                 identity
 gather_sequence         all-gather, tokens         reduce-scatter, tokens
 reduce_scatter_sequence reduce-scatter, tokens     all-gather, tokens
 scatter_sequence        own slice of tokens        all-gather, tokens
-leave_sequence          all-gather, tokens         own slice of tokens
+gather_from_sequence_parallel_region          all-gather, tokens         own slice of tokens
 gather_channels         all-gather, channels       own slice of channels
 channels_to_sequence    all-to-all                 all-to-all, the other way
 ======================  =========================  ==============================
@@ -73,7 +73,7 @@ def all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
     return out
 
 
-def copy_to(x: Tensor, group: ProcessGroup | None) -> Tensor:
+def copy_to_tensor_parallel_region(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """Hand a replicated tensor to computations that differ by rank.
 
     Also the way to use a replicated parameter where each rank sees only part of the work (its own
@@ -89,7 +89,7 @@ def copy_to(x: Tensor, group: ProcessGroup | None) -> Tensor:
     return _exchange(x, group, _identity, all_reduce_sum)
 
 
-def reduce_from(x: Tensor, group: ProcessGroup | None) -> Tensor:
+def reduce_from_tensor_parallel_region(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """Sum each rank's part into a replicated tensor.
 
     Args:
@@ -147,7 +147,7 @@ def scatter_sequence(x: Tensor, group: ProcessGroup | None) -> Tensor:
     return _exchange(x, group, _slice_sequence, _all_gather_sequence)
 
 
-def leave_sequence(x: Tensor, group: ProcessGroup | None) -> Tensor:
+def gather_from_sequence_parallel_region(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """Gather token shards for computations that every rank repeats.
 
     Args:

@@ -45,7 +45,7 @@ def from_rank_zero(value: int, groups: ProcessGroups) -> int:
 
 
 @contextmanager
-def failing_together(groups: ProcessGroups) -> Iterator[None]:
+def raise_on_all_ranks(groups: ProcessGroups) -> Iterator[None]:
     """Do something without collectives; where it fails on one rank, it fails on all of them.
 
     For what ranks do differently, as reading a file on rank 0 alone: the others would wait in their

@@ -2,7 +2,7 @@
 
 Owns the arithmetic beside the collectives: where a bias joins, whose gradient is only a part.
 A column-parallel layer needs nothing from here: it is ``torch.nn.Linear`` with fewer outputs,
-behind ``copy_to`` or ``gather_sequence``, which several such layers share.
+behind ``copy_to_tensor_parallel_region`` or ``gather_sequence``, which several such layers share.
 """
 
 from __future__ import annotations
@@ -11,7 +11,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
-from megatron_deberta.distributed.collectives import copy_to, reduce_from, reduce_scatter_sequence
+from megatron_deberta.distributed.collectives import (
+    copy_to_tensor_parallel_region,
+    reduce_from_tensor_parallel_region,
+    reduce_scatter_sequence,
+)
 
 
 def row_parallel(
@@ -41,8 +45,8 @@ def row_parallel(
     """
     partial = functional.linear(x, weight)
     if not sequence:
-        out = reduce_from(partial, group)
+        out = reduce_from_tensor_parallel_region(partial, group)
         return out if bias is None else out + bias
     out = reduce_scatter_sequence(partial, group)
     # Each rank adds the bias to its own tokens, so its gradient is a part.
-    return out if bias is None else out + copy_to(bias, group)
+    return out if bias is None else out + copy_to_tensor_parallel_region(bias, group)

@@ -22,7 +22,7 @@ from megatron_deberta.distributed.collectives import (
     all_gather,
     group_rank,
     group_size,
-    reduce_from,
+    reduce_from_tensor_parallel_region,
     reduce_scatter_sequence,
 )
 
@@ -69,7 +69,11 @@ def vocab_parallel_embedding(
     elsewhere = (rows < 0) | (rows >= weight_local.shape[0])
     found = functional.embedding(rows.masked_fill(elsewhere, 0), weight_local)
     found = found.masked_fill(elsewhere.unsqueeze(-1), 0)
-    return reduce_scatter_sequence(found, group) if sequence else reduce_from(found, group)
+    return (
+        reduce_scatter_sequence(found, group)
+        if sequence
+        else reduce_from_tensor_parallel_region(found, group)
+    )
 
 
 def vocab_parallel_loss(

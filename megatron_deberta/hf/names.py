@@ -79,7 +79,7 @@ _QKV = ("query", "key", "value")
 
 
 @dataclass(frozen=True)
-class ForeignTensor:
+class HFTensor:
     """One tensor of a foreign file, and the canonical tensors inside it."""
 
     name: str
@@ -120,9 +120,7 @@ class ForeignTensor:
         return {self.parts[0]: tensor}
 
 
-def foreign_tensors(
-    config: ModelConfig, model_type: ModelType, pad_token_id: int = 0
-) -> list[ForeignTensor]:
+def hf_tensors(config: ModelConfig, model_type: ModelType, pad_token_id: int = 0) -> list[HFTensor]:
     """Every tensor of a file of that type, in the order of our model.
 
     Args:
@@ -139,18 +137,18 @@ def foreign_tensors(
             skipped = pad_token_id + 1
             rows = (shape[0] + skipped, shape[1])
             foreign = _foreign_name(name, model_type)
-            entry = ForeignTensor(foreign, rows, (name,), "after_padding", skipped)
+            entry = HFTensor(foreign, rows, (name,), "after_padding", skipped)
         else:
-            entry = ForeignTensor(_foreign_name(name, model_type), shape, (name,))
+            entry = HFTensor(_foreign_name(name, model_type), shape, (name,))
         if entry is not None:
             tensors.append(entry)
     if model_type == "roberta" and config.type_vocab_size == 0:
-        tensors.append(ForeignTensor(TOKEN_TYPES, (1, config.hidden_size), (), "zeros"))
+        tensors.append(HFTensor(TOKEN_TYPES, (1, config.hidden_size), (), "zeros"))
     return tensors
 
 
 def standard_names(names: Iterable[str], model_type: ModelType) -> dict[str, str]:
-    """Name in the file -> the spelling that `foreign_tensors` uses, for every tensor of a file.
+    """Name in the file -> the spelling that `hf_tensors` uses, for every tensor of a file.
 
     Brought into line: the ``bert.`` prefix of Microsoft's first files, encoders saved without any
     prefix, and the head's names in transformers' own ``DebertaV2ForMaskedLM``.
@@ -192,16 +190,16 @@ def _foreign_name(name: str, model_type: ModelType) -> str:
     return f"{prefix}.encoder.layer.{layer[1]}.{inner}.{kind}"
 
 
-def _v1_projection(name: str, shape: tuple[int, ...], config: ModelConfig) -> ForeignTensor | None:
+def _v1_projection(name: str, shape: tuple[int, ...], config: ModelConfig) -> HFTensor | None:
     """v1's place of a query, key or value tensor; None where an earlier one already holds it."""
     stem, _, kind = name.rpartition(".")
     layer_stem, _, which = stem.rpartition(".")
     index = stem.split(".")[2]
     attention = f"deberta.encoder.layer.{index}.attention.self"
     if kind == "bias":
-        return ForeignTensor(f"{attention}.{which[0]}_bias", shape, (name,))
+        return HFTensor(f"{attention}.{which[0]}_bias", shape, (name,))
     if which != "query":
         return None
     parts = tuple(f"{layer_stem}.{part}.weight" for part in _QKV)
     packed = (3 * shape[0], shape[1])
-    return ForeignTensor(f"{attention}.in_proj.weight", packed, parts, "per_head", config.num_heads)
+    return HFTensor(f"{attention}.in_proj.weight", packed, parts, "per_head", config.num_heads)

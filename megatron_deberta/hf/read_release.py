@@ -24,9 +24,9 @@ from megatron_deberta.hf.config import from_hf_config, padding_id
 from megatron_deberta.hf.legacy_bin import convert_bin
 from megatron_deberta.hf.names import (
     TOKEN_TYPES,
-    ForeignTensor,
+    HFTensor,
     ModelType,
-    foreign_tensors,
+    hf_tensors,
     standard_names,
 )
 from megatron_deberta.model.shapes import parameter_shapes
@@ -64,7 +64,7 @@ class Release:
     """Its architecture."""
     notes: tuple[str, ...]
     """What the user should know: what was initialised, what was left out."""
-    _tensors: tuple[tuple[ForeignTensor, Stored], ...]
+    _tensors: tuple[tuple[HFTensor, Stored], ...]
     _token_types: Stored | None
     _seed: int
 
@@ -121,17 +121,17 @@ def open_release(
     names = standard_names(places, model_type)
     stored = {names[name]: place for name, place in places.items()}
     config = _fit_config(from_hf_config(fields, model_type), fields, stored)
-    expected = foreign_tensors(config, model_type, padding_id(fields, model_type))
+    expected = hf_tensors(config, model_type, padding_id(fields, model_type))
     return _match(config, expected, stored, seed)
 
 
 def _match(
     config: ModelConfig,
-    expected: list[ForeignTensor],
+    expected: list[HFTensor],
     stored: dict[str, Stored],
     seed: int,
 ) -> Release:
-    tensors: list[tuple[ForeignTensor, Stored]] = []
+    tensors: list[tuple[HFTensor, Stored]] = []
     fresh: list[str] = []
     for entry in expected:
         if entry.name not in stored:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_deberta.config.schema import ModelConfig
-from megatron_deberta.model import DebertaForPretraining, Execution
+from megatron_deberta.model import DebertaForPretraining, RuntimeOptions
 
 
 def build_filled(
@@ -22,7 +22,7 @@ def build_filled(
         attention_backend: of the attention operator; None lets it choose.
     """
     with torch.device("meta"):
-        model = DebertaForPretraining(config, Execution(attention_backend=attention_backend))
+        model = DebertaForPretraining(config, RuntimeOptions(attention_backend=attention_backend))
     model.to_empty(device="cpu")
     with torch.no_grad():
         for name, parameter in model.named_parameters():

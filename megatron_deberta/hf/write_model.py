@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.errors import CheckpointError
 from megatron_deberta.hf.config import SpecialIds, to_hf_config
-from megatron_deberta.hf.names import ForeignTensor, ModelType, foreign_tensors
+from megatron_deberta.hf.names import HFTensor, ModelType, hf_tensors
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 MAX_SHARD_BYTES = 4 << 30
@@ -50,7 +50,7 @@ def write_hf_model(
     Raises:
         CheckpointError: a weight does not fit the format's range.
     """
-    entries = foreign_tensors(config, model_type, ids.pad)
+    entries = hf_tensors(config, model_type, ids.pad)
     size = DTYPES[dtype].itemsize
     shards = _split(entries, size, max_shard_bytes)
     index: dict[str, str] = {}
@@ -71,7 +71,7 @@ def write_hf_model(
     _write_json(directory / "config.json", to_hf_config(config, model_type, ids, torch_name))
 
 
-def _convert(entry: ForeignTensor, read: Callable[[str], Tensor], dtype: str) -> Tensor:
+def _convert(entry: HFTensor, read: Callable[[str], Tensor], dtype: str) -> Tensor:
     packed = entry.pack([read(part) for part in entry.parts])
     if tuple(packed.shape) != entry.shape:
         raise CheckpointError(
@@ -87,10 +87,8 @@ def _convert(entry: ForeignTensor, read: Callable[[str], Tensor], dtype: str) ->
     return converted
 
 
-def _split(
-    entries: list[ForeignTensor], itemsize: int, max_bytes: int
-) -> list[list[ForeignTensor]]:
-    shards: list[list[ForeignTensor]] = [[]]
+def _split(entries: list[HFTensor], itemsize: int, max_bytes: int) -> list[list[HFTensor]]:
+    shards: list[list[HFTensor]] = [[]]
     filled = 0
     for entry in entries:
         size = math.prod(entry.shape) * itemsize

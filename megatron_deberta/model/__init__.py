@@ -6,7 +6,7 @@ a tensor, all N or those the mask decoder picked), D hidden size, A attention he
 S position slots (2 * span), V vocabulary.
 """
 
-from megatron_deberta.model.deberta import DebertaForPretraining, DebertaModel, Execution
+from megatron_deberta.model.deberta import DebertaForPretraining, DebertaModel, RuntimeOptions
 from megatron_deberta.model.dropout import DropoutSeeds
 from megatron_deberta.model.shapes import count_parameters, parameter_shapes
 
@@ -14,7 +14,7 @@ __all__ = [
     "DebertaForPretraining",
     "DebertaModel",
     "DropoutSeeds",
-    "Execution",
+    "RuntimeOptions",
     "count_parameters",
     "parameter_shapes",
 ]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.model.dropout import Dropout, DropoutSeeds, site_id
 from megatron_deberta.model.projections import project_together
-from megatron_deberta.model.tp_hooks import BlockInput, BlockOutput, LayerNorm, Rows
+from megatron_deberta.model.tp_hooks import BlockInput, BlockOutput, LayerNorm, TokenLayout
 from megatron_deberta.ops import RelativePositions, disentangled_attention
 
 
@@ -38,7 +38,7 @@ class AttentionContext:
 
 
 @dataclass(frozen=True)
-class Memory:
+class KeyValue:
     """What queries read: keys, values and projected positions."""
 
     key: Tensor
@@ -89,7 +89,11 @@ class DisentangledSelfAttention(nn.Module):
         self.table_dropout = Dropout(config.hidden_dropout, f"{site}.table")
 
     def forward(
-        self, hidden: Tensor, rows: Rows, context: AttentionContext, memory: Memory | None = None
+        self,
+        hidden: Tensor,
+        rows: TokenLayout,
+        context: AttentionContext,
+        memory: KeyValue | None = None,
     ) -> Tensor:
         """Attend, project, drop, add the residual and normalise.
 
@@ -117,14 +121,14 @@ class DisentangledSelfAttention(nn.Module):
         )
         return normalised
 
-    def remember(self, inner: Tensor, context: AttentionContext) -> Memory:
+    def project_key_value(self, inner: Tensor, context: AttentionContext) -> KeyValue:
         """Project keys, values and positions from ``[B, N, D]`` (after the block input)."""
         key, value = project_together(inner, (self.key, self.value))
         return self._memory(key, value, context)
 
-    def _memory(self, key: Tensor, value: Tensor, context: AttentionContext) -> Memory:
+    def _memory(self, key: Tensor, value: Tensor, context: AttentionContext) -> KeyValue:
         heads = (self._split_heads(key), self._split_heads(value))
-        return Memory(*heads, *self._project_positions(context))
+        return KeyValue(*heads, *self._project_positions(context))
 
     def _project_positions(self, context: AttentionContext) -> tuple[Tensor | None, Tensor | None]:
         table = context.position_table
@@ -141,7 +145,7 @@ class DisentangledSelfAttention(nn.Module):
         return heads[0] if self.c2p else None, heads[-1] if self.p2c else None
 
     def _core(
-        self, query: Tensor, memory: Memory, queries_at: Tensor | None, context: AttentionContext
+        self, query: Tensor, memory: KeyValue, queries_at: Tensor | None, context: AttentionContext
     ) -> Tensor:
         seeds = context.seeds
         dropout_p = self.attention_dropout if seeds is not None else 0.0

@@ -15,11 +15,11 @@ from megatron_deberta.model.embeddings import Embeddings
 from megatron_deberta.model.encoder import Encoder
 from megatron_deberta.model.heads import MaskedLanguageModelHead, NextSentenceHead
 from megatron_deberta.model.mask_decoder import EnhancedMaskDecoder, pick_rows
-from megatron_deberta.model.tp_hooks import Rows, SequenceExit
+from megatron_deberta.model.tp_hooks import SequenceExit, TokenLayout
 
 
 @dataclass(frozen=True)
-class Execution:
+class RuntimeOptions:
     """How the model runs; changes speed and memory, never results."""
 
     recompute: Literal["none", "selective", "full"] = "none"
@@ -36,10 +36,10 @@ class DebertaModel(nn.Module):
     differ (docs/model.md).
     """
 
-    def __init__(self, config: ModelConfig, execution: Execution | None = None) -> None:
+    def __init__(self, config: ModelConfig, execution: RuntimeOptions | None = None) -> None:
         super().__init__()
         self.config = config
-        self.execution = execution or Execution()
+        self.execution = execution or RuntimeOptions()
         self.embeddings = Embeddings(config)
         self.encoder = Encoder(config, recompute_layers=self.execution.recompute == "full")
         self.exit = SequenceExit()
@@ -88,7 +88,7 @@ class DebertaModel(nn.Module):
             ``[B, N, D]`` hidden states of the last layer, whole on every rank.
         """
         mask = _all_real(input_ids) if attention_mask is None else attention_mask
-        rows = Rows.of_sequence(mask, position_ids, token_type_ids)
+        rows = TokenLayout.of_sequence(mask, position_ids, token_type_ids)
         context = self.context(mask, document_ids, seeds)
         embedded, held = self.embeddings(input_ids, rows, seeds)
         out: Tensor = self.exit(self.encoder(embedded, held, context, self.config.num_layers))
@@ -98,7 +98,7 @@ class DebertaModel(nn.Module):
 class DebertaForPretraining(DebertaModel):
     """Encoder, enhanced mask decoder, vocabulary head and, for pairs, next-sentence head."""
 
-    def __init__(self, config: ModelConfig, execution: Execution | None = None) -> None:
+    def __init__(self, config: ModelConfig, execution: RuntimeOptions | None = None) -> None:
         super().__init__(config, execution)
         self.mask_decoder = EnhancedMaskDecoder(config) if config.mask_decoder_passes else None
         self.head = MaskedLanguageModelHead(config)
@@ -132,7 +132,7 @@ class DebertaForPretraining(DebertaModel):
             ``[B, M, D]`` decoded states, and ``[B, 2]`` logits of the next-sentence head, None
             without one.
         """
-        rows = Rows.of_sequence(attention_mask, position_ids, token_type_ids)
+        rows = TokenLayout.of_sequence(attention_mask, position_ids, token_type_ids)
         context = self.context(attention_mask, document_ids, seeds)
         embedded, held = self.embeddings(input_ids, rows, seeds)
         num_layers = self.config.num_layers - (1 if self.mask_decoder is not None else 0)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megatron_deberta.model.fused import Unnormalised, compiled
+from megatron_deberta.model.fused import PendingResidual, compiled
 from megatron_deberta.ops.dropout_bits import keep_mask, keep_scale, mix_seed
 
 
@@ -86,7 +86,7 @@ class Dropout(nn.Module):
 
     def before_norm(
         self, hidden: Tensor, positions: Tensor, seeds: DropoutSeeds | None, residual: Tensor
-    ) -> Tensor | Unnormalised:
+    ) -> Tensor | PendingResidual:
         """What a `LayerNorm` is to normalise: the sum, or, where fused, what it is made of.
 
         Args:
@@ -99,7 +99,7 @@ class Dropout(nn.Module):
             out: Tensor = self(hidden, positions, seeds, residual)
             return out
         seed = seeds.per_row(self.site)
-        return Unnormalised(hidden, residual, seed, positions, self.probability)
+        return PendingResidual(hidden, residual, seed, positions, self.probability)
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from megatron_deberta.model.dropout import Dropout, DropoutSeeds
 from megatron_deberta.model.tp_hooks import (
     LayerNorm,
     PositionEmbedding,
-    Rows,
     SequenceEntry,
     SharedInput,
+    TokenLayout,
     TokenTypeEmbedding,
 )
 
@@ -42,8 +42,8 @@ class Embeddings(nn.Module):
         self.dropout = Dropout(config.hidden_dropout, "embeddings")
 
     def forward(
-        self, input_ids: Tensor, rows: Rows, seeds: DropoutSeeds | None
-    ) -> tuple[Tensor, Rows]:
+        self, input_ids: Tensor, rows: TokenLayout, seeds: DropoutSeeds | None
+    ) -> tuple[Tensor, TokenLayout]:
         """Return hidden states ``[B, R, D]`` and the rows they are.
 
         Args:

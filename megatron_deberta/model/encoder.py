@@ -9,7 +9,7 @@ from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.model.attention import AttentionContext
 from megatron_deberta.model.embeddings import RelativePositionTable
 from megatron_deberta.model.layers import ConvolutionBranch, Layer
-from megatron_deberta.model.tp_hooks import Rows
+from megatron_deberta.model.tp_hooks import TokenLayout
 from megatron_deberta.ops import RelativePositions
 
 
@@ -34,7 +34,7 @@ class Encoder(nn.Module):
         return table
 
     def forward(
-        self, embedded: Tensor, rows: Rows, context: AttentionContext, num_layers: int
+        self, embedded: Tensor, rows: TokenLayout, context: AttentionContext, num_layers: int
     ) -> Tensor:
         """Run the first ``num_layers`` layers on ``[B, R, D]``."""
         hidden = embedded

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from megatron_deberta.ops.dropout_bits import keep_mask, keep_scale
 
 
-class Unnormalised(NamedTuple):
+class PendingResidual(NamedTuple):
     """residual + dropout(x), not computed yet: LayerNorm does it on the way."""
 
     x: Tensor
@@ -35,7 +35,7 @@ class Unnormalised(NamedTuple):
     probability: float
 
 
-def layer_norm(value: Tensor | Unnormalised, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+def layer_norm(value: Tensor | PendingResidual, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """LayerNorm over the last dimension, of a tensor or of what is still to be added up.
 
     Args:
@@ -44,7 +44,7 @@ def layer_norm(value: Tensor | Unnormalised, weight: Tensor, bias: Tensor, eps: 
         bias: ``[D]``.
         eps: added to the variance.
     """
-    if isinstance(value, Unnormalised):
+    if isinstance(value, PendingResidual):
         return cast(Tensor, _DropAddNorm.apply(*value, weight, bias, eps))
     return F.layer_norm(value, weight.shape, weight, bias, eps)
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from megatron_deberta.config.schema import ModelConfig
-from megatron_deberta.model.attention import AttentionContext, DisentangledSelfAttention, Memory
+from megatron_deberta.model.attention import AttentionContext, DisentangledSelfAttention, KeyValue
 from megatron_deberta.model.dropout import Dropout, DropoutSeeds
 from megatron_deberta.model.fused import bias_gelu
 from megatron_deberta.model.tp_hooks import (
@@ -18,7 +18,7 @@ from megatron_deberta.model.tp_hooks import (
     BlockOutput,
     ChannelExit,
     LayerNorm,
-    Rows,
+    TokenLayout,
 )
 
 
@@ -33,7 +33,7 @@ class FeedForward(nn.Module):
         self.norm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = Dropout(config.hidden_dropout, f"encoder.layers.{index}.ffn")
 
-    def forward(self, hidden: Tensor, rows: Rows, context: AttentionContext) -> Tensor:
+    def forward(self, hidden: Tensor, rows: TokenLayout, context: AttentionContext) -> Tensor:
         """Map ``[B, R, D]`` to ``[B, R, D]``."""
         read = self.input(hidden, rows)
         inner = F.linear(read, self.up.weight) if self.dropout.how.fuse else self.up(read)
@@ -50,7 +50,7 @@ class FeedForward(nn.Module):
         )
         return normalised
 
-    def _activate(self, inner: Tensor, rows: Rows) -> Tensor:
+    def _activate(self, inner: Tensor, rows: TokenLayout) -> Tensor:
         fuse = self.dropout.how.fuse
         out: Tensor = self.down(bias_gelu(inner, self.up.bias) if fuse else F.gelu(inner), rows)
         return out
@@ -65,7 +65,11 @@ class Layer(nn.Module):
         self.ffn = FeedForward(config, index)
 
     def forward(
-        self, hidden: Tensor, rows: Rows, context: AttentionContext, memory: Memory | None = None
+        self,
+        hidden: Tensor,
+        rows: TokenLayout,
+        context: AttentionContext,
+        memory: KeyValue | None = None,
     ) -> Tensor:
         """Map ``[B, R, D]`` to ``[B, R, D]``; ``memory`` as in the attention block."""
         attended = self.attention(hidden, rows, context, memory)
@@ -123,7 +127,7 @@ class ConvolutionBranch(nn.Module):
         self,
         embedded: Tensor,
         layer_output: Tensor,
-        rows: Rows,
+        rows: TokenLayout,
         document_ids: Tensor | None,
         seeds: DropoutSeeds | None,
     ) -> Tensor:

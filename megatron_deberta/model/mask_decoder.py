@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.model.attention import AttentionContext
 from megatron_deberta.model.layers import Layer
-from megatron_deberta.model.tp_hooks import PositionEmbedding, Rows
+from megatron_deberta.model.tp_hooks import PositionEmbedding, TokenLayout
 
 
 class EnhancedMaskDecoder(nn.Module):
@@ -34,7 +34,7 @@ class EnhancedMaskDecoder(nn.Module):
     def forward(
         self,
         hidden: Tensor,
-        rows: Rows,
+        rows: TokenLayout,
         picked: Tensor,
         last_layer: Layer,
         context: AttentionContext,
@@ -55,7 +55,7 @@ class EnhancedMaskDecoder(nn.Module):
             ``[B, M, D]`` decoded states, and ``[B, D]`` or None.
         """
         attention = last_layer.attention
-        memory = attention.remember(attention.input(hidden, rows), context)
+        memory = attention.project_key_value(attention.input(hidden, rows), context)
         picked_rows = rows.pick(picked)
         query = pick_rows(hidden, picked)
         if self.position is not None:

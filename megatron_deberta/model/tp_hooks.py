@@ -1,8 +1,7 @@
-"""The places where a parallel run cuts the model, as modules that do nothing on one device.
+"""Tensor-parallel hooks: the modules that ``distributed.parallelize`` replaces.
 
-``sharding`` replaces each of them by its parallel form (docs/topology.md); nothing here or
-elsewhere in ``model`` knows how. Every seam is told which `Rows` it is given, because the same
-last layer works on the token sequence in the encoder and on picked rows in the mask decoder.
+On one device they do nothing. Every hook receives the `TokenLayout` of its input, because the last
+layer works on the token sequence in the encoder and on picked rows in the mask decoder.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megatron_deberta.model.fused import Unnormalised, layer_norm
+from megatron_deberta.model.fused import PendingResidual, layer_norm
 
 
 @dataclass(frozen=True)
-class Rows:
+class TokenLayout:
     """Which tokens the rows of a hidden-state tensor ``[B, R, D]`` are."""
 
     positions: Tensor
@@ -36,19 +35,19 @@ class Rows:
         attention_mask: Tensor,
         position_ids: Tensor | None = None,
         token_types: Tensor | None = None,
-    ) -> Rows:
-        """Rows of a whole batch; ``attention_mask`` is bool ``[B, N]``, True = real token."""
+    ) -> TokenLayout:
+        """Layout of a whole batch; ``attention_mask`` is bool ``[B, N]``, True = real token."""
         positions = torch.arange(attention_mask.size(1), device=attention_mask.device)
         positions = positions.expand(attention_mask.shape)
         ids = positions if position_ids is None else position_ids
-        return Rows(positions, ids, attention_mask, sequence=True, token_types=token_types)
+        return TokenLayout(positions, ids, attention_mask, sequence=True, token_types=token_types)
 
-    def pick(self, picked: Tensor) -> Rows:
+    def pick(self, picked: Tensor) -> TokenLayout:
         """The rows at places ``picked`` (int64 ``[B, M]``, -1 = padding), whole on every rank."""
         place = picked.clamp(min=0)
-        return Rows(picked, self.position_ids.gather(1, place), picked >= 0, sequence=False)
+        return TokenLayout(picked, self.position_ids.gather(1, place), picked >= 0, sequence=False)
 
-    def whole(self) -> Rows:
+    def whole(self) -> TokenLayout:
         """The same rows once every rank holds all of them."""
         return replace(self, sequence=False)
 
@@ -56,7 +55,7 @@ class Rows:
 class SequenceEntry(nn.Module):
     """Where the token sequence may be split over ranks: rows of the batch -> rows held here."""
 
-    def forward(self, rows: Rows) -> Rows:
+    def forward(self, rows: TokenLayout) -> TokenLayout:
         """Return the rows that this rank holds."""
         return rows
 
@@ -72,7 +71,7 @@ class SequenceExit(nn.Module):
 class BlockInput(nn.Module):
     """Residual stream -> what a block's (split) projections read."""
 
-    def forward(self, hidden: Tensor, rows: Rows) -> Tensor:
+    def forward(self, hidden: Tensor, rows: TokenLayout) -> Tensor:
         """Return all N tokens where ``rows.sequence``, else the same rows."""
         return hidden
 
@@ -88,7 +87,7 @@ class SharedInput(nn.Module):
 class BlockOutput(nn.Linear):
     """A block's last projection, back into the residual stream."""
 
-    def forward(self, input: Tensor, rows: Rows) -> Tensor:  # type: ignore[override]
+    def forward(self, input: Tensor, rows: TokenLayout) -> Tensor:  # type: ignore[override]
         """Return ``[B, R, D]`` for the rows held here."""
         return F.linear(input, self.weight, self.bias)
 
@@ -96,7 +95,7 @@ class BlockOutput(nn.Linear):
 class PositionEmbedding(nn.Embedding):
     """Absolute positions of residual-stream rows."""
 
-    def forward(self, rows: Rows) -> Tensor:  # type: ignore[override]
+    def forward(self, rows: TokenLayout) -> Tensor:  # type: ignore[override]
         """Return ``[B, R, D]`` for the rows held here."""
         return F.embedding(rows.position_ids, self.weight)
 
@@ -104,12 +103,12 @@ class PositionEmbedding(nn.Embedding):
 class TokenTypeEmbedding(nn.Embedding):
     """Which segment of a pair residual-stream rows belong to."""
 
-    def forward(self, rows: Rows) -> Tensor:  # type: ignore[override]
+    def forward(self, rows: TokenLayout) -> Tensor:  # type: ignore[override]
         """Return ``[B, R, D]`` for the rows held here."""
         return F.embedding(token_types(rows), self.weight)
 
 
-def token_types(rows: Rows) -> Tensor:
+def token_types(rows: TokenLayout) -> Tensor:
     """Token types int64 ``[B, R]`` of rows, which are 0 where none are given."""
     return torch.zeros_like(rows.positions) if rows.token_types is None else rows.token_types
 
@@ -117,7 +116,7 @@ def token_types(rows: Rows) -> Tensor:
 class LayerNorm(nn.LayerNorm):
     """LayerNorm of residual-stream rows."""
 
-    def forward(self, input: Tensor | Unnormalised, rows: Rows) -> Tensor:  # type: ignore[override]
+    def forward(self, input: Tensor | PendingResidual, rows: TokenLayout) -> Tensor:  # type: ignore[override]
         """Normalise ``[B, R, D]`` over D."""
         return layer_norm(input, self.weight, self.bias, self.eps)
 
@@ -125,6 +124,6 @@ class LayerNorm(nn.LayerNorm):
 class ChannelExit(nn.Module):
     """Convolution output, split over channels -> residual-stream rows."""
 
-    def forward(self, value: Tensor, rows: Rows) -> Tensor:
+    def forward(self, value: Tensor, rows: TokenLayout) -> Tensor:
         """Return ``[B, R, D]`` for the rows held here."""
         return value

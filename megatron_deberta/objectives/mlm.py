@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatron_deberta.config.schema import ModelConfig
-from megatron_deberta.model import DebertaForPretraining, DropoutSeeds, Execution
+from megatron_deberta.model import DebertaForPretraining, DropoutSeeds, RuntimeOptions
 
 
 class TokenLoss(nn.Module):
@@ -38,7 +38,7 @@ class TokenLoss(nn.Module):
 class MaskedLanguageModel(DebertaForPretraining):
     """The pretraining model with its loss; parameters are those of the model."""
 
-    def __init__(self, config: ModelConfig, execution: Execution | None = None) -> None:
+    def __init__(self, config: ModelConfig, execution: RuntimeOptions | None = None) -> None:
         super().__init__(config, execution)
         self.token_loss = TokenLoss()
 

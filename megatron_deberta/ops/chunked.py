@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from megatron_deberta.ops.arguments import AttentionArguments
 from megatron_deberta.ops.dropout_bits import drop_threshold, keep_scale, random_bytes, row_keys
 from megatron_deberta.ops.head_threads import for_heads
-from megatron_deberta.ops.position_terms import Block, ConsecutiveTerms, GatheredTerms, Scratch
+from megatron_deberta.ops.position_terms import ConsecutiveTerms, GatheredTerms, ScoreBlock, Scratch
 from megatron_deberta.ops.visibility import hides_keys, query_positions, visible_keys
 
 _BLOCK_ELEMENTS = {"cpu": 1 << 18}
@@ -88,7 +88,7 @@ class _Blocks:
         self.bias: Tensor | None = None
         self.blind: Tensor | None = None
 
-    def __iter__(self) -> Iterator[Block]:
+    def __iter__(self) -> Iterator[ScoreBlock]:
         """Blocks; the heads of one place follow each other and share its masks."""
         budget = _BLOCK_ELEMENTS.get(self.a.q.device.type, GPU_BLOCK_ELEMENTS)
         queries = max(1, min(self.q_len, budget // max(1, self.k_len)))
@@ -99,7 +99,7 @@ class _Blocks:
                 at_queries = slice(query, min(query + queries, self.q_len))
                 self._look(at_rows, at_queries)
                 for head in range(self.heads):
-                    yield Block(head, at_rows, at_queries)
+                    yield ScoreBlock(head, at_rows, at_queries)
 
     def _look(self, rows: slice, queries: slice) -> None:
         """Finds which keys the queries of a place see, as a bias, and which queries see none."""
@@ -112,26 +112,26 @@ class _Blocks:
         self.bias = torch.zeros(visible.shape, dtype=self.dtype, device=at.device)
         self.bias.masked_fill_(~visible, lowest)
 
-    def queries(self, x: Tensor, block: Block) -> Tensor:
+    def queries(self, x: Tensor, block: ScoreBlock) -> Tensor:
         """The block's part of a tensor shaped like q, in the dtype of the scores."""
         return x[block.rows, block.head, block.queries].to(self.dtype)
 
-    def keys(self, x: Tensor, block: Block) -> Tensor:
+    def keys(self, x: Tensor, block: ScoreBlock) -> Tensor:
         """The block's part of a tensor shaped like k, in the dtype of the scores."""
         return x[block.rows, block.head].to(self.dtype)
 
-    def buffer(self, name: str, block: Block) -> Tensor:
+    def buffer(self, name: str, block: ScoreBlock) -> Tensor:
         """A scratch buffer of the shape of the block's scores."""
         rows = block.rows.stop - block.rows.start
         return self.scratch.get(name, rows, block.queries.stop - block.queries.start, self.k_len)
 
-    def scores(self, q: Tensor, k: Tensor, block: Block) -> Tensor:
+    def scores(self, q: Tensor, k: Tensor, block: ScoreBlock) -> Tensor:
         """The block's scores, with what is hidden far below everything visible."""
         scores = torch.bmm(q, k.transpose(1, 2), out=self.buffer("scores", block))
         self.terms.add_to(scores, q, k, block)
         return scores if self.bias is None else scores.add_(self.bias)
 
-    def keep(self, block: Block) -> Tensor | None:
+    def keep(self, block: ScoreBlock) -> Tensor | None:
         """1 where dropout keeps, 0 where it drops, in the dtype of the scores."""
         if self.rows is None:
             return None

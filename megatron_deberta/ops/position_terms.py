@@ -105,7 +105,7 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class ScoreBlock:
     """One head, batch rows ``rows`` and queries ``queries`` of a call, against all keys."""
 
     head: int
@@ -138,7 +138,7 @@ class ConsecutiveTerms:
         strip = min(STRIP, self._length)
         self.largest_product = strip * (self._length + strip)
 
-    def add_to(self, scores: Tensor, q: Tensor, k: Tensor, block: Block) -> None:
+    def add_to(self, scores: Tensor, q: Tensor, k: Tensor, block: ScoreBlock) -> None:
         """Adds the terms to a block of scores.
 
         Args:
@@ -160,7 +160,7 @@ class ConsecutiveTerms:
                 transposed[:, strip].add_(_diagonals(product, size))
 
     def add_gradients(
-        self, d_scores: Tensor, q: Tensor, k: Tensor, d_q: Tensor, d_k: Tensor, block: Block
+        self, d_scores: Tensor, q: Tensor, k: Tensor, d_q: Tensor, d_k: Tensor, block: ScoreBlock
     ) -> None:
         """Adds the terms' gradients to those of the block's queries, keys and the tables.
 
@@ -209,7 +209,7 @@ class ConsecutiveTerms:
         out = self._scratch.get(name, rows, size, window.shape[0])
         return torch.bmm(x, window.t().expand(rows, -1, -1), out=out)
 
-    def _query_strips(self, block: Block) -> Iterator[tuple[slice, slice]]:
+    def _query_strips(self, block: ScoreBlock) -> Iterator[tuple[slice, slice]]:
         """Strips of queries (within the block) and their windows of the c2p table."""
         first, last = block.queries.start, block.queries.stop
         for start in range(first, last, STRIP):
@@ -217,7 +217,7 @@ class ConsecutiveTerms:
             window = slice(self._length - stop, 2 * self._length - 1 - start)
             yield slice(start - first, stop - first), window
 
-    def _key_strips(self, block: Block) -> Iterator[tuple[slice, slice]]:
+    def _key_strips(self, block: ScoreBlock) -> Iterator[tuple[slice, slice]]:
         """Strips of keys and their windows of the p2c table."""
         first, last = block.queries.start, block.queries.stop
         for start in range(0, self._length, STRIP):
@@ -259,7 +259,7 @@ class GatheredTerms:
         self.largest_product = min(self._length, _KEY_STRIP) * slots.numel()
         self._cached: tuple[slice, slice] | None = None
 
-    def add_to(self, scores: Tensor, q: Tensor, k: Tensor, block: Block) -> None:
+    def add_to(self, scores: Tensor, q: Tensor, k: Tensor, block: ScoreBlock) -> None:
         """As ``ConsecutiveTerms.add_to``."""
         self._point_at(block)
         if self.c2p is not None:
@@ -272,7 +272,7 @@ class GatheredTerms:
                 scores[:, :, strip].transpose(1, 2).add_(term)
 
     def add_gradients(
-        self, d_scores: Tensor, q: Tensor, k: Tensor, d_q: Tensor, d_k: Tensor, block: Block
+        self, d_scores: Tensor, q: Tensor, k: Tensor, d_q: Tensor, d_k: Tensor, block: ScoreBlock
     ) -> None:
         """As ``ConsecutiveTerms.add_gradients``."""
         self._point_at(block)
@@ -288,7 +288,7 @@ class GatheredTerms:
         for start in range(0, self._length, _KEY_STRIP):
             yield slice(start, min(start + _KEY_STRIP, self._length))
 
-    def _point_at(self, block: Block) -> None:
+    def _point_at(self, block: ScoreBlock) -> None:
         """Finds the columns of a block's distances; the heads of a block share them."""
         if self._cached == (block.rows, block.queries):
             return

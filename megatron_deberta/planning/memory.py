@@ -17,7 +17,7 @@ from functools import cache
 from typing import Literal, NamedTuple
 
 from megatron_deberta.config.schema import ModelConfig, RunConfig
-from megatron_deberta.distributed.parallelize.plan import specify, vocabulary_rows
+from megatron_deberta.distributed.parallelize.plan import shard_spec, vocabulary_rows
 from megatron_deberta.distributed.vocab import chunk_rows
 from megatron_deberta.engine.deepspeed_config import LIVE_ELEMENTS, REDUCE_BUCKET_ELEMENTS
 from megatron_deberta.model import parameter_shapes
@@ -272,7 +272,7 @@ def local_sizes(model: ModelConfig, tp_size: int) -> tuple[tuple[str, int], ...]
     """
     shapes = parameter_shapes(model).items()
     return tuple(
-        (name, math.prod(specify(name, shape, 0, tp_size).local_shape)) for name, shape in shapes
+        (name, math.prod(shard_spec(name, shape, 0, tp_size).local_shape)) for name, shape in shapes
     )
 
 

@@ -41,7 +41,7 @@ class LinkVolume:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class RunPlan:
     """What a run costs on a machine."""
 
     config: RunConfig
@@ -145,7 +145,7 @@ class Plan:
         }
 
 
-def make_plan(config: RunConfig, machine: Machine, world_size: int, *, search: bool) -> Plan:
+def make_plan(config: RunConfig, machine: Machine, world_size: int, *, search: bool) -> RunPlan:
     """Predict a run.
 
     Args:
@@ -161,7 +161,7 @@ def make_plan(config: RunConfig, machine: Machine, world_size: int, *, search: b
     check_machine(config, machine, world_size)
     batch = validate_for_world(config, world_size)
     model, data, train = config.model, config.data, config.train
-    return Plan(
+    return RunPlan(
         config=config,
         machine=machine,
         world_size=world_size,

@@ -22,7 +22,7 @@ from megatron_deberta.data.unigram import unigram_cross_entropy, unigram_log_pro
 from megatron_deberta.observe.console import LiveConsole
 from megatron_deberta.observe.metrics import MetricsWriter, plot_loss, read_metrics
 from megatron_deberta.train.evaluate import Evaluation
-from megatron_deberta.train.stability.rollback import RollBack
+from megatron_deberta.train.stability.rollback import Rollback
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ class RunRecords:
         }
         self.writer.write(step, values, kind="checkpoint")
 
-    def tell_of_roll_back(self, done: RollBack) -> None:
+    def tell_of_roll_back(self, done: Rollback) -> None:
         """Record and show that the run went back."""
         self.writer.write(done.step, {"event": "rollback", **asdict(done)}, kind="guard")
         self.console.note(

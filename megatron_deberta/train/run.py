@@ -36,7 +36,7 @@ from megatron_deberta.data.build import (
 from megatron_deberta.data.loader import ValidationLoader
 from megatron_deberta.data.sample_log import Ledger
 from megatron_deberta.data.vocabulary import Vocabulary
-from megatron_deberta.distributed.control import failing_together, largest
+from megatron_deberta.distributed.control import largest, raise_on_all_ranks
 from megatron_deberta.distributed.environment import RankEnvironment, read_environment
 from megatron_deberta.distributed.parallelize.build import ShardedModel, build_model
 from megatron_deberta.distributed.topology import ProcessGroups, init_process_groups, shutdown
@@ -67,7 +67,7 @@ from megatron_deberta.train.prefetch import InputQueue
 from megatron_deberta.train.records import RunRecords
 from megatron_deberta.train.stability.guard import Guard
 from megatron_deberta.train.stability.replicas import check_replicas
-from megatron_deberta.train.stability.rollback import RollBack, roll_back
+from megatron_deberta.train.stability.rollback import Rollback, rollback
 from megatron_deberta.train.start import Identity, Start, choose_start, load_start
 from megatron_deberta.train.state import TrainState
 from megatron_deberta.train.step import TrainStep
@@ -143,7 +143,7 @@ def pretrain(
             environment,
         )
         # First, so that what cannot be trained leaves no folder behind.
-        with failing_together(groups):
+        with raise_on_all_ranks(groups):
             data = _open_data(config, groups.rank)
         with _locked(config.train.run_dir, groups):
             start = choose_start(config, groups, data.identity, allow_config_change)
@@ -168,7 +168,7 @@ def pretrain(
 def _locked(run_dir: str, groups: ProcessGroups) -> Iterator[None]:
     """Hold the lock of the run's folder, on rank 0. Collective over all ranks, at the start."""
     with ExitStack() as held:
-        with failing_together(groups):
+        with raise_on_all_ranks(groups):
             if groups.rank == 0:
                 held.enter_context(RunLock(run_dir))
         yield
@@ -256,7 +256,7 @@ def _train_to_the_end(parts: _Assembled, start: Start, stop: StopSignal, termina
         with parts.heartbeat.section(Section.SAVE):
             parts.saver.finish()
         with parts.heartbeat.section(Section.STARTUP):
-            state, memory, went_back = roll_back(
+            state, memory, went_back = rollback(
                 parts.config, parts.groups, parts.engine, parts.model.specs, ended, guard
             )
 
@@ -267,7 +267,7 @@ def _train(
     guard: Guard,
     stop: StopSignal,
     terminal: Console,
-    went_back: RollBack | None,
+    went_back: Rollback | None,
 ) -> int | TrainState:
     """Train on; returns the exit code, or where the run is when it has to go back."""
     config, groups = parts.config, parts.groups
@@ -275,7 +275,7 @@ def _train(
     with ExitStack() as open_files:
         records: RunRecords | None = None
         ledger: Ledger | None = None
-        with failing_together(groups):
+        with raise_on_all_ranks(groups):
             train_loader, validation = build_loaders(
                 config, vocabulary, groups.dp_rank, groups.dp_size, state.consumed_samples, corpora
             )

@@ -64,7 +64,7 @@ class StepResult:
     """Where rows are pairs."""
     skip: Skip | None = None
     """Why there was no update."""
-    roll_back: bool = False
+    rollback: bool = False
     """Skipping updates does not help: the run has to go back."""
 
 

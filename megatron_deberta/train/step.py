@@ -25,7 +25,7 @@ from megatron_deberta.errors import LossScaleError, NumericsError
 from megatron_deberta.model.dropout import DropoutSeeds
 from megatron_deberta.train.forward_timer import ForwardTimer
 from megatron_deberta.train.stability.guard import Guard, Skip
-from megatron_deberta.train.stability.nonfinite_gradients import GradientWatch
+from megatron_deberta.train.stability.nonfinite_gradients import NonfiniteGradients
 from megatron_deberta.train.state import PairResult, StepResult
 
 logger = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ class TrainStep:
         batches = [batch.to(groups.device) for batch in batches]
         num_targets = self._count_targets(batches)
         self._heartbeat.mark()
-        with GradientWatch(self._engine.module, groups, armed=self._watches) as watch:
+        with NonfiniteGradients(self._engine.module, groups, armed=self._watches) as watch:
             totals = self._accumulate(step, batches, num_targets)
         while_busy()
         total, pair_total, pairs_right, count = self._agree(totals, num_targets)
@@ -217,7 +217,7 @@ class TrainStep:
                 "optimizer.learning_rate or look at the batch"
             )
 
-    def _refuse_to_go_on(self, step: int, skip: Skip | None, watch: GradientWatch) -> None:
+    def _refuse_to_go_on(self, step: int, skip: Skip | None, watch: NonfiniteGradients) -> None:
         """Raise where another step would be in vain. Collective where it names a parameter."""
         if skip == "gradient not finite" and self._config.guard.non_finite == "stop":
             raise NumericsError(

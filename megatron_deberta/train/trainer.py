@@ -76,7 +76,7 @@ class Trainer:
             self._heartbeat.enter(Section.STEP)
             result = self._train_step(self._state.step, batches.device, self._fetch_next)
             self._state = self._state.advanced(self._config.train.global_batch_size)
-            if result.roll_back:
+            if result.rollback:
                 return self._state
             asked = self._requests.agree()
             self._heartbeat.add_times(steps=1, whole=time.perf_counter_ns() - begin)

@@ -27,10 +27,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_deberta.cluster.slurm.history import Chain
+from megatron_deberta.cluster.slurm.history import JobHistory
 from megatron_deberta.cluster.watchdog.hang import Limits
 from megatron_deberta.cluster.watchdog.heartbeat import Beat, Section, beat_path, read_beat
-from megatron_deberta.cluster.watchdog.report_store import Board
+from megatron_deberta.cluster.watchdog.report_store import ReportStore
 from megatron_deberta.cluster.watchdog.supervisor import NodePlan
 from megatron_deberta.config import load_config
 from tests.campaigns.forked_ranks import PLAN_VARIABLE, ForkingSupervisor, preload
@@ -167,7 +167,7 @@ def run_case(folder: Path, kind: str, number: int) -> dict[str, Any]:
     begin = time.monotonic()
     code = supervisor.run()
     end = time.monotonic()
-    verdict = Board(run_dir, "case").verdict(1)
+    verdict = ReportStore(run_dir, "case").verdict(1)
     line: dict[str, Any] = {
         **plan, "code": code, "seconds": round(end - begin, 2),
         "reason": without_folders(verdict.reason) if verdict else "",
@@ -176,7 +176,9 @@ def run_case(folder: Path, kind: str, number: int) -> dict[str, Any]:
     if kind == "clean":
         return {**line, "ok": code == 0 and verdict is None}
     if kind == "slow":
-        told = [event["ranks"] for event in Chain(run_dir).current() if event["event"] == "slow"]
+        told = [
+            event["ranks"] for event in JobHistory(run_dir).current() if event["event"] == "slow"
+        ]
         parts = {found["rank"]: found["part"] for found in told[0]} if told else {}
         # Ranks that split a layer wait for each other in forward, and are slow together.
         group = {plan["rank"], plan["rank"] ^ (plan["part"] == "forward")}

@@ -9,9 +9,9 @@ import torch
 
 from megatron_deberta.distributed.control import (
     any_rank,
-    failing_together,
     from_rank_zero,
     largest,
+    raise_on_all_ranks,
 )
 from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.errors import MegatronDebertaError
@@ -39,7 +39,7 @@ def test_every_rank_learns_it(four_ranks: RankPool, tp_size: int) -> None:
 def fail_on(rank: int, tp_size: int, failing: int) -> str:
     groups = grid(tp_size)
     try:
-        with failing_together(groups):
+        with raise_on_all_ranks(groups):
             if rank == failing:
                 raise OSError("disk")
     except (OSError, MegatronDebertaError) as error:

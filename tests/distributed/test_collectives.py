@@ -17,23 +17,27 @@ B, N, C = 2, 8, 12
 
 # What one process does with the list of all ranks' inputs: the list of all ranks' outputs.
 ORACLES: dict[str, Callable[[list[Tensor]], list[Tensor]]] = {
-    "copy_to": lambda xs: list(xs),
-    "reduce_from": lambda xs: [sum(xs, torch.zeros(()))] * len(xs),
+    "copy_to_tensor_parallel_region": lambda xs: list(xs),
+    "reduce_from_tensor_parallel_region": lambda xs: [sum(xs, torch.zeros(()))] * len(xs),
     "gather_sequence": lambda xs: [torch.cat(xs, dim=1)] * len(xs),
     "reduce_scatter_sequence": lambda xs: list(sum(xs, torch.zeros(())).chunk(len(xs), dim=1)),
     "scatter_sequence": lambda xs: [x.chunk(len(xs), dim=1)[r] for r, x in enumerate(xs)],
-    "leave_sequence": lambda xs: [torch.cat(xs, dim=1)] * len(xs),
+    "gather_from_sequence_parallel_region": lambda xs: [torch.cat(xs, dim=1)] * len(xs),
     "gather_channels": lambda xs: [torch.cat(xs, dim=-1)] * len(xs),
     "channels_to_sequence": lambda xs: list(torch.cat(xs, dim=-1).chunk(len(xs), dim=1)),
 }
-REPLICATED_INPUT = {"copy_to", "scatter_sequence"}
+REPLICATED_INPUT = {"copy_to_tensor_parallel_region", "scatter_sequence"}
 """All ranks hold one and the same tensor, so its gradient is the sum over ranks."""
-REPLICATED_OUTPUT = {"reduce_from", "leave_sequence", "gather_channels"}
+REPLICATED_OUTPUT = {
+    "reduce_from_tensor_parallel_region",
+    "gather_from_sequence_parallel_region",
+    "gather_channels",
+}
 """All ranks compute the same loss from it, so that loss counts once."""
 
 
 def _local_shape(name: str, tp: int) -> tuple[int, int, int]:
-    if name in {"gather_sequence", "leave_sequence"}:
+    if name in {"gather_sequence", "gather_from_sequence_parallel_region"}:
         return B, N // tp, C
     if name in {"gather_channels", "channels_to_sequence"}:
         return B, N, C // tp
@@ -158,15 +162,15 @@ def run_feed_forward(rank: int, tp: int, sequence: bool) -> dict[str, Tensor]:
     up = full["up"].detach().chunk(tp)[me].requires_grad_()
     up_bias = full["up_bias"].detach().chunk(tp)[me].requires_grad_()
     down = full["down"].detach().chunk(tp, dim=1)[me].requires_grad_()
-    enter = collectives.gather_sequence if sequence else collectives.copy_to
+    enter = collectives.gather_sequence if sequence else collectives.copy_to_tensor_parallel_region
     x = full["x"].detach()
     x = (x.chunk(tp, dim=1)[me] if sequence else x).requires_grad_()
     h = torch.nn.functional.gelu(enter(x, group) @ up.T + up_bias)
     y = row_parallel(h, down, full["down_bias"], group, sequence=sequence)
-    own = collectives.copy_to if sequence else lambda weight, _: weight
+    own = collectives.copy_to_tensor_parallel_region if sequence else lambda weight, _: weight
     norm, norm_bias = own(full["norm"], group), own(full["norm_bias"], group)
     y = torch.nn.functional.layer_norm(y, (C,), norm, norm_bias, 1e-7)
-    whole = collectives.leave_sequence(y, group) if sequence else y
+    whole = collectives.gather_from_sequence_parallel_region(y, group) if sequence else y
     whole.pow(3).sum().backward()
     parts = {"x": x, "up": up, "up_bias": up_bias, "down": down}
     grads = {name: part.grad for name, part in {**full, **parts}.items()}

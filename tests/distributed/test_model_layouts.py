@@ -28,7 +28,7 @@ from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.engine import deepspeed_config
 from megatron_deberta.engine.deepspeed_runtime import zero3_partition
 from megatron_deberta.engine.factory import build_engine
-from megatron_deberta.model import DebertaModel, DropoutSeeds, Execution
+from megatron_deberta.model import DebertaModel, DropoutSeeds, RuntimeOptions
 from megatron_deberta.objectives import MaskedLanguageModel
 from tests.support.ranks import RankPool, grid
 from tests.support.tolerances import FP64, LAYOUT_GRADIENT
@@ -74,7 +74,7 @@ MODELS |= {
 class EncoderProbe(DebertaModel):
     """The plain encoder, every layer on the token sequence, under a made-up loss."""
 
-    def __init__(self, config: ModelConfig, execution: Execution | None = None) -> None:
+    def __init__(self, config: ModelConfig, execution: RuntimeOptions | None = None) -> None:
         super().__init__(config, execution)
 
     def forward(  # type: ignore[override]

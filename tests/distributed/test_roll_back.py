@@ -17,7 +17,7 @@ from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.errors import NumericsError
 from megatron_deberta.train.run import build_rank_model
 from megatron_deberta.train.stability.guard import Guard, GuardState
-from megatron_deberta.train.stability.rollback import resumed_position, roll_back
+from megatron_deberta.train.stability.rollback import resumed_position, rollback
 from megatron_deberta.train.state import TrainState
 from megatron_deberta.train.step import TrainStep
 from tests.support.checkpoints import metadata
@@ -48,7 +48,7 @@ def there_and_back(rank: int, layout: Layout, run_dir: str) -> dict[str, Any]:
             saver.save(known, Retention())
     window = list(guard.state.losses)
     guard.state.skips = [4, 5]
-    state, memory, done = roll_back(config, groups, engine, model.specs, TrainState(5, 40), guard)
+    state, memory, done = rollback(config, groups, engine, model.specs, TrainState(5, 40), guard)
     again = TrainStep(engine, config, groups, Guard.of_run(config, memory))
     repeated = again(2, micro_batches(2, groups)).loss
     # Another process finds the same, and an older checkpoint nothing of it.
@@ -57,7 +57,7 @@ def there_and_back(rank: int, layout: Layout, run_dir: str) -> dict[str, Any]:
     found = resumed_position(config, groups, reader)
     nowhere = Guard.of_run(config, GuardState(skips=[2]))
     with pytest.raises(NumericsError, match="no checkpoint from before"):
-        roll_back(config, groups, engine, model.specs, TrainState(5, 40), nowhere)
+        rollback(config, groups, engine, model.specs, TrainState(5, 40), nowhere)
     engine.destroy()
     assert memory.losses[:2] == window[:2]
     return {

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron_deberta.distributed import vocab
-from megatron_deberta.distributed.collectives import copy_to
+from megatron_deberta.distributed.collectives import copy_to_tensor_parallel_region
 from megatron_deberta.distributed.vocab import vocab_parallel_embedding, vocab_parallel_loss
 from tests.support.ranks import RankPool, grid
 
@@ -85,7 +85,7 @@ def run_loss(rank: int, tp: int, vocab_size: int, dtype: torch.dtype) -> tuple[T
     for tensor in inputs:
         tensor.requires_grad_()
     vocab._CHUNK_ELEMENTS["cpu"] = 4 * (PADDED // tp)
-    whole = copy_to(inputs[0], groups.tp_group)
+    whole = copy_to_tensor_parallel_region(inputs[0], groups.tp_group)
     loss, right = vocab_parallel_loss(
         whole, *inputs[1:], _labels(vocab_size), start, vocab_size, groups.tp_group
     )

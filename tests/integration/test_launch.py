@@ -13,7 +13,7 @@ import psutil
 
 from megatron_deberta.checkpoint.layout import committed_steps
 from megatron_deberta.cli.main import main
-from megatron_deberta.cluster.slurm.history import Chain
+from megatron_deberta.cluster.slurm.history import JobHistory
 from megatron_deberta.errors import EXIT_REQUEUE, EXIT_USAGE
 from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
 from tests.support.jobs import ROOT, TIMEOUT, losses, without_launcher
@@ -31,7 +31,7 @@ def test_a_killed_rank_is_named_and_all_start_again(
     run_yaml: Path, unbroken: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    chain, metrics = Chain(run_dir), run_dir / FILE_NAME
+    chain, metrics = JobHistory(run_dir), run_dir / FILE_NAME
     program = [sys.executable, "-m", "megatron_deberta", "launch", str(run_yaml), "--ranks", "2"]
     launcher = subprocess.Popen(
         [*program, f"train.run_dir={run_dir}"],

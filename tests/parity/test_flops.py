@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.planning.ranks import reference_extra
 from megatron_deberta.config import ModelConfig
-from megatron_deberta.model import Execution
+from megatron_deberta.model import RuntimeOptions
 from megatron_deberta.objectives import MaskedLanguageModel
 from megatron_deberta.observe.throughput import (
     forward_flops,
@@ -73,7 +73,7 @@ def batch(length: int) -> dict[str, Any]:
 
 def counted(model: ModelConfig, length: int, recompute: Any, *, backward: bool) -> float:
     """FLOPs a token of the row, by torch's counter."""
-    module = MaskedLanguageModel(model, Execution(recompute, "reference")).train()
+    module = MaskedLanguageModel(model, RuntimeOptions(recompute, "reference")).train()
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, std=0.05)
     with FlopCounterMode(display=False) as counter:

@@ -9,8 +9,8 @@ import torch
 from transformers import DebertaV2ForMaskedLM
 
 from megatron_deberta.config.schema import ModelConfig
-from megatron_deberta.model import DebertaModel, Execution
-from megatron_deberta.model.tp_hooks import Rows
+from megatron_deberta.model import DebertaModel, RuntimeOptions
+from megatron_deberta.model.tp_hooks import TokenLayout
 from megatron_deberta.objectives import MaskedLanguageModel
 from tests.support.stock_weights import (
     copy_from_stock,
@@ -70,7 +70,7 @@ def test_outputs_and_gradients(variant: str, length: int, padded: bool, backend:
     config = VARIANTS[variant]
     stock = DebertaV2ForMaskedLM(stock_config(config)).eval()
     randomize(stock)
-    ours = MaskedLanguageModel(config, Execution(attention_backend=backend))
+    ours = MaskedLanguageModel(config, RuntimeOptions(attention_backend=backend))
     copy_from_stock(ours, stock)
     batch = make_batch(config, length, padded)
 
@@ -112,7 +112,7 @@ def test_mask_decoder_restated_with_stock_layers(variant: str, backend: str) -> 
     config = replace(VARIANTS[variant], mask_decoder_passes=2, absolute_positions="decoder")
     stock = DebertaV2ForMaskedLM(stock_config(config)).eval()
     randomize(stock)
-    ours = MaskedLanguageModel(config, Execution(attention_backend=backend))
+    ours = MaskedLanguageModel(config, RuntimeOptions(attention_backend=backend))
     randomize(ours, seed=5)
     copy_from_stock(ours, stock)
     batch = make_batch(config, 41, padded=True)
@@ -158,5 +158,5 @@ def test_mask_decoder_restated_with_stock_layers(variant: str, backend: str) -> 
 
 
 def test_rows_of_sequence_are_the_batch() -> None:
-    rows = Rows.of_sequence(torch.ones(2, 5, dtype=torch.bool))
+    rows = TokenLayout.of_sequence(torch.ones(2, 5, dtype=torch.bool))
     assert rows.positions.tolist() == [[0, 1, 2, 3, 4]] * 2

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_deberta.cluster.run_lock import newest_lock, read_lock
-from megatron_deberta.cluster.slurm.history import Chain
+from megatron_deberta.cluster.slurm.history import JobHistory
 from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
 from tests.slurm.virtual_cluster import VirtualCluster, wait_until
 from tests.support.jobs import ROOT
@@ -82,7 +82,7 @@ class SubmittedRun:
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         """Lines of the chain's history."""
-        return [record for record in Chain(self.run_dir).records() if record["event"] == kind]
+        return [record for record in JobHistory(self.run_dir).records() if record["event"] == kind]
 
     def status(self) -> dict[str, Any]:
         """What ``megatron-deberta status --json`` says."""

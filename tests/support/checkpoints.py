@@ -16,7 +16,7 @@ from megatron_deberta.checkpoint.background import Saver
 from megatron_deberta.checkpoint.layout import KINDS, CheckpointMetadata
 from megatron_deberta.checkpoint.retention import Retention
 from megatron_deberta.config import RunConfig, config_to_dict
-from megatron_deberta.distributed.parallelize.plan import specify
+from megatron_deberta.distributed.parallelize.plan import shard_spec
 from megatron_deberta.distributed.parallelize.spec import ParameterSpec
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.engine.protocol import FetchState, ParameterState
@@ -61,7 +61,8 @@ def grid_place(rank: int, tp_size: int, dp_size: int) -> ProcessGroups:
 
 def specs_of(groups: ProcessGroups) -> dict[str, ParameterSpec]:
     return {
-        name: specify(name, shape, groups.tp_rank, groups.tp_size) for name, shape in SHAPES.items()
+        name: shard_spec(name, shape, groups.tp_rank, groups.tp_size)
+        for name, shape in SHAPES.items()
     }
 
 

@@ -19,7 +19,10 @@ from megatron_deberta.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from megatron_deberta.distributed.collectives import copy_to, reduce_from
+from megatron_deberta.distributed.collectives import (
+    copy_to_tensor_parallel_region,
+    reduce_from_tensor_parallel_region,
+)
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.engine.protocol import Engine, ParameterState, StepOutcome
@@ -44,8 +47,8 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        inner = F.gelu(self.up(copy_to(x, self.group)))
-        return self.norm(x + reduce_from(self.down(inner), self.group))
+        inner = F.gelu(self.up(copy_to_tensor_parallel_region(x, self.group)))
+        return self.norm(x + reduce_from_tensor_parallel_region(self.down(inner), self.group))
 
 
 class Toy(nn.Module):

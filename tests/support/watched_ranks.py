@@ -16,8 +16,8 @@ from typing import Any
 
 from megatron_deberta.cluster.profile import ClusterProfile
 from megatron_deberta.cluster.slurm.submit import make_spec
-from megatron_deberta.cluster.watchdog.hang import Verdict
-from megatron_deberta.cluster.watchdog.report_store import Board
+from megatron_deberta.cluster.watchdog.hang import Diagnosis
+from megatron_deberta.cluster.watchdog.report_store import ReportStore
 from tests.support.jobs import ROOT
 
 LINK = "7.0"
@@ -151,9 +151,9 @@ class WatchedRanks:
         self.start()
         return self.end()
 
-    def verdict(self) -> Verdict | None:
+    def verdict(self) -> Diagnosis | None:
         """What the supervisors found out."""
-        return Board(self.run_dir, LINK).verdict(self.nodes)
+        return ReportStore(self.run_dir, LINK).verdict(self.nodes)
 
     def seconds_since_fault(self) -> float:
         """From the fault to the end of the supervisors."""

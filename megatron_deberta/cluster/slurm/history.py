@@ -36,7 +36,7 @@ class Decision:
     """In words, for people."""
 
 
-class Chain:
+class JobHistory:
     """The history of one run.
 
     Args:

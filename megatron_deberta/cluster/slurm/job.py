@@ -24,7 +24,7 @@ from megatron_deberta.cluster import node_check
 from megatron_deberta.cluster.bad_nodes import BadNodes
 from megatron_deberta.cluster.run_lock import refuse_if_held
 from megatron_deberta.cluster.slurm import commands as slurm
-from megatron_deberta.cluster.slurm.history import MAX_STALLED_LINKS, Chain, Decision
+from megatron_deberta.cluster.slurm.history import MAX_STALLED_LINKS, Decision, JobHistory
 from megatron_deberta.cluster.slurm.submit import (
     JobSpec,
     check_command,
@@ -34,7 +34,7 @@ from megatron_deberta.cluster.slurm.submit import (
     srun_command,
     stop_signal,
 )
-from megatron_deberta.cluster.watchdog.report_store import Board
+from megatron_deberta.cluster.watchdog.report_store import ReportStore
 from megatron_deberta.config import load_config
 from megatron_deberta.config.schema import ClusterConfig
 from megatron_deberta.errors import (
@@ -54,7 +54,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _FIRST_PORT, _NUM_PORTS = 12000, 20000
 
 
-class Link:
+class JobAttempt:
     """One start of a job.
 
     Args:
@@ -67,7 +67,7 @@ class Link:
         self._variables = variables
         self._job = variables["SLURM_JOB_ID"]
         self._restarts = int(variables.get("SLURM_RESTART_COUNT") or 0)
-        self._chain = Chain(spec.run_dir)
+        self._chain = JobHistory(spec.run_dir)
         self._name = link_name(self._job, self._restarts)
         self._problem = ""
         self._bad_nodes = BadNodes(spec.run_dir, _bad_node_hours(spec))
@@ -103,10 +103,10 @@ class Link:
         if info.get("JobState") == "CANCELLED":
             # Somebody's scancel; requeueing would undo it.
             return self._end(Decision(False, EXIT_DONE, "cancelled by scancel"), code)
-        verdict = Board(self._spec.run_dir, self._name).verdict(self._spec.nodes)
+        verdict = ReportStore(self._spec.run_dir, self._name).verdict(self._spec.nodes)
         if verdict is not None:
             logger.warning("%s: %s", self._name, verdict.reason)
-            self._bad_nodes.blame(verdict)
+            self._bad_nodes.record_failure(verdict)
         reason = verdict.reason if verdict is not None else self._problem
         return self._end(self._chain.decide(code, reason), code)
 
@@ -246,7 +246,7 @@ def _bad_node_hours(spec: JobSpec) -> float:
         return ClusterConfig().bad_node_hours
 
 
-def submitted_jobs(chain: Chain) -> list[str]:
+def submitted_jobs(chain: JobHistory) -> list[str]:
     """SLURM's numbers of the jobs of the last submission."""
     return [
         str(job)
@@ -276,7 +276,7 @@ def main(arguments: Sequence[str]) -> int:
         level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S"
     )
     try:
-        return Link(JobSpec.read(arguments[0]), os.environ).run()
+        return JobAttempt(JobSpec.read(arguments[0]), os.environ).run()
     except MegatronDebertaError as error:
         logger.error("error: %s", error)
         return error.exit_code

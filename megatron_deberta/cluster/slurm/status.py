@@ -15,7 +15,7 @@ from typing import Any
 from megatron_deberta.cluster.bad_nodes import BadNodes
 from megatron_deberta.cluster.run_lock import DEAD_SECONDS, newest_lock, read_lock
 from megatron_deberta.cluster.slurm import commands as slurm
-from megatron_deberta.cluster.slurm.history import Chain
+from megatron_deberta.cluster.slurm.history import JobHistory
 from megatron_deberta.cluster.slurm.job import submitted_jobs
 from megatron_deberta.config.schema import ClusterConfig
 from megatron_deberta.config.yaml_reader import read_yaml
@@ -87,7 +87,7 @@ def gather(run_dir: str | os.PathLike[str]) -> RunStatus:
         ConfigError, DataError: a file of the folder is damaged.
     """
     folder = Path(run_dir)
-    chain = Chain(folder)
+    chain = JobHistory(folder)
     metrics = folder / FILE_NAME
     everything = read_metrics(metrics) if metrics.exists() else []
     records = [record for record in everything if record["kind"] == "train"]

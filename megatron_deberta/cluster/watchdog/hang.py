@@ -55,7 +55,7 @@ class RankView:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Diagnosis:
     """Why a run stands still or has ended."""
 
     kind: Kind
@@ -120,7 +120,7 @@ def find_hang(views: Sequence[RankView], limits: Mapping[int, float]) -> str:
     )
 
 
-def judge_hang(views: Sequence[RankView], overdue: str) -> Verdict:
+def diagnose_hang(views: Sequence[RankView], overdue: str) -> Diagnosis:
     """Name who holds the others up.
 
     Args:
@@ -143,7 +143,7 @@ def judge_hang(views: Sequence[RankView], overdue: str) -> Verdict:
                 suspects = []
     if not suspects:
         reason = f"{overdue}; no rank is behind, all wait for each other: look at the network"
-        return Verdict("hang", (), (), reason)
+        return Diagnosis("hang", (), (), reason)
     first = min(suspects, key=lambda view: (view.position, view.rank))
     others = ""
     if len(suspects) > 1:
@@ -155,10 +155,10 @@ def judge_hang(views: Sequence[RankView], overdue: str) -> Verdict:
     )
     ordered = (first, *(view for view in suspects if view is not first))
     hosts = tuple(dict.fromkeys(view.host for view in ordered))
-    return Verdict("hang", tuple(view.rank for view in ordered), hosts, reason)
+    return Diagnosis("hang", tuple(view.rank for view in ordered), hosts, reason)
 
 
-def judge_absence(absent: Sequence[int], num_nodes: int) -> Verdict:
+def diagnose_missing_node(absent: Sequence[int], num_nodes: int) -> Diagnosis:
     """Say which nodes never came; those that did only wait for them, wherever they stand.
 
     Args:
@@ -171,7 +171,7 @@ def judge_absence(absent: Sequence[int], num_nodes: int) -> Verdict:
         f"{numbers}); the others wait for them: see their logs, and whether the run's folder is "
         "mounted there"
     )
-    return Verdict("hang", (), (), reason)
+    return Diagnosis("hang", (), (), reason)
 
 
 def _in_kernel(view: RankView) -> bool:
@@ -187,7 +187,7 @@ def _elsewhere(view: RankView) -> bool:
     return view.waiting is False
 
 
-def judge_deaths(views: Sequence[RankView]) -> Verdict | None:
+def diagnose_deaths(views: Sequence[RankView]) -> Diagnosis | None:
     """Name the rank whose end took the others along; None if none failed by itself."""
     failed = [v for v in views if v.code not in (None, 0, 2, 75, 93) and not v.killed]
     if not failed:
@@ -201,4 +201,4 @@ def judge_deaths(views: Sequence[RankView]) -> Verdict | None:
         f"rank {first.rank} on {first.host} {how}{memory} in {first.section.word} "
         f"at step {first.step}"
     )
-    return Verdict("death", (first.rank,), (first.host,), reason)
+    return Diagnosis("death", (first.rank,), (first.host,), reason)

@@ -14,9 +14,9 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron_deberta.cluster.slurm.history import Chain
+from megatron_deberta.cluster.slurm.history import JobHistory
 from megatron_deberta.cluster.slurm.submit import link_name, log_folder
-from megatron_deberta.cluster.watchdog.report_store import Board
+from megatron_deberta.cluster.watchdog.report_store import ReportStore
 from megatron_deberta.cluster.watchdog.supervisor import NodePlan, Supervisor
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.errors import EXIT_REQUEUE
@@ -52,7 +52,7 @@ class LocalLink:
         self._restarts = restarts
         self._environment = dict(os.environ if environment is None else environment)
         self._run_dir = config.train.run_dir
-        self._chain = Chain(self._run_dir)
+        self._chain = JobHistory(self._run_dir)
 
     def run(self) -> int:
         """Train until the run is over, cannot go on, or was told to stop.
@@ -69,7 +69,7 @@ class LocalLink:
             self._chain.append("start", link=link, step=self._chain.committed_step(), nodes=host)
             logs = log_folder(self._run_dir, began, restart)
             code = Supervisor(self._plan(link, host, logs)).run()
-            verdict = Board(self._run_dir, link).verdict(1)
+            verdict = ReportStore(self._run_dir, link).verdict(1)
             decision = self._chain.decide(code, verdict.reason if verdict else "")
             # A signal to this process asked for an end; whoever sent it starts it again.
             goes_on = decision.goes_on and code != EXIT_REQUEUE and restart < self._restarts

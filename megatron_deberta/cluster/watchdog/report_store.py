@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_deberta.cluster.watchdog.hang import RankView, Verdict, judge_deaths
+from megatron_deberta.cluster.watchdog.hang import Diagnosis, RankView, diagnose_deaths
 from megatron_deberta.cluster.watchdog.heartbeat import Section
 from megatron_deberta.files import temporary_name
 
@@ -41,7 +41,7 @@ class NodeReport:
     """What is overdue, as this node sees it."""
     evidence: bool = False
     """The views hold what its processes do."""
-    verdict: Verdict | None = None
+    verdict: Diagnosis | None = None
     """Who hangs, once it is decided."""
     code: int | None = None
     """How the node ended; None while it trains."""
@@ -65,7 +65,7 @@ class NodeReport:
             verdict = data["verdict"]
             if verdict is not None:
                 lists = {key: tuple(verdict[key]) for key in ("ranks", "hosts")}
-                verdict = Verdict(**{**verdict, **lists})
+                verdict = Diagnosis(**{**verdict, **lists})
             times = tuple(tuple(item) for item in data["times"])
             limits = tuple(data["limits"])
             return cls(
@@ -75,7 +75,7 @@ class NodeReport:
             raise ValueError(f"not a node's report: {error}") from None
 
 
-class Board:
+class ReportStore:
     """The reports of a link's nodes.
 
     Args:
@@ -123,7 +123,7 @@ class Board:
             found[node] = replace(report, views=aged)
         return found
 
-    def verdict(self, num_nodes: int) -> Verdict | None:
+    def verdict(self, num_nodes: int) -> Diagnosis | None:
         """Why a link ended: a hang that some node found, or else the first rank that failed."""
         reports = list(self.read(num_nodes).values())
         hangs = [report.verdict for report in reports if report.verdict is not None]
@@ -133,8 +133,8 @@ class Board:
         if len(silent) == 1 and len(reports) > 1:
             # What its ranks do is unknown; those of other nodes only miss them.
             host, step = silent[0].host, max(view.step for view in silent[0].views)
-            return Verdict("death", (), (host,), f"{host} fell silent at step {step}")
-        return judge_deaths([view for report in reports for view in report.views])
+            return Diagnosis("death", (), (host,), f"{host} fell silent at step {step}")
+        return diagnose_deaths([view for report in reports for view in report.views])
 
     def _path(self, node: int) -> Path:
         return self.folder / f"node_{node}.json"

@@ -24,16 +24,16 @@ from pathlib import Path
 from types import FrameType
 
 from megatron_deberta.cluster.affinity import divide
-from megatron_deberta.cluster.slurm.history import Chain
+from megatron_deberta.cluster.slurm.history import JobHistory
 from megatron_deberta.cluster.slurm.submit import JobSpec, log_folder, pretrain_arguments
 from megatron_deberta.cluster.watchdog import diagnostics as evidence
 from megatron_deberta.cluster.watchdog.hang import (
+    Diagnosis,
     Limits,
     RankView,
-    Verdict,
+    diagnose_hang,
+    diagnose_missing_node,
     find_hang,
-    judge_absence,
-    judge_hang,
 )
 from megatron_deberta.cluster.watchdog.heartbeat import (
     FOLDER_VARIABLE,
@@ -42,7 +42,7 @@ from megatron_deberta.cluster.watchdog.heartbeat import (
     beat_path,
     read_beat,
 )
-from megatron_deberta.cluster.watchdog.report_store import Board, NodeReport
+from megatron_deberta.cluster.watchdog.report_store import NodeReport, ReportStore
 from megatron_deberta.cluster.watchdog.straggler import StragglerWatch
 from megatron_deberta.config import load_config
 from megatron_deberta.config.schema import ClusterConfig
@@ -117,7 +117,7 @@ class Supervisor:
 
     def __init__(self, plan: NodePlan) -> None:
         self._plan = plan
-        self._board = Board(plan.run_dir, plan.link)
+        self._board = ReportStore(plan.run_dir, plan.link)
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=_memory_folder()))
         self._ranks: list[_Rank] = []
         self._step_times: deque[float] = deque(maxlen=RECENT_STEPS)
@@ -126,7 +126,7 @@ class Supervisor:
         self._is_unheard = False
         self._alarm = ""
         self._has_evidence = False
-        self._verdict: Verdict | None = None
+        self._verdict: Diagnosis | None = None
         config = plan.config
         self._stragglers = StragglerWatch(config.straggler_factor, config.straggler_window_steps)
         self._told: tuple[int, ...] = ()
@@ -308,7 +308,7 @@ class Supervisor:
             self._is_unheard = True
 
     def _hangs(self, reports: Mapping[int, NodeReport]) -> bool:
-        """See whether the job hangs; if so, find out who is to blame. Takes seconds if it does."""
+        """Detect a hang and diagnose its cause; takes seconds if there is one."""
         overdue = next((report.alarm for report in reports.values() if report.alarm), "")
         overdue = overdue or self._overdue(reports)
         if not overdue:
@@ -334,9 +334,9 @@ class Supervisor:
         if said:
             self._verdict = said[0]
         elif absent := self._absent(found_on):
-            self._verdict = judge_absence(absent, self._plan.num_nodes)
+            self._verdict = diagnose_missing_node(absent, self._plan.num_nodes)
         else:
-            self._verdict = judge_hang(views or self._views(), overdue)
+            self._verdict = diagnose_hang(views or self._views(), overdue)
         logger.error("%s", self._verdict.reason)
         return True
 
@@ -344,7 +344,7 @@ class Supervisor:
         oldest = time.monotonic() - self._ranks[0].started
         absent = self._absent(reports)
         if absent and oldest > self._plan.config.startup_timeout_seconds:
-            return judge_absence(absent, self._plan.num_nodes).reason
+            return diagnose_missing_node(absent, self._plan.num_nodes).reason
         views = [view for report in reports.values() for view in report.views]
         limits = {
             view.rank: limit
@@ -397,7 +397,7 @@ class Supervisor:
             for item in slow
         ]  # fmt: skip
         with suppress(OSError):
-            Chain(self._plan.run_dir).append("slow", link=self._plan.link, ranks=found)
+            JobHistory(self._plan.run_dir).append("slow", link=self._plan.link, ranks=found)
 
     def _kill(self) -> None:
         for rank in self._ranks:

@@ -1,17 +1,7 @@
-"""Several corpora in fixed proportions.
+"""Blending of several corpora in fixed proportions.
 
-Owns which component sample i comes from, as a pure function of i. Refuses to draw lots: every
-component is less than one sample away from its share of the first n samples, for every n.
-
-Weights with a short period have a table of it. Others are cut into blocks of samples, each a table
-that is made when it is asked for, so that nothing grows with the training and nothing is rounded.
-
-Sources: Tijdeman 1980, "The chairman assignment problem", Discrete Mathematics 32: with k
-components nobody is further than 1 - 1/(2k - 2) from their share if, among those that are at
-least 1/(2k - 2) behind, the one whose delay would grow too large soonest is next. Taking the
-largest deficit, as Megatron does, does not keep that promise. Baruah, Cohen, Plaxton and Varvel
-1996, "Proportionate progress", Algorithmica 15: the same with nothing but the promise itself,
-which is what blocks are made by.
+The component of sample i is a pure function of i. Every component is less than one sample away from
+its share of the first n samples, for every n.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from megatron_deberta.data.dataset.corpus import Corpus
 from megatron_deberta.data.dataset.index_cache import ArrayWriter, IndexCache
 from megatron_deberta.data.dataset.pairs import Pairs
-from megatron_deberta.data.dataset.rows import Pieces, RowBatch, assemble, join
+from megatron_deberta.data.dataset.rows import RowBatch, TokenSpans, assemble, join
 from megatron_deberta.data.randomness import (
     KeyedPermutation,
     Purpose,
@@ -43,7 +43,7 @@ class _Layout(Protocol):
     def epoch_rows(self, epoch: int) -> int:
         """Return how many rows an epoch has to choose ``num_rows`` from."""
 
-    def pieces(self, epoch: int, rows: npt.NDArray[np.int64]) -> Pieces:
+    def pieces(self, epoch: int, rows: npt.NDArray[np.int64]) -> TokenSpans:
         """Return what the given rows of an epoch hold."""
 
 
@@ -89,7 +89,7 @@ class _FullSentences:
             writer.append("ends", ends)
             total = int(ends[-1])
 
-    def pieces(self, epoch: int, rows: npt.NDArray[np.int64]) -> Pieces:
+    def pieces(self, epoch: int, rows: npt.NDArray[np.int64]) -> TokenSpans:
         order, ends = self.prepare(epoch)
         begins = rows * self._content_length
         stops = np.minimum(begins + self._content_length, self._stream_length)
@@ -109,7 +109,7 @@ class _FullSentences:
         if empty.size:
             counts[row_of[empty]] -= 1
             starts, taken = np.delete(starts, empty), np.delete(taken, empty)
-        return Pieces(counts, starts, taken)
+        return TokenSpans(counts, starts, taken)
 
 
 class _DocSentences:
@@ -134,14 +134,14 @@ class _DocSentences:
             writer.append("ends", ends)
             total = int(ends[-1])
 
-    def pieces(self, epoch: int, rows: npt.NDArray[np.int64]) -> Pieces:
+    def pieces(self, epoch: int, rows: npt.NDArray[np.int64]) -> TokenSpans:
         documents = np.searchsorted(self._row_ends, rows, side="right")
         lengths = self._corpus.lengths[documents].astype(np.int64)
         rows_left = self._row_ends[documents] - rows
         skipped = (-(-lengths // self._content_length) - rows_left) * self._content_length
         taken = np.minimum(self._content_length, lengths - skipped)
         starts = self._corpus.starts(documents) + skipped
-        return Pieces(np.ones(rows.size, np.int64), starts, taken)
+        return TokenSpans(np.ones(rows.size, np.int64), starts, taken)
 
 
 class PackedRows:
@@ -228,7 +228,7 @@ class PackedRows:
             rows.sizes,
             rows.part_sizes,
             rows.part_counts,
-            rows.not_next,
+            rows.is_random_next,
             hash_values(key, chosen),
         )
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from megatron_deberta.data.dataset.corpus import Corpus
 from megatron_deberta.data.dataset.index_cache import ArrayWriter, IndexCache
-from megatron_deberta.data.dataset.rows import Pieces
+from megatron_deberta.data.dataset.rows import TokenSpans
 from megatron_deberta.data.randomness import Purpose, draws, hash_values, mix64
 from megatron_deberta.errors import DataError
 
@@ -75,7 +75,7 @@ class Pairs:
         """Return how many pairs an epoch is cut into."""
         return int(self._prepare(epoch)["begins"].size)
 
-    def pieces(self, epoch: int, rows: Integers) -> Pieces:
+    def pieces(self, epoch: int, rows: Integers) -> TokenSpans:
         """Return both segments of the given rows of an epoch."""
         index = self._prepare(epoch)
         begins = index["begins"][rows]
@@ -88,28 +88,28 @@ class Pairs:
         partners = documents.copy()
         # Two draws a row, and one that says where a text too long is cut.
         key = mix64(self._key, Purpose.PAIR_PARTNER, epoch)
-        lots = draws(hash_values(key, rows), np.full(rows.size, 3), 0).reshape(-1, 3)
+        random_bits = draws(hash_values(key, rows), np.full(rows.size, 3), 0).reshape(-1, 3)
         if strange.any():
             partners[strange], second_begins[strange], second_stops[strange] = self._strangers(
-                documents[strange], lots[strange], first_lengths[strange]
+                documents[strange], random_bits[strange], first_lengths[strange]
             )
         second_lengths = self._ends[second_stops] - self._ends[second_begins]
         starts = np.stack(
             [self._locate(documents, begins), self._locate(partners, second_begins)], axis=1
         )
         lengths = np.stack([first_lengths, second_lengths], axis=1)
-        _cut_to_length(starts, lengths, self._text_length, lots[:, 2])
+        _cut_to_length(starts, lengths, self._text_length, random_bits[:, 2])
         counts = np.full(rows.size, 2)
-        return Pieces(counts, starts.ravel(), lengths.ravel(), strange.astype(np.int64))
+        return TokenSpans(counts, starts.ravel(), lengths.ravel(), strange.astype(np.int64))
 
     def _strangers(
-        self, documents: Integers, lots: npt.NDArray[np.uint64], taken: Integers
+        self, documents: Integers, random_bits: npt.NDArray[np.uint64], taken: Integers
     ) -> tuple[Integers, Integers, Integers]:
         """Choose second halves: another document, and sentences [begin, stop) of it that fit."""
-        others = _below(lots[:, 0], np.full(documents.size, len(self._corpus) - 1))
+        others = _below(random_bits[:, 0], np.full(documents.size, len(self._corpus) - 1))
         others += others >= documents
         first, last = self._bounds[others], self._bounds[others + 1]
-        begins = first + _below(lots[:, 1], last - first)
+        begins = first + _below(random_bits[:, 1], last - first)
         return others, begins, self._fitting(begins, last, self._text_length - taken, 1)
 
     def _fitting(
@@ -150,10 +150,10 @@ class Pairs:
             rounds = []
             while begins.size:
                 stops = self._fitting(begins, last, self._text_length, 2)
-                lots = hash_values(key, begins)
+                random_bits = hash_values(key, begins)
                 alone = stops - begins == 1
-                strange = alone | (lots >> np.uint64(63)).astype(np.bool_)
-                splits = begins + 1 + _below(lots << np.uint64(1), stops - begins - 1)
+                strange = alone | (random_bits >> np.uint64(63)).astype(np.bool_)
+                splits = begins + 1 + _below(random_bits << np.uint64(1), stops - begins - 1)
                 seconds = np.where(strange, 0, stops - splits)
                 rounds.append((begins, splits - begins, seconds))
                 begins = np.where(strange, splits, stops)
@@ -167,15 +167,15 @@ class Pairs:
             writer.append("seconds", columns[2][order].astype(np.uint32))
 
 
-def _below(lots: npt.NDArray[np.uint64], bounds: Integers) -> Integers:
+def _below(random_bits: npt.NDArray[np.uint64], bounds: Integers) -> Integers:
     """Map the upper 32 bits of draws to [0, bound); 0 where the bound is 0."""
-    scaled = (lots >> np.uint64(32)) * bounds.astype(np.uint64) >> np.uint64(32)
+    scaled = (random_bits >> np.uint64(32)) * bounds.astype(np.uint64) >> np.uint64(32)
     numbers: Integers = scaled.astype(np.int64)
     return numbers
 
 
 def _cut_to_length(
-    starts: Integers, lengths: Integers, text_length: int, lots: npt.NDArray[np.uint64]
+    starts: Integers, lengths: Integers, text_length: int, random_bits: npt.NDArray[np.uint64]
 ) -> None:
     """Shorten pairs ``[B, 2]`` that are too long, in place: the longer half, at either end."""
     excess = lengths.sum(axis=1) - text_length
@@ -187,5 +187,5 @@ def _cut_to_length(
         kept[longer] = text_length - shorter
         cut = lengths[row] - kept
         # A share of what is cut goes from the front, as if a coin were tossed for each token.
-        starts[row] += _below(lots[row : row + 1], cut + 1)
+        starts[row] += _below(random_bits[row : row + 1], cut + 1)
         lengths[row] = kept

@@ -18,7 +18,7 @@ from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.errors import DataError
 
 
-class Pieces(NamedTuple):
+class TokenSpans(NamedTuple):
     """Which tokens some rows hold; a separator follows each piece."""
 
     counts: npt.NDArray[np.int64]
@@ -27,7 +27,7 @@ class Pieces(NamedTuple):
     """[P] for ``Corpus.tokens``, row after row."""
     lengths: npt.NDArray[np.int64]
     """[P] tokens."""
-    not_next: npt.NDArray[np.int64] | None = None
+    is_random_next: npt.NDArray[np.int64] | None = None
     """[B] 1 where the second piece does not go on from the first, else 0; None: not pairs."""
 
 
@@ -38,7 +38,7 @@ class Row(NamedTuple):
     """[n] ids, framed by [CLS] and [SEP]."""
     document_starts: list[int]
     """Row positions at which documents (of a pair: its halves) begin, the first 0."""
-    not_next: int | None
+    is_random_next: int | None
     """Of a pair: 1 where the second half does not go on from the first, else 0."""
 
 
@@ -52,7 +52,7 @@ class RowBatch:
         part_sizes: [P] int64 tokens of each document's part (of a pair: of its halves), frame
             included: [CLS] belongs to the first, a separator to the part before it.
         part_counts: [B] int64 parts of each row.
-        not_next: [B] int64 as in ``Pieces``, or None.
+        is_random_next: [B] int64 as in ``TokenSpans``, or None.
         mask_ids: [B] uint64, what the masks are keyed on; None: on the sample index.
     """
 
@@ -60,14 +60,16 @@ class RowBatch:
     sizes: npt.NDArray[np.int64]
     part_sizes: npt.NDArray[np.int64]
     part_counts: npt.NDArray[np.int64]
-    not_next: npt.NDArray[np.int64] | None = None
+    is_random_next: npt.NDArray[np.int64] | None = None
     mask_ids: npt.NDArray[np.uint64] | None = None
 
     def row(self, number: int) -> Row:
         """Return row ``number`` in [0, B)."""
         one = self.take(np.array([number]))
         starts = [0, *one.part_sizes.cumsum()[:-1].tolist()]
-        return Row(one.tokens, starts, None if one.not_next is None else int(one.not_next[0]))
+        return Row(
+            one.tokens, starts, None if one.is_random_next is None else int(one.is_random_next[0])
+        )
 
     def take(self, order: npt.NDArray[np.int64]) -> RowBatch:
         """Return the rows of the given numbers, in that order."""
@@ -76,7 +78,7 @@ class RowBatch:
             self.sizes[order],
             self.part_sizes[_runs(self.part_counts, order)],
             self.part_counts[order],
-            None if self.not_next is None else self.not_next[order],
+            None if self.is_random_next is None else self.is_random_next[order],
             None if self.mask_ids is None else self.mask_ids[order],
         )
 
@@ -115,20 +117,20 @@ def join(batches: Sequence[RowBatch], places: Sequence[npt.NDArray[np.int64]]) -
     """
     if len(batches) == 1:
         return batches[0]
-    not_next = [batch.not_next for batch in batches if batch.not_next is not None]
+    is_random_next = [batch.is_random_next for batch in batches if batch.is_random_next is not None]
     mask_ids = [batch.mask_ids for batch in batches if batch.mask_ids is not None]
     together = RowBatch(
         np.concatenate([batch.tokens for batch in batches]),
         np.concatenate([batch.sizes for batch in batches]),
         np.concatenate([batch.part_sizes for batch in batches]),
         np.concatenate([batch.part_counts for batch in batches]),
-        np.concatenate(not_next) if not_next else None,
+        np.concatenate(is_random_next) if is_random_next else None,
         np.concatenate(mask_ids) if mask_ids else None,
     )
     return together.take(np.argsort(np.concatenate(places)))
 
 
-def assemble(corpus: Corpus, vocabulary: Vocabulary, pieces: Pieces) -> RowBatch:
+def assemble(corpus: Corpus, vocabulary: Vocabulary, pieces: TokenSpans) -> RowBatch:
     """Read pieces and frame them: [CLS] piece [SEP] piece [SEP] ...
 
     Raises:
@@ -153,7 +155,7 @@ def assemble(corpus: Corpus, vocabulary: Vocabulary, pieces: Pieces) -> RowBatch
     tokens[begins[first_pieces]] = vocabulary.cls_id
     tokens[ends - 1] = vocabulary.sep_id
     sizes = np.add.reduceat(part_sizes, first_pieces)
-    return RowBatch(tokens, sizes, part_sizes, pieces.counts, pieces.not_next)
+    return RowBatch(tokens, sizes, part_sizes, pieces.counts, pieces.is_random_next)
 
 
 def _runs(sizes: npt.NDArray[np.int64], order: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

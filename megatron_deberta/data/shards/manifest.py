@@ -19,7 +19,7 @@ FORMAT_VERSION = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Manifest:
+class ShardManifest:
     """What is recorded beside a shard.
 
     Attributes:
@@ -68,7 +68,7 @@ def write_manifest(
     tokenizer_path: str,
     vocab_size: int,
     sources: tuple[str, ...],
-) -> Manifest:
+) -> ShardManifest:
     """Finish a shard and write its manifest, which is published with it.
 
     Args:
@@ -84,7 +84,7 @@ def write_manifest(
     Raises:
         DataError: the disk is full, or the shard is empty.
     """
-    manifest = Manifest(
+    manifest = ShardManifest(
         tokenizer_fingerprint=tokenizer_fingerprint,
         tokenizer_path=tokenizer_path,
         vocab_size=vocab_size,
@@ -95,12 +95,12 @@ def write_manifest(
     return manifest
 
 
-def encode_manifest(manifest: Manifest) -> bytes:
+def encode_manifest(manifest: ShardManifest) -> bytes:
     """Return the file's content."""
     return (json.dumps(asdict(manifest), indent=2) + "\n").encode()
 
 
-def read_manifest(prefix: str) -> Manifest | None:
+def read_manifest(prefix: str) -> ShardManifest | None:
     """Read the manifest of a shard; None where there is none.
 
     Raises:
@@ -113,20 +113,20 @@ def read_manifest(prefix: str) -> Manifest | None:
     try:
         with open(path, encoding="utf-8") as stream:
             content = json.load(stream)
-        manifest = Manifest(**{**content, "sources": tuple(content["sources"])})
+        manifest = ShardManifest(**{**content, "sources": tuple(content["sources"])})
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise DataError(f"{path}: not a shard manifest ({error}); preprocess again") from error
     if manifest.format_version != FORMAT_VERSION:
         raise DataError(f"{path}: format_version {manifest.format_version} is not {FORMAT_VERSION}")
     kinds = {"str": str, "int": int, "tuple[str, ...]": tuple, "dict[str, int]": dict}
-    for each in fields(Manifest):
+    for each in fields(ShardManifest):
         value, expected = getattr(manifest, each.name), kinds[str(each.type)]
         if type(value) is not expected:
             raise DataError(f"{path}: {each.name} is {value!r}, not {expected.__name__}")
     return manifest
 
 
-def check_counts(shard: IndexedDataset, manifest: Manifest) -> None:
+def check_counts(shard: IndexedDataset, manifest: ShardManifest) -> None:
     """Compare an opened shard's numbers with the manifest.
 
     Raises:
@@ -146,7 +146,7 @@ def check_counts(shard: IndexedDataset, manifest: Manifest) -> None:
         )
 
 
-def verify_hashes(prefix: str, manifest: Manifest) -> None:
+def verify_hashes(prefix: str, manifest: ShardManifest) -> None:
     """Compare the SHA-256 of both files with the manifest; reads the whole shard.
 
     Raises:

@@ -33,7 +33,7 @@ from megatron_deberta.data.shards.format import (
     manifest_path,
 )
 from megatron_deberta.data.shards.manifest import (
-    Manifest,
+    ShardManifest,
     check_counts,
     encode_manifest,
     read_manifest,
@@ -68,7 +68,7 @@ def merge_shards(
     jobs: int = 1,
     force: bool = False,
     advance: Callable[[int], None] = lambda _: None,
-) -> Manifest:
+) -> ShardManifest:
     """Merge shards in the order given, and write the manifest of the result.
 
     Args:
@@ -113,11 +113,11 @@ def exclusive_scan(shards: Sequence[IndexedDataset]) -> list[Place]:
 
 def _merge(
     shards: Sequence[IndexedDataset],
-    manifests: Sequence[Manifest],
+    manifests: Sequence[ShardManifest],
     output: str,
     jobs: int,
     advance: Callable[[int], None],
-) -> Manifest:
+) -> ShardManifest:
     places = exclusive_scan(shards)
     total = places[-1]
     dtype = shards[0].dtype
@@ -152,7 +152,7 @@ def _merge(
     return merged
 
 
-def _sums(manifests: Sequence[Manifest]) -> dict[str, Any]:
+def _sums(manifests: Sequence[ShardManifest]) -> dict[str, Any]:
     """Return the fields that tell where the documents are from.
 
     The lists of quarantined records stay with the shards that were merged, as do the plans.
@@ -173,7 +173,7 @@ def _sums(manifests: Sequence[Manifest]) -> dict[str, Any]:
 
 def _copy_shard(
     shard: IndexedDataset,
-    manifest: Manifest,
+    manifest: ShardManifest,
     tokens: int,
     index: int,
     place: Place,
@@ -285,7 +285,7 @@ def _unfinished(path: str, size_bytes: int) -> Iterator[int]:
         os.close(file)
 
 
-def _publish(output: str, manifest: Manifest) -> None:
+def _publish(output: str, manifest: ShardManifest) -> None:
     """Give the files their names, the index last: without one there is no shard to any reader."""
     folder = Path(output).parent
     staged = Path(f"{output}.manifest.json.merging")
@@ -325,9 +325,9 @@ def _refuse_twice(prefixes: Sequence[str]) -> None:
 
 def _open_alike(
     prefixes: Sequence[str],
-) -> tuple[list[IndexedDataset], list[Manifest]]:
+) -> tuple[list[IndexedDataset], list[ShardManifest]]:
     shards: list[IndexedDataset] = []
-    manifests: list[Manifest] = []
+    manifests: list[ShardManifest] = []
     for prefix in prefixes:
         shard, manifest = IndexedDataset(prefix), read_manifest(prefix)
         if manifest is None:

@@ -15,7 +15,12 @@ from pathlib import Path
 import numpy as np
 
 from megatron_deberta.data.shards.format import bin_path, dtype_for_vocab, idx_path, manifest_path
-from megatron_deberta.data.shards.manifest import Manifest, check_counts, read_manifest, verify_hash
+from megatron_deberta.data.shards.manifest import (
+    ShardManifest,
+    check_counts,
+    read_manifest,
+    verify_hash,
+)
 from megatron_deberta.data.shards.reader import IndexedDataset
 from megatron_deberta.errors import DataError
 
@@ -43,7 +48,7 @@ class _Work:
     """A shard whose structure is sound, and what is still being read of it."""
 
     shard: IndexedDataset
-    manifest: Manifest | None
+    manifest: ShardManifest | None
     problems: list[str]
     hashes: list[Future[str | None]]
     quarantine: Future[str | None] | None
@@ -155,7 +160,7 @@ def _finish(work: _Work, vocab_size: int | None) -> ShardReport:
     return ShardReport(shard.prefix, tuple(problems), summary)
 
 
-def _contradictions(shard: IndexedDataset, manifest: Manifest) -> list[str]:
+def _contradictions(shard: IndexedDataset, manifest: ShardManifest) -> list[str]:
     """Compare a manifest's fields with each other, and with the token type.
 
     Only shards as ``preprocess`` wrote them name their plan. Others need not have counted their
@@ -181,7 +186,7 @@ def _contradictions(shard: IndexedDataset, manifest: Manifest) -> list[str]:
     return problems
 
 
-def _quarantine_problem(prefix: str, manifest: Manifest) -> str | None:
+def _quarantine_problem(prefix: str, manifest: ShardManifest) -> str | None:
     """Compare the list of records that were set aside; ``_LIST_MISSING`` if it is not there.
 
     Names do not say which list is a shard's (``_list_outputs``), so the one with the recorded
@@ -215,7 +220,7 @@ def _list_path(output: str) -> str:
     return f"{output}.quarantine.jsonl"
 
 
-def _is_of_another(output: str, manifest: Manifest) -> bool:
+def _is_of_another(output: str, manifest: ShardManifest) -> bool:
     """Say whether a list is that of shards beside, made by another run.
 
     It is if one of them can have no other, or has recorded just this one.

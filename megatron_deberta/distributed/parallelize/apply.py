@@ -31,10 +31,10 @@ from torch.nn import functional
 
 from megatron_deberta.distributed.collectives import (
     channels_to_sequence,
-    copy_to,
+    copy_to_tensor_parallel_region,
     gather_channels,
+    gather_from_sequence_parallel_region,
     gather_sequence,
-    leave_sequence,
     scatter_sequence,
 )
 from megatron_deberta.distributed.linear import row_parallel
@@ -42,8 +42,8 @@ from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.distributed.vocab import vocab_parallel_embedding, vocab_parallel_loss
 from megatron_deberta.model import tp_hooks as seams
 from megatron_deberta.model.attention import DisentangledSelfAttention
-from megatron_deberta.model.fused import Unnormalised, layer_norm
-from megatron_deberta.model.tp_hooks import Rows
+from megatron_deberta.model.fused import PendingResidual, layer_norm
+from megatron_deberta.model.tp_hooks import TokenLayout
 from megatron_deberta.objectives.mlm import TokenLoss
 
 
@@ -57,7 +57,7 @@ class _Split(nn.Module):
 
 
 class _SequenceEntry(_Split):
-    def forward(self, rows: Rows) -> Rows:
+    def forward(self, rows: TokenLayout) -> TokenLayout:
         if not self.sequence:
             return rows
         return replace(
@@ -73,23 +73,23 @@ class _SequenceEntry(_Split):
 
 class _SequenceExit(_Split):
     def forward(self, hidden: Tensor) -> Tensor:
-        return leave_sequence(hidden, self.group) if self.sequence else hidden
+        return gather_from_sequence_parallel_region(hidden, self.group) if self.sequence else hidden
 
 
 class _BlockInput(_Split):
-    def forward(self, hidden: Tensor, rows: Rows) -> Tensor:
+    def forward(self, hidden: Tensor, rows: TokenLayout) -> Tensor:
         if self.sequence and rows.sequence:
             return gather_sequence(hidden, self.group)
-        return copy_to(hidden, self.group)
+        return copy_to_tensor_parallel_region(hidden, self.group)
 
 
 class _SharedInput(_Split):
     def forward(self, value: Tensor) -> Tensor:
-        return copy_to(value, self.group)
+        return copy_to_tensor_parallel_region(value, self.group)
 
 
 class _ChannelExit(_Split):
-    def forward(self, value: Tensor, rows: Rows) -> Tensor:
+    def forward(self, value: Tensor, rows: TokenLayout) -> Tensor:
         if self.sequence and rows.sequence:
             return channels_to_sequence(value, self.group)
         return gather_channels(value, self.group)
@@ -102,7 +102,7 @@ class _BlockOutput(_Split):
         super().__init__(group, sequence)
         self.weight, self.bias = whole.weight, whole.bias
 
-    def forward(self, input: Tensor, rows: Rows) -> Tensor:
+    def forward(self, input: Tensor, rows: TokenLayout) -> Tensor:
         sequence = self.sequence and rows.sequence
         return row_parallel(input, self.weight, self.bias, self.group, sequence=sequence)
 
@@ -114,9 +114,11 @@ class _PositionEmbedding(_Split):
         super().__init__(group, sequence)
         self.weight = whole.weight
 
-    def forward(self, rows: Rows) -> Tensor:
+    def forward(self, rows: TokenLayout) -> Tensor:
         own_tokens = self.sequence and rows.sequence
-        weight = copy_to(self.weight, self.group) if own_tokens else self.weight
+        weight = (
+            copy_to_tensor_parallel_region(self.weight, self.group) if own_tokens else self.weight
+        )
         return functional.embedding(rows.position_ids, weight)
 
 
@@ -127,8 +129,12 @@ class _TokenTypeEmbedding(_Split):
         super().__init__(group, sequence)
         self.weight = whole.weight
 
-    def forward(self, rows: Rows) -> Tensor:
-        weight = copy_to(self.weight, self.group) if self.sequence else self.weight
+    def forward(self, rows: TokenLayout) -> Tensor:
+        weight = (
+            copy_to_tensor_parallel_region(self.weight, self.group)
+            if self.sequence
+            else self.weight
+        )
         return functional.embedding(seams.token_types(rows), weight)
 
 
@@ -137,12 +143,15 @@ class _LayerNorm(_Split):
         super().__init__(group, sequence)
         self.weight, self.bias, self.eps = whole.weight, whole.bias, whole.eps
 
-    def forward(self, input: Tensor | Unnormalised, rows: Rows) -> Tensor:
+    def forward(self, input: Tensor | PendingResidual, rows: TokenLayout) -> Tensor:
         weight: Tensor = self.weight
         bias: Tensor = self.bias
         if self.sequence and rows.sequence:
             # Each rank normalises its own tokens, so its gradients are parts.
-            weight, bias = copy_to(weight, self.group), copy_to(bias, self.group)
+            weight, bias = (
+                copy_to_tensor_parallel_region(weight, self.group),
+                copy_to_tensor_parallel_region(bias, self.group),
+            )
         return layer_norm(input, weight, bias, self.eps)
 
 
@@ -174,7 +183,7 @@ class _TokenLoss(_Split):
         )
 
 
-def insert_communication(
+def parallelize_module(
     model: nn.Module, groups: ProcessGroups, *, sequence: bool, vocab_start: int, vocab_size: int
 ) -> None:
     """Replace every seam of ``model`` in place; parameters keep their names and identity.
@@ -210,7 +219,7 @@ def insert_communication(
             module.first_head = groups.tp_rank * local_heads
 
 
-def narrow_parameters(
+def shard_parameters(
     model: nn.Module, local_shapes: dict[str, tuple[int, ...]], dtype: torch.dtype
 ) -> None:
     """Give every (meta) parameter of ``model`` its local shape and dtype, in place."""

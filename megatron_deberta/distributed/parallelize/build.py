@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from megatron_deberta.config.schema import ModelConfig, RunConfig
-from megatron_deberta.distributed.parallelize.apply import insert_communication, narrow_parameters
-from megatron_deberta.distributed.parallelize.plan import specify
+from megatron_deberta.distributed.parallelize.apply import parallelize_module, shard_parameters
+from megatron_deberta.distributed.parallelize.plan import shard_spec
 from megatron_deberta.distributed.parallelize.spec import ParameterSpec
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.errors import TopologyError
-from megatron_deberta.model import DebertaModel, Execution
+from megatron_deberta.model import DebertaModel, RuntimeOptions
 from megatron_deberta.model.weight_init import fill_initial
 from megatron_deberta.objectives import MaskedLanguageModel
 
@@ -49,7 +49,7 @@ def build_model(
         config: the run; ``model``, ``parallel`` and ``train.seed`` are read.
         groups: the rank grid.
         dtype: of the parameters.
-        model_class: what to build; takes ``(ModelConfig, Execution)``.
+        model_class: what to build; takes ``(ModelConfig, RuntimeOptions)``.
         partition: called with each module as soon as its own parameters are filled (ZeRO-3).
 
     Raises:
@@ -57,7 +57,7 @@ def build_model(
     """
     _check_heads(config.model, groups.tp_size)
     backend = config.parallel.attention_backend
-    execution = Execution(
+    execution = RuntimeOptions(
         config.parallel.recompute,
         None if backend == "auto" else backend,
         config.parallel.fuse,
@@ -65,11 +65,11 @@ def build_model(
     with torch.device("meta"):
         model = model_class(config.model, execution)
     specs = {
-        name: specify(name, tuple(parameter.shape), groups.tp_rank, groups.tp_size)
+        name: shard_spec(name, tuple(parameter.shape), groups.tp_rank, groups.tp_size)
         for name, parameter in model.named_parameters()
     }
-    narrow_parameters(model, {name: spec.local_shape for name, spec in specs.items()}, dtype)
-    insert_communication(
+    shard_parameters(model, {name: spec.local_shape for name, spec in specs.items()}, dtype)
+    parallelize_module(
         model,
         groups,
         sequence=config.parallel.sequence_parallel,

@@ -29,7 +29,7 @@ _VOCABULARY = ("embeddings.token.weight", "head.bias")
 """Parameters with one row a token, split in padded runs."""
 
 
-def specify(name: str, shape: tuple[int, ...], tp_rank: int, tp_size: int) -> ParameterSpec:
+def shard_spec(name: str, shape: tuple[int, ...], tp_rank: int, tp_size: int) -> ParameterSpec:
     """What rank ``tp_rank`` of ``tp_size`` holds of a parameter.
 
     Raises:

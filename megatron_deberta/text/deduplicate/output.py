@@ -44,7 +44,7 @@ def write_unit(work: Work, task: int, folder: Path) -> None:
     ):
         for record in UnitReader(work.units[task], work.sources, work.options):
             if isinstance(record, Record) and record.text.strip():
-                if reporter.fate[number] == KEPT:
+                if reporter.decision[number] == KEPT:
                     kept.write(record.content + b"\n")
                     counts["kept"] += 1
                 else:
@@ -73,7 +73,7 @@ class _Reporter:
         self._starts = starts.tolist()
         self._unit = unit
         self.begin, self.end = self._starts[unit], self._starts[unit + 1]
-        self.fate, self._kept, self._jaccard = load_fates(work)
+        self.decision, self._kept, self._jaccard = load_fates(work)
         path = work.task_folder("resolve", 0) / "lines.json"
         self._lines: list[dict[str, int]] = json.loads(path.read_text(encoding="utf-8"))
 
@@ -85,7 +85,7 @@ class _Reporter:
         return {
             "document": number,
             **self._place(self._unit, record.source, record.line, record.offset),
-            "kind": "exact" if self.fate[number] == EXACT else "near",
+            "kind": "exact" if self.decision[number] == EXACT else "near",
             "kept": {"document": kept, **self._place(unit, source, line)},
             "jaccard": round(float(self._jaccard[number]), 6),
         }

@@ -28,13 +28,13 @@ KEPT, EXACT, NEAR = 0, 1, 2
 def resolve(work: Work, task: int, folder: Path) -> None:
     """Decide on every document.
 
-    Saves ``fate`` [documents] uint8, ``kept`` int64 (for each document that goes, the one that
+    Saves ``decision`` [documents] uint8, ``kept`` int64 (for each document that goes, the one that
     stays in its place), ``jaccard`` float64, ``clusters`` (see ``_save_clusters``), and
     ``lines.json``: for each unit, the lines of each file before it.
     """
     starts = unit_starts(work)
     total = max(int(starts[-1]), 1)
-    fate = _new_map(folder, "fate", np.uint8, total)
+    decision = _new_map(folder, "decision", np.uint8, total)
     kept = _new_map(folder, "kept", np.int64, total)
     jaccard = _new_map(folder, "jaccard", np.float64, total)
     parent = np.memmap(folder / "parent.tmp", np.int64, mode="w+", shape=(total,))
@@ -43,16 +43,16 @@ def resolve(work: Work, task: int, folder: Path) -> None:
         kept[begin:end] = parent[begin:end] = np.arange(begin, end)
     jaccard[:] = 1.0
     if not work.settings.exact_only:
-        _resolve_near(work, starts, folder, parent, fate, kept, jaccard)
+        _resolve_near(work, starts, folder, parent, decision, kept, jaccard)
     for part in range(num_parts(int(starts[-1]))):
         duplicates = work.load("exact", part, "duplicate")
         firsts = work.load("exact", part, "first")
         # What the first is a near duplicate of, so are its copies.
-        fate[duplicates] = np.where(fate[firsts] == KEPT, EXACT, NEAR)
+        decision[duplicates] = np.where(decision[firsts] == KEPT, EXACT, NEAR)
         kept[duplicates] = kept[firsts]
         jaccard[duplicates] = jaccard[firsts]
     _save_clusters(work, starts, parent, folder)
-    for array in (fate, kept, jaccard):
+    for array in (decision, kept, jaccard):
         array.flush()
     for path in folder.glob("*.tmp"):
         path.unlink()
@@ -61,7 +61,7 @@ def resolve(work: Work, task: int, folder: Path) -> None:
 
 
 def _resolve_near(
-    work: Work, starts: Numbers, folder: Path, parent: Any, fate: Any, kept: Any, jaccard: Any
+    work: Work, starts: Numbers, folder: Path, parent: Any, decision: Any, kept: Any, jaccard: Any
 ) -> None:
     crowded = CrowdedBuckets(work, starts, folder)
     for unit in range(len(work.units)):
@@ -69,7 +69,7 @@ def _resolve_near(
             best, similarity = -1, 0.0
             for earlier, found in pairs:
                 _join(parent, document, earlier)
-                if fate[earlier] == KEPT and found > similarity:
+                if decision[earlier] == KEPT and found > similarity:
                     best, similarity = earlier, found
             if best < 0 and buckets.size:
                 best, similarity = crowded.most_alike(document, buckets)
@@ -78,7 +78,7 @@ def _resolve_near(
                 else:
                     _join(parent, document, best)
             if best >= 0:
-                fate[document], kept[document], jaccard[document] = NEAR, best, similarity
+                decision[document], kept[document], jaccard[document] = NEAR, best, similarity
 
 
 def _by_document(
@@ -169,7 +169,9 @@ def _lines_before(work: Work) -> list[dict[str, int]]:
 
 
 def load_fates(work: Work) -> tuple[Any, Any, Any]:
-    """Map ``fate``, ``kept`` and ``jaccard``."""
+    """Map ``decision``, ``kept`` and ``jaccard``."""
     folder = work.task_folder("resolve", 0)
-    fate, kept, jaccard = (load_array(folder / f"{n}.npy") for n in ("fate", "kept", "jaccard"))
-    return fate, kept, jaccard
+    decision, kept, jaccard = (
+        load_array(folder / f"{n}.npy") for n in ("decision", "kept", "jaccard")
+    )
+    return decision, kept, jaccard

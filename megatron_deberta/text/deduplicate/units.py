@@ -17,7 +17,7 @@ from megatron_deberta.text.readers.records import Defect, parse_records
 from megatron_deberta.text.readers.sources import TABLES, Source
 from megatron_deberta.text.readers.tables import read_rows
 
-Unit = tuple[Piece, ...]
+WorkUnit = tuple[Piece, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Record:
     content: bytes
 
 
-def plan_units(sources: Sequence[Source], unit_bytes: int = UNIT_BYTES) -> list[Unit]:
+def plan_units(sources: Sequence[Source], unit_bytes: int = UNIT_BYTES) -> list[WorkUnit]:
     """Cut files that can be read from their middle, and put small ones together.
 
     Large compressed files and files of paragraphs are units of their own: what is kept of each
@@ -63,7 +63,7 @@ class UnitReader:
         DataError: while reading: a file cannot be read.
     """
 
-    def __init__(self, unit: Unit, sources: Sequence[Source], options: ReadOptions) -> None:
+    def __init__(self, unit: WorkUnit, sources: Sequence[Source], options: ReadOptions) -> None:
         """See the class."""
         self._unit = unit
         self._sources = sources

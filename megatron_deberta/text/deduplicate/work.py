@@ -30,7 +30,7 @@ import numpy.typing as npt
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.files import fsync_path, temporary_name, write_atomically
 from megatron_deberta.text.deduplicate.settings import Settings
-from megatron_deberta.text.deduplicate.units import Unit
+from megatron_deberta.text.deduplicate.units import WorkUnit
 from megatron_deberta.text.preprocess.units import Piece
 from megatron_deberta.text.readers.reading import READING_VERSION, ReadOptions
 from megatron_deberta.text.readers.sources import Source
@@ -70,7 +70,9 @@ class Work:
         self.parameters: dict[str, Any] = plan["parameters"]
         self.options = ReadOptions(**{**plan["options"], "keys": tuple(plan["options"]["keys"])})
         self.sources = [Source(**source) for source in plan["sources"]]
-        self.units: list[Unit] = [tuple(Piece(**piece) for piece in unit) for unit in plan["units"]]
+        self.units: list[WorkUnit] = [
+            tuple(Piece(**piece) for piece in unit) for unit in plan["units"]
+        ]
         self.compression: str = plan["compression"]
 
     @cached_property
@@ -129,7 +131,7 @@ def make_plan(
     parameters: dict[str, Any],
     options: ReadOptions,
     sources: Sequence[Source],
-    units: Sequence[Unit],
+    units: Sequence[WorkUnit],
     compression: str,
 ) -> bytes:
     """Return what a run is to do, as JSON; equal plans give equal results."""

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from megatron_deberta.data.shards.assembly import PartSize, ShardLayout
 from megatron_deberta.data.shards.format import bin_path, dtype_for_vocab, idx_path, manifest_path
-from megatron_deberta.data.shards.manifest import Manifest, encode_manifest
+from megatron_deberta.data.shards.manifest import ShardManifest, encode_manifest
 from megatron_deberta.errors import DataError
 from megatron_deberta.files import fsync_path, write_durably
 from megatron_deberta.text.preprocess.direct_io import (
@@ -30,8 +30,8 @@ from megatron_deberta.text.preprocess.direct_io import (
     new_buffer,
     sha256_direct,
 )
-from megatron_deberta.text.preprocess.progress import Board
-from megatron_deberta.text.preprocess.units import Unit
+from megatron_deberta.text.preprocess.progress import ProgressCounters
+from megatron_deberta.text.preprocess.units import WorkUnit
 from megatron_deberta.text.preprocess.worker import Job
 from megatron_deberta.text.preprocess.workfolder import WorkFolder
 from megatron_deberta.text.readers.records import DAMAGED
@@ -84,7 +84,12 @@ class Merger:
     """
 
     def __init__(
-        self, job: Job, units: list[Unit], folder: WorkFolder, output: Output, board: Board
+        self,
+        job: Job,
+        units: list[WorkUnit],
+        folder: WorkFolder,
+        output: Output,
+        board: ProgressCounters,
     ) -> None:
         """See the class."""
         self._job = job
@@ -177,7 +182,7 @@ class Merger:
                 layout.create(bin_file, idx_file)
         return {"sizes": sizes, "reasons": reasons, "documents": documents}
 
-    def _quarantined(self, unit: Unit, bases: list[int]) -> Iterator[bytes]:
+    def _quarantined(self, unit: WorkUnit, bases: list[int]) -> Iterator[bytes]:
         with (self._folder.parts / f"{unit.name}.bad").open("rb") as stream:
             for entry in stream:
                 source, piece, line, offset, reason, detail = json.loads(entry)
@@ -274,7 +279,7 @@ class Merger:
                 for end in ("bin", "idx")
             ]
             quarantined = sum(summary["reasons"].values())
-            manifest = Manifest(
+            manifest = ShardManifest(
                 tokenizer_fingerprint=self._output.tokenizer_fingerprint,
                 tokenizer_path=self._output.tokenizer_path,
                 vocab_size=self._job.vocab_size,

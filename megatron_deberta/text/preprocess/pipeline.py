@@ -27,12 +27,16 @@ from megatron_deberta.data.shards.format import (
     idx_path,
     manifest_path,
 )
-from megatron_deberta.data.shards.manifest import Manifest, read_manifest
+from megatron_deberta.data.shards.manifest import ShardManifest, read_manifest
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.processes import die_with_parent
 from megatron_deberta.text.preprocess.encoding import BatchEncoder, choose_encoder
 from megatron_deberta.text.preprocess.merging import Merger, Output, quarantine_path, shard_prefix
-from megatron_deberta.text.preprocess.progress import Board, ProgressDisplay, new_counters
+from megatron_deberta.text.preprocess.progress import (
+    ProgressCounters,
+    ProgressDisplay,
+    new_counters,
+)
 from megatron_deberta.text.preprocess.units import (
     UnitQueue,
     plan_segments,
@@ -75,7 +79,7 @@ def preprocess(
     run: RunOptions | None = None,
     language: str = "",
     unit_bytes: int | None = None,
-) -> list[Manifest]:
+) -> list[ShardManifest]:
     """Tokenize text into one shard a key: ``{output}_{key}_document.{bin,idx,manifest.json}``.
 
     Shards hold no special tokens; packing adds them. They depend on nothing in ``run``. What is
@@ -193,10 +197,10 @@ def _work(share: _Share, folder: WorkFolder, run: RunOptions) -> None:
         if workers:
             _watch(workers)
         else:
-            _do_share(share, first[0], Board(counters[0]))
+            _do_share(share, first[0], ProgressCounters(counters[0]))
 
 
-def _do_share(share: _Share, first_segment: int, board: Board) -> None:
+def _do_share(share: _Share, first_segment: int, board: ProgressCounters) -> None:
     """Do units until there are none, then merge; in any process."""
     folder = WorkFolder(share.output.output)
     with folder.kept_alive(), _finished_elsewhere(folder):
@@ -243,7 +247,7 @@ def _run_worker(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with _disk_errors(share.output.output):
-            _do_share(share, first_segment, Board(counter))
+            _do_share(share, first_segment, ProgressCounters(counter))
     except (ConfigError, DataError) as error:
         messages.send_bytes(type(error).__name__.encode() + b" " + str(error).encode())
     else:
@@ -305,7 +309,7 @@ def _plan(
     }
 
 
-def _complete(prefixes: Sequence[str], digest: str) -> list[Manifest] | None:
+def _complete(prefixes: Sequence[str], digest: str) -> list[ShardManifest] | None:
     """Return the manifests of shards that this very plan has published, and nobody has cut."""
     manifests = []
     for prefix in prefixes:
@@ -320,7 +324,7 @@ def _complete(prefixes: Sequence[str], digest: str) -> list[Manifest] | None:
     return manifests if len(manifests) == len(prefixes) else None
 
 
-def _is_whole(manifest: Manifest, prefix: str) -> bool:
+def _is_whole(manifest: ShardManifest, prefix: str) -> bool:
     """Tell by the files' sizes: an index of many documents takes a while to open."""
     total = PartSize(manifest.num_tokens, manifest.num_sequences, manifest.num_documents)
     layout = ShardLayout(dtype_for_vocab(manifest.vocab_size), [total])

@@ -25,7 +25,7 @@ PHASES = ("starting", "reading", "tokenizing", "committing", "waiting", "merging
 _COUNTERS = ("file_bytes", "text_bytes", "tokens", "documents", "quarantined")
 
 
-class Board:
+class ProgressCounters:
     """What one process has done so far, for the process that shows it.
 
     Args:
@@ -57,7 +57,7 @@ class Board:
 
 
 def new_counters() -> Any:
-    """Make the shared memory behind a ``Board``; one process writes, others read."""
+    """Make the shared memory behind a ``ProgressCounters``; one process writes, others read."""
     return multiprocessing.sharedctypes.RawArray(ctypes.c_int64, len(_COUNTERS) + 1)
 
 

@@ -53,7 +53,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class WorkUnit:
     """What one process does in one go.
 
     Attributes:
@@ -197,7 +197,7 @@ class UnitQueue:
         self._progress = [_Progress(limit=ENDLESS if each.is_stream else 1) for each in segments]
         self._unfinished = dict.fromkeys(range(len(segments)))
         self._seen: set[str] = set()
-        self._busy: set[Unit] = set()
+        self._busy: set[WorkUnit] = set()
         self.refresh()
 
     def refresh(self) -> None:
@@ -207,12 +207,12 @@ class UnitQueue:
             self._seen.add(name)
             if not _names_unit(name):
                 continue
-            unit = Unit(int(name[:8]), int(name[9:]))
+            unit = WorkUnit(int(name[:8]), int(name[9:]))
             is_stream = self._segments[unit.segment].is_stream
             record = self._folder.recorded(name) if is_stream else {"last": True}
             self.mark(unit, is_last=bool(record and record["last"]))
 
-    def mark(self, unit: Unit, *, is_last: bool) -> None:
+    def mark(self, unit: WorkUnit, *, is_last: bool) -> None:
         """Take note that a unit is recorded."""
         progress = self._progress[unit.segment]
         progress.done.add(unit.number)
@@ -221,18 +221,18 @@ class UnitQueue:
         if progress.last is not None and len(progress.done) > progress.last:
             self._unfinished.pop(unit.segment, None)
 
-    def ends_before(self, unit: Unit) -> None:
+    def ends_before(self, unit: WorkUnit) -> None:
         """Take note that a stream has no such unit."""
         self._progress[unit.segment].limit = unit.number
 
-    def take(self) -> Unit | None:
+    def take(self) -> WorkUnit | None:
         """Claim a unit; None where all are recorded or others have them."""
         for segment in [index for index in self._unfinished if index >= self._first] + [
             index for index in self._unfinished if index < self._first
         ]:
             progress = self._progress[segment]
             for number in range(progress.limit if progress.last is None else progress.last + 1):
-                unit = Unit(segment, number)
+                unit = WorkUnit(segment, number)
                 if number in progress.done or unit in self._busy:
                     continue
                 if not self._folder.claim(unit.name):
@@ -250,10 +250,10 @@ class UnitQueue:
         """Tell whether every unit is recorded."""
         return not self._unfinished
 
-    def units(self) -> list[Unit]:
+    def units(self) -> list[WorkUnit]:
         """All units in the order of the text, once all are recorded."""
         return [
-            Unit(segment, number)
+            WorkUnit(segment, number)
             for segment, progress in enumerate(self._progress)
             for number in range((progress.last or 0) + 1)
         ]

@@ -21,10 +21,10 @@ from megatron_deberta.data.shards.format import dtype_for_vocab
 from megatron_deberta.errors import DataError
 from megatron_deberta.text.preprocess.direct_io import DirectWriter, new_buffer
 from megatron_deberta.text.preprocess.encoding import BatchEncoder, split_sentences
-from megatron_deberta.text.preprocess.progress import Board
-from megatron_deberta.text.preprocess.units import Piece, Segment, Unit, UnitQueue, unit_range
+from megatron_deberta.text.preprocess.progress import ProgressCounters
+from megatron_deberta.text.preprocess.units import Piece, Segment, UnitQueue, WorkUnit, unit_range
 from megatron_deberta.text.preprocess.workfolder import WorkFolder
-from megatron_deberta.text.readers.reading import Batch, DocumentReader, ReadOptions
+from megatron_deberta.text.readers.reading import DocumentReader, ReadOptions, RecordBatch
 from megatron_deberta.text.readers.records import EMPTY, Defect, Document
 from megatron_deberta.text.readers.sources import Source
 
@@ -55,7 +55,7 @@ class Job:
 
 
 def encode_units(
-    job: Job, folder: WorkFolder, queue: UnitQueue, encode: BatchEncoder, board: Board
+    job: Job, folder: WorkFolder, queue: UnitQueue, encode: BatchEncoder, board: ProgressCounters
 ) -> None:
     """Do units until all are recorded, by this process or by others.
 
@@ -85,7 +85,9 @@ def encode_units(
 
 
 class _UnitWorker:
-    def __init__(self, job: Job, folder: WorkFolder, encode: BatchEncoder, board: Board) -> None:
+    def __init__(
+        self, job: Job, folder: WorkFolder, encode: BatchEncoder, board: ProgressCounters
+    ) -> None:
         self._job = job
         self._folder = folder
         self._encode = encode
@@ -94,7 +96,7 @@ class _UnitWorker:
         # One for each file of a unit: its keys, and what is set aside.
         self._buffers = [new_buffer() for _ in range(len(job.options.keys) + 1)]
 
-    def do(self, unit: Unit) -> bool | None:
+    def do(self, unit: WorkUnit) -> bool | None:
         """Do a unit and tell whether it is its segment's last; None where there is no such."""
         job = self._job
         segment = job.segments[unit.segment]
@@ -142,7 +144,7 @@ class _UnitWorker:
         is_relative = records is not None and records.can_seek
         part.end_piece(piece, records.line - 1 if records and is_relative else 0)
 
-    def _encode_batch(self, source: int, batch: Batch, part: _Part) -> list[int]:
+    def _encode_batch(self, source: int, batch: RecordBatch, part: _Part) -> list[int]:
         self._board.enter("tokenizing")
         part.add_defects(source, batch.defects, batch.text_bytes)
         documents = batch.documents
@@ -173,7 +175,7 @@ class _UnitWorker:
         return ids, lengths, counts
 
 
-def _together(batches: Iterable[Batch]) -> Iterator[Batch]:
+def _together(batches: Iterable[RecordBatch]) -> Iterator[RecordBatch]:
     """Put small batches together."""
     documents: list[Document] = []
     defects: list[Defect] = []
@@ -183,17 +185,17 @@ def _together(batches: Iterable[Batch]) -> Iterator[Batch]:
         defects += batch.defects
         size += batch.text_bytes
         if size >= ENCODED_BYTES:
-            yield Batch(documents, defects, size)
+            yield RecordBatch(documents, defects, size)
             documents, defects, size = [], [], 0
     if size or documents or defects:
-        yield Batch(documents, defects, size)
+        yield RecordBatch(documents, defects, size)
 
 
 class _Part:
     """The files of a unit while it is done: one a key, and what was set aside."""
 
     def __init__(
-        self, unit: Unit, job: Job, folder: WorkFolder, buffers: Sequence[memoryview]
+        self, unit: WorkUnit, job: Job, folder: WorkFolder, buffers: Sequence[memoryview]
     ) -> None:
         self._unit = unit
         self._folder = folder

@@ -22,7 +22,7 @@ ENDLESS = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class TextBlock:
     """Some records that follow one another.
 
     Attributes:
@@ -71,7 +71,7 @@ class RecordReader:
         """Bytes of the file read so far, each time it was opened."""
         return self._file_bytes_before + (self._stream.file_bytes if self._stream else 0)
 
-    def blocks(self, begin: int, end: int = ENDLESS) -> Iterator[Block]:
+    def blocks(self, begin: int, end: int = ENDLESS) -> Iterator[TextBlock]:
         """Read the records that begin in ``[begin, end)``, offsets into the uncompressed text.
 
         Raises:
@@ -139,7 +139,7 @@ class RecordReader:
         if source.modified_ns and not (status.st_size == source.size_bytes and is_older):
             raise DataError(f"{source.path}: changed while it was read; begin again")
 
-    def _blocks(self, end: int) -> Iterator[Block]:
+    def _blocks(self, end: int) -> Iterator[TextBlock]:
         self._passed = ENDLESS
         while not self.at_end and self.offset < end:
             block = self._read_block(min(end, self.offset + self._block_bytes))
@@ -168,7 +168,7 @@ class RecordReader:
             size += len(line)
         return size, bool(line)
 
-    def _read_lines(self, stop: int) -> Block:
+    def _read_lines(self, stop: int) -> TextBlock:
         records: list[Record] = []
         begin, longest = self.offset, self._longest
         content = self._next_line(longest + 1)
@@ -193,9 +193,9 @@ class RecordReader:
             if is_unended and self._text.damage:
                 line, offset, _ = records.pop()
             defect = self._end(line, offset)
-        return Block(records, defect, self.offset - begin)
+        return TextBlock(records, defect, self.offset - begin)
 
-    def _read_paragraphs(self, stop: int) -> Block:
+    def _read_paragraphs(self, stop: int) -> TextBlock:
         records: list[Record] = []
         defect = None
         begin = self.offset
@@ -209,7 +209,7 @@ class RecordReader:
                 defect = found
             else:
                 records.append(found)
-        return Block(records, defect, self.offset - begin)
+        return TextBlock(records, defect, self.offset - begin)
 
     def _next_paragraph(self) -> Record | Defect | None:
         """Read a paragraph and the blank lines behind it; None where damage cuts it off."""

@@ -45,7 +45,7 @@ class ReadOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class RecordBatch:
     """Some records of one file.
 
     Attributes:
@@ -78,7 +78,7 @@ class DocumentReader:
             None if is_table else RecordReader(source, longest_bytes=options.longest_bytes)
         )
 
-    def read(self, begin: int = 0, end: int = ENDLESS) -> Iterator[Batch]:
+    def read(self, begin: int = 0, end: int = ENDLESS) -> Iterator[RecordBatch]:
         """Read the records that begin in a range.
 
         Raises:
@@ -94,7 +94,7 @@ class DocumentReader:
                 normalization=options.normalization,
                 longest_bytes=options.longest_bytes,
             ):
-                yield Batch(documents, defects, size)
+                yield RecordBatch(documents, defects, size)
             return
         for block in self._records.blocks(begin, end):
             documents, defects = parse_records(
@@ -105,7 +105,7 @@ class DocumentReader:
             )
             if block.defect is not None:
                 defects.append(block.defect)
-            yield Batch(documents, defects, block.size_bytes)
+            yield RecordBatch(documents, defects, block.size_bytes)
 
     @property
     def records(self) -> RecordReader | None:

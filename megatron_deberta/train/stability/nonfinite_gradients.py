@@ -14,7 +14,7 @@ from megatron_deberta.distributed.control import largest
 from megatron_deberta.distributed.topology import ProcessGroups
 
 
-class GradientWatch:
+class NonfiniteGradients:
     """Looks at gradients as backward makes them, without the host waiting; a context manager.
 
     Args:
@@ -30,7 +30,7 @@ class GradientWatch:
         self._handles: list[RemovableHandle] = []
         self._seen: list[tuple[int, Tensor]] = []
 
-    def __enter__(self) -> GradientWatch:
+    def __enter__(self) -> NonfiniteGradients:
         """Begin to look."""
         for number, (_, parameter) in enumerate(self._parameters if self._armed else ()):
 

@@ -18,7 +18,7 @@ from megatron_deberta.checkpoint import store
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.checkpoint.retention import delete_after
 from megatron_deberta.config.schema import RunConfig
-from megatron_deberta.distributed.control import failing_together, from_rank_zero
+from megatron_deberta.distributed.control import from_rank_zero, raise_on_all_ranks
 from megatron_deberta.distributed.parallelize.spec import ParameterSpec
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.engine.protocol import Engine
@@ -33,7 +33,7 @@ FILE_NAME = "rollback.json"
 
 
 @dataclass(frozen=True, slots=True)
-class RollBack:
+class Rollback:
     """The last time a run went back."""
 
     step: int
@@ -50,14 +50,14 @@ class RollBack:
     """The same since it last got beyond the trouble."""
 
 
-def roll_back(
+def rollback(
     config: RunConfig,
     groups: ProcessGroups,
     engine: Engine,
     specs: Mapping[str, ParameterSpec],
     state: TrainState,
     guard: Guard,
-) -> tuple[TrainState, GuardState, RollBack]:
+) -> tuple[TrainState, GuardState, Rollback]:
     """Set the engine back. Collective over all ranks.
 
     Args:
@@ -84,7 +84,7 @@ def roll_back(
             f"skipped and {run_dir} has no checkpoint from before to go back to; lower "
             "optimizer.learning_rate, or checkpoint.save_every"
         )
-    done = RollBack(
+    done = Rollback(
         step=reader.metadata.step,
         consumed_samples=state.consumed_samples,
         trouble_step=state.step,
@@ -92,7 +92,7 @@ def roll_back(
         rollbacks=trouble.rollbacks + 1,
         vain_rollbacks=trouble.vain_rollbacks + 1,
     )
-    with failing_together(groups):
+    with raise_on_all_ranks(groups):
         if groups.rank == 0:
             # First what is given up: a kill in between leaves a run that meets the trouble again.
             delete_after(run_dir, done.step)
@@ -112,17 +112,17 @@ def resumed_position(
         CheckpointError: ``rollback.json`` is damaged.
     """
     saved = reader.metadata
-    with failing_together(groups):
+    with raise_on_all_ranks(groups):
         known = _read(config.train.run_dir) if groups.rank == 0 else None
-    numbers = [0] * len(fields(RollBack)) if known is None else list(asdict(known).values())
-    last = RollBack(*(from_rank_zero(number, groups) for number in numbers))
+    numbers = [0] * len(fields(Rollback)) if known is None else list(asdict(known).values())
+    last = Rollback(*(from_rank_zero(number, groups) for number in numbers))
     if last.step == saved.step and last.rollbacks > saved.guard.get("rollbacks", 0):
         return TrainState(saved.step, last.consumed_samples), _guard_after(reader, last)
     state = TrainState(saved.step, saved.consumed_samples)
     return state, GuardState(**saved.guard)
 
 
-def _guard_after(reader: CheckpointReader, done: RollBack) -> GuardState:
+def _guard_after(reader: CheckpointReader, done: Rollback) -> GuardState:
     return replace(
         GuardState(**reader.metadata.guard),
         skips=[],
@@ -132,10 +132,10 @@ def _guard_after(reader: CheckpointReader, done: RollBack) -> GuardState:
     )
 
 
-def _read(run_dir: str | os.PathLike[str]) -> RollBack | None:
+def _read(run_dir: str | os.PathLike[str]) -> Rollback | None:
     path = Path(run_dir) / FILE_NAME
     try:
-        return RollBack(**{key: int(n) for key, n in json.loads(path.read_bytes()).items()})
+        return Rollback(**{key: int(n) for key, n in json.loads(path.read_bytes()).items()})
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, AttributeError) as error:

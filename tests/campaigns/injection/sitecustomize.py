@@ -22,21 +22,21 @@ class Injection:
 
     def __init__(self, plan: dict[str, Any]) -> None:
         """Wrap what is counted."""
-        from megatron_deberta.text.preprocess.progress import Board
+        from megatron_deberta.text.preprocess.progress import ReportStore
 
         self.plan = plan
         self.phase = ""
         self.entries: dict[str, int] = {}
         self.calls: dict[str, int] = {}
-        enter = Board.enter
+        enter = ReportStore.enter
 
-        def entering(board: Board, phase: str) -> None:
+        def entering(board: ReportStore, phase: str) -> None:
             enter(board, phase)
             self.phase = phase
             self.entries[phase] = self.entries.get(phase, 0) + 1
             self.strike(is_call=False)
 
-        Board.enter = entering  # type: ignore[method-assign]
+        ReportStore.enter = entering  # type: ignore[method-assign]
         for name in CALLS:
             setattr(os, name, self.counted(getattr(os, name)))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_deberta.cluster.bad_nodes import FILE_NAME, BadNodes
-from megatron_deberta.cluster.watchdog.hang import Verdict
+from megatron_deberta.cluster.watchdog.hang import Diagnosis
 
 KILLED = "rank 1 on node2 was killed by signal 9 in step at step 3"
 
@@ -14,7 +14,7 @@ def test_marks_expire(tmp_path: Path) -> None:
     now = 1000.0
     nodes = BadNodes(tmp_path, hours=24, clock=lambda: now)
     assert nodes.current() == {}
-    nodes.blame(Verdict("hang", (1,), ("node2",), "hangs"))
+    nodes.record_failure(Diagnosis("hang", (1,), ("node2",), "hangs"))
     now += 3600
     nodes.add("node1", "ECC", sure=True)
     assert list(nodes.current()) == ["node2", "node1"]
@@ -27,19 +27,21 @@ def test_marks_expire(tmp_path: Path) -> None:
 
 def test_one_death_is_nobodys_fault_two_are_the_nodes(tmp_path: Path) -> None:
     nodes = BadNodes(tmp_path, hours=24)
-    nodes.blame(Verdict("death", (1,), ("node2",), KILLED))
+    nodes.record_failure(Diagnosis("death", (1,), ("node2",), KILLED))
     assert nodes.current() == {}
-    nodes.blame(Verdict("death", (3,), ("node3",), KILLED))
-    nodes.blame(Verdict("death", (0,), ("node2",), KILLED))
+    nodes.record_failure(Diagnosis("death", (3,), ("node3",), KILLED))
+    nodes.record_failure(Diagnosis("death", (0,), ("node2",), KILLED))
     assert list(nodes.current()) == ["node2"]
 
 
 def test_errors_of_the_program_and_open_questions_blame_nobody(tmp_path: Path) -> None:
     nodes = BadNodes(tmp_path, hours=24)
     for _ in range(3):
-        nodes.blame(Verdict("death", (1,), ("node2",), "rank 1 on node2 ended with 1 in step"))
-        nodes.blame(Verdict("hang", (), (), "no rank is behind"))
-        nodes.blame(Verdict("hang", (0, 2), ("node1", "node2"), "either"))
+        nodes.record_failure(
+            Diagnosis("death", (1,), ("node2",), "rank 1 on node2 ended with 1 in step")
+        )
+        nodes.record_failure(Diagnosis("hang", (), (), "no rank is behind"))
+        nodes.record_failure(Diagnosis("hang", (0, 2), ("node1", "node2"), "either"))
     assert nodes.current() == {}
 
 

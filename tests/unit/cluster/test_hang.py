@@ -1,4 +1,4 @@
-"""Whether a run hangs and who is to blame, case by case."""
+"""Whether a run hangs and which rank caused it, case by case."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from megatron_deberta.cluster.watchdog.hang import (
+    Diagnosis,
     Limits,
     RankView,
-    Verdict,
+    diagnose_deaths,
+    diagnose_hang,
     find_hang,
-    judge_deaths,
-    judge_hang,
 )
 from megatron_deberta.cluster.watchdog.heartbeat import Section
 from megatron_deberta.config.schema import ClusterConfig
@@ -29,8 +29,8 @@ def view(rank: int, position: int = 100, age: float = 50.0, **values: Any) -> Ra
     return RankView(rank=rank, position=position, age=age, **known)
 
 
-def blamed(*views: RankView) -> Verdict:
-    return judge_hang(views, "no progress")
+def blamed(*views: RankView) -> Diagnosis:
+    return diagnose_hang(views, "no progress")
 
 
 def limits(*views: RankView, seconds: float = 10.0) -> dict[int, float]:
@@ -119,15 +119,15 @@ def test_a_single_rank_is_its_own_culprit() -> None:
 
 
 def test_deaths() -> None:
-    assert judge_deaths([view(0, code=0), view(1, code=75), view(2)]) is None
-    assert judge_deaths([view(0, code=-9, killed=True), view(1, code=0)]) is None
+    assert diagnose_deaths([view(0, code=0), view(1, code=75), view(2)]) is None
+    assert diagnose_deaths([view(0, code=-9, killed=True), view(1, code=0)]) is None
     # Those that miss the dead one may be seen to end before it.
-    found = judge_deaths([view(0, code=1, ended=5.0), view(1, code=-9, ended=5.1), view(2)])
+    found = diagnose_deaths([view(0, code=1, ended=5.0), view(1, code=-9, ended=5.1), view(2)])
     assert found is not None
     assert found.ranks == (1,)
     assert (
         found.reason == "rank 1 on node0 was killed by signal 9 (out of memory?) in step at step 9"
     )
-    first = judge_deaths([view(0, code=1, ended=5.2), view(1, code=1, ended=5.1)])
+    first = diagnose_deaths([view(0, code=1, ended=5.2), view(1, code=1, ended=5.1)])
     assert first is not None
     assert "rank 1 on node0 ended with 1" in first.reason

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_deberta.checkpoint.layout import COMMITTED_FILE, step_dir
-from megatron_deberta.cluster.slurm.history import Chain
+from megatron_deberta.cluster.slurm.history import JobHistory
 
 
 def commit(run_dir: Path, step: int) -> None:
@@ -16,11 +16,11 @@ def commit(run_dir: Path, step: int) -> None:
     (folder / COMMITTED_FILE).touch()
 
 
-def begin(chain: Chain) -> None:
+def begin(chain: JobHistory) -> None:
     chain.append("start", link="1.0", step=chain.committed_step(), nodes="n")
 
 
-def finish(chain: Chain, code: int) -> tuple[bool, int, str]:
+def finish(chain: JobHistory, code: int) -> tuple[bool, int, str]:
     decision = chain.decide(code)
     chain.append("end", goes_on=decision.goes_on, reason=decision.reason)
     return decision.goes_on, decision.code, decision.reason
@@ -34,7 +34,7 @@ def finish(chain: Chain, code: int) -> tuple[bool, int, str]:
 def test_what_follows_an_exit_code(
     tmp_path: Path, code: int, goes_on: bool, exit_code: int
 ) -> None:
-    chain = Chain(tmp_path)
+    chain = JobHistory(tmp_path)
     chain.append("submit")
     begin(chain)
     commit(tmp_path, 5)
@@ -45,7 +45,7 @@ def test_what_follows_an_exit_code(
 
 
 def test_three_links_without_progress_are_the_end(tmp_path: Path) -> None:
-    chain = Chain(tmp_path)
+    chain = JobHistory(tmp_path)
     chain.append("submit")
     for _ in range(2):
         begin(chain)
@@ -56,7 +56,7 @@ def test_three_links_without_progress_are_the_end(tmp_path: Path) -> None:
 
 
 def test_progress_starts_the_count_anew_and_lost_links_count(tmp_path: Path) -> None:
-    chain = Chain(tmp_path)
+    chain = JobHistory(tmp_path)
     chain.append("submit")
     for step in range(1, 9):
         begin(chain)
@@ -74,7 +74,7 @@ def test_progress_starts_the_count_anew_and_lost_links_count(tmp_path: Path) -> 
 
 
 def test_cancelled(tmp_path: Path) -> None:
-    chain = Chain(tmp_path)
+    chain = JobHistory(tmp_path)
     chain.append("submit")
     assert not chain.is_running()
     begin(chain)
@@ -86,7 +86,7 @@ def test_cancelled(tmp_path: Path) -> None:
 
 
 def test_torn_lines_are_left_out(tmp_path: Path) -> None:
-    chain = Chain(tmp_path)
+    chain = JobHistory(tmp_path)
     assert chain.records() == []
     chain.append("submit")
     with chain.path.open("a") as stream:

@@ -16,11 +16,11 @@ import pytest
 from megatron_deberta.cluster.bad_nodes import BadNodes
 from megatron_deberta.cluster.profile import load_profile
 from megatron_deberta.cluster.run_lock import RunLock
-from megatron_deberta.cluster.slurm.history import Chain
+from megatron_deberta.cluster.slurm.history import JobHistory
 from megatron_deberta.cluster.slurm.job import rank_environment
 from megatron_deberta.cluster.slurm.submit import JobSpec, make_spec
-from megatron_deberta.cluster.watchdog.hang import Verdict
-from megatron_deberta.cluster.watchdog.report_store import Board, NodeReport
+from megatron_deberta.cluster.watchdog.hang import Diagnosis
+from megatron_deberta.cluster.watchdog.report_store import NodeReport, ReportStore
 from tests.support.jobs import ROOT
 
 JOB_MODULE = "megatron_deberta.cluster.slurm.job"
@@ -52,8 +52,8 @@ class Place:
             submission=self.run_dir, variables={}, allow_config_change=False,
         )  # fmt: skip
         (folder / "job.json").write_bytes(spec.to_json())
-        Chain(self.run_dir).append("submit")
-        Chain(self.run_dir).append("jobs", jobs=["7", "8"])
+        JobHistory(self.run_dir).append("submit")
+        JobHistory(self.run_dir).append("jobs", jobs=["7", "8"])
 
     def job(self, text: str) -> None:
         (self.folder / "job").write_text(text)
@@ -81,7 +81,7 @@ class Place:
         return path.read_text().splitlines() if path.exists() else []
 
     def ends(self) -> list[dict[str, object]]:
-        return [record for record in Chain(self.run_dir).records() if record["event"] == "end"]
+        return [record for record in JobHistory(self.run_dir).records() if record["event"] == "end"]
 
 
 @pytest.fixture
@@ -116,9 +116,9 @@ def test_requeues_itself(place: Place, code: int) -> None:
 
 
 def test_requeues_itself_away_from_a_node_that_hung(place: Place) -> None:
-    hung = Verdict("hang", (1,), ("n2",), "rank 1 on n2 hangs in step at step 7")
+    hung = Diagnosis("hang", (1,), ("n2",), "rank 1 on n2 hangs in step at step 7")
     report = NodeReport(1, "n2", 1, (), (), (), verdict=hung, code=1)
-    Board(place.run_dir, "7.0").publish(report)
+    ReportStore(place.run_dir, "7.0").publish(report)
     place.job("JobState=RUNNING Restarts=0 Partition=p")
     (place.folder / "nodes").write_text("n1 alloc\nn2 alloc\nn3 idle\nn4 down*\n")
     # It outlives the requeue, to say where the job is not to run.
@@ -157,8 +157,8 @@ def test_goes_on_with_fewer_nodes(place: Place) -> None:
     for node in ("n1", "n2"):
         BadNodes(place.run_dir, 24).add(node, "hangs", sure=True)
     (place.folder / "nodes").write_text("n1 alloc\nn2 alloc\n")
-    Chain(place.run_dir).append("submit")
-    Chain(place.run_dir).append("jobs", jobs=["7"])
+    JobHistory(place.run_dir).append("submit")
+    JobHistory(place.run_dir).append("jobs", jobs=["7"])
     assert place.run("exit 1") == 75
     assert place.calls()[-1] == "scontrol update JobId=7 ExcNodeList=n2"
 
@@ -171,7 +171,7 @@ def test_gives_up(place: Place, code: int) -> None:
 
 def test_links_that_were_lost_without_progress_are_the_end(place: Place) -> None:
     for restarts in range(3):
-        Chain(place.run_dir).append("start", link=f"7.{restarts}", step=0, nodes="n")
+        JobHistory(place.run_dir).append("start", link=f"7.{restarts}", step=0, nodes="n")
     assert place.run("exit 0", SLURM_RESTART_COUNT="3") == 93
     assert not any(call.startswith("srun") for call in place.calls())
 

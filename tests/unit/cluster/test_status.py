@@ -14,7 +14,7 @@ from megatron_deberta.cluster.bad_nodes import BadNodes
 from megatron_deberta.cluster.profile import load_profile
 from megatron_deberta.cluster.run_lock import RunLock
 from megatron_deberta.cluster.slurm import commands as slurm
-from megatron_deberta.cluster.slurm.history import Chain
+from megatron_deberta.cluster.slurm.history import JobHistory
 from megatron_deberta.cluster.slurm.status import present_holder
 from megatron_deberta.cluster.slurm.submit import make_spec
 from megatron_deberta.observe.metrics import FILE_NAME
@@ -38,7 +38,7 @@ class Slurm:
 @pytest.fixture
 def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A chain of three links, the last of which runs: 300 of 1,000 steps in 600 s."""
-    chain = Chain(tmp_path)
+    chain = JobHistory(tmp_path)
     clock = iter((0.0, 1.0, 10.0, 290.0, 310.0, 610.0))
     monkeypatch.setattr("megatron_deberta.cluster.slurm.history.time.time", lambda: next(clock))
     chain.append("submit", links=1)
@@ -85,10 +85,10 @@ def test_slow_ranks_and_bad_nodes_are_shown(
         "rank": 3, "host": "node4", "part": "forward", "factor": 1.5, "lost_seconds": 0.25,
         "at_step": 310,
     }  # fmt: skip
-    Chain(run_dir).append("slow", link="7.1", ranks=[{**slow, "rank": 1}])
+    JobHistory(run_dir).append("slow", link="7.1", ranks=[{**slow, "rank": 1}])
     assert main(["status", str(run_dir)]) == 0
     assert "slow " not in capsys.readouterr().out
-    Chain(run_dir).append("slow", link="7.2", ranks=[slow])
+    JobHistory(run_dir).append("slow", link="7.2", ranks=[slow])
     BadNodes(run_dir, 24).add("node2", "rank 1 on node2 hangs in data at step 7", sure=True)
     assert main(["status", str(run_dir)]) == 0
     shown = capsys.readouterr().out
@@ -147,7 +147,7 @@ def test_logs(
 
 
 def test_logs_end_with_the_chain(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Chain(run_dir).path.open("a").write(
+    JobHistory(run_dir).path.open("a").write(
         '{"event": "end", "link": "7.2", "goes_on": false, "reason": "finished"}\n'
     )
     assert main(["logs", "-f", str(run_dir)]) == 0
@@ -171,7 +171,7 @@ def test_cancel(
     assert main(["cancel", str(run_dir), *options]) == 0
     assert [*program.calls[0]] == ["scancel", "--state=PENDING", "7"]
     assert program.calls[-1] == ["scancel", *([call] if call else []), "7"]
-    assert Chain(run_dir).is_over() == "cancelled"
+    assert JobHistory(run_dir).is_over() == "cancelled"
 
 
 def test_cancel_of_nothing(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron_deberta.cluster.slurm.history import Chain
+from megatron_deberta.cluster.slurm.history import JobHistory
 from tests.support.watched_ranks import LINK, WatchedRanks
 
 LIMIT = 1.0
@@ -47,7 +47,7 @@ def test_a_clean_run_on_two_nodes(ranks_of: Any) -> None:
     assert ranks.run() == [0, 0], ranks.logs
     assert ranks.verdict() is None
     assert ranks.log(3) == "rank 3 of 4 steps\n"
-    assert [record["event"] for record in Chain(ranks.run_dir).records()] == []
+    assert [record["event"] for record in JobHistory(ranks.run_dir).records()] == []
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_a_slow_rank_is_told_in_the_log_and_the_chain(ranks_of: Any) -> None:
     ranks = ranks_of(nodes=2, steps=60, slow=3, slow_seconds=0.1)
     assert ranks.run() == [0, 0]
     assert "rank 3 on node1 is slow: forward takes" in ranks.logs[0]
-    told = [r for r in Chain(ranks.run_dir).records() if r["event"] == "slow"]
+    told = [r for r in JobHistory(ranks.run_dir).records() if r["event"] == "slow"]
     assert [item["rank"] for item in told[0]["ranks"]] == [3]
 
 

@@ -220,8 +220,8 @@ def test_other_shares_of_replacement(vocabulary):
 def test_spans_are_drawn_with_p_proportional_to_one_over_n(vocabulary):
     """Counted at the source, because neighbouring spans merge in the text."""
     mask = masker(vocabulary).masker
-    lots = draws(np.array([5], np.uint64), np.array([60_000]), 0)
-    drawn = np.bincount(mask._spans(lots), minlength=4)
+    random_bits = draws(np.array([5], np.uint64), np.array([60_000]), 0)
+    drawn = np.bincount(mask._spans(random_bits), minlength=4)
     np.testing.assert_allclose(drawn / 60_000, [0, 6 / 11, 3 / 11, 2 / 11], atol=0.01)
 
 

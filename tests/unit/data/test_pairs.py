@@ -62,7 +62,7 @@ def test_a_row_is_two_framed_halves(corpus, vocabulary, packing):
         assert row.tokens[0] == vocabulary.cls_id
         assert row.tokens[row.document_starts[1] - 1] == row.tokens[-1] == vocabulary.sep_id
         assert (row.tokens == vocabulary.sep_id).sum() == 2
-        assert row.not_next in (0, 1)
+        assert row.is_random_next in (0, 1)
         assert all(halves(row))
 
 
@@ -78,7 +78,7 @@ def test_halves_are_whole_sentences_and_labels_are_true(corpus, vocabulary, pack
         first, second = (where[half] for half in halves(row))
         goes_on = any(a[0] == b[0] and a[2] == b[1] for a in first for b in second)
         elsewhere = any(a[0] != b[0] for a in first for b in second)
-        assert elsewhere if row.not_next else goes_on
+        assert elsewhere if row.is_random_next else goes_on
         if packing == "sentence_pair":
             assert min(end - begin for _, begin, end in first) == 1
             assert min(end - begin for _, begin, end in second) == 1
@@ -102,7 +102,7 @@ def test_every_sentence_is_used_once_an_epoch(corpus, vocabulary, packing):
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_half_of_the_pairs_go_on(write_sentences, vocabulary, packing):
     corpus = Corpus([IndexedDataset(write_sentences(400, most=30))])
-    labels = [row.not_next for row in epoch_rows(packed(corpus, vocabulary, packing))]
+    labels = [row.is_random_next for row in epoch_rows(packed(corpus, vocabulary, packing))]
     # The last sentence of a document, if it is left alone, cannot go on.
     assert 0.48 < np.mean(labels) < 0.6
 
@@ -117,7 +117,7 @@ def test_segments_fill_the_row(write_sentences, vocabulary):
 def test_epochs_and_keys_differ_but_repeat(corpus, vocabulary, packing):
     def epoch(key, number):
         rows = packed(corpus, vocabulary, packing, key=key)
-        return [(row.tokens.tolist(), row.not_next) for row in epoch_rows(rows, number)]
+        return [(row.tokens.tolist(), row.is_random_next) for row in epoch_rows(rows, number)]
 
     assert epoch(1, 0) == epoch(1, 0)
     assert epoch(1, 0) != epoch(1, 1)
@@ -140,7 +140,7 @@ def test_any_order_and_company_gives_the_same_rows(corpus, vocabulary, packing, 
             found, expected = batch.row(place), forward.row(index)
             np.testing.assert_array_equal(found.tokens, expected.tokens)
             assert found.document_starts == expected.document_starts
-            assert found.not_next == expected.not_next
+            assert found.is_random_next == expected.is_random_next
 
 
 def test_long_sentences_are_cut_to_fit(write_shard, vocabulary):

@@ -11,7 +11,7 @@ import torch
 
 from megatron_deberta.config.schema import ModelConfig, ParallelConfig, RunConfig
 from megatron_deberta.distributed.parallelize import build_model
-from megatron_deberta.distributed.parallelize.plan import VOCABULARY_MULTIPLE, specify
+from megatron_deberta.distributed.parallelize.plan import VOCABULARY_MULTIPLE, shard_spec
 from megatron_deberta.distributed.topology import ProcessGroups, single_process_groups
 from megatron_deberta.errors import TopologyError
 from tests.support.memory import peak_resident_bytes
@@ -60,7 +60,7 @@ def test_vocabulary_is_padded_with_zeros() -> None:
 
 def test_vocabulary_smaller_than_the_ranks() -> None:
     """A rank may hold padding only."""
-    spec = specify("embeddings.token.weight", (70, 8), 3, 4)
+    spec = shard_spec("embeddings.token.weight", (70, 8), 3, 4)
     assert (spec.offset, spec.length, spec.local_shape) == (70, 0, (64, 8))
 
 

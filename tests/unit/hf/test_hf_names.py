@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_deberta.config.schema import ModelConfig
-from megatron_deberta.hf.names import ModelType, foreign_tensors, standard_names
+from megatron_deberta.hf.names import ModelType, hf_tensors, standard_names
 from megatron_deberta.model import parameter_shapes
 from tests.support.tiny_models import V2, random_weights
 
@@ -34,7 +34,7 @@ def test_pack_and_unpack_keep_every_bit(config: ModelConfig, model_type: ModelTy
     weights = random_weights(config)
     back = {}
     names = []
-    for entry in foreign_tensors(config, model_type, pad_token_id=1):
+    for entry in hf_tensors(config, model_type, pad_token_id=1):
         packed = entry.pack([weights[part] for part in entry.parts])
         assert tuple(packed.shape) == entry.shape
         names.append(entry.name)
@@ -50,7 +50,7 @@ def test_v1_interleaves_rows_head_by_head() -> None:
     stem = "encoder.layers.1.attention"
     entry = next(
         entry
-        for entry in foreign_tensors(V1, "deberta")
+        for entry in hf_tensors(V1, "deberta")
         if entry.name == "deberta.encoder.layer.1.attention.self.in_proj.weight"
     )
     packed = entry.pack([weights[f"{stem}.{part}.weight"] for part in ("query", "key", "value")])
@@ -61,7 +61,7 @@ def test_v1_interleaves_rows_head_by_head() -> None:
 
 
 def test_roberta_positions_begin_after_padding() -> None:
-    entries = {entry.name: entry for entry in foreign_tensors(ROBERTA, "roberta", pad_token_id=1)}
+    entries = {entry.name: entry for entry in hf_tensors(ROBERTA, "roberta", pad_token_id=1)}
     entry = entries["roberta.embeddings.position_embeddings.weight"]
     table = random_weights(ROBERTA)["embeddings.position.weight"]
     packed = entry.pack([table])

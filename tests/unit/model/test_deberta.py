@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_deberta.config.schema import ModelConfig
-from megatron_deberta.model import DropoutSeeds, Execution
+from megatron_deberta.model import DropoutSeeds, RuntimeOptions
 from megatron_deberta.objectives import MaskedLanguageModel
 from tests.support.stock_weights import randomize
 from tests.support.tolerances import FP64
@@ -29,7 +29,7 @@ LENGTHS = (5, 9, 4)
 
 
 def make(config: ModelConfig = CONFIG, **execution: Any) -> MaskedLanguageModel:
-    model = MaskedLanguageModel(config, Execution(**execution)).double()
+    model = MaskedLanguageModel(config, RuntimeOptions(**execution)).double()
     randomize(model)
     return model.train()
 

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megatron_deberta.config.schema import ModelConfig
-from megatron_deberta.model import DropoutSeeds, Execution
+from megatron_deberta.model import DropoutSeeds, RuntimeOptions
 from megatron_deberta.model.dropout import Dropout, DropoutExecution
 from megatron_deberta.model.fused import (
-    Unnormalised,
+    PendingResidual,
     _bias_gelu,
     _bias_gelu_backward,
     bias_gelu,
@@ -57,7 +57,7 @@ def closed(dtype: torch.dtype, *, fuse: bool, of: torch.dtype | None = None) -> 
     dropout = Dropout(0.1, "somewhere")
     dropout.how = DropoutExecution(fuse=fuse)
     value = dropout.before_norm(x, torch.arange(16).expand(2, 16), SEEDS, residual)
-    assert isinstance(value, Unnormalised) == fuse
+    assert isinstance(value, PendingResidual) == fuse
     out = layer_norm(value, weight, bias, EPS)
     out.backward(upstream.detach())
     return [out.detach(), *(t.grad for t in (x, residual, weight, bias) if t.grad is not None)]
@@ -115,7 +115,7 @@ def test_what_is_compiled_is_right_before_it_is_compiled(dtype: torch.dtype) -> 
 
 def gradients(config: ModelConfig, recompute: Any, *, fuse: bool) -> dict[str, Tensor]:
     """Loss and every gradient of a whole model; as many picked rows as rows, so one shape."""
-    model = MaskedLanguageModel(config, Execution(recompute=recompute, fuse=fuse)).double()
+    model = MaskedLanguageModel(config, RuntimeOptions(recompute=recompute, fuse=fuse)).double()
     randomize(model)
     ids = torch.randint(4, 67, (2, 16), generator=torch.Generator().manual_seed(2))
     picked = torch.arange(16).expand(2, 16)

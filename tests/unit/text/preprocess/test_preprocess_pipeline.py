@@ -23,7 +23,7 @@ import zstandard
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_deberta.cli.main import main
-from megatron_deberta.data.shards.manifest import Manifest, read_manifest, verify_hashes
+from megatron_deberta.data.shards.manifest import ShardManifest, read_manifest, verify_hashes
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.text.preprocess import encoding, pipeline
 from megatron_deberta.text.preprocess.pipeline import RunOptions, preprocess
@@ -42,7 +42,7 @@ def shards(folder: Path) -> dict[str, bytes]:
 
 def build(
     corpus: str, tokenizer_dir: str, output: Path, workers: int = 0, **options: Any
-) -> list[Manifest]:
+) -> list[ShardManifest]:
     read = ReadOptions(keys=options.pop("keys", ("text",)))
     language = options.pop("language", "")
     run = RunOptions(workers=workers, **options)
@@ -163,7 +163,7 @@ def test_the_quarantine_is_exact(tokenizer_dir: str, tmp_path: Path) -> None:
     sources = find_sources([str(tmp_path / "bad.jsonl")])
     read = ReadOptions(longest_bytes=20_000)
 
-    def run(allow_bad: float | None, output: str, workers: int) -> Manifest:
+    def run(allow_bad: float | None, output: str, workers: int) -> ShardManifest:
         return preprocess(
             sources,
             tokenizer_dir,

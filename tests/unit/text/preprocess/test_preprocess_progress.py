@@ -13,14 +13,18 @@ import pytest
 from rich.console import Console
 
 from megatron_deberta.text.preprocess import progress as progress_module
-from megatron_deberta.text.preprocess.progress import Board, ProgressDisplay, new_counters
+from megatron_deberta.text.preprocess.progress import (
+    ProgressCounters,
+    ProgressDisplay,
+    new_counters,
+)
 from megatron_deberta.text.preprocess.units import plan_segments, recorded_bytes
 from megatron_deberta.text.preprocess.workfolder import WorkFolder
 from megatron_deberta.text.readers.sources import find_sources
 
 
 def count(counters: Any) -> None:
-    board = Board(counters)
+    board = ProgressCounters(counters)
     board.enter("reading")
     board.add(file_bytes=250, text_bytes=1_000_000, tokens=10, documents=1, quarantined=2)
 
