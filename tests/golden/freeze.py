@@ -336,7 +336,7 @@ def _equal(path: str, old: Any, new: Any, exact: bool) -> bool:
         tolerance = 1e-5 * old[3] + 1e-8
         sums = zip(old[2:], new[2:], strict=True)
         return bool(old[0] == new[0]) and all(abs(a - b) <= tolerance for a, b in sums)
-    if "/metrics/" in path:
+    if "metrics/" in path:
         one, other = float.fromhex(old), float.fromhex(new)
         return abs(one - other) <= 1e-6 * abs(one)
     return False
