@@ -22,7 +22,7 @@ from megatron_deberta.distributed.parallelize import build_model
 from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.model import DropoutSeeds
 from megatron_deberta.model.attention import DisentangledSelfAttention
-from megatron_deberta.observe.throughput import training_flops_per_token
+from megatron_deberta.model.flops import training_flops_per_token
 from tests.support.stock_weights import stock_config
 
 

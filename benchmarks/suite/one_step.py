@@ -33,7 +33,7 @@ from megatron_deberta.data.vocabulary import Vocabulary  # noqa: E402
 from megatron_deberta.distributed.environment import read_environment  # noqa: E402
 from megatron_deberta.distributed.topology import init_process_groups, shutdown  # noqa: E402
 from megatron_deberta.engine.factory import build_engine  # noqa: E402
-from megatron_deberta.observe.throughput import training_flops_per_token  # noqa: E402
+from megatron_deberta.model.flops import training_flops_per_token  # noqa: E402
 from megatron_deberta.ops.dispatch import choose_backend  # noqa: E402
 from megatron_deberta.planning.memory import estimate_memory  # noqa: E402
 from megatron_deberta.tokenizer import load_tokenizer  # noqa: E402

@@ -1,122 +1,13 @@
-"""How fast a run is: FLOPs of this architecture by formula, the machine's matrix rate, MFU.
-
-Owns the count and the clock. Refuses peak figures from data sheets: the rate that utilization is
-measured against is itself measured, on the device and in the format of the run.
-
-A multiply and an add are two FLOPs. Only matrix products count; norms, softmax and dropout do not.
-"""
+"""Throughput of a run: tokens per second, the measured matrix rate, and MFU relative to it."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
-
-from megatron_deberta.config.schema import ModelConfig
-
-BACKWARD_FACTOR = 3.0
-"""Forward and backward together over forward: each product has two gradients."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ForwardFlops:
-    """FLOPs of one forward pass in pretraining, a token of the row, by part."""
-
-    layers: float
-    """Encoder layers that run over the whole row."""
-    position_projections: float
-    """Projections of the position table: once a layer and micro batch, spread over its tokens."""
-    convolution: float
-    """The convolution beside the first layer."""
-    mask_decoder: float
-    """The last layer as mask decoder: keys and values once, queries at masked positions."""
-    head: float
-    """Transform and vocabulary projection at masked positions."""
-
-    @property
-    def total(self) -> float:
-        """All parts."""
-        return (
-            self.layers
-            + self.position_projections
-            + self.convolution
-            + self.mask_decoder
-            + self.head
-        )
-
-
-def forward_flops(
-    model: ModelConfig, sequence_length: int, micro_batch_size: int, mask_probability: float = 0.15
-) -> ForwardFlops:
-    """Count a forward pass by formula.
-
-    Source: He et al. 2021, arXiv:2006.03654, section 3. A query meets ``sequence_length`` keys by
-    content, and by position as many distances as there are keys or slots of the table, whichever
-    is fewer (longer distances share a slot, so their products are shared too).
-
-    Args:
-        model: the architecture.
-        sequence_length: tokens a row.
-        micro_batch_size: rows that share one projection of the position table.
-        mask_probability: share of tokens at which the mask decoder and the head run.
-
-    Returns:
-        FLOPs a token of the row.
-    """
-    d = model.hidden_size
-    terms = {"c2p+p2c": 2, "c2p": 1, "p2c": 1, "none": 0}[model.position_terms]
-    slots = 2 * (model.position_buckets or model.max_relative_positions)
-    attention = 4 * sequence_length * d + terms * 2 * min(sequence_length, slots) * d
-    keys_values = 2 * 2 * d * d
-    query_side = 2 * 2 * d * d + attention + 2 * 2 * d * model.ffn_hidden_size
-
-    decoded = model.mask_decoder_passes > 0
-    passes = model.mask_decoder_passes * mask_probability
-    table_tokens = sequence_length * micro_batch_size
-    return ForwardFlops(
-        layers=(model.num_layers - decoded) * (keys_values + query_side),
-        position_projections=model.num_layers * terms * 2 * d * d * slots / table_tokens,
-        convolution=2.0 * model.conv_kernel_size * d * d,
-        mask_decoder=decoded * (keys_values + passes * query_side),
-        head=mask_probability * (2 * d * d + 2 * d * model.vocab_size),
-    )
-
-
-def training_flops_per_token(
-    model: ModelConfig, sequence_length: int, micro_batch_size: int, mask_probability: float = 0.15
-) -> float:
-    """FLOPs of forward and backward, a token of the row; recomputation is not counted."""
-    forward = forward_flops(model, sequence_length, micro_batch_size, mask_probability)
-    return BACKWARD_FACTOR * forward.total
-
-
-def recomputed_flops(
-    model: ModelConfig,
-    sequence_length: int,
-    micro_batch_size: int,
-    recompute: Literal["none", "selective", "full"],
-) -> float:
-    """FLOPs that backward spends on computing activations again, a token of the row.
-
-    Selective recomputation repeats no matrix product, full recomputation every layer before the
-    mask decoder. What an attention backend recomputes of its own accord is not counted.
-
-    Args:
-        model: the architecture.
-        sequence_length: tokens a row.
-        micro_batch_size: rows that share one projection of the position table.
-        recompute: ``parallel.recompute``.
-    """
-    if recompute != "full":
-        return 0.0
-    forward = forward_flops(model, sequence_length, micro_batch_size)
-    decoded = model.mask_decoder_passes > 0
-    repeated_layers = (model.num_layers - decoded) / model.num_layers
-    return forward.layers + repeated_layers * forward.position_projections
 
 
 def measure_matmul_rate(

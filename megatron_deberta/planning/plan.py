@@ -13,7 +13,7 @@ from megatron_deberta.config.rules import BatchArithmetic, validate_for_world
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.errors import ConfigError, TopologyError
 from megatron_deberta.model import count_parameters
-from megatron_deberta.observe.throughput import training_flops_per_token
+from megatron_deberta.model.flops import training_flops_per_token
 from megatron_deberta.planning.machine import (
     CALL_SECONDS,
     LINK_EFFICIENCY,

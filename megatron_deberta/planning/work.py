@@ -1,6 +1,6 @@
 """Matrix products that one rank computes for a micro batch, to the last FLOP.
 
-Owns what tensor parallelism does to ``observe.throughput``'s formula. A multiply and an add are
+Owns what tensor parallelism does to ``model.flops``'s formula. A multiply and an add are
 two FLOPs. Not counted: the next-sentence head (a few rows), and what an attention backend computes
 again by itself.
 """
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.parallelize.plan import vocabulary_rows
-from megatron_deberta.observe.throughput import BACKWARD_FACTOR, forward_flops, recomputed_flops
+from megatron_deberta.model.flops import BACKWARD_FACTOR, forward_flops, recomputed_flops
 
 
 class RankFlops(NamedTuple):

@@ -43,13 +43,12 @@ from megatron_deberta.distributed.topology import ProcessGroups, init_process_gr
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.engine.protocol import Engine
 from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError
+from megatron_deberta.model.flops import recomputed_flops, training_flops_per_token
 from megatron_deberta.observe.logs import setup_logging
 from megatron_deberta.observe.throughput import (
     StepWork,
     ThroughputMeter,
     measure_matmul_rate,
-    recomputed_flops,
-    training_flops_per_token,
 )
 from megatron_deberta.tokenizer import load_tokenizer
 from megatron_deberta.train.evaluate import Evaluation, evaluate

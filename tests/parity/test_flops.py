@@ -17,12 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.planning.ranks import reference_extra
 from megatron_deberta.config import ModelConfig
 from megatron_deberta.model import RuntimeOptions
+from megatron_deberta.model.flops import forward_flops, recomputed_flops, training_flops_per_token
 from megatron_deberta.objectives import MaskedLanguageModel
-from megatron_deberta.observe.throughput import (
-    forward_flops,
-    recomputed_flops,
-    training_flops_per_token,
-)
 
 ROWS, MASKED_SHARE = 2, 0.125
 V2 = ModelConfig(

@@ -1,0 +1,104 @@
+"""FLOPs of the architecture by formula.
+
+A multiply and an add count as two FLOPs. Only matrix products are counted; normalisation, softmax
+and dropout are not.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from megatron_deberta.config.schema import ModelConfig
+
+BACKWARD_FACTOR = 3.0
+"""FLOPs of forward and backward together, relative to forward."""
+
+
+class ForwardFlops(NamedTuple):
+    """FLOPs per token of one forward pass in pretraining, by part of the model."""
+
+    layers: float
+    """Encoder layers that run over the full sequence."""
+    position_projections: float
+    """Projections of the relative-position table, once per layer and micro batch."""
+    convolution: float
+    """Convolution beside the first layer."""
+    mask_decoder: float
+    """Mask decoder: keys and values once, queries at masked positions."""
+    head: float
+    """Transform and vocabulary projection at masked positions."""
+
+    @property
+    def total(self) -> float:
+        """Sum of all parts."""
+        return sum(self)
+
+
+def forward_flops(
+    model: ModelConfig, sequence_length: int, micro_batch_size: int, mask_probability: float = 0.15
+) -> ForwardFlops:
+    """Count the FLOPs of a forward pass.
+
+    Source: He et al. 2021, arXiv:2006.03654, section 3. A query is multiplied with
+    ``sequence_length`` keys for the content term, and for each position term with the smaller of
+    the number of keys and the number of table slots.
+
+    Args:
+        model: the architecture.
+        sequence_length: tokens per sequence.
+        micro_batch_size: sequences that share one projection of the position table.
+        mask_probability: fraction of tokens at which the mask decoder and the head run.
+
+    Returns:
+        FLOPs per token of the batch.
+    """
+    d = model.hidden_size
+    terms = {"c2p+p2c": 2, "c2p": 1, "p2c": 1, "none": 0}[model.position_terms]
+    slots = 2 * (model.position_buckets or model.max_relative_positions)
+    attention = 4 * sequence_length * d + terms * 2 * min(sequence_length, slots) * d
+    keys_values = 2 * 2 * d * d
+    query_side = 2 * 2 * d * d + attention + 2 * 2 * d * model.ffn_hidden_size
+
+    decoded = model.mask_decoder_passes > 0
+    passes = model.mask_decoder_passes * mask_probability
+    table_tokens = sequence_length * micro_batch_size
+    return ForwardFlops(
+        layers=(model.num_layers - decoded) * (keys_values + query_side),
+        position_projections=model.num_layers * terms * 2 * d * d * slots / table_tokens,
+        convolution=2.0 * model.conv_kernel_size * d * d,
+        mask_decoder=decoded * (keys_values + passes * query_side),
+        head=mask_probability * (2 * d * d + 2 * d * model.vocab_size),
+    )
+
+
+def training_flops_per_token(
+    model: ModelConfig, sequence_length: int, micro_batch_size: int, mask_probability: float = 0.15
+) -> float:
+    """Count the FLOPs of forward and backward per token, without recomputation."""
+    forward = forward_flops(model, sequence_length, micro_batch_size, mask_probability)
+    return BACKWARD_FACTOR * forward.total
+
+
+def recomputed_flops(
+    model: ModelConfig,
+    sequence_length: int,
+    micro_batch_size: int,
+    recompute: Literal["none", "selective", "full"],
+) -> float:
+    """Count the FLOPs per token that backward spends on recomputing activations.
+
+    Selective recomputation repeats no matrix product; full recomputation repeats every layer
+    before the mask decoder. Recomputation inside an attention backend is not counted.
+
+    Args:
+        model: the architecture.
+        sequence_length: tokens per sequence.
+        micro_batch_size: sequences that share one projection of the position table.
+        recompute: ``parallel.recompute``.
+    """
+    if recompute != "full":
+        return 0.0
+    forward = forward_flops(model, sequence_length, micro_batch_size)
+    decoded = model.mask_decoder_passes > 0
+    repeated_layers = (model.num_layers - decoded) / model.num_layers
+    return forward.layers + repeated_layers * forward.position_projections
