@@ -196,8 +196,8 @@ def save_and_resume(record: Record) -> Item:
     program = [sys.executable, "-m", "megatron_deberta"]
     train = [*program, "pretrain", str(RUN), *settings, f"train.run_dir={run_dir}"]
     train += [f"train.micro_batch_size={tokens // length}", "log.every=1", "checkpoint.keep_last=1"]
-    finish(start([*train, "train.stop_after=3"], log), log)
-    finish(start([*train, "train.stop_after=5"], log), log)
+    finish(start([*train, "train.exit_step=3"], log), log)
+    finish(start([*train, "train.exit_step=5"], log), log)
     convert = ["convert", "--checkpoint", str(run_dir), "--to", "hf", "--output", str(target)]
     finish(start([*program, *convert], log), log)
     wrong = [] if "continuing from" in log.read_text() else ["the second start did not continue"]

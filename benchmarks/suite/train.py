@@ -77,7 +77,7 @@ SMALL = Size(
         "train.micro_batch_size=8",
         "checkpoint.save_every=20",
         "train.eval_every=0",
-        "train.eval_batches=2",
+        "train.eval_steps=2",
     ),
     -0.3,  # sixty steps learn little more than frequencies
 )

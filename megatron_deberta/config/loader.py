@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args, get_origin, get_
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from megatron_deberta.config.renamed_keys import use_new_names
 from megatron_deberta.config.rules import validate
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.config.yaml_reader import parse_yaml, read_yaml
@@ -47,7 +48,7 @@ def load_config(path: str | os.PathLike[str] | None, overrides: Sequence[str] = 
         ConfigError: unreadable file, unknown or duplicate key, wrong type, or a broken rule.
     """
     layers = list(_layers(Path(path), ())) if path is not None else []
-    layers += [(OVERRIDES, _parse_override(text)) for text in overrides]
+    layers.append((OVERRIDES, _parse_overrides(overrides)))
     return _build(layers)
 
 
@@ -103,16 +104,19 @@ def _layers(path: Path, chain: tuple[Path, ...]) -> Iterator[tuple[str, dict[str
     yield str(path), data
 
 
-def _parse_override(override: str) -> dict[str, Any]:
-    key, equals, value = override.partition("=")
-    section, dot, name = key.strip().partition(".")
-    if not equals or not dot or not section or not name:
-        raise ConfigError(
-            f"{OVERRIDES}: {override!r} is not section.key=value, as in train.steps=1000"
-        )
-    # `checkpoint.load_from=` empties a text; YAML alone would read it as null.
-    parsed = parse_yaml(value, OVERRIDES) if value.strip() else ""
-    return {section: {name: parsed}}
+def _parse_overrides(overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
+    sections: dict[str, dict[str, Any]] = {}
+    for override in overrides:
+        name, equals, value = override.partition("=")
+        section, dot, key = name.strip().partition(".")
+        if not equals or not dot or not section or not key:
+            raise ConfigError(
+                f"{OVERRIDES}: {override!r} is not section.key=value, as in train.steps=1000"
+            )
+        # `checkpoint.load_from=` sets an empty string; YAML alone would read it as null.
+        parsed = parse_yaml(value, OVERRIDES) if value.strip() else ""
+        sections.setdefault(section, {})[key] = parsed
+    return sections
 
 
 def _apply(config: DictConfig, data: Mapping[str, Any], source: str) -> None:
@@ -123,7 +127,7 @@ def _apply(config: DictConfig, data: Mapping[str, Any], source: str) -> None:
             raise ConfigError(f"{source}: no section {section!r}{_suggest_section(section)}")
         if not isinstance(values, Mapping):
             raise ConfigError(f"{source}: {section}={values!r} is not a section; set {section}.key")
-        for key, value in values.items():
+        for key, value in use_new_names(section, values, source).items():
             if key not in known:
                 meant = _suggest_key(str(key), section)
                 raise ConfigError(f"{source}: no key {section}.{key}{meant}")

@@ -146,9 +146,9 @@ _POSITIVE = (
     "train.steps",
     "train.global_batch_size",
     "train.micro_batch_size",
-    "train.eval_batches",
+    "train.eval_steps",
     "log.every",
-    "cluster.timeout_minutes",
+    "cluster.collective_timeout_minutes",
     "cluster.startup_timeout_seconds",
     "cluster.data_timeout_seconds",
     "cluster.step_timeout_seconds",
@@ -173,11 +173,11 @@ _NOT_NEGATIVE = (
     "precision.initial_loss_scale_power",
     "guard.spike_sigmas",
     "guard.max_rollbacks",
-    "guard.drift_every",
+    "guard.replica_check_every",
     "checkpoint.save_every",
     "checkpoint.keep_last",
     "checkpoint.keep_every",
-    "train.stop_after",
+    "train.exit_step",
     "train.seed",
     "train.eval_every",
     "cluster.nodes",
@@ -370,9 +370,9 @@ def _check_schedule(config: RunConfig) -> None:
             f"optimizer.warmup_steps={config.optimizer.warmup_steps} exceeds train.steps={steps}, "
             f"so the learning rate never peaks; use {max(steps // 10, 1)}"
         )
-    if config.train.stop_after > steps:
+    if config.train.exit_step > steps:
         raise ConfigError(
-            f"train.stop_after={config.train.stop_after} exceeds train.steps={steps}; "
+            f"train.exit_step={config.train.exit_step} exceeds train.steps={steps}; "
             "use 0 to run to the end"
         )
 

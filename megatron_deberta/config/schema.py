@@ -104,7 +104,7 @@ class DataConfig:
     """Folder of indices over millions of documents; empty: ``index`` in the run folder."""
     num_workers: int = 2
     """Loader processes a rank; 0 loads in the training process."""
-    ledger: bool = False
+    sample_log: bool = False
     """Write which sample went to which step, rank and row to ``ledger/`` in the run folder."""
     verify_hashes: bool = False
     """Check the SHA-256 of every shard against its manifest at start-up."""
@@ -208,7 +208,7 @@ class GuardConfig:
     checkpoint and leaves out the data since then."""
     max_rollbacks: int = 3
     """Times it goes back without getting beyond the trouble before it ends; 0: it never does."""
-    drift_every: int = 100
+    replica_check_every: int = 100
     """Steps between comparisons of weights that ranks share, one before each save too; 0: none."""
 
 
@@ -242,7 +242,7 @@ class TrainConfig:
     """Folder of the run: checkpoints, logs, metrics, resolved config."""
     steps: int = 100000
     """Optimizer steps in all."""
-    stop_after: int = 0
+    exit_step: int = 0
     """Stop with a checkpoint after this step without changing the schedule; 0: at ``steps``."""
     global_batch_size: int = 256
     """Sequences an optimizer step."""
@@ -252,7 +252,7 @@ class TrainConfig:
     """Seed of weights, sample order, masks and dropout."""
     eval_every: int = 1000
     """Steps between validations; 0: at the end only."""
-    eval_batches: int = 20
+    eval_steps: int = 20
     """Global batches a validation."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; ``auto`` takes CUDA where there is some."""
@@ -278,7 +278,7 @@ class ClusterConfig:
     """Nodes the run is sized for; 0: not said. Other numbers run it where the batch divides."""
     ranks_per_node: int = 0
     """Ranks (GPUs) a node the run is sized for; tensor parallelism stays within; 0: not said."""
-    timeout_minutes: float = 30.0
+    collective_timeout_minutes: float = 30.0
     """How long a collective may wait before the process group gives up."""
     startup_timeout_seconds: float = 1800.0
     """Supervision: from the start to the first step, and for each of the first two steps."""

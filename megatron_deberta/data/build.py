@@ -213,7 +213,7 @@ def validation_loader(
     purpose = Purpose.VALIDATION_MASK
     return ValidationLoader(
         _builder(config, vocabulary, rows, data.sequence_length, purpose),
-        min(config.train.eval_batches * config.train.global_batch_size, rows.rows_per_epoch),
+        min(config.train.eval_steps * config.train.global_batch_size, rows.rows_per_epoch),
         config.train.micro_batch_size,
         dp_rank,
         dp_size,

@@ -89,7 +89,7 @@ def read_ledger(directory: str | Path) -> dict[int, list[int]]:
     """
     files = sorted(Path(directory).glob("rank-*.jsonl"))
     if not files:
-        raise DataError(f"{directory}: no ledger; run with data.ledger=true")
+        raise DataError(f"{directory}: no ledger; run with data.sample_log=true")
     parts: dict[int, dict[int, list[int]]] = defaultdict(dict)
     for path in files:
         for line in path.read_bytes().splitlines(keepends=True):

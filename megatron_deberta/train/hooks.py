@@ -159,7 +159,7 @@ class EvaluateHook:
 
 
 class ReplicaHook:
-    """Compares weights that ranks share every ``guard.drift_every`` steps.
+    """Compares weights that ranks share every ``guard.replica_check_every`` steps.
 
     Args:
         every: steps between comparisons.

@@ -138,7 +138,7 @@ def pretrain(
         groups = init_process_groups(
             config.parallel.tensor_parallel_size,
             device,
-            config.cluster.timeout_minutes,
+            config.cluster.collective_timeout_minutes,
             environment,
         )
         # First, so that what cannot be trained leaves no folder behind.
@@ -286,7 +286,7 @@ def _train(
                 everything = validation_loader(config, vocabulary, 0, 1, corpora)
                 if everything is not None:
                     records.measure_unigram(corpora, vocabulary.size, everything)
-            if config.data.ledger and groups.tp_rank == 0:
+            if config.data.sample_log and groups.tp_rank == 0:
                 folder = Path(config.train.run_dir) / "ledger"
                 ledger = Ledger(folder, groups.dp_rank, groups.dp_size, state.step)
                 open_files.callback(ledger.close)
@@ -352,7 +352,7 @@ def _hooks(
         )
     if evaluation is not None:
         hooks.append(evaluation)
-    if every := config.guard.drift_every:
+    if every := config.guard.replica_check_every:
         hooks.append(ReplicaHook(every, functools.partial(_check_replicas, parts)))
     begin = functools.partial(_save, parts, guard)
     tell = records.tell_of_checkpoint if records is not None else None
@@ -386,7 +386,7 @@ def _check_replicas(parts: _Assembled, step: int) -> None:
 
 
 def _save(parts: _Assembled, guard: Guard, state: TrainState, wait: bool) -> Saved | None:
-    if parts.config.guard.drift_every:
+    if parts.config.guard.replica_check_every:
         # A checkpoint must not hold what a faulty rank has made of the weights.
         _check_replicas(parts, state.step)
     identity = parts.data.identity

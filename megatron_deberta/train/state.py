@@ -33,7 +33,7 @@ class Ending(Enum):
     """Why a step is the last one of this process."""
 
     FINISHED = "finished"
-    """``train.stop_after`` or ``train.steps`` is reached."""
+    """``train.exit_step`` or ``train.steps`` is reached."""
     INTERRUPTED = "interrupted"
     """A signal asked to stop: another job continues."""
     STOPPED = "stopped"

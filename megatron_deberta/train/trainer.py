@@ -20,7 +20,7 @@ from megatron_deberta.train.step import TrainStep
 
 def last_step(config: RunConfig) -> int:
     """Optimizer steps after which a run is finished."""
-    return config.train.stop_after or config.train.steps
+    return config.train.exit_step or config.train.steps
 
 
 class Trainer:

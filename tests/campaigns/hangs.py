@@ -50,8 +50,8 @@ SECONDS = 90.0
 """What no case takes."""
 RUN = (
     "parallel.tensor_parallel_size=2", "precision.zero_stage=1", "train.micro_batch_size=2",
-    "train.eval_every=5", "train.eval_batches=2", "checkpoint.save_every=4", "log.every=1",
-    "optimizer.schedule=constant", "train.steps=1000000", "data.ledger=false",
+    "train.eval_every=5", "train.eval_steps=2", "checkpoint.save_every=4", "log.every=1",
+    "optimizer.schedule=constant", "train.steps=1000000", "data.sample_log=false",
     "cluster.startup_timeout_seconds=30", "cluster.data_timeout_seconds=8",
     "cluster.step_timeout_seconds=8", "cluster.save_timeout_seconds=8",
     "cluster.evaluation_timeout_seconds=8",
@@ -145,7 +145,7 @@ def run_case(folder: Path, kind: str, number: int) -> dict[str, Any]:
     stamp.unlink(missing_ok=True)
     overrides = [*RUN, f"train.run_dir={run_dir}", f"data.num_workers={int(plan.get('worker', 0))}"]
     if kind in ("clean", "slow"):
-        overrides += ["train.stop_after=50", "cluster.straggler_window_steps=8"]
+        overrides += ["train.exit_step=50", "cluster.straggler_window_steps=8"]
     config = load_config(folder / "corpus" / "run.yaml", overrides)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

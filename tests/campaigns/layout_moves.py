@@ -192,11 +192,11 @@ class Campaign:
             "passed": not differing and same_scalars and worst <= LAYOUT_LOSS and same_order,
         }
 
-    def _train(self, place: Place, run_dir: str, stop_after: int, *overrides: str) -> Path:
+    def _train(self, place: Place, run_dir: str, exit_step: int, *overrides: str) -> Path:
         """Train on a layout up to a step."""
         arguments = [
             self._run, f"train.run_dir={self._folder / run_dir}", *place.overrides(),
-            f"train.stop_after={stop_after}", "train.eval_every=0", "data.num_workers=0",
+            f"train.exit_step={exit_step}", "train.eval_every=0", "data.num_workers=0",
             "checkpoint.save_every=0", "log.level=warning", *overrides,
         ]  # fmt: skip
         codes = self._call(place, pretrain, arguments)

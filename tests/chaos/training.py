@@ -28,7 +28,7 @@ OVERRIDES = (
     "parallel.tensor_parallel_size=2", "precision.zero_stage=1", f"train.steps={STEPS}",
     f"checkpoint.save_every={SAVE_EVERY}", "log.tensorboard=false",
     # How long ranks wait for one that was killed before they had met.
-    "cluster.timeout_minutes=0.3",
+    "cluster.collective_timeout_minutes=0.3",
 )  # fmt: skip
 PHASES = ("start-up", "step", "save", "evaluation", "end")
 LOG_CHARACTERS = 3000

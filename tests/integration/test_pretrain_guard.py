@@ -22,8 +22,8 @@ BATCH = 8
 GUARDED = (
     "guard.max_skips=2",
     "checkpoint.save_every=2",
-    "train.stop_after=12",
-    "data.ledger=true",
+    "train.exit_step=12",
+    "data.sample_log=true",
 )
 
 
@@ -68,7 +68,7 @@ def test_one_bad_batch_costs_one_update(
     assert (status.skipped_updates, status.rollbacks) == (1, 0)
     assert "1 update skipped" in describe(status)
     # Broken right behind the skip, it goes on as if it had not been.
-    code, _ = pretrain(*GUARDED, "train.stop_after=7", run_dir="broken")
+    code, _ = pretrain(*GUARDED, "train.exit_step=7", run_dir="broken")
     assert code == EXIT_DONE
     assert pretrain(*GUARDED, run_dir="broken")[0] == EXIT_DONE
     assert losses(tmp_path / "broken") == losses(tmp_path / "run")
@@ -156,7 +156,7 @@ def test_a_bad_gradient_is_skipped_too(
         return sums._replace(loss=torch.where(torch.tensor(True), sums.loss, wrong))
 
     monkeypatch.setattr("megatron_deberta.train.step.forward", spoiled)
-    assert pretrain(*GUARDED, "train.stop_after=4")[0] == EXIT_DONE
+    assert pretrain(*GUARDED, "train.exit_step=4")[0] == EXIT_DONE
     assert [(e["step"], e["skip"]) for e in events(tmp_path / "run")] == [
         (3, "gradient not finite")
     ]

@@ -20,7 +20,7 @@ from megatron_deberta.observe.metrics import FILE_NAME
 from tests.support.jobs import ROOT, TIMEOUT, losses, run_to_end, start
 
 OF_LAUNCHERS = re.compile(r"(RANK|LOCAL_|WORLD_SIZE|MASTER_|SLURM_|OMPI_|PMI)")
-TWO_STEPS = ("train.stop_after=2", "train.eval_every=0", "precision.zero_stage=2")
+TWO_STEPS = ("train.exit_step=2", "train.eval_every=0", "precision.zero_stage=2")
 
 
 def bare_environment(**variables: str) -> dict[str, str]:
@@ -104,7 +104,7 @@ def test_sigterm_again_and_again_saves_and_asks_to_be_started_again(
     assert len(losses(run_dir)) == stopped_at
     assert "stopped by SIGTERM with a checkpoint; requeue" in job.output()
     end = stopped_at + 3
-    job = run_to_end(run_yaml, run_dir, 2, f"train.stop_after={end}")
+    job = run_to_end(run_yaml, run_dir, 2, f"train.exit_step={end}")
     assert f"continuing from {step_dir(run_dir, stopped_at)}" in job.output()
     assert losses(run_dir) == losses(unbroken)[:end]
 
@@ -141,7 +141,7 @@ def test_what_only_rank_0_reads_fails_all_ranks(
 ) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    overrides = ["precision.engine=plain", "train.stop_after=2"]
+    overrides = ["precision.engine=plain", "train.exit_step=2"]
     if broken == "metrics":
         (run_dir / FILE_NAME).write_text("no record\n")
         message = f"{FILE_NAME}:1: not a metrics record"

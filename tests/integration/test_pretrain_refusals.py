@@ -80,7 +80,7 @@ def test_a_checkpoint_of_another_model_or_run(pretrain: Run, tmp_path: Path) -> 
     assert pretrain("checkpoint.resume=never")[0] == EXIT_USAGE
     assert read_metrics(tmp_path / "run" / "metrics.jsonl") == before
     # With the flag the rate may change; at its end, the run is only found finished.
-    changed = ("optimizer.learning_rate=0.001", "--allow-config-change", "train.stop_after=3")
+    changed = ("optimizer.learning_rate=0.001", "--allow-config-change", "train.exit_step=3")
     assert pretrain(*changed) == (EXIT_DONE, "")
     assert committed_steps(tmp_path / "run") == [2, 3]
     assert pretrain(*changed) == (EXIT_DONE, "")
@@ -91,13 +91,13 @@ def test_a_full_disk_keeps_the_last_checkpoint(
 ) -> None:
     assert pretrain() == (EXIT_DONE, "")
     monkeypatch.setattr("megatron_deberta.checkpoint.store.SPACE_MARGIN", 1e15)
-    code, error = pretrain("train.stop_after=4")
+    code, error = pretrain("train.exit_step=4")
     assert code == EXIT_FAILURE
     assert "step_00000004 was not saved" in error
     assert "MiB needed" in error
     # Trained on through the checkpoint of step 3; the last one has to be written all the same.
     code, error = pretrain(
-        "train.stop_after=4", "checkpoint.save_every=1", "checkpoint.on_failure=continue"
+        "train.exit_step=4", "checkpoint.save_every=1", "checkpoint.on_failure=continue"
     )
     assert code == EXIT_FAILURE
     assert error.count("training on until the next") == 1
@@ -110,7 +110,7 @@ def test_a_loss_that_is_not_finite_asks_not_to_be_started_again(
     pretrain: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     strict = "guard.non_finite=stop"
-    assert pretrain(strict, "train.stop_after=1") == (EXIT_DONE, "")
+    assert pretrain(strict, "train.exit_step=1") == (EXIT_DONE, "")
     monkeypatch.setattr(
         "megatron_deberta.train.step.forward",
         lambda *args: (sums := forward(*args))._replace(loss=sums.loss * math.nan),
@@ -126,7 +126,7 @@ def test_a_loss_that_is_not_finite_asks_not_to_be_started_again(
 def test_a_new_run_starts_with_the_weights_of_another(pretrain: Run, tmp_path: Path) -> None:
     assert pretrain() == (EXIT_DONE, "")
     load = f"checkpoint.load_from={tmp_path / 'run'}"
-    slow = ("optimizer.learning_rate=1e-30", "train.stop_after=1", "train.seed=3")
+    slow = ("optimizer.learning_rate=1e-30", "train.exit_step=1", "train.seed=3")
     assert pretrain(load, *slow, run_dir="other") == (EXIT_DONE, "")
     paths = [find_newest(tmp_path / name) for name in ("run", "other")]
     first, second = (CheckpointReader(path) for path in paths if path is not None)
@@ -148,9 +148,9 @@ def test_runs_follow_each_other_in_one_process(
     assert pretrain(*deepspeed)[0] == EXIT_DONE
     with monkeypatch.context() as patch:
         patch.setattr("megatron_deberta.checkpoint.store.SPACE_MARGIN", 1e15)
-        assert pretrain(*deepspeed, "train.stop_after=3")[0] == EXIT_FAILURE
+        assert pretrain(*deepspeed, "train.exit_step=3")[0] == EXIT_FAILURE
     assert dict(os.environ) == before
-    assert pretrain(*deepspeed, "train.stop_after=3")[0] == EXIT_DONE
+    assert pretrain(*deepspeed, "train.exit_step=3")[0] == EXIT_DONE
     assert committed_steps(tmp_path / "run") == [2, 3]
 
 
@@ -170,14 +170,14 @@ def test_baseline_and_validation_data_may_change_with_a_note(
         assert main([*make, "--output", output]) == 0
     first, second = (f"data.validation=[{tmp_path}/v{n}_text_document]" for n in (0, 1))
     assert pretrain(first)[0] == EXIT_DONE
-    assert pretrain(first, "train.stop_after=3") == (EXIT_DONE, "")
+    assert pretrain(first, "train.exit_step=3") == (EXIT_DONE, "")
     assert len(baselines()) == 1
-    code, error = pretrain(second, "train.stop_after=4")
+    code, error = pretrain(second, "train.exit_step=4")
     assert code == EXIT_DONE
     assert "validation is not what it was: unigram loss" in error
     assert len(set(baselines())) == 2
     # Split off the training data instead, fewer documents would be trained on.
-    code, error = pretrain("data.validation=[]", "train.stop_after=5")
+    code, error = pretrain("data.validation=[]", "train.exit_step=5")
     assert code == EXIT_FAILURE
     assert "data.train" in error
 

@@ -86,12 +86,12 @@ def test_tensor_parallel_run_goes_on_data_parallel(
     run_dir = tmp_path / "run"
     tensor_parallel = ("parallel.tensor_parallel_size=2", "parallel.sequence_parallel=true")
     run_to_end(
-        run_yaml, run_dir, 2, *tensor_parallel, "precision.zero_stage=2", "train.stop_after=20"
+        run_yaml, run_dir, 2, *tensor_parallel, "precision.zero_stage=2", "train.exit_step=20"
     )
     assert committed_steps(run_dir)[-1] == 20
     job = run_to_end(
         run_yaml, run_dir, 2, "precision.zero_stage=3", "train.micro_batch_size=4",
-        "train.stop_after=30",
+        "train.exit_step=30",
     )  # fmt: skip
     assert "changed since: parallel.tensor_parallel_size: 2 -> 1" in job.output()
     run_to_end(run_yaml, run_dir, 1, "precision.engine=plain")
@@ -100,7 +100,7 @@ def test_tensor_parallel_run_goes_on_data_parallel(
 
 
 def test_a_validation_that_a_stop_left_out_is_made_up_for(pretrain: Run, tmp_path: Path) -> None:
-    often = ("train.eval_every=1", "train.stop_after=3")
+    often = ("train.eval_every=1", "train.exit_step=3")
     assert pretrain(*often, run_dir="whole")[0] == EXIT_DONE
     run_dir = tmp_path / "run"
     run_dir.mkdir()
@@ -117,7 +117,7 @@ def test_a_validation_that_a_stop_left_out_is_made_up_for(pretrain: Run, tmp_pat
 
 def test_damaged_newest_checkpoint_costs_a_few_steps_only(run_yaml: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    plain = ("precision.engine=plain", "train.stop_after=9")
+    plain = ("precision.engine=plain", "train.exit_step=9")
     run_to_end(run_yaml, run_dir, 1, *plain)
     whole = losses(run_dir)
     file = next(step_dir(run_dir, 9).glob("*.safetensors"))

@@ -40,7 +40,7 @@ OUTPUT = Path(__file__).parents[2] / "benchmarks" / "results" / "cpu" / "slurm_c
 STEPS = 60
 KILL_STEPS = (
     "train.steps=1000000", "optimizer.schedule=constant",
-    "train.stop_after=60", "train.eval_every=0", "data.num_workers=0",
+    "train.exit_step=60", "train.eval_every=0", "data.num_workers=0",
 )  # fmt: skip
 PLAIN = ("precision.engine=plain", "train.eval_every=0", "data.num_workers=0")
 
@@ -117,7 +117,7 @@ class Campaign:
         reference = self._reference()
         run = submit(
             cluster, self.run_yaml, self.folder / f"cut{seed}", *KILL_STEPS,
-            "train.stop_after=1000000",
+            "train.exit_step=1000000",
         )  # fmt: skip
         at = draw.randint(8, 45)
         run.wait_for_step(at)
@@ -143,7 +143,7 @@ class Campaign:
     def chain(self, seed: int) -> dict[str, Any]:
         """Five links, four of them ended by the time limit's signal, beside an unbroken run."""
         cluster = self.cluster()
-        endless = (*KILL_STEPS, "train.stop_after=1000000")
+        endless = (*KILL_STEPS, "train.exit_step=1000000")
         unbroken = submit(cluster, self.run_yaml, self.folder / f"unbroken{seed}", *endless)
         limited = submit(
             cluster, self.run_yaml, self.folder / f"limited{seed}", *endless,

@@ -45,7 +45,7 @@ def runs(cluster: VirtualCluster, run_yaml: Path, tmp_path_factory: pytest.TempP
     return Runs(
         unbroken=submit(cluster, run_yaml, folder / "unbroken", *ENDLESS, **ON_NODE4),
         killed=submit(
-            cluster, run_yaml, folder / "killed", *ENDLESS, f"train.stop_after={STEPS}",
+            cluster, run_yaml, folder / "killed", *ENDLESS, f"train.exit_step={STEPS}",
             nodes=2, exclude="node4",
         ),
         limited=submit(

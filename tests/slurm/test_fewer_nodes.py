@@ -11,7 +11,7 @@ from tests.support.jobs import losses
 
 STEPS = 40
 RUN = (
-    f"train.stop_after={STEPS}", "train.steps=1000000", "optimizer.schedule=constant",
+    f"train.exit_step={STEPS}", "train.steps=1000000", "optimizer.schedule=constant",
     "train.eval_every=0", "checkpoint.save_every=10", "data.num_workers=0",
 )  # fmt: skip
 

@@ -15,7 +15,7 @@ from tests.support.jobs import losses
 STEPS = 60
 RUN = (
     "train.steps=1000000", "optimizer.schedule=constant", "train.eval_every=0",
-    f"train.stop_after={STEPS}", "checkpoint.save_every=10", "data.num_workers=0",
+    f"train.exit_step={STEPS}", "checkpoint.save_every=10", "data.num_workers=0",
     "cluster.step_timeout_seconds=8", "cluster.data_timeout_seconds=8",
     "cluster.save_timeout_seconds=8",
 )  # fmt: skip

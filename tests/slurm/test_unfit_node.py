@@ -16,7 +16,7 @@ from tests.support.jobs import losses
 VICTIM = "node2"
 STEPS = 5
 RUN = (
-    f"train.stop_after={STEPS}", "train.eval_every=0", "data.num_workers=0",
+    f"train.exit_step={STEPS}", "train.eval_every=0", "data.num_workers=0",
 )  # fmt: skip
 
 

@@ -38,10 +38,11 @@ model: {{num_layers: 2, hidden_size: 32, num_heads: 4, ffn_hidden_size: 64, voca
   max_position_embeddings: 48, max_relative_positions: 32, position_buckets: 8,
   conv_kernel_size: 3}}
 tokenizer: {{path: {folder}/tokenizer}}
-data: {{train: [{folder}/docs_text_document], sequence_length: 48, num_workers: 1, ledger: true}}
+data: {{train: [{folder}/docs_text_document], sequence_length: 48, num_workers: 1,
+  sample_log: true}}
 optimizer: {{learning_rate: 5.0e-3, warmup_steps: 5}}
 checkpoint: {{save_every: 7}}
-train: {{steps: 60, global_batch_size: 8, micro_batch_size: 2, eval_every: 25, eval_batches: 2,
+train: {{steps: 60, global_batch_size: 8, micro_batch_size: 2, eval_every: 25, eval_steps: 2,
   device: cpu}}
 log: {{every: 1, tensorboard: false}}
 """

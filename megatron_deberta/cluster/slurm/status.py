@@ -201,7 +201,7 @@ def bad_node_hours(folder: Path) -> float:
 def target_step(folder: Path) -> int:
     """Where the run ends, from its resolved configuration; 0 before it has one."""
     train = _config(folder).get("train", {})
-    return int(train.get("stop_after") or train.get("steps") or 0)
+    return int(train.get("exit_step") or train.get("stop_after") or train.get("steps") or 0)
 
 
 def _config(folder: Path) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = step_dir(tmp_path, 300)
     folder.mkdir(parents=True)
     (folder / COMMITTED_FILE).touch()
-    (tmp_path / "config.yaml").write_text("train: {steps: 1000, stop_after: 0}\n")
+    (tmp_path / "config.yaml").write_text("train: {steps: 1000, exit_step: 0}\n")
     record = {"step": 320, "kind": "train", "loss": 2.5, "tokens_per_second": 1e4}
     (tmp_path / FILE_NAME).write_text(json.dumps({**record, "seconds_left": 5.0}) + "\n")
     for restarts in range(3):

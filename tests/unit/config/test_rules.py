@@ -62,7 +62,7 @@ from megatron_deberta.errors import ConfigError, TopologyError
         (["optimizer.learning_rate=.inf"], ["learning_rate=inf"]),
         (["optimizer.learning_rate=5"], ["learning_rate=5", "2e-4"]),
         (["train.steps=100"], ["warmup_steps=10000", "train.steps=100", "use 10"]),
-        (["train.stop_after=100001"], ["stop_after=100001", "train.steps=100000"]),
+        (["train.exit_step=100001"], ["exit_step=100001", "train.steps=100000"]),
         (["train.run_dir="], ["train.run_dir"]),
         (["train.seed=-1"], ["train.seed=-1"]),
         (["precision.initial_loss_scale_power=40"], ["initial_loss_scale_power=40"]),

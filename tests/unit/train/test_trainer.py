@@ -85,7 +85,7 @@ def test_runs_to_the_last_step() -> None:
 
 
 def test_resumes_where_it_was_and_stops_after() -> None:
-    config = replace(CONFIG, train=replace(CONFIG.train, stop_after=4))
+    config = replace(CONFIG, train=replace(CONFIG.train, exit_step=4))
     code, events = run(config, TrainState(3, 12))
     assert code == EXIT_DONE
     assert [event.state for event in events] == [TrainState(4, 16)]

@@ -1,0 +1,82 @@
+"""Old key names still load from files, overrides and checkpoints."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from megatron_deberta.checkpoint.resume import changes
+from megatron_deberta.config import RunConfig, config_from_dict, config_to_dict, load_config
+from megatron_deberta.config.renamed_keys import RENAMED_KEYS
+from megatron_deberta.errors import ConfigError
+
+OLD_VALUES = {
+    "cluster.timeout_minutes": 3.0,
+    "data.ledger": True,
+    "guard.drift_every": 7,
+    "train.eval_batches": 5,
+    "train.stop_after": 9,
+}
+
+
+def value_of(config: RunConfig, name: str) -> object:
+    section, key = name.split(".")
+    return getattr(getattr(config, section), key)
+
+
+def test_the_table_leads_from_unknown_keys_to_keys_of_the_same_section() -> None:
+    known = {f"{s}.{k}" for s, values in config_to_dict(RunConfig()).items() for k in values}
+    assert set(RENAMED_KEYS) == set(OLD_VALUES)
+    assert not known & set(RENAMED_KEYS)
+    assert set(RENAMED_KEYS.values()) <= known
+    assert all(old.split(".")[0] == new.split(".")[0] for old, new in RENAMED_KEYS.items())
+
+
+def test_old_names_load_with_one_warning_each(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sections: dict[str, dict[str, object]] = {}
+    for name, value in OLD_VALUES.items():
+        section, key = name.split(".")
+        sections.setdefault(section, {})[key] = value
+    path = tmp_path / "run.yaml"
+    path.write_text("\n".join(f"{section}: {values}" for section, values in sections.items()))
+    overrides = [f"{name}={value}" for name, value in OLD_VALUES.items()]
+    for config, source in (
+        (load_config(path), str(path)),
+        (load_config(None, overrides), "command line"),
+        (config_from_dict(sections, "checkpoint"), "checkpoint"),
+    ):
+        for old, value in OLD_VALUES.items():
+            assert value_of(config, RENAMED_KEYS[old]) == value
+            message = f"{source}: {old} was renamed to {RENAMED_KEYS[old]}"
+            assert sum(message in record.message for record in caplog.records) == 1
+    assert {record.levelno for record in caplog.records} == {logging.WARNING}
+    assert len(caplog.records) == 3 * len(OLD_VALUES)
+
+
+def test_a_new_name_in_a_later_layer_overrides_the_old_one(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("train: {stop_after: 4}")
+    path = tmp_path / "run.yaml"
+    path.write_text("base: base.yaml\ntrain: {exit_step: 5}")
+    assert load_config(path).train.exit_step == 5
+    assert load_config(path, ["train.stop_after=6"]).train.exit_step == 6
+
+
+def test_both_names_in_one_place_are_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("train: {exit_step: 4, stop_after: 4}")
+    message = r"train\.stop_after is the old name of train\.exit_step; remove train\.stop_after"
+    with pytest.raises(ConfigError, match=rf"run\.yaml: {message}"):
+        load_config(path)
+    with pytest.raises(ConfigError, match=f"command line: {message}"):
+        load_config(None, ["train.stop_after=4", "train.exit_step=4"])
+
+
+def test_a_checkpoint_with_old_names_shows_no_change() -> None:
+    config = load_config(None, [f"{RENAMED_KEYS[k]}={v}" for k, v in OLD_VALUES.items()])
+    saved = config_to_dict(config)
+    for old, new in RENAMED_KEYS.items():
+        section, key = old.split(".")
+        saved[section][key] = saved[section].pop(new.split(".")[1])
+    assert changes(saved, config) == {}
