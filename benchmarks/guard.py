@@ -43,7 +43,8 @@ def train(folder: Path, steps: int) -> list[dict[str, Any]]:
     arguments = [
         "pretrain", str(run), f"train.run_dir={run_dir}", f"train.steps={steps}",
         "precision.engine=plain", "train.eval_every=0", "data.sample_log=false",
-        "data.num_workers=0", "train.micro_batch_size=8", "checkpoint.save_every=250", "log.level=warning",
+        "data.num_workers=0", "train.micro_batch_size=8", "checkpoint.save_every=250",
+        "log.level=warning",
         "optimizer.learning_rate=2.0e-3", f"optimizer.warmup_steps={steps // 10}",
     ]  # fmt: skip
     assert command(arguments) == 0
