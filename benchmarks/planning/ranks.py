@@ -201,7 +201,7 @@ def engine_step(config: RunConfig, rank: int) -> dict[str, dict[str, int]]:
                     unit = config.train.micro_batch_size * groups.dp_size
                     for _ in range(config.train.global_batch_size // unit):
                         loss = engine.module(**inputs)[0]
-                        engine.accumulate(loss / 1e4)
+                        engine.backward(loss / 1e4)
                     outcome = engine.step(1e-4)
                 assert not outcome.skipped, "gradients overflowed; nothing was gathered"
             engine.destroy()

@@ -19,8 +19,7 @@ import torch
 from torch import nn
 from torch.autograd import DeviceType
 
-from megatron_deberta.model import dropout, embeddings, heads, layers, mask_decoder
-from megatron_deberta.model import tp_hooks as seams
+from megatron_deberta.model import dropout, embeddings, heads, layers, mask_decoder, tp_hooks
 from megatron_deberta.model.attention import DisentangledSelfAttention
 
 PARTS: dict[type[nn.Module], str] = {
@@ -29,7 +28,7 @@ PARTS: dict[type[nn.Module], str] = {
     DisentangledSelfAttention: "attention projections",
     layers.FeedForward: "FFN",
     layers.ConvolutionBranch: "convolution",
-    seams.LayerNorm: "norms and dropout",
+    tp_hooks.LayerNorm: "norms and dropout",
     dropout.Dropout: "norms and dropout",
     mask_decoder.EnhancedMaskDecoder: "mask decoder",
     heads.MaskedLanguageModelHead: "vocabulary head and loss",

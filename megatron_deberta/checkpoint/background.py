@@ -19,7 +19,7 @@ import torch
 from megatron_deberta.checkpoint import store
 from megatron_deberta.checkpoint.layout import CheckpointMetadata
 from megatron_deberta.checkpoint.retention import Retention, delete_oldest
-from megatron_deberta.distributed.control import largest
+from megatron_deberta.distributed.control import all_reduce_max
 from megatron_deberta.distributed.parallelize.spec import ParameterSpec
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.engine.protocol import Engine
@@ -105,7 +105,7 @@ class Saver:
         job, start = self._job, time.monotonic()
         # Not is_alive alone on one rank: all of them come to the commit, or none.
         writes = torch.tensor(job.is_alive(), dtype=torch.int32, device=self._groups.device)
-        if largest(writes, self._groups).item():
+        if all_reduce_max(writes, self._groups).item():
             job.blocked_seconds += time.monotonic() - start
             return None
         job.join()

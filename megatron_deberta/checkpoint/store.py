@@ -45,7 +45,7 @@ from megatron_deberta.checkpoint.layout import (
 )
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.checkpoint.retention import Retention, delete, delete_oldest
-from megatron_deberta.distributed.control import any_rank, from_rank_zero
+from megatron_deberta.distributed.control import all_reduce_any, broadcast_from_rank_zero
 from megatron_deberta.distributed.parallelize.spec import ParameterSpec
 from megatron_deberta.distributed.topology import ProcessGroups, single_process_groups
 from megatron_deberta.engine.protocol import Engine, ParameterState
@@ -164,9 +164,9 @@ def choose_intact(
     """
     found = committed_steps(run_dir) if groups.rank == 0 else []
     steps = [step for step in found if step <= up_to]
-    num_steps = from_rank_zero(len(steps), groups)
+    num_steps = broadcast_from_rank_zero(len(steps), groups)
     for number in range(num_steps):
-        step = from_rank_zero(steps[-1 - number] if groups.rank == 0 else 0, groups)
+        step = broadcast_from_rank_zero(steps[-1 - number] if groups.rank == 0 else 0, groups)
         try:
             return open_intact(step_dir(run_dir, step), groups, hashes=hashes)
         except CheckpointError as error:
@@ -193,7 +193,7 @@ def open_intact(path: Path, groups: ProcessGroups, *, hashes: bool = True) -> Ch
         reader.verify(hashes=hashes, share=groups.rank, num_shares=groups.world_size)
     except CheckpointError as error:
         problem = error
-    if any_rank(problem is not None, groups):
+    if all_reduce_any(problem is not None, groups):
         raise problem or CheckpointError(f"{path} is damaged, as another rank says")
     return reader
 
@@ -233,7 +233,7 @@ def load(
 
     engine.load_states(fetch)
     if not weights_only:
-        engine.load_scalars(reader.metadata.scalars)
+        engine.load_state_dict(reader.metadata.scalars)
 
 
 def _local_part(reader: CheckpointReader, spec: ParameterSpec, kind: str) -> Tensor:
@@ -361,7 +361,7 @@ def complete(
 ) -> CheckpointMetadata:
     """Fill in the engine's scalars and the layout."""
     layout = {"tp_size": groups.tp_size, "dp_size": groups.dp_size}
-    return replace(metadata, scalars=engine.scalars(), layout=layout)
+    return replace(metadata, scalars=engine.state_dict(), layout=layout)
 
 
 def _write_and_commit(draft: Draft, states: Iterable[OwnState]) -> Path:
@@ -381,7 +381,7 @@ def _all_or_none(draft: Draft) -> Iterator[None]:
         yield
     except Exception as error:
         problem = error
-    if not any_rank(problem is not None, draft.groups):
+    if not all_reduce_any(problem is not None, draft.groups):
         return
     # All ranks have stopped writing: they have agreed on the failure.
     if draft.groups.rank == 0:

@@ -1,24 +1,21 @@
-"""Differentiable collectives over an explicit process group.
+"""Differentiable collectives over a process group.
 
-Owns every communication inside forward and backward, and the pairing of each forward collective
-with the one its gradient needs. Refuses to know a model: tensors are ``[B, N, C]`` (batch, tokens,
-channels; trailing dimensions are free where only the sequence is touched) and nothing else.
+Tensors are ``[B, N, C]``: batch, tokens, channels. Every function is **collective** over ``group``:
+all its ranks call it in the same order, in forward and in backward. A ``group`` of None or of one
+rank makes it the identity. Names follow Megatron-LM's ``tensor_parallel/mappings.py``.
 
-Every function is **collective** over ``group``: all of its ranks call it, in the same order, in
-forward and again in backward. A ``group`` of None or of one rank makes it the identity.
-
-======================  =========================  ==============================
-function                forward                    backward
-======================  =========================  ==============================
-copy_to_tensor_parallel_region                 identity                   all-reduce
-reduce_from_tensor_parallel_region             all-reduce                 identity
-gather_sequence         all-gather, tokens         reduce-scatter, tokens
-reduce_scatter_sequence reduce-scatter, tokens     all-gather, tokens
-scatter_sequence        own slice of tokens        all-gather, tokens
-gather_from_sequence_parallel_region          all-gather, tokens         own slice of tokens
-gather_channels         all-gather, channels       own slice of channels
-channels_to_sequence    all-to-all                 all-to-all, the other way
-======================  =========================  ==============================
+==========================================  ======================  =======================
+function                                    forward                 backward
+==========================================  ======================  =======================
+copy_to_tensor_parallel_region              identity                all-reduce
+reduce_from_tensor_parallel_region          all-reduce              identity
+gather_from_tensor_parallel_region          all-gather, channels    local slice of channels
+scatter_to_sequence_parallel_region         local slice of tokens   all-gather, tokens
+gather_from_sequence_parallel_region        all-gather, tokens      reduce-scatter, tokens
+... tensor_parallel_output_grad=False       all-gather, tokens      local slice of tokens
+reduce_scatter_to_sequence_parallel_region  reduce-scatter, tokens  all-gather, tokens
+all_to_all_hp2sp                            all-to-all              all-to-all, reversed
+==========================================  ======================  =======================
 
 Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2 (the pairs f/f-bar and g/g-bar).
 """
@@ -37,7 +34,7 @@ from megatron_deberta.errors import TopologyError
 
 _SEQUENCE_DIM = 1
 
-# torch 2.13 renamed these two and warns about the old names; older releases know only those.
+# torch 2.13 renamed these two and warns about the old names.
 _all_gather_single: Callable[..., Any] = getattr(
     dist, "all_gather_single", dist.all_gather_into_tensor
 )
@@ -54,7 +51,7 @@ def group_size(group: ProcessGroup | None) -> int:
 
 
 def group_rank(group: ProcessGroup | None) -> int:
-    """This process's place in ``group``; 0 for None."""
+    """This process's rank in ``group``; 0 for None."""
     return 0 if group is None else group.rank()
 
 
@@ -66,22 +63,22 @@ def all_reduce_sum(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Stack every rank's ``x``: ``[...] -> [tp, ...]``; not differentiable."""
+    """Stack ``x`` of all ranks: ``[...] -> [tp, ...]``; not differentiable."""
     out = x.new_empty((group.size(), *x.shape))
-    # Flat, because gloo knows only the concatenated form.
+    # Flat, because gloo supports only the concatenated form.
     _all_gather_single(out.view(-1), x.contiguous().view(-1), group=group)
     return out
 
 
 def copy_to_tensor_parallel_region(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Hand a replicated tensor to computations that differ by rank.
+    """Pass a replicated tensor to computations that differ by rank.
 
-    Also the way to use a replicated parameter where each rank sees only part of the work (its own
-    heads or tokens): the parameter's gradient becomes the whole sum on every rank.
+    A replicated parameter of which each rank uses only a part (its own heads or tokens) passes
+    through this function, too, so that its gradient is complete on every rank.
 
     Args:
         x: any shape, equal on all ranks.
-        group: ranks that share ``x``.
+        group: the tensor-parallel ranks.
 
     Returns:
         ``x``; its gradient is summed over the group.
@@ -90,102 +87,65 @@ def copy_to_tensor_parallel_region(x: Tensor, group: ProcessGroup | None) -> Ten
 
 
 def reduce_from_tensor_parallel_region(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Sum each rank's part into a replicated tensor.
+    """Sum the partial results of all ranks.
 
     Args:
-        x: any shape, one summand a rank.
-        group: ranks to sum over.
+        x: any shape, this rank's summand.
+        group: the tensor-parallel ranks.
 
     Returns:
-        The sum, equal on all ranks; its gradient, already whole, passes through.
+        The sum, equal on all ranks; the gradient passes through unchanged.
     """
     return _exchange(x, group, all_reduce_sum, _identity)
 
 
-def gather_sequence(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Gather token shards before computations that differ by rank (column-parallel layers).
+def gather_from_tensor_parallel_region(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Gather channels: ``[..., C/tp] -> [..., C]``, replicated.
 
-    Args:
-        x: ``[B, N/tp, ...]``, this rank's tokens.
-        group: ranks the sequence is split over.
-
-    Returns:
-        ``[B, N, ...]``; its gradient is summed over ranks and split.
-    """
-    return _exchange(x, group, _all_gather_sequence, _reduce_scatter_sequence)
-
-
-def reduce_scatter_sequence(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Sum each rank's part and keep this rank's tokens (row-parallel layers).
-
-    Args:
-        x: ``[B, N, ...]``, one summand a rank.
-        group: ranks the sequence becomes split over.
-
-    Returns:
-        ``[B, N/tp, ...]``; its gradient is gathered.
-
-    Raises:
-        TopologyError: N does not divide by the number of ranks.
-    """
-    return _exchange(x, group, _reduce_scatter_sequence, _all_gather_sequence)
-
-
-def scatter_sequence(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Keep this rank's tokens of a replicated tensor.
-
-    Args:
-        x: ``[B, N, ...]``, equal on all ranks.
-        group: ranks the sequence becomes split over.
-
-    Returns:
-        ``[B, N/tp, ...]``; its gradient is gathered, so it is whole on every rank.
-
-    Raises:
-        TopologyError: N does not divide by the number of ranks.
-    """
-    return _exchange(x, group, _slice_sequence, _all_gather_sequence)
-
-
-def gather_from_sequence_parallel_region(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Gather token shards for computations that every rank repeats.
-
-    Args:
-        x: ``[B, N/tp, ...]``, this rank's tokens.
-        group: ranks the sequence is split over.
-
-    Returns:
-        ``[B, N, ...]``, replicated; its gradient is whole on every rank already, so each takes its
-        slice.
-    """
-    return _exchange(x, group, _all_gather_sequence, _slice_sequence)
-
-
-def gather_channels(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Gather channel shards for computations that every rank repeats.
-
-    Args:
-        x: ``[..., C/tp]``, this rank's channels.
-        group: ranks the channels are split over.
-
-    Returns:
-        ``[..., C]``, replicated; each rank keeps its slice of the gradient.
+    The gradient must be equal on all ranks, each of which keeps its slice.
     """
     return _exchange(x, group, _all_gather_channels, _slice_channels)
 
 
-def channels_to_sequence(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Turn a split over channels into a split over tokens.
-
-    Args:
-        x: ``[B, N, C/tp]``, all tokens of this rank's channels.
-        group: ranks both are split over.
-
-    Returns:
-        ``[B, N/tp, C]``, all channels of this rank's tokens.
+def scatter_to_sequence_parallel_region(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Keep this rank's tokens of a replicated tensor: ``[B, N, ...] -> [B, N/tp, ...]``.
 
     Raises:
-        TopologyError: N does not divide by the number of ranks.
+        TopologyError: N is not divisible by the number of ranks.
+    """
+    return _exchange(x, group, _slice_sequence, _all_gather_sequence)
+
+
+def gather_from_sequence_parallel_region(
+    x: Tensor, group: ProcessGroup | None, *, tensor_parallel_output_grad: bool = True
+) -> Tensor:
+    """Gather tokens: ``[B, N/tp, ...] -> [B, N, ...]``, replicated.
+
+    Args:
+        x: this rank's tokens.
+        group: the tensor-parallel ranks.
+        tensor_parallel_output_grad: the following computation differs by rank (column-parallel
+            layers), so gradients are summed over ranks; False: it is the same on every rank, and
+            each rank keeps its slice of the gradient.
+    """
+    backward = _reduce_scatter_sequence if tensor_parallel_output_grad else _slice_sequence
+    return _exchange(x, group, _all_gather_sequence, backward)
+
+
+def reduce_scatter_to_sequence_parallel_region(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Sum partial results and keep this rank's tokens: ``[B, N, ...] -> [B, N/tp, ...]``.
+
+    Raises:
+        TopologyError: N is not divisible by the number of ranks.
+    """
+    return _exchange(x, group, _reduce_scatter_sequence, _all_gather_sequence)
+
+
+def all_to_all_hp2sp(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Convert hidden (channel) parallel to sequence parallel: ``[B, N, C/tp] -> [B, N/tp, C]``.
+
+    Raises:
+        TopologyError: N is not divisible by the number of ranks.
     """
     return _exchange(x, group, _channels_to_sequence, _sequence_to_channels)
 
@@ -199,7 +159,7 @@ def _exchange(
 
 
 class _Collective(torch.autograd.Function):
-    """A linear map over ranks, with the map of its gradient."""
+    """Apply one collective in forward and another in backward."""
 
     @staticmethod
     def forward(
@@ -221,13 +181,13 @@ def _identity(x: Tensor, group: ProcessGroup) -> Tensor:
 def _check_divides(x: Tensor, parts: int) -> None:
     if x.shape[_SEQUENCE_DIM] % parts:
         raise TopologyError(
-            f"a sequence of {x.shape[_SEQUENCE_DIM]} tokens does not split over {parts} ranks; "
+            f"{x.shape[_SEQUENCE_DIM]} tokens are not divisible by {parts} tensor-parallel ranks; "
             f"make data.sequence_length a multiple of parallel.tensor_parallel_size={parts}"
         )
 
 
 def _split_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
-    """``[B, N, ...] -> [tp, B, N/tp, ...]``, contiguous, so that a rank's part is one block."""
+    """``[B, N, ...] -> [tp, B, N/tp, ...]``, contiguous, one block per rank."""
     parts = group.size()
     _check_divides(x, parts)
     blocks: Tensor = x.unflatten(_SEQUENCE_DIM, (parts, x.shape[_SEQUENCE_DIM] // parts))
@@ -252,9 +212,9 @@ def _reduce_scatter_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
 
 def _slice_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
     _check_divides(x, group.size())
-    own = x.chunk(group.size(), dim=_SEQUENCE_DIM)[group.rank()]
-    # A copy even where the slice is contiguous: a view would keep the whole sequence alive.
-    return own.clone(memory_format=torch.contiguous_format)
+    local = x.chunk(group.size(), dim=_SEQUENCE_DIM)[group.rank()]
+    # Always a copy: a view would keep the whole sequence in memory.
+    return local.clone(memory_format=torch.contiguous_format)
 
 
 def _all_gather_channels(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -266,14 +226,16 @@ def _slice_channels(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def _channels_to_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
-    sent = _split_sequence(x, group)
-    received = torch.empty_like(sent)  # [tp (channel block), B, N/tp, C/tp]
-    dist.all_to_all_single(received, sent, group=group)
-    return received.movedim(0, -2).flatten(-2)
+    blocks = _all_to_all(_split_sequence(x, group), group)  # [tp (channels), B, N/tp, C/tp]
+    return blocks.movedim(0, -2).flatten(-2)
 
 
 def _sequence_to_channels(x: Tensor, group: ProcessGroup) -> Tensor:
-    sent = x.unflatten(-1, (group.size(), -1)).movedim(-2, 0).contiguous()
-    received = torch.empty_like(sent)  # [tp (token block), B, N/tp, C/tp]
-    dist.all_to_all_single(received, sent, group=group)
-    return _join_sequence(received)
+    blocks = x.unflatten(-1, (group.size(), -1)).movedim(-2, 0).contiguous()
+    return _join_sequence(_all_to_all(blocks, group))  # from [tp (tokens), B, N/tp, C/tp]
+
+
+def _all_to_all(blocks: Tensor, group: ProcessGroup) -> Tensor:
+    received = torch.empty_like(blocks)
+    dist.all_to_all_single(received, blocks, group=group)
+    return received

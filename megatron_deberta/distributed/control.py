@@ -19,7 +19,7 @@ from megatron_deberta.errors import MegatronDebertaError
 _NOTHING = torch.iinfo(torch.int64).min
 
 
-def largest(numbers: Tensor, groups: ProcessGroups) -> Tensor:
+def all_reduce_max(numbers: Tensor, groups: ProcessGroups) -> Tensor:
     """Elementwise maximum over all ranks, in place. Collective over all ranks; also a barrier.
 
     Args:
@@ -34,12 +34,12 @@ def largest(numbers: Tensor, groups: ProcessGroups) -> Tensor:
     return numbers
 
 
-def any_rank(flag: bool, groups: ProcessGroups) -> bool:
+def all_reduce_any(flag: bool, groups: ProcessGroups) -> bool:
     """Whether the flag is set on any rank; the same on every rank. Collective; also a barrier."""
     return bool(_largest(int(flag), groups))
 
 
-def from_rank_zero(value: int, groups: ProcessGroups) -> int:
+def broadcast_from_rank_zero(value: int, groups: ProcessGroups) -> int:
     """Rank 0's value, on every rank. Collective."""
     return _largest(value if groups.rank == 0 else _NOTHING, groups)
 
@@ -60,10 +60,10 @@ def raise_on_all_ranks(groups: ProcessGroups) -> Iterator[None]:
         yield
     except Exception as error:
         problem = error
-    if any_rank(problem is not None, groups):
+    if all_reduce_any(problem is not None, groups):
         raise problem or MegatronDebertaError("another rank failed; see its message")
 
 
 def _largest(value: int, groups: ProcessGroups) -> int:
     number = torch.tensor(value, dtype=torch.int64, device=groups.device)
-    return int(largest(number, groups).item())
+    return int(all_reduce_max(number, groups).item())

@@ -2,7 +2,8 @@
 
 Owns the arithmetic beside the collectives: where a bias joins, whose gradient is only a part.
 A column-parallel layer needs nothing from here: it is ``torch.nn.Linear`` with fewer outputs,
-behind ``copy_to_tensor_parallel_region`` or ``gather_sequence``, which several such layers share.
+behind ``copy_to_tensor_parallel_region`` or
+``gather_from_sequence_parallel_region``, which several such layers share.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch.nn import functional
 from megatron_deberta.distributed.collectives import (
     copy_to_tensor_parallel_region,
     reduce_from_tensor_parallel_region,
-    reduce_scatter_sequence,
+    reduce_scatter_to_sequence_parallel_region,
 )
 
 
@@ -47,6 +48,6 @@ def row_parallel(
     if not sequence:
         out = reduce_from_tensor_parallel_region(partial, group)
         return out if bias is None else out + bias
-    out = reduce_scatter_sequence(partial, group)
+    out = reduce_scatter_to_sequence_parallel_region(partial, group)
     # Each rank adds the bias to its own tokens, so its gradient is a part.
     return out if bias is None else out + copy_to_tensor_parallel_region(bias, group)

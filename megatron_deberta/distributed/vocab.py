@@ -23,7 +23,7 @@ from megatron_deberta.distributed.collectives import (
     group_rank,
     group_size,
     reduce_from_tensor_parallel_region,
-    reduce_scatter_sequence,
+    reduce_scatter_to_sequence_parallel_region,
 )
 
 IGNORED_LABEL = -100
@@ -70,7 +70,7 @@ def vocab_parallel_embedding(
     found = functional.embedding(rows.masked_fill(elsewhere, 0), weight_local)
     found = found.masked_fill(elsewhere.unsqueeze(-1), 0)
     return (
-        reduce_scatter_sequence(found, group)
+        reduce_scatter_to_sequence_parallel_region(found, group)
         if sequence
         else reduce_from_tensor_parallel_region(found, group)
     )

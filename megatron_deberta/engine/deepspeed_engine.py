@@ -91,14 +91,14 @@ class DeepSpeedZeroEngine:
         """The model as it was given, with DeepSpeed's hooks on it."""
         return self._module
 
-    def accumulate(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor) -> None:
         """Backpropagate one micro batch; the last one of a step reduces over ranks.
 
         Raises:
             RuntimeError: more micro batches than the run's accumulation steps.
         """
         if self._accumulated == self._micro_batches:
-            raise RuntimeError(f"accumulate: step() is due after {self._micro_batches} losses")
+            raise RuntimeError(f"backward: step() is due after {self._micro_batches} losses")
         self._accumulated += 1
         # DeepSpeedEngine.forward would do these two; here the model is called directly.
         if self._stage:
@@ -145,16 +145,16 @@ class DeepSpeedZeroEngine:
         self._state.publish()
         set_adam_step(self._engine.basic_optimizer, self._state.masters, 0)
 
-    def scalars(self) -> dict[str, int | float]:
+    def state_dict(self) -> dict[str, int | float]:
         """Adam's step count, the loss scale and its counters."""
         steps = adam_step(self._engine.basic_optimizer, self._state.masters)
-        return {"adam_step": steps, **self._loss_scale.scalars()}
+        return {"adam_step": steps, **self._loss_scale.state_dict()}
 
-    def load_scalars(self, scalars: Mapping[str, int | float]) -> None:
-        """Set what :meth:`scalars` gave."""
+    def load_state_dict(self, scalars: Mapping[str, int | float]) -> None:
+        """Set what :meth:`state_dict` gave."""
         steps = int(scalars["adam_step"])
         set_adam_step(self._engine.basic_optimizer, self._state.masters, steps)
-        self._loss_scale.load_scalars(scalars)
+        self._loss_scale.load_state_dict(scalars)
 
     def destroy(self) -> None:
         """Remove DeepSpeed's hooks and, where it was started here, end ``torch.distributed``."""

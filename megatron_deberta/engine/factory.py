@@ -10,7 +10,7 @@ from torch import nn
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.engine.protocol import Engine, Placements
-from megatron_deberta.engine.reference_engine import PlainEngine
+from megatron_deberta.engine.reference_engine import ReferenceEngine
 
 
 def build_engine(
@@ -29,7 +29,7 @@ def build_engine(
         ConfigError: ``precision`` asks for what the engine cannot do rightly.
     """
     if config.precision.engine == "plain":
-        return PlainEngine(config, module, specs, groups)
+        return ReferenceEngine(config, module, specs, groups)
     # Only here: importing DeepSpeed takes time and reads its environment.
     from megatron_deberta.engine.deepspeed_engine import DeepSpeedZeroEngine
 

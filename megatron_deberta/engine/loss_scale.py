@@ -48,7 +48,7 @@ class DynamicLossScale:
                 self.scale *= FACTOR
         self._steps += 1
 
-    def scalars(self) -> dict[str, int | float]:
+    def state_dict(self) -> dict[str, int | float]:
         """The scale and its counters, for a checkpoint."""
         return {
             "loss_scale": self.scale,
@@ -57,8 +57,8 @@ class DynamicLossScale:
             "loss_scale_hysteresis": self._hysteresis,
         }
 
-    def load_scalars(self, scalars: Mapping[str, int | float]) -> None:
-        """Continue from ``scalars()``; outside fp16 there is nothing to continue."""
+    def load_state_dict(self, scalars: Mapping[str, int | float]) -> None:
+        """Continue from ``state_dict()``; outside fp16 there is nothing to continue."""
         if not self.dynamic:
             return
         self.scale = float(scalars["loss_scale"])

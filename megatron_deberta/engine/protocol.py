@@ -1,8 +1,4 @@
-"""What every engine promises: the protocol and the few types that cross its border.
-
-Owns no behaviour. ``plain.PlainEngine`` and ``deepspeed_engine.DeepSpeedZeroEngine`` keep it, and
-``factory.build_engine`` chooses between them.
-"""
+"""Engine protocol: the interface of ``ReferenceEngine`` and ``DeepSpeedZeroEngine``."""
 
 from __future__ import annotations
 
@@ -62,7 +58,7 @@ class Engine(Protocol):
     """Backward, reduction over data-parallel ranks, clipping and the optimizer.
 
     Gradients are summed over the micro batches between two steps and averaged over data-parallel
-    ranks; the caller scales the loss. Every method but ``module`` and ``scalars`` is collective.
+    ranks; the caller scales the loss. Every method but ``module`` and ``state_dict`` is collective.
     """
 
     @property
@@ -70,7 +66,7 @@ class Engine(Protocol):
         """The model to call; its ``named_parameters`` are the canonical names."""
         ...
 
-    def accumulate(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor) -> None:
         """Backpropagate the loss (scalar) of one micro batch."""
         ...
 
@@ -97,16 +93,16 @@ class Engine(Protocol):
     def load_states(self, fetch: FetchState) -> None:
         """Set every parameter and its moments; ``fetch`` is called in the module's order.
 
-        Adam's step count becomes 0 until ``load_scalars``. Zero moments make a fresh optimizer.
+        Adam's step count becomes 0 until ``load_state_dict``. Zero moments make a fresh optimizer.
         """
         ...
 
-    def scalars(self) -> dict[str, int | float]:
+    def state_dict(self) -> dict[str, int | float]:
         """The rest of the state: Adam's step count, the loss scale and its counters."""
         ...
 
-    def load_scalars(self, scalars: Mapping[str, int | float]) -> None:
-        """Set what ``scalars`` gave. To be called after ``load_states``."""
+    def load_state_dict(self, scalars: Mapping[str, int | float]) -> None:
+        """Set what ``state_dict`` gave. To be called after ``load_states``."""
         ...
 
     def destroy(self) -> None:

@@ -32,7 +32,7 @@ from megatron_deberta.engine.protocol import (
 )
 
 
-class PlainEngine:
+class ReferenceEngine:
     """See :class:`~megatron_deberta.engine.protocol.Engine`.
 
     Every trainable parameter has a master weight in fp32, whose ``grad`` collects the micro
@@ -62,7 +62,7 @@ class PlainEngine:
         """The model as it was given."""
         return self._module
 
-    def accumulate(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor) -> None:
         """Backpropagate one micro batch and add its gradients up in fp32."""
         (loss * self._loss_scale.scale).backward()
         for name, parameter in self._working.items():
@@ -109,15 +109,15 @@ class PlainEngine:
         set_adam_step(self._optimizer, self._masters.values(), 0)
         self._round_masters()
 
-    def scalars(self) -> dict[str, int | float]:
+    def state_dict(self) -> dict[str, int | float]:
         """Adam's step count, the loss scale and its counters."""
         steps = adam_step(self._optimizer, self._masters.values())
-        return {"adam_step": steps, **self._loss_scale.scalars()}
+        return {"adam_step": steps, **self._loss_scale.state_dict()}
 
-    def load_scalars(self, scalars: Mapping[str, int | float]) -> None:
-        """Set what :meth:`scalars` gave."""
+    def load_state_dict(self, scalars: Mapping[str, int | float]) -> None:
+        """Set what :meth:`state_dict` gave."""
         set_adam_step(self._optimizer, self._masters.values(), int(scalars["adam_step"]))
-        self._loss_scale.load_scalars(scalars)
+        self._loss_scale.load_state_dict(scalars)
 
     def destroy(self) -> None:
         """Nothing is hooked or held elsewhere."""

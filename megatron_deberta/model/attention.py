@@ -91,7 +91,7 @@ class DisentangledSelfAttention(nn.Module):
     def forward(
         self,
         hidden: Tensor,
-        rows: TokenLayout,
+        layout: TokenLayout,
         context: AttentionContext,
         memory: KeyValue | None = None,
     ) -> Tensor:
@@ -99,25 +99,25 @@ class DisentangledSelfAttention(nn.Module):
 
         Args:
             hidden: ``[B, R, D]`` residual stream, also the residual.
-            rows: which rows those are; picked rows ask from their own positions.
+            layout: which rows those are; picked rows ask from their own positions.
             context: what all layers share.
             memory: what to read; None reads ``hidden`` itself (self-attention).
 
         Returns:
             ``[B, R, D]``.
         """
-        inner = self.input(hidden, rows)
+        inner = self.input(hidden, layout)
         if memory is None:
             query, key, value = project_together(inner, (self.query, self.key, self.value))
             memory = self._memory(key, value, context)
         else:
             query = self.query(inner)
-        queries_at = None if rows.sequence else rows.positions
+        queries_at = None if layout.sequence else layout.positions
         attended = self._core(self._split_heads(query), memory, queries_at, context)
         merged = attended.transpose(1, 2).flatten(2)
-        out = self.output(merged, rows)
+        out = self.output(merged, layout)
         normalised: Tensor = self.norm(
-            self.dropout.before_norm(out, rows.positions, context.seeds, residual=hidden), rows
+            self.dropout.before_norm(out, layout.positions, context.seeds, residual=hidden), layout
         )
         return normalised
 

@@ -88,9 +88,9 @@ class DebertaModel(nn.Module):
             ``[B, N, D]`` hidden states of the last layer, whole on every rank.
         """
         mask = _all_real(input_ids) if attention_mask is None else attention_mask
-        rows = TokenLayout.of_sequence(mask, position_ids, token_type_ids)
+        layout = TokenLayout.of_sequence(mask, position_ids, token_type_ids)
         context = self.context(mask, document_ids, seeds)
-        embedded, held = self.embeddings(input_ids, rows, seeds)
+        embedded, held = self.embeddings(input_ids, layout, seeds)
         out: Tensor = self.exit(self.encoder(embedded, held, context, self.config.num_layers))
         return out
 
@@ -132,9 +132,9 @@ class DebertaForPretraining(DebertaModel):
             ``[B, M, D]`` decoded states, and ``[B, 2]`` logits of the next-sentence head, None
             without one.
         """
-        rows = TokenLayout.of_sequence(attention_mask, position_ids, token_type_ids)
+        layout = TokenLayout.of_sequence(attention_mask, position_ids, token_type_ids)
         context = self.context(attention_mask, document_ids, seeds)
-        embedded, held = self.embeddings(input_ids, rows, seeds)
+        embedded, held = self.embeddings(input_ids, layout, seeds)
         num_layers = self.config.num_layers - (1 if self.mask_decoder is not None else 0)
         hidden = self.exit(self.encoder(embedded, held, context, num_layers))
         first: Tensor | None
@@ -143,7 +143,7 @@ class DebertaForPretraining(DebertaModel):
         else:
             decoded, first = self.mask_decoder(
                 hidden,
-                rows.whole(),
+                layout.whole(),
                 masked_positions,
                 self.encoder.layers[-1],
                 context,

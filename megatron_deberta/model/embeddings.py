@@ -42,16 +42,16 @@ class Embeddings(nn.Module):
         self.dropout = Dropout(config.hidden_dropout, "embeddings")
 
     def forward(
-        self, input_ids: Tensor, rows: TokenLayout, seeds: DropoutSeeds | None
+        self, input_ids: Tensor, layout: TokenLayout, seeds: DropoutSeeds | None
     ) -> tuple[Tensor, TokenLayout]:
         """Return hidden states ``[B, R, D]`` and the rows they are.
 
         Args:
             input_ids: int64 ``[B, N]``.
-            rows: all N rows of the batch.
+            layout: all N rows of the batch.
             seeds: keys of dropout; None turns it off.
         """
-        held = self.entry(rows)
+        held = self.entry(layout)
         hidden = self.token(input_ids)
         if self.position is not None:
             hidden = hidden + self.position(held)

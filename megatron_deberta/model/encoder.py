@@ -34,17 +34,17 @@ class Encoder(nn.Module):
         return table
 
     def forward(
-        self, embedded: Tensor, rows: TokenLayout, context: AttentionContext, num_layers: int
+        self, embedded: Tensor, layout: TokenLayout, context: AttentionContext, num_layers: int
     ) -> Tensor:
         """Run the first ``num_layers`` layers on ``[B, R, D]``."""
         hidden = embedded
         for index, layer in enumerate(self.layers[:num_layers]):
             if self.recompute_layers and self.training:
                 hidden = checkpoint(
-                    layer, hidden, rows, context, use_reentrant=False, preserve_rng_state=False
+                    layer, hidden, layout, context, use_reentrant=False, preserve_rng_state=False
                 )
             else:
-                hidden = layer(hidden, rows, context)
+                hidden = layer(hidden, layout, context)
             if index == 0 and self.conv is not None:
-                hidden = self.conv(embedded, hidden, rows, context.document_ids, context.seeds)
+                hidden = self.conv(embedded, hidden, layout, context.document_ids, context.seeds)
         return hidden

@@ -33,26 +33,26 @@ class FeedForward(nn.Module):
         self.norm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = Dropout(config.hidden_dropout, f"encoder.layers.{index}.ffn")
 
-    def forward(self, hidden: Tensor, rows: TokenLayout, context: AttentionContext) -> Tensor:
+    def forward(self, hidden: Tensor, layout: TokenLayout, context: AttentionContext) -> Tensor:
         """Map ``[B, R, D]`` to ``[B, R, D]``."""
-        read = self.input(hidden, rows)
+        read = self.input(hidden, layout)
         inner = F.linear(read, self.up.weight) if self.dropout.how.fuse else self.up(read)
         if context.recompute_cheap:
             # Recomputation stops at the last tensor that is missing, which is GELU's output: the
             # product after it, and what it communicates, are not repeated.
             out = checkpoint(
-                self._activate, inner, rows, use_reentrant=False, preserve_rng_state=False
+                self._activate, inner, layout, use_reentrant=False, preserve_rng_state=False
             )
         else:
-            out = self._activate(inner, rows)
+            out = self._activate(inner, layout)
         normalised: Tensor = self.norm(
-            self.dropout.before_norm(out, rows.positions, context.seeds, residual=hidden), rows
+            self.dropout.before_norm(out, layout.positions, context.seeds, residual=hidden), layout
         )
         return normalised
 
-    def _activate(self, inner: Tensor, rows: TokenLayout) -> Tensor:
+    def _activate(self, inner: Tensor, layout: TokenLayout) -> Tensor:
         fuse = self.dropout.how.fuse
-        out: Tensor = self.down(bias_gelu(inner, self.up.bias) if fuse else F.gelu(inner), rows)
+        out: Tensor = self.down(bias_gelu(inner, self.up.bias) if fuse else F.gelu(inner), layout)
         return out
 
 
@@ -67,13 +67,13 @@ class Layer(nn.Module):
     def forward(
         self,
         hidden: Tensor,
-        rows: TokenLayout,
+        layout: TokenLayout,
         context: AttentionContext,
         memory: KeyValue | None = None,
     ) -> Tensor:
         """Map ``[B, R, D]`` to ``[B, R, D]``; ``memory`` as in the attention block."""
-        attended = self.attention(hidden, rows, context, memory)
-        out: Tensor = self.ffn(attended, rows, context)
+        attended = self.attention(hidden, layout, context, memory)
+        out: Tensor = self.ffn(attended, layout, context)
         return out
 
 
@@ -127,14 +127,14 @@ class ConvolutionBranch(nn.Module):
         self,
         embedded: Tensor,
         layer_output: Tensor,
-        rows: TokenLayout,
+        layout: TokenLayout,
         document_ids: Tensor | None,
         seeds: DropoutSeeds | None,
     ) -> Tensor:
         """Return ``[B, R, D]``: LayerNorm(layer_output + act(conv(embedded))), zero at padding."""
-        convolved = self.exit(self.conv(self.input(embedded, rows), document_ids), rows)
-        real = rows.real.unsqueeze(-1)
-        convolved = self.dropout(convolved * real, rows.positions, seeds)
+        convolved = self.exit(self.conv(self.input(embedded, layout), document_ids), layout)
+        real = layout.real.unsqueeze(-1)
+        convolved = self.dropout(convolved * real, layout.positions, seeds)
         activated = F.gelu(convolved) if self.activation == "gelu" else torch.tanh(convolved)
-        out: Tensor = self.norm(layer_output + activated, rows) * real
+        out: Tensor = self.norm(layer_output + activated, layout) * real
         return out

@@ -34,7 +34,7 @@ class EnhancedMaskDecoder(nn.Module):
     def forward(
         self,
         hidden: Tensor,
-        rows: TokenLayout,
+        layout: TokenLayout,
         picked: Tensor,
         last_layer: Layer,
         context: AttentionContext,
@@ -45,7 +45,7 @@ class EnhancedMaskDecoder(nn.Module):
 
         Args:
             hidden: ``[B, N, D]`` input of the last layer, whole on every rank.
-            rows: those rows.
+            layout: those rows.
             picked: int64 ``[B, M]`` row positions to decode, -1 = padding.
             last_layer: the encoder's last layer.
             context: what all attention layers share.
@@ -55,8 +55,8 @@ class EnhancedMaskDecoder(nn.Module):
             ``[B, M, D]`` decoded states, and ``[B, D]`` or None.
         """
         attention = last_layer.attention
-        memory = attention.project_key_value(attention.input(hidden, rows), context)
-        picked_rows = rows.pick(picked)
+        memory = attention.project_key_value(attention.input(hidden, layout), context)
+        picked_rows = layout.pick(picked)
         query = pick_rows(hidden, picked)
         if self.position is not None:
             query = query + self.position(picked_rows)
@@ -66,7 +66,7 @@ class EnhancedMaskDecoder(nn.Module):
         if not with_first:
             return query, None
         first = torch.zeros_like(picked[:, :1])
-        ordinary = last_layer(pick_rows(hidden, first), rows.pick(first), context, memory)
+        ordinary = last_layer(pick_rows(hidden, first), layout.pick(first), context, memory)
         return query, ordinary[:, 0]
 
 

@@ -55,9 +55,9 @@ class TokenLayout:
 class SequenceEntry(nn.Module):
     """Where the token sequence may be split over ranks: rows of the batch -> rows held here."""
 
-    def forward(self, rows: TokenLayout) -> TokenLayout:
+    def forward(self, layout: TokenLayout) -> TokenLayout:
         """Return the rows that this rank holds."""
-        return rows
+        return layout
 
 
 class SequenceExit(nn.Module):
@@ -71,8 +71,8 @@ class SequenceExit(nn.Module):
 class BlockInput(nn.Module):
     """Residual stream -> what a block's (split) projections read."""
 
-    def forward(self, hidden: Tensor, rows: TokenLayout) -> Tensor:
-        """Return all N tokens where ``rows.sequence``, else the same rows."""
+    def forward(self, hidden: Tensor, layout: TokenLayout) -> Tensor:
+        """Return all N tokens where ``layout.sequence``, else the same rows."""
         return hidden
 
 
@@ -87,7 +87,7 @@ class SharedInput(nn.Module):
 class BlockOutput(nn.Linear):
     """A block's last projection, back into the residual stream."""
 
-    def forward(self, input: Tensor, rows: TokenLayout) -> Tensor:  # type: ignore[override]
+    def forward(self, input: Tensor, layout: TokenLayout) -> Tensor:  # type: ignore[override]
         """Return ``[B, R, D]`` for the rows held here."""
         return F.linear(input, self.weight, self.bias)
 
@@ -95,28 +95,28 @@ class BlockOutput(nn.Linear):
 class PositionEmbedding(nn.Embedding):
     """Absolute positions of residual-stream rows."""
 
-    def forward(self, rows: TokenLayout) -> Tensor:  # type: ignore[override]
+    def forward(self, layout: TokenLayout) -> Tensor:  # type: ignore[override]
         """Return ``[B, R, D]`` for the rows held here."""
-        return F.embedding(rows.position_ids, self.weight)
+        return F.embedding(layout.position_ids, self.weight)
 
 
 class TokenTypeEmbedding(nn.Embedding):
     """Which segment of a pair residual-stream rows belong to."""
 
-    def forward(self, rows: TokenLayout) -> Tensor:  # type: ignore[override]
+    def forward(self, layout: TokenLayout) -> Tensor:  # type: ignore[override]
         """Return ``[B, R, D]`` for the rows held here."""
-        return F.embedding(token_types(rows), self.weight)
+        return F.embedding(token_types(layout), self.weight)
 
 
-def token_types(rows: TokenLayout) -> Tensor:
+def token_types(layout: TokenLayout) -> Tensor:
     """Token types int64 ``[B, R]`` of rows, which are 0 where none are given."""
-    return torch.zeros_like(rows.positions) if rows.token_types is None else rows.token_types
+    return torch.zeros_like(layout.positions) if layout.token_types is None else layout.token_types
 
 
 class LayerNorm(nn.LayerNorm):
     """LayerNorm of residual-stream rows."""
 
-    def forward(self, input: Tensor | PendingResidual, rows: TokenLayout) -> Tensor:  # type: ignore[override]
+    def forward(self, input: Tensor | PendingResidual, layout: TokenLayout) -> Tensor:  # type: ignore[override]
         """Normalise ``[B, R, D]`` over D."""
         return layer_norm(input, self.weight, self.bias, self.eps)
 
@@ -124,6 +124,6 @@ class LayerNorm(nn.LayerNorm):
 class ChannelExit(nn.Module):
     """Convolution output, split over channels -> residual-stream rows."""
 
-    def forward(self, value: Tensor, rows: TokenLayout) -> Tensor:
+    def forward(self, value: Tensor, layout: TokenLayout) -> Tensor:
         """Return ``[B, R, D]`` for the rows held here."""
         return value

@@ -15,7 +15,7 @@ from types import FrameType, TracebackType
 
 import torch
 
-from megatron_deberta.distributed.control import largest
+from megatron_deberta.distributed.control import all_reduce_max
 from megatron_deberta.distributed.topology import ProcessGroups
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -109,7 +109,7 @@ class Requests:
             files and self._save.exists(),
         )
         numbers = torch.tensor(asked, dtype=torch.int64, device=self._groups.device)
-        return Asked(*(bool(number) for number in largest(numbers, self._groups).tolist()))
+        return Asked(*(bool(number) for number in all_reduce_max(numbers, self._groups).tolist()))
 
     def answered(self, asked: Asked) -> None:
         """Take away the files of what has been done, on rank 0."""

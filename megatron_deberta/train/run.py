@@ -36,7 +36,7 @@ from megatron_deberta.data.build import (
 from megatron_deberta.data.loader import ValidationLoader
 from megatron_deberta.data.sample_log import Ledger
 from megatron_deberta.data.vocabulary import Vocabulary
-from megatron_deberta.distributed.control import largest, raise_on_all_ranks
+from megatron_deberta.distributed.control import all_reduce_max, raise_on_all_ranks
 from megatron_deberta.distributed.environment import RankEnvironment, read_environment
 from megatron_deberta.distributed.parallelize.build import ShardedModel, build_model
 from megatron_deberta.distributed.topology import ProcessGroups, init_process_groups, shutdown
@@ -329,7 +329,7 @@ def _make_up_for_validation(
 ) -> None:
     """Validate a step after which the process before was interrupted, and had a deadline."""
     lacking = records is not None and records.lack_validation(step)
-    if largest(torch.tensor(int(lacking), device=groups.device), groups).item():
+    if all_reduce_max(torch.tensor(int(lacking), device=groups.device), groups).item():
         evaluation.validate(step)
 
 

@@ -15,7 +15,7 @@ from megatron_deberta.checkpoint.layout import COMMITTED_FILE, committed_steps
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.checkpoint.resume import check_resume, check_same_architecture
 from megatron_deberta.config.schema import RunConfig
-from megatron_deberta.distributed.control import from_rank_zero
+from megatron_deberta.distributed.control import broadcast_from_rank_zero
 from megatron_deberta.distributed.parallelize.spec import ParameterSpec
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.engine.protocol import Engine
@@ -73,7 +73,7 @@ def choose_start(
     """
     run_dir, resume = config.train.run_dir, config.checkpoint.resume
     used = committed_steps(run_dir) if groups.rank == 0 else []
-    if resume == "never" and from_rank_zero(len(used), groups):
+    if resume == "never" and broadcast_from_rank_zero(len(used), groups):
         raise ConfigError(
             f"checkpoint.resume=never but train.run_dir={run_dir} has checkpoints; name another "
             "folder or use resume=auto"
@@ -112,10 +112,10 @@ def load_start(start: Start, engine: Engine, specs: Mapping[str, ParameterSpec])
     """
     if start.reader is None:
         return
-    fresh = engine.scalars()
+    fresh = engine.state_dict()
     store.load(start.reader, engine, specs, weights_only=start.weights_only)
     if start.other_format:
-        engine.load_scalars({**fresh, "adam_step": start.reader.metadata.scalars["adam_step"]})
+        engine.load_state_dict({**fresh, "adam_step": start.reader.metadata.scalars["adam_step"]})
 
 
 def _open_weights(config: RunConfig, groups: ProcessGroups, identity: Identity) -> CheckpointReader:

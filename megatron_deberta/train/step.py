@@ -177,7 +177,7 @@ class TrainStep:
                 loss = loss + sums.pair_loss * (groups.dp_size / num_rows)
                 totals[1] += sums.pair_loss.detach()
                 totals[2] += sums.pair_right
-            self._engine.accumulate(loss)
+            self._engine.backward(loss)
             self._heartbeat.mark()
         return totals
 

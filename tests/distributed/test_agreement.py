@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from megatron_deberta.distributed.control import (
-    any_rank,
-    from_rank_zero,
-    largest,
+    all_reduce_any,
+    all_reduce_max,
+    broadcast_from_rank_zero,
     raise_on_all_ranks,
 )
 from megatron_deberta.distributed.topology import single_process_groups
@@ -22,9 +22,9 @@ def agree(rank: int, tp_size: int, chosen: int) -> tuple[bool, int, list[float]]
     groups = grid(tp_size)
     numbers = torch.tensor([-rank - 1.5, math.inf if rank == chosen else 0.0])
     return (
-        any_rank(rank == chosen, groups),
-        from_rank_zero(-7 if rank == 0 else rank, groups),
-        largest(numbers, groups).tolist(),
+        all_reduce_any(rank == chosen, groups),
+        broadcast_from_rank_zero(-7 if rank == 0 else rank, groups),
+        all_reduce_max(numbers, groups).tolist(),
     )
 
 
@@ -58,6 +58,6 @@ def test_a_failure_of_one_rank_is_a_failure_of_all(four_ranks: RankPool, tp_size
 
 def test_a_rank_alone_agrees_with_itself() -> None:
     groups = single_process_groups(torch.device("cpu"))
-    assert any_rank(True, groups)
-    assert not any_rank(False, groups)
-    assert from_rank_zero(3, groups) == 3
+    assert all_reduce_any(True, groups)
+    assert not all_reduce_any(False, groups)
+    assert broadcast_from_rank_zero(3, groups) == 3

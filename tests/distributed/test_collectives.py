@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_deberta.distributed import collectives
 from megatron_deberta.distributed.linear import row_parallel
@@ -19,27 +21,39 @@ B, N, C = 2, 8, 12
 ORACLES: dict[str, Callable[[list[Tensor]], list[Tensor]]] = {
     "copy_to_tensor_parallel_region": lambda xs: list(xs),
     "reduce_from_tensor_parallel_region": lambda xs: [sum(xs, torch.zeros(()))] * len(xs),
-    "gather_sequence": lambda xs: [torch.cat(xs, dim=1)] * len(xs),
-    "reduce_scatter_sequence": lambda xs: list(sum(xs, torch.zeros(())).chunk(len(xs), dim=1)),
-    "scatter_sequence": lambda xs: [x.chunk(len(xs), dim=1)[r] for r, x in enumerate(xs)],
     "gather_from_sequence_parallel_region": lambda xs: [torch.cat(xs, dim=1)] * len(xs),
-    "gather_channels": lambda xs: [torch.cat(xs, dim=-1)] * len(xs),
-    "channels_to_sequence": lambda xs: list(torch.cat(xs, dim=-1).chunk(len(xs), dim=1)),
+    "reduce_scatter_to_sequence_parallel_region": lambda xs: list(
+        sum(xs, torch.zeros(())).chunk(len(xs), dim=1)
+    ),
+    "scatter_to_sequence_parallel_region": lambda xs: [
+        x.chunk(len(xs), dim=1)[r] for r, x in enumerate(xs)
+    ],
+    "gather_to_replicated": lambda xs: [torch.cat(xs, dim=1)] * len(xs),
+    "gather_from_tensor_parallel_region": lambda xs: [torch.cat(xs, dim=-1)] * len(xs),
+    "all_to_all_hp2sp": lambda xs: list(torch.cat(xs, dim=-1).chunk(len(xs), dim=1)),
 }
-REPLICATED_INPUT = {"copy_to_tensor_parallel_region", "scatter_sequence"}
+REPLICATED_INPUT = {"copy_to_tensor_parallel_region", "scatter_to_sequence_parallel_region"}
 """All ranks hold one and the same tensor, so its gradient is the sum over ranks."""
 REPLICATED_OUTPUT = {
     "reduce_from_tensor_parallel_region",
-    "gather_from_sequence_parallel_region",
-    "gather_channels",
+    "gather_to_replicated",
+    "gather_from_tensor_parallel_region",
 }
 """All ranks compute the same loss from it, so that loss counts once."""
 
 
+def collective(name: str) -> Callable[[Tensor, ProcessGroup | None], Tensor]:
+    if name == "gather_to_replicated":
+        gather = collectives.gather_from_sequence_parallel_region
+        return functools.partial(gather, tensor_parallel_output_grad=False)
+    function: Callable[[Tensor, ProcessGroup | None], Tensor] = getattr(collectives, name)
+    return function
+
+
 def _local_shape(name: str, tp: int) -> tuple[int, int, int]:
-    if name in {"gather_sequence", "gather_from_sequence_parallel_region"}:
+    if name in {"gather_from_sequence_parallel_region", "gather_to_replicated"}:
         return B, N // tp, C
-    if name in {"gather_channels", "channels_to_sequence"}:
+    if name in {"gather_from_tensor_parallel_region", "all_to_all_hp2sp"}:
         return B, N, C // tp
     return B, N, C
 
@@ -73,7 +87,7 @@ def run_collective(
     contiguous: list[bool] = []
     x.register_hook(lambda grad: contiguous.append(grad.is_contiguous()))
     before = x.detach().clone()
-    y = getattr(collectives, name)(x, groups.tp_group)
+    y = collective(name)(x, groups.tp_group)
     weights = _weights(y.shape, _loss_seed(name, groups.tp_rank), dtype)
     if strided:  # then the gradient of y arrives strided
         (y.mT.contiguous() * weights.mT.contiguous()).sum().backward()
@@ -119,9 +133,13 @@ def test_forward_and_gradient_equal_one_process(
 
 def run_uneven(rank: int) -> list[str]:
     messages = []
-    for name in ("reduce_scatter_sequence", "scatter_sequence", "channels_to_sequence"):
+    for name in (
+        "reduce_scatter_to_sequence_parallel_region",
+        "scatter_to_sequence_parallel_region",
+        "all_to_all_hp2sp",
+    ):
         with pytest.raises(TopologyError) as caught:
-            getattr(collectives, name)(torch.zeros(1, 7, 2), grid(2).tp_group)
+            collective(name)(torch.zeros(1, 7, 2), grid(2).tp_group)
         messages.append(str(caught.value))
     return messages
 
@@ -134,9 +152,7 @@ def test_uneven_sequence_is_refused_before_communicating(two_ranks: RankPool) ->
 def run_identity(rank: int) -> bool:
     x = torch.randn(2, 3, 4)
     alone = grid(1).tp_group
-    return all(
-        getattr(collectives, name)(x, group) is x for name in ORACLES for group in (None, alone)
-    )
+    return all(collective(name)(x, group) is x for name in ORACLES for group in (None, alone))
 
 
 def test_no_group_and_one_rank_are_the_identity(two_ranks: RankPool) -> None:
@@ -156,13 +172,17 @@ def _feed_forward_parts() -> dict[str, Tensor]:
 
 
 def run_feed_forward(rank: int, tp: int, sequence: bool) -> dict[str, Tensor]:
-    """norm(down(gelu(up(x)))) with the seams of tensor or sequence parallelism."""
+    """norm(down(gelu(up(x)))) with the collectives of tensor or sequence parallelism."""
     groups, full = grid(tp), _feed_forward_parts()
     group, me = groups.tp_group, groups.tp_rank
     up = full["up"].detach().chunk(tp)[me].requires_grad_()
     up_bias = full["up_bias"].detach().chunk(tp)[me].requires_grad_()
     down = full["down"].detach().chunk(tp, dim=1)[me].requires_grad_()
-    enter = collectives.gather_sequence if sequence else collectives.copy_to_tensor_parallel_region
+    enter = (
+        collectives.gather_from_sequence_parallel_region
+        if sequence
+        else collectives.copy_to_tensor_parallel_region
+    )
     x = full["x"].detach()
     x = (x.chunk(tp, dim=1)[me] if sequence else x).requires_grad_()
     h = torch.nn.functional.gelu(enter(x, group) @ up.T + up_bias)
@@ -170,7 +190,7 @@ def run_feed_forward(rank: int, tp: int, sequence: bool) -> dict[str, Tensor]:
     own = collectives.copy_to_tensor_parallel_region if sequence else lambda weight, _: weight
     norm, norm_bias = own(full["norm"], group), own(full["norm_bias"], group)
     y = torch.nn.functional.layer_norm(y, (C,), norm, norm_bias, 1e-7)
-    whole = collectives.gather_from_sequence_parallel_region(y, group) if sequence else y
+    whole = collective("gather_to_replicated")(y, group) if sequence else y
     whole.pow(3).sum().backward()
     parts = {"x": x, "up": up, "up_bias": up_bias, "down": down}
     grads = {name: part.grad for name, part in {**full, **parts}.items()}

@@ -35,7 +35,7 @@ def compare_with_plain(
     config = toy_config("deepspeed", dtype, stage, dp_size=groups.dp_size, clip=clip)
     engine = start(config, groups)
     ours = train(engine, config, groups, range(STEPS))
-    our_states, our_scalars = states(engine), engine.scalars()
+    our_states, our_scalars = states(engine), engine.state_dict()
     engine.destroy()
 
     config = toy_config("plain", dtype, dp_size=groups.dp_size, clip=clip)
@@ -46,7 +46,7 @@ def compare_with_plain(
         assert (outcome.skipped, outcome.loss_scale) == (expected.skipped, expected.loss_scale)
         assert math.isclose(loss, expected_loss, rel_tol=1e-5)
     assert_same_states(our_states, states(oracle), **weights)
-    assert our_scalars == oracle.scalars()
+    assert our_scalars == oracle.state_dict()
 
 
 @pytest.mark.parametrize(("dtype", "stage"), SHARDED)
@@ -80,7 +80,7 @@ def scale_grows_and_overflows(rank: int, tp_size: int, stage: int, clip: float) 
         config = toy_config(name, "fp16", stage, dp_size=groups.dp_size, clip=clip, scale_window=2)
         engine = start(config, groups)
         history = train(engine, config, groups, range(10), blown_up)
-        results.append((history, states(engine), engine.scalars()))
+        results.append((history, states(engine), engine.state_dict()))
         engine.destroy()
     (ours, our_states, our_scalars), (theirs, their_states, their_scalars) = results
     for (outcome, _), (expected, _) in zip(ours, theirs, strict=True):
@@ -123,7 +123,7 @@ def norm_on_one_process(groups: ProcessGroups) -> float:
     for layout in whole:
         for index in range(MICRO_BATCHES):
             loss = engine.module(micro_batch(0, index, layout))
-            engine.accumulate(loss / (MICRO_BATCHES * groups.dp_size))
+            engine.backward(loss / (MICRO_BATCHES * groups.dp_size))
     return engine.step(0.0).grad_norm
 
 

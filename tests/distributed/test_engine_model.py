@@ -69,7 +69,7 @@ def trained(
     for step in range(1 if dtype == "fp16" else 3):
         for index in range(MICRO_BATCHES):
             loss, _ = engine.module(**batch(step, index, groups))
-            engine.accumulate(loss / 14)
+            engine.backward(loss / 14)
         history.append((loss.item(), engine.step(1e-3).grad_norm))
     result = states(engine)
     engine.destroy()

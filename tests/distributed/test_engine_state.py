@@ -35,10 +35,10 @@ def resumed(rank: int, tp_size: int, name: str, dtype: str, stage: int) -> None:
     config = toy_config(name, dtype, stage, dp_size=groups.dp_size, scale_window=2)
     unbroken = start(config, groups)
     train(unbroken, config, groups, range(3), LOSS_FACTORS)
-    saved, scalars = states(unbroken), unbroken.scalars()
+    saved, scalars = states(unbroken), unbroken.state_dict()
     # Reading the state must not change the run.
     expected = train(unbroken, config, groups, range(3, 7), LOSS_FACTORS)
-    expected_states, expected_scalars = states(unbroken), unbroken.scalars()
+    expected_states, expected_scalars = states(unbroken), unbroken.state_dict()
     unbroken.destroy()
 
     engine = start(config, groups)
@@ -46,12 +46,12 @@ def resumed(rank: int, tp_size: int, name: str, dtype: str, stage: int) -> None:
         # Weights of another start, so that loading has everything to do.
         engine.load_states(lambda n: ParameterState(*(t + 1 for t in _fields(saved[n]))))
     engine.load_states(saved.__getitem__)
-    engine.load_scalars(scalars)
+    engine.load_state_dict(scalars)
     assert_same_states(states(engine), saved)
     history = train(engine, config, groups, range(3, 7), LOSS_FACTORS)
     assert history == expected
     assert_same_states(states(engine), expected_states)
-    assert engine.scalars() == expected_scalars
+    assert engine.state_dict() == expected_scalars
     engine.destroy()
 
 
@@ -80,12 +80,12 @@ def moved(rank: int, source: tuple[str, int], target: tuple[str, int]) -> None:
     engine = start(toy_config(source[0], "bf16", source[1], dp_size=2), groups)
     config = toy_config("deepspeed", "bf16", dp_size=2)
     train(engine, config, groups, range(3))
-    saved, scalars = states(engine), engine.scalars()
+    saved, scalars = states(engine), engine.state_dict()
     results.append((train(engine, config, groups, range(3, 5)), states(engine)))
     engine.destroy()
     engine = start(toy_config(target[0], "bf16", target[1], dp_size=2), groups)
     engine.load_states(saved.__getitem__)
-    engine.load_scalars(scalars)
+    engine.load_state_dict(scalars)
     results.append((train(engine, config, groups, range(3, 5)), states(engine)))
     engine.destroy()
     for (a, loss), (b, other_loss) in zip(results[0][0], results[1][0], strict=True):
@@ -115,7 +115,7 @@ def states_before_the_first_step(rank: int, stage: int) -> None:
     fresh = states(engine)
     plain = start(toy_config("plain", dp_size=2), groups)
     assert_same_states(fresh, states(plain))
-    assert engine.scalars() == plain.scalars()
+    assert engine.state_dict() == plain.state_dict()
     engine.destroy()
 
 

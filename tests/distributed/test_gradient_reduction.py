@@ -59,7 +59,7 @@ def exchanged(rank: int, dtype: str, stage: int, bucket: int) -> tuple[list[Any]
         for index in range(MICRO_BATCHES):
             loss = engine.module(micro_batch(0, index, groups)) / MICRO_BATCHES
             seen.place = f"micro batch {index}"
-            engine.accumulate(loss)
+            engine.backward(loss)
         seen.place = "update"
         engine.step(1e-3)
     handle.remove()

@@ -62,7 +62,7 @@ def step_without_update(rank: int, tp_size: int, name: str, dtype: str, stage: i
             probe.destroy()
             for index in range(MICRO_BATCHES):
                 loss = engine.module(micro_batch(1, index, groups))
-                engine.accumulate(loss / MICRO_BATCHES)
+                engine.backward(loss / MICRO_BATCHES)
             limit = share * expected.grad_norm if limit_of == "norm" else -float("inf")
             before = states(engine)
             outcome = engine.step(learning_rate(1, config.optimizer, TOTAL_STEPS), limit)
@@ -70,7 +70,7 @@ def step_without_update(rank: int, tp_size: int, name: str, dtype: str, stage: i
             assert outcome.grad_norm == expected.grad_norm
             assert outcome.loss_scale == expected.loss_scale
             assert_same_states(states(engine), probe_states if taken else before)
-    assert engine.scalars()["adam_step"] == 2
+    assert engine.state_dict()["adam_step"] == 2
     engine.destroy()
 
 
@@ -126,12 +126,12 @@ def train_through_trouble(rank: int, layout: Layout | None, resume_at: int = 0) 
     guard, history = Guard.of_run(config), []
     for step in range(STEPS):
         if step and step == resume_at:
-            saved, scalars = dict(engine.gather_states()), engine.scalars()
+            saved, scalars = dict(engine.gather_states()), engine.state_dict()
             memory = json.loads(json.dumps(asdict(guard.state)))
             engine.destroy()
             model, engine = build(config, groups)
             engine.load_states(saved.__getitem__)
-            engine.load_scalars(scalars)
+            engine.load_state_dict(scalars)
             guard = Guard.of_run(config, GuardState(**memory))
         batches = micro_batches(step, groups)
         hook = engine.module.register_forward_hook(Trouble(step, batches))
@@ -139,7 +139,7 @@ def train_through_trouble(rank: int, layout: Layout | None, resume_at: int = 0) 
         hook.remove()
         history.append((result.loss, result.outcome.grad_norm, result.skip))
     last = moments(engine, model.specs)
-    scalars = engine.scalars()
+    scalars = engine.state_dict()
     engine.destroy()
     return {"history": history, "last": last, "adam_step": scalars["adam_step"]}
 

@@ -220,7 +220,7 @@ def encoder_moments(rank: int, config: RunConfig) -> dict[str, tuple[ParameterSp
     model.module.train()
     torch.compiler.set_stance("force_eager")
     engine = build_engine(config, model.module, model.specs, groups)
-    engine.accumulate(engine.module(**make_batch(documents=False))[0])
+    engine.backward(engine.module(**make_batch(documents=False))[0])
     assert not engine.step(1e-3).skipped
     found = {
         name: (model.specs[name], model.specs[name].true_part(state.exp_avg).clone())

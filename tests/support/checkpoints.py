@@ -89,10 +89,10 @@ class FakeEngine:
     def load_states(self, fetch: FetchState) -> None:
         self.states = {name: fetch(name) for name in self._specs}
 
-    def scalars(self) -> dict[str, int | float]:
+    def state_dict(self) -> dict[str, int | float]:
         return self._scalars
 
-    def load_scalars(self, scalars: Mapping[str, int | float]) -> None:
+    def load_state_dict(self, scalars: Mapping[str, int | float]) -> None:
         self._scalars = dict(scalars)
 
 
@@ -161,9 +161,11 @@ def on_threads(
             results[rank] = error
 
     with monkeypatch.context() as patch:
-        patch.setattr(store, "any_rank", lambda flag, g: bool(largest(int(flag), g.rank)))
+        patch.setattr(store, "all_reduce_any", lambda flag, g: bool(largest(int(flag), g.rank)))
         patch.setattr(
-            store, "from_rank_zero", lambda value, g: largest(value if g.rank == 0 else -1, g.rank)
+            store,
+            "broadcast_from_rank_zero",
+            lambda value, g: largest(value if g.rank == 0 else -1, g.rank),
         )
         threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
         for thread in threads:

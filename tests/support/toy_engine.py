@@ -162,7 +162,7 @@ def train(
         factor = (loss_factors or {}).get(step, 1.0) / MICRO_BATCHES
         for index in range(MICRO_BATCHES):
             loss = engine.module(micro_batch(step, index, groups))
-            engine.accumulate(loss * factor)
+            engine.backward(loss * factor)
         rate = learning_rate(step, config.optimizer, TOTAL_STEPS)
         history.append((engine.step(rate), loss.item()))
     return history

@@ -1,10 +1,10 @@
-"""Replaces the model's seams by their parallel forms.
+"""Replacement of the model's tensor-parallel hooks by communicating modules.
 
 =================  ==================================  =====================================
-seam               tensor parallel                     with sequence parallelism
+hook               tensor parallel                     with sequence parallelism
 =================  ==================================  =====================================
-SequenceEntry      identity                            this rank's rows
-SequenceExit       identity                            all-gather; backward: own slice
+SequenceEntry      identity                            local slice of tokens
+SequenceExit       identity                            all-gather; backward: local slice
 BlockInput         identity; backward: all-reduce      all-gather; backward: reduce-scatter
 BlockOutput        all-reduce                          reduce-scatter; bias gradient summed
 LayerNorm          identity                            parameter gradients summed
@@ -15,14 +15,13 @@ token embedding    all-reduce                          reduce-scatter
 TokenLoss          vocabulary-parallel                 the same
 =================  ==================================  =====================================
 
-The right column holds for rows of the token sequence only; rows picked by the mask decoder are
-whole on every rank and take the middle column, whatever the mode.
+The right column applies to the token sequence only. The mask decoder's rows are replicated on all
+ranks and use the middle column in either mode.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -30,137 +29,129 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from megatron_deberta.distributed.collectives import (
-    channels_to_sequence,
+    all_to_all_hp2sp,
     copy_to_tensor_parallel_region,
-    gather_channels,
     gather_from_sequence_parallel_region,
-    gather_sequence,
-    scatter_sequence,
+    gather_from_tensor_parallel_region,
+    scatter_to_sequence_parallel_region,
 )
 from megatron_deberta.distributed.linear import row_parallel
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.distributed.vocab import vocab_parallel_embedding, vocab_parallel_loss
-from megatron_deberta.model import tp_hooks as seams
+from megatron_deberta.model import tp_hooks
 from megatron_deberta.model.attention import DisentangledSelfAttention
 from megatron_deberta.model.fused import PendingResidual, layer_norm
 from megatron_deberta.model.tp_hooks import TokenLayout
 from megatron_deberta.objectives.mlm import TokenLoss
 
 
-class _Split(nn.Module):
-    """A seam's parallel form; ``sequence`` says whether the sequence is split, too."""
+@dataclass(frozen=True, slots=True)
+class _Parallelism:
+    """How a model is split over the tensor-parallel ranks."""
 
-    def __init__(self, group: ProcessGroup | None, sequence: bool) -> None:
+    group: ProcessGroup | None
+    sequence: bool
+    vocab_start: int
+    vocab_size: int
+
+
+class _ParallelHook(nn.Module):
+    """Base class: keeps the parameters of the hook that it replaces."""
+
+    weight: Tensor
+    bias: Tensor
+
+    def __init__(self, hook: nn.Module, parallelism: _Parallelism) -> None:
         super().__init__()
-        self.group = group
-        self.sequence = sequence
+        self.group = parallelism.group
+        self.sequence = parallelism.sequence
+        for name, parameter in hook.named_parameters(recurse=False):
+            self.register_parameter(name, parameter)
+
+    def _replicated(self, name: str, layout: TokenLayout) -> Tensor:
+        """Return a replicated parameter, its gradient summed if ranks hold different tokens."""
+        parameter: Tensor = getattr(self, name)
+        if self.sequence and layout.sequence:
+            return copy_to_tensor_parallel_region(parameter, self.group)
+        return parameter
 
 
-class _SequenceEntry(_Split):
-    def forward(self, rows: TokenLayout) -> TokenLayout:
+class _SequenceEntry(_ParallelHook):
+    def forward(self, layout: TokenLayout) -> TokenLayout:
         if not self.sequence:
-            return rows
+            return layout
+        types = layout.token_types
         return replace(
-            rows,
-            positions=scatter_sequence(rows.positions, self.group),
-            position_ids=scatter_sequence(rows.position_ids, self.group),
-            real=scatter_sequence(rows.real, self.group),
-            token_types=None
-            if rows.token_types is None
-            else scatter_sequence(rows.token_types, self.group),
+            layout,
+            positions=self._scatter(layout.positions),
+            position_ids=self._scatter(layout.position_ids),
+            real=self._scatter(layout.real),
+            token_types=None if types is None else self._scatter(types),
+        )
+
+    def _scatter(self, x: Tensor) -> Tensor:
+        return scatter_to_sequence_parallel_region(x, self.group)
+
+
+class _SequenceExit(_ParallelHook):
+    def forward(self, hidden: Tensor) -> Tensor:
+        if not self.sequence:
+            return hidden
+        return gather_from_sequence_parallel_region(
+            hidden, self.group, tensor_parallel_output_grad=False
         )
 
 
-class _SequenceExit(_Split):
-    def forward(self, hidden: Tensor) -> Tensor:
-        return gather_from_sequence_parallel_region(hidden, self.group) if self.sequence else hidden
-
-
-class _BlockInput(_Split):
-    def forward(self, hidden: Tensor, rows: TokenLayout) -> Tensor:
-        if self.sequence and rows.sequence:
-            return gather_sequence(hidden, self.group)
+class _BlockInput(_ParallelHook):
+    def forward(self, hidden: Tensor, layout: TokenLayout) -> Tensor:
+        if self.sequence and layout.sequence:
+            return gather_from_sequence_parallel_region(hidden, self.group)
         return copy_to_tensor_parallel_region(hidden, self.group)
 
 
-class _SharedInput(_Split):
+class _SharedInput(_ParallelHook):
     def forward(self, value: Tensor) -> Tensor:
         return copy_to_tensor_parallel_region(value, self.group)
 
 
-class _ChannelExit(_Split):
-    def forward(self, value: Tensor, rows: TokenLayout) -> Tensor:
-        if self.sequence and rows.sequence:
-            return channels_to_sequence(value, self.group)
-        return gather_channels(value, self.group)
+class _ChannelExit(_ParallelHook):
+    def forward(self, value: Tensor, layout: TokenLayout) -> Tensor:
+        if self.sequence and layout.sequence:
+            return all_to_all_hp2sp(value, self.group)
+        return gather_from_tensor_parallel_region(value, self.group)
 
 
-class _BlockOutput(_Split):
-    def __init__(
-        self, whole: seams.BlockOutput, group: ProcessGroup | None, sequence: bool
-    ) -> None:
-        super().__init__(group, sequence)
-        self.weight, self.bias = whole.weight, whole.bias
-
-    def forward(self, input: Tensor, rows: TokenLayout) -> Tensor:
-        sequence = self.sequence and rows.sequence
+class _BlockOutput(_ParallelHook):
+    def forward(self, input: Tensor, layout: TokenLayout) -> Tensor:
+        sequence = self.sequence and layout.sequence
         return row_parallel(input, self.weight, self.bias, self.group, sequence=sequence)
 
 
-class _PositionEmbedding(_Split):
-    def __init__(
-        self, whole: seams.PositionEmbedding, group: ProcessGroup | None, sequence: bool
-    ) -> None:
-        super().__init__(group, sequence)
-        self.weight = whole.weight
-
-    def forward(self, rows: TokenLayout) -> Tensor:
-        own_tokens = self.sequence and rows.sequence
-        weight = (
-            copy_to_tensor_parallel_region(self.weight, self.group) if own_tokens else self.weight
-        )
-        return functional.embedding(rows.position_ids, weight)
+class _PositionEmbedding(_ParallelHook):
+    def forward(self, layout: TokenLayout) -> Tensor:
+        return functional.embedding(layout.position_ids, self._replicated("weight", layout))
 
 
-class _TokenTypeEmbedding(_Split):
-    def __init__(
-        self, whole: seams.TokenTypeEmbedding, group: ProcessGroup | None, sequence: bool
-    ) -> None:
-        super().__init__(group, sequence)
-        self.weight = whole.weight
-
-    def forward(self, rows: TokenLayout) -> Tensor:
-        weight = (
-            copy_to_tensor_parallel_region(self.weight, self.group)
-            if self.sequence
-            else self.weight
-        )
-        return functional.embedding(seams.token_types(rows), weight)
+class _TokenTypeEmbedding(_ParallelHook):
+    def forward(self, layout: TokenLayout) -> Tensor:
+        weight = self._replicated("weight", layout)
+        return functional.embedding(tp_hooks.token_types(layout), weight)
 
 
-class _LayerNorm(_Split):
-    def __init__(self, whole: seams.LayerNorm, group: ProcessGroup | None, sequence: bool) -> None:
-        super().__init__(group, sequence)
-        self.weight, self.bias, self.eps = whole.weight, whole.bias, whole.eps
+class _LayerNorm(_ParallelHook):
+    def __init__(self, hook: tp_hooks.LayerNorm, parallelism: _Parallelism) -> None:
+        super().__init__(hook, parallelism)
+        self.eps = hook.eps
 
-    def forward(self, input: Tensor | PendingResidual, rows: TokenLayout) -> Tensor:
-        weight: Tensor = self.weight
-        bias: Tensor = self.bias
-        if self.sequence and rows.sequence:
-            # Each rank normalises its own tokens, so its gradients are parts.
-            weight, bias = (
-                copy_to_tensor_parallel_region(weight, self.group),
-                copy_to_tensor_parallel_region(bias, self.group),
-            )
+    def forward(self, input: Tensor | PendingResidual, layout: TokenLayout) -> Tensor:
+        weight, bias = self._replicated("weight", layout), self._replicated("bias", layout)
         return layer_norm(input, weight, bias, self.eps)
 
 
-class _TokenEmbedding(_Split):
-    def __init__(
-        self, whole: nn.Embedding, start: int, group: ProcessGroup | None, sequence: bool
-    ) -> None:
-        super().__init__(group, sequence)
-        self.weight, self.start = whole.weight, start
+class _TokenEmbedding(_ParallelHook):
+    def __init__(self, hook: nn.Module, parallelism: _Parallelism) -> None:
+        super().__init__(hook, parallelism)
+        self.start = parallelism.vocab_start
 
     def forward(self, input_ids: Tensor) -> Tensor:
         return vocab_parallel_embedding(
@@ -168,52 +159,51 @@ class _TokenEmbedding(_Split):
         )
 
 
-class _TokenLoss(_Split):
-    def __init__(
-        self, start: int, vocab_size: int, group: ProcessGroup | None, sequence: bool
-    ) -> None:
-        super().__init__(group, sequence)
-        self.start, self.vocab_size = start, vocab_size
+class _TokenLoss(_ParallelHook):
+    def __init__(self, hook: nn.Module, parallelism: _Parallelism) -> None:
+        super().__init__(hook, parallelism)
+        self.start, self.size = parallelism.vocab_start, parallelism.vocab_size
 
     def forward(
         self, states: Tensor, weight: Tensor, bias: Tensor, labels: Tensor
     ) -> tuple[Tensor, Tensor]:
-        return vocab_parallel_loss(
-            states, weight, bias, labels, self.start, self.vocab_size, self.group
-        )
+        return vocab_parallel_loss(states, weight, bias, labels, self.start, self.size, self.group)
+
+
+_PARALLEL_HOOKS: dict[type[nn.Module], type[_ParallelHook]] = {
+    tp_hooks.SequenceEntry: _SequenceEntry,
+    tp_hooks.SequenceExit: _SequenceExit,
+    tp_hooks.BlockInput: _BlockInput,
+    tp_hooks.SharedInput: _SharedInput,
+    tp_hooks.ChannelExit: _ChannelExit,
+    tp_hooks.BlockOutput: _BlockOutput,
+    tp_hooks.PositionEmbedding: _PositionEmbedding,
+    tp_hooks.TokenTypeEmbedding: _TokenTypeEmbedding,
+    tp_hooks.LayerNorm: _LayerNorm,
+    TokenLoss: _TokenLoss,
+}
 
 
 def parallelize_module(
     model: nn.Module, groups: ProcessGroups, *, sequence: bool, vocab_start: int, vocab_size: int
 ) -> None:
-    """Replace every seam of ``model`` in place; parameters keep their names and identity.
+    """Replace every hook of ``model`` in place; parameters keep their names and identity.
 
     Args:
-        model: a single-device model.
-        groups: the rank grid.
-        sequence: split norms and dropouts along the sequence, too.
+        model: a single-device model with this rank's parameter shapes.
+        groups: process groups.
+        sequence: sequence parallelism.
         vocab_start: first vocabulary row of this rank.
         vocab_size: size of the vocabulary, without padding.
     """
-    group = groups.tp_group
-    forms: dict[type[nn.Module], Callable[..., nn.Module]] = {
-        seams.SequenceEntry: lambda _: _SequenceEntry(group, sequence),
-        seams.SequenceExit: lambda _: _SequenceExit(group, sequence),
-        seams.BlockInput: lambda _: _BlockInput(group, sequence),
-        seams.SharedInput: lambda _: _SharedInput(group, sequence),
-        seams.ChannelExit: lambda _: _ChannelExit(group, sequence),
-        seams.BlockOutput: lambda whole: _BlockOutput(whole, group, sequence),
-        seams.PositionEmbedding: lambda whole: _PositionEmbedding(whole, group, sequence),
-        seams.TokenTypeEmbedding: lambda whole: _TokenTypeEmbedding(whole, group, sequence),
-        seams.LayerNorm: lambda whole: _LayerNorm(whole, group, sequence),
-        TokenLoss: lambda _: _TokenLoss(vocab_start, vocab_size, group, sequence),
-    }
+    parallelism = _Parallelism(groups.tp_group, sequence, vocab_start, vocab_size)
     for path, module in list(model.named_modules()):
-        if type(module) in forms:
-            _replace(model, path, forms[type(module)](module))
-        elif path == "embeddings.token":
-            assert isinstance(module, nn.Embedding)
-            _replace(model, path, _TokenEmbedding(module, vocab_start, group, sequence))
+        hook = _PARALLEL_HOOKS.get(type(module))
+        if path == "embeddings.token":
+            hook = _TokenEmbedding
+        if hook is not None:
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, hook(module, parallelism))
         elif isinstance(module, DisentangledSelfAttention):
             local_heads = module.query.weight.size(0) // module.head_size
             module.first_head = groups.tp_rank * local_heads
@@ -227,8 +217,3 @@ def shard_parameters(
         path, _, leaf = name.rpartition(".")
         parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
         setattr(model.get_submodule(path), leaf, parameter)
-
-
-def _replace(model: nn.Module, path: str, replacement: nn.Module) -> None:
-    parent, _, leaf = path.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, replacement)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from megatron_deberta.distributed.control import largest
+from megatron_deberta.distributed.control import all_reduce_max
 from megatron_deberta.distributed.topology import ProcessGroups
 
 
@@ -64,7 +64,7 @@ class NonfiniteGradients:
         code = (place * (len(self._parameters) + 1) + number) * self._groups.world_size
         code += self._groups.rank
         least = torch.tensor(-code, dtype=torch.int64, device=self._groups.device)
-        code, rank = divmod(-int(largest(least, self._groups)), self._groups.world_size)
+        code, rank = divmod(-int(all_reduce_max(least, self._groups)), self._groups.world_size)
         place, number = divmod(code, len(self._parameters) + 1)
         if place == nowhere:
             return "no rank saw where it began"

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_deberta.distributed.control import largest
+from megatron_deberta.distributed.control import all_reduce_max
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.engine.protocol import Placements
 from megatron_deberta.errors import ReplicaError
@@ -105,7 +105,7 @@ def check_replicas(module: nn.Module, specs: Placements, groups: ProcessGroups, 
             ends = torch.stack([compared, ~compared])
             dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=group)
             differs += (ends[0] != ~ends[1]).any()
-    if not largest(differs, groups).item():
+    if not all_reduce_max(differs, groups).item():
         return
     table = _gather(sums, groups)
     hosts = [bytes(row).rstrip(b"\0").decode() for row in _gather(_host(groups), groups).tolist()]

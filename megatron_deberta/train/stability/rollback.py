@@ -18,7 +18,7 @@ from megatron_deberta.checkpoint import store
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.checkpoint.retention import delete_after
 from megatron_deberta.config.schema import RunConfig
-from megatron_deberta.distributed.control import from_rank_zero, raise_on_all_ranks
+from megatron_deberta.distributed.control import broadcast_from_rank_zero, raise_on_all_ranks
 from megatron_deberta.distributed.parallelize.spec import ParameterSpec
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.engine.protocol import Engine
@@ -115,7 +115,7 @@ def resumed_position(
     with raise_on_all_ranks(groups):
         known = _read(config.train.run_dir) if groups.rank == 0 else None
     numbers = [0] * len(fields(Rollback)) if known is None else list(asdict(known).values())
-    last = Rollback(*(from_rank_zero(number, groups) for number in numbers))
+    last = Rollback(*(broadcast_from_rank_zero(number, groups) for number in numbers))
     if last.step == saved.step and last.rollbacks > saved.guard.get("rollbacks", 0):
         return TrainState(saved.step, last.consumed_samples), _guard_after(reader, last)
     state = TrainState(saved.step, saved.consumed_samples)

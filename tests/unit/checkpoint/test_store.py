@@ -70,7 +70,7 @@ def test_any_layout_loads_what_any_other_saved(
     assert paths == [step_dir(tmp_path, 3)] * len(paths)
     for engine in on_threads(monkeypatch, loaded_on, 1, load_on(paths[0])):
         assert_holds(engine, logical_states())
-        assert engine.scalars() == SCALARS
+        assert engine.state_dict() == SCALARS
 
 
 def test_work_is_shared_and_each_true_row_is_stored_once(
@@ -230,7 +230,7 @@ def test_weights_alone_start_a_new_run(tmp_path: Path) -> None:
             for name, kinds in logical.items()
         },
     )
-    assert engine.scalars() == {}
+    assert engine.state_dict() == {}
     with pytest.raises(CheckpointError, match="no exp_avg"):
         store.load(reader, engine, specs_of(groups))
 

@@ -51,18 +51,18 @@ def test_continued_scale_moves_as_the_unbroken_one() -> None:
     for overflow in outcomes[:5]:
         unbroken.update(overflow)
     continued = DynamicLossScale(FP16)
-    continued.load_scalars(unbroken.scalars())
+    continued.load_state_dict(unbroken.state_dict())
     for overflow in outcomes[5:]:
         unbroken.update(overflow)
         continued.update(overflow)
-        assert continued.scalars() == unbroken.scalars()
+        assert continued.state_dict() == unbroken.state_dict()
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_other_formats_have_no_scale(dtype: str) -> None:
     scale = DynamicLossScale(PrecisionConfig(dtype=dtype))  # type: ignore[arg-type]
-    fp16 = DynamicLossScale(FP16).scalars()
+    fp16 = DynamicLossScale(FP16).state_dict()
     for overflow in (True, True, False):
         scale.update(overflow)
-    scale.load_scalars(fp16)
+    scale.load_state_dict(fp16)
     assert scale.scale == 1.0

@@ -122,23 +122,23 @@ def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing(name: str, st
     config = toy_config(name, "fp32", stage)
     engine = start(config, GROUPS)
     train(engine, config, GROUPS, range(1))
-    before, scalars = states(engine), engine.scalars()
+    before, scalars = states(engine), engine.state_dict()
     outcome, _ = train(engine, config, GROUPS, range(1, 2), {1: math.inf})[0]
     assert (outcome.skipped, outcome.grad_norm) == (True, math.inf)
     assert_same_states(states(engine), before)
-    assert engine.scalars() == scalars
+    assert engine.state_dict() == scalars
     assert not train(engine, config, GROUPS, range(2, 3))[0][0].skipped
     engine.destroy()
 
 
 def test_the_wrong_number_of_micro_batches_is_an_error() -> None:
     engine = start(toy_config("deepspeed"), GROUPS)
-    engine.accumulate(engine.module(micro_batch(0, 0, GROUPS)))
+    engine.backward(engine.module(micro_batch(0, 0, GROUPS)))
     with pytest.raises(RuntimeError, match="1 losses accumulated, 2 expected"):
         engine.step(0.1)
-    engine.accumulate(engine.module(micro_batch(0, 1, GROUPS)))
+    engine.backward(engine.module(micro_batch(0, 1, GROUPS)))
     with pytest.raises(RuntimeError, match=r"step\(\) is due after 2 losses"):
-        engine.accumulate(engine.module(micro_batch(0, 1, GROUPS)))
+        engine.backward(engine.module(micro_batch(0, 1, GROUPS)))
     engine.destroy()
 
 

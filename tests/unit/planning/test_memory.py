@@ -113,7 +113,7 @@ def states_of(dtype: str, stage: int) -> tuple[int, int]:
     before = tensor_bytes()
     model = build_model(config, GROUPS, DTYPES[dtype])
     engine = build_engine(config, model.module, model.specs, GROUPS)
-    engine.accumulate(engine.module(**batch(config))[0] / 100)
+    engine.backward(engine.module(**batch(config))[0] / 100)
     alive = tensor_bytes() - before
     engine.destroy()
     estimate = estimate_memory(config, 1, attention="chunked", device_type="cpu")

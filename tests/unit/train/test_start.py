@@ -68,10 +68,10 @@ def test_another_format_starts_with_a_loss_scale_of_its_own(tmp_path: Path) -> N
     fp16 = replace(config, precision=PrecisionConfig(dtype="fp16"))
     for run, scale in ((config, SCALARS["loss_scale"]), (fp16, 65536.0)):
         engine: Any = FakeEngine(specs_of(GROUPS))
-        engine.load_scalars({"adam_step": 0, "loss_scale": 65536.0})
+        engine.load_state_dict({"adam_step": 0, "loss_scale": 65536.0})
         start = choose_start(run, GROUPS, IDENTITY, allow_config_change=True)
         load_start(start, engine, specs_of(GROUPS))
-        assert engine.scalars() == {"adam_step": 7, "loss_scale": scale}
+        assert engine.state_dict() == {"adam_step": 7, "loss_scale": scale}
 
 
 def test_other_data_is_refused(tmp_path: Path) -> None:

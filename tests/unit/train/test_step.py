@@ -122,8 +122,8 @@ class Recorded:
     def _forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         return torch.tensor(self.loss), torch.tensor(0)
 
-    def accumulate(self, loss: Tensor) -> None:
-        self.calls.append("accumulate")
+    def backward(self, loss: Tensor) -> None:
+        self.calls.append("backward")
 
     def step(self, rate: float, norm_limit: float) -> StepOutcome:
         self.calls.append("step" if norm_limit > 0 else "skip")
@@ -142,14 +142,14 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(
     engine = Recorded(loss)
     with pytest.raises(NumericsError, match=r"step 8: the loss is not finite; .* of step 7"):
         step_of(engine, STRICT)(7, [rows(40)])
-    assert engine.calls == ["accumulate"]
+    assert engine.calls == ["backward"]
     assert "[40, 41, 42, 43]" in caplog.text
 
 
 def test_the_next_batches_are_fetched_while_the_device_has_all_of_the_step() -> None:
     engine = Recorded(1.0)
     step_of(engine)(0, [rows(), rows(4)], lambda: engine.calls.append("fetch"))
-    assert engine.calls == ["accumulate", "accumulate", "fetch", "step"]
+    assert engine.calls == ["backward", "backward", "fetch", "step"]
 
 
 def test_a_gradient_that_is_not_finite_stops_too_but_in_fp16_lowers_the_scale() -> None:
