@@ -1,11 +1,48 @@
-"""Metadata of the package; how to build, lint and test it is in ``pyproject.toml``."""
+"""Package metadata; the settings of build, lint and tests are in ``pyproject.toml``."""
 
 import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
+MPI = ["mpi4py"]
+DEV = [
+    *MPI,
+    "codespell",
+    "mypy>=2",
+    "openmpi; platform_system == 'Linux'",
+    "pytest>=9",
+    "ruff>=0.15",
+    "triton; platform_system == 'Linux'",
+    "types-PyYAML",
+]
+
+
+class BuildWithConfigs(build_py):
+    """Add the top-level ``configs/`` to the built package as ``megatron_deberta/configs``."""
+
+    def _configs(self) -> dict[str, str]:
+        """Return the source of each config by its path in the build directory."""
+        package = Path(self.build_lib, "megatron_deberta")
+        return {
+            str(package / source.relative_to(ROOT)): str(source)
+            for source in sorted(ROOT.glob("configs/*/*.yaml"))
+        }
+
+    def run(self) -> None:
+        """Build the package, then copy the configs; an editable install reads the checkout's."""
+        super().run()
+        if not self.editable_mode:
+            for target, source in self._configs().items():
+                self.mkpath(str(Path(target).parent))
+                self.copy_file(source, target)
+
+    def get_outputs(self, include_bytecode: bool = True) -> list[str]:
+        """List the files that the build writes."""
+        outputs: list[str] = super().get_outputs(include_bytecode)
+        return outputs if self.editable_mode else [*outputs, *self._configs()]
 
 
 def read_version() -> str:
@@ -26,10 +63,16 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["megatron_deberta", "megatron_deberta.*"]),
-    package_data={"megatron_deberta": ["py.typed"]},
+    package_data={
+        "megatron_deberta": ["py.typed"],
+        "megatron_deberta.cluster": ["profiles/*.yaml"],
+        "megatron_deberta.cluster.slurm": ["job.sbatch"],
+    },
+    cmdclass={"build_py": BuildWithConfigs},
     install_requires=[
         "torch>=2.6,<3",
-        "deepspeed>=0.19",
+        # Private names of DeepSpeed are patched, so the minor version is fixed.
+        "deepspeed>=0.19,<0.20",
         "numpy>=1.26",
         "omegaconf>=2.4",
         "safetensors",
@@ -39,6 +82,8 @@ setup(
         "orjson",
         "packaging",
         "psutil",
+        "pyyaml",
+        "rensa",
         "zstandard",
         "isal",
         "pyarrow",
@@ -49,6 +94,7 @@ setup(
         "matplotlib",
         "protobuf",
     ],
+    extras_require={"mpi": MPI, "dev": DEV, "all": MPI},
     entry_points={"console_scripts": ["megatron-deberta = megatron_deberta.cli.main:main"]},
     classifiers=[
         "License :: OSI Approved :: Apache Software License",

@@ -1,20 +1,27 @@
 #!/usr/bin/env bash
-# Everything that must pass: style, types, tests. Makes .venv itself.
+# Style, types and tests; makes .venv where it is missing.
 #
-#   tests/run.sh                   all of it
-#   tests/run.sh tests/unit -k x   the checks, and these arguments to pytest
+#   tests/run.sh                   everything but the tests marked slow
+#   tests/run.sh --all             everything, as continuous integration runs it
+#   tests/run.sh tests/unit -k x   the checks, and pytest with these arguments
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+case "${1:-}" in
+  "") set -- -m "not slow" ;;
+  --all) shift ;;
+esac
 launch/setup_venv.sh --dev
 export PATH="$PWD/.venv/bin:$PATH"
 
-# One thread a process: distributed tests start up to four on what may be two cores.
+# One thread per process: distributed tests start up to four processes.
 export OMP_NUM_THREADS=1
 export DS_ACCELERATOR=cpu
 export TOKENIZERS_PARALLELISM=false
 export HF_HUB_OFFLINE=1
 
+SECONDS=0
+trap 'printf "tests/run.sh: %d min %d s after installation\n" $((SECONDS / 60)) $((SECONDS % 60))' EXIT
 ruff format --check .
 ruff check .
 mypy

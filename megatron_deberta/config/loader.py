@@ -34,11 +34,16 @@ OVERRIDES = "command line"
 """How errors name the place of ``section.key=value``."""
 
 
+CONFIG_ROOTS = tuple(Path(__file__).resolve().parents[1:3])
+"""Folders that hold ``configs/``: the installed package, or else the checkout."""
+
+
 def load_config(path: str | os.PathLike[str] | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a run's config: defaults < files under ``base`` < the file < overrides.
 
     Args:
-        path: YAML file; None takes the defaults.
+        path: YAML file, or the name of a packaged one (``configs/runs/small.yaml``); None takes
+            the defaults.
         overrides: ``section.key=value``, values in YAML; of two for one key the last counts.
 
     Returns:
@@ -47,7 +52,7 @@ def load_config(path: str | os.PathLike[str] | None, overrides: Sequence[str] = 
     Raises:
         ConfigError: unreadable file, unknown or duplicate key, wrong type, or a broken rule.
     """
-    layers = list(_layers(Path(path), ())) if path is not None else []
+    layers = list(_layers(_find(Path(), os.fspath(path)), ())) if path is not None else []
     layers.append((OVERRIDES, _parse_overrides(overrides)))
     return _build(layers)
 
@@ -100,8 +105,16 @@ def _layers(path: Path, chain: tuple[Path, ...]) -> Iterator[tuple[str, dict[str
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
         raise ConfigError(f"{path}: {BASE_KEY}={bases!r} is not a file name or a list of them")
     for base in bases:
-        yield from _layers(path.parent / base, (*chain, resolved))
+        yield from _layers(_find(path.parent, base), (*chain, resolved))
     yield str(path), data
+
+
+def _find(folder: Path, name: str) -> Path:
+    """Return a file of a folder or, if it does not exist, the packaged ``configs/...`` file."""
+    path = folder / name
+    if not path.exists() and Path(name).parts[:1] == ("configs",):
+        return next((root / name for root in CONFIG_ROOTS if (root / name).is_file()), path)
+    return path
 
 
 def _parse_overrides(overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
