@@ -16,10 +16,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.provenance import provenance
-from megatron_deberta.data.shards.manifest import write_manifest
 from megatron_deberta.data.shards.reader import IndexedDataset
 from megatron_deberta.data.shards.verify import ShardReport, verify_shards
-from megatron_deberta.data.shards.writer import IndexedWriter
+from megatron_deberta.data.shards.writer import write_shard
 from megatron_deberta.errors import DataError
 
 IDX_MUTATIONS, BIN_MUTATIONS = 300, 200
@@ -30,21 +29,22 @@ VOCAB_SIZE = 5000
 def make_shard(prefix: str) -> None:
     """Write a shard of 300 documents of one to four sentences, with a manifest."""
     generator = np.random.default_rng(SEED)
-    with IndexedWriter(prefix, np.uint16) as writer:
-        for _ in range(300):
-            writer.add_document(
-                [
-                    generator.integers(0, VOCAB_SIZE, generator.integers(1, 40))
-                    for _ in range(generator.integers(1, 5))
-                ]
-            )
-        write_manifest(
-            writer,
-            tokenizer_fingerprint="tiny",
-            tokenizer_path="tokenizer",
-            vocab_size=VOCAB_SIZE,
-            sources=("text.jsonl",),
-        )
+    documents = [
+        [
+            generator.integers(0, VOCAB_SIZE, generator.integers(1, 40))
+            for _ in range(generator.integers(1, 5))
+        ]
+        for _ in range(300)
+    ]
+    write_shard(
+        prefix,
+        documents,
+        np.uint16,
+        tokenizer_fingerprint="tiny",
+        tokenizer_path="tokenizer",
+        vocab_size=VOCAB_SIZE,
+        sources=("text.jsonl",),
+    )
 
 
 def mutate(content: bytes, number: int, kind: str) -> tuple[str, bytes]:

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, field, fields
 
 from megatron_deberta.data.shards.format import bin_path, idx_path, manifest_path
 from megatron_deberta.data.shards.reader import IndexedDataset
-from megatron_deberta.data.shards.writer import IndexedWriter
 from megatron_deberta.errors import DataError
 from megatron_deberta.files import sha256_file
 
@@ -59,40 +58,6 @@ class ShardManifest:
     quarantine_sha256: str = ""
     plan_sha256: str = ""
     format_version: int = FORMAT_VERSION
-
-
-def write_manifest(
-    writer: IndexedWriter,
-    *,
-    tokenizer_fingerprint: str,
-    tokenizer_path: str,
-    vocab_size: int,
-    sources: tuple[str, ...],
-) -> ShardManifest:
-    """Finish a shard and write its manifest, which is published with it.
-
-    Args:
-        writer: of the shard, open, with all its documents.
-        tokenizer_fingerprint: of the tokenizer that made the ids.
-        tokenizer_path: of that tokenizer.
-        vocab_size: of that tokenizer.
-        sources: input files.
-
-    Returns:
-        What was written.
-
-    Raises:
-        DataError: the disk is full, or the shard is empty.
-    """
-    manifest = ShardManifest(
-        tokenizer_fingerprint=tokenizer_fingerprint,
-        tokenizer_path=tokenizer_path,
-        vocab_size=vocab_size,
-        sources=sources,
-        **asdict(writer.finish()),
-    )
-    writer.add_manifest(encode_manifest(manifest))
-    return manifest
 
 
 def encode_manifest(manifest: ShardManifest) -> bytes:
@@ -166,6 +131,15 @@ def verify_hash(path: str, expected: str) -> None:
         found = sha256_file(path)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}; preprocess again") from error
+    compare_hash(path, found, expected)
+
+
+def compare_hash(path: str, found: str, expected: str) -> None:
+    """Compare a file's SHA-256 with its manifest's.
+
+    Raises:
+        DataError: they differ.
+    """
     if found != expected:
         raise DataError(
             f"{path}: SHA-256 {found} is not the manifest's {expected}; preprocess again"

@@ -1,20 +1,20 @@
-"""Writes a shard: tokens to ``.bin``, their lengths and documents to ``.idx``.
+"""Writer for shards in Megatron's indexed format.
 
-Owns the atomic publication of the pair and the SHA-256 of what was written. Refuses empty
-documents and tokens that do not fit the dtype. Memory does not grow with the shard: lengths and
-document boundaries wait in temporary files until the index is put together.
+The size of each part fixes its place in both files (``ShardLayout``), so parts can be written in
+any order, by any number of threads or processes. ``preprocess`` and ``merge`` write many parts,
+``write_shard`` a single one.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
+import fcntl
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,251 +24,327 @@ from megatron_deberta.data.shards.format import (
     HEADER,
     MAGIC,
     VERSION,
-    dtype_for_vocab,
+    bin_path,
+    idx_path,
+    manifest_path,
 )
+from megatron_deberta.data.shards.manifest import ShardManifest, encode_manifest
 from megatron_deberta.errors import DataError
-from megatron_deberta.files import fsync_path, temporary_name, write_durably
+from megatron_deberta.files import fsync_path, sha256_file, write_durably
 
-__all__ = ["IndexedWriter", "ShardSummary", "dtype_for_vocab", "publish_shards"]
-
-_CHUNK = 1 << 20
-_FILES = ("bin", "idx", "manifest.json", "len", "doc")
-_BUFFER_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 23
+_CHUNK_ROWS = 1 << 20
+Document = npt.NDArray[Any] | Sequence[npt.NDArray[Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class ShardSummary:
-    """What a finished writer holds.
+class PartSize:
+    """Number of tokens, sequences and documents of a part."""
 
-    Attributes:
-        dtype: numpy name of the token type.
-        num_documents: documents.
-        num_sequences: sentences (equal to documents where documents are not split).
-        num_tokens: tokens, without special tokens.
-        bin_sha256: hex digest of the ``.bin`` file.
-        idx_sha256: hex digest of the ``.idx`` file.
+    tokens: int
+    sequences: int
+    documents: int
+
+
+class ShardLayout:
+    """Offsets of the parts of a shard: an exclusive scan over their sizes.
+
+    Args:
+        dtype: token type.
+        parts: sizes of the parts, in order.
     """
 
-    dtype: str
-    num_documents: int
-    num_sequences: int
-    num_tokens: int
-    bin_sha256: str
-    idx_sha256: str
+    def __init__(self, dtype: npt.DTypeLike, parts: Sequence[PartSize]) -> None:
+        """See the class."""
+        self.dtype = np.dtype(dtype)
+        self._tokens = [0, *accumulate(part.tokens for part in parts)]
+        self._sequences = [0, *accumulate(part.sequences for part in parts)]
+        self._documents = [0, *accumulate(part.documents for part in parts)]
+
+    @property
+    def total(self) -> PartSize:
+        """Size of the whole shard."""
+        return PartSize(self._tokens[-1], self._sequences[-1], self._documents[-1])
+
+    @property
+    def bin_bytes(self) -> int:
+        """Size of the ``.bin`` file."""
+        return self.total.tokens * self.dtype.itemsize
+
+    @property
+    def idx_bytes(self) -> int:
+        """Size of the ``.idx`` file."""
+        return HEADER.size + 12 * self.total.sequences + 8 * (self.total.documents + 1)
+
+    def token_range(self, part: int) -> tuple[int, int]:
+        """Return the bytes [begin, end) of a part's tokens in the ``.bin`` file."""
+        begin, end = self._tokens[part : part + 2]
+        return begin * self.dtype.itemsize, end * self.dtype.itemsize
+
+    def create(self, bin_file: Path, idx_file: Path) -> None:
+        """Create both files with ``allocate`` and flush them.
+
+        Raises:
+            OSError: the disk is full, or the folder is not writable.
+        """
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        descriptors = [os.open(path, flags, 0o666) for path in (bin_file, idx_file)]
+        try:
+            self.allocate(*descriptors)
+            for descriptor in descriptors:
+                os.fsync(descriptor)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def allocate(self, bin_file: int, idx_file: int) -> None:
+        """Allocate all blocks of two empty files; write the header and the first boundary.
+
+        A full disk is thus found before anything is copied.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        if self.bin_bytes:
+            os.posix_fallocate(bin_file, 0, self.bin_bytes)
+        os.posix_fallocate(idx_file, 0, self.idx_bytes)
+        code, total = CODES_OF_DTYPES[self.dtype], self.total
+        header = HEADER.pack(MAGIC, VERSION, code, total.sequences, total.documents + 1)
+        _write_at(idx_file, header, 0)
+        _write_at(idx_file, bytes(8), self._boundary_offset(0))
+
+    def write_index(
+        self,
+        idx_file: int,
+        part: int,
+        lengths: npt.NDArray[np.int32],
+        document_ends: npt.NDArray[np.int64] | None,
+    ) -> None:
+        """Write a part's lengths, offsets and document boundaries into the ``.idx`` file.
+
+        Args:
+            idx_file: descriptor, open for writing.
+            part: index of the part.
+            lengths: tokens of each sequence.
+            document_ends: number of the part's sequences up to the end of each document; None:
+                each document is one sequence.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        sequences = self._sequences[part]
+        offset = self._tokens[part] * self.dtype.itemsize
+        offsets_begin = HEADER.size + 4 * self.total.sequences
+        for begin in range(0, len(lengths), _CHUNK_ROWS):
+            chunk = lengths[begin : begin + _CHUNK_ROWS]
+            ends = offset + np.cumsum(chunk, dtype=np.int64) * self.dtype.itemsize
+            starts = np.concatenate([[offset], ends[:-1]])
+            _write_at(idx_file, chunk, HEADER.size + 4 * (sequences + begin))
+            _write_at(idx_file, starts, offsets_begin + 8 * (sequences + begin))
+            offset = ends[-1]
+        first, after = self._documents[part], self._documents[part + 1]
+        if document_ends is None:
+            document_ends = np.arange(1, after - first + 1)
+        for begin in range(0, after - first, _CHUNK_ROWS):
+            boundaries = document_ends[begin : begin + _CHUNK_ROWS] + sequences
+            _write_at(idx_file, boundaries, self._boundary_offset(first + begin + 1))
+
+    def copy_tokens(
+        self,
+        bin_file: int,
+        part: int,
+        source: int,
+        on_chunk: Callable[[bytes], None] = lambda _: None,
+    ) -> None:
+        """Copy a part's tokens from the beginning of a file into the ``.bin`` file.
+
+        Args:
+            bin_file: descriptor, open for writing.
+            part: index of the part.
+            source: descriptor of the file with the tokens.
+            on_chunk: called with each chunk that was copied.
+
+        Raises:
+            OSError: the disk is full, or ``source`` is too short.
+        """
+        begin, end = self.token_range(part)
+        for offset in range(begin, end, _CHUNK_BYTES):
+            size = min(_CHUNK_BYTES, end - offset)
+            chunk = os.pread(source, size, offset - begin)
+            if len(chunk) != size:
+                raise OSError(5, "a part is shorter than its record says")
+            _write_at(bin_file, chunk, offset)
+            on_chunk(chunk)
+
+    def _boundary_offset(self, document: int) -> int:
+        return HEADER.size + 12 * self.total.sequences + 8 * document
 
 
-class IndexedWriter:
-    """Context manager that writes ``{prefix}.bin`` and ``{prefix}.idx``.
+class StagedShard:
+    """The unfinished files of a shard, see ``staged_shard``.
 
-    Leaving it cleanly flushes both to disk and renames them into place; leaving it by an
-    exception removes everything it wrote. ``publish_shards`` does so for several at once.
+    Attributes:
+        bin_file: descriptor of the ``.bin`` file.
+        idx_file: descriptor of the ``.idx`` file.
+    """
+
+    def __init__(self, prefix: str, bin_file: int, idx_file: int) -> None:
+        """See the class."""
+        self._prefix = prefix
+        self.bin_file = bin_file
+        self.idx_file = idx_file
+
+    def sha256(self, end: str) -> str:
+        """Return the digest of the ``bin`` or ``idx`` file."""
+        return sha256_file(_unfinished_path(self._prefix, end))
+
+    def publish(self, manifest: ShardManifest | None) -> None:
+        """Flush the files and rename them; the index last, without which no reader sees a shard.
+
+        Args:
+            manifest: written beside the shard; None: no manifest.
+        """
+        folder = Path(self._prefix).parent
+        staged = Path(_unfinished_path(self._prefix, "manifest.json"))
+        os.fsync(self.bin_file)
+        os.fsync(self.idx_file)
+        try:
+            staged.unlink(missing_ok=True)
+            if manifest is not None:
+                write_durably(staged, encode_manifest(manifest))
+            for path in (idx_path(self._prefix), manifest_path(self._prefix)):
+                Path(path).unlink(missing_ok=True)
+            fsync_path(folder)
+            os.replace(_unfinished_path(self._prefix, "bin"), bin_path(self._prefix))
+            if manifest is not None:
+                os.replace(staged, manifest_path(self._prefix))
+            fsync_path(folder)
+            os.replace(_unfinished_path(self._prefix, "idx"), idx_path(self._prefix))
+            fsync_path(folder)
+        finally:
+            staged.unlink(missing_ok=True)
+
+
+@contextmanager
+def staged_shard(prefix: str, layout: ShardLayout) -> Iterator[StagedShard]:
+    """Open the allocated files of a new shard under temporary names.
+
+    They are locked, and removed at the end unless they have been published. Files that a killed
+    process left are overwritten.
 
     Args:
         prefix: path of the shard without suffix; the folder is created.
-        dtype: token type, see ``dtype_for_vocab``.
+        layout: of the shard.
 
     Raises:
-        DataError: the dtype has no code, the folder cannot be written, the disk is full, or
-            nothing was added.
+        DataError: another process writes this shard, the folder is not writable or the disk full.
     """
-
-    def __init__(self, prefix: str, dtype: npt.DTypeLike) -> None:
-        """See the class."""
-        self.prefix = prefix
-        self.dtype = np.dtype(dtype)
-        if self.dtype not in CODES_OF_DTYPES:
-            raise DataError(f"{prefix}: no index code for dtype {self.dtype}; use uint16 or int32")
-        self._limits = np.iinfo(self.dtype)
-        self.num_documents = 0
-        self.num_sequences = 0
-        self.num_tokens = 0
-        self._summary: ShardSummary | None = None
-        self._published = False
-        self._bin_hash = hashlib.sha256()
-        self._temporaries = {name: temporary_name(f"{prefix}.{name}") for name in _FILES}
-        self._streams: dict[str, IO[bytes]] = {}
-
-    def finish(self) -> ShardSummary:
-        """Put the index together and flush everything to disk, still under temporary names.
-
-        No document can be added afterwards.
-
-        Raises:
-            DataError: the disk is full, or nothing was added.
-        """
-        if self._summary is None:
-            if not self.num_documents:
-                raise DataError(f"{self.prefix}: no documents; is the input empty?")
-            try:
-                self._summary = self._stage()
-            except OSError as error:
-                raise self._unwritable(error) from error
-        return self._summary
-
-    def add_manifest(self, content: bytes) -> None:
-        """Take the sidecar that is to be published with the shard.
-
-        Raises:
-            DataError: the disk is full.
-        """
-        try:
-            write_durably(self._temporaries["manifest.json"], content)
-        except OSError as error:
-            raise self._unwritable(error) from error
-
-    def __enter__(self) -> IndexedWriter:
-        """Create the temporary files."""
-        try:
-            Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise self._unwritable(error) from error
-        try:
-            for name in ("bin", "len", "doc"):
-                self._streams[name] = self._temporaries[name].open("wb", buffering=_BUFFER_BYTES)
-        except OSError as error:
-            self._discard()
-            raise self._unwritable(error) from error
-        self._streams["doc"].write(np.int64(0).tobytes())
-        return self
-
-    def add_document(self, document: npt.NDArray[Any] | Sequence[npt.NDArray[Any]]) -> None:
-        """Append one document.
-
-        Args:
-            document: token ids, 1-D of any integer dtype, or one such array a sentence.
-
-        Raises:
-            DataError: the document or a sentence is empty, or an id does not fit the dtype.
-        """
-        sentences = [document] if isinstance(document, np.ndarray) else list(document)
-        if not sentences or any(sentence.size == 0 for sentence in sentences):
-            raise DataError(f"{self.prefix}: document {self.num_documents} has no tokens; skip it")
-        tokens = sentences[0] if len(sentences) == 1 else np.concatenate(sentences)
-        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            raise DataError(
-                f"{self.prefix}: document {self.num_documents} is {tokens.ndim}-D {tokens.dtype}; "
-                "expected 1-D integers"
-            )
-        if tokens.min() < self._limits.min or tokens.max() > self._limits.max:
-            raise DataError(
-                f"{self.prefix}: ids {tokens.min()}..{tokens.max()} of document "
-                f"{self.num_documents} do not fit {self.dtype}; use a wider dtype"
-            )
-        content = tokens.astype(self.dtype, copy=False).tobytes()
-        lengths = np.fromiter((sentence.size for sentence in sentences), np.int32, len(sentences))
-        self._bin_hash.update(content)
-        self.num_sequences += len(sentences)
-        try:
-            self._streams["bin"].write(content)
-            self._streams["len"].write(lengths.tobytes())
-            self._streams["doc"].write(np.int64(self.num_sequences).tobytes())
-        except OSError as error:
-            raise self._unwritable(error) from error
-        self.num_documents += 1
-        self.num_tokens += tokens.size
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Publish the shard unless that was done, or remove it after an exception."""
-        try:
-            if kind is None and not self._published:
-                publish_shards([self])
-        finally:
-            self._discard()
-
-    def _stage(self) -> ShardSummary:
-        for name in ("bin", "len", "doc"):
-            stream = self._streams[name]
-            stream.flush()
-            if name == "bin":
-                os.fsync(stream.fileno())
-            stream.close()
-        idx_hash = hashlib.sha256()
-        with self._temporaries["idx"].open("wb") as stream:
-            for piece in self._index_pieces():
-                idx_hash.update(piece)
-                stream.write(piece)
-            stream.flush()
-            os.fsync(stream.fileno())
-        return ShardSummary(
-            dtype=self.dtype.name,
-            num_documents=self.num_documents,
-            num_sequences=self.num_sequences,
-            num_tokens=self.num_tokens,
-            bin_sha256=self._bin_hash.hexdigest(),
-            idx_sha256=idx_hash.hexdigest(),
-        )
-
-    def _give_name(self, name: str) -> None:
-        """Rename one of the files into place; a manifest need not exist."""
-        if self._temporaries[name].exists():
-            os.replace(self._temporaries[name], f"{self.prefix}.{name}")
-
-    def _remove_published(self, names: Sequence[str]) -> None:
-        for name in names:
-            Path(f"{self.prefix}.{name}").unlink(missing_ok=True)
-        fsync_path(Path(self.prefix).parent)
-
-    def _index_pieces(self) -> Iterator[bytes]:
-        code = CODES_OF_DTYPES[self.dtype]
-        yield HEADER.pack(MAGIC, VERSION, code, self.num_sequences, self.num_documents + 1)
-        yield from _chunks(self._temporaries["len"])
-        offset = np.int64(0)
-        for piece in _chunks(self._temporaries["len"]):
-            ends = np.cumsum(np.frombuffer(piece, np.int32), dtype=np.int64) * self.dtype.itemsize
-            starts = np.concatenate([np.zeros(1, np.int64), ends[:-1]]) + offset
-            yield starts.tobytes()
-            offset += ends[-1]
-        yield from _chunks(self._temporaries["doc"])
-
-    def _unwritable(self, error: OSError) -> DataError:
-        return DataError(f"{self.prefix}: cannot write shard: {error}; is the disk full?")
-
-    def _discard(self) -> None:
-        for stream in self._streams.values():
-            # What closing would still flush is thrown away anyway.
-            with contextlib.suppress(OSError):
-                stream.close()
-        for path in self._temporaries.values():
-            path.unlink(missing_ok=True)
+    try:
+        Path(prefix).parent.mkdir(parents=True, exist_ok=True)
+        with _unfinished(prefix, "bin") as bin_file, _unfinished(prefix, "idx") as idx_file:
+            layout.allocate(bin_file, idx_file)
+            yield StagedShard(prefix, bin_file, idx_file)
+    except OSError as error:
+        raise DataError(f"{prefix}: cannot write the shard: {error}; is the disk full?") from error
 
 
-def publish_shards(writers: Sequence[IndexedWriter]) -> None:
-    """Give shards their names, each its index last, and no index before all are complete.
-
-    A shard without an index is none to any reader, so neither a crash nor an error leaves one
-    without its manifest, or one of several keys, or old and new files as a pair.
+def write_shard(
+    prefix: str,
+    documents: Iterable[Document],
+    dtype: npt.DTypeLike,
+    *,
+    tokenizer_fingerprint: str = "",
+    tokenizer_path: str = "",
+    vocab_size: int = 0,
+    sources: tuple[str, ...] = (),
+) -> None:
+    """Write documents that fit into memory as a shard; an existing one is replaced.
 
     Args:
-        writers: open ones; leaving them later only cleans up.
+        prefix: path of the shard without suffix; the folder is created.
+        documents: token ids of each, 1-D of any integer dtype, or one such array per sentence.
+        dtype: token type, see ``dtype_for_vocab``.
+        tokenizer_fingerprint: of the tokenizer that made the ids; empty: write no manifest.
+        tokenizer_path: of that tokenizer.
+        vocab_size: of that tokenizer.
+        sources: input files, for the manifest.
 
     Raises:
-        DataError: the disk is full or nothing was added to one; none is published then.
+        DataError: a document is empty, not 1-D integers or does not fit the dtype, the dtype has
+            no code, there are no documents, or the files cannot be written.
     """
-    for writer in writers:
-        writer.finish()
+    dtype = np.dtype(dtype)
+    if dtype not in CODES_OF_DTYPES:
+        raise DataError(f"{prefix}: no index code for dtype {dtype}; use uint16 or int32")
+    sentences: list[npt.NDArray[Any]] = []
+    document_ends = []
+    for number, document in enumerate(documents):
+        added = [document] if isinstance(document, np.ndarray) else list(document)
+        _check_document(f"{prefix}: document {number}", added, dtype)
+        sentences += added
+        document_ends.append(len(sentences))
+    if not document_ends:
+        raise DataError(f"{prefix}: no documents; is the input empty?")
+    lengths = np.array([sentence.size for sentence in sentences], np.int32)
+    tokens = np.concatenate(sentences).astype(dtype, copy=False)
+    layout = ShardLayout(dtype, [PartSize(tokens.size, lengths.size, len(document_ends))])
+    with staged_shard(prefix, layout) as shard:
+        _write_at(shard.bin_file, tokens, 0)
+        layout.write_index(shard.idx_file, 0, lengths, np.array(document_ends))
+        manifest = ShardManifest(
+            tokenizer_fingerprint=tokenizer_fingerprint,
+            tokenizer_path=tokenizer_path,
+            vocab_size=vocab_size,
+            dtype=dtype.name,
+            num_documents=len(document_ends),
+            num_sequences=lengths.size,
+            num_tokens=tokens.size,
+            bin_sha256=shard.sha256("bin"),
+            idx_sha256=shard.sha256("idx"),
+            sources=sources,
+        )
+        shard.publish(manifest if tokenizer_fingerprint else None)
+
+
+def _check_document(name: str, sentences: list[npt.NDArray[Any]], dtype: np.dtype[Any]) -> None:
+    if not sentences or any(sentence.size == 0 for sentence in sentences):
+        raise DataError(f"{name} has no tokens; skip it")
+    limits = np.iinfo(dtype)
+    for sentence in sentences:
+        if sentence.ndim != 1 or sentence.dtype.kind not in "iu":
+            raise DataError(f"{name} is {sentence.ndim}-D {sentence.dtype}; expected 1-D integers")
+        if sentence.min() < limits.min or sentence.max() > limits.max:
+            raise DataError(
+                f"{name} has ids {sentence.min()}..{sentence.max()}, which do not fit {dtype}; "
+                "use a wider dtype"
+            )
+
+
+def _write_at(file: int, content: npt.NDArray[Any] | bytes, offset: int) -> None:
+    view = memoryview(content if isinstance(content, bytes) else content.tobytes())
+    while view:
+        written = os.pwrite(file, view, offset)
+        view, offset = view[written:], offset + written
+
+
+def _unfinished_path(prefix: str, end: str) -> str:
+    return f"{prefix}.{end}.unfinished"
+
+
+@contextmanager
+def _unfinished(prefix: str, end: str) -> Iterator[int]:
+    """Open, lock and empty a file under its temporary name."""
+    path = _unfinished_path(prefix, end)
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
-        for writer in writers:
-            writer._remove_published(("idx", "manifest.json"))
-        for name in ("bin", "manifest.json", "idx"):
-            for writer in writers:
-                writer._give_name(name)
-            for writer in writers:
-                fsync_path(Path(writer.prefix).parent)
-    except OSError as error:
-        for each in writers:
-            with contextlib.suppress(OSError):
-                each._remove_published(("idx", "manifest.json", "bin"))
-        raise writer._unwritable(error) from error
-    for writer in writers:
-        writer._published = True
-
-
-def _chunks(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as stream:
-        while piece := stream.read(_CHUNK):
-            yield piece
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise DataError(f"{path}: another process is writing it; wait for that one") from error
+        try:
+            os.ftruncate(file, 0)
+            yield file
+        finally:
+            Path(path).unlink(missing_ok=True)
+    finally:
+        os.close(file)

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_deberta.data.shards.assembly import PartSize, ShardLayout
 from megatron_deberta.data.shards.format import bin_path, dtype_for_vocab, idx_path, manifest_path
 from megatron_deberta.data.shards.manifest import ShardManifest, encode_manifest
+from megatron_deberta.data.shards.writer import PartSize, ShardLayout
 from megatron_deberta.errors import DataError
 from megatron_deberta.files import fsync_path, write_durably
 from megatron_deberta.text.preprocess.direct_io import (
@@ -254,8 +254,8 @@ class Merger:
 
     def _index(
         self, path: Path, size: list[int]
-    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32] | None]:
-        """Read what a part has behind its tokens: lengths, and sentences of each document."""
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64] | None]:
+        """Read what a part has behind its tokens: lengths, and where documents end."""
         tokens, sequences, documents, _ = size
         with path.open("rb") as part:
             part.seek(tokens * self._dtype.itemsize)
@@ -263,7 +263,7 @@ class Merger:
             counts = np.frombuffer(part.read(), np.int32) if self._job.language else None
         if lengths.size != sequences or (counts is not None and counts.size != documents):
             raise DataError(f"{path}: shorter than its record says; begin again with --restart")
-        return lengths, counts
+        return lengths, None if counts is None else np.cumsum(counts, dtype=np.int64)
 
     def _hash(self, name: str) -> dict[str, Any]:
         staged = self._folder.staged / name.removeprefix("hash-")

@@ -20,7 +20,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from megatron_deberta.data.shards.assembly import PartSize, ShardLayout
 from megatron_deberta.data.shards.format import (
     bin_path,
     dtype_for_vocab,
@@ -28,6 +27,7 @@ from megatron_deberta.data.shards.format import (
     manifest_path,
 )
 from megatron_deberta.data.shards.manifest import ShardManifest, read_manifest
+from megatron_deberta.data.shards.writer import PartSize, ShardLayout
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.processes import die_with_parent
 from megatron_deberta.text.preprocess.encoding import BatchEncoder, choose_encoder

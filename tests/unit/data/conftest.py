@@ -6,8 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_deberta.data.shards.manifest import write_manifest
-from megatron_deberta.data.shards.writer import IndexedWriter
+from megatron_deberta.data.shards.writer import write_shard as write_documents
 from megatron_deberta.data.vocabulary import Vocabulary
 
 VOCAB_SIZE = 200
@@ -42,16 +41,15 @@ def write_shard(tmp_path: Path) -> WriteShard:
         vocab_size: int = VOCAB_SIZE,
     ) -> str:
         prefix = str(tmp_path / name)
-        with IndexedWriter(prefix, np.uint16) as writer:
-            for document in documents:
-                writer.add_document(document)
-            write_manifest(
-                writer,
-                tokenizer_fingerprint=fingerprint,
-                tokenizer_path="tokenizer-dir",
-                vocab_size=vocab_size,
-                sources=("text.jsonl",),
-            )
+        write_documents(
+            prefix,
+            documents,
+            np.uint16,
+            tokenizer_fingerprint=fingerprint,
+            tokenizer_path="tokenizer-dir",
+            vocab_size=vocab_size,
+            sources=("text.jsonl",),
+        )
         return prefix
 
     return write

@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from megatron_deberta.data.dataset.corpus import open_shard
+from megatron_deberta.data.shards.format import dtype_for_vocab
 from megatron_deberta.data.shards.manifest import read_manifest, verify_hashes
 from megatron_deberta.data.shards.reader import IndexedDataset
-from megatron_deberta.data.shards.writer import IndexedWriter, dtype_for_vocab
+from megatron_deberta.data.shards.writer import PartSize, ShardLayout, staged_shard
+from megatron_deberta.data.shards.writer import write_shard as write_documents
 from megatron_deberta.errors import DataError
 
 DOCUMENTS = [[[5, 6, 7], [8]], [[9, 10]], [[11], [12, 13], [14, 15, 16, 17]]]
@@ -25,9 +27,8 @@ def flat(document):
 
 
 def write_sentences(prefix, dtype=np.int32):
-    with IndexedWriter(prefix, dtype) as writer:
-        for document in DOCUMENTS:
-            writer.add_document([np.array(sentence) for sentence in document])
+    documents = [[np.array(sentence) for sentence in document] for document in DOCUMENTS]
+    write_documents(prefix, documents, dtype)
 
 
 @pytest.fixture
@@ -53,10 +54,10 @@ def test_round_trip(tmp_path):
 
 def test_document_without_sentences_is_one_sequence(tmp_path):
     prefix = str(tmp_path / "shard")
-    with IndexedWriter(prefix, np.uint16) as writer:
-        writer.add_document(np.array([7, 8, 9], np.int64))
-    assert [s.tolist() for s in IndexedDataset(prefix).sentences(0)] == [[7, 8, 9]]
-    assert writer.finish().num_sequences == writer.finish().num_documents == 1
+    write_documents(prefix, [np.array([7, 8, 9], np.int64)], np.uint16)
+    shard = IndexedDataset(prefix)
+    assert [s.tolist() for s in shard.sentences(0)] == [[7, 8, 9]]
+    assert shard.num_sequences == shard.num_documents == 1
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.int64])
@@ -87,14 +88,12 @@ def test_we_read_megatrons(tmp_path, megatron, dtype):
         assert Path(prefix + suffix).read_bytes() == Path(copy + suffix).read_bytes()
 
 
-def test_long_index_is_put_together_in_chunks(tmp_path, monkeypatch, random_documents):
-    monkeypatch.setattr("megatron_deberta.data.shards.writer._CHUNK", 64)
+def test_long_index_is_written_in_chunks(tmp_path, monkeypatch, random_documents):
+    monkeypatch.setattr("megatron_deberta.data.shards.writer._CHUNK_ROWS", 16)
     monkeypatch.setattr("megatron_deberta.data.shards.reader._CHECK_CHUNK", 7)
     documents = random_documents(100)
     prefix = str(tmp_path / "shard")
-    with IndexedWriter(prefix, np.uint16) as writer:
-        for document in documents:
-            writer.add_document(document)
+    write_documents(prefix, documents, np.uint16)
     dataset = IndexedDataset(prefix)
     for index, document in enumerate(documents):
         np.testing.assert_array_equal(dataset.document(index), document)
@@ -114,20 +113,16 @@ def test_pickling_reopens_the_files(tmp_path):
 
 
 def test_exception_leaves_nothing(tmp_path):
-    def fail():
-        with IndexedWriter(str(tmp_path / "shard"), np.int32) as writer:
-            writer.add_document(np.array([5]))
-            raise KeyError("stop")
-
-    with pytest.raises(KeyError):
-        fail()
+    layout = ShardLayout(np.int32, [PartSize(1, 1, 1)])
+    with pytest.raises(KeyError), staged_shard(str(tmp_path / "shard"), layout):
+        raise KeyError("stop")
     assert os.listdir(tmp_path) == []
 
 
 def test_exception_keeps_the_older_shard(tmp_path, write_shard):
     prefix = write_shard([np.array([5, 6])])
-    with pytest.raises(DataError, match="is the input empty"), IndexedWriter(prefix, np.int32):
-        pass
+    with pytest.raises(DataError, match="is the input empty"):
+        write_documents(prefix, [], np.int32)
     assert open_and_read(prefix) == [5, 6]
     assert len(os.listdir(tmp_path)) == 3
 
@@ -149,28 +144,24 @@ def test_overwriting_drops_the_older_manifest(write_shard):
         (np.array([], np.int64), "document 0 has no tokens"),
         ([], "document 0 has no tokens"),
         ([np.array([5]), np.array([], np.int64)], "document 0 has no tokens"),
-        (np.array([65_536]), "do not fit uint16"),
-        (np.array([-1]), "do not fit uint16"),
+        (np.array([65_536]), "not fit uint16"),
+        (np.array([-1]), "not fit uint16"),
         (np.array([[5]]), "expected 1-D integers"),
         (np.array([5.0]), "expected 1-D integers"),
     ],
 )
 def test_writer_refuses(tmp_path, document, message):
-    def write():
-        with IndexedWriter(str(tmp_path / "shard"), np.uint16) as writer:
-            writer.add_document(document)
-
     with pytest.raises(DataError, match=message):
-        write()
+        write_documents(str(tmp_path / "shard"), [document], np.uint16)
     assert os.listdir(tmp_path) == []
 
 
 def test_writer_refuses_dtypes_and_places(tmp_path):
     with pytest.raises(DataError, match="no index code for dtype float32"):
-        IndexedWriter(str(tmp_path / "shard"), np.float32)
+        write_documents(str(tmp_path / "shard"), [np.array([5])], np.float32)
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="cannot write shard"):
-        IndexedWriter(str(tmp_path / "file" / "shard"), np.int32).__enter__()
+    with pytest.raises(DataError, match="cannot write the shard"):
+        write_documents(str(tmp_path / "file" / "shard"), [np.array([5])], np.int32)
 
 
 def test_full_disk_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):

@@ -14,8 +14,7 @@ from tokenizers import models, pre_tokenizers, trainers
 from megatron_deberta.cli.main import main
 from megatron_deberta.config import load_config
 from megatron_deberta.data.build import build_loaders
-from megatron_deberta.data.shards.manifest import write_manifest
-from megatron_deberta.data.shards.writer import IndexedWriter
+from megatron_deberta.data.shards.writer import write_shard
 from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.tokenizer import load_tokenizer
 
@@ -50,17 +49,15 @@ def write_lines(prefix, tokenizer_file, documents):
     """Forty times the documents, lists of sentences."""
     tokenizer = load_tokenizer(tokenizer_file)
     prefix = str(prefix)
-    with IndexedWriter(prefix, np.uint16) as writer:
-        for _ in range(40):
-            for document in documents:
-                writer.add_document([tokenizer.encode_array(line) for line in document])
-        write_manifest(
-            writer,
-            tokenizer_fingerprint=tokenizer.fingerprint,
-            tokenizer_path=tokenizer_file,
-            vocab_size=tokenizer.vocab_size,
-            sources=(),
-        )
+    encoded = [[tokenizer.encode_array(line) for line in document] for document in documents]
+    write_shard(
+        prefix,
+        40 * encoded,
+        np.uint16,
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        tokenizer_path=tokenizer_file,
+        vocab_size=tokenizer.vocab_size,
+    )
     return prefix
 
 

@@ -15,34 +15,31 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset as MegatronDat
 
 from megatron_deberta.cli.main import main
 from megatron_deberta.data.shards import merge as merge_module
-from megatron_deberta.data.shards.manifest import read_manifest, verify_hashes, write_manifest
-from megatron_deberta.data.shards.merge import exclusive_scan, merge_shards
+from megatron_deberta.data.shards import writer as writer_module
+from megatron_deberta.data.shards.manifest import read_manifest, verify_hashes
+from megatron_deberta.data.shards.merge import merge_shards
 from megatron_deberta.data.shards.reader import IndexedDataset
-from megatron_deberta.data.shards.writer import IndexedWriter
+from megatron_deberta.data.shards.writer import PartSize, ShardLayout, staged_shard, write_shard
 from megatron_deberta.errors import ConfigError, DataError
 
 KILLS = int(os.environ.get("MEGATRON_DEBERTA_MERGE_KILLS", "4"))
 
 
-def write_sentences(prefix, seed, dtype=np.uint16, fingerprint="tiny"):
+MANIFEST = {"tokenizer_fingerprint": "tiny", "tokenizer_path": "tokenizer", "vocab_size": 190}
+
+
+def write_sentences(prefix, seed, dtype=np.uint16, **manifest):
     """Documents of one to three sentences; returns their tokens."""
     generator = np.random.default_rng(seed)
     documents = []
-    with IndexedWriter(prefix, dtype) as writer:
-        for _ in range(generator.integers(1, 200)):
-            sentences = [
-                generator.integers(0, 190, generator.integers(1, 30))
-                for _ in range(generator.integers(1, 4))
-            ]
-            writer.add_document(sentences)
-            documents.append(sentences)
-        write_manifest(
-            writer,
-            tokenizer_fingerprint=fingerprint,
-            tokenizer_path="tokenizer",
-            vocab_size=190,
-            sources=(f"text-{seed}.jsonl", "shared.jsonl"),
-        )
+    for _ in range(generator.integers(1, 200)):
+        sentences = [
+            generator.integers(0, 190, generator.integers(1, 30))
+            for _ in range(generator.integers(1, 4))
+        ]
+        documents.append(sentences)
+    sources = (f"text-{seed}.jsonl", "shared.jsonl")
+    write_shard(prefix, documents, dtype, **{**MANIFEST, **manifest}, sources=sources)
     return documents
 
 
@@ -64,22 +61,16 @@ def contents(prefix):
 @pytest.mark.parametrize("jobs", [1, 4])
 def test_merging_is_writing_all_documents_at_once(parts, tmp_path, jobs, monkeypatch):
     # Several chunks a shard.
-    monkeypatch.setattr(merge_module, "_CHUNK_BYTES", 1000)
-    monkeypatch.setattr(merge_module, "_CHUNK_ROWS", 7)
+    monkeypatch.setattr(merge_module, "_CHUNK_BYTES", 900)
+    monkeypatch.setattr(writer_module, "_CHUNK_BYTES", 1000)
+    monkeypatch.setattr(writer_module, "_CHUNK_ROWS", 7)
     prefixes, documents = parts
     whole, merged = str(tmp_path / "whole"), str(tmp_path / "out" / "merged")
-    with IndexedWriter(whole, np.uint16) as writer:
-        for document in documents:
-            writer.add_document(document)
-        expected = write_manifest(
-            writer,
-            tokenizer_fingerprint="tiny",
-            tokenizer_path="tokenizer",
-            vocab_size=190,
-            sources=("text-0.jsonl", "shared.jsonl", *(f"text-{n}.jsonl" for n in range(1, 5))),
-        )
+    sources = ("text-0.jsonl", "shared.jsonl", *(f"text-{n}.jsonl" for n in range(1, 5)))
+    write_shard(whole, documents, np.uint16, **MANIFEST, sources=sources)
     copied = []
-    assert merge_shards(prefixes, merged, jobs=jobs, advance=copied.append) == expected
+    manifest = merge_shards(prefixes, merged, jobs=jobs, advance=copied.append)
+    assert manifest == read_manifest(whole)
     assert contents(merged) == contents(whole)
     assert sum(copied) == os.path.getsize(f"{merged}.bin")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
@@ -87,8 +78,6 @@ def test_merging_is_writing_all_documents_at_once(parts, tmp_path, jobs, monkeyp
         "merged.idx",
         "merged.manifest.json",
     ]
-    manifest = read_manifest(merged)
-    assert manifest is not None
     verify_hashes(merged, manifest)
     megatron = MegatronDataset(merged)
     assert megatron.document_indices[-1] == len(megatron) == sum(map(len, documents))
@@ -97,12 +86,15 @@ def test_merging_is_writing_all_documents_at_once(parts, tmp_path, jobs, monkeyp
 
 def test_scan_is_exclusive(parts):
     shards = [IndexedDataset(prefix) for prefix in parts[0]]
-    places = exclusive_scan(shards)
-    assert (places[0].tokens, places[0].sequences, places[0].documents) == (0, 0, 0)
-    for place, after, shard in zip(places, places[1:], shards, strict=False):
-        assert after.tokens - place.tokens == shard.num_tokens
-        assert after.sequences - place.sequences == shard.num_sequences
-        assert after.documents - place.documents == shard.num_documents
+    sizes = [PartSize(each.num_tokens, each.num_sequences, each.num_documents) for each in shards]
+    layout = ShardLayout(np.uint16, sizes)
+    offset = 0
+    for part, shard in enumerate(shards):
+        assert layout.token_range(part) == (offset, offset + 2 * shard.num_tokens)
+        offset += 2 * shard.num_tokens
+    assert layout.bin_bytes == offset
+    assert layout.total.sequences == sum(shard.num_sequences for shard in shards)
+    assert layout.total.documents == sum(shard.num_documents for shard in shards)
 
 
 def test_command(parts, tmp_path, capsys):
@@ -125,7 +117,7 @@ def test_command(parts, tmp_path, capsys):
     ("other", "message"),
     [
         ({"dtype": np.int32}, "token type int32 is not that of"),
-        ({"fingerprint": "another"}, "tokenizer another is not that of"),
+        ({"tokenizer_fingerprint": "another"}, "tokenizer another is not that of"),
     ],
 )
 def test_unlike_shards_are_refused(parts, tmp_path, other, message):
@@ -192,7 +184,7 @@ def test_full_disk_leaves_nothing(parts, tmp_path, monkeypatch):
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(merge_module.os, "posix_fallocate", full)
+    monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(DataError, match="No space left"):
         merge_shards(parts[0], str(tmp_path / "merged"))
     assert not list(tmp_path.glob("merged*"))
@@ -201,12 +193,12 @@ def test_full_disk_leaves_nothing(parts, tmp_path, monkeypatch):
 def test_two_merges_to_one_name(parts, tmp_path):
     output = str(tmp_path / "merged")
     with (
-        merge_module._unfinished(f"{output}.bin.merging", 10),
-        pytest.raises(DataError, match="another merge is writing it"),
+        staged_shard(output, ShardLayout(np.uint16, [PartSize(5, 1, 1)])),
+        pytest.raises(DataError, match="another process is writing it"),
     ):
         merge_shards(parts[0], output)
     merge_shards(parts[0], output)
-    assert not list(tmp_path.glob("*.merging"))
+    assert not list(tmp_path.glob("*.unfinished"))
 
 
 def test_refuses_to_merge_into_an_input(parts):
@@ -217,21 +209,22 @@ def test_refuses_to_merge_into_an_input(parts):
 CHILD = """
 import sys, time
 import megatron_deberta.data.shards.merge as merge
-write = merge._write_at
+import megatron_deberta.data.shards.writer as writer
+write = writer._write_at
 def slow(*args):
     time.sleep(0.002)
     write(*args)
-merge._write_at = slow
-merge._CHUNK_BYTES, merge._CHUNK_ROWS = 500, 50
-publish = merge._publish
+writer._write_at = slow
+merge._CHUNK_BYTES, writer._CHUNK_BYTES, writer._CHUNK_ROWS = 500, 500, 50
+publish = writer.StagedShard.publish
 def slow_publish(*args):
-    replace = merge.os.replace
+    replace = writer.os.replace
     def wait(*names):
         time.sleep(0.05)
         replace(*names)
-    merge.os.replace = wait
+    writer.os.replace = wait
     publish(*args)
-merge._publish = slow_publish
+writer.StagedShard.publish = slow_publish
 print("go", flush=True)
 merge.merge_shards(sys.argv[2:], sys.argv[1], jobs=2)
 """
@@ -258,7 +251,7 @@ def test_killed_merge_leaves_no_shard_and_the_next_one_succeeds(parts, tmp_path)
             assert contents(output) == contents(reference)
         merge_shards(prefixes, output, jobs=2, force=True)
         assert contents(output) == contents(reference)
-        assert not list(tmp_path.glob("*.merging"))
+        assert not list(tmp_path.glob("*.unfinished"))
         for end in (".idx", ".bin", ".manifest.json"):
             os.unlink(output + end)
     assert killed

@@ -20,7 +20,7 @@ from megatron_deberta.data.build import build_loaders, open_corpora, training_ro
 from megatron_deberta.data.dataset import index_cache
 from megatron_deberta.data.dataset.packing import PackedRows
 from megatron_deberta.data.sample_log import Ledger, check_ledger
-from megatron_deberta.data.shards.writer import IndexedWriter
+from megatron_deberta.data.shards.writer import write_shard
 
 PACKINGS = ["full_sentences", "doc_sentences", "segment_pair", "sentence_pair"]
 CUTS = 125
@@ -37,14 +37,14 @@ def prefixes(tmp_path_factory):
     found = []
     for number in range(6):
         prefix = str(tmp_path_factory.mktemp("shards") / f"text{number}_sentence")
-        with IndexedWriter(prefix, np.uint16) as writer:
-            for _ in range(int(draw.integers(12, 25))):
-                writer.add_document(
-                    [
-                        draw.integers(4, 189, int(draw.integers(1, 14)))
-                        for _ in range(int(draw.integers(1, 9)))
-                    ]
-                )
+        documents = [
+            [
+                draw.integers(4, 189, int(draw.integers(1, 14)))
+                for _ in range(int(draw.integers(1, 9)))
+            ]
+            for _ in range(int(draw.integers(12, 25)))
+        ]
+        write_shard(prefix, documents, np.uint16)
         found.append(prefix)
     return found
 

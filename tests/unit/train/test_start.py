@@ -15,7 +15,7 @@ from megatron_deberta.checkpoint.layout import step_dir
 from megatron_deberta.checkpoint.store import save_weights
 from megatron_deberta.config import CheckpointConfig, DataConfig, ModelConfig, RunConfig
 from megatron_deberta.config.schema import PrecisionConfig, TrainConfig
-from megatron_deberta.data.shards.writer import IndexedWriter
+from megatron_deberta.data.shards.writer import write_shard
 from megatron_deberta.errors import CheckpointError, ConfigError
 from megatron_deberta.train.fingerprint import data_fingerprint
 from megatron_deberta.train.start import Identity, Start, choose_start, load_start
@@ -125,8 +125,7 @@ def test_weights_of_another_tokenizer_are_worth_a_warning(
 
 def shard(prefix: Path, *tokens: int) -> str:
     prefix.parent.mkdir(exist_ok=True)
-    with IndexedWriter(str(prefix), "uint16") as writer:
-        writer.add_document(np.array(tokens))
+    write_shard(str(prefix), [np.array(tokens)], "uint16")
     return str(prefix)
 
 
