@@ -10,11 +10,11 @@ exact or near, what stays in its place, Jaccard), quarantine.jsonl (records that
 summary.json, and clusters.npy for `megatron-deberta split --clusters OUTPUT`.
 
 The work can be killed at any time: the same command goes on where it stopped (from
-OUTPUT.unfinished) and gives the same bytes, whatever the number of workers. --plan prints what
+OUTPUT.unfinished) and gives the same bytes, whatever the number of workers. --estimate prints what
 time, disk and memory it will take.
 
 Examples:
-  megatron-deberta deduplicate --input corpus/*.jsonl.gz --output clean --plan
+  megatron-deberta deduplicate --input corpus/*.jsonl.gz --output clean --estimate
   megatron-deberta deduplicate --input corpus/*.jsonl.gz --output clean --compress zst
   megatron-deberta preprocess --input clean/part-*.jsonl.zst --tokenizer tokenizer --output shards/c
 """
@@ -27,6 +27,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from megatron_deberta.cli.arguments import add_renamed_option
 from megatron_deberta.cli.text_input import add_input_arguments, read_options
 from megatron_deberta.errors import EXIT_DONE, EXIT_FAILURE
 from megatron_deberta.text.deduplicate.estimate import estimate
@@ -56,9 +57,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--exact-only", action="store_true", help="keep near duplicates; much less work"
     )
     add_work_arguments(parser)
-    parser.add_argument(
-        "--plan", action="store_true", help="print time, disk and memory instead of working"
-    )
+    add_renamed_option(
+        parser, "--estimate", "--plan", action="store_true",
+        help="only print how much time, disk and memory it would take",
+    )  # fmt: skip
 
 
 def add_work_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,7 +78,9 @@ def add_work_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="worker processes; 0 works in this one (default: the CPU cores, %(default)s here)",
     )
-    parser.add_argument(
+    add_renamed_option(
+        parser,
+        "--max-bad-fraction",
         "--allow-bad",
         type=_share,
         metavar="FRACTION",
@@ -97,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     sources = find_sources(
         args.input, file_format=args.format, text_mode=args.text_mode, output=output
     )
-    if args.plan:
+    if args.estimate:
         print(estimate(sources, options, settings, args.workers))
         return EXIT_DONE
     if args.restart:
@@ -126,15 +130,15 @@ def refuse_many_bad(summary: dict[str, Any], args: argparse.Namespace) -> int:
     """Return the exit code: 1, with a line that says why, if too many records cannot be used."""
     quarantined, documents = summary["quarantined"], summary["documents"]
     bad = sum(count for reason, count in quarantined.items() if reason != EMPTY)
-    limit = DEFAULT_ALLOW_BAD if args.allow_bad is None else args.allow_bad
-    damaged = args.allow_bad is None and quarantined.get(DAMAGED, 0)
+    limit = DEFAULT_ALLOW_BAD if args.max_bad_fraction is None else args.max_bad_fraction
+    damaged = args.max_bad_fraction is None and quarantined.get(DAMAGED, 0)
     if bad > documents * limit or damaged:
         reasons = ", ".join(
             f"{count:,} {reason}" for reason, count in quarantined.items() if reason != EMPTY
         )
         print(
             f"megatron-deberta: error: {bad:,} of {documents:,} records cannot be used "
-            f"({reasons}); see {args.output}/quarantine.jsonl, or set --allow-bad",
+            f"({reasons}); see {args.output}/quarantine.jsonl, or set --max-bad-fraction",
             file=sys.stderr,
         )
         return EXIT_FAILURE

@@ -1,9 +1,14 @@
-"""Is this environment fit to run that config? One line a check, in seconds.
+"""Check the installation, or whether a run can start here.
 
-megatron-deberta doctor RUN.yaml [--cluster dgx2 --nodes 16] [section.key=value ...]
+Without RUN.yaml: Python, torch and the architectures it has kernels for, compiler and headers for
+Triton, DeepSpeed, MPI, SLURM and disk space. With RUN.yaml: torch, the run folder and its free
+space, tokenizer, shards and the newest checkpoint. With --cluster also the layout on that cluster
+and the SLURM partition. Run it where the job will run. Exit code 2 if anything is wrong.
 
-Run it where the job will run: on a node, or on the login node with --cluster. Exit code 2 if
-anything is wrong.
+Examples:
+  megatron-deberta doctor
+  megatron-deberta doctor RUN.yaml train.run_dir=runs/base
+  megatron-deberta doctor RUN.yaml --cluster dgx2 --nodes 16
 """
 
 from __future__ import annotations
@@ -14,15 +19,16 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 
 from megatron_deberta.checkpoint.layout import KINDS
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.checkpoint.resume import FLAG, check_resume
 from megatron_deberta.checkpoint.store import find_newest
+from megatron_deberta.cli.arguments import add_run_arguments
 from megatron_deberta.cli.submit import check_fit
-from megatron_deberta.cluster import preflight
+from megatron_deberta.cluster import installation, preflight
 from megatron_deberta.cluster.profile import ClusterProfile, load_profile
 from megatron_deberta.cluster.slurm import commands as slurm
 from megatron_deberta.cluster.slurm.status import present_holder
@@ -44,20 +50,44 @@ SPARE = 1.2
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("config", metavar="RUN.yaml", help="the run's configuration")
+    add_run_arguments(parser, required=False)
+    parser.add_argument("--cluster", help="cluster profile: a name or a YAML file")
+    parser.add_argument("--nodes", type=int, help="number of nodes (default: cluster.nodes)")
     parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="in place of the file's values"
+        FLAG, action="store_true", help="accept the configuration changes that pretrain accepts"
     )
-    parser.add_argument("--cluster", help="check against this profile, and SLURM")
-    parser.add_argument("--nodes", type=int, help="nodes; default: cluster.nodes of the run")
-    parser.add_argument(FLAG, action="store_true", help="as for pretrain")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do every check, whatever the others say."""
+    """Run every check, whatever the others find."""
+    if args.config is None:
+        if args.cluster is not None:
+            raise ConfigError("--cluster needs RUN.yaml: it checks whether that run fits")
+        # Triton compiles for GPUs only.
+        optional = {"MPI", "SLURM", *([] if shutil.which("nvidia-smi") else ["compiler"])}
+        return report(INSTALLATION, optional)
+    return report(run_checks(args))
+
+
+Checks = Sequence[tuple[str, Callable[[], str]]]
+"""Names of checks, and functions that return what they found or raise."""
+
+INSTALLATION: Checks = (
+    ("Python", installation.check_python),
+    ("torch", installation.check_torch),
+    ("compiler", installation.check_compiler),
+    ("DeepSpeed", installation.check_deepspeed),
+    ("MPI", installation.check_mpi),
+    ("SLURM", installation.check_slurm),
+    ("disk", installation.check_disk),
+)
+
+
+def run_checks(args: argparse.Namespace) -> Checks:
+    """Return the checks of a run, and with ``--cluster`` those of the cluster."""
     config = load_config(args.config, args.overrides)
-    checks: list[tuple[str, Callable[[], str]]] = [
-        ("torch", check_torch),
+    checks = [
+        ("torch", installation.check_torch),
         ("run folder", lambda: check_folder(Path(config.train.run_dir))),
         ("space", lambda: check_space(config)),
         ("tokenizer and data", lambda: check_data(config, args.allow_config_change)),
@@ -69,32 +99,22 @@ def run(args: argparse.Namespace) -> int:
             ("cluster", lambda: check_cluster(config, profile, nodes)),
             ("SLURM", lambda: check_slurm(profile)),
         ]
-    sound = True
+    return checks
+
+
+def report(checks: Checks, optional: Container[str] = ()) -> int:
+    """Run checks, print one line per check, and return the exit code."""
+    code = EXIT_DONE
     for name, check in checks:
         try:
-            finding = f"ok      {name}: {check()}"
+            line = f"ok      {name}: {check()}"
         except (MegatronDebertaError, OSError) as error:
-            sound, finding = False, f"WRONG   {name}: {error}"
-        print(finding, flush=True)
-    return EXIT_DONE if sound else EXIT_USAGE
-
-
-def check_torch() -> str:
-    """Is torch supported, and has it kernels for the devices that are here?
-
-    Raises:
-        ConfigError: no.
-    """
-    import torch
-
-    preflight.check_torch_version(torch.__version__)
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    for index in range(count):
-        preflight.check_architecture(
-            torch.cuda.get_device_capability(index), torch.cuda.get_arch_list()
-        )
-    devices = f"{count} x {torch.cuda.get_device_name(0)}" if count else "no GPU"
-    return f"{torch.__version__}, {devices}"
+            if name in optional:
+                line = f"missing {name}: {error}"
+            else:
+                line, code = f"WRONG   {name}: {error}", EXIT_USAGE
+        print(line, flush=True)
+    return code
 
 
 def check_folder(folder: Path) -> str:

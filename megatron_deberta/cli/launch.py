@@ -13,6 +13,7 @@ import logging
 import signal
 
 from megatron_deberta.checkpoint.resume import FLAG
+from megatron_deberta.cli.arguments import add_run_arguments
 from megatron_deberta.cluster.run_lock import refuse_if_held
 from megatron_deberta.cluster.watchdog.local_job import LocalLink
 from megatron_deberta.config import load_config, validate_for_world
@@ -23,10 +24,7 @@ DEFAULT_RESTARTS = 10
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("config", metavar="RUN.yaml", help="the run's configuration")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="in place of the file's values"
-    )
+    add_run_arguments(parser)
     parser.add_argument("--ranks", type=int, required=True, help="one a GPU")
     parser.add_argument(
         "--restarts",

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron_deberta.cli.arguments import add_renamed_option
 from megatron_deberta.cluster.slurm.history import JobHistory
 from megatron_deberta.cluster.slurm.submit import LOGS
 from megatron_deberta.errors import EXIT_DONE, ConfigError
@@ -22,7 +23,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("run_dir", metavar="RUN_DIR", help="folder of the run")
     parser.add_argument("--rank", type=int, default=0, help="whose log; default: 0")
-    parser.add_argument("--all-links", action="store_true", help="from the chain's first link on")
+    add_renamed_option(
+        parser, "--all-attempts", "--all-links", action="store_true",
+        help="begin with the first job attempt instead of the newest",
+    )  # fmt: skip
     parser.add_argument("-f", "--follow", action="store_true", help="go on until the chain is over")
 
 
@@ -31,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     folder = Path(args.run_dir) / LOGS
     if not link_logs(folder, args.rank) and not args.follow:
         raise ConfigError(f"{folder}: no log of rank {args.rank}; submit the run, or wait for it")
-    for text in read(args.run_dir, args.rank, follow=args.follow, all_links=args.all_links):
+    for text in read(args.run_dir, args.rank, follow=args.follow, all_links=args.all_attempts):
         sys.stdout.write(text)
         sys.stdout.flush()
     return EXIT_DONE

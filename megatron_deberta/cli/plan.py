@@ -23,6 +23,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from megatron_deberta.cli.arguments import add_run_arguments
 from megatron_deberta.cluster.profile import load_profile
 from megatron_deberta.config import load_config
 from megatron_deberta.errors import EXIT_DONE, ConfigError
@@ -37,10 +38,7 @@ _WIDTH = 112
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("config", metavar="RUN.yaml", help="the run's configuration")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="in place of the file's values"
-    )
+    add_run_arguments(parser)
     parser.add_argument(
         "--cluster", required=True, help="profile: a name of cluster/profiles/, or a YAML file"
     )

@@ -19,6 +19,7 @@ import os
 import re
 from collections.abc import Mapping
 
+from megatron_deberta.cli.arguments import add_renamed_option
 from megatron_deberta.cli.text_input import add_input_arguments, find_input, read_options
 from megatron_deberta.distributed.environment import read_environment
 from megatron_deberta.errors import ConfigError
@@ -57,7 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="keep sentences apart (PREFIX_KEY_sentence), as this language, an ISO 639 code, ends "
         "them (default: en)",
     )
-    parser.add_argument(
+    add_renamed_option(
+        parser,
+        "--max-bad-fraction",
         "--allow-bad",
         type=float,
         metavar="FRACTION",
@@ -90,8 +93,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--unit-mb {args.unit_mb}: must be a number above 0")
     if args.sentences and not re.fullmatch("[a-z]{2,3}", args.sentences):
         raise ConfigError(f"--sentences {args.sentences}: must be a code as en or de (ISO 639)")
-    if args.allow_bad is not None and not 0 <= args.allow_bad <= 1:
-        raise ConfigError(f"--allow-bad {args.allow_bad}: must be between 0 and 1")
+    if args.max_bad_fraction is not None and not 0 <= args.max_bad_fraction <= 1:
+        raise ConfigError(f"--max-bad-fraction {args.max_bad_fraction}: must be between 0 and 1")
     if options.size > 1 and (args.restart or STANDARD_INPUT in args.input):
         what = "--restart" if args.restart else "--input -"
         raise ConfigError(f"{what}: one process alone must do that, not one of {options.size}")
@@ -145,7 +148,7 @@ def _run_options(args: argparse.Namespace) -> RunOptions:
         workers=workers,
         rank=task * ranks.world_size + ranks.rank,
         size=tasks * ranks.world_size,
-        allow_bad=args.allow_bad,
+        allow_bad=args.max_bad_fraction,
         force=args.force,
     )
 

@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from omegaconf import OmegaConf
 
 from megatron_deberta.checkpoint.resume import FLAG
+from megatron_deberta.cli.arguments import add_run_arguments
 from megatron_deberta.cluster.run_lock import refuse_if_held
 from megatron_deberta.cluster.watchdog.heartbeat import Heartbeat
 from megatron_deberta.config import BatchArithmetic, load_config, validate_for_world
@@ -28,10 +29,7 @@ from megatron_deberta.errors import EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("config", metavar="RUN.yaml", help="the run's configuration")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="in place of the file's values"
-    )
+    add_run_arguments(parser)
     parser.add_argument(
         "--dry-run",
         action="store_true",

@@ -28,37 +28,36 @@ def run(args: argparse.Namespace) -> int:
 
 
 def describe(status: RunStatus) -> str:
-    """The view as text."""
-    share = f" ({status.step / status.target_step:.1%})" if status.target_step else ""
-    loss = "-" if status.loss is None else f"{status.loss:.4f}"
-    speed = "-" if status.tokens_per_second is None else f"{status.tokens_per_second:,.0f}"
-    lines = [
-        f"run      {status.run_dir}",
-        f"queue    {status.state}" + (f", job {', '.join(status.jobs)}" if status.jobs else ""),
-        f"trains   {status.holder or 'nobody'}",
-        f"step     {status.step:,} of {status.target_step:,}{share}; checkpoint at "
-        f"{status.committed_step:,}",
-        f"loss     {loss}",
-        f"tokens/s {speed}",
-        f"ETA      {duration(status.seconds_left)}",
-        f"restarts {max(0, len(status.links) - 1)}",
+    """Format the status as text, one ``name: value`` per line."""
+    percent = f" ({status.step / status.target_step:.1%})" if status.target_step else ""
+    speed = status.tokens_per_second
+    rows = [
+        ("run", status.run_dir),
+        ("queue", status.state + (f", job {', '.join(status.jobs)}" if status.jobs else "")),
+        ("running", status.holder or "no"),
+        (
+            "step",
+            f"{status.step:,} of {status.target_step:,}{percent}; checkpoint at "
+            f"{status.committed_step:,}",
+        ),
+        ("loss", "-" if status.loss is None else f"{status.loss:.4f}"),
+        ("tokens/s", "-" if speed is None else f"{speed:,.0f}"),
+        *([] if status.over else [("ETA", duration(status.seconds_left))]),
+        ("restarts", str(max(0, len(status.attempts) - 1))),
     ]
     if status.skipped_updates:
-        plural = "s" if status.skipped_updates > 1 else ""
-        backs = f", {status.rollbacks} roll-back{'s' if status.rollbacks > 1 else ''}"
-        lines.append(
-            f"guard    {status.skipped_updates} update{plural} skipped"
-            + (backs if status.rollbacks else "")
-        )
-    lines += [f"slow     {text}" for text in status.slow_ranks]
-    lines += [f"avoids   {text}" for text in status.bad_nodes]
+        rollbacks = f", rollbacks: {status.rollbacks}" if status.rollbacks else ""
+        rows.append(("guard", f"skipped updates: {status.skipped_updates}{rollbacks}"))
+    rows += [("straggler", text) for text in status.slow_ranks]
+    rows += [("excluded nodes", text) for text in status.bad_nodes]
     if status.over:
-        lines.append(f"over     {status.over}")
-    for link in status.links:
-        end = "" if link.last_step is None else f" to {link.last_step:,}"
+        rows.append(("ended", status.over))
+    lines = [f"{name + ':':<16}{value}" for name, value in rows]
+    for attempt in status.attempts:
+        end = "" if attempt.last_step is None else f" to {attempt.last_step:,}"
         lines.append(
-            f"  {link.name:<12} {link.nodes:<20} step {link.first_step:,}{end}, "
-            f"{duration(link.seconds)}: {link.outcome}"
+            f"  {attempt.name:<12} {attempt.nodes:<20} step {attempt.first_step:,}{end}, "
+            f"{duration(attempt.seconds)}: {attempt.outcome}"
         )
     return "\n".join(lines)
 

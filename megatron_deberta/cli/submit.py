@@ -14,16 +14,20 @@ import json
 import os
 import shlex
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from megatron_deberta.checkpoint.resume import FLAG
+from megatron_deberta.cli.arguments import add_renamed_option, add_run_arguments
 from megatron_deberta.cluster import preflight
 from megatron_deberta.cluster.bad_nodes import BadNodes
 from megatron_deberta.cluster.profile import ClusterProfile, load_profile
 from megatron_deberta.cluster.slurm import commands as slurm
+from megatron_deberta.cluster.slurm import names
 from megatron_deberta.cluster.slurm.history import JobHistory
 from megatron_deberta.cluster.slurm.job import submitted_jobs
+from megatron_deberta.cluster.slurm.names import checked
 from megatron_deberta.cluster.slurm.status import queue_state
 from megatron_deberta.cluster.slurm.submit import (
     BATCH_SCRIPT,
@@ -43,17 +47,24 @@ from megatron_deberta.files import write_atomically
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("config", metavar="RUN.yaml", help="the run's configuration")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="in place of the file's values"
-    )
+    add_run_arguments(parser)
     parser.add_argument("--cluster", required=True, help="profile: a name or a YAML file")
     parser.add_argument("--nodes", type=int, help="nodes; default: cluster.nodes of the run")
-    parser.add_argument(
-        "--least-nodes", type=int, help="go on with so many where there are no more; default: all"
-    )
+    add_renamed_option(
+        parser, "--min-nodes", "--least-nodes", type=int,
+        help="start with as few as this many nodes if no more are available (default: --nodes)",
+    )  # fmt: skip
     parser.add_argument("--job-name", help="SLURM's name; default: the run folder's")
-    parser.add_argument("--links", type=int, default=1, help="jobs to queue, one after the other")
+    add_renamed_option(
+        parser, "--max-attempts", "--links", type=int, default=1,
+        help="jobs to queue, each of which continues the one before it (default: %(default)s); a "
+        "job that may requeue itself needs no more than one",
+    )  # fmt: skip
+    parser.add_argument(
+        "--export", action="append", default=[], metavar="NAME[=VALUE]",
+        help="environment variable for the ranks; without a value, that of this shell (may be "
+        "repeated; nothing else of this shell's environment reaches the job)",
+    )  # fmt: skip
     for option in ("partition", "account", "qos", "exclude"):
         parser.add_argument(f"--{option}", help="in place of the profile's")
     parser.add_argument("--time-limit-minutes", type=int, help="in place of the profile's")
@@ -69,22 +80,22 @@ def run(args: argparse.Namespace) -> int:
     config = load_config(args.config, args.overrides)
     nodes = config.cluster.nodes if args.nodes is None else args.nodes
     config = check_fit(config, profile, nodes)
-    least_nodes = nodes if args.least_nodes is None else args.least_nodes
-    if not 1 <= least_nodes <= nodes:
-        raise ConfigError(f"--least-nodes {least_nodes}: 1 to {nodes}, as --nodes")
-    validate_for_world(config, least_nodes * profile.ranks_per_node)
-    if args.links < 1:
-        raise ConfigError(f"--links {args.links}: at least 1")
+    min_nodes = nodes if args.min_nodes is None else args.min_nodes
+    if not 1 <= min_nodes <= nodes:
+        raise ConfigError(f"--min-nodes {min_nodes} must be between 1 and --nodes {nodes}")
+    validate_for_world(config, min_nodes * profile.ranks_per_node)
+    if args.max_attempts < 1:
+        raise ConfigError(f"--max-attempts {args.max_attempts} must be at least 1")
     run_dir = Path(config.train.run_dir)
     submission = run_dir / SUBMISSIONS / time.strftime("%Y%m%dT%H%M%S")
     spec = make_spec(
         profile,
         nodes=nodes,
-        least_nodes=least_nodes,
+        min_nodes=min_nodes,
         run_dir=run_dir,
         job_name=args.job_name if args.job_name is not None else run_dir.name,
         submission=submission,
-        variables=os.environ,
+        exported=exported_variables(args.export, os.environ),
         allow_config_change=args.allow_config_change,
     )
     problem = preflight.torch_problem(profile.gpu_architecture, profile.torch_builds)
@@ -94,9 +105,31 @@ def run(args: argparse.Namespace) -> int:
         return EXIT_DONE
     if problem and profile.container == "none":
         raise ConfigError(problem)
-    jobs = queue(spec, profile, submission, config, args.links)
+    jobs = queue(spec, profile, submission, config, args.max_attempts)
     print(f"submitted {', '.join(jobs)}; megatron-deberta status {shlex.quote(str(run_dir))}")
     return EXIT_DONE
+
+
+def exported_variables(options: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
+    """Read the values of ``--export NAME[=VALUE]``.
+
+    Args:
+        options: the values.
+        environment: supplies the values of those that have none.
+
+    Raises:
+        ConfigError: a name or value is not allowed, or the environment lacks a variable.
+    """
+    variables = {}
+    for option in options:
+        name, has_value, value = option.partition("=")
+        checked(name, names.EXPORTED, "--export")
+        if not has_value and name not in environment:
+            raise ConfigError(f"--export {name}: no such variable here; give --export {name}=VALUE")
+        variables[name] = checked(
+            value if has_value else environment[name], names.VALUE, f"--export {name}"
+        )
+    return variables
 
 
 def queue(

@@ -58,7 +58,7 @@ class ClusterProfile:
     signal_seconds: int = 600
     """How long before that limit the ranks are told to save; SLURM may do it a minute earlier."""
     requeue: bool = True
-    """Let SLURM start the job again; otherwise only ``submit --links`` continues a run."""
+    """Let SLURM start the job again; otherwise only ``submit --max-attempts`` continues a run."""
     launcher: Literal["srun", "torchrun"] = "srun"
     """What starts the ranks: srun each of them, or one torchrun a node."""
     exit_wait_seconds: int = 60

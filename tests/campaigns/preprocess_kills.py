@@ -72,7 +72,7 @@ def prepare(folder: Path) -> Fixture:
     (folder / "b.jsonl.gz").write_bytes(gzip.compress("\n".join(lines[half:]).encode()))
     arguments = [
         "--input", str(folder / "a.jsonl"), str(folder / "b.jsonl.gz"), "--tokenizer", tokenizer,
-        "--keys", "text", "title", "--unit-mb", "0.05", "--allow-bad", "0.1",
+        "--keys", "text", "title", "--unit-mb", "0.05", "--max-bad-fraction", "0.1",
     ]  # fmt: skip
     counts = folder / "counts.json"
     output = folder / "whole"

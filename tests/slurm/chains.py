@@ -117,7 +117,7 @@ def submit(
     file.write_text(json.dumps(values))
     done = command(
         cluster, "submit", str(run_yaml), "--cluster", str(file), "--nodes", str(nodes),
-        "--links", str(links), f"train.run_dir={run_dir}", *overrides,
+        "--max-attempts", str(links), f"train.run_dir={run_dir}", *overrides,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     numbers = done.stdout.removeprefix("submitted ").partition(";")[0]

@@ -79,11 +79,11 @@ def test_node_dies_and_the_others_finish(runs: Runs, cluster: VirtualCluster) ->
     assert_same_losses(run, runs.unbroken)
     status = run.status()
     assert (status["step"], status["target_step"], status["over"]) == (STEPS, STEPS, "finished")
-    outcomes = [link["outcome"] for link in status["links"]]
+    outcomes = [attempt["outcome"] for attempt in status["attempts"]]
     assert outcomes == ["lost: its node or its job was killed", "finished"]
     shown = command(cluster, "status", str(run.run_dir)).stdout
-    assert "restarts 1\n" in shown
-    assert "step     60 of 60 (100.0%); checkpoint at 60\n" in shown
+    assert "restarts:       1\n" in shown
+    assert "step:           60 of 60 (100.0%); checkpoint at 60\n" in shown
 
 
 def test_poisoned_run_stops_itself(runs: Runs, cluster: VirtualCluster) -> None:

@@ -20,9 +20,7 @@ def test_a_run_goes_on_with_the_node_that_is_left(
     cluster: VirtualCluster, run_yaml: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "fewer"
-    run = submit(
-        cluster, run_yaml, run_dir, *RUN, "--least-nodes=1", nodes=2, exclude="node3,node4"
-    )
+    run = submit(cluster, run_yaml, run_dir, *RUN, "--min-nodes=1", nodes=2, exclude="node3,node4")
     run.wait_for_step(15)
     assert run.events("start")[0]["nodes"] == "node[1-2]"
     # The node of rank 0 and of the link: nobody is left to ask for fewer.
@@ -45,10 +43,13 @@ def test_a_run_goes_on_with_the_node_that_is_left(
 
 
 def test_too_few_nodes_are_refused(cluster: VirtualCluster, run_yaml: Path, tmp_path: Path) -> None:
-    for least, message in (("3", "--least-nodes 3: 1 to 2"), ("0", "--least-nodes 0: 1 to 2")):
+    for least, message in (
+        ("3", "--min-nodes 3 must be between 1 and --nodes 2"),
+        ("0", "--min-nodes 0 must be between 1 and --nodes 2"),
+    ):
         done = command(
             cluster, "submit", str(run_yaml), "--cluster", "local", "--nodes", "2",
-            "--least-nodes", least, f"train.run_dir={tmp_path / 'refused'}",
+            "--min-nodes", least, f"train.run_dir={tmp_path / 'refused'}",
         )  # fmt: skip
         assert done.returncode == 2
         assert message in done.stderr

@@ -54,5 +54,5 @@ def test_a_hang_moves_the_job_to_other_nodes(
     assert len(losses(run_dir)) == STEPS
     assert list(BadNodes(run_dir, 24).current()) == [victim]
     shown = command(cluster, "status", str(run_dir)).stdout
-    assert f"avoids   {victim}, since " in shown
+    assert f"excluded nodes: {victim}, since " in shown
     assert f"rank 1 on {victim} hangs in " in shown

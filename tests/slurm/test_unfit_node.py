@@ -53,4 +53,4 @@ def test_a_job_leaves_a_node_whose_disk_is_full(
     assert list(BadNodes(run_dir, 24).current()) == [VICTIM]
     checked = run_dir / "logs" / f"{run.jobs[0]}.1" / "check_1.log"
     assert "ok    node3 all-reduce across nodes: " in checked.read_text()
-    assert f"avoids   {VICTIM}, since " in command(cluster, "status", str(run_dir)).stdout
+    assert f"excluded nodes: {VICTIM}, since " in command(cluster, "status", str(run_dir)).stdout

@@ -120,7 +120,7 @@ class WatchedRanks:
         )
         spec = make_spec(
             profile, nodes=nodes, run_dir=self.run_dir, job_name="run", submission=folder,
-            variables={}, allow_config_change=False,
+            allow_config_change=False,
         )  # fmt: skip
         (folder / "job.json").write_bytes(spec.to_json())
         self.supervisors: list[subprocess.Popen[str]] = []

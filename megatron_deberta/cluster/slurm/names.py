@@ -22,7 +22,9 @@ VARIABLE = re.compile(
     r"(NCCL|GLOO|UCX|OMP|MKL|CUDA|TORCH|TORCHINDUCTOR|TRITON|FI|IBV|DS|MEGATRON_DEBERTA)_[A-Z0-9_]+"
     r"|LD_LIBRARY_PATH|TOKENIZERS_PARALLELISM|HF_HUB_OFFLINE|HF_HOME"
 )
-"""What a job may be given of an environment: tuning, never credentials."""
+"""Environment variables in a cluster profile: tuning, never credentials."""
+EXPORTED = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
+"""Environment variables that the user names with ``--export``."""
 VALUE = re.compile(r"[^\x00-\x1f\x7f]{0,4096}")
 
 

@@ -26,7 +26,7 @@ RECENT_RECORDS = 20
 
 
 @dataclass(frozen=True, slots=True)
-class LinkStatus:
+class JobAttemptStatus:
     """One link: one start of a job."""
 
     name: str
@@ -68,7 +68,7 @@ class RunStatus:
     tokens_per_second: float | None
     seconds_left: float | None
     """Until the target, at the speed of the chain as a whole: with queueing, starting, saving."""
-    links: tuple[LinkStatus, ...]
+    attempts: tuple[JobAttemptStatus, ...]
     over: str
     """Why nothing follows; empty while something does."""
     slow_ranks: tuple[str, ...]
@@ -94,8 +94,8 @@ def gather(run_dir: str | os.PathLike[str]) -> RunStatus:
     skipped, rollbacks = guard_events(everything)
     last = records[-1] if records else {}
     state, jobs = queue_state(submitted_jobs(chain))
-    links = link_statuses(chain.current())
     step, target = int(last.get("step", 0)), target_step(folder)
+    over = chain.is_over() or ("finished" if 0 < target <= step else "")
     return RunStatus(
         run_dir=str(run_dir),
         state=state,
@@ -108,9 +108,9 @@ def gather(run_dir: str | os.PathLike[str]) -> RunStatus:
         rollbacks=rollbacks,
         loss=last.get("loss"),
         tokens_per_second=last.get("tokens_per_second"),
-        seconds_left=seconds_left(chain.current(), records, target),
-        links=links,
-        over=chain.is_over(),
+        seconds_left=None if over else seconds_left(chain.current(), records, target),
+        attempts=attempt_statuses(chain.current()),
+        over=over,
         slow_ranks=slow_ranks(chain.current()),
         bad_nodes=tuple(
             f"{mark.node}, since {time.strftime('%Y-%m-%d %H:%M', time.localtime(mark.time))}: "
@@ -156,7 +156,7 @@ def queue_state(jobs: Sequence[str]) -> tuple[str, tuple[str, ...]]:
     return next(iter([*running, *found.values()]), "not queued"), tuple(found)
 
 
-def link_statuses(records: Sequence[Mapping[str, Any]]) -> tuple[LinkStatus, ...]:
+def attempt_statuses(records: Sequence[Mapping[str, Any]]) -> tuple[JobAttemptStatus, ...]:
     """The links of a chain, in order."""
     ends = {record["link"]: record for record in records if record["event"] == "end"}
     starts = [record for record in records if record["event"] == "start"]
@@ -169,7 +169,7 @@ def link_statuses(records: Sequence[Mapping[str, Any]]) -> tuple[LinkStatus, ...
             newest = number == len(starts) - 1
             outcome = "running" if newest else "lost: its node or its job was killed"
         links.append(
-            LinkStatus(
+            JobAttemptStatus(
                 name=start["link"],
                 nodes=start["nodes"],
                 first_step=start["step"],

@@ -28,12 +28,8 @@ SUBMISSIONS = "submissions"
 """Folder in the run folder with one folder a submission: ``run.yaml`` and ``job.json``."""
 LOGS = "logs"
 """Folder in the run folder with one folder a link: ``rank_N.log``."""
-INHERITED = (
-    "DS_ACCELERATOR", "HF_HOME", "HF_HUB_OFFLINE", "LD_LIBRARY_PATH", "NCCL_DEBUG",
-    "OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM", "MEGATRON_DEBERTA_ATTENTION",
-    "MEGATRON_DEBERTA_CHECK",
-)  # fmt: skip
-"""Variables that a job takes over from whoever submits; the profile's count more."""
+DEFAULT_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+"""Environment of every rank, unless the cluster profile or the user sets another value."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,11 +94,11 @@ def make_spec(
     profile: ClusterProfile,
     *,
     nodes: int,
-    least_nodes: int | None = None,
+    min_nodes: int | None = None,
     run_dir: Path,
     job_name: str,
     submission: Path,
-    variables: Mapping[str, str],
+    exported: Mapping[str, str] | None = None,
     allow_config_change: bool,
 ) -> JobSpec:
     """Bring a run and a cluster together.
@@ -110,20 +106,16 @@ def make_spec(
     Args:
         profile: the cluster.
         nodes: how many of its nodes.
-        least_nodes: with how many a link may start; None: with all of them.
+        min_nodes: least number of nodes to start with; None: all of them.
         run_dir: absolute folder of the run.
         job_name: SLURM's name of the job.
         submission: folder of ``run.yaml`` and ``job.json``.
-        variables: environment of whoever submits.
+        exported: environment variables that the user names; they override the profile's.
         allow_config_change: passed on to ``pretrain``.
 
     Raises:
         ConfigError: a name or path that may not stand on a command line.
     """
-    inherited = {name: variables[name] for name in INHERITED if name in variables}
-    for name, value in inherited.items():
-        checked(value, names.VALUE, name)
-    defaults = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     return JobSpec(
         job_name=checked(job_name, names.NAME, "--job-name"),
         run_dir=checked(str(run_dir), names.PATH, "train.run_dir"),
@@ -131,14 +123,14 @@ def make_spec(
         python=checked(profile.python or sys.executable, names.PATH, "python"),
         code_root=checked(str(CODE_ROOT), names.PATH, "the folder of megatron_deberta"),
         nodes=nodes,
-        least_nodes=nodes if least_nodes is None else least_nodes,
+        least_nodes=nodes if min_nodes is None else min_nodes,
         ranks_per_node=profile.ranks_per_node,
         cpus_per_rank=profile.cpus_per_rank,
         launcher=profile.launcher,
         exit_wait_seconds=profile.exit_wait_seconds,
         requeue=profile.requeue,
         rendezvous_interface=profile.rendezvous_interface,
-        environment=defaults | inherited | profile.environment,
+        environment=DEFAULT_ENVIRONMENT | profile.environment | dict(exported or {}),
         container=profile.container,
         container_image=profile.container_image,
         container_mounts=list(profile.container_mounts),

@@ -205,13 +205,14 @@ class Merger:
         if share > self._output.allow_bad:
             found = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
             raise DataError(
-                f"{bad} of {total} records are bad ({found}), {share:.2%} where --allow-bad is "
-                f"{self._output.allow_bad:.2%}; {listed}; nothing was published"
+                f"{bad} of {total} records are bad ({found}), {share:.2%} where "
+                f"--max-bad-fraction is {self._output.allow_bad:.2%}; {listed}; nothing was "
+                "published"
             )
         if damaged and not self._output.allow_damaged:
             raise DataError(
                 f"{damaged} input file(s) are truncated or damaged; {listed}; replace them, or "
-                "take what can be read of them with --allow-bad FRACTION"
+                "take what can be read of them with --max-bad-fraction FRACTION"
             )
         for key, sizes in zip(self._job.options.keys, summary["sizes"], strict=True):
             if not sum(size[0] for size in sizes):

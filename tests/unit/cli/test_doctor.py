@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import shutil
+import sysconfig
 import time
 from collections import namedtuple
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from megatron_deberta.cli import doctor
 from megatron_deberta.cli.main import main
-from megatron_deberta.cluster import preflight
+from megatron_deberta.cluster import installation, preflight
 from megatron_deberta.cluster.run_lock import RunLock
 from megatron_deberta.cluster.slurm import commands as slurm
 from tests.support.jobs import prepare, run_to_end
@@ -49,6 +51,53 @@ def test_sound(examine) -> None:
         "ok      torch", "ok      run folder", "ok      space", "ok      tokenizer and data",
     ]  # fmt: skip
     assert "no checkpoint yet" in lines[3]
+
+
+def test_without_a_run_the_installation_is_checked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(slurm, "call", lambda command: "slurm-wlm 23.11.4\n")
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    names = [line[8:].split(":")[0] for line in lines]
+    assert names == ["Python", "torch", "compiler", "DeepSpeed", "MPI", "SLURM", "disk"]
+    assert "ok      SLURM: slurm-wlm 23.11.4" in lines
+    assert main(["doctor", "--cluster", "local"]) == 2
+    assert "--cluster needs RUN.yaml" in capsys.readouterr().err
+    # Without a GPU and outside a cluster these are not needed, but they are named.
+    monkeypatch.undo()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    assert main(["doctor"]) == 0
+    found = capsys.readouterr().out
+    assert "missing compiler: no C compiler" in found
+    assert "missing MPI: no mpirun" in found
+    assert "missing SLURM: sbatch is not installed here" in found
+    # With one they are.
+    (tmp_path / "nvidia-smi").touch(0o755)
+    assert main(["doctor"]) == 2
+    assert "WRONG   compiler: no C compiler" in capsys.readouterr().out
+
+
+def test_installation_defects_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(preflight, "SUPPORTED_TORCH", ">=99")
+    monkeypatch.setattr(installation, "MIN_PYTHON", (99, 0))
+    monkeypatch.setattr(installation, "MIN_FREE_GIB", 1e9)
+
+    def version(package: str) -> str:
+        raise metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: "/nowhere")
+    assert main(["doctor"]) == 2
+    found = capsys.readouterr().out
+    for line in (
+        "WRONG   Python: ", "WRONG   torch: ", "WRONG   DeepSpeed: deepspeed is not installed",
+        "WRONG   disk: ", "compiler: /nowhere/Python.h is missing",
+    ):  # fmt: skip
+        assert line in found
 
 
 def test_torch(examine, monkeypatch: pytest.MonkeyPatch) -> None:

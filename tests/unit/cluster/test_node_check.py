@@ -29,7 +29,7 @@ esac
 def spec_of(folder: Path, nodes: int = 1, **values: object) -> JobSpec:
     profile = ClusterProfile(ranks_per_node=2, node_check=True)
     spec = make_spec(
-        profile, nodes=nodes, run_dir=folder, job_name="a", submission=folder, variables={},
+        profile, nodes=nodes, run_dir=folder, job_name="a", submission=folder,
         allow_config_change=False,
     )  # fmt: skip
     return replace(spec, **values)

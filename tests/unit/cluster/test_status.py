@@ -66,11 +66,11 @@ def test_status(
     monkeypatch.setattr(slurm, "call", Slurm(squeue="RUNNING None\n"))
     assert main(["status", str(run_dir)]) == 0
     shown = capsys.readouterr().out
-    assert "queue    RUNNING, job 7\n" in shown
-    assert "step     320 of 1,000 (32.0%); checkpoint at 300\n" in shown
+    assert "queue:          RUNNING, job 7\n" in shown
+    assert "step:           320 of 1,000 (32.0%); checkpoint at 300\n" in shown
     # 600 s from the first start to the last one's checkpoint of step 300: 2 s a step.
-    assert "ETA      0:22:40\n" in shown
-    assert "restarts 2\n" in shown
+    assert "ETA:            0:22:40\n" in shown
+    assert "restarts:       2\n" in shown
     assert "7.0          node[1-2]            step 0 to 140, 0:04:40: stopped" in shown
     assert "7.1          node[1-2]            step 140, -: lost: its node or its job" in shown
     assert "7.2          node[3-4]            step 300, -: running" in shown
@@ -87,14 +87,47 @@ def test_slow_ranks_and_bad_nodes_are_shown(
     }  # fmt: skip
     JobHistory(run_dir).append("slow", link="7.1", ranks=[{**slow, "rank": 1}])
     assert main(["status", str(run_dir)]) == 0
-    assert "slow " not in capsys.readouterr().out
+    assert "straggler" not in capsys.readouterr().out
     JobHistory(run_dir).append("slow", link="7.2", ranks=[slow])
     BadNodes(run_dir, 24).add("node2", "rank 1 on node2 hangs in data at step 7", sure=True)
     assert main(["status", str(run_dir)]) == 0
     shown = capsys.readouterr().out
-    assert "slow     rank 3 on node4: forward, 1.50 times the median's own time, 0.250" in shown
-    assert "avoids   node2, since " in shown
+    assert (
+        "straggler:      rank 3 on node4: forward, 1.50 times the median's own time, 0.250" in shown
+    )
+    assert "excluded nodes: node2, since " in shown
     assert "rank 1 on node2 hangs in data at step 7\n" in shown
+
+
+def test_a_finished_run_has_no_eta(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(slurm, "call", Slurm())
+    assert main(["status", str(run_dir)]) == 0
+    shown = capsys.readouterr().out
+    assert "ETA:" in shown
+    assert "running:        no\n" in shown
+    JobHistory(run_dir).append(
+        "end", link="7.2", step=300, code=0, goes_on=False, reason="finished"
+    )
+    assert main(["status", str(run_dir)]) == 0
+    shown = capsys.readouterr().out
+    assert "ETA" not in shown
+    assert "ended:          finished\n" in shown
+    assert main(["status", str(run_dir), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["seconds_left"] is None
+
+
+def test_a_run_at_its_last_step_has_no_eta(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(slurm, "call", Slurm())
+    (tmp_path / "config.yaml").write_text("train: {steps: 60}\n")
+    record = {"step": 60, "kind": "train", "loss": 2.5, "seconds_left": 5.0}
+    (tmp_path / FILE_NAME).write_text(json.dumps(record) + "\n")
+    assert main(["status", str(tmp_path)]) == 0
+    assert "ETA" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -129,12 +162,12 @@ def test_status_of_nothing(
 ) -> None:
     monkeypatch.setattr(slurm, "call", Slurm())
     assert main(["status", str(tmp_path)]) == 0
-    assert "step     0 of 0; checkpoint at 0" in capsys.readouterr().out
+    assert "step:           0 of 0; checkpoint at 0" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("options", "printed"),
-    [((), "link 2\n"), (("--all-links",), "link 0\n== {1}\nlink 1\n== {2}\nlink 2\n")],
+    [((), "link 2\n"), (("--all-attempts",), "link 0\n== {1}\nlink 1\n== {2}\nlink 2\n")],
 )
 def test_logs(
     run_dir: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], printed: str
@@ -163,7 +196,7 @@ def test_cancel(
     submission.mkdir(parents=True)
     spec = make_spec(
         load_profile("local"), nodes=1, run_dir=run_dir, job_name="run", submission=submission,
-        variables={}, allow_config_change=False,
+        allow_config_change=False,
     )  # fmt: skip
     (submission / "job.json").write_bytes(spec.to_json())
     program = Slurm(scontrol="JobId=7 JobState=RUNNING Reason=None")

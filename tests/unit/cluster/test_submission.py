@@ -30,7 +30,7 @@ LOGS = Path("/runs/a/logs/7.0")
 
 def spec_of(profile: ClusterProfile, **values: object) -> JobSpec:
     arguments = {
-        "nodes": 16, "run_dir": Path("/runs/a"), "job_name": "a", "variables": {},
+        "nodes": 16, "run_dir": Path("/runs/a"), "job_name": "a",
         "submission": Path("/runs/a/submissions/1"), "allow_config_change": False, **values,
     }  # fmt: skip
     return make_spec(profile, **arguments)  # type: ignore[arg-type]
@@ -38,7 +38,7 @@ def spec_of(profile: ClusterProfile, **values: object) -> JobSpec:
 
 def test_sixteen_dgx2_nodes() -> None:
     profile = load_profile("dgx2")
-    spec = spec_of(profile, variables={"HF_TOKEN": "secret", "OMP_NUM_THREADS": "2"})
+    spec = spec_of(profile)
     command = sbatch_command(spec, profile, Path("/runs/a/submissions/1/job.json"))
     assert {
         "--nodes=16", "--ntasks-per-node=1", "--gres=gpu:16", "--export=NONE", "--requeue",
@@ -59,9 +59,7 @@ def test_sixteen_dgx2_nodes() -> None:
     supervisor = "megatron_deberta.cluster.watchdog.supervisor"
     job_file = "/runs/a/logs/7.0/job.json"
     assert srun[-5:] == [spec.python, "-m", supervisor, job_file, "7.0"]
-    assert spec.environment["OMP_NUM_THREADS"] == "2"
     assert spec.environment["NCCL_IB_HCA"] == "mlx5"
-    assert "secret" not in spec.to_json().decode()
     assert profile.gpu_architecture == "sm_70"
     assert "bf16" not in profile.dtypes
 
@@ -80,7 +78,7 @@ def test_a_supervisor_runs_its_node_s_ranks(tmp_path: Path) -> None:
 
 def test_fewer_nodes_where_there_are_no_more() -> None:
     profile = load_profile("dgx2")
-    spec = spec_of(profile, least_nodes=8)
+    spec = spec_of(profile, min_nodes=8)
     command = sbatch_command(spec, profile, Path("/j"))
     assert "--nodes=8-16" in command
     assert "--ntasks-per-node=1" not in command
@@ -180,7 +178,7 @@ def dry_run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
         (("1.5b_dgx2.yaml", "--cluster", "dgx2", "parallel.tensor_parallel_size=3"), "tensor_par"),
         (("1.5b_dgx2.yaml", "--cluster", "dgx2", "--nodes", "0"), "say how many nodes"),
         (("1.5b_dgx2.yaml", "--cluster", "dgx2", "--job-name", "a b"), "--job-name='a b'"),
-        (("1.5b_dgx2.yaml", "--cluster", "dgx2", "--links", "0"), "--links 0"),
+        (("1.5b_dgx2.yaml", "--cluster", "dgx2", "--max-attempts", "0"), "--max-attempts 0"),
     ],
 )
 def test_what_cannot_run_is_refused_at_once(
@@ -204,6 +202,58 @@ def test_dry_run_prints_all_and_writes_nothing(
     assert BATCH_SCRIPT.read_text() in printed
     assert '"NCCL_IB_HCA": "mlx5"' in printed
     assert list(tmp_path.iterdir()) == []
+
+
+def test_only_named_variables_of_the_shell_reach_the_job(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    run = str(ROOT / "configs" / "runs" / "1.5b_dgx2.yaml")
+    arguments = (run, "--cluster", "dgx2", f"train.run_dir={tmp_path}/run")
+
+    def environment(*options: str) -> dict[str, str]:
+        code, printed, errors = dry_run(capsys, *arguments, *options)
+        assert code == 0, errors
+        found: dict[str, str] = json.loads(
+            printed.partition("# job.json:")[2].partition("\n# ")[0]
+        )["environment"]
+        return found
+
+    expected = {
+        "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
+        **load_profile("dgx2").environment,
+    }  # fmt: skip
+    assert environment() == expected
+    given = environment("--export", "WANDB_MODE", "--export", "NCCL_IB_HCA=mlx5_0,a=b")
+    assert given == {**expected, "WANDB_MODE": "offline", "NCCL_IB_HCA": "mlx5_0,a=b"}
+    for option, message in (
+        ("NOT_SET_HERE", "no such variable here"), ("A B=1", "--export='A B'"),
+        ("A=x\ny", "--export A='x"),
+    ):  # fmt: skip
+        code, _, errors = dry_run(capsys, *arguments, "--export", option)
+        assert code == 2
+        assert message in errors
+
+
+@pytest.mark.parametrize(
+    ("former", "new"), [("--least-nodes=16", "--min-nodes=16"), ("--links=2", "--max-attempts=2")]
+)
+def test_former_option_names_work_with_a_warning(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, former: str, new: str
+) -> None:
+    run = str(ROOT / "configs" / "runs" / "1.5b_dgx2.yaml")
+    arguments = (run, "--cluster", "dgx2", f"train.run_dir={tmp_path}/run")
+    code, printed, errors = dry_run(capsys, *arguments, former)
+    names = (former.partition("=")[0], new.partition("=")[0])
+    assert errors == "megatron-deberta submit: warning: {} is now {}\n".format(*names)
+    again = dry_run(capsys, *arguments, new)
+    assert again[0] == code == 0
+    assert again[2] == ""
+    assert re.sub(r"submissions/\w+", "", again[1]) == re.sub(r"submissions/\w+", "", printed)
 
 
 def test_torch_builds(monkeypatch: pytest.MonkeyPatch) -> None:

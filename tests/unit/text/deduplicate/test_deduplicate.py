@@ -211,7 +211,7 @@ def test_tables(tmp_path):
     pyarrow.parquet.write_table(table, tmp_path / "t.parquet", row_group_size=2)
     arguments = ["deduplicate", "--input", str(tmp_path / "t.parquet"), "--keys", "body"]
     arguments += ["--output", str(tmp_path / "out"), "--workers", "0"]
-    assert main([*arguments, "--allow-bad", "1"]) == 0
+    assert main([*arguments, "--max-bad-fraction", "1"]) == 0
     (part,) = (tmp_path / "out").glob("part-*")
     assert read_jsonl(part) == [{"body": text} for text in texts]
     (line,) = read_jsonl(tmp_path / "out" / "removed.jsonl")
@@ -236,7 +236,7 @@ def test_bad_records_are_set_aside_and_counted(tmp_path, capsys):
     assert sorted(line["line"] for line in lines) == [11, 12, 13, 14, 15, 16]
     assert all(line["file"] == str(path) and line["reason"] and line["detail"] for line in lines)
     # The result is there; only the exit code says that a look at it is needed.
-    assert main([*arguments, "--workers", "0", "--allow-bad", "0.5"]) == 0
+    assert main([*arguments, "--workers", "0", "--max-bad-fraction", "0.5"]) == 0
 
 
 def test_a_second_call_finds_the_result_and_another_one_refuses(corpus, tmp_path):
@@ -333,7 +333,7 @@ def test_a_cut_file_is_an_error_but_not_the_end(tmp_path, capsys, workers):
     assert "1 damaged file" in capsys.readouterr().err
     (line,) = read_jsonl(tmp_path / "out" / "quarantine.jsonl")
     assert line["file"].endswith("cut.jsonl.gz")
-    assert main([*arguments, "--allow-bad", "0.001"]) == 0
+    assert main([*arguments, "--max-bad-fraction", "0.001"]) == 0
 
 
 def test_nothing_to_read(tmp_path):
@@ -377,7 +377,7 @@ def test_units_cover_the_files_once(corpus):
 
 
 def test_plan_prints_without_working(corpus, tmp_path, capsys):
-    arguments = ["deduplicate", "--input", *corpus, "--output", str(tmp_path / "out"), "--plan"]
+    arguments = ["deduplicate", "--input", *corpus, "--output", str(tmp_path / "out"), "--estimate"]
     assert main(arguments) == 0
     output = capsys.readouterr().out
     for word in ("text", "time", "disk", "memory", "25 bands of 5"):

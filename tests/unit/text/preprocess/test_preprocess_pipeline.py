@@ -173,7 +173,9 @@ def test_the_quarantine_is_exact(tokenizer_dir: str, tmp_path: Path) -> None:
             unit_bytes=UNIT_BYTES,
         )[0]
 
-    with pytest.raises(DataError, match=r"40 of 3045 records are bad .*1\.31% where --allow-bad"):
+    with pytest.raises(
+        DataError, match=r"40 of 3045 records are bad .*1\.31% where --max-bad-fraction"
+    ):
         run(None, "out", 0)
     assert shards(tmp_path / "out") == {}
     manifest = run(0.02, "out", 0)
@@ -365,9 +367,9 @@ def test_a_changed_plan_is_refused_by_name(
         assert main(make) == 2
         assert "version of reading was" in capsys.readouterr().err
     os.utime(corpus, (1, 1))
-    assert main([*make, "--allow-bad", "0.1"]) == 2
+    assert main([*make, "--max-bad-fraction", "0.1"]) == 2
     assert f"{corpus} has changed" in capsys.readouterr().err
-    assert main([*make, "--allow-bad", "0.1", "--restart"]) == 0
+    assert main([*make, "--max-bad-fraction", "0.1", "--restart"]) == 0
 
 
 def test_nothing_of_the_users_is_removed(
