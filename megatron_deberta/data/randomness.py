@@ -12,8 +12,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-_MASK64 = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
+from megatron_deberta.hashing import (
+    GOLDEN_GAMMA,
+    MASK64,
+    MULTIPLIERS,
+    finalize,
+    finalize_array,
+)
+
 _FEISTEL_ROUNDS = 6
 
 
@@ -38,10 +44,7 @@ def mix64(*parts: int) -> int:
     """
     state = 0
     for part in parts:
-        state = (state + part + _GOLDEN) & _MASK64
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK64
-        state ^= state >> 31
+        state = finalize((state + part + GOLDEN_GAMMA) & MASK64)
     return state
 
 
@@ -57,8 +60,8 @@ def hash_values(key: int, values: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
     the same.
     """
     state = values.astype(np.uint64)
-    state += np.uint64((key + _GOLDEN) & _MASK64)
-    return _finalised(state)
+    state += np.uint64((key + GOLDEN_GAMMA) & MASK64)
+    return finalize_array(state)
 
 
 def draws(
@@ -78,22 +81,12 @@ def draws(
         [sum(counts)] uint64, group after group.
     """
     begins = counts.cumsum() - counts
-    first = keys - begins.astype(np.uint64) * np.uint64(_GOLDEN)
-    first += np.uint64((((stream << 40) + 1) * _GOLDEN) & _MASK64)
+    first = keys - begins.astype(np.uint64) * np.uint64(GOLDEN_GAMMA)
+    first += np.uint64((((stream << 40) + 1) * GOLDEN_GAMMA) & MASK64)
     state: npt.NDArray[np.uint64] = np.arange(int(counts.sum()), dtype=np.uint64)
-    state *= np.uint64(_GOLDEN)
+    state *= np.uint64(GOLDEN_GAMMA)
     state += first.repeat(counts)
-    return _finalised(state)
-
-
-def _finalised(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """SplitMix64's finaliser, in place."""
-    state ^= state >> np.uint64(30)
-    state *= np.uint64(0xBF58476D1CE4E5B9)
-    state ^= state >> np.uint64(27)
-    state *= np.uint64(0x94D049BB133111EB)
-    state ^= state >> np.uint64(31)
-    return state
+    return finalize_array(state)
 
 
 def keyed_generator(*parts: int) -> np.random.Generator:
@@ -129,8 +122,8 @@ class KeyedPermutation:
         while True:
             left, right = index >> self._half_bits, index & self._half_mask
             for key in self._round_keys:
-                mixed = ((right ^ key) * 0xBF58476D1CE4E5B9) & _MASK64
-                mixed = ((mixed ^ (mixed >> 29)) * 0x94D049BB133111EB) & _MASK64
+                mixed = ((right ^ key) * MULTIPLIERS[0]) & MASK64
+                mixed = ((mixed ^ (mixed >> 29)) * MULTIPLIERS[1]) & MASK64
                 left, right = right, left ^ ((mixed >> 32) & self._half_mask)
             index = left << self._half_bits | right
             if index < self._size:

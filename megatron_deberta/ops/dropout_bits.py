@@ -20,12 +20,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_deberta.hashing import GOLDEN_GAMMA, finalize_tensor
+
 _GOLDEN_32 = 0x9E3779B9 - (1 << 32)
+_SIGNED_GAMMA = GOLDEN_GAMMA - (1 << 64)
 _MULTIPLY_1 = 0x7FEB352D
 _MULTIPLY_2 = 0x846CA68B - (1 << 32)
-_GOLDEN_64 = 0x9E3779B97F4A7C15 - (1 << 64)
-_SPLITMIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
-_SPLITMIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 
 def drop_threshold(dropout_p: float) -> int:
@@ -143,10 +143,7 @@ def mix_seed(*parts: int | Tensor) -> Tensor:
         if isinstance(part, int):
             signed = (part + (1 << 63)) % (1 << 64) - (1 << 63)
             part = torch.tensor(signed, dtype=torch.int64, device="cpu")
-        state = (state ^ part.long()) + _GOLDEN_64
-        state = (state ^ ((state >> 30) & ((1 << 34) - 1))) * _SPLITMIX_1
-        state = (state ^ ((state >> 27) & ((1 << 37) - 1))) * _SPLITMIX_2
-        state = state ^ ((state >> 31) & ((1 << 33) - 1))
+        state = finalize_tensor((state ^ part.long()) + _SIGNED_GAMMA)
     return state
 
 

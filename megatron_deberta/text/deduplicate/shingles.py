@@ -16,6 +16,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from megatron_deberta.hashing import finalize_array
+
 Hashes = npt.NDArray[np.uint64]
 
 _PIECE_CHARACTERS = 1 << 20
@@ -88,10 +90,10 @@ class Shingler:
             first = self._ngram - 1 - (len(begins) - len(at_ends))
             ends = at_ends[max(first, 0) :]
             if len(begins) >= self._ngram and len(ends):
-                runs.append(_mix((ends - begins[: len(ends)]) * scales[: len(ends)]))
+                runs.append(finalize_array((ends - begins[: len(ends)]) * scales[: len(ends)]))
                 begins, scales = begins[len(ends) :], scales[len(ends) :]
         if 0 < words < self._ngram:
-            runs.append(_mix((np.uint64(end) - begins[:1]) * scales[:1]))
+            runs.append(finalize_array((np.uint64(end) - begins[:1]) * scales[:1]))
         return digest.digest(), np.concatenate(runs) if runs else np.empty(0, np.uint64)
 
     def many(self, texts: Sequence[str]) -> list[tuple[bytes, Hashes]]:
@@ -125,7 +127,7 @@ class Shingler:
         last_of_run = np.minimum(word + self._ngram - 1, last_words)
         # Of a text's last words no run begins, but that of a text of few words.
         is_run = (word + self._ngram - 1 <= last_words) | (word == first_words)
-        hashes = _mix((ends[last_of_run[is_run]] - begins[is_run]) * scales[is_run])
+        hashes = finalize_array((ends[last_of_run[is_run]] - begins[is_run]) * scales[is_run])
         runs = np.where(words, np.maximum(words - self._ngram + 1, 1), 0)
         return list(zip(digests, np.split(hashes, np.cumsum(runs)[:-1]), strict=True))
 
@@ -190,11 +192,3 @@ def _powers(base: int) -> Hashes:
     powers = np.full(_POWERS_BYTES + 1, base, np.uint64)
     powers[0] = 1
     return np.multiply.accumulate(powers)
-
-
-def _mix(state: Hashes) -> Hashes:
-    """Return hashes whose every bit depends on every bit: SplitMix64's finaliser."""
-    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: Hashes = state ^ (state >> np.uint64(31))
-    return mixed
