@@ -56,17 +56,6 @@ class RankEnvironment:
                 "and start the job again"
             )
 
-    def as_torchrun_variables(self) -> dict[str, str]:
-        """The same in torchrun's variables, which ``torch.distributed`` and DeepSpeed read."""
-        return {
-            "RANK": str(self.rank),
-            "WORLD_SIZE": str(self.world_size),
-            "LOCAL_RANK": str(self.local_rank),
-            "LOCAL_WORLD_SIZE": str(self.local_world_size),
-            "MASTER_ADDR": self.master_address,
-            "MASTER_PORT": str(self.master_port),
-        }
-
 
 def read_environment(variables: Mapping[str, str] | None = None) -> RankEnvironment:
     """Find this process's rank.

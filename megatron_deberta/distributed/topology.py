@@ -8,7 +8,6 @@ layer are neighbours inside one node.
 from __future__ import annotations
 
 import datetime
-import os
 from dataclasses import dataclass
 
 import torch
@@ -79,12 +78,12 @@ def init_process_groups(
     device = _local_device(device, environment.local_rank)
     if environment.world_size == 1:
         return single_process_groups(device)
-    # DeepSpeed reads these at initialize, whoever started the job.
-    os.environ.update(environment.as_torchrun_variables())
+    address = environment.master_address
+    host = f"[{address}]" if ":" in address else address
     timeout = datetime.timedelta(minutes=timeout_minutes)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        init_method="env://",
+        init_method=f"tcp://{host}:{environment.master_port}",
         rank=environment.rank,
         world_size=environment.world_size,
         timeout=timeout,

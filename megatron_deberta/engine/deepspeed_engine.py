@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -21,7 +22,9 @@ from megatron_deberta.engine.deepspeed_runtime import (
     NormLimit,
     deepspeed_environment,
     end_single_process,
+    environment_variables,
     import_deepspeed,
+    local_rank_variable,
     reducing_while_backward_runs,
     start_single_process,
 )
@@ -56,8 +59,6 @@ class DeepSpeedZeroEngine:
         self, config: RunConfig, module: nn.Module, specs: Placements, groups: ProcessGroups
     ) -> None:
         settings = deepspeed_config(config, groups.dp_size)
-        deepspeed = import_deepspeed(groups.device)
-        start_single_process(groups)
         self._module = module
         self._groups = groups
         self._stage: int = config.precision.zero_stage
@@ -77,10 +78,19 @@ class DeepSpeedZeroEngine:
             and self._stage < 3
             and not config.precision.offload_optimizer,
         )
-        with deepspeed_environment(groups), reducing_while_backward_runs(groups):
-            self._engine: Any = deepspeed.initialize(
-                model=module, optimizer=optimizer, config=settings, mpu=ModelParallelUnit(groups)
-            )[0]
+        with ExitStack() as stack:
+            deepspeed = import_deepspeed(groups.device)
+            start_single_process(groups)
+            stack.callback(end_single_process, groups)
+            stack.enter_context(environment_variables(local_rank_variable(groups)))
+            with deepspeed_environment(groups), reducing_while_backward_runs(groups):
+                self._engine: Any = deepspeed.initialize(
+                    model=module,
+                    optimizer=optimizer,
+                    config=settings,
+                    mpu=ModelParallelUnit(groups),
+                )[0]
+            self._process_state = stack.pop_all()
         self._loss_scale = DynamicLossScale(config.precision)
         if self._loss_scale.dynamic:
             self._engine.optimizer.loss_scaler = _HeldLossScaler(self._loss_scale)
@@ -157,11 +167,11 @@ class DeepSpeedZeroEngine:
         self._loss_scale.load_state_dict(scalars)
 
     def destroy(self) -> None:
-        """Remove DeepSpeed's hooks and, where it was started here, end ``torch.distributed``."""
+        """Remove DeepSpeed's hooks; restore process groups and environment variables."""
         self._engine.module_forward_pre_hook.remove()
         self._engine.module_forward_post_hook.remove()
         self._engine.destroy()
-        end_single_process(self._groups)
+        self._process_state.close()
 
     def _step_unsharded(self, norm_limit: float) -> tuple[float, bool]:
         """Stage 0: clip by our own norm, as DeepSpeed would not tell its. Norm, and if skipped."""

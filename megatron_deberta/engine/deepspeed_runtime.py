@@ -12,7 +12,7 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from types import ModuleType
 from typing import Any
@@ -74,8 +74,7 @@ def import_deepspeed(device: torch.device) -> ModuleType:
     Raises:
         ConfigError: DeepSpeed already runs for another kind of device in this process.
     """
-    os.environ["DS_ACCELERATOR"] = device.type
-    with warnings.catch_warnings():
+    with environment_variables({"DS_ACCELERATOR": device.type}), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import deepspeed
         import deepspeed.ops
@@ -97,25 +96,43 @@ def import_deepspeed(device: torch.device) -> ModuleType:
 
 
 @contextmanager
-def deepspeed_environment(groups: ProcessGroups) -> Iterator[None]:
-    """Let DeepSpeed construct things: the right GPU, fp16 allowed on CPU, no noise.
-
-    ``LOCAL_RANK`` stays set, because ZeRO-3 reads it in every forward pass; of a process that is
-    alone, :func:`end_single_process` removes it.
-    """
-    if groups.device.type == "cuda":
-        # DeepSpeed picks its GPU by this variable alone, but srun may show a rank only its own.
-        os.environ["LOCAL_RANK"] = str(groups.device.index)
-    os.environ.setdefault("LOCAL_RANK", "0")
-    # DeepSpeed refuses to go on where the two differ.
-    of_open_mpi = os.environ.pop("OMPI_COMM_WORLD_LOCAL_RANK", None)
+def environment_variables(variables: Mapping[str, str | None]) -> Iterator[None]:
+    """Set (or with None unset) environment variables; restore them on exit."""
+    before = {name: os.environ.get(name) for name in variables}
+    _set_variables(variables)
     try:
-        # Some of its constructors print.
-        with _fp16_on_cpu(groups.device), redirect_stdout(io.StringIO()):
-            yield
+        yield
     finally:
-        if of_open_mpi is not None:
-            os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] = of_open_mpi
+        _set_variables(before)
+
+
+def _set_variables(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def local_rank_variable(groups: ProcessGroups) -> dict[str, str | None]:
+    """``LOCAL_RANK``, which DeepSpeed reads at start-up and ZeRO-3 also in every forward pass."""
+    if groups.device.type == "cuda":
+        # DeepSpeed selects its GPU by this variable alone; srun may show a rank only its own GPU.
+        return {"LOCAL_RANK": str(groups.device.index)}
+    return {"LOCAL_RANK": os.environ.get("LOCAL_RANK", "0")}
+
+
+@contextmanager
+def deepspeed_environment(groups: ProcessGroups) -> Iterator[None]:
+    """Let DeepSpeed construct its objects: on the right GPU, fp16 allowed on CPU, no output."""
+    # DeepSpeed stops if Open MPI's variable differs from LOCAL_RANK.
+    variables = {**local_rank_variable(groups), "OMPI_COMM_WORLD_LOCAL_RANK": None}
+    with (
+        environment_variables(variables),
+        _fp16_on_cpu(groups.device),
+        redirect_stdout(io.StringIO()),
+    ):
+        yield
 
 
 def start_single_process(groups: ProcessGroups) -> None:
@@ -138,15 +155,9 @@ def start_single_process(groups: ProcessGroups) -> None:
 
 
 def end_single_process(groups: ProcessGroups) -> None:
-    """End what :func:`start_single_process` started, and forget the variable DeepSpeed needed."""
-    if groups.dp_group is not None:
-        return
-    if dist.is_initialized():
+    """Destroy the process group of :func:`start_single_process`."""
+    if groups.dp_group is None and dist.is_initialized():
         dist.destroy_process_group()
-    if "RANK" not in os.environ:
-        # Not a launcher's, which sets both. Left here, it would look like half a launcher's to the
-        # next run in this process, and to its children.
-        os.environ.pop("LOCAL_RANK", None)
 
 
 def zero3_partition(module: nn.Module, groups: ProcessGroups, config: RunConfig) -> None:

@@ -106,5 +106,8 @@ class Engine(Protocol):
         ...
 
     def destroy(self) -> None:
-        """Release hooks and buffers; the engine cannot be used afterwards."""
+        """Release hooks and buffers and restore environment variables that the engine has set.
+
+        Call it on every way out of a run; the engine cannot be used afterwards.
+        """
         ...

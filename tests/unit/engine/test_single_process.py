@@ -170,9 +170,10 @@ def test_an_engine_leaves_no_rank_for_the_next_run(
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     before = read_environment()
+    variables = dict(os.environ)
     engine = start(toy_config("deepspeed", "fp32", stage), GROUPS)
     engine.destroy()
-    assert "LOCAL_RANK" not in os.environ
+    assert dict(os.environ) == variables
     assert read_environment() == before
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.setenv(name, "0")
@@ -189,4 +190,5 @@ def test_local_rank_is_the_gpus_not_the_launchers(monkeypatch: pytest.MonkeyPatc
     with deepspeed_environment(only_gpu):
         assert os.environ["LOCAL_RANK"] == "0"
         assert "OMPI_COMM_WORLD_LOCAL_RANK" not in os.environ
+    assert os.environ["LOCAL_RANK"] == "3"
     assert os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] == "3"
