@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from megatron_deberta.config.divisibility import check_tensor_parallel_divides
 from megatron_deberta.config.schema import (
     CheckpointConfig,
     DataConfig,
@@ -74,12 +75,12 @@ def validate_for_world(config: RunConfig, world_size: int) -> BatchArithmetic:
     """
     validate(config)
     tp_size = config.parallel.tensor_parallel_size
-    if world_size % tp_size:
-        fits = [size for size in _divisors(world_size) if config.model.num_heads % size == 0]
-        raise TopologyError(
-            f"parallel.tensor_parallel_size={tp_size} does not divide the {world_size} ranks; "
-            f"start a multiple of {tp_size} ranks or use one of {_join(fits)}"
-        )
+    # The model's sizes are divisible already; they only limit the choices in the message.
+    check_tensor_parallel_divides(
+        tp_size,
+        {"world_size": world_size, "model.num_heads": config.model.num_heads},
+        error=TopologyError,
+    )
     return batch_arithmetic(config, world_size // tp_size)
 
 
@@ -304,30 +305,18 @@ def _check_parallel(model: ModelConfig, data: DataConfig, parallel: ParallelConf
     }
     if model.conv_kernel_size:
         split["model.hidden_size"] = model.hidden_size
-    for name, size in split.items():
-        if size % tp_size:
-            fits = [d for d in _divisors(math.gcd(*split.values())) if d <= 2 * tp_size]
-            raise ConfigError(
-                f"parallel.tensor_parallel_size={tp_size} does not divide {name}={size}; "
-                f"use one of {_join(fits)}"
-            )
-    if parallel.sequence_parallel and tp_size == 1:
+    check_tensor_parallel_divides(tp_size, split)
+    if not parallel.sequence_parallel:
+        return
+    if tp_size == 1:
         raise ConfigError(
             "parallel.sequence_parallel=true needs parallel.tensor_parallel_size above 1; "
             "set it to false"
         )
-    if parallel.sequence_parallel and data.short_steps and data.short_sequence_length % tp_size:
-        raise ConfigError(
-            f"data.short_sequence_length={data.short_sequence_length} does not divide over "
-            f"parallel.tensor_parallel_size={tp_size} for sequence_parallel; use "
-            f"{data.short_sequence_length // tp_size * tp_size + tp_size}"
-        )
-    if parallel.sequence_parallel and data.sequence_length % tp_size:
-        raise ConfigError(
-            f"data.sequence_length={data.sequence_length} does not divide over "
-            f"parallel.tensor_parallel_size={tp_size} for sequence_parallel; use "
-            f"{data.sequence_length // tp_size * tp_size + tp_size}"
-        )
+    lengths = {"data.sequence_length": data.sequence_length}
+    if data.short_steps:
+        lengths["data.short_sequence_length"] = data.short_sequence_length
+    check_tensor_parallel_divides(tp_size, lengths, reason="under parallel.sequence_parallel=true")
 
 
 def check_stage(precision: PrecisionConfig) -> None:
@@ -408,12 +397,10 @@ def _check_checkpoint(checkpoint: CheckpointConfig) -> None:
 
 
 def _check_cluster(config: RunConfig) -> None:
-    tp_size = config.parallel.tensor_parallel_size
     ranks = config.cluster.ranks_per_node
-    if ranks and ranks % tp_size:
-        raise ConfigError(
-            f"parallel.tensor_parallel_size={tp_size} does not divide cluster.ranks_per_node="
-            f"{ranks}, so a layer would be split across nodes; use one of {_join(_divisors(ranks))}"
+    if ranks:
+        check_tensor_parallel_divides(
+            config.parallel.tensor_parallel_size, {"cluster.ranks_per_node": ranks}
         )
 
 

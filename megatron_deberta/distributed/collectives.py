@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_deberta.config.divisibility import check_tensor_parallel_divides
 from megatron_deberta.errors import TopologyError
 
 _SEQUENCE_DIM = 1
@@ -179,11 +180,9 @@ def _identity(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def _check_divides(x: Tensor, parts: int) -> None:
-    if x.shape[_SEQUENCE_DIM] % parts:
-        raise TopologyError(
-            f"{x.shape[_SEQUENCE_DIM]} tokens are not divisible by {parts} tensor-parallel ranks; "
-            f"make data.sequence_length a multiple of parallel.tensor_parallel_size={parts}"
-        )
+    check_tensor_parallel_divides(
+        parts, {"sequence_length": x.shape[_SEQUENCE_DIM]}, error=TopologyError
+    )
 
 
 def _split_sequence(x: Tensor, group: ProcessGroup) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from megatron_deberta.config.divisibility import check_tensor_parallel_divides
 from megatron_deberta.distributed.environment import RankEnvironment
 from megatron_deberta.errors import TopologyError
 
@@ -153,25 +154,19 @@ def check_layout(tensor_parallel_size: int, environment: RankEnvironment) -> Non
             of a node, or the ranks of a node are not consecutive (either way a layer would be
             split across the network).
     """
-    key, world_size = "parallel.tensor_parallel_size", environment.world_size
-    if tensor_parallel_size < 1 or world_size % tensor_parallel_size:
-        fitting = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
-        raise TopologyError(
-            f"{key}={tensor_parallel_size} does not divide the {world_size} ranks of this job; "
-            f"use one of {fitting}, or start another number of ranks"
-        )
-    local = environment.local_world_size
-    if local % tensor_parallel_size:
-        fitting = ", ".join(str(n) for n in range(1, local + 1) if local % n == 0)
-        raise TopologyError(
-            f"{key}={tensor_parallel_size} does not divide the {local} ranks of a node, so a layer "
-            f"would be split across nodes; use one of {fitting}, or start more ranks a node"
-        )
+    check_tensor_parallel_divides(
+        tensor_parallel_size,
+        {
+            "world_size": environment.world_size,
+            "local_world_size (ranks per node)": environment.local_world_size,
+        },
+        error=TopologyError,
+    )
     if (environment.rank - environment.local_rank) % tensor_parallel_size:
         raise TopologyError(
-            f"{key}={tensor_parallel_size} needs consecutive ranks on a node, but rank "
-            f"{environment.rank} is number {environment.local_rank} of its node; start with "
-            "srun --distribution=block or mpirun --map-by slot"
+            f"parallel.tensor_parallel_size={tensor_parallel_size} needs consecutive ranks on a "
+            f"node, but rank {environment.rank} is number {environment.local_rank} of its node; "
+            "start with srun --distribution=block or mpirun --map-by slot"
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from megatron_deberta.config.divisibility import check_tensor_parallel_divides
 from megatron_deberta.config.rules import BatchArithmetic, validate_for_world
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.errors import ConfigError, TopologyError
@@ -215,14 +216,9 @@ def check_machine(config: RunConfig, machine: Machine, world_size: int) -> None:
             f"--world-size {world_size} does not fill nodes of {per_node} ranks; use {below} or "
             f"{below + per_node}"
         )
-    tp_size = config.parallel.tensor_parallel_size
-    if per_node % tp_size:
-        fits = [size for size in range(1, per_node + 1) if per_node % size == 0]
-        raise TopologyError(
-            f"parallel.tensor_parallel_size={tp_size} does not divide the {per_node} ranks of a "
-            f"node, so a layer would be split across nodes; use one of "
-            f"{', '.join(map(str, fits))}"
-        )
+    check_tensor_parallel_divides(
+        config.parallel.tensor_parallel_size, {"ranks_per_node": per_node}, error=TopologyError
+    )
 
 
 def _volume(part: Traffic, config: RunConfig, machine: Machine, dp_size: int) -> LinkVolume:

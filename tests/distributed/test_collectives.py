@@ -146,7 +146,7 @@ def run_uneven(rank: int) -> list[str]:
 
 def test_uneven_sequence_is_refused_before_communicating(two_ranks: RankPool) -> None:
     for messages in two_ranks.run(run_uneven):
-        assert all("7 tokens" in m and "tensor_parallel_size=2" in m for m in messages)
+        assert all("sequence_length=7" in m and "tensor_parallel_size=2" in m for m in messages)
 
 
 def run_identity(rank: int) -> bool:

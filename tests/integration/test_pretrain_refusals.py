@@ -27,7 +27,7 @@ REFUSED = {
         "parallel.tensor_parallel_size=3",
         "parallel.tensor_parallel_size=3 does not divide model.num_heads=4",
     ),
-    "ranks that do not divide": ("parallel.tensor_parallel_size=2", "does not divide the 1 ranks"),
+    "ranks that do not divide": ("parallel.tensor_parallel_size=2", "does not divide world_size=1"),
     "a GPU that is not there": ("train.device=cuda", "train.device=cuda"),
     "no data": ("data.train=[]", "data.train is empty"),
 }

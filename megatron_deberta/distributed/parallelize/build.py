@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from megatron_deberta.config.schema import ModelConfig, RunConfig
+from megatron_deberta.config.divisibility import check_tensor_parallel_divides
+from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.parallelize.apply import parallelize_module, shard_parameters
 from megatron_deberta.distributed.parallelize.plan import shard_spec
 from megatron_deberta.distributed.parallelize.spec import ParameterSpec
@@ -55,7 +56,9 @@ def build_model(
     Raises:
         TopologyError: heads or widths do not divide by the tensor-parallel size.
     """
-    _check_heads(config.model, groups.tp_size)
+    check_tensor_parallel_divides(
+        groups.tp_size, {"model.num_heads": config.model.num_heads}, error=TopologyError
+    )
     backend = config.parallel.attention_backend
     execution = RuntimeOptions(
         config.parallel.recompute,
@@ -106,12 +109,3 @@ def _fill_own_parameters(
         )
         setattr(module, leaf, nn.Parameter(data))
     return bool(own)
-
-
-def _check_heads(model: ModelConfig, tp_size: int) -> None:
-    if model.num_heads % tp_size:
-        raise TopologyError(
-            f"parallel.tensor_parallel_size={tp_size} does not divide model.num_heads="
-            f"{model.num_heads}; choose one of "
-            f"{[n for n in range(1, model.num_heads + 1) if model.num_heads % n == 0]}"
-        )

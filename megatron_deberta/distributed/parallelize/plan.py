@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
+from megatron_deberta.config.divisibility import check_tensor_parallel_divides
 from megatron_deberta.distributed.parallelize.spec import ParameterSpec
 from megatron_deberta.errors import TopologyError
 
@@ -40,11 +41,9 @@ def shard_spec(name: str, shape: tuple[int, ...], tp_rank: int, tp_size: int) ->
     dim = next((dim for pattern, dim in _SPLIT if fnmatchcase(name, pattern)), -1)
     if dim < 0 or tp_size == 1:
         return ParameterSpec(name, shape, None, 0, shape[0], shape)
-    if shape[dim] % tp_size:
-        raise TopologyError(
-            f"{name} has {shape[dim]} entries along dimension {dim}, which "
-            f"parallel.tensor_parallel_size={tp_size} does not divide; choose a size that does"
-        )
+    check_tensor_parallel_divides(
+        tp_size, {f"{name}.shape[{dim}]": shape[dim]}, error=TopologyError
+    )
     length = shape[dim] // tp_size
     local = (*shape[:dim], length, *shape[dim + 1 :])
     return ParameterSpec(name, shape, dim, tp_rank * length, length, local)

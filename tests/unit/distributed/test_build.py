@@ -76,7 +76,7 @@ def test_heads_that_do_not_divide() -> None:
 
 def test_width_that_does_not_divide() -> None:
     odd = replace(SMALL, ffn_hidden_size=66)
-    with pytest.raises(TopologyError, match=r"ffn\.up.*66.*tensor_parallel_size=4"):
+    with pytest.raises(TopologyError, match=r"tensor_parallel_size=4 .*ffn\.up.*66"):
         build_model(run(odd, 4), layout(0, 4))
 
 

@@ -29,10 +29,10 @@ def test_fitting_sizes_pass(tp_size: int) -> None:
 @pytest.mark.parametrize(
     ("tp_size", "environment", "message"),
     [
-        (3, _environment(0, 8, 0, 8), "use one of 1, 2, 4, 8"),
+        (3, _environment(0, 8, 0, 8), "world_size=8; choose one of [1, 2, 4, 8]"),
         (0, _environment(0, 8, 0, 8), "tensor_parallel_size=0 does not divide"),
-        (16, _environment(0, 8, 0, 8), "does not divide the 8 ranks"),
-        (8, _environment(0, 8, 0, 4), "does not divide the 4 ranks of a node"),
+        (16, _environment(0, 8, 0, 8), "does not divide world_size=8"),
+        (8, _environment(0, 8, 0, 4), "does not divide local_world_size (ranks per node)=4"),
         (2, _environment(1, 4, 0, 2), "--distribution=block"),
     ],
 )
