@@ -14,6 +14,7 @@ DEV = [
     "mypy>=2",
     "openmpi; platform_system == 'Linux'",
     "pytest>=9",
+    "pytest-xdist",
     "ruff>=0.15",
     "triton; platform_system == 'Linux'",
     "types-PyYAML",
