@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -170,10 +170,6 @@ class Tokenizer:
         arrays = [np.asarray(self._encode_whole(text), np.int32) for text in texts]
         lengths = np.fromiter((array.size for array in arrays), np.int64, len(arrays))
         return np.concatenate([np.empty(0, np.int32), *arrays]), lengths
-
-    def encode_batch(self, texts: Iterable[str]) -> list[list[int]]:
-        """Encode several texts as ``encode`` does."""
-        return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Turn ids into text; special tokens appear by name, unused ids not at all."""

@@ -23,10 +23,10 @@ from megatron_deberta.data.sample_log import Ledger, check_ledger
 from megatron_deberta.data.shards.writer import write_shard
 
 PACKINGS = ["full_sentences", "doc_sentences", "segment_pair", "sentence_pair"]
-CUTS = 125
+CUTS = 40
 """Of each format."""
 STEPS = 4
-WITH_WORKERS = 40
+WITH_WORKERS = 20
 """Every so many cuts batches are built by worker processes, which costs time."""
 
 
