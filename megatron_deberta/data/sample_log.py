@@ -17,7 +17,7 @@ from megatron_deberta.errors import DataError
 from megatron_deberta.files import write_atomically
 
 
-class Ledger:
+class SampleLog:
     """One data-parallel rank's record; only its first tensor-parallel rank keeps one.
 
     Opening drops what a killed run wrote beyond the step it resumes from. Rank 0 does so for
@@ -49,7 +49,7 @@ class Ledger:
                         _cut(other, completed_steps)
             self._stream = path.open("ab", buffering=0)
         except OSError as error:
-            raise DataError(f"{path}: cannot write the ledger: {error}") from error
+            raise DataError(f"{path}: cannot write the sample log: {error}") from error
 
     def append(self, step: int, batches: Sequence[Batch]) -> None:
         """Record a step's rows in order.
@@ -66,7 +66,7 @@ class Ledger:
         try:
             self._stream.write(json.dumps(record).encode() + b"\n")
         except OSError as error:
-            raise DataError(f"{self._stream.name}: cannot write the ledger: {error}") from error
+            raise DataError(f"{self._stream.name}: cannot write the sample log: {error}") from error
 
     def sync(self) -> None:
         """Flush to disk; call before a checkpoint commits."""
@@ -78,18 +78,18 @@ class Ledger:
         self._stream.close()
 
 
-def read_ledger(directory: str | Path) -> dict[int, list[int]]:
+def read_sample_log(directory: str | Path) -> dict[int, list[int]]:
     """Merge the ranks' files.
 
     Returns:
         Step to its samples, ranks in order and rows in order within a rank.
 
     Raises:
-        DataError: there is no ledger, a line is damaged, or a rank has a step twice.
+        DataError: there is no sample log, a line is damaged, or a rank has a step twice.
     """
     files = sorted(Path(directory).glob("rank-*.jsonl"))
     if not files:
-        raise DataError(f"{directory}: no ledger; run with data.sample_log=true")
+        raise DataError(f"{directory}: no sample log; run with data.sample_log=true")
     parts: dict[int, dict[int, list[int]]] = defaultdict(dict)
     for path in files:
         for line in path.read_bytes().splitlines(keepends=True):
@@ -103,14 +103,14 @@ def read_ledger(directory: str | Path) -> dict[int, list[int]]:
     }
 
 
-def check_ledger(directory: str | Path, global_batch_size: int, num_steps: int) -> None:
+def check_sample_log(directory: str | Path, global_batch_size: int, num_steps: int) -> None:
     """Check that steps 1..num_steps read every sample exactly once, in order.
 
     Raises:
         DataError: a step is missing or beyond the last, or its samples are not those of the
             global batch.
     """
-    steps = read_ledger(directory)
+    steps = read_sample_log(directory)
     if list(steps) != list(range(1, num_steps + 1)):
         wrong = sorted({*steps} ^ {*range(1, num_steps + 1)})
         raise DataError(f"{directory}: steps {wrong[:5]} are missing or too many of {num_steps}")
@@ -143,4 +143,4 @@ def _parse(path: Path, line: bytes) -> tuple[int, int, list[int]]:
         record = json.loads(line)
         return int(record["step"]), int(record["rank"]), [int(item) for item in record["samples"]]
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path}: damaged record {line[:60]!r}; remove the ledger") from error
+        raise DataError(f"{path}: damaged record {line[:60]!r}; remove it") from error

@@ -1,4 +1,4 @@
-"""What happens after a step besides the next one: ledger, log, validation, checkpoint.
+"""What happens after a step besides the next one: sample log, log, validation, checkpoint.
 
 Owns when each is due. Refuses to know each other: their order is the trainer's list.
 """
@@ -13,7 +13,7 @@ from typing import Protocol
 from megatron_deberta.checkpoint.background import Saved, Saver
 from megatron_deberta.cluster.watchdog.heartbeat import Heartbeat, Section
 from megatron_deberta.config.schema import CheckpointConfig
-from megatron_deberta.data.sample_log import Ledger
+from megatron_deberta.data.sample_log import SampleLog
 from megatron_deberta.errors import CheckpointError
 from megatron_deberta.observe.console import LiveConsole, StepRecord
 from megatron_deberta.observe.metrics import MetricsWriter
@@ -32,15 +32,15 @@ class Hook(Protocol):
         ...
 
 
-class LedgerHook:
+class SampleLogHook:
     """Records which samples this rank's step used."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
+    def __init__(self, sample_log: SampleLog) -> None:
+        self._sample_log = sample_log
 
     def after_step(self, event: StepEvent) -> None:
         """Append the step."""
-        self._ledger.append(event.state.step, event.batches)
+        self._sample_log.append(event.state.step, event.batches)
 
 
 class LogHook:
@@ -184,7 +184,7 @@ class SaveHook:
         begin: starts a save of a state, and ends it if the flag says so; collective.
         saver: what it was started with.
         meter: does not count the time.
-        ledger: flushed first, so that a checkpoint never has steps that the ledger lacks.
+        sample_log: flushed first, so that it has every step of a checkpoint.
         report: what to do with a committed checkpoint; None on ranks that do nothing with it.
         heartbeat: shown that this rank saves.
     """
@@ -195,7 +195,7 @@ class SaveHook:
         begin: Callable[[TrainState, bool], Saved | None],
         saver: Saver,
         meter: ThroughputMeter,
-        ledger: Ledger | None,
+        sample_log: SampleLog | None,
         report: Callable[[int, Saved], None] | None,
         heartbeat: Heartbeat | None = None,
     ) -> None:
@@ -204,7 +204,7 @@ class SaveHook:
         self._begin = begin
         self._saver = saver
         self._meter = meter
-        self._ledger = ledger
+        self._sample_log = sample_log
         self._report = report
 
     def after_step(self, event: StepEvent) -> None:
@@ -228,8 +228,8 @@ class SaveHook:
 
     def _save(self, state: TrainState, now: bool) -> None:
         self._tell(state.step, self._saver.finish())
-        if self._ledger is not None:
-            self._ledger.sync()
+        if self._sample_log is not None:
+            self._sample_log.sync()
         self._tell(state.step, self._begin(state, now or not self._config.asynchronous))
 
     def _tell(self, step: int, saved: Saved | None) -> None:

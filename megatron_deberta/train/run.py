@@ -34,7 +34,7 @@ from megatron_deberta.data.build import (
     validation_loader,
 )
 from megatron_deberta.data.loader import ValidationLoader
-from megatron_deberta.data.sample_log import Ledger
+from megatron_deberta.data.sample_log import SampleLog
 from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.distributed.control import all_reduce_max, raise_on_all_ranks
 from megatron_deberta.distributed.environment import RankEnvironment, read_environment
@@ -56,9 +56,9 @@ from megatron_deberta.train.fingerprint import data_fingerprint
 from megatron_deberta.train.hooks import (
     EvaluateHook,
     Hook,
-    LedgerHook,
     LogHook,
     ReplicaHook,
+    SampleLogHook,
     SaveHook,
 )
 from megatron_deberta.train.preemption import Requests, StopSignal
@@ -273,7 +273,7 @@ def _train(
     vocabulary, corpora = parts.data.vocabulary, parts.data.corpora
     with ExitStack() as open_files:
         records: RunRecords | None = None
-        ledger: Ledger | None = None
+        sample_log: SampleLog | None = None
         with raise_on_all_ranks(groups):
             train_loader, validation = build_loaders(
                 config, vocabulary, groups.dp_rank, groups.dp_size, state.consumed_samples, corpora
@@ -288,13 +288,13 @@ def _train(
                     records.measure_unigram(corpora, vocabulary.size, everything)
             if config.data.sample_log and groups.tp_rank == 0:
                 folder = Path(config.train.run_dir) / "ledger"
-                ledger = Ledger(folder, groups.dp_rank, groups.dp_size, state.step)
-                open_files.callback(ledger.close)
+                sample_log = SampleLog(folder, groups.dp_rank, groups.dp_size, state.step)
+                open_files.callback(sample_log.close)
         meter = _meter(config, groups, state.step)
         evaluation = _evaluation(parts, meter, validation, records)
         if evaluation is not None and evaluation.is_due(state.step):
             _make_up_for_validation(evaluation, state.step, records, groups)
-        hooks = _hooks(parts, meter, guard, evaluation, records, ledger)
+        hooks = _hooks(parts, meter, guard, evaluation, records, sample_log)
         train_step = TrainStep(parts.engine, config, groups, guard, parts.heartbeat)
         requests = Requests(stop, config.train.run_dir, groups)
         inputs = InputQueue(train_loader, groups.device)
@@ -339,13 +339,13 @@ def _hooks(
     guard: Guard,
     evaluation: EvaluateHook | None,
     records: RunRecords | None,
-    ledger: Ledger | None,
+    sample_log: SampleLog | None,
 ) -> list[Hook]:
     """What this rank does after a step, in order."""
     config = parts.config
     hooks: list[Hook] = []
-    if ledger is not None:
-        hooks.append(LedgerHook(ledger))
+    if sample_log is not None:
+        hooks.append(SampleLogHook(sample_log))
     if records is not None:
         hooks.append(
             LogHook(config.log.every, last_step(config), meter, records.writer, records.console)
@@ -356,7 +356,7 @@ def _hooks(
         hooks.append(ReplicaHook(every, functools.partial(_check_replicas, parts)))
     begin = functools.partial(_save, parts, guard)
     tell = records.tell_of_checkpoint if records is not None else None
-    save = SaveHook(config.checkpoint, begin, parts.saver, meter, ledger, tell, parts.heartbeat)
+    save = SaveHook(config.checkpoint, begin, parts.saver, meter, sample_log, tell, parts.heartbeat)
     hooks.append(save)
     return hooks
 

@@ -33,7 +33,7 @@ from megatron_deberta.checkpoint.layout import step_dir
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.cli.main import main as command
 from megatron_deberta.config import load_config
-from megatron_deberta.data.sample_log import read_ledger
+from megatron_deberta.data.sample_log import read_sample_log
 from megatron_deberta.distributed.environment import read_environment
 from megatron_deberta.distributed.topology import init_process_groups, shutdown
 from megatron_deberta.engine import deepspeed_config
@@ -177,7 +177,7 @@ class Campaign:
         worst = max(
             abs(a - b) / abs(b) for a, b in zip(losses(resumed), losses(self._oracle), strict=True)
         )
-        same_order = read_ledger(resumed / "ledger") == read_ledger(self._oracle / "ledger")
+        same_order = read_sample_log(resumed / "ledger") == read_sample_log(self._oracle / "ledger")
         same_scalars = ours.metadata.scalars == theirs.metadata.scalars
         return {
             "case": number,

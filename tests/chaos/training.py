@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_deberta.checkpoint.layout import committed_steps, step_dir
 from megatron_deberta.checkpoint.reader import CheckpointReader
-from megatron_deberta.data.sample_log import read_ledger
+from megatron_deberta.data.sample_log import read_sample_log
 from megatron_deberta.errors import EXIT_REQUEUE
 from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
 from tests.chaos.ranks import Ranks, start_ranks
@@ -206,7 +206,7 @@ def result(run_dir: Path) -> dict[str, Any]:
         "losses": [value.hex() for value in losses(run_dir)],
         "validation": validation,
         "state": digest.hexdigest(),
-        "ledger": read_ledger(run_dir / "ledger"),
+        "ledger": read_sample_log(run_dir / "ledger"),
     }
 
 

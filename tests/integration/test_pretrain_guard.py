@@ -12,7 +12,7 @@ from megatron_deberta.checkpoint.layout import committed_steps
 from megatron_deberta.checkpoint.store import find_newest
 from megatron_deberta.cli.status import describe
 from megatron_deberta.cluster.slurm.status import gather
-from megatron_deberta.data.sample_log import read_ledger
+from megatron_deberta.data.sample_log import read_sample_log
 from megatron_deberta.errors import EXIT_DONE, EXIT_NEVER_REQUEUE
 from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
 from megatron_deberta.train.step import TrainStep, forward
@@ -86,10 +86,10 @@ def test_repeated_skips_go_back_and_leave_the_data_out(
     assert "going back from step 7 to" in error
     assert [(event["step"], event["event"]) for event in events(run_dir)] == [(4, "rollback")]
     # Steps 5 to 12 use what comes behind step 7.
-    ledger = read_ledger(run_dir / "ledger")
-    assert list(ledger) == list(range(1, 13))
-    assert ledger[4] == list(samples_of(range(4, 5)))
-    assert ledger[5] == list(samples_of(range(8, 9)))
+    sample_log = read_sample_log(run_dir / "ledger")
+    assert list(sample_log) == list(range(1, 13))
+    assert sample_log[4] == list(samples_of(range(4, 5)))
+    assert sample_log[5] == list(samples_of(range(8, 9)))
     assert records(run_dir)[12]["consumed_samples"] == 15 * BATCH
     status = gather(run_dir)
     assert (status.skipped_updates, status.rollbacks) == (2, 1)
@@ -103,7 +103,7 @@ def test_repeated_skips_go_back_and_leave_the_data_out(
             pretrain(*GUARDED, run_dir=broken.name)
     assert pretrain(*GUARDED, run_dir=broken.name)[0] == EXIT_DONE
     assert losses(broken) == losses(run_dir)
-    assert read_ledger(broken / "ledger") == ledger
+    assert read_sample_log(broken / "ledger") == sample_log
     assert_same_checkpoints(broken, run_dir, 12)
 
 

@@ -36,7 +36,7 @@ def command(run_yaml: Path, run_dir: Path) -> list[str]:
 
 
 def assert_two_ranks_trained(run_dir: Path, unbroken: Path) -> None:
-    """Both ranks took part: each wrote its ledger, and the losses are the whole batch's."""
+    """Both ranks took part: each wrote its sample log, and the losses are the whole batch's."""
     assert committed_steps(run_dir) == [2]
     assert len(list((run_dir / "ledger").iterdir())) == 2
     assert losses(run_dir) == pytest.approx(losses(unbroken)[:2], rel=1e-5)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_deberta.checkpoint.layout import committed_steps, step_dir
-from megatron_deberta.data.sample_log import check_ledger, read_ledger
+from megatron_deberta.data.sample_log import check_sample_log, read_sample_log
 from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE
 from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
 from tests.support.jobs import (
@@ -35,7 +35,7 @@ def test_unbroken_run_learns_and_leaves_what_it_promises(unbroken: Path) -> None
     assert validation[STEPS]["loss"] < validation[25]["loss"]
     assert validation[0]["unigram_loss"] > 3
     assert committed_steps(unbroken) == [49, 56, STEPS]
-    check_ledger(unbroken / "ledger", 8, STEPS)
+    check_sample_log(unbroken / "ledger", 8, STEPS)
     assert (unbroken / "loss.png").stat().st_size > 1000
     assert "vocab_size: 600" in (unbroken / "config.yaml").read_text()
     lines = (unbroken / "stdout.txt").read_text().splitlines()
@@ -69,7 +69,7 @@ def test_killed_and_signalled_run_that_saves_in_the_background_equals_the_unbrok
     job = run_to_end(run_yaml, run_dir, 2, BACKGROUND)
     assert f"continuing from {step_dir(run_dir, stopped_at)}" in job.output()
     assert losses(run_dir) == losses(unbroken)
-    assert read_ledger(run_dir / "ledger") == read_ledger(unbroken / "ledger")
+    assert read_sample_log(run_dir / "ledger") == read_sample_log(unbroken / "ledger")
     assert_same_checkpoints(run_dir, unbroken, STEPS)
     ours, theirs = (records(folder, "validation")[STEPS] for folder in (run_dir, unbroken))
     assert ours == theirs
@@ -96,7 +96,7 @@ def test_tensor_parallel_run_goes_on_data_parallel(
     assert "changed since: parallel.tensor_parallel_size: 2 -> 1" in job.output()
     run_to_end(run_yaml, run_dir, 1, "precision.engine=plain")
     assert losses(run_dir) == pytest.approx(losses(unbroken), rel=1e-5)
-    check_ledger(run_dir / "ledger", 8, STEPS)
+    check_sample_log(run_dir / "ledger", 8, STEPS)
 
 
 def test_a_validation_that_a_stop_left_out_is_made_up_for(pretrain: Run, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks.provenance import provenance
 from megatron_deberta.cluster.run_lock import RunLock
-from megatron_deberta.data.sample_log import read_ledger
+from megatron_deberta.data.sample_log import read_sample_log
 from tests.slurm.chains import SubmittedRun, submit
 from tests.slurm.virtual_cluster import VirtualCluster, wait_until
 from tests.support.campaign_lines import code_digest, read_lines
@@ -103,12 +103,14 @@ class Campaign:
         cluster.start_node(victim)
         state = run.wait_for_end()
         same = losses(run.run_dir) == losses(reference)
-        ledger = read_ledger(run.run_dir / "ledger") == read_ledger(reference / "ledger")
+        sample_log = read_sample_log(run.run_dir / "ledger") == read_sample_log(
+            reference / "ledger"
+        )
         wait_until(lambda: set(cluster.states().values()) == {"IDLE"}, 120, "idle nodes")
         return {
-            "ok": state == "COMPLETED" and same and ledger and victim not in _nodes_of(run),
+            "ok": state == "COMPLETED" and same and sample_log and victim not in _nodes_of(run),
             "state": state, "victim": victim, "at_step": at, "requeued_seconds": round(requeued, 1),
-            "losses_equal": same, "ledger_equal": ledger,
+            "losses_equal": same, "ledger_equal": sample_log,
         }  # fmt: skip
 
     def cut_off(self, seed: int) -> dict[str, Any]:

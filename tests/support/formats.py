@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.provenance import provenance
 from megatron_deberta.checkpoint.layout import committed_steps
 from megatron_deberta.cli.main import main as command
-from megatron_deberta.data.sample_log import check_ledger, read_ledger
+from megatron_deberta.data.sample_log import check_sample_log, read_sample_log
 from tests.support.jobs import RUN, assert_same_checkpoints, losses, records, run_to_end, start
 
 FORMATS = ("full_sentences", "doc_sentences", "segment_pair", "sentence_pair")
@@ -72,8 +72,8 @@ def run_format(run: Path, folder: Path, packing: str, kill_at: int) -> dict[str,
     run_to_end(run, killed, 1, *overrides)
     assert losses(killed) == losses(whole)
     assert records(killed, "validation") == records(whole, "validation")
-    assert read_ledger(killed / "ledger") == read_ledger(whole / "ledger")
-    check_ledger(whole / "ledger", BATCH, STEPS)
+    assert read_sample_log(killed / "ledger") == read_sample_log(whole / "ledger")
+    check_sample_log(whole / "ledger", BATCH, STEPS)
     assert_same_checkpoints(killed, whole, STEPS)
     curve, validation = losses(whole), records(whole, "validation")
     seen = {

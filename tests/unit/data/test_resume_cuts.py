@@ -19,7 +19,7 @@ from megatron_deberta.config.schema import (
 from megatron_deberta.data.build import build_loaders, open_corpora, training_rows
 from megatron_deberta.data.dataset import index_cache
 from megatron_deberta.data.dataset.packing import PackedRows
-from megatron_deberta.data.sample_log import Ledger, check_ledger
+from megatron_deberta.data.sample_log import SampleLog, check_sample_log
 from megatron_deberta.data.shards.writer import write_shard
 
 PACKINGS = ["full_sentences", "doc_sentences", "segment_pair", "sentence_pair"]
@@ -156,16 +156,16 @@ def test_shorter_rows_come_first_and_only_then(prefixes, vocabulary, tmp_path):
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_ledger_of_every_format(packing, prefixes, vocabulary, tmp_path):
+def test_sample_log_of_every_format(packing, prefixes, vocabulary, tmp_path):
     draw = np.random.default_rng(8)
     config = random_config(draw, packing, prefixes, tmp_path)
     for rank in range(2):
         loader, _ = build_loaders(config, vocabulary, rank, 2, 0)
-        ledger = Ledger(tmp_path / "ledger", rank, 2, 0)
+        sample_log = SampleLog(tmp_path / "ledger", rank, 2, 0)
         for step, batches in enumerate(itertools.islice(loader, 4), start=1):
-            ledger.append(step, batches)
-        ledger.close()
-    check_ledger(tmp_path / "ledger", 24, 4)
+            sample_log.append(step, batches)
+        sample_log.close()
+    check_sample_log(tmp_path / "ledger", 24, 4)
 
 
 @pytest.mark.parametrize("packing", PACKINGS)

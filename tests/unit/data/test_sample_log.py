@@ -1,4 +1,4 @@
-"""The ledger: what is written, cut on resume, merged and checked."""
+"""The sample log: what is written, cut on resume, merged and checked."""
 
 import json
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_deberta.data.batch import Batch
-from megatron_deberta.data.sample_log import Ledger, check_ledger, read_ledger
+from megatron_deberta.data.sample_log import SampleLog, check_sample_log, read_sample_log
 from megatron_deberta.errors import DataError
 
 
@@ -25,24 +25,24 @@ def write_steps(folder, steps, dp_size, completed=0, global_batch=8):
     """Run ranks one after the other, in two micro batches each."""
     share = global_batch // dp_size
     for rank in range(dp_size):
-        ledger = Ledger(folder, rank, dp_size, completed)
+        sample_log = SampleLog(folder, rank, dp_size, completed)
         for step in steps:
             first = (step - 1) * global_batch + rank * share
             half = share // 2
-            ledger.append(
+            sample_log.append(
                 step,
                 [
                     batch(list(range(first, first + half))),
                     batch(list(range(first + half, first + share))),
                 ],
             )
-        ledger.close()
+        sample_log.close()
 
 
 def test_ranks_are_merged_and_complete(tmp_path):
     write_steps(tmp_path, range(1, 4), dp_size=2)
-    assert read_ledger(tmp_path)[2] == list(range(8, 16))
-    check_ledger(tmp_path, global_batch_size=8, num_steps=3)
+    assert read_sample_log(tmp_path)[2] == list(range(8, 16))
+    check_sample_log(tmp_path, global_batch_size=8, num_steps=3)
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (4, 1), (1, 4)])
@@ -51,24 +51,24 @@ def test_resume_cuts_what_was_not_committed(tmp_path, before, after):
     with open(tmp_path / "rank-00000.jsonl", "ab") as stream:
         stream.write(b'{"step": 6, "ra')
     write_steps(tmp_path, range(4, 7), dp_size=after, completed=3)
-    check_ledger(tmp_path, global_batch_size=8, num_steps=6)
+    check_sample_log(tmp_path, global_batch_size=8, num_steps=6)
 
 
 def test_fresh_run_forgets_an_older_one(tmp_path):
     write_steps(tmp_path, range(1, 6), dp_size=2)
     write_steps(tmp_path, range(1, 3), dp_size=1)
-    check_ledger(tmp_path, global_batch_size=8, num_steps=2)
+    check_sample_log(tmp_path, global_batch_size=8, num_steps=2)
 
 
 def test_records_are_there_without_closing(tmp_path):
-    ledger = Ledger(tmp_path, 0, 1, 0)
-    ledger.append(1, [batch([0, 1])])
+    sample_log = SampleLog(tmp_path, 0, 1, 0)
+    sample_log.append(1, [batch([0, 1])])
     assert json.loads((tmp_path / "rank-00000.jsonl").read_text()) == {
         "step": 1,
         "rank": 0,
         "samples": [0, 1],
     }
-    ledger.close()
+    sample_log.close()
 
 
 @pytest.mark.parametrize(
@@ -89,12 +89,12 @@ def test_check_names_what_is_wrong(tmp_path, steps, change, message):
         path = tmp_path / "rank-00000.jsonl"
         path.write_text(path.read_text().replace(*change))
     with pytest.raises(DataError, match=message):
-        check_ledger(tmp_path, global_batch_size=8, num_steps=3)
+        check_sample_log(tmp_path, global_batch_size=8, num_steps=3)
 
 
 def test_missing_and_unwritable_places_are_named(tmp_path):
-    with pytest.raises(DataError, match="no ledger"):
-        read_ledger(tmp_path / "absent")
+    with pytest.raises(DataError, match="no sample log"):
+        read_sample_log(tmp_path / "absent")
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="cannot write the ledger"):
-        Ledger(tmp_path / "file", 0, 1, 0)
+    with pytest.raises(DataError, match="cannot write the sample log"):
+        SampleLog(tmp_path / "file", 0, 1, 0)
