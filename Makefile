@@ -37,14 +37,14 @@ test-matrix: venv ## every layout against one process (20 minutes; goes on where
 		--output benchmarks/results/cpu/layout_matrix.json
 
 bench: venv ## CPU benchmarks (well over half an hour on two idle cores)
-	$(BIN)/python benchmarks/step.py huggingface --output benchmarks/results/cpu/step.json
-	$(BIN)/python benchmarks/step.py peers --output benchmarks/results/cpu/peers.json
-	$(BIN)/python benchmarks/step.py disentanglement --output benchmarks/results/cpu/disentanglement.json
-	$(BIN)/python benchmarks/step.py profile --output benchmarks/results/cpu/profile.json
-	$(BIN)/python benchmarks/attention.py --output benchmarks/results/cpu/attention.json
+	$(BIN)/python -m benchmarks.step.compare huggingface --output benchmarks/results/cpu/step.json
+	$(BIN)/python -m benchmarks.step.compare peers --output benchmarks/results/cpu/peers.json
+	$(BIN)/python -m benchmarks.step.compare disentanglement --output benchmarks/results/cpu/disentanglement.json
+	$(BIN)/python -m benchmarks.step.compare profile --output benchmarks/results/cpu/profile.json
+	$(BIN)/python -m benchmarks.attention.operator --output benchmarks/results/cpu/attention.json
 
 tables: venv ## write the tables of README and docs from the committed results
-	$(BIN)/python benchmarks/tables.py --write
+	$(BIN)/python -m benchmarks.tables --write
 
 check: ## everything that must pass before a merge
 	tests/run.sh

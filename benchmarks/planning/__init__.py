@@ -1,1 +1,1 @@
-"""Dry runs of real ranks, which the plan's counts are compared with."""
+"""Predictions of ``plan`` against dry runs."""

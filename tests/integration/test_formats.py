@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 from megatron_deberta.cli.main import main
-from tests.support.formats import prepare_sentences, run_format
+from tests.faults.formats import prepare_sentences, run_format
 
 
 def test_segment_pairs_learn_and_resume(tmp_path: Path) -> None:

@@ -6,13 +6,13 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-SUITE = [sys.executable, str(ROOT / "benchmarks" / "gpu_suite.py")]
+SUITE = [sys.executable, "-m", "benchmarks.gpu.suite"]
 PARTS = ("attention", "parity", "train", "step", "peers", "learn")
 
 
 def run(folder, *arguments):
     command = [*SUITE, "--out", str(folder / "out"), "--work", str(folder / "work"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True)
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
 
 
 def test_every_part_runs_and_is_right(tmp_path):

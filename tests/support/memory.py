@@ -1,23 +1,11 @@
-"""Memory: of this process, and of what operations of torch give back."""
+"""The largest tensor that torch operations return."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-
-
-def peak_resident_bytes() -> int:
-    """The largest resident size this process has had.
-
-    ``getrusage`` will not do: a child process starts with its parent's peak.
-    """
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/self/status has no VmHWM line")
 
 
 class LargestTensor(TorchDispatchMode):

@@ -1,6 +1,6 @@
 """What a run will take: time, disk and memory by formula, before it is started.
 
-Owns the formula and its constants, which ``benchmarks/deduplicate.py`` measured on one core
+Owns the formula and its constants, which ``benchmarks/text/deduplicate.py`` measured on one core
 (``benchmarks/results/cpu/deduplicate.json``). Refuses to read more of the input than a sample.
 """
 

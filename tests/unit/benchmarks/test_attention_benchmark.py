@@ -3,9 +3,10 @@ import sys
 import pytest
 import torch
 
-from benchmarks import attention, attention_variants
-from benchmarks.attention import Comparison, errors, flops, oracle, speedup, table
-from benchmarks.attention_variants import CPU_VARIANTS, EAGER, FLOOR, GPU_VARIANTS, Case, Variant
+from benchmarks.attention import operator as attention
+from benchmarks.attention import variants as attention_variants
+from benchmarks.attention.operator import Comparison, errors, flops, oracle, speedup, table
+from benchmarks.attention.variants import CPU_VARIANTS, EAGER, FLOOR, GPU_VARIANTS, Case, Variant
 
 CASE = Case(2, 2, 40)
 PADDED = Case(2, 2, 40, 0.1, padding=True)

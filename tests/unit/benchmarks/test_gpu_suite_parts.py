@@ -3,10 +3,10 @@ import json
 
 import pytest
 
-from benchmarks import gpu_suite
-from benchmarks.suite.one_step import part_of
-from benchmarks.suite.record import result_path
-from benchmarks.suite.step import micro_batches, wrong_losses
+from benchmarks.gpu import suite as gpu_suite
+from benchmarks.gpu.one_step import part_of
+from benchmarks.gpu.record import result_path
+from benchmarks.gpu.step import micro_batches, wrong_losses
 
 
 @pytest.fixture

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import learn, tables
+from benchmarks.learn import ablations as learn
+from benchmarks.lib.provenance import ROOT
+from benchmarks.tables import pages as tables
 from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE
 from megatron_deberta.model.shapes import parameter_shapes
 
-CONFIGS = tables.ROOT / "configs" / "runs"
+CONFIGS = ROOT / "configs" / "runs"
 
 
 def experiment(folder: Path, config: str = "learn_cpu", **changes: tuple) -> learn.Experiment:

@@ -1,7 +1,7 @@
 import json
 
-from benchmarks import step_tables
-from benchmarks.suite.publish import publish
+from benchmarks.gpu.publish import publish
+from benchmarks.tables import step as step_tables
 
 PLACE = {"hardware": "a chip", "cores": 4, "load": 1, "torch": "2", "revision": "r", "source": "s"}
 STEP = {

@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import step, tables
-from benchmarks.steps.batch import StepBatch, make_batch
-from benchmarks.steps.measure import Contender, compete
-from benchmarks.steps.sides import Ours, Setting
-from benchmarks.suite.shards import Shards
+from benchmarks.lib.shards import Shards
+from benchmarks.step import compare as step
+from benchmarks.step.batch import StepBatch, make_batch
+from benchmarks.step.measure import Contender, compete
+from benchmarks.step.sides import Ours, Setting
+from benchmarks.tables import pages as tables
 from megatron_deberta.config.schema import ModelConfig
 
 CPU = torch.device("cpu")

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from benchmarks.suite.record import Options, Record, note_crash, result_path
+from benchmarks.gpu.record import Options, Record, note_crash, result_path
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def test_they_are_done_again_when_that_is_another_measurement(options, change):
 
 def test_they_are_done_again_with_other_source(options, monkeypatch):
     Record(options).run("a", lambda: {"value": 1})
-    monkeypatch.setattr("benchmarks.provenance.source_digest", lambda: "changed")
+    monkeypatch.setattr("benchmarks.lib.provenance.source_digest", lambda: "changed")
     record = Record(options)
     record.run("a", lambda: {"value": 2})
     assert record.items["a"]["value"] == 2
@@ -88,9 +88,9 @@ def test_an_item_that_took_too_long_is_tried_again(options):
 
 def test_a_device_that_answers_no_more_ends_the_process(options, monkeypatch, capsys):
     place = {"source": "s", "hardware": "h"}
-    monkeypatch.setattr("benchmarks.suite.record.provenance", lambda _: place)
+    monkeypatch.setattr("benchmarks.gpu.record.provenance", lambda _: place)
     record = Record(Options(**{**vars(options), "device": "cuda"}))
-    monkeypatch.setattr("benchmarks.suite.record.device_works", lambda: False)
+    monkeypatch.setattr("benchmarks.gpu.record.device_works", lambda: False)
     with pytest.raises(SystemExit, match="does not answer"):
         record.run("a", lambda: 1 / 0)
     assert note_crash(record.options, "the process ended with 1")

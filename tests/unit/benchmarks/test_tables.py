@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import tables
+from benchmarks.tables import pages as tables
 
 
 def test_no_page_differs_from_the_results() -> None:
     stale = [str(page) for page in tables.stale_pages()]
-    assert not stale, "run: python benchmarks/tables.py --write"
+    assert not stale, "run: python -m benchmarks.tables --write"
 
 
 def test_readme_has_generated_tables() -> None:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests.support.shard_damage import BIN_MUTATIONS, IDX_MUTATIONS, run_campaign
+from tests.faults.shard_damage import BIN_MUTATIONS, IDX_MUTATIONS, run_campaign
 
 
 def test_every_mutation_is_noticed(tmp_path: Path) -> None:

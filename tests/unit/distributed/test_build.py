@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.lib.measuring import peak_resident_bytes
 from megatron_deberta.config.schema import ModelConfig, ParallelConfig, RunConfig
 from megatron_deberta.distributed.parallelize import build_model
 from megatron_deberta.distributed.parallelize.plan import VOCABULARY_MULTIPLE, shard_spec
 from megatron_deberta.distributed.topology import ProcessGroups, single_process_groups
 from megatron_deberta.errors import TopologyError
-from tests.support.memory import peak_resident_bytes
 from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")

@@ -23,7 +23,7 @@ def test_kernels_compile_within_their_limits(tmp_path: Path) -> None:
         "TRITON_CACHE_DIR": str(tmp_path),
     }
     done = subprocess.run(
-        [sys.executable, "benchmarks/kernels.py", "--quick"],
+        [sys.executable, "-m", "benchmarks.attention.kernels", "--quick"],
         cwd=ROOT,
         env=environment,
         capture_output=True,

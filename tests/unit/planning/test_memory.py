@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from benchmarks.memory import table
+from benchmarks.planning.memory import table
 from megatron_deberta.config import (
     ModelConfig,
     ObjectiveConfig,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import plan_paper
+from benchmarks.planning import paper as plan_paper
 from megatron_deberta.cli.main import main
 from megatron_deberta.cluster.profile import load_profile
 from megatron_deberta.config import RunConfig, load_config

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.plan import CASES, ENGINES
+from benchmarks.planning.compare import CASES, ENGINES
 
 ROOT = Path(__file__).parents[3]
 MEMORY_TOLERANCE = 0.1
@@ -20,8 +20,15 @@ MEMORY_TOLERANCE = 0.1
 def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The tiny comparison, in a process of its own: it starts a process group of 256 ranks."""
     output = tmp_path_factory.mktemp("plan") / "plan.json"
-    command = [sys.executable, str(ROOT / "benchmarks/plan.py"), "tiny", "--output", str(output)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.planning.compare",
+        "tiny",
+        "--output",
+        str(output),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
     found: dict[str, Any] = json.loads(output.read_text())
     return found

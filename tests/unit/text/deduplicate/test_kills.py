@@ -1,10 +1,10 @@
-"""A few of the cases of ``tests.support.dedup_kills``."""
+"""A few of the cases of ``tests.faults.dedup_kills``."""
 
 from pathlib import Path
 
 import pytest
 
-from tests.support.dedup_kills import CASES, kill_and_resume, make_reference
+from tests.faults.dedup_kills import CASES, kill_and_resume, make_reference
 
 SLICE = [("sign", "all"), ("collect", "worker"), ("write", "first process")]
 

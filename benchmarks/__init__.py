@@ -1,0 +1,1 @@
+"""Measurements of speed, memory and learning; run them with ``python -m``."""

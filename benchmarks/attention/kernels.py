@@ -1,0 +1,318 @@
+"""Compiles the fused attention kernels for GPUs that need not be here, and holds them to limits.
+
+Reports registers, stack, shared memory and instructions of every kernel, as the driver's
+disassembler counts them: ``python -m benchmarks.attention.kernels --output
+benchmarks/results/offline/kernels.json`` adds the installed Triton's results to the report.
+``--quick`` compiles only a few. Exits with 1 where a limit is broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+# The interpreter's functions cannot be compiled.
+os.environ["TRITON_INTERPRET"] = "0"
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from benchmarks.lib.provenance import provenance
+from megatron_deberta.files import write_atomically
+from megatron_deberta.ops.triton import backward as backward
+from megatron_deberta.ops.triton import far as far
+from megatron_deberta.ops.triton import forward as forward
+from megatron_deberta.ops.triton import gathered as gathered
+from megatron_deberta.ops.triton import table_gradients as tables
+from megatron_deberta.ops.triton.settings import WIDE_HEAD, tile_size, warps_and_stages
+
+KERNELS = {
+    "forward": forward.forward_kernel,
+    "key": backward.key_kernel,
+    "key_gradient": backward.key_gradient_kernel,
+    "query_gradient": backward.query_gradient_kernel,
+    "table_gradient": tables.table_gradient_kernel,
+    "fold": tables.fold_kernel,
+    "far_key": far.far_key_kernel,
+    "end_products": far.end_products_kernel,
+    "end_gradient": far.end_gradient_kernel,
+    "output_products": backward.output_products_kernel,
+    "gathered_forward": gathered.gathered_forward_kernel,
+    "gathered_query": gathered.gathered_query_kernel,
+    "gathered_key": gathered.gathered_key_kernel,
+}
+PARTS = {
+    "key": {"scores": {"VALUES": False}, "values": {"SCORES": False}},
+    "far_key": {"values": {"KEYS": False}, "keys": {"VALUES": False}},
+}
+"""What the parts of these kernels leave out, where heads are wide."""
+MAIN = ("forward", "key", "key_gradient", "query_gradient", "table_gradient")
+OF_LONG_ROWS = (*MAIN, "far_key", "gathered_forward", "gathered_query", "gathered_key")
+SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+STACK_BYTES = 64
+"""Of stack outside loops; inside a loop nothing may be stored to it or read from it."""
+EXCEPTIONS = {
+    # No tensor cores: a query's features are in registers, and there are 128 of them.
+    r"forward .* d=128 fp32": (256, 0),
+    # Only Triton 3.6: one access among 1,471 instructions.
+    r"gathered_key .* d=128 fp32": (24, 1),
+}
+"""Bytes of stack and accesses to it in loops, by patterns of variants' names, the first that fits.
+Both Tritons, some to spare."""
+ATOMICS = ("ATOM", "ATOMG", "RED", "REDG")
+"""On global memory. Those on shared memory (``ATOMS``) give out Blackwell's tensor memory."""
+_FLOATS32 = (
+    "Q_ENDS K_ENDS LSE2 DELTA D_K_FAR D_V_FAR BY_ROW K_SUMS Q_SUMS KEY_PARTS QUERY_PARTS PARTS "
+    "ENDS SUMS"
+).split()
+_INTEGERS = "AT LOW HIGH SEEN_LOW SEEN_HIGH ROWS".split()
+_SCALARS = "scale scale2 keep_scale unpack_scale".split()
+_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One kernel as one GPU would run it."""
+
+    kernel: str
+    sm: int
+    head_size: int
+    dtype: torch.dtype
+    flags: str
+    """``plain``: dense rows. ``dropout``: with dropout. ``masked``: and padding, or documents.
+    ``everything``: and long rows whose length is no multiple of the tile."""
+    part: str = ""
+    """Of a kernel that runs in parts."""
+
+    @property
+    def name(self) -> str:
+        """Readable and unique."""
+        dtype = _TYPES[self.dtype]
+        kernel = f"{self.kernel} {self.part}".strip()
+        return f"{kernel} sm_{self.sm} d={self.head_size} {dtype} {self.flags}"
+
+    @property
+    def tile(self) -> int:
+        """Queries, and keys, of a tile."""
+        gathered = self.kernel.startswith("gathered")
+        return tile_size(self.dtype, gathered, self.capability)
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """As torch has it."""
+        return divmod(self.sm, 10)
+
+    def constants(self) -> dict[str, Any]:
+        """Compile-time arguments."""
+        everything = self.flags == "everything"
+        left_out = PARTS[self.kernel][self.part] if self.part else {}
+        stride = 24 * self.head_size
+        strides = {f"{x}_n": stride for x in "q k v o g dq dk dv".split()}
+        return {
+            **{"B": self.tile, "D": self.head_size},
+            **{"C2P": True, "P2C": True, "CONTENT": True, "NEGATED": True},
+            **{"DROP": self.flags != "plain", "RANGES": self.flags in ("masked", "everything")},
+            **{"HALF": self.dtype != torch.float32, "FAR": everything},
+            **{"EVEN": not everything, **strides},
+            **{"SCORES": True, "VALUES": True, "KEYS": True, **left_out},
+            "CHUNK": 16 if self.kernel == "fold" else min(self.head_size, 64),
+        }
+
+
+def variants(quick: bool) -> Iterator[Variant]:
+    """What is compiled, kernels that run in parts as these.
+
+    Args:
+        quick: only a few, for continuous integration.
+    """
+    for variant in _whole_variants(quick):
+        parts = PARTS.get(variant.kernel, {}) if variant.head_size >= WIDE_HEAD else {}
+        yield from (dataclasses.replace(variant, part=part) for part in parts or [""])
+
+
+def _whole_variants(quick: bool) -> Iterator[Variant]:
+    if quick:
+        for kernel, sm in (("forward", 90), ("key", 90), ("table_gradient", 80), ("forward", 100)):
+            yield Variant(kernel, sm, 64, torch.bfloat16, "dropout")
+        yield Variant("key", 90, 128, torch.bfloat16, "everything")
+        return
+    for kernel, sm in itertools.product(KERNELS, (90, 80, 100)):
+        yield Variant(kernel, sm, 64, torch.bfloat16, "everything")
+    for kernel, sm in itertools.product(MAIN, (90, 80, 100)):
+        yield Variant(kernel, sm, 64, torch.bfloat16, "dropout")
+        yield Variant(kernel, sm, 64, torch.bfloat16, "masked")
+    for kernel in MAIN:
+        yield Variant(kernel, 90, 64, torch.bfloat16, "plain")
+        yield Variant(kernel, 90, 64, torch.float16, "dropout")
+        for size, dtype in ((64, torch.float32), (32, torch.bfloat16), (128, torch.bfloat16)):
+            yield Variant(kernel, 90, size, dtype, "dropout")
+    for kernel, sm, size in itertools.product(OF_LONG_ROWS, (90, 80, 100), (32, 128)):
+        yield Variant(kernel, sm, size, torch.bfloat16, "everything")
+    for kernel, size in itertools.product(OF_LONG_ROWS, (64, 128)):
+        yield Variant(kernel, 90, size, torch.float32, "everything")
+
+
+def compile_variant(variant: Variant) -> dict[str, Any]:
+    """Registers, bytes and instructions of one variant.
+
+    Args:
+        variant: which.
+    """
+    kernel = KERNELS[variant.kernel]
+    constants = variant.constants()
+    signature, constexprs, attributes = {}, {}, {}
+    for index, parameter in enumerate(kernel.params):
+        name = parameter.name
+        if parameter.is_constexpr:
+            signature[name], constexprs[name] = "constexpr", constants[name]
+            continue
+        signature[name] = _type_of(name, variant.dtype)
+        if signature[name].startswith("*") or re.fullmatch(r"d?[a-z]_[bhn]", name):
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    setting = warps_and_stages(
+        variant.kernel, variant.dtype, variant.tile, variant.head_size, variant.capability
+    )
+    compiled = triton.compile(
+        ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes),
+        target=GPUTarget("cuda", variant.sm, 32),
+        options={"num_warps": setting.warps, "num_stages": setting.stages},
+    )
+    return {
+        "warps": setting.warps,
+        "stages": setting.stages,
+        "shared_bytes": compiled.metadata.shared,
+        **_disassemble(compiled.asm["cubin"]),
+    }
+
+
+def _type_of(name: str, dtype: torch.dtype) -> str:
+    if name == "SEED":
+        return "*i64"
+    if name in _INTEGERS:
+        return "*i32"
+    if name in _FLOATS32:
+        return "*fp32"
+    if name in _SCALARS:
+        return "fp32"
+    return f"*{_TYPES[dtype]}" if name.isupper() else "i32"
+
+
+def _disassemble(cubin: bytes) -> dict[str, Any]:
+    """What the tools that come with Triton say about a compiled kernel."""
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage, code = (
+            subprocess.run([tools / tool, option, file.name], capture_output=True, check=True)
+            for tool, option in (("cuobjdump", "-res-usage"), ("nvdisasm", "-c"))
+        )
+    found = re.search(r"REG:(\d+) STACK:(\d+)", (usage.stdout + usage.stderr).decode())
+    if found is None:
+        raise ValueError(f"cuobjdump: got {usage.stdout.decode()[:200]!r}, expected REG and STACK")
+    names, loops = _instructions(code.stdout.decode())
+    counts = Counter(names)
+    in_loops = set().union(*(range(*loop) for loop in loops))
+    tensor_core = sum(n for name, n in counts.items() if name.endswith("MMA"))
+    return {
+        "registers": int(found.group(1)),
+        "stack_bytes": int(found.group(2)),
+        "instructions": sum(counts.values()),
+        "instructions_of_loops": [end - begin for begin, end in loops],
+        "spill_stores": counts["STL"],
+        "spill_loads": counts["LDL"],
+        "spills_in_loops": sum(names[i] in ("STL", "LDL") for i in in_loops),
+        "tensor_core_instructions": tensor_core,
+        "shuffles": counts["SHFL"],
+        "barriers": counts["BAR"],
+        "atomics": sum(counts[name] for name in ATOMICS),
+    }
+
+
+def _instructions(code: str) -> tuple[list[str], list[tuple[int, int]]]:
+    """Names of a kernel's instructions, and first and one past the last index of its loops."""
+    line = re.compile(r"\s*(?:/\*[0-9a-f]{4,}\*/)?\s+(?:@!?U?P\d+ )?\s*([A-Z][A-Z0-9_]+)([^;]*);")
+    names: list[str] = []
+    labels: dict[str, int] = {}
+    loops = []
+    ended = False
+    for text in code.splitlines():
+        if label := re.match(r"(\.L_x_\d+):", text):
+            labels[label.group(1)] = len(names)
+        if found := line.match(text):
+            names.append(found.group(1))
+            ended = ended or (names[-1] == "EXIT" and "@" not in text)
+            target = re.search(r"\.L_x_\d+", found.group(2)) if found.group(1) == "BRA" else None
+            # What follows the end, and shorter ones, wait for barriers.
+            if target and not ended and len(names) - labels.get(target.group(), len(names)) > 60:
+                loops.append((labels[target.group()], len(names)))
+    return names, loops
+
+
+def broken_limits(variant: Variant, result: dict[str, Any]) -> list[str]:
+    """What is wrong with a compiled kernel.
+
+    Args:
+        variant: which.
+        result: of ``compile_variant``.
+    """
+    limits = (limit for name, limit in EXCEPTIONS.items() if re.match(name, variant.name))
+    stack, in_loops = next(limits, (STACK_BYTES, 0))
+    wrong = []
+    if result["stack_bytes"] > stack:
+        wrong.append(f"stack {result['stack_bytes']} > {stack} bytes")
+    if result["spills_in_loops"] > in_loops:
+        wrong.append(f"{result['spills_in_loops']} > {in_loops} accesses to the stack in loops")
+    if result["shared_bytes"] > SHARED_BYTES[variant.sm]:
+        wrong.append(f"shared memory {result['shared_bytes']} > {SHARED_BYTES[variant.sm]} bytes")
+    if result["atomics"]:
+        wrong.append(f"{result['atomics']} atomic instructions, whose order is not fixed")
+    multiplies = variant.kernel not in ("fold", "end_products", "end_gradient", "output_products")
+    if multiplies and variant.dtype != torch.float32 and not result["tensor_core_instructions"]:
+        wrong.append("no tensor-core instruction")
+    return [f"{variant.name}: {what}" for what in wrong]
+
+
+def main() -> int:
+    """Compiles, reports and judges."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--only", default="", help="variants whose name has this pattern")
+    arguments = parser.parse_args()
+    results, wrong = {}, []
+    for variant in variants(arguments.quick):
+        if not re.search(arguments.only, variant.name):
+            continue
+        results[variant.name] = compile_variant(variant)
+        wrong += broken_limits(variant, results[variant.name])
+        print(variant.name, results[variant.name], flush=True)
+    if arguments.output is not None:
+        report = {}
+        if arguments.output.exists():
+            report = json.loads(arguments.output.read_text(encoding="utf-8"))
+        by_version = report.get("by_triton_version", {})
+        before = by_version.get(triton.__version__, {}) if arguments.only else {}
+        by_version[triton.__version__] = {**before, **results}
+        report = {"provenance": provenance(), "by_triton_version": by_version}
+        write_atomically(arguments.output, (json.dumps(report, indent=1) + "\n").encode())
+    print("\n".join(wrong) or "within all limits")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,471 @@
+"""The attention operator against its peers: correct first, then time, memory and TFLOP/s.
+
+Forward and backward of the attention core (no projections) on the same tensors for all, 64 wide
+heads, log buckets. First every variant is compared with the float64 reference on the very launch
+that is timed (its last head; output and five gradients). Then the variants take turns, and each
+one's time is the median of its turns.
+
+    python -m benchmarks.attention.operator --output benchmarks/results/cpu/attention.json
+    python -m benchmarks.attention.operator --device cuda --output attention.json
+
+On CUDA the same cases are a part of ``gpu_suite.py``, which survives a peer that crashes.
+
+FLOPs are counted as FlashAttention and DisentangledFlash count them, the scores that backward
+computes again included: with L real tokens in a row, R slots of the table in reach and D = 64,
+forward is 4 L^2 D + 4 L R D a row and head, backward 10 L^2 D + 12 L R D.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.attention.variants import (
+    CPU_VARIANTS,
+    EAGER,
+    FLOOR,
+    FLOORS,
+    GPU_VARIANTS,
+    HEAD_SIZE,
+    OURS,
+    POSITIONS,
+    SEED,
+    Case,
+    Variant,
+    make_inputs,
+)
+from benchmarks.lib.measuring import (
+    Stopwatch,
+    cuda_peak_bytes,
+    in_turns,
+    peak_resident_bytes,
+    write_json,
+)
+from benchmarks.lib.provenance import provenance
+from benchmarks.lib.tolerances import OPERATOR
+from megatron_deberta.ops import disentangled_attention
+from megatron_deberta.ops.dropout_bits import keep_mask
+from megatron_deberta.ops.head_threads import for_heads
+
+THREADS = 2
+CPU_TARGET = 1.5
+CPU_CASES = [
+    Case(4, 12, 512, 0.1),
+    Case(4, 12, 512),
+    Case(4, 12, 512, 0.1, padding=True),
+    Case(16, 12, 128, 0.1),
+]
+TENSORS = ("output", "q", "k", "v", "pos_key", "pos_query")
+WHOLE_ORACLE = 1 << 28
+"""Scores up to which the oracle is the reference; beyond, ``chunked`` in float64."""
+OUT_OF_MEMORY = "out of memory"
+PEER_TOLERANCE = 3e-2
+"""A peer further off than this computes something else; at 16 bits eager is off by 1e-2."""
+
+
+def gpu_cases() -> list[Case]:
+    """The lengths, heads and masks of the H200 table, and the stand-in for V100 (fp16)."""
+    cases = [
+        Case(max(1, 16384 // length), heads, length, dropout, padding, "bf16", "cuda")
+        for dropout, padding in ((0.0, False), (0.1, False), (0.1, True), (0.0, True))
+        for length in (512, 8192, 128, 1024, 2048, 4096, 24528)
+        for heads in (24, 12)
+    ]
+    stand_in = [Case(32, 12, 512, dropout, dtype="fp16", device="cuda") for dropout in (0.0, 0.1)]
+    # What figures are aimed at comes first.
+    first = [case for case in cases if case.length in (512, 8192)]
+    return first[:4] + stand_in + first[4:] + [case for case in cases if case not in first]
+
+
+def flops(case: Case) -> tuple[int, int]:
+    """Of forward and of backward; see the module's text."""
+    forward = backward = 0
+    for length in case.row_lengths():
+        reach = len(POSITIONS.slots(torch.arange(1 - length, length)).unique())
+        square, linear = length * length * HEAD_SIZE, length * reach * HEAD_SIZE
+        forward += 4 * square + 4 * linear
+        backward += 10 * square + 12 * linear
+    return forward * case.heads, backward * case.heads
+
+
+def output_gradient(case: Case, q: Tensor) -> Tensor:
+    """What backward starts from: random, and zero where there is padding."""
+    return q.detach() * case.real_keys()[:, None, :, None]
+
+
+def step(variant: Variant, case: Case, x: list[Tensor]) -> tuple[Tensor, ...]:
+    """Forward and backward; output and gradients."""
+    output = variant(case, *x)
+    return (output, *torch.autograd.grad(output, x, output_gradient(case, x[0])))
+
+
+def oracle(case: Case, last_head: int) -> list[Tensor]:
+    """Output and gradients of one head in float64."""
+    x = [t.detach() for t in make_inputs(case, torch.float64)]
+    x = [t.narrow(-3, last_head, 1).clone().requires_grad_() for t in x]
+    whole = case.batch * case.length**2 <= WHOLE_ORACLE
+    output = disentangled_attention(
+        *x,
+        positions=POSITIONS,
+        key_padding=case.real_keys(),
+        dropout_p=case.dropout,
+        seed=SEED,
+        head_offset=last_head,
+        backend="reference" if whole else "chunked",
+    )
+    gradient = output_gradient(case, x[0])
+    real = case.real_keys()[:, None, :, None]
+    return [output.detach() * real, *torch.autograd.grad(output, x, gradient)]
+
+
+def errors(variant: Variant, case: Case, expected: list[Tensor]) -> dict[str, float]:
+    """Relative Frobenius distance from the oracle of the last head's output and gradients."""
+    got = list(step(variant, case, make_inputs(case)))
+    got[0] = got[0].detach() * case.real_keys()[:, None, :, None]
+    distances = {}
+    for name, mine, right in zip(TENSORS, got, expected, strict=True):
+        mine = mine.narrow(-3, mine.shape[-3] - 1, 1).double()
+        distances[name] = float((mine - right).norm() / right.norm())
+    return distances
+
+
+def dropout_happens(variant: Variant, case: Case) -> bool:
+    """Whether ones as values come out scattered around one: some were dropped, others scaled."""
+    x = make_inputs(case)
+    with torch.no_grad():
+        output = variant(case, *x[:2], torch.ones_like(x[2]), *x[3:])[..., 0].float()
+    seen = output[case.real_keys()[:, None].expand(output.shape)]
+    scatter = float(seen.std())
+    allowed = max(0.01, 5 * scatter / math.sqrt(seen.numel()))
+    return abs(float(seen.mean()) - 1) < allowed and scatter > 1e-3
+
+
+def check(name: str, variant: Variant, case: Case, expected: list[Tensor] | None) -> dict[str, Any]:
+    """Errors of a variant and, where it is wrong, what is wrong.
+
+    ``expected`` is None for the floors, which compute something else, by design.
+    """
+    if expected is None:
+        return {}
+    if case.dropout and not variant.exact_dropout:
+        right = dropout_happens(variant, case)
+        return {} if right else {"wrong": "attention probabilities are not dropped rightly"}
+    found = errors(variant, case, expected)
+    bound = OPERATOR[make_inputs(replace(case, batch=1, length=1))[0].dtype]
+    bound = bound if name in OURS else max(bound, PEER_TOLERANCE)
+    # NaN is wrong, too.
+    off = [f"{t} is off by {e:.1e}" for t, e in found.items() if not e <= bound]
+    return {"errors": found, **({"wrong": f"{', '.join(off)}; bound {bound:.1e}"} if off else {})}
+
+
+def timed_step(variant: Variant, case: Case, x: list[Tensor]) -> list[float]:
+    """Seconds of forward, of backward and of both."""
+    gradient = output_gradient(case, x[0])
+    watch = Stopwatch(case.device)
+    watch.mark()
+    output = variant(case, *x)
+    watch.mark()
+    torch.autograd.grad(output, x[:3] if is_floor(variant) else x, gradient)
+    watch.mark()
+    forward, backward = watch.seconds()
+    return [forward, backward, forward + backward]
+
+
+def is_floor(variant: Variant) -> bool:
+    """Whether it is plain attention, which has no position tables to differentiate."""
+    return any(variant is CPU_VARIANTS.get(n) or variant is GPU_VARIANTS[n] for n in FLOORS)
+
+
+class Comparison:
+    """All variants on one case.
+
+    Args:
+        case: the sizes.
+        variants: by name.
+        starting: told each variant's name before it runs, so that a crash can be laid to it.
+        known_failures: variants that are not to be run again, and why.
+    """
+
+    def __init__(
+        self,
+        case: Case,
+        variants: Mapping[str, Variant],
+        *,
+        starting: Callable[[str], None] = lambda name: None,
+        known_failures: Mapping[str, str] | None = None,
+    ) -> None:
+        self.case = case
+        self.variants = dict(variants)
+        self.starting = starting
+        self.report: dict[str, dict[str, Any]] = {}
+        for name, variant in variants.items():
+            reason = (known_failures or {}).get(name) or variant.refusal(case)
+            if reason:
+                self._drop(name, reason)
+
+    def _drop(self, name: str, reason: str) -> None:
+        """Leave a variant out; where one of ours does not run, that is wrong."""
+        del self.variants[name]
+        self.report[name] = {"not run": reason}
+        if name in OURS and not reason.startswith(OUT_OF_MEMORY):
+            self.report[name]["wrong"] = reason
+
+    def _attempt(self, name: str, work: Callable[[], Any]) -> Any:
+        """Do something with a variant; what fails is reported and not tried again."""
+        self.starting(name)
+        try:
+            return work()
+        except torch.OutOfMemoryError as full:
+            reason = f"{OUT_OF_MEMORY}: {str(full).splitlines()[0][:160]}"
+        except Exception as failure:
+            # A peer's failure is a result. One of ours is wrong, and ends the run non-zero.
+            if self.case.device == "cuda":
+                torch.cuda.synchronize()  # ends the process where the device is lost
+            reason = f"{type(failure).__name__}: {(str(failure) or '-').splitlines()[0][:160]}"
+        self._drop(name, reason)
+        return None
+
+    def check(self) -> None:
+        """Compare everything with the oracle."""
+        expected = oracle(self.case, self.case.heads - 1)
+        for name, variant in list(self.variants.items()):
+            wanted = None if name in FLOORS else expected
+            found = self._attempt(
+                name, lambda n=name, v=variant, w=wanted: check(n, v, self.case, w)
+            )
+            if found is not None:
+                self.report[name] = found
+        self._compare_with_eager()
+
+    def _compare_with_eager(self) -> None:
+        """At 16 bits ours is never to be worse than the eager form in the same dtype."""
+        eager = self.report.get(EAGER, {}).get("errors")
+        if eager is None or self.case.dtype == "fp32":
+            return
+        for name in OURS:
+            for tensor, error in self.report.get(name, {}).get("errors", {}).items():
+                if error > eager[tensor]:
+                    self.report[name]["wrong"] = (
+                        f"{tensor} is off by {error:.1e}, eager only by {eager[tensor]:.1e}"
+                    )
+
+    def time(self, *, least: int = 5, most: int = 30, budget: float = 3.0) -> None:
+        """Take turns; a variant that fails at it is dropped before."""
+        x = make_inputs(self.case)
+        for name, variant in list(self.variants.items()):
+            self._attempt(name, lambda v=variant: timed_step(v, self.case, x))
+        jobs = {n: lambda v=v: timed_step(v, self.case, x) for n, v in self.variants.items()}
+        if not jobs:
+            return
+        medians = in_turns(jobs, least=least, most=most, budget=budget)
+        work = flops(self.case)
+        for name, seconds in medians.items():
+            self.report[name]["milliseconds"] = dict(
+                zip(("forward", "backward", "both"), (1e3 * s for s in seconds), strict=True)
+            )
+            if name not in FLOORS:
+                self.report[name]["tflops"] = dict(
+                    zip(
+                        ("forward", "backward", "both"),
+                        (f / s / 1e12 for f, s in zip((*work, sum(work)), seconds, strict=True)),
+                        strict=True,
+                    )
+                )
+            if FLOOR in medians and name != FLOOR:
+                self.report[name]["fraction_of_floor"] = medians[FLOOR][2] / seconds[2]
+
+    def peaks(self) -> None:
+        """Memory that forward and backward add."""
+        for name, variant in list(self.variants.items()):
+            if self.case.device == "cuda":
+                x = make_inputs(self.case)
+                peak = self._attempt(
+                    name,
+                    lambda v=variant, x=x: cuda_peak_bytes(lambda: timed_step(v, self.case, x)),
+                )
+            else:
+                peak = cpu_peak_bytes(name, self.case)
+            if peak is not None:
+                self.report[name]["peak_mib"] = peak / 2**20
+
+    def gathered(self, *, least: int = 5, most: int = 30) -> dict[str, dict[str, float]]:
+        """Milliseconds of forward and backward: the mask decoder's queries, and all of them."""
+        backend = "chunked" if self.case.device == "cpu" else "triton"
+        if backend not in self.variants or not self.case.dropout:
+            return {}
+        jobs = gathered_seconds(self.case, backend)
+        took = self._attempt(backend, lambda: in_turns(jobs, least=least, most=most, budget=1.0))
+        times = {name: 1e3 * seconds[0] for name, seconds in (took or {}).items()}
+        return {f"{backend}_gathered_ms": times} if times else {}
+
+    def result(self) -> dict[str, Any]:
+        """What goes into the report."""
+        wrong = [f"{n}: {r['wrong']}" for n, r in self.report.items() if "wrong" in r and n in OURS]
+        return {"case": asdict(self.case), "variants": self.report, "wrong": wrong}
+
+
+def cpu_peak_bytes(name: str, case: Case) -> int:
+    """Memory that forward and backward add to a fresh process."""
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.attention.operator",
+        "--peak",
+        name,
+        "--case",
+        json.dumps(asdict(case)),
+    ]
+    result = subprocess.run(command, check=True, capture_output=True, text=True)
+    return int(result.stdout)
+
+
+def measure_cpu_peak(name: str, case: Case) -> int:
+    """In this process: growth of the peak resident size through one step."""
+    variant, x = CPU_VARIANTS[name], make_inputs(case)
+    small = replace(case, batch=1, length=8)
+    timed_step(variant, small, make_inputs(small))
+    before = peak_resident_bytes()
+    timed_step(variant, case, x)
+    return peak_resident_bytes() - before
+
+
+def bits_seconds(case: Case) -> list[float]:
+    """Seconds that the dropout bits of forward and backward take on the CPU by themselves."""
+    seed, at = torch.arange(case.batch), torch.arange(case.length)
+
+    def bits_of(heads: slice) -> None:
+        rows = max(1, (1 << 18) // case.length**2)  # about the operator's blocks
+        for head in range(heads.start, heads.stop):
+            for some in seed.split(rows):
+                keep_mask(some, at, case.length, case.dropout, head_offset=head)
+
+    watch = Stopwatch("cpu")
+    watch.mark()
+    for _ in range(2):
+        for_heads(bits_of, case.heads, case.batch * case.heads * case.length**2, "cpu")
+    watch.mark()
+    return watch.seconds()
+
+
+def gathered_seconds(case: Case, backend: str) -> dict[str, Callable[[], list[float]]]:
+    """Forward and backward of the mask decoder's queries, and of all queries, ready to be timed."""
+    q, *rest = make_inputs(case)
+    at = masked_positions(case)
+    some = q.detach().gather(2, at[:, None, :, None].expand(-1, case.heads, -1, HEAD_SIZE))
+
+    def run(queries: Tensor, at: Tensor | None) -> list[float]:
+        watch = Stopwatch(case.device)
+        watch.mark()
+        x = [queries, *rest]
+        output = disentangled_attention(
+            *x, positions=POSITIONS, q_positions=at, dropout_p=case.dropout, seed=SEED,
+            backend=backend,
+        )  # fmt: skip
+        torch.autograd.grad(output, x, queries.detach())
+        watch.mark()
+        return watch.seconds()
+
+    some.requires_grad_()
+    return {"gathered": lambda: run(some, at), "all": lambda: run(q, None)}
+
+
+def masked_positions(case: Case) -> Tensor:
+    """About 15 % of each row, rising: int64 ``[batch, queries]``."""
+    generator = torch.Generator().manual_seed(1)
+    scores = torch.rand(case.batch, case.length, generator=generator)
+    return scores.topk(max(1, round(0.15 * case.length))).indices.sort().values.to(case.device)
+
+
+def measure(case: Case, repeats: int) -> dict[str, Any]:
+    """Everything about one case."""
+    comparison = Comparison(case, CPU_VARIANTS if case.device == "cpu" else GPU_VARIANTS)
+    comparison.check()
+    comparison.time(least=repeats, most=repeats, budget=60.0)
+    comparison.peaks()
+    gathered = comparison.gathered(least=repeats, most=repeats)
+    result = {**comparison.result(), **gathered}
+    if case.device == "cpu" and case.dropout:
+        seconds = in_turns(
+            {"": lambda: bits_seconds(case)}, least=repeats, most=repeats, budget=60.0
+        )
+        result["dropout_bits_ms"] = 1e3 * seconds[""][0]
+    print("\n".join(table(result)), flush=True)
+    return result
+
+
+def table(result: dict[str, Any]) -> list[str]:
+    """One line a variant."""
+    case = Case(**result["case"])
+    lines = [f"{case.name} on {case.device}"]
+    for name, found in result["variants"].items():
+        if "milliseconds" not in found:
+            lines.append(f"  {name:20} {found.get('not run', found.get('wrong', 'not timed'))}")
+            continue
+        took = found["milliseconds"]
+        words = [f"forward {took['forward']:9.3f} ms  both {took['both']:9.3f} ms"]
+        if "tflops" in found:
+            words.append(f"{found['tflops']['both']:6.1f} TFLOP/s")
+        if "peak_mib" in found:
+            words.append(f"{found['peak_mib']:6.0f} MiB")
+        if "fraction_of_floor" in found:
+            words.append(f"{found['fraction_of_floor']:.2f} of the floor")
+        if "errors" in found:
+            words.append(f"error {max(found['errors'].values()):.1e}")
+        if "wrong" in found:
+            words.append(f"WRONG: {found['wrong']}")
+        lines.append(f"  {name:20} {'  '.join(words)}")
+        if took := result.get(f"{name}_gathered_ms"):
+            lines.append(
+                f"    mask decoder's queries {took['gathered']:.3f} ms of {took['all']:.3f}"
+            )
+    return lines
+
+
+def speedup(result: dict[str, Any], ours: str, peer: str) -> float | None:
+    """How many times faster ours does forward and backward; None where one was not timed."""
+    times = [result["variants"].get(n, {}).get("milliseconds") for n in (ours, peer)]
+    if times[0] is None or times[1] is None:
+        return None
+    return float(times[1]["both"] / times[0]["both"])
+
+
+def main() -> None:
+    """Runs the cases and writes the report."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--peak", choices=list(CPU_VARIANTS), help=argparse.SUPPRESS)
+    parser.add_argument("--case", type=json.loads, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    torch.set_num_threads(THREADS)
+    if arguments.peak:
+        print(measure_cpu_peak(arguments.peak, Case(**arguments.case)))
+        return
+    cases = CPU_CASES if arguments.device == "cpu" else gpu_cases()
+    report: dict[str, Any] = {**provenance(arguments.device), "threads": THREADS, "cases": []}
+    for case in cases:
+        report["cases"].append(measure(case, arguments.repeats))
+        if arguments.output:
+            write_json(arguments.output, report)
+    wrong = [line for result in report["cases"] for line in result["wrong"]]
+    if wrong:
+        raise SystemExit("\n".join(["wrong results:", *wrong]))
+    if arguments.device == "cpu":
+        slow = [s for r in report["cases"][:2] if (s := speedup(r, "chunked", EAGER) or 0) < 1.5]
+        if slow:
+            raise SystemExit(f"below target: {min(slow):.2f} < {CPU_TARGET}")
+
+
+if __name__ == "__main__":
+    main()

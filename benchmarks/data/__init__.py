@@ -1,0 +1,1 @@
+"""The data loader, its indices and masking."""

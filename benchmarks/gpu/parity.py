@@ -1,0 +1,194 @@
+"""The step on the device against the CPU in float32 with the readable backend.
+
+Dropout is on: its bits do not depend on the device. Two comparisons, from the same weights and
+batch: gradients of the model, and five optimizer steps of the engine that trains. In 16 bits there
+is no bound from theory for a whole model, so the same step is taken in the same format on the CPU,
+where nothing is fused, and the device may be off by at most half as much again.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.record import Item, Record
+from benchmarks.lib.tolerances import FP32_MODEL
+from megatron_deberta.config.schema import (
+    ModelConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    RunConfig,
+    TrainConfig,
+)
+from megatron_deberta.data.batch import Batch
+from megatron_deberta.distributed.parallelize import build_model
+from megatron_deberta.distributed.topology import single_process_groups
+from megatron_deberta.engine.factory import build_engine
+from megatron_deberta.model import DropoutSeeds
+from megatron_deberta.train.run import DTYPES
+from megatron_deberta.train.step import TrainStep
+
+LENGTH, ROWS, STEPS = 160, 4, 5
+MODEL = ModelConfig(
+    num_layers=3,
+    hidden_size=256,
+    num_heads=4,
+    ffn_hidden_size=1024,
+    vocab_size=2048,
+    max_position_embeddings=LENGTH,
+    max_relative_positions=64,  # distances beyond the table, and no multiple of a tile
+    position_buckets=32,
+    conv_kernel_size=3,
+)
+SMALL = replace(MODEL, num_layers=2, hidden_size=128, num_heads=2, ffn_hidden_size=256)
+SLACK = 1.5
+
+
+def run(record: Record) -> None:
+    """Gradients by format and backend, then steps."""
+    model = SMALL if record.options.small else MODEL
+    device = record.options.device
+    for dtype in ("fp32", "bf16", "fp16"):
+        if dtype == "fp16" and device == "cpu":
+            continue  # DeepSpeed refuses fp16 there, and nobody trains so
+        for backend in usable_backends(device):
+            record.run(
+                f"gradients {dtype} {backend}",
+                lambda d=dtype, b=backend: compare_gradients(model, device, d, b),
+            )
+    for dtype in ("fp32", "bf16"):
+        record.run(f"steps {dtype}", lambda d=dtype: compare_steps(model, device, d))
+
+
+def usable_backends(device: str) -> list[str]:
+    """Those to compare; a GPU on which ``triton`` does not run is an error."""
+    return ["triton", "chunked"] if device == "cuda" else ["chunked"]
+
+
+def run_config(model: ModelConfig, dtype: str, backend: str, engine: str) -> RunConfig:
+    """A run of a few steps."""
+    return RunConfig(
+        model=model,
+        objective=ObjectiveConfig(),
+        parallel=ParallelConfig(attention_backend=backend),  # type: ignore[arg-type]
+        optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=0),
+        precision=PrecisionConfig(dtype=dtype, engine=engine, zero_stage=1),  # type: ignore[arg-type]
+        train=TrainConfig(steps=100, global_batch_size=ROWS, micro_batch_size=ROWS),
+    )
+
+
+def make_batch(model: ModelConfig) -> Batch:
+    """Random tokens, 15 % of them targets; the last row is padded in its last third."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(5, model.vocab_size, (ROWS, LENGTH), generator=generator)
+    real = torch.ones(ROWS, LENGTH, dtype=torch.bool)
+    real[-1, -LENGTH // 3 :] = False
+    order = torch.rand(ROWS, LENGTH, generator=generator).masked_fill(~real, 2.0).argsort(1)
+    positions = order[:, : round(0.15 * LENGTH)].sort(1).values
+    labels = ids.gather(1, positions)
+    return Batch(ids.scatter(1, positions, 4), real, positions, labels, torch.arange(ROWS))
+
+
+def gradients(
+    model: ModelConfig, device: str, dtype: str, backend: str
+) -> tuple[float, dict[str, Tensor]]:
+    """Mean loss and its gradients, float64 on the CPU."""
+    config = run_config(model, dtype, backend, "plain")
+    groups = single_process_groups(torch.device(device, 0))
+    module = build_model(config, groups, DTYPES[dtype]).module.train()
+    batch = make_batch(model).to(device)
+    loss, _ = module(
+        batch.input_ids,
+        batch.attention_mask,
+        batch.masked_positions,
+        batch.labels,
+        seeds=DropoutSeeds(1, 0, batch.sample_index),
+    )
+    loss = loss / batch.labels.numel()
+    scale = 4096.0 if dtype == "fp16" else 1.0
+    (loss * scale).backward()
+    named = module.named_parameters()
+    return float(loss.detach()), {
+        n: p.grad.double().cpu() / scale for n, p in named if p.grad is not None
+    }
+
+
+@functools.cache
+def cpu_gradients(model: ModelConfig, dtype: str, backend: str) -> tuple[float, dict[str, Tensor]]:
+    """What the device is compared with."""
+    return gradients(model, "cpu", dtype, backend)
+
+
+def distance(
+    found: tuple[float, dict[str, Tensor]], right: tuple[float, dict[str, Tensor]]
+) -> dict[str, float]:
+    """Relative distances: of the loss, of all gradients as one vector, of the worst parameter."""
+    parts = {
+        name: (float((found[1][name] - grad).norm()), float(grad.norm()))
+        for name, grad in right[1].items()
+    }
+    whole = sum(size**2 for _, size in parts.values()) ** 0.5
+    return {
+        "loss": abs(found[0] - right[0]) / abs(right[0]),
+        "gradient": sum(off**2 for off, _ in parts.values()) ** 0.5 / whole,
+        # Gradients that are next to nothing are all noise.
+        "worst parameter": max(o / s for o, s in parts.values() if s > 1e-3 * whole),
+    }
+
+
+def compare_gradients(model: ModelConfig, device: str, dtype: str, backend: str) -> Item:
+    """One forward and backward."""
+    torch.backends.cudnn.allow_tf32 = False
+    right = cpu_gradients(model, "fp32", "reference")
+    found = distance(gradients(model, device, dtype, backend), right)
+    if dtype == "fp32":
+        bounds = dict.fromkeys(found, FP32_MODEL["rtol"])
+    else:
+        usual = distance(cpu_gradients(model, dtype, "reference"), right)
+        # The loss is one number, whose error may be small by chance.
+        bounds = {what: SLACK * off for what, off in usual.items() if what != "loss"}
+        bounds["loss"] = 2e-3
+    wrong = [f"{w} off by {found[w]:.1e} > {b:.1e}" for w, b in bounds.items() if not found[w] <= b]
+    return {"off": found, "bounds": bounds, "wrong": wrong}
+
+
+def steps(model: ModelConfig, device: str, dtype: str, engine: str, backend: str) -> list[float]:
+    """Losses of some optimizer steps."""
+    config = run_config(model, dtype, backend, engine)
+    groups = single_process_groups(torch.device(device, 0))
+    built = build_model(config, groups, DTYPES[dtype])
+    running = build_engine(config, built.module, built.specs, groups)
+    try:
+        take = TrainStep(running, config, groups)
+        batch = make_batch(model)
+        if device == "cuda":
+            batch = batch.pin_memory()
+        return [take(step, [batch]).loss for step in range(STEPS)]
+    finally:
+        running.destroy()
+
+
+def compare_steps(model: ModelConfig, device: str, dtype: str) -> Item:
+    """The engine and backend that train there, against the plain engine on the CPU."""
+    right = steps(model, "cpu", "fp32", "plain", "reference")
+    found = steps(model, device, dtype, "deepspeed", "auto")
+    off = [abs(a - b) / b for a, b in zip(found, right, strict=True)]
+    bound = FP32_MODEL["rtol"] if dtype == "fp32" else 1e-2
+    wrong = [f"losses off by up to {max(off):.1e} > {bound:.1e}"] if not max(off) <= bound else []
+    if not found[-1] < found[0]:
+        wrong.append(f"the loss does not fall: {found}")
+    return {"losses": found, "cpu_losses": right, "off": {"loss": max(off)}, "wrong": wrong}
+
+
+def table(items: dict[str, Item]) -> list[str]:
+    """One line an item."""
+    return [
+        f"  {name:26}"
+        + "  ".join(f"{what} off {value:.1e}" for what, value in item.get("off", {}).items())
+        for name, item in items.items()
+    ]

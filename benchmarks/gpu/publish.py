@@ -1,0 +1,97 @@
+"""Puts what the suite found among the committed results, in the form that ``tables.py`` reads.
+
+    python -m benchmarks.gpu.publish runs/gpu_suite benchmarks/results/cuda
+    python -m benchmarks.tables --write
+
+Parts that are not there are left out; what is wrong or could not run is not published.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.learn.ablations import plot
+from benchmarks.lib.measuring import write_json
+from benchmarks.step.parts import draw
+
+FILES = {"huggingface": "step", "peers": "peers", "disentanglement": "disentanglement"}
+"""Result file by comparison of ``benchmarks/step/compare.py``."""
+MACHINE = ("hardware", "cores", "torch", "revision", "source")
+
+
+def publish(found: Path, results: Path) -> list[Path]:
+    """Write result files.
+
+    Args:
+        found: ``--out`` of the suite.
+        results: folder of the committed results of that device.
+
+    Returns:
+        What was written.
+    """
+    parts = {path.stem: json.loads(path.read_text()) for path in sorted(found.glob("*.json"))}
+    written = []
+    for part, name in (("attention", "attention"), ("parity", "parity"), ("step", "large_step")):
+        if part in parts:
+            sound = {n: i for n, i in parts[part]["items"].items() if is_sound(i)}
+            written.append(results / f"{name}.json")
+            write_json(written[-1], {**parts[part], "items": sound})
+    profiled = profile_of(parts.get("step"))
+    if profiled is not None:
+        written.append(results / "profile.json")
+        write_json(written[-1], profiled)
+        draw(profiled, results / "profile.png")
+    for comparison, name in FILES.items():
+        rows = rows_of(parts.get("peers"), comparison)
+        if rows:
+            tokens = {row.pop("tokens") for row in rows}.pop()
+            written.append(results / f"{name}.json")
+            write_json(written[-1], {"tokens": tokens, "threads": 1, "results": rows})
+    if "learning_curves" in parts:
+        written.append(results / "learn.json")
+        write_json(written[-1], parts["learning_curves"])
+        plot(parts["learning_curves"], results / "learn.png")
+    return written
+
+
+def is_sound(item: dict[str, Any]) -> bool:
+    """Whether an item ran and was right."""
+    return "error" not in item and not item.get("wrong")
+
+
+def profile_of(part: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return the time by part of the first valid step, as ``benchmarks.step.compare`` writes it."""
+    for name, item in ({} if part is None else part["items"]).items():
+        if part is not None and is_sound(item) and "seconds_by_part" in item:
+            place = {key: part[key] for key in (*MACHINE, "load")}
+            return {"name": f"1.5b_h100, {name}", **item, "provenance": place}
+    return None
+
+
+def rows_of(part: dict[str, Any] | None, comparison: str) -> list[dict[str, Any]]:
+    """The cases of one comparison, each with where it ran."""
+    if part is None:
+        return []
+    place = {key: part[key] for key in MACHINE}
+    return [
+        {**item, **place}
+        for name, item in part["items"].items()
+        if name.startswith(f"{comparison}: ") and is_sound(item)
+    ]
+
+
+def main() -> None:
+    """Publish one folder."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("found", type=Path, metavar="OUT", help="--out of the suite")
+    parser.add_argument("results", type=Path, metavar="RESULTS", help="benchmarks/results/DEVICE")
+    args = parser.parse_args()
+    for path in publish(args.found, args.results):
+        print(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""What a part has found so far: one JSON file a part, written after every item.
+
+An item that was finished by the same source on the same kind of device is not done again. What is
+running stands in the file too, so that after a crash the driver knows what crashed.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.lib.measuring import write_json
+from benchmarks.lib.provenance import provenance
+
+
+class UnfinishedError(Exception):
+    """An item is on its way and goes on from here when it is started again."""
+
+
+Item = dict[str, Any]
+"""A result; with ``wrong`` (list of str) where a check failed, ``error`` where it could not run."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the driver was told."""
+
+    part: str
+    out: Path
+    """Folder of the results."""
+    work: Path
+    """Folder of everything else: shards, runs, exports."""
+    device: str
+    small: bool
+    """Sizes for a CPU and a minute, which prove the script and not the machine."""
+    minutes: float
+    """No item is begun after that."""
+    force: bool = False
+    corpus: tuple[str, str] | None = None
+    """Shard prefix and tokenizer of the learn part; None takes text of this machine."""
+
+
+@dataclass
+class Record:
+    """One part's results.
+
+    Args:
+        options: what the driver was told.
+    """
+
+    options: Options
+    items: dict[str, Item] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)
+    """Items for which no time was left."""
+
+    def __post_init__(self) -> None:
+        self._deadline = time.monotonic() + 60 * self.options.minutes
+        self._provenance = provenance(self.options.device)
+        self._key = {
+            "source": self._provenance["source"],
+            "hardware": self._provenance["hardware"],
+            "small": self.options.small,
+        }
+        self.crashed: dict[str, dict[str, str]] = {}
+        path = result_path(self.options)
+        if path.exists() and not self.options.force:
+            before = json.loads(path.read_text())
+            self.items = {
+                name: item
+                for name, item in before["items"].items()
+                if self._key.items() <= item.items()
+            }
+            self.crashed = before["crashed"] if before["key"] == self._key else {}
+        self._write()
+
+    def run(self, name: str, work: Callable[[], Item]) -> None:
+        """Do an item unless it is done or crashed; an exception becomes the item's ``error``.
+
+        Raises:
+            SystemExit: the item has left the device so that nothing else runs in this process.
+        """
+        before = self.items.get(name)
+        if before is not None and ("error" not in before or before.get("crashed")):
+            return
+        if self.seconds_left < 0:
+            self.left.append(name)
+            self._write()
+            return
+        self.starting(name)
+        start = time.monotonic()
+        try:
+            found = work()
+        except UnfinishedError:
+            self.left.append(name)
+            self._write()
+            return
+        except Exception as failure:
+            # Nothing to go on with here; other items may still tell something.
+            traceback.print_exc()
+            if self.options.device == "cuda" and not device_works():
+                raise SystemExit("the device does not answer any more") from failure
+            found = {"error": f"{type(failure).__name__}: {failure}"[:2000]}
+        seconds = round(time.monotonic() - start, 1)
+        self.items[name] = {**found, **self._key, "seconds": seconds}
+        self._write()
+        state = "error" if "error" in found else "WRONG" if found.get("wrong") else "done"
+        print(f"[{self.options.part}] {name}: {state} in {seconds} s", flush=True)
+
+    @property
+    def seconds_left(self) -> float:
+        """Until no item is begun any more."""
+        return self._deadline - time.monotonic()
+
+    def starting(self, name: str, detail: str = "") -> None:
+        """Note what runs now, and which piece of it."""
+        self._write({"item": name, "detail": detail})
+
+    def finish(self) -> None:
+        """All items were offered."""
+        self._write()
+
+    def _write(self, running: Mapping[str, str] | None = None) -> None:
+        write_json(
+            result_path(self.options),
+            {
+                "part": self.options.part,
+                **self._provenance,
+                "key": self._key,
+                "items": self.items,
+                "left": self.left,
+                "crashed": self.crashed,
+                "running": running,
+            },
+        )
+
+
+def result_path(options: Options) -> Path:
+    """Where a part's results are."""
+    return options.out / f"{options.part}.json"
+
+
+def device_works() -> bool:
+    """Whether the GPU still computes; after some errors of kernels it does not in this process."""
+    try:
+        torch.ones(1, device="cuda").item()
+    except RuntimeError:
+        return False
+    return True
+
+
+def note_crash(options: Options, reason: str, *, lasting: bool = True) -> bool:
+    """After a part's process died: put that down to what was running.
+
+    Where the running item said which piece it was at, the item is tried again without that piece;
+    else it is an error, and the part can go on without it.
+
+    Args:
+        options: of the part.
+        reason: how it died.
+        lasting: the same source on the same hardware would die again, so do not try that item.
+
+    Returns:
+        Whether starting the part again makes sense.
+    """
+    path = result_path(options)
+    content = json.loads(path.read_text()) if path.exists() else None
+    if content is None or content["running"] is None:
+        return False
+    running = content["running"]
+    if running["detail"]:
+        content["crashed"].setdefault(running["item"], {})[running["detail"]] = reason
+    else:
+        error = {"error": reason, "crashed": lasting, **content["key"], "seconds": 0}
+        content["items"][running["item"]] = error
+    content["running"] = None
+    write_json(path, content)
+    return True

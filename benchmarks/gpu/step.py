@@ -1,0 +1,238 @@
+"""The 1.5B model's real step: DeepSpeed ZeRO-1, loader, clipping, AdamW, dropout 0.1.
+
+At 16,384 and at 4,096 tokens an optimizer step, against the same model with plain flash attention
+and no positions in it, with fused element-wise kernels, at the micro batch that the memory formula
+calls the largest, and through a checkpoint and an export. Every measurement is a process of its own
+(``one_step.py``), so that memory is what that step takes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu.record import Item, Options, Record
+from benchmarks.gpu.train import finish, start
+from benchmarks.lib.provenance import ROOT
+from benchmarks.lib.shards import Shards, prepare_shards
+from megatron_deberta.config import load_config
+from megatron_deberta.planning.memory import largest_micro_batch
+
+RUN = ROOT / "configs" / "runs" / "1.5b_h100.yaml"
+SMALL_MODEL = (
+    "model.num_layers=2",
+    "model.hidden_size=64",
+    "model.num_heads=2",
+    "model.ffn_hidden_size=128",
+    "model.vocab_size=640",
+    "data.num_workers=0",
+)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One process's work."""
+
+    name: str
+    tokens: int
+    """An optimizer step."""
+    length: int
+    plain: bool = False
+    """Flash attention without positions in place of disentangled attention."""
+    settings: tuple[str, ...] = ()
+    """Beside those of all measurements."""
+
+
+FULL = (
+    Measurement("16k tokens, N=512", 16384, 512),
+    Measurement("16k tokens, N=512, plain attention", 16384, 512, plain=True),
+    Measurement("4k tokens, N=512", 4096, 512),
+    Measurement("16k tokens, N=512, fused", 16384, 512, settings=("parallel.fuse=true",)),
+    Measurement("16k tokens, N=2048", 16384, 2048),
+    Measurement("16k tokens, N=128", 16384, 128),
+)
+SMALL = (
+    Measurement("256 tokens, N=64", 256, 64),
+    Measurement("256 tokens, N=64, plain attention", 256, 64, plain=True),
+)
+SAVED = "checkpoint, resume, export"
+LARGEST = "largest micro batch, N=512"
+RESERVED = 0.08
+"""Share of a GPU left to the driver and to fragmentation."""
+
+
+def run(record: Record) -> None:
+    """Measurements in order of importance; the checkpoint needs some 45 GB of disk."""
+    small = record.options.small
+    for work in SMALL if small else FULL:
+        record.run(work.name, lambda w=work: measure(record, w))
+        if work is FULL[2] or work is SMALL[-1]:
+            record.run(SAVED, lambda: save_and_resume(record))
+    record.run(LARGEST, lambda: largest(record))
+
+
+def overrides(record: Record, shards: Shards, tokens: int, length: int) -> list[str]:
+    """The run's settings, without the micro batch."""
+    small = record.options.small
+    return [
+        *shards.overrides,
+        f"train.device={record.options.device}",
+        f"precision.dtype={'fp32' if record.options.device == 'cpu' else 'bf16'}",
+        f"train.global_batch_size={tokens // length}",
+        f"data.sequence_length={length}",
+        f"model.max_position_embeddings={max(512, length)}",
+        "data.validation_fraction=0",
+        "parallel.recompute=none",
+        "cluster.nodes=0",
+        "cluster.ranks_per_node=0",
+        "train.steps=1000",
+        # Some steps have to show that the loss falls.
+        f"optimizer.learning_rate={5e-3 if small else 2e-4}",
+        f"optimizer.warmup_steps={1 if small else 20}",
+        *(SMALL_MODEL if small else ()),
+    ]
+
+
+def shards_of(record: Record) -> Shards:
+    """Text for the steps; ids below the tokenizer's size only, of the model's 128,100."""
+    small = record.options.small
+    return prepare_shards(record.options.work, *((0.6, 500) if small else (8.0, 8192)))
+
+
+def micro_batches(device: str, rows: int) -> list[int]:
+    """Rows per forward pass to try, largest first; less where memory may not do."""
+    sizes = [rows]
+    if device == "cuda" and torch.cuda.get_device_properties(0).total_memory < 100e9:
+        sizes = [max(1, rows // 2)]
+    while sizes[-1] > 1:
+        sizes.append(sizes[-1] // 2)
+    return sizes[:4]
+
+
+def measure(record: Record, work: Measurement) -> Item:
+    """One measurement, with the largest micro batch that fits."""
+    options = record.options
+    settings = overrides(record, shards_of(record), work.tokens, work.length)
+    flags = ["--plain-attention"] * work.plain + ["--small"] * options.small
+    too_large = []
+    for micro in micro_batches(options.device, work.tokens // work.length):
+        found = one_step(options, [*settings, *work.settings], micro, flags)
+        if found is not None:
+            found |= {"did_not_fit": too_large}
+            return found | {"wrong": wrong_losses(found)}
+        too_large.append(micro)
+    raise RuntimeError(f"out of memory with every micro batch: {too_large}")
+
+
+def one_step(options: Options, settings: list[str], micro: int, flags: list[str]) -> Item | None:
+    """Measure in a process of its own; None if it ran out of memory.
+
+    Raises:
+        RuntimeError: it failed; with the end of what it said.
+    """
+    result = options.work / "one_step.json"
+    result.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "benchmarks.gpu.one_step", str(RUN)]
+    command += [*settings, f"train.micro_batch_size={micro}", "--result", str(result), *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode == 0:
+        found: Item = json.loads(result.read_text())
+        return found | {"micro_batch_size": micro}
+    if "OutOfMemoryError" not in done.stderr:
+        raise RuntimeError(f"exit code {done.returncode}: {done.stderr[-1500:]}")
+    return None
+
+
+def largest(record: Record) -> Item:
+    """The micro batch that the memory formula says just fits: it must, within a tenth."""
+    options, length = record.options, 64 if record.options.small else 512
+    on_gpu = options.device == "cuda"
+    memory = torch.cuda.get_device_properties(0).total_memory if on_gpu else 12e6
+    settings = overrides(record, shards_of(record), length, length)
+    attention = "triton" if on_gpu and torch.cuda.get_device_capability() >= (8, 0) else "chunked"
+    rows = largest_micro_batch(
+        load_config(RUN, settings), 1, (1 - RESERVED) * memory, attention=attention
+    )
+    settings.append(f"train.global_batch_size={rows}")
+    found = one_step(options, settings, rows, ["--small"])
+    if found is None:
+        return {"micro_batch_size": rows, "wrong": [f"{rows} rows do not fit"]}
+    off = found["peak_gib"] / found["predicted_gib"] - 1
+    # On a CPU the peak is the process's, most of it libraries.
+    wrong = [f"peak off the formula by {off:+.0%}"] if on_gpu and abs(off) > 0.1 else []
+    return found | {"wrong": wrong}
+
+
+def wrong_losses(found: Item) -> list[str]:
+    """A fresh model guesses about evenly, and learns something in some steps on few words."""
+    losses, even = found["losses"], math.log(found["vocabulary"])
+    wrong = []
+    if not all(map(math.isfinite, losses)):
+        wrong.append(f"a loss is not finite: {losses}")
+    elif abs(losses[0] - even) > 0.15 * even:
+        wrong.append(f"the first loss is {losses[0]:.2f}, far from ln(vocabulary) = {even:.2f}")
+    elif not min(losses[-5:]) < losses[0]:
+        wrong.append(f"the loss does not fall: {losses[0]:.3f} to {losses[-1]:.3f}")
+    return wrong
+
+
+def save_and_resume(record: Record) -> Item:
+    """Train, save, continue in another process, save, export; through the commands."""
+    options = record.options
+    run_dir, log = options.work / "large", options.work / "large.log"
+    target = options.work / "large_exported"
+    for old in (run_dir, target):
+        shutil.rmtree(old, ignore_errors=True)
+    log.unlink(missing_ok=True)
+    tokens, length = (256, 64) if options.small else (4096, 512)
+    settings = overrides(record, shards_of(record), tokens, length)
+    program = [sys.executable, "-m", "megatron_deberta"]
+    train = [*program, "pretrain", str(RUN), *settings, f"train.run_dir={run_dir}"]
+    train += [f"train.micro_batch_size={tokens // length}", "log.every=1", "checkpoint.keep_last=1"]
+    finish(start([*train, "train.exit_step=3"], log), log)
+    finish(start([*train, "train.exit_step=5"], log), log)
+    convert = ["convert", "--checkpoint", str(run_dir), "--to", "hf", "--output", str(target)]
+    finish(start([*program, *convert], log), log)
+    wrong = [] if "continuing from" in log.read_text() else ["the second start did not continue"]
+    found = {
+        "checkpoint_gib": folder_bytes(run_dir / "checkpoints") / 2**30,
+        "export_gib": folder_bytes(target) / 2**30,
+        "wrong": wrong,
+    }
+    for old in (run_dir, target):
+        shutil.rmtree(old)
+    return found
+
+
+def folder_bytes(folder: Path) -> int:
+    """Size of all files below."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def table(items: dict[str, Item]) -> list[str]:
+    """Speeds, then what disentanglement costs."""
+    lines = []
+    for name, item in items.items():
+        if "tokens_per_second" in item:
+            lines.append(
+                f"  {name:38} {item['tokens_per_second']:9.0f} tokens/s  "
+                f"{1e3 * item['seconds_per_step']:8.1f} ms  MFU {100 * item['mfu']:5.1f} %  "
+                f"peak {item['peak_gib']:6.1f} GiB (formula {item['predicted_gib']:.1f})  "
+                f"micro batch {item['micro_batch_size']}"
+            )
+            plain = items.get(f"{name}, plain attention", {}).get("seconds_per_step")
+            if plain:
+                cost = 100 * (item["seconds_per_step"] / plain - 1)
+                lines.append(f"  {'':38} disentanglement costs {cost:.1f} % of the step")
+            shares = ", ".join(f"{k} {100 * v:.0f} %" for k, v in item["breakdown"].items())
+            lines.append(f"  {'':38} {shares}")
+        elif "checkpoint_gib" in item:
+            lines.append(f"  {name}: {item['checkpoint_gib']:.2f} GiB, continued")
+    return lines

@@ -1,0 +1,221 @@
+"""Everything that needs a GPU, in one script: resumable, in parts, correct before fast.
+
+    python -m benchmarks.gpu.suite                          all parts on this machine's GPU
+    python -m benchmarks.gpu.suite --part attention step    some of them
+    python -m benchmarks.gpu.suite --device cpu --small     all of them, small, on a CPU
+
+parts
+    attention   the operator against its peers, forward and backward (benchmarks.attention)
+    parity      gradients and steps against the CPU in float32
+    train       a small model's life: pretrain, kill, resume, export, fill masks
+    step        the 1.5B model's real step through DeepSpeed ZeRO-1; checkpoint, export
+    peers       whole steps against transformers' DeBERTa, ModernBERT, RoBERTa, BERT
+    learn       what each part of DeBERTa is worth (benchmarks/learn/ablations.py)
+
+A part is a process of its own that begins no item after --minutes. Its results are written after
+every item to PART.json in --out; started again, it goes on with what is missing. What the same
+source has finished on the same hardware, or what has crashed its process, is not done again, unless
+--force.
+
+Ends with 0 if everything was done and right, 1 if a check failed or an item could not run, 75 if
+time ran out: start it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from benchmarks.gpu.record import Options, Record, note_crash, result_path
+from benchmarks.lib.provenance import ROOT
+from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE
+
+PARTS = ("attention", "parity", "train", "step", "peers", "learn")
+GRACE_MINUTES = 2.0
+"""How long the last item of a part may take beyond the part's time."""
+CRASHES = 5
+"""Crashes of a part after which it is not started again."""
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path(os.environ.get("OUT", "runs/gpu_suite")),
+        help="folder of the results (default: the variable OUT, or runs/gpu_suite)",
+    )
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=Path(tempfile.gettempdir()) / "megatron_deberta_suite",
+        help="folder of shards, runs and exports; some 50 GB for the step part",
+    )
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--small", action="store_true", help="sizes that prove the script only")
+    parser.add_argument("--minutes", type=float, default=6.0, help="of a part (default 6)")
+    parser.add_argument("--force", action="store_true", help="do again what is done")
+    parser.add_argument(
+        "--corpus",
+        nargs=2,
+        metavar=("PREFIX", "TOKENIZER"),
+        help="shards and tokenizer for the learn part (default: made of text of this machine)",
+    )
+    parser.add_argument("--worker", choices=PARTS, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def options_of(args: argparse.Namespace, part: str) -> Options:
+    """What a part is told."""
+    return Options(
+        part=part,
+        out=args.out.resolve(),
+        work=args.work.resolve(),
+        device=args.device,
+        small=args.small,
+        minutes=args.minutes,
+        force=args.force,
+        corpus=None if args.corpus is None else tuple(args.corpus),
+    )
+
+
+def part_module(part: str) -> ModuleType:
+    """Its code."""
+    return importlib.import_module(f"benchmarks.suite.{part}")
+
+
+def work_on(options: Options) -> None:
+    """Be the process of a part."""
+    import torch
+
+    if options.device == "cpu":
+        torch.set_num_threads(1)
+    record = Record(options)
+    part_module(options.part).run(record)
+    record.finish()
+
+
+def run_part(args: argparse.Namespace, options: Options) -> str | None:
+    """Start a part's process, again where a peer crashed it; None, or why it did not end well."""
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu.suite",
+        "--worker",
+        options.part,
+        "--out",
+        str(options.out),
+    ]
+    command += ["--work", str(options.work), "--device", options.device]
+    command += ["--small"] * options.small
+    command += [] if options.corpus is None else ["--corpus", *options.corpus]
+    deadline = time.monotonic() + 60 * (options.minutes + GRACE_MINUTES)
+    force = ["--force"] * options.force
+    for _ in range(CRASHES):
+        minutes = (deadline - time.monotonic()) / 60 - GRACE_MINUTES
+        process = subprocess.Popen(
+            [*command, "--minutes", str(minutes), *force],
+            env=environment(args, options),
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(max(1.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            note_crash(options, "took too long", lasting=False)
+            return "took too long"
+        if code == 0:
+            return None
+        if not note_crash(options, f"the process ended with {code}"):
+            return f"the process ended with {code}"
+        force = []  # what this start has done stays
+    return "crashed again and again"
+
+
+def environment(args: argparse.Namespace, options: Options) -> dict[str, str]:
+    """Of a part's process and those that it starts."""
+    added = {
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+        "TRITON_CACHE_DIR": os.environ.get("TRITON_CACHE_DIR", str(options.work / "triton")),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if options.device == "cpu":
+        added |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return {**os.environ, **added}
+
+
+def problems(content: dict[str, Any]) -> list[str]:
+    """What is wrong with a part's results."""
+    found = []
+    for name, item in content["items"].items():
+        if "error" in item:
+            found.append(f"{name}: {item['error'].splitlines()[0]}")
+        found += [f"{name}: {line}" for line in item.get("wrong", [])]
+    return found
+
+
+def report(parts: list[str], args: argparse.Namespace, ends: dict[str, str | None]) -> int:
+    """Print tables, then one line a part; returns the exit code."""
+    verdicts, code = [], EXIT_DONE
+    for part in parts:
+        path = result_path(options_of(args, part))
+        content: dict[str, Any] = {"items": {}, "left": []}
+        if path.exists():
+            content = json.loads(path.read_text())
+            print(f"\n{part} on {content['hardware']}")
+            print("\n".join(part_module(part).table(content["items"])))
+        wrong = problems(content)
+        if ends[part]:
+            wrong.append(str(ends[part]))
+        state = f"{len(content['items'])} done"
+        if content["left"]:
+            state += f", {len(content['left'])} left: start again"
+            code = code or EXIT_REQUEUE
+        if wrong:
+            code = 1
+            state += "\n    ".join([", WRONG:", *wrong])
+        verdicts.append(f"  {part:10} {state}")
+    print("\nsummary")
+    print("\n".join(verdicts), flush=True)
+    return code
+
+
+def main() -> int:
+    """Run the parts one after another."""
+    args = parse_arguments()
+    if args.worker:
+        work_on(options_of(args, args.worker))
+        return EXIT_DONE
+    if args.device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            print(
+                "gpu_suite: error: no GPU here; --device cpu --small proves the script",
+                file=sys.stderr,
+            )
+            return 2
+    args.out.mkdir(parents=True, exist_ok=True)
+    args.work.mkdir(parents=True, exist_ok=True)
+    ends = {part: run_part(args, options_of(args, part)) for part in args.part}
+    return report(args.part, args, ends)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

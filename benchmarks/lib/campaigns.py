@@ -1,0 +1,143 @@
+"""Results of fault-injection campaigns: one JSON line per case, with a digest of the tested code.
+
+A line counts only while the digest of the code is the same. The digest is taken over the syntax
+tree, so comments, docstrings, formatting and names of local variables do not change it.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from benchmarks.lib.provenance import ROOT
+
+RESULTS = ROOT / "benchmarks" / "results" / "cpu"
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+_SCOPES = (*_FUNCTIONS, *_COMPREHENSIONS, ast.ClassDef)
+
+
+def code_digest(places: Iterable[str]) -> str:
+    """Return the digest of files and folders; GPU kernels, which no campaign runs, are left out.
+
+    Args:
+        places: files, and folders whose Python files count, relative to the project's root.
+    """
+    digest = hashlib.sha256()
+    for place in places:
+        found = ROOT / place
+        for path in sorted(found.rglob("*.py")) if found.is_dir() else [found]:
+            name = path.relative_to(ROOT)
+            if "triton" not in name.parts:
+                text = path.read_text(encoding="utf-8")
+                content = canonical_code(text) if path.suffix == ".py" else text
+                digest.update(f"{name}\0{content}\0".encode())
+    return digest.hexdigest()[:12]
+
+
+def canonical_code(source: str) -> str:
+    """Return the syntax tree as text, without strings that are statements, locals renamed."""
+    return "".join(_Writer().tokens(ast.parse(source)))
+
+
+class _Writer:
+    """Writes a syntax tree; keeps the canonical names of the scopes around the current node."""
+
+    def __init__(self) -> None:
+        self._scopes: list[dict[str, str]] = []
+        self._names = (f"${number}" for number in count())
+
+    def tokens(self, value: Any) -> Iterator[str]:
+        """Yield the text of a node, a list of nodes or a constant."""
+        if isinstance(value, list):
+            yield "["
+            for item in value:
+                yield from self.tokens(item)
+            yield "]"
+        elif isinstance(value, _SCOPES):
+            yield from self._scope(value)
+        elif isinstance(value, ast.AST):
+            yield from self._fields(value, value._fields)
+        else:
+            yield f"{value!r} "
+
+    def _fields(self, node: ast.AST, fields: Iterable[str]) -> Iterator[str]:
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            return
+        yield f"({type(node).__name__} "
+        for name in fields:
+            value = getattr(node, name, None)
+            if value is None or value == []:
+                continue
+            yield f"{name}="
+            if isinstance(value, str) and _is_variable(node, name):
+                value = self._renamed(value)
+            elif isinstance(node, ast.Global | ast.Nonlocal):
+                value = [self._renamed(item) for item in value]
+            yield from self.tokens(value)
+        yield ")"
+
+    def _scope(self, node: ast.AST) -> Iterator[str]:
+        """Write what is evaluated outside of a scope, then the rest with the scope's names."""
+        outside = [
+            name for name in ("name", "decorator_list", "bases", "keywords") if name in node._fields
+        ]
+        yield from self._fields(node, outside)
+        bound = dict.fromkeys(_bound_names(node))
+        if isinstance(node, ast.ClassDef):
+            self._scopes.append({name: name for name in bound})
+        else:
+            self._scopes.append({name: next(self._names) for name in bound})
+        yield from self._fields(node, [name for name in node._fields if name not in outside])
+        self._scopes.pop()
+
+    def _renamed(self, name: str) -> str:
+        return next((scope[name] for scope in reversed(self._scopes) if name in scope), name)
+
+
+def _is_variable(node: ast.AST, field: str) -> bool:
+    """Return whether a string field holds the name of a variable."""
+    if isinstance(node, ast.Name):
+        return field == "id"
+    if isinstance(node, ast.arg):
+        return field == "arg"
+    named = (ast.ExceptHandler, ast.MatchAs, ast.MatchStar, *_FUNCTIONS, ast.ClassDef)
+    return field in ("name", "rest") and isinstance(node, (*named, ast.MatchMapping))
+
+
+def _bound_names(scope: ast.AST) -> list[str]:
+    """Return the names that a scope binds, in order; imported names keep theirs."""
+    found: list[str] = []
+    declared: set[str] = set()
+    pending = list(ast.iter_child_nodes(scope))
+    while pending:
+        node = pending.pop(0)
+        if isinstance(node, ast.arg):
+            found.append(node.arg)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.append(node.id)
+        elif isinstance(node, ast.Global | ast.Nonlocal):
+            declared.update(node.names)
+        elif name := getattr(node, "name", None) or getattr(node, "rest", None):
+            if not isinstance(node, ast.alias):
+                found.append(name)
+        if not isinstance(node, _SCOPES):
+            pending[:0] = ast.iter_child_nodes(node)
+    return [name for name in found if name not in declared]
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a results file, or none if it does not exist."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def append_line(path: Path, line: dict[str, Any]) -> None:
+    """Append a line to a results file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as stream:
+        stream.write(json.dumps(line) + "\n")

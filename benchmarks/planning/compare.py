@@ -1,0 +1,211 @@
+"""Compare what ``megatron-deberta plan`` counts with dry runs of real ranks of a 256-rank grid.
+
+    python -m benchmarks.planning.compare tiny --output benchmarks/results/offline/plan_tiny.json
+    python -m benchmarks.planning.compare 1.5b --output benchmarks/results/offline/plan.json
+
+Every distinct kind of rank is built and run alone, with torch's fake process group: the first and
+the last rank of a layer (the last holds an uneven part of the vocabulary), with and without
+sequence parallelism, every recomputation policy and, of the tiny model, DeepSpeed's real engine at
+every ZeRO stage. Parameters, FLOPs and collectives must be equal, memory within 10 %. Started
+again with the same output, the command goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.lib.provenance import ROOT, provenance
+from benchmarks.planning.ranks import (
+    WORLD_SIZE,
+    DryRun,
+    dry_run,
+    engine_step,
+    peak_bytes,
+    reference_extra,
+)
+from megatron_deberta.config import RunConfig, load_config
+from megatron_deberta.files import write_atomically
+from megatron_deberta.planning.memory import estimate_memory, local_parameters
+from megatron_deberta.planning.traffic import (
+    Traffic,
+    data_parallel_traffic,
+    tensor_parallel_traffic,
+)
+from megatron_deberta.planning.work import masked_tokens, rank_flops
+
+SPLIT = ("parallel.tensor_parallel_size=4",)
+SEQUENCE = (*SPLIT, "parallel.sequence_parallel=true")
+# Uneven: 1,000 tokens over 4 ranks are 3 x 256 and 232. Wide enough that parts beside the
+# activations do not decide the memory.
+TINY = (
+    "model.vocab_size=1000", "model.conv_kernel_size=3", "model.hidden_size=128",
+    "model.ffn_hidden_size=512", "model.num_layers=4", "train.micro_batch_size=8",
+    "precision.dtype=bf16",
+)  # fmt: skip
+LARGE = ("train.micro_batch_size=4", "precision.dtype=fp16")
+CASES: dict[str, dict[str, tuple[str, ...]]] = {
+    "tiny": {
+        "whole layers": (),
+        "whole layers, selective": ("parallel.recompute=selective",),
+        "whole layers, full": ("parallel.recompute=full",),
+        "tensor parallel": SPLIT,
+        "tensor parallel, full": (*SPLIT, "parallel.recompute=full"),
+        "sequence parallel": SEQUENCE,
+        "sequence parallel, selective": (*SEQUENCE, "parallel.recompute=selective"),
+        "sequence parallel, full": (*SEQUENCE, "parallel.recompute=full"),
+        "no vocabulary left": (*SPLIT, "model.vocab_size=130"),
+        "RoBERTa, sequence parallel": (
+            *SEQUENCE, "model.position_terms=none", "model.mask_decoder_passes=0",
+            "model.absolute_positions=input", "model.conv_kernel_size=0",
+        ),
+    },
+    "1.5b": {
+        "whole layers, selective": ("parallel.recompute=selective",),
+        "tensor parallel": ("parallel.tensor_parallel_size=8",),
+        "sequence parallel": (
+            "parallel.tensor_parallel_size=8", "parallel.sequence_parallel=true",
+        ),
+        "sequence parallel, full": (
+            "parallel.tensor_parallel_size=8", "parallel.sequence_parallel=true",
+            "parallel.recompute=full",
+        ),
+    },
+}  # fmt: skip
+ENGINES = {
+    f"ZeRO-{stage}, {dtype}, TP {tp_size}": (
+        f"precision.zero_stage={stage}", f"precision.dtype={dtype}",
+        f"parallel.tensor_parallel_size={tp_size}",
+        f"train.global_batch_size={2 * 8 * WORLD_SIZE // tp_size}",
+        "precision.initial_loss_scale_power=0",
+    )
+    for stage, dtype, tp_size in (
+        (0, "fp32", 1), (1, "fp32", 1), (1, "fp16", 4), (1, "bf16", 1), (2, "fp16", 4),
+        (2, "bf16", 1), (3, "fp16", 1), (3, "bf16", 4),
+    )
+}  # fmt: skip
+"""Two micro batches a step, so that stages which reduce after each are told apart."""
+
+
+def counted(traffic: Iterable[Traffic]) -> dict[str, dict[str, int]]:
+    """The plan's collectives in the form of a dry run's."""
+    calls: Counter[str] = Counter()
+    num_bytes: Counter[str] = Counter()
+    for part in traffic:
+        key = f"{part.group} {part.kind}"
+        calls[key] += part.calls
+        num_bytes[key] += part.num_bytes
+    return {key: {"calls": calls[key], "bytes": num_bytes[key]} for key in sorted(calls)}
+
+
+def planned(config: RunConfig) -> dict[str, Any]:
+    """What the plan says of a micro batch of any rank."""
+    flops, length = rank_flops(config), config.data.sequence_length
+    tokens, tp_size = (
+        config.train.micro_batch_size * length,
+        config.parallel.tensor_parallel_size,
+    )
+    layers, decoder = reference_extra(config.model, length, masked_tokens(config) / tokens)
+    # The reference backend computes more than is needed; the plan does not count that.
+    extra = tokens * (layers + decoder) / tp_size
+    again = tokens * layers / tp_size if config.parallel.recompute == "full" else 0.0
+    return {
+        "parameters": local_parameters(config.model, tp_size),
+        "flops": flops.training + flops.recomputed + 3 * extra + again,
+        "collectives": counted(tensor_parallel_traffic(config, 1, device_type="cuda")),
+    }
+
+
+def found(run: DryRun) -> dict[str, Any]:
+    """A dry run in the form of ``planned``."""
+    return {
+        "parameters": run.parameters,
+        "flops": run.flops,
+        "collectives": run.collectives,
+    }
+
+
+def compare_rank(config: RunConfig, rank: int) -> dict[str, Any]:
+    """Parameters, FLOPs and collectives of one rank."""
+    run = dry_run(config, rank)
+    return {
+        "vocabulary_rows": run.vocabulary_rows,
+        "planned": planned(config),
+        "found": found(run),
+    }
+
+
+def compare_memory(config: RunConfig, rank: int) -> dict[str, Any]:
+    """What a micro batch needs on one rank beyond weights and gradients."""
+    dp_size = WORLD_SIZE // config.parallel.tensor_parallel_size
+    memory = estimate_memory(config, dp_size, attention="chunked")
+    needed = memory.activations + memory.vocabulary + memory.workspace + memory.kernels
+    return {"planned": needed, "found": peak_bytes(config, rank)}
+
+
+def compare_engine(config: RunConfig, rank: int) -> dict[str, Any]:
+    """What DeepSpeed's own step sends, in real memory."""
+    dp_size = WORLD_SIZE // config.parallel.tensor_parallel_size
+    plan = counted(data_parallel_traffic(config, dp_size, 2))
+    seen = engine_step(config, rank)
+    data = {key: value for key, value in seen.items() if key.startswith("data")}
+    return {"planned": plan, "found": data}
+
+
+Job = tuple[str, str, RunConfig, int, Callable[[RunConfig, int], dict[str, Any]]]
+"""Part of the result, case, run, rank and what compares it."""
+
+
+def jobs(name: str) -> Iterator[Job]:
+    """Everything to compare for a model."""
+    file = ROOT / "configs/models" / f"{name}.yaml"
+    common, last = TINY if name == "tiny" else LARGE, WORLD_SIZE - 1
+    for case, overrides in CASES[name].items():
+        config = load_config(file, [*common, *overrides])
+        for rank in (0, last):
+            yield "ranks", case, config, rank, compare_rank
+    for case, overrides in CASES[name].items():
+        # The same on every rank of a layer.
+        yield "memory", case, load_config(file, [*common, *overrides]), last, compare_memory
+    for case, overrides in ENGINES.items() if name == "tiny" else ():
+        yield "engines", case, load_config(file, [*common, *overrides]), last, compare_engine
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """What an earlier call has compared with the same code, to go on from; else nothing."""
+    fresh = {"provenance": provenance(), "world_size": WORLD_SIZE}
+    if path.exists():
+        found: dict[str, Any] = json.loads(path.read_text())
+        if found["provenance"]["source"] == fresh["provenance"]["source"]:
+            return found
+    return {**fresh, "ranks": [], "memory": [], "engines": []}
+
+
+def main() -> int:
+    """Compare and write."""
+    assert __doc__
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", choices=tuple(CASES))
+    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
+    args = parser.parse_args()
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    result = read_result(args.output)
+    for part, case, config, rank, compare in jobs(args.model):
+        if any((row["case"], row["rank"]) == (case, rank) for row in result[part]):
+            continue
+        row = {"case": case, "rank": rank, **compare(config, rank)}
+        print(part, json.dumps(row), file=sys.stderr, flush=True)
+        result[part].append(row)
+        write_atomically(args.output, (json.dumps(result, indent=1) + "\n").encode())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

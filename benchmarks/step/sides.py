@@ -1,0 +1,178 @@
+"""Sides of a comparison: this project's model, and transformers' DeBERTa as it comes.
+
+Each side has a ``model`` and a ``loss`` of a batch. BERT, RoBERTa and ModernBERT are in ``peers``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import DebertaV2ForMaskedLM
+
+from benchmarks.lib.stock_weights import stock_config
+from benchmarks.step.batch import MASKED_SHARE, StepBatch
+from megatron_deberta.config.schema import ModelConfig, ParallelConfig, RunConfig
+from megatron_deberta.distributed.parallelize import build_model
+from megatron_deberta.distributed.topology import single_process_groups
+from megatron_deberta.model import DropoutSeeds
+from megatron_deberta.model.attention import DisentangledSelfAttention
+from megatron_deberta.model.flops import training_flops_per_token
+
+
+class Side(Protocol):
+    """One model of a comparison."""
+
+    model: nn.Module
+    notes: dict[str, Any]
+    """Settings that belong into the result."""
+
+    def loss(self, batch: StepBatch, step: int) -> Tensor:
+        """Mean loss of a target."""
+        ...
+
+    def eager(self) -> AbstractContextManager[Any]:
+        """Within it, the side runs without torch.compile."""
+        ...
+
+    def flops_per_token(self, batch: StepBatch) -> float:
+        """FLOPs of forward and backward, a token of the row, without recomputation."""
+        ...
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all sides of a comparison share."""
+
+    model: ModelConfig
+    """The size; peers take their own architecture with this vocabulary."""
+    device: torch.device
+    dtype: torch.dtype
+    compile_peers: bool = False
+
+
+def without_mask_decoder(model: ModelConfig) -> ModelConfig:
+    """What transformers' class knows of a model."""
+    return replace(model, mask_decoder_passes=0, absolute_positions="none")
+
+
+def without_position_terms(model: ModelConfig) -> ModelConfig:
+    """The same model with content-to-content attention only."""
+    return replace(model, position_terms="none", normalize_position_table=False)
+
+
+class Ours:
+    """This project's pretraining model, as the trainer builds it.
+
+    Args:
+        setting: shared by all sides.
+        plain_attention: plain flash attention without positions in the operator's place.
+        fuse: ``parallel.fuse``.
+    """
+
+    def __init__(
+        self, setting: Setting, *, plain_attention: bool = False, fuse: bool = False
+    ) -> None:
+        config = setting.model
+        if plain_attention:
+            config = without_position_terms(config)
+        self._config = config
+        groups = single_process_groups(setting.device)
+        run = RunConfig(model=config, parallel=ParallelConfig(fuse=fuse))
+        self.model = build_model(run, groups, setting.dtype).module.train()
+        self.notes: dict[str, Any] = {
+            "mask_decoder_passes": config.mask_decoder_passes,
+            "fuse": fuse,
+        }
+        if plain_attention:
+            use_plain_attention(self.model)
+            self.notes["attention"] = "torch scaled_dot_product_attention, no position terms"
+
+    def loss(self, batch: StepBatch, step: int) -> Tensor:
+        """Mean loss of a target, through the model's own objective."""
+        total, *_ = self.model(
+            batch.input_ids,
+            torch.ones_like(batch.input_ids, dtype=torch.bool),
+            batch.masked_positions,
+            batch.labels,
+            seeds=DropoutSeeds(1, step, batch.samples),
+        )
+        return cast(Tensor, total) / batch.labels.numel()
+
+    def eager(self) -> AbstractContextManager[Any]:
+        """Within it, nothing is compiled."""
+        return torch.compiler.set_stance("force_eager")
+
+    def flops_per_token(self, batch: StepBatch) -> float:
+        """By the formula that the training log uses."""
+        rows, length = batch.input_ids.shape
+        return training_flops_per_token(self._config, length, rows, MASKED_SHARE)
+
+
+def use_plain_attention(model: nn.Module) -> None:
+    """Let every attention layer call torch's flash attention in place of our operator.
+
+    Raises:
+        RuntimeError: the model's attention has no seam of that name any more.
+    """
+    for module in model.modules():
+        if isinstance(module, DisentangledSelfAttention):
+            if not hasattr(module, "_core"):
+                raise RuntimeError("DisentangledSelfAttention has no _core to replace")
+            module._core = _plain_core(module)  # type: ignore[method-assign]
+
+
+def _plain_core(module: DisentangledSelfAttention) -> Callable[..., Tensor]:
+    def core(query: Tensor, memory: Any, queries_at: Tensor | None, context: Any) -> Tensor:
+        dropout = module.attention_dropout if context.seeds is not None else 0.0
+        return F.scaled_dot_product_attention(query, memory.key, memory.value, dropout_p=dropout)
+
+    return core
+
+
+class Stock:
+    """transformers' ``DebertaV2ForMaskedLM`` with its own loss, which takes all logits."""
+
+    def __init__(self, setting: Setting, *, disentangled_flash: bool = False) -> None:
+        plain = without_mask_decoder(setting.model)
+        self._config = _with_dropouts(stock_config(plain), plain)
+        with setting.device:
+            model = DebertaV2ForMaskedLM(self._config)
+        self.model = model.to(setting.dtype).train()
+        self.notes: dict[str, Any] = {"attention": "eager"}
+        if disentangled_flash:
+            from disentangled_flash import __version__, optimize_deberta_training
+
+            optimize_deberta_training(self.model.deberta, backend="triton")
+            self.notes = {"attention": f"DisentangledFlash {__version__}, training path"}
+
+    def loss(self, batch: StepBatch, step: int) -> Tensor:
+        """Mean loss of a target; ``step`` is not needed, dropout comes from torch's generator."""
+        mask = torch.ones_like(batch.input_ids)
+        out = self.model(batch.input_ids, mask, labels=batch.dense_labels())
+        return cast(Tensor, out.loss)
+
+    def eager(self) -> AbstractContextManager[Any]:
+        """It never is compiled."""
+        return nullcontext()
+
+    def flops_per_token(self, batch: StepBatch) -> float:
+        """By torch's counter on a device without memory, as the eager form computes it."""
+        with torch.device("meta"):
+            model = DebertaV2ForMaskedLM(self._config)
+        ids = torch.zeros_like(batch.input_ids, device="meta")
+        with FlopCounterMode(display=False) as counter:
+            model(ids, torch.ones_like(ids), labels=ids).loss.backward()
+        return float(counter.get_total_flops() / ids.numel())
+
+
+def _with_dropouts(config: Any, model: ModelConfig) -> Any:
+    config.hidden_dropout_prob = model.hidden_dropout
+    config.attention_probs_dropout_prob = model.attention_dropout
+    return config

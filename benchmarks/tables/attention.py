@@ -1,0 +1,62 @@
+"""Tables of the Triton attention kernels: compiled code, and results of the interpreter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.tables.common import Result, markdown
+
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
+
+
+def kernels(record: Result) -> str:
+    """Instructions of each kernel by GPU architecture, and the largest stack of its variants."""
+    versions: dict[str, Any] = record["by_triton_version"]
+    newest = max(versions, key=lambda version: tuple(map(int, version.split("."))))
+    by_kernel: dict[str, dict[str, dict[str, int]]] = {}
+    for name, variant in versions[newest].items():
+        by_kernel.setdefault(name.split()[0], {})[name] = variant
+    rows = [
+        (
+            f"`{kernel}`",
+            *(_instructions(kernel, architecture, variants) for architecture in ARCHITECTURES),
+            *_stack(variants),
+        )
+        for kernel, variants in by_kernel.items()
+    ]
+    columns = ("kernel", *ARCHITECTURES, "largest stack, bytes", "variants with spills in loops")
+    others = "".join(
+        "; with Triton {}: {} bytes, {} variants".format(version, *_stack(variants))
+        for version, variants in versions.items()
+        if version != newest
+    )
+    return markdown(columns, rows) + (
+        f"\n(Instructions for heads of 64 in bfloat16 with dropout, or of the full variant where "
+        f"marked *. Stack and spills over all {len(versions[newest])} variants, Triton "
+        f"{newest}{others}.)\n"
+    )
+
+
+def _instructions(kernel: str, architecture: str, variants: dict[str, dict[str, int]]) -> str:
+    for options, mark in (("dropout", ""), ("everything", " *")):
+        variant = variants.get(f"{kernel} {architecture} d=64 bf16 {options}")
+        if variant is not None:
+            return f"{variant['instructions']:,}{mark}"
+    return ""
+
+
+def _stack(variants: dict[str, dict[str, int]]) -> tuple[str, str]:
+    """Largest stack, and the number of variants that access it in a loop."""
+    largest = max(variant["stack_bytes"] for variant in variants.values())
+    return str(largest), str(sum(variant["spills_in_loops"] > 0 for variant in variants.values()))
+
+
+def interpreted(record: Result) -> str:
+    """Errors of long rows against an fp64 reference."""
+    rows = []
+    for name, case in record["cases"].items():
+        gradients = max(case["errors"][key] for key in ("q", "k", "v", "pos_key", "pos_query"))
+        output = case["errors"]["output"]
+        cells = (f"{error:.1e}" for error in (output, gradients, case["limit"]))
+        rows.append((name, f"`{case['oracle']}`, float64", *cells))
+    return markdown(("row", "compared with", "output", "largest gradient error", "limit"), rows)

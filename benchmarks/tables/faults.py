@@ -1,0 +1,128 @@
+"""Tables of the fault-injection campaigns under ``tests/faults``.
+
+Only results about the present code count; a case without any reads "not run".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.lib.campaigns import code_digest
+from benchmarks.tables.common import markdown
+
+Line = dict[str, Any]
+_TRAINING = ("checkpoint", "data", "engine", "model", "objectives", "ops", "distributed", "train")
+_CHECKPOINT = ("checkpoint", "distributed")
+_SLURM = ("checkpoint", "cluster", "data", "engine", "train")
+_LAYOUTS = ("checkpoint", "data", "engine", "model", "objectives", "distributed", "train")
+ALL_POINTS = 0
+
+
+def _packages(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(f"megatron_deberta/{name}" for name in names)
+
+
+HANGS_CODE = (
+    *_packages(("cluster", "train")), "tests/faults/forked_ranks.py", "tests/faults/hangs.py",
+)  # fmt: skip
+SLURM_CODE = (
+    *_packages(_SLURM), "megatron_deberta/cluster/slurm/job.sbatch",
+    "tests/faults/slurm_campaign.py", "tests/slurm/chains.py", "tests/slurm/virtual_cluster.py",
+)  # fmt: skip
+LAYOUT_MOVES_CODE = (*_packages(_LAYOUTS), "tests/faults/layout_moves.py")
+PREPROCESS_CODE = (
+    *_packages(("data", "text")), "tests/faults/injection", "tests/faults/preprocess_kills.py",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ChaosCase:
+    """A kind of fault of ``tests.faults.chaos``.
+
+    Attributes:
+        title: for the table.
+        count: cases of the whole campaign; 0: one per system call of a save.
+        packages: of megatron_deberta; a change to one of them voids the results.
+    """
+
+    title: str
+    count: int
+    packages: tuple[str, ...]
+
+    def digest(self) -> str:
+        """Return the digest of the tested packages and of the campaign's own code."""
+        return code_digest((*_packages(self.packages), "tests/faults/chaos"))
+
+
+CHAOS_CASES = {
+    "kill-one": ChaosCase("SIGKILL of one rank of four", 200, _TRAINING),
+    "kill-all": ChaosCase("SIGKILL of all four ranks", 50, _TRAINING),
+    "preempt": ChaosCase("SIGTERM, SIGUSR1 or SIGUSR2 to one or all ranks", 100, _TRAINING),
+    "save-crash": ChaosCase("SIGKILL at a system call of a save", ALL_POINTS, _CHECKPOINT),
+    "save-failure": ChaosCase("ENOSPC, EIO or EDQUOT at a system call", 100, _CHECKPOINT),
+    "damage": ChaosCase("checkpoint flipped, cut, swapped, deleted, emptied", 1000, _CHECKPOINT),
+}
+
+
+def chaos(lines: list[Line]) -> str:
+    """Passed and completed cases by kind of fault."""
+    rows = []
+    for name, case in CHAOS_CASES.items():
+        code = case.digest()
+        found = {x["seed"]: x for x in lines if x["case"] == name and x["code"] == code}
+        title, planned = f"{case.title} (`{name}`)", str(case.count or "every call")
+        keys = ("survivors_seconds", "stop_seconds")
+        slowest = _slowest(list(found.values()), keys, lambda key: key.removesuffix("_seconds"))
+        rows.append((title, *_counts(list(found.values()), planned, slowest)))
+    return markdown(("fault", "passed / done", "of", "slowest", "revision"), rows)
+
+
+def hangs(lines: list[Line]) -> str:
+    """Passed and completed cases by fault and section of the training loop."""
+    code = code_digest(HANGS_CODE)
+    rows = []
+    for title in sorted({_hang_title(line) for line in lines}):
+        found = [x for x in lines if _hang_title(x) == title and x["code_digest"] == code]
+        late = [
+            x["detected_seconds"] - x.get("timeout_seconds", 0)
+            for x in found
+            if "detected_seconds" in x
+        ]
+        after = "the time-out" if any("timeout_seconds" in x for x in found) else "the kill"
+        rows.append((title, *_counts(found, f"{max(late):.1f} s after {after}" if late else "")))
+    return markdown(("case", "passed / done", "longest until named", "revision"), rows)
+
+
+def _hang_title(line: Line) -> str:
+    if line["how"] == "stop":
+        return f"SIGSTOP in {line['section']}"
+    if line["how"] == "read":
+        return f"blocked read in the {'loader' if line['worker'] else 'rank'}'s process"
+    if line["how"] == "slow":
+        return f"a rank slow in {line['part']}"
+    return {"kill": "SIGKILL", "nothing": "no fault, no alarm"}[str(line["how"])]
+
+
+def slurm(lines: list[Line]) -> str:
+    """Passed and completed cases of the SLURM campaign."""
+    code = code_digest(SLURM_CODE)
+    rows = []
+    for case in sorted({line["case"] for line in lines}):
+        found = [x for x in lines if x["case"] == case and x["code_digest"] == code]
+        keys = sorted(key for key in found[0] if key.endswith("_seconds")) if found else []
+        rows.append((case, *_counts(found, _slowest(found, keys, str))))
+    return markdown(("case", "passed / done", "slowest", "revision"), rows)
+
+
+def _counts(found: list[Line], *middle: str) -> tuple[str, ...]:
+    """Return the cells of a row after its title: the counts, other cells, the revision."""
+    passed = f"{sum(x['ok'] for x in found)} / {len(found)}" if found else "not run"
+    return (passed, *middle, str(found[-1]["revision"]) if found else "")
+
+
+def _slowest(found: list[Line], keys: Iterable[str], title: Callable[[str], str]) -> str:
+    return ", ".join(
+        f"{title(key)} {max(x[key] for x in found)} s" for key in keys if found and key in found[0]
+    )

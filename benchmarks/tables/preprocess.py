@@ -1,0 +1,138 @@
+"""Tables of preprocessing speed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from statistics import median
+from typing import Any
+
+from benchmarks.tables.common import NOTHING
+
+Record = Mapping[str, Any]
+
+_TITLES = {
+    "sentencepiece in memory": "SentencePiece alone, documents in memory",
+    "our tokenizer in memory": "our tokenizer alone, documents in memory",
+    "ours, unigram, plain": "ours, unigram, JSONL",
+    "ours, unigram, gzip": "same, gzip",
+    "ours, unigram, zstd": "same, zstandard",
+    "ours, unigram, start-up": "same, first documents only (start-up)",
+    "Megatron-LM, unigram, plain": "Megatron-LM's script, unigram, JSONL",
+    "Megatron-LM, unigram, start-up": "same, first documents only (start-up)",
+    "gigatoken in memory": "gigatoken alone, documents in memory",
+    "ours, gpt2, plain": "ours, byte-level BPE, JSONL",
+    "ours, gpt2, gzip": "same, gzip",
+    "ours, gpt2, zstd": "same, zstandard",
+    "ours, gpt2, start-up": "same, first documents only (start-up)",
+    "ours, unigram, 20 MB": "ours, unigram, 20 MB",
+    "ours, unigram, 2 GB": "ours, unigram, 2 GB (novels, repeated)",
+    "sentencepiece in memory, 2 GB": "SentencePiece alone, same, in memory",
+    "Megatron-LM, unigram, 2 GB": "Megatron-LM's script, unigram, same",
+    "ours, gpt2, 2 GB": "ours, byte-level BPE, same",
+    "ours, gpt2, new words, 2 GB": "ours, byte-level BPE, 2 GB without repeated words",
+    "gigatoken in memory, 2 GB": "gigatoken alone, same, in memory",
+}
+
+
+def tables(record: Record | None, markdown: Callable[..., str]) -> str:
+    """Return all tables in Markdown."""
+    if record is None:
+        return NOTHING
+    header = ("", "s", "CPU s", "MB/s", "MB per CPU s", "peak MiB", "load")
+    some = next(iter(record.values()))
+    return "\n".join(
+        (
+            markdown(header, speed_rows(record)),
+            markdown(("ratio (of speeds, by CPU time unless stated)", ""), ratios(record)),
+            markdown(*stage_rows(record)),
+            f"({some['hardware']}, {some['cores']} cores.)\n",
+        )
+    )
+
+
+def speed_rows(record: Record) -> list[tuple[str, ...]]:
+    """Return time, CPU time, speed and memory of each measured case."""
+    rows = []
+    for name, title in _TITLES.items():
+        if name not in record:
+            continue
+        case = record[name]
+        is_start = name.endswith("start-up")
+        rate = "" if is_start else f"{case['MB_per_processor_second']:.1f}"
+        wall = "" if is_start else f"{case['MB_per_second']:.1f}"
+        peak = f"{case['peak_MiB']:.0f}" if "peak_MiB" in case else ""
+        spent = f"{case['processor_seconds']:.2f}"
+        rows.append((title, f"{case['seconds']:.1f}", spent, wall, rate, peak, f"{case['load']}"))
+    return rows
+
+
+def ratios(record: Record) -> list[tuple[str, str]]:
+    """Return speed ratios between the commands and libraries."""
+    found = []
+    for title, ours, peer, start in (
+        ("our tokenizer / SentencePiece", "our tokenizer in memory", "sentencepiece in memory", ""),
+        ("whole command / SentencePiece", "ours, unigram, plain", "sentencepiece in memory",
+         "ours, unigram, start-up"),
+        ("whole command / gigatoken", "ours, gpt2, plain", "gigatoken in memory",
+         "ours, gpt2, start-up"),
+        ("whole command / SentencePiece, 2 GB", "ours, unigram, 2 GB",
+         "sentencepiece in memory, 2 GB", ""),
+        ("whole command / gigatoken, 2 GB", "ours, gpt2, 2 GB", "gigatoken in memory, 2 GB", ""),
+    ):  # fmt: skip
+        if {ours, peer} <= record.keys():
+            found.append((title, f"{_ratio(record, ours, peer):.2f}"))
+            if start in record:
+                ratio = _ratio(record, ours, peer, start)
+                found.append((f"{title}, without start-up", f"{ratio:.2f}"))
+    if (case := record.get("stages, gpt2, one process")) is not None:
+        stages = _stages(case)
+        share = stages["encode"] / sum(stages.values())
+        found.append(("gigatoken's share of CPU time, all stages in one process", f"{share:.2f}"))
+    for size, suffix in (("plain", ""), ("2 GB", ", 2 GB")):
+        ours, peer = f"ours, unigram, {size}", f"Megatron-LM, unigram, {size}"
+        if {ours, peer} <= record.keys():
+            for unit, title in (("seconds", "wall time"), ("processor_seconds", "CPU time")):
+                share = record[peer][unit] / record[ours][unit]
+                name = f"whole command / Megatron-LM's script{suffix}, {title}"
+                found.append((name, f"{share:.2f}"))
+    small, large = "ours, unigram, 20 MB", "ours, unigram, 2 GB"
+    if {small, large} <= record.keys():
+        share = record[large]["peak_MiB"] / record[small]["peak_MiB"]
+        found.append(("peak memory at 2 GB / at 20 MB", f"{share:.2f}"))
+    return found
+
+
+def stage_rows(record: Record) -> tuple[list[str], list[list[str]]]:
+    """Return CPU milliseconds per megabyte of each stage, one row per vocabulary."""
+    header, rows = ["one process, CPU ms per MB"], []
+    for kind in ("unigram", "gpt2"):
+        case = record.get(f"stages, {kind}, one process")
+        if case is None:
+            continue
+        stages = _stages(case)
+        header = [*header[:1], *stages, "total"]
+        spent = [*stages.values(), sum(stages.values())]
+        rows.append([kind, *(f"{1e3 * each / case['megabytes']:.2f}" for each in spent)])
+    return header, rows
+
+
+def _ratio(record: Record, ours: str, peer: str, start: str = "") -> float:
+    """Return our speed divided by a peer's, without the time of a case ``start``.
+
+    For cases measured in rounds: the median of the rounds' ratios.
+    """
+
+    def seconds(name: str) -> list[float]:
+        case = record[name]
+        return list(case.get("all_processor_seconds", [case["processor_seconds"]]))
+
+    starts = seconds(start) if start else [0.0] * len(seconds(ours))
+    started = record[start]["megabytes"] if start else 0.0
+    size = (record[ours]["megabytes"] - started) / record[peer]["megabytes"]
+    rounds = zip(seconds(ours), seconds(peer), starts, strict=True)
+    return median(size * base / (spent - begin) for spent, base, begin in rounds)
+
+
+def _stages(case: Mapping[str, Any]) -> dict[str, float]:
+    spent: Mapping[str, float] = case["processor_seconds"]
+    return {name: seconds for name, seconds in spent.items() if name != "load tokenizer"}

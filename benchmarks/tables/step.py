@@ -1,0 +1,120 @@
+"""Tables of training-step benchmarks: other models, time by part, the 1.5B model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from benchmarks.step.parts import part_rows
+from benchmarks.tables.common import UNMEASURED, Result, gib, markdown, place
+
+TITLES = {
+    "ours": "DeBERTa, ours",
+    "huggingface": "transformers",
+    "disentangled_flash": "transformers with DisentangledFlash",
+    "modernbert": "ModernBERT-base",
+    "roberta": "RoBERTa-base",
+    "bert": "BERT-base",
+    "plain_attention": "ours with plain flash attention",
+}
+PARTS = ("attention", "ffn", "head", "optimizer")
+
+
+def summary(record: Result) -> str:
+    """Speed-up and peak memory against transformers, for the README."""
+    header = ("one pretraining step against `transformers`", "speed-up",
+              "peak memory, GiB: ours / theirs")  # fmt: skip
+    rows = record["results"]
+    return markdown(
+        header,
+        [
+            (_case(row), f"{row['speedup']['huggingface']:.1f}x",
+             f"{gib(row['sides']['ours']['peak_bytes'])} / "
+             f"{gib(row['sides']['huggingface']['peak_bytes'])}")
+            for row in rows
+        ],
+    ) + _caption(record, rows)  # fmt: skip
+
+
+def comparison(record: Result) -> str:
+    """Every model of each case, ours first, and what could not be measured."""
+    header = ("case", "model", "parameters, M", "GFLOP per token", "s per step", "tokens/s", "MFU",
+              "our speed / theirs", "target", "peak memory, GiB",
+              "attention / FFN / head / optimizer, %")  # fmt: skip
+    cells = []
+    for row in record["results"]:
+        first_other = next((name for name in row["sides"] if name != "ours"), "")
+        for name, side in row["sides"].items():
+            ratio = row["speedup"].get(name)
+            aimed = f"{row['target']:.3g}" if row["target"] and name == first_other else ""
+            cells.append((
+                _case(row) if name == "ours" else "", TITLES[name],
+                _number(side, "parameters", "{:.0f}", 1e6),
+                _number(side, "gflop_per_token", "{:.2f}"),
+                f"{side['seconds']:.3g}", f"{side['tokens_per_second']:,.0f}",
+                _number(side, "mfu", "{:.0%}"), f"{ratio:.2f}" if ratio else "", aimed,
+                gib(side["peak_bytes"]), _shares(side.get("seconds_by_part", {})),
+            ))  # fmt: skip
+    notes = "".join(f"\nNot measured: {note}.\n" for note in sorted(_missing(record)))
+    return markdown(header, cells) + _caption(record, record["results"]) + notes
+
+
+def _missing(record: Result) -> set[str]:
+    """Models and settings that could not be measured, with the reason."""
+    found = set()
+    for row in record["results"]:
+        for name, reason in row.get("missing", {}).items():
+            found.add(f"{TITLES[name]}: {reason}")
+        for name, tried in row.get("attention_tried", {}).items():
+            for variant, reason in tried.items():
+                if isinstance(reason, str):
+                    found.add(f"{TITLES[name]}, {variant}: {reason}")
+    return found
+
+
+def profile(record: Result) -> str:
+    """Step time by part of the model."""
+    table = markdown(
+        ("part", "s per step", "share", "largest operators, s"), part_rows(dict(record))
+    )
+    return f"{table}\n{record['name']}.\n{place(record['provenance'])}"
+
+
+def large_step(record: Result) -> str:
+    """The 1.5B model's training step with DeepSpeed, from the GPU suite's part ``step``."""
+    header = ("step", "tokens/s", "ms", "MFU", "micro batch",
+              "peak memory, GiB: measured / by formula")  # fmt: skip
+    rows = [
+        (name, f"{item['tokens_per_second']:,.0f}", f"{1e3 * item['seconds_per_step']:,.0f}",
+         f"{item['mfu']:.1%}", str(item["micro_batch_size"]),
+         f"{item['peak_gib']:.1f} / {item['predicted_gib']:.1f}")
+        for name, item in record["items"].items()
+        if "tokens_per_second" in item
+    ]  # fmt: skip
+    return markdown(header, rows) + place(record)
+
+
+def _number(side: dict[str, Any], key: str, form: str, unit: float = 1.0) -> str:
+    return form.format(side[key] / unit) if key in side else UNMEASURED
+
+
+def _shares(seconds: dict[str, float]) -> str:
+    """Percentages of the step time by part."""
+    if not seconds:
+        return UNMEASURED
+    whole = sum(seconds.values())
+    return " / ".join(f"{100 * seconds[name] / whole:.0f}" for name in PARTS)
+
+
+def _caption(record: Result, rows: Iterable[dict[str, Any]]) -> str:
+    """Hardware and versions of the measurements."""
+    places = {f"{row['hardware']}, {row['cores']} cores, torch {row['torch']}" for row in rows}
+    threads = f", {record['threads']} threads" if "+cpu" in "".join(places) else ""
+    return f"\n({'; '.join(sorted(places))}{threads}; {record['tokens']:,} tokens per step.)\n"
+
+
+def _case(row: dict[str, Any]) -> str:
+    """The name of a case with its sequence length."""
+    length = f"N={row['length']}"
+    name: str = row["name"]
+    return name if length in name else f"{name}, {length}"

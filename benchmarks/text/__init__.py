@@ -1,0 +1,1 @@
+"""Preprocessing and deduplication."""

@@ -1,0 +1,321 @@
+"""Measures `megatron-deberta deduplicate`: time, disk and memory on gigabytes, quality on pairs.
+
+    python -m benchmarks.text.deduplicate make --folder /tmp/dedup --gigabytes 2
+    python -m benchmarks.text.deduplicate run --folder /tmp/dedup --output FILE.json
+    python -m benchmarks.text.deduplicate long --output FILE.json
+    python -m benchmarks.text.deduplicate quality --output FILE.json
+    python -m benchmarks.text.deduplicate sketches --output FILE.json    # needs datasketch too
+
+`make` writes files of documents whose words are those of real novels in random order, so that no
+two are alike by chance, and plants copies: each document is with 10 % probability an exact copy of
+an earlier one (case changed), and with 10 % one with 3 % of its words replaced. Every document is
+a function of (seed, file, number), so that `make` goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gzip
+import json
+import os
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.lib.provenance import ROOT, provenance
+
+CORPUS = Path(os.environ.get("MEGATRON_DEBERTA_CORPUS", ROOT.parent / "shared" / "corpus"))
+FILE_DOCUMENTS = 12_000
+PASSAGE_WORDS = 900
+"""About 5 KB of text."""
+
+
+@lru_cache(maxsize=1)
+def passages() -> list[npt.NDArray[Any]]:
+    """Passages of the novels, each an array of words."""
+    found = []
+    for path in sorted(CORPUS.glob("books-*.jsonl.gz")):
+        with gzip.open(path, "rt", encoding="utf-8") as stream:
+            for line in stream:
+                words = np.array(json.loads(line)["text"].split(), dtype=object)
+                found += np.split(words, range(PASSAGE_WORDS, len(words), PASSAGE_WORDS))
+    return [words for words in found if len(words) > PASSAGE_WORDS // 3]
+
+
+def document(file: int, number: int) -> tuple[str, str]:
+    """Return the kind and the text of a document."""
+    draw = random.Random(f"{file}/{number}")
+    kind = draw.choices(("original", "exact", "near"), (8, 1, 1))[0]
+    if kind == "original" or (file, number) == (0, 0):
+        words = passages()[draw.randrange(len(passages()))]
+        generator = np.random.Generator(np.random.PCG64([file, number]))
+        return "original", " ".join(generator.permutation(words))
+    place = draw.randrange(file * FILE_DOCUMENTS + number)
+    _, text = document(*divmod(place, FILE_DOCUMENTS))
+    if kind == "exact":
+        return kind, text.upper()
+    words = text.split()
+    for position in draw.sample(range(len(words)), max(1, len(words) * 3 // 100)):
+        words[position] = f"w{draw.randrange(10**6)}"
+    return kind, " ".join(words)
+
+
+def make(folder: Path, gigabytes: float) -> None:
+    """Write files until there are so many bytes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    size = file = 0
+    while size < gigabytes * 1e9:
+        path = folder / f"part-{file:03d}.jsonl"
+        if not path.exists():
+            kinds: Counter[str] = Counter()
+            fresh = path.with_suffix(".tmp")
+            with fresh.open("w", encoding="utf-8") as stream:
+                for number in range(FILE_DOCUMENTS):
+                    kind, text = document(file, number)
+                    kinds[kind] += 1
+                    stream.write(json.dumps({"id": f"{file}/{number}", "text": text}) + "\n")
+            path.with_suffix(".kinds").write_text(json.dumps(kinds))
+            fresh.rename(path)
+        size += path.stat().st_size
+        file += 1
+        print(f"{path}: {size / 1e9:.2f} GB", flush=True)
+
+
+class Watch(threading.Thread):
+    """Notes the peak memory of a process and its descendants, and of a folder on disk."""
+
+    def __init__(self, pid: int, folders: list[Path]) -> None:
+        """Begin with ``start``."""
+        super().__init__(daemon=True)
+        self._pid = pid
+        self._folders = folders
+        self.peaks: dict[int, int] = {}
+        self.disk = 0
+
+    def run(self) -> None:
+        """Look twenty times a second at memory, and now and then at the disk."""
+        last = 0.0
+        while Path(f"/proc/{self._pid}").exists():
+            for pid in _descendants(self._pid):
+                self.peaks[pid] = max(self.peaks.get(pid, 0), _high_water(pid))
+            if time.monotonic() - last > 1:
+                last = time.monotonic()
+                self.disk = max(self.disk, sum(_disk_usage(folder) for folder in self._folders))
+            time.sleep(0.05)
+
+
+def _descendants(pid: int) -> list[int]:
+    found = [pid]
+    for parent in found:
+        try:
+            for task in Path(f"/proc/{parent}/task").iterdir():
+                found += [int(child) for child in (task / "children").read_text().split()]
+        except OSError:
+            continue
+    return found
+
+
+def _high_water(pid: int) -> int:
+    try:
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 0
+
+
+def _disk_usage(folder: Path) -> int:
+    total = 0
+    # ``rglob`` ends with an error where a folder vanishes meanwhile, and the watch with it.
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.stat(os.path.join(parent, name)).st_blocks * 512
+            except OSError:
+                continue
+    return total
+
+
+def run(folder: Path, workers: int) -> dict[str, Any]:
+    """Deduplicate what ``make`` wrote, and tell what it took and what it found."""
+    files = sorted(folder.glob("part-*.jsonl"))
+    planted: Counter[str] = Counter()
+    for path in files:
+        planted.update(json.loads(path.with_suffix(".kinds").read_text()))
+    output = folder / "deduplicated"
+    command = [
+        *(sys.executable, "-m", "megatron_deberta", "deduplicate", "--input", *map(str, files)),
+        *("--output", str(output), "--workers", str(workers)),
+    ]
+    begin = time.monotonic()
+    stages: dict[str, float] = {}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        watch = Watch(process.pid, [output, Path(f"{output}.unfinished")])
+        watch.start()
+        assert process.stderr is not None
+        for line in process.stderr:
+            print(line, end="", flush=True)
+            words = line.split()
+            if words[:1] == ["deduplicate:"]:
+                stages.setdefault(words[1], round(time.monotonic() - begin, 1))
+    watch.join()
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    size = sum(path.stat().st_size for path in files)
+    summary = json.loads((output / "summary.json").read_text())
+    return {
+        "input_bytes": size,
+        "files": len(files),
+        "workers": workers,
+        "exit_code": process.returncode,
+        "seconds": round(time.monotonic() - begin, 1),
+        "processor_seconds": round(used.ru_utime + used.ru_stime, 1),
+        "seconds_when_stage_began": stages,
+        "peak_memory_bytes": sum(watch.peaks.values()),
+        "peak_memory_by_process": sorted(watch.peaks.values()),
+        "peak_disk_bytes": watch.disk,
+        "output_bytes": _disk_usage(output),
+        "planted": planted,
+        "summary": {key: value for key, value in summary.items() if key != "sources"},
+    }
+
+
+def long_documents() -> dict[str, Any]:
+    """Deduplicate two documents of nearly the greatest length; they differ in one word."""
+    words = np.concatenate(passages())
+    text = " ".join(np.random.default_rng(0).choice(words, 18_000_000))[:98_000_000]
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name) / "part-000.jsonl"
+        with path.open("w", encoding="utf-8") as stream:
+            for beginning in ("one ", "another "):
+                stream.write(json.dumps({"text": beginning + text}, ensure_ascii=False) + "\n")
+        size = path.stat().st_size // 2
+        path.with_suffix(".kinds").write_text('{"original": 1, "near": 1}')
+        return {"document_bytes": size, **run(Path(name), workers=1)}
+
+
+def quality(workers: int) -> dict[str, Any]:
+    """Deduplicate the planted pairs and count which were found."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "out"
+        command = [
+            *(sys.executable, "-m", "megatron_deberta", "deduplicate", "--workers", str(workers)),
+            *("--input", str(CORPUS / "dedup_eval.jsonl.gz"), "--output", str(output)),
+        ]
+        subprocess.run(command, check=True, cwd=ROOT)
+        with gzip.open(CORPUS / "dedup_eval.jsonl.gz") as documents:
+            names = [json.loads(line)["id"] for line in documents]
+        return count_found(output, names, CORPUS / "dedup_eval.truth.tsv")
+
+
+def count_found(output: Path, names: list[str], truth: Path) -> dict[str, Any]:
+    """Compare a result with the planted pairs.
+
+    Returns:
+        For each kind, pairs planted and found, with those at a Jaccard of 0.7 or more apart; and
+        documents that were removed though no planted pair has them.
+    """
+    removed = set()
+    with (output / "removed.jsonl").open(encoding="utf-8") as stream:
+        removed = {names[json.loads(line)["document"]] for line in stream}
+    counts: dict[str, Counter[str]] = {}
+    planted = set()
+    with truth.open(encoding="utf-8") as stream:
+        for row in csv.DictReader(stream, delimiter="\t"):
+            pair = {row["original"], row["duplicate"]}
+            planted |= pair
+            count = counts.setdefault(row["kind"], Counter())
+            similar = float(row["jaccard_5gram"]) >= 0.7
+            found = bool(pair & removed)
+            count["pairs"] += 1
+            count["found"] += found
+            count["pairs_at_0.7"] += similar
+            count["found_at_0.7"] += similar and found
+    return {
+        "kinds": counts,
+        "removed": len(removed),
+        "removed_without_duplicate": sorted(removed - planted),
+    }
+
+
+def sketches() -> dict[str, Any]:
+    """Time two MinHash libraries on the same hashes, and the error of their estimates."""
+    import datasketch
+
+    from megatron_deberta.text.deduplicate.settings import PERMUTATIONS
+    from megatron_deberta.text.deduplicate.sign import make_sketches
+
+    os.environ["RAYON_NUM_THREADS"] = "1"
+    generator = np.random.default_rng(0)
+    sets = []
+    for _ in range(1000):
+        values = generator.integers(0, 2**63, 1000).astype(np.uint64)
+        # Pairs of a Jaccard similarity of 0.7.
+        sets += [values[:850], values[150:]]
+
+    def by_datasketch() -> npt.NDArray[Any]:
+        rows = []
+        for values in sets:
+            sketch = datasketch.MinHash(PERMUTATIONS, hashfunc=int)
+            sketch.update_batch((values >> np.uint64(31)).tolist())
+            rows.append(sketch.hashvalues)
+        return np.array(rows)
+
+    true = 700 / 1000
+    libraries = {}
+    for name, make_all in (
+        ("rensa", lambda: make_sketches(sets, 1)),
+        ("datasketch", by_datasketch),
+    ):
+        make_all()
+        begin = time.process_time()
+        rows = make_all()
+        seconds = time.process_time() - begin
+        estimates = (rows[::2] == rows[1::2]).mean(axis=1)
+        libraries[name] = {
+            "hashes_per_second": sum(map(len, sets)) / seconds,
+            "error": float(np.sqrt(np.mean((estimates - true) ** 2))),
+        }
+    return {"documents": len(sets), "permutations": PERMUTATIONS, "libraries": libraries}
+
+
+def main() -> None:
+    """Do what is asked, and write it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=("make", "run", "long", "quality", "sketches"))
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/dedup"))
+    parser.add_argument("--gigabytes", type=float, default=2.0)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    if args.what == "make":
+        make(args.folder, args.gigabytes)
+        return
+    actions: dict[str, Callable[[], dict[str, Any]]] = {
+        "run": lambda: run(args.folder, args.workers),
+        "long": long_documents,
+        "quality": lambda: quality(args.workers),
+        "sketches": sketches,
+    }
+    result = actions[args.what]()
+    text = json.dumps({**result, **provenance()}, indent=2)
+    print(text)
+    if args.output:
+        args.output.write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

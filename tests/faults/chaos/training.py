@@ -1,0 +1,220 @@
+"""Kills and signals for a run of four ranks; what comes out must equal the run left alone."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
+
+from megatron_deberta.checkpoint.layout import committed_steps, step_dir
+from megatron_deberta.checkpoint.reader import CheckpointReader
+from megatron_deberta.data.sample_log import read_sample_log
+from megatron_deberta.errors import EXIT_REQUEUE
+from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
+from tests.faults.chaos.ranks import Ranks, start_ranks
+from tests.support.jobs import TIMEOUT, losses
+
+WORLD_SIZE = 4
+STEPS = 30
+SAVE_EVERY = 7
+OVERRIDES = (
+    "parallel.tensor_parallel_size=2", "precision.zero_stage=1", f"train.steps={STEPS}",
+    f"checkpoint.save_every={SAVE_EVERY}", "log.tensorboard=false",
+    # How long ranks wait for one that was killed before they had met.
+    "cluster.collective_timeout_minutes=0.3",
+)  # fmt: skip
+PHASES = ("start-up", "step", "save", "evaluation", "end")
+LOG_CHARACTERS = 3000
+POLL_SECONDS = 0.001
+
+
+class TrainingCases:
+    """Cases on one tiny run: TP2 x DP2, ZeRO-1, dropout on, 30 steps, a save every 7.
+
+    Args:
+        folder: to work in; the unbroken run stays there for the next start.
+        run_yaml: the run.
+        context: where ranks are forked.
+    """
+
+    def __init__(self, folder: Path, run_yaml: Path, context: ForkServerContext) -> None:
+        self._folder = folder
+        self._run_yaml = run_yaml
+        self._context = context
+        self._unbroken: dict[str, Any] | None = None
+
+    def _start(self, run_dir: Path) -> Ranks:
+        return start_ranks(self._context, self._run_yaml, run_dir, WORLD_SIZE, *OVERRIDES)
+
+    def unbroken(self) -> dict[str, Any]:
+        """What the run gives when nothing happens to it; run twice, once a start."""
+        if self._unbroken is None:
+            run_dir = self._folder / "unbroken"
+            shutil.rmtree(run_dir, ignore_errors=True)
+            began = time.monotonic()
+            ranks = self._start(run_dir)
+            codes = ranks.wait()
+            assert codes == [0] * WORLD_SIZE, ranks.log.read_text()[-4000:]
+            self._unbroken = result(run_dir)
+            self.seconds = time.monotonic() - began
+        return self._unbroken
+
+    def kill_one(self, seed: int) -> dict[str, Any]:
+        """SIGKILL to a random rank at a random instant of a phase, then the run goes on."""
+        draw = random.Random(f"one {seed}")
+        victim = draw.randrange(WORLD_SIZE)
+        return self._break_off(seed, draw, lambda ranks: ranks.kill(victim), {"rank": victim})
+
+    def kill_all(self, seed: int) -> dict[str, Any]:
+        """SIGKILL to all ranks at once."""
+
+        def kill(ranks: Ranks) -> None:
+            for rank in range(WORLD_SIZE):
+                ranks.kill(rank)
+
+        return self._break_off(seed, random.Random(f"all {seed}"), kill, {})
+
+    def _break_off(
+        self, seed: int, draw: random.Random, kill: Callable[[Ranks], None], plan: dict[str, Any]
+    ) -> dict[str, Any]:
+        expected = self.unbroken()
+        phase = PHASES[seed % len(PHASES)]
+        run_dir = self._folder / "run"
+        shutil.rmtree(run_dir, ignore_errors=True)
+        ranks = self._start(run_dir)
+        before = self._wait_for(phase, draw, run_dir, ranks)
+        kill(ranks)
+        killed = time.monotonic()
+        codes = ranks.wait()
+        survivors = time.monotonic() - killed
+        # At the end a rank may be done before it is killed.
+        stopped = None not in codes and (phase == "end" or 0 not in codes)
+        committed = committed_steps(run_dir) if run_dir.exists() else []
+        again = self._start(run_dir)
+        resumed = again.wait()
+        same = resumed == [0] * WORLD_SIZE and result(run_dir) == expected
+        return {
+            "ok": stopped and same,
+            "phase": phase, **plan, "at": before, "codes": codes,
+            "survivors_seconds": round(survivors, 2), "committed": committed[-1:],
+            "resumed_codes": resumed, "identical": same,
+            "left_over": left_over(run_dir), "log": log_end(again, stopped and same),
+        }  # fmt: skip
+
+    def preempt(self, seed: int) -> dict[str, Any]:
+        """A signal to one rank or to all: a save at most one step later, exit 75, and on."""
+        draw = random.Random(f"signal {seed}")
+        expected = self.unbroken()
+        number = draw.choice((signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2))
+        targets = draw.choice(([draw.randrange(WORLD_SIZE)], list(range(WORLD_SIZE))))
+        phase = ("step", "save", "evaluation")[seed % 3]
+        run_dir = self._folder / "run"
+        shutil.rmtree(run_dir, ignore_errors=True)
+        ranks = self._start(run_dir)
+        self._wait_for(phase, draw, run_dir, ranks)
+        before = last_step(run_dir)
+        for rank in targets:
+            ranks.signal(rank, number)
+        began = time.monotonic()
+        codes = ranks.wait()
+        seconds = time.monotonic() - began
+        saved = committed_steps(run_dir)[-1]
+        # The record of a step is written after it: the signal came in the step after `before`,
+        # or after that one's record, and the step at work then is still finished.
+        in_time = saved - before <= 2 and last_step(run_dir) == saved
+        again = self._start(run_dir)
+        resumed = again.wait()
+        same = resumed == [0] * WORLD_SIZE and result(run_dir) == expected
+        ok = codes == [EXIT_REQUEUE] * WORLD_SIZE and in_time and same
+        return {
+            "ok": ok,
+            "phase": phase, "signal": signal.Signals(number).name, "ranks": targets,
+            "after_step": before, "saved_step": saved, "codes": codes,
+            "stop_seconds": round(seconds, 2), "identical": same, "log": log_end(again, ok),
+        }  # fmt: skip
+
+    def _wait_for(self, phase: str, draw: random.Random, run_dir: Path, ranks: Ranks) -> str:
+        """Return at a random instant of a phase; says which."""
+        if phase == "start-up":
+            delay = draw.uniform(0.0, 3.0)
+            end = time.monotonic() + delay
+            while time.monotonic() < end and last_step(run_dir) == 0:
+                time.sleep(POLL_SECONDS)
+            return f"{delay:.3f} s"
+        delay = draw.uniform(0.0, 0.05)
+        if phase == "save":
+            step = SAVE_EVERY * draw.randint(1, STEPS // SAVE_EVERY)
+            name = step_dir(run_dir, step).name
+            # Its hidden name, then its own: the save is at work from the first to the mark.
+            wait_until(
+                lambda: any(name in path.name for path in (run_dir / "checkpoints").glob("*")
+                            if run_dir.exists()) or last_step(run_dir) > step,
+                ranks,
+            )  # fmt: skip
+            time.sleep(draw.uniform(0.0, 0.04))
+            return f"save of step {step}"
+        step = {"step": draw.randint(1, STEPS - 5), "evaluation": 24, "end": STEPS}[phase]
+        wait_until(lambda: last_step(run_dir) >= step, ranks)
+        time.sleep(delay)
+        return f"{delay:.3f} s after step {step}"
+
+
+def wait_until(condition: Callable[[], bool], ranks: Ranks) -> None:
+    """Wait for something that the run does."""
+    deadline = time.monotonic() + TIMEOUT
+    while not condition():
+        assert ranks.alive(), ranks.log.read_text()[-4000:]
+        assert time.monotonic() < deadline, "never came"
+        time.sleep(POLL_SECONDS)
+
+
+_STEP = re.compile(rb'"step":(\d+)')
+
+
+def last_step(run_dir: Path) -> int:
+    """Of the metrics so far; cheap enough to ask a thousand times a second."""
+    try:
+        with (run_dir / FILE_NAME).open("rb") as stream:
+            stream.seek(0, 2)
+            stream.seek(max(0, stream.tell() - 2000))
+            found = _STEP.findall(stream.read())
+    except OSError:
+        return 0
+    return int(found[-1]) if found else 0
+
+
+def result(run_dir: Path) -> dict[str, Any]:
+    """Bits of every loss and of the final weights and moments, and which sample went where."""
+    reader = CheckpointReader(step_dir(run_dir, STEPS))
+    digest = hashlib.sha256()
+    for name in reader.shapes:
+        for kind in reader.kinds:
+            digest.update(reader.tensor(name, kind).numpy().tobytes())
+    validation = [
+        (record["step"], record.get("loss"))
+        for record in read_metrics(run_dir / FILE_NAME)
+        if record["kind"] == "validation"
+    ]
+    return {
+        "losses": [value.hex() for value in losses(run_dir)],
+        "validation": validation,
+        "state": digest.hexdigest(),
+        "ledger": read_sample_log(run_dir / "ledger"),
+    }
+
+
+def log_end(ranks: Ranks, ok: bool) -> str:
+    """The last words of a run that went wrong."""
+    return "" if ok else ranks.log.read_text()[-LOG_CHARACTERS:]
+
+
+def left_over(run_dir: Path) -> list[str]:
+    """Hidden files of saves that were broken off."""
+    return sorted(path.name for path in (run_dir / "checkpoints").glob(".*"))

@@ -1,0 +1,273 @@
+"""Makes ranks of real runs hang, and sees that the supervisor names them in time.
+
+Four gloo ranks (tensor parallel 2 x data parallel 2, ZeRO-1, dropout). Each case is a function of
+its number: a rank is stopped (SIGSTOP) at a random instant or in a section, or a read of its data
+never returns, in the rank or in its loader's process. Clean runs, killed ranks and ranks that only
+are slow are cases, too.
+One line of JSON a case is appended to the output; cases that are there are not done again, so the
+campaign may be broken off and started again. Lines about other code than the present do not count.
+
+  python -m tests.faults.hangs --cases 70 --deaths 10 --clean 10 --slow 6
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.lib.campaigns import RESULTS, append_line, code_digest, read_lines
+from benchmarks.lib.provenance import provenance
+from benchmarks.tables import faults
+from megatron_deberta.cluster.slurm.history import JobHistory
+from megatron_deberta.cluster.watchdog.hang import Limits
+from megatron_deberta.cluster.watchdog.heartbeat import Beat, Section, beat_path, read_beat
+from megatron_deberta.cluster.watchdog.report_store import ReportStore
+from megatron_deberta.cluster.watchdog.supervisor import NodePlan
+from megatron_deberta.config import load_config
+from tests.faults.forked_ranks import PLAN_VARIABLE, ForkingSupervisor, preload
+from tests.support.jobs import prepare
+
+OUTPUT = RESULTS / "hangs.jsonl"
+RANKS = 4
+PHASES = ("any", "step", "save", "evaluation", "data")
+ALLOWED_SECONDS = 5.0
+"""Beyond the time-out."""
+SECONDS = 90.0
+"""What no case takes."""
+RUN = (
+    "parallel.tensor_parallel_size=2", "precision.zero_stage=1", "train.micro_batch_size=2",
+    "train.eval_every=5", "train.eval_steps=2", "checkpoint.save_every=4", "log.every=1",
+    "optimizer.schedule=constant", "train.steps=1000000", "data.sample_log=false",
+    "cluster.startup_timeout_seconds=30", "cluster.data_timeout_seconds=8",
+    "cluster.step_timeout_seconds=8", "cluster.save_timeout_seconds=8",
+    "cluster.evaluation_timeout_seconds=8",
+)  # fmt: skip
+
+
+def plan_case(kind: str, number: int) -> dict[str, Any]:
+    """Choose what goes wrong, where and when."""
+    draw = random.Random(f"{kind} {number}")
+    rank, step = draw.randrange(RANKS), draw.randint(3, 20)
+    if kind == "clean":
+        return {"how": "nothing"}
+    if kind == "slow":
+        part = ("forward", "data")[number % 2]
+        return {"how": "slow", "rank": rank, "part": part, "seconds": 0.2}
+    if kind == "death":
+        return {"how": "kill", "rank": rank, "phase": PHASES[number % 5], "at_step": step}
+    place = number % 7
+    if place >= 5:
+        return {"how": "read", "rank": rank, "worker": place == 6, "call": step}
+    phase = PHASES[place]
+    plan: dict[str, Any] = {"how": "stop", "rank": rank, "phase": phase}
+    if phase == "any":
+        return {**plan, "after_seconds": round(draw.uniform(0.1, 12.0), 3)}
+    return {**plan, "at_step": step}
+
+
+class Fault:
+    """Stops or kills a rank from outside, as planned.
+
+    Attributes:
+        time: when it happened, of the monotonic clock; 0: not yet.
+        beat: where the rank was.
+    """
+
+    def __init__(self, plan: dict[str, Any]) -> None:
+        self._plan = plan
+        self.time = 0.0
+        self.beat: Beat | None = None
+
+    def __call__(self, pids: list[int], folder: Path) -> None:
+        """Wait for the moment."""
+        plan = self._plan
+        if plan["how"] not in ("stop", "kill"):
+            return
+        rank, phase = plan["rank"], plan["phase"]
+        pid, path = pids[rank], beat_path(folder, rank)
+        if phase == "any" and "after_seconds" in plan:
+            time.sleep(plan["after_seconds"])
+            self._strike(pid, path)
+            return
+        end = time.monotonic() + SECONDS
+        while time.monotonic() < end:
+            beat = read_beat(path)
+            ready = beat is not None and beat.step >= plan["at_step"]
+            if not ready or (phase != "any" and beat.section.word != phase):
+                time.sleep(0.0002)
+                continue
+            if plan["how"] == "kill":
+                self._strike(pid, path)
+                return
+            self._strike(pid, path)
+            if phase == "any" or (self.beat and self.beat.section.word == phase):
+                return
+            # It had gone on before the signal came.
+            self.time = 0.0
+            os.kill(pid, signal.SIGCONT)
+
+    def _strike(self, pid: int, path: Path) -> None:
+        number = signal.SIGKILL if self._plan["how"] == "kill" else signal.SIGSTOP
+        os.kill(pid, number)
+        self.time = time.monotonic()
+        deadline = self.time + 1
+        while not _state(pid).startswith(("T", "Z", "X")) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        self.beat = read_beat(path)
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"
+
+
+def run_case(folder: Path, kind: str, number: int) -> dict[str, Any]:
+    """Do one case and say how it went."""
+    plan = plan_case(kind, number)
+    run_dir, stamp, fifo = folder / "run", folder / "stamp", folder / "fifo"
+    shutil.rmtree(run_dir, ignore_errors=True)
+    stamp.unlink(missing_ok=True)
+    overrides = [*RUN, f"train.run_dir={run_dir}", f"data.num_workers={int(plan.get('worker', 0))}"]
+    if kind in ("clean", "slow"):
+        overrides += ["train.exit_step=50", "cluster.straggler_window_steps=8"]
+    config = load_config(folder / "corpus" / "run.yaml", overrides)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    if plan["how"] in ("read", "slow"):
+        places = {"fifo": str(fifo), "stamp": str(stamp)}
+        environment[PLAN_VARIABLE] = json.dumps({**plan, **places})
+    fault = Fault(plan)
+    supervisor = ForkingSupervisor(
+        NodePlan(
+            run_dir=str(run_dir), link="case", node=0, num_nodes=1, host="here",
+            ranks_per_node=RANKS, logs=run_dir / "logs", exit_wait_seconds=10,
+            command=("pretrain", str(folder / "corpus" / "run.yaml"), *overrides),
+            environment=environment, config=config.cluster,
+        ),
+        fault,
+    )  # fmt: skip
+    begin = time.monotonic()
+    code = supervisor.run()
+    end = time.monotonic()
+    verdict = ReportStore(run_dir, "case").verdict(1)
+    line: dict[str, Any] = {
+        **plan, "code": code, "seconds": round(end - begin, 2),
+        "reason": without_folders(verdict.reason) if verdict else "",
+        "named": list(verdict.ranks) if verdict else [],
+    }  # fmt: skip
+    if kind == "clean":
+        return {**line, "ok": code == 0 and verdict is None}
+    if kind == "slow":
+        told = [
+            event["ranks"] for event in JobHistory(run_dir).current() if event["event"] == "slow"
+        ]
+        parts = {found["rank"]: found["part"] for found in told[0]} if told else {}
+        # Ranks that split a layer wait for each other in forward, and are slow together.
+        group = {plan["rank"], plan["rank"] ^ (plan["part"] == "forward")}
+        right = parts.get(plan["rank"]) == plan["part"] and parts.keys() <= group
+        return {**line, "told": parts, "ok": right and code == 0 and verdict is None}
+    when = float(stamp.read_text()) if stamp.exists() else fault.time
+    right = bool(when) and line["named"] == [plan["rank"]] and code == 1
+    if kind == "death":
+        took = round(end - when, 2)
+        return {**line, "detected_seconds": took, "ok": right and took <= 10 + ALLOWED_SECONDS}
+    beat = fault.beat
+    section = beat.section if beat else Section.STARTUP if plan["how"] == "stop" else Section.DATA
+    # A start-up's time-out holds for the first steps; the median only adds to slow steps.
+    limits = Limits(replace(config.cluster, step_timeout_factor=1e-9))
+    limit = limits.of(section, beat.steps_timed if beat else plan.get("call", 0))
+    took = round(end - when, 2)
+    return {
+        **line, "section": section.word, "step": beat.step if beat else None,
+        "timeout_seconds": limit, "detected_seconds": took,
+        "ok": right and took <= limit + ALLOWED_SECONDS,
+    }  # fmt: skip
+
+
+def without_folders(text: str) -> str:
+    """Paths without what says where on this machine they are."""
+    return re.sub(r"/\S*/", "", text)
+
+
+def last_lines(logs: Path) -> dict[str, list[str]]:
+    """What the ranks said last, to understand a failure by."""
+    return {
+        path.stem: without_folders(path.read_text(errors="replace")).splitlines()[-8:]
+        for path in sorted(logs.glob("rank_*.log"))
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Do the cases that are missing; 0 if all passed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--cases", type=int, default=0, help="hangs")
+    parser.add_argument("--deaths", type=int, default=0)
+    parser.add_argument("--clean", type=int, default=0)
+    parser.add_argument("--slow", type=int, default=0, help="ranks that keep the others waiting")
+    parser.add_argument(
+        "--only", type=int, nargs="+", help="these numbers of each kind that is asked for"
+    )
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no case after so long")
+    parser.add_argument("--output", type=Path, default=OUTPUT)
+    parser.add_argument("--summary", action="store_true", help="print the table and stop")
+    args = parser.parse_args(arguments)
+    if args.summary:
+        sys.stdout.write(faults.hangs(read_lines(args.output)))
+        return 0
+    wanted = {"hang": args.cases, "death": args.deaths, "clean": args.clean, "slow": args.slow}
+    # Not a TemporaryDirectory, which every rank, a fork of this process, would remove when it ends.
+    folder = Path(tempfile.mkdtemp(prefix="hangs."))
+    try:
+        (folder / "corpus").mkdir()
+        prepare(folder / "corpus")
+        os.mkfifo(folder / "fifo")
+        preload()
+        return run_missing(wanted, args, folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def run_missing(wanted: dict[str, int], args: argparse.Namespace, folder: Path) -> int:
+    """Do the cases that are not in the output."""
+    end, failed, code = time.monotonic() + args.seconds, 0, code_digest(faults.HANGS_CODE)
+    for kind, count in wanted.items():
+        for number in args.only or range(count):
+            lines = read_lines(args.output)
+            done = {(x["kind"], x["case"]) for x in lines if x["code_digest"] == code}
+            if not count or (kind, number) in done or time.monotonic() > end:
+                continue
+            option = {"hang": "cases", "death": "deaths"}.get(kind, kind)
+            again = f"python -m tests.faults.hangs --{option} 1 --only {number}"
+            line = {
+                "kind": kind,
+                "case": number,
+                **run_case(folder, kind, number),
+                "command": again,
+                "code_digest": code,
+            }
+            if not line["ok"]:
+                line["logs"] = last_lines(folder / "run" / "logs")
+            append_line(args.output, {**line, **provenance()})
+            print(f"{kind} {number}: {'ok' if line['ok'] else 'FAILED'} {line}", flush=True)
+            failed += not line["ok"]
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

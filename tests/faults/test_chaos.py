@@ -1,0 +1,68 @@
+"""A slice of the campaign: as many cases as a few seconds hold, every kind among them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from benchmarks.tables import faults
+from benchmarks.tables.faults import CHAOS_CASES
+from tests.faults.chaos.ranks import fork_server
+from tests.faults.chaos.saves import SaveCases
+from tests.faults.chaos.training import TrainingCases
+from tests.support.jobs import prepare
+
+REQUIRED = "MEGATRON_DEBERTA_REQUIRE_SLURM"
+
+
+@pytest.fixture(scope="module")
+def saves(tmp_path_factory: pytest.TempPathFactory) -> SaveCases:
+    return SaveCases(tmp_path_factory.mktemp("saves"), fork_server())
+
+
+@pytest.fixture(scope="module")
+def strace() -> None:
+    if shutil.which("strace") is None:
+        if os.environ.get(REQUIRED):
+            pytest.fail("strace is missing: tests/slurm/install.sh")
+        pytest.skip("strace is missing; apt-get install strace enables this")
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_damaged_checkpoint_is_refused_by_name(saves: SaveCases, seed: int) -> None:
+    outcome = saves.damage(seed)
+    assert outcome["ok"], outcome
+
+
+@pytest.mark.usefixtures("strace")
+@pytest.mark.parametrize("part", range(6))
+def test_a_save_killed_at_a_system_call_loses_nothing(saves: SaveCases, part: int) -> None:
+    outcome = saves.crash(part * len(saves.points()) // 6)
+    assert outcome["ok"], outcome
+
+
+@pytest.mark.usefixtures("strace")
+@pytest.mark.parametrize("seed", range(4))
+def test_a_save_that_fails_leaves_nothing(saves: SaveCases, seed: int) -> None:
+    outcome = saves.failure(seed)
+    assert outcome["ok"], outcome
+
+
+def test_four_ranks_survive_a_kill_and_a_signal(tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    training = TrainingCases(tmp_path, prepare(corpus), fork_server())
+    killed, stopped = training.kill_one(2), training.preempt(0)
+    assert killed["ok"], killed
+    assert stopped["ok"], stopped
+
+
+def test_lines_about_other_code_do_not_count() -> None:
+    code = CHAOS_CASES["damage"].digest()
+    line = {"case": "damage", "ok": True, "revision": "abc"}
+    table = faults.chaos([{**line, "seed": 0, "code": code}, {**line, "seed": 1, "code": "other"}])
+    assert "(`damage`) | 1 / 1 | 1000 |" in table
+    assert "(`kill-one`) | not run | 200 |" in table
