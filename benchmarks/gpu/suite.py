@@ -95,7 +95,7 @@ def options_of(args: argparse.Namespace, part: str) -> Options:
 
 def part_module(part: str) -> ModuleType:
     """Its code."""
-    return importlib.import_module(f"benchmarks.suite.{part}")
+    return importlib.import_module(f"benchmarks.gpu.{part}")
 
 
 def work_on(options: Options) -> None:

@@ -10,6 +10,7 @@ import ast
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
+from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ def code_digest(places: Iterable[str]) -> str:
     return digest.hexdigest()[:12]
 
 
+@cache
 def canonical_code(source: str) -> str:
     """Return the syntax tree as text, without strings that are statements, locals renamed."""
     return "".join(_Writer().tokens(ast.parse(source)))
@@ -112,23 +114,31 @@ def _is_variable(node: ast.AST, field: str) -> bool:
 
 def _bound_names(scope: ast.AST) -> list[str]:
     """Return the names that a scope binds, in order; imported names keep theirs."""
-    found: list[str] = []
-    declared: set[str] = set()
-    pending = list(ast.iter_child_nodes(scope))
-    while pending:
-        node = pending.pop(0)
-        if isinstance(node, ast.arg):
-            found.append(node.arg)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.append(node.id)
-        elif isinstance(node, ast.Global | ast.Nonlocal):
-            declared.update(node.names)
-        elif name := getattr(node, "name", None) or getattr(node, "rest", None):
-            if not isinstance(node, ast.alias):
-                found.append(name)
+    nodes = list(_own_nodes(scope))
+    declared = {name for node in nodes for name in _declared(node)}
+    return [name for node in nodes if (name := _bound_name(node)) and name not in declared]
+
+
+def _own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes of a scope in order, without the insides of nested scopes."""
+    for node in ast.iter_child_nodes(scope):
+        yield node
         if not isinstance(node, _SCOPES):
-            pending[:0] = ast.iter_child_nodes(node)
-    return [name for name in found if name not in declared]
+            yield from _own_nodes(node)
+
+
+def _declared(node: ast.AST) -> list[str]:
+    return node.names if isinstance(node, ast.Global | ast.Nonlocal) else []
+
+
+def _bound_name(node: ast.AST) -> str | None:
+    if isinstance(node, ast.arg):
+        return node.arg
+    if isinstance(node, ast.Name):
+        return node.id if isinstance(node.ctx, ast.Store) else None
+    if isinstance(node, ast.alias):
+        return None
+    return getattr(node, "name", None) or getattr(node, "rest", None)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

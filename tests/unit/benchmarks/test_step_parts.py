@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.steps import parts
+from benchmarks.step import parts
 from megatron_deberta.config.schema import ModelConfig, PrecisionConfig, RunConfig, TrainConfig
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.distributed.parallelize import build_model

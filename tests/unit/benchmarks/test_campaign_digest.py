@@ -1,0 +1,114 @@
+"""The digest of tested code: prose and local names do not change it, everything else does."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.lib import campaigns
+from benchmarks.lib.campaigns import canonical_code, code_digest
+
+SOURCE = '''
+"""Module."""
+LIMIT = 3
+"""About the limit."""
+
+
+class Counter:
+    """Counts."""
+
+    step: int = 1
+
+    def add(self, value: int, *, scale: float = 2.0) -> float:
+        """Add."""
+        total = value * scale  # a comment
+        try:
+            pairs = [(x, total) for x in range(value) if x]
+        except ValueError as error:
+            raise KeyError(total) from error
+
+        def inner(y):
+            nonlocal total
+            total += y
+            return total
+
+        match pairs:
+            case [first, *others]:
+                return inner(first) + len(others)
+        return sum(map(lambda pair: pair[1], pairs)) + LIMIT
+'''
+RENAMED = '''
+"""Another module docstring,
+of two lines."""
+
+LIMIT = 3
+
+
+class Counter:
+    step: int = 1
+
+    def add(this, number: int, *, factor: float = 2.0) -> float:
+        # Another comment.
+        product = number * factor
+        try:
+            found = [(index, product) for index in range(number) if index]
+        except ValueError as problem:
+            raise KeyError(product) from problem
+        def inner_function(other):
+            """Inner."""
+            nonlocal product
+            product += other
+            return product
+        match found:
+            case [head, *tail]:
+                return inner_function(head) + len(tail)
+        return sum(map(lambda item: item[1], found)) + LIMIT
+'''
+
+
+def test_prose_and_local_names_do_not_count() -> None:
+    assert canonical_code(RENAMED) == canonical_code(SOURCE)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("LIMIT = 3", "LIMIT = 4"),
+        ("value * scale", "value + scale"),
+        ("LIMIT", "BOUND"),
+        ("step: int", "steps: int"),
+        ("ValueError", "TypeError"),
+        ("scale: float = 2.0", "scale: float = 2.5"),
+        ("def add", "def plus"),
+        ("class Counter", "class Adder"),
+        ("inner(first)", "inner(len(others))"),
+        ("total += y", "total -= y"),
+        ("(x, total) for", "(total, x) for"),
+        ("            nonlocal total\n", ""),
+        ("pair[1]", "pair[0]"),
+        ("if x]", "if not x]"),
+    ],
+)
+def test_changed_code_counts(old: str, new: str) -> None:
+    assert old in SOURCE
+    assert canonical_code(SOURCE.replace(old, new)) != canonical_code(SOURCE)
+
+
+def test_two_locals_are_not_confused() -> None:
+    first, second = "def f(a, b): return a - b", "def f(a, b): return b - a"
+    assert canonical_code(first) != canonical_code(second)
+    assert canonical_code(first) == canonical_code("def f(b, a): return b - a")
+
+
+def test_the_digest_is_of_files_and_folders(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(campaigns, "ROOT", tmp_path)
+    (tmp_path / "code" / "triton").mkdir(parents=True)
+    (tmp_path / "code" / "a.py").write_text(SOURCE)
+    (tmp_path / "code" / "triton" / "kernel.py").write_text("x = 1\n")
+    (tmp_path / "job.sh").write_text("echo 1\n")
+    places = ("code", "job.sh")
+    before = code_digest(places)
+    (tmp_path / "code" / "triton" / "kernel.py").write_text("x = 2\n")
+    (tmp_path / "code" / "a.py").write_text(RENAMED)
+    assert code_digest(places) == before
+    (tmp_path / "job.sh").write_text("echo 2\n")
+    assert code_digest(places) != before
