@@ -21,10 +21,9 @@ from megatron_deberta.data.dataset.corpus import Corpus, open_shard, split_valid
 from megatron_deberta.data.dataset.index_cache import IndexCache
 from megatron_deberta.data.dataset.packing import PackedRows
 from megatron_deberta.data.dataset.rows import RowSource, ShiftedRows
-from megatron_deberta.data.loader import TrainLoader, ValidationLoader
+from megatron_deberta.data.loader import StepSampler, TrainLoader, ValidationLoader
 from megatron_deberta.data.masking import Masker
 from megatron_deberta.data.randomness import Purpose, mix64
-from megatron_deberta.data.sampler import StepSampler
 from megatron_deberta.data.shards.manifest import read_manifest
 from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.errors import ConfigError

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import itertools
 import multiprocessing
 import os
 import signal
@@ -22,12 +23,61 @@ from torch.utils.data import DataLoader, Dataset
 
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.data.collate import FILLER, Builder
-from megatron_deberta.data.sampler import StepSampler
-from megatron_deberta.errors import DataError
+from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.processes import die_with_parent
 
 _WORKER_DIED = "exited unexpectedly"
 """What torch says, in a RuntimeError, of a worker that is gone."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepSampler:
+    """Distributes the samples of each global batch over data-parallel ranks and micro batches.
+
+    Step s of a run without changes of batch size reads samples [s * G, (s + 1) * G) in any layout.
+
+    Attributes:
+        global_batch_size: G, samples per step over all ranks.
+        micro_batch_size: samples per forward pass.
+        dp_rank: data-parallel rank; its tensor-parallel ranks read the same samples.
+        dp_size: data-parallel ranks.
+
+    Raises:
+        ConfigError: the sizes do not divide.
+    """
+
+    global_batch_size: int
+    micro_batch_size: int
+    dp_rank: int
+    dp_size: int
+
+    def __post_init__(self) -> None:
+        """Check that the sizes divide."""
+        if self.global_batch_size % (self.micro_batch_size * self.dp_size):
+            raise ConfigError(
+                f"train.global_batch_size {self.global_batch_size} is not a multiple of "
+                f"train.micro_batch_size {self.micro_batch_size} x {self.dp_size} data-parallel "
+                "ranks; change one of them"
+            )
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro batches per rank and step."""
+        return self.global_batch_size // (self.micro_batch_size * self.dp_size)
+
+    def micro_batches(self, first_sample: int) -> list[range]:
+        """Return this rank's samples of the step that begins at ``first_sample``, in order."""
+        share = self.global_batch_size // self.dp_size
+        begin = first_sample + self.dp_rank * share
+        return [
+            range(start, start + self.micro_batch_size)
+            for start in range(begin, begin + share, self.micro_batch_size)
+        ]
+
+    def endless(self, consumed_samples: int) -> Iterator[range]:
+        """Yield this rank's micro batches of all steps after ``consumed_samples``."""
+        for first in itertools.count(consumed_samples, self.global_batch_size):
+            yield from self.micro_batches(first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +157,7 @@ class TrainLoader:
         loader = DataLoader(
             self._dataset,
             batch_size=None,
-            sampler=_EndlessSamples(self._sampler, self.consumed_samples),
+            sampler=self._sampler.endless(self.consumed_samples),
             num_workers=workers,
             collate_fn=_unchanged,
             pin_memory=self._pin_memory,
@@ -172,20 +222,6 @@ class ValidationLoader:
             begin = (number * self._dp_size + self._dp_rank) * self._micro_batch_size
             samples = range(begin, begin + self._micro_batch_size)
             yield self._builder.build([s if s < self.num_samples else FILLER for s in samples])
-
-
-class _EndlessSamples:
-    """The sample indices of one micro batch after the other."""
-
-    def __init__(self, sampler: StepSampler, consumed_samples: int) -> None:
-        self._sampler = sampler
-        self._consumed_samples = consumed_samples
-
-    def __iter__(self) -> Iterator[range]:
-        first = self._consumed_samples
-        while True:
-            yield from self._sampler.micro_batches(first)
-            first += self._sampler.global_batch_size
 
 
 def _received(batches: Iterator[Batch | _Failure]) -> Batch:

@@ -18,7 +18,7 @@ from megatron_deberta.config import save_config
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.data.build import Corpora
-from megatron_deberta.data.unigram import unigram_cross_entropy, unigram_log_probabilities
+from megatron_deberta.data.dataset.unigram import unigram_cross_entropy, unigram_log_probabilities
 from megatron_deberta.observe.console import LiveConsole
 from megatron_deberta.observe.metrics import MetricsWriter, plot_loss, read_metrics
 from megatron_deberta.train.evaluate import Evaluation

@@ -27,9 +27,9 @@ from megatron_deberta.data.build import (
     parse_prefixes,
     tokenizer_path,
 )
-from megatron_deberta.data.sampler import StepSampler
+from megatron_deberta.data.dataset.unigram import unigram_cross_entropy, unigram_log_probabilities
+from megatron_deberta.data.loader import StepSampler
 from megatron_deberta.data.shards.manifest import read_manifest
-from megatron_deberta.data.unigram import unigram_cross_entropy, unigram_log_probabilities
 from megatron_deberta.errors import ConfigError, DataError
 
 FIELDS = ("input_ids", "attention_mask", "masked_positions", "labels", "sample_index")
@@ -356,7 +356,7 @@ def test_unigram_counts_in_chunks_and_up_to_a_limit(
     corpora = open_corpora(config, vocabulary, hashes=False)
     size = vocabulary.size
     whole = unigram_log_probabilities(corpora.train, (1.0,), size)
-    monkeypatch.setattr("megatron_deberta.data.unigram._CHUNK_TOKENS", 50)
+    monkeypatch.setattr("megatron_deberta.data.dataset.unigram._CHUNK_TOKENS", 50)
     np.testing.assert_allclose(unigram_log_probabilities(corpora.train, (1.0,), size), whole)
     first = corpora.train[0].tokens(0, 0)
     assert first.size == 0

@@ -27,7 +27,7 @@ LOADER_UNDER_FIRE = """
 import os, signal, torch
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.data.loader import TrainLoader
-from megatron_deberta.data.sampler import StepSampler
+from megatron_deberta.data.loader import StepSampler
 from megatron_deberta.train.preemption import StopSignal
 
 class Numbers:
