@@ -30,7 +30,7 @@ from megatron_deberta.distributed.parallelize import build_model
 from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.model import DropoutSeeds
-from megatron_deberta.train.run import DTYPES
+from megatron_deberta.train.setup import DTYPES
 from megatron_deberta.train.step import TrainStep
 
 LENGTH, ROWS, STEPS = 160, 4, 5

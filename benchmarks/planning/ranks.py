@@ -30,7 +30,7 @@ from megatron_deberta.distributed.parallelize import build_model
 from megatron_deberta.distributed.topology import ProcessGroups, build_grid
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.model import DropoutSeeds
-from megatron_deberta.train.run import DTYPES, build_rank_model
+from megatron_deberta.train.setup import DTYPES, build_rank_model
 
 WORLD_SIZE = 256
 _KINDS = {

@@ -77,10 +77,10 @@ def found_spikes(numbers: list[float], kind: str, every: int = 20) -> dict[str, 
             planted += 1
             spike = statistics.fmean(past) + 10 * statistics.pstdev(past)
             if kind == "loss":
-                found += guard.judge_loss(spike) is not None
+                found += guard.check_loss(spike) is not None
             else:
                 found += math.exp(spike) > guard.norm_limit()
-        guard.settle(step, loss, StepOutcome(norm, False, 1.0), None)
+        guard.record(step, loss, StepOutcome(norm, False, 1.0), None)
     return {"planted": planted, "found": found}
 
 
@@ -88,9 +88,9 @@ def linear_skips(norms: list[float]) -> int:
     """How many of the norms would be spikes if they were not compared by logarithm."""
     guard, skips = Guard(GuardConfig()), 0
     for step, norm in enumerate(norms, start=1):
-        skip = guard.judge_loss(norm)
+        skip = guard.check_loss(norm)
         skips += skip is not None
-        guard.settle(step, norm, StepOutcome(1.0, False, 1.0), skip)
+        guard.record(step, norm, StepOutcome(1.0, False, 1.0), skip)
     return skips
 
 
@@ -99,9 +99,9 @@ def judging_seconds(repeats: int = 500) -> float:
     guard, times = Guard(GuardConfig()), []
     for step in range(1, repeats):
         start = time.perf_counter()
-        guard.judge_loss(2.0 + step % 3)
+        guard.check_loss(2.0 + step % 3)
         guard.norm_limit()
-        guard.settle(step, 2.0 + step % 3, StepOutcome(1.0, False, 1.0), None)
+        guard.record(step, 2.0 + step % 3, StepOutcome(1.0, False, 1.0), None)
         times.append(time.perf_counter() - start)
     return statistics.median(times[200:])
 

@@ -19,7 +19,8 @@ from omegaconf import OmegaConf
 
 from megatron_deberta.checkpoint.resume import FLAG
 from megatron_deberta.cli.arguments import add_run_arguments
-from megatron_deberta.cluster.run_lock import refuse_if_held
+from megatron_deberta.cluster import preflight
+from megatron_deberta.cluster.run_lock import RunLock, refuse_if_held
 from megatron_deberta.cluster.watchdog.heartbeat import Heartbeat
 from megatron_deberta.config import BatchArithmetic, load_config, validate_for_world
 from megatron_deberta.config.schema import RunConfig
@@ -53,14 +54,23 @@ def run(args: argparse.Namespace) -> int:
         # Before torch is imported, which takes its time. srun would leave the other ranks waiting.
         refuse_if_held(config.train.run_dir)
     with Heartbeat.of_this_rank(environment.rank) as heartbeat:
+        import torch
+
         from megatron_deberta.train.preemption import STOP_SIGNALS, StopSignal
         from megatron_deberta.train.run import pretrain
 
+        preflight.check_torch_version(torch.__version__)
+        if config.train.device != "cpu":
+            preflight.check_devices()
         with ExitStack() as stack:
             stop, code = stack.enter_context(StopSignal()), EXIT_FAILURE
             try:
                 code = pretrain(
-                    config, stop, heartbeat, allow_config_change=args.allow_config_change
+                    config,
+                    stop,
+                    RunLock(config.train.run_dir),
+                    heartbeat,
+                    allow_config_change=args.allow_config_change,
                 )
             finally:
                 launched = environment.launcher != "none"

@@ -55,6 +55,20 @@ def torch_problem(architecture: str, builds: Sequence[str]) -> str:
     return ""
 
 
+def check_devices() -> None:
+    """See that torch has kernels for every CUDA device of this machine.
+
+    Raises:
+        ConfigError: it has none for one of them.
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            capability = torch.cuda.get_device_capability(index)
+            check_architecture(capability, torch.cuda.get_arch_list())
+
+
 def check_architecture(capability: tuple[int, int], architectures: Sequence[str]) -> None:
     """See that torch has kernels for a device, before the first of them fails.
 

@@ -51,11 +51,11 @@ def evaluate(module: nn.Module, batches: Iterable[Batch], groups: ProcessGroups)
             batch = batch.to(groups.device)
             found = forward(module, batch)
             targets = (batch.labels != IGNORED_LABEL).sum()
-            sums[:3] += torch.stack([found.loss.double(), found.right.double(), targets.double()])
-            if found.pair_loss is not None and found.pair_right is not None:
+            sums[:3] += torch.stack([found.loss.double(), found.correct.double(), targets.double()])
+            if found.pair_loss is not None and found.pair_correct is not None:
                 assert batch.next_sentence_labels is not None
                 rows = (batch.next_sentence_labels != IGNORED_LABEL).sum()
-                numbers = [found.pair_loss.double(), found.pair_right.double(), rows.double()]
+                numbers = [found.pair_loss.double(), found.pair_correct.double(), rows.double()]
                 sums[3:] += torch.stack(numbers)
     module.train()
     loss_sum, right, targets, *pairs = sum_over_batch_ranks(sums, groups).tolist()

@@ -29,7 +29,7 @@ class ForwardTimer:
         self._pending: deque[tuple[Any, Any]] = deque()
 
     @contextmanager
-    def running(self) -> Iterator[None]:
+    def measure(self) -> Iterator[None]:
         """Time a pass."""
         if self._cuda is None:
             begin = time.perf_counter_ns()

@@ -1,7 +1,4 @@
-"""What happens after a step besides the next one: sample log, log, validation, checkpoint.
-
-Owns when each is due. Refuses to know each other: their order is the trainer's list.
-"""
+"""Hooks called after each step: sample log, metrics, validation, replica checks, checkpoints."""
 
 from __future__ import annotations
 
@@ -11,12 +8,12 @@ from dataclasses import asdict
 from typing import Protocol
 
 from megatron_deberta.checkpoint.background import Saved, Saver
-from megatron_deberta.cluster.watchdog.heartbeat import Heartbeat, Section
 from megatron_deberta.config.schema import CheckpointConfig
 from megatron_deberta.data.sample_log import SampleLog
 from megatron_deberta.errors import CheckpointError
 from megatron_deberta.observe.console import LiveConsole, StepRecord
 from megatron_deberta.observe.metrics import MetricsWriter
+from megatron_deberta.observe.progress import Section
 from megatron_deberta.observe.throughput import ThroughputMeter
 from megatron_deberta.train.evaluate import Evaluation
 from megatron_deberta.train.state import Ending, StepEvent, StepResult, TrainState
@@ -25,15 +22,23 @@ logger = logging.getLogger(__name__)
 
 
 class Hook(Protocol):
-    """Something to do after steps. Every rank calls it, since it may be collective."""
+    """Callback after each step; it may be collective, so every rank calls it.
+
+    A hook that only some ranks have is of section ``AFTER``.
+    """
+
+    section: Section
+    """Reported as this rank's progress while the hook runs."""
 
     def after_step(self, event: StepEvent) -> None:
-        """Do it, if it is due."""
+        """Act on the step, if due."""
         ...
 
 
 class SampleLogHook:
-    """Records which samples this rank's step used."""
+    """Writes the sample indices of this rank's step to the sample log."""
+
+    section = Section.AFTER
 
     def __init__(self, sample_log: SampleLog) -> None:
         self._sample_log = sample_log
@@ -44,15 +49,17 @@ class SampleLogHook:
 
 
 class LogHook:
-    """Writes metrics and moves the console every ``log.every`` steps; rank 0 only.
+    """Writes metrics and updates the console every ``log.every`` steps; rank 0 only.
 
     Args:
-        every: steps between records; the last step of a process has one, too.
-        total_steps: where the run ends.
-        meter: counts steps and time.
-        writer: of ``metrics.jsonl``.
-        console: of the terminal.
+        every: steps between records; the last step of a process is always recorded.
+        total_steps: last step of the run.
+        meter: throughput meter.
+        writer: writer of ``metrics.jsonl``.
+        console: terminal view.
     """
+
+    section = Section.AFTER
 
     def __init__(
         self,
@@ -70,14 +77,14 @@ class LogHook:
         self._losses: list[float] = []
 
     def after_step(self, event: StepEvent) -> None:
-        """Record the mean loss since the last record, and the rest of the last step."""
+        """Record the mean loss since the last record and the other metrics of this step."""
         self._meter.step_done()
         if event.result.skip in (None, "overflow"):
             self._losses.append(event.result.loss)
         step = event.state.step
         self._console.advance(step)
         if event.result.skip is not None:
-            self._tell_of_skip(step, event.result)
+            self._record_skip(step, event.result)
         if step % self._every and event.ending is None:
             return
         record = self._record(step, event.result)
@@ -88,7 +95,7 @@ class LogHook:
         values["consumed_samples"] = event.state.consumed_samples
         self._writer.write(step, values)
 
-    def _tell_of_skip(self, step: int, result: StepResult) -> None:
+    def _record_skip(self, step: int, result: StepResult) -> None:
         norm = result.outcome.grad_norm
         self._writer.write(
             step, {"skip": str(result.skip), "loss": result.loss, "grad_norm": norm}, kind="guard"
@@ -99,7 +106,7 @@ class LogHook:
 
     def _record(self, step: int, result: StepResult) -> StepRecord:
         speed = self._meter.lap()
-        # Where no update was made, the step's own loss is all there is to tell.
+        # If all updates since the last record were skipped, report the loss of this step.
         losses = self._losses or [result.loss]
         return StepRecord(
             step=step,
@@ -123,10 +130,12 @@ class EvaluateHook:
 
     Args:
         every: steps between validations; 0: at the end only.
-        evaluate: computes it; collective.
-        meter: does not count the time.
-        report: what to do with the result; None on ranks that do nothing with it.
+        evaluate: computes the validation metrics; collective.
+        meter: paused meanwhile.
+        report: called with step and result; None on ranks that do not report.
     """
+
+    section = Section.EVALUATION
 
     def __init__(
         self,
@@ -141,13 +150,13 @@ class EvaluateHook:
         self._report = report
 
     def after_step(self, event: StepEvent) -> None:
-        """Validate, if due; not when interrupted, because then there is a deadline."""
+        """Validate, if due; not when interrupted, because time is limited then."""
         step = event.state.step
         if event.ending is Ending.FINISHED or (event.ending is None and self.is_due(step)):
             self.validate(step)
 
     def is_due(self, step: int) -> bool:
-        """Whether a run that goes on is validated after so many steps."""
+        """Return whether a validation is due after ``step``, unless the process ends there."""
         return self._every > 0 and step > 0 and step % self._every == 0
 
     def validate(self, step: int) -> None:
@@ -159,12 +168,14 @@ class EvaluateHook:
 
 
 class ReplicaHook:
-    """Compares weights that ranks share every ``guard.replica_check_every`` steps.
+    """Compares replicated weights across ranks every ``guard.replica_check_every`` steps.
 
     Args:
         every: steps between comparisons.
-        check: compares them after a step; collective.
+        check: compares them, given the step; collective.
     """
+
+    section = Section.AFTER
 
     def __init__(self, every: int, check: Callable[[int], None]) -> None:
         self._every = every
@@ -177,17 +188,18 @@ class ReplicaHook:
 
 
 class SaveHook:
-    """Saves every ``checkpoint.save_every`` steps, when asked, and at the process's last step.
+    """Saves every ``checkpoint.save_every`` steps, on request, and at the process's last step.
 
     Args:
-        config: when, and what if it fails.
-        begin: starts a save of a state, and ends it if the flag says so; collective.
-        saver: what it was started with.
-        meter: does not count the time.
-        sample_log: flushed first, so that it has every step of a checkpoint.
-        report: what to do with a committed checkpoint; None on ranks that do nothing with it.
-        heartbeat: shown that this rank saves.
+        config: schedule and failure policy.
+        begin: starts a save of a state; if the flag is set, also completes it. Collective.
+        saver: the saver that ``begin`` uses.
+        meter: paused meanwhile.
+        sample_log: flushed first, so that it contains every step of the checkpoint.
+        report: called with step and committed checkpoint; None on ranks that do not report.
     """
+
+    section = Section.SAVE
 
     def __init__(
         self,
@@ -197,9 +209,7 @@ class SaveHook:
         meter: ThroughputMeter,
         sample_log: SampleLog | None,
         report: Callable[[int, Saved], None] | None,
-        heartbeat: Heartbeat | None = None,
     ) -> None:
-        self._heartbeat = heartbeat or Heartbeat()
         self._config = config
         self._begin = begin
         self._saver = saver
@@ -208,31 +218,30 @@ class SaveHook:
         self._report = report
 
     def after_step(self, event: StepEvent) -> None:
-        """Save, if due, and commit what has been written meanwhile."""
+        """Save, if due, and commit a background save that has completed."""
         every, step = self._config.save_every, event.state.step
-        # Who asks, waits: a job that ends, and whoever put the save file there.
+        # A process that ends and a requested save wait for completion.
         now = event.save or event.ending is not None
         due = now or (every > 0 and step % every == 0)
         if not due and not self._saver.in_flight:
             return
         try:
-            with self._heartbeat.section(Section.SAVE):
-                self._tell(step, self._saver.poll())
-                if due:
-                    with self._meter.paused():
-                        self._save(event.state, now)
+            self._log_saved(step, self._saver.poll())
+            if due:
+                with self._meter.paused():
+                    self._save(event.state, now)
         except CheckpointError as error:
             if self._config.on_failure == "stop" or now:
                 raise
-            logger.error("%s; training on until the next", error)
+            logger.error("%s; training continues without this checkpoint", error)
 
     def _save(self, state: TrainState, now: bool) -> None:
-        self._tell(state.step, self._saver.finish())
+        self._log_saved(state.step, self._saver.finish())
         if self._sample_log is not None:
             self._sample_log.sync()
-        self._tell(state.step, self._begin(state, now or not self._config.asynchronous))
+        self._log_saved(state.step, self._begin(state, now or not self._config.asynchronous))
 
-    def _tell(self, step: int, saved: Saved | None) -> None:
+    def _log_saved(self, step: int, saved: Saved | None) -> None:
         if saved is not None:
             logger.info("saved %s", saved.path)
             if self._report is not None:

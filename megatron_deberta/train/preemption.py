@@ -27,7 +27,7 @@ SAVE_FILE = "save"
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Request:
     """What any rank was asked for since the last step; the same on every rank."""
 
     interrupt: bool = False
@@ -96,7 +96,7 @@ class Requests:
         self._stop, self._save = Path(run_dir) / STOP_FILE, Path(run_dir) / SAVE_FILE
         self._groups = groups
 
-    def agree(self) -> Asked:
+    def poll(self) -> Request:
         """What any rank was asked for.
 
         Collective over all ranks, to be called at the same place of every step, so that all ranks
@@ -109,9 +109,9 @@ class Requests:
             files and self._save.exists(),
         )
         numbers = torch.tensor(asked, dtype=torch.int64, device=self._groups.device)
-        return Asked(*(bool(number) for number in all_reduce_max(numbers, self._groups).tolist()))
+        return Request(*(bool(number) for number in all_reduce_max(numbers, self._groups).tolist()))
 
-    def answered(self, asked: Asked) -> None:
+    def acknowledge(self, asked: Request) -> None:
         """Take away the files of what has been done, on rank 0."""
         if self._groups.rank == 0:
             for wanted, path in ((asked.stop, self._stop), (asked.save, self._save)):

@@ -103,7 +103,7 @@ class RunRecords:
         values = {UNIGRAM_METRIC: self._unigram, "num_targets": targets}
         self.writer.write(0, values, kind="validation")
 
-    def lack_validation(self, step: int) -> bool:
+    def lacks_validation(self, step: int) -> bool:
         """Whether no validation after so many steps is recorded."""
         return not any(
             record["kind"] == "validation" and record["step"] == step and "loss" in record
@@ -121,7 +121,7 @@ class RunRecords:
             f"{baseline}{_pairs(evaluation)}"
         )
 
-    def tell_of_checkpoint(self, step: int, saved: Saved) -> None:
+    def record_checkpoint(self, step: int, saved: Saved) -> None:
         """Record what a checkpoint has cost."""
         values = {
             "checkpoint_step": saved.step,
@@ -130,7 +130,7 @@ class RunRecords:
         }
         self.writer.write(step, values, kind="checkpoint")
 
-    def tell_of_roll_back(self, done: Rollback) -> None:
+    def record_rollback(self, done: Rollback) -> None:
         """Record and show that the run went back."""
         self.writer.write(done.step, {"event": "rollback", **asdict(done)}, kind="guard")
         self.console.note(

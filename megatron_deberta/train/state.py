@@ -1,13 +1,9 @@
-"""What changes from step to step, besides the engine.
-
-Owns the run's position. Refuses random state: there is none, because everything random is a
-function of the step and the sample.
-"""
+"""Position of a run and results of its steps."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from megatron_deberta.data.batch import Batch
@@ -17,68 +13,80 @@ from megatron_deberta.train.stability.guard import Skip
 
 @dataclass(frozen=True, slots=True)
 class TrainState:
-    """Where a run is."""
+    """Position of a run. There is no random state: randomness depends on step and sample only."""
 
     step: int
-    """Optimizer steps done."""
+    """Completed optimizer steps."""
     consumed_samples: int
     """Global samples of those steps."""
 
     def advanced(self, num_samples: int) -> TrainState:
-        """The state one step of so many samples later."""
+        """Return the state after one more step of ``num_samples`` samples."""
         return TrainState(self.step + 1, self.consumed_samples + num_samples)
 
 
 class Ending(Enum):
-    """Why a step is the last one of this process."""
+    """Why training stopped."""
 
     FINISHED = "finished"
     """``train.exit_step`` or ``train.steps`` is reached."""
     INTERRUPTED = "interrupted"
-    """A signal asked to stop: another job continues."""
+    """A signal arrived; another job resumes."""
     STOPPED = "stopped"
-    """The stop file asked to: nobody continues unless asked anew."""
+    """The stop file was found; the run resumes only when started again."""
+    ROLLBACK = "rollback"
+    """Too many updates were skipped: the run has to return to a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Result of ``Trainer.run``."""
+
+    ending: Ending
+    state: TrainState
+    """The position reached."""
 
 
 @dataclass(frozen=True, slots=True)
 class PairResult:
-    """How well the next-sentence labels of a global batch are predicted."""
+    """Next-sentence prediction on a global batch."""
 
     loss: float
-    """Mean cross-entropy a pair, in nats; the objective adds it to the masked tokens'."""
+    """Mean cross-entropy per pair, in nats; the objective adds it to the masked tokens'."""
     accuracy: float
-    """Share of pairs told right."""
+    """Fraction of pairs classified correctly."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one optimizer step computed; the same on every rank."""
+    """Result of one optimizer step; the same on every rank, apart from ``forward_time``."""
 
     loss: float
     """Mean cross-entropy over the masked tokens of the global batch, in nats."""
     learning_rate: float
-    """Rate of the update."""
+    """Learning rate of the update."""
     outcome: StepOutcome
-    """What the engine did."""
+    """Result of the engine's step."""
     pairs: PairResult | None = None
-    """Where rows are pairs."""
+    """None where rows are not pairs."""
     skip: Skip | None = None
-    """Why there was no update."""
+    """Why the update was skipped; None if it was made."""
     rollback: bool = False
-    """Skipping updates does not help: the run has to go back."""
+    """Too many updates were skipped: the run has to return to a checkpoint."""
+    forward_time: int = field(default=0, compare=False)
+    """This rank's forward passes completed since the last step, in nanoseconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepEvent:
-    """What hooks are told after a step."""
+    """Argument of hooks after a step."""
 
     state: TrainState
-    """After the step."""
+    """Position after the step."""
     batches: Sequence[Batch]
     """This rank's micro batches of the step."""
     result: StepResult
-    """What it computed."""
     ending: Ending | None
     """Set after the last step of this process."""
     save: bool = False
-    """The save file asks for a checkpoint."""
+    """The save file requests a checkpoint."""

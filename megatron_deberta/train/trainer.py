@@ -1,39 +1,35 @@
-"""The loop: load, step, log, validate, save.
-
-Owns the order and the ways to end. Refuses side effects: they are in ``hooks.py``.
-"""
+"""Training loop: load, step, log, validate, save."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 
-from megatron_deberta.cluster.watchdog.heartbeat import Heartbeat, Section
 from megatron_deberta.config.schema import RunConfig
-from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE
+from megatron_deberta.observe.progress import ProgressObserver, Section
 from megatron_deberta.train.hooks import Hook
-from megatron_deberta.train.preemption import Asked, Requests
+from megatron_deberta.train.preemption import Request, Requests
 from megatron_deberta.train.prefetch import InputQueue
-from megatron_deberta.train.state import Ending, StepEvent, TrainState
+from megatron_deberta.train.state import Ending, Outcome, StepEvent, TrainState
 from megatron_deberta.train.step import TrainStep
 
 
 def last_step(config: RunConfig) -> int:
-    """Optimizer steps after which a run is finished."""
+    """Number of optimizer steps after which a run is finished."""
     return config.train.exit_step or config.train.steps
 
 
 class Trainer:
-    """Runs steps until the last one or until asked to stop.
+    """Runs steps until the last one, a stop request or a rollback.
 
     Args:
         config: the run.
-        state: where the run is.
-        inputs: gives this rank's micro batches of a step, from that state on.
-        train_step: takes a step.
-        hooks: told of every step, in this order.
-        requests: finds out what is asked from outside.
-        heartbeat: shown where this rank is.
+        state: the position to train from.
+        inputs: this rank's micro batches of each step, from that position on.
+        train_step: executes a step.
+        hooks: called after every step, in this order.
+        requests: signals and request files.
+        observer: notified of this rank's progress.
     """
 
     def __init__(
@@ -44,7 +40,7 @@ class Trainer:
         train_step: TrainStep,
         hooks: Sequence[Hook],
         requests: Requests,
-        heartbeat: Heartbeat | None = None,
+        observer: ProgressObserver | None = None,
     ) -> None:
         self._config = config
         self._state = state
@@ -52,14 +48,10 @@ class Trainer:
         self._train_step = train_step
         self._hooks = hooks
         self._requests = requests
-        self._heartbeat = heartbeat or Heartbeat()
+        self._observer = observer or ProgressObserver()
 
-    def run(self) -> int | TrainState:
+    def run(self) -> Outcome:
         """Train. Collective over all ranks.
-
-        Returns:
-            The exit code: done, or interrupted by a signal with a committed checkpoint. Or where
-            the run is when it has to go back to a checkpoint.
 
         Raises:
             NumericsError: see ``TrainStep``.
@@ -67,38 +59,49 @@ class Trainer:
             DataError: the data is damaged.
         """
         if self._state.step >= last_step(self._config):
-            return EXIT_DONE
+            return Outcome(Ending.FINISHED, self._state)
+        observer = self._observer
         while True:
             begin = time.perf_counter_ns()
-            self._heartbeat.enter(Section.DATA, self._state.step)
+            observer.enter(Section.DATA, self._state.step)
             batches = self._inputs.take()
-            self._heartbeat.add_times(data=time.perf_counter_ns() - begin)
-            self._heartbeat.enter(Section.STEP)
-            result = self._train_step(self._state.step, batches.device, self._fetch_next)
+            observer.add_times(data=time.perf_counter_ns() - begin)
+            observer.enter(Section.STEP)
+            result = self._train_step(self._state.step, batches.device, self._prefetch)
             self._state = self._state.advanced(self._config.train.global_batch_size)
+            observer.add_times(forward=result.forward_time)
             if result.rollback:
-                return self._state
-            asked = self._requests.agree()
-            self._heartbeat.add_times(steps=1, whole=time.perf_counter_ns() - begin)
-            self._heartbeat.enter(Section.AFTER, self._state.step)
-            event = StepEvent(self._state, batches.host, result, self._ending(asked), asked.save)
-            for hook in self._hooks:
-                hook.after_step(event)
-            self._requests.answered(asked)
+                return Outcome(Ending.ROLLBACK, self._state)
+            request = self._requests.poll()
+            observer.add_times(steps=1, whole=time.perf_counter_ns() - begin)
+            event = StepEvent(
+                self._state, batches.host, result, self._ending(request), request.save
+            )
+            self._call_hooks(event)
+            self._requests.acknowledge(request)
             if event.ending is not None:
-                return EXIT_REQUEUE if event.ending is Ending.INTERRUPTED else EXIT_DONE
+                return Outcome(event.ending, self._state)
 
-    def _fetch_next(self) -> None:
-        """Have the next step's batches copied while this one runs; the last step has no next."""
+    def _call_hooks(self, event: StepEvent) -> None:
+        section = Section.AFTER
+        self._observer.enter(section, event.state.step)
+        for hook in self._hooks:
+            if hook.section is not section:
+                section = hook.section
+                self._observer.enter(section)
+            hook.after_step(event)
+
+    def _prefetch(self) -> None:
+        """Start copying the next step's batches to the device, if there is a next step."""
         if self._state.step + 1 < last_step(self._config):
             begin = time.perf_counter_ns()
-            with self._heartbeat.section(Section.DATA):
+            with self._observer.section(Section.DATA):
                 self._inputs.fetch()
-            self._heartbeat.add_times(data=time.perf_counter_ns() - begin)
+            self._observer.add_times(data=time.perf_counter_ns() - begin)
 
-    def _ending(self, asked: Asked) -> Ending | None:
+    def _ending(self, request: Request) -> Ending | None:
         if self._state.step >= last_step(self._config):
             return Ending.FINISHED
-        if asked.stop:
+        if request.stop:
             return Ending.STOPPED
-        return Ending.INTERRUPTED if asked.interrupt else None
+        return Ending.INTERRUPTED if request.interrupt else None

@@ -16,7 +16,7 @@ from megatron_deberta.checkpoint.retention import Retention
 from megatron_deberta.engine import deepspeed_config
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.errors import CheckpointError
-from megatron_deberta.train.run import build_rank_model
+from megatron_deberta.train.setup import build_rank_model
 from megatron_deberta.train.step import TrainStep
 from tests.support.checkpoints import metadata
 from tests.support.layout_matrix import Layout, micro_batches, run_config

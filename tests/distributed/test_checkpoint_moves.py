@@ -32,7 +32,7 @@ from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.engine.protocol import Engine
 from megatron_deberta.errors import CheckpointError, NumericsError
-from megatron_deberta.train.run import build_rank_model
+from megatron_deberta.train.setup import build_rank_model
 from megatron_deberta.train.step import TrainStep
 from tests.support.checkpoints import metadata
 from tests.support.ranks import RankPool, grid

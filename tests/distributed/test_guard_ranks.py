@@ -20,7 +20,7 @@ from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.engine.protocol import Engine
 from megatron_deberta.engine.schedule import learning_rate
 from megatron_deberta.errors import EXIT_NEVER_REQUEUE, LossScaleError
-from megatron_deberta.train.run import build_rank_model
+from megatron_deberta.train.setup import build_rank_model
 from megatron_deberta.train.stability.guard import Guard, GuardState
 from megatron_deberta.train.step import TrainStep
 from tests.support.layout_matrix import GLOBAL_BATCH, Layout, micro_batches, moments, run_config
@@ -226,5 +226,5 @@ def test_overflow_at_the_smallest_scale_names_the_parameter_and_the_rank(
     for message, code in two_ranks.run(overflow_at_the_floor, tp_size, engine_name, stage):
         assert code == EXIT_NEVER_REQUEUE
         assert message.startswith("step 2: gradients overflow fp16 at the smallest loss scale")
-        assert "not finite was that of encoder.layers.1.ffn.down." in message
+        assert "nonfinite gradient was that of encoder.layers.1.ffn.down." in message
         assert message.endswith("rank 1")

@@ -12,7 +12,7 @@ import torch
 from megatron_deberta.engine import deepspeed_config
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.errors import EXIT_FAILURE, ReplicaError
-from megatron_deberta.train.run import build_rank_model
+from megatron_deberta.train.setup import build_rank_model
 from megatron_deberta.train.stability.replicas import check_replicas
 from megatron_deberta.train.step import TrainStep
 from tests.support.layout_matrix import Layout, micro_batches, run_config

@@ -15,7 +15,7 @@ from megatron_deberta.checkpoint.retention import Retention
 from megatron_deberta.engine import deepspeed_config
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.errors import NumericsError
-from megatron_deberta.train.run import build_rank_model
+from megatron_deberta.train.setup import build_rank_model
 from megatron_deberta.train.stability.guard import Guard, GuardState
 from megatron_deberta.train.stability.rollback import resumed_position, rollback
 from megatron_deberta.train.state import TrainState

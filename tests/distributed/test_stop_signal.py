@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_deberta.train.preemption import SAVE_FILE, STOP_FILE, Asked, Requests, StopSignal
+from megatron_deberta.train.preemption import SAVE_FILE, STOP_FILE, Request, Requests, StopSignal
 from tests.support.ranks import RankPool, grid
 
 
@@ -19,7 +19,7 @@ def run_steps(rank: int, tp_size: int, target: int) -> tuple[int, bool]:
         for step in range(6):
             if rank == target and step == 3:
                 os.kill(os.getpid(), signal.SIGUSR2)
-            if requests.agree().interrupt:
+            if requests.poll().interrupt:
                 return step, stop.requested()
     return -1, stop.requested()
 
@@ -35,14 +35,14 @@ def test_nobody_stops_without_a_signal(two_ranks: RankPool) -> None:
     assert two_ranks.run(run_steps, 2, -1) == [(-1, False)] * 2
 
 
-def look(rank: int, tp_size: int, run_dir: str) -> Asked:
-    return Requests(StopSignal(), run_dir, grid(tp_size)).agree()
+def look(rank: int, tp_size: int, run_dir: str) -> Request:
+    return Requests(StopSignal(), run_dir, grid(tp_size)).poll()
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 def test_all_ranks_learn_of_a_file(four_ranks: RankPool, tp_size: int, tmp_path: Path) -> None:
-    assert four_ranks.run(look, tp_size, str(tmp_path)) == [Asked()] * 4
+    assert four_ranks.run(look, tp_size, str(tmp_path)) == [Request()] * 4
     (tmp_path / SAVE_FILE).touch()
-    assert four_ranks.run(look, tp_size, str(tmp_path)) == [Asked(save=True)] * 4
+    assert four_ranks.run(look, tp_size, str(tmp_path)) == [Request(save=True)] * 4
     (tmp_path / STOP_FILE).touch()
-    assert four_ranks.run(look, tp_size, str(tmp_path)) == [Asked(stop=True, save=True)] * 4
+    assert four_ranks.run(look, tp_size, str(tmp_path)) == [Request(stop=True, save=True)] * 4

@@ -32,10 +32,11 @@ from benchmarks.lib.provenance import provenance
 from benchmarks.tables import faults
 from megatron_deberta.cluster.slurm.history import JobHistory
 from megatron_deberta.cluster.watchdog.hang import Limits
-from megatron_deberta.cluster.watchdog.heartbeat import Beat, Section, beat_path, read_beat
+from megatron_deberta.cluster.watchdog.heartbeat import Beat, beat_path, read_beat
 from megatron_deberta.cluster.watchdog.report_store import ReportStore
 from megatron_deberta.cluster.watchdog.supervisor import NodePlan
 from megatron_deberta.config import load_config
+from megatron_deberta.observe.progress import Section
 from tests.faults.forked_ranks import PLAN_VARIABLE, ForkingSupervisor, preload
 from tests.support.jobs import prepare
 
@@ -105,14 +106,14 @@ class Fault:
         while time.monotonic() < end:
             beat = read_beat(path)
             ready = beat is not None and beat.step >= plan["at_step"]
-            if not ready or (phase != "any" and beat.section.word != phase):
+            if not ready or (phase != "any" and beat.section.label != phase):
                 time.sleep(0.0002)
                 continue
             if plan["how"] == "kill":
                 self._strike(pid, path)
                 return
             self._strike(pid, path)
-            if phase == "any" or (self.beat and self.beat.section.word == phase):
+            if phase == "any" or (self.beat and self.beat.section.label == phase):
                 return
             # It had gone on before the signal came.
             self.time = 0.0
@@ -194,7 +195,7 @@ def run_case(folder: Path, kind: str, number: int) -> dict[str, Any]:
     limit = limits.of(section, beat.steps_timed if beat else plan.get("call", 0))
     took = round(end - when, 2)
     return {
-        **line, "section": section.word, "step": beat.step if beat else None,
+        **line, "section": section.label, "step": beat.step if beat else None,
         "timeout_seconds": limit, "detected_seconds": took,
         "ok": right and took <= limit + ALLOWED_SECONDS,
     }  # fmt: skip

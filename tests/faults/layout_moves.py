@@ -39,7 +39,7 @@ from megatron_deberta.distributed.environment import read_environment
 from megatron_deberta.distributed.topology import init_process_groups, shutdown
 from megatron_deberta.engine import deepspeed_config
 from megatron_deberta.engine.factory import build_engine
-from megatron_deberta.train.run import build_rank_model
+from megatron_deberta.train.setup import build_rank_model
 from tests.support.jobs import losses, prepare
 from tests.support.ranks import RankPool
 from tests.support.tolerances import LAYOUT_LOSS

@@ -35,7 +35,7 @@ from megatron_deberta.distributed.topology import ProcessGroups, single_process_
 from megatron_deberta.engine import deepspeed_config
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.engine.protocol import Engine
-from megatron_deberta.train.run import build_rank_model
+from megatron_deberta.train.setup import build_rank_model
 from megatron_deberta.train.step import TrainStep
 from tests.support.ranks import RankPool, grid
 from tests.support.tolerances import LAYOUT_GRADIENT, LAYOUT_LOSS

@@ -38,7 +38,8 @@ def barrier(folder, name, rank, world, flag=False):
 """
 RANK = """
 import json, os, pathlib, signal, sys, time
-from megatron_deberta.cluster.watchdog.heartbeat import Heartbeat, Section
+from megatron_deberta.cluster.watchdog.heartbeat import Heartbeat
+from megatron_deberta.observe.progress import Section
 
 folder = os.environ["MEGATRON_DEBERTA_TEST"]
 plan = json.loads(pathlib.Path(folder, "plan.json").read_text())

@@ -78,6 +78,7 @@ def test_the_table_names_every_folder() -> None:
     assert table["ops"] == set()
     assert table["objectives"] == {"model"}
     assert "engine" in table["train"]
+    assert "cluster" not in table["train"]
 
 
 @pytest.mark.parametrize("path", FILES, ids=IDS)

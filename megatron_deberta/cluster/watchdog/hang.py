@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_deberta.cluster.watchdog.heartbeat import Section
 from megatron_deberta.config.schema import ClusterConfig
+from megatron_deberta.observe.progress import Section
 
 FIRST_STEPS = 2
 """So many steps of a process compile and allocate; they have the time that start-up has."""
@@ -115,7 +115,7 @@ def find_hang(views: Sequence[RankView], limits: Mapping[int, float]) -> str:
     if behind.age <= limit:
         return ""
     return (
-        f"no progress in {behind.section.word} at step {behind.step} for {behind.age:.1f} s "
+        f"no progress in {behind.section.label} at step {behind.step} for {behind.age:.1f} s "
         f"(time-out {limit:.0f} s)"
     )
 
@@ -150,7 +150,7 @@ def diagnose_hang(views: Sequence[RankView], overdue: str) -> Diagnosis:
         others = f"; as likely: ranks {', '.join(str(v.rank) for v in suspects if v is not first)}"
     detail = f", {first.detail}" if first.detail else ""
     reason = (
-        f"rank {first.rank} on {first.host} hangs in {first.section.word} at step {first.step}"
+        f"rank {first.rank} on {first.host} hangs in {first.section.label} at step {first.step}"
         f"{detail}; {overdue}{others}"
     )
     ordered = (first, *(view for view in suspects if view is not first))
@@ -198,7 +198,7 @@ def diagnose_deaths(views: Sequence[RankView]) -> Diagnosis | None:
     how = f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
     memory = " (out of memory?)" if code == -9 else ""
     reason = (
-        f"rank {first.rank} on {first.host} {how}{memory} in {first.section.word} "
+        f"rank {first.rank} on {first.host} {how}{memory} in {first.section.label} "
         f"at step {first.step}"
     )
     return Diagnosis("death", (first.rank,), (first.host,), reason)

@@ -23,10 +23,11 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import IntEnum
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
+
+from megatron_deberta.observe.progress import ProgressObserver, Section
 
 FOLDER_VARIABLE = "MEGATRON_DEBERTA_HEARTBEATS"
 """Names the folder to a rank; without it nobody watches, and nothing is written."""
@@ -38,28 +39,6 @@ _CHECKSUM = struct.Struct("<I")
 _SLOT = _VALUES.size + _CHECKSUM.size
 _TRIES = 10
 """A second one is for a reader that was kept waiting between the two signs."""
-
-
-class Section(IntEnum):
-    """What a rank is doing."""
-
-    STARTUP = 0
-    """Until the first batch is asked for: imports, rendezvous, data, model, checkpoint."""
-    DATA = 1
-    """Waiting for the micro batches of a step."""
-    STEP = 2
-    """Forward, backward, update, and the ranks' agreement after it."""
-    AFTER = 3
-    """Ledger and log."""
-    EVALUATION = 4
-    SAVE = 5
-    END = 6
-    """After the last step: files and process groups are closed."""
-
-    @property
-    def word(self) -> str:
-        """For people."""
-        return {0: "start-up", 3: "log", 6: "shutdown"}.get(self.value, self.name.lower())
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +63,7 @@ class Beat:
     """In whole steps, batches included."""
 
 
-class Heartbeat:
+class Heartbeat(ProgressObserver):
     """Writes a rank's signs of life; a context manager.
 
     Args:

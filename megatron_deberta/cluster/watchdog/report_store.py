@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_deberta.cluster.watchdog.hang import Diagnosis, RankView, diagnose_deaths
-from megatron_deberta.cluster.watchdog.heartbeat import Section
 from megatron_deberta.files import temporary_name
+from megatron_deberta.observe.progress import Section
 
 FOLDER = "supervision"
 """In the run folder; one folder a link in it."""

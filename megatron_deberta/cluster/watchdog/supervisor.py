@@ -35,13 +35,7 @@ from megatron_deberta.cluster.watchdog.hang import (
     diagnose_missing_node,
     find_hang,
 )
-from megatron_deberta.cluster.watchdog.heartbeat import (
-    FOLDER_VARIABLE,
-    Beat,
-    Section,
-    beat_path,
-    read_beat,
-)
+from megatron_deberta.cluster.watchdog.heartbeat import FOLDER_VARIABLE, Beat, beat_path, read_beat
 from megatron_deberta.cluster.watchdog.report_store import NodeReport, ReportStore
 from megatron_deberta.cluster.watchdog.straggler import StragglerWatch
 from megatron_deberta.config import load_config
@@ -54,6 +48,7 @@ from megatron_deberta.errors import (
     EXIT_USAGE,
     MegatronDebertaError,
 )
+from megatron_deberta.observe.progress import Section
 from megatron_deberta.processes import die_with_parent
 
 logger = logging.getLogger("supervisor")

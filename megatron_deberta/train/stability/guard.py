@@ -77,7 +77,7 @@ class Guard:
             state=state,
         )
 
-    def judge_loss(self, loss: float) -> Skip | None:
+    def check_loss(self, loss: float) -> Skip | None:
         """Whether a step's loss forbids its update; None allows it."""
         if not math.isfinite(loss):
             return "loss not finite"
@@ -92,7 +92,7 @@ class Guard:
         logarithms = [math.log(max(norm, _TINY)) for norm in self.state.norms]
         return math.exp(self._limit(logarithms, scale=1.0))
 
-    def judge_outcome(self, outcome: StepOutcome) -> Skip | None:
+    def check_outcome(self, outcome: StepOutcome) -> Skip | None:
         """Why the engine skipped an update whose loss was allowed; None if it did not."""
         if not outcome.skipped:
             return None
@@ -100,7 +100,7 @@ class Guard:
             return "gradient spike"
         return "overflow" if self._is_fp16 else "gradient not finite"
 
-    def settle(self, step: int, loss: float, outcome: StepOutcome, skip: Skip | None) -> None:
+    def record(self, step: int, loss: float, outcome: StepOutcome, skip: Skip | None) -> None:
         """Remember a step.
 
         Args:
@@ -122,12 +122,12 @@ class Guard:
             state.vain_rollbacks = 0
 
     @property
-    def in_trouble(self) -> bool:
+    def too_many_skips(self) -> bool:
         """Whether skipping does not help: the run has to go back, or to end."""
         return len(self.state.skips) >= self._config.max_skips
 
     @property
-    def may_roll_back(self) -> bool:
+    def can_roll_back(self) -> bool:
         """Whether it may go back once more."""
         return self.state.vain_rollbacks < self._config.max_rollbacks
 

@@ -1,8 +1,4 @@
-"""Which parameter's gradient was the first that was not finite, whatever the engine and stage.
-
-Owns the hooks. Refuses to run all the time: looking at every gradient costs a pass over it, so a
-step is watched only where its gradients may well be not finite.
-"""
+"""Detection of the first nonfinite gradient in backward, for every engine and ZeRO stage."""
 
 from __future__ import annotations
 
@@ -15,59 +11,60 @@ from megatron_deberta.distributed.topology import ProcessGroups
 
 
 class NonfiniteGradients:
-    """Looks at gradients as backward makes them, without the host waiting; a context manager.
+    """Checks gradients as backward computes them, without host synchronization.
+
+    A context manager. A check costs one pass over each gradient, so it is enabled only for steps
+    that are likely to have nonfinite gradients.
 
     Args:
-        module: whose parameters to watch, the same on all ranks.
+        module: the model, the same on all ranks.
         groups: the rank grid.
-        armed: False does nothing.
+        enabled: False does nothing.
     """
 
-    def __init__(self, module: nn.Module, groups: ProcessGroups, *, armed: bool) -> None:
+    def __init__(self, module: nn.Module, groups: ProcessGroups, *, enabled: bool) -> None:
         self._groups = groups
-        self._armed = armed
+        self._enabled = enabled
         self._parameters = [item for item in module.named_parameters() if item[1].requires_grad]
         self._handles: list[RemovableHandle] = []
-        self._seen: list[tuple[int, Tensor]] = []
+        self._checks: list[tuple[int, Tensor]] = []
 
     def __enter__(self) -> NonfiniteGradients:
-        """Begin to look."""
-        for number, (_, parameter) in enumerate(self._parameters if self._armed else ()):
+        """Register the gradient hooks."""
+        for index, (_, parameter) in enumerate(self._parameters if self._enabled else ()):
 
-            def look(gradient: Tensor, number: int = number) -> None:
-                self._seen.append((number, torch.isfinite(gradient).all()))
+            def check(gradient: Tensor, index: int = index) -> None:
+                self._checks.append((index, torch.isfinite(gradient).all()))
 
-            self._handles.append(parameter.register_hook(look))
+            self._handles.append(parameter.register_hook(check))
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Look no more; what was seen stays."""
+        """Remove the hooks; results are kept."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
-    def culprit(self) -> str:
-        """Name the first gradient that was not finite on any rank, in words. Collective.
+    def first_nonfinite(self) -> str:
+        """Describe the first nonfinite gradient of all ranks, in backward order. Collective.
 
-        First in the order of backward, so the layer from which the others have it.
+        It belongs to the layer from which it spread to the others.
         """
-        nowhere = len(self._seen)
-        place, number = next(
+        not_found = len(self._checks)
+        place, index = next(
             (
-                (place, number)
-                for place, (number, is_finite) in enumerate(self._seen)
+                (place, index)
+                for place, (index, is_finite) in enumerate(self._checks)
                 if not is_finite.item()
             ),
-            (nowhere, 0),
+            (not_found, 0),
         )
-        # One number that orders by place and tells parameter and rank.
-        code = (place * (len(self._parameters) + 1) + number) * self._groups.world_size
+        # One number that sorts by place and also encodes parameter and rank.
+        code = (place * (len(self._parameters) + 1) + index) * self._groups.world_size
         code += self._groups.rank
-        least = torch.tensor(-code, dtype=torch.int64, device=self._groups.device)
-        code, rank = divmod(-int(all_reduce_max(least, self._groups)), self._groups.world_size)
-        place, number = divmod(code, len(self._parameters) + 1)
-        if place == nowhere:
-            return "no rank saw where it began"
-        return (
-            f"the first gradient not finite was that of {self._parameters[number][0]}, rank {rank}"
-        )
+        negated = torch.tensor(-code, dtype=torch.int64, device=self._groups.device)
+        code, rank = divmod(-int(all_reduce_max(negated, self._groups)), self._groups.world_size)
+        place, index = divmod(code, len(self._parameters) + 1)
+        if place == not_found:
+            return "its origin was not recorded"
+        return f"the first nonfinite gradient was that of {self._parameters[index][0]}, rank {rank}"

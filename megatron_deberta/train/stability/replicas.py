@@ -109,11 +109,11 @@ def check_replicas(module: nn.Module, specs: Placements, groups: ProcessGroups, 
         return
     table = _gather(sums, groups)
     hosts = [bytes(row).rstrip(b"\0").decode() for row in _gather(_host(groups), groups).tolist()]
-    culprits = find_culprits(table.tolist(), found, groups.tp_size)
+    culprits = find_differing_ranks(table.tolist(), found, groups.tp_size)
     raise ReplicaError(_describe(culprits, hosts, step))
 
 
-def find_culprits(
+def find_differing_ranks(
     sums: list[list[int]], found: list[Replica], tp_size: int
 ) -> dict[str, tuple[int, ...]]:
     """Which ranks differ from most of those that hold the same.

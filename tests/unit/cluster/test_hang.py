@@ -15,8 +15,8 @@ from megatron_deberta.cluster.watchdog.hang import (
     diagnose_hang,
     find_hang,
 )
-from megatron_deberta.cluster.watchdog.heartbeat import Section
 from megatron_deberta.config.schema import ClusterConfig
+from megatron_deberta.observe.progress import Section
 
 CONFIG = ClusterConfig()
 

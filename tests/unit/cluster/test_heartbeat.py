@@ -17,11 +17,11 @@ from megatron_deberta.cluster.watchdog.heartbeat import (
     FOLDER_VARIABLE,
     Beat,
     Heartbeat,
-    Section,
     beat_path,
     read_beat,
     stacks_path,
 )
+from megatron_deberta.observe.progress import Section
 from tests.support.jobs import ROOT
 
 
@@ -85,7 +85,8 @@ def test_a_reader_never_sees_half_a_sign(tmp_path: Path) -> None:
     path = beat_path(tmp_path, 0)
     program = f"""
 from pathlib import Path
-from megatron_deberta.cluster.watchdog.heartbeat import Heartbeat, Section
+from megatron_deberta.cluster.watchdog.heartbeat import Heartbeat
+from megatron_deberta.observe.progress import Section
 with Heartbeat(Path({str(path)!r})) as heartbeat:
     print("here", flush=True)
     step = 0

@@ -27,7 +27,7 @@ from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.model import DropoutSeeds
 from megatron_deberta.planning.memory import estimate_memory, largest_micro_batch
-from megatron_deberta.train.run import DTYPES
+from megatron_deberta.train.setup import DTYPES
 
 TOLERANCE = 0.1
 CONFIGS = Path(__file__).parents[3] / "configs/runs"

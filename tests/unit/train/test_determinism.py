@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_deberta.distributed.environment import RankEnvironment
-from megatron_deberta.train.run import set_determinism
+from megatron_deberta.train.setup import set_determinism
 
 ALONE = RankEnvironment("none", 0, 1, 0, 1, "127.0.0.1", 12000)
 

@@ -24,8 +24,8 @@ def fed(guard: Guard, losses: list[float], first: int = 1) -> list[int]:
     """Give a guard the losses of steps; returns the steps it skips."""
     skipped = []
     for step, loss in enumerate(losses, start=first):
-        skip = guard.judge_loss(loss)
-        guard.settle(step, loss, taken(), skip)
+        skip = guard.check_loss(loss)
+        guard.record(step, loss, taken(), skip)
         if skip is not None:
             skipped.append(step)
     return skipped
@@ -39,14 +39,14 @@ def noise(count: int, seed: int = 0) -> list[float]:
 def test_the_limit_is_six_deviations_over_the_window() -> None:
     guard = Guard(CONFIG)
     fed(guard, [1.0, 3.0] * 10)
-    assert guard.judge_loss(2.0 + 6 * 1.0) is None
-    assert guard.judge_loss(math.nextafter(8.0, 9.0)) == "loss spike"
+    assert guard.check_loss(2.0 + 6 * 1.0) is None
+    assert guard.check_loss(math.nextafter(8.0, 9.0)) == "loss spike"
     # Two of the old are gone: twice four instead.
     fed(guard, [4.0, 4.0], first=21)
     mean = (9 * 4.0 + 8.0) / 20
     deviation = math.sqrt((9 * 1 + 9 * 9 + 2 * 16) / 20 - mean**2)
-    assert guard.judge_loss(mean + 6 * deviation + 1e-9) == "loss spike"
-    assert guard.judge_loss(mean + 6 * deviation - 1e-9) is None
+    assert guard.check_loss(mean + 6 * deviation + 1e-9) == "loss spike"
+    assert guard.check_loss(mean + 6 * deviation - 1e-9) is None
 
 
 def test_nothing_is_a_spike_before_the_warm_up_or_without_limits() -> None:
@@ -59,8 +59,8 @@ def test_nothing_is_a_spike_before_the_warm_up_or_without_limits() -> None:
 def test_a_quiet_window_does_not_make_ordinary_steps_spikes() -> None:
     guard = Guard(CONFIG)
     fed(guard, [2.0] * 20)
-    assert guard.judge_loss(2.11) is None
-    assert guard.judge_loss(2.13) == "loss spike"
+    assert guard.check_loss(2.11) is None
+    assert guard.check_loss(2.13) == "loss spike"
 
 
 def test_what_was_skipped_does_not_raise_the_limit() -> None:
@@ -74,12 +74,12 @@ def test_what_was_skipped_does_not_raise_the_limit() -> None:
 def test_norms_are_compared_by_factors() -> None:
     guard = Guard(CONFIG)
     for step in range(1, 21):
-        guard.settle(step, 1.0, taken(4.0 if step % 2 else 1.0), None)
+        guard.record(step, 1.0, taken(4.0 if step % 2 else 1.0), None)
     # The logarithms' mean is that of 2, their deviation a factor of 2.
     assert guard.norm_limit() == pytest.approx(2.0 * 2.0**6)
     quiet = Guard(CONFIG)
     for step in range(1, 21):
-        quiet.settle(step, 1.0, taken(0.0 if step < 3 else 1.0), None)
+        quiet.record(step, 1.0, taken(0.0 if step < 3 else 1.0), None)
     assert 1.0 < quiet.norm_limit() < math.inf
 
 
@@ -124,31 +124,31 @@ def test_longer_rows_start_a_new_window() -> None:
 def test_why_the_engine_skipped(norm: float, is_fp16: bool, reason: Skip) -> None:
     guard = Guard(CONFIG, is_fp16=is_fp16)
     outcome = StepOutcome(norm, True, 1.0)
-    assert guard.judge_outcome(outcome) == reason
-    guard.settle(4, 2.0, outcome, reason)
+    assert guard.check_outcome(outcome) == reason
+    guard.record(4, 2.0, outcome, reason)
     # The loss scale looks for its height by overflowing.
     assert guard.state.skips == ([] if reason == "overflow" else [4])
-    assert guard.judge_outcome(taken()) is None
+    assert guard.check_outcome(taken()) is None
 
 
 def test_skips_close_together_are_trouble_and_far_apart_are_not() -> None:
     guard = Guard(CONFIG)
     fed(guard, noise(20))
     for step in range(21, 121):
-        guard.settle(step, 1e9, taken(), "loss spike" if step % 10 == 1 else None)
-        assert not guard.in_trouble
+        guard.record(step, 1e9, taken(), "loss spike" if step % 10 == 1 else None)
+        assert not guard.too_many_skips
     for step in (121, 122):
-        guard.settle(step, 1e9, taken(), "loss spike")
-    assert guard.in_trouble
+        guard.record(step, 1e9, taken(), "loss spike")
+    assert guard.too_many_skips
     assert guard.state.skips == [111, 121, 122]
     assert guard.last_good_step == 110
-    assert guard.may_roll_back
+    assert guard.can_roll_back
 
 
 def test_going_back_counts_until_the_trouble_is_behind() -> None:
     state = GuardState(rollbacks=5, vain_rollbacks=2, trouble_step=100)
     guard = Guard(CONFIG, state=state)
-    assert not guard.may_roll_back
+    assert not guard.can_roll_back
     fed(guard, [2.0] * 121)
-    assert guard.may_roll_back
+    assert guard.can_roll_back
     assert (guard.state.rollbacks, guard.state.vain_rollbacks) == (5, 0)

@@ -16,7 +16,7 @@ from megatron_deberta.train.preemption import (
     SAVE_FILE,
     STOP_FILE,
     STOP_SIGNALS,
-    Asked,
+    Request,
     Requests,
     StopSignal,
 )
@@ -55,28 +55,28 @@ def test_signal_is_remembered_and_handlers_come_back(number: signal.Signals) -> 
     with StopSignal() as stop:
         requests = Requests(stop, "nowhere", GROUPS)
         assert not stop.requested()
-        assert requests.agree() == Asked()
+        assert requests.poll() == Request()
         assert stop.received is None
         os.kill(os.getpid(), number)
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.requested()
-        assert requests.agree() == Asked(interrupt=True)
+        assert requests.poll() == Request(interrupt=True)
         assert stop.received is number
     assert [signal.getsignal(n) for n in STOP_SIGNALS] == before
 
 
 @pytest.mark.parametrize(
-    ("name", "asked"), [(STOP_FILE, Asked(stop=True)), (SAVE_FILE, Asked(save=True))]
+    ("name", "asked"), [(STOP_FILE, Request(stop=True)), (SAVE_FILE, Request(save=True))]
 )
-def test_file_asks_until_it_is_answered(tmp_path: Path, name: str, asked: Asked) -> None:
+def test_file_asks_until_it_is_answered(tmp_path: Path, name: str, asked: Request) -> None:
     requests = Requests(StopSignal(), str(tmp_path), GROUPS)
-    assert requests.agree() == Asked()
+    assert requests.poll() == Request()
     (tmp_path / name).touch()
-    assert requests.agree() == requests.agree() == asked
-    requests.answered(Asked(interrupt=True))
-    assert requests.agree() == asked
-    requests.answered(asked)
-    assert requests.agree() == Asked()
+    assert requests.poll() == requests.poll() == asked
+    requests.acknowledge(Request(interrupt=True))
+    assert requests.poll() == asked
+    requests.acknowledge(asked)
+    assert requests.poll() == Request()
 
 
 def test_handlers_come_back_after_an_error() -> None:

@@ -15,10 +15,11 @@ import torch
 from megatron_deberta.config import RunConfig, TrainConfig
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.engine.protocol import StepOutcome
-from megatron_deberta.errors import EXIT_REQUEUE, DataError
-from megatron_deberta.train.preemption import Asked
+from megatron_deberta.errors import DataError
+from megatron_deberta.observe.progress import Section
+from megatron_deberta.train.preemption import Request
 from megatron_deberta.train.prefetch import InputQueue
-from megatron_deberta.train.state import StepEvent, StepResult, TrainState
+from megatron_deberta.train.state import Ending, StepEvent, StepResult, TrainState
 from megatron_deberta.train.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -129,16 +130,18 @@ class Requests:
     def __init__(self, at: int) -> None:
         self.left = at
 
-    def agree(self) -> Asked:
+    def poll(self) -> Request:
         self.left -= 1
-        return Asked(interrupt=self.left == 0)
+        return Request(interrupt=self.left == 0)
 
-    def answered(self, asked: Asked) -> None:
+    def acknowledge(self, asked: Request) -> None:
         pass
 
 
 class Run:
     """Trains from a state on; ``trained`` has the input ids in order."""
+
+    section = Section.AFTER
 
     def __init__(self, state: TrainState, streams: FakeStreams | None, signal_at: int = 0) -> None:
         self.trained: list[torch.Tensor] = []
@@ -174,12 +177,12 @@ def test_a_stop_leaves_what_is_ahead_to_the_next_start(
     streams: FakeStreams, signal_at: int
 ) -> None:
     run = Run(TrainState(0, 0), streams, signal_at)
-    code = run.trainer.run()
+    outcome = run.trainer.run()
     # One step ahead in every step but the last of the run, where there is no next one.
     assert run.ahead == [1] * min(6, signal_at or 7) + [0] * (signal_at == 0)
     trained = run.trained
     if signal_at:
-        assert code == EXIT_REQUEUE
+        assert outcome.ending is Ending.INTERRUPTED
         assert run.state == TrainState(signal_at, 2 * signal_at)
         rest = Run(run.state, streams)
         rest.trainer.run()

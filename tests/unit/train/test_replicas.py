@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_deberta.train.stability import replicas
-from megatron_deberta.train.stability.replicas import Replica, checksum, find_culprits
+from megatron_deberta.train.stability.replicas import Replica, checksum, find_differing_ranks
 
 ANY = torch.zeros(1)
 
@@ -57,17 +57,20 @@ def test_one_of_three_or_more_is_found() -> None:
     found = [EVERYWHERE, SPLIT, ZERO3]
     for dp_size, tp_size in ((4, 1), (3, 2), (4, 4), (1, 4)):
         sums = agreed(dp_size, tp_size)
-        assert find_culprits(sums, found, tp_size) == {}
+        assert find_differing_ranks(sums, found, tp_size) == {}
         rank = drawn.randrange(len(sums))
         sums[rank][0] += 1
-        assert find_culprits(sums, found, tp_size) == {"norm": (rank,)}
+        assert find_differing_ranks(sums, found, tp_size) == {"norm": (rank,)}
 
 
 def test_without_a_majority_all_holders_are_named() -> None:
     sums = agreed(2, 2)
     sums[3][1] += 1
     sums[0][2] += 1
-    assert find_culprits(sums, [EVERYWHERE, SPLIT, ZERO3], 2) == {"up": (1, 3), "bias": (0, 1)}
+    assert find_differing_ranks(sums, [EVERYWHERE, SPLIT, ZERO3], 2) == {
+        "up": (1, 3),
+        "bias": (0, 1),
+    }
     sums = agreed(2, 2)
     sums[1][0] = sums[3][0] = 9
-    assert find_culprits(sums, [EVERYWHERE, SPLIT, ZERO3], 2) == {"norm": (0, 1, 2, 3)}
+    assert find_differing_ranks(sums, [EVERYWHERE, SPLIT, ZERO3], 2) == {"norm": (0, 1, 2, 3)}

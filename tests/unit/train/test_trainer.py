@@ -14,35 +14,38 @@ from megatron_deberta.checkpoint.background import Saved
 from megatron_deberta.config import CheckpointConfig, RunConfig, TrainConfig
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.engine.protocol import StepOutcome
-from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE, CheckpointError
+from megatron_deberta.errors import CheckpointError
+from megatron_deberta.observe.progress import Section
 from megatron_deberta.observe.throughput import StepWork, ThroughputMeter
 from megatron_deberta.train.evaluate import Evaluation
 from megatron_deberta.train.hooks import EvaluateHook, LogHook, SaveHook
-from megatron_deberta.train.preemption import Asked
+from megatron_deberta.train.preemption import Request
 from megatron_deberta.train.prefetch import InputQueue
 from megatron_deberta.train.state import Ending, StepEvent, StepResult, TrainState
 from megatron_deberta.train.trainer import Trainer
 
-INTERRUPT = Asked(interrupt=True)
+INTERRUPT = Request(interrupt=True)
 CONFIG = RunConfig(train=TrainConfig(steps=6, global_batch_size=4))
 
 
 class OneRequest:
     """Something that is asked for during a step."""
 
-    def __init__(self, at: int, asked: Asked) -> None:
+    def __init__(self, at: int, asked: Request) -> None:
         self.left, self.asked = at, asked
-        self.answers: list[Asked] = []
+        self.answers: list[Request] = []
 
-    def agree(self) -> Asked:
+    def poll(self) -> Request:
         self.left -= 1
-        return self.asked if self.left == 0 else Asked()
+        return self.asked if self.left == 0 else Request()
 
-    def answered(self, asked: Asked) -> None:
+    def acknowledge(self, asked: Request) -> None:
         self.answers.append(asked)
 
 
 class Recorder:
+    section = Section.AFTER
+
     def __init__(self) -> None:
         self.events: list[StepEvent] = []
 
@@ -60,8 +63,8 @@ def result(loss: float = 2.0) -> StepResult:
 
 
 def run(
-    config: RunConfig, state: TrainState, at: int = 0, asked: Asked = INTERRUPT
-) -> tuple[int, list[StepEvent]]:
+    config: RunConfig, state: TrainState, at: int = 0, asked: Request = INTERRUPT
+) -> tuple[Ending, list[StepEvent]]:
     def step(number: int, batches: Any, while_busy: Any) -> StepResult:
         assert [batch.sample_index.item() for batch in batches] == [number - state.step]
         while_busy()
@@ -71,14 +74,14 @@ def run(
     inputs = InputQueue(loader, torch.device("cpu"))
     recorder, requests, taken = Recorder(), OneRequest(at, asked), step
     trainer: Any = Trainer(config, state, inputs, taken, [recorder], requests)  # type: ignore[arg-type]
-    code = trainer.run()
+    outcome = trainer.run()
     assert len(requests.answers) == len(recorder.events)
-    return code, recorder.events
+    return outcome.ending, recorder.events
 
 
 def test_runs_to_the_last_step() -> None:
-    code, events = run(CONFIG, TrainState(0, 0))
-    assert code == EXIT_DONE
+    ending, events = run(CONFIG, TrainState(0, 0))
+    assert ending is Ending.FINISHED
     assert [event.state for event in events] == [TrainState(n, 4 * n) for n in range(1, 7)]
     assert [event.ending for event in events] == [None] * 5 + [Ending.FINISHED]
     assert [event.result.loss for event in events] == [0, 1, 2, 3, 4, 5]
@@ -86,31 +89,31 @@ def test_runs_to_the_last_step() -> None:
 
 def test_resumes_where_it_was_and_stops_after() -> None:
     config = replace(CONFIG, train=replace(CONFIG.train, exit_step=4))
-    code, events = run(config, TrainState(3, 12))
-    assert code == EXIT_DONE
+    ending, events = run(config, TrainState(3, 12))
+    assert ending is Ending.FINISHED
     assert [event.state for event in events] == [TrainState(4, 16)]
-    assert run(config, TrainState(4, 16)) == (EXIT_DONE, [])
-    assert run(CONFIG, TrainState(6, 24)) == (EXIT_DONE, [])
+    assert run(config, TrainState(4, 16)) == (Ending.FINISHED, [])
+    assert run(CONFIG, TrainState(6, 24)) == (Ending.FINISHED, [])
 
 
 def test_a_signal_ends_after_the_step_it_came_in() -> None:
-    code, events = run(CONFIG, TrainState(0, 0), at=2)
-    assert code == EXIT_REQUEUE
+    ending, events = run(CONFIG, TrainState(0, 0), at=2)
+    assert ending is Ending.INTERRUPTED
     assert [event.ending for event in events] == [None, Ending.INTERRUPTED]
 
 
 def test_a_signal_in_the_last_step_is_the_end() -> None:
-    code, events = run(CONFIG, TrainState(0, 0), at=6)
-    assert code == EXIT_DONE
+    ending, events = run(CONFIG, TrainState(0, 0), at=6)
+    assert ending is Ending.FINISHED
     assert events[-1].ending is Ending.FINISHED
 
 
 def test_a_stop_file_ends_the_run_and_a_save_file_does_not() -> None:
-    code, events = run(CONFIG, TrainState(0, 0), at=3, asked=Asked(stop=True, interrupt=True))
-    assert code == EXIT_DONE
+    ending, events = run(CONFIG, TrainState(0, 0), at=3, asked=Request(stop=True, interrupt=True))
+    assert ending is Ending.STOPPED
     assert [event.ending for event in events] == [None, None, Ending.STOPPED]
-    code, events = run(CONFIG, TrainState(0, 0), at=3, asked=Asked(save=True))
-    assert code == EXIT_DONE
+    ending, events = run(CONFIG, TrainState(0, 0), at=3, asked=Request(save=True))
+    assert ending is Ending.FINISHED
     assert [event.save for event in events] == [False, False, True, False, False, False]
     assert events[-1].ending is Ending.FINISHED
 
