@@ -125,7 +125,7 @@ def test_trouble_that_does_not_end_ends_the_run(
     poison(monkeypatch, samples_of(range(6, 100)))
     code, error = pretrain(*GUARDED, "guard.max_rollbacks=2")
     assert code == EXIT_NEVER_REQUEUE
-    assert "going back 2 times has not helped" in error
+    assert "after 2 rollbacks without progress" in error
     # Each time it came two steps further in the data, and never beyond step 6.
     assert committed_steps(tmp_path / "run") == [2, 4]
     # Started again all the same, it ends at once instead of beginning to count anew.
