@@ -200,7 +200,7 @@ def save_and_resume(record: Record) -> Item:
     finish(start([*train, "train.exit_step=5"], log), log)
     convert = ["convert", "--checkpoint", str(run_dir), "--to", "hf", "--output", str(target)]
     finish(start([*program, *convert], log), log)
-    wrong = [] if "continuing from" in log.read_text() else ["the second start did not continue"]
+    wrong = [] if "resuming from" in log.read_text() else ["the second start did not continue"]
     found = {
         "checkpoint_gib": folder_bytes(run_dir / "checkpoints") / 2**30,
         "export_gib": folder_bytes(target) / 2**30,

@@ -166,7 +166,7 @@ def killed_and_resumed(record: Record, size: Size) -> Item:
     wrong = []
     if not alive or saved >= size.steps:
         wrong.append("the run was over before it could be killed")
-    if f"step_{saved:08d}" not in log.read_text() and "continuing from" not in log.read_text():
+    if f"step_{saved:08d}" not in log.read_text() and "resuming from" not in log.read_text():
         wrong.append("the second start did not continue")
     if len(curve) != size.steps:
         wrong.append(f"{len(curve)} steps in the metrics, expected {size.steps}")

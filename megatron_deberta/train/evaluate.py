@@ -1,8 +1,4 @@
-"""Validation: loss, perplexity and masked accuracy over the same batches every time.
-
-Owns the sums over batches and ranks. Refuses to choose the batches (``data.loader``) or to write
-the result (``hooks.py``).
-"""
+"""Validation: loss, perplexity and masked accuracy over a fixed set of batches."""
 
 from __future__ import annotations
 
@@ -20,20 +16,20 @@ from megatron_deberta.train.step import forward, sum_over_batch_ranks
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """How well masked tokens are predicted; the same on every rank."""
+    """Validation metrics; the same on every rank."""
 
     loss: float
-    """Mean cross-entropy a masked token, in nats."""
+    """Mean cross-entropy per masked token, in nats."""
     perplexity: float
     """exp(loss); inf where that overflows."""
     masked_accuracy: float
-    """Share of masked tokens whose most likely prediction is right."""
+    """Fraction of masked tokens whose most likely prediction is correct."""
     num_targets: int
-    """Masked tokens seen."""
+    """Number of masked tokens."""
     next_sentence_loss: float | None = None
-    """Mean cross-entropy a pair, in nats; None where rows are not pairs."""
+    """Mean cross-entropy per pair, in nats; None where rows are not pairs."""
     next_sentence_accuracy: float | None = None
-    """Share of pairs told right."""
+    """Fraction of pairs classified correctly."""
 
 
 def evaluate(module: nn.Module, batches: Iterable[Batch], groups: ProcessGroups) -> Evaluation:
@@ -41,7 +37,7 @@ def evaluate(module: nn.Module, batches: Iterable[Batch], groups: ProcessGroups)
 
     Args:
         module: a model with its loss.
-        batches: this rank's share, as many on every rank.
+        batches: this rank's batches; the same number on every rank.
         groups: the rank grid.
     """
     sums = torch.zeros(6, dtype=torch.float64, device=groups.device)
@@ -49,23 +45,25 @@ def evaluate(module: nn.Module, batches: Iterable[Batch], groups: ProcessGroups)
     with torch.no_grad():
         for batch in batches:
             batch = batch.to(groups.device)
-            found = forward(module, batch)
+            result = forward(module, batch)
             targets = (batch.labels != IGNORED_LABEL).sum()
-            sums[:3] += torch.stack([found.loss.double(), found.correct.double(), targets.double()])
-            if found.pair_loss is not None and found.pair_correct is not None:
+            sums[:3] += torch.stack(
+                [result.loss.double(), result.correct.double(), targets.double()]
+            )
+            if result.pair_loss is not None and result.pair_correct is not None:
                 assert batch.next_sentence_labels is not None
                 rows = (batch.next_sentence_labels != IGNORED_LABEL).sum()
-                numbers = [found.pair_loss.double(), found.pair_correct.double(), rows.double()]
+                numbers = [result.pair_loss.double(), result.pair_correct.double(), rows.double()]
                 sums[3:] += torch.stack(numbers)
     module.train()
-    loss_sum, right, targets, *pairs = sum_over_batch_ranks(sums, groups).tolist()
+    loss_sum, correct, targets, *pairs = sum_over_batch_ranks(sums, groups).tolist()
     loss = loss_sum / max(targets, 1.0)
-    pair_loss, pairs_right, num_pairs = pairs
+    pair_loss, pairs_correct, num_pairs = pairs
     return Evaluation(
         loss=loss,
         perplexity=math.exp(loss) if loss < 700 else math.inf,
-        masked_accuracy=right / max(targets, 1.0),
+        masked_accuracy=correct / max(targets, 1.0),
         num_targets=int(targets),
         next_sentence_loss=pair_loss / num_pairs if num_pairs else None,
-        next_sentence_accuracy=pairs_right / num_pairs if num_pairs else None,
+        next_sentence_accuracy=pairs_correct / num_pairs if num_pairs else None,
     )

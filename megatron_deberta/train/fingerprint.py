@@ -1,7 +1,6 @@
-"""Identifies a run's training data by content, so that a resume cannot swap it.
+"""Fingerprint of a run's training data: content, order and weights of shards, validation split.
 
-Owns what counts: shards, their order and weights, and whether validation is split off them.
-Refuses paths: moved files are the same data. Refuses validation shards: nothing is trained on them.
+Paths and validation shards do not count.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from megatron_deberta.data.shards.manifest import read_manifest
 
 
 def data_fingerprint(data: DataConfig) -> str:
-    """SHA-256 (hex) over the training shards' hashes.
+    """Compute the SHA-256 (hex) over the training shards' hashes.
 
-    A shard without a manifest, as Megatron writes it, counts by its index and its size.
+    A shard without a manifest, as Megatron writes it, is identified by its index and size.
 
     Raises:
         ConfigError: prefixes or weights are malformed.

@@ -1,8 +1,4 @@
-"""How long a rank's own work takes: forward passes, by the clock of whatever computes them.
-
-Owns timers and CUDA events. Refuses to wait for a device: what it has not finished is counted the
-next time.
-"""
+"""Timer of forward passes, by CUDA events on GPUs; never synchronizes with the device."""
 
 from __future__ import annotations
 
@@ -16,11 +12,11 @@ import torch
 
 
 class ForwardTimer:
-    """Adds up the time of forward passes.
+    """Accumulates the time of forward passes.
 
     Args:
-        device: where they run.
-        cuda: in place of ``torch.cuda``, for tests.
+        device: the device they run on.
+        cuda: replaces ``torch.cuda`` in tests.
     """
 
     def __init__(self, device: torch.device, cuda: Any = None) -> None:
@@ -30,7 +26,7 @@ class ForwardTimer:
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        """Time a pass."""
+        """Time one pass."""
         if self._cuda is None:
             begin = time.perf_counter_ns()
             yield
@@ -43,7 +39,7 @@ class ForwardTimer:
         self._pending.append((begin, end))
 
     def take(self) -> int:
-        """Nanoseconds of the passes that have finished since the last call."""
+        """Return the nanoseconds of passes completed since the last call."""
         while self._pending and self._pending[0][1].query():
             begin, end = self._pending.popleft()
             self._done += round(begin.elapsed_time(end) * 1e6)

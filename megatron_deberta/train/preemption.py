@@ -1,8 +1,7 @@
-"""What is asked of a run from outside: signals to any of its ranks, files in its folder.
+"""Stop and save requests from outside: signals to any rank, and files in the run folder.
 
-Owns the handlers of SIGTERM (SLURM's preemption, ``scancel``, Kubernetes), SIGUSR1 and SIGUSR2
-(``sbatch --signal``), the names of the files, and the ranks' agreement on the step at which to do
-what is asked. Refuses to save or exit: the loop does.
+Signals are SIGTERM (SLURM preemption, ``scancel``, Kubernetes), SIGUSR1 and SIGUSR2
+(``sbatch --signal``).
 """
 
 from __future__ import annotations
@@ -19,33 +18,33 @@ from megatron_deberta.distributed.control import all_reduce_max
 from megatron_deberta.distributed.topology import ProcessGroups
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-"""What a scheduler sends ahead of SIGKILL."""
+"""Signals that a scheduler sends ahead of SIGKILL."""
 STOP_FILE = "stop"
-"""In the run folder: save and end, for good."""
+"""File in the run folder: save and end; do not requeue."""
 SAVE_FILE = "save"
-"""In the run folder: save and go on."""
+"""File in the run folder: save and continue."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What any rank was asked for since the last step; the same on every rank."""
+    """Requests to any rank since the last step; the same on every rank."""
 
     interrupt: bool = False
-    """Save and end; another job continues."""
+    """Save and end; another job resumes."""
     stop: bool = False
-    """Save and end; no other job is wanted."""
+    """Save and end; do not requeue."""
     save: bool = False
-    """Save."""
+    """Save and continue."""
 
 
 class StopSignal:
-    """Remembers a stop signal between entering and leaving the context.
+    """Records stop signals within its context; only for the main thread.
 
-    Enter it before anything slow: until then these signals end the process at once. Only the main
-    thread may. A signal that arrives inside a collective is noticed after it.
+    Enter it before anything slow: until then these signals end the process at once. A signal that
+    arrives inside a collective is noticed after it.
 
     Args:
-        signals: which signals mean stop.
+        signals: signals to record.
     """
 
     def __init__(self, signals: Sequence[signal.Signals] = STOP_SIGNALS) -> None:
@@ -64,30 +63,30 @@ class StopSignal:
         trace: TracebackType | None,
     ) -> None:
         for number, handler in zip(self._signals, self._previous, strict=True):
-            # None: installed from C, which Python cannot give back.
+            # None: a handler installed from C, which Python cannot restore.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)  # type: ignore[arg-type]
 
     @property
     def received(self) -> signal.Signals | None:
-        """The first stop signal this process got, for the log."""
+        """The first stop signal of this process."""
         return self._received
 
     def requested(self) -> bool:
-        """Whether this process got a stop signal; other ranks may not know yet."""
+        """Return whether this process received a stop signal; other ranks may not know yet."""
         return self._received is not None
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
-        # Nothing but this: a handler runs between any two bytecodes of the step.
+        # Nothing else: a handler runs between any two bytecodes of the step.
         if self._received is None:
             self._received = signal.Signals(number)
 
 
 class Requests:
-    """Finds out, together with all ranks, what is asked of the run.
+    """Collects requests from all ranks.
 
     Args:
-        signals: remembers this process's signals.
-        run_dir: folder of the run, where rank 0 looks for files.
+        signals: stop signals of this process.
+        run_dir: run folder; rank 0 looks for the request files there.
         groups: the rank grid.
     """
 
@@ -97,23 +96,23 @@ class Requests:
         self._groups = groups
 
     def poll(self) -> Request:
-        """What any rank was asked for.
+        """Return the requests to any rank. Collective over all ranks.
 
-        Collective over all ranks, to be called at the same place of every step, so that all ranks
-        answer after the same one; signals reach them at different times, and some only one rank.
+        Called once per step, so that all ranks act after the same step: signals arrive at different
+        times, and some on one rank only.
         """
-        files = self._groups.rank == 0
-        asked = (
+        checks_files = self._groups.rank == 0
+        flags = (
             self._signals.requested(),
-            files and self._stop.exists(),
-            files and self._save.exists(),
+            checks_files and self._stop.exists(),
+            checks_files and self._save.exists(),
         )
-        numbers = torch.tensor(asked, dtype=torch.int64, device=self._groups.device)
+        numbers = torch.tensor(flags, dtype=torch.int64, device=self._groups.device)
         return Request(*(bool(number) for number in all_reduce_max(numbers, self._groups).tolist()))
 
-    def acknowledge(self, asked: Request) -> None:
-        """Take away the files of what has been done, on rank 0."""
+    def acknowledge(self, request: Request) -> None:
+        """Remove the files of completed requests, on rank 0."""
         if self._groups.rank == 0:
-            for wanted, path in ((asked.stop, self._stop), (asked.save, self._save)):
-                if wanted:
+            for requested, path in ((request.stop, self._stop), (request.save, self._save)):
+                if requested:
                     path.unlink(missing_ok=True)

@@ -1,7 +1,4 @@
-"""What rank 0 writes about a run: metrics, terminal, the unigram baseline and the loss curve.
-
-Owns the records' lifetime. Refuses to measure (``evaluate.py``, ``observe.throughput``).
-"""
+"""Records of a run, written by rank 0: metrics, terminal, unigram baseline and loss curve."""
 
 from __future__ import annotations
 
@@ -31,17 +28,17 @@ UNIGRAM_METRIC = "unigram_loss"
 
 
 class RunRecords:
-    """The files and the terminal of a run; a context manager, used by rank 0 only.
+    """Metrics file and terminal view of a run; a context manager for rank 0.
 
     Args:
         config: the run.
-        first_step: optimizer steps done; later records are dropped.
-        last_step: where this process will end.
-        terminal: where to draw.
+        first_step: completed optimizer steps; later records are dropped.
+        last_step: last step of this process.
+        terminal: console to draw on.
 
     Attributes:
-        writer: of ``metrics.jsonl``.
-        console: of the terminal.
+        writer: writer of ``metrics.jsonl``.
+        console: terminal view.
     """
 
     def __init__(
@@ -59,7 +56,7 @@ class RunRecords:
         self._unigram: float | None = None
 
     def __enter__(self) -> RunRecords:
-        """Take the terminal."""
+        """Start the terminal view."""
         self.console.__enter__()
         return self
 
@@ -69,19 +66,19 @@ class RunRecords:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Give the terminal back and close the files."""
+        """Stop the terminal view and close the files."""
         self.console.__exit__(kind, error, trace)
         self.writer.close()
 
     def measure_unigram(self, corpora: Corpora, vocab_size: int, batches: Iterable[Batch]) -> None:
-        """Measure the unigram baseline; record it if it is not what the records have last.
+        """Compute the unigram baseline; record it if it differs from the last recorded one.
 
-        Measured at every start, because data, tokenizer or validation may be others than before.
+        It is computed at every start, because data or validation may have changed.
 
         Args:
             corpora: documents of the run.
-            vocab_size: ids of the tokenizer.
-            batches: all validation batches, those of every rank.
+            vocab_size: size of the tokenizer's vocabulary.
+            batches: validation batches of all ranks.
         """
         frequencies = unigram_log_probabilities(corpora.train, corpora.weights, vocab_size)
         total, targets = unigram_cross_entropy(frequencies, batches)
@@ -95,8 +92,8 @@ class RunRecords:
             return
         if recorded:
             logger.warning(
-                "validation is not what it was: unigram loss %.4f, before %.4f; do not compare "
-                "validation losses across this start",
+                "the validation set has changed: unigram loss %.4f, previously %.4f; do not "
+                "compare validation losses before and after this start",
                 self._unigram,
                 recorded[-1],
             )
@@ -104,7 +101,7 @@ class RunRecords:
         self.writer.write(0, values, kind="validation")
 
     def lacks_validation(self, step: int) -> bool:
-        """Whether no validation after so many steps is recorded."""
+        """Return whether no validation after ``step`` is recorded."""
         return not any(
             record["kind"] == "validation" and record["step"] == step and "loss" in record
             for record in read_metrics(self.writer.path)
@@ -122,7 +119,7 @@ class RunRecords:
         )
 
     def record_checkpoint(self, step: int, saved: Saved) -> None:
-        """Record what a checkpoint has cost."""
+        """Record the time that a checkpoint took."""
         values = {
             "checkpoint_step": saved.step,
             "seconds": saved.seconds,
@@ -131,11 +128,11 @@ class RunRecords:
         self.writer.write(step, values, kind="checkpoint")
 
     def record_rollback(self, done: Rollback) -> None:
-        """Record and show that the run went back."""
+        """Record and show a rollback."""
         self.writer.write(done.step, {"event": "rollback", **asdict(done)}, kind="guard")
         self.console.note(
-            f"went back from step {done.trouble_step} to the checkpoint of step {done.step} | "
-            f"data goes on at sample {done.consumed_samples} | {done.vain_rollbacks} in a row"
+            f"rolled back from step {done.trouble_step} to the checkpoint of step {done.step} | "
+            f"data continues at sample {done.consumed_samples} | {done.vain_rollbacks} in a row"
         )
 
     def plot(self) -> None:

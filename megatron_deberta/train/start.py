@@ -1,7 +1,4 @@
-"""Where a run starts: from nothing, from weights, or where it was.
-
-Owns the choice and its checks. Refuses reading tensors itself (``checkpoint.store``).
-"""
+"""Starting point of a run: initial weights, another checkpoint's weights, or its own checkpoint."""
 
 from __future__ import annotations
 
@@ -29,54 +26,51 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a run is trained on, by content."""
+    """Identity of a run's tokenizer and training data."""
 
     tokenizer_path: str
-    """Where the tokenizer is."""
     tokenizer_fingerprint: str
-    """Identifies it by content."""
+    """Hash of the tokenizer's content."""
     data_fingerprint: str
-    """Identifies the training shards by content."""
+    """Hash of the training shards' content."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where a run starts."""
+    """Starting point of a run."""
 
     state: TrainState
-    """Its position."""
     guard: GuardState = field(default_factory=GuardState)
-    """What is remembered of the updates before."""
     reader: CheckpointReader | None = None
-    """What to load; None keeps the initial weights."""
+    """Checkpoint to load; None keeps the initial weights."""
     weights_only: bool = False
-    """A new run with another's weights."""
-    other_format: bool = False
-    """The checkpoint was trained in another ``precision.dtype``, so its loss scale is no use."""
+    """Load only the weights, for a new run."""
+    other_dtype: bool = False
+    """The checkpoint has another ``precision.dtype``, so its loss scale is not loaded."""
 
 
 def choose_start(
     config: RunConfig, groups: ProcessGroups, identity: Identity, allow_config_change: bool
 ) -> Start:
-    """Find what to start from. Collective over all ranks.
+    """Choose the starting point. Collective over all ranks.
 
     Args:
         config: the run.
         groups: the rank grid.
         identity: tokenizer and data of the run.
-        allow_config_change: continue with other optimizer settings.
+        allow_config_change: resume with other optimizer settings.
 
     Raises:
-        ConfigError: ``checkpoint.resume=never`` and the folder has checkpoints.
-        CheckpointError: ``resume=must`` and it has none, all are damaged, or what is found was
-            trained with something else.
+        ConfigError: ``checkpoint.resume=never`` and the run folder has checkpoints.
+        CheckpointError: ``checkpoint.resume=must`` and it has none, all are damaged, or config,
+            tokenizer or data of the newest one differ.
     """
     run_dir, resume = config.train.run_dir, config.checkpoint.resume
     used = committed_steps(run_dir) if groups.rank == 0 else []
     if resume == "never" and broadcast_from_rank_zero(len(used), groups):
         raise ConfigError(
-            f"checkpoint.resume=never but train.run_dir={run_dir} has checkpoints; name another "
-            "folder or use resume=auto"
+            f"checkpoint.resume=never but train.run_dir={run_dir} has checkpoints; use another "
+            "folder or checkpoint.resume=auto"
         )
     reader = store.choose_intact(run_dir, groups, hashes=config.checkpoint.verify)
     if reader is not None:
@@ -87,16 +81,16 @@ def choose_start(
             data_fingerprint=identity.data_fingerprint,
             allow_change=allow_config_change,
         )
-        logger.info("continuing from %s", reader.path)
+        logger.info("resuming from %s", reader.path)
         for change in changed:
-            logger.info("changed since: %s", change)
+            logger.info("changed since then: %s", change)
         state, guard = resumed_position(config, groups, reader)
         dtype = reader.metadata.config["precision"]["dtype"]
-        return Start(state, guard, reader, other_format=dtype != config.precision.dtype)
+        return Start(state, guard, reader, other_dtype=dtype != config.precision.dtype)
     if resume == "must":
         raise CheckpointError(
             f"checkpoint.resume=must but train.run_dir={run_dir} has no committed checkpoint; "
-            "use resume=auto to start a new run"
+            "use checkpoint.resume=auto to start a new run"
         )
     if config.checkpoint.load_from:
         weights = _open_weights(config, groups, identity)
@@ -105,7 +99,7 @@ def choose_start(
 
 
 def load_start(start: Start, engine: Engine, specs: Mapping[str, ParameterSpec]) -> None:
-    """Bring a fresh engine to where the run starts. Collective over all ranks.
+    """Load the starting point into a new engine. Collective over all ranks.
 
     Raises:
         CheckpointError: the checkpoint is of another model or damaged.
@@ -114,12 +108,12 @@ def load_start(start: Start, engine: Engine, specs: Mapping[str, ParameterSpec])
         return
     fresh = engine.state_dict()
     store.load(start.reader, engine, specs, weights_only=start.weights_only)
-    if start.other_format:
+    if start.other_dtype:
         engine.load_state_dict({**fresh, "adam_step": start.reader.metadata.scalars["adam_step"]})
 
 
 def _open_weights(config: RunConfig, groups: ProcessGroups, identity: Identity) -> CheckpointReader:
-    """Open ``checkpoint.load_from``: a checkpoint, or a run's folder, of which the newest."""
+    """Open ``checkpoint.load_from``: a checkpoint, or the newest one of a run folder."""
     path = Path(config.checkpoint.load_from)
     if not (path / COMMITTED_FILE).exists():
         path = store.find_newest(path) or path
@@ -127,9 +121,9 @@ def _open_weights(config: RunConfig, groups: ProcessGroups, identity: Identity) 
     check_same_architecture(reader, config)
     if reader.metadata.tokenizer_fingerprint != identity.tokenizer_fingerprint:
         logger.warning(
-            "%s was trained with another tokenizer than %s; its embeddings mean other tokens",
+            "%s was trained with another tokenizer than %s; its embeddings belong to other tokens",
             path,
             identity.tokenizer_path,
         )
-    logger.info("starting with the weights of %s", path)
+    logger.info("initializing with the weights of %s", path)
     return reader

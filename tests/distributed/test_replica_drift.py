@@ -73,7 +73,7 @@ def flips(rank: int, tp_size: int, number: int) -> list[str]:
         else:
             where = ", ".join(f"rank {r} ({socket.gethostname()})" for r in holders)
             of_two = "one of " if len(holders) > 1 else ""
-            expected = f"step 50: {name} is not what other ranks have on {of_two}{where};"
+            expected = f"step 50: {name} differs from the other ranks' on {of_two}{where};"
         if not message.startswith(expected) or code not in (0, EXIT_FAILURE):
             problems.append(f"{message} instead of {expected}")
     check_replicas(model.module, model.specs, groups, 50)

@@ -83,7 +83,7 @@ def test_repeated_skips_go_back_and_leave_the_data_out(
     # The checkpoint of step 6 would be of a run in trouble, so the one of step 4 must be there.
     code, error = pretrain(*GUARDED, "checkpoint.keep_last=1")
     assert code == EXIT_DONE
-    assert "going back from step 7 to" in error
+    assert "rolling back from step 7 to" in error
     assert [(event["step"], event["event"]) for event in events(run_dir)] == [(4, "rollback")]
     # Steps 5 to 12 use what comes behind step 7.
     sample_log = read_sample_log(run_dir / "ledger")
@@ -131,7 +131,7 @@ def test_trouble_that_does_not_end_ends_the_run(
     # Started again all the same, it ends at once instead of beginning to count anew.
     code, error = pretrain(*GUARDED, "guard.max_rollbacks=2")
     assert code == EXIT_NEVER_REQUEUE
-    assert error.count("going back from step") == 0
+    assert error.count("rolling back from step") == 0
 
 
 def test_without_a_checkpoint_from_before_there_is_nowhere_to_go(

@@ -105,7 +105,7 @@ def test_sigterm_again_and_again_saves_and_asks_to_be_started_again(
     assert "stopped by SIGTERM with a checkpoint; requeue" in job.output()
     end = stopped_at + 3
     job = run_to_end(run_yaml, run_dir, 2, f"train.exit_step={end}")
-    assert f"continuing from {step_dir(run_dir, stopped_at)}" in job.output()
+    assert f"resuming from {step_dir(run_dir, stopped_at)}" in job.output()
     assert losses(run_dir) == losses(unbroken)[:end]
 
 

@@ -174,7 +174,7 @@ def test_baseline_and_validation_data_may_change_with_a_note(
     assert len(baselines()) == 1
     code, error = pretrain(second, "train.exit_step=4")
     assert code == EXIT_DONE
-    assert "validation is not what it was: unigram loss" in error
+    assert "the validation set has changed: unigram loss" in error
     assert len(set(baselines())) == 2
     # Split off the training data instead, fewer documents would be trained on.
     code, error = pretrain("data.validation=[]", "train.exit_step=5")

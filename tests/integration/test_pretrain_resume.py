@@ -67,7 +67,7 @@ def test_killed_and_signalled_run_that_saves_in_the_background_equals_the_unbrok
     assert len(losses(run_dir)) == stopped_at
 
     job = run_to_end(run_yaml, run_dir, 2, BACKGROUND)
-    assert f"continuing from {step_dir(run_dir, stopped_at)}" in job.output()
+    assert f"resuming from {step_dir(run_dir, stopped_at)}" in job.output()
     assert losses(run_dir) == losses(unbroken)
     assert read_sample_log(run_dir / "ledger") == read_sample_log(unbroken / "ledger")
     assert_same_checkpoints(run_dir, unbroken, STEPS)
@@ -93,7 +93,7 @@ def test_tensor_parallel_run_goes_on_data_parallel(
         run_yaml, run_dir, 2, "precision.zero_stage=3", "train.micro_batch_size=4",
         "train.exit_step=30",
     )  # fmt: skip
-    assert "changed since: parallel.tensor_parallel_size: 2 -> 1" in job.output()
+    assert "changed since then: parallel.tensor_parallel_size: 2 -> 1" in job.output()
     run_to_end(run_yaml, run_dir, 1, "precision.engine=plain")
     assert losses(run_dir) == pytest.approx(losses(unbroken), rel=1e-5)
     check_sample_log(run_dir / "ledger", 8, STEPS)
@@ -126,5 +126,5 @@ def test_damaged_newest_checkpoint_costs_a_few_steps_only(run_yaml: Path, tmp_pa
     file.write_bytes(content)
     job = run_to_end(run_yaml, run_dir, 1, *plain)
     assert f"{file}: SHA-256 is not the manifest's" in job.output()
-    assert f"continuing from {step_dir(run_dir, 7)}" in job.output()
+    assert f"resuming from {step_dir(run_dir, 7)}" in job.output()
     assert losses(run_dir) == whole

@@ -1,8 +1,7 @@
-"""Whether an update may be made: losses and gradients that are not finite, spikes, what follows.
+"""Numeric guard: skips updates with nonfinite or spiking losses and gradients.
 
-Owns the window of the last updates, the limits that come from it and the memory of skipped steps.
-Refuses collectives and tensors: it sees only numbers that are the same on every rank, so every rank
-comes to the same answer, and so does a resumed run, because all of it goes into the checkpoint.
+Its inputs are numbers that are equal on every rank and its state is part of the checkpoint, so all
+ranks, and resumed runs, make the same decisions.
 """
 
 from __future__ import annotations
@@ -17,41 +16,41 @@ from megatron_deberta.config.schema import GuardConfig, RunConfig
 from megatron_deberta.engine.protocol import StepOutcome
 
 Skip = Literal["loss not finite", "gradient not finite", "loss spike", "gradient spike", "overflow"]
-"""Why an update was not made; ``overflow`` is fp16 finding its loss scale, no cause to worry."""
+"""Reason for skipping an update; ``overflow`` is the regular adjustment of fp16's loss scale."""
 
-LEAST_DEVIATION = 0.01
-"""Share of the mean that counts as a standard deviation where the window is quieter than that."""
-_TINY = 1e-30
-"""Stands for a gradient norm of zero, which has no logarithm."""
+MIN_RELATIVE_DEVIATION = 0.01
+"""Lower bound of the standard deviation, as a fraction of the mean."""
+_MIN_NORM = 1e-30
+"""Replaces gradient norms of zero before taking logarithms."""
 
 
 @dataclass(slots=True)
 class GuardState:
-    """All a guard remembers: JSON types, and floats come back from JSON bit for bit."""
+    """State of a guard, in JSON types; floats survive JSON bit for bit."""
 
     losses: list[float] = field(default_factory=list)
-    """Of the last updates that were made."""
+    """Losses of the last updates."""
     norms: list[float] = field(default_factory=list)
-    """Of their gradients."""
+    """Gradient norms of the last updates."""
     skips: list[int] = field(default_factory=list)
-    """Recent steps (counted from 1) whose update was skipped, ``overflow`` aside."""
+    """Recent steps (counted from 1) whose update was skipped, without ``overflow``."""
     rollbacks: int = 0
-    """How often the run went back, in all."""
+    """Rollbacks since the start of the run."""
     vain_rollbacks: int = 0
-    """The same since it last got beyond the trouble."""
+    """Consecutive rollbacks without training past ``trouble_step``."""
     trouble_step: int = 0
-    """The step from which it last went back."""
+    """Step at which the last rollback started."""
 
 
 class Guard:
-    """Judges updates.
+    """Decides whether updates are made.
 
     Args:
         config: limits.
-        short_steps: ``data.short_steps``, after which losses are of another length of row and the
-            window starts anew.
-        is_fp16: gradients that are not finite are the loss scale's affair.
-        state: what it remembers; it changes with every step.
+        short_steps: ``data.short_steps``; the window is cleared then, because losses depend on the
+            row length.
+        is_fp16: nonfinite gradients count as overflows of the loss scale.
+        state: state to continue from; modified by ``record``. None: a fresh state.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class Guard:
 
     @classmethod
     def of_run(cls, config: RunConfig, state: GuardState | None = None) -> Guard:
-        """The guard of a run, with what it remembers."""
+        """Build the guard of a run."""
         return cls(
             config.guard,
             short_steps=config.data.short_steps,
@@ -78,22 +77,22 @@ class Guard:
         )
 
     def check_loss(self, loss: float) -> Skip | None:
-        """Whether a step's loss forbids its update; None allows it."""
+        """Return the reason to skip the update of a step with this loss, or None."""
         if not math.isfinite(loss):
             return "loss not finite"
         return "loss spike" if loss > self._limit(self.state.losses) else None
 
     def norm_limit(self) -> float:
-        """Largest gradient norm with which an update is made.
+        """Return the largest gradient norm with which an update is made.
 
-        Norms are compared by their logarithms: they vary by factors, and with small batches their
-        upper tail is so long that ordinary steps would be spikes otherwise.
+        Logarithms of norms are compared, because with small batches the upper tail of the norms is
+        so long that ordinary steps would count as spikes.
         """
-        logarithms = [math.log(max(norm, _TINY)) for norm in self.state.norms]
+        logarithms = [math.log(max(norm, _MIN_NORM)) for norm in self.state.norms]
         return math.exp(self._limit(logarithms, scale=1.0))
 
     def check_outcome(self, outcome: StepOutcome) -> Skip | None:
-        """Why the engine skipped an update whose loss was allowed; None if it did not."""
+        """Return why the engine skipped an update whose loss was accepted, or None."""
         if not outcome.skipped:
             return None
         if math.isfinite(outcome.grad_norm):
@@ -101,13 +100,13 @@ class Guard:
         return "overflow" if self._is_fp16 else "gradient not finite"
 
     def record(self, step: int, loss: float, outcome: StepOutcome, skip: Skip | None) -> None:
-        """Remember a step.
+        """Add a step to the state.
 
         Args:
             step: counted from 1.
-            loss: of the step.
-            outcome: of the engine.
-            skip: why there was no update.
+            loss: the step's loss.
+            outcome: the engine's result.
+            skip: why the update was skipped; None if it was made.
         """
         state, window = self.state, self._config.spike_window
         if skip is None:
@@ -115,7 +114,7 @@ class Guard:
             state.norms = [*state.norms, outcome.grad_norm][-window:]
         if step == self._short_steps:
             state.losses, state.norms = [], []
-        state.skips = [known for known in state.skips if known > step - window]
+        state.skips = [skipped for skipped in state.skips if skipped > step - window]
         if skip not in (None, "overflow"):
             state.skips.append(step)
         if step > state.trouble_step + window and not state.skips:
@@ -123,22 +122,24 @@ class Guard:
 
     @property
     def too_many_skips(self) -> bool:
-        """Whether skipping does not help: the run has to go back, or to end."""
+        """Whether ``guard.max_skips`` is reached: the run has to roll back or to end."""
         return len(self.state.skips) >= self._config.max_skips
 
     @property
     def can_roll_back(self) -> bool:
-        """Whether it may go back once more."""
+        """Whether ``guard.max_rollbacks`` allows another rollback."""
         return self.state.vain_rollbacks < self._config.max_rollbacks
 
     @property
     def last_good_step(self) -> float:
-        """Checkpoints up to this step are of before the present trouble; inf without any."""
+        """Last step before the recent skips; inf without any."""
         return self.state.skips[0] - 1 if self.state.skips else math.inf
 
     def _limit(self, window: Sequence[float], scale: float = 0.0) -> float:
         if self._config.spike_sigmas == 0 or len(window) < self._config.spike_warmup:
             return math.inf
         mean = statistics.fmean(window)
-        deviation = max(statistics.pstdev(window, mean), LEAST_DEVIATION * (scale or abs(mean)))
+        deviation = max(
+            statistics.pstdev(window, mean), MIN_RELATIVE_DEVIATION * (scale or abs(mean))
+        )
         return mean + self._config.spike_sigmas * deviation

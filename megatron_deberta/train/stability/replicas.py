@@ -1,7 +1,7 @@
-"""Whether weights that several ranks hold are still the same bits on all of them.
+"""Bitwise comparison of replicated weights across ranks.
 
-Owns the checksums, their comparison and naming who differs. Refuses to repair: which copy is right
-is not known where there are two, and what a faulty rank has sent to others is not undone by it.
+Differences are not repaired: of two copies the correct one is unknown, and values that a faulty
+rank has already sent to others would remain.
 """
 
 from __future__ import annotations
@@ -24,33 +24,34 @@ _CHUNK_ELEMENTS = 1 << 20
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 """2**64 over the golden ratio, odd, as a signed number."""
 _ODD_OF_CHUNKS = 0xC2B2AE3D27D4EB4F - (1 << 64)
-"""Another one, so that no two places have the same factor by construction."""
+"""A second odd number, so that no two positions have the same factor by construction."""
 _HOST_BYTES = 64
 _INTEGERS = {4: torch.int32, 2: torch.int16}
 
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """A tensor of which other ranks have a copy."""
+    """A tensor that other ranks hold as well."""
 
     name: str
-    """Canonical name of its parameter."""
+    """Canonical parameter name."""
     tensor: Tensor
     """This rank's copy."""
-    over_batch: bool
-    """All data-parallel ranks hold it."""
-    over_layer: bool
-    """All tensor-parallel ranks hold it."""
+    over_dp: bool
+    """Replicated over data-parallel ranks."""
+    over_tp: bool
+    """Replicated over tensor-parallel ranks."""
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """A 64-bit checksum of a tensor's bits, on its device, without the host waiting.
+    """Compute a 64-bit checksum of a tensor's bits on its device, without host synchronization.
 
-    The sum of all elements' bits as integers, each times an odd number of its place, modulo 2**64.
-    So a change of one element always shows, and one of several is missed once in 2**64 times.
+    The sum modulo 2**64 of all elements' bits as integers, each times an odd number that depends
+    on its position. A change of one element is always detected, a change of several with
+    probability 1 - 2**-64.
 
     Args:
-        tensor: any shape, of 2 or 4 bytes an element.
+        tensor: any shape; 2 or 4 bytes per element.
 
     Returns:
         int64 scalar.
@@ -64,31 +65,31 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def replicas(module: nn.Module, specs: Placements) -> Iterator[Replica]:
-    """This rank's weights of which there are copies elsewhere.
+    """Yield this rank's weights that other ranks hold as well.
 
-    Under ZeRO-3 data-parallel ranks hold different parts, so only tensor-parallel ranks have copies
-    of each other's, of parameters that are not split.
+    Under ZeRO-3 the data-parallel ranks hold different parts, so only parameters that are not
+    split are replicated, over tensor-parallel ranks.
     """
     for name, parameter in module.named_parameters():
-        over_layer = specs[name].dim is None
+        over_tp = specs[name].dim is None
         part = getattr(parameter, "ds_tensor", None)
         if part is None:
-            yield Replica(name, parameter, over_batch=True, over_layer=over_layer)
-        elif over_layer:
-            yield Replica(name, part, over_batch=False, over_layer=True)
+            yield Replica(name, parameter, over_dp=True, over_tp=over_tp)
+        elif over_tp:
+            yield Replica(name, part, over_dp=False, over_tp=True)
 
 
 def check_replicas(module: nn.Module, specs: Placements, groups: ProcessGroups, step: int) -> None:
-    """Compare all copies. Collective over all ranks; the host waits once.
+    """Compare all replicas. Collective over all ranks; one host synchronization.
 
     Args:
         module: the model.
         specs: placement of every parameter.
         groups: the rank grid.
-        step: optimizer steps done, for the message.
+        step: completed optimizer steps, for the message.
 
     Raises:
-        ReplicaError: copies differ; the parameter, rank and host are named, on all ranks.
+        ReplicaError: on all ranks: replicas differ; names parameter, ranks and hosts.
     """
     if groups.world_size == 1:
         return
@@ -96,43 +97,43 @@ def check_replicas(module: nn.Module, specs: Placements, groups: ProcessGroups, 
     sums = torch.stack([checksum(replica.tensor) for replica in found]).to(groups.device)
     differs = torch.zeros((), dtype=torch.int64, device=groups.device)
     for group, shared in (
-        (groups.tp_group, [replica.over_layer for replica in found]),
-        (groups.dp_group, [replica.over_batch for replica in found]),
+        (groups.tp_group, [replica.over_tp for replica in found]),
+        (groups.dp_group, [replica.over_dp for replica in found]),
     ):
         if group is not None:
             compared = sums * torch.tensor(shared, device=groups.device)
-            # The largest of x and of not x: the range, without a number that cannot be negated.
-            ends = torch.stack([compared, ~compared])
-            dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=group)
-            differs += (ends[0] != ~ends[1]).any()
+            # Maxima of x and ~x give the range; -x would overflow for the smallest integer.
+            bounds = torch.stack([compared, ~compared])
+            dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
+            differs += (bounds[0] != ~bounds[1]).any()
     if not all_reduce_max(differs, groups).item():
         return
     table = _gather(sums, groups)
     hosts = [bytes(row).rstrip(b"\0").decode() for row in _gather(_host(groups), groups).tolist()]
-    culprits = find_differing_ranks(table.tolist(), found, groups.tp_size)
-    raise ReplicaError(_describe(culprits, hosts, step))
+    differing = find_differing_ranks(table.tolist(), found, groups.tp_size)
+    raise ReplicaError(_describe(differing, hosts, step))
 
 
 def find_differing_ranks(
     sums: list[list[int]], found: list[Replica], tp_size: int
 ) -> dict[str, tuple[int, ...]]:
-    """Which ranks differ from most of those that hold the same.
+    """Find the ranks whose replica differs from the majority.
 
     Args:
-        sums: checksums by rank and replica.
-        found: what each column is.
-        tp_size: tensor-parallel ranks, which are neighbours.
+        sums: checksums, indexed by rank and replica.
+        found: the replicas.
+        tp_size: tensor-parallel size; these ranks are consecutive.
 
     Returns:
-        Parameter to ranks; all holders where no value is that of more than half of them.
+        Parameter name to ranks; all holders if no value has a majority.
     """
-    culprits = {}
+    differing = {}
     for column, replica in enumerate(found):
         holders: dict[tuple[int, int], list[int]] = {}
         for rank in range(len(sums)):
-            row, place = divmod(rank, tp_size)
-            same = (0 if replica.over_batch else row, 0 if replica.over_layer else place)
-            holders.setdefault(same, []).append(rank)
+            dp_rank, tp_rank = divmod(rank, tp_size)
+            key = (0 if replica.over_dp else dp_rank, 0 if replica.over_tp else tp_rank)
+            holders.setdefault(key, []).append(rank)
         wrong: list[int] = []
         for ranks in holders.values():
             ((value, count),) = Counter(sums[rank][column] for rank in ranks).most_common(1)
@@ -141,23 +142,23 @@ def find_differing_ranks(
             else:
                 wrong += ranks
         if wrong:
-            culprits[replica.name] = tuple(sorted(wrong))
-    return culprits
+            differing[replica.name] = tuple(sorted(wrong))
+    return differing
 
 
-def _describe(culprits: Mapping[str, tuple[int, ...]], hosts: list[str], step: int) -> str:
-    name, ranks = next(iter(culprits.items()))
+def _describe(differing: Mapping[str, tuple[int, ...]], hosts: list[str], step: int) -> str:
+    name, ranks = next(iter(differing.items()))
     where = ", ".join(f"rank {rank} ({hosts[rank]})" for rank in ranks)
-    more = f" and {len(culprits) - 1} more parameters" if len(culprits) > 1 else ""
-    of_two = "one of " if len(ranks) > 1 else ""
+    more = f" and {len(differing) - 1} more parameters" if len(differing) > 1 else ""
+    one_of = "one of " if len(ranks) > 1 else ""
     return (
-        f"step {step}: {name}{more} is not what other ranks have on {of_two}{where}; its memory or "
-        "arithmetic is at fault: leave that node out and start again from the last checkpoint"
+        f"step {step}: {name}{more} differs from the other ranks' on {one_of}{where}; its memory "
+        "or arithmetic is faulty: exclude that node and resume from the last checkpoint"
     )
 
 
 def _gather(row: Tensor, groups: ProcessGroups) -> Tensor:
-    """Rows of all ranks, in order."""
+    """Gather one row per rank, in rank order."""
     rows = row.unsqueeze(0)
     for group, size in ((groups.tp_group, groups.tp_size), (groups.dp_group, groups.dp_size)):
         if group is not None:

@@ -1,8 +1,7 @@
-"""Going back to the last good checkpoint when skipping updates does not help.
+"""Rollback to the last good checkpoint when too many updates were skipped.
 
-Owns the choice of that checkpoint, what is given up with it, and ``rollback.json`` in the run
-folder, which makes a run that is killed afterwards go on from there as if it had not been. Refuses
-to decide when (``guard.py``).
+``rollback.json`` in the run folder records the data position after it, so that a run that is killed
+before its next checkpoint resumes from the same position.
 """
 
 from __future__ import annotations
@@ -34,20 +33,20 @@ FILE_NAME = "rollback.json"
 
 @dataclass(frozen=True, slots=True)
 class Rollback:
-    """The last time a run went back."""
+    """The last rollback of a run."""
 
     step: int
-    """Of the checkpoint."""
+    """Step of the checkpoint."""
     consumed_samples: int
-    """Where the data goes on: behind all that was used before."""
+    """Data position after the rollback: behind all samples used before."""
     trouble_step: int
-    """Where the run was."""
+    """Step at which the rollback started."""
     skipped: int
-    """Updates that were skipped just before."""
+    """Recently skipped updates."""
     rollbacks: int
-    """How often it has gone back, this time included."""
+    """Rollbacks since the start of the run, this one included."""
     vain_rollbacks: int
-    """The same since it last got beyond the trouble."""
+    """Consecutive rollbacks without progress, this one included."""
 
 
 def rollback(
@@ -58,63 +57,64 @@ def rollback(
     state: TrainState,
     guard: Guard,
 ) -> tuple[TrainState, GuardState, Rollback]:
-    """Set the engine back. Collective over all ranks.
+    """Load the last checkpoint before the skipped updates. Collective over all ranks.
 
     Args:
         config: the run.
         groups: the rank grid.
-        engine: gets the checkpoint's state.
-        specs: this rank's part of every parameter.
-        state: where the run is.
-        guard: its memory up to there.
+        engine: receives the checkpoint's state.
+        specs: this rank's shard of every parameter.
+        state: current position.
+        guard: the guard at that position.
 
     Returns:
-        Where the run goes on, with which memory, and what happened.
+        The new position, the new guard state, and the rollback.
 
     Raises:
-        NumericsError: there is no checkpoint from before the trouble.
+        NumericsError: there is no checkpoint from before the skipped updates.
     """
-    run_dir, trouble = config.train.run_dir, guard.state
+    run_dir, before = config.train.run_dir, guard.state
     reader = store.choose_intact(
         run_dir, groups, hashes=config.checkpoint.verify, up_to=guard.last_good_step
     )
     if reader is None:
         raise NumericsError(
-            f"step {state.step}: updates of steps {', '.join(map(str, trouble.skips))} were "
-            f"skipped and {run_dir} has no checkpoint from before to go back to; lower "
-            "optimizer.learning_rate, or checkpoint.save_every"
+            f"step {state.step}: updates of steps {', '.join(map(str, before.skips))} were "
+            f"skipped and {run_dir} has no earlier checkpoint to roll back to; lower "
+            "optimizer.learning_rate or checkpoint.save_every"
         )
     done = Rollback(
         step=reader.metadata.step,
         consumed_samples=state.consumed_samples,
         trouble_step=state.step,
-        skipped=len(trouble.skips),
-        rollbacks=trouble.rollbacks + 1,
-        vain_rollbacks=trouble.vain_rollbacks + 1,
+        skipped=len(before.skips),
+        rollbacks=before.rollbacks + 1,
+        vain_rollbacks=before.vain_rollbacks + 1,
     )
     with raise_on_all_ranks(groups):
         if groups.rank == 0:
-            # First what is given up: a kill in between leaves a run that meets the trouble again.
+            # Delete first: after a kill in between, the run repeats the skipped steps.
             delete_after(run_dir, done.step)
             write_atomically(Path(run_dir) / FILE_NAME, json.dumps(asdict(done)).encode())
     store.load(reader, engine, specs)
-    logger.warning("going back from step %d to %s; data since then is left out",
-                   state.step, reader.path)  # fmt: skip
+    logger.warning(
+        "rolling back from step %d to %s; the data in between is skipped", state.step, reader.path
+    )
     return TrainState(done.step, done.consumed_samples), _guard_after(reader, done), done
 
 
 def resumed_position(
     config: RunConfig, groups: ProcessGroups, reader: CheckpointReader
 ) -> tuple[TrainState, GuardState]:
-    """Where a checkpoint continues, a roll-back to it since then included. Collective.
+    """Return position and guard state of a checkpoint or of a later rollback to it. Collective.
 
     Raises:
         CheckpointError: ``rollback.json`` is damaged.
     """
     saved = reader.metadata
     with raise_on_all_ranks(groups):
-        known = _read(config.train.run_dir) if groups.rank == 0 else None
-    numbers = [0] * len(fields(Rollback)) if known is None else list(asdict(known).values())
+        recorded = _read(config.train.run_dir) if groups.rank == 0 else None
+    numbers = [0] * len(fields(Rollback)) if recorded is None else list(asdict(recorded).values())
     last = Rollback(*(broadcast_from_rank_zero(number, groups) for number in numbers))
     if last.step == saved.step and last.rollbacks > saved.guard.get("rollbacks", 0):
         return TrainState(saved.step, last.consumed_samples), _guard_after(reader, last)
@@ -140,5 +140,5 @@ def _read(run_dir: str | os.PathLike[str]) -> Rollback | None:
         return None
     except (ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"{path} is damaged ({error}); remove it to replay the data of the last roll-back"
+            f"{path} is damaged ({error}); remove it to repeat the data of the last rollback"
         ) from error

@@ -40,8 +40,8 @@ def test_order_and_signs_of_zeros_count() -> None:
     assert len(sums | {int(checksum(rows))}) == 4
 
 
-def of(name: str, over_batch: bool, over_layer: bool) -> Replica:
-    return Replica(name, ANY, over_batch, over_layer)
+def of(name: str, over_dp: bool, over_tp: bool) -> Replica:
+    return Replica(name, ANY, over_dp, over_tp)
 
 
 EVERYWHERE, SPLIT, ZERO3 = of("norm", True, True), of("up", True, False), of("bias", False, True)
