@@ -46,7 +46,7 @@ def validate(config: RunConfig) -> None:
         ConfigError: naming the first key that is wrong, its value and the remedy.
     """
     _check_ranges(config)
-    _check_model(config.model)
+    check_model(config.model)
     _check_lengths(config.model, config.data)
     _check_pairs(config.model, config.data)
     _check_objective(config.objective)
@@ -218,7 +218,12 @@ def _check_ranges(config: RunConfig) -> None:
                 raise ConfigError(f"{name}={value} is out of range; {remedy}")
 
 
-def _check_model(model: ModelConfig) -> None:
+def check_model(model: ModelConfig) -> None:
+    """Check the architecture on its own.
+
+    Raises:
+        ConfigError: its values contradict each other.
+    """
     if model.hidden_size % model.num_heads:
         raise ConfigError(
             f"model.num_heads={model.num_heads} does not divide model.hidden_size="

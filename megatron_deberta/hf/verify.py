@@ -22,7 +22,7 @@ from megatron_deberta.hf.loading import (
 )
 from megatron_deberta.hf.names import ModelType
 from megatron_deberta.hf.write_model import DTYPES
-from megatron_deberta.model import DebertaForPretraining, DebertaModel
+from megatron_deberta.model import DebertaForPretraining
 from megatron_deberta.tokenizer import Tokenizer
 
 FP32_TOLERANCE = 1e-4
@@ -168,7 +168,7 @@ def _pad(rows: list[Tensor], pad_id: int) -> _Inputs:
 @torch.no_grad()
 def _our_outputs(ours: DebertaForPretraining, inputs: _Inputs) -> tuple[Tensor, Tensor]:
     """Logits ``[B, N, V]`` and encoder states ``[B, N, D]``."""
-    states = DebertaModel.forward(ours, inputs.ids, inputs.mask, token_type_ids=inputs.types)
+    states = ours.encode(inputs.ids, inputs.mask, token_type_ids=inputs.types)
     return ours.logits(*inputs), states
 
 

@@ -1,19 +1,33 @@
-"""DeBERTa on one device: plain PyTorch that knows no rank and no process group.
+"""DeBERTa on one device, in plain PyTorch.
 
-Where tensor parallelism will later cut, the modules of ``seams.py`` mark the place; on one device
-they do nothing. Shape letters used throughout: B batch, N sequence length, R rows (tokens held by
-a tensor, all N or those the mask decoder picked), D hidden size, A attention heads, H head size,
-S position slots (2 * span), V vocabulary.
+The model contains no communication. `distributed.parallelize` replaces the modules of
+``tp_hooks.py`` for tensor parallelism.
+
+Shapes in all files: B batch, N sequence length, R rows of a hidden-state tensor (all N tokens, or
+those selected by the mask decoder), D hidden size, A attention heads, H head size, S slots of the
+position table (2 * span), V vocabulary.
 """
 
-from megatron_deberta.model.deberta import DebertaForPretraining, DebertaModel, RuntimeOptions
+from megatron_deberta.model.deberta import (
+    DebertaBackbone,
+    DebertaForMaskedLM,
+    DebertaForPretraining,
+    DebertaModel,
+    EncoderOutput,
+    MaskedLMOutput,
+    RuntimeOptions,
+)
 from megatron_deberta.model.dropout import DropoutSeeds
 from megatron_deberta.model.shapes import count_parameters, parameter_shapes
 
 __all__ = [
+    "DebertaBackbone",
+    "DebertaForMaskedLM",
     "DebertaForPretraining",
     "DebertaModel",
     "DropoutSeeds",
+    "EncoderOutput",
+    "MaskedLMOutput",
     "RuntimeOptions",
     "count_parameters",
     "parameter_shapes",

@@ -1,8 +1,11 @@
 """Multi-head disentangled self-attention with its output projection and LayerNorm.
 
-Source: He et al. 2021, arXiv:2006.03654, section 3.1, Eq. 2 to 4, through the operator of ``ops``.
-The number of local heads is read off the width of the projections, so a split layer needs nothing
-but narrower weights.
+Source: He et al. 2021, arXiv:2006.03654, section 3.1, Eq. 2 to 4; the operator is in ``ops``.
+The number of local heads follows from the width of the projections, so tensor parallelism needs
+only narrower weights.
+
+Shapes: B batch, N sequence length, R rows, D hidden size, A (local) heads, H head size, S slots of
+the position table.
 """
 
 from __future__ import annotations
@@ -21,34 +24,34 @@ from megatron_deberta.ops import RelativePositions, disentangled_attention
 
 @dataclass(frozen=True)
 class AttentionContext:
-    """What all attention layers of one forward pass share."""
+    """Inputs shared by all attention layers of one forward pass."""
 
     position_table: Tensor | None
-    """``[S, D]`` normalised relative-position table, or None without position terms."""
+    """``[S, D]`` normalised relative-position table; None: no position terms."""
     key_padding: Tensor | None
-    """bool ``[B, N]``, True = real token; None where every token is."""
+    """bool ``[B, N]``, True = token; None: no padding."""
     document_ids: Tensor | None
-    """int64 ``[B, N]`` if attention stays inside packed documents."""
+    """int64 ``[B, N]``; attention stays inside packed documents. None: no restriction."""
     seeds: DropoutSeeds | None
-    """Keys of dropout; None turns it off."""
+    """Dropout keys; None: no dropout."""
     backend: str | None
-    """Backend of the operator; None lets it choose."""
+    """Backend of the operator; None: chosen automatically."""
     recompute_cheap: bool
-    """Compute again in backward what takes no matrix product: dropout masks, activations."""
+    """Selective recomputation: dropout masks and activations, but no matrix products."""
 
 
 @dataclass(frozen=True)
 class KeyValue:
-    """What queries read: keys, values and projected positions."""
+    """Keys, values and projected positions."""
 
     key: Tensor
     """``[B, A, N, H]``."""
     value: Tensor
     """``[B, A, N, H]``."""
     position_key: Tensor | None
-    """``[A, S, H]``, or None without the c2p term."""
+    """``[A, S, H]``; None: no c2p term."""
     position_query: Tensor | None
-    """``[A, S, H]``, or None without the p2c term."""
+    """``[A, S, H]``; None: no p2c term."""
 
 
 class DisentangledSelfAttention(nn.Module):
@@ -56,7 +59,7 @@ class DisentangledSelfAttention(nn.Module):
 
     Args:
         config: the architecture.
-        index: number of the layer, from 0; it keys dropout.
+        index: index of the layer; part of the dropout sites' names.
     """
 
     def __init__(self, config: ModelConfig, index: int) -> None:
@@ -69,7 +72,7 @@ class DisentangledSelfAttention(nn.Module):
         self.positions = RelativePositions(config.max_relative_positions, config.position_buckets)
         self.attention_dropout = config.attention_dropout
         self.first_head = 0
-        """Global number of the first local head; ``sharding`` sets it on split layers."""
+        """Global index of the first local head; set by ``distributed.parallelize``."""
         separate = not config.share_position_projections
         self.input = BlockInput()
         self.query = nn.Linear(width, width)
@@ -93,70 +96,73 @@ class DisentangledSelfAttention(nn.Module):
         hidden: Tensor,
         layout: TokenLayout,
         context: AttentionContext,
-        memory: KeyValue | None = None,
+        key_value: KeyValue | None = None,
     ) -> Tensor:
-        """Attend, project, drop, add the residual and normalise.
+        """Compute LayerNorm(hidden + dropout(output projection of the attention)).
 
         Args:
-            hidden: ``[B, R, D]`` residual stream, also the residual.
-            layout: which rows those are; picked rows ask from their own positions.
-            context: what all layers share.
-            memory: what to read; None reads ``hidden`` itself (self-attention).
+            hidden: ``[B, R, D]``.
+            layout: tokens of ``hidden``; selected rows attend from their own positions.
+            context: inputs shared by all layers.
+            key_value: keys and values; None: computed from ``hidden`` (self-attention).
 
         Returns:
             ``[B, R, D]``.
         """
-        inner = self.input(hidden, layout)
-        if memory is None:
-            query, key, value = project_together(inner, (self.query, self.key, self.value))
-            memory = self._memory(key, value, context)
+        block_input = self.input(hidden, layout)
+        if key_value is None:
+            query, key, value = project_together(block_input, (self.query, self.key, self.value))
+            key_value = self._key_value(key, value, context)
         else:
-            query = self.query(inner)
-        queries_at = None if layout.sequence else layout.positions
-        attended = self._core(self._split_heads(query), memory, queries_at, context)
-        merged = attended.transpose(1, 2).flatten(2)
-        out = self.output(merged, layout)
-        normalised: Tensor = self.norm(
-            self.dropout.before_norm(out, layout.positions, context.seeds, residual=hidden), layout
-        )
+            query = self.query(block_input)
+        query_positions = None if layout.sequence else layout.positions
+        attended_BANH = self._attend(self._split_heads(query), key_value, query_positions, context)
+        out = self.output(attended_BANH.transpose(1, 2).flatten(2), layout)
+        pre_norm = self.dropout.before_norm(out, layout.positions, context.seeds, residual=hidden)
+        normalised: Tensor = self.norm(pre_norm, layout)
         return normalised
 
-    def project_key_value(self, inner: Tensor, context: AttentionContext) -> KeyValue:
-        """Project keys, values and positions from ``[B, N, D]`` (after the block input)."""
-        key, value = project_together(inner, (self.key, self.value))
-        return self._memory(key, value, context)
+    def project_key_value(self, block_input: Tensor, context: AttentionContext) -> KeyValue:
+        """Project keys, values and positions from ``[B, N, D]`` (after `BlockInput`)."""
+        key, value = project_together(block_input, (self.key, self.value))
+        return self._key_value(key, value, context)
 
-    def _memory(self, key: Tensor, value: Tensor, context: AttentionContext) -> KeyValue:
-        heads = (self._split_heads(key), self._split_heads(value))
-        return KeyValue(*heads, *self._project_positions(context))
+    def _key_value(self, key: Tensor, value: Tensor, context: AttentionContext) -> KeyValue:
+        return KeyValue(
+            self._split_heads(key), self._split_heads(value), *self._project_positions(context)
+        )
 
     def _project_positions(self, context: AttentionContext) -> tuple[Tensor | None, Tensor | None]:
         table = context.position_table
         if table is None:
             return None, None
-        # One mask a layer and step, which the passes of the mask decoder share, too.
+        # One mask per layer and step, shared by the passes of the mask decoder.
         slots = torch.arange(table.size(0), device=table.device)
         table = self.table_dropout(table, slots, context.seeds)
-        of_keys = self.key if self.position_key is None else self.position_key
-        of_queries = self.query if self.position_query is None else self.position_query
-        wanted = [layer for layer, on in ((of_keys, self.c2p), (of_queries, self.p2c)) if on]
-        projected = project_together(table, wanted)
+        key_projection = self.key if self.position_key is None else self.position_key
+        query_projection = self.query if self.position_query is None else self.position_query
+        projections = ((key_projection, self.c2p), (query_projection, self.p2c))
+        projected = project_together(table, [layer for layer, enabled in projections if enabled])
         heads = [self._split_heads(one.unsqueeze(0))[0] for one in projected]
         return heads[0] if self.c2p else None, heads[-1] if self.p2c else None
 
-    def _core(
-        self, query: Tensor, memory: KeyValue, queries_at: Tensor | None, context: AttentionContext
+    def _attend(
+        self,
+        query: Tensor,
+        key_value: KeyValue,
+        query_positions: Tensor | None,
+        context: AttentionContext,
     ) -> Tensor:
         seeds = context.seeds
         dropout_p = self.attention_dropout if seeds is not None else 0.0
         return disentangled_attention(
             query,
-            memory.key,
-            memory.value,
-            memory.position_key,
-            memory.position_query,
+            key_value.key,
+            key_value.value,
+            key_value.position_key,
+            key_value.position_query,
             self.positions,
-            q_positions=queries_at,
+            q_positions=query_positions,
             key_padding=context.key_padding,
             document_ids=context.document_ids,
             dropout_p=dropout_p,

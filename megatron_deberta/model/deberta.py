@@ -1,70 +1,96 @@
-"""Assembly: the encoder that users fine-tune, and the model that is pretrained."""
+"""DeBERTa models: the encoder, the pretraining model, and masked-language modelling.
+
+Shapes: B batch, N sequence length, M selected positions, D hidden size, V vocabulary.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from megatron_deberta.config.rules import check_model
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.model.attention import AttentionContext
 from megatron_deberta.model.dropout import Dropout, DropoutExecution, DropoutSeeds
 from megatron_deberta.model.embeddings import Embeddings
 from megatron_deberta.model.encoder import Encoder
 from megatron_deberta.model.heads import MaskedLanguageModelHead, NextSentenceHead
-from megatron_deberta.model.mask_decoder import EnhancedMaskDecoder, pick_rows
+from megatron_deberta.model.mask_decoder import EnhancedMaskDecoder, gather_tokens
 from megatron_deberta.model.tp_hooks import SequenceExit, TokenLayout
+from megatron_deberta.model.weight_init import draw_seed, fill_initial
 
 
 @dataclass(frozen=True)
 class RuntimeOptions:
-    """How the model runs; changes speed and memory, never results."""
+    """Execution options, which affect speed and memory but not results."""
 
     recompute: Literal["none", "selective", "full"] = "none"
+    """Activation recomputation."""
     attention_backend: str | None = None
-    """None lets the operator choose."""
+    """Backend of the attention operator; None: chosen automatically."""
     fuse: bool = False
-    """Compile dropout and what surrounds it; see `DropoutExecution`."""
+    """Compile element-wise operations; see `DropoutExecution`."""
 
 
-class DebertaModel(nn.Module):
-    """The DeBERTa encoder.
+class EncoderOutput(NamedTuple):
+    """Output of `DebertaModel`."""
 
-    Source: He et al. 2021, arXiv:2006.03654, section 3, with the release's choices where the two
-    differ (docs/model.md).
+    last_hidden_state: Tensor
+    """``[B, N, D]``."""
+
+
+class MaskedLMOutput(NamedTuple):
+    """Output of `DebertaForMaskedLM`."""
+
+    loss: Tensor | None
+    """fp32 scalar, mean cross-entropy in nats over labels other than -100; None: no labels."""
+    logits: Tensor
+    """``[B, N, V]``."""
+
+
+class DebertaBackbone(nn.Module):
+    """Embeddings and encoder, without a ``forward``; base class of the models.
+
+    Source: He et al. 2021, arXiv:2006.03654, section 3, with the released code's choices where
+    the two differ (docs/model.md).
+
+    Raises:
+        ConfigError: the values of ``config`` contradict each other.
     """
 
-    def __init__(self, config: ModelConfig, execution: RuntimeOptions | None = None) -> None:
+    def __init__(self, config: ModelConfig, options: RuntimeOptions | None = None) -> None:
         super().__init__()
+        check_model(config)
         self.config = config
-        self.execution = execution or RuntimeOptions()
+        self.options = options or RuntimeOptions()
         self.embeddings = Embeddings(config)
-        self.encoder = Encoder(config, recompute_layers=self.execution.recompute == "full")
+        self.encoder = Encoder(config, recompute_layers=self.options.recompute == "full")
         self.exit = SequenceExit()
-        how = DropoutExecution(self.execution.recompute != "selective", self.execution.fuse)
+        execution = DropoutExecution(self.options.recompute != "selective", self.options.fuse)
         for module in self.modules():
             if isinstance(module, Dropout):
-                module.how = how
+                module.execution = execution
 
-    def context(
-        self,
-        attention_mask: Tensor,
-        document_ids: Tensor | None,
-        seeds: DropoutSeeds | None,
-    ) -> AttentionContext:
-        """What all attention layers of this forward pass share."""
-        return AttentionContext(
-            position_table=self.encoder.position_table(),
-            key_padding=attention_mask,
-            document_ids=document_ids,
-            seeds=seeds,
-            backend=self.execution.attention_backend,
-            recompute_cheap=self.execution.recompute == "selective" and self.training,
-        )
+    @torch.no_grad()
+    def init_weights(self, seed: int | None = None) -> None:
+        """Initialise every parameter as a function of (seed, canonical name, element index).
 
-    def forward(
+        Parameters on the ``meta`` device are skipped.
+
+        Args:
+            seed: None: drawn from torch's default generator (``torch.manual_seed``).
+        """
+        parameters = {n: p for n, p in self.named_parameters() if not p.is_meta}
+        if parameters and seed is None:
+            seed = draw_seed()
+        for name, parameter in parameters.items():
+            fill_initial(parameter, name, tuple(parameter.shape), self.config, seed or 0)
+
+    def encode(
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
@@ -73,36 +99,113 @@ class DebertaModel(nn.Module):
         seeds: DropoutSeeds | None = None,
         token_type_ids: Tensor | None = None,
     ) -> Tensor:
-        """Encode; what downstream tasks read.
+        """Run all layers.
 
         Args:
             input_ids: int64 ``[B, N]``.
-            attention_mask: bool ``[B, N]``, True = real token; None: all are.
+            attention_mask: bool (or 0 and 1) ``[B, N]``, True = token; None: no padding.
             position_ids: int64 ``[B, N]`` absolute positions; None: 0 to N-1.
             document_ids: int64 ``[B, N]``, non-decreasing; attention, convolution and positions
-                stay inside a document. None: a row is one sequence.
-            seeds: keys of dropout; None turns it off.
-            token_type_ids: int64 ``[B, N]`` segment of a pair; None: all of the first.
+                stay inside a document. None: each row is one sequence.
+            seeds: dropout keys; None: no dropout.
+            token_type_ids: int64 ``[B, N]`` segments of a pair; None: all 0.
 
         Returns:
-            ``[B, N, D]`` hidden states of the last layer, whole on every rank.
+            ``[B, N, D]`` hidden states of the last layer, replicated on all ranks.
         """
-        mask = _all_real(input_ids) if attention_mask is None else attention_mask
-        layout = TokenLayout.of_sequence(mask, position_ids, token_type_ids)
-        context = self.context(mask, document_ids, seeds)
-        embedded, held = self.embeddings(input_ids, layout, seeds)
-        out: Tensor = self.exit(self.encoder(embedded, held, context, self.config.num_layers))
-        return out
+        layout = TokenLayout.of_sequence(
+            _token_mask(input_ids, attention_mask), position_ids, token_type_ids
+        )
+        context = self._attention_context(layout.real, document_ids, seeds)
+        return self._run_layers(input_ids, layout, context, self.config.num_layers)
+
+    def _run_layers(
+        self, input_ids: Tensor, layout: TokenLayout, context: AttentionContext, num_layers: int
+    ) -> Tensor:
+        embedded, local_layout = self.embeddings(input_ids, layout, context.seeds)
+        hidden: Tensor = self.exit(self.encoder(embedded, local_layout, context, num_layers))
+        return hidden
+
+    def _attention_context(
+        self, mask: Tensor, document_ids: Tensor | None, seeds: DropoutSeeds | None
+    ) -> AttentionContext:
+        return AttentionContext(
+            position_table=self.encoder.position_table(),
+            key_padding=mask,
+            document_ids=document_ids,
+            seeds=seeds,
+            backend=self.options.attention_backend,
+            recompute_cheap=self.options.recompute == "selective" and self.training,
+        )
+
+    def _default_seeds(self, input_ids: Tensor) -> DropoutSeeds | None:
+        """Dropout keys of a forward pass without explicit ones; None in evaluation mode."""
+        return DropoutSeeds.draw(input_ids.size(0), input_ids.device) if self.training else None
 
 
-class DebertaForPretraining(DebertaModel):
-    """Encoder, enhanced mask decoder, vocabulary head and, for pairs, next-sentence head."""
+class DebertaModel(DebertaBackbone):
+    """The DeBERTa encoder with initialised weights.
 
-    def __init__(self, config: ModelConfig, execution: RuntimeOptions | None = None) -> None:
-        super().__init__(config, execution)
+    Args:
+        config: the architecture.
+        options: how it runs.
+        seed: of the initial weights; None: drawn from torch's default generator.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        options: RuntimeOptions | None = None,
+        *,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__(config, options)
+        self.init_weights(seed)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        seeds: DropoutSeeds | None = None,
+    ) -> EncoderOutput:
+        """Encode; arguments as in `encode`.
+
+        In training mode without ``seeds``, the dropout key is drawn from torch's default
+        generator, once per call.
+        """
+        seeds = seeds or self._default_seeds(input_ids)
+        return EncoderOutput(
+            self.encode(
+                input_ids, attention_mask, position_ids, document_ids, seeds, token_type_ids
+            )
+        )
+
+
+class DebertaForPretraining(DebertaBackbone):
+    """Encoder, enhanced mask decoder, vocabulary head and, for pairs, next-sentence head.
+
+    Args:
+        config: the architecture.
+        options: how it runs.
+        seed: of the initial weights; None: drawn from torch's default generator.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        options: RuntimeOptions | None = None,
+        *,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__(config, options)
         self.mask_decoder = EnhancedMaskDecoder(config) if config.mask_decoder_passes else None
         self.head = MaskedLanguageModelHead(config)
         self.next_sentence = NextSentenceHead(config) if config.next_sentence_head else None
+        self.init_weights(seed)
 
     def decode(
         self,
@@ -114,36 +217,34 @@ class DebertaForPretraining(DebertaModel):
         seeds: DropoutSeeds | None = None,
         token_type_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """States that the vocabulary head reads, at picked positions only.
+        """Compute the hidden states that the vocabulary head reads, at selected positions.
 
-        With the mask decoder the ordinary output of the last layer reaches no loss but the
-        next-sentence head's, so that layer runs only inside the decoder (docs/model.md).
+        With the mask decoder, the last layer's ordinary output is used by the next-sentence head
+        only, so the last layer runs inside the decoder only (docs/model.md).
 
         Args:
             input_ids: int64 ``[B, N]``.
-            attention_mask: bool ``[B, N]``, True = real token.
-            masked_positions: int64 ``[B, M]`` row positions, -1 = padding.
-            position_ids: as in `DebertaModel.forward`.
-            document_ids: as in `DebertaModel.forward`.
-            seeds: keys of dropout; None turns it off.
-            token_type_ids: as in `DebertaModel.forward`.
+            attention_mask: bool ``[B, N]``, True = token.
+            masked_positions: int64 ``[B, M]`` positions in the row, -1 = padding.
+            position_ids: as in `encode`.
+            document_ids: as in `encode`.
+            seeds: dropout keys; None: no dropout.
+            token_type_ids: as in `encode`.
 
         Returns:
-            ``[B, M, D]`` decoded states, and ``[B, 2]`` logits of the next-sentence head, None
-            without one.
+            ``[B, M, D]`` decoded states, and the next-sentence head's logits ``[B, 2]`` or None.
         """
         layout = TokenLayout.of_sequence(attention_mask, position_ids, token_type_ids)
-        context = self.context(attention_mask, document_ids, seeds)
-        embedded, held = self.embeddings(input_ids, layout, seeds)
+        context = self._attention_context(attention_mask, document_ids, seeds)
         num_layers = self.config.num_layers - (1 if self.mask_decoder is not None else 0)
-        hidden = self.exit(self.encoder(embedded, held, context, num_layers))
+        hidden = self._run_layers(input_ids, layout, context, num_layers)
         first: Tensor | None
         if self.mask_decoder is None:
-            decoded, first = pick_rows(hidden, masked_positions), hidden[:, 0]
+            decoded, first = gather_tokens(hidden, masked_positions), hidden[:, 0]
         else:
             decoded, first = self.mask_decoder(
                 hidden,
-                layout.whole(),
+                layout.replicated(),
                 masked_positions,
                 self.encoder.layers[-1],
                 context,
@@ -161,10 +262,10 @@ class DebertaForPretraining(DebertaModel):
         seeds: DropoutSeeds | None = None,
         token_type_ids: Tensor | None = None,
     ) -> Tensor:
-        """Logits at picked positions only; arguments as of `decode`.
+        """Compute logits at selected positions; arguments as in `decode`.
 
         Returns:
-            ``[B, M, V]`` logits (the local part of V where the vocabulary is split).
+            ``[B, M, V]`` logits (the local part of V under tensor parallelism).
         """
         decoded, _ = self.decode(
             input_ids,
@@ -183,12 +284,18 @@ class DebertaForPretraining(DebertaModel):
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
+        *,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        seeds: DropoutSeeds | None = None,
     ) -> Tensor:
-        """Logits ``[B, N, V]`` at every position, without dropout: what fill-mask reads."""
-        mask = _all_real(input_ids) if attention_mask is None else attention_mask
-        everywhere = torch.arange(input_ids.size(1), device=input_ids.device)
-        everywhere = everywhere.expand(input_ids.shape)
-        return self.masked_logits(input_ids, mask, everywhere, token_type_ids=token_type_ids)
+        """Compute logits ``[B, N, V]`` at every position; arguments as in `encode`."""
+        mask = _token_mask(input_ids, attention_mask)
+        positions = torch.arange(input_ids.size(1), device=input_ids.device)
+        positions = positions.expand(input_ids.shape)
+        return self.masked_logits(
+            input_ids, mask, positions, position_ids, document_ids, seeds, token_type_ids
+        )
 
     def next_sentence_logits(
         self,
@@ -196,14 +303,57 @@ class DebertaForPretraining(DebertaModel):
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
     ) -> Tensor:
-        """Logits ``[B, 2]`` of the next-sentence head, without dropout."""
+        """Compute the next-sentence head's logits ``[B, 2]``, without dropout."""
         assert self.next_sentence is not None
-        states = DebertaModel.forward(
-            self, input_ids, attention_mask, token_type_ids=token_type_ids
-        )
+        states = self.encode(input_ids, attention_mask, token_type_ids=token_type_ids)
         out: Tensor = self.next_sentence(states[:, 0])
         return out
 
 
-def _all_real(input_ids: Tensor) -> Tensor:
-    return torch.ones_like(input_ids, dtype=torch.bool)
+class DebertaForMaskedLM(DebertaForPretraining):
+    """The pretraining model with the calling conventions of transformers' masked LM classes."""
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        *,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        seeds: DropoutSeeds | None = None,
+    ) -> MaskedLMOutput:
+        """Predict the token at every position through the mask decoder.
+
+        In training mode without ``seeds``, the dropout key is drawn from torch's default
+        generator, once per call. For large vocabularies, `masked_logits` at the masked positions
+        only is cheaper.
+
+        Args:
+            input_ids: int64 ``[B, N]``.
+            attention_mask: bool (or 0 and 1) ``[B, N]``, True = token; None: no padding.
+            labels: int64 ``[B, N]``, -100 = not scored.
+            position_ids: as in `encode`.
+            document_ids: as in `encode`.
+            token_type_ids: as in `encode`.
+            seeds: dropout keys.
+        """
+        logits = self.logits(
+            input_ids,
+            attention_mask,
+            token_type_ids,
+            position_ids=position_ids,
+            document_ids=document_ids,
+            seeds=seeds or self._default_seeds(input_ids),
+        )
+        if labels is None:
+            return MaskedLMOutput(None, logits)
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100)
+        return MaskedLMOutput(loss, logits)
+
+
+def _token_mask(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    if attention_mask is None:
+        return torch.ones_like(input_ids, dtype=torch.bool)
+    return attention_mask.bool()

@@ -1,8 +1,7 @@
-"""Dropout whose bits are a function of place, never of a generator.
+"""Counter-based dropout.
 
-Owns how a dropout site of the model is turned into the seed of ``ops.dropout_bits``. Since the
-bits depend on run seed, step, site, global sample, position and feature only, no layout, no
-recomputation and no resume changes them.
+The random bits are a function of run seed, step, dropout site, global sample, position and feature
+(``ops.dropout_bits``), so they do not depend on the parallel layout, recomputation or resumption.
 """
 
 from __future__ import annotations
@@ -16,12 +15,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron_deberta.model.fused import PendingResidual, compiled
+from megatron_deberta.model.weight_init import draw_seed
 from megatron_deberta.ops.dropout_bits import keep_mask, keep_scale, mix_seed
 
 
 @dataclass(frozen=True)
 class DropoutSeeds:
-    """What all dropout of one forward pass is keyed on; None in its place means no dropout."""
+    """Dropout keys of one forward pass."""
 
     run_seed: int
     step: int
@@ -30,21 +30,29 @@ class DropoutSeeds:
     decoder_pass: int = 0
     """0 in the encoder; 1, 2, ... in the passes of the mask decoder."""
 
+    @staticmethod
+    def draw(batch_size: int, device: torch.device) -> DropoutSeeds:
+        """Draw the key of one forward pass from torch's default generator.
+
+        It is drawn before the layers run, so that activation recomputation sees the same bits.
+        """
+        return DropoutSeeds(draw_seed(), 0, torch.arange(batch_size, device=device))
+
     def at_pass(self, decoder_pass: int) -> DropoutSeeds:
-        """The seeds of a pass of the mask decoder, counted from 1."""
+        """Return the keys of a pass of the mask decoder, counted from 1."""
         return replace(self, decoder_pass=decoder_pass)
 
     def per_row(self, site: int) -> Tensor:
-        """int64 ``[B]`` seeds of a dropout site, one a row of the batch."""
+        """Return the seeds of a dropout site, int64 ``[B]``, one per row of the batch."""
         return mix_seed(self.run_seed, self.step, site, self.decoder_pass, self.samples)
 
     def shared(self, site: int) -> Tensor:
-        """int64 ``[1]`` seed of a site that has no sample (the position table)."""
+        """Return the seed of a site without samples (the position table), int64 ``[1]``."""
         return mix_seed(self.run_seed, self.step, site, self.samples.new_zeros(1))
 
 
 def site_id(name: str) -> int:
-    """A stable 32-bit number for a dropout site's canonical name."""
+    """Return the 32-bit id of a dropout site, a hash of its canonical name."""
     return zlib.crc32(name.encode())
 
 
@@ -52,15 +60,15 @@ class Dropout(nn.Module):
     """Dropout of hidden states ``[B, R, D]``, or of one table ``[S, D]``.
 
     Args:
-        probability: share of elements set to zero, in steps of 1/256 (``ops.dropout_bits``).
-        site: canonical name of the place, e.g. ``encoder.layers.3.ffn``.
+        probability: fraction of elements set to zero, in steps of 1/256 (``ops.dropout_bits``).
+        site: canonical name of the site, e.g. ``encoder.layers.3.ffn``.
     """
 
     def __init__(self, probability: float, site: str) -> None:
         super().__init__()
         self.probability = probability
         self.site = site_id(site)
-        self.how = DropoutExecution()
+        self.execution = DropoutExecution()
         """Set by the model."""
 
     def forward(
@@ -70,32 +78,32 @@ class Dropout(nn.Module):
         seeds: DropoutSeeds | None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """Drop and rescale, then add ``residual`` if there is one.
+        """Apply dropout, then add ``residual`` if given.
 
         Args:
             hidden: ``[B, R, D]`` or a table ``[S, D]``.
-            positions: ``[B, R]`` (``[S]`` for a table), key the bits.
-            seeds: keys of dropout; None turns it off.
-            residual: like ``hidden``.
+            positions: ``[B, R]`` (``[S]`` for a table); part of the key.
+            seeds: dropout keys; None: no dropout.
+            residual: same shape as ``hidden``.
         """
         if seeds is None or self.probability == 0.0:
             return hidden if residual is None else residual + hidden
         seed = seeds.per_row(self.site) if hidden.dim() == 3 else seeds.shared(self.site)
-        out = _Drop.apply(hidden, residual, seed, positions, self.probability, self.how)
+        out = _Drop.apply(hidden, residual, seed, positions, self.probability, self.execution)
         return cast(Tensor, out)
 
     def before_norm(
         self, hidden: Tensor, positions: Tensor, seeds: DropoutSeeds | None, residual: Tensor
     ) -> Tensor | PendingResidual:
-        """What a `LayerNorm` is to normalise: the sum, or, where fused, what it is made of.
+        """Return the input of the following `LayerNorm`, with the addition deferred if fused.
 
         Args:
             hidden: ``[B, R, D]``.
-            positions: ``[B, R]``, key the bits.
-            seeds: keys of dropout; None turns it off.
-            residual: like ``hidden``.
+            positions: ``[B, R]``; part of the key.
+            seeds: dropout keys; None: no dropout.
+            residual: same shape as ``hidden``.
         """
-        if not self.how.fuse or seeds is None or self.probability == 0.0:
+        if not self.execution.fuse or seeds is None or self.probability == 0.0:
             out: Tensor = self(hidden, positions, seeds, residual)
             return out
         seed = seeds.per_row(self.site)
@@ -104,12 +112,12 @@ class Dropout(nn.Module):
 
 @dataclass(frozen=True)
 class DropoutExecution:
-    """How dropout runs; which elements it drops is always the same."""
+    """How dropout is computed; the dropped elements are always the same."""
 
     keep_masks: bool = True
-    """Keep each mask for backward (a byte an element), or make it again there."""
+    """Save each mask for backward (one byte per element) instead of recomputing it."""
     fuse: bool = False
-    """Compile what is element by element into few kernels, which make masks again for free."""
+    """Compile element-wise operations with torch.compile; masks are recomputed in backward."""
 
 
 class _Drop(torch.autograd.Function):
@@ -123,25 +131,25 @@ class _Drop(torch.autograd.Function):
         seed: Tensor,
         positions: Tensor,
         probability: float,
-        how: DropoutExecution,
+        execution: DropoutExecution,
     ) -> Tensor:
-        ctx.probability, ctx.how = probability, how
+        ctx.probability, ctx.execution = probability, execution
         ctx.has_residual = residual is not None
-        if how.fuse:
+        if execution.fuse:
             ctx.save_for_backward(seed, positions)
             dropped = compiled(_hash_and_apply)
             return cast(Tensor, dropped(x, residual, seed, positions, probability))
         keep = keep_mask(seed, positions, x.size(-1), probability).view(x.shape)
-        ctx.save_for_backward(*((keep,) if how.keep_masks else (seed, positions)))
+        ctx.save_for_backward(*((keep,) if execution.keep_masks else (seed, positions)))
         return _apply(x, residual, keep, probability)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.how.fuse:
+        if ctx.execution.fuse:
             d_x = compiled(_hash_and_apply)(grad, None, *ctx.saved_tensors, ctx.probability)
         else:
-            if ctx.how.keep_masks:
+            if ctx.execution.keep_masks:
                 (keep,) = ctx.saved_tensors
             else:
                 seed, positions = ctx.saved_tensors

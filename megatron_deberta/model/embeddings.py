@@ -1,4 +1,4 @@
-"""Token embeddings, absolute positions at the input, and the relative-position table."""
+"""Token, absolute-position and token-type embeddings, and the relative-position table."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from megatron_deberta.model.tp_hooks import (
 
 
 class Embeddings(nn.Module):
-    """Tokens (and absolute positions and token types, where there are) -> first hidden states.
+    """Sum of the embeddings, then LayerNorm, padding mask and dropout.
 
-    Source: He et al. 2021, arXiv:2006.03654, section 3.2; the release's order of LayerNorm,
-    padding mask and dropout.
+    Source: He et al. 2021, arXiv:2006.03654, section 3.2; order as in the released code.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -44,28 +43,27 @@ class Embeddings(nn.Module):
     def forward(
         self, input_ids: Tensor, layout: TokenLayout, seeds: DropoutSeeds | None
     ) -> tuple[Tensor, TokenLayout]:
-        """Return hidden states ``[B, R, D]`` and the rows they are.
+        """Return hidden states ``[B, R, D]`` and the layout of their (local) rows.
 
         Args:
             input_ids: int64 ``[B, N]``.
-            layout: all N rows of the batch.
-            seeds: keys of dropout; None turns it off.
+            layout: all N tokens of the batch.
+            seeds: dropout keys; None: no dropout.
         """
-        held = self.entry(layout)
+        local_layout = self.entry(layout)
         hidden = self.token(input_ids)
         if self.position is not None:
-            hidden = hidden + self.position(held)
+            hidden = hidden + self.position(local_layout)
         if self.token_type is not None:
-            hidden = hidden + self.token_type(held)
-        hidden = self.norm(hidden, held) * held.real.unsqueeze(-1)
-        return self.dropout(hidden, held.positions, seeds), held
+            hidden = hidden + self.token_type(local_layout)
+        hidden = self.norm(hidden, local_layout) * local_layout.real.unsqueeze(-1)
+        return self.dropout(hidden, local_layout.positions, seeds), local_layout
 
 
 class RelativePositionTable(nn.Module):
-    """The table of relative-position vectors that all layers share.
+    """Relative-position embeddings, shared by all layers.
 
-    Source: He et al. 2021, arXiv:2006.03654, section 3.1 (P, shared by all layers); the LayerNorm
-    on it came with the release's v2.
+    Source: He et al. 2021, arXiv:2006.03654, section 3.1 (P); LayerNorm as in the released v2.
     """
 
     def __init__(self, config: ModelConfig, num_slots: int) -> None:
@@ -79,6 +77,6 @@ class RelativePositionTable(nn.Module):
         self.shared = SharedInput()
 
     def forward(self) -> Tensor:
-        """Return the normalised table ``[S, D]``, ready to be projected in every layer."""
+        """Return the normalised table ``[S, D]``."""
         table: Tensor = self.shared(self.norm(self.weight))
         return table

@@ -1,4 +1,4 @@
-"""The stack of layers, the shared position table, and recomputation."""
+"""Transformer encoder: layers, shared relative-position table, activation recomputation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_deberta.ops import RelativePositions
 
 
 class Encoder(nn.Module):
-    """All transformer layers."""
+    """Transformer layers with their relative-position table and convolution."""
 
     def __init__(self, config: ModelConfig, recompute_layers: bool) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Encoder(nn.Module):
         self.conv = ConvolutionBranch(config) if config.conv_kernel_size > 0 else None
 
     def position_table(self) -> Tensor | None:
-        """The relative-position table ``[S, D]`` as every layer reads it, or None."""
+        """Return the normalised relative-position table ``[S, D]``, or None."""
         if self.relative_positions is None:
             return None
         table: Tensor = self.relative_positions()

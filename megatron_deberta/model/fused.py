@@ -1,9 +1,7 @@
-"""The element-wise ends of a block, compiled into few kernels: what ``parallel.fuse`` turns on.
+"""Fused dropout + residual + LayerNorm and bias + GELU (``parallel.fuse``).
 
-Owns two pairs of small pure functions (forward, backward) and their compilation by torch.compile,
-with static shapes. The readable twins are `Dropout`, `F.layer_norm` and `F.gelu`, which run
-otherwise; tests compare outputs and gradients. Nothing here has parameters or names of its own, so
-checkpoints and layouts know nothing of it.
+Compiled with torch.compile for static shapes. The unfused equivalents are `Dropout`,
+`F.layer_norm` and `F.gelu`.
 """
 
 from __future__ import annotations
@@ -22,45 +20,33 @@ from megatron_deberta.ops.dropout_bits import keep_mask, keep_scale
 
 
 class PendingResidual(NamedTuple):
-    """residual + dropout(x), not computed yet: LayerNorm does it on the way."""
+    """Operands of residual + dropout(x), which the fused LayerNorm computes."""
 
     x: Tensor
     """``[B, R, D]``."""
     residual: Tensor
     """``[B, R, D]``."""
     seed: Tensor
-    """int64 ``[B]``, keys the bits together with the positions."""
+    """int64 ``[B]`` dropout seeds."""
     positions: Tensor
-    """``[B, R]``."""
+    """``[B, R]``, part of the dropout key."""
     probability: float
 
 
 def layer_norm(value: Tensor | PendingResidual, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """LayerNorm over the last dimension, of a tensor or of what is still to be added up.
-
-    Args:
-        value: ``[..., D]``.
-        weight: ``[D]``.
-        bias: ``[D]``.
-        eps: added to the variance.
-    """
+    """Apply LayerNorm over the last dimension to a tensor or to a deferred sum."""
     if isinstance(value, PendingResidual):
         return cast(Tensor, _DropAddNorm.apply(*value, weight, bias, eps))
     return F.layer_norm(value, weight.shape, weight, bias, eps)
 
 
 def bias_gelu(product: Tensor, bias: Tensor) -> Tensor:
-    """Erf GELU of ``product + bias``; the bias' gradient comes out of the same pass backwards.
-
-    Args:
-        product: ``[..., F]``, of a projection without its bias.
-        bias: ``[F]``.
-    """
+    """Apply erf GELU to ``product + bias``; backward computes both gradients in one pass."""
     return cast(Tensor, _BiasGelu.apply(product, bias))
 
 
 class _DropAddNorm(torch.autograd.Function):
-    """y = LayerNorm(residual + scale * mask * x); keeps the sum, makes the mask again."""
+    """y = LayerNorm(residual + scale * mask * x); saves the sum and recomputes the mask."""
 
     @staticmethod
     def forward(
@@ -106,12 +92,12 @@ class _BiasGelu(torch.autograd.Function):
 
 @cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiled once a process, at first use; importing the compiler takes seconds."""
+    """Return ``function`` compiled by torch.compile, at first use only (importing it is slow)."""
     return torch.compile(function, dynamic=False)
 
 
 def _accurate(x: Tensor) -> Tensor:
-    """In fp32 at least, as torch's own LayerNorm and GELU compute."""
+    """Convert to at least fp32, as torch's LayerNorm and GELU do."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -125,7 +111,7 @@ def drop_add_norm(
     bias: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Normalised rows, the sum they come from, its mean and one over its standard deviation."""
+    """Return the normalised rows, their input, its mean and reciprocal standard deviation."""
     keep = keep_mask(seed, positions, x.size(-1), probability).view(x.shape)
     total = residual + x.masked_fill(~keep, 0.0) * keep_scale(probability)
     wide = _accurate(total)
@@ -145,7 +131,7 @@ def drop_add_norm_backward(
     weight: Tensor,
     probability: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, residual, weight and bias."""
+    """Return the gradients of x, residual, weight and bias."""
     wide = _accurate(grad)
     normalised = (_accurate(total) - mean) * rstd
     scaled = wide * weight

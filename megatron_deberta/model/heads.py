@@ -1,4 +1,4 @@
-"""The masked-language-model head over tied embeddings, and the head for pairs of segments."""
+"""Masked-language-model head with tied embeddings, and next-sentence head."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_deberta.model.tp_hooks import SharedInput
 
 
 class MaskedLanguageModelHead(nn.Module):
-    """Dense, GELU, LayerNorm, then the (tied) vocabulary projection with a bias of its own."""
+    """Dense, GELU, LayerNorm, then the tied vocabulary projection with its own bias."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -29,16 +29,16 @@ class MaskedLanguageModelHead(nn.Module):
         loss: nn.Module | None = None,
         labels: Tensor | None = None,
     ) -> Any:
-        """Score the vocabulary, or leave that to a loss that need not hold all scores.
+        """Compute logits, or a loss that projects to the vocabulary itself.
 
         Args:
             hidden: ``[..., D]``.
-            token_weight: ``[V, D]``, tied (the local part of V where split).
-            loss: called with transformed states, ``token_weight``, the bias and ``labels``.
-            labels: for ``loss``.
+            token_weight: ``[V, D]`` embedding table (the local rows under tensor parallelism).
+            loss: called with (transformed states, ``token_weight``, bias, ``labels``).
+            labels: passed to ``loss``.
 
         Returns:
-            Logits ``[..., V]`` (the local part of V where split), or what ``loss`` returns.
+            Logits ``[..., V]`` (local V under tensor parallelism), or the result of ``loss``.
         """
         transformed = self.shared(self.norm(F.gelu(self.transform(hidden))))
         if loss is None:
@@ -47,10 +47,10 @@ class MaskedLanguageModelHead(nn.Module):
 
 
 class NextSentenceHead(nn.Module):
-    """Whether the second segment goes on from the first, read at [CLS].
+    """Next-sentence prediction from the [CLS] state.
 
-    Source: Devlin et al. 2019 (BERT), section 3.1, task 2. Computes what the sequence
-    classifiers of transformers do, under whose names it is exported.
+    Source: Devlin et al. 2019 (BERT), section 3.1, task 2. Equivalent to the sequence
+    classification heads of transformers, as which it is exported.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -59,6 +59,6 @@ class NextSentenceHead(nn.Module):
         self.classifier = nn.Linear(config.hidden_size, 2)
 
     def forward(self, first: Tensor) -> Tensor:
-        """Map [CLS] states ``[B, D]`` to logits ``[B, 2]``: goes on, does not."""
+        """Map [CLS] states ``[B, D]`` to logits ``[B, 2]``: is next, is random."""
         out: Tensor = self.classifier(torch.tanh(self.dense(first)))
         return out

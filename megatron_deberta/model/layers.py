@@ -1,4 +1,4 @@
-"""Feed-forward block, transformer layer, and the convolution beside the first layer."""
+"""Feed-forward block, transformer layer, and the convolution added to the first layer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron_deberta.model.tp_hooks import (
 
 
 class FeedForward(nn.Module):
-    """Two projections around an erf GELU, with dropout, residual and LayerNorm after."""
+    """Two projections with an erf GELU between, then dropout, residual and LayerNorm."""
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
@@ -35,24 +35,26 @@ class FeedForward(nn.Module):
 
     def forward(self, hidden: Tensor, layout: TokenLayout, context: AttentionContext) -> Tensor:
         """Map ``[B, R, D]`` to ``[B, R, D]``."""
-        read = self.input(hidden, layout)
-        inner = F.linear(read, self.up.weight) if self.dropout.how.fuse else self.up(read)
+        block_input = self.input(hidden, layout)
+        # With fusion the bias is added together with GELU.
+        fuse = self.dropout.execution.fuse
+        inner = F.linear(block_input, self.up.weight) if fuse else self.up(block_input)
         if context.recompute_cheap:
-            # Recomputation stops at the last tensor that is missing, which is GELU's output: the
-            # product after it, and what it communicates, are not repeated.
+            # Recomputation stops at the last missing tensor, GELU's output, so the down projection
+            # and its communication are not repeated.
             out = checkpoint(
                 self._activate, inner, layout, use_reentrant=False, preserve_rng_state=False
             )
         else:
             out = self._activate(inner, layout)
-        normalised: Tensor = self.norm(
-            self.dropout.before_norm(out, layout.positions, context.seeds, residual=hidden), layout
-        )
+        pre_norm = self.dropout.before_norm(out, layout.positions, context.seeds, residual=hidden)
+        normalised: Tensor = self.norm(pre_norm, layout)
         return normalised
 
     def _activate(self, inner: Tensor, layout: TokenLayout) -> Tensor:
-        fuse = self.dropout.how.fuse
-        out: Tensor = self.down(bias_gelu(inner, self.up.bias) if fuse else F.gelu(inner), layout)
+        fuse = self.dropout.execution.fuse
+        activated = bias_gelu(inner, self.up.bias) if fuse else F.gelu(inner)
+        out: Tensor = self.down(activated, layout)
         return out
 
 
@@ -69,38 +71,38 @@ class Layer(nn.Module):
         hidden: Tensor,
         layout: TokenLayout,
         context: AttentionContext,
-        memory: KeyValue | None = None,
+        key_value: KeyValue | None = None,
     ) -> Tensor:
-        """Map ``[B, R, D]`` to ``[B, R, D]``; ``memory`` as in the attention block."""
-        attended = self.attention(hidden, layout, context, memory)
+        """Map ``[B, R, D]`` to ``[B, R, D]``; ``key_value`` as in the attention block."""
+        attended = self.attention(hidden, layout, context, key_value)
         out: Tensor = self.ffn(attended, layout, context)
         return out
 
 
 class TokenConv1d(nn.Conv1d):
-    """A convolution over tokens that sees zeros beyond a row's, and a document's, edge."""
+    """Convolution over tokens, zero-padded at the edges of rows and of packed documents."""
 
     def forward(self, hidden: Tensor, document_ids: Tensor | None) -> Tensor:  # type: ignore[override]
         """Map ``[B, N, D]`` to ``[B, N, C]``.
 
         Args:
-            hidden: all tokens of the rows.
-            document_ids: int64 ``[B, N]``, or None where a row is one sequence.
+            hidden: all tokens.
+            document_ids: int64 ``[B, N]``; None: each row is one sequence.
         """
         if document_ids is None:
             return F.conv1d(
                 hidden.transpose(1, 2), self.weight, self.bias, padding=self.padding
             ).transpose(1, 2)
-        reach = self.kernel_size[0] // 2
+        radius = self.kernel_size[0] // 2
         length = hidden.size(1)
-        padded = F.pad(hidden, (0, 0, reach, reach))
-        # No document has a negative id, so nothing beyond the row counts as the same document.
-        padded_ids = F.pad(document_ids, (reach, reach), value=-1)
+        padded = F.pad(hidden, (0, 0, radius, radius))
+        # Document ids are not negative, so padding belongs to no document.
+        padded_ids = F.pad(document_ids, (radius, radius), value=-1)
         out: Tensor | None = None
         for tap in range(self.kernel_size[0]):
             same = padded_ids[:, tap : tap + length] == document_ids
-            seen = padded[:, tap : tap + length] * same.unsqueeze(-1)
-            part = F.linear(seen, self.weight[:, :, tap], self.bias if tap == reach else None)
+            shifted = padded[:, tap : tap + length] * same.unsqueeze(-1)
+            part = F.linear(shifted, self.weight[:, :, tap], self.bias if tap == radius else None)
             out = part if out is None else out + part
         assert out is not None
         return out
@@ -133,8 +135,8 @@ class ConvolutionBranch(nn.Module):
     ) -> Tensor:
         """Return ``[B, R, D]``: LayerNorm(layer_output + act(conv(embedded))), zero at padding."""
         convolved = self.exit(self.conv(self.input(embedded, layout), document_ids), layout)
-        real = layout.real.unsqueeze(-1)
-        convolved = self.dropout(convolved * real, layout.positions, seeds)
+        mask = layout.real.unsqueeze(-1)
+        convolved = self.dropout(convolved * mask, layout.positions, seeds)
         activated = F.gelu(convolved) if self.activation == "gelu" else torch.tanh(convolved)
-        out: Tensor = self.norm(layer_output + activated, layout) * real
+        out: Tensor = self.norm(layer_output + activated, layout) * mask
         return out

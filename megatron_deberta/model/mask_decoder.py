@@ -1,4 +1,4 @@
-"""The enhanced mask decoder: absolute positions enter just before the masked tokens are decoded."""
+"""Enhanced mask decoder: absolute positions are added before the masked tokens are decoded."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from megatron_deberta.model.tp_hooks import PositionEmbedding, TokenLayout
 
 
 class EnhancedMaskDecoder(nn.Module):
-    """Decode picked rows with the encoder's own last layer, several times.
+    """Decode selected tokens with repeated passes of the encoder's last layer.
 
-    Source: He et al. 2021, arXiv:2006.03654, section 3.3; what was released: the first query is
-    the last layer's input plus absolute positions, keys and values always come from that input,
-    and the layer runs twice with shared weights. Computing only the picked rows is exact, because
-    no row's output depends on another query.
+    Source: He et al. 2021, arXiv:2006.03654, section 3.3, as in the released code: the first query
+    is the last layer's input plus absolute positions, keys and values always come from that input,
+    and the layer runs twice with shared weights. Decoding only the selected tokens is exact,
+    because no output depends on another query.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -35,42 +35,42 @@ class EnhancedMaskDecoder(nn.Module):
         self,
         hidden: Tensor,
         layout: TokenLayout,
-        picked: Tensor,
+        selected: Tensor,
         last_layer: Layer,
         context: AttentionContext,
         *,
         with_first: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Decode.
+        """Decode the tokens at ``selected``.
 
         Args:
-            hidden: ``[B, N, D]`` input of the last layer, whole on every rank.
-            layout: those rows.
-            picked: int64 ``[B, M]`` row positions to decode, -1 = padding.
+            hidden: ``[B, N, D]`` input of the last layer, replicated on all ranks.
+            layout: tokens of ``hidden``.
+            selected: int64 ``[B, M]`` positions to decode, -1 = padding.
             last_layer: the encoder's last layer.
-            context: what all attention layers share.
-            with_first: compute the last layer's ordinary output at [CLS], too.
+            context: inputs shared by all layers.
+            with_first: also compute the last layer's ordinary output at [CLS].
 
         Returns:
-            ``[B, M, D]`` decoded states, and ``[B, D]`` or None.
+            ``[B, M, D]`` decoded states, and the [CLS] output ``[B, D]`` or None.
         """
         attention = last_layer.attention
-        memory = attention.project_key_value(attention.input(hidden, layout), context)
-        picked_rows = layout.pick(picked)
-        query = pick_rows(hidden, picked)
+        key_value = attention.project_key_value(attention.input(hidden, layout), context)
+        selected_layout = layout.select(selected)
+        query = gather_tokens(hidden, selected)
         if self.position is not None:
-            query = query + self.position(picked_rows)
+            query = query + self.position(selected_layout)
         for decoder_pass in range(1, self.num_passes + 1):
             seeds = None if context.seeds is None else context.seeds.at_pass(decoder_pass)
-            query = last_layer(query, picked_rows, replace(context, seeds=seeds), memory)
+            query = last_layer(query, selected_layout, replace(context, seeds=seeds), key_value)
         if not with_first:
             return query, None
-        first = torch.zeros_like(picked[:, :1])
-        ordinary = last_layer(pick_rows(hidden, first), layout.pick(first), context, memory)
-        return query, ordinary[:, 0]
+        cls = torch.zeros_like(selected[:, :1])
+        output = last_layer(gather_tokens(hidden, cls), layout.select(cls), context, key_value)
+        return query, output[:, 0]
 
 
-def pick_rows(hidden: Tensor, picked: Tensor) -> Tensor:
-    """``[B, N, D]`` at ``picked`` ``[B, M]`` (-1 reads row 0) -> ``[B, M, D]``."""
-    place = picked.clamp(min=0).unsqueeze(-1).expand(-1, -1, hidden.size(-1))
-    return hidden.gather(1, place)
+def gather_tokens(hidden: Tensor, selected: Tensor) -> Tensor:
+    """Gather ``[B, M, D]`` from ``[B, N, D]`` at positions ``[B, M]``; -1 reads position 0."""
+    index = selected.clamp(min=0).unsqueeze(-1).expand(-1, -1, hidden.size(-1))
+    return hidden.gather(1, index)

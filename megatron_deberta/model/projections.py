@@ -1,8 +1,7 @@
-"""Several projections of the same input in one matrix product.
+"""Fused projections: several linear layers of the same input in one matrix product.
 
-Their weights stay parameters of their own, under canonical names, so tensor parallelism, ZeRO and
-checkpoints know nothing of the fusion; they are joined for the product, in forward and again in
-backward, and the joined copy is kept in neither.
+The weights remain separate parameters under canonical names. They are concatenated for the product
+in forward and again in backward; the concatenated copy is not saved.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from torch.autograd.function import once_differentiable
 
 
 def project_together(x: Tensor, layers: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
-    """What ``layers`` make of ``x``, one matrix product for all of them.
+    """Apply several linear layers to ``x`` with one matrix product.
 
     Args:
         x: ``[..., D]``.
-        layers: projections of D features, with or without bias.
+        layers: layers with D input features, with or without bias.
 
     Returns:
-        One tensor a layer, ``[..., features of the layer]``: views of one product.
+        One tensor per layer, ``[..., out_features]``, views of one product.
     """
     parameters = [(layer.weight, cast("Tensor | None", layer.bias)) for layer in layers]
     weights, biases = zip(*parameters, strict=True)
@@ -31,7 +30,7 @@ def project_together(x: Tensor, layers: Sequence[nn.Linear]) -> tuple[Tensor, ..
 
 
 class _ProjectTogether(torch.autograd.Function):
-    """y_i = x W_i^T + b_i, as one product with all W_i below each other."""
+    """y_i = x W_i^T + b_i, as one product with the concatenated W_i."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
@@ -40,11 +39,11 @@ class _ProjectTogether(torch.autograd.Function):
         ctx.save_for_backward(x, *weights)
         ctx.widths = [len(weight) for weight in weights]
         ctx.has_bias = [bias is not None for bias in biases]
-        joined = None
+        bias = None
         if any(ctx.has_bias):
             pairs = zip(biases, weights, strict=True)
-            joined = torch.cat([w.new_zeros(len(w)) if b is None else b for b, w in pairs])
-        out = nn.functional.linear(x, torch.cat(weights), joined)
+            bias = torch.cat([w.new_zeros(len(w)) if b is None else b for b, w in pairs])
+        out = nn.functional.linear(x, torch.cat(weights), bias)
         return tuple(out.split(ctx.widths, dim=-1))
 
     @staticmethod

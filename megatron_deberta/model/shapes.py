@@ -1,4 +1,4 @@
-"""Names, shapes and initial values of all parameters, without building anything large."""
+"""Names, shapes and number of parameters, computed on the ``meta`` device."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from megatron_deberta.model.deberta import DebertaForPretraining
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Canonical name -> logical shape of every parameter, in the model's order."""
+    """Return canonical name -> logical shape of every parameter, in the model's order."""
     with torch.device("meta"):
         model = DebertaForPretraining(config)
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 def count_parameters(config: ModelConfig) -> int:
-    """Number of parameters of the pretraining model, tied embeddings once."""
+    """Count the parameters of the pretraining model, tied embeddings once."""
     return sum(math.prod(shape) for shape in parameter_shapes(config).values())

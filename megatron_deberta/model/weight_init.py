@@ -1,7 +1,7 @@
-"""Every initial value, as a function of (seed, canonical name, element index).
+"""Weight initialisation as a function of (seed, canonical name, element index).
 
-No generator: any slice of any parameter can be filled on its own, so every tensor-parallel rank
-fills its part and all layouts start from the same model.
+No generator is used, so each tensor-parallel rank fills its own slice and all layouts start from
+the same weights.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ def fill_initial(
     dim: int | None = None,
     offset: int = 0,
 ) -> None:
-    """Fill ``out`` in place with its slice of parameter ``name``.
+    """Initialise a slice of parameter ``name`` in place.
 
-    Weights are N(0, ``initializer_range``), LayerNorm weights 1, biases 0 (the release's
-    ``init_weights``).
+    Weights are N(0, ``initializer_range``), LayerNorm weights 1, biases 0, as in the released
+    code.
 
     Args:
-        out: the slice to fill; equals ``logical_shape`` except along ``dim``.
+        out: the slice; its shape is ``logical_shape`` except along ``dim``.
         name: canonical name (docs/architecture.md).
-        logical_shape: shape of the whole parameter.
-        config: the architecture; gives ``initializer_range``.
+        logical_shape: shape of the full parameter.
+        config: the architecture.
         seed: seed of the run.
-        dim: dimension along which ``out`` is a slice; None: it is whole.
+        dim: dimension along which ``out`` is a slice; None: the full parameter.
         offset: first index of the slice along ``dim``.
     """
     if name.endswith("norm.weight"):
@@ -57,6 +57,11 @@ def fill_initial(
         flat[start:stop] = (values * config.initializer_range).to(out.dtype)
 
 
+def draw_seed() -> int:
+    """Draw a seed from torch's default CPU generator."""
+    return int(torch.randint(2**62, (), device="cpu"))
+
+
 def _element_index(  # type: ignore[no-untyped-def]
     shape: tuple[int, ...],
     logical_shape: tuple[int, ...],
@@ -64,7 +69,7 @@ def _element_index(  # type: ignore[no-untyped-def]
     offset: int,
     device: torch.device,
 ):
-    """Function from a range of local flat indices to the elements' logical flat indices."""
+    """Return a function from a range of local flat indices to logical flat indices."""
     split = 0 if dim is None else dim
     inner = math.prod(shape[split + 1 :])
     local_block, logical_block = shape[split] * inner, logical_shape[split] * inner
@@ -77,7 +82,7 @@ def _element_index(  # type: ignore[no-untyped-def]
 
 
 def _standard_normal(seed: int, key: int, index: Tensor) -> Tensor:
-    """Box-Muller on 48 hashed bits an index; float64, so that devices agree after rounding."""
+    """Box-Muller on 48 hashed bits per index, in float64 so that devices agree after rounding."""
     bits = mix_seed(seed, key, index)
     radius_bits = (bits >> 40) & 0xFFFFFF
     angle_bits = (bits >> 16) & 0xFFFFFF

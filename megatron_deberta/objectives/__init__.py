@@ -1,4 +1,4 @@
-"""Training tasks: a model with a loss."""
+"""Training objectives: models with their loss."""
 
 from megatron_deberta.objectives.mlm import MaskedLanguageModel, TokenLoss
 

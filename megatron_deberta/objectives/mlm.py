@@ -1,4 +1,4 @@
-"""Masked language modelling, the loss that DeBERTa is pretrained with, and BERT's for pairs."""
+"""Masked-language-modelling objective, with BERT's next-sentence objective for pairs."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ from megatron_deberta.model import DebertaForPretraining, DropoutSeeds, RuntimeO
 
 
 class TokenLoss(nn.Module):
-    """Vocabulary projection and cross-entropy, written out.
+    """Vocabulary projection and cross-entropy.
 
-    ``sharding`` replaces it by one that splits the vocabulary and never holds all logits.
+    ``distributed.parallelize`` replaces it by a vocabulary-parallel implementation that does not
+    materialise all logits.
     """
 
     def forward(
         self, states: Tensor, weight: Tensor, bias: Tensor, labels: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Compare what states ``[T, D]`` predict with labels int64 ``[T]`` (-100 = none).
+        """Compute the loss and the number of correct predictions.
 
         Args:
-            states: of the tokens to predict.
+            states: ``[T, D]``.
             weight: ``[V, D]``.
             bias: ``[V]``.
-            labels: the right tokens.
+            labels: int64 ``[T]``, -100 = not scored.
 
         Returns:
-            fp32 scalar, the sum of the losses in nats, and int64 scalar, how often the most
-            likely token is the label.
+            fp32 scalar, the sum of the losses in nats, and int64 scalar, the number of tokens
+            whose most likely prediction is the label.
         """
         logits = F.linear(states, weight, bias)
         loss = F.cross_entropy(logits.float(), labels, ignore_index=-100, reduction="sum")
@@ -36,13 +37,25 @@ class TokenLoss(nn.Module):
 
 
 class MaskedLanguageModel(DebertaForPretraining):
-    """The pretraining model with its loss; parameters are those of the model."""
+    """The pretraining model with its loss.
 
-    def __init__(self, config: ModelConfig, execution: RuntimeOptions | None = None) -> None:
-        super().__init__(config, execution)
+    Args:
+        config: the architecture.
+        options: how it runs.
+        seed: of the initial weights; None: drawn from torch's default generator.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        options: RuntimeOptions | None = None,
+        *,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__(config, options, seed=seed)
         self.token_loss = TokenLoss()
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         input_ids: Tensor,
         attention_mask: Tensor,
@@ -54,24 +67,24 @@ class MaskedLanguageModel(DebertaForPretraining):
         token_type_ids: Tensor | None = None,
         next_sentence_labels: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """Losses of a micro batch.
+        """Compute the losses of a micro batch.
 
         Args:
             input_ids: int64 ``[B, N]`` tokens after masking.
-            attention_mask: bool ``[B, N]``, True = real token.
-            masked_positions: int64 ``[B, M]`` row positions to predict, -1 = padding.
-            labels: int64 ``[B, M]`` original tokens there, -100 = padding.
+            attention_mask: bool ``[B, N]``, True = token.
+            masked_positions: int64 ``[B, M]`` positions to predict, -1 = padding.
+            labels: int64 ``[B, M]`` original tokens at those positions, -100 = padding.
             position_ids: int64 ``[B, N]`` or None.
             document_ids: int64 ``[B, N]`` or None.
-            seeds: keys of dropout; None turns it off.
+            seeds: dropout keys; None: no dropout.
             token_type_ids: int64 ``[B, N]`` or None.
-            next_sentence_labels: int64 ``[B]``, 0 = the second segment goes on from the first,
-                1 = it does not, -100 = none; None where rows are not pairs.
+            next_sentence_labels: int64 ``[B]``, 0 = is next, 1 = is random, -100 = not scored;
+                None: rows are not pairs.
 
         Returns:
-            fp32 scalar, the **sum** of the losses in nats, and an int64 scalar, the number of
-            right predictions; of pairs the same two again, for the next-sentence head. The caller
-            divides by the number of labels of the global batch.
+            fp32 scalar, the **sum** of the losses in nats, and int64 scalar, the number of correct
+            predictions; for pairs, the same for the next-sentence head. The caller divides by the
+            number of labels of the global batch.
         """
         decoded, pair_logits = self.decode(
             input_ids,

@@ -28,7 +28,7 @@ from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.engine import deepspeed_config
 from megatron_deberta.engine.deepspeed_runtime import zero3_partition
 from megatron_deberta.engine.factory import build_engine
-from megatron_deberta.model import DebertaModel, DropoutSeeds, RuntimeOptions
+from megatron_deberta.model import DebertaBackbone, DropoutSeeds
 from megatron_deberta.objectives import MaskedLanguageModel
 from tests.support.ranks import RankPool, grid
 from tests.support.tolerances import FP64, LAYOUT_GRADIENT
@@ -71,16 +71,13 @@ MODELS |= {
 }
 
 
-class EncoderProbe(DebertaModel):
+class EncoderProbe(DebertaBackbone):
     """The plain encoder, every layer on the token sequence, under a made-up loss."""
 
-    def __init__(self, config: ModelConfig, execution: RuntimeOptions | None = None) -> None:
-        super().__init__(config, execution)
-
-    def forward(  # type: ignore[override]
+    def forward(
         self, input_ids: Tensor, attention_mask: Tensor, seeds: DropoutSeeds | None, **_: Tensor
     ) -> tuple[Tensor, Tensor]:
-        hidden = super().forward(input_ids, attention_mask, seeds=seeds)
+        hidden = self.encode(input_ids, attention_mask, seeds=seeds)
         weights = torch.linspace(-1, 1, hidden.size(-1), dtype=hidden.dtype)
         real = attention_mask.unsqueeze(-1)
         return (torch.sin(hidden * weights) * real).sum(), attention_mask.sum()

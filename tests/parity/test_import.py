@@ -30,7 +30,7 @@ from megatron_deberta.hf.config import SpecialIds, choose_model_type
 from megatron_deberta.hf.read_release import Release, Source, open_release
 from megatron_deberta.hf.weights import build_filled
 from megatron_deberta.hf.write_model import write_hf_model
-from megatron_deberta.model import DebertaModel as OurEncoder
+from megatron_deberta.model import DebertaForPretraining
 from tests.parity.test_export import make_batch
 from tests.support.tolerances import FP32_MODEL
 
@@ -68,7 +68,7 @@ def weights_of(release: Release) -> dict[str, Tensor]:
     return dict(release.tensors())
 
 
-def filled(release: Release) -> OurEncoder:
+def filled(release: Release) -> DebertaForPretraining:
     weights = weights_of(release)
     return build_filled(release.config, lambda name: weights[name], "reference")
 
@@ -92,7 +92,7 @@ def test_stock_encoder(
     ids, mask = make_batch()
     with torch.no_grad():
         expected = stock(ids, attention_mask=mask.long()).last_hidden_state
-        states = OurEncoder.forward(filled(release), ids, mask)
+        states = filled(release).encode(ids, mask)
     torch.testing.assert_close(states[mask], expected[mask], **FP32_MODEL)
     fresh = weights_of(release)["head.transform.weight"]
     assert fresh.std().item() == pytest.approx(0.02, rel=0.2)

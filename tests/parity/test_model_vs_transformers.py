@@ -15,7 +15,7 @@ from benchmarks.lib.stock_weights import (
     stock_config,
 )
 from megatron_deberta.config.schema import ModelConfig
-from megatron_deberta.model import DebertaModel, RuntimeOptions
+from megatron_deberta.model import RuntimeOptions
 from megatron_deberta.model.tp_hooks import TokenLayout
 from megatron_deberta.objectives import MaskedLanguageModel
 from tests.support.tolerances import FP32_MODEL
@@ -75,7 +75,7 @@ def test_outputs_and_gradients(variant: str, length: int, padded: bool, backend:
     batch = make_batch(config, length, padded)
 
     real = batch["attention_mask"].unsqueeze(-1)
-    encoded = DebertaModel.forward(ours, batch["input_ids"], batch["attention_mask"])
+    encoded = ours.encode(batch["input_ids"], batch["attention_mask"])
     stock_encoded = stock.deberta(batch["input_ids"], batch["attention_mask"].long())[0]
     torch.testing.assert_close(encoded * real, stock_encoded * real, **FP32_MODEL)
 
@@ -157,6 +157,6 @@ def test_mask_decoder_restated_with_stock_layers(variant: str, backend: str) -> 
         )
 
 
-def test_rows_of_sequence_are_the_batch() -> None:
-    rows = TokenLayout.of_sequence(torch.ones(2, 5, dtype=torch.bool))
-    assert rows.positions.tolist() == [[0, 1, 2, 3, 4]] * 2
+def test_layout_of_sequence_covers_the_batch() -> None:
+    layout = TokenLayout.of_sequence(torch.ones(2, 5, dtype=torch.bool))
+    assert layout.positions.tolist() == [[0, 1, 2, 3, 4]] * 2

@@ -19,7 +19,7 @@ from megatron_deberta.distributed.parallelize.plan import shard_spec
 from megatron_deberta.distributed.parallelize.spec import ParameterSpec
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.errors import TopologyError
-from megatron_deberta.model import DebertaModel, RuntimeOptions
+from megatron_deberta.model import DebertaBackbone, RuntimeOptions
 from megatron_deberta.model.weight_init import fill_initial
 from megatron_deberta.objectives import MaskedLanguageModel
 
@@ -39,7 +39,7 @@ def build_model(
     groups: ProcessGroups,
     dtype: torch.dtype = torch.float32,
     *,
-    model_class: type[DebertaModel] = MaskedLanguageModel,
+    model_class: type[DebertaBackbone] = MaskedLanguageModel,
     partition: Callable[[nn.Module], None] | None = None,
 ) -> ShardedModel:
     """Build and fill this rank's part of the model.

@@ -24,7 +24,7 @@ def dropped(how: DropoutExecution, dtype: torch.dtype, shape: tuple[int, ...]) -
         torch.randn(shape, generator=generator).to(dtype).requires_grad_() for _ in range(3)
     )
     layer = Dropout(0.1, "somewhere")
-    layer.how = how
+    layer.execution = how
     positions = torch.arange(shape[-2])
     positions = positions.expand(shape[:2]) if len(shape) == 3 else positions
     out = layer(x, positions, SEEDS, residual=residual)
@@ -71,7 +71,7 @@ def test_only_what_is_wanted_is_kept() -> None:
             lambda t, saved=saved: saved.append(t) or t, lambda t: t
         ):
             layer = Dropout(0.1, "somewhere")
-            layer.how = HOW[name]
+            layer.execution = HOW[name]
             positions = torch.arange(64).expand(2, 64)
             layer(torch.randn(2, 64, 256, requires_grad=True), positions, SEEDS)
         sizes[name] = sum(t.numel() * t.element_size() for t in saved)

@@ -55,7 +55,7 @@ def closed(dtype: torch.dtype, *, fuse: bool, of: torch.dtype | None = None) -> 
     drawn = draw(of or dtype, rows, rows, (32,), (32,), rows)
     x, residual, weight, bias, upstream = (t.detach().to(dtype).requires_grad_() for t in drawn)
     dropout = Dropout(0.1, "somewhere")
-    dropout.how = DropoutExecution(fuse=fuse)
+    dropout.execution = DropoutExecution(fuse=fuse)
     value = dropout.before_norm(x, torch.arange(16).expand(2, 16), SEEDS, residual)
     assert isinstance(value, PendingResidual) == fuse
     out = layer_norm(value, weight, bias, EPS)

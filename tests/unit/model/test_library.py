@@ -1,0 +1,146 @@
+"""The models as a library: construction, initialisation, dropout, a plain training loop."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from megatron_deberta import DebertaConfig, DebertaForMaskedLM, DebertaModel
+from megatron_deberta.errors import ConfigError
+from megatron_deberta.model import RuntimeOptions
+from megatron_deberta.objectives import MaskedLanguageModel
+
+CONFIG = DebertaConfig(
+    num_layers=2,
+    hidden_size=32,
+    num_heads=4,
+    ffn_hidden_size=64,
+    vocab_size=67,
+    max_position_embeddings=32,
+    max_relative_positions=16,
+    position_buckets=4,
+)
+IDS = torch.randint(4, 67, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+def test_importing_the_package_imports_neither_torch_nor_the_model() -> None:
+    code = "import sys, megatron_deberta; print('torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("model_class", [DebertaModel, DebertaForMaskedLM, MaskedLanguageModel])
+def test_weights_are_initialised_at_construction(model_class: type[DebertaModel]) -> None:
+    model = model_class(CONFIG, seed=3)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            assert not parameter.any(), name
+        elif name.endswith("norm.weight"):
+            assert (parameter == 1).all(), name
+        else:
+            assert parameter.std().item() == pytest.approx(0.02, rel=0.2), name
+
+
+def test_the_seed_of_the_weights_is_explicit_or_torchs() -> None:
+    def weights(manual_seed: int, seed: int | None = None) -> torch.Tensor:
+        torch.manual_seed(manual_seed)
+        return DebertaModel(CONFIG, seed=seed).embeddings.token.weight.detach()
+
+    assert torch.equal(weights(1), weights(1))
+    assert not torch.equal(weights(1), weights(2))
+    assert torch.equal(weights(1, seed=5), weights(2, seed=5))
+    model = DebertaModel(CONFIG)
+    model.init_weights(5)
+    assert torch.equal(model.embeddings.token.weight, weights(0, seed=5))
+
+
+def test_the_encoder_and_the_pretraining_model_share_initial_weights() -> None:
+    encoder, whole = DebertaModel(CONFIG, seed=1), DebertaForMaskedLM(CONFIG, seed=1)
+    for name, parameter in encoder.named_parameters():
+        assert torch.equal(parameter, whole.get_parameter(name)), name
+
+
+def test_the_meta_device_is_left_uninitialised() -> None:
+    state = torch.get_rng_state()
+    with torch.device("meta"):
+        model = DebertaForMaskedLM(CONFIG)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_contradictory_configs_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"num_heads=5 does not divide model.hidden_size=32"):
+        DebertaModel(DebertaConfig(hidden_size=32, num_heads=5))
+
+
+def test_masks_of_integers_and_no_mask() -> None:
+    model = DebertaModel(CONFIG).eval()
+    ones = torch.ones_like(IDS)
+    expected = model(IDS).last_hidden_state
+    assert expected.shape == (2, 12, 32)
+    assert torch.equal(model(IDS, ones).last_hidden_state, expected)
+    assert torch.equal(model(IDS, ones.bool()).last_hidden_state, expected)
+
+
+def test_loss_and_logits_agree_with_the_pretraining_objective() -> None:
+    model = DebertaForMaskedLM(CONFIG, seed=2).eval()
+    objective = MaskedLanguageModel(CONFIG, seed=2).eval()
+    positions = torch.tensor([[1, 4], [3, 7]])
+    targets = IDS.gather(1, positions)
+    labels = torch.full_like(IDS, -100).scatter(1, positions, targets)
+    out = model(IDS, labels=labels)
+    assert out.logits.shape == (2, 12, 67)
+    assert model(IDS).loss is None
+    total, _ = objective(IDS, torch.ones_like(IDS).bool(), positions, targets)
+    torch.testing.assert_close(out.loss, total / 4)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_dropout_follows_the_mode_and_torchs_generator(recompute: str) -> None:
+    model = DebertaModel(CONFIG, RuntimeOptions(recompute=recompute), seed=1)  # type: ignore[arg-type]
+
+    def run(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        torch.manual_seed(seed)
+        out = model(IDS).last_hidden_state
+        model.zero_grad()
+        out.square().sum().backward()
+        return out, model.embeddings.token.weight.grad.clone()
+
+    first = run(1)
+    assert all(torch.equal(one, other) for one, other in zip(first, run(1), strict=True))
+    assert not torch.equal(first[0], run(2)[0])
+    torch.manual_seed(1)
+    assert not torch.equal(model(IDS).last_hidden_state, model(IDS).last_hidden_state)
+    model.eval()
+    assert torch.equal(model(IDS).last_hidden_state, model(IDS).last_hidden_state)
+
+
+def test_recomputing_the_whole_model_drops_the_same_elements() -> None:
+    """An outer torch.utils.checkpoint restores the generator that the key is drawn from."""
+    model = DebertaModel(CONFIG, seed=1)
+    gradients = []
+    for outer in (False, True):
+        torch.manual_seed(4)
+        model.zero_grad()
+        out = checkpoint(model, IDS, use_reentrant=False) if outer else model(IDS)
+        out.last_hidden_state.square().sum().backward()
+        gradients.append(model.embeddings.token.weight.grad.clone())
+    assert torch.equal(*gradients)
+
+
+def test_a_plain_loop_trains() -> None:
+    torch.manual_seed(0)
+    model = DebertaForMaskedLM(CONFIG).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(15):
+        loss = model(IDS, labels=IDS).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]
