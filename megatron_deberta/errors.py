@@ -1,20 +1,20 @@
-"""The error types users see, and the exit codes that go with them.
+"""Error types and exit codes.
 
-Every message names the key, the offending value and the remedy, on one line. The command line
-prints it without a traceback (unless ``--debug``) and exits with ``exit_code``.
+Every message is one line with the key, the offending value and the remedy. The command line prints
+it without a traceback (unless ``--debug``) and exits with ``exit_code``.
 """
 
 EXIT_DONE = 0
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
 EXIT_REQUEUE = 75
-"""Stopped at a safe point with a committed checkpoint: requeue the job."""
+"""Stopped with a committed checkpoint: requeue the job."""
 EXIT_NEVER_REQUEUE = 93
-"""Running again cannot help: it would end at the same step in the same way."""
+"""Running again would fail at the same step in the same way."""
 
 
 class MegatronDebertaError(Exception):
-    """Base of the errors that are the user's to fix."""
+    """Base of the errors that a user can fix."""
 
     exit_code = EXIT_FAILURE
 
@@ -26,31 +26,31 @@ class ConfigError(MegatronDebertaError):
 
 
 class DataError(MegatronDebertaError):
-    """Text, shards or a tokenizer are missing, damaged or do not fit together."""
+    """Text, shards or a tokenizer are missing, damaged or inconsistent."""
 
 
 class TopologyError(MegatronDebertaError):
-    """Ranks, process groups and parallel sizes do not fit together."""
+    """Ranks, process groups and parallel sizes are inconsistent."""
 
     exit_code = EXIT_USAGE
 
 
 class CheckpointError(MegatronDebertaError):
-    """A checkpoint is missing, damaged, or of another model."""
+    """A checkpoint is missing, damaged, or from another model."""
 
 
 class NumericsError(MegatronDebertaError):
     """Losses or gradients are not finite, or spike, and skipping steps did not help.
 
-    Steps are deterministic, so starting again from the checkpoint would meet it again.
+    Steps are deterministic, so a restart from the checkpoint would fail again.
     """
 
     exit_code = EXIT_NEVER_REQUEUE
 
 
 class LossScaleError(NumericsError):
-    """Gradients overflow fp16 at the smallest loss scale allowed."""
+    """Gradients overflow fp16 at the smallest allowed loss scale."""
 
 
 class ReplicaError(MegatronDebertaError):
-    """What must be equal on several ranks is not: a rank computes or remembers wrongly."""
+    """Replicated tensors differ between ranks: a rank computes incorrectly or its memory is faulty."""

@@ -1,4 +1,4 @@
-"""What a process owes to the one that started it."""
+"""Parent-death signal."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process as soon as the thread that forked it is gone (Linux).
+    """Kill this process when the thread that forked it exits (Linux).
 
-    A fork also holds the parent's open sockets: while it lives, those at their other ends do not
-    notice that the parent is dead.
+    A forked child also holds the parent's open sockets, so that peers do not notice the parent's
+    death while the child lives.
 
     Args:
-        parent: process id of the parent, which may be dead already.
+        parent: process id of the parent, which may have exited already.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

@@ -1,1 +1,1 @@
-"""Ranks, process groups, differentiable collectives and parallel layers; knows no DeBERTa."""
+"""Ranks, process groups, differentiable collectives and tensor-parallel layers."""

@@ -1,9 +1,7 @@
-"""Row-parallel linear layers.
+"""Row-parallel linear layer.
 
-Owns the arithmetic beside the collectives: where a bias joins, whose gradient is only a part.
-A column-parallel layer needs nothing from here: it is ``torch.nn.Linear`` with fewer outputs,
-behind ``copy_to_tensor_parallel_region`` or
-``gather_from_sequence_parallel_region``, which several such layers share.
+A column-parallel layer is ``torch.nn.Linear`` with fewer outputs, behind
+``copy_to_tensor_parallel_region`` or ``gather_from_sequence_parallel_region``.
 """
 
 from __future__ import annotations
@@ -27,27 +25,26 @@ def row_parallel(
     *,
     sequence: bool,
 ) -> Tensor:
-    """A linear layer whose input features are split over ranks.
-
-    Collective over ``group``.
+    """Apply a linear layer whose input features are split over ranks. Collective over ``group``.
 
     Args:
         x: ``[B, N, in/tp]``, this rank's input features of all tokens.
         weight: ``[out, in/tp]``, local.
         bias: ``[out]``, replicated, or None.
-        group: ranks the input features are split over.
-        sequence: leave each rank its own tokens (sequence parallelism) instead of all.
+        group: the tensor-parallel ranks.
+        sequence: scatter the output tokens over ranks (sequence parallelism).
 
     Returns:
-        ``[B, N, out]``, replicated, or ``[B, N/tp, out]`` of this rank's tokens.
+        ``[B, N, out]``, replicated, or with ``sequence`` ``[B, N/tp, out]``.
 
     Raises:
-        TopologyError: ``sequence`` and N does not divide by the number of ranks.
+        TopologyError: ``sequence``, and N is not divisible by the number of ranks.
     """
     partial = functional.linear(x, weight)
-    if not sequence:
+    if sequence:
+        out = reduce_scatter_to_sequence_parallel_region(partial, group)
+        # Each rank adds the bias to its own tokens only, so the gradient must be summed.
+        bias = None if bias is None else copy_to_tensor_parallel_region(bias, group)
+    else:
         out = reduce_from_tensor_parallel_region(partial, group)
-        return out if bias is None else out + bias
-    out = reduce_scatter_to_sequence_parallel_region(partial, group)
-    # Each rank adds the bias to its own tokens, so its gradient is a part.
-    return out if bias is None else out + copy_to_tensor_parallel_region(bias, group)
+    return out if bias is None else out + bias

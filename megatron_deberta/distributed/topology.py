@@ -1,8 +1,7 @@
-"""The rank grid: which processes share a layer and which share a batch.
+"""Process groups of the rank grid: tensor parallel by data parallel.
 
-Owns the process groups and their end of life. Refuses global state: groups travel as arguments.
-Tensor parallelism is the fast axis, ``rank = dp_rank * tp_size + tp_rank``, so that the ranks of a
-layer are neighbours inside one node.
+``rank = dp_rank * tp_size + tp_rank``, so that tensor-parallel ranks are neighbours in one node.
+Groups are passed as arguments; there is no global state.
 """
 
 from __future__ import annotations
@@ -21,33 +20,29 @@ from megatron_deberta.errors import TopologyError
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """This process's place in the grid.
+    """Ranks, sizes and groups of this process.
 
-    The groups are None where ``torch.distributed`` is not started (one process).
+    The groups are None in a single process, where ``torch.distributed`` is not initialised.
     """
 
     rank: int
     """Global rank, ``dp_rank * tp_size + tp_rank``."""
     world_size: int
-    """All ranks, ``dp_size * tp_size``."""
     tp_rank: int
-    """Place among the ranks that split a layer."""
+    """Tensor-parallel rank."""
     tp_size: int
-    """Ranks that split a layer."""
     dp_rank: int
-    """Place among the ranks that split a batch."""
+    """Data-parallel rank."""
     dp_size: int
-    """Ranks that split a batch."""
     tp_group: ProcessGroup | None
-    """The ranks with this rank's ``dp_rank``."""
+    """Ranks that split the layers: those with this rank's ``dp_rank``."""
     dp_group: ProcessGroup | None
-    """The ranks with this rank's ``tp_rank``."""
+    """Ranks that split the batch: those with this rank's ``tp_rank``."""
     device: torch.device
-    """Where this rank computes."""
 
 
 def single_process_groups(device: torch.device) -> ProcessGroups:
-    """The grid of one process that started no ``torch.distributed``."""
+    """Groups of a single process without ``torch.distributed``."""
     return ProcessGroups(0, 1, 0, 1, 0, 1, None, None, device)
 
 
@@ -57,23 +52,20 @@ def init_process_groups(
     timeout_minutes: float,
     environment: RankEnvironment,
 ) -> ProcessGroups:
-    """Start ``torch.distributed`` and build the grid; NCCL on CUDA, gloo elsewhere.
+    """Initialise ``torch.distributed`` (NCCL on CUDA, gloo elsewhere) and create the groups.
 
-    Collective over all ranks. One process alone starts nothing. Ends with a collective over every
-    group, so that a rank that cannot be reached is noticed here and not in the first step.
+    Collective over all ranks; a single process initialises nothing. Ends with a collective over
+    every group, so that an unreachable rank is detected here and not in the first step.
 
     Args:
-        tensor_parallel_size: ranks a layer is split over.
-        device: where to compute; ``cuda`` without an index takes the local rank's.
-        timeout_minutes: how long a collective may wait.
-        environment: ranks and meeting point, see ``environment.read_environment``.
-
-    Returns:
-        The grid.
+        tensor_parallel_size: number of ranks that split the layers.
+        device: ``cuda`` without an index selects the local rank's GPU.
+        timeout_minutes: of each collective.
+        environment: rank and address, see ``environment.read_environment``.
 
     Raises:
-        TopologyError: ``tensor_parallel_size`` does not divide the world or spans nodes, or there
-            is no GPU for this rank.
+        TopologyError: ``tensor_parallel_size`` does not divide the world size or spans nodes, or
+            there is no GPU for this rank.
     """
     check_layout(tensor_parallel_size, environment)
     device = _local_device(device, environment.local_rank)
@@ -100,29 +92,24 @@ def init_process_groups(
 def build_grid(
     tensor_parallel_size: int, device: torch.device, timeout: datetime.timedelta
 ) -> ProcessGroups:
-    """Build the groups of a started ``torch.distributed`` and talk over each once.
+    """Create the groups in an initialised ``torch.distributed`` and connect each of them.
 
-    Collective over all ranks: every rank creates every group, in the same order.
+    Collective over all ranks, which create every group in the same order.
 
     Args:
-        tensor_parallel_size: ranks a layer is split over; must divide the world.
+        tensor_parallel_size: must divide the world size.
         device: where this rank computes.
-        timeout: how long a collective may wait.
-
-    Returns:
-        The grid; over the whole world, the groups are groups of their own.
+        timeout: of each collective.
     """
     rank, world_size, tp_size = dist.get_rank(), dist.get_world_size(), tensor_parallel_size
     tp_lists = [list(range(first, first + tp_size)) for first in range(0, world_size, tp_size)]
     dp_lists = [list(range(first, world_size, tp_size)) for first in range(tp_size)]
-    own: list[ProcessGroup] = []
-    for ranks in (*tp_lists, *dp_lists):
-        group = dist.new_group(ranks, timeout=timeout)
-        if rank in ranks:
-            own.append(group)
-    tp_group, dp_group = own
-    for group in own:
-        # gloo and NCCL connect at first use; do it while every rank is at the same place.
+    tp_group, dp_group = (
+        dist.new_subgroups_by_enumeration(lists, timeout=timeout)[0]
+        for lists in (tp_lists, dp_lists)
+    )
+    for group in (tp_group, dp_group):
+        # gloo and NCCL connect at first use.
         dist.all_reduce(torch.zeros(1, device=device), group=group)
     return ProcessGroups(
         rank=rank,
@@ -138,21 +125,20 @@ def build_grid(
 
 
 def shutdown() -> None:
-    """Destroy every process group; harmless where none was started.
+    """Destroy all process groups, if any.
 
-    To be called on every way out of a run: a process that exits with live groups can abort.
+    Call it on every way out of a run: a process that exits with live groups can abort.
     """
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def check_layout(tensor_parallel_size: int, environment: RankEnvironment) -> None:
-    """Refuse a tensor-parallel size that the ranks cannot carry.
+    """Check that tensor-parallel groups lie within nodes.
 
     Raises:
-        TopologyError: the size is below 1, does not divide the world, or does not divide the ranks
-            of a node, or the ranks of a node are not consecutive (either way a layer would be
-            split across the network).
+        TopologyError: the size does not divide the world size or the ranks per node, or the ranks
+            of a node are not consecutive.
     """
     check_tensor_parallel_divides(
         tensor_parallel_size,
@@ -174,13 +160,15 @@ def _local_device(device: torch.device, local_rank: int) -> torch.device:
     if device.type != "cuda":
         return device
     available = torch.cuda.device_count()
-    chosen: int | None = device.index
-    # srun --gpus-per-task shows each rank only its own GPU, always as number 0.
-    index = chosen if chosen is not None else local_rank if available > 1 else 0
+    index: int | None = device.index
+    if index is None:
+        # srun --gpus-per-task shows each rank only its own GPU, always as number 0.
+        index = local_rank if available > 1 else 0
     if index >= available:
         raise TopologyError(
-            f"train.device={device.type} needs GPU {index} for local rank {local_rank}, but this "
-            f"node shows {available}; start at most {available} ranks a node, or train.device=cpu"
+            f"train.device={device.type} needs GPU {index} for local rank {local_rank}, but "
+            f"{available} are visible; start at most {available} ranks per node, or use "
+            "train.device=cpu"
         )
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)

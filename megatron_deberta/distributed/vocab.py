@@ -1,13 +1,11 @@
-"""Embedding, and projection with cross-entropy, over a vocabulary split by rows over ranks.
+"""Vocabulary-parallel embedding, and output projection with cross-entropy.
 
-Owns the lookup, the loss and the padding rows that make the vocabulary divide. Refuses to average:
-the loss is a sum, and the caller knows the denominator. Without a group the same code is the
-single-device path, so one rank and many run the same arithmetic.
+The rows of the vocabulary are split over ranks. Without a group the same code is the single-device
+path. The loss is a sum; the caller divides it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -27,15 +25,14 @@ from megatron_deberta.distributed.collectives import (
 )
 
 IGNORED_LABEL = -100
-"""Label of a token that has no loss."""
+"""Label of a token without a loss."""
 
 _CHUNK_ELEMENTS = {"cpu": 2**25, "cuda": 2**27}
-"""Logits that exist at a time. Each further chunk adds to the gradient of the whole vocabulary
-once more, so chunks must not be too small."""
+"""Logits per chunk, by device type. Small chunks are slow: each updates the gradient of the whole
+vocabulary."""
 
 _FP16_FACTOR = 64.0
-"""Gradients of logits are near 1 / V, in the part of fp16's range that has few digits left; the
-factor lifts them for the products and is taken out of their fp32 results."""
+"""Scales gradients of logits for fp16 products: they are near 1 / V, where fp16 has few digits."""
 
 
 def vocab_parallel_embedding(
@@ -46,34 +43,32 @@ def vocab_parallel_embedding(
     *,
     sequence: bool,
 ) -> Tensor:
-    """Look tokens up in a table whose rows are split over ranks.
+    """Look up tokens in a table whose rows are split over ranks. Collective over ``group``.
 
-    Collective over ``group``. Exact: every sum over ranks has one non-zero term.
+    Exact: every sum over ranks has one non-zero term.
 
     Args:
         ids: ``[B, N]`` int64, equal on all ranks.
-        weight_local: ``[V/tp, C]``, rows ``vocab_start`` on.
-        vocab_start: first row this rank holds.
-        group: ranks the vocabulary is split over.
-        sequence: leave each rank its own tokens (sequence parallelism) instead of all.
+        weight_local: ``[V/tp, C]``, rows from ``vocab_start``.
+        vocab_start: first row of this rank.
+        group: the tensor-parallel ranks.
+        sequence: scatter the tokens over ranks (sequence parallelism).
 
     Returns:
-        ``[B, N, C]``, replicated, or ``[B, N/tp, C]`` of this rank's tokens.
+        ``[B, N, C]``, replicated, or with ``sequence`` ``[B, N/tp, C]``.
 
     Raises:
-        TopologyError: ``sequence`` and N does not divide by the number of ranks.
+        TopologyError: ``sequence``, and N is not divisible by the number of ranks.
     """
     if group_size(group) == 1:
         return functional.embedding(ids, weight_local)
     rows = ids - vocab_start
     elsewhere = (rows < 0) | (rows >= weight_local.shape[0])
-    found = functional.embedding(rows.masked_fill(elsewhere, 0), weight_local)
-    found = found.masked_fill(elsewhere.unsqueeze(-1), 0)
-    return (
-        reduce_scatter_to_sequence_parallel_region(found, group)
-        if sequence
-        else reduce_from_tensor_parallel_region(found, group)
-    )
+    local = functional.embedding(rows.masked_fill(elsewhere, 0), weight_local)
+    local = local.masked_fill(elsewhere.unsqueeze(-1), 0)
+    if sequence:
+        return reduce_scatter_to_sequence_parallel_region(local, group)
+    return reduce_from_tensor_parallel_region(local, group)
 
 
 def vocab_parallel_loss(
@@ -85,57 +80,57 @@ def vocab_parallel_loss(
     vocab_size_unpadded: int,
     group: ProcessGroup | None,
 ) -> tuple[Tensor, Tensor]:
-    """Project states onto the vocabulary and compare with labels, a few tokens at a time.
+    """Project hidden states onto the vocabulary and compute the cross-entropy, chunk by chunk.
 
-    Collective over ``group`` in forward (one all-gather of maxima and one all-reduce a chunk),
-    local in backward. All logits never exist together: forward turns each chunk of them into its
-    part of the gradients while it has them, and backward only multiplies by the loss's own
-    gradient. So nothing is computed twice, and what stays is as large as the inputs.
+    Collective over ``group`` in forward (per chunk one all-gather of maxima and one all-reduce),
+    local in backward. Forward computes each chunk's gradients while its logits exist, and backward
+    multiplies them by the gradient of the loss, so the logits never exist all together and nothing
+    is computed twice.
+
+    Source: the gradient in forward is Liger Kernel's (Hsu et al. 2024, arXiv:2410.10989).
 
     Args:
         states: ``[T, D]`` fp32, bf16, fp16 (or fp64), equal on all ranks.
         weight_local: ``[V/tp, D]``, this rank's rows.
         bias_local: ``[V/tp]``.
-        labels: ``[T]`` int64, equal on all ranks; -100 has no loss.
+        labels: ``[T]`` int64, equal on all ranks; -100: no loss.
         vocab_start: vocabulary index of this rank's first row.
-        vocab_size_unpadded: true size; rows from there on are padding and take no part.
-        group: ranks the vocabulary is split over.
+        vocab_size_unpadded: vocabulary size; rows beyond it are padding and are excluded.
+        group: the tensor-parallel ranks.
 
     Returns:
-        Scalar sum of the losses in nats, fp32 (fp64 for fp64 states), differentiable once; and
-        int64 scalar, how many labels are the argmax over the whole vocabulary (the lowest index
-        among equals). Both equal on all ranks; the gradient of ``states`` is this rank's summand.
+        The sum of the losses in nats (fp32; fp64 for fp64 states; differentiable once) and the
+        number of labels that are the argmax (int64; lowest index among equals). Both are equal on
+        all ranks; the gradient of ``states`` is this rank's summand.
 
     Raises:
         ValueError: on CPU, a label is neither -100 nor below ``vocab_size_unpadded``.
-
-    Source: the gradient in forward is Liger Kernel's (Hsu et al. 2024, arXiv:2410.10989).
     """
     if labels.device.type == "cpu":
         wrong = (labels != IGNORED_LABEL) & ((labels < 0) | (labels >= vocab_size_unpadded))
         if bool(wrong.any()):
             raise ValueError(
                 f"label {int(labels[wrong][0])} is outside model.vocab_size={vocab_size_unpadded}; "
-                "the shards were made with another tokenizer"
+                "use the tokenizer with which the shards were made"
             )
     vocabulary = _Vocabulary(vocab_start, vocab_size_unpadded, group)
     differentiate = torch.is_grad_enabled()
-    loss, right = _ProjectedCrossEntropy.apply(
+    loss, correct = _ProjectedCrossEntropy.apply(
         states, weight_local, bias_local, labels, vocabulary, differentiate
     )
-    return cast(Tensor, loss), cast(Tensor, right)
+    return cast(Tensor, loss), cast(Tensor, correct)
 
 
 @dataclass(frozen=True, slots=True)
 class _Vocabulary:
-    """Which part of the vocabulary this rank has."""
+    """This rank's part of the vocabulary."""
 
     start: int
     size: int
     group: ProcessGroup | None
 
     def num_columns(self, padded: int) -> int:
-        """True tokens among ``padded`` columns."""
+        """Number of tokens, without padding, in ``padded`` local columns."""
         return min(max(self.size - self.start, 0), padded)
 
 
@@ -154,33 +149,36 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         gradients = _Gradients(states, weight, bias) if differentiate else None
         wide = torch.promote_types(states.dtype, torch.float32)
-        loss, right = states.new_zeros((), dtype=wide), labels.new_zeros(())
-        for rows in _chunks(len(states), len(weight), states.device.type):
+        loss, correct = states.new_zeros((), dtype=wide), labels.new_zeros(())
+        chunk = chunk_rows(len(states), len(weight), states.device.type)
+        for first in range(0, len(states), max(1, chunk)):
+            rows = slice(first, first + chunk)
             logits = torch.addmm(bias, states[rows], weight.t())
             part, hits, d_logits = _chunk_loss(logits, labels[rows], vocabulary, differentiate)
             loss += part
-            right += hits
+            correct += hits
             if gradients is not None and d_logits is not None:
                 gradients.add(rows, d_logits)
             del logits, d_logits
         ctx.gradients = gradients
-        ctx.mark_non_differentiable(right)
-        return loss, right
+        ctx.mark_non_differentiable(correct)
+        return loss, correct
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        # Given away, and scaled in place: a copy would be as large as the embedding table.
+        # Scaled in place and released: a copy would be as large as the embedding table.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
-            raise RuntimeError("vocab_parallel_loss: its gradient has been used already")
+            raise RuntimeError("vocab_parallel_loss: backward was called twice")
         return (*gradients.scaled(grad), None, None, None)
 
 
 class _Gradients:
-    """Gradients of states, weight and bias for a loss whose own gradient is 1, at least fp32.
+    """Gradients of states, weight and bias for a loss gradient of 1, in at least fp32.
 
-    They are narrowed only when the loss's gradient is known: fp16 needs the loss scale in it.
+    They are converted to 16 bits only after multiplication by the loss gradient, because fp16
+    needs the loss scale.
     """
 
     def __init__(self, states: Tensor, weight: Tensor, bias: Tensor) -> None:
@@ -192,7 +190,7 @@ class _Gradients:
         self._d_bias = torch.zeros_like(bias, dtype=wide)
 
     def add(self, rows: slice, d_logits: Tensor) -> None:
-        """Add a chunk's part; ``d_logits`` ``[R, V/tp]`` at least fp32."""
+        """Add the gradients of a chunk; ``d_logits`` is ``[R, V/tp]`` in at least fp32."""
         self._d_bias += d_logits.sum(0)
         if self._factor != 1.0:
             d_logits.mul_(self._factor)
@@ -204,7 +202,7 @@ class _Gradients:
             self._d_weight += torch.mm(narrow.t(), self._states[rows])
 
     def scaled(self, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """All three times the loss's gradient, in the types of what they belong to; once only."""
+        """All three, multiplied by the loss gradient, in the states' dtype; call it once."""
         dtype, factor = self._states.dtype, grad / self._factor
         return (
             self._d_states.mul_(factor).to(dtype),
@@ -214,33 +212,27 @@ class _Gradients:
 
 
 def chunk_rows(num_rows: int, num_columns: int, device_type: str) -> int:
-    """Tokens whose logits exist together: equal parts, as few as the limit allows.
+    """Tokens per chunk: chunks of equal size, as few as ``_CHUNK_ELEMENTS`` allows.
 
     Args:
         num_rows: tokens to predict.
         num_columns: this rank's vocabulary rows.
-        device_type: where, as in ``torch.device.type``.
+        device_type: ``torch.device.type``.
     """
     limit = max(1, _CHUNK_ELEMENTS.get(device_type, _CHUNK_ELEMENTS["cuda"]) // num_columns)
     parts = max(1, -(-num_rows // limit))
     return -(-num_rows // parts)
 
 
-def _chunks(num_rows: int, num_columns: int, device_type: str) -> Iterator[slice]:
-    rows = chunk_rows(num_rows, num_columns, device_type)
-    for first in range(0, num_rows, max(1, rows)):
-        yield slice(first, min(first + rows, num_rows))
-
-
 def _chunk_loss(
     logits: Tensor, labels: Tensor, vocabulary: _Vocabulary, differentiate: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Loss, right predictions and gradient of some tokens; destroys ``logits`` ``[R, V/tp]``."""
+    """Loss, number of correct predictions and gradient of a chunk; overwrites ``logits``."""
     group = vocabulary.group
     num_columns = vocabulary.num_columns(logits.shape[1])
     maximum, best = _row_maximum(logits[:, :num_columns])
     maxima = maximum.unsqueeze(0) if group is None else all_gather(maximum, group)
-    # Lower ranks hold lower indices, and max gives the first of equals.
+    # Lower ranks hold lower indices, and max returns the first of equal values.
     top, winner = maxima.max(dim=0)
 
     work = logits.to(top.dtype)
@@ -259,20 +251,20 @@ def _chunk_loss(
     sum_exp, label_logits, hits = parts
     counted = labels != IGNORED_LABEL
     loss = torch.where(counted, sum_exp.log() - label_logits, 0).sum()
-    right = (counted & (hits > 0)).sum()
+    correct = (counted & (hits > 0)).sum()
     if not differentiate:
-        return loss, right, None
+        return loss, correct, None
 
     real.mul_(torch.where(counted, sum_exp.reciprocal(), 0).unsqueeze(1))
     if num_columns:
         ones = -(owned & counted).to(top.dtype)
         real.scatter_add_(1, columns.unsqueeze(1), ones.unsqueeze(1))
     work[:, num_columns:] = 0
-    return loss, right, work
+    return loss, correct, work
 
 
 def _row_maximum(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Largest value ``[R]`` in at least fp32 and the first column that has it ``[R]``."""
+    """Maximum ``[R]`` in at least fp32 and its first column ``[R]``."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     if logits.shape[1] == 0:
         empty = torch.full(logits.shape[:1], -torch.inf, dtype=dtype, device=logits.device)

@@ -1,1 +1,1 @@
-"""Turning losses into updates: the engines, the optimizer, the schedule, the loss scale."""
+"""Engines (DeepSpeed and reference), optimizer, learning-rate schedule and loss scaling."""

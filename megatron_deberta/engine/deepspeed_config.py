@@ -1,7 +1,4 @@
-"""The DeepSpeed dictionary of a run: a pure function, never a hand-written file.
-
-Owns every DeepSpeed setting we use and why. Refuses what DeepSpeed computes wrongly.
-"""
+"""DeepSpeed configuration of a run, as a pure function of ``RunConfig``."""
 
 from __future__ import annotations
 
@@ -12,31 +9,23 @@ from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.engine.loss_scale import HYSTERESIS
 
 REDUCE_BUCKET_ELEMENTS = 50_000_000
-"""Gradients reduced together; larger parameters go alone. 200 MB in fp32, twice with overlap."""
+"""Bucket of gradients that are reduced together: 200 MB in fp32, allocated twice for overlap."""
 
 PERSISTENCE_THRESHOLD = 100_000
-"""ZeRO-3: parameters with fewer elements stay whole, as gathering them costs more than it saves."""
+"""ZeRO-3: parameters with fewer elements are not partitioned."""
 
 LIVE_ELEMENTS = 1_000_000_000
-"""ZeRO-3: weights that may be gathered at a time; those used again sooner than that stay."""
+"""ZeRO-3: limit on gathered weights, and the reuse distance below which weights stay gathered."""
 
 
 def deepspeed_config(config: RunConfig, dp_size: int) -> dict[str, Any]:
-    """DeepSpeed's configuration for one rank of a run.
+    """Return DeepSpeed's configuration, the same on every rank.
 
-    Gradients are accumulated and reduced in fp32 whatever the weights' format. Optimizer, learning
-    rate and loss scale are ours: DeepSpeed gets an optimizer object, a rate at each step, and a
-    scaler whose rules are in ``loss_scale``.
-
-    Args:
-        config: the run.
-        dp_size: data-parallel ranks.
-
-    Returns:
-        A dictionary of JSON types, the same on every rank.
+    Gradients are accumulated and reduced in fp32 whatever the weights' format. The engine supplies
+    the optimizer, the learning rate and the loss scale.
 
     Raises:
-        ConfigError: stage 0 with a 16-bit format, or a batch that does not divide.
+        ConfigError: stage 0 with a 16-bit format, or ``train.global_batch_size`` is not divisible.
     """
     precision = config.precision
     check_stage(precision)
@@ -47,9 +36,9 @@ def deepspeed_config(config: RunConfig, dp_size: int) -> dict[str, Any]:
         "zero_optimization": _zero(config),
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
-        # Stage 0 would clip without telling the norm; the engine clips there itself.
+        # Stage 0 would not report the norm; the engine clips there.
         "gradient_clipping": config.optimizer.clip_grad_norm if precision.zero_stage else 0.0,
-        # UncorrectedAdamW is elementwise, so it is right on flat partitions.
+        # UncorrectedAdamW is elementwise, so it is correct on flat partitions.
         "zero_allow_untested_optimizer": True,
         # DeepSpeed's own CPU Adam is compiled at run time; torch's fused one needs no compiler.
         "zero_force_ds_cpu_optimizer": False,
@@ -84,7 +73,7 @@ def _zero(config: RunConfig) -> dict[str, Any]:
         zero["stage3_prefetch_bucket_size"] = REDUCE_BUCKET_ELEMENTS
         zero["stage3_max_live_parameters"] = LIVE_ELEMENTS
         zero["stage3_max_reuse_distance"] = LIVE_ELEMENTS
-        # Replaces torch.nn.functional.linear for the whole process, for good.
+        # True would replace torch.nn.functional.linear for the rest of the process.
         zero["memory_efficient_linear"] = False
         zero["override_module_apply"] = False
     return zero

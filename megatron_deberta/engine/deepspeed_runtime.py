@@ -1,19 +1,17 @@
-"""DeepSpeed as a library: how it is imported, told its ranks, and kept from surprises.
+"""DeepSpeed's process-wide state: import, environment variables, process groups and patches.
 
-Owns everything DeepSpeed reads from the process: environment, accelerator, process groups. What
-is changed for a call is put back after it. Refuses engines and states.
+Every change to the process is limited to a call or undone when the engine is destroyed.
 """
 
 from __future__ import annotations
 
 import io
 import logging
-import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from types import ModuleType
 from typing import Any
 
@@ -30,37 +28,37 @@ from megatron_deberta.errors import ConfigError, TopologyError
 
 
 class ModelParallelUnit:
-    """The rank grid in the words DeepSpeed asks for it.
+    """Process groups behind DeepSpeed's ``mpu`` interface.
 
-    It must not have ``initialize_sequence_parallel``: DeepSpeed takes that for its own sequence
-    parallelism and then ignores the groups.
+    It must not define ``initialize_sequence_parallel``: DeepSpeed would enable its own sequence
+    parallelism and ignore these groups.
     """
 
     def __init__(self, groups: ProcessGroups) -> None:
         self._groups = groups
 
     def get_data_parallel_group(self) -> ProcessGroup:
-        """Ranks that split the batch; the whole (one-process) world where there is no grid."""
-        return _group_or_world(self._groups.dp_group)
+        """Data-parallel group; the default group in a single process."""
+        return self._groups.dp_group or _default_group()
 
     def get_data_parallel_rank(self) -> int:
-        """Place among them."""
+        """Data-parallel rank."""
         return self._groups.dp_rank
 
     def get_data_parallel_world_size(self) -> int:
-        """Their number."""
+        """Data-parallel size."""
         return self._groups.dp_size
 
     def get_model_parallel_group(self) -> ProcessGroup:
-        """Ranks that split a layer; the whole (one-process) world where there is no grid."""
-        return _group_or_world(self._groups.tp_group)
+        """Tensor-parallel group; the default group in a single process."""
+        return self._groups.tp_group or _default_group()
 
     def get_model_parallel_rank(self) -> int:
-        """Place among them."""
+        """Tensor-parallel rank."""
         return self._groups.tp_rank
 
     def get_model_parallel_world_size(self) -> int:
-        """Their number."""
+        """Tensor-parallel size."""
         return self._groups.tp_size
 
     get_tensor_model_parallel_group = get_model_parallel_group
@@ -69,27 +67,26 @@ class ModelParallelUnit:
 
 
 def import_deepspeed(device: torch.device) -> ModuleType:
-    """Import DeepSpeed for a device, quietly and without a compiler.
+    """Import DeepSpeed for a device type, without output and without a compiler.
 
     Raises:
-        ConfigError: DeepSpeed already runs for another kind of device in this process.
+        ConfigError: this process already uses DeepSpeed for another device type.
     """
     with environment_variables({"DS_ACCELERATOR": device.type}), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import deepspeed
         import deepspeed.ops
-    # It logs its warnings to standard output, where they break the console's lines.
+    # DeepSpeed logs its warnings to standard output, which would break the console's lines.
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    # It calls collectives by names that torch has renamed: one warning a call.
+    # DeepSpeed calls collectives by names that torch has renamed, with one warning per call.
     warnings.filterwarnings("ignore", r"`torch\.distributed\..* is deprecated", FutureWarning)
-    # Starting its communication would compile a shared-memory operator that training never uses,
-    # and fail without ninja.
+    # Otherwise start-up compiles a shared-memory operator that training never uses (needs ninja).
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    started_for = deepspeed.accelerator.get_accelerator().device_name()
-    if started_for.split(":")[0] != device.type:
+    active = deepspeed.accelerator.get_accelerator().device_name()
+    if active.split(":")[0] != device.type:
         raise ConfigError(
-            f"train.device={device.type} but DeepSpeed already runs for {started_for} in this "
-            f"process; start a new process"
+            f"train.device={device.type}, but this process already uses DeepSpeed on {active}; "
+            "start a new process"
         )
     module: ModuleType = deepspeed
     return module
@@ -136,21 +133,21 @@ def deepspeed_environment(groups: ProcessGroups) -> Iterator[None]:
 
 
 def start_single_process(groups: ProcessGroups) -> None:
-    """Start ``torch.distributed`` for a process that is alone; DeepSpeed cannot do without.
+    """Initialise ``torch.distributed`` in a single process, which DeepSpeed requires.
 
     Raises:
-        TopologyError: the grid says one process, but ``torch.distributed`` has more.
+        TopologyError: ``groups`` is of one process, but ``torch.distributed`` has several.
     """
     if groups.dp_group is not None:
         return
     if not dist.is_initialized():
         backend = "nccl" if groups.device.type == "cuda" else "gloo"
-        # A store in memory needs no port, no file and no variable of a launcher.
+        # An in-memory store needs no port, file or launcher variable.
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     elif dist.get_world_size() > 1:
         raise TopologyError(
-            f"the engine got a grid of one process, but torch.distributed has "
-            f"{dist.get_world_size()}; build the grid with parallel.topology.build_grid"
+            f"the engine got single-process groups, but torch.distributed has "
+            f"{dist.get_world_size()} ranks; build them with distributed.topology.build_grid"
         )
 
 
@@ -161,15 +158,15 @@ def end_single_process(groups: ProcessGroups) -> None:
 
 
 def zero3_partition(module: nn.Module, groups: ProcessGroups, config: RunConfig) -> None:
-    """Spread a module's own parameters, not its children's, over data-parallel ranks, for ZeRO-3.
+    """Partition a module's own parameters over data-parallel ranks for ZeRO-3.
 
-    Called for each module as soon as it is filled, it keeps the whole model from ever existing on
-    one rank. Collective over data-parallel ranks; the values are those of the first of them.
+    Called for each module after its parameters are filled, so that the whole model never exists on
+    one rank. Collective over data-parallel ranks; the values are those of data-parallel rank 0.
 
     Args:
-        module: its own parameters are filled and in ``precision.dtype``; each becomes an empty
-            tensor with a part of the values in ``ds_tensor``. Its children may be on ``meta``.
-        groups: the rank grid.
+        module: its own parameters (not its children's) are filled, in ``precision.dtype``; each
+            becomes an empty tensor with this rank's partition in ``ds_tensor``.
+        groups: process groups.
         config: the run, with ``precision.zero_stage=3``.
     """
     deepspeed = import_deepspeed(groups.device)
@@ -189,90 +186,82 @@ def zero3_partition(module: nn.Module, groups: ProcessGroups, config: RunConfig)
         )
 
 
-class NormLimit:
-    """Makes DeepSpeed's step treat a gradient norm above a limit as it treats infinity.
+@contextmanager
+def skip_above_norm(optimizer: Any, limit: float) -> Iterator[list[float]]:
+    """Make one step of ZeRO 1 to 3 skip the update if the gradient norm exceeds a limit.
 
-    Its optimizers of stages 1 to 3 all put the norm to one function before they touch a weight,
-    and skip the update and drop the gradients if that says no. A context manager, around one step.
+    DeepSpeed's ZeRO optimizers pass the norm to ``is_invalid_grad_norm`` before they change a
+    weight, and skip the update and clear the gradients if it returns True.
 
     Args:
-        optimizer: DeepSpeed's.
-        limit: in the units of its norm, that is, times the loss scale.
+        optimizer: DeepSpeed's ZeRO optimizer.
+        limit: on the norm of the scaled gradient, that is, multiplied by the loss scale.
 
-    Attributes:
-        norm: what the step found; inf if it is not finite.
+    Yields:
+        A list that contains the norm after the step; empty if the norm was not finite.
     """
+    module = sys.modules[type(optimizer).__module__]
+    is_invalid = module.is_invalid_grad_norm
+    norms: list[float] = []
 
-    def __init__(self, optimizer: Any, limit: float) -> None:
-        self._module = sys.modules[type(optimizer).__module__]
-        self._limit = limit
-        self._is_invalid: Callable[[Any], bool] = self._module.is_invalid_grad_norm
-        self.norm = math.inf
-
-    def __enter__(self) -> NormLimit:
-        """Stand in for the function."""
-        self._module.is_invalid_grad_norm = self._judge  # type: ignore[attr-defined]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Put it back."""
-        self._module.is_invalid_grad_norm = self._is_invalid  # type: ignore[attr-defined]
-
-    def _judge(self, norm: Any) -> bool:
-        if self._is_invalid(norm):
+    def invalid_or_above(norm: Any) -> bool:
+        if is_invalid(norm):
             return True
-        # Clipping asks again for every group; the device shall not be waited for each time.
-        if math.isinf(self.norm):
-            self.norm = float(norm)
-        return self.norm > self._limit
+        # Clipping calls this once per parameter group; wait for the device only once.
+        if not norms:
+            norms.append(float(norm))
+        return norms[0] > limit
+
+    with _patched(module, "is_invalid_grad_norm", invalid_or_above):
+        yield norms
 
 
-@contextmanager
-def reducing_while_backward_runs(groups: ProcessGroups) -> Iterator[None]:
-    """Let bf16 at stage 1 be trained by the optimizer of the other formats and of stage 2.
+def overlapped_reduction(groups: ProcessGroups) -> AbstractContextManager[None]:
+    """Use the ZeRO optimizer of the other formats for bf16 at stage 1, too.
 
-    DeepSpeed would take its ``BF16_Optimizer`` there, which reduces nothing before backward has
-    ended, and keeps 16-bit gradients beside their fp32 sums. One data-parallel rank has nothing to
-    reduce and keeps it, because it copies gradients less often.
+    DeepSpeed's choice, ``BF16_Optimizer``, reduces gradients only after backward and keeps 16-bit
+    gradients beside their fp32 sums. With one data-parallel rank there is nothing to reduce, and
+    ``BF16_Optimizer`` copies gradients less often.
     """
     if groups.dp_size == 1:
-        yield
-        return
+        return nullcontext()
     from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
 
-    chosen = DeepSpeedEngine._do_optimizer_sanity_check
+    select = DeepSpeedEngine._do_optimizer_sanity_check
 
-    def choose(engine: Any, optimizer: Any) -> Any:
-        choice = chosen(engine, optimizer)
-        return ZERO_OPTIMIZATION if engine.zero_optimization() else choice
+    def select_zero(engine: Any, optimizer: Any) -> Any:
+        selected = select(engine, optimizer)
+        return ZERO_OPTIMIZATION if engine.zero_optimization() else selected
 
-    DeepSpeedEngine._do_optimizer_sanity_check = choose
-    try:
-        yield
-    finally:
-        DeepSpeedEngine._do_optimizer_sanity_check = chosen
+    return _patched(DeepSpeedEngine, "_do_optimizer_sanity_check", select_zero)
+
+
+def _fp16_on_cpu(device: torch.device) -> AbstractContextManager[None]:
+    """Allow fp16 on CPUs without native fp16, which torch computes correctly."""
+    if device.type != "cpu":
+        return nullcontext()
+    from deepspeed.accelerator import get_accelerator
+
+    return _patched(get_accelerator(), "is_fp16_supported", lambda: True)
 
 
 @contextmanager
-def _fp16_on_cpu(device: torch.device) -> Iterator[None]:
-    """Lift DeepSpeed's refusal of fp16 on CPUs without native fp16: torch computes it rightly."""
-    from deepspeed.accelerator import get_accelerator
-
-    if device.type != "cpu":
-        yield
-        return
-    accelerator: Any = get_accelerator()
-    accelerator.is_fp16_supported = lambda: True
+def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace an attribute, inherited ones included; restore it on exit."""
+    own = name in vars(owner)
+    before = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        del accelerator.is_fp16_supported
+        if own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
 
 
-def _group_or_world(group: ProcessGroup | None) -> ProcessGroup:
-    if group is not None:
-        return group
-    world: ProcessGroup | None = dist.group.WORLD
-    if world is None:
-        raise RuntimeError("torch.distributed is not started; DeepSpeed needs it")
-    return world
+def _default_group() -> ProcessGroup:
+    group: ProcessGroup | None = dist.group.WORLD
+    if group is None:
+        raise RuntimeError("torch.distributed is not initialised")
+    return group

@@ -1,8 +1,4 @@
-"""Per-parameter state in and out of DeepSpeed's flat partitions, whatever the ZeRO stage.
-
-Owns the knowledge of where each of DeepSpeed's optimizers keeps master weights and moments.
-Refuses files: a checkpoint asks for one parameter at a time.
-"""
+"""Master weights and Adam moments of single parameters in DeepSpeed's flat partitions."""
 
 from __future__ import annotations
 
@@ -15,48 +11,57 @@ from torch import Tensor, nn
 from megatron_deberta.engine.optimizer import MOMENTS, set_adam_step
 from megatron_deberta.engine.protocol import ParameterState
 
+_MASTERS = (
+    "fp32_partitioned_groups_flat",  # stage 3
+    "single_partition_of_fp32_groups",  # stages 1 and 2
+    "fp32_groups_flat_partition",  # stage 1 in bf16 on one data-parallel rank
+)
+"""Attributes in which DeepSpeed's ZeRO optimizers keep their partitions of the master weights."""
+
 
 class ShardedState:
-    """Master weights and Adam moments of a DeepSpeed engine.
+    """Read and write the state of a DeepSpeed engine, whatever its ZeRO stage.
 
-    Moments exist from the start, as zeros, so that reading and writing need no step before them.
+    Moments are created as zeros, so that they can be read and written before the first step.
 
     Args:
-        engine: a fresh ``DeepSpeedEngine``.
+        engine: a new ``DeepSpeedEngine``.
     """
 
     def __init__(self, engine: Any) -> None:
         self._adam: torch.optim.Optimizer = engine.basic_optimizer
-        self._zero: Any = None if engine.zero_optimization_stage() == 0 else engine.optimizer
+        stage: int = engine.zero_optimization_stage()
+        self._zero: Any = engine.optimizer if stage else None
+        self._stage3 = stage == 3
         self.masters: list[Tensor] = self._find_masters()
         for master in self.masters:
             for key in MOMENTS:
                 self._adam.state[master][key] = torch.zeros_like(master)
         set_adam_step(self._adam, self.masters, 0)
-        if self._zero is not None and not self._is_stage3():
-            # Stages 1 and 2 find a parameter's moments through links that are made only once.
+        if self._zero is not None and not self._stage3:
+            # Links parameters to their moments, which these stages do only once.
             self._zero._lazy_init_hp_params_optimizer_state()
 
     def gather(self, parameter: nn.Parameter) -> ParameterState:
         """Assemble a parameter's state; collective over data-parallel ranks."""
-        return ParameterState(*(self._full(parameter, key) for key in (None, *MOMENTS)))
+        return ParameterState(*(self._get(parameter, key) for key in (None, *MOMENTS)))
 
     @torch.no_grad()
     def scatter(self, parameter: nn.Parameter, state: ParameterState) -> None:
-        """Set the part of a parameter's state that this rank keeps; :meth:`publish` after all."""
+        """Set this rank's partition of a parameter's state; call :meth:`publish` after the last."""
         self._set(parameter, state.weight, None)
         for key in MOMENTS:
             self._set(parameter, getattr(state, key), key)
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Round the master weights into the working weights of all ranks. Collective."""
+        """Copy the master weights into the working weights of all ranks. Collective."""
         if self._zero is None:
             return
-        if not self._is_stage3():
+        if not self._stage3:
             self._zero.update_lp_params()
             return
-        # What a step does after the update; nothing else reaches the partitioned weights.
+        # As after the update of a step; nothing else writes the partitioned working weights.
         self._zero._partition_all_parameters()
         for index in range(len(self.masters)):
             self._zero._reassign_or_swap_out_partitioned_parameters(index)
@@ -66,40 +71,38 @@ class ShardedState:
     def _find_masters(self) -> list[Tensor]:
         if self._zero is None:
             return [p for group in self._adam.param_groups for p in group["params"]]
-        for attribute in (
-            "fp32_partitioned_groups_flat",  # stage 3
-            "single_partition_of_fp32_groups",  # stages 1 and 2
-            "fp32_groups_flat_partition",  # stage 1 in bf16 on one data-parallel rank
-        ):
+        for attribute in _MASTERS:
             if hasattr(self._zero, attribute):
                 return list(getattr(self._zero, attribute))
-        raise TypeError(f"{type(self._zero).__name__} keeps its master weights nowhere we know")
+        raise TypeError(f"unknown DeepSpeed optimizer {type(self._zero).__name__}")
 
-    def _is_stage3(self) -> bool:
-        return hasattr(self._zero, "fp32_partitioned_groups_flat")
-
-    def _full(self, parameter: nn.Parameter, key: str | None) -> Tensor:
+    def _get(self, parameter: Any, key: str | None) -> Tensor:
         if self._zero is None:
-            source = parameter if key is None else self._adam.state[parameter][key]
-        elif self._is_stage3():
+            source: Tensor = self._local(parameter, key)
+        elif self._stage3:
             source = self._zero.get_full_hp_param(parameter, key)
         else:
-            source = parameter.get_full_hp_param(key)  # type: ignore[attr-defined]
+            source = parameter.get_full_hp_param(key)
         return source.detach().to("cpu", torch.float32, copy=True)
 
-    def _set(self, parameter: nn.Parameter, value: Tensor, key: str | None) -> None:
+    def _set(self, parameter: Any, value: Tensor, key: str | None) -> None:
         if self._zero is None:
-            (parameter if key is None else self._adam.state[parameter][key]).copy_(value)
-        elif self._is_stage3():
-            self._zero.set_local_hp_param(self._own_slice(parameter, value), parameter, key)
+            self._local(parameter, key).copy_(value)
+        elif self._stage3:
+            self._zero.set_local_hp_param(_partition(parameter, value), parameter, key)
         else:
-            parameter.set_full_hp_param(value, key)  # type: ignore[attr-defined]
+            parameter.set_full_hp_param(value, key)
 
-    def _own_slice(self, parameter: Any, value: Tensor) -> Tensor:
-        """This rank's slice of a flattened value, zero-padded as ZeRO-3 pads it."""
-        length = parameter.ds_tensor.numel()
-        start = dist.get_rank(parameter.ds_process_group) * length
-        own = torch.zeros(length, dtype=torch.float32)
-        part = value.flatten()[start : start + length]
-        own[: part.numel()] = part
-        return own
+    def _local(self, parameter: Tensor, key: str | None) -> Tensor:
+        value: Tensor = parameter if key is None else self._adam.state[parameter][key]
+        return value
+
+
+def _partition(parameter: Any, value: Tensor) -> Tensor:
+    """This rank's slice of a flattened value, zero-padded as in ZeRO-3."""
+    length = parameter.ds_tensor.numel()
+    start = dist.get_rank(parameter.ds_process_group) * length
+    partition = torch.zeros(length, dtype=torch.float32)
+    part = value.flatten()[start : start + length]
+    partition[: part.numel()] = part
+    return partition

@@ -1,7 +1,4 @@
-"""The choice of an engine.
-
-Owns what is refused whatever the engine. Refuses everything an engine does.
-"""
+"""Construction of the engine that ``precision.engine`` selects."""
 
 from __future__ import annotations
 
@@ -16,21 +13,21 @@ from megatron_deberta.engine.reference_engine import ReferenceEngine
 def build_engine(
     config: RunConfig, module: nn.Module, specs: Placements, groups: ProcessGroups
 ) -> Engine:
-    """Wrap a filled model in the engine of ``precision.engine``. Collective over all ranks.
+    """Wrap an initialised model in an engine. Collective over all ranks.
 
     Args:
         config: the run.
         module: this rank's part of the model, in ``precision.dtype``, on ``groups.device``; its
             replicated parameters are equal on all ranks.
-        specs: placement of every parameter under its canonical name.
-        groups: the rank grid.
+        specs: placement of every parameter by canonical name.
+        groups: process groups.
 
     Raises:
-        ConfigError: ``precision`` asks for what the engine cannot do rightly.
+        ConfigError: the engine does not support the ``precision`` settings.
     """
     if config.precision.engine == "plain":
         return ReferenceEngine(config, module, specs, groups)
-    # Only here: importing DeepSpeed takes time and reads its environment.
+    # Imported here because importing DeepSpeed takes seconds and reads environment variables.
     from megatron_deberta.engine.deepspeed_engine import DeepSpeedZeroEngine
 
     return DeepSpeedZeroEngine(config, module, specs, groups)

@@ -1,8 +1,4 @@
-"""The global gradient norm under tensor parallelism, and clipping by it.
-
-Owns collectives on scalars. Refuses gradients that are themselves sharded over data-parallel
-ranks: there DeepSpeed computes the norm.
-"""
+"""Global gradient norm under tensor parallelism, and the clipping factor."""
 
 from __future__ import annotations
 
@@ -16,20 +12,19 @@ from torch import Tensor
 from megatron_deberta.distributed.topology import ProcessGroups
 
 CLIP_EPSILON = 1e-6
-"""Added to the norm before dividing by it, as torch and DeepSpeed do."""
+"""Added to the norm before dividing by it, as in torch and DeepSpeed."""
 
 
 def global_grad_norm(gradients: Iterable[tuple[Tensor, bool]], groups: ProcessGroups) -> float:
-    """2-norm of the whole model's gradient.
+    """2-norm of the whole model's gradient. Collective over all ranks, which get the same value.
 
     Squares of sharded gradients are summed over tensor-parallel ranks, those of replicated ones
-    are counted once. Summed in fp64, so that the order of parameters does not matter.
-    Collective over all ranks, which get the same number whatever has befallen one of them.
+    count once. Sums are in fp64, so that the order of parameters does not matter.
 
     Args:
-        gradients: (gradient, whether its parameter is split over tensor-parallel ranks), already
-            averaged over data-parallel ranks.
-        groups: the rank grid.
+        gradients: (gradient averaged over data-parallel ranks, whether its parameter is split over
+            tensor-parallel ranks).
+        groups: process groups.
 
     Returns:
         The norm; inf if any element on any rank is not finite.
@@ -42,11 +37,11 @@ def global_grad_norm(gradients: Iterable[tuple[Tensor, bool]], groups: ProcessGr
             sharded += square
         else:
             replicated += square
-    # Replicated squares are equal on every rank; the mean keeps them so down to the last bit.
+    # Replicated squares are equal on every rank; their mean has the same bits.
     total = sharded + replicated / groups.tp_size
     if groups.tp_group is not None:
         dist.all_reduce(total, group=groups.tp_group)
-    # A maximum may lose nan.
+    # MAX may drop nan.
     total = total.nan_to_num(nan=math.inf)
     if groups.dp_group is not None:
         dist.all_reduce(total, op=dist.ReduceOp.MAX, group=groups.dp_group)
@@ -54,7 +49,7 @@ def global_grad_norm(gradients: Iterable[tuple[Tensor, bool]], groups: ProcessGr
 
 
 def clip_coefficient(grad_norm: float, max_norm: float) -> float:
-    """Factor that brings a gradient of norm ``grad_norm`` down to ``max_norm``; 0 never clips."""
+    """Factor that scales a gradient of norm ``grad_norm`` down to ``max_norm``; 0: no clipping."""
     if max_norm <= 0:
         return 1.0
     return 1.0 / max(1.0, (grad_norm + CLIP_EPSILON) / max_norm)

@@ -1,9 +1,4 @@
-"""The dynamic loss scale of fp16.
-
-Owns the rules by which the scale moves, which are DeepSpeed's (and Megatron's): halve after an
-overflow once the hysteresis is used up, double after a window of steps without one. Refuses to
-look at gradients.
-"""
+"""Dynamic loss scaling for fp16, by DeepSpeed's and Megatron's rules."""
 
 from __future__ import annotations
 
@@ -13,13 +8,17 @@ from megatron_deberta.config.schema import PrecisionConfig
 from megatron_deberta.errors import LossScaleError
 
 HYSTERESIS = 2
-"""Overflows before the scale falls, DeepSpeed's and Megatron's default."""
+"""Overflows before the scale is halved."""
 
 FACTOR = 2.0
 
 
 class DynamicLossScale:
-    """The scale and the counters it moves by; fixed at 1 outside fp16."""
+    """Loss scale and its counters; constant 1 outside fp16.
+
+    The scale is halved on an overflow once the hysteresis is used up, and doubled after
+    ``precision.loss_scale_window`` steps without an overflow.
+    """
 
     def __init__(self, config: PrecisionConfig) -> None:
         self.dynamic = config.dtype == "fp16"
@@ -31,10 +30,10 @@ class DynamicLossScale:
         self._hysteresis = HYSTERESIS
 
     def update(self, overflow: bool) -> None:
-        """Take note of a step that ended, with or without an overflow.
+        """Update the scale after a step.
 
         Raises:
-            LossScaleError: an overflow at the smallest scale allowed.
+            LossScaleError: an overflow at ``precision.min_loss_scale``.
         """
         if not self.dynamic:
             return
@@ -49,7 +48,7 @@ class DynamicLossScale:
         self._steps += 1
 
     def state_dict(self) -> dict[str, int | float]:
-        """The scale and its counters, for a checkpoint."""
+        """The scale and its counters."""
         return {
             "loss_scale": self.scale,
             "loss_scale_steps": self._steps,
@@ -58,7 +57,7 @@ class DynamicLossScale:
         }
 
     def load_state_dict(self, scalars: Mapping[str, int | float]) -> None:
-        """Continue from ``state_dict()``; outside fp16 there is nothing to continue."""
+        """Restore the values of ``state_dict``; no effect outside fp16."""
         if not self.dynamic:
             return
         self.scale = float(scalars["loss_scale"])
@@ -72,8 +71,7 @@ class DynamicLossScale:
             return
         if self.scale <= self._minimum:
             raise LossScaleError(
-                f"gradients overflow fp16 at the smallest loss scale allowed, "
-                f"precision.min_loss_scale={self._minimum:g}; lower it, lower "
-                f"optimizer.learning_rate, or use precision.dtype=bf16"
+                f"gradients overflow fp16 at precision.min_loss_scale={self._minimum:g}; lower it, "
+                "lower optimizer.learning_rate, or use precision.dtype=bf16"
             )
         self.scale = max(self.scale / FACTOR, self._minimum)

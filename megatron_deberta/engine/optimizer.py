@@ -1,8 +1,4 @@
-"""Which parameters decay, and which AdamW updates them.
-
-Owns the parameter groups and the choice of an implementation. Refuses learning rates
-(``schedule``), clipping (``grad_norm``) and loss scales (``loss_scale``).
-"""
+"""Optimizer groups and the AdamW implementations."""
 
 from __future__ import annotations
 
@@ -23,47 +19,41 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def decays(name: str) -> bool:
-    """Whether weight decay applies to a canonical parameter name: not to biases and norms."""
+    """Whether weight decay applies to a canonical parameter name; biases and norms are exempt."""
     return not name.endswith((".bias", "norm.weight"))
 
 
 def parameter_groups(
     named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float
 ) -> list[dict[str, Any]]:
-    """Split parameters into those that decay and those that do not, each in the given order.
+    """Split trainable parameters into those with and without weight decay, each in the given order.
 
     Args:
-        named_parameters: canonical names; those that need no gradient are left out.
-        weight_decay: for the first group.
+        named_parameters: by canonical name.
+        weight_decay: of the first group.
 
     Returns:
-        Optimizer groups of ``params`` and ``weight_decay``; an empty one is left out.
+        Optimizer groups of ``params`` and ``weight_decay``, without empty ones.
     """
-    decaying: list[nn.Parameter] = []
-    exempt: list[nn.Parameter] = []
-    for name, parameter in named_parameters:
-        if parameter.requires_grad:
-            (decaying if decays(name) else exempt).append(parameter)
-    groups = [
-        {"params": decaying, "weight_decay": weight_decay},
-        {"params": exempt, "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+    trainable = [(name, p) for name, p in named_parameters if p.requires_grad]
+    decaying = [p for name, p in trainable if decays(name)]
+    exempt = [p for name, p in trainable if not decays(name)]
+    groups = ((decaying, weight_decay), (exempt, 0.0))
+    return [{"params": params, "weight_decay": decay} for params, decay in groups if params]
 
 
 def build_optimizer(
     groups: list[dict[str, Any]], config: OptimizerConfig, *, allow_apex: bool
 ) -> torch.optim.Optimizer:
-    """AdamW over the groups, the fastest that is installed.
+    """Create the fastest AdamW that is installed.
 
-    NVIDIA's apex where it may be and is there, torch's fused kernel otherwise;
-    without bias correction and without apex, :class:`UncorrectedAdamW`. All keep the state keys
-    ``exp_avg`` and ``exp_avg_sq``.
+    NVIDIA apex's if allowed, else torch's fused one, else (without bias correction)
+    :class:`UncorrectedAdamW`. All use the state keys of ``MOMENTS``.
 
     Args:
         groups: from :func:`parameter_groups`.
         config: hyperparameters.
-        allow_apex: whether apex may be taken: the update runs on a GPU, once for each group.
+        allow_apex: the update runs on a GPU, once for each group.
     """
     arguments: dict[str, Any] = {
         "lr": config.learning_rate,
@@ -85,10 +75,9 @@ def build_optimizer(
 
 
 def apex_fused_adam() -> Callable[..., torch.optim.Optimizer] | None:
-    """NVIDIA apex's ``FusedAdam``, or None.
+    """NVIDIA apex's ``FusedAdam``, or None if it is not installed.
 
-    PyPI's ``apex`` is another project, and NVIDIA's can be built without its kernels: only the
-    compiled ``amp_C`` beside ``apex.optimizers`` shows the real one.
+    ``amp_C`` distinguishes it from PyPI's unrelated ``apex`` and from builds without kernels.
     """
     try:
         importlib.import_module("amp_C")
@@ -100,10 +89,11 @@ def apex_fused_adam() -> Callable[..., torch.optim.Optimizer] | None:
 
 
 class UncorrectedAdamW(torch.optim.Optimizer):
-    """AdamW without bias correction, as Microsoft's release trains.
+    """AdamW without bias correction, as in Microsoft's release.
 
     ``m = b1 m + (1 - b1) g``, ``v = b2 v + (1 - b2) g^2``,
-    ``p = p - lr (m / (sqrt(v) + eps) + decay p)``. Elementwise, so correct on ZeRO's flat parts.
+    ``p = p - lr (m / (sqrt(v) + eps) + decay p)``. Elementwise, so correct on flat
+    partitions (ZeRO).
 
     Source: microsoft/DeBERTa, ``optims/xadam.py``.
     """
@@ -119,7 +109,7 @@ class UncorrectedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient; a closure is refused."""
+        """Update every parameter that has a gradient; closures are not supported."""
         if closure is not None:
             raise ValueError("UncorrectedAdamW takes no closure")
         for group in self.param_groups:
@@ -143,11 +133,11 @@ class UncorrectedAdamW(torch.optim.Optimizer):
 
 
 def adam_step(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> int:
-    """How many updates Adam has done; 0 before the first one.
+    """Number of Adam updates.
 
     Args:
-        optimizer: one of :func:`build_optimizer`.
-        parameters: those it updates. Its own groups do not tell: ZeRO-3 empties them.
+        optimizer: from :func:`build_optimizer`.
+        parameters: those it updates; ZeRO-3 removes them from the optimizer's groups.
     """
     if not _counts_in_state(optimizer):
         return int(optimizer.param_groups[0].get("step", 0))
@@ -157,26 +147,19 @@ def adam_step(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) ->
 def set_adam_step(
     optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor], step: int
 ) -> None:
-    """Set the number of updates done.
-
-    Each parameter gets a counter of its own: a shared tensor would be counted up once a parameter.
-
-    Args:
-        optimizer: one of :func:`build_optimizer`.
-        parameters: those it updates.
-        step: updates done.
-    """
+    """Set the number of Adam updates; arguments as in :func:`adam_step`."""
     if not _counts_in_state(optimizer):
         for group in optimizer.param_groups:
             group["step"] = step
         return
     fused = optimizer.defaults.get("fused", False)
     for parameter in parameters:
+        # One tensor per parameter: Adam increments each of them.
         optimizer.state[parameter]["step"] = torch.tensor(
             float(step), dtype=torch.float32, device=parameter.device if fused else "cpu"
         )
 
 
 def _counts_in_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Apex's optimizer counts in its groups instead."""
+    """Whether steps are counted per parameter; apex counts them per group."""
     return isinstance(optimizer, torch.optim.AdamW | UncorrectedAdamW)

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True)
 class ParameterState:
-    """One parameter as a checkpoint holds it.
+    """Master weight and Adam moments of one parameter, as checkpoints store them.
 
     All three are fp32 CPU tensors of the parameter's local shape: this rank's tensor-parallel
-    part, in full over data-parallel ranks.
+    shard, not partitioned over data-parallel ranks.
     """
 
     weight: Tensor
-    """The master weight."""
+    """Master weight."""
     exp_avg: Tensor
     """Adam's first moment; zeros before the first step."""
     exp_avg_sq: Tensor
@@ -28,22 +28,22 @@ class ParameterState:
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What one optimizer step did."""
+    """Result of one optimizer step."""
 
     grad_norm: float
-    """2-norm of the model's gradient before clipping, loss scale taken out; inf if not finite."""
+    """2-norm of the unscaled gradient of the whole model before clipping; inf if not finite."""
     skipped: bool
-    """No weight, moment or Adam step has changed: the norm is not finite or above the limit."""
+    """True: nothing was updated, because the norm is not finite or above the limit."""
     loss_scale: float
-    """Factor that this step's loss was multiplied by; 1 outside fp16."""
+    """Loss scale of this step; 1 outside fp16."""
 
 
 class ParameterPlacement(Protocol):
-    """The part of ``sharding.spec.ParameterSpec`` that an engine looks at."""
+    """The attribute of ``ParameterSpec`` that engines use."""
 
     @property
     def dim(self) -> int | None:
-        """Dimension split over tensor-parallel ranks; None for a replicated parameter."""
+        """Dimension split over tensor-parallel ranks; None: replicated."""
         ...
 
 
@@ -51,14 +51,14 @@ Placements = Mapping[str, ParameterPlacement]
 """Placement by canonical parameter name."""
 
 FetchState = Callable[[str], ParameterState]
-"""Gives the state of a canonical parameter name, this rank's tensor-parallel part."""
+"""Returns this rank's tensor-parallel shard of a parameter's state, by canonical name."""
 
 
 class Engine(Protocol):
-    """Backward, reduction over data-parallel ranks, clipping and the optimizer.
+    """Backward, gradient reduction, clipping and the optimizer.
 
-    Gradients are summed over the micro batches between two steps and averaged over data-parallel
-    ranks; the caller scales the loss. Every method but ``module`` and ``state_dict`` is collective.
+    Gradients are summed over the micro batches of a step and averaged over data-parallel ranks;
+    the caller scales the loss. All methods but ``module`` and ``state_dict`` are collective.
     """
 
     @property
@@ -67,16 +67,16 @@ class Engine(Protocol):
         ...
 
     def backward(self, loss: Tensor) -> None:
-        """Backpropagate the loss (scalar) of one micro batch."""
+        """Backpropagate the loss (scalar) of one micro batch and accumulate its gradients."""
         ...
 
     def step(self, learning_rate: float, norm_limit: float = math.inf) -> StepOutcome:
-        """Clip and update with what was accumulated, then forget the gradients.
+        """Clip the accumulated gradients, update the weights and clear the gradients.
 
         Args:
             learning_rate: of this update.
-            norm_limit: the update is skipped if the gradient's norm is above it; below 0 always.
-                The same on every rank, as is the norm, so all of them do the same.
+            norm_limit: the update is skipped if the gradient norm is above this, which must be
+                equal on all ranks; a negative limit always skips.
 
         Raises:
             LossScaleError: the gradient overflows fp16 at the smallest loss scale.
@@ -93,7 +93,7 @@ class Engine(Protocol):
     def load_states(self, fetch: FetchState) -> None:
         """Set every parameter and its moments; ``fetch`` is called in the module's order.
 
-        Adam's step count becomes 0 until ``load_state_dict``. Zero moments make a fresh optimizer.
+        Adam's step count is 0 until ``load_state_dict``; with zero moments the optimizer is fresh.
         """
         ...
 
@@ -102,7 +102,7 @@ class Engine(Protocol):
         ...
 
     def load_state_dict(self, scalars: Mapping[str, int | float]) -> None:
-        """Set what ``state_dict`` gave. To be called after ``load_states``."""
+        """Restore the values of ``state_dict``; call it after ``load_states``."""
         ...
 
     def destroy(self) -> None:

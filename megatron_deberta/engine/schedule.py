@@ -1,7 +1,4 @@
-"""The learning rate as a pure function of the step.
-
-Owns the shape of the schedule. Refuses state: there is nothing to save or to restore.
-"""
+"""Learning-rate schedule: a pure function of the step."""
 
 from __future__ import annotations
 
@@ -9,16 +6,16 @@ from megatron_deberta.config.schema import OptimizerConfig
 
 
 def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float:
-    """Rate of the update that follows ``step`` finished updates.
+    """Learning rate of the update after ``step`` completed updates.
 
-    Linear warm-up over ``warmup_steps``, the last of which runs at the peak, then linear decay
-    that would reach 0 at ``total_steps``. No update is spent at rate 0: the first one runs at
-    ``peak / warmup_steps``, the last one at ``peak / (total_steps - warmup_steps)``.
+    Linear warm-up, whose last step runs at the peak, then linear decay to 0 at ``total_steps``. No
+    update has rate 0: the first one uses ``peak / warmup_steps``, the last one
+    ``peak / (total_steps - warmup_steps)``.
 
     Source: He et al. 2021, arXiv:2006.03654, Table 8 ("Learning Rate Decay: Linear").
 
     Args:
-        step: optimizer steps done so far, from 0.
+        step: completed optimizer steps, from 0.
         config: peak, warm-up and schedule.
         total_steps: ``train.steps``.
 

@@ -225,6 +225,6 @@ def test_overflow_at_the_smallest_scale_names_the_parameter_and_the_rank(
 ) -> None:
     for message, code in two_ranks.run(overflow_at_the_floor, tp_size, engine_name, stage):
         assert code == EXIT_NEVER_REQUEUE
-        assert message.startswith("step 2: gradients overflow fp16 at the smallest loss scale")
+        assert message.startswith("step 2: gradients overflow fp16 at precision.min_loss_scale")
         assert "nonfinite gradient was that of encoder.layers.1.ffn.down." in message
         assert message.endswith("rank 1")

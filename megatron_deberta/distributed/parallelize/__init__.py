@@ -1,4 +1,4 @@
-"""Rewrites the single-device model for tensor and sequence parallelism, and fills it."""
+"""Tensor and sequence parallelism for the single-device model, and its initialisation."""
 
 from megatron_deberta.distributed.parallelize.build import ShardedModel, build_model
 from megatron_deberta.distributed.parallelize.spec import ParameterSpec

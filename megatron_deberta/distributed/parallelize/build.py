@@ -1,7 +1,7 @@
-"""Builds this rank's part of the model, never the whole of it.
+"""Construction and initialisation of this rank's part of the model.
 
-On the ``meta`` device first, then narrowed by the plan, then filled module by module, so that a
-1.5B model exists whole on no rank, and under ZeRO-3 not even a rank's tensor-parallel part does.
+The model is built on the ``meta`` device, sharded, and filled module by module: it never exists
+whole on one rank, under ZeRO-3 not even a rank's tensor-parallel part.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from megatron_deberta.objectives import MaskedLanguageModel
 
 @dataclass(frozen=True)
 class ShardedModel:
-    """A rank's model and what part of each logical parameter it holds."""
+    """A rank's model and the shard specification of each parameter."""
 
     module: nn.Module
     """Parameters carry canonical names."""
     specs: dict[str, ParameterSpec]
-    """Canonical name -> part held here, in the module's order."""
+    """By canonical name, in the module's order."""
 
 
 def build_model(
@@ -42,31 +42,29 @@ def build_model(
     model_class: type[DebertaBackbone] = MaskedLanguageModel,
     partition: Callable[[nn.Module], None] | None = None,
 ) -> ShardedModel:
-    """Build and fill this rank's part of the model.
+    """Build and initialise this rank's part of the model.
 
     The same seed gives the same model on every layout (``model.weight_init``).
 
     Args:
-        config: the run; ``model``, ``parallel`` and ``train.seed`` are read.
-        groups: the rank grid.
+        config: the run.
+        groups: process groups.
         dtype: of the parameters.
-        model_class: what to build; takes ``(ModelConfig, RuntimeOptions)``.
-        partition: called with each module as soon as its own parameters are filled (ZeRO-3).
+        model_class: takes ``(ModelConfig, RuntimeOptions)``.
+        partition: called with each module after its own parameters are filled (ZeRO-3).
 
     Raises:
-        TopologyError: heads or widths do not divide by the tensor-parallel size.
+        TopologyError: heads or widths are not divisible by the tensor-parallel size.
     """
     check_tensor_parallel_divides(
         groups.tp_size, {"model.num_heads": config.model.num_heads}, error=TopologyError
     )
     backend = config.parallel.attention_backend
-    execution = RuntimeOptions(
-        config.parallel.recompute,
-        None if backend == "auto" else backend,
-        config.parallel.fuse,
+    options = RuntimeOptions(
+        config.parallel.recompute, None if backend == "auto" else backend, config.parallel.fuse
     )
     with torch.device("meta"):
-        model = model_class(config.model, execution)
+        model = model_class(config.model, options)
     specs = {
         name: shard_spec(name, tuple(parameter.shape), groups.tp_rank, groups.tp_size)
         for name, parameter in model.named_parameters()
@@ -92,11 +90,11 @@ def _fill_own_parameters(
     config: RunConfig,
     device: torch.device,
 ) -> bool:
-    """Replace a module's own meta parameters by filled ones; True if it has any."""
+    """Replace a module's own meta parameters by initialised ones; True if it has any."""
     own = list(module.named_parameters(recurse=False))
     for leaf, empty in own:
         spec = specs[f"{path}.{leaf}"]
-        # Padding rows stay zero for ever: no token reads them and the loss leaves them out.
+        # Padding rows stay zero: no token uses them and the loss excludes them.
         data = torch.zeros(spec.local_shape, dtype=empty.dtype, device=device)
         fill_initial(
             spec.true_part(data),

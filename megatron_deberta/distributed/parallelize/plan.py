@@ -1,7 +1,6 @@
-"""Which dimension of which parameter is split over tensor-parallel ranks.
+"""Sharding plan: the dimension of each parameter that is split over tensor-parallel ranks.
 
-A column-parallel projection needs no module of its own: with narrower weights the same code gives
-the local heads, inner features, channels or vocabulary. What communicates is in ``apply.py``.
+Column-parallel layers need only narrower weights; ``apply.py`` contains the communication.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from megatron_deberta.distributed.parallelize.spec import ParameterSpec
 from megatron_deberta.errors import TopologyError
 
 VOCABULARY_MULTIPLE = 64
-"""Vocabulary rows of a rank are padded to this multiple, which matrix units want."""
+"""Vocabulary rows per rank are padded to a multiple of this, for efficient matrix products."""
 
 _SPLIT: tuple[tuple[str, int], ...] = (
     ("encoder.layers.*.attention.output.weight", 1),
@@ -24,20 +23,23 @@ _SPLIT: tuple[tuple[str, int], ...] = (
     ("encoder.layers.*.ffn.down.weight", 1),
     ("encoder.conv.conv.*", 0),
 )
-"""Name pattern -> split dimension, first match counts; -1 and no match: replicated."""
+"""Name pattern and split dimension; the first match applies. -1 or no match: replicated."""
 
 _VOCABULARY = ("embeddings.token.weight", "head.bias")
-"""Parameters with one row a token, split in padded runs."""
+"""Parameters with one row per token, split with padding."""
 
 
 def shard_spec(name: str, shape: tuple[int, ...], tp_rank: int, tp_size: int) -> ParameterSpec:
-    """What rank ``tp_rank`` of ``tp_size`` holds of a parameter.
+    """Return the shard of a parameter on rank ``tp_rank`` of ``tp_size``.
 
     Raises:
-        TopologyError: the split dimension does not divide by ``tp_size``.
+        TopologyError: the split dimension is not divisible by ``tp_size``.
     """
     if name in _VOCABULARY:
-        return _specify_vocabulary(name, shape, tp_rank, tp_size)
+        rows = vocabulary_rows(shape[0], tp_size)
+        offset = min(tp_rank * rows, shape[0])
+        length = min(rows, shape[0] - offset)
+        return ParameterSpec(name, shape, 0, offset, length, (rows, *shape[1:]))
     dim = next((dim for pattern, dim in _SPLIT if fnmatchcase(name, pattern)), -1)
     if dim < 0 or tp_size == 1:
         return ParameterSpec(name, shape, None, 0, shape[0], shape)
@@ -50,15 +52,6 @@ def shard_spec(name: str, shape: tuple[int, ...], tp_rank: int, tp_size: int) ->
 
 
 def vocabulary_rows(vocab_size: int, tp_size: int) -> int:
-    """Vocabulary rows a rank holds, padding included."""
+    """Vocabulary rows per rank, padding included."""
     even = -(-vocab_size // tp_size)
     return -(-even // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
-
-
-def _specify_vocabulary(
-    name: str, shape: tuple[int, ...], tp_rank: int, tp_size: int
-) -> ParameterSpec:
-    rows = vocabulary_rows(shape[0], tp_size)
-    offset = min(tp_rank * rows, shape[0])
-    length = min(rows, shape[0] - offset)
-    return ParameterSpec(name, shape, 0, offset, length, (rows, *shape[1:]))

@@ -1,4 +1,4 @@
-"""What part of each logical parameter a rank holds."""
+"""Shard specification: the part of a logical parameter that a rank holds."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """A rank's part of one parameter.
+    """A rank's shard of one parameter: indices ``[offset, offset + length)`` of ``dim``.
 
-    The rank holds indices ``[offset, offset + length)`` of dimension ``dim`` of the logical
-    tensor. The tensor it holds may be longer along ``dim`` by zero padding (vocabulary).
+    The local tensor may be longer along ``dim`` by zero padding (vocabulary).
     """
 
     name: str
@@ -22,17 +21,17 @@ class ParameterSpec:
     dim: int | None
     """Split dimension; None: the parameter is replicated."""
     offset: int
-    """First logical index held along ``dim``; 0 if replicated."""
+    """First logical index along ``dim``; 0 if replicated."""
     length: int
-    """Number of logical indices held along ``dim``; the whole extent if replicated."""
+    """Number of logical indices along ``dim``; the whole extent if replicated."""
     local_shape: tuple[int, ...]
-    """Shape of the tensor this rank holds, padding included."""
+    """Shape of the local tensor, padding included."""
 
     @property
     def split_dim(self) -> int:
-        """``dim``, or 0 where the parameter is replicated (a slice of everything)."""
+        """``dim``, or 0 if the parameter is replicated."""
         return 0 if self.dim is None else self.dim
 
     def true_part(self, local: Tensor) -> Tensor:
-        """The held tensor without its padding (a view)."""
+        """The local tensor without its padding (a view)."""
         return local.narrow(self.split_dim, 0, self.length)

@@ -106,8 +106,8 @@ def test_first_host(node_list: str, host: str) -> None:
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"RANK": "0"}, "WORLD_SIZE unset"),
-        ({"LOCAL_RANK": "0"}, "RANK unset"),
+        ({"RANK": "0"}, "WORLD_SIZE is not set"),
+        ({"LOCAL_RANK": "0"}, "RANK is not set"),
         ({**TORCHRUN, "RANK": "8"}, "rank 8 of 8"),
         ({**TORCHRUN, "RANK": "one"}, "RANK='one' is not a number"),
         ({**TORCHRUN, "LOCAL_RANK": "4"}, "local rank 4 of 4"),
@@ -115,7 +115,7 @@ def test_first_host(node_list: str, host: str) -> None:
         ({k: v for k, v in TORCHRUN.items() if k != "MASTER_ADDR"}, "without MASTER_ADDR"),
         ({k: v for k, v in SRUN.items() if k != "SLURM_STEP_ID"}, "put srun before"),
         ({**SRUN, "SLURM_STEP_NODELIST": "[", "SLURM_JOB_NODELIST": "["}, "names no host"),
-        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "4x2"}, "'4x2' is not SLURM's"),
+        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "4x2"}, "'4x2' does not have the form"),
         ({**SRUN, "SLURM_NODEID": "3"}, "SLURM_NODEID=3 is beyond the 3 nodes"),
         ({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "4"}, "rank 4 of 4"),
     ],

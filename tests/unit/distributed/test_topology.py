@@ -52,5 +52,5 @@ def test_one_process_starts_nothing() -> None:
 
 def test_missing_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(TopologyError, match="needs GPU 2 for local rank 2, but this node shows 2"):
+    with pytest.raises(TopologyError, match="needs GPU 2 for local rank 2, but 2 are visible"):
         init_process_groups(1, torch.device("cuda"), 1.0, _environment(2, 4, 2, 4))
