@@ -53,4 +53,4 @@ class LossScaleError(NumericsError):
 
 
 class ReplicaError(MegatronDebertaError):
-    """Replicated tensors differ between ranks: a rank computes incorrectly or its memory is faulty."""
+    """Replicated tensors differ between ranks, because of faulty computation or memory."""
