@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.data.released_masking import Text, released_masks
+from benchmarks.lib.measuring import anonymous_bytes
 from benchmarks.lib.provenance import provenance
 from megatron_deberta.config.schema import ObjectiveConfig
 from megatron_deberta.data.collate import BatchBuilder
@@ -195,11 +196,11 @@ def in_own_process(work: Callable[..., dict[str, Any]], *arguments: Any) -> dict
 
 
 def _report(sender: Any, work: Callable[..., dict[str, Any]], arguments: tuple[Any, ...]) -> None:
-    peak, done, base = [0], threading.Event(), _own_memory()
+    peak, done, base = [0], threading.Event(), anonymous_bytes()
 
     def watch() -> None:
         while not done.wait(0.005):
-            peak[0] = max(peak[0], _own_memory())
+            peak[0] = max(peak[0], anonymous_bytes())
 
     thread = threading.Thread(target=watch)
     thread.start()
@@ -216,14 +217,6 @@ def _report(sender: Any, work: Callable[..., dict[str, Any]], arguments: tuple[A
             "own_memory_mib": round((peak[0] - base) / 2**20, 1),
         }
     )
-
-
-def _own_memory() -> int:
-    """Bytes that are this process's own: mapped files, which all ranks share, do not count."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon"):
-            return int(line.split()[1]) * 1024
-    raise OSError("/proc/self/status has no RssAnon")
 
 
 def open_rows(prefix: str, cache: str, packing: str, split: bool) -> dict[str, Any]:

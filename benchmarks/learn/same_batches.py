@@ -22,7 +22,7 @@ import torch
 from transformers import DebertaV2ForMaskedLM
 
 from benchmarks.lib.provenance import provenance
-from benchmarks.lib.stock_weights import stock_config
+from benchmarks.lib.stock import stock_config
 from megatron_deberta.config import load_config
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.data.batch import IGNORED_LABEL, Batch

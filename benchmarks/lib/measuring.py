@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import gc
 import json
+import os
+import re
 import statistics
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -100,10 +104,76 @@ def cuda_peak_bytes(work: Callable[[], object]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def peak_resident_bytes() -> int:
-    """Return the peak resident size of this process; ``getrusage`` may give its parent's."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0]) * 1024
+def peak_resident_bytes(pid: int | str = "self") -> int:
+    """Return the peak resident size of a process, 0 if it has ended (Linux).
+
+    ``getrusage`` may give the peak of the parent instead.
+    """
+    return _status_bytes(pid, "VmHWM")
+
+
+def anonymous_bytes() -> int:
+    """Return the memory of this process without mapped files, which processes share."""
+    return _status_bytes("self", "RssAnon")
+
+
+def _status_bytes(pid: int | str, key: str) -> int:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0
+    found = re.search(rf"{key}:\s+(\d+)", status)
+    return 1024 * int(found[1]) if found else 0
+
+
+def disk_usage(folder: Path) -> int:
+    """Return the bytes that a folder occupies; files may vanish meanwhile."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                total += os.stat(os.path.join(parent, name)).st_blocks * 512
+    return total
+
+
+def _process_tree(pid: int) -> list[int]:
+    found = [pid]
+    for parent in found:
+        with suppress(OSError):
+            for task in Path(f"/proc/{parent}/task").iterdir():
+                found += map(int, (task / "children").read_text().split())
+    return found
+
+
+class ResourceWatch(threading.Thread):
+    """Records the peak memory of a process tree and the peak disk usage of folders.
+
+    Args:
+        pid: the root process; the thread ends with it.
+        folders: measured once per second.
+
+    Attributes:
+        peaks: peak resident bytes by process.
+        disk: peak bytes of the folders.
+    """
+
+    def __init__(self, pid: int, folders: Sequence[Path] = ()) -> None:
+        super().__init__(daemon=True)
+        self._pid = pid
+        self._folders = folders
+        self.peaks: dict[int, int] = {}
+        self.disk = 0
+
+    def run(self) -> None:
+        """Sample memory twenty times per second until the process ends."""
+        last = 0.0
+        while Path(f"/proc/{self._pid}").exists():
+            for pid in _process_tree(self._pid):
+                self.peaks[pid] = max(self.peaks.get(pid, 0), peak_resident_bytes(pid))
+            if time.monotonic() - last > 1:
+                last = time.monotonic()
+                self.disk = max(self.disk, sum(map(disk_usage, self._folders)))
+            time.sleep(0.05)
 
 
 def matrix_rate(device: str, dtype: torch.dtype, size: int | None = None) -> float:

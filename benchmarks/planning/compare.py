@@ -106,10 +106,7 @@ def counted(traffic: Iterable[Traffic]) -> dict[str, dict[str, int]]:
 def planned(config: RunConfig) -> dict[str, Any]:
     """What the plan says of a micro batch of any rank."""
     flops, length = rank_flops(config), config.data.sequence_length
-    tokens, tp_size = (
-        config.train.micro_batch_size * length,
-        config.parallel.tensor_parallel_size,
-    )
+    tokens, tp_size = (config.train.micro_batch_size * length, config.parallel.tensor_parallel_size)
     layers, decoder = reference_extra(config.model, length, masked_tokens(config) / tokens)
     # The reference backend computes more than is needed; the plan does not count that.
     extra = tokens * (layers + decoder) / tp_size
@@ -123,21 +120,13 @@ def planned(config: RunConfig) -> dict[str, Any]:
 
 def found(run: DryRun) -> dict[str, Any]:
     """A dry run in the form of ``planned``."""
-    return {
-        "parameters": run.parameters,
-        "flops": run.flops,
-        "collectives": run.collectives,
-    }
+    return {"parameters": run.parameters, "flops": run.flops, "collectives": run.collectives}
 
 
 def compare_rank(config: RunConfig, rank: int) -> dict[str, Any]:
     """Parameters, FLOPs and collectives of one rank."""
     run = dry_run(config, rank)
-    return {
-        "vocabulary_rows": run.vocabulary_rows,
-        "planned": planned(config),
-        "found": found(run),
-    }
+    return {"vocabulary_rows": run.vocabulary_rows, "planned": planned(config), "found": found(run)}
 
 
 def compare_memory(config: RunConfig, rank: int) -> dict[str, Any]:

@@ -37,10 +37,7 @@ def variant(run: str, recompute: str, length: int) -> RunConfig:
 
 def table() -> str:
     """Return the table in Markdown, one row per device and sequence length."""
-    lines = [
-        "| Device (ZeRO-1) | N | `none` | `selective` | `full` |",
-        "|---|---|---|---|---|",
-    ]
+    lines = ["| Device (ZeRO-1) | N | `none` | `selective` | `full` |", "|---|---|---|---|---|"]
     for title, run, gigabytes, ranks, attention in DEVICES:
         capacity = (1 - RESERVED) * gigabytes * 1e9
         for length in (512, 2048):

@@ -48,7 +48,7 @@ import torch
 from benchmarks.lib.measuring import peak_resident_bytes, write_json
 from benchmarks.lib.provenance import ROOT, provenance
 from benchmarks.lib.shards import prepare_shards
-from benchmarks.lib.stock_weights import copy_from_stock
+from benchmarks.lib.stock import copy_from_stock
 from benchmarks.step.batch import StepBatch, make_batch
 from benchmarks.step.measure import Contender, Result, compete
 from benchmarks.step.parts import draw
@@ -182,7 +182,7 @@ def check(case: Case, device: torch.device) -> dict[str, float]:
             continue
         if isinstance(side, Stock):
             ours = Ours(Setting(without_mask_decoder(size), device, torch.float32))
-            copy_from_stock(ours.model, side.model)
+            copy_from_stock(ours.model, side.model, without_mask_decoder(size))
         else:
             ours = Ours(Setting(without_position_terms(size), device, torch.float32))
         with torch.no_grad():

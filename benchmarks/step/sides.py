@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DebertaV2ForMaskedLM
 
-from benchmarks.lib.stock_weights import stock_config
+from benchmarks.lib.stock import stock_config
 from benchmarks.step.batch import MASKED_SHARE, StepBatch
 from megatron_deberta.config.schema import ModelConfig, ParallelConfig, RunConfig
 from megatron_deberta.distributed.parallelize import build_model
@@ -141,7 +141,7 @@ class Stock:
 
     def __init__(self, setting: Setting, *, disentangled_flash: bool = False) -> None:
         plain = without_mask_decoder(setting.model)
-        self._config = _with_dropouts(stock_config(plain), plain)
+        self._config = stock_config(plain)
         with setting.device:
             model = DebertaV2ForMaskedLM(self._config)
         self.model = model.to(setting.dtype).train()
@@ -170,9 +170,3 @@ class Stock:
         with FlopCounterMode(display=False) as counter:
             model(ids, torch.ones_like(ids), labels=ids).loss.backward()
         return float(counter.get_total_flops() / ids.numel())
-
-
-def _with_dropouts(config: Any, model: ModelConfig) -> Any:
-    config.hidden_dropout_prob = model.hidden_dropout
-    config.attention_probs_dropout_prob = model.attention_dropout
-    return config

@@ -29,14 +29,7 @@ from benchmarks.tables import attention as attention_tables
 from benchmarks.tables import faults
 from benchmarks.tables import preprocess as preprocess_table
 from benchmarks.tables import step as step_tables
-from benchmarks.tables.common import (
-    NOTHING,
-    UNMEASURED,
-    Result,
-    gib,
-    markdown,
-    place,
-)
+from benchmarks.tables.common import NOTHING, UNMEASURED, Result, gib, markdown, place
 from megatron_deberta.files import write_atomically
 
 BLOCK = re.compile(

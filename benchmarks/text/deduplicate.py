@@ -24,7 +24,6 @@ import resource
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -35,6 +34,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.lib.measuring import ResourceWatch, disk_usage
 from benchmarks.lib.provenance import ROOT, provenance
 
 CORPUS = Path(os.environ.get("MEGATRON_DEBERTA_CORPUS", ROOT.parent / "shared" / "corpus"))
@@ -94,62 +94,6 @@ def make(folder: Path, gigabytes: float) -> None:
         print(f"{path}: {size / 1e9:.2f} GB", flush=True)
 
 
-class Watch(threading.Thread):
-    """Notes the peak memory of a process and its descendants, and of a folder on disk."""
-
-    def __init__(self, pid: int, folders: list[Path]) -> None:
-        """Begin with ``start``."""
-        super().__init__(daemon=True)
-        self._pid = pid
-        self._folders = folders
-        self.peaks: dict[int, int] = {}
-        self.disk = 0
-
-    def run(self) -> None:
-        """Look twenty times a second at memory, and now and then at the disk."""
-        last = 0.0
-        while Path(f"/proc/{self._pid}").exists():
-            for pid in _descendants(self._pid):
-                self.peaks[pid] = max(self.peaks.get(pid, 0), _high_water(pid))
-            if time.monotonic() - last > 1:
-                last = time.monotonic()
-                self.disk = max(self.disk, sum(_disk_usage(folder) for folder in self._folders))
-            time.sleep(0.05)
-
-
-def _descendants(pid: int) -> list[int]:
-    found = [pid]
-    for parent in found:
-        try:
-            for task in Path(f"/proc/{parent}/task").iterdir():
-                found += [int(child) for child in (task / "children").read_text().split()]
-        except OSError:
-            continue
-    return found
-
-
-def _high_water(pid: int) -> int:
-    try:
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return 0
-
-
-def _disk_usage(folder: Path) -> int:
-    total = 0
-    # ``rglob`` ends with an error where a folder vanishes meanwhile, and the watch with it.
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            try:
-                total += os.stat(os.path.join(parent, name)).st_blocks * 512
-            except OSError:
-                continue
-    return total
-
-
 def run(folder: Path, workers: int) -> dict[str, Any]:
     """Deduplicate what ``make`` wrote, and tell what it took and what it found."""
     files = sorted(folder.glob("part-*.jsonl"))
@@ -164,7 +108,7 @@ def run(folder: Path, workers: int) -> dict[str, Any]:
     begin = time.monotonic()
     stages: dict[str, float] = {}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
-        watch = Watch(process.pid, [output, Path(f"{output}.unfinished")])
+        watch = ResourceWatch(process.pid, [output, Path(f"{output}.unfinished")])
         watch.start()
         assert process.stderr is not None
         for line in process.stderr:
@@ -187,7 +131,7 @@ def run(folder: Path, workers: int) -> dict[str, Any]:
         "peak_memory_bytes": sum(watch.peaks.values()),
         "peak_memory_by_process": sorted(watch.peaks.values()),
         "peak_disk_bytes": watch.disk,
-        "output_bytes": _disk_usage(output),
+        "output_bytes": disk_usage(output),
         "planted": planted,
         "summary": {key: value for key, value in summary.items() if key != "sources"},
     }

@@ -22,7 +22,6 @@ import shutil
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -32,6 +31,7 @@ import numpy as np
 import orjson
 import zstandard
 
+from benchmarks.lib.measuring import ResourceWatch
 from benchmarks.lib.provenance import ROOT, provenance, source_digest
 from megatron_deberta.text.preprocess.direct_io import (
     DirectWriter,
@@ -228,44 +228,17 @@ def run_command(line: list[str], env: dict[str, str] | None = None) -> tuple[flo
     env.pop("PYTHONDONTWRITEBYTECODE", None)
     begin, before = time.perf_counter(), os.times()
     process = subprocess.Popen(line, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    peaks: dict[int, int] = {}
-    stop = threading.Event()
-
-    def watch() -> None:
-        while not stop.wait(0.05):
-            for pid in family(process.pid):
-                peaks[pid] = max(peaks.get(pid, 0), peak_kib(pid))
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
+    watch = ResourceWatch(process.pid)
+    watch.start()
     _, errors = process.communicate()
     seconds = time.perf_counter() - begin
-    stop.set()
-    watcher.join()
+    watch.join()
     if process.returncode:
         raise RuntimeError(f"{line}: {errors.decode()[-2000:]}")
     after = os.times()
     spent = after.children_user + after.children_system
     spent -= before.children_user + before.children_system
-    return seconds, spent, sum(peaks.values()) / 1024
-
-
-def family(pid: int) -> list[int]:
-    """A process and its children."""
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:
-        return [pid]
-    return [pid, *map(int, children)]
-
-
-def peak_kib(pid: int) -> int:
-    """Peak resident memory of a process; 0 once it has ended."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("VmHWM")), 0)
+    return seconds, spent, sum(watch.peaks.values()) / 2**20
 
 
 def ours(path: Path, tokenizer: Path, output: Path) -> tuple[float, float, float]:

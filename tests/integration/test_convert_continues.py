@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from transformers import DebertaV2Config, DebertaV2ForMaskedLM
 
-from benchmarks.lib.stock_weights import randomize
 from megatron_deberta.checkpoint.layout import step_dir
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.cli.main import main
 from tests.support.jobs import ROOT, TIMEOUT, records, without_launcher
+from tests.support.stock_weights import randomize
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,6 @@ import transformers
 from torch import Tensor
 from transformers import DebertaV2ForMaskedLM
 
-from benchmarks.lib.stock_weights import stock_name
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.errors import CheckpointError, ConfigError
 from megatron_deberta.hf import DebertaForMaskedLM
@@ -23,6 +22,7 @@ from megatron_deberta.hf.export import Export, export_model
 from megatron_deberta.hf.read_release import open_release
 from megatron_deberta.hf.weights import build_filled
 from megatron_deberta.hf.write_model import write_hf_model
+from tests.support.stock_weights import stock_name
 from tests.support.tiny_models import V2, random_weights, reader, tiny_tokenizer
 from tests.support.tolerances import FP32_MODEL
 

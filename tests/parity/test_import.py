@@ -23,7 +23,6 @@ from transformers import (
     RobertaForMaskedLM,
 )
 
-from benchmarks.lib.stock_weights import randomize
 from megatron_deberta.errors import CheckpointError
 from megatron_deberta.files import sha256_file
 from megatron_deberta.hf.config import SpecialIds, choose_model_type
@@ -32,6 +31,7 @@ from megatron_deberta.hf.weights import build_filled
 from megatron_deberta.hf.write_model import write_hf_model
 from megatron_deberta.model import DebertaForPretraining
 from tests.parity.test_export import make_batch
+from tests.support.stock_weights import randomize
 from tests.support.tolerances import FP32_MODEL
 
 SIZES = {

@@ -8,16 +8,16 @@ import pytest
 import torch
 from transformers import DebertaV2ForMaskedLM
 
-from benchmarks.lib.stock_weights import (
+from megatron_deberta.config.schema import ModelConfig
+from megatron_deberta.model import RuntimeOptions
+from megatron_deberta.model.tp_hooks import TokenLayout
+from megatron_deberta.objectives import MaskedLanguageModel
+from tests.support.stock_weights import (
     copy_from_stock,
     gradients_by_stock_name,
     randomize,
     stock_config,
 )
-from megatron_deberta.config.schema import ModelConfig
-from megatron_deberta.model import RuntimeOptions
-from megatron_deberta.model.tp_hooks import TokenLayout
-from megatron_deberta.objectives import MaskedLanguageModel
 from tests.support.tolerances import FP32_MODEL
 
 BASE = ModelConfig(

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.lib.stock_weights import randomize
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.model.attention import AttentionContext, DisentangledSelfAttention
 from megatron_deberta.model.tp_hooks import TokenLayout
+from tests.support.stock_weights import randomize
 from tests.support.tolerances import FP64
 
 CONFIG = ModelConfig(

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.lib.stock_weights import randomize
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.model import DropoutSeeds, RuntimeOptions
 from megatron_deberta.objectives import MaskedLanguageModel
+from tests.support.stock_weights import randomize
 from tests.support.tolerances import FP64
 
 CONFIG = ModelConfig(

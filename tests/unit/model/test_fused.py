@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.lib.stock_weights import randomize
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.model import DropoutSeeds, RuntimeOptions
 from megatron_deberta.model.dropout import Dropout, DropoutExecution
@@ -24,6 +23,7 @@ from megatron_deberta.model.fused import (
 )
 from megatron_deberta.objectives import MaskedLanguageModel
 from tests.support.compiler import needs_compiler
+from tests.support.stock_weights import randomize
 from tests.support.tolerances import FP64
 
 SEEDS = DropoutSeeds(3, 5, torch.tensor([7, 2**40]))

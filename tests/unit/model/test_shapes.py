@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import DebertaV2Model
 
-from benchmarks.lib.stock_weights import stock_config
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.model import count_parameters, parameter_shapes
+from tests.support.stock_weights import stock_config
 
 V1 = ModelConfig(
     vocab_size=50265,

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.lib.attention import Inputs, random_inputs, relative_error, run_attention
 from megatron_deberta.ops import RelativePositions, disentangled_attention
+from tests.support.attention import Inputs, random_inputs, relative_error, run_attention
 from tests.support.tolerances import OPERATOR
 
 pytest.importorskip("triton", reason="the fused kernels are written in Triton")

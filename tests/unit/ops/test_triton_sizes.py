@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from benchmarks.lib.attention import random_inputs, relative_error, run_attention
 from megatron_deberta.ops import RelativePositions
+from tests.support.attention import random_inputs, relative_error, run_attention
 from tests.support.memory import LargestTensor
 from tests.support.tolerances import OPERATOR
 

@@ -1,6 +1,6 @@
 """Errors of the fused attention kernels on long rows, in Triton's interpreter, against float64.
 
-    python -m benchmarks.attention.interpreted --output FILE
+    python -m tests.support.interpreted_kernels --output FILE
 
 Runs the cases that the report lacks; one head, minutes per case. Exit code 1 if an output or a
 gradient exceeds the tolerance.
@@ -22,11 +22,11 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 import triton
 
-from benchmarks.lib.attention import random_inputs, relative_error, run_attention
 from benchmarks.lib.provenance import provenance
-from benchmarks.lib.tolerances import OPERATOR
 from megatron_deberta.files import write_atomically
 from megatron_deberta.ops import RelativePositions
+from tests.support.attention import random_inputs, relative_error, run_attention
+from tests.support.tolerances import OPERATOR
 
 RELEASED, SHORT = RelativePositions(512, 256), RelativePositions(64, 16)
 NAMES = ("output", "lse", "q", "k", "v", "pos_key", "pos_query")
