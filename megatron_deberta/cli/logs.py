@@ -1,6 +1,8 @@
-"""Print a rank's log, and follow it from link to link.
+"""Print or follow the log of a rank, across the job attempts of a run.
 
-megatron-deberta logs -f RUN_DIR --rank 3
+Examples:
+  megatron-deberta logs runs/base
+  megatron-deberta logs -f runs/base --rank 3
 """
 
 from __future__ import annotations
@@ -22,42 +24,44 @@ POLL_SECONDS = 0.5
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("run_dir", metavar="RUN_DIR", help="folder of the run")
-    parser.add_argument("--rank", type=int, default=0, help="whose log; default: 0")
+    parser.add_argument("--rank", type=int, default=0, metavar="N", help="rank (default: 0)")
     add_renamed_option(
         parser, "--all-attempts", "--all-links", action="store_true",
         help="begin with the first job attempt instead of the newest",
     )  # fmt: skip
-    parser.add_argument("-f", "--follow", action="store_true", help="go on until the chain is over")
+    parser.add_argument(
+        "-f", "--follow", action="store_true", help="print new lines until the run ends"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print it."""
+    """Print the log."""
     folder = Path(args.run_dir) / LOGS
-    if not link_logs(folder, args.rank) and not args.follow:
-        raise ConfigError(f"{folder}: no log of rank {args.rank}; submit the run, or wait for it")
-    for text in read(args.run_dir, args.rank, follow=args.follow, all_links=args.all_attempts):
+    if not attempt_logs(folder, args.rank) and not args.follow:
+        raise ConfigError(f"{folder}: no log of rank {args.rank} yet; wait, or use --follow")
+    for text in read(args.run_dir, args.rank, follow=args.follow, all_attempts=args.all_attempts):
         sys.stdout.write(text)
         sys.stdout.flush()
     return EXIT_DONE
 
 
-def link_logs(folder: Path, rank: int) -> list[Path]:
-    """Logs of a rank, one a link, in the order of the links."""
+def attempt_logs(folder: Path, rank: int) -> list[Path]:
+    """Return the logs of a rank, one per job attempt, in order."""
     found = folder.glob(f"*.*/rank_{rank}.log")
     return sorted(found, key=lambda path: tuple(map(int, path.parent.name.split("."))))
 
 
-def read(run_dir: str, rank: int, *, follow: bool, all_links: bool) -> Iterator[str]:
-    """Yield the text of logs, and with ``follow`` what comes until the chain is over."""
-    folder, chain = Path(run_dir) / LOGS, JobHistory(run_dir)
+def read(run_dir: str, rank: int, *, follow: bool, all_attempts: bool) -> Iterator[str]:
+    """Yield the text of logs, with ``follow`` until the run ends."""
+    folder, history = Path(run_dir) / LOGS, JobHistory(run_dir)
     current: Path | None = None
     position = 0
     while True:
-        # Both before reading, so that what a link wrote to its very end is read.
-        over = bool(chain.is_over()) and not chain.is_running()
-        logs = link_logs(folder, rank)
+        # Before reading, so that the last lines of an attempt are read.
+        ended = bool(history.end_reason()) and not history.is_running()
+        logs = attempt_logs(folder, rank)
         if current is None and logs:
-            current = logs[0 if all_links else -1]
+            current = logs[0 if all_attempts else -1]
         if current is not None:
             with current.open("rb") as stream:
                 stream.seek(position)
@@ -69,6 +73,6 @@ def read(run_dir: str, rank: int, *, follow: bool, all_links: bool) -> Iterator[
                 current, position = later[0], 0
                 yield f"== {current}\n"
                 continue
-        if over or not follow:
+        if ended or not follow:
             return
         time.sleep(POLL_SECONDS)

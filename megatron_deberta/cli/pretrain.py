@@ -1,9 +1,12 @@
-"""Pretrain as one rank of a run: under torchrun, srun or mpirun, or alone.
+"""Pretrain, as one rank of a run under torchrun, srun or mpirun, or alone.
 
-megatron-deberta pretrain RUN.yaml [section.key=value ...]
+Resumes from the newest intact checkpoint in train.run_dir, if there is one. SIGTERM, SIGUSR1 and
+SIGUSR2 end the run after the current step with a checkpoint and exit code 75: start it again.
 
-Continues from the newest intact checkpoint in train.run_dir, if there is one. SIGTERM, SIGUSR1 and
-SIGUSR2 end the run after the present step with a checkpoint and exit code 75: start it again.
+Examples:
+  megatron-deberta pretrain RUN.yaml train.run_dir=runs/base
+  torchrun --nproc-per-node 8 -m megatron_deberta pretrain RUN.yaml
+  megatron-deberta pretrain RUN.yaml --dry-run
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from omegaconf import OmegaConf
 from megatron_deberta.checkpoint.resume import FLAG
 from megatron_deberta.cli.arguments import add_run_arguments
 from megatron_deberta.cluster import preflight
-from megatron_deberta.cluster.run_lock import RunLock, refuse_if_held
+from megatron_deberta.cluster.run_lock import RunLock, raise_if_locked
 from megatron_deberta.cluster.watchdog.heartbeat import Heartbeat
 from megatron_deberta.config import BatchArithmetic, load_config, validate_for_world
 from megatron_deberta.config.schema import RunConfig
@@ -34,25 +37,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="print the resolved configuration, ranks, batch and parameters, and stop",
+        help="print the resolved configuration, ranks, batch and parameters, and exit",
     )
     parser.add_argument(
         FLAG,
         action="store_true",
-        help="continue with another optimizer, precision or number of steps than the checkpoint's",
+        help="resume with another optimizer, precision or number of steps than the checkpoint's",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, or describe what would be trained."""
+    """Train, or describe the run."""
     config = load_config(args.config, args.overrides)
     if args.dry_run:
         print(describe_run(config))
         return EXIT_DONE
     environment = read_environment()
     if environment.rank == 0 and environment.launcher != "srun":
-        # Before torch is imported, which takes its time. srun would leave the other ranks waiting.
-        refuse_if_held(config.train.run_dir)
+        # Before torch is imported, which is slow; under srun the other ranks would be left waiting.
+        raise_if_locked(config.train.run_dir)
     with Heartbeat.of_this_rank(environment.rank) as heartbeat:
         import torch
 
@@ -75,8 +78,8 @@ def run(args: argparse.Namespace) -> int:
             finally:
                 launched = environment.launcher != "none"
                 if stop.requested() or code == EXIT_REQUEUE or (code == EXIT_DONE and launched):
-                    # SLURM tells supervisor and ranks, and the supervisor the ranks, at any time:
-                    # what comes while this process ends would kill it, and change its exit code.
+                    # SLURM and the supervisor may signal at any time; a signal while this process
+                    # ends would kill it and change its exit code.
                     for number in STOP_SIGNALS:
                         signal.signal(number, signal.SIG_IGN)
                     stack.pop_all()
@@ -84,9 +87,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def describe_run(config: RunConfig) -> str:
-    """Resolved config, rank grid, batch arithmetic and parameters, as text.
+    """Format the resolved config, rank grid, batch arithmetic and parameters.
 
-    Sized for the ranks of the launcher, or else for ``cluster.nodes`` full nodes, if given.
+    The number of ranks is that of the launcher, or else of ``cluster.nodes`` full nodes.
 
     Raises:
         ConfigError: the batch does not divide.
@@ -104,7 +107,7 @@ def describe_run(config: RunConfig) -> str:
             f"ranks: {world_size} = {batch.dp_size} data-parallel x {tp_size} tensor-parallel, "
             "rank = dp_rank * tp_size + tp_rank",
             f"batch: {config.train.global_batch_size} sequences = {batch.dp_size} data-parallel x "
-            f"{batch.micro_batch_size} a micro batch x {batch.accumulation_steps} accumulated; "
+            f"{batch.micro_batch_size} per micro batch x {batch.accumulation_steps} accumulated; "
             f"{_tokens(config, batch)} in {config.train.steps:,} steps",
             "",
             *_parameter_table(config, tp_size),
@@ -113,22 +116,22 @@ def describe_run(config: RunConfig) -> str:
 
 
 def _tokens(config: RunConfig, batch: BatchArithmetic) -> str:
-    """Tokens of a step, short and long, and of the run."""
+    """Format the tokens per step, short and long, and of the run."""
     short_steps = min(config.data.short_steps, config.train.steps)
     short = batch.short_tokens_per_step
     total = short * short_steps + batch.tokens_per_step * (config.train.steps - short_steps)
-    first = f"{short:,} tokens a step in the first {short_steps:,}, then " if short_steps else ""
-    return f"{first}{batch.tokens_per_step:,} tokens a step, {total:,}"
+    first = f"{short:,} tokens per step in the first {short_steps:,}, then " if short_steps else ""
+    return f"{first}{batch.tokens_per_step:,} tokens per step, {total:,}"
 
 
 def _parameter_table(config: RunConfig, tp_size: int) -> list[str]:
-    """One line a parameter, those of all layers together, and the sums."""
+    """Format one line per parameter, those of all layers together, and the sums."""
     from megatron_deberta.distributed.parallelize.plan import shard_spec
     from megatron_deberta.model.shapes import parameter_shapes
 
     shapes = parameter_shapes(config.model)
     times = Counter(map(_without_layer, shapes))
-    lines = [f"{'parameter':<58}{'shape':>16}{'times':>7}{'elements':>16}  on a rank"]
+    lines = [f"{'parameter':<58}{'shape':>16}{'times':>7}{'elements':>16}  per rank"]
     for name, shape in {_without_layer(name): shape for name, shape in shapes.items()}.items():
         local = shard_spec(name, shape, 0, tp_size).local_shape
         lines.append(

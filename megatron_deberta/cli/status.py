@@ -1,6 +1,9 @@
-"""Show one view of a run's whole chain of jobs.
+"""Show the status of a run: queue, step, loss, tokens/s, ETA and job attempts.
 
-megatron-deberta status RUN_DIR
+Reads the run folder and SLURM's queue; works without SLURM, too.
+
+Example:
+  megatron-deberta status runs/base
 """
 
 from __future__ import annotations
@@ -17,11 +20,11 @@ from megatron_deberta.errors import EXIT_DONE
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("run_dir", metavar="RUN_DIR", help="folder of the run")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print it."""
+    """Print the status."""
     status = gather(args.run_dir)
     print(json.dumps(asdict(status), indent=1) if args.json else describe(status))
     return EXIT_DONE
@@ -63,5 +66,5 @@ def describe(status: RunStatus) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """``1 day, 2:03:04``; a dash for None."""
+    """Format seconds as ``1 day, 2:03:04``, None as a dash."""
     return "-" if seconds is None else str(datetime.timedelta(seconds=round(seconds)))

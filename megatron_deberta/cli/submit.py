@@ -1,10 +1,12 @@
-"""Queue a run on a SLURM cluster, as a chain of jobs that continue each other.
+"""Submit a run to a SLURM cluster.
 
-megatron-deberta submit RUN.yaml --cluster dgx2 --nodes 16 [section.key=value ...]
+The run is checked first. The job requeues itself until the run is finished: before the time limit,
+after preemption, and after failures, then without the nodes that caused them. `status`, `logs` and
+`cancel` take the run folder. See docs/slurm.md.
 
-A cluster is the name of a profile that the package ships, or a YAML file of the same form. The job
-requeues itself until the run is finished; status, logs and cancel take the run's folder. See
-docs/slurm.md.
+Examples:
+  megatron-deberta submit RUN.yaml --cluster dgx2 --nodes 16 train.run_dir=/runs/base
+  megatron-deberta submit RUN.yaml --cluster site.yaml --nodes 4 --export NCCL_DEBUG=INFO --dry-run
 """
 
 from __future__ import annotations
@@ -26,7 +28,6 @@ from megatron_deberta.cluster.profile import ClusterProfile, load_profile
 from megatron_deberta.cluster.slurm import commands as slurm
 from megatron_deberta.cluster.slurm import names
 from megatron_deberta.cluster.slurm.history import JobHistory
-from megatron_deberta.cluster.slurm.job import submitted_jobs
 from megatron_deberta.cluster.slurm.names import checked
 from megatron_deberta.cluster.slurm.status import queue_state
 from megatron_deberta.cluster.slurm.submit import (
@@ -48,13 +49,20 @@ from megatron_deberta.files import write_atomically
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_run_arguments(parser)
-    parser.add_argument("--cluster", required=True, help="profile: a name or a YAML file")
-    parser.add_argument("--nodes", type=int, help="nodes; default: cluster.nodes of the run")
+    parser.add_argument(
+        "--cluster", required=True, metavar="PROFILE",
+        help="cluster profile: dgx2, dgx_h100, local, or a YAML file of the same form",
+    )  # fmt: skip
+    parser.add_argument(
+        "--nodes", type=int, metavar="N", help="number of nodes (default: cluster.nodes)"
+    )
     add_renamed_option(
-        parser, "--min-nodes", "--least-nodes", type=int,
+        parser, "--min-nodes", "--least-nodes", type=int, metavar="N",
         help="start with as few as this many nodes if no more are available (default: --nodes)",
     )  # fmt: skip
-    parser.add_argument("--job-name", help="SLURM's name; default: the run folder's")
+    parser.add_argument(
+        "--job-name", metavar="NAME", help="SLURM's name (default: the run folder's)"
+    )
     add_renamed_option(
         parser, "--max-attempts", "--links", type=int, default=1,
         help="jobs to queue, each of which continues the one before it (default: %(default)s); a "
@@ -66,16 +74,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "repeated; nothing else of this shell's environment reaches the job)",
     )  # fmt: skip
     for option in ("partition", "account", "qos", "exclude"):
-        parser.add_argument(f"--{option}", help="in place of the profile's")
-    parser.add_argument("--time-limit-minutes", type=int, help="in place of the profile's")
+        parser.add_argument(f"--{option}", help="overrides the profile's")
+    parser.add_argument(
+        "--time-limit-minutes", type=int, metavar="MINUTES", help="overrides the profile's"
+    )
     parser.add_argument(FLAG, action="store_true", help="passed on to pretrain")
     parser.add_argument(
-        "--dry-run", action="store_true", help="print what would be run, and queue nothing"
+        "--dry-run", action="store_true", help="print all commands and files, and submit nothing"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check everything, write the submission's folder, and call sbatch."""
+    """Check the run, write the submission's folder, and call sbatch."""
     profile = _profile(args)
     config = load_config(args.config, args.overrides)
     nodes = config.cluster.nodes if args.nodes is None else args.nodes
@@ -133,38 +143,38 @@ def exported_variables(options: Sequence[str], environment: Mapping[str, str]) -
 
 
 def queue(
-    spec: JobSpec, profile: ClusterProfile, submission: Path, config: RunConfig, links: int
+    spec: JobSpec, profile: ClusterProfile, submission: Path, config: RunConfig, num_jobs: int
 ) -> list[str]:
-    """Write the submission's folder, and call sbatch once for each link.
+    """Write the submission's folder, and call sbatch once per job.
 
     Returns:
-        SLURM's numbers of the jobs.
+        The numbers of the jobs.
 
     Raises:
         ConfigError: the run has jobs in the queue.
-        SlurmError: sbatch refuses.
+        SlurmError: sbatch failed.
     """
-    chain = JobHistory(spec.run_dir)
-    state, queued = queue_state(submitted_jobs(chain))
+    history = JobHistory(spec.run_dir)
+    state, queued = queue_state(history.submitted_jobs())
     if queued:
         raise ConfigError(
             f"train.run_dir={spec.run_dir} has job {', '.join(queued)} in the queue ({state}); "
-            "megatron-deberta cancel it first, or name another folder"
+            "cancel it first (megatron-deberta cancel), or set another train.run_dir"
         )
     submission.mkdir(parents=True)
-    (chain.run_dir / LOGS).mkdir(exist_ok=True)
+    (history.run_dir / LOGS).mkdir(exist_ok=True)
     save_config(config, submission / "run.yaml")
     job_file = submission / "job.json"
     write_atomically(job_file, spec.to_json())
     bad = tuple(BadNodes(spec.run_dir, config.cluster.bad_node_hours).current())
-    # Before sbatch: the job may start at once, and this line is where its chain begins.
-    chain.append("submit", links=links, nodes=spec.nodes)
+    # Before sbatch: the job may start at once, and its history begins with this line.
+    history.append("submit", links=num_jobs, nodes=spec.nodes)
     jobs: list[str] = []
-    for _ in range(links):
+    for _ in range(num_jobs):
         after = jobs[-1] if jobs else ""
         command = sbatch_command(spec, profile, job_file, after=after, bad_nodes=bad)
         jobs.append(slurm.call(command).strip().split(";")[0])
-        chain.append("jobs", jobs=jobs[-1:])
+        history.append("jobs", jobs=jobs[-1:])
     return jobs
 
 
@@ -178,23 +188,22 @@ def _profile(args: argparse.Namespace) -> ClusterProfile:
 
 
 def check_fit(config: RunConfig, profile: ClusterProfile, nodes: int) -> RunConfig:
-    """See that a run fits a cluster, and make its paths independent of where it starts.
+    """Check that a run fits a cluster, and make its paths absolute.
 
     Returns:
-        The run with absolute paths, sized for these nodes.
+        The run with absolute paths and these nodes.
 
     Raises:
         ConfigError: the batch, the number format or the number of nodes does not fit.
         TopologyError: tensor parallelism does not fit into a node.
     """
     if nodes < 1:
-        raise ConfigError(f"--nodes {nodes}: say how many nodes to run on")
+        raise ConfigError(f"--nodes {nodes} must be at least 1; set it, or cluster.nodes")
     if config.precision.dtype not in profile.dtypes:
         raise ConfigError(
-            f"precision.dtype={config.precision.dtype} but the cluster's devices compute "
-            f"{', '.join(profile.dtypes)} only; set one of those"
+            f"precision.dtype={config.precision.dtype} is not supported by the cluster's "
+            f"devices; use {' or '.join(profile.dtypes)}"
         )
-    # Here a wrong layout costs seconds; in the queue, hours.
     sized = replace(config.cluster, nodes=nodes, ranks_per_node=profile.ranks_per_node)
     config = replace(config, cluster=sized)
     validate_for_world(config, nodes * profile.ranks_per_node)
@@ -214,7 +223,7 @@ def check_fit(config: RunConfig, profile: ClusterProfile, nodes: int) -> RunConf
 
 
 def _absolute(path: str) -> str:
-    """Absolute path of a prefix; blend weights and empty texts stay as they are."""
+    """Return the absolute path of a prefix; blend weights and empty strings are unchanged."""
     try:
         float(path)
     except ValueError:
@@ -223,8 +232,8 @@ def _absolute(path: str) -> str:
 
 
 def describe(spec: JobSpec, command: list[str], problem: str) -> str:
-    """Everything that a submission would run and write, as text."""
-    logs = log_folder(spec.run_dir, "JOB", 0)
+    """Format everything that a submission would run and write."""
+    logs = log_folder(spec.run_dir, "JOB.0")
     lines = [
         "# sbatch, now:",
         shlex.join(command),
@@ -232,10 +241,10 @@ def describe(spec: JobSpec, command: list[str], problem: str) -> str:
         f"# {BATCH_SCRIPT}, on the first node:",
         BATCH_SCRIPT.read_text().rstrip(),
         "",
-        "# srun, in every link (JOB.0: the job's number and its restarts):",
+        "# srun, in every job attempt (JOB.0: the job's number and its restarts):",
         shlex.join(srun_command(spec, logs, "RENDEZVOUS")),
         "",
         "# job.json:",
         json.dumps(json.loads(spec.to_json()), indent=1),
     ]
-    return "\n".join([*lines, "", f"# would be refused: {problem}"] if problem else lines)
+    return "\n".join([*lines, "", f"# error: {problem}"] if problem else lines)

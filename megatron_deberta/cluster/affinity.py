@@ -1,7 +1,7 @@
-"""Which cores each rank of a node runs on.
+"""Assignment of a node's cores to its ranks.
 
-Owns the division. Refuses to look for GPUs: on the machines this is for, GPUs and cores are
-numbered through the sockets alike, so ranks in order are near their GPUs.
+GPUs and cores are assumed to be numbered in the same order over the sockets, as on DGX machines, so
+that ranks in order are near their GPUs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ SYSTEM = Path("/sys/devices/system")
 
 
 def numa_nodes(system: Path = SYSTEM) -> list[tuple[int, set[int]]]:
-    """NUMA nodes of this machine, in order, and their cores; none where the kernel has none."""
+    """Return the number and the cores of each NUMA node, in order; empty without NUMA."""
     found = []
     for path in (system / "node").glob("node[0-9]*/cpulist"):
         cpus: set[int] = set()
@@ -27,22 +27,22 @@ def numa_nodes(system: Path = SYSTEM) -> list[tuple[int, set[int]]]:
 
 
 def divide(allowed: Set[int], ranks: int, system: Path = SYSTEM) -> list[set[int]]:
-    """Divide cores among ranks: no rank over two sockets if it can be helped, no core for two.
+    """Divide cores among ranks in equal parts, in the order of sockets.
 
     Args:
-        allowed: cores that this node's job may use, hyperthreads included.
-        ranks: of the node.
-        system: where the kernel describes the machine.
+        allowed: cores that the job may use on this node, including hyperthreads.
+        ranks: ranks of the node.
+        system: folder in which the kernel describes the machine.
 
     Returns:
-        As many cores for each rank; all of them for every rank where there are too few.
+        The cores of each rank; all cores for every rank if there are fewer cores than ranks.
     """
     if len(allowed) < ranks:
         return [set(allowed) for _ in range(ranks)]
     numa = {cpu: node for node, cpus in numa_nodes(system) for cpu in cpus}
 
     def place(cpu: int) -> tuple[int, int, int]:
-        # Hyperthreads of a core are neighbours in this order.
+        # Makes hyperthreads of a core neighbours.
         core = cpu
         with suppress(OSError, ValueError):
             core = int((system / "cpu" / f"cpu{cpu}" / "topology" / "core_id").read_text())

@@ -1,8 +1,4 @@
-"""Nodes that this run stays away from for a while, and why.
-
-Owns ``bad_nodes.jsonl`` in the run folder: one line a reason. Refuses to tell SLURM: ``link.py``
-does.
-"""
+"""Bad nodes of a run (``bad_nodes.jsonl``), which its next job attempts exclude."""
 
 from __future__ import annotations
 
@@ -16,28 +12,27 @@ from pathlib import Path
 from megatron_deberta.cluster.watchdog.hang import Diagnosis
 
 FILE_NAME = "bad_nodes.jsonl"
-ENOUGH_DEATHS = 2
-"""One killed rank may be anything's fault; so many on one node are the node's."""
+BAD_WEIGHT = 2
+"""A node is bad from this sum of weights on: two killed ranks, or one certain failure."""
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
-    """One reason against a node."""
+class NodeFailure:
+    """One failure of a node; a line of the file."""
 
     node: str
     reason: str
     time: float
     """Seconds since the epoch."""
     weight: int
-    """The node is bad from ``ENOUGH_DEATHS`` on."""
 
 
 class BadNodes:
-    """The record of one run.
+    """Failures of nodes in one run.
 
     Args:
         run_dir: folder of the run.
-        hours: how long a mark counts.
+        hours: age after which a failure no longer counts.
         clock: seconds since the epoch.
     """
 
@@ -51,51 +46,52 @@ class BadNodes:
         self._seconds = 3600 * hours
         self._clock = clock
 
-    def add(self, node: str, reason: str, *, sure: bool) -> None:
-        """Mark a node.
+    def add(self, node: str, reason: str, *, certain: bool) -> None:
+        """Record a failure.
 
         Args:
-            node: by the name that SLURM knows.
-            reason: in words.
-            sure: this alone makes it bad.
+            node: SLURM's name of the node.
+            reason: for people.
+            certain: this failure alone makes the node bad.
         """
-        mark = Mark(node, reason, round(self._clock(), 3), ENOUGH_DEATHS if sure else 1)
+        weight = BAD_WEIGHT if certain else 1
+        failure = NodeFailure(node, reason, round(self._clock(), 3), weight)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a") as stream:
-            stream.write(json.dumps(asdict(mark)) + "\n")
+            stream.write(json.dumps(asdict(failure)) + "\n")
             stream.flush()
             os.fsync(stream.fileno())
 
-    def record_failure(self, verdict: Diagnosis) -> None:
-        """Mark the node of a link's end, if it is clear which.
+    def record_failure(self, diagnosis: Diagnosis) -> None:
+        """Record the failure of a job attempt if it is clear which node caused it.
 
-        A hang of one rank, where all run the same code, is its node's far more often than not, and
-        a spare node costs little. A rank that died counts against its node, the second time in
-        full; one that ended with an error of its own does not.
+        All ranks run the same code, so a hang of one is most often its node's fault, and a spare
+        node costs little. A rank that a signal killed counts half; one that ended with an error
+        does not count.
         """
-        if len(verdict.hosts) != 1:
+        if len(diagnosis.hosts) != 1:
             return
-        if verdict.kind == "hang" or " was killed by signal " in verdict.reason:
-            self.add(verdict.hosts[0], verdict.reason, sure=verdict.kind == "hang")
+        if diagnosis.kind == "hang" or " was killed by signal " in diagnosis.reason:
+            self.add(diagnosis.hosts[0], diagnosis.reason, certain=diagnosis.kind == "hang")
 
-    def current(self) -> dict[str, Mark]:
-        """The last mark of each bad node, the node marked last at the end."""
+    def current(self) -> dict[str, NodeFailure]:
+        """Return the last failure of each bad node, oldest first."""
         weights: dict[str, int] = {}
-        last: dict[str, Mark] = {}
-        for mark in self._marks():
-            if mark.time + self._seconds > self._clock():
-                weights[mark.node] = weights.get(mark.node, 0) + mark.weight
-                last.pop(mark.node, None)
-                last[mark.node] = mark
-        return {node: mark for node, mark in last.items() if weights[node] >= ENOUGH_DEATHS}
+        last: dict[str, NodeFailure] = {}
+        for failure in self._read():
+            if failure.time + self._seconds > self._clock():
+                weights[failure.node] = weights.get(failure.node, 0) + failure.weight
+                last.pop(failure.node, None)
+                last[failure.node] = failure
+        return {node: failure for node, failure in last.items() if weights[node] >= BAD_WEIGHT}
 
-    def _marks(self) -> list[Mark]:
+    def _read(self) -> list[NodeFailure]:
         if not self.path.exists():
             return []
-        marks = []
+        failures = []
         for line in self.path.read_text(errors="replace").splitlines():
             try:
-                marks.append(Mark(**json.loads(line)))
+                failures.append(NodeFailure(**json.loads(line)))
             except (ValueError, TypeError):
-                continue  # Torn by a crash.
-        return marks
+                continue  # cut short by a crash
+        return failures

@@ -42,10 +42,9 @@ def check_torch() -> str:
     except ImportError as error:
         raise ConfigError(f"cannot be imported ({error}); see launch/setup_venv.sh") from None
     preflight.check_torch_version(torch.__version__)
+    preflight.check_devices()
     architectures = torch.cuda.get_arch_list()
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    for index in range(count):
-        preflight.check_architecture(torch.cuda.get_device_capability(index), architectures)
     devices = f"{count} x {torch.cuda.get_device_name(0)}" if count else "no GPU"
     kernels = f", kernels for {', '.join(architectures)}" if architectures else ""
     return f"{torch.__version__}, {devices}{kernels}"

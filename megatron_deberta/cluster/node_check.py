@@ -1,8 +1,8 @@
-"""Is this node fit for its ranks? One line a check, before they start.
+"""Node check: tests a node before its ranks start, with a time limit per test, and reports.
 
-``python -m megatron_deberta.cluster.node_check job.json LINK``, one a node, by the link's srun.
-Owns the order, the time limits and the report. Refuses to measure: ``node_checks.py`` does, in a
-process of its own, because a broken device lets whoever touches it hang.
+A job attempt's srun starts ``python -m megatron_deberta.cluster.node_check job.json ATTEMPT`` on
+every node. The tests of ``node_checks.py`` run in a process of their own, because a broken device
+can make the process that uses it hang.
 """
 
 from __future__ import annotations
@@ -29,34 +29,33 @@ LIMITS = {
     "kernels": 300.0, "matrix rate": 120.0, "all-reduce on the node": 180.0,
     ACROSS: 180.0,
 }  # fmt: skip
-"""The checks in order, and how long each may take, in seconds; the first of torch imports it."""
+"""The checks in order, and their time limits in seconds; ``kernels`` includes torch's import."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a check found."""
+    """Result of a check."""
 
     check: str
     ok: bool
     text: str
-    """What was measured; of a failure also what to do."""
+    """What was measured; for a failure also what to do."""
     seconds: float = 0.0
 
 
 def check_node(job_file: str, variables: dict[str, str], checks: Sequence[str]) -> list[Finding]:
-    """Run checks one after the other; one that does not answer in time has failed.
+    """Run checks one after the other; one that exceeds its time limit has failed.
 
     Args:
-        job_file: ``job.json``.
+        job_file: path of ``job.json``.
         variables: environment of the checks.
         checks: names from ``LIMITS``.
     """
-    found: list[Finding] = []
-    while len(found) < len(checks):
-        # A process that hung is replaced, and goes on with the next check.
-        for finding in _in_one_process(job_file, variables, checks[len(found) :]):
-            found.append(finding)
-    return found
+    findings: list[Finding] = []
+    while len(findings) < len(checks):
+        # After a check that hung, a new process runs the remaining ones.
+        findings.extend(_in_one_process(job_file, variables, checks[len(findings) :]))
+    return findings
 
 
 def _in_one_process(
@@ -73,12 +72,12 @@ def _in_one_process(
             for check in checks:
                 begin = time.monotonic()
                 ready = selector.select(LIMITS[check])
-                # A line is short and written at once.
+                # A line is short and arrives as a whole.
                 line = process.stdout.readline() if ready else b""
                 seconds = round(time.monotonic() - begin, 2)
                 if not line:
-                    how = "ended without a word" if ready else f"no answer in {LIMITS[check]:.0f} s"
-                    yield Finding(check, False, f"{how}; look at the node", seconds)
+                    how = "exited silently" if ready else f"no answer in {LIMITS[check]:.0f} s"
+                    yield Finding(check, False, f"{how}; inspect the node", seconds)
                     return
                 answer = json.loads(line)
                 yield Finding(check, bool(answer["ok"]), str(answer["text"]), seconds)
@@ -87,47 +86,47 @@ def _in_one_process(
         process.wait()
 
 
-def report_path(run_dir: str, link: str, node: int) -> Path:
-    """Where a node's report lies."""
-    return Path(run_dir) / FOLDER / link / f"check_{node}.json"
+def report_path(run_dir: str, attempt: str, node: int) -> Path:
+    """Return the path of a node's report."""
+    return Path(run_dir) / FOLDER / attempt / f"check_{node}.json"
 
 
-def failures(run_dir: str, link: str, num_nodes: int) -> dict[str, str]:
-    """What is wrong, by the name of the node; nodes that did not report are not in it."""
-    wrong: dict[str, dict[str, str]] = {}
+def failures(run_dir: str, attempt: str, num_nodes: int) -> dict[str, str]:
+    """Return the failures by name of the node, without nodes that did not report."""
+    failed: dict[str, dict[str, str]] = {}
     for node in range(num_nodes):
         try:
-            report = json.loads(report_path(run_dir, link, node).read_bytes())
+            report = json.loads(report_path(run_dir, attempt, node).read_bytes())
         except (OSError, ValueError):
             continue
-        wrong[str(report["host"])] = {
+        failed[str(report["host"])] = {
             item["check"]: item["text"] for item in report["findings"] if not item["ok"]
         }
-    if sum(ACROSS in found for found in wrong.values()) > 1:
-        # One bad node spoils it for all; which it is, this does not tell.
-        for found in wrong.values():
-            found.pop(ACROSS, None)
+    if sum(ACROSS in checks for checks in failed.values()) > 1:
+        # One bad node makes this check fail on all; it does not show which.
+        for checks in failed.values():
+            checks.pop(ACROSS, None)
     return {
-        host: "; ".join(f"{check}: {text}" for check, text in found.items())
-        for host, found in wrong.items()
-        if found
+        host: "; ".join(f"{check}: {text}" for check, text in checks.items())
+        for host, checks in failed.items()
+        if checks
     }
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Check this node, print a line a check, and leave the report in the run folder."""
-    job_file, link = arguments
+    """Check this node, print one line per check, and write the report."""
+    job_file, attempt = arguments
     spec = JobSpec.read(job_file)
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-    found = check_node(job_file, dict(os.environ), list(LIMITS))
-    for finding in found:
-        word = "ok   " if finding.ok else "WRONG"
-        sys.stdout.write(f"{word} {host} {finding.check}: {finding.text}\n")
-    path = report_path(spec.run_dir, link, int(os.environ["SLURM_NODEID"]))
+    findings = check_node(job_file, dict(os.environ), list(LIMITS))
+    for finding in findings:
+        status = "ok   " if finding.ok else "WRONG"
+        sys.stdout.write(f"{status} {host} {finding.check}: {finding.text}\n")
+    path = report_path(spec.run_dir, attempt, int(os.environ["SLURM_NODEID"]))
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"host": host, "findings": [asdict(finding) for finding in found]}
+    content = {"host": host, "findings": [asdict(finding) for finding in findings]}
     write_atomically(path, json.dumps(content).encode())
-    return EXIT_DONE if all(finding.ok for finding in found) else EXIT_FAILURE
+    return EXIT_DONE if all(finding.ok for finding in findings) else EXIT_FAILURE
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The checks of a node, each in words: what was measured, or what is wrong and what to do.
+"""The checks of a node: each returns what it measured, or raises with what is wrong.
 
-``python -m megatron_deberta.cluster.node_checks job.json CHECK...`` prints a line of JSON a check.
-Owns the measuring. Refuses time limits and decisions: ``node_check.py`` has them.
+``python -m megatron_deberta.cluster.node_checks job.json CHECK...`` prints one JSON line per check;
+``node_check.py`` runs it with time limits.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from megatron_deberta.cluster.affinity import numa_nodes
 from megatron_deberta.cluster.slurm.submit import JobSpec
 from megatron_deberta.errors import ConfigError, MegatronDebertaError
 
-LEAST_FREE_GIB = 1.0
-"""On the run folder's disk and on the node's own; ``doctor`` reckons with the checkpoint's size."""
+MIN_FREE_GIB = 1.0
+"""On the disk of the run folder and on that of temporary files."""
 MAX_SKEW_SECONDS = 5.0
 SLOW_DEVICE = 0.85
-"""A device below this part of its node's median rate is broken, hot or throttled."""
+"""A device below this share of its node's median rate is broken, hot or throttled."""
 _REPEATS = 5
 
 
 def devices(spec: JobSpec) -> str:
-    """Are all GPUs there?"""
+    """Check that all GPUs are present."""
     if not spec.gpus_per_node:
-        return "none asked for"
+        return "none requested"
     names = [row[0] for row in _nvidia_smi("name")]
     if len(names) < spec.gpus_per_node:
         raise ConfigError(f"{len(names)} of {spec.gpus_per_node} GPUs; drain the node")
@@ -39,7 +39,7 @@ def devices(spec: JobSpec) -> str:
 
 
 def ecc(spec: JobSpec) -> str:
-    """Has a GPU's memory errors that it could not correct?"""
+    """Check for uncorrected errors of GPU memory."""
     if not spec.gpus_per_node:
         return "no GPU"
     counts = _nvidia_smi("index,ecc.errors.uncorrected.volatile.total")
@@ -50,17 +50,17 @@ def ecc(spec: JobSpec) -> str:
 
 
 def processors(spec: JobSpec) -> str:
-    """Has the job the cores it asked for, and on which NUMA nodes are they?"""
+    """Check that the job may use the cores it has requested."""
     allowed = os.sched_getaffinity(0)
-    wanted = spec.cpus_per_rank * spec.ranks_per_node
-    if len(allowed) < wanted:
-        raise ConfigError(f"{len(allowed)} of {wanted} cores allowed; look at the job's cgroup")
+    requested = spec.cpus_per_rank * spec.ranks_per_node
+    if len(allowed) < requested:
+        raise ConfigError(f"{len(allowed)} of {requested} cores allowed; check the job's cgroup")
     numa = [f"{node} ({len(cpus & allowed)})" for node, cpus in numa_nodes() if cpus & allowed]
     return f"{len(allowed)} cores, on NUMA nodes {', '.join(numa) or 'unknown'}"
 
 
 def disk(spec: JobSpec) -> str:
-    """Can the run's folder be written and flushed, and is there room?"""
+    """Check that the run folder can be written, and the free space."""
     texts = []
     for name, folder in (("run folder", spec.run_dir), ("node", tempfile.gettempdir())):
         with tempfile.NamedTemporaryFile(dir=folder) as probe:
@@ -70,14 +70,14 @@ def disk(spec: JobSpec) -> str:
             os.fsync(probe.fileno())
             seconds = time.monotonic() - begin
         free = shutil.disk_usage(folder).free / 2**30
-        if free < LEAST_FREE_GIB:
+        if free < MIN_FREE_GIB:
             raise ConfigError(f"{folder}: {free:.2f} GiB free; make room")
         texts.append(f"{name} {free:,.0f} GiB free, 1 MiB flushed in {seconds:.2f} s")
     return "; ".join(texts)
 
 
 def clock(spec: JobSpec) -> str:
-    """Does this clock agree with that of the run folder's disk, and so with the other nodes'?"""
+    """Compare this clock with that of the run folder's disk, and so with the other nodes'."""
     with tempfile.NamedTemporaryFile(dir=spec.run_dir) as probe:
         probe.write(b"x")
         probe.flush()
@@ -89,7 +89,7 @@ def clock(spec: JobSpec) -> str:
 
 
 def kernels(spec: JobSpec) -> str:
-    """Has torch code for the devices?"""
+    """Check that torch is supported and has kernels for the devices."""
     import torch
 
     from megatron_deberta.cluster import preflight
@@ -104,7 +104,7 @@ def kernels(spec: JobSpec) -> str:
 
 
 def matrix_rate(spec: JobSpec) -> str:
-    """Does every device multiply as fast as the others, and as the profile expects?"""
+    """Compare the matrix rates of the devices with each other and with the profile."""
     import torch
 
     from megatron_deberta.observe.throughput import measure_matmul_rate
@@ -123,39 +123,44 @@ def matrix_rate(spec: JobSpec) -> str:
 
 
 def all_reduce_on_node(spec: JobSpec) -> str:
-    """How fast do this node's devices add up?"""
+    """Measure the all-reduce bandwidth of this node's devices."""
     world = spec.gpus_per_node or min(2, spec.ranks_per_node)
     if world < 2:
         return "one rank"
     with tempfile.TemporaryDirectory() as folder:
         rate = _all_reduce([("file://" + folder + "/store", rank, world) for rank in range(world)])
-    return _compared(rate, spec.least_node_gb_per_second)
+    return _check_rate(rate, spec.least_node_gb_per_second)
 
 
 def all_reduce_across(spec: JobSpec) -> str:
-    """How fast do the nodes add up, one device of each?"""
+    """Measure the all-reduce bandwidth of one device per node."""
     if spec.nodes < 2:
         return "one node"
-    # Not the ranks' own port: that one may still be closing when they start.
+    # Not the ranks' port, which might still be closing when they start.
     port = int(os.environ["MASTER_PORT"]) + 1
-    meeting = f"tcp://{os.environ['MASTER_ADDR']}:{port}"
-    rate = _all_reduce([(meeting, int(os.environ["SLURM_NODEID"]), spec.nodes)])
-    return _compared(rate, spec.least_network_gb_per_second)
+    rendezvous = f"tcp://{os.environ['MASTER_ADDR']}:{port}"
+    rate = _all_reduce([(rendezvous, int(os.environ["SLURM_NODEID"]), spec.nodes)])
+    return _check_rate(rate, spec.least_network_gb_per_second)
 
 
-def _compared(rate: float, least: float) -> str:
+def _check_rate(rate: float, least: float) -> str:
     if rate < least:
-        raise ConfigError(f"{rate:.1f} of {least:.1f} GB/s; look at links and adapters")
+        raise ConfigError(f"{rate:.1f} of {least:.1f} GB/s; check links and adapters")
     return f"{rate:.1f} GB/s"
 
 
 def _all_reduce(places: Sequence[tuple[str, int, int]]) -> float:
-    """Bus bandwidth of an all-reduce, in GB/s, by the slowest of the ranks started here."""
+    """Return the bus bandwidth of an all-reduce in GB/s, that of the slowest rank started here.
+
+    Args:
+        places: init method, rank and world size of the ranks to start.
+    """
     command = [sys.executable, "-c", _ALL_REDUCE]
-    arguments = [[*map(str, place), str(local)] for local, place in enumerate(places)]
     ranks = [
-        subprocess.Popen([*command, *numbers], stdout=subprocess.PIPE, text=True)
-        for numbers in arguments
+        subprocess.Popen(
+            [*command, *map(str, place), str(local)], stdout=subprocess.PIPE, text=True
+        )
+        for local, place in enumerate(places)
     ]
     try:
         outputs = [rank.communicate()[0] for rank in ranks]
@@ -163,18 +168,18 @@ def _all_reduce(places: Sequence[tuple[str, int, int]]) -> float:
         for rank in ranks:
             rank.kill()
     if any(rank.returncode for rank in ranks):
-        raise ConfigError("an all-reduce failed; see the log above, then links and adapters")
+        raise ConfigError("an all-reduce failed; see the log above")
     return min(float(output) for output in outputs)
 
 
 _ALL_REDUCE = f"""
 import datetime, sys, time, torch, torch.distributed as dist
-meeting, rank, world, local = sys.argv[1], *map(int, sys.argv[2:])
+init_method, rank, world, local = sys.argv[1], *map(int, sys.argv[2:])
 gpu = torch.cuda.is_available()
 device = torch.device("cuda", local) if gpu else torch.device("cpu")
 if gpu:
     torch.cuda.set_device(device)
-dist.init_process_group("nccl" if gpu else "gloo", init_method=meeting, rank=rank,
+dist.init_process_group("nccl" if gpu else "gloo", init_method=init_method, rank=rank,
                         world_size=world, timeout=datetime.timedelta(seconds=120))
 numbers = torch.ones((1 << 26) if gpu else (1 << 20), device=device)
 best = float("inf")
@@ -216,7 +221,7 @@ CHECKS: dict[str, Callable[[JobSpec], str]] = {
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run checks and print what each finds."""
+    """Run checks and print their results."""
     spec = JobSpec.read(arguments[0])
     for name in arguments[1:]:
         try:

@@ -1,8 +1,4 @@
-"""Does this build of torch fit this project and these devices?
-
-Owns the supported range of torch and the comparison of its kernels with a device. Refuses to
-measure anything.
-"""
+"""Compatibility of the installed torch with this project and with devices."""
 
 from __future__ import annotations
 
@@ -19,29 +15,26 @@ SUPPORTED_TORCH = ">=2.6,<3"
 
 
 def check_torch_version(installed: str) -> None:
-    """See that torch is of the supported range.
-
-    Args:
-        installed: ``torch.__version__``.
+    """Check that ``torch.__version__`` is in the supported range.
 
     Raises:
         ConfigError: it is not.
     """
     if not SpecifierSet(SUPPORTED_TORCH).contains(Version(installed), prereleases=True):
         raise ConfigError(
-            f"torch {installed} is not {SUPPORTED_TORCH}; install one that is "
+            f"torch {installed} is not {SUPPORTED_TORCH}; install a supported version "
             "(MEGATRON_DEBERTA_TORCH of launch/setup_venv.sh)"
         )
 
 
 def torch_problem(architecture: str, builds: Sequence[str]) -> str:
-    """What is wrong with the torch installed here for a cluster's devices; empty if nothing.
+    """Return why the installed torch does not fit a cluster's devices, empty if it does.
 
     Args:
-        architecture: of the devices, such as ``sm_70``; empty: not said.
-        builds: builds known to hold kernels for it, such as ``cu126``; empty: any.
+        architecture: architecture of the devices, such as ``sm_70``; empty: unknown.
+        builds: builds with kernels for it, such as ``cu126``; empty: any.
     """
-    # The name of a build may lack in the version, as on PyPI.
+    # The version may lack the name of the build, as on PyPI.
     import torch
 
     cuda = torch.version.cuda
@@ -56,7 +49,7 @@ def torch_problem(architecture: str, builds: Sequence[str]) -> str:
 
 
 def check_devices() -> None:
-    """See that torch has kernels for every CUDA device of this machine.
+    """Check that torch has kernels for every CUDA device of this machine.
 
     Raises:
         ConfigError: it has none for one of them.
@@ -70,10 +63,10 @@ def check_devices() -> None:
 
 
 def check_architecture(capability: tuple[int, int], architectures: Sequence[str]) -> None:
-    """See that torch has kernels for a device, before the first of them fails.
+    """Check that torch has kernels for a device.
 
-    Code of a major version runs on devices of that version with an equal or larger minor one; PTX
-    (``compute_80``) on every newer device; ``sm_90a`` and the like only on their own.
+    Code for a compute capability runs on devices of the same major version with an equal or larger
+    minor version; PTX (``compute_80``) on all newer devices; ``sm_90a`` only on its own.
 
     Args:
         capability: ``torch.cuda.get_device_capability()``.
@@ -98,5 +91,5 @@ def check_architecture(capability: tuple[int, int], architectures: Sequence[str]
     device = f"sm_{capability[0]}{capability[1]}"
     raise ConfigError(
         f"this build of torch has no kernels for {device} (it has {', '.join(architectures)}); "
-        "install one that has: CUDA 12.6 builds (cu126) still hold those of sm_70"
+        "install one that has them; builds for CUDA 12.6 (cu126) have those of sm_70"
     )

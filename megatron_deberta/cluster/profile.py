@@ -16,35 +16,35 @@ from megatron_deberta.config.yaml_reader import read_yaml
 from megatron_deberta.errors import ConfigError
 
 CODE_ROOT = Path(__file__).resolve().parents[2]
-"""The folder that holds the package."""
+"""The folder that contains the package."""
 PROFILES = Path(__file__).with_name("profiles")
-"""The profiles that the package brings."""
+"""The profiles that the package contains."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterProfile:
-    """A cluster."""
+    """Nodes, devices and SLURM settings of a cluster."""
 
     ranks_per_node: int
-    """Ranks started on a node: one a GPU."""
+    """Ranks per node: one per GPU."""
     gpus_per_node: int = 0
-    """GPUs asked for on a node; 0: none."""
+    """GPUs requested per node."""
     gpu_architecture: str = ""
-    """Their architecture in torch's words, such as ``sm_70``; empty: not said."""
+    """Architecture of the GPUs, such as ``sm_70``; empty: unknown."""
     device: str = ""
-    """Which device of ``planning.devices`` they are; empty: not said, so no time is predicted."""
+    """Name of the GPUs in ``planning.devices``; empty: unknown, ``plan`` needs ``--device``."""
     network_gbit_per_second: int = 0
-    """What all of a node's adapters for gradients carry one way; 0: not said."""
+    """Bandwidth of all of a node's compute adapters, one way; 0: unknown."""
     dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16")
-    """``precision.dtype`` that the devices compute."""
+    """Values of ``precision.dtype`` that the devices support."""
     torch_builds: tuple[str, ...] = ()
-    """Builds of torch (the part after ``+``) with kernels for the architecture; empty: any."""
+    """Builds of torch (the part after ``+``) with kernels for the GPUs; empty: any."""
     cpus_per_rank: int = 1
-    """Cores a rank."""
+    """Cores per rank."""
     memory_gib_per_node: int = 0
-    """Host memory asked for on a node; 0: all of it."""
+    """Host memory requested per node; 0: all of it."""
     exclusive: bool = False
-    """Share the nodes with no other job."""
+    """Do not share nodes with other jobs."""
     partition: str = ""
     """SLURM partition; empty: the site's default."""
     account: str = ""
@@ -52,47 +52,46 @@ class ClusterProfile:
     qos: str = ""
     """SLURM quality of service; empty: the default."""
     exclude: str = ""
-    """Nodes to stay away from, comma-separated."""
+    """Nodes to exclude, comma-separated."""
     time_limit_minutes: int = 1440
-    """How long SLURM lets one link of a run's chain go on."""
+    """Time limit of a job attempt."""
     signal_seconds: int = 600
-    """How long before that limit the ranks are told to save; SLURM may do it a minute earlier."""
+    """Seconds before the limit at which ranks are told to save; SLURM may be a minute early."""
     requeue: bool = True
-    """Let SLURM start the job again; otherwise only ``submit --max-attempts`` continues a run."""
+    """Let jobs requeue themselves; otherwise use ``submit --max-attempts``."""
     launcher: Literal["srun", "torchrun"] = "srun"
-    """What starts the ranks: srun each of them, or one torchrun a node."""
+    """What starts the ranks: a supervisor per node (srun), or one torchrun per node."""
     exit_wait_seconds: int = 60
-    """How long ranks may outlive the first that has ended."""
+    """Seconds that ranks may outlive the first that has ended."""
     node_check: bool = False
-    """Check every node before the ranks of a link start, and stay away from those that fail."""
+    """Check every node before ranks start, and exclude those that fail."""
     least_tflops: float = 0.0
-    """Node check: fp16 matrix rate that a GPU has to reach; 0: only as fast as its neighbours."""
+    """Node check: minimum fp16 matrix rate of a GPU; 0: compare with the node's other GPUs only."""
     least_node_gb_per_second: float = 0.0
-    """Node check: all-reduce of a node's GPUs, bus bandwidth; 0: any."""
+    """Node check: minimum bus bandwidth of an all-reduce of a node's GPUs; 0: any."""
     least_network_gb_per_second: float = 0.0
-    """Node check: all-reduce of one GPU a node, bus bandwidth; 0: any."""
+    """Node check: minimum bus bandwidth of an all-reduce of one GPU per node; 0: any."""
     rendezvous_interface: str = ""
-    """Network interface whose address on the first node the ranks meet at; empty: its name."""
+    """Network interface of the first node for the rendezvous; empty: use the node's name."""
     environment: dict[str, str] = field(default_factory=dict)
-    """Variables of every rank: NCCL, InfiniBand, threads."""
+    """Environment variables of every rank: NCCL, InfiniBand, threads."""
     container: Literal["none", "pyxis", "apptainer"] = "none"
-    """What the ranks run in."""
+    """Container runtime of the ranks."""
     container_image: str = ""
-    """The container's image."""
     container_mounts: tuple[str, ...] = ()
-    """``/host:/inside[:ro]``; the code, the run and its data have to be among them."""
+    """``/host:/inside[:ro]``; must include the code, the run folder and the data."""
     python: str = ""
-    """Interpreter on the nodes; empty: the one that submits."""
+    """Interpreter on the nodes; empty: that of ``submit``."""
 
     def __post_init__(self) -> None:
-        """Check numbers, and every string that reaches a command line.
+        """Check numbers, and strings that reach a command line.
 
         Raises:
             ConfigError: a value is not allowed.
         """
         for key in ("ranks_per_node", "cpus_per_rank", "time_limit_minutes"):
             if getattr(self, key) < 1:
-                raise ConfigError(f"{key}={getattr(self, key)} has to be at least 1")
+                raise ConfigError(f"{key}={getattr(self, key)} must be at least 1")
         for key in (
             "gpus_per_node",
             "network_gbit_per_second",
@@ -129,23 +128,23 @@ class ClusterProfile:
             checked(value, names.VALUE, f"environment.{name}")
         if (self.container == "none") != (self.container_image == ""):
             raise ConfigError(
-                f"container={self.container} with container_image={self.container_image!r}; name "
-                "a runtime and an image, or neither"
+                f"container={self.container} with container_image={self.container_image!r}; set "
+                "both a runtime and an image, or neither"
             )
 
 
 def find_profile(name: str) -> Path:
-    """The file of a profile: a path to one, or a name of ``cluster/profiles/``.
+    """Return the file of a profile: a name of ``cluster/profiles/``, or a path.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none of that name.
     """
     if name.endswith((".yaml", ".yml")):
         return Path(name)
     known = sorted(path.stem for path in PROFILES.glob("*.yaml"))
     if name not in known:
         raise ConfigError(
-            f"--cluster {name}: no such profile; name one of {', '.join(known)}, or a YAML file"
+            f"--cluster {name}: no such profile; use one of {', '.join(known)}, or a YAML file"
         )
     return PROFILES / f"{name}.yaml"
 
@@ -154,7 +153,7 @@ def load_profile(name: str) -> ClusterProfile:
     """Read a cluster profile.
 
     Args:
-        name: of ``cluster/profiles/``, or the path of a YAML file.
+        name: name in ``cluster/profiles/``, or path of a YAML file.
 
     Raises:
         ConfigError: no such profile, an unknown or missing key, or a value that is not allowed.
@@ -168,7 +167,7 @@ def load_profile(name: str) -> ClusterProfile:
             hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
             raise ConfigError(f"{path}: no key {key}; {hint}")
     if "ranks_per_node" not in data:
-        raise ConfigError(f"{path}: ranks_per_node is missing; say how many ranks a node has")
+        raise ConfigError(f"{path}: ranks_per_node is missing; add the number of ranks per node")
     return _typed(path, data)
 
 
@@ -177,7 +176,9 @@ def _typed(path: Path, data: dict[str, Any]) -> ClusterProfile:
     OmegaConf.set_readonly(schema, False)
     for key, value in data.items():
         if "${" in str(value):
-            raise ConfigError(f"{path}: {key}={value!r}: '${{' means nothing here; spell it out")
+            raise ConfigError(
+                f"{path}: {key}={value!r}: '${{' is not interpolated here; write it out"
+            )
         try:
             OmegaConf.update(schema, key, value, merge=False)
         except OmegaConfBaseException as error:

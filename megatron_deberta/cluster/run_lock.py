@@ -1,20 +1,18 @@
-"""Two jobs never write one run folder: whoever trains holds the folder's lock.
+"""Lock of a run folder (``lock/``): only one job at a time trains in it.
 
-Owns ``lock/`` in the run folder. Refuses to know what is written there.
+The lock is a numbered file, and the highest number counts. The file is created by ``link``, which
+is atomic and exclusive on local disks and NFS, complete and already locked by ``flock``. It is
+removed only once there is a higher one, so each number is taken once, and if two jobs find a dead
+holder, one of them gets the lock. A holder is alive according to
 
-A lock is a numbered file, and the highest number counts. It appears by ``link``, which is atomic
-and exclusive on local disks and NFS alike, whole and already locked by ``flock``. It is never
-removed before there is a higher one, so a number is taken once only, and of two jobs that find a
-dead holder one wins. Whether a holder lives is told by
-
-- ``flock``, where it is seen: on the same machine, and on file systems that share such locks. The
-  kernel drops it with the process, however that ends.
-- the file's modification time, which the holder moves every ``HEARTBEAT_SECONDS``. A challenger
-  watches whether it *changes*, so clocks need not agree.
+- ``flock``, on the same machine and on file systems that share such locks. The kernel releases it
+  with the process.
+- the file's modification time, which the holder updates every ``HEARTBEAT_SECONDS``. Others check
+  whether it *changes*, so clocks need not agree.
 - SLURM, which knows whether the holder's job still runs.
 
-A requeued job takes the lock from its own former start at once and waits for that to fall silent:
-a holder that finds a higher number than its own ends its process.
+A requeued job takes the lock from its own former attempt at once and waits until that is silent: a
+holder that finds a higher number than its own ends its process.
 """
 
 from __future__ import annotations
@@ -40,36 +38,33 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 2.0
 SILENT_SECONDS = 8.0
-"""After so long without a heartbeat, a superseded holder has ended itself."""
+"""After this time without a heartbeat, a superseded holder has ended."""
 DEAD_SECONDS = 30.0
-"""After so long without a heartbeat, a holder on another machine is dead."""
+"""After this time without a heartbeat, a holder on another machine is dead."""
 _POLL_SECONDS = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who has the lock."""
+    """The process that has the lock; the content of the file."""
 
     host: str
-    """Name of its machine."""
     boot: str
-    """Identifies the machine's kernel since it started; containers share it."""
+    """Boot identifier of its machine; containers share it."""
     pid: int
-    """Its process there."""
     since: str
-    """When it took the lock, by its own clock, UTC."""
+    """When it took the lock, UTC."""
     job: str = ""
     """Its SLURM job; empty outside SLURM."""
     restarts: int = 0
     """How often SLURM has requeued that job."""
     token: str = field(default_factory=lambda: secrets.token_hex(8))
-    """Tells this lock from every other."""
+    """Unique to this lock."""
     released: bool = False
-    """It gave the lock back."""
 
     @classmethod
     def this_process(cls) -> Holder:
-        """The calling process."""
+        """Return the calling process."""
         return cls(
             host=socket.gethostname(),
             boot=_boot_id(),
@@ -80,28 +75,28 @@ class Holder:
         )
 
     def __str__(self) -> str:
-        """For errors: host, process, job and time."""
+        """Return process, host, job and time, for messages."""
         job = f", SLURM job {self.job}" if self.job else ""
         return f"process {self.pid} on {self.host}{job}, since {self.since}"
 
     def supersedes(self, other: Holder) -> bool:
-        """Whether the other is an earlier start of this very job."""
+        """Return whether the other is an earlier attempt of the same job."""
         return bool(self.job) and self.job == other.job and other.restarts < self.restarts
 
     def to_json(self) -> bytes:
-        """The content of a lock file."""
+        """Return the content of a lock file."""
         return json.dumps(asdict(self)).encode()
 
 
 class RunLock:
-    """The right to write a run's folder, from entering to leaving the context.
+    """Lock of a run folder; a context manager.
 
     Args:
-        run_dir: folder of the run; made if need be.
+        run_dir: folder of the run; created if it does not exist.
 
     Raises:
-        ConfigError: on entering; another live process has it, which is named.
-        OSError: on entering; the folder cannot be written.
+        ConfigError: on entering, if another live process has the lock.
+        OSError: on entering, if the folder cannot be written.
     """
 
     def __init__(self, run_dir: str | os.PathLike[str]) -> None:
@@ -111,30 +106,30 @@ class RunLock:
         self._path: Path | None = None
         self._descriptor = -1
         self._done = threading.Event()
-        self._heart = threading.Thread(target=self._beat, name="run-lock", daemon=True)
+        self._thread = threading.Thread(target=self._update, name="run-lock", daemon=True)
 
     def __enter__(self) -> RunLock:
         """Take the lock."""
         self._folder.mkdir(parents=True, exist_ok=True)
         while True:
             path = newest_lock(self._folder)
-            old = None if path is None else self._judge(path)
+            former = None if path is None else self._wait_for_holder(path)
             number = 1 if path is None else int(path.stem) + 1
-            mine = self._create(self._folder / f"{number:08d}.json")
-            if mine is not None:
+            own = self._folder / f"{number:08d}.json"
+            if self._create(own):
                 break
-        self._path = mine
-        # Loader processes are forked and would hold the lock beyond the holder's death.
-        os.register_at_fork(after_in_child=self._forget)
-        self._heart.start()
+        self._path = own
+        # Forked loader processes would keep the lock after the holder's death.
+        os.register_at_fork(after_in_child=self._close)
+        self._thread.start()
         try:
-            if path is not None and old is not None:
-                self._await_silence(path, old)
+            if path is not None and former is not None:
+                self._wait_for_silence(path, former)
         except BaseException:
             self.__exit__(None, None, None)
             raise
         for stale in self._folder.glob("*.json"):
-            if stale.name < mine.name:
+            if stale.name < own.name:
                 stale.unlink(missing_ok=True)
         return self
 
@@ -144,20 +139,20 @@ class RunLock:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Give the lock back."""
+        """Release the lock."""
         self._done.set()
-        self._heart.join()
+        self._thread.join()
         if self._path is not None and newest_lock(self._folder) == self._path:
             write_atomically(self._path, replace(self._holder, released=True).to_json())
-        self._forget()
+        self._close()
 
-    def _forget(self) -> None:
+    def _close(self) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    def _create(self, path: Path) -> Path | None:
-        """Make the file, whole and locked; None if another was first."""
+    def _create(self, path: Path) -> bool:
+        """Create the file, complete and locked; return False if another process was first."""
         draft = self._folder / f".{self._holder.token}.tmp"
         write_durably(draft, self._holder.to_json())
         try:
@@ -167,20 +162,20 @@ class RunLock:
                 os.link(draft, path)
             except FileExistsError:
                 os.close(descriptor)
-                return None
+                return False
         finally:
             draft.unlink()
         self._descriptor = descriptor
-        return path
+        return True
 
-    def _judge(self, path: Path) -> Holder | None:
-        """See that the present holder is gone.
+    def _wait_for_holder(self, path: Path) -> Holder | None:
+        """Wait until it is known whether the present holder is alive.
 
         Returns:
-            The holder, if it may still live but has to give way to its own job's next start.
+            The holder if it is an earlier attempt of this job, which may be alive; else None.
 
         Raises:
-            ConfigError: it lives.
+            ConfigError: it is alive.
         """
         started = time.monotonic()
         heartbeat: int | None = None
@@ -205,11 +200,11 @@ class RunLock:
             time.sleep(_POLL_SECONDS)
         raise _in_use(self._run_dir, holder)
 
-    def _await_silence(self, path: Path, holder: Holder) -> None:
+    def _wait_for_silence(self, path: Path, holder: Holder) -> None:
         """Wait until a superseded holder has ended.
 
         Raises:
-            ConfigError: it does not.
+            ConfigError: it does not end.
         """
         started = changed = time.monotonic()
         heartbeat = _heartbeat(path)
@@ -218,16 +213,16 @@ class RunLock:
                 return
             if time.monotonic() - started > DEAD_SECONDS:
                 raise ConfigError(
-                    f"train.run_dir={self._run_dir} is still in use by an earlier start of this "
-                    f"job, {holder}, which does not end; stop it"
+                    f"train.run_dir={self._run_dir} is still in use by an earlier attempt of "
+                    f"this job, {holder}, which does not end; stop it"
                 )
             time.sleep(_POLL_SECONDS)
             last, heartbeat = heartbeat, _heartbeat(path)
             if heartbeat != last:
                 changed = time.monotonic()
 
-    def _beat(self) -> None:
-        """Show life until the lock is given back; end the process if it was taken away."""
+    def _update(self) -> None:
+        """Update the modification time until the release; exit if the lock has been taken."""
         while not self._done.wait(HEARTBEAT_SECONDS):
             assert self._path is not None
             try:
@@ -236,23 +231,20 @@ class RunLock:
             except FileNotFoundError:
                 newest = None
             except OSError:
-                # The file system is away; if the lock is taken meanwhile, we shall see it later.
+                # The file system is not available; check again later.
                 continue
             if newest != self._path:
                 taker = read_lock(newest) if newest is not None else None
                 logger.error("%s was taken by %s; ending", self._path, taker)
-                # Not an exception in the main thread: that may wait in a collective for ever.
+                # An exception would not reach a main thread that waits in a collective.
                 os._exit(EXIT_FAILURE)
 
 
-def refuse_if_held(run_dir: str | os.PathLike[str]) -> None:
-    """A look at the lock before anything slow; only taking it makes sure.
-
-    Args:
-        run_dir: folder of the run.
+def raise_if_locked(run_dir: str | os.PathLike[str]) -> None:
+    """Check the lock early; it may still be taken later.
 
     Raises:
-        ConfigError: a process that this machine knows of holds it.
+        ConfigError: a process known to this machine has it.
     """
     path = newest_lock(Path(run_dir) / "lock")
     holder = None if path is None else read_lock(path)
@@ -270,15 +262,15 @@ def _in_use(run_dir: str | os.PathLike[str], holder: Holder) -> ConfigError:
 
 
 def newest_lock(folder: Path) -> Path | None:
-    """The lock file that counts, if there ever was one."""
+    """Return the lock file with the highest number, None if there is none."""
     return max(folder.glob("[0-9]*.json"), default=None)
 
 
 def read_lock(path: Path) -> Holder | None:
-    """Who took a lock; None if the file is gone.
+    """Read a lock file; None if it no longer exists.
 
     Raises:
-        ConfigError: the file is no lock.
+        ConfigError: the file is not a lock.
     """
     try:
         return Holder(**json.loads(path.read_bytes()))
@@ -291,7 +283,7 @@ def read_lock(path: Path) -> Holder | None:
 
 
 def _lock(descriptor: int, kind: int) -> bool:
-    """Lock, or return False where another process holds it; True on file systems without locks."""
+    """Lock a file; return False if another process has it, True without support for locks."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -302,22 +294,22 @@ def _lock(descriptor: int, kind: int) -> bool:
 
 
 def _is_locked(path: Path) -> bool:
-    """Whether a process that this kernel or file system knows of holds the lock."""
+    """Return whether a process known to this kernel or file system has the lock."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     try:
-        # Shared: two challengers that look at once do not see each other.
+        # Shared, so that two processes that check at once do not see each other.
         return not _lock(descriptor, fcntl.LOCK_SH)
     finally:
         os.close(descriptor)
 
 
 def _heartbeat(path: Path) -> int | None:
-    """The last sign of life, as a number that changes; None if the file is gone."""
+    """Return the modification time in nanoseconds; None if the file no longer exists."""
     try:
-        # Opening makes NFS ask its server; stat alone may be answered from a cache for a minute.
+        # Opening makes NFS ask its server; stat alone may be answered from a cache.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return None

@@ -19,7 +19,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_deberta.cluster.watchdog.supervisor import FORWARDED, NodePlan, Supervisor
+from megatron_deberta.cluster.watchdog.ranks import NodePlan
+from megatron_deberta.cluster.watchdog.supervisor import FORWARDED, Supervisor
 from megatron_deberta.processes import die_with_parent
 from tests.support.jobs import RANK_IMPORTS
 

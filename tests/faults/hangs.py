@@ -33,8 +33,8 @@ from benchmarks.tables import faults
 from megatron_deberta.cluster.slurm.history import JobHistory
 from megatron_deberta.cluster.watchdog.hang import Limits
 from megatron_deberta.cluster.watchdog.heartbeat import Beat, beat_path, read_beat
+from megatron_deberta.cluster.watchdog.ranks import NodePlan
 from megatron_deberta.cluster.watchdog.report_store import ReportStore
-from megatron_deberta.cluster.watchdog.supervisor import NodePlan
 from megatron_deberta.config import load_config
 from megatron_deberta.observe.progress import Section
 from tests.faults.forked_ranks import PLAN_VARIABLE, ForkingSupervisor, preload
@@ -156,7 +156,7 @@ def run_case(folder: Path, kind: str, number: int) -> dict[str, Any]:
     fault = Fault(plan)
     supervisor = ForkingSupervisor(
         NodePlan(
-            run_dir=str(run_dir), link="case", node=0, num_nodes=1, host="here",
+            run_dir=str(run_dir), attempt="case", node=0, num_nodes=1, host="here",
             ranks_per_node=RANKS, logs=run_dir / "logs", exit_wait_seconds=10,
             command=("pretrain", str(folder / "corpus" / "run.yaml"), *overrides),
             environment=environment, config=config.cluster,
@@ -166,14 +166,14 @@ def run_case(folder: Path, kind: str, number: int) -> dict[str, Any]:
     begin = time.monotonic()
     code = supervisor.run()
     end = time.monotonic()
-    verdict = ReportStore(run_dir, "case").verdict(1)
+    diagnosis = ReportStore(run_dir, "case").diagnose(1)
     line: dict[str, Any] = {
         **plan, "code": code, "seconds": round(end - begin, 2),
-        "reason": without_folders(verdict.reason) if verdict else "",
-        "named": list(verdict.ranks) if verdict else [],
+        "reason": without_folders(diagnosis.reason) if diagnosis else "",
+        "named": list(diagnosis.ranks) if diagnosis else [],
     }  # fmt: skip
     if kind == "clean":
-        return {**line, "ok": code == 0 and verdict is None}
+        return {**line, "ok": code == 0 and diagnosis is None}
     if kind == "slow":
         told = [
             event["ranks"] for event in JobHistory(run_dir).current() if event["event"] == "slow"
@@ -182,7 +182,7 @@ def run_case(folder: Path, kind: str, number: int) -> dict[str, Any]:
         # Ranks that split a layer wait for each other in forward, and are slow together.
         group = {plan["rank"], plan["rank"] ^ (plan["part"] == "forward")}
         right = parts.get(plan["rank"]) == plan["part"] and parts.keys() <= group
-        return {**line, "told": parts, "ok": right and code == 0 and verdict is None}
+        return {**line, "told": parts, "ok": right and code == 0 and diagnosis is None}
     when = float(stamp.read_text()) if stamp.exists() else fault.time
     right = bool(when) and line["named"] == [plan["rank"]] and code == 1
     if kind == "death":

@@ -80,7 +80,7 @@ def test_node_dies_and_the_others_finish(runs: Runs, cluster: VirtualCluster) ->
     status = run.status()
     assert (status["step"], status["target_step"], status["over"]) == (STEPS, STEPS, "finished")
     outcomes = [attempt["outcome"] for attempt in status["attempts"]]
-    assert outcomes == ["lost: its node or its job was killed", "finished"]
+    assert outcomes == ["lost: the node or the job was killed", "finished"]
     shown = command(cluster, "status", str(run.run_dir)).stdout
     assert "restarts:       1\n" in shown
     assert "step:           60 of 60 (100.0%); checkpoint at 60\n" in shown
@@ -93,7 +93,9 @@ def test_poisoned_run_stops_itself(runs: Runs, cluster: VirtualCluster) -> None:
     assert job["ExitCode"] == "93:0", run.story()
     assert job["Restarts"] == "2"
     assert [end["code"] for end in run.events("end")] == [1, 1, 1]
-    assert run.events("end")[-1]["reason"].startswith("3 links in a row made no progress")
+    assert run.events("end")[-1]["reason"].startswith(
+        "3 consecutive job attempts made no new checkpoint"
+    )
     waiting = run.jobs[1]
     assert cluster.job(waiting)["JobState"] == "CANCELLED"
     assert command(cluster, "status", str(run.run_dir)).returncode == 0

@@ -1,4 +1,4 @@
-"""A node dies and no other is left: the run goes on with the nodes that are."""
+"""A node dies and there is no spare one: the run continues on the remaining nodes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ RUN = (
 )  # fmt: skip
 
 
-def test_a_run_goes_on_with_the_node_that_is_left(
+def test_run_continues_on_the_remaining_node(
     cluster: VirtualCluster, run_yaml: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "fewer"
     run = submit(cluster, run_yaml, run_dir, *RUN, "--min-nodes=1", nodes=2, exclude="node3,node4")
     run.wait_for_step(15)
     assert run.events("start")[0]["nodes"] == "node[1-2]"
-    # The node of rank 0 and of the link: nobody is left to ask for fewer.
+    # The node of rank 0 and of the batch script: the requeue is SLURM's.
     victim = cluster.job(run.jobs[0])["BatchHost"]
     assert cluster.kill_node(victim)
     try:
@@ -38,7 +38,7 @@ def test_a_run_goes_on_with_the_node_that_is_left(
     assert [path.name for path in sorted((logs / f"{run.jobs[0]}.1").glob("rank_*.log"))] == [
         "rank_0.log"
     ]
-    assert "1 of 2 nodes: goes on with 1" in (logs / f"link_{run.jobs[0]}.log").read_text()
+    assert "1 of 2 nodes: running on 1" in (logs / f"job_{run.jobs[0]}.log").read_text()
     assert " node2 " in command(cluster, "status", str(run_dir)).stdout
 
 

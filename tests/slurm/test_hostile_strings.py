@@ -88,7 +88,7 @@ def recorded(
     place: Path, run_dir: Path, record: str = "recorded"
 ) -> tuple[list[str], dict[str, str]]:
     """Arguments and environment of the rank, once the chain is over."""
-    wait_until(lambda: bool(JobHistory(run_dir).is_over()), 60, f"the recorder of {run_dir}")
+    wait_until(lambda: bool(JobHistory(run_dir).end_reason()), 60, f"the recorder of {run_dir}")
     arguments = (place / f"{record}.arguments").read_text().split("\0")[:-1]
     pairs = (place / f"{record}.environment").read_text().split("\0")[:-1]
     return arguments, dict(pair.split("=", 1) for pair in pairs)

@@ -40,7 +40,7 @@ def test_a_hang_moves_the_job_to_other_nodes(
     nodes = cluster.run("scontrol", "show", "hostnames", cluster.job(run.jobs[0])["NodeList"])
     victim = nodes.split()[1]
     rank_on(run_dir, victim).send_signal(signal.SIGSTOP)
-    run.wait(lambda: len(run.events("end")) == 1, "the end of the link that hangs", 60)
+    run.wait(lambda: len(run.events("end")) == 1, "the end of the attempt that hangs", 60)
     end = run.events("end")[0]
     assert end["goes_on"], run.story()
     assert f"rank 1 on {victim} hangs in " in end["reason"], run.story()

@@ -39,9 +39,9 @@ def test_a_job_leaves_a_node_whose_disk_is_full(
     run = submit(
         cluster, run_yaml, run_dir, *RUN, nodes=2, exclude="node4", node_check=True
     )  # fmt: skip
-    run.wait(lambda: len(run.events("end")) == 1, "the end of the link whose check fails", 120)
+    run.wait(lambda: len(run.events("end")) == 1, "the end of the attempt whose check fails", 120)
     end = run.events("end")[0]
-    wrong = f"the check of the nodes failed: {VICTIM}: disk: {small_disk}: 0.01 GiB free; make room"
+    wrong = f"the node check failed: {VICTIM}: disk: {small_disk}: 0.01 GiB free; make room"
     assert (end["goes_on"], end["reason"]) == (True, wrong), run.story()
     logs = run_dir / "logs" / f"{run.jobs[0]}.0"
     assert not list(logs.glob("rank_*.log"))

@@ -152,9 +152,9 @@ class WatchedRanks:
         self.start()
         return self.end()
 
-    def verdict(self) -> Diagnosis | None:
+    def diagnosis(self) -> Diagnosis | None:
         """What the supervisors found out."""
-        return ReportStore(self.run_dir, LINK).verdict(self.nodes)
+        return ReportStore(self.run_dir, LINK).diagnose(self.nodes)
 
     def seconds_since_fault(self) -> float:
         """From the fault to the end of the supervisors."""

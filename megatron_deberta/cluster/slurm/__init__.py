@@ -1,1 +1,1 @@
-"""SLURM: submission, the job script, the history of a run's jobs, its status."""
+"""SLURM: submission, the batch job, the history of a run's job attempts, and its status."""

@@ -1,7 +1,4 @@
-"""SLURM's commands, called with argument lists and read back.
-
-Owns every call of a SLURM program. Refuses shells: nothing here is ever text that one parses.
-"""
+"""SLURM's commands, called with argument lists (never through a shell)."""
 
 from __future__ import annotations
 
@@ -14,14 +11,14 @@ TIMEOUT_SECONDS = 60.0
 
 
 class SlurmError(MegatronDebertaError):
-    """A SLURM command is missing, failed or did not answer."""
+    """A SLURM command is missing, failed or timed out."""
 
 
 def call(command: Sequence[str]) -> str:
     """Run a SLURM command and return its standard output.
 
     Raises:
-        SlurmError: it is not installed, failed, or did not answer within a minute.
+        SlurmError: it is not installed, failed, or timed out.
     """
     try:
         done = subprocess.run(
@@ -40,7 +37,7 @@ def call(command: Sequence[str]) -> str:
 
 
 def job_has_ended(job: str) -> bool:
-    """Whether SLURM says that a job runs no more; False where there is no SLURM to ask."""
+    """Return whether SLURM reports that a job no longer runs; False without SLURM."""
     try:
         return call(["squeue", "--noheader", "--jobs", job, "--format=%T"]).strip() == ""
     except SlurmError as error:
@@ -48,7 +45,7 @@ def job_has_ended(job: str) -> bool:
 
 
 def job_info(job: str) -> dict[str, str]:
-    """What ``scontrol show job`` says; empty if it knows none or does not answer."""
+    """Return the fields of ``scontrol show job``; empty if SLURM does not answer."""
     try:
         text = call(["scontrol", "--oneliner", "show", "job", job])
     except SlurmError:
@@ -57,10 +54,10 @@ def job_info(job: str) -> dict[str, str]:
 
 
 def usable_nodes(partition: str) -> list[str]:
-    """Nodes of a partition that run jobs, or soon can.
+    """Return the nodes of a partition that can run jobs now or soon.
 
     Raises:
-        SlurmError: SLURM does not say.
+        SlurmError: ``sinfo`` failed.
     """
     text = call(["sinfo", "--noheader", "-N", f"--partition={partition}", "--format=%N %t"])
     pairs = (line.split() for line in text.splitlines())
@@ -69,19 +66,19 @@ def usable_nodes(partition: str) -> list[str]:
 
 
 def exclude(job: str, nodes: Sequence[str]) -> None:
-    """Keep a job that waits away from nodes; these replace those it was kept away from.
+    """Replace the excluded nodes of a pending job.
 
     Raises:
-        SlurmError: SLURM refuses, as for a job that runs.
+        SlurmError: SLURM rejects it, as for a running job.
     """
     call(["scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(nodes)}"])
 
 
 def cancel_pending(job: str) -> None:
-    """Take a job out of the queue, if it still waits there.
+    """Cancel a job if it is still pending.
 
     Raises:
-        SlurmError: SLURM refuses.
+        SlurmError: SLURM rejects it.
     """
     try:
         call(["scancel", "--state=PENDING", job])

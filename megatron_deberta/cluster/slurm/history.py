@@ -1,8 +1,8 @@
-"""The history of a run's jobs, and whether it goes on.
+"""Job history of a run (``chain.jsonl`` in the run folder), and whether another attempt follows.
 
-Owns ``chain.jsonl`` in the run folder: one line when a link (one start of a job) begins, one when
-it ends, one for each submission and its job numbers, one if somebody cancels, one when other ranks
-than before are slow. Refuses to act: ``link.py`` does what ``decide`` says.
+A job attempt is one start of a SLURM job; a requeued job starts again under the same number. The
+file has one line per event: a submission, its job numbers, the start and end of each attempt, a
+cancellation, a change of the stragglers.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from megatron_deberta.checkpoint.layout import committed_steps
 from megatron_deberta.errors import EXIT_DONE, EXIT_NEVER_REQUEUE, EXIT_REQUEUE, EXIT_USAGE
 
 FILE_NAME = "chain.jsonl"
-MAX_STALLED_LINKS = 3
-"""After so many links in a row without a new checkpoint, a run is stopped."""
+MAX_STALLED_ATTEMPTS = 3
+"""A run ends after this many consecutive attempts without a new checkpoint."""
 
 Event = Literal["submit", "jobs", "start", "end", "cancel", "slow"]
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What follows a link."""
+    """What follows a job attempt."""
 
-    goes_on: bool
-    """Another link shall continue."""
+    continues: bool
+    """Whether another attempt follows."""
     code: int
-    """What this one exits with."""
+    """Exit code of this attempt."""
     reason: str
-    """In words, for people."""
+    """For the history and the log."""
 
 
 class JobHistory:
-    """The history of one run.
+    """Job history of one run.
 
     Args:
         run_dir: folder of the run.
@@ -48,7 +48,7 @@ class JobHistory:
         self.path = self.run_dir / FILE_NAME
 
     def append(self, event: Event, **values: Any) -> None:
-        """Add a line; it survives a crash right after."""
+        """Append an event durably."""
         self.run_dir.mkdir(parents=True, exist_ok=True)
         line = json.dumps({"event": event, "time": round(time.time(), 3), **values}) + "\n"
         descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
@@ -59,7 +59,7 @@ class JobHistory:
             os.close(descriptor)
 
     def records(self) -> list[dict[str, Any]]:
-        """All lines, oldest first; what a crash has torn is left out."""
+        """Return all events, oldest first, without lines that a crash has cut short."""
         if not self.path.exists():
             return []
         records = []
@@ -73,17 +73,22 @@ class JobHistory:
         return records
 
     def current(self) -> list[dict[str, Any]]:
-        """Lines since the last submission, that included."""
+        """Return the events since the last submission, including it."""
         records = self.records()
-        submitted = [i for i, record in enumerate(records) if record["event"] == "submit"]
-        return records[submitted[-1] if submitted else 0 :]
+        submissions = [i for i, record in enumerate(records) if record["event"] == "submit"]
+        return records[submissions[-1] if submissions else 0 :]
+
+    def submitted_jobs(self) -> list[str]:
+        """Return the job numbers of the last submission."""
+        records = [record for record in self.current() if record["event"] == "jobs"]
+        return [str(job) for record in records for job in record["jobs"]]
 
     def committed_step(self) -> int:
-        """Step of the newest committed checkpoint; 0 if there is none."""
+        """Return the step of the newest committed checkpoint, 0 if there is none."""
         return max(committed_steps(self.run_dir), default=0)
 
-    def stalled_links(self) -> int:
-        """How many links in a row have begun at the present step, and so got no further."""
+    def stalled_attempts(self) -> int:
+        """Count the consecutive attempts, up to the newest, that started at the present step."""
         step, count = self.committed_step(), 0
         for record in reversed(self.current()):
             if record["event"] != "start":
@@ -93,40 +98,61 @@ class JobHistory:
             count += 1
         return count
 
-    def is_over(self) -> str:
-        """Why no further link shall start; empty if one may."""
-        records = self.current()
-        if any(record["event"] == "cancel" for record in records):
+    def is_cancelled(self) -> bool:
+        """Return whether the last submission was cancelled."""
+        return any(record["event"] == "cancel" for record in self.current())
+
+    def end_reason(self) -> str:
+        """Return why no further attempt follows, empty if one may."""
+        if self.is_cancelled():
             return "cancelled"
-        ends = [record for record in records if record["event"] == "end"]
+        ends = [record for record in self.current() if record["event"] == "end"]
         return "" if not ends or ends[-1]["goes_on"] else str(ends[-1]["reason"])
 
     def is_running(self) -> bool:
-        """Whether the newest link has begun and not said how it ended."""
+        """Return whether the newest attempt has started and not recorded its end."""
         records = [r for r in self.current() if r["event"] in ("start", "end")]
         return bool(records) and records[-1]["event"] == "start"
 
-    def decide(self, code: int, cause: str = "") -> Decision:
-        """What follows a link whose ranks ended with this code.
+    def start_attempt(self, attempt: str, nodes: str) -> None:
+        """Record the start of an attempt."""
+        self.append("start", link=attempt, step=self.committed_step(), nodes=nodes)
+
+    def end_attempt(self, attempt: str, decision: Decision, code: int | None) -> None:
+        """Record the end of an attempt.
 
         Args:
-            code: the largest exit code of the nodes; negative: srun was killed by that signal.
-            cause: what the supervisors found out, if they did.
+            attempt: its name.
+            decision: what follows.
+            code: exit code of its ranks; None: they were not started.
+        """
+        self.append(
+            "end", link=attempt, step=self.committed_step(), code=code,
+            goes_on=decision.continues, reason=decision.reason,
+        )  # fmt: skip
+
+    def decide(self, code: int, diagnosis: str = "") -> Decision:
+        """Decide what follows an attempt.
+
+        Args:
+            code: largest exit code of the nodes; negative: a signal killed srun.
+            diagnosis: cause of the failure, where the supervisors found one.
         """
         if code == EXIT_DONE:
             return Decision(False, EXIT_DONE, "finished")
         if code == EXIT_NEVER_REQUEUE:
-            return Decision(False, code, "the ranks say that it would end the same way again")
+            return Decision(False, code, "failed in a way that would repeat; see the logs")
         if code == EXIT_USAGE:
-            return Decision(False, code, "the configuration is wrong")
-        if any(record["event"] == "cancel" for record in self.current()):
+            return Decision(False, code, "the configuration is invalid; see the logs")
+        if self.is_cancelled():
             return Decision(False, EXIT_DONE, "cancelled")
-        if (stalled := self.stalled_links()) >= MAX_STALLED_LINKS:
-            last = f" (last: {cause})" if cause else ""
+        if (stalled := self.stalled_attempts()) >= MAX_STALLED_ATTEMPTS:
+            last = f" (last: {diagnosis})" if diagnosis else ""
             reason = (
-                f"{stalled} links in a row made no progress{last}; see the logs, then submit again"
+                f"{stalled} consecutive job attempts made no new checkpoint{last}; see the logs, "
+                "then submit again"
             )
             return Decision(False, EXIT_NEVER_REQUEUE, reason)
-        failed = cause or f"failed with {code}"
-        reason = "stopped with a checkpoint" if code == EXIT_REQUEUE else failed
-        return Decision(True, EXIT_REQUEUE, reason)
+        if code == EXIT_REQUEUE:
+            return Decision(True, EXIT_REQUEUE, "stopped with a checkpoint")
+        return Decision(True, EXIT_REQUEUE, diagnosis or f"failed with exit code {code}")

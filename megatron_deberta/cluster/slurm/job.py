@@ -22,14 +22,14 @@ import psutil
 
 from megatron_deberta.cluster import node_check
 from megatron_deberta.cluster.bad_nodes import BadNodes
-from megatron_deberta.cluster.run_lock import refuse_if_held
+from megatron_deberta.cluster.run_lock import raise_if_locked
 from megatron_deberta.cluster.slurm import commands as slurm
-from megatron_deberta.cluster.slurm.history import MAX_STALLED_LINKS, Decision, JobHistory
+from megatron_deberta.cluster.slurm.history import MAX_STALLED_ATTEMPTS, Decision, JobHistory
 from megatron_deberta.cluster.slurm.submit import (
     JobSpec,
+    attempt_name,
     check_command,
     for_nodes,
-    link_name,
     log_folder,
     srun_command,
     stop_signal,
@@ -46,11 +46,13 @@ from megatron_deberta.errors import (
 )
 from megatron_deberta.files import write_atomically
 
-logger = logging.getLogger("link")
+logger = logging.getLogger("job")
 
 PASSED_ON = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "TMPDIR", "PYTHONPATH")
-"""Variables of the node that the ranks see, besides SLURM's and those of job.json."""
+"""Variables of the node that ranks get, besides SLURM's and those of job.json."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+REQUEUE_SECONDS = 60
+"""Time for SLURM to end this process after a requeue."""
 _FIRST_PORT, _NUM_PORTS = 12000, 20000
 
 
@@ -63,83 +65,78 @@ class JobAttempt:
     """
 
     def __init__(self, spec: JobSpec, variables: Mapping[str, str]) -> None:
-        self._spec = _on_given_nodes(spec, variables)
+        self._spec = _for_allocated_nodes(spec, variables)
         self._variables = variables
         self._job = variables["SLURM_JOB_ID"]
         self._restarts = int(variables.get("SLURM_RESTART_COUNT") or 0)
-        self._chain = JobHistory(spec.run_dir)
-        self._name = link_name(self._job, self._restarts)
-        self._problem = ""
+        self._history = JobHistory(spec.run_dir)
+        self._name = attempt_name(self._job, self._restarts)
+        self._node_failure = ""
         self._bad_nodes = BadNodes(spec.run_dir, _bad_node_hours(spec))
 
     def run(self) -> int:
-        """Train until the ranks end, and see to what follows.
+        """Train until the ranks end, then requeue the job or end the run.
 
         Returns:
             The exit code of the batch script.
         """
-        if over := self._chain.is_over():
-            logger.info("nothing to do: %s", over)
+        if reason := self._history.end_reason():
+            logger.info("nothing to do: %s", reason)
             return EXIT_DONE
-        if (stalled := self._chain.stalled_links()) >= MAX_STALLED_LINKS:
-            reason = f"{stalled} links in a row ended without a word and without progress"
+        if (stalled := self._history.stalled_attempts()) >= MAX_STALLED_ATTEMPTS:
+            reason = f"{stalled} consecutive job attempts exited silently without a new checkpoint"
             return self._end(Decision(False, EXIT_NEVER_REQUEUE, reason), None)
         try:
-            refuse_if_held(self._spec.run_dir)
+            raise_if_locked(self._spec.run_dir)
         except ConfigError as error:
             return self._end(Decision(False, error.exit_code, str(error)), None)
-        self._chain.append(
-            "start",
-            link=self._name,
-            step=self._chain.committed_step(),
-            nodes=self._variables.get("SLURM_JOB_NODELIST", ""),
-        )
+        self._history.start_attempt(self._name, self._variables.get("SLURM_JOB_NODELIST", ""))
         code = self._train()
         info = slurm.job_info(self._job)
         if int(info.get("Restarts", 0)) > self._restarts:
-            # SLURM gave this node up and has started the job elsewhere; all is that link's to say.
+            # SLURM lost this node and restarted the job elsewhere; that attempt goes on.
             logger.warning("%s: superseded", self._name)
             return EXIT_FAILURE
-        if info.get("JobState") == "CANCELLED":
-            # Somebody's scancel; requeueing would undo it.
+        if _is_cancelled(info):
+            # By scancel; a requeue would undo it.
             return self._end(Decision(False, EXIT_DONE, "cancelled by scancel"), code)
-        verdict = ReportStore(self._spec.run_dir, self._name).verdict(self._spec.nodes)
-        if verdict is not None:
-            logger.warning("%s: %s", self._name, verdict.reason)
-            self._bad_nodes.record_failure(verdict)
-        reason = verdict.reason if verdict is not None else self._problem
-        return self._end(self._chain.decide(code, reason), code)
+        diagnosis = ReportStore(self._spec.run_dir, self._name).diagnose(self._spec.nodes)
+        if diagnosis is not None:
+            logger.warning("%s: %s", self._name, diagnosis.reason)
+            self._bad_nodes.record_failure(diagnosis)
+        reason = diagnosis.reason if diagnosis is not None else self._node_failure
+        return self._end(self._history.decide(code, reason), code)
 
     def _train(self) -> int:
-        """Run srun; signals to this process reach every rank, not srun, which they would end."""
+        """Run srun and return its exit code; signals to this process go to the ranks instead."""
         address = self._address()
         port = _FIRST_PORT + zlib.crc32(self._name.encode()) % _NUM_PORTS
-        logs = log_folder(self._spec.run_dir, self._job, self._restarts)
+        logs = log_folder(self._spec.run_dir, self._name)
         logs.mkdir(parents=True, exist_ok=True)
         write_atomically(logs / "job.json", self._spec.to_json())
         command = srun_command(self._spec, logs, f"{address}:{port}")
         environment = rank_environment(self._spec, self._variables)
         environment |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
-        if self._spec.node_check and (problem := self._check_nodes(logs, environment)):
-            self._problem = problem
+        if self._spec.node_check and (failure := self._check_nodes(logs, environment)):
+            self._node_failure = failure
             return EXIT_FAILURE
         logger.info("%s: %s", self._name, " ".join(command))
         for number in STOP_SIGNALS:
-            signal.signal(number, self._pass_on)
+            signal.signal(number, self._forward_signal)
         return subprocess.Popen(command, env=environment, start_new_session=True).wait()
 
     def _check_nodes(self, logs: Path, environment: Mapping[str, str]) -> str:
-        """Look at every node; mark those that fail. Empty if the ranks may start."""
+        """Check every node and record those that fail; return the failures, empty if none."""
         code = subprocess.Popen(check_command(self._spec, logs), env=environment).wait()
         if code == 0:
             return ""
-        wrong = node_check.failures(self._spec.run_dir, self._name, self._spec.nodes)
-        for node, text in wrong.items():
-            self._bad_nodes.add(node, text, sure=True)
-        found = "; ".join(f"{node}: {text}" for node, text in wrong.items())
-        return f"the check of the nodes failed: {found or f'see {logs}/check_*.log'}"
+        failures = node_check.failures(self._spec.run_dir, self._name, self._spec.nodes)
+        for node, text in failures.items():
+            self._bad_nodes.add(node, text, certain=True)
+        listed = "; ".join(f"{node}: {text}" for node, text in failures.items())
+        return f"the node check failed: {listed or f'see {logs}/check_*.log'}"
 
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+    def _forward_signal(self, number: int, frame: FrameType | None) -> None:
         logger.warning("%s: telling the ranks to save", signal.Signals(number).name)
         try:
             slurm.call(["scancel", f"--signal={stop_signal(self._spec)}", self._job])
@@ -147,123 +144,125 @@ class JobAttempt:
             logger.warning("%s", error)
 
     def _address(self) -> str:
-        """Where the ranks meet: this node, which is rank 0's, on the right network.
+        """Return this node's address for the rendezvous; rank 0 runs here.
 
         Raises:
-            ConfigError: the profile's interface is not there or has no IPv4 address.
+            ConfigError: ``rendezvous_interface`` does not exist or has no IPv4 address.
         """
         interface = self._spec.rendezvous_interface
         if not interface:
             return self._variables.get("SLURMD_NODENAME") or socket.gethostname()
-        found = psutil.net_if_addrs()
-        for entry in found.get(interface, []):
+        addresses = psutil.net_if_addrs()
+        for entry in addresses.get(interface, []):
             if entry.family == socket.AF_INET:
                 return str(entry.address)
         raise ConfigError(
             f"rendezvous_interface={interface} has no IPv4 address on {socket.gethostname()}; "
-            f"there are {', '.join(sorted(found))}"
+            f"use one of {', '.join(sorted(addresses))}"
         )
 
     def _end(self, decision: Decision, code: int | None) -> int:
-        """Write down what happened, and requeue or end the chain."""
-        self._chain.append(
-            "end",
-            link=self._name,
-            step=self._chain.committed_step(),
-            code=code,
-            goes_on=decision.goes_on,
-            reason=decision.reason,
-        )
+        """Record the end of the attempt, and requeue the job or cancel its successors."""
+        self._history.end_attempt(self._name, decision, code)
         logger.info("%s: %s", self._name, decision.reason)
-        if not decision.goes_on:
+        if not decision.continues:
             self._cancel_pending()
         elif self._spec.requeue:
-            excluded = self._excluded()
-            for number in STOP_SIGNALS:
-                # Only a job that waits can be told where not to run, so this process has to
-                # outlive its requeue a little.
-                signal.signal(number, signal.SIG_IGN if excluded else signal.SIG_DFL)
             try:
-                slurm.call(["scontrol", "requeue", self._job])
-                if excluded:
-                    slurm.exclude(self._job, excluded)
-                    logger.info("%s: to stay away from %s", self._name, ", ".join(excluded))
-                    return decision.code
-                # SLURM ends this process; leaving first would look like a completed job.
-                time.sleep(60)
+                self._requeue()
             except slurm.SlurmError as error:
-                # A scheduler that has requeued it itself, or does not let users do it.
+                # A scheduler that has requeued the job itself, or does not let users do it.
                 logger.warning("%s", error)
         return decision.code
 
-    def _excluded(self) -> list[str]:
-        """Nodes that the next link shall stay away from; none if nothing is known against any.
+    def _requeue(self) -> None:
+        """Requeue this job, and keep it away from bad nodes.
 
-        Of more bad nodes than there are spare ones, those marked last are avoided.
+        Raises:
+            SlurmError: SLURM rejects it.
+        """
+        excluded = self._excluded()
+        for number in STOP_SIGNALS:
+            # Nodes can be excluded for a pending job only, so this process must outlive the
+            # requeue.
+            signal.signal(number, signal.SIG_IGN if excluded else signal.SIG_DFL)
+        slurm.call(["scontrol", "requeue", self._job])
+        if excluded:
+            slurm.exclude(self._job, excluded)
+            logger.info("%s: excluded nodes: %s", self._name, ", ".join(excluded))
+        else:
+            # SLURM ends this process; if it exited first, the job would count as completed.
+            time.sleep(REQUEUE_SECONDS)
+
+    def _excluded(self) -> list[str]:
+        """Return the nodes that the next attempt should avoid; empty if no node is bad.
+
+        If there are more bad nodes than spare ones, those recorded last are excluded.
         """
         bad = list(self._bad_nodes.current())[::-1]
         if not bad:
             return []
-        given = [self._spec.exclude] if self._spec.exclude else []
+        from_profile = [self._spec.exclude] if self._spec.exclude else []
         try:
-            nodes = set(slurm.usable_nodes(slurm.job_info(self._job).get("Partition", "")))
+            usable = set(slurm.usable_nodes(slurm.job_info(self._job).get("Partition", "")))
         except slurm.SlurmError as error:
             logger.warning("%s", error)
-            return [*given, *bad]
-        kept: list[str] = []
+            return [*from_profile, *bad]
+        excluded: list[str] = []
         for node in bad:
-            if len(nodes - {*kept, node}) >= self._spec.least_nodes:
-                kept.append(node)
+            if len(usable - {*excluded, node}) >= self._spec.least_nodes:
+                excluded.append(node)
             else:
-                logger.warning("no spare node for %s, which is bad", node)
-        return [*given, *kept] if kept else []
+                logger.warning("%s is bad, but there is no spare node for it", node)
+        return [*from_profile, *excluded] if excluded else []
 
     def _cancel_pending(self) -> None:
-        """Cancel the links of this chain that still wait."""
-        others = [job for job in submitted_jobs(self._chain) if job != self._job]
-        for job in others:
+        """Cancel the jobs of this submission that are still pending."""
+        for job in self._history.submitted_jobs():
+            if job == self._job:
+                continue
             try:
                 slurm.cancel_pending(job)
             except slurm.SlurmError as error:
                 logger.warning("%s", error)
 
 
-def _on_given_nodes(spec: JobSpec, variables: Mapping[str, str]) -> JobSpec:
-    """The job on the nodes of this link, of which SLURM may have given fewer than it wants."""
-    given = int(variables.get("SLURM_JOB_NUM_NODES") or spec.nodes)
-    if given >= spec.nodes:
+def _for_allocated_nodes(spec: JobSpec, variables: Mapping[str, str]) -> JobSpec:
+    """Return the job for the nodes that SLURM has allocated, which may be fewer than asked for."""
+    allocated = int(variables.get("SLURM_JOB_NUM_NODES") or spec.nodes)
+    if allocated >= spec.nodes:
         return spec
-    fitting = for_nodes(spec, load_config(spec.config), given)
-    logger.warning("%d of %d nodes: goes on with %d", given, spec.nodes, fitting.nodes)
-    return fitting
+    smaller = for_nodes(spec, load_config(spec.config), allocated)
+    logger.warning("%d of %d nodes: running on %d", allocated, spec.nodes, smaller.nodes)
+    return smaller
+
+
+def _is_cancelled(info: Mapping[str, str]) -> bool:
+    """Return whether somebody cancelled a job, from the fields of ``scontrol show job``.
+
+    Between scancel and the end of its processes the job's state is COMPLETING, as it is after the
+    time limit.
+    """
+    completing = info.get("JobState") == "COMPLETING" and info.get("Reason") != "TimeLimit"
+    return completing or info.get("JobState") == "CANCELLED"
 
 
 def _bad_node_hours(spec: JobSpec) -> float:
-    """``cluster.bad_node_hours``; a configuration that cannot be read is the ranks' to refuse."""
+    """Return ``cluster.bad_node_hours``; the ranks report a config that cannot be read."""
     try:
         return load_config(spec.config).cluster.bad_node_hours
     except (ConfigError, OSError):
         return ClusterConfig().bad_node_hours
 
 
-def submitted_jobs(chain: JobHistory) -> list[str]:
-    """SLURM's numbers of the jobs of the last submission."""
-    return [
-        str(job)
-        for record in chain.current()
-        if record["event"] == "jobs"
-        for job in record["jobs"]
-    ]
-
-
 def rank_environment(spec: JobSpec, variables: Mapping[str, str]) -> dict[str, str]:
-    """What the ranks see: a few of the node's variables, SLURM's, and those of job.json."""
+    """Return the environment of the ranks: some of the node's, SLURM's, and that of job.json."""
     kept = {
         name: value
         for name, value in variables.items()
         if name in PASSED_ON or name.startswith(("LC_", "SLURM", "CUDA_VISIBLE"))
     }
-    # From --export=NONE; srun would pass nothing on.
+    # Set by --export=NONE; srun would pass nothing on.
     kept.pop("SLURM_EXPORT_ENV", None)
     if spec.rendezvous_interface:
         kept["GLOO_SOCKET_IFNAME"] = spec.rendezvous_interface
@@ -271,7 +270,7 @@ def rank_environment(spec: JobSpec, variables: Mapping[str, str]) -> dict[str, s
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run a link; errors become one line in its log and an exit code."""
+    """Run a job attempt; an error becomes one line in the log and an exit code."""
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S"
     )

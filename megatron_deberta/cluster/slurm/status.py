@@ -1,7 +1,4 @@
-"""One view of a run's whole chain: what SLURM says, how far it is, how fast, and what went wrong.
-
-Owns the gathering. Refuses to print: ``cli/status.py`` does.
-"""
+"""Status of a run: queue, progress, speed, and its job attempts."""
 
 from __future__ import annotations
 
@@ -16,131 +13,126 @@ from megatron_deberta.cluster.bad_nodes import BadNodes
 from megatron_deberta.cluster.run_lock import DEAD_SECONDS, newest_lock, read_lock
 from megatron_deberta.cluster.slurm import commands as slurm
 from megatron_deberta.cluster.slurm.history import JobHistory
-from megatron_deberta.cluster.slurm.job import submitted_jobs
 from megatron_deberta.config.schema import ClusterConfig
 from megatron_deberta.config.yaml_reader import read_yaml
 from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
 
 RECENT_RECORDS = 20
-"""Metric records over which the present speed is taken."""
+"""Metric records in which a current ETA is looked for."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobAttemptStatus:
-    """One link: one start of a job."""
+    """One job attempt."""
 
     name: str
-    """The job's number and its restarts."""
+    """The job's number and the number of its restarts."""
     nodes: str
-    """Where it ran."""
     first_step: int
-    """Newest committed step when it began."""
+    """Newest committed step at its start."""
     last_step: int | None
-    """The same when it ended; None while it runs, or if it ended without a word."""
+    """Newest committed step at its end; None while it runs, or if it exited silently."""
     seconds: float | None
-    """How long it took."""
+    """Its duration; None as for ``last_step``."""
     outcome: str
-    """Why it ended, in words."""
+    """Why it ended, or ``running``."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """A run's chain."""
+    """Status of a run."""
 
     run_dir: str
     state: str
-    """``RUNNING``, ``PENDING (reason)`` or another of SLURM's words; ``not queued``."""
+    """SLURM's state, such as ``RUNNING`` or ``PENDING (reason)``; or ``not queued``."""
     jobs: tuple[str, ...]
     """Jobs that SLURM knows of."""
     holder: str
-    """Who trains in the folder; empty: nobody."""
+    """The process that trains in the folder; empty: none."""
     step: int
     """Last step in the metrics."""
     committed_step: int
-    """Newest checkpoint."""
+    """Step of the newest checkpoint."""
     target_step: int
-    """Where the run ends."""
+    """Last step of the run."""
     skipped_updates: int
-    """Updates that the numeric guard did not make, fp16's overflows aside."""
+    """Updates that the guard has skipped, without overflows of fp16."""
     rollbacks: int
-    """How often the run went back to a checkpoint."""
     loss: float | None
     tokens_per_second: float | None
     seconds_left: float | None
-    """Until the target, at the speed of the chain as a whole: with queueing, starting, saving."""
+    """Until ``target_step``; None: unknown, or the run has ended."""
     attempts: tuple[JobAttemptStatus, ...]
     over: str
-    """Why nothing follows; empty while something does."""
+    """Why the run has ended; empty: it has not."""
     slow_ranks: tuple[str, ...]
-    """Who is slower than the others in the present link, and in what."""
+    """Stragglers of the present job attempt."""
     bad_nodes: tuple[str, ...]
-    """Nodes that the run stays away from, since when and why."""
+    """Excluded nodes, since when and why."""
 
 
 def gather(run_dir: str | os.PathLike[str]) -> RunStatus:
-    """Gather all there is to know.
-
-    Args:
-        run_dir: folder of the run.
+    """Read the status of a run from its folder and SLURM.
 
     Raises:
         ConfigError, DataError: a file of the folder is damaged.
     """
     folder = Path(run_dir)
-    chain = JobHistory(folder)
+    history = JobHistory(folder)
+    events = history.current()
     metrics = folder / FILE_NAME
-    everything = read_metrics(metrics) if metrics.exists() else []
-    records = [record for record in everything if record["kind"] == "train"]
-    skipped, rollbacks = guard_events(everything)
+    all_records = read_metrics(metrics) if metrics.exists() else []
+    records = [record for record in all_records if record["kind"] == "train"]
+    skipped, rollbacks = guard_events(all_records)
     last = records[-1] if records else {}
-    state, jobs = queue_state(submitted_jobs(chain))
+    state, jobs = queue_state(history.submitted_jobs())
     step, target = int(last.get("step", 0)), target_step(folder)
-    over = chain.is_over() or ("finished" if 0 < target <= step else "")
+    over = history.end_reason() or ("finished" if 0 < target <= step else "")
     return RunStatus(
         run_dir=str(run_dir),
         state=state,
         jobs=jobs,
         holder=present_holder(folder),
         step=step,
-        committed_step=chain.committed_step(),
+        committed_step=history.committed_step(),
         target_step=target,
         skipped_updates=skipped,
         rollbacks=rollbacks,
         loss=last.get("loss"),
         tokens_per_second=last.get("tokens_per_second"),
-        seconds_left=None if over else seconds_left(chain.current(), records, target),
-        attempts=attempt_statuses(chain.current()),
+        seconds_left=None if over else seconds_left(events, records, target),
+        attempts=attempt_statuses(events),
         over=over,
-        slow_ranks=slow_ranks(chain.current()),
+        slow_ranks=slow_ranks(events),
         bad_nodes=tuple(
-            f"{mark.node}, since {time.strftime('%Y-%m-%d %H:%M', time.localtime(mark.time))}: "
-            f"{mark.reason}"
-            for mark in BadNodes(folder, bad_node_hours(folder)).current().values()
+            f"{failure.node}, since "
+            f"{time.strftime('%Y-%m-%d %H:%M', time.localtime(failure.time))}: {failure.reason}"
+            for failure in BadNodes(folder, bad_node_hours(folder)).current().values()
         ),
     )
 
 
 def guard_events(records: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
-    """How many updates were skipped, those of steps that were given up included, and roll-backs."""
+    """Count skipped updates, including those of steps that were rolled back, and rollbacks."""
     events = [record for record in records if record["kind"] == "guard"]
-    backs = [record for record in events if record.get("event") == "rollback"]
+    rollbacks = [record for record in events if record.get("event") == "rollback"]
     skipped = [record for record in events if record.get("skip", "overflow") != "overflow"]
-    return len(skipped) + sum(int(record["skipped"]) for record in backs), len(backs)
+    return len(skipped) + sum(int(record["skipped"]) for record in rollbacks), len(rollbacks)
 
 
 def present_holder(folder: Path) -> str:
-    """Who trains in a run's folder; empty: nobody, or nobody who has lately shown life."""
+    """Return the process that trains in a run's folder, empty if none or if it is silent."""
     lock = newest_lock(folder / "lock")
     holder = read_lock(lock) if lock is not None else None
     if lock is None or holder is None or holder.released:
         return ""
-    # Twice the limit: clocks of machines differ, and nothing is decided here.
+    # Twice the limit: clocks of machines differ, and this is only displayed.
     silent = time.time() - lock.stat().st_mtime > 2 * DEAD_SECONDS
     return "" if silent else str(holder)
 
 
 def queue_state(jobs: Sequence[str]) -> tuple[str, tuple[str, ...]]:
-    """What SLURM says of the chain's jobs: of one that runs, or else of the first that waits."""
+    """Return SLURM's state of the job that runs, or else of the first pending one, and all jobs."""
     found = {}
     for job in jobs:
         try:
@@ -157,18 +149,18 @@ def queue_state(jobs: Sequence[str]) -> tuple[str, tuple[str, ...]]:
 
 
 def attempt_statuses(records: Sequence[Mapping[str, Any]]) -> tuple[JobAttemptStatus, ...]:
-    """The links of a chain, in order."""
+    """Return the job attempts in order."""
     ends = {record["link"]: record for record in records if record["event"] == "end"}
     starts = [record for record in records if record["event"] == "start"]
-    links = []
+    attempts = []
     for number, start in enumerate(starts):
         end = ends.get(start["link"])
         if end is not None:
             outcome = str(end["reason"])
         else:
             newest = number == len(starts) - 1
-            outcome = "running" if newest else "lost: its node or its job was killed"
-        links.append(
+            outcome = "running" if newest else "lost: the node or the job was killed"
+        attempts.append(
             JobAttemptStatus(
                 name=start["link"],
                 nodes=start["nodes"],
@@ -178,34 +170,34 @@ def attempt_statuses(records: Sequence[Mapping[str, Any]]) -> tuple[JobAttemptSt
                 outcome=outcome,
             )
         )
-    return tuple(links)
+    return tuple(attempts)
 
 
 def slow_ranks(records: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """Who was slow when the last link that began was last compared."""
-    links = ["", *(record["link"] for record in records if record["event"] == "start")]
-    told = [r["ranks"] for r in records if r["event"] == "slow" and r["link"] == links[-1]]
+    """Return the stragglers that the newest job attempt has reported last."""
+    attempts = ["", *(record["link"] for record in records if record["event"] == "start")]
+    reports = [r["ranks"] for r in records if r["event"] == "slow" and r["link"] == attempts[-1]]
     return tuple(
         f"rank {item['rank']} on {item['host']}: {item['part']}, {item['factor']:.2f} times the "
-        f"median's own time, {item['lost_seconds']:.3f} s a step"
-        for item in (told[-1] if told else [])
+        f"median's own time, {item['lost_seconds']:.3f} s per step"
+        for item in (reports[-1] if reports else [])
     )
 
 
 def bad_node_hours(folder: Path) -> float:
-    """How long marks against nodes count in this run."""
+    """Return ``cluster.bad_node_hours`` of a run."""
     given = _config(folder).get("cluster", {}).get("bad_node_hours")
     return ClusterConfig().bad_node_hours if given is None else float(given)
 
 
 def target_step(folder: Path) -> int:
-    """Where the run ends, from its resolved configuration; 0 before it has one."""
+    """Return the last step by the run's resolved configuration; 0 without one."""
     train = _config(folder).get("train", {})
     return int(train.get("exit_step") or train.get("stop_after") or train.get("steps") or 0)
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    """The resolved configuration; empty before there is one."""
+    """Return the resolved configuration, or that of the last submission, or an empty one."""
     path = folder / "config.yaml"
     if not path.exists():
         newest = max((folder / "submissions").glob("*/run.yaml"), default=None)
@@ -216,17 +208,17 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def seconds_left(
-    chain: Sequence[Mapping[str, Any]], records: Sequence[Mapping[str, Any]], target: int
+    events: Sequence[Mapping[str, Any]], records: Sequence[Mapping[str, Any]], target: int
 ) -> float | None:
-    """Time to the target; None without records.
+    """Estimate the time to the last step; None without records.
 
-    A chain of several links goes on at its pace so far, from the first start to the last committed
-    end: queueing, starting and lost steps included. A first link goes on at its present speed.
+    After a restart the average speed of all attempts counts, with queueing, starting and lost
+    steps; before it, the present speed.
     """
     if not records or target <= 0:
         return None
     left = max(0, target - int(records[-1]["step"]))
-    starts = [record for record in chain if record["event"] == "start"]
+    starts = [record for record in events if record["event"] == "start"]
     if len(starts) > 1 and starts[-1]["step"] > starts[0]["step"]:
         pace = (starts[-1]["time"] - starts[0]["time"]) / (starts[-1]["step"] - starts[0]["step"])
         return float(left * pace)

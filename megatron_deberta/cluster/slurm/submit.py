@@ -1,8 +1,4 @@
-"""From a run and a cluster to the two commands that start it: sbatch now, srun in the job.
-
-Owns ``job.json`` and both argument lists, as pure functions. Refuses to call them: sbatch is called
-by ``cli/submit.py``, srun by ``link.py``.
-"""
+"""The commands of a job: ``sbatch``, which queues it, and ``srun``, which starts its nodes."""
 
 from __future__ import annotations
 
@@ -20,24 +16,23 @@ from megatron_deberta.config import validate_for_world
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.errors import ConfigError, MegatronDebertaError
 
-LAST_WORDS_SECONDS = 30
-"""For supervisors to see that another has ended, and to say so."""
+SUPERVISOR_EXIT_SECONDS = 30
+"""Time for supervisors to notice that another node has ended, and to report it."""
 BATCH_SCRIPT = Path(__file__).with_name("job.sbatch")
 SUPERVISOR = "megatron_deberta.cluster.watchdog.supervisor"
 SUBMISSIONS = "submissions"
-"""Folder in the run folder with one folder a submission: ``run.yaml`` and ``job.json``."""
+"""Folder in the run folder with ``run.yaml`` and ``job.json`` of each submission."""
 LOGS = "logs"
-"""Folder in the run folder with one folder a link: ``rank_N.log``."""
+"""Folder in the run folder with a folder of ``rank_N.log`` per job attempt."""
 DEFAULT_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 """Environment of every rank, unless the cluster profile or the user sets another value."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobSpec:
-    """What a job needs to know; the content of ``job.json``."""
+    """A job; the content of ``job.json``."""
 
     job_name: str
-    """SLURM's name of every link of the chain."""
     run_dir: str
     """Absolute folder of the run."""
     config: str
@@ -45,10 +40,10 @@ class JobSpec:
     python: str
     """Interpreter on the nodes."""
     code_root: str
-    """Folder that holds the package."""
+    """Folder that contains the package."""
     nodes: int
     least_nodes: int
-    """With so many it goes on, where SLURM has no more."""
+    """Least number of nodes to start with."""
     ranks_per_node: int
     cpus_per_rank: int
     launcher: str
@@ -56,13 +51,13 @@ class JobSpec:
     requeue: bool
     rendezvous_interface: str
     environment: dict[str, str]
-    """Variables of every rank."""
+    """Environment variables of every rank."""
     container: str
     container_image: str
     container_mounts: list[str]
     allow_config_change: bool = False
     exclude: str = ""
-    """Nodes to stay away from, whatever the run finds out about others."""
+    """Nodes that are always excluded, comma-separated."""
     gpus_per_node: int = 0
     node_check: bool = False
     """Check the nodes before the ranks start, against the profile's three rates."""
@@ -72,10 +67,10 @@ class JobSpec:
 
     @classmethod
     def read(cls, path: str | Path) -> JobSpec:
-        """Read what ``to_json`` wrote.
+        """Read ``job.json``.
 
         Raises:
-            ConfigError: the file is missing or something else.
+            ConfigError: the file is missing or invalid.
         """
         try:
             data: dict[str, Any] = json.loads(Path(path).read_bytes())
@@ -83,11 +78,21 @@ class JobSpec:
                 raise ValueError(f"keys {sorted(data)}")
             return cls(**data)
         except (OSError, ValueError, TypeError) as error:
-            raise ConfigError(f"{path}: not a job of this release ({error}); submit anew") from None
+            raise ConfigError(
+                f"{path}: not a job of this release ({error}); submit the run again"
+            ) from None
 
     def to_json(self) -> bytes:
-        """The content of ``job.json``."""
+        """Return the content of ``job.json``."""
         return json.dumps(asdict(self), indent=1).encode()
+
+
+_FROM_PROFILE = (
+    "ranks_per_node", "cpus_per_rank", "launcher", "exit_wait_seconds", "requeue",
+    "rendezvous_interface", "container", "container_image", "exclude", "gpus_per_node",
+    "node_check", "least_tflops", "least_node_gb_per_second", "least_network_gb_per_second",
+)  # fmt: skip
+"""Fields that ``JobSpec`` copies from the cluster profile."""
 
 
 def make_spec(
@@ -101,11 +106,11 @@ def make_spec(
     exported: Mapping[str, str] | None = None,
     allow_config_change: bool,
 ) -> JobSpec:
-    """Bring a run and a cluster together.
+    """Combine a run and a cluster.
 
     Args:
         profile: the cluster.
-        nodes: how many of its nodes.
+        nodes: number of nodes.
         min_nodes: least number of nodes to start with; None: all of them.
         run_dir: absolute folder of the run.
         job_name: SLURM's name of the job.
@@ -114,7 +119,7 @@ def make_spec(
         allow_config_change: passed on to ``pretrain``.
 
     Raises:
-        ConfigError: a name or path that may not stand on a command line.
+        ConfigError: a name or path is not allowed on a command line.
     """
     return JobSpec(
         job_name=checked(job_name, names.NAME, "--job-name"),
@@ -124,23 +129,10 @@ def make_spec(
         code_root=checked(str(CODE_ROOT), names.PATH, "the folder of megatron_deberta"),
         nodes=nodes,
         least_nodes=nodes if min_nodes is None else min_nodes,
-        ranks_per_node=profile.ranks_per_node,
-        cpus_per_rank=profile.cpus_per_rank,
-        launcher=profile.launcher,
-        exit_wait_seconds=profile.exit_wait_seconds,
-        requeue=profile.requeue,
-        rendezvous_interface=profile.rendezvous_interface,
         environment=DEFAULT_ENVIRONMENT | profile.environment | dict(exported or {}),
-        container=profile.container,
-        container_image=profile.container_image,
         container_mounts=list(profile.container_mounts),
         allow_config_change=allow_config_change,
-        exclude=profile.exclude,
-        gpus_per_node=profile.gpus_per_node,
-        node_check=profile.node_check,
-        least_tflops=profile.least_tflops,
-        least_node_gb_per_second=profile.least_node_gb_per_second,
-        least_network_gb_per_second=profile.least_network_gb_per_second,
+        **{name: getattr(profile, name) for name in _FROM_PROFILE},
     )
 
 
@@ -152,23 +144,23 @@ def sbatch_command(
     after: str = "",
     bad_nodes: Sequence[str] = (),
 ) -> list[str]:
-    """The command that queues one job of a chain.
+    """Return the command that queues a job.
 
     Args:
         spec: the job.
         profile: the cluster.
-        job_file: where ``job.json`` is.
-        after: the job before it in the chain; starts once that has ended for good.
-        bad_nodes: to stay away from, besides the profile's.
+        job_file: path of ``job.json``.
+        after: number of a job that must have ended before this one starts.
+        bad_nodes: nodes to exclude besides the profile's.
     """
     command = [
         "sbatch",
         "--parsable",
-        # Neither the submitter's variables nor credentials in them; job.json has what is needed.
+        # No variables of the submitting shell, nor credentials in them.
         "--export=NONE",
         f"--job-name={spec.job_name}",
-        # One program a node starts its ranks: a supervisor, or torchrun. SLURM reckons a range's
-        # tasks with the least nodes, and would give no more if told that each has one.
+        # One task per node: a supervisor, or torchrun. With --ntasks-per-node SLURM would count a
+        # range's tasks by its least nodes, and allocate no more.
         *(
             [f"--nodes={spec.nodes}", "--ntasks-per-node=1"]
             if spec.least_nodes == spec.nodes
@@ -180,7 +172,7 @@ def sbatch_command(
         f"--signal={stop_signal(spec)}@{profile.signal_seconds}",
         "--requeue" if profile.requeue else "--no-requeue",
         "--open-mode=append",
-        f"--output={spec.run_dir}/{LOGS}/link_%j.log",
+        f"--output={spec.run_dir}/{LOGS}/job_%j.log",
     ]
     if excluded := ",".join(dict.fromkeys([spec.exclude, *bad_nodes])).strip(","):
         command.append(f"--exclude={checked(excluded, names.NAMES, 'exclude')}")
@@ -196,18 +188,13 @@ def sbatch_command(
     return [*command, str(BATCH_SCRIPT), spec.python, spec.code_root, str(job_file)]
 
 
-def for_nodes(spec: JobSpec, config: RunConfig, given: int) -> JobSpec:
-    """The job on as many of the nodes that SLURM gave as the batch divides over.
-
-    Args:
-        spec: the job.
-        config: its run.
-        given: nodes that SLURM gave.
+def for_nodes(spec: JobSpec, config: RunConfig, allocated: int) -> JobSpec:
+    """Return the job for as many of the allocated nodes as the global batch divides over.
 
     Raises:
-        ConfigError: it does not divide over any number of them.
+        ConfigError: the batch divides over no number of them.
     """
-    for nodes in range(min(given, spec.nodes), 0, -1):
+    for nodes in range(min(allocated, spec.nodes), 0, -1):
         try:
             validate_for_world(config, nodes * spec.ranks_per_node)
         except MegatronDebertaError:
@@ -215,48 +202,42 @@ def for_nodes(spec: JobSpec, config: RunConfig, given: int) -> JobSpec:
         return replace(spec, nodes=nodes)
     raise ConfigError(
         f"train.global_batch_size={config.train.global_batch_size} does not divide over any of 1 "
-        f"to {given} nodes of {spec.ranks_per_node} ranks; submit with other --nodes"
+        f"to {allocated} nodes of {spec.ranks_per_node} ranks; submit with other --nodes"
     )
 
 
 def stop_signal(spec: JobSpec) -> str:
-    """The signal that makes ranks save, by SLURM's name; torchrun hands on SIGTERM only."""
+    """Return SLURM's name of the signal that makes ranks save; torchrun forwards only SIGTERM."""
     return "TERM" if spec.launcher == "torchrun" else "USR1"
 
 
-def link_name(job: str, restarts: int) -> str:
-    """Name of a link: the job's number and how often it was requeued."""
+def attempt_name(job: str, restarts: int) -> str:
+    """Return the name of a job attempt: the job's number and how often it was requeued."""
     return f"{job}.{restarts}"
 
 
-def log_folder(run_dir: str | Path, job: str, restarts: int) -> Path:
-    """Folder of a link's logs."""
-    return Path(run_dir) / LOGS / link_name(job, restarts)
+def log_folder(run_dir: str | Path, attempt: str) -> Path:
+    """Return the folder of a job attempt's logs."""
+    return Path(run_dir) / LOGS / attempt
 
 
 def srun_command(spec: JobSpec, logs: Path, rendezvous: str) -> list[str]:
-    """The command that starts every node of a link: its supervisor, or torchrun.
+    """Return the command that starts a supervisor, or torchrun, on every node of an attempt.
 
-    Rank numbers run through a node before the next, which keeps tensor-parallel groups inside
-    nodes.
+    Ranks are numbered node by node, which keeps tensor-parallel groups inside nodes.
 
     Args:
         spec: the job.
-        logs: folder of its logs.
-        rendezvous: ``address:port`` of rank 0; torchrun needs it as an argument.
+        logs: folder of the attempt's logs.
+        rendezvous: ``address:port`` of rank 0, for torchrun.
     """
     if spec.launcher == "srun":
-        # Supervisors end what outlives the rest, then themselves; this is for one that cannot.
-        wait = spec.exit_wait_seconds + LAST_WORDS_SECONDS
-        command = _task_a_node(spec, f"{logs}/node_%t.log", wait)
-        return [
-            *command,
-            "-m",
-            SUPERVISOR,
-            *_job_arguments(spec, logs),
-        ]
+        # Supervisors kill ranks that outlive others, then exit; this is for one that cannot.
+        wait = spec.exit_wait_seconds + SUPERVISOR_EXIT_SECONDS
+        command = _one_task_per_node(spec, f"{logs}/node_%t.log", wait)
+        return [*command, "-m", SUPERVISOR, *_job_arguments(logs)]
     return [
-        *_task_a_node(spec, f"{logs}/rank_%t.log", spec.exit_wait_seconds),
+        *_one_task_per_node(spec, f"{logs}/rank_%t.log", spec.exit_wait_seconds),
         "-m", "torch.distributed.run", f"--nnodes={spec.nodes}",
         f"--nproc-per-node={spec.ranks_per_node}", "--rdzv-backend=c10d",
         f"--rdzv-endpoint={rendezvous}", f"--rdzv-id={logs.name}", "--max-restarts=0",
@@ -265,29 +246,29 @@ def srun_command(spec: JobSpec, logs: Path, rendezvous: str) -> list[str]:
 
 
 def check_command(spec: JobSpec, logs: Path) -> list[str]:
-    """The command that checks every node of a link."""
-    command = _task_a_node(spec, f"{logs}/check_%t.log", 0)
-    return [*command, "-m", "megatron_deberta.cluster.node_check", *_job_arguments(spec, logs)]
+    """Return the command that checks every node of an attempt."""
+    command = _one_task_per_node(spec, f"{logs}/check_%t.log", 0)
+    return [*command, "-m", "megatron_deberta.cluster.node_check", *_job_arguments(logs)]
 
 
 def pretrain_arguments(spec: JobSpec) -> list[str]:
-    """What Python is told to run as a rank, after ``-m``."""
+    """Return the arguments of ``python -m`` that run a rank."""
     options = ["--allow-config-change"] if spec.allow_config_change else []
     return ["megatron_deberta", "pretrain", spec.config, *options]
 
 
-def _job_arguments(spec: JobSpec, logs: Path) -> list[str]:
-    """``job.json`` with the link's nodes, and the link's name, for what runs on a node."""
+def _job_arguments(logs: Path) -> list[str]:
+    """Return the attempt's ``job.json`` and its name, the arguments of what runs on a node."""
     return [str(logs / "job.json"), logs.name]
 
 
-def _task_a_node(spec: JobSpec, output: str, wait: int) -> list[str]:
-    """srun, up to the interpreter: one task on each node, in the container if there is one.
+def _one_task_per_node(spec: JobSpec, output: str, wait: int) -> list[str]:
+    """Return the srun command of one Python process per node, in the container if there is one.
 
     Args:
         spec: the job.
         output: file of a task's output.
-        wait: seconds that tasks may outlive the first that ends; 0: any.
+        wait: seconds that tasks may outlive the first that ends; 0: no limit.
     """
     command = [
         "srun",
@@ -299,9 +280,9 @@ def _task_a_node(spec: JobSpec, output: str, wait: int) -> list[str]:
         "--distribution=block:block",
         "--mpi=none",
         "--input=none",
-        # Its environment is job.json's, made by link.py.
+        # The environment is that of job.json (see job.py).
         "--export=ALL",
-        # The first rank to end may end well, with others still closing their files.
+        # The first rank may end normally while others still close their files.
         "--kill-on-bad-exit=0",
         f"--wait={wait}",
         "--open-mode=append",

@@ -1,1 +1,1 @@
-"""Heartbeats of ranks, and the detection of hangs and stragglers."""
+"""Watchdog: heartbeats of ranks, supervisors of nodes, detection of hangs and stragglers."""

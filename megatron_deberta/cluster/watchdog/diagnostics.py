@@ -1,7 +1,4 @@
-"""Where does a process stand that does not move? Its stacks, and what ``/proc`` says of it.
-
-Owns signals, ``py-spy`` and the reading of ``/proc``. Refuses to decide anything.
-"""
+"""Diagnostics of a process without progress: its threads' stacks and its ``/proc`` state."""
 
 from __future__ import annotations
 
@@ -19,81 +16,77 @@ from megatron_deberta.cluster.watchdog.hang import STOPPED_STATES
 from megatron_deberta.cluster.watchdog.heartbeat import DUMP_SIGNAL, beat_path, stacks_path
 
 DUMP_SECONDS = 1.5
-"""How long ranks may take to write their stacks."""
+"""Time for ranks to write their stacks."""
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$', re.M)
 _COLLECTIVES = ("/torch/distributed/", "/deepspeed/")
-"""Python that waits for other ranks ends in a file of these folders."""
+"""The innermost Python frame of a rank in a collective is in a file of these folders."""
 _READ = "0"
 """Number of the system call ``read`` on x86-64."""
 _PY_SPY_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Evidence:
-    """Where a process stands."""
+class ProcessDiagnostics:
+    """State of a process."""
 
     state: str
     """As in ``/proc/PID/stat``."""
     waiting: bool | None
-    """The innermost frame is a collective's; None without a stack."""
+    """Whether the innermost frame is in a collective; None without a stack."""
     detail: str
-    """In words."""
+    """State and place as text."""
     stacks: str
-    """What was dumped; empty if nothing could be."""
+    """Stacks of all threads; empty if there are none."""
 
 
-def gather(folder: Path, pids: Mapping[int, int]) -> dict[int, Evidence]:
-    """Look at processes of this node.
+def collect(folder: Path, pids: Mapping[int, int]) -> dict[int, ProcessDiagnostics]:
+    """Collect diagnostics of this node's ranks, within about two seconds.
 
     Args:
-        folder: where their heartbeats and stacks are.
+        folder: folder of their heartbeats and stacks.
         pids: process by rank.
-
-    Returns:
-        What is found, by rank, within about two seconds.
     """
-    before: dict[int, int] = {}
+    sizes: dict[int, int] = {}
     for rank, pid in pids.items():
         path = stacks_path(beat_path(folder, rank))
-        # A process that has not come so far yet would die of the signal; a stopped one is deaf.
+        # The signal would kill a process without a handler, and a stopped one does not get it.
         ready = path.exists() and beat_path(folder, rank).exists()
         if ready and process_state(pid) not in STOPPED_STATES:
-            before[rank] = path.stat().st_size
+            sizes[rank] = path.stat().st_size
             with suppress(ProcessLookupError):
                 os.kill(pid, DUMP_SIGNAL)
     deadline = time.monotonic() + DUMP_SECONDS
     dumped: dict[int, str] = {}
-    while len(dumped) < len(before) and time.monotonic() < deadline:
+    while len(dumped) < len(sizes) and time.monotonic() < deadline:
         time.sleep(0.05)
-        for rank, size in before.items():
+        for rank, size in sizes.items():
             text = stacks_path(beat_path(folder, rank)).read_bytes()[size:].decode(errors="replace")
             # faulthandler writes the main thread last.
             if text.endswith("\n") and "Current thread" in text:
                 dumped[rank] = text
     return {
-        rank: _look(pid, dumped.get(rank) or _py_spy(pid), rank in dumped)
+        rank: _inspect(pid, dumped.get(rank) or _py_spy(pid), rank in dumped)
         for rank, pid in pids.items()
     }
 
 
-def _look(pid: int, stacks: str, is_dump: bool) -> Evidence:
+def _inspect(pid: int, stacks: str, is_dump: bool) -> ProcessDiagnostics:
     state = process_state(pid)
-    place = _system_call(pid)
-    frames = _innermost(stacks) if is_dump else []
+    frames = _current_frames(stacks) if is_dump else []
     waiting = any(part in frames[0] for part in _COLLECTIVES) if frames else None
-    words = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "stuck in the kernel"}
-    parts = [words.get(state, ""), place, f"at {frames[0]}" if frames else ""]
-    return Evidence(state, waiting, ", ".join(part for part in parts if part), stacks)
+    states = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "stuck in the kernel"}
+    parts = [states.get(state, ""), _system_call(pid), f"at {frames[0]}" if frames else ""]
+    return ProcessDiagnostics(state, waiting, ", ".join(filter(None, parts)), stacks)
 
 
-def _innermost(stacks: str) -> list[str]:
-    """Frames of the thread that answered, innermost first, as ``file:line function``."""
+def _current_frames(stacks: str) -> list[str]:
+    """Return the frames of the thread that wrote, innermost first, as ``file:line function``."""
     _, _, current = stacks.rpartition("Current thread")
     return [f"{m['file']}:{m['line']} {m['function']}" for m in _FRAME.finditer(current)]
 
 
 def process_state(pid: int) -> str:
-    """The letter of ``/proc/PID/stat``; ``X`` if there is no such process."""
+    """Return the letter of ``/proc/PID/stat``, ``X`` if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -101,7 +94,7 @@ def process_state(pid: int) -> str:
 
 
 def _system_call(pid: int) -> str:
-    """What the kernel does for a process, as far as it may be known; empty if it may not."""
+    """Return what a process does in the kernel, empty where this may not be read."""
     found = []
     with suppress(OSError):
         number, *values = Path(f"/proc/{pid}/syscall").read_text().split()
@@ -115,7 +108,7 @@ def _system_call(pid: int) -> str:
 
 
 def _py_spy(pid: int) -> str:
-    """Stacks of a process that cannot write them itself; empty where py-spy is not installed."""
+    """Return the stacks of a process that cannot write them, empty without py-spy."""
     program = shutil.which("py-spy")
     if program is None:
         return ""

@@ -1,17 +1,14 @@
-"""Does a run hang, and who holds it up? Decided from what all nodes know.
+"""Detection of hangs and diagnosis of their causes, from the heartbeats of all ranks.
 
-Owns the rule and the words, as pure functions. Refuses to look at processes (``evidence.py``) or to
-end them (``supervisor.py``).
-
-Ranks wait for each other in collectives, so when one stops, soon all stand still. The one that the
-others wait for is behind: it has passed fewer borders. So only the ranks that are furthest behind
-are held against the time-out of their section; how long the others wait does not matter.
+Ranks wait for each other in collectives, so when one stops, soon all stop. The one that the others
+wait for has the smallest position (number of section borders passed). Therefore only the ranks with
+the smallest position are compared with the time-out of their section.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,7 +16,7 @@ from megatron_deberta.config.schema import ClusterConfig
 from megatron_deberta.observe.progress import Section
 
 FIRST_STEPS = 2
-"""So many steps of a process compile and allocate; they have the time that start-up has."""
+"""The first steps of a process compile and allocate; they have the time-out of start-up."""
 STOPPED_STATES = ("T", "t", "Z", "X")
 """``/proc/PID/stat``: stopped, traced, dead."""
 
@@ -28,7 +25,7 @@ Kind = Literal["hang", "death"]
 
 @dataclass(frozen=True, slots=True)
 class RankView:
-    """What is known of one rank."""
+    """State of one rank."""
 
     rank: int
     node: int
@@ -38,50 +35,45 @@ class RankView:
     step: int
     position: int
     age: float
-    """Seconds since it passed a border."""
+    """Seconds since its position changed."""
     pid: int = 0
     state: str = ""
-    """Of its main thread, as in ``/proc/PID/stat``; empty: not looked at."""
+    """Of its main thread, as in ``/proc/PID/stat``; empty: unknown."""
     waiting: bool | None = None
-    """Its stack ends in a collective; None: no stack."""
+    """Whether its stack ends in a collective; None: no stack."""
     detail: str = ""
-    """Where it stands, in words."""
+    """State and place in the code, as text."""
     code: int | None = None
-    """How it ended; None while it runs."""
+    """Exit code; None while it runs."""
     ended: float = 0.0
-    """When it ended, seconds since the epoch."""
+    """End, in seconds since the epoch."""
     killed: bool = False
-    """Its supervisor ended it."""
+    """Whether its supervisor killed it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Why a run stands still or has ended."""
+    """Cause of a hang or of the end of a run."""
 
     kind: Kind
     ranks: tuple[int, ...]
-    """Whom it is about; none: nobody is behind; several: they cannot be told apart."""
+    """The culprit first; several: they cannot be distinguished; none: no rank is behind."""
     hosts: tuple[str, ...]
     """Their nodes."""
     reason: str
-    """In words, for people."""
+    """For logs and the job history."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How long a rank may stay between two borders, in seconds."""
+    """Time-outs of sections, in seconds."""
 
     config: ClusterConfig
     step_times: tuple[float, ...] = ()
-    """Durations of the last steps."""
+    """Durations of the last steps, in seconds."""
 
     def of(self, section: Section, steps_done: int) -> float:
-        """The time-out of a section.
-
-        Args:
-            section: of the rank.
-            steps_done: steps that its process has done.
-        """
+        """Return the time-out of a section for a rank that has done ``steps_done`` steps."""
         config = self.config
         if section is Section.STARTUP or (section is Section.STEP and steps_done < FIRST_STEPS):
             return config.startup_timeout_seconds
@@ -94,22 +86,22 @@ class Limits:
             return max(config.data_timeout_seconds, slack)
         if section is Section.EVALUATION:
             return config.evaluation_timeout_seconds
-        # Rank 0's files, and their closing, lie where checkpoints do.
+        # Rank 0's files, closed after the last step, are on the disk of checkpoints.
         return config.save_timeout_seconds
 
 
 def find_hang(views: Sequence[RankView], limits: Mapping[int, float]) -> str:
-    """Say what is overdue; empty if nothing is.
+    """Return what is overdue as text, empty if nothing is.
 
     Args:
-        views: every rank of the job that is known; those that have ended do not count.
-        limits: time-out by rank, in seconds, of the section that it is in.
+        views: all known ranks of the job.
+        limits: time-out in seconds of the section that each rank is in.
     """
     alive = [view for view in views if view.code is None]
     if not alive:
         return ""
     last = min(view.position for view in alive)
-    # The youngest: one that came late may have kept the others waiting and be well.
+    # The most recent of them: a late rank may have delayed the others and be healthy.
     behind = min((view for view in alive if view.position == last), key=lambda view: view.age)
     limit = limits[behind.rank]
     if behind.age <= limit:
@@ -121,20 +113,20 @@ def find_hang(views: Sequence[RankView], limits: Mapping[int, float]) -> str:
 
 
 def diagnose_hang(views: Sequence[RankView], overdue: str) -> Diagnosis:
-    """Name who holds the others up.
+    """Diagnose which rank the others wait for.
 
     Args:
-        views: every rank, with the evidence of all nodes that answered.
-        overdue: what ``find_hang`` said.
+        views: all ranks, with the diagnostics of all nodes that answered.
+        overdue: result of ``find_hang``.
     """
     alive = [view for view in views if view.code is None]
-    # Stopped from outside: whoever waits for it, it will not go on.
+    # Stopped from outside, a rank does not continue by itself.
     suspects = [view for view in alive if view.state in STOPPED_STATES]
     if not suspects:
         last = min((view.position for view in alive), default=0)
         suspects = [view for view in alive if view.position == last]
-        for sign in (_in_kernel, _mute, _elsewhere):
-            found = [view for view in suspects if sign(view)]
+        for symptom in _SYMPTOMS:
+            found = [view for view in suspects if symptom(view)]
             if found and len(suspects) > 1:
                 suspects = found
                 break
@@ -142,12 +134,14 @@ def diagnose_hang(views: Sequence[RankView], overdue: str) -> Diagnosis:
             if len(suspects) > 1 and len(suspects) == len(alive):
                 suspects = []
     if not suspects:
-        reason = f"{overdue}; no rank is behind, all wait for each other: look at the network"
+        reason = f"{overdue}; no rank is behind, all wait for each other: check the network"
         return Diagnosis("hang", (), (), reason)
     first = min(suspects, key=lambda view: (view.position, view.rank))
     others = ""
     if len(suspects) > 1:
-        others = f"; as likely: ranks {', '.join(str(v.rank) for v in suspects if v is not first)}"
+        others = (
+            f"; equally likely: ranks {', '.join(str(v.rank) for v in suspects if v is not first)}"
+        )
     detail = f", {first.detail}" if first.detail else ""
     reason = (
         f"rank {first.rank} on {first.host} hangs in {first.section.label} at step {first.step}"
@@ -159,40 +153,35 @@ def diagnose_hang(views: Sequence[RankView], overdue: str) -> Diagnosis:
 
 
 def diagnose_missing_node(absent: Sequence[int], num_nodes: int) -> Diagnosis:
-    """Say which nodes never came; those that did only wait for them, wherever they stand.
+    """Return the diagnosis of nodes that never reported; all others wait for them.
 
     Args:
-        absent: numbers of nodes that have shown nothing.
+        absent: numbers of these nodes in the job.
         num_nodes: nodes of the job.
     """
     numbers = ", ".join(str(node) for node in absent)
     reason = (
-        f"{len(absent)} of {num_nodes} nodes have shown no sign of life (by number in the job: "
-        f"{numbers}); the others wait for them: see their logs, and whether the run's folder is "
+        f"{len(absent)} of {num_nodes} nodes have sent no report (by number in the job: "
+        f"{numbers}); the others wait for them: see their logs, and check that the run folder is "
         "mounted there"
     )
     return Diagnosis("hang", (), (), reason)
 
 
-def _in_kernel(view: RankView) -> bool:
-    return view.state == "D"
-
-
-def _mute(view: RankView) -> bool:
-    """It did not answer the signal that the others answered with their stacks."""
-    return view.waiting is None
-
-
-def _elsewhere(view: RankView) -> bool:
-    return view.waiting is False
+_SYMPTOMS: tuple[Callable[[RankView], bool], ...] = (
+    lambda view: view.state == "D",  # in the kernel
+    lambda view: view.waiting is None,  # did not write its stacks
+    lambda view: view.waiting is False,  # outside of collectives
+)
+"""What distinguishes the culprit among ranks of the same position, strongest first."""
 
 
 def diagnose_deaths(views: Sequence[RankView]) -> Diagnosis | None:
-    """Name the rank whose end took the others along; None if none failed by itself."""
+    """Diagnose which rank failed first; None if none failed by itself."""
     failed = [v for v in views if v.code not in (None, 0, 2, 75, 93) and not v.killed]
     if not failed:
         return None
-    # One that a signal killed is the cause; those that miss it end with errors.
+    # A rank killed by a signal is the cause; the others then fail with errors.
     first = min(failed, key=lambda view: ((view.code or 0) > 0, view.ended))
     code = first.code or 0
     how = f"was killed by signal {-code}" if code < 0 else f"ended with {code}"

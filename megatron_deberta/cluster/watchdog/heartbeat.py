@@ -1,14 +1,12 @@
-"""Signs of life of a rank: where it is, since when, and how long its own work takes.
+"""Heartbeats of ranks: section, step, position, and the time that its own work takes.
 
-Owns the file between a rank and its node's supervisor: 152 bytes in a node-local folder, mapped
-into memory, so that a sign costs no write to a disk, no collective and no wait for a device.
-Refuses to judge: ``hang.py`` and ``straggler.py`` do.
+A heartbeat is a file of 152 bytes in a node-local folder, mapped into memory, so that a beat costs
+no disk access, collective or device synchronisation. The node's supervisor reads it. All ranks pass
+the same section borders in the same order, so their number (``position``) shows which rank is
+behind.
 
-Every rank of a run passes the same borders in the same order, so the number of borders passed
-(``position``) tells who is behind.
-
-The file holds the last two signs, written in turn, each with a checksum: whoever reads while one is
-being written, or after its writer was stopped halfway, finds the other one whole.
+The file has two slots with checksums, written alternately: a reader finds an intact beat even if
+the writer is writing, or was stopped while writing, the other one.
 """
 
 from __future__ import annotations
@@ -30,44 +28,44 @@ from typing import BinaryIO
 from megatron_deberta.observe.progress import ProgressObserver, Section
 
 FOLDER_VARIABLE = "MEGATRON_DEBERTA_HEARTBEATS"
-"""Names the folder to a rank; without it nobody watches, and nothing is written."""
+"""Environment variable with the folder of heartbeats; without it none are written."""
 DUMP_SIGNAL = signal.SIGRTMIN + 6
-"""Makes a rank write the stacks of its threads; a number that no library here uses."""
+"""Makes a rank write the stacks of its threads; no library used here handles it."""
 
 _VALUES = struct.Struct("<9q")
 _CHECKSUM = struct.Struct("<I")
 _SLOT = _VALUES.size + _CHECKSUM.size
 _TRIES = 10
-"""A second one is for a reader that was kept waiting between the two signs."""
+"""More than one is needed if the reader was delayed between the two slots."""
 
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """One rank's last sign of life. Times are of the node's monotonic clock, in nanoseconds."""
+    """A rank's last heartbeat; times in nanoseconds of the node's monotonic clock."""
 
     position: int
-    """Borders passed; the same at the same place of the program on every rank."""
+    """Number of borders passed; equal on all ranks at the same place of the program."""
     section: Section
     step: int
     """Optimizer steps done."""
     time: int
-    """When it passed the last border."""
+    """Of the last border."""
     pid: int
     steps_timed: int = 0
-    """Steps in the sums below."""
+    """Number of steps in the sums below."""
     data_time: int = 0
-    """Waited for batches."""
+    """Waiting for batches."""
     forward_time: int = 0
-    """In forward passes: without the collectives of the batch's ranks."""
+    """Forward passes, without data-parallel collectives."""
     step_time: int = 0
-    """In whole steps, batches included."""
+    """Whole steps, including batches."""
 
 
 class Heartbeat(ProgressObserver):
     """Writes a rank's signs of life; a context manager.
 
     Args:
-        path: the file; None: nobody watches.
+        path: the file; None: write nothing.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -79,19 +77,19 @@ class Heartbeat(ProgressObserver):
         with path.open("w+b") as stream:
             stream.truncate(2 * _SLOT)
             self._map = mmap.mmap(stream.fileno(), 2 * _SLOT)
-        # Open for good: a rank that hangs can open nothing.
+        # Kept open, because a hanging rank cannot open files.
         self._stacks = stacks_path(path).open("wb")
         faulthandler.register(DUMP_SIGNAL, file=self._stacks, all_threads=True)
         self._write()
 
     @classmethod
     def of_this_rank(cls, rank: int) -> Heartbeat:
-        """The one that this process's supervisor looks at, if there is one."""
+        """Return the heartbeat that this process's supervisor reads, if there is one."""
         folder = os.environ.get(FOLDER_VARIABLE)
         return cls(beat_path(Path(folder), rank) if folder else None)
 
     def __enter__(self) -> Heartbeat:
-        """Nothing to do."""
+        """Return the heartbeat."""
         return self
 
     def __exit__(
@@ -100,7 +98,7 @@ class Heartbeat(ProgressObserver):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close the files; the last sign of life stays to be read."""
+        """Close the files; the last beat remains readable."""
         if self._stacks is not None and self._map is not None:
             faulthandler.unregister(DUMP_SIGNAL)
             self._stacks.close()
@@ -108,11 +106,11 @@ class Heartbeat(ProgressObserver):
             self._stacks = self._map = None
 
     def enter(self, section: Section, step: int | None = None) -> None:
-        """Pass the border into a section.
+        """Enter a section.
 
         Args:
-            section: what comes now.
-            step: optimizer steps done; None: as before.
+            section: the section.
+            step: optimizer steps done; None: unchanged.
         """
         self._beat[1] = int(section)
         if step is not None:
@@ -120,20 +118,20 @@ class Heartbeat(ProgressObserver):
         self.mark()
 
     def mark(self) -> None:
-        """Pass a border inside a section, such as a micro batch."""
+        """Record progress inside a section, such as a micro batch."""
         self._beat[0] += 1
         self._write()
 
     @contextmanager
     def section(self, section: Section) -> Iterator[None]:
-        """Be in another section for a while."""
+        """Be in another section during the context."""
         before = Section(self._beat[1])
         self.enter(section)
         yield
         self.enter(before)
 
     def add_times(self, *, steps: int = 0, data: int = 0, forward: int = 0, whole: int = 0) -> None:
-        """Count steps, and nanoseconds in their parts; written with the next border."""
+        """Add steps, and nanoseconds of their parts; written with the next beat."""
         for index, value in enumerate((steps, data, forward, whole), start=5):
             self._beat[index] += value
 
@@ -147,17 +145,17 @@ class Heartbeat(ProgressObserver):
 
 
 def beat_path(folder: Path, rank: int) -> Path:
-    """A rank's file."""
+    """Return the file of a rank's heartbeat."""
     return folder / f"rank_{rank}"
 
 
 def stacks_path(path: Path) -> Path:
-    """Where the rank of that file writes its stacks."""
+    """Return the file to which the rank with that heartbeat writes its stacks."""
     return path.with_suffix(".stacks")
 
 
 def read_beat(path: Path) -> Beat | None:
-    """A rank's last sign of life that is whole; None if there is none yet."""
+    """Return a rank's last intact heartbeat; None if there is none yet."""
     for _ in range(_TRIES):
         try:
             content = path.read_bytes()
@@ -165,14 +163,14 @@ def read_beat(path: Path) -> Beat | None:
             return None
         if len(content) != 2 * _SLOT:
             return None
-        signs = [sign for begin in (0, _SLOT) if (sign := _unpack(content[begin : begin + _SLOT]))]
-        if signs:
-            return max(signs, key=lambda sign: sign.position)
+        beats = [beat for begin in (0, _SLOT) if (beat := _unpack(content[begin : begin + _SLOT]))]
+        if beats:
+            return max(beats, key=lambda beat: beat.position)
     return None
 
 
 def _unpack(slot: bytes) -> Beat | None:
-    """A sign; None if it is not whole."""
+    """Read a slot; None if its checksum is wrong."""
     values = slot[: _VALUES.size]
     if _CHECKSUM.pack(zlib.crc32(values)) != slot[_VALUES.size :]:
         return None

@@ -1,8 +1,7 @@
-"""What the nodes of a job tell each other: one small file a node in the run folder.
+"""Reports of a job attempt's nodes: one small JSON file per node in ``supervision/ATTEMPT/``.
 
-Owns ``supervision/LINK/`` there. Refuses ports: whoever may write the run folder may write here,
-and nobody else. Clocks of nodes need not agree: a file says how old things were when it was
-written, and the reader counts on from when it saw the file change.
+They are exchanged through the run folder, so no port is opened. Clocks of nodes need not agree: a
+report gives ages, and a reader adds the time since it saw the file change.
 """
 
 from __future__ import annotations
@@ -20,82 +19,86 @@ from megatron_deberta.files import temporary_name
 from megatron_deberta.observe.progress import Section
 
 FOLDER = "supervision"
-"""In the run folder; one folder a link in it."""
+"""Folder in the run folder with a folder per job attempt."""
+_KEYS = {"diagnosis": "verdict", "has_diagnostics": "evidence"}
+"""Keys in the file that differ from the field's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """What a node's supervisor says."""
+    """Report of a node's supervisor."""
 
     node: int
     host: str
     serial: int
-    """Counts up with every report."""
+    """Increases with every report."""
     views: tuple[RankView, ...]
     """The node's ranks."""
     limits: tuple[float, ...]
-    """Their time-outs, in the same order."""
+    """Their time-outs in seconds, in the same order."""
     times: tuple[tuple[int, int, int, int], ...]
     """Steps, and nanoseconds in data, forward and steps, in the same order."""
     alarm: str = ""
-    """What is overdue, as this node sees it."""
-    evidence: bool = False
-    """The views hold what its processes do."""
-    verdict: Diagnosis | None = None
-    """Who hangs, once it is decided."""
+    """What is overdue according to this node; empty: nothing."""
+    has_diagnostics: bool = False
+    """Whether the views include the states of processes."""
+    diagnosis: Diagnosis | None = None
+    """Cause of a hang, once it is known."""
     code: int | None = None
-    """How the node ended; None while it trains."""
+    """Exit code of the node; None while it trains."""
 
     def to_json(self) -> bytes:
-        """The content of its file."""
-        return json.dumps(asdict(self)).encode()
+        """Return the content of its file."""
+        data = {_KEYS.get(name, name): value for name, value in asdict(self).items()}
+        return json.dumps(data).encode()
 
     @classmethod
     def from_json(cls, content: bytes) -> NodeReport:
-        """Read what ``to_json`` wrote.
+        """Read the content of a report's file.
 
         Raises:
-            ValueError: it is something else.
+            ValueError: it is not a report.
         """
+        names = {key: name for name, key in _KEYS.items()}
         try:
-            data: dict[str, Any] = json.loads(content)
-            views = tuple(
+            data: dict[str, Any] = {
+                names.get(key, key): value for key, value in json.loads(content).items()
+            }
+            data["views"] = tuple(
                 RankView(**{**view, "section": Section(view["section"])}) for view in data["views"]
             )
-            verdict = data["verdict"]
-            if verdict is not None:
-                lists = {key: tuple(verdict[key]) for key in ("ranks", "hosts")}
-                verdict = Diagnosis(**{**verdict, **lists})
-            times = tuple(tuple(item) for item in data["times"])
-            limits = tuple(data["limits"])
-            return cls(
-                **{**data, "views": views, "verdict": verdict, "times": times, "limits": limits}
-            )
-        except (TypeError, KeyError) as error:
+            if data["diagnosis"] is not None:
+                found = data["diagnosis"]
+                lists = {key: tuple(found[key]) for key in ("ranks", "hosts")}
+                data["diagnosis"] = Diagnosis(**{**found, **lists})
+            data["times"] = tuple(tuple(item) for item in data["times"])
+            data["limits"] = tuple(data["limits"])
+            return cls(**data)
+        except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"not a node's report: {error}") from None
 
 
 class ReportStore:
-    """The reports of a link's nodes.
+    """Reports of a job attempt's nodes.
 
     Args:
         run_dir: folder of the run.
-        link: name of the link.
-        clock: seconds, of a clock that never goes back.
+        attempt: name of the attempt.
+        clock: monotonic clock in seconds.
     """
 
     def __init__(
         self,
         run_dir: str | os.PathLike[str],
-        link: str,
+        attempt: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.folder = Path(run_dir) / FOLDER / link
+        self.folder = Path(run_dir) / FOLDER / attempt
         self._clock = clock
         self._seen: dict[int, tuple[int, float]] = {}
 
     def publish(self, report: NodeReport) -> None:
-        """Replace this node's report; never half of it is seen. What is lost in a crash is old.
+        """Replace this node's report atomically, but not durably.
 
         Raises:
             OSError: the folder cannot be written.
@@ -107,8 +110,8 @@ class ReportStore:
         os.replace(temporary, path)
 
     def read(self, num_nodes: int) -> dict[int, NodeReport]:
-        """The last report of every node that has one, aged by the time since it came."""
-        found: dict[int, NodeReport] = {}
+        """Return the newest report of each node that has one, with ages as of now."""
+        reports: dict[int, NodeReport] = {}
         for node in range(num_nodes):
             try:
                 report = NodeReport.from_json(self._path(node).read_bytes())
@@ -120,20 +123,21 @@ class ReportStore:
                 since = now
                 self._seen[node] = (report.serial, now)
             aged = tuple(replace(view, age=view.age + now - since) for view in report.views)
-            found[node] = replace(report, views=aged)
-        return found
+            reports[node] = replace(report, views=aged)
+        return reports
 
-    def verdict(self, num_nodes: int) -> Diagnosis | None:
-        """Why a link ended: a hang that some node found, or else the first rank that failed."""
+    def diagnose(self, num_nodes: int) -> Diagnosis | None:
+        """Return why an attempt failed: a hang, a silent node, or the first rank that died."""
         reports = list(self.read(num_nodes).values())
-        hangs = [report.verdict for report in reports if report.verdict is not None]
+        hangs = [report.diagnosis for report in reports if report.diagnosis is not None]
         if hangs:
             return hangs[0]
         silent = [report for report in reports if report.code is None]
         if len(silent) == 1 and len(reports) > 1:
-            # What its ranks do is unknown; those of other nodes only miss them.
+            # The state of its ranks is unknown; ranks of other nodes failed because of it.
             host, step = silent[0].host, max(view.step for view in silent[0].views)
-            return Diagnosis("death", (), (host,), f"{host} fell silent at step {step}")
+            reason = f"{host} stopped reporting at step {step}"
+            return Diagnosis("death", (), (host,), reason)
         return diagnose_deaths([view for report in reports for view in report.views])
 
     def _path(self, node: int) -> Path:

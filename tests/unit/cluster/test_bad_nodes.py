@@ -1,4 +1,4 @@
-"""Which nodes a run stays away from."""
+"""Bad nodes of a run."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from megatron_deberta.cluster.watchdog.hang import Diagnosis
 KILLED = "rank 1 on node2 was killed by signal 9 in step at step 3"
 
 
-def test_marks_expire(tmp_path: Path) -> None:
+def test_failures_expire(tmp_path: Path) -> None:
     now = 1000.0
     nodes = BadNodes(tmp_path, hours=24, clock=lambda: now)
     assert nodes.current() == {}
     nodes.record_failure(Diagnosis("hang", (1,), ("node2",), "hangs"))
     now += 3600
-    nodes.add("node1", "ECC", sure=True)
+    nodes.add("node1", "ECC", certain=True)
     assert list(nodes.current()) == ["node2", "node1"]
     assert nodes.current()["node2"].reason == "hangs"
     now = 1000.0 + 24 * 3600
@@ -25,7 +25,7 @@ def test_marks_expire(tmp_path: Path) -> None:
     assert list(BadNodes(tmp_path, hours=24, clock=lambda: now).current()) == ["node1"]
 
 
-def test_one_death_is_nobodys_fault_two_are_the_nodes(tmp_path: Path) -> None:
+def test_two_killed_ranks_make_a_node_bad(tmp_path: Path) -> None:
     nodes = BadNodes(tmp_path, hours=24)
     nodes.record_failure(Diagnosis("death", (1,), ("node2",), KILLED))
     assert nodes.current() == {}
@@ -34,7 +34,7 @@ def test_one_death_is_nobodys_fault_two_are_the_nodes(tmp_path: Path) -> None:
     assert list(nodes.current()) == ["node2"]
 
 
-def test_errors_of_the_program_and_open_questions_blame_nobody(tmp_path: Path) -> None:
+def test_program_errors_and_ambiguous_hangs_do_not_count(tmp_path: Path) -> None:
     nodes = BadNodes(tmp_path, hours=24)
     for _ in range(3):
         nodes.record_failure(
@@ -45,9 +45,9 @@ def test_errors_of_the_program_and_open_questions_blame_nobody(tmp_path: Path) -
     assert nodes.current() == {}
 
 
-def test_a_torn_line_hides_no_other(tmp_path: Path) -> None:
+def test_incomplete_line_is_ignored(tmp_path: Path) -> None:
     nodes = BadNodes(tmp_path, hours=24)
-    nodes.add("node1", "ECC", sure=True)
+    nodes.add("node1", "ECC", certain=True)
     with (tmp_path / FILE_NAME).open("a") as stream:
         stream.write('{"node": "no')
     assert list(nodes.current()) == ["node1"]

@@ -29,7 +29,7 @@ def view(rank: int, position: int = 100, age: float = 50.0, **values: Any) -> Ra
     return RankView(rank=rank, position=position, age=age, **known)
 
 
-def blamed(*views: RankView) -> Diagnosis:
+def diagnosed(*views: RankView) -> Diagnosis:
     return diagnose_hang(views, "no progress")
 
 
@@ -37,23 +37,23 @@ def limits(*views: RankView, seconds: float = 10.0) -> dict[int, float]:
     return {view.rank: seconds for view in views}
 
 
-def test_the_one_behind_is_held_against_its_time_out_and_nobody_else() -> None:
+def test_only_the_rank_behind_is_compared_with_its_time_out() -> None:
     reading = view(2, 99, age=500, section=Section.DATA)
     views = [view(0, age=499), view(1, age=499), reading]
     of_each = limits(*views, seconds=120) | {2: 600}
-    # The others wait longer than their section allows, for one that has still time.
+    # The others exceed the time-out of their section, but wait for a rank that does not.
     assert find_hang(views, of_each) == ""
     overdue = find_hang([*views[:2], replace(reading, age=601)], of_each)
     assert overdue == "no progress in data at step 9 for 601.0 s (time-out 600 s)"
 
 
-def test_who_came_late_gives_the_waiting_ones_new_time() -> None:
+def test_late_rank_resets_the_time_of_those_that_wait() -> None:
     views = [view(0, age=500), view(1, age=3)]
     assert find_hang(views, limits(*views)) == ""
     assert find_hang([view(0, age=500), view(1, age=11)], limits(*views)) != ""
 
 
-def test_ranks_that_have_ended_are_nobody_s_hang() -> None:
+def test_ended_ranks_do_not_hang() -> None:
     ended = view(0, 1, age=900, code=0)
     assert find_hang([ended, view(1, age=3)], limits(ended, view(1))) == ""
     assert find_hang([ended], limits(ended)) == ""
@@ -77,51 +77,51 @@ def test_time_outs(section: Section, done: int, seconds: float) -> None:
     assert Limits(CONFIG, (9.0, 10.0, 11.0)).of(section, done) == seconds
 
 
-def test_fast_steps_have_the_least_time_out() -> None:
+def test_fast_steps_have_the_minimum_time_out() -> None:
     assert Limits(CONFIG, (0.1, 0.2)).of(Section.STEP, 9) == CONFIG.step_timeout_seconds
     assert Limits(CONFIG).of(Section.STEP, 9) == CONFIG.step_timeout_seconds
 
 
 def test_behind_in_the_data() -> None:
-    found = blamed(view(0), view(1), view(2, 99, section=Section.DATA, waiting=False), view(3))
+    found = diagnosed(view(0), view(1), view(2, 99, section=Section.DATA, waiting=False), view(3))
     assert (found.ranks, found.hosts) == ((2,), ("node1",))
     assert "rank 2 on node1 hangs in data at step 9" in found.reason
 
 
-def test_stopped_counts_more_than_behind() -> None:
-    # Its own part of a collective was done; the others never got it.
-    found = blamed(view(0, 99), view(1, 100, state="T", waiting=None), view(2, 99), view(3, 99))
+def test_stopped_rank_takes_precedence_over_the_one_behind() -> None:
+    # It has done its part of a collective; the others have not.
+    found = diagnosed(view(0, 99), view(1, 100, state="T", waiting=None), view(2, 99), view(3, 99))
     assert found.ranks == (1,)
 
 
-def test_level_ranks_are_told_apart_by_what_they_do() -> None:
+def test_ranks_at_the_same_position_are_distinguished_by_diagnostics() -> None:
     others = [view(0), view(1), view(3)]
-    assert blamed(*others, view(2, waiting=False)).ranks == (2,)
-    assert blamed(*others, view(2, waiting=None)).ranks == (2,)
-    assert blamed(*others, view(2, state="D")).ranks == (2,)
-    # Its partner waits behind the rest, too, but in a collective.
-    found = blamed(view(0, 101), view(1, 101), view(2, waiting=False), view(3))
+    assert diagnosed(*others, view(2, waiting=False)).ranks == (2,)
+    assert diagnosed(*others, view(2, waiting=None)).ranks == (2,)
+    assert diagnosed(*others, view(2, state="D")).ranks == (2,)
+    # Another rank is behind as well, but waits in a collective.
+    found = diagnosed(view(0, 101), view(1, 101), view(2, waiting=False), view(3))
     assert found.ranks == (2,)
 
 
-def test_no_guess_where_nothing_tells() -> None:
-    found = blamed(view(0), view(1))
+def test_ambiguous_hang_names_all_candidates() -> None:
+    found = diagnosed(view(0), view(1))
     assert (found.ranks, found.hosts) == ((), ())
     assert "no rank is behind" in found.reason
-    several = blamed(view(0), view(1, waiting=False), view(2, waiting=False))
+    several = diagnosed(view(0), view(1, waiting=False), view(2, waiting=False))
     assert several.ranks == (1, 2)
     assert several.hosts == ("node0", "node1")
-    assert "as likely: ranks 2" in several.reason
+    assert "equally likely: ranks 2" in several.reason
 
 
-def test_a_single_rank_is_its_own_culprit() -> None:
-    assert blamed(view(0, waiting=False)).ranks == (0,)
+def test_single_rank_is_named() -> None:
+    assert diagnosed(view(0, waiting=False)).ranks == (0,)
 
 
 def test_deaths() -> None:
     assert diagnose_deaths([view(0, code=0), view(1, code=75), view(2)]) is None
     assert diagnose_deaths([view(0, code=-9, killed=True), view(1, code=0)]) is None
-    # Those that miss the dead one may be seen to end before it.
+    # Ranks that depend on the dead one may be seen to end before it.
     found = diagnose_deaths([view(0, code=1, ended=5.0), view(1, code=-9, ended=5.1), view(2)])
     assert found is not None
     assert found.ranks == (1,)

@@ -1,4 +1,4 @@
-"""A link with scripts in the place of SLURM's programs: what it starts, and what follows."""
+"""A job attempt, with scripts in place of SLURM's programs."""
 
 from __future__ import annotations
 
@@ -115,13 +115,13 @@ def test_requeues_itself(place: Place, code: int) -> None:
     assert place.ends()[0]["goes_on"] is True
 
 
-def test_requeues_itself_away_from_a_node_that_hung(place: Place) -> None:
+def test_requeue_excludes_a_node_that_hung(place: Place) -> None:
     hung = Diagnosis("hang", (1,), ("n2",), "rank 1 on n2 hangs in step at step 7")
-    report = NodeReport(1, "n2", 1, (), (), (), verdict=hung, code=1)
+    report = NodeReport(1, "n2", 1, (), (), (), diagnosis=hung, code=1)
     ReportStore(place.run_dir, "7.0").publish(report)
     place.job("JobState=RUNNING Restarts=0 Partition=p")
     (place.folder / "nodes").write_text("n1 alloc\nn2 alloc\nn3 idle\nn4 down*\n")
-    # It outlives the requeue, to say where the job is not to run.
+    # It outlives the requeue, to exclude the node.
     assert place.run("exit 1") == 75, place.errors
     assert place.calls()[-2:] == [
         "scontrol requeue 7", "scontrol update JobId=7 ExcNodeList=n2",
@@ -131,31 +131,31 @@ def test_requeues_itself_away_from_a_node_that_hung(place: Place) -> None:
     assert list(BadNodes(place.run_dir, 24).current()) == ["n2"]
 
 
-def test_a_bad_node_without_a_spare_one_is_used_again(place: Place) -> None:
-    BadNodes(place.run_dir, 24).add("n1", "ECC", sure=True)
-    BadNodes(place.run_dir, 24).add("n2", "hangs", sure=True)
+def test_bad_node_without_a_spare_is_used_again(place: Place) -> None:
+    BadNodes(place.run_dir, 24).add("n1", "ECC", certain=True)
+    BadNodes(place.run_dir, 24).add("n2", "hangs", certain=True)
     (place.folder / "nodes").write_text("n1 alloc\nn2 alloc\nn3 idle\n")
     assert place.run("exit 1") == 75
     assert place.calls()[-1] == "scontrol update JobId=7 ExcNodeList=n2"
-    assert "no spare node for n1, which is bad" in place.errors
+    assert "n1 is bad, but there is no spare node for it" in place.errors
 
 
-def test_goes_on_with_fewer_nodes(place: Place) -> None:
+def test_continues_on_fewer_nodes(place: Place) -> None:
     file = place.folder / "job.json"
     spec = replace(JobSpec.read(file), least_nodes=1)
     file.write_bytes(spec.to_json())
     place.run_dir.mkdir(exist_ok=True)
     Path(spec.config).write_text("train: {global_batch_size: 8, micro_batch_size: 2}\n")
     assert place.run("exit 0", SLURM_JOB_NUM_NODES="1") == 0, place.errors
-    assert "1 of 2 nodes: goes on with 1" in place.errors
+    assert "1 of 2 nodes: running on 1" in place.errors
     assert place.calls()[0].startswith("srun --nodes=1 --ntasks=1 ")
     # What the node's supervisor reads.
     used = place.run_dir / "logs" / "7.0" / "job.json"
     assert place.calls()[0].endswith(f" {used} 7.0")
     assert JobSpec.read(used) == replace(spec, nodes=1)
-    # Both are bad, and one would be enough: the one marked last is avoided.
+    # Both are bad and one node is enough: the one recorded last is excluded.
     for node in ("n1", "n2"):
-        BadNodes(place.run_dir, 24).add(node, "hangs", sure=True)
+        BadNodes(place.run_dir, 24).add(node, "hangs", certain=True)
     (place.folder / "nodes").write_text("n1 alloc\nn2 alloc\n")
     JobHistory(place.run_dir).append("submit")
     JobHistory(place.run_dir).append("jobs", jobs=["7"])
@@ -164,12 +164,12 @@ def test_goes_on_with_fewer_nodes(place: Place) -> None:
 
 
 @pytest.mark.parametrize("code", [2, 93])
-def test_gives_up(place: Place, code: int) -> None:
+def test_final_exit_codes_end_the_run(place: Place, code: int) -> None:
     assert place.run(f"exit {code}") == code
     assert place.calls()[-1] == "scancel --state=PENDING 8"
 
 
-def test_links_that_were_lost_without_progress_are_the_end(place: Place) -> None:
+def test_run_ends_after_three_silent_attempts(place: Place) -> None:
     for restarts in range(3):
         JobHistory(place.run_dir).append("start", link=f"7.{restarts}", step=0, nodes="n")
     assert place.run("exit 0", SLURM_RESTART_COUNT="3") == 93
@@ -183,13 +183,22 @@ def test_folder_in_use(place: Place) -> None:
     assert f"in use by process {os.getpid()}" in str(place.ends()[0]["reason"])
 
 
-def test_respects_scancel(place: Place) -> None:
-    place.job("JobState=CANCELLED Restarts=0")
+# SLURM shows COMPLETING from scancel until the batch script has ended.
+@pytest.mark.parametrize("state", ["CANCELLED", "COMPLETING"])
+def test_scancel_is_not_undone(place: Place, state: str) -> None:
+    place.job(f"JobState={state} Reason=None Restarts=0")
     assert place.run("exit 75") == 0
     assert not any("requeue" in call for call in place.calls())
+    assert place.ends()[0]["reason"] == "cancelled by scancel"
 
 
-def test_says_nothing_if_the_job_runs_elsewhere_by_now(place: Place) -> None:
+def test_job_past_its_time_limit_is_requeued(place: Place) -> None:
+    place.job("JobState=COMPLETING Reason=TimeLimit Restarts=0")
+    assert place.run("exit 1") == -signal.SIGTERM
+    assert place.calls()[-1] == "scontrol requeue 7"
+
+
+def test_superseded_attempt_records_nothing(place: Place) -> None:
     place.job("JobState=RUNNING Restarts=1")
     assert place.run("exit 1") == 1
     assert place.ends() == []
@@ -218,7 +227,7 @@ def test_missing_interface(place: Place) -> None:
     assert "rendezvous_interface=ib9 has no IPv4 address on" in place.errors
 
 
-def test_environment_of_job_json_counts_most(place: Place) -> None:
+def test_environment_of_job_json_takes_precedence(place: Place) -> None:
     profile = load_profile("dgx2")
     spec = make_spec(
         profile, nodes=1, run_dir=Path("/r"), job_name="r", submission=Path("/r/s"),

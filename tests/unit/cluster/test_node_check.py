@@ -1,4 +1,4 @@
-"""What the node check finds, and that a check which hangs is a failed check."""
+"""The node check: its findings, and checks that hang."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def spec_of(folder: Path, nodes: int = 1, **values: object) -> JobSpec:
 
 @pytest.fixture
 def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two GPUs, one with memory errors, as nvidia-smi tells it."""
+    """A simulated nvidia-smi with two GPUs, one of which has memory errors."""
     program = tmp_path / "bin" / "nvidia-smi"
     program.parent.mkdir()
     program.write_text(SMI)
@@ -65,13 +65,13 @@ def test_every_check_on_this_machine(tmp_path: Path) -> None:
     assert node_check.failures(str(tmp_path), "7.0", 1) == {}
 
 
-def test_two_ranks_add_up(tmp_path: Path) -> None:
+def test_all_reduce_of_two_ranks(tmp_path: Path) -> None:
     assert node_checks.all_reduce_on_node(spec_of(tmp_path)).endswith(" GB/s")
-    with pytest.raises(ConfigError, match=r"of 100000\.0 GB/s; look at links"):
+    with pytest.raises(ConfigError, match=r"of 100000\.0 GB/s; check links"):
         node_checks.all_reduce_on_node(spec_of(tmp_path, least_node_gb_per_second=1e5))
 
 
-def test_gpus_that_are_missing_or_forget(tmp_path: Path, gpus: None) -> None:
+def test_missing_gpus_and_memory_errors(tmp_path: Path, gpus: None) -> None:
     assert node_checks.devices(spec_of(tmp_path, gpus_per_node=2)) == "2 x Tesla V100"
     with pytest.raises(ConfigError, match="2 of 16 GPUs; drain the node"):
         node_checks.devices(spec_of(tmp_path, gpus_per_node=16))
@@ -92,7 +92,7 @@ def test_cores_disk_and_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         node_checks.clock(spec_of(tmp_path))
 
 
-def test_a_check_that_hangs_has_failed_and_the_next_go_on(
+def test_check_that_hangs_fails_and_the_next_ones_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: None
 ) -> None:
     (tmp_path / "bin" / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 60\n")
@@ -101,10 +101,10 @@ def test_a_check_that_hangs_has_failed_and_the_next_go_on(
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     found = node_check.check_node(str(tmp_path / "job.json"), environment, ["devices", "clock"])
     assert [(item.check, item.ok) for item in found] == [("devices", False), ("clock", True)]
-    assert found[0].text == "no answer in 2 s; look at the node"
+    assert found[0].text == "no answer in 2 s; inspect the node"
 
 
-def test_who_is_to_blame(tmp_path: Path) -> None:
+def test_failures_name_the_bad_node(tmp_path: Path) -> None:
     def report(node: int, **failed: str) -> None:
         path = node_check.report_path(str(tmp_path), "7.0", node)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -115,7 +115,7 @@ def test_who_is_to_blame(tmp_path: Path) -> None:
     report(0, **across)
     report(1, **across, ecc="errors")
     report(2)
-    # All that talk to a bad node fail with it.
+    # The all-reduce fails on all nodes that communicate with a bad one.
     assert node_check.failures(str(tmp_path), "7.0", 4) == {"n1": "ecc: errors"}
     report(1)
     found = node_check.failures(str(tmp_path), "7.0", 4)

@@ -22,8 +22,8 @@ from megatron_deberta.cluster.run_lock import (
     Holder,
     RunLock,
     newest_lock,
+    raise_if_locked,
     read_lock,
-    refuse_if_held,
 )
 from megatron_deberta.errors import ConfigError
 from tests.support.jobs import ROOT
@@ -88,17 +88,17 @@ def test_taken_refused_and_given_back(tmp_path: Path) -> None:
 
 
 def test_a_look_before_anything_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    refuse_if_held(tmp_path)
+    raise_if_locked(tmp_path)
     with RunLock(tmp_path):
         with pytest.raises(ConfigError, match=f"in use by process {os.getpid()} on "):
-            refuse_if_held(tmp_path)
-    refuse_if_held(tmp_path)
+            raise_if_locked(tmp_path)
+    raise_if_locked(tmp_path)
     plant(tmp_path / "elsewhere")
-    refuse_if_held(tmp_path / "elsewhere")
+    raise_if_locked(tmp_path / "elsewhere")
     monkeypatch.setenv("SLURM_JOB_ID", "5")
     with RunLock(tmp_path / "requeued"):
         monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-        refuse_if_held(tmp_path / "requeued")
+        raise_if_locked(tmp_path / "requeued")
 
 
 def test_pretrain_looks_before_it_imports_torch() -> None:

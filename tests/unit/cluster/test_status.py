@@ -1,4 +1,4 @@
-"""Status, logs and cancel of a chain, with SLURM's answers given."""
+"""Status, logs and cancel of a run, with simulated answers of SLURM."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron_deberta.observe.metrics import FILE_NAME
 
 
 class Slurm:
-    """Answers by program; remembers what it was asked."""
+    """Simulated SLURM: fixed answers per program; records its calls."""
 
     def __init__(self, **answers: str) -> None:
         self.answers = answers
@@ -37,16 +37,16 @@ class Slurm:
 
 @pytest.fixture
 def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A chain of three links, the last of which runs: 300 of 1,000 steps in 600 s."""
-    chain = JobHistory(tmp_path)
+    """A run with three job attempts, the last of which runs: 300 of 1,000 steps in 600 s."""
+    history = JobHistory(tmp_path)
     clock = iter((0.0, 1.0, 10.0, 290.0, 310.0, 610.0))
     monkeypatch.setattr("megatron_deberta.cluster.slurm.history.time.time", lambda: next(clock))
-    chain.append("submit", links=1)
-    chain.append("jobs", jobs=["7"])
-    chain.append("start", link="7.0", step=0, nodes="node[1-2]")
-    chain.append("end", link="7.0", step=140, code=75, goes_on=True, reason="stopped")
-    chain.append("start", link="7.1", step=140, nodes="node[1-2]")
-    chain.append("start", link="7.2", step=300, nodes="node[3-4]")
+    history.append("submit", links=1)
+    history.append("jobs", jobs=["7"])
+    history.append("start", link="7.0", step=0, nodes="node[1-2]")
+    history.append("end", link="7.0", step=140, code=75, goes_on=True, reason="stopped")
+    history.append("start", link="7.1", step=140, nodes="node[1-2]")
+    history.append("start", link="7.2", step=300, nodes="node[3-4]")
     folder = step_dir(tmp_path, 300)
     folder.mkdir(parents=True)
     (folder / COMMITTED_FILE).touch()
@@ -56,7 +56,7 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for restarts in range(3):
         logs = tmp_path / "logs" / f"7.{restarts}"
         logs.mkdir(parents=True)
-        (logs / "rank_0.log").write_text(f"link {restarts}\n")
+        (logs / "rank_0.log").write_text(f"attempt {restarts}\n")
     return tmp_path
 
 
@@ -72,7 +72,7 @@ def test_status(
     assert "ETA:            0:22:40\n" in shown
     assert "restarts:       2\n" in shown
     assert "7.0          node[1-2]            step 0 to 140, 0:04:40: stopped" in shown
-    assert "7.1          node[1-2]            step 140, -: lost: its node or its job" in shown
+    assert "7.1          node[1-2]            step 140, -: lost: the node or the job" in shown
     assert "7.2          node[3-4]            step 300, -: running" in shown
 
 
@@ -89,7 +89,7 @@ def test_slow_ranks_and_bad_nodes_are_shown(
     assert main(["status", str(run_dir)]) == 0
     assert "straggler" not in capsys.readouterr().out
     JobHistory(run_dir).append("slow", link="7.2", ranks=[slow])
-    BadNodes(run_dir, 24).add("node2", "rank 1 on node2 hangs in data at step 7", sure=True)
+    BadNodes(run_dir, 24).add("node2", "rank 1 on node2 hangs in data at step 7", certain=True)
     assert main(["status", str(run_dir)]) == 0
     shown = capsys.readouterr().out
     assert (
@@ -167,7 +167,10 @@ def test_status_of_nothing(
 
 @pytest.mark.parametrize(
     ("options", "printed"),
-    [((), "link 2\n"), (("--all-attempts",), "link 0\n== {1}\nlink 1\n== {2}\nlink 2\n")],
+    [
+        ((), "attempt 2\n"),
+        (("--all-attempts",), "attempt 0\n== {1}\nattempt 1\n== {2}\nattempt 2\n"),
+    ],
 )
 def test_logs(
     run_dir: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], printed: str
@@ -179,12 +182,12 @@ def test_logs(
     assert "no log of rank 9" in capsys.readouterr().err
 
 
-def test_logs_end_with_the_chain(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_logs_end_with_the_run(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     JobHistory(run_dir).path.open("a").write(
         '{"event": "end", "link": "7.2", "goes_on": false, "reason": "finished"}\n'
     )
     assert main(["logs", "-f", str(run_dir)]) == 0
-    assert capsys.readouterr().out == "link 2\n"
+    assert capsys.readouterr().out == "attempt 2\n"
 
 
 @pytest.mark.parametrize(("options", "call"), [((), "--signal=USR1"), (("--now",), None)])
@@ -204,7 +207,7 @@ def test_cancel(
     assert main(["cancel", str(run_dir), *options]) == 0
     assert [*program.calls[0]] == ["scancel", "--state=PENDING", "7"]
     assert program.calls[-1] == ["scancel", *([call] if call else []), "7"]
-    assert JobHistory(run_dir).is_over() == "cancelled"
+    assert JobHistory(run_dir).end_reason() == "cancelled"
 
 
 def test_cancel_of_nothing(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def test_sixteen_dgx2_nodes() -> None:
     assert {
         "--nodes=16", "--ntasks-per-node=1", "--gres=gpu:16", "--export=NONE", "--requeue",
         "--signal=USR1@600", "--time=1440", "--exclusive",
-        "--output=/runs/a/logs/link_%j.log", "--cpus-per-task=48", "--mem=0",
+        "--output=/runs/a/logs/job_%j.log", "--cpus-per-task=48", "--mem=0",
     } <= set(command)  # fmt: skip
     assert not any(text.startswith("--dependency") for text in command)
     assert "--dependency=afterany:41" in sbatch_command(spec, profile, Path("/j"), after="41")
@@ -147,8 +147,8 @@ def test_job_file_round_trip(tmp_path: Path) -> None:
         ("ranks_per_node: 1\nenvironment: {LD_PRELOAD: /x.so}", "environment='LD_PRELOAD'"),
         ("ranks_per_node: 1\nenvironment: {HF_TOKEN: x}", "environment='HF_TOKEN'"),
         ("ranks_per_node: 1\ntime_limit_minutes: 1\nsignal_seconds: 60", "leave time to train"),
-        ("ranks_per_node: 1\ncontainer: pyxis", "name a runtime and an image"),
-        ("ranks_per_node: 1\npython: ${HOME}/python", "spell it out"),
+        ("ranks_per_node: 1\ncontainer: pyxis", "set both a runtime and an image"),
+        ("ranks_per_node: 1\npython: ${HOME}/python", "write it out"),
         ("ranks_per_node: 1\nranks_per_node: 2", "stands twice"),
     ],
 )
@@ -173,10 +173,13 @@ def dry_run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("1.5b_h100.yaml", "--cluster", "dgx2"), "devices compute fp16, fp32 only"),
+        (
+            ("1.5b_h100.yaml", "--cluster", "dgx2"),
+            "is not supported by the cluster's devices; use fp16 or fp32",
+        ),
         (("1.5b_dgx2.yaml", "--cluster", "dgx2", "--nodes", "15"), "global_batch_size=2048 is not"),
         (("1.5b_dgx2.yaml", "--cluster", "dgx2", "parallel.tensor_parallel_size=3"), "tensor_par"),
-        (("1.5b_dgx2.yaml", "--cluster", "dgx2", "--nodes", "0"), "say how many nodes"),
+        (("1.5b_dgx2.yaml", "--cluster", "dgx2", "--nodes", "0"), "--nodes 0 must be at least 1"),
         (("1.5b_dgx2.yaml", "--cluster", "dgx2", "--job-name", "a b"), "--job-name='a b'"),
         (("1.5b_dgx2.yaml", "--cluster", "dgx2", "--max-attempts", "0"), "--max-attempts 0"),
     ],

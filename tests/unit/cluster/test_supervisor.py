@@ -1,4 +1,4 @@
-"""Supervisors over real processes: who is named when one stops, how fast, and what is left."""
+"""Supervisors of real processes: detection and diagnosis of hangs, deaths and stragglers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def wait_for(condition: Any, seconds: float = 20) -> None:
 def test_a_clean_run_on_two_nodes(ranks_of: Any) -> None:
     ranks = ranks_of(nodes=2, steps=40)
     assert ranks.run() == [0, 0], ranks.logs
-    assert ranks.verdict() is None
+    assert ranks.diagnosis() is None
     assert ranks.log(3) == "rank 3 of 4 steps\n"
     assert [record["event"] for record in JobHistory(ranks.run_dir).records()] == []
 
@@ -58,38 +58,42 @@ def test_a_clean_run_on_two_nodes(ranks_of: Any) -> None:
         (0, "save", "stop", "hangs in save at step 6, stopped by a signal"),
     ],
 )
-def test_a_hang_is_found_and_its_rank_named(
+def test_hang_is_detected_and_its_rank_named(
     ranks_of: Any, rank: int, place: str, how: str, words: str
 ) -> None:
     ranks = ranks_of(nodes=2, rank=rank, place=place, step=5, how=how)
     assert ranks.run() == [1, 1], ranks.logs
     assert ranks.seconds_since_fault() < WITHIN
-    verdict = ranks.verdict()
-    assert (verdict.kind, verdict.ranks, verdict.hosts) == ("hang", (rank,), (f"node{rank // 2}",))
-    assert f"rank {rank} on node{rank // 2} {words}" in verdict.reason
-    # The rest may be each node's own measurement of the delay.
-    assert all(verdict.reason.partition(";")[0] in log for log in ranks.logs)
+    diagnosis = ranks.diagnosis()
+    assert (diagnosis.kind, diagnosis.ranks, diagnosis.hosts) == (
+        "hang",
+        (rank,),
+        (f"node{rank // 2}",),
+    )
+    assert f"rank {rank} on node{rank // 2} {words}" in diagnosis.reason
+    # The rest may contain each node's own measurement of the delay.
+    assert all(diagnosis.reason.partition(";")[0] in log for log in ranks.logs)
     waiting = (rank + 2) % 4
     stacks = ranks.run_dir / "supervision" / LINK / f"stacks_rank_{waiting}.txt"
     assert "torch/distributed/barrier_of_a_test.py" in stacks.read_text()
 
 
-def test_a_rank_that_dies_is_named_and_the_others_end(ranks_of: Any) -> None:
+def test_killed_rank_is_named_and_the_others_end(ranks_of: Any) -> None:
     ranks = ranks_of(ranks_per_node=3, rank=2, place="step", step=4, how="kill")
     assert ranks.run() == [1]
-    verdict = ranks.verdict()
-    assert (verdict.kind, verdict.ranks) == ("death", (2,))
-    assert "rank 2 on node0 was killed by signal 9" in verdict.reason
+    diagnosis = ranks.diagnosis()
+    assert (diagnosis.kind, diagnosis.ranks) == ("death", (2,))
+    assert "rank 2 on node0 was killed by signal 9" in diagnosis.reason
     assert ranks.seconds_since_fault() < WITHIN
 
 
 @pytest.mark.parametrize("code", [2, 93, 1])
-def test_what_a_rank_ends_with_is_what_its_node_ends_with(ranks_of: Any, code: int) -> None:
+def test_node_has_the_exit_code_of_its_rank(ranks_of: Any, code: int) -> None:
     ranks = ranks_of(rank=0, place="startup", step=0, how=code)
     assert ranks.run() == [code]
 
 
-def test_another_node_s_last_word_ends_the_job(ranks_of: Any) -> None:
+def test_final_exit_code_of_another_node_ends_the_job(ranks_of: Any) -> None:
     ranks = ranks_of(nodes=2, exit_wait=0, rank=0, place="startup", step=0, how=2)
     assert ranks.run() == [2, 2], ranks.logs
 
@@ -102,7 +106,7 @@ def test_signals_reach_every_rank(ranks_of: Any, number: int) -> None:
                          and ranks.log(r) for r in range(2)))  # fmt: skip
     ranks.supervisors[0].send_signal(number)
     assert ranks.end() == [75]
-    # To some it may come after the step that all agree to end with.
+    # Some ranks may get it after the step at which all agree to stop.
     assert any(f"told {int(number)}" in ranks.log(rank) for rank in range(2))
 
 
@@ -114,18 +118,18 @@ def test_ranks_do_not_outlive_their_supervisor(ranks_of: Any) -> None:
     wait_for(lambda: ranks.processes() == [], 5)
 
 
-def test_a_node_that_falls_silent_is_named(ranks_of: Any) -> None:
+def test_silent_node_is_named(ranks_of: Any) -> None:
     ranks = ranks_of(nodes=2, steps=100_000)
     ranks.start()
     wait_for(lambda: len(ranks.processes()) == 4)
     wait_for(lambda: len(list((ranks.run_dir / "supervision" / LINK).glob("node_?.json"))) == 2)
     os.kill(ranks.supervisors[1].pid, signal.SIGKILL)
     assert ranks.end()[0] == 1
-    # Its ranks went with it; the others waited for them until their time was up.
-    assert ranks.verdict().hosts == ("node1",)
+    # Its ranks died with it; the others waited for them until their time-out.
+    assert ranks.diagnosis().hosts == ("node1",)
 
 
-def test_a_job_that_was_suspended_goes_on(ranks_of: Any) -> None:
+def test_suspended_job_continues(ranks_of: Any) -> None:
     ranks = ranks_of(steps=400)
     ranks.start()
     wait_for(lambda: len(ranks.processes()) == 2 and (ranks.folder / "step5.0").exists())
@@ -135,35 +139,35 @@ def test_a_job_that_was_suspended_goes_on(ranks_of: Any) -> None:
             os.kill(process, number)
         time.sleep(seconds)
     assert ranks.end() == [0], ranks.logs
-    assert ranks.verdict() is None
+    assert ranks.diagnosis() is None
 
 
-def test_a_slow_rank_is_told_in_the_log_and_the_chain(ranks_of: Any) -> None:
+def test_straggler_is_reported_in_log_and_history(ranks_of: Any) -> None:
     ranks = ranks_of(nodes=2, steps=60, slow=3, slow_seconds=0.1)
     assert ranks.run() == [0, 0]
     assert "rank 3 on node1 is slow: forward takes" in ranks.logs[0]
-    told = [r for r in JobHistory(ranks.run_dir).records() if r["event"] == "slow"]
-    assert [item["rank"] for item in told[0]["ranks"]] == [3]
+    reports = [r for r in JobHistory(ranks.run_dir).records() if r["event"] == "slow"]
+    assert [item["rank"] for item in reports[0]["ranks"]] == [3]
 
 
 @pytest.mark.parametrize(
     "plan",
     [{}, {"ranks_per_node": 1}, {"rank": 1, "place": "data", "step": 0, "how": "read"}],
-    ids=["waiting in a collective", "one rank a node", "a rank elsewhere"],
+    ids=["waiting in a collective", "one rank per node", "a rank elsewhere"],
 )
-def test_a_node_that_never_comes_is_missed_and_none_that_came_is_blamed(
+def test_missing_node_is_diagnosed_and_no_other_rank(
     ranks_of: Any, tmp_path: Path, plan: dict[str, Any]
 ) -> None:
     ranks = ranks_of(nodes=2, **plan)
     (tmp_path / "run.yaml").write_text("cluster: {startup_timeout_seconds: 2}\n")
     ranks.nodes = 1
     assert ranks.run() == [1]
-    assert "1 of 2 nodes have shown no sign of life (by number in the job: 1)" in ranks.logs[0]
+    assert "1 of 2 nodes have sent no report (by number in the job: 1)" in ranks.logs[0]
     report = json.loads((ranks.run_dir / "supervision" / LINK / "node_0.json").read_text())
     assert report["verdict"]["ranks"] == report["verdict"]["hosts"] == []
 
 
-def test_a_run_whose_reports_cannot_be_written_goes_on(ranks_of: Any, tmp_path: Path) -> None:
+def test_run_continues_if_reports_cannot_be_written(ranks_of: Any, tmp_path: Path) -> None:
     ranks = ranks_of(steps=300)
     (tmp_path / "run.yaml").write_text("cluster: {startup_timeout_seconds: 1}\n")
     ranks.run_dir.mkdir(parents=True)

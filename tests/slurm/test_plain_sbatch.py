@@ -1,0 +1,123 @@
+"""``launch/pretrain.sbatch`` by itself: it saves when signalled, requeues, resumes and finishes."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.chains import ENDED, TIMEOUT
+from tests.slurm.virtual_cluster import VirtualCluster, wait_until
+from tests.support.jobs import ROOT, losses
+
+STEPS = 60
+SCRIPT = str(ROOT / "launch" / "pretrain.sbatch")
+RUN = (
+    f"train.exit_step={STEPS}", "train.steps=1000000", "optimizer.schedule=constant",
+    "train.eval_every=0", "checkpoint.save_every=1000", "data.num_workers=0",
+)  # fmt: skip
+LAUNCHERS = {
+    "srun": ("--nodes=2", "--ntasks-per-node=1"),
+    "torchrun": ("--nodes=1", "--ntasks-per-node=2"),
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job of the script."""
+
+    cluster: VirtualCluster
+    number: int
+    run_dir: Path
+
+    def field(self, name: str) -> str:
+        """A field of ``scontrol show job``."""
+        return self.cluster.job(self.number)[name]
+
+    def log(self) -> str:
+        """Everything that the script and its ranks printed."""
+        return (self.run_dir.parent / f"deberta_{self.number}.log").read_text()
+
+    def wait_for_step(self, step: int) -> None:
+        """Wait until a step is in the metrics."""
+        metrics = self.run_dir / "metrics.jsonl"
+        wait_until(
+            lambda: (
+                (metrics.exists() and len(losses(self.run_dir)) >= step)
+                or self.field("JobState") in ENDED
+            ),
+            TIMEOUT,
+            f"step {step}",
+        )
+        assert self.field("JobState") == "RUNNING", self.log()
+
+
+@pytest.fixture(scope="module")
+def jobs(
+    cluster: VirtualCluster, run_yaml: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Job]:
+    """One job per launcher, submitted together, because most of their time is waiting."""
+    found = {}
+    for launcher, options in LAUNCHERS.items():
+        folder = tmp_path_factory.mktemp(launcher)
+        done = subprocess.run(
+            ["sbatch", "--parsable", *options, "--mem=1G", SCRIPT, str(run_yaml), *RUN,
+             f"train.run_dir={folder / 'run'}"],
+            env={
+                **cluster.environment, "LAUNCHER": launcher, "PYTHONPATH": str(ROOT),
+                "GLOO_SOCKET_IFNAME": "lo",
+            },
+            cwd=folder, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        found[launcher] = Job(cluster, int(done.stdout), folder / "run")
+    return found
+
+
+def test_jobs_save_requeue_and_resume(jobs: dict[str, Job]) -> None:
+    for job in jobs.values():
+        job.wait_for_step(5)
+        # What SLURM sends before the time limit (#SBATCH --signal=B:USR1@600).
+        job.cluster.run("scancel", "--batch", "--signal=USR1", str(job.number))
+    for job in jobs.values():
+        wait_until(lambda: job.field("Restarts") == "1", 60, "the requeue")  # noqa: B023
+    for job in jobs.values():
+        wait_until(lambda: job.field("JobState") in ENDED, TIMEOUT, "the end")  # noqa: B023
+        log = job.log()
+        assert job.field("JobState") == "COMPLETED", log
+        assert "pretrain.sbatch: USR1: telling the ranks to save" in log
+        assert "pretrain.sbatch: saved; requeueing" in log
+        assert ", start 2" in log
+        # Every step once: the second start resumed from the checkpoint of the first.
+        assert len(losses(job.run_dir)) == STEPS
+    assert losses(jobs["srun"].run_dir) == losses(jobs["torchrun"].run_dir)
+
+
+def test_a_job_that_fails_or_is_cancelled_is_not_requeued(
+    cluster: VirtualCluster, run_yaml: Path, tmp_path: Path
+) -> None:
+    def submit(*arguments: str) -> Job:
+        printed = subprocess.run(
+            ["sbatch", "--parsable", "--nodes=1", "--mem=1G", SCRIPT, str(run_yaml), *arguments],
+            env={**cluster.environment, "PYTHONPATH": str(ROOT)},
+            cwd=tmp_path, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        return Job(cluster, int(printed.stdout), tmp_path / "run")
+
+    failed = submit("train.stepz=3")
+    cancelled = submit(*RUN, "train.exit_step=0", f"train.run_dir={tmp_path / 'run'}")
+    wait_until(lambda: failed.field("JobState") in ENDED, TIMEOUT, "the failure")
+    assert failed.field("ExitCode") == "2:0", failed.log()
+    assert "train.stepz" in failed.log()
+    cancelled.wait_for_step(2)
+    cluster.run("scancel", str(cancelled.number))
+    wait_until(lambda: cancelled.field("JobState") in ENDED, 60, "the end")
+    assert cancelled.field("JobState") == "CANCELLED"
+    assert cancelled.field("Restarts") == failed.field("Restarts") == "0"
+
+
+def test_without_slurm_the_script_says_how_it_is_used() -> None:
+    done = subprocess.run(["bash", SCRIPT, "RUN.yaml"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "sbatch --nodes=16 launch/pretrain.sbatch RUN.yaml" in done.stderr
