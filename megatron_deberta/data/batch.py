@@ -1,8 +1,4 @@
-"""The tensors of one micro batch.
-
-Owns the field names, shapes and dtypes that cross from data to objective and model. Refuses to
-build them (``loader.py``) or to interpret them.
-"""
+"""Tensors of one micro batch."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ import torch
 from torch import Tensor
 
 IGNORED_LABEL = -100
-"""Label of a padded masked position."""
+"""Label of a padding position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +24,15 @@ class Batch:
         masked_positions: [B, M] int64 row positions to predict, ascending, -1 = padding at the
             end. M is a constant of the run.
         labels: [B, M] int64 original tokens at those positions, -100 = padding.
-        sample_index: [B] int64 global sample index, -1 = a row that only fills the last
-            validation batch and has no labels.
+        sample_index: [B] int64 global sample index, -1 = padding row of the last validation batch,
+            without labels.
         document_ids: [B, N] int64, non-decreasing along a row, or None where attention crosses
             documents.
         position_ids: [B, N] int64 positions restarting in each document, or None = 0..N-1.
         token_type_ids: [B, N] int64, 0 in the first segment of a pair and at padding, 1 in the
             second; None where rows are not pairs.
-        next_sentence_labels: [B] int64, 0 = the second segment goes on from the first, 1 = it does
-            not, -100 = a row that only fills; None where rows are not pairs.
+        next_sentence_labels: [B] int64, 0 = the second segment follows the first, 1 = it does not,
+            -100 = padding row; None where rows are not pairs.
     """
 
     input_ids: Tensor
@@ -50,30 +46,29 @@ class Batch:
     next_sentence_labels: Tensor | None = None
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """Return the batch on ``device``; ``non_blocking`` helps from pinned memory only."""
+        """Return the batch on ``device``; ``non_blocking`` needs pinned memory."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
-        """Return the batch in page-locked memory; torch's loader calls it by this name."""
+        """Return the batch in page-locked memory; torch's ``DataLoader`` calls this method."""
         return self._map(lambda tensor: tensor.pin_memory())
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keep the batch's memory on the device from reuse until ``stream`` is past this point."""
+        """Prevent reuse of the batch's device memory before ``stream`` is past this point."""
         for item in fields(self):
             if (tensor := getattr(self, item.name)) is not None:
                 tensor.record_stream(stream)
 
     @property
     def num_tokens(self) -> int:
-        """Real tokens; waits for the device if the batch is on one."""
+        """Number of real tokens; synchronizes with the device."""
         return int(self.attention_mask.sum())
 
     @property
     def num_targets(self) -> int:
-        """Masked positions to predict; waits for the device if the batch is on one."""
+        """Number of masked positions to predict; synchronizes with the device."""
         return int((self.masked_positions >= 0).sum())
 
     def _map(self, transform: Callable[[Tensor], Tensor]) -> Batch:
         tensors = {item.name: getattr(self, item.name) for item in fields(self)}
-        present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-        return replace(self, **{name: transform(tensor) for name, tensor in present.items()})
+        return replace(self, **{k: transform(v) for k, v in tensors.items() if v is not None})

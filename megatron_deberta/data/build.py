@@ -1,8 +1,4 @@
-"""From a run's configuration to its loaders.
-
-Owns how the sections of the config meet: prefixes, weights, split, masks, layout. Refuses to read
-files other than shards and their manifests.
-"""
+"""Construction of corpora and loaders from a run configuration."""
 
 from __future__ import annotations
 
@@ -31,13 +27,13 @@ from megatron_deberta.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Corpora:
-    """The documents of a run.
+    """Documents of a run.
 
     Attributes:
-        train: one corpus, or one a component of a blend.
-        weights: a share of samples for each of ``train``.
+        train: one corpus, or one per component of a blend.
+        weights: share of samples of each of ``train``.
         validation: held-out documents, or None.
-        cache: of what is derived from them.
+        cache: indices of the corpora.
     """
 
     train: tuple[Corpus, ...]
@@ -50,25 +46,25 @@ class Phase(NamedTuple):
     """Training samples of one row length."""
 
     first: int
-    """Index of the first."""
+    """Index of the first sample."""
     rows: RowSource
-    """By global sample index, from ``first`` on."""
+    """Rows by global sample index, from ``first`` on."""
     length: int
-    """Tokens of a row at most."""
+    """Maximum tokens per row."""
 
 
 def parse_prefixes(values: tuple[str, ...], key: str) -> tuple[list[list[str]], list[float]]:
-    """Read ``prefix prefix ...`` (one corpus) or ``weight prefix weight prefix ...`` (a blend).
+    """Parse ``prefix prefix ...`` (one corpus) or ``weight prefix weight prefix ...`` (a blend).
 
     Args:
         values: ``data.train`` or ``data.validation``.
-        key: which, for messages.
+        key: its name, for error messages.
 
     Returns:
-        Prefixes of each component, and the components' weights.
+        Prefixes and weight of each component.
 
     Raises:
-        ConfigError: there is no prefix, or weights and prefixes do not alternate.
+        ConfigError: ``values`` is empty, or weights and prefixes do not alternate.
     """
     if not values:
         raise ConfigError(f"{key} is empty; give shard prefixes, as preprocess printed them")
@@ -80,13 +76,11 @@ def parse_prefixes(values: tuple[str, ...], key: str) -> tuple[list[list[str]], 
         raise ConfigError(
             f"{key} is {list(values)}; give prefixes only, or a weight before every prefix"
         )
-    return [[prefix] for prefix in values[1::2]], [
-        number for number in weights if number is not None
-    ]
+    return [[prefix] for prefix in values[1::2]], [float(weight) for weight in values[::2]]
 
 
 def tokenizer_path(config: RunConfig) -> str:
-    """Return ``tokenizer.path``, or else where the first training shard's tokenizer was.
+    """Return ``tokenizer.path``, or else the path in the first training shard's manifest.
 
     Raises:
         ConfigError: neither is known, or ``data.train`` is malformed.
@@ -113,7 +107,7 @@ def open_corpora(
         config: the run; ``data`` and ``train.seed`` are used.
         vocabulary: of the run's tokenizer.
         hashes: read every shard and compare its SHA-256 with the manifest.
-        cache: of indices; None is the run's.
+        cache: of indices; None: the run's.
 
     Raises:
         ConfigError: prefixes or weights are malformed.
@@ -121,7 +115,7 @@ def open_corpora(
     """
     data = config.data
     components, weights = parse_prefixes(data.train, "data.train")
-    _refuse_twice([prefix for part in components for prefix in part] + list(data.validation))
+    _check_duplicates([prefix for part in components for prefix in part] + list(data.validation))
     shards = [[open_shard(prefix, vocabulary, hashes) for prefix in part] for part in components]
     if cache is None:
         cache = IndexCache(data.index_cache or Path(config.train.run_dir) / "index")
@@ -130,7 +124,7 @@ def open_corpora(
         fraction, seed = data.validation_fraction, config.train.seed
         splits = [split_validation(part, fraction, seed, cache) for part in shards]
         train = tuple(train for train, _ in splits)
-        validation = _joined([held_out for _, held_out in splits], cache)
+        validation = _concatenate([held_out for _, held_out in splits], cache)
         return Corpora(train, tuple(weights), validation, cache)
     if data.validation:
         held_out = [open_shard(prefix, vocabulary, hashes) for prefix in data.validation]
@@ -147,18 +141,18 @@ def build_loaders(
     consumed_samples: int,
     corpora: Corpora | None = None,
 ) -> tuple[TrainLoader, ValidationLoader | None]:
-    """Build the loaders of one data-parallel rank; all its tensor-parallel ranks get the same.
+    """Build the loaders of one data-parallel rank, the same on all its tensor-parallel ranks.
 
     Args:
         config: the run.
         vocabulary: of the run's tokenizer.
         dp_rank: data-parallel rank.
-        dp_size: data-parallel ranks.
-        consumed_samples: global samples of the steps already done.
-        corpora: from ``open_corpora`` where the caller has them already.
+        dp_size: number of data-parallel ranks.
+        consumed_samples: global samples of completed steps.
+        corpora: from ``open_corpora``; None: open them.
 
     Returns:
-        Training and validation loader; no validation where ``data.validation`` is empty and
+        Training and validation loader; the latter is None where ``data.validation`` is empty and
         ``data.validation_fraction`` 0.
 
     Raises:
@@ -186,13 +180,13 @@ def build_loaders(
 def validation_loader(
     config: RunConfig, vocabulary: Vocabulary, dp_rank: int, dp_size: int, corpora: Corpora
 ) -> ValidationLoader | None:
-    """Build the validation loader of one data-parallel rank; 0 of 1 gets all of validation.
+    """Build the validation loader of one data-parallel rank.
 
     Args:
         config: the run.
         vocabulary: of the run's tokenizer.
         dp_rank: data-parallel rank.
-        dp_size: data-parallel ranks.
+        dp_size: number of data-parallel ranks.
         corpora: from ``open_corpora``.
 
     Returns:
@@ -228,8 +222,8 @@ def training_rows(
         config: the run.
         vocabulary: of the run's tokenizer.
         corpora: from ``open_corpora``.
-        sequence_length: 0: those of ``data.sequence_length``, by global sample index less
-            ``short_samples``; otherwise the short ones, by global sample index.
+        sequence_length: 0: rows of ``data.sequence_length``, indexed from 0 after the short
+            samples; otherwise rows of this length for the short samples.
     """
     seed = config.train.seed
     short = (int(Purpose.SHORT_ROWS),) if sequence_length else ()
@@ -249,7 +243,7 @@ def training_rows(
 
 
 def training_phases(config: RunConfig, vocabulary: Vocabulary, corpora: Corpora) -> list[Phase]:
-    """Return what training sees, unmasked: all rows, or the short ones and then the others."""
+    """Return unmasked training rows: one phase, or short rows followed by full ones."""
     data = config.data
     rows = training_rows(config, vocabulary, corpora)
     first_long = short_samples(config)
@@ -286,22 +280,20 @@ def _builder(
     )
 
 
-def _refuse_twice(prefixes: list[str]) -> None:
-    """A shard under two names would be split twice, and its documents be on both sides."""
+def _check_duplicates(prefixes: list[str]) -> None:
+    """Raise if a shard is listed twice: its documents could be on both sides of a split."""
     seen: dict[str, str] = {}
     for prefix in prefixes:
         first = seen.setdefault(os.path.realpath(prefix), prefix)
         if first is not prefix:
             raise ConfigError(
-                f"data.train and data.validation: {prefix} is there twice (as {first}); leave one "
-                "out, or raise its weight"
+                f"data.train and data.validation: {prefix} is listed twice (as {first}); remove "
+                "one, or raise its weight"
             )
 
 
-def _joined(corpora: list[Corpus], cache: IndexCache) -> Corpus:
-    """Return several split corpora as one."""
-    if len(corpora) == 1:
-        return corpora[0]
+def _concatenate(corpora: list[Corpus], cache: IndexCache) -> Corpus:
+    """Concatenate split corpora."""
     shards = [shard for corpus in corpora for shard in corpus.shards]
     splits = [split for corpus in corpora for split in corpus.splits or ()]
     return Corpus(shards, splits, cache)

@@ -1,8 +1,4 @@
-"""Rows and masks to a ``Batch``.
-
-Owns padding, document fields and the two lengths of a run with shorter rows at first. Refuses to
-choose samples.
-"""
+"""Collation of packed and masked rows into a ``Batch``."""
 
 from __future__ import annotations
 
@@ -19,25 +15,25 @@ from megatron_deberta.data.masking import MaskedRows, Masker
 from megatron_deberta.data.vocabulary import Vocabulary
 
 FILLER = -1
-"""Sample index of a row without labels that fills a batch."""
+"""Sample index of a padding row without labels."""
 
 
 class Builder(Protocol):
-    """Makes batches of samples."""
+    """Builder of batches."""
 
     def build(self, samples: Sequence[int]) -> Batch:
         """Return the batch of the given samples, in that order."""
 
 
 class BatchBuilder:
-    """Builds micro batches from sample indices; a pure function of them.
+    """Builds micro batches as a pure function of sample indices.
 
     Args:
-        rows: where samples come from.
-        masker: how they are masked.
+        rows: source of unmasked rows.
+        masker: masks them.
         vocabulary: special ids.
         sequence_length: N.
-        attend_across_documents: False adds document and position ids.
+        attend_across_documents: False: add document and position ids.
     """
 
     def __init__(
@@ -56,7 +52,7 @@ class BatchBuilder:
         self._with_documents = not attend_across_documents
 
     def build(self, samples: Sequence[int]) -> Batch:
-        """Return the batch of the given samples, in that order; ``FILLER`` gives an empty row.
+        """Return the batch of the given samples, in that order; ``FILLER`` gives a padding row.
 
         Raises:
             DataError: a shard holds an id outside the vocabulary.
@@ -93,7 +89,7 @@ class BatchBuilder:
             "sample_index": indices,
         }
         if self._with_documents:
-            # Padding goes on with the last document.
+            # Padding belongs to the last document.
             document_ids = np.maximum.accumulate(parts, axis=1)
             fields["document_ids"] = document_ids
             fields["position_ids"] = _restarting(document_ids)
@@ -109,12 +105,12 @@ class BatchBuilder:
 
 
 class PhasedBuilder:
-    """Batches of short rows for the first samples, of long ones for the others.
+    """Builds short rows for the first samples and long rows for the rest.
 
     Args:
-        short: builds the first samples.
-        long: builds those from ``first_long`` on.
-        first_long: a multiple of the global batch size, so that no batch has both.
+        short: builder of the first samples.
+        long: builder of the samples from ``first_long`` on.
+        first_long: a multiple of the global batch size, so no batch mixes lengths.
     """
 
     def __init__(self, short: Builder, long: Builder, first_long: int) -> None:
@@ -143,14 +139,14 @@ def _fill_targets(
 
 
 def _part_numbers(rows: RowBatch) -> npt.NDArray[np.int64]:
-    """[T] which document of its row each token is in."""
+    """Return [T] the number of each token's document within its row."""
     before = rows.part_counts.cumsum() - rows.part_counts
     numbers = np.arange(rows.part_sizes.size) - before.repeat(rows.part_counts)
     return numbers.repeat(rows.part_sizes)
 
 
 def _restarting(document_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """[B, N] positions that begin anew with each document."""
+    """Return [B, N] positions that restart at each document."""
     steps = np.arange(document_ids.shape[1])
     begins = np.diff(document_ids, axis=1, prepend=0) > 0
     return steps - np.maximum.accumulate(begins * steps, axis=1)

@@ -1,7 +1,6 @@
-"""Steps of micro batches for one rank, built by worker processes.
+"""Training and validation loaders of one data-parallel rank.
 
-Owns worker start, pinning, and what a dead worker looks like. Refuses to have a position of its
-own: it starts at a number of consumed samples and that number is all there is to resume.
+The only state is the number of consumed samples, which is enough to resume.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.processes import die_with_parent
 
 _WORKER_DIED = "exited unexpectedly"
-"""What torch says, in a RuntimeError, of a worker that is gone."""
+"""Part of torch's message when a worker process has died."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,13 +81,13 @@ class StepSampler:
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """A ``DataError`` on its way out of a worker, without torch's traceback around it."""
+    """A ``DataError`` passed from a worker without torch's traceback around it."""
 
     message: str
 
 
 class _MicroBatches(Dataset["Batch | _Failure"]):
-    """Sample indices to batch, in whichever process torch calls it."""
+    """Map-style dataset whose keys are the sample indices of a micro batch."""
 
     def __init__(self, builder: Builder) -> None:
         self._builder = builder
@@ -101,20 +100,20 @@ class _MicroBatches(Dataset["Batch | _Failure"]):
 
 
 class TrainLoader:
-    """Endless steps of a data-parallel rank; iterating yields the micro batches of one step.
+    """Endless iterator over steps of a data-parallel rank; yields the micro batches of each.
 
-    The batches are the same for any number of workers. Worker processes are forked when iteration
-    starts, so they share the shards' indices with the rank.
+    Batches do not depend on the number of workers. Worker processes are forked when iteration
+    starts and share the shards' indices with the rank.
 
     Args:
         builder: builds batches.
-        sampler: deals samples.
-        consumed_samples: global samples of the steps already done.
-        num_workers: processes; 0 builds in this process.
+        sampler: samples of each micro batch.
+        consumed_samples: global samples of completed steps.
+        num_workers: worker processes; 0: build in this process.
         pin_memory: put batches into page-locked memory (needs CUDA).
 
     Attributes:
-        consumed_samples: where iteration starts.
+        consumed_samples: first sample of the iteration.
     """
 
     def __init__(
@@ -133,26 +132,26 @@ class TrainLoader:
         self._pin_memory = pin_memory
 
     def __iter__(self) -> Iterator[list[Batch]]:
-        """Yield the micro batches of the next step, for ever.
+        """Yield the micro batches of each step, endlessly.
 
         Raises:
             DataError: a shard is damaged, or a worker process died.
         """
         batches, workers = self._start()
         kill = functools.partial(_kill, workers)
-        # Python's own exit sends SIGTERM, which workers ignore, and would wait for ever.
+        # Python's exit sends SIGTERM, which workers ignore, and then waits for them.
         atexit.register(kill)
         try:
             while True:
-                yield [_received(batches) for _ in range(self._sampler.num_micro_batches)]
+                yield [_next_batch(batches) for _ in range(self._sampler.num_micro_batches)]
         finally:
             _end(batches, workers)
             atexit.unregister(kill)
 
     def _start(self) -> tuple[Iterator[Batch | _Failure], list[BaseProcess]]:
-        """Start the worker processes and return their batches in order, and them."""
+        """Start the workers; return the iterator over batches and the worker processes."""
         workers = self._num_workers
-        # Workers hold the step after the one in use, however many micro batches that is.
+        # Prefetch one whole step beyond the current one.
         ahead = max(2, -(-2 * self._sampler.num_micro_batches // workers)) if workers else None
         loader = DataLoader(
             self._dataset,
@@ -166,31 +165,31 @@ class TrainLoader:
             worker_init_fn=functools.partial(_become_worker, os.getpid()),
         )
         if workers:
-            # What the first sample makes the rank draw up, workers share instead of drawing anew.
+            # Build the lazy indices before the fork, so that workers share them.
             self._dataset[range(self.consumed_samples, self.consumed_samples + 1)]
         others = multiprocessing.active_children()
         in_main_thread = threading.current_thread() is threading.main_thread()
         handler = signal.getsignal(signal.SIGCHLD)
         batches = iter(loader)
         if in_main_thread and handler is not None:
-            # torch raises from a signal handler when a worker dies, wherever the rank happens to
-            # be. Without it the loss is found when the next batch is asked for.
+            # torch's handler raises at an arbitrary place when a worker dies. Without it the next
+            # request for a batch reports the death.
             signal.signal(signal.SIGCHLD, handler)
         return batches, [one for one in multiprocessing.active_children() if one not in others]
 
 
 class ValidationLoader:
-    """The same batches at every validation, fixed by the validation sample index.
+    """Iterable over a rank's validation batches, the same at every validation.
 
-    All ranks yield equally many micro batches, so that collectives meet; rows beyond the last
-    sample are fillers without labels. Builds in this process: a validation is short.
+    All ranks yield the same number of micro batches, as collectives require; the last one is
+    filled with padding rows. Batches are built in this process.
 
     Args:
         builder: builds batches with validation masks.
-        num_samples: how many validation samples, over all ranks.
-        micro_batch_size: samples a forward pass.
+        num_samples: validation samples over all ranks.
+        micro_batch_size: samples per forward pass.
         dp_rank: data-parallel rank.
-        dp_size: data-parallel ranks.
+        dp_size: number of data-parallel ranks.
     """
 
     def __init__(
@@ -209,7 +208,7 @@ class ValidationLoader:
         self._dp_size = dp_size
 
     def __len__(self) -> int:
-        """Return the number of micro batches a rank."""
+        """Return the number of micro batches per rank."""
         return -(-self.num_samples // (self._micro_batch_size * self._dp_size))
 
     def __iter__(self) -> Iterator[Batch]:
@@ -224,12 +223,12 @@ class ValidationLoader:
             yield self._builder.build([s if s < self.num_samples else FILLER for s in samples])
 
 
-def _received(batches: Iterator[Batch | _Failure]) -> Batch:
-    """Return the next batch, whatever happened to the process that should build it."""
+def _next_batch(batches: Iterator[Batch | _Failure]) -> Batch:
+    """Return the next batch; raise ``DataError`` if its worker failed or died."""
     try:
         batch = next(batches)
     except (RuntimeError, OSError, EOFError) as error:
-        # A worker can be missed as such, or while its batch is handed over.
+        # OSError and EOFError: the worker died while passing the batch.
         if isinstance(error, RuntimeError) and _WORKER_DIED not in str(error):
             raise
         raise DataError(
@@ -242,11 +241,10 @@ def _received(batches: Iterator[Batch | _Failure]) -> Batch:
 
 
 def _end(batches: Any, workers: list[BaseProcess]) -> None:
-    """End workers as torch does, and kill what is left.
+    """Shut workers down through torch, then kill those that are left.
 
-    A worker that is killed while it looks at torch's "done" event keeps the event's lock for good.
-    torch takes this lock to end workers, at the latest when ``batches`` is deleted, and would wait
-    for ever. So nobody may be killed before that.
+    The order matters: a worker killed while it checks torch's "done" event keeps the event's lock,
+    for which torch's shutdown would then wait forever.
     """
     if workers:
         batches._shutdown_workers()
@@ -254,7 +252,6 @@ def _end(batches: Any, workers: list[BaseProcess]) -> None:
 
 
 def _kill(workers: list[BaseProcess]) -> None:
-    """End workers at once; they hold nothing that could be lost."""
     for worker in workers:
         worker.kill()
 
@@ -264,10 +261,10 @@ def _unchanged(batch: Any) -> Any:
 
 
 def _become_worker(rank_pid: int, worker: int) -> None:
-    """Leave signals to the rank, which still needs batches between SIGTERM and its checkpoint.
+    """Ignore signals: the rank still needs batches between SIGTERM and its checkpoint.
 
-    The rank kills its workers when it is done, and the kernel when the rank is gone: other ranks
-    learn of that only once nobody holds its sockets any more.
+    The rank kills its workers at its end; the kernel does if the rank dies, since workers hold
+    its sockets open, by which other ranks detect the death.
     """
     die_with_parent(rank_pid)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):

@@ -1,15 +1,13 @@
-"""Which tokens of a row are predicted, and what stands in their place.
+"""Masked-token selection and replacement as a pure function of (seed, sample index).
 
-Owns both masking modes as pure functions of (seed, sample index). Refuses to know documents.
-All rows of a batch are masked at once, in arrays of tokens, words and spans laid end to end; what
-happens to a row depends on its own key only.
+All rows of a batch are masked at once, in arrays of tokens, words and spans laid end to end.
 
 ``released`` is Microsoft's NGramMaskGenerator: one n-gram in each window of n * int(1/p) words,
-left to right, until round(p * length) tokens are taken, which leaves the row's end short of
-masks; random tokens come from the whole vocabulary. ``uniform`` cuts the row into spans with the
-same length distribution and takes spans in random order until exactly that many tokens are
-masked, so every position is equally likely; the last span loses the pieces beyond the budget
-(possibly within a word), and random tokens are never special.
+left to right, until round(p * length) tokens are taken, so the end of a row has fewer masks;
+random tokens come from the whole vocabulary. ``uniform`` cuts the row into spans with the same
+length distribution and takes spans in random order until exactly that many tokens are masked, so
+every position is equally likely; the last span loses the pieces beyond the budget (possibly
+within a word), and random tokens are never special.
 
 Source: He et al. 2021, arXiv:2006.03654, section 5.1.1 (15 %, spans up to three tokens);
 microsoft/DeBERTa ``DeBERTa/apps/tasks/mlm_task.py``.
@@ -28,12 +26,12 @@ from megatron_deberta.data.randomness import Purpose, draws, hash_values, mix64
 from megatron_deberta.data.vocabulary import Vocabulary
 
 _RELEASED_SLACK = 8
-"""Extra slots in ``released`` mode, whose last word may pass the budget; longer words are cut."""
+"""Extra slots in ``released`` mode, whose last word may exceed the budget; longer ones are cut."""
 _TOKENS_AT_ONCE = 1 << 16
-"""What still fits the processor's cache with all that is computed beside it."""
+"""Tokens masked together; chosen so that the intermediate arrays fit the processor's cache."""
 _SPAN_BITS, _ORDER_BITS = 20, 24
 _WORDS, _TARGETS = 0, 1
-"""Streams of draws: one for spans, one for what takes a token's place."""
+"""Streams of draws: spans, and replacement tokens."""
 Integers = npt.NDArray[np.int64]
 
 
@@ -43,7 +41,7 @@ class MaskedRows:
 
     Attributes:
         tokens: [T] int64, masked.
-        positions: [m] int64, ascending, of the tokens to predict, counted over all rows.
+        positions: [m] int64 indices into ``tokens`` of those to predict, ascending.
         labels: [m] int64, the original tokens there.
         counts: [B] int64 tokens to predict in each row.
     """
@@ -55,13 +53,13 @@ class MaskedRows:
 
 
 class _Words:
-    """What may be masked in some rows: candidates (tokens that are not special) and words.
+    """Candidates for masking (tokens that are not special) of some rows, and their words.
 
     Attributes:
-        candidates: [C] where they are among the tokens.
-        bounds: [B + 1] candidates before each row, then all.
-        firsts: [W] the candidate that each word begins with.
-        word_bounds: [B + 1] words before each row, then all.
+        candidates: [C] their indices among the tokens.
+        bounds: [B + 1] candidates before each row, then their number.
+        firsts: [W] the first candidate of each word.
+        word_bounds: [B + 1] words before each row, then their number.
         counts: [B] words of each row.
     """
 
@@ -74,7 +72,7 @@ class _Words:
             begins = vocabulary.word_starts[tokens[self.candidates]]
             begins[self.bounds[:-1][self.bounds[1:] > self.bounds[:-1]]] = True
             if gaps:
-                # A word does not go on behind a special token; the released code lets it.
+                # A word ends at a special token; in the released code it does not.
                 begins[1:] |= np.diff(self.candidates) > 1
             self.firsts = begins.nonzero()[0]
             self.word_bounds = self.firsts.searchsorted(self.bounds)
@@ -84,7 +82,7 @@ class _Words:
 
 
 class Masker:
-    """Masks rows as the objective says.
+    """Masks rows as the objective configures it.
 
     Args:
         objective: probabilities, span length and mode.
@@ -94,7 +92,7 @@ class Masker:
         purpose: training or validation masks.
 
     Attributes:
-        max_targets: M, the most positions a row can have; a constant, so that shapes are static.
+        max_targets: M, the maximum number of masked positions per row; shapes are static.
     """
 
     def __init__(
@@ -125,8 +123,8 @@ class Masker:
         Args:
             tokens: [T] int64 ids inside the vocabulary, row after row; not changed.
             sizes: [B] tokens of each row, from 1 to N.
-            mask_ids: [B] what each row's mask is keyed on: the global index of the sample, or
-                whatever else should give the same mask again.
+            mask_ids: [B] key of each row's mask: the global sample index, or an id shared by rows
+                that get the same mask.
 
         Returns:
             The masked rows; [CLS], [SEP] and other special tokens are never chosen.
@@ -145,7 +143,7 @@ class Masker:
     def _choose(
         self, tokens: Integers, sizes: Integers, keys: npt.NDArray[np.uint64]
     ) -> tuple[Integers, Integers]:
-        """Return the places to predict, ascending, and how many each row has."""
+        """Return the token indices to predict, ascending, and their number per row."""
         whole = self._objective.max_span_words > 1
         words = _Words(tokens, sizes.cumsum(), self._vocabulary, whole, not self._released)
         if not words.candidates.size:
@@ -161,12 +159,12 @@ class Masker:
         return words.candidates[chosen], counts
 
     def _budgets(self, sizes: Integers) -> Integers:
-        wanted = np.rint(sizes * self._objective.mask_probability).astype(np.int64)
-        budgets: Integers = np.maximum(wanted, 1)
+        rounded = np.rint(sizes * self._objective.mask_probability)
+        budgets: Integers = np.maximum(rounded, 1).astype(np.int64)
         return budgets
 
     def _spans(self, random_bits: npt.NDArray[np.uint64]) -> Integers:
-        """Return span lengths in words, n with p proportional to 1/n."""
+        """Return span lengths in words; length n has probability proportional to 1/n."""
         spans = np.ones(random_bits.size, np.int64)
         for bound in self._span_bounds:
             spans += random_bits >= bound
@@ -183,7 +181,7 @@ class Masker:
         places = (random_bits & np.uint64(0xFFFFFFFF)).astype(np.float64) * 2.0**-32
         num_words = words.counts.repeat(counts)
         contexts = spans * window
-        # A span that sticks out of its window pushes the next window on.
+        # A span that exceeds its window shifts the next window.
         advances = np.maximum(contexts, (places * contexts).astype(np.int64) + spans)
         offsets = _before(advances, counts)
         inside = offsets < num_words
@@ -213,7 +211,7 @@ class Masker:
         sizes = np.diff(begins, append=words.candidates.size)
         counts = np.diff(begins.searchsorted(words.bounds))
         rows = np.repeat(np.arange(counts.size, dtype=np.uint64), counts)
-        # One number to sort by: row, lot, span.
+        # Sort key: row, random bits, span.
         order = random_bits[inside] & np.uint64((1 << _ORDER_BITS) - 1)
         order |= rows << np.uint64(_ORDER_BITS)
         order <<= np.uint64(_SPAN_BITS)
@@ -227,7 +225,7 @@ class Masker:
 
     def _replace(self, labels: Integers, random_bits: npt.NDArray[np.uint64]) -> Integers:
         """Return [m] int64: [MASK], a random token, or the token itself."""
-        fates = (random_bits >> np.uint64(32)).astype(np.int64)
+        decisions = (random_bits >> np.uint64(32)).astype(np.int64)
         masked_below = self._objective.mask_token_probability
         random_below = masked_below + self._objective.random_token_probability
         low = random_bits & np.uint64(0xFFFFFFFF)
@@ -236,12 +234,12 @@ class Masker:
         random_tokens = ((low * np.uint64(number)) >> np.uint64(32)).astype(np.int64)
         if not self._released:
             random_tokens = ordinary[random_tokens]
-        kept = np.where(fates < int(random_below * 2.0**32), random_tokens, labels)
-        return np.where(fates < int(masked_below * 2.0**32), self._vocabulary.mask_id, kept)
+        unmasked = np.where(decisions < int(random_below * 2.0**32), random_tokens, labels)
+        return np.where(decisions < int(masked_below * 2.0**32), self._vocabulary.mask_id, unmasked)
 
 
 def _groups(sizes: Integers) -> Iterator[tuple[slice, int, int]]:
-    """Cut rows into groups of bounded size: their rows, and where their tokens begin and end."""
+    """Split rows into groups of bounded size; yield rows, first token and end of each."""
     ends = sizes.cumsum()
     first = begin = 0
     while first < sizes.size:
@@ -253,10 +251,10 @@ def _groups(sizes: Integers) -> Iterator[tuple[slice, int, int]]:
 
 
 def _before(values: Integers, counts: Integers) -> Integers:
-    """Return the sum of the values before each, within its group; groups of the given sizes."""
+    """Return the exclusive cumulative sum of values within groups of the given sizes."""
     sums = values.cumsum() - values
     firsts = counts.cumsum() - counts
-    # Of an empty group nothing is repeated, so any number does.
+    # The base of an empty group is not used.
     bases = sums[np.minimum(firsts, max(values.size - 1, 0))]
     inside: Integers = sums - bases.repeat(counts)
     return inside

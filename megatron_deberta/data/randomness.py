@@ -1,8 +1,4 @@
-"""Randomness without state: every draw is a function of what it is for.
-
-Owns the hash, the keyed generators and the permutation that order, split and masks use. Refuses
-to hold a stream between calls, so that resuming has nothing to restore.
-"""
+"""Counter-based random numbers: every draw is a function of its key, and no generator has state."""
 
 from __future__ import annotations
 
@@ -24,7 +20,7 @@ _FEISTEL_ROUNDS = 6
 
 
 class Purpose(IntEnum):
-    """What a draw is for; purposes never share a stream, values are part of a run's identity."""
+    """Separates the random streams of a run. The values determine its samples and never change."""
 
     DOCUMENT_ORDER = 1
     ROW_ORDER = 2
@@ -48,16 +44,10 @@ def mix64(*parts: int) -> int:
     return state
 
 
-def hash_indices(key: int, count: int) -> npt.NDArray[np.uint64]:
-    """Return [count] uint64 hashes of 0..count-1 under ``key``: ``mix64(i)`` started at ``key``."""
-    return hash_values(key, np.arange(count, dtype=np.uint64))
-
-
 def hash_values(key: int, values: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
     """Return uint64 hashes of integers under ``key``, shaped as ``values``.
 
-    ``hash_values(mix64(a, b), [c])`` is ``[mix64(a, b, c)]``; one key never hashes two values to
-    the same.
+    ``hash_values(mix64(a, b), [c])`` is ``[mix64(a, b, c)]``; for one key it is injective.
     """
     state = values.astype(np.uint64)
     state += np.uint64((key + GOLDEN_GAMMA) & MASK64)
@@ -67,15 +57,15 @@ def hash_values(key: int, values: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
 def draws(
     keys: npt.NDArray[np.uint64], counts: npt.NDArray[np.int64], stream: int
 ) -> npt.NDArray[np.uint64]:
-    """Draw 64 random bits for each of many elements in one go, without a generator.
+    """Draw 64 random bits for each element of each group.
 
-    Element j of group g is output j of SplitMix64 started at ``keys[g]``, so it depends on neither
-    the other groups nor their number.
+    Element j of group g is output j of SplitMix64 seeded with ``keys[g]``, independent of the
+    other groups.
 
     Args:
-        keys: [G] uint64, hashes.
-        counts: [G] int64 elements of each group.
-        stream: 0, 1, ...: outputs of one key under different streams do not meet.
+        keys: [G] uint64 hashes.
+        counts: [G] int64 number of elements per group.
+        stream: 0, 1, ...: streams of one key do not overlap.
 
     Returns:
         [sum(counts)] uint64, group after group.
@@ -90,24 +80,20 @@ def draws(
 
 
 def keyed_generator(*parts: int) -> np.random.Generator:
-    """Return a fresh Philox generator whose 128-bit key is a function of ``parts``.
-
-    The last part is hashed with another prefix for the second half, so that generators that
-    differ in any part have unrelated keys.
-    """
+    """Return a new Philox generator whose 128-bit key is a function of ``parts``."""
     key = np.array([mix64(*parts), mix64(len(parts), *parts)], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=key))
 
 
 class KeyedPermutation:
-    """A permutation of 0..size-1 that needs no table.
+    """Pseudo-random permutation of 0..size-1 in constant memory.
 
-    A Feistel network over the next even number of bits; values outside the range walk on through
-    the network until they are inside, which keeps it a bijection.
+    A Feistel network over the next even number of bits; values outside the range are mapped again
+    until they are inside ("cycle walking"), which keeps it a bijection.
 
     Args:
-        size: how many values; at least 1.
-        key: which permutation.
+        size: number of values, at least 1.
+        key: selects the permutation.
     """
 
     def __init__(self, size: int, key: int) -> None:
@@ -118,7 +104,7 @@ class KeyedPermutation:
         self._round_keys = [mix64(key, number) for number in range(_FEISTEL_ROUNDS)]
 
     def __call__(self, index: int) -> int:
-        """Return where ``index``, in [0, size), goes."""
+        """Return the image of ``index`` in [0, size)."""
         while True:
             left, right = index >> self._half_bits, index & self._half_mask
             for key in self._round_keys:

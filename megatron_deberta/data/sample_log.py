@@ -1,7 +1,7 @@
-"""Which sample went to which step, rank and row, to prove that none is lost or repeated.
+"""Log of the samples that each step, rank and row read, to prove that none is lost or repeated.
 
-Owns ``rank-XXXXX.jsonl`` files, one a data-parallel rank, and the check of all of them. A record
-survives the death of the process once ``append`` returns, and of the machine after ``sync``.
+One ``rank-XXXXX.jsonl`` per data-parallel rank. A record survives the death of the process once
+``append`` has returned, and of the machine after ``sync``.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from megatron_deberta.files import write_atomically
 
 
 class SampleLog:
-    """One data-parallel rank's record; only its first tensor-parallel rank keeps one.
+    """Sample log of one data-parallel rank, written by its first tensor-parallel rank.
 
-    Opening drops what a killed run wrote beyond the step it resumes from. Rank 0 does so for
-    ranks that this layout does not have.
+    Opening removes records beyond the step that the run resumes from. Rank 0 does so for files
+    of ranks that this layout does not have.
 
     Args:
         directory: the run's ``ledger`` folder; created.
         dp_rank: data-parallel rank.
-        dp_size: data-parallel ranks.
-        completed_steps: steps up to this one (counted from 1) stand; 0 starts afresh.
+        dp_size: number of data-parallel ranks.
+        completed_steps: records up to this step (counted from 1) are kept; 0: none.
 
     Raises:
         DataError: the folder cannot be written, or a record within those steps is damaged.
@@ -79,10 +79,10 @@ class SampleLog:
 
 
 def read_sample_log(directory: str | Path) -> dict[int, list[int]]:
-    """Merge the ranks' files.
+    """Read and merge the files of all ranks.
 
     Returns:
-        Step to its samples, ranks in order and rows in order within a rank.
+        Samples by step, in the order of ranks and rows.
 
     Raises:
         DataError: there is no sample log, a line is damaged, or a rank has a step twice.
@@ -107,13 +107,13 @@ def check_sample_log(directory: str | Path, global_batch_size: int, num_steps: i
     """Check that steps 1..num_steps read every sample exactly once, in order.
 
     Raises:
-        DataError: a step is missing or beyond the last, or its samples are not those of the
+        DataError: a step is missing or after the last, or its samples are not those of the
             global batch.
     """
     steps = read_sample_log(directory)
     if list(steps) != list(range(1, num_steps + 1)):
         wrong = sorted({*steps} ^ {*range(1, num_steps + 1)})
-        raise DataError(f"{directory}: steps {wrong[:5]} are missing or too many of {num_steps}")
+        raise DataError(f"{directory}: steps {wrong[:5]} are missing or beyond {num_steps}")
     for step, samples in steps.items():
         first = (step - 1) * global_batch_size
         if samples != list(range(first, first + global_batch_size)):
@@ -128,7 +128,7 @@ def _rank_file(folder: Path, rank: int) -> Path:
 
 
 def _cut(path: Path, completed_steps: int) -> None:
-    """Drop records beyond a step, and a last line that was not finished."""
+    """Remove records beyond a step, and an incomplete last line."""
     if not path.exists():
         return
     kept = []

@@ -1,7 +1,4 @@
-"""What data needs to know of a tokenizer, as plain numbers.
-
-Owns the facts that packing and masking use. Refuses to read a tokenizer: the caller converts.
-"""
+"""Special ids and word starts of a tokenizer, as packing and masking use them."""
 
 from __future__ import annotations
 
@@ -15,15 +12,15 @@ from megatron_deberta.errors import DataError
 
 
 class TokenizerFacts(Protocol):
-    """The attributes of a tokenizer that data uses, without importing one."""
+    """Attributes of a tokenizer that ``Vocabulary.of`` reads."""
 
     @property
     def vocab_size(self) -> int:
-        """Ids run from 0 to this."""
+        """Rows of the embedding table."""
 
     @property
     def num_tokens(self) -> int:
-        """Ids from this on stand for nothing."""
+        """Number of ids in use."""
 
     @property
     def pad_id(self) -> int:
@@ -47,7 +44,7 @@ class TokenizerFacts(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Identifies the tokenizer by content."""
+        """Hash of the tokenizer's content."""
 
     def word_starts(self) -> npt.NDArray[np.bool_]:
         """[vocab_size] bool, True = the piece begins a word."""
@@ -58,21 +55,21 @@ class Vocabulary:
     """Special ids and word starts of a tokenizer.
 
     Attributes:
-        size: ids run from 0 to ``size - 1``, the rows of the embedding table.
-        num_tokens: ids from this on stand for nothing.
-        pad_id: fills a row's end.
-        cls_id: begins a row.
-        sep_id: ends a row, and each document inside it.
-        mask_id: stands for a masked token.
-        special_ids: ids that are no text, those above and the unknown token included.
+        size: rows of the embedding table.
+        num_tokens: ids in use; those from here to ``size`` are unused.
+        pad_id: id of [PAD], at the end of a row.
+        cls_id: id of [CLS], at the beginning of a row.
+        sep_id: id of [SEP], at the end of a row and of each document in it.
+        mask_id: id of [MASK].
+        special_ids: ids of all special tokens, [UNK] included.
         word_starts: [size] bool, True = the piece begins a word.
-        fingerprint: identifies the tokenizer by content, as in shard manifests.
+        fingerprint: hash of the tokenizer's content, as in shard manifests.
         is_special: [size] bool, derived.
         ordinary_ids: [num_tokens - specials] int64, derived.
 
     Raises:
         DataError: ``word_starts`` has another length, a special id is outside the vocabulary, or
-            nothing else is inside.
+            all ids are special.
     """
 
     size: int
@@ -89,7 +86,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: TokenizerFacts) -> Vocabulary:
-        """Take the facts from a tokenizer."""
+        """Read the attributes of a tokenizer."""
         return cls(
             size=tokenizer.vocab_size,
             num_tokens=tokenizer.num_tokens,
@@ -103,7 +100,7 @@ class Vocabulary:
         )
 
     def __post_init__(self) -> None:
-        """Check the facts and derive the tables."""
+        """Check the fields and derive the tables."""
         specials = {*self.special_ids, self.pad_id, self.cls_id, self.sep_id, self.mask_id}
         if self.word_starts.shape != (self.size,):
             raise DataError(

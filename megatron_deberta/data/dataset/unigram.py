@@ -1,7 +1,4 @@
-"""What guessing by token frequency alone would score.
-
-Owns the unigram baseline that a validation loss is printed beside. Refuses to look at context.
-"""
+"""Unigram baseline: the loss of a model that predicts by token frequency alone."""
 
 from __future__ import annotations
 
@@ -25,10 +22,10 @@ def unigram_log_probabilities(
     """Estimate log p(token) from training documents, with one added to every count.
 
     Args:
-        corpora: training documents, one corpus a component of the blend.
+        corpora: training documents, one corpus per component of the blend.
         weights: the components' shares.
         vocab_size: V.
-        max_tokens: reads no more than about this many from the front of each corpus.
+        max_tokens: approximate maximum of tokens read from the front of each corpus.
 
     Returns:
         [V] float64 natural logarithms.
@@ -50,7 +47,7 @@ def unigram_cross_entropy(
 
     Args:
         log_probabilities: [V] from ``unigram_log_probabilities``.
-        batches: CPU batches, e.g. a ``ValidationLoader``; over several ranks add up both results.
+        batches: CPU batches, e.g. a ``ValidationLoader``. With several ranks, add both results.
 
     Returns:
         Sum over targets of -log p in nats, and the number of targets.
@@ -65,17 +62,17 @@ def unigram_cross_entropy(
 
 def _counts(corpus: Corpus, vocab_size: int, max_tokens: int) -> npt.NDArray[np.int64]:
     counts = np.zeros(vocab_size, np.int64)
-    # Documents have at least one token each, so more than these are never needed.
+    # Documents have at least one token each, so these suffice.
     ends = np.cumsum(corpus.lengths[:max_tokens], dtype=np.int64)
     num_documents = min(int(np.searchsorted(ends, max_tokens)) + 1, len(corpus))
     starts = corpus.starts(np.arange(num_documents)).tolist()
-    pieces, held = [], 0
+    pieces, num_pending = [], 0
     for start, length in zip(starts, corpus.lengths[:num_documents].tolist(), strict=True):
         pieces.append(corpus.tokens(start, length))
-        held += length
-        if held >= _CHUNK_TOKENS:
+        num_pending += length
+        if num_pending >= _CHUNK_TOKENS:
             counts += np.bincount(np.concatenate(pieces), minlength=vocab_size)
-            pieces, held = [], 0
+            pieces, num_pending = [], 0
     if pieces:
         counts += np.bincount(np.concatenate(pieces), minlength=vocab_size)
     return counts

@@ -1,7 +1,7 @@
-"""The bytes of Megatron's indexed dataset: header, dtype codes, file names.
+"""Constants of Megatron's indexed dataset format: header, dtype codes, file names.
 
-Owns the constants that writer and reader share. Refuses the codes 6 and 7, which mean float64
-and float32 in megatron-core and the reverse in GPT-NeoX.
+The codes 6 and 7 are not supported: they mean float64 and float32 in megatron-core and the reverse
+in GPT-NeoX.
 
 Source: megatron-core 0.16.1, ``megatron/core/datasets/indexed_dataset.py``.
 """
@@ -29,7 +29,7 @@ DTYPE_CODES: dict[int, np.dtype[Any]] = {
 CODES_OF_DTYPES = {dtype: code for code, dtype in DTYPE_CODES.items()}
 
 LARGEST_UINT16_VOCABULARY = 65_500
-"""Megatron's bound, below 2^16 because ids above the vocabulary may be special tokens."""
+"""Megatron's bound for uint16; below 2^16, since special tokens may be added."""
 
 
 def bin_path(prefix: str) -> str:

@@ -1,6 +1,6 @@
-"""The sidecar ``{prefix}.manifest.json``: where a shard came from and what its bytes are.
+"""Sidecar manifest of a shard, ``{prefix}.manifest.json``: tokenizer, counts, hashes, sources.
 
-Owns its fields and both directions. Refuses to be needed: shards written by Megatron have none.
+Shards written by Megatron have none.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardManifest:
-    """What is recorded beside a shard.
+    """Content of a manifest.
 
     Attributes:
-        tokenizer_fingerprint: identifies the tokenizer by content.
-        tokenizer_path: where that tokenizer was.
-        vocab_size: ids the tokenizer can give.
+        tokenizer_fingerprint: hash of the tokenizer's content.
+        tokenizer_path: path of the tokenizer.
+        vocab_size: rows of the embedding table meant for the tokenizer.
         dtype: numpy name of the token type.
         num_documents: documents.
-        num_sequences: sentences.
+        num_sequences: sentences; equal to documents where those are not split.
         num_tokens: tokens.
         bin_sha256: hex digest of the ``.bin`` file.
         idx_sha256: hex digest of the ``.idx`` file.
         sources: input files, in order.
-        documents_in: records of the input; tokenized, empty and quarantined ones together.
-        documents_empty: records whose text gave no token.
-        documents_quarantined: records that were set aside.
-        quarantine: how many for which reason.
-        quarantine_sha256: hex digest of the list of those records; empty where there is none.
-        plan_sha256: hex digest of everything that decided the result; empty where unknown.
-        format_version: of this file.
+        documents_in: input records: tokenized, empty and quarantined.
+        documents_empty: records without tokens.
+        documents_quarantined: records that were quarantined.
+        quarantine: their number by reason.
+        quarantine_sha256: hex digest of the quarantine list; empty: no list.
+        plan_sha256: hex digest of everything that determines the result; empty: unknown.
+        format_version: version of this file's format.
     """
 
     tokenizer_fingerprint: str
@@ -61,7 +61,7 @@ class ShardManifest:
 
 
 def encode_manifest(manifest: ShardManifest) -> bytes:
-    """Return the file's content."""
+    """Return the content of the manifest file."""
     return (json.dumps(asdict(manifest), indent=2) + "\n").encode()
 
 
@@ -69,7 +69,7 @@ def read_manifest(prefix: str) -> ShardManifest | None:
     """Read the manifest of a shard; None where there is none.
 
     Raises:
-        DataError: the file is unreadable, no JSON, of another version, or a field is missing,
+        DataError: the file is unreadable, not JSON, of another version, or a field is missing,
             unknown or of the wrong type.
     """
     path = manifest_path(prefix)
@@ -92,7 +92,7 @@ def read_manifest(prefix: str) -> ShardManifest | None:
 
 
 def check_counts(shard: IndexedDataset, manifest: ShardManifest) -> None:
-    """Compare an opened shard's numbers with the manifest.
+    """Compare a shard's dtype and counts with its manifest.
 
     Raises:
         DataError: they differ.
@@ -112,7 +112,7 @@ def check_counts(shard: IndexedDataset, manifest: ShardManifest) -> None:
 
 
 def verify_hashes(prefix: str, manifest: ShardManifest) -> None:
-    """Compare the SHA-256 of both files with the manifest; reads the whole shard.
+    """Compare the SHA-256 of both files with the manifest.
 
     Raises:
         DataError: a file cannot be read or differs.
@@ -122,7 +122,7 @@ def verify_hashes(prefix: str, manifest: ShardManifest) -> None:
 
 
 def verify_hash(path: str, expected: str) -> None:
-    """Compare the SHA-256 of one file with what its manifest says; reads it through.
+    """Compare the SHA-256 of a file with its manifest's.
 
     Raises:
         DataError: the file cannot be read or differs.
@@ -135,7 +135,7 @@ def verify_hash(path: str, expected: str) -> None:
 
 
 def compare_hash(path: str, found: str, expected: str) -> None:
-    """Compare a file's SHA-256 with its manifest's.
+    """Compare a file's SHA-256, already computed, with its manifest's.
 
     Raises:
         DataError: they differ.

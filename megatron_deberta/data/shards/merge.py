@@ -41,24 +41,24 @@ def merge_shards(
     """Merge shards in the order given, and write the manifest of the result.
 
     Args:
-        prefixes: shards with manifests, of one token type and one tokenizer, all of sentences or
-            none; each once.
+        prefixes: shards with manifests, of one token type and tokenizer, either all of sentences
+            or all of whole documents; each once.
         output: prefix of the result, none of ``prefixes``.
         jobs: threads that copy, one shard each at a time.
-        force: replace a shard that exists.
-        advance: told the bytes of ``.bin`` copied, from any thread.
+        force: replace an existing shard.
+        advance: called with the number of ``.bin`` bytes copied, from any thread.
 
     Returns:
         The manifest of the result.
 
     Raises:
-        ConfigError: ``output`` exists or is one of the inputs, or a shard is there twice.
-        DataError: a shard is damaged, has no manifest or differs in type, tokenizer or in holding
-            sentences; the disk is full; or another merge writes there. Nothing is published then.
+        ConfigError: ``output`` exists or is one of the inputs, or a shard is listed twice.
+        DataError: a shard is damaged, has no manifest or differs from the first; the disk is full;
+            or another process writes ``output``. Nothing is published then.
     """
-    _refuse_twice(prefixes)
-    _refuse_output(prefixes, output, force)
-    shards, manifests = _open_alike(prefixes)
+    _check_duplicates(prefixes)
+    _check_output(prefixes, output, force)
+    shards, manifests = _open_compatible(prefixes)
     return _merge(shards, manifests, output, jobs, advance)
 
 
@@ -91,10 +91,7 @@ def _merge(
 
 
 def _sums(manifests: Sequence[ShardManifest]) -> dict[str, Any]:
-    """Return the fields that tell where the documents are from.
-
-    The lists of quarantined records stay with the shards that were merged, as do the plans.
-    """
+    """Combine the fields on the source records; quarantine lists and plans are not merged."""
     quarantine: Counter[str] = Counter()
     for each in manifests:
         quarantine.update(each.quarantine)
@@ -151,7 +148,7 @@ def _hash_copies(staged: StagedShard, layout: ShardLayout, copies: Sequence[Futu
     return digest.hexdigest()
 
 
-def _refuse_output(prefixes: Sequence[str], output: str, force: bool) -> None:
+def _check_output(prefixes: Sequence[str], output: str, force: bool) -> None:
     if os.path.realpath(idx_path(output)) in [os.path.realpath(idx_path(p)) for p in prefixes]:
         raise ConfigError(f"--output {output}: is one of the inputs; choose another name")
     for path in (idx_path(output), bin_path(output), manifest_path(output)):
@@ -159,18 +156,18 @@ def _refuse_output(prefixes: Sequence[str], output: str, force: bool) -> None:
             raise ConfigError(f"{path}: exists; choose another --output or add --force")
 
 
-def _refuse_twice(prefixes: Sequence[str]) -> None:
+def _check_duplicates(prefixes: Sequence[str]) -> None:
     seen: dict[str, str] = {}
     for prefix in prefixes:
         path = os.path.realpath(idx_path(prefix))
         if path in seen:
             raise ConfigError(
-                f"{prefix}: is there twice (as {seen[path]}); name each shard once, as part-*.idx"
+                f"{prefix}: is listed twice (as {seen[path]}); name each shard once, as part-*.idx"
             )
         seen[path] = prefix
 
 
-def _open_alike(
+def _open_compatible(
     prefixes: Sequence[str],
 ) -> tuple[list[IndexedDataset], list[ShardManifest]]:
     shards: list[IndexedDataset] = []
@@ -179,39 +176,39 @@ def _open_alike(
         shard, manifest = IndexedDataset(prefix), read_manifest(prefix)
         if manifest is None:
             raise DataError(
-                f"{manifest_path(prefix)}: missing, so nothing says which tokenizer made the "
-                "shard; preprocess again"
+                f"{manifest_path(prefix)}: missing, so the shard's tokenizer is unknown; "
+                "preprocess again"
             )
         check_counts(shard, manifest)
         first = manifests[0] if manifests else manifest
-        for what, mine, others in (
+        for what, found, expected in (
             ("token type", manifest.dtype, first.dtype),
             ("tokenizer", manifest.tokenizer_fingerprint, first.tokenizer_fingerprint),
             ("vocabulary size", manifest.vocab_size, first.vocab_size),
         ):
-            if mine != others:
+            if found != expected:
                 raise DataError(
-                    f"{prefix}: {what} {mine} is not that of {prefixes[0]}, {others}; merge only "
-                    "shards of one tokenizer"
+                    f"{prefix}: {what} {found} is not that of {prefixes[0]}, {expected}; merge "
+                    "only shards of one tokenizer"
                 )
         shards.append(shard)
         manifests.append(manifest)
-    _refuse_mixture(shards)
+    _check_kinds(shards)
     return shards, manifests
 
 
-def _refuse_mixture(shards: Sequence[IndexedDataset]) -> None:
-    """Sentences beside whole documents would make pairs of what are no sentences."""
+def _check_kinds(shards: Sequence[IndexedDataset]) -> None:
+    """Raise if some shards hold sentences and others whole documents."""
     kinds = [_holds_sentences(shard) for shard in shards]
     if any(kinds) and not all(kinds):
         sentences, documents = shards[kinds.index(True)], shards[kinds.index(False)]
         raise DataError(
             f"{documents.prefix}: holds whole documents, {sentences.prefix} sentences; merge only "
-            "shards made with --sentences or only such made without (of documents of one sentence "
-            "the name must end in _sentence)"
+            "shards that were all made with or all without --sentences (the name of a shard whose "
+            "documents have one sentence each must end in _sentence)"
         )
 
 
 def _holds_sentences(shard: IndexedDataset) -> bool:
-    """Say whether a shard is of sentences; the name decides if documents have one sequence each."""
+    """Tell whether a shard holds sentences; by name where each document has one sequence."""
     return shard.num_sequences > shard.num_documents or shard.prefix.endswith("_sentence")

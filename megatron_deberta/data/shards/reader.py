@@ -1,7 +1,6 @@
-"""Reads a shard: memory-mapped tokens, sentences and documents.
+"""Memory-mapped reader for shards in Megatron's indexed format.
 
-Owns every structural check of the pair of files, so that damage is named at start-up and never
-becomes wrong tokens. Refuses to check content hashes (``manifest.py``).
+The structure of both files is checked on opening; content hashes are checked in ``manifest.py``.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ class IndexedDataset:
 
     Attributes:
         prefix: as given.
-        dtype: numpy type of the tokens.
-        num_sequences: sentences.
-        num_documents: documents.
-        num_tokens: tokens.
-        sequence_lengths: [sequences] int32, tokens of each.
-        sequence_offsets: [sequences] int64, first byte of each in ``.bin``.
+        dtype: token type.
+        num_sequences: number of sentences.
+        num_documents: number of documents.
+        num_tokens: number of tokens.
+        sequence_lengths: [sequences] int32 tokens of each sequence.
+        sequence_offsets: [sequences] int64 first byte of each sequence in ``.bin``.
         document_boundaries: [documents + 1] int64, first sequence of each document, then
             num_sequences.
 
@@ -67,7 +66,7 @@ class IndexedDataset:
         return self.num_documents
 
     def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str]]:
-        """Reopen the files in a loader process instead of sending it their content."""
+        """Pickle the prefix only; unpickling reopens the files."""
         return IndexedDataset, (self.prefix,)
 
     def document(self, index: int) -> npt.NDArray[Any]:
@@ -83,18 +82,18 @@ class IndexedDataset:
 
     @property
     def identity(self) -> list[Any]:
-        """What tells this index from another: its size and time of change, and the tokens'."""
+        """Size and modification time of both files."""
         paths = (idx_path(self.prefix), bin_path(self.prefix))
         stats = [os.stat(path) for path in paths]
         return [[stat.st_size, stat.st_mtime_ns] for stat in stats]
 
     @property
     def document_offsets(self) -> npt.NDArray[np.int64]:
-        """[documents + 1] int64, first token of each document, then num_tokens; made anew."""
+        """[documents + 1] int64, first token of each document, then num_tokens; computed anew."""
         return self.document_range(0, self.num_documents)
 
     def document_range(self, first: int, stop: int) -> npt.NDArray[np.int64]:
-        """Return [stop - first + 1] int64: where documents begin, in tokens, and the last ends."""
+        """Return [stop - first + 1] int64 first token of each document, then the last end."""
         sequences = self.document_boundaries[first : stop + 1]
         inside = np.minimum(sequences, max(self.num_sequences - 1, 0))
         offsets: npt.NDArray[np.int64] = self.sequence_offsets[inside] // self.dtype.itemsize
@@ -104,14 +103,14 @@ class IndexedDataset:
     def sentence_lengths(
         self, first: int, documents: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-        """Return the sentences of some documents, without empty ones.
+        """Return the lengths of the non-empty sentences of some documents.
 
         Args:
             first: number of a document.
-            documents: [D] ascending, counted from ``first``.
+            documents: [D] ascending, relative to ``first``.
 
         Returns:
-            [S] int32 tokens of each sentence, and [D] int64 sentences up to and with each document.
+            [S] int32 tokens of each sentence, and [D] int64 cumulative sentences per document.
         """
         begins = self.document_boundaries[first + documents]
         counts = self.document_boundaries[first + documents + 1] - begins
@@ -194,7 +193,7 @@ class IndexedDataset:
 
 def _map_file(path: str, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     try:
-        # A plain array over the map: slicing a memmap costs several times as much.
+        # A plain array: slicing a memmap costs several times as much.
         return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}; give the shard's prefix") from error

@@ -1,7 +1,6 @@
-"""What shards hold, in numbers: documents, tokens, lengths, padding, how often each id comes.
+"""Shard statistics: documents, tokens, lengths, padding, token frequencies.
 
-Owns the counting, chunk by chunk, so that memory does not grow with the shards' tokens. Refuses to
-know what the ids mean (``tokenizer``) and to draw (``cli/inspect_shards``).
+Tokens are counted chunk by chunk, so memory does not grow with the shards.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ class ShardStatistics:
 
     Attributes:
         num_documents: documents with tokens.
-        num_empty: documents without.
+        num_empty: documents without tokens.
         num_sequences: sentences.
         num_tokens: tokens.
         quantiles: tokens of a document at ``QUANTILES``.
         shortest: tokens of the shortest document.
         longest: tokens of the longest document.
         histogram: documents of 2^i to 2^(i+1) - 1 tokens, for i from 0.
-        token_counts: [largest id + 1] how often each id comes among the tokens counted.
-        tokens_counted: how many those are.
+        token_counts: [largest id + 1] occurrences of each id among the tokens counted.
+        tokens_counted: number of tokens counted.
     """
 
     num_documents: int
@@ -49,11 +48,11 @@ class ShardStatistics:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """One epoch's rows in a packing.
+    """Rows of one epoch in a packing.
 
     Attributes:
-        rows: how many.
-        filled: share of their positions that hold something else than padding.
+        rows: number of rows.
+        filled: share of positions that are not padding.
     """
 
     rows: int
@@ -61,11 +60,11 @@ class Packing:
 
 
 def count_shards(shards: Sequence[IndexedDataset], most_tokens: int) -> ShardStatistics:
-    """Count what shards hold.
+    """Compute statistics over shards.
 
     Args:
         shards: at least one.
-        most_tokens: ids are counted in so many tokens at most, in chunks spread evenly over all.
+        most_tokens: maximum number of tokens whose ids are counted, in evenly spread chunks.
     """
     lengths = document_lengths(shards)
     ordered = np.sort(lengths)
@@ -88,13 +87,13 @@ def count_shards(shards: Sequence[IndexedDataset], most_tokens: int) -> ShardSta
 
 
 def document_lengths(shards: Sequence[IndexedDataset]) -> npt.NDArray[np.int64]:
-    """Return the tokens of each document that has some."""
+    """Return the number of tokens of each non-empty document."""
     lengths = np.concatenate([np.diff(shard.document_offsets) for shard in shards])
     return lengths[lengths > 0]
 
 
 def pack_full_sentences(lengths: npt.NDArray[np.int64], sequence_length: int) -> Packing:
-    """Return how ``full_sentences`` packs documents of these lengths; see ``data/packing``."""
+    """Return the rows of ``full_sentences`` for documents of these lengths."""
     content = sequence_length - 2
     stream = int(lengths.sum()) + len(lengths) - 1
     rows = -(-stream // content)
@@ -102,7 +101,7 @@ def pack_full_sentences(lengths: npt.NDArray[np.int64], sequence_length: int) ->
 
 
 def pack_doc_sentences(lengths: npt.NDArray[np.int64], sequence_length: int) -> Packing:
-    """Return how ``doc_sentences`` packs documents of these lengths; see ``data/packing``."""
+    """Return the rows of ``doc_sentences`` for documents of these lengths."""
     rows = int((-(-lengths // (sequence_length - 2))).sum())
     return Packing(rows, (int(lengths.sum()) + 2 * rows) / (rows * sequence_length))
 
@@ -113,15 +112,11 @@ def _count_tokens(
     chunks = [
         (shard, begin) for shard in shards for begin in range(0, shard.num_tokens, _CHUNK_TOKENS)
     ]
-    wanted = max(1, min(len(chunks), most_tokens // _CHUNK_TOKENS))
+    num_chunks = max(1, min(len(chunks), most_tokens // _CHUNK_TOKENS))
     counts = np.zeros(0, np.int64)
-    total = 0
-    for pick in np.linspace(0, len(chunks) - 1, wanted).round().astype(int).tolist():
+    for pick in np.linspace(0, len(chunks) - 1, num_chunks).round().astype(int).tolist():
         shard, begin = chunks[pick]
-        tokens = shard.tokens(begin, min(begin + _CHUNK_TOKENS, shard.num_tokens))
-        found = np.bincount(tokens)
-        if len(found) > len(counts):
-            counts = np.pad(counts, (0, len(found) - len(counts)))
-        counts[: len(found)] += found
-        total += tokens.size
-    return counts, total
+        found = np.bincount(shard.tokens(begin, begin + _CHUNK_TOKENS), minlength=counts.size)
+        found[: counts.size] += counts
+        counts = found
+    return counts, int(counts.sum())

@@ -291,7 +291,7 @@ def test_a_shard_twice_is_refused(config, vocabulary):
         {"train": ("1", prefix, "2", same)},
         {"validation": (same,)},
     ):
-        with pytest.raises(ConfigError, match="there twice"):
+        with pytest.raises(ConfigError, match="listed twice"):
             open_corpora(with_(config, data=data), vocabulary, hashes=False)
 
 

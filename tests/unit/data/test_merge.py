@@ -149,7 +149,7 @@ def test_a_shard_is_not_taken_twice(parts, tmp_path, capsys):
     again = f"{tmp_path}/../{tmp_path.name}/part-0"
     for twice in ([first, second, first], [first, again]):
         assert main(["merge", *twice, "--output", output]) == 2
-        assert f"is there twice (as {first}); name each" in capsys.readouterr().err
+        assert f"is listed twice (as {first}); name each" in capsys.readouterr().err
     assert not list(tmp_path.glob("merged*"))
     # A glob names all files of each.
     files = sorted(str(path) for path in tmp_path.glob("part-[01].*"))

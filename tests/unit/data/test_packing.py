@@ -10,7 +10,7 @@ from megatron_deberta.data.dataset.packing import PackedRows
 from megatron_deberta.data.randomness import (
     KeyedPermutation,
     Purpose,
-    hash_indices,
+    hash_values,
     keyed_generator,
     mix64,
 )
@@ -40,7 +40,7 @@ def test_random_functions_never_change():
     """A change here would change the data of every run that resumes."""
     assert mix64(0) == 0xE220A8397B1DCDAF  # SplitMix64's published first value for seed 0
     assert mix64(1, 2, 3) == 7702586659592502839
-    assert hash_indices(mix64(4), 9)[8] == mix64(4, 8)
+    assert hash_values(mix64(4), np.arange(9))[8] == mix64(4, 8)
     assert keyed_generator(1, Purpose.ROW_ORDER, 5).integers(0, 1000, 4).tolist() == [
         428,
         283,
@@ -186,7 +186,7 @@ def test_split_is_disjoint_and_complete(write_shard, random_documents, fraction)
     assert sorted(starts(train) + starts(validation)) == starts(Corpus(shards))
     assert len(validation) == min(max(1, round(101 * fraction)), 100)
     # The rule, in one line: the documents with the smallest hashes.
-    hashes = hash_indices(mix64(4, Purpose.SPLIT), 101)
+    hashes = hash_values(mix64(4, Purpose.SPLIT), np.arange(101))
     everything = np.array(starts(Corpus(shards)))
     assert starts(validation) == everything[np.sort(np.argsort(hashes)[: len(validation)])].tolist()
     again, _ = split_validation(shards, fraction, seed=4)
