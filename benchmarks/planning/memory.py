@@ -7,7 +7,7 @@ Nothing is measured; ``tests/unit/train/test_memory.py`` checks the formula.
 
 from __future__ import annotations
 
-import sys
+import argparse
 from dataclasses import replace
 from typing import Literal
 
@@ -57,4 +57,5 @@ def table() -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(table() + "\n")
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    print(table())

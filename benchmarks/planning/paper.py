@@ -8,7 +8,7 @@ and appendix A.2 (batch 2,048, 1 million steps, 512 tokens).
 
 from __future__ import annotations
 
-import sys
+import argparse
 
 from benchmarks.lib.provenance import ROOT
 from megatron_deberta.cluster.profile import load_profile
@@ -48,4 +48,5 @@ def table() -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(table() + "\n")
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    print(table())

@@ -1,9 +1,10 @@
-"""Tables of the Triton attention kernels: compiled code, and results of the interpreter."""
+"""Tables of the attention operator and of its Triton kernels."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.attention.variants import Case
 from benchmarks.tables.common import Result, markdown
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
@@ -60,3 +61,32 @@ def interpreted(record: Result) -> str:
         cells = (f"{error:.1e}" for error in (output, gradients, case["limit"]))
         rows.append((name, f"`{case['oracle']}`, float64", *cells))
     return markdown(("row", "compared with", "output", "largest gradient error", "limit"), rows)
+
+
+def operator(record: Result) -> str:
+    """Time, memory and error of the attention operator's backends and peers."""
+    header = ("case", "variant", "forward, ms", "forward + backward, ms", "speed / flash",
+              "peak memory, MiB", "error")  # fmt: skip
+    cells = []
+    for row in record.get("cases") or record["items"].values():
+        case = Case(**row["case"]).name
+        for name, found in row["variants"].items():
+            times = found.get("milliseconds")
+            if times is None:
+                cells.append((case, name, found["not run"], "", "", "", ""))
+            else:
+                floor, peak = found.get("fraction_of_floor"), found.get("peak_mib")
+                both, forward = (
+                    f"{times[key]:,.0f}" if times[key] >= 100 else f"{times[key]:.3g}"
+                    for key in ("both", "forward")
+                )
+                cells.append((
+                    case, name, forward, both,
+                    f"{floor:.2f}" if floor else "", f"{peak:,.0f}" if peak is not None else "",
+                    f"{max(found['errors'].values()):.0e}" if "errors" in found else "",
+                ))  # fmt: skip
+            case = ""
+    return markdown(header, cells) + (
+        f"\n({record['hardware']}, {record['cores']} cores, load {record['load']:.1f}, "
+        f"torch {record['torch']}.)\n"
+    )

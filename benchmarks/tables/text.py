@@ -1,14 +1,12 @@
-"""Tables of preprocessing speed."""
+"""Tables of preprocessing and deduplication."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
-from benchmarks.tables.common import NOTHING
-
-Record = Mapping[str, Any]
+from benchmarks.tables.common import Result, gib, markdown
 
 _TITLES = {
     "sentencepiece in memory": "SentencePiece alone, documents in memory",
@@ -34,10 +32,8 @@ _TITLES = {
 }
 
 
-def tables(record: Record | None, markdown: Callable[..., str]) -> str:
-    """Return all tables in Markdown."""
-    if record is None:
-        return NOTHING
+def preprocess(record: Result) -> str:
+    """Time and memory of preprocessing, speed ratios and CPU time by stage."""
     header = ("", "s", "CPU s", "MB/s", "MB per CPU s", "peak MiB", "load")
     some = next(iter(record.values()))
     return "\n".join(
@@ -50,7 +46,7 @@ def tables(record: Record | None, markdown: Callable[..., str]) -> str:
     )
 
 
-def speed_rows(record: Record) -> list[tuple[str, ...]]:
+def speed_rows(record: Result) -> list[tuple[str, ...]]:
     """Return time, CPU time, speed and memory of each measured case."""
     rows = []
     for name, title in _TITLES.items():
@@ -66,7 +62,7 @@ def speed_rows(record: Record) -> list[tuple[str, ...]]:
     return rows
 
 
-def ratios(record: Record) -> list[tuple[str, str]]:
+def ratios(record: Result) -> list[tuple[str, str]]:
     """Return speed ratios between the commands and libraries."""
     found = []
     for title, ours, peer, start in (
@@ -102,7 +98,7 @@ def ratios(record: Record) -> list[tuple[str, str]]:
     return found
 
 
-def stage_rows(record: Record) -> tuple[list[str], list[list[str]]]:
+def stage_rows(record: Result) -> tuple[list[str], list[list[str]]]:
     """Return CPU milliseconds per megabyte of each stage, one row per vocabulary."""
     header, rows = ["one process, CPU ms per MB"], []
     for kind in ("unigram", "gpt2"):
@@ -116,7 +112,7 @@ def stage_rows(record: Record) -> tuple[list[str], list[list[str]]]:
     return header, rows
 
 
-def _ratio(record: Record, ours: str, peer: str, start: str = "") -> float:
+def _ratio(record: Result, ours: str, peer: str, start: str = "") -> float:
     """Return our speed divided by a peer's, without the time of a case ``start``.
 
     For cases measured in rounds: the median of the rounds' ratios.
@@ -136,3 +132,50 @@ def _ratio(record: Record, ours: str, peer: str, start: str = "") -> float:
 def _stages(case: Mapping[str, Any]) -> dict[str, float]:
     spent: Mapping[str, float] = case["processor_seconds"]
     return {name: seconds for name, seconds in spent.items() if name != "load tokenizer"}
+
+
+def deduplicate(record: Result, long: Result | None) -> str:
+    """Time, disk and memory of deduplication."""
+    documents = record["summary"]["documents"]
+    gigabytes = record["input_bytes"] / 1e9
+    removed = record["summary"]["removed"]
+    rows = [
+        ("input", f"{gigabytes:.2f} GB, {documents:,} documents"),
+        ("removed", f"{removed['exact']:,} exact, {removed['near']:,} near"),
+        ("time", f"{record['seconds']:.0f} s with {record['workers']} workers"),
+        ("processor time", f"{record['processor_seconds']:.0f} s, "
+         f"{record['input_bytes'] / record['processor_seconds'] / 1e6:.1f} MB/s per core"),
+        ("peak memory, all processes", f"{gib(record['peak_memory_bytes'])} GiB"),
+        ("peak disk, work and result", f"{record['peak_disk_bytes'] / 1e9:.2f} GB, of which "
+         f"{record['output_bytes'] / 1e9:.2f} GB result"),
+    ]  # fmt: skip
+    if long is not None:
+        size = (
+            f"peak memory with two documents of {long['document_bytes'] / 1e6:.0f} MB, one worker"
+        )
+        rows.append((size, f"{gib(long['peak_memory_bytes'])} GiB"))
+    place = f"\n({record['hardware']}, {record['cores']} cores, load {record['load']}.)\n"
+    return markdown(("", f"{gigabytes:.0f} GB"), rows) + place
+
+
+def deduplicate_quality(record: Result) -> str:
+    """Planted duplicates that deduplication detected."""
+    rows = [
+        (kind, str(count["pairs"]), f"{count['found_at_0.7']} of {count['pairs_at_0.7']}",
+         str(count["found"] - count["found_at_0.7"]))
+        for kind, count in record["kinds"].items()
+    ]  # fmt: skip
+    wrong = len(record["removed_without_duplicate"])
+    return (
+        markdown(("kind", "pairs", "found, Jaccard at least 0.7", "found, Jaccard below 0.7"), rows)
+        + f"\n({record['removed']} documents removed, {wrong} without a planted duplicate.)\n"
+    )
+
+
+def sketches(record: Result) -> str:
+    """Speed and error of the MinHash libraries."""
+    rows = [
+        (name, f"{side['hashes_per_second'] / 1e6:.2f}", f"{side['error']:.4f}")
+        for name, side in record["libraries"].items()
+    ]
+    return markdown(("library", "million n-grams/s, one core", "error of the estimate"), rows)

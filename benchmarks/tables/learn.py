@@ -1,0 +1,63 @@
+"""Tables of learning curves."""
+
+from __future__ import annotations
+
+from benchmarks.learn.ablations import VARIANTS, mean_curves
+from benchmarks.tables.common import UNMEASURED, Result, markdown
+
+PAPER = {
+    "RoBERTa": ("84.9/85.1", "91.1/84.8", "79.5/76.0", "66.8"),
+    "DeBERTa": ("86.3/86.2", "92.1/86.1", "82.5/79.3", "71.7"),
+    "-EMD": ("86.1/86.1", "91.8/85.8", "81.3/78.0", "70.3"),
+    "-C2P": ("85.9/85.7", "91.6/85.8", "81.3/78.3", "69.3"),
+    "-P2C": ("86.0/85.8", "91.7/85.7", "80.8/77.6", "69.6"),
+    "+shared projections": ("86.3/86.3", "92.2/86.2", "82.3/79.5", ""),
+    "+convolution": ("86.3/86.5", "92.5/86.4", "82.5/79.7", ""),
+}
+"""MNLI-m/mm, SQuAD 1.1, SQuAD 2.0, RACE of He et al. 2021, Tables 4 and 13."""
+
+
+def same_batches(record: Result) -> str:
+    """Validation loss beside that of transformers' DeBERTa on the same batches."""
+    header = ("step", "tokens", "ours", "transformers")
+    theirs = {point["step"]: point["loss"] for point in record["huggingface"]}
+    ours = {point["step"]: point for point in record["ours"]}
+    rows = [
+        (str(step), f"{point['tokens'] / 1e6:.2f}M", f"{point['loss']:.3f}",
+         f"{theirs[step]:.3f}" if step in theirs else "")
+        for step, point in ours.items()
+    ]  # fmt: skip
+    unigram = f"\nUnigram cross-entropy of the same targets: {record['unigram_loss']:.3f} nat.\n"
+    return markdown(header, rows) + unigram
+
+
+def learn(record: Result) -> str:
+    """Final validation loss of the ablations beside the paper's fine-tuning results."""
+    header = ("model", "seeds", "validation loss", "difference", "s per step",
+              "paper: MNLI-m/mm", "SQuAD 1.1 F1/EM", "SQuAD 2.0 F1/EM", "RACE")  # fmt: skip
+    last = {name: points[-1] for name, points in mean_curves(record)}
+    steps, reference = record["steps"], last.get("DeBERTa", (0, 0.0))
+    rows = []
+    for name in VARIANTS:
+        seeds = sum(
+            run["variant"] == name and run["validation"][-1]["step"] == steps
+            for run in record["runs"]
+        )
+        loss = against = ""
+        if name in last:
+            step, mean = last[name]
+            loss = f"{mean:.3f}" if step == steps else f"{mean:.3f} at step {step}"
+            if step == steps == reference[0]:
+                against = f"{mean - reference[1]:+.3f}"
+        seconds = record["seconds_per_step"].get(name)
+        rows.append((
+            name, str(seeds), loss or UNMEASURED, against,
+            f"{seconds:.3g}" if seconds else UNMEASURED, *PAPER.get(name, ("", "", "", "")),
+        ))  # fmt: skip
+    tokens = record["steps"] * record["tokens_per_step"] / 1e6
+    timed = f"; steps timed at load {record['timed']['load']}" if "timed" in record else ""
+    return markdown(header, rows) + (
+        f"\n({record['layers']} layers x {record['width']}, {tokens:.2f} million tokens; "
+        f"unigram cross-entropy of the same targets {record['unigram_loss']:.3f} nat; "
+        f"{record['hardware']}, torch {record['torch']}{timed}.)\n"
+    )
