@@ -89,7 +89,7 @@ def _tokenizer(prefixes: Sequence[str], path: str) -> Tokenizer | None:
     tokenizer = load_tokenizer(path or manifest.tokenizer_path)
     if tokenizer.fingerprint != manifest.tokenizer_fingerprint:
         raise DataError(
-            f"{prefix}: the tokenizer is not the shards' own: fingerprint "
+            f"{prefix}: the shard was made with another tokenizer: fingerprint "
             f"{tokenizer.fingerprint} ({path or manifest.tokenizer_path}), manifest "
             f"{manifest.tokenizer_fingerprint} ({manifest.tokenizer_path}); give that as "
             "--tokenizer, or preprocess again"

@@ -1,1 +1,1 @@
-"""From shards to rows of tokens: documents, blends, packing, segment pairs."""
+"""Rows of tokens from shards: documents, blends, packing, segment pairs."""

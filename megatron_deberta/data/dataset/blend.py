@@ -1,7 +1,7 @@
 """Blending of several corpora in fixed proportions.
 
-The component of sample i is a pure function of i. Every component is less than one sample away from
-its share of the first n samples, for every n.
+The component of sample i is a pure function of i. Each component's number of samples among the
+first n differs from its share by less than one, for every n.
 """
 
 from __future__ import annotations
@@ -19,33 +19,31 @@ from megatron_deberta.data.dataset.rows import RowBatch, RowSource, join
 from megatron_deberta.errors import ConfigError
 
 LONGEST_PERIOD = 1 << 20
-"""Samples of the longest table: weights with a longer period are taken block by block."""
+"""Samples of the longest table; weights with a longer period use tables of blocks."""
 _LEAST_BLOCK = 1 << 14
 Window = Callable[[int, int], tuple[int, int]]
-"""From a component and the number of one of its units to the first and last place of that unit."""
+"""Maps a component and the number of one of its samples to that sample's first and last place."""
 
 
 class _Table(NamedTuple):
-    """Some neighbouring samples of the mixture."""
+    """Consecutive samples of the blend."""
 
     components: npt.NDArray[np.uint16]
-    """Which component each comes from."""
+    """Component of each sample."""
     local: npt.NDArray[np.int64]
-    """The row's index there."""
+    """Row index in that component."""
 
 
 class BlendedRows:
     """Rows of several sources in proportion to weights.
 
-    Weights are fractions of small whole numbers more often than not, as 0.3 and 0.7 are; then the
-    pattern repeats exactly after their sum and is one table. Token counts and square roots are
-    not; then a table holds a block of the samples, and the two used last are kept. A block is
-    found from its number alone. Either way shares are exact, and each source counts its own rows
-    on.
+    Weights in lowest terms, such as 3 and 7 for 0.3 and 0.7, repeat with their sum as the period.
+    A short period is one table. For a long one (token counts, square roots) a table holds a block
+    of samples, computed from its number alone, and the two used last are kept. Shares are exact.
 
     Args:
         sources: the components.
-        weights: positive, one a component, of any sum.
+        weights: positive, one per component, of any sum.
 
     Attributes:
         period: samples after which the pattern repeats.
@@ -59,7 +57,7 @@ class BlendedRows:
         self._sources = tuple(sources)
         self._shares = _whole_shares(weights)
         self.period = sum(self._shares)
-        # The smallest component has a unit at least every so many samples.
+        # Maximum distance between samples of the smallest component.
         self._reach = -(-self.period // min(self._shares))
         if self._reach > LONGEST_PERIOD:
             raise ConfigError(
@@ -76,7 +74,7 @@ class BlendedRows:
             self._block = max(_LEAST_BLOCK, self._reach)
 
     def rows(self, indices: npt.NDArray[np.int64]) -> RowBatch:
-        """Return the rows of the given indices >= 0 of the mixture, in that order."""
+        """Return the rows of the given indices >= 0 of the blend, in that order."""
         components, local = self.locate(indices)
         used = np.unique(components).tolist()
         places = [np.flatnonzero(components == component) for component in used]
@@ -89,7 +87,7 @@ class BlendedRows:
     def locate(
         self, indices: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return the component of each row of the mixture and the row's index there."""
+        """Return the component of each row of the blend and the row's index in it."""
         blocks, slots = np.divmod(indices, self._block)
         if self._repeats:
             table = self._tables[0]
@@ -106,38 +104,39 @@ class BlendedRows:
     def _table_of(self, block: int) -> _Table:
         if block not in self._tables:
             if len(self._tables) > 1:
-                # A batch may lie in two blocks.
+                # A batch can span two blocks.
                 del self._tables[min(self._tables)]
             begin, end = block * self._block, (block + 1) * self._block
             counts = self._counts_at(begin)
-            pattern = _in_time(self._window, counts, begin, end, self._counts_at(end))
+            pattern = _earliest_deadline_first(
+                self._window, counts, begin, end, self._counts_at(end)
+            )
             self._tables[block] = _table(pattern, counts)
         return self._tables[block]
 
     def _counts_at(self, place: int) -> list[int]:
-        """Return the units of each component up to and with the last place of a block.
+        """Return the samples of each component among the first ``place``, at a block's edge.
 
-        Any rounding of the shares there keeps the promise itself, but not all leave a way to keep
-        it before and after. This one does (Hall's theorem on the units' windows). After it,
-        because some places earlier it began at ``_never_late`` and in time: what has begun that
-        way can go on for ever. Before it, because all that must come in the last ``_reach``
-        places did, and no unit has a window so long that earlier places could matter. Blocks are
-        not shorter than that, so that no unit can be counted at a begin and not at the end.
+        Not every rounding of the shares can be continued on both sides. This one can, by Hall's
+        theorem on the windows of the samples. Forward: it follows a schedule that started from
+        ``_round_shares`` ``_reach`` places earlier and kept all deadlines, which can go on
+        indefinitely. Backward: all samples due in those places came, and no window is longer.
+        Blocks are at least ``_reach`` long, so counts never decrease from edge to edge.
         """
         if place == 0:
             return [0] * len(self._shares)
         begin = place - self._reach
-        counts = self._never_late(begin)
-        pattern = _in_time(self._window, counts, begin, place)
+        counts = self._round_shares(begin)
+        pattern = _earliest_deadline_first(self._window, counts, begin, place)
         added = np.bincount(pattern, minlength=len(counts)).tolist()
         return [count + more for count, more in zip(counts, added, strict=True)]
 
-    def _never_late(self, place: int) -> list[int]:
-        """Round the shares of the first samples, up those whose next unit must come soonest.
+    def _round_shares(self, place: int) -> list[int]:
+        """Round the shares of the first samples, up those with the earliest next deadline.
 
-        All units due up to a later place then fit between: if one that was rounded down is among
-        them, all that were rounded up are, and the units are those of a schedule without
-        rounding; if none is, those rounded up have had more than their share.
+        All samples due by any later place then fit: if one rounded down is among them, so are all
+        rounded up, as in a schedule without rounding; if none is, those rounded up have had more
+        than their share.
         """
         counts = [share * place // self.period for share in self._shares]
         between = [n for n, share in enumerate(self._shares) if share * place % self.period]
@@ -146,14 +145,14 @@ class BlendedRows:
             counts[number] += 1
         return counts
 
-    def _window(self, number: int, unit: int) -> tuple[int, int]:
-        """Say where a unit keeps its component less than one sample from its share."""
+    def _window(self, number: int, sample: int) -> tuple[int, int]:
+        """Return the places of a sample that keep its component within one sample of its share."""
         share = self._shares[number]
-        return unit * self.period // share + 1, -(-(unit + 1) * self.period // share)
+        return sample * self.period // share + 1, -(-(sample + 1) * self.period // share)
 
 
 def _table(pattern: npt.NDArray[np.uint16], counts: Sequence[int]) -> _Table:
-    """Number each component's rows on from ``counts``."""
+    """Number each component's rows, starting at ``counts``."""
     local = np.empty(len(pattern), np.int64)
     for component, count in enumerate(counts):
         places = np.flatnonzero(pattern == component)
@@ -162,41 +161,42 @@ def _table(pattern: npt.NDArray[np.uint16], counts: Sequence[int]) -> _Table:
 
 
 def _even_pattern(shares: Sequence[int]) -> npt.NDArray[np.uint16]:
-    """Return which component comes at each of ``sum(shares)`` places, by Tijdeman's rule.
+    """Return the component at each of ``sum(shares)`` places, by Tijdeman's rule.
 
-    Unit number j of a component may come from place ``(j + d) P / share`` on, and must have come
-    by ``(j + 1 - d) P / share``, with d = 1 / (2k - 2) and places counted from 1.
+    Sample j of one of k components comes from place ``(j + d) P / share`` to place
+    ``(j + 1 - d) P / share``, with d = 1 / (2k - 2) and places counted from 1.
+
+    Source: Tijdeman 1980, "The chairman assignment problem".
     """
     period, slack = sum(shares), max(2 * len(shares) - 2, 1)
 
-    def window(number: int, unit: int) -> tuple[int, int]:
+    def window(number: int, sample: int) -> tuple[int, int]:
         parts = slack * shares[number]
-        release = -(-period * (slack * unit + 1) // parts)
-        return release, period * (slack * unit + slack - 1) // parts
+        release = -(-period * (slack * sample + 1) // parts)
+        return release, period * (slack * sample + slack - 1) // parts
 
     if len(shares) == 1:
         return np.zeros(period, np.uint16)
-    return _in_time(window, [0] * len(shares), 0, period)
+    return _earliest_deadline_first(window, [0] * len(shares), 0, period)
 
 
-def _in_time(
+def _earliest_deadline_first(
     window: Window,
     counts: Sequence[int],
     begin: int,
     end: int,
     limits: Sequence[int] | None = None,
 ) -> npt.NDArray[np.uint16]:
-    """Return which component comes at each of the places ``begin + 1`` to ``end``.
+    """Schedule components at places ``begin + 1`` to ``end``, earliest deadline first.
 
-    Of the units whose windows are open, the one whose window closes first is next. That finds a
-    way to keep all windows where there is one.
+    This keeps all windows if any schedule does.
 
     Args:
-        window: of each unit.
-        counts: units of each component before.
+        window: of each sample.
+        counts: samples of each component before.
         begin: places before.
         end: the last place.
-        limits: units of each component at the end; None where that is free.
+        limits: samples of each component at the end; None: any.
     """
     pattern = np.zeros(end - begin, np.uint16)
     counts = list(counts)
@@ -210,17 +210,17 @@ def _in_time(
             heapq.heappush(ready, (deadline, number))
         number = heapq.heappop(ready)[1]
         pattern[place - begin - 1] = number
-        unit = counts[number] = counts[number] + 1
-        if limits is None or unit < limits[number]:
-            heapq.heappush(waiting, (*window(number, unit), number))
+        counts[number] += 1
+        if limits is None or counts[number] < limits[number]:
+            heapq.heappush(waiting, (*window(number, counts[number]), number))
     return pattern
 
 
 def _whole_shares(weights: Sequence[float]) -> list[int]:
-    """Bring weights to whole numbers in lowest terms."""
+    """Return weights as integers in lowest terms."""
     if not all(math.isfinite(weight) and weight > 0 for weight in weights):
         raise ConfigError(f"data.train: weights {list(weights)} must be positive numbers")
-    # What was written in decimals is meant in decimals.
+    # By way of str, so that decimals are exact.
     exact = [Fraction(str(weight)) for weight in weights]
     scale = math.lcm(*(weight.denominator for weight in exact))
     whole = [int(weight * scale) for weight in exact]

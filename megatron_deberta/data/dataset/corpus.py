@@ -1,8 +1,4 @@
-"""Documents of one or more shards as one numbered sequence, or a part of it.
-
-Owns opening shards with all checks that a run needs (manifest, tokenizer, hashes) and the
-validation split. Refuses to know rows.
-"""
+"""Documents of one or more shards as one numbered sequence, and the validation split."""
 
 from __future__ import annotations
 
@@ -25,11 +21,11 @@ Integers = npt.NDArray[np.int64]
 
 
 class Split(NamedTuple):
-    """One side of a validation split: a shard's documents whose hash is above a bound, or not."""
+    """One side of a validation split: a shard's documents with hashes above or up to a bound."""
 
     side: Literal["training", "validation"]
     key: int
-    """Of the hash of document numbers."""
+    """Key of the hash of document numbers."""
     bound: int
     """Largest hash of a validation document."""
     first: int
@@ -37,40 +33,40 @@ class Split(NamedTuple):
 
 
 class Sentences(NamedTuple):
-    """Where sentences end, documents one behind the other."""
+    """Sentence boundaries of all documents, laid end to end."""
 
     ends: Integers
-    """[S + 1] int64 tokens before each sentence, then all."""
+    """[S + 1] int64 tokens before each sentence, then their number."""
     bounds: Integers
-    """[D + 1] int64 sentences before each document, then all."""
+    """[D + 1] int64 sentences before each document, then their number."""
 
 
 class _Chunk(NamedTuple):
-    """Some neighbouring documents of one shard."""
+    """Consecutive documents of one shard."""
 
     shard: IndexedDataset
     first: int
-    """Number of the first in its shard."""
+    """Number of the first document in its shard."""
     kept: npt.NDArray[np.int64]
-    """Which of them belong to the corpus, counted from ``first``."""
+    """Documents that belong to the corpus, relative to ``first``."""
     starts: Integers
-    """Where those begin, for ``Corpus.tokens``."""
+    """Their first tokens, for ``Corpus.tokens``."""
     lengths: Integers
-    """Their tokens."""
+    """Their numbers of tokens."""
 
 
 class Corpus:
     """Non-empty documents of some shards, numbered 0..len-1 in shard order.
 
     Args:
-        shards: where the documents are.
-        splits: which of them, for each shard; None takes all.
+        shards: shards with the documents.
+        splits: side of the validation split, per shard; None: all documents.
         cache: of indices.
 
     Attributes:
         shards: as given.
         splits: as given.
-        identity: what the documents are, by content, as JSON.
+        identity: identifies the documents, as JSON.
         lengths: [D] integers, tokens of each document.
         num_tokens: tokens of all documents.
 
@@ -103,7 +99,7 @@ class Corpus:
 
     @property
     def name(self) -> str:
-        """The shards' prefixes, for messages."""
+        """The shards' prefixes, for error messages."""
         return ", ".join(shard.prefix for shard in self.shards)
 
     def __len__(self) -> int:
@@ -111,7 +107,7 @@ class Corpus:
         return len(self.lengths)
 
     def starts(self, documents: npt.NDArray[Any]) -> Integers:
-        """Return where documents begin, for ``tokens``."""
+        """Return the first tokens of documents, for ``tokens``."""
         begins: Integers = self._starts[documents]
         return begins
 
@@ -120,14 +116,14 @@ class Corpus:
 
         Args:
             start: from ``starts``, plus an offset inside the document.
-            length: how many; must not leave the document.
+            length: number of tokens, all inside the document.
         """
         shard = bisect_right(self._first_tokens, start) - 1
         local = start - self._first_tokens[shard]
         return self.shards[shard].tokens(local, local + length)
 
     def gather(self, starts: Integers, lengths: Integers) -> npt.NDArray[Any]:
-        """Return the tokens of several places, one behind the other."""
+        """Return the concatenated tokens of several spans."""
         pieces = zip(starts.tolist(), lengths.tolist(), strict=True)
         if len(self.shards) == 1:
             tokens = self.shards[0].tokens
@@ -135,7 +131,7 @@ class Corpus:
         return np.concatenate([self.tokens(start, length) for start, length in pieces])
 
     def sentences(self, cache: IndexCache) -> Sentences:
-        """Return where the documents' sentences end; empty ones are left out."""
+        """Return the boundaries of the documents' non-empty sentences."""
         num_sentences = sum(shard.num_sequences for shard in self.shards)
         arrays = cache.get("sentences", self.identity, num_sentences, self._list_sentences)
         return Sentences(arrays["ends"], arrays["bounds"])
@@ -158,7 +154,7 @@ class Corpus:
             sentences += lengths.size
 
     def _chunks(self) -> Iterator[_Chunk]:
-        """List the documents, a bounded number at a time."""
+        """Yield the documents in chunks of bounded size."""
         splits = self.splits or (None,) * len(self.shards)
         for shard, base, split in zip(self.shards, self._first_tokens, splits, strict=False):
             for first in range(0, len(shard), _CHUNK):
@@ -174,7 +170,9 @@ class Corpus:
 
 def _narrowed(lengths: Integers) -> npt.NDArray[np.uint32]:
     if lengths.size and int(lengths.max()) >= 1 << 32:
-        raise DataError(f"a document has {int(lengths.max())} tokens; split it before")
+        raise DataError(
+            f"a document has {int(lengths.max())} tokens; split it before preprocessing"
+        )
     return lengths.astype(np.uint32)
 
 
@@ -188,7 +186,7 @@ def open_shard(prefix: str, vocabulary: Vocabulary, hashes: bool = False) -> Ind
 
     Raises:
         DataError: the shard is damaged, was made with another tokenizer or a larger vocabulary,
-            contradicts its manifest, or ``hashes`` is asked of a shard without a manifest.
+            contradicts its manifest, or has no manifest although ``hashes`` is true.
     """
     shard = IndexedDataset(prefix)
     manifest = read_manifest(prefix)
@@ -201,7 +199,7 @@ def open_shard(prefix: str, vocabulary: Vocabulary, hashes: bool = False) -> Ind
         return shard
     if manifest.tokenizer_fingerprint != vocabulary.fingerprint:
         raise DataError(
-            f"{prefix}: the tokenizer is not the shards' own: fingerprint "
+            f"{prefix}: the shard was made with another tokenizer: fingerprint "
             f"{vocabulary.fingerprint}, manifest {manifest.tokenizer_fingerprint} "
             f"({manifest.tokenizer_path}); set tokenizer.path to that, or preprocess again"
         )
@@ -219,7 +217,7 @@ def open_shard(prefix: str, vocabulary: Vocabulary, hashes: bool = False) -> Ind
 def split_validation(
     shards: Sequence[IndexedDataset], fraction: float, seed: int, cache: IndexCache | None = None
 ) -> tuple[Corpus, Corpus]:
-    """Hold out the documents with the smallest hashes; a function of (seed, document number).
+    """Hold out the documents with the smallest hashes of (seed, document number).
 
     Args:
         shards: training shards.
@@ -228,7 +226,7 @@ def split_validation(
         cache: of indices.
 
     Returns:
-        Training and validation documents, without overlap.
+        Disjoint training and validation documents.
 
     Raises:
         DataError: there are fewer than two documents.

@@ -1,13 +1,10 @@
-"""Large indices: built once, kept on disk, mapped into memory by every process.
+"""Cache of large indices: built once, kept on disk and memory-mapped by every process.
 
-Owns who builds an index and what the others do meanwhile: they look for the finished folder, so
-no collective waits and no time-out of one can expire. Refuses to know what indices are for.
-
-A small index is built in memory by each process; that is quicker than asking the disk. A large
-one is a folder ``{name}-{hash}``, whose hash is of all that it depends on. Its builder holds a
-lock file; if the builder dies the lock is taken over, at once on its own machine, elsewhere when
-nobody has touched it for ``patience`` seconds. Two builders at once would do no harm but to time,
-because a folder appears whole or not at all.
+A small index is built in memory by each process. A large one is a folder ``{name}-{hash}``, whose
+hash covers everything it depends on. Processes wait for the finished folder, not in a collective,
+so no time-out applies. The builder holds a lock file. A dead builder's lock is taken over, at once
+on its own machine, elsewhere when it has not been touched for ``patience`` seconds. Folders appear
+atomically, so two concurrent builders cost only time.
 """
 
 from __future__ import annotations
@@ -35,23 +32,23 @@ from megatron_deberta.files import fsync_path, write_durably
 Arrays = dict[str, npt.NDArray[Any]]
 FORMAT = 1
 WORTH_KEEPING = 1 << 20
-"""Entries from which on an index is kept on disk."""
+"""Minimum number of entries of an index kept on disk."""
 _DESCRIPTION = "index.json"
 
 
 class ArrayWriter(Protocol):
-    """Takes one-dimensional arrays in parts."""
+    """Receiver of one-dimensional arrays in parts."""
 
     def append(self, name: str, values: npt.NDArray[Any]) -> None:
-        """Add to the end of array ``name``, whose dtype the first part decides."""
+        """Append to array ``name``; the first part sets its dtype."""
 
 
 class IndexCache:
-    """Gives indices by what they depend on.
+    """Cache of indices, keyed by what they depend on.
 
     Args:
-        directory: where large indices are kept; empty keeps all in memory.
-        patience: seconds after which a lock that nobody touches counts as left by the dead.
+        directory: folder of large indices; empty: keep all in memory.
+        patience: seconds after which a lock that is not touched counts as abandoned.
     """
 
     def __init__(self, directory: str | Path = "", *, patience: float = 300.0) -> None:
@@ -62,13 +59,13 @@ class IndexCache:
     def get(
         self, name: str, identity: Any, num_entries: int, build: Callable[[ArrayWriter], None]
     ) -> Arrays:
-        """Return an index, built if need be.
+        """Return an index; build it if necessary.
 
         Args:
-            name: what it is, part of its folder's name.
-            identity: all that it depends on, as JSON.
-            num_entries: about how large it is.
-            build: writes it.
+            name: kind of index, part of the folder's name.
+            identity: everything the index depends on, as JSON.
+            num_entries: approximate size.
+            build: writes the index.
 
         Raises:
             DataError: the folder is damaged or cannot be written.
@@ -93,7 +90,7 @@ class IndexCache:
     def _build_or_wait(
         self, folder: Path, digest: str, build: Callable[[ArrayWriter], None]
     ) -> None:
-        """Build the folder if the lock is free, else wait until there is reason to look again."""
+        """Build the folder if the lock is free; otherwise wait for the folder or the lock."""
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock = Path(f"{folder}.lock")
         owner = f"{platform.node()} {os.getpid()} {uuid.uuid4().hex}"
@@ -114,7 +111,7 @@ class IndexCache:
             try:
                 staging.rename(folder)
             except OSError:
-                # Somebody thought this process dead and was quicker.
+                # Another process took the lock over and finished first.
                 if not folder.exists():
                     raise
             fsync_path(folder.parent)
@@ -124,11 +121,11 @@ class IndexCache:
                 lock.unlink(missing_ok=True)
 
     def _wait(self, folder: Path, lock: Path) -> None:
-        """Return when the lock or the folder changes; take a dead builder's lock away."""
+        """Wait until the lock or the folder changes; remove a dead builder's lock."""
         owner, touched, since = _owner(lock), _touched(lock), time.monotonic()
         while owner is not None and _owner(lock) == owner and not folder.exists():
             if _touched(lock) != touched:
-                # Clocks of machines differ, so only changes are looked at.
+                # Compare changes only: clocks of machines differ.
                 touched, since = _touched(lock), time.monotonic()
             if _is_dead(owner) or time.monotonic() - since > self._patience:
                 shutil.rmtree(_staging(folder, owner), ignore_errors=True)
@@ -146,14 +143,11 @@ class _MemoryWriter:
         self._parts[name].append(values)
 
     def arrays(self) -> Arrays:
-        return {
-            name: parts[0] if len(parts) == 1 else np.concatenate(parts)
-            for name, parts in self._parts.items()
-        }
+        return {name: np.concatenate(parts) for name, parts in self._parts.items()}
 
 
 class _FileWriter:
-    """Writes with calls that report a full disk; a memory map would end in SIGBUS."""
+    """Writes arrays with ``write``, which reports a full disk; a memory map gets SIGBUS."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -191,7 +185,7 @@ def _map(path: Path, dtype: np.dtype[Any], size: int) -> npt.NDArray[Any]:
         raise ValueError(f"{path.name} has {path.stat().st_size} bytes")
     if size == 0:
         return np.empty(0, dtype)
-    # A plain array over the map: slicing a memmap costs several times as much.
+    # A plain array: slicing a memmap costs several times as much.
     return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
 
 
@@ -200,7 +194,7 @@ def _staging(folder: Path, owner: str) -> Path:
 
 
 def _owner(lock: Path) -> str | None:
-    """Who holds the lock: machine, process, token; None: nobody."""
+    """Return the lock's holder (machine, process id, token); None: no lock."""
     try:
         return lock.read_text()
     except FileNotFoundError:
@@ -215,16 +209,14 @@ def _touched(lock: Path) -> int:
 
 
 def _is_dead(owner: str) -> bool:
-    """Whether the builder was a process of this machine that is gone."""
+    """Tell whether the builder was a process of this machine that has ended."""
     machine, _, rest = owner.rpartition(" ")[0].rpartition(" ")
     if machine != platform.node() or not rest.isdigit():
         return False
     try:
         os.kill(int(rest), 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
+    except OSError as error:
+        return isinstance(error, ProcessLookupError)
     return False
 
 

@@ -1,16 +1,15 @@
-"""Documents to rows of a fixed length.
+"""Packing of documents into rows of a fixed length, as a pure function of (seed, row index).
 
-Owns which tokens make up sample i, as a pure function of (seed, i). Refuses to mask them.
-The random order of documents is drawn anew each epoch; the order of rows too, so neighbouring
-rows of a long document do not meet in a batch.
+The random order of documents is drawn anew in each epoch, and so is the order of rows, which
+separates neighbouring rows of a long document.
 
 Source: Liu et al. 2019 (RoBERTa), arXiv:1907.11692, section 4.2. Deviation: rows are cut at token
-boundaries, not at sentence ends, as the released DeBERTa data is, so that no row is padded.
+boundaries, not at sentence ends, as in the released DeBERTa data, so no row is padded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -31,9 +30,9 @@ from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.errors import DataError
 
 PAIR_PACKINGS = {"segment_pair": 0, "sentence_pair": 2}
-"""Formats of two halves and a label -> the most sentences of a pair, 0: as many as fit."""
+"""Formats of segment pairs -> maximum number of sentences per pair, 0: as many as fit."""
 _FRAME_TOKENS = 2
-"""[CLS] and the last [SEP]."""
+"""[CLS] and the final [SEP]."""
 _CHUNK = 1 << 22
 
 
@@ -41,14 +40,14 @@ class _Layout(Protocol):
     num_rows: int
 
     def epoch_rows(self, epoch: int) -> int:
-        """Return how many rows an epoch has to choose ``num_rows`` from."""
+        """Return the number of rows of an epoch, of which ``num_rows`` are used."""
 
-    def pieces(self, epoch: int, rows: npt.NDArray[np.int64]) -> TokenSpans:
-        """Return what the given rows of an epoch hold."""
+    def spans(self, epoch: int, rows: npt.NDArray[np.int64]) -> TokenSpans:
+        """Return the token spans of the given rows of an epoch."""
 
 
 class _FullSentences:
-    """Rows cut from the epoch's documents laid end to end, a separator between them."""
+    """Rows cut from the concatenated documents of an epoch, with separators between them."""
 
     def __init__(self, corpus: Corpus, content_length: int, key: int, cache: IndexCache) -> None:
         self._corpus = corpus
@@ -63,10 +62,10 @@ class _FullSentences:
         return self.num_rows
 
     def prepare(self, epoch: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return an epoch's document order and, in that order, where each ends, separator too."""
+        """Return an epoch's document order and the documents' cumulative ends with separators."""
         if epoch not in self._epochs:
             if len(self._epochs) > 1:
-                # Loaders work at most one epoch ahead of the slowest sample in flight.
+                # Loaders are at most one epoch ahead of the slowest sample in flight.
                 del self._epochs[min(self._epochs)]
             arrays = self._cache.get(
                 "order",
@@ -89,7 +88,7 @@ class _FullSentences:
             writer.append("ends", ends)
             total = int(ends[-1])
 
-    def pieces(self, epoch: int, rows: npt.NDArray[np.int64]) -> TokenSpans:
+    def spans(self, epoch: int, rows: npt.NDArray[np.int64]) -> TokenSpans:
         order, ends = self.prepare(epoch)
         begins = rows * self._content_length
         stops = np.minimum(begins + self._content_length, self._stream_length)
@@ -104,7 +103,7 @@ class _FullSentences:
         skipped = np.maximum(begins[row_of] - document_begins, 0)
         taken = np.minimum(stops[row_of] - document_begins, lengths) - skipped
         starts = self._corpus.starts(documents) + skipped
-        # A separator that fell to the row's start separates nothing.
+        # Drop a document of which only the separator falls into the row, at its start.
         empty = before[taken[before] == 0]
         if empty.size:
             counts[row_of[empty]] -= 1
@@ -113,7 +112,7 @@ class _FullSentences:
 
 
 class _DocSentences:
-    """Rows that end with their document; a long document has several."""
+    """Rows that end with their document; a long document fills several rows."""
 
     def __init__(self, corpus: Corpus, content_length: int, cache: IndexCache) -> None:
         self._corpus = corpus
@@ -134,7 +133,7 @@ class _DocSentences:
             writer.append("ends", ends)
             total = int(ends[-1])
 
-    def pieces(self, epoch: int, rows: npt.NDArray[np.int64]) -> TokenSpans:
+    def spans(self, epoch: int, rows: npt.NDArray[np.int64]) -> TokenSpans:
         documents = np.searchsorted(self._row_ends, rows, side="right")
         lengths = self._corpus.lengths[documents].astype(np.int64)
         rows_left = self._row_ends[documents] - rows
@@ -145,23 +144,23 @@ class _DocSentences:
 
 
 class PackedRows:
-    """The endless rows of a corpus, epoch after epoch.
+    """Endless rows of a corpus, epoch after epoch.
 
     Args:
         corpus: the documents.
         vocabulary: special ids and size.
-        sequence_length: N, tokens a row at most.
+        sequence_length: N, maximum tokens per row.
         packing: as ``data.packing``.
-        key: identifies the order, from the run's seed and the component's number.
-        static_masks: masks a row has; 0: one a sample. Otherwise rows are cut once, for all
-            epochs, and epoch e masks them the way of epoch e modulo this number.
+        key: key of the order, from the run's seed and the component's number.
+        static_masks: number of masks per row; 0: a new mask for each sample. Otherwise all epochs
+            have the same rows, and epoch e the masks of epoch e modulo this number.
         cache: of indices.
 
     Attributes:
         rows_per_epoch: the same for every epoch.
 
     Raises:
-        DataError: ``sequence_length`` leaves no room for text, or the format wants sentences and
+        DataError: ``sequence_length`` leaves no room for text, or the format needs sentences and
             there are none.
     """
 
@@ -201,15 +200,14 @@ class PackedRows:
         Raises:
             DataError: the shard holds an id outside the vocabulary.
         """
-        epochs = indices // self.rows_per_epoch
-        first = int(epochs[0])
-        if (epochs == first).all():
-            return self._epoch_rows(first, indices - first * self.rows_per_epoch)
+        epochs, numbers = np.divmod(indices, self.rows_per_epoch)
+        used = np.unique(epochs).tolist()
+        places = [np.flatnonzero(epochs == epoch) for epoch in used]
         parts = [
-            self._epoch_rows(epoch, indices[epochs == epoch] - epoch * self.rows_per_epoch)
-            for epoch in np.unique(epochs).tolist()
+            self._epoch_rows(epoch, numbers[place])
+            for epoch, place in zip(used, places, strict=True)
         ]
-        return join(parts, list(_places(epochs)))
+        return join(parts, places)
 
     def _epoch_rows(self, epoch: int, numbers: npt.NDArray[np.int64]) -> RowBatch:
         cut = 0 if self._static_masks else epoch
@@ -219,21 +217,8 @@ class PackedRows:
             self._order = epoch, KeyedPermutation(available, key)
         permute = self._order[1]
         chosen = np.array([permute(number % available) for number in numbers.tolist()])
-        rows = assemble(self._corpus, self._vocabulary, self._layout.pieces(cut, chosen))
+        rows = assemble(self._corpus, self._vocabulary, self._layout.spans(cut, chosen))
         if not self._static_masks:
             return rows
         key = mix64(self._key, Purpose.STATIC_MASK, epoch % self._static_masks)
-        return RowBatch(
-            rows.tokens,
-            rows.sizes,
-            rows.part_sizes,
-            rows.part_counts,
-            rows.is_random_next,
-            hash_values(key, chosen),
-        )
-
-
-def _places(epochs: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.int64]]:
-    """Where the rows of each epoch stand, epochs ascending."""
-    for epoch in np.unique(epochs):
-        yield np.flatnonzero(epochs == epoch)
+        return replace(rows, mask_ids=hash_values(key, chosen))

@@ -1,8 +1,4 @@
-"""Rows before masking, many at a time, without padding.
-
-Owns how runs of tokens become framed rows. Refuses to choose them (``packing.py``, ``pairs.py``)
-and to mask them.
-"""
+"""Rows of framed tokens before masking, laid end to end without padding."""
 
 from __future__ import annotations
 
@@ -19,27 +15,27 @@ from megatron_deberta.errors import DataError
 
 
 class TokenSpans(NamedTuple):
-    """Which tokens some rows hold; a separator follows each piece."""
+    """Spans of corpus tokens that form rows; a separator follows each span."""
 
     counts: npt.NDArray[np.int64]
-    """[B] pieces of each row, at least 1."""
+    """[B] spans of each row, at least 1."""
     starts: npt.NDArray[np.int64]
-    """[P] for ``Corpus.tokens``, row after row."""
+    """[P] first tokens, for ``Corpus.tokens``, row after row."""
     lengths: npt.NDArray[np.int64]
-    """[P] tokens."""
+    """[P] numbers of tokens."""
     is_random_next: npt.NDArray[np.int64] | None = None
-    """[B] 1 where the second piece does not go on from the first, else 0; None: not pairs."""
+    """[B] 1 where the second span does not follow the first, else 0; None: not pairs."""
 
 
 class Row(NamedTuple):
-    """One row, for people and tests."""
+    """One row, for display and tests."""
 
     tokens: npt.NDArray[np.int64]
     """[n] ids, framed by [CLS] and [SEP]."""
     document_starts: list[int]
-    """Row positions at which documents (of a pair: its halves) begin, the first 0."""
+    """Row positions at which documents (or the segments of a pair) begin, the first 0."""
     is_random_next: int | None
-    """Of a pair: 1 where the second half does not go on from the first, else 0."""
+    """1 if the second segment does not follow the first, else 0; None: not a pair."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +45,11 @@ class RowBatch:
     Attributes:
         tokens: [T] int64 ids; each row is framed by [CLS] and [SEP].
         sizes: [B] int64 tokens of each row.
-        part_sizes: [P] int64 tokens of each document's part (of a pair: of its halves), frame
-            included: [CLS] belongs to the first, a separator to the part before it.
+        part_sizes: [P] int64 tokens of each document (or segment) in its row: [CLS] counts to the
+            first, a separator to the part before it.
         part_counts: [B] int64 parts of each row.
         is_random_next: [B] int64 as in ``TokenSpans``, or None.
-        mask_ids: [B] uint64, what the masks are keyed on; None: on the sample index.
+        mask_ids: [B] uint64 keys of the masks; None: the sample indices.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -84,18 +80,18 @@ class RowBatch:
 
 
 class RowSource(Protocol):
-    """An endless sequence of rows; index i means the same row for ever."""
+    """An endless, fixed sequence of rows."""
 
     def rows(self, indices: npt.NDArray[np.int64]) -> RowBatch:
         """Return the rows of the given indices >= 0, in that order."""
 
 
 class ShiftedRows:
-    """Another source's rows from index ``first`` on.
+    """Rows of another source, with indices shifted by ``first``.
 
     Args:
         source: the rows.
-        first: index of the row that is its row 0.
+        first: index of the source's row 0.
     """
 
     def __init__(self, source: RowSource, first: int) -> None:
@@ -112,8 +108,8 @@ def join(batches: Sequence[RowBatch], places: Sequence[npt.NDArray[np.int64]]) -
     """Merge rows of several sources.
 
     Args:
-        batches: at least one; all of pairs or none.
-        places: for each batch, where its rows go: together the numbers 0..B-1, each once.
+        batches: at least one; either all of pairs or none.
+        places: target rows of each batch: together the numbers 0..B-1, each once.
     """
     if len(batches) == 1:
         return batches[0]
@@ -130,36 +126,36 @@ def join(batches: Sequence[RowBatch], places: Sequence[npt.NDArray[np.int64]]) -
     return together.take(np.argsort(np.concatenate(places)))
 
 
-def assemble(corpus: Corpus, vocabulary: Vocabulary, pieces: TokenSpans) -> RowBatch:
-    """Read pieces and frame them: [CLS] piece [SEP] piece [SEP] ...
+def assemble(corpus: Corpus, vocabulary: Vocabulary, spans: TokenSpans) -> RowBatch:
+    """Read spans and frame them: [CLS] span [SEP] span [SEP] ...
 
     Raises:
         DataError: the shard holds an id outside the vocabulary.
     """
-    first_pieces = pieces.counts.cumsum() - pieces.counts
-    part_sizes = pieces.lengths + 1
-    part_sizes[first_pieces] += 1
+    first_spans = spans.counts.cumsum() - spans.counts
+    part_sizes = spans.lengths + 1
+    part_sizes[first_spans] += 1
     ends = part_sizes.cumsum()
     begins = ends - part_sizes
     tokens = np.empty(int(ends[-1]), np.int64)
     is_text = np.ones(tokens.size, np.bool_)
-    is_text[begins[first_pieces]] = False
+    is_text[begins[first_spans]] = False
     is_text[ends - 1] = False
-    text = corpus.gather(pieces.starts, pieces.lengths)
+    text = corpus.gather(spans.starts, spans.lengths)
     if text.size and (int(text.max()) >= vocabulary.size or int(text.min()) < 0):
         raise DataError(
             f"{corpus.name}: id {int(text.max())} (smallest {int(text.min())}) is outside the "
             f"vocabulary of {vocabulary.size}; preprocess with this tokenizer"
         )
     tokens[is_text] = text
-    tokens[begins[first_pieces]] = vocabulary.cls_id
+    tokens[begins[first_spans]] = vocabulary.cls_id
     tokens[ends - 1] = vocabulary.sep_id
-    sizes = np.add.reduceat(part_sizes, first_pieces)
-    return RowBatch(tokens, sizes, part_sizes, pieces.counts, pieces.is_random_next)
+    sizes = np.add.reduceat(part_sizes, first_spans)
+    return RowBatch(tokens, sizes, part_sizes, spans.counts, spans.is_random_next)
 
 
 def _runs(sizes: npt.NDArray[np.int64], order: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Where the entries of runs of the given sizes are, run after run in ``order``."""
+    """Return the indices of the entries of runs of the given sizes, runs in ``order``."""
     begins = (np.cumsum(sizes) - sizes)[order]
     taken = sizes[order]
     shift = begins - (np.cumsum(taken) - taken)

@@ -1,7 +1,6 @@
-"""Says whether shards are what their manifests and their vocabulary promise, and where not.
+"""Verification of shards against manifest and vocabulary: structure, counts, SHA-256, id range.
 
-Owns the walk over every byte: structure, counts, SHA-256 and the range of ids, on several threads
-(hashing and numpy's reductions release the interpreter's lock). Refuses to mend anything.
+Files are read by several threads (hashing and numpy's reductions release the interpreter's lock).
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ _LIST_MISSING = "quarantine list missing"
 
 @dataclass(frozen=True, slots=True)
 class ShardReport:
-    """What was found out about one shard.
+    """Result for one shard.
 
     Attributes:
         prefix: path without suffix.
         problems: one line each, naming file and place; empty for a good shard.
-        summary: what a good shard holds.
+        summary: content of a good shard.
     """
 
     prefix: str
@@ -45,7 +44,7 @@ class ShardReport:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """A shard whose structure is sound, and what is still being read of it."""
+    """A shard with a valid structure, and the pending results of reading it."""
 
     shard: IndexedDataset
     manifest: ShardManifest | None
@@ -63,14 +62,14 @@ def verify_shards(
     jobs: int = 1,
     report: Callable[[ShardReport], None],
 ) -> int:
-    """Read shards through and tell what is wrong with each.
+    """Read shards completely and report the problems of each.
 
     Args:
         prefixes: paths without suffix.
-        fingerprint: of the tokenizer they must be of; None does not compare.
-        vocab_size: of that tokenizer; ids must be below it, and manifests name it. None takes
-            each manifest's.
-        jobs: threads that read.
+        fingerprint: of the expected tokenizer; None: do not compare.
+        vocab_size: of that tokenizer, above all ids and equal to the manifests'; None: use each
+            manifest's.
+        jobs: number of reading threads.
         report: called with each shard's result, in order.
 
     Returns:
@@ -78,7 +77,7 @@ def verify_shards(
     """
     bad = 0
     with ThreadPoolExecutor(jobs) as pool:
-        # One shard is opened ahead, so that threads do not wait at the end of each.
+        # Open one shard ahead, so that threads are not idle at the end of each.
         waiting: list[ShardReport | _Work] = []
         for prefix in [*prefixes, None]:
             if prefix is not None:
@@ -161,10 +160,10 @@ def _finish(work: _Work, vocab_size: int | None) -> ShardReport:
 
 
 def _contradictions(shard: IndexedDataset, manifest: ShardManifest) -> list[str]:
-    """Compare a manifest's fields with each other, and with the token type.
+    """Compare a manifest's fields with each other and with the token type.
 
-    Only shards as ``preprocess`` wrote them name their plan. Others need not have counted their
-    input, or not all of it (merged ones), and may have a larger type than they need.
+    Only shards written by ``preprocess`` have ``plan_sha256``. Other shards need not count all of
+    their input and may have a larger type than necessary.
     """
     path = manifest_path(shard.prefix)
     original = bool(manifest.plan_sha256)
@@ -177,20 +176,19 @@ def _contradictions(shard: IndexedDataset, manifest: ShardManifest) -> list[str]
             f"documents_quarantined {manifest.documents_quarantined}; preprocess again"
         )
     usual = dtype_for_vocab(manifest.vocab_size)
-    held = np.iinfo(shard.dtype).max + 1
-    if manifest.vocab_size > held or (original and shard.dtype != usual):
+    if manifest.vocab_size > np.iinfo(shard.dtype).max + 1 or (original and shard.dtype != usual):
         problems.append(
-            f"{path}: vocab_size {manifest.vocab_size} does not go with dtype {shard.dtype}; "
+            f"{path}: vocab_size {manifest.vocab_size} does not fit dtype {shard.dtype}; "
             "preprocess again"
         )
     return problems
 
 
 def _quarantine_problem(prefix: str, manifest: ShardManifest) -> str | None:
-    """Compare the list of records that were set aside; ``_LIST_MISSING`` if it is not there.
+    """Compare the quarantine list with the manifest; return ``_LIST_MISSING`` without a list.
 
-    Names do not say which list is a shard's (``_list_outputs``), so the one with the recorded
-    SHA-256 is. If none has it, a list is the shard's own and changed, unless it is another's.
+    A shard's name does not determine its list (``_list_outputs``), so any list with the recorded
+    SHA-256 matches. Otherwise a list that belongs to no other shard was changed.
     """
     outputs = [name for name in _list_outputs(prefix) if os.path.exists(_list_path(name))]
     found = {name: _hash_problem(_list_path(name), manifest.quarantine_sha256) for name in outputs}
@@ -201,9 +199,9 @@ def _quarantine_problem(prefix: str, manifest: ShardManifest) -> str | None:
 
 
 def _list_outputs(prefix: str) -> list[str]:
-    """Return the outputs that a shard can be of, longest first.
+    """Return the possible values of ``preprocess --output`` for a shard, longest first.
 
-    A shard is ``{output}_{key}_document`` or ``_sentence``; output and key may hold underscores.
+    The name is ``{output}_{key}_document`` or ``_sentence``; both parts may contain underscores.
     """
     folder, name = os.path.split(prefix)
     rest, _, kind = name.rpartition("_")
@@ -221,9 +219,9 @@ def _list_path(output: str) -> str:
 
 
 def _is_of_another(output: str, manifest: ShardManifest) -> bool:
-    """Say whether a list is that of shards beside, made by another run.
+    """Tell whether a list belongs to a neighbouring shard of another run.
 
-    It is if one of them can have no other, or has recorded just this one.
+    It does if that shard has no other possible list, or records the SHA-256 of this one.
     """
     folder = os.path.dirname(output)
     for path in Path(folder).glob("*.manifest.json"):

@@ -274,7 +274,7 @@ def test_damaged_manifest_is_refused(write_shard, change):
 
 def test_open_shard_compares_the_manifest(write_shard, vocabulary):
     documents = [np.array([5, 6])]
-    with pytest.raises(DataError, match="not the shards' own.*tokenizer-dir"):
+    with pytest.raises(DataError, match="made with another tokenizer.*tokenizer-dir"):
         open_shard(write_shard(documents, fingerprint="another"), vocabulary)
     with pytest.raises(DataError, match="made with 201 pieces"):
         open_shard(write_shard(documents, vocab_size=201), vocabulary)

@@ -146,7 +146,7 @@ def test_inspect_shards_refuses_another_tokenizer(shard, tmp_path, tokenizer_fil
     assert mine != another
     assert main(["inspect", "shards", shard, "--tokenizer", str(other)]) == 1
     message = capsys.readouterr().err
-    assert f"the tokenizer is not the shards' own: fingerprint {another} " in message
+    assert f"the shard was made with another tokenizer: fingerprint {another} " in message
     assert f"manifest {mine} " in message
     second = write_lines(tmp_path / "second", str(other), [[line] for line in TEXT])
     for given in ([], ["--tokenizer", tokenizer_file]):
@@ -274,12 +274,12 @@ COUNTED = {
         (COUNTED | {"documents_in": 91}, r"documents_in 91 is not num_documents 80 \+ "),
         (COUNTED | {"documents_empty": 8}, r"documents_in 90 is not .* documents_empty 8 \+ "),
         ({**COUNTED, "documents_in": 0}, "documents_in 0 is not "),
-        (COUNTED | {"vocab_size": 65_500}, "vocab_size 65500 does not go with dtype uint16"),
+        (COUNTED | {"vocab_size": 65_500}, "vocab_size 65500 does not fit dtype uint16"),
         # Merged of shards with counts and without: fewer records than documents.
         (COUNTED | {"documents_in": 50, "plan_sha256": ""}, ""),
         (COUNTED | {"documents_in": 91, "plan_sha256": ""}, "documents_in 91 is not"),
         ({"vocab_size": 65_536}, ""),
-        ({"vocab_size": 65_537}, "vocab_size 65537 does not go with dtype uint16"),
+        ({"vocab_size": 65_537}, "vocab_size 65537 does not fit dtype uint16"),
     ],
 )
 def test_verify_compares_a_manifest_with_itself(shard, capsys, fields, message):

@@ -75,7 +75,7 @@ def test_records_are_there_without_closing(tmp_path):
     ("steps", "change", "message"),
     [
         (range(1, 3), None, "steps .3. are missing"),
-        (range(1, 5), None, "steps .4. are missing or too many"),
+        (range(1, 5), None, "steps .4. are missing or beyond"),
         (range(1, 4), ("[0, 1,", "[1, 0,"), "step 1 read"),
         (range(1, 4), ("[0, 1,", "[0, 0,"), "step 1 read"),
         (range(1, 4), ('"step": 2', '"step": 1'), "step 1 twice"),
