@@ -1,8 +1,4 @@
-"""From YAML files and ``section.key=value`` overrides to a checked ``RunConfig``, and back.
-
-Owns precedence (defaults < files named under ``base`` < the file < overrides) and the wording of
-errors about names and types. Refuses cross-section logic (``rules.py``).
-"""
+"""Loading and saving of run configs: YAML files and ``section.key=value`` overrides."""
 
 from __future__ import annotations
 
@@ -28,10 +24,10 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 BASE_KEY = "base"
-"""Top-level key of a file that names the file or files it builds on, relative to itself."""
+"""Top-level key that names the file or files that a file extends, relative to it."""
 
 OVERRIDES = "command line"
-"""How errors name the place of ``section.key=value``."""
+"""Source of ``section.key=value`` in messages."""
 
 
 CONFIG_ROOTS = tuple(Path(__file__).resolve().parents[1:3])
@@ -39,15 +35,15 @@ CONFIG_ROOTS = tuple(Path(__file__).resolve().parents[1:3])
 
 
 def load_config(path: str | os.PathLike[str] | None, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a run's config: defaults < files under ``base`` < the file < overrides.
+    """Load a run's config; later layers win: defaults, files under ``base``, the file, overrides.
 
     Args:
-        path: YAML file, or the name of a packaged one (``configs/runs/small.yaml``); None takes
-            the defaults.
-        overrides: ``section.key=value``, values in YAML; of two for one key the last counts.
+        path: YAML file, or the name of a packaged one (``configs/runs/small.yaml``); None: the
+            defaults.
+        overrides: ``section.key=value`` with YAML values; the last one for a key wins.
 
     Returns:
-        The config, checked by ``rules.validate``.
+        The config, validated by ``rules.validate``.
 
     Raises:
         ConfigError: unreadable file, unknown or duplicate key, wrong type, or a broken rule.
@@ -61,8 +57,8 @@ def config_from_dict(data: Mapping[str, Any], source: str) -> RunConfig:
     """Build a config from plain data, such as a checkpoint's metadata.
 
     Args:
-        data: sections of keys; what is absent takes its default.
-        source: where the data comes from, for errors.
+        data: sections of keys; missing keys take their defaults.
+        source: origin of the data, for messages.
 
     Raises:
         ConfigError: unknown key, wrong type, or a broken rule.
@@ -71,12 +67,12 @@ def config_from_dict(data: Mapping[str, Any], source: str) -> RunConfig:
 
 
 def config_to_dict(config: DataclassInstance) -> dict[str, Any]:
-    """Turn a config or one of its sections into plain JSON types (tuples become lists)."""
+    """Convert a config or one of its sections to JSON types (tuples become lists)."""
     return cast(dict[str, Any], json.loads(json.dumps(asdict(config))))
 
 
 def save_config(config: RunConfig, path: str | os.PathLike[str]) -> None:
-    """Write the resolved config as YAML, in whole or not at all."""
+    """Write the resolved config as YAML, atomically."""
     text = OmegaConf.to_yaml(OmegaConf.structured(config))
     write_atomically(Path(path), text.encode())
 
@@ -84,7 +80,7 @@ def save_config(config: RunConfig, path: str | os.PathLike[str]) -> None:
 def _build(layers: Iterable[tuple[str, Mapping[str, Any]]]) -> RunConfig:
     merged: DictConfig = OmegaConf.structured(RunConfig)
     for section in merged:
-        # Frozen dataclasses arrive read-only; the layers are set key by key, to name the key.
+        # Frozen dataclasses arrive read-only. Layers are applied key by key, to name wrong keys.
         OmegaConf.set_readonly(merged[section], False)
     for source, data in layers:
         _apply(merged, data, source)
@@ -93,19 +89,23 @@ def _build(layers: Iterable[tuple[str, Mapping[str, Any]]]) -> RunConfig:
     return config
 
 
-def _layers(path: Path, chain: tuple[Path, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield a file's bases, depth first, and then the file."""
+def _layers(path: Path, ancestors: tuple[Path, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield a file's bases, depth first, then the file."""
     resolved = path.resolve()
-    if resolved in chain:
-        raise ConfigError(f"{path}: builds on itself through `{BASE_KEY}`; break the circle")
+    if resolved in ancestors:
+        raise ConfigError(
+            f"{path}: extends itself through `{BASE_KEY}`; remove one of the references"
+        )
     data = read_yaml(path)
     bases = data.pop(BASE_KEY, [])
     if isinstance(bases, str):
         bases = [bases]
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
-        raise ConfigError(f"{path}: {BASE_KEY}={bases!r} is not a file name or a list of them")
+        raise ConfigError(
+            f"{path}: {BASE_KEY}={bases!r} is not a file name or a list of file names"
+        )
     for base in bases:
-        yield from _layers(_find(path.parent, base), (*chain, resolved))
+        yield from _layers(_find(path.parent, base), (*ancestors, resolved))
     yield str(path), data
 
 
@@ -133,7 +133,7 @@ def _parse_overrides(overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def _apply(config: DictConfig, data: Mapping[str, Any], source: str) -> None:
-    """Put one layer over the config, having checked its names."""
+    """Check the names of one layer and apply it to the config."""
     for section, values in data.items():
         known = _section_keys().get(section)
         if known is None:
@@ -150,12 +150,14 @@ def _apply(config: DictConfig, data: Mapping[str, Any], source: str) -> None:
 def _set(config: DictConfig, section: str, key: str, value: Any, source: str) -> None:
     name = f"{section}.{key}"
     if _mentions_interpolation(value):
-        raise ConfigError(f"{source}: {name}={value!r}: '${{' and '???' mean nothing; spell it out")
+        raise ConfigError(
+            f"{source}: {name}={value!r}: '${{' and '???' are not supported; write the value"
+        )
     try:
         OmegaConf.update(config, name, value)
     except OmegaConfBaseException as error:
         remedy = _expected(section, key)
-        raise ConfigError(f"{source}: {name}={value!r} does not fit; {remedy}") from error
+        raise ConfigError(f"{source}: {name}={value!r} has the wrong type; {remedy}") from error
 
 
 def _mentions_interpolation(value: Any) -> bool:
@@ -175,12 +177,12 @@ def _suggest_section(wrong: object) -> str:
     close = difflib.get_close_matches(str(wrong), keys, n=1)
     if close:
         return f"; did you mean {close[0]!r}?"
-    home = next((f"{name}.{wrong}" for name, known in keys.items() if wrong in known), None)
-    return f"; did you mean {home}?" if home else f"; the sections are {', '.join(keys)}"
+    owner = next((f"{name}.{wrong}" for name, known in keys.items() if wrong in known), None)
+    return f"; did you mean {owner}?" if owner else f"; the sections are {', '.join(keys)}"
 
 
 def _suggest_key(wrong: str, section: str) -> str:
-    """Name the key that was meant: of the same name elsewhere, or of a similar one here."""
+    """Suggest a key of the same name in another section, or a similar one in this section."""
     keys = _section_keys()
     close = [f"{name}.{wrong}" for name, known in keys.items() if wrong in known]
     close += [f"{section}.{key}" for key in difflib.get_close_matches(wrong, keys[section], n=1)]
@@ -188,10 +190,10 @@ def _suggest_key(wrong: str, section: str) -> str:
 
 
 def _expected(section: str, key: str) -> str:
-    """Say what a key takes, from its annotation and its default."""
-    holder = type(getattr(RunConfig(), section))
-    hint = get_type_hints(holder)[key]
-    default = getattr(holder(), key)
+    """Describe the values that a key accepts."""
+    values = getattr(RunConfig(), section)
+    hint = get_type_hints(type(values))[key]
+    default = getattr(values, key)
     if get_origin(hint) is Literal:
         return f"write one of {', '.join(map(str, get_args(hint)))}"
     if isinstance(default, tuple):

@@ -1,15 +1,13 @@
-"""What must hold between keys, and the batch arithmetic that follows from them.
-
-Owns checks that need more than one value. Refuses types and names (``loader.py``). Every error
-names the key, its value and what to write instead.
-"""
+"""Validation of config values, and the batch arithmetic. Types and names: ``loader.py``."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 from typing import NamedTuple
 
 from megatron_deberta.config.divisibility import check_tensor_parallel_divides
+from megatron_deberta.config.ranges import NOT_NEGATIVE
 from megatron_deberta.config.schema import (
     CheckpointConfig,
     DataConfig,
@@ -25,25 +23,25 @@ from megatron_deberta.errors import ConfigError, TopologyError
 
 
 class BatchArithmetic(NamedTuple):
-    """How one optimizer step's sequences are spread."""
+    """Distribution of one optimizer step's sequences."""
 
     dp_size: int
-    """Data-parallel ranks."""
+    """Number of data-parallel ranks."""
     micro_batch_size: int
-    """Sequences a rank and forward pass."""
+    """Sequences per rank and forward pass."""
     accumulation_steps: int
-    """Forward passes a rank and optimizer step."""
+    """Forward passes per rank and optimizer step."""
     tokens_per_step: int
-    """Tokens an optimizer step, padding included."""
+    """Tokens per optimizer step, padding included."""
     short_tokens_per_step: int
-    """The same in the first ``data.short_steps`` steps."""
+    """Tokens per step in the first ``data.short_steps`` steps."""
 
 
 def validate(config: RunConfig) -> None:
     """Check everything that does not depend on the number of ranks.
 
     Raises:
-        ConfigError: naming the first key that is wrong, its value and the remedy.
+        ConfigError: names the first wrong key, its value and a remedy.
     """
     _check_ranges(config)
     check_model(config.model)
@@ -64,13 +62,13 @@ def validate_for_world(config: RunConfig, world_size: int) -> BatchArithmetic:
 
     Args:
         config: the run.
-        world_size: ranks in all; tensor-parallel times data-parallel size.
+        world_size: number of ranks; tensor-parallel times data-parallel size.
 
     Returns:
         The batch arithmetic on those ranks.
 
     Raises:
-        ConfigError: the batch does not divide, or ``validate`` refuses.
+        ConfigError: the batch does not divide, or ``validate`` fails.
         TopologyError: the ranks do not divide into tensor-parallel groups.
     """
     validate(config)
@@ -91,10 +89,10 @@ def batch_arithmetic(config: RunConfig, dp_size: int) -> BatchArithmetic:
 
     Args:
         config: the run.
-        dp_size: data-parallel ranks.
+        dp_size: number of data-parallel ranks.
 
     Raises:
-        ConfigError: it does not divide; the nearest batches that do are named.
+        ConfigError: it does not divide; names the nearest batch sizes that do.
     """
     total = config.train.global_batch_size
     micro = config.train.micro_batch_size
@@ -119,103 +117,21 @@ def batch_arithmetic(config: RunConfig, dp_size: int) -> BatchArithmetic:
 
 
 def short_samples(config: RunConfig) -> int:
-    """Global samples of the steps that train on shorter rows."""
+    """Return the number of global samples of the steps with short rows."""
     return config.data.short_steps * config.train.global_batch_size
 
 
-_POSITIVE = (
-    "model.num_layers",
-    "model.hidden_size",
-    "model.num_heads",
-    "model.ffn_hidden_size",
-    "model.vocab_size",
-    "model.max_position_embeddings",
-    "model.max_relative_positions",
-    "model.initializer_range",
-    "model.layer_norm_eps",
-    "data.sequence_length",
-    "data.short_sequence_length",
-    "objective.max_span_words",
-    "parallel.tensor_parallel_size",
-    "optimizer.learning_rate",
-    "optimizer.eps",
-    "precision.loss_scale_window",
-    "precision.min_loss_scale",
-    "guard.spike_window",
-    "guard.spike_warmup",
-    "guard.max_skips",
-    "train.steps",
-    "train.global_batch_size",
-    "train.micro_batch_size",
-    "train.eval_steps",
-    "log.every",
-    "cluster.collective_timeout_minutes",
-    "cluster.startup_timeout_seconds",
-    "cluster.data_timeout_seconds",
-    "cluster.step_timeout_seconds",
-    "cluster.step_timeout_factor",
-    "cluster.evaluation_timeout_seconds",
-    "cluster.save_timeout_seconds",
-    "cluster.straggler_factor",
-    "cluster.straggler_window_steps",
-    "cluster.bad_node_hours",
-)
-_NOT_NEGATIVE = (
-    "model.position_buckets",
-    "model.conv_kernel_size",
-    "model.mask_decoder_passes",
-    "model.type_vocab_size",
-    "data.short_steps",
-    "data.num_workers",
-    "objective.static_masks",
-    "optimizer.warmup_steps",
-    "optimizer.weight_decay",
-    "optimizer.clip_grad_norm",
-    "precision.initial_loss_scale_power",
-    "guard.spike_sigmas",
-    "guard.max_rollbacks",
-    "guard.replica_check_every",
-    "checkpoint.save_every",
-    "checkpoint.keep_last",
-    "checkpoint.keep_every",
-    "train.exit_step",
-    "train.seed",
-    "train.eval_every",
-    "cluster.nodes",
-    "cluster.ranks_per_node",
-)
-_DROPOUTS = ("model.hidden_dropout", "model.attention_dropout")
-_BELOW_ONE = (
-    "data.validation_fraction",
-    "optimizer.beta1",
-    "optimizer.beta2",
-)
-_SHARES = (
-    "objective.mask_probability",
-    "objective.mask_token_probability",
-    "objective.random_token_probability",
-)
-
-
-def _value(config: RunConfig, name: str) -> float:
-    section, key = name.split(".")
-    value: float = getattr(getattr(config, section), key)
-    return value
-
-
 def _check_ranges(config: RunConfig) -> None:
-    for names, holds, remedy in (
-        (_POSITIVE, lambda value: value > 0, "write a number above 0"),
-        (_NOT_NEGATIVE, lambda value: value >= 0, "write 0 or more"),
-        (_BELOW_ONE, lambda value: 0 <= value < 1, "write a number from 0 to below 1"),
-        (_SHARES, lambda value: 0 <= value <= 1, "write a number from 0 to 1"),
-        # Eight bits an element: something must be left to keep.
-        (_DROPOUTS, lambda value: 0 <= value < 0.998, "write a number from 0 to below 0.998"),
-    ):
-        for name in names:
-            value = _value(config, name)
-            if not (math.isfinite(value) and holds(value)):
-                raise ConfigError(f"{name}={value} is out of range; {remedy}")
+    for section in fields(config):
+        values = getattr(config, section.name)
+        for key in fields(values):
+            value, allowed = getattr(values, key.name), key.metadata.get("range", NOT_NEGATIVE)
+            if isinstance(value, int | float) and not (
+                math.isfinite(value) and allowed.contains(value)
+            ):
+                raise ConfigError(
+                    f"{section.name}.{key.name}={value} is out of range; write {allowed.text}"
+                )
 
 
 def check_model(model: ModelConfig) -> None:
@@ -236,12 +152,12 @@ def check_model(model: ModelConfig) -> None:
         )
     if model.position_buckets % 2:
         raise ConfigError(
-            f"model.position_buckets={model.position_buckets} is odd, but half of them are exact "
-            f"distances; use {model.position_buckets + 1}"
+            f"model.position_buckets={model.position_buckets} is odd, but half of the buckets are "
+            f"exact distances; use {model.position_buckets + 1}"
         )
     if model.conv_kernel_size and model.conv_kernel_size % 2 == 0:
         raise ConfigError(
-            f"model.conv_kernel_size={model.conv_kernel_size} is even, so it has no middle; "
+            f"model.conv_kernel_size={model.conv_kernel_size} is even and has no center; "
             f"use {model.conv_kernel_size + 1}, or 0 for no convolution"
         )
     if model.absolute_positions == "decoder" and model.mask_decoder_passes == 0:
@@ -254,17 +170,17 @@ def check_model(model: ModelConfig) -> None:
 def _check_lengths(model: ModelConfig, data: DataConfig) -> None:
     length = data.sequence_length
     if length < 4:
-        raise ConfigError(f"data.sequence_length={length} holds no text; use 4 or more")
+        raise ConfigError(f"data.sequence_length={length} leaves no room for text; use 4 or more")
     if model.absolute_positions != "none" and length > model.max_position_embeddings:
         raise ConfigError(
             f"data.sequence_length={length} exceeds model.max_position_embeddings="
-            f"{model.max_position_embeddings}; shorten the rows or enlarge the table"
+            f"{model.max_position_embeddings}; lower the one or raise the other"
         )
     if data.short_steps and not 4 <= data.short_sequence_length < length:
         raise ConfigError(
             f"data.short_sequence_length={data.short_sequence_length} is not between 4 and "
-            f"data.sequence_length={length}, but data.short_steps={data.short_steps}; shorten it, "
-            "or use data.short_steps=0"
+            f"data.sequence_length={length}, but data.short_steps={data.short_steps}; lower it, "
+            "or set data.short_steps=0"
         )
 
 
@@ -272,8 +188,8 @@ def _check_pairs(model: ModelConfig, data: DataConfig) -> None:
     pairs = data.packing in ("segment_pair", "sentence_pair")
     if pairs != model.next_sentence_head:
         raise ConfigError(
-            f"model.next_sentence_head={str(model.next_sentence_head).lower()} does not go with "
-            f"data.packing={data.packing}; "
+            f"model.next_sentence_head={str(model.next_sentence_head).lower()} is "
+            f"incompatible with data.packing={data.packing}; "
             + ("set it to true" if pairs else "set it to false, or pack segment_pair")
         )
     if model.type_vocab_size == 1 or (pairs and model.type_vocab_size == 0):
@@ -283,22 +199,20 @@ def _check_pairs(model: ModelConfig, data: DataConfig) -> None:
         )
     if pairs and not data.attend_across_documents:
         raise ConfigError(
-            f"data.attend_across_documents=false would hide the halves of data.packing="
-            f"{data.packing} from each other; set it to true"
+            f"data.attend_across_documents=false would prevent attention between the segments of "
+            f"data.packing={data.packing}; set it to true"
         )
 
 
 def _check_objective(objective: ObjectiveConfig) -> None:
     if objective.mask_probability == 0:
-        raise ConfigError(
-            "objective.mask_probability=0 leaves nothing to learn; the paper has 0.15"
-        )
+        raise ConfigError("objective.mask_probability=0 masks no tokens; the paper uses 0.15")
     replaced = objective.mask_token_probability + objective.random_token_probability
     if replaced > 1 + 1e-9:
         raise ConfigError(
             f"objective.mask_token_probability={objective.mask_token_probability} and "
             f"objective.random_token_probability={objective.random_token_probability} add up to "
-            f"{replaced:g}; make it 1 at most"
+            f"{replaced:g}; the sum must not exceed 1"
         )
 
 
@@ -325,18 +239,18 @@ def _check_parallel(model: ModelConfig, data: DataConfig, parallel: ParallelConf
 
 
 def check_stage(precision: PrecisionConfig) -> None:
-    """Refuse DeepSpeed's stage 0 in 16 bits.
+    """Check that DeepSpeed's stage 0 is not used with a 16-bit format.
 
-    It takes an Adam step with zero gradients at start-up, so that bias correction is off by one,
-    and leaves the other tensor-parallel ranks' parts out of the gradient norm.
+    It executes an Adam step with zero gradients at start-up, so that bias correction is off by one,
+    and omits the other tensor-parallel ranks' shards from the gradient norm.
 
     Raises:
-        ConfigError: see above.
+        ConfigError: stage 0 with a 16-bit format.
     """
     if precision.engine == "deepspeed" and precision.zero_stage == 0 and precision.dtype != "fp32":
         raise ConfigError(
-            f"precision.zero_stage=0 with precision.dtype={precision.dtype} takes wrong steps in "
-            "DeepSpeed; use precision.zero_stage=1, which costs nothing on one rank"
+            f"precision.zero_stage=0 with precision.dtype={precision.dtype} computes wrong updates "
+            "in DeepSpeed; use precision.zero_stage=1, which has no overhead on one rank"
         )
 
 
@@ -351,18 +265,18 @@ def _check_precision(precision: PrecisionConfig) -> None:
     if precision.initial_loss_scale_power > 32:
         raise ConfigError(
             f"precision.initial_loss_scale_power={precision.initial_loss_scale_power} "
-            "overflows at once; use 16"
+            "overflows immediately; use 16"
         )
 
 
 def _check_schedule(config: RunConfig) -> None:
     steps = config.train.steps
     if not config.train.run_dir:
-        raise ConfigError("train.run_dir is empty; name the folder of the run")
+        raise ConfigError("train.run_dir is empty; set the run folder")
     if config.optimizer.warmup_steps > steps:
         raise ConfigError(
             f"optimizer.warmup_steps={config.optimizer.warmup_steps} exceeds train.steps={steps}, "
-            f"so the learning rate never peaks; use {max(steps // 10, 1)}"
+            f"so the peak learning rate is never reached; use {max(steps // 10, 1)}"
         )
     if config.train.exit_step > steps:
         raise ConfigError(
@@ -374,7 +288,7 @@ def _check_schedule(config: RunConfig) -> None:
 def _check_optimizer(optimizer: OptimizerConfig) -> None:
     if optimizer.learning_rate > 1:
         raise ConfigError(
-            f"optimizer.learning_rate={optimizer.learning_rate:g} is above 1; the paper has 2e-4"
+            f"optimizer.learning_rate={optimizer.learning_rate:g} is above 1; the paper uses 2e-4"
         )
 
 
@@ -383,12 +297,12 @@ def _check_guard(guard: GuardConfig) -> None:
         if value > guard.spike_window:
             raise ConfigError(
                 f"guard.{name}={value} exceeds guard.spike_window={guard.spike_window}, so it is "
-                f"never reached; use {guard.spike_window} at most"
+                f"never reached; use {guard.spike_window} or less"
             )
     if 0 < guard.spike_sigmas < 3:
         raise ConfigError(
-            f"guard.spike_sigmas={guard.spike_sigmas:g} would skip ordinary steps; use 6, or 0 for "
-            "none"
+            f"guard.spike_sigmas={guard.spike_sigmas:g} would skip ordinary steps; use 6, or 0 to "
+            "disable it"
         )
 
 
@@ -396,7 +310,7 @@ def _check_checkpoint(checkpoint: CheckpointConfig) -> None:
     every, kept = checkpoint.save_every, checkpoint.keep_every
     if every and kept % every:
         raise ConfigError(
-            f"checkpoint.keep_every={kept} is no multiple of checkpoint.save_every={every}, so "
+            f"checkpoint.keep_every={kept} is not a multiple of checkpoint.save_every={every}, so "
             f"most of those steps have no checkpoint; use {kept // every * every + every}"
         )
 
@@ -413,8 +327,8 @@ def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def _nearest_divisor(number: int, wanted: int) -> int:
-    return min(_divisors(number), key=lambda size: (abs(size - wanted), size))
+def _nearest_divisor(number: int, target: int) -> int:
+    return min(_divisors(number), key=lambda size: (abs(size - target), size))
 
 
 def _join(sizes: list[int]) -> str:

@@ -149,7 +149,7 @@ def test_job_file_round_trip(tmp_path: Path) -> None:
         ("ranks_per_node: 1\ntime_limit_minutes: 1\nsignal_seconds: 60", "leave time to train"),
         ("ranks_per_node: 1\ncontainer: pyxis", "set both a runtime and an image"),
         ("ranks_per_node: 1\npython: ${HOME}/python", "write it out"),
-        ("ranks_per_node: 1\nranks_per_node: 2", "stands twice"),
+        ("ranks_per_node: 1\nranks_per_node: 2", "is duplicated"),
     ],
 )
 def test_profiles_are_parsed_strictly(tmp_path: Path, text: str, message: str) -> None:

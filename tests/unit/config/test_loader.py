@@ -94,8 +94,8 @@ def test_wrong_overrides_name_key_value_and_remedy(override: str, parts: list[st
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("train: {steps: 1, steps: 2}", ["run.yaml:1", "'steps' stands twice"]),
-        ("train: {}\ntrain: {}", ["run.yaml:2", "'train' stands twice"]),
+        ("train: {steps: 1, steps: 2}", ["run.yaml:1", "'steps' is duplicated"]),
+        ("train: {}\ntrain: {}", ["run.yaml:2", "'train' is duplicated"]),
         ("train: &x {steps: 1}\nlog: *x", ["run.yaml:1", "aliases"]),
         ("train: !!map {}", ["run.yaml:1", "tag"]),
         ("a: " + "[" * 25 + "]" * 25, ["run.yaml:1", "20 levels"]),
@@ -103,7 +103,7 @@ def test_wrong_overrides_name_key_value_and_remedy(override: str, parts: list[st
         ("train:", ["train=None", "section"]),
         ("train: 3", ["train=3", "section"]),
         ("base: missing.yaml", ["missing.yaml", "No such file"]),
-        ("base: run.yaml", ["builds on itself"]),
+        ("base: run.yaml", ["extends itself"]),
         ("base: 3", ["base=3"]),
         ("base: {a: b}", ["base="]),
         ("1: 2", ["no section 1"]),

@@ -69,7 +69,7 @@ from megatron_deberta.errors import ConfigError, TopologyError
         (["guard.spike_sigmas=2"], ["guard.spike_sigmas=2", "use 6"]),
         (["guard.spike_warmup=200"], ["guard.spike_warmup=200", "spike_window=128"]),
         (["guard.max_skips=0"], ["guard.max_skips=0", "above 0"]),
-        (["guard.max_skips=500"], ["guard.max_skips=500", "use 128"]),
+        (["guard.max_skips=500"], ["guard.max_skips=500", "use 128 or less"]),
         (["checkpoint.keep_every=2500"], ["keep_every=2500", "save_every=1000", "use 3000"]),
         (
             ["cluster.ranks_per_node=8", "parallel.tensor_parallel_size=3"],

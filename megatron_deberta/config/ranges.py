@@ -1,0 +1,44 @@
+"""Ranges of numeric config keys, declared as metadata of their dataclass fields."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import field
+from typing import NamedTuple, TypeVar
+
+_Number = TypeVar("_Number", int, float)
+
+
+class Range(NamedTuple):
+    """Allowed values of a number; finiteness is checked in addition."""
+
+    text: str
+    low: float
+    high: float = math.inf
+    open_low: bool = False
+    open_high: bool = False
+
+    def contains(self, value: float) -> bool:
+        """Return whether the value is allowed."""
+        above = value > self.low if self.open_low else value >= self.low
+        return above and (value < self.high if self.open_high else value <= self.high)
+
+
+NOT_NEGATIVE = Range("0 or more", 0)
+"""Range of every number without another one."""
+
+
+def positive(default: _Number) -> _Number:
+    """Declare a config key above 0."""
+    return field(default=default, metadata={"range": Range("a number above 0", 0, open_low=True)})
+
+
+def fraction(default: float) -> float:
+    """Declare a config key from 0 to 1."""
+    return field(default=default, metadata={"range": Range("a number from 0 to 1", 0, 1)})
+
+
+def below_one(default: float, limit: float = 1) -> float:
+    """Declare a config key from 0 to below 1, or another limit."""
+    allowed = Range(f"a number from 0 to below {limit:g}", 0, limit, open_high=True)
+    return field(default=default, metadata={"range": allowed})
