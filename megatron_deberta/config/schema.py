@@ -50,13 +50,13 @@ class ModelConfig:
     normalize_position_table: bool = True
     """LayerNorm on the relative-position table (v2 on)."""
     conv_kernel_size: int = 0
-    """Kernel size of the convolution beside the first layer; 0: no convolution. 3 in the 1.5B model."""
+    """Kernel size of the convolution beside the first layer; 0: none. The 1.5B model has 3."""
     conv_activation: Literal["gelu", "tanh"] = "gelu"
     """Activation of the convolution branch."""
     mask_decoder_passes: int = 2
     """Passes of the last layer in the enhanced mask decoder; 0: a plain MLM head as in BERT."""
     absolute_positions: AbsolutePositions = "decoder"
-    """Where absolute positions are added: ``decoder`` (DeBERTa), ``input`` (RoBERTa, DeBERTa-AP)."""
+    """Where absolute positions are added: ``decoder`` (DeBERTa), ``input`` (RoBERTa), ``none``."""
     hidden_dropout: float = below_one(0.1, 0.998)
     """Dropout of hidden states and of the position table. Dropout bits have a resolution of 1/256,
     so the probability is limited."""
@@ -77,7 +77,7 @@ class TokenizerConfig:
     """Tokenizer of the run's shards."""
 
     path: str = ""
-    """Tokenizer directory, SentencePiece model or ``tokenizer.json``; empty: the one of the shards."""
+    """Tokenizer directory, SentencePiece model or ``tokenizer.json``; empty: the shards' own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,8 +98,8 @@ class DataConfig:
     """Steps at the start that use shorter rows, as BERT does for 90 % of its steps."""
     packing: Packing = "full_sentences"
     """The four formats of RoBERTa, section 4.2: ``full_sentences`` crosses documents,
-    ``doc_sentences`` does not; ``segment_pair`` and ``sentence_pair`` have two segments, possibly from
-    different documents, and need ``model.next_sentence_head``."""
+    ``doc_sentences`` does not; ``segment_pair`` and ``sentence_pair`` have two segments, possibly
+    from different documents, and need ``model.next_sentence_head``."""
     attend_across_documents: bool = True
     """False restricts attention, convolution and absolute positions to each packed document."""
     index_cache: str = ""
@@ -125,9 +125,9 @@ class ObjectiveConfig:
     random_token_probability: float = fraction(0.1)
     """Fraction of these that are replaced by a random token; the rest are unchanged."""
     max_span_words: int = positive(3)
-    """Maximum masked span in words, with probability proportional to 1/n; 1 masks single tokens."""
+    """Maximum masked span in words, drawn with p proportional to 1/n; 1 masks single tokens."""
     masking: Literal["released", "uniform"] = "uniform"
-    """``released`` is Microsoft's left-to-right generator, which masks too few tokens at the row end."""
+    """``released`` is Microsoft's left-to-right generator, which undermasks a row's end."""
     static_masks: int = 0
     """Number of fixed masks per row, used in turn (10 in BERT); 0: a new mask each epoch."""
 
@@ -137,11 +137,11 @@ class ParallelConfig:
     """Parallelism, recomputation and kernels."""
 
     tensor_parallel_size: int = positive(1)
-    """Ranks per layer, within a node. The data-parallel size is the number of ranks divided by it."""
+    """Ranks per layer, within a node. All ranks divided by it are the data-parallel size."""
     sequence_parallel: bool = False
     """Split norms and dropouts along the sequence too (needs tensor_parallel_size > 1)."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activation recomputation: none, cheap operations (GELU, dropout masks), or whole layers."""
+    """Activation recomputation: none, GELU and dropout masks only, or whole layers."""
     fuse: bool = False
     """Compile dropout + residual + LayerNorm, and bias + GELU (on CUDA this needs Triton)."""
     attention_backend: AttentionBackend = "auto"
@@ -181,7 +181,7 @@ class PrecisionConfig:
     engine: Literal["deepspeed", "plain"] = "deepspeed"
     """``plain`` is the reference engine that tests compare DeepSpeed with."""
     zero_stage: Literal[0, 1, 2, 3] = 1
-    """Sharded over data-parallel ranks: 1 optimizer, 2 also gradients, 3 also weights. 0 needs fp32."""
+    """Sharded over data-parallel ranks: 1 optimizer, 2 gradients, 3 weights. 0 needs fp32."""
     offload_optimizer: bool = False
     """Keep optimizer state in host memory."""
     initial_loss_scale_power: int = 16
@@ -199,15 +199,15 @@ class GuardConfig:
     non_finite: Literal["skip", "stop"] = "skip"
     """Nonfinite loss or gradient: ``skip`` the update or ``stop`` the run."""
     spike_sigmas: float = 6.0
-    """Skip updates whose loss, or logarithm of the gradient norm, is this many standard deviations above
-    the mean of the last updates; 0: never."""
+    """Skip updates whose loss, or logarithm of the gradient norm, is this many standard deviations
+    above the mean of the last updates; 0: never."""
     spike_window: int = positive(128)
     """Number of last updates in that mean."""
     spike_warmup: int = positive(64)
     """Minimum number of updates in the window before spikes are detected."""
     max_skips: int = positive(5)
-    """Skips within ``spike_window`` steps after which the run rolls back to the last good checkpoint and
-    skips the data since then."""
+    """Skips within ``spike_window`` steps after which the run rolls back to the last good
+    checkpoint and skips the data since then."""
     max_rollbacks: int = 3
     """Maximum consecutive rollbacks without progress; then the run ends. 0: no rollbacks."""
     replica_check_every: int = 100
@@ -225,7 +225,7 @@ class CheckpointConfig:
     keep_every: int = 0
     """Keep checkpoints of every multiple of this step permanently; 0: none."""
     asynchronous: bool = False
-    """Write scheduled checkpoints in the background; training waits only for the copy to host memory."""
+    """Write scheduled checkpoints in the background; training waits for the copy to host memory."""
     on_failure: Literal["stop", "continue"] = "stop"
     """If a scheduled checkpoint cannot be written: end the run, or continue without it."""
     resume: Literal["auto", "never", "must"] = "auto"
@@ -278,7 +278,7 @@ class ClusterConfig:
     """Intended size of the job, time-outs and supervision. All keys are optional."""
 
     nodes: int = 0
-    """Number of nodes the run is sized for; 0: not specified. Other numbers work if the batch divides."""
+    """Nodes the run is sized for; 0: not specified. Other numbers work if the batch divides."""
     ranks_per_node: int = 0
     """Ranks (GPUs) per node; tensor parallelism stays within a node. 0: not specified."""
     collective_timeout_minutes: float = positive(30.0)
