@@ -1,7 +1,8 @@
-"""A slice of the layout matrix: real model, engine and step (``make test-matrix`` runs all)."""
+"""Pairwise selection of the layout matrix; ``make test-matrix`` runs all layouts."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import asdict
 from typing import Any
@@ -11,34 +12,32 @@ import pytest
 from tests.support.layout_matrix import ALL, PAIRS, Layout, compare, run_layout
 from tests.support.ranks import RankPool
 
-STEPS = 20
+
+@functools.cache
+def reference(steps: int, segments: bool = False) -> dict[str, Any]:
+    return run_layout(0, None, steps, segments)
 
 
-@pytest.fixture(scope="module")
-def oracle() -> dict[str, Any]:
-    return run_layout(0, None, STEPS)
-
-
+@pytest.mark.parametrize("steps", [4, pytest.param(20, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("layout", PAIRS, ids=lambda layout: layout.name)
-def test_layout_is_the_same_run(
-    four_ranks: RankPool, oracle: dict[str, Any], layout: Layout
+def test_layouts_have_equal_losses_and_gradients(
+    four_ranks: RankPool, layout: Layout, steps: int
 ) -> None:
-    result = compare(layout, four_ranks.run(run_layout, layout, STEPS), oracle)
+    result = compare(layout, four_ranks.run(run_layout, layout, steps), reference(steps))
     assert result["passed"], result
 
 
-def test_pairs_of_segments_are_the_same_run(four_ranks: RankPool) -> None:
-    """Token types and the next-sentence head, which every rank computes whole."""
-    steps = 6
-    oracle = run_layout(0, None, steps, True)
-    assert len(oracle["losses"]) == 2 * steps
+def test_layouts_agree_with_token_types_and_next_sentence_head(four_ranks: RankPool) -> None:
+    steps = 3
+    expected = reference(steps, segments=True)
+    assert len(expected["losses"]) == 2 * steps
     for layout in (Layout(1, 3, False, "none"), Layout(2, 1, True, "full"), PAIRS[-1]):
         ranks = four_ranks.run(run_layout, layout, steps, True)
-        result = compare(layout, ranks, oracle)
+        result = compare(layout, ranks, expected)
         assert result["passed"], result
 
 
-def test_slice_covers_every_pair_of_settings() -> None:
+def test_selection_covers_every_pair_of_settings() -> None:
     def pairs(layouts: list[Layout]) -> set[Any]:
         return {
             pair for layout in layouts for pair in itertools.combinations(asdict(layout).items(), 2)

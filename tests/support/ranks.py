@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_deberta.distributed.topology import ProcessGroups, build_grid, shutdown
+from tests.support.jobs import RANK_IMPORTS
 
 DEFAULT_TIMEOUT = 120.0
 """Seconds a function may take on all ranks."""
@@ -121,7 +122,8 @@ class RankPool:
         self._kill()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([*RANK_IMPORTS, __name__])
         self._folder = tempfile.mkdtemp(prefix="ranks-")
         before = os.environ.get("OMP_NUM_THREADS")
         os.environ["OMP_NUM_THREADS"] = "1"  # read when the child imports torch
