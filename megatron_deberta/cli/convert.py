@@ -63,8 +63,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from megatron_deberta.hf.checkpoints import open_trained_model
-    from megatron_deberta.hf.export import export_model
+    from megatron_deberta.hf.export_model import export_model
+    from megatron_deberta.hf.loading import open_trained_model
 
     trained = open_trained_model(Path(args.checkpoint), args.tokenizer)
     export = export_model(
@@ -81,18 +81,18 @@ def _export(args: argparse.Namespace) -> int:
             "trust_remote_code=True or through megatron_deberta.hf."
         )
     print(f"Checked on real text: logits differ by {export.check.max_error:.1e} at most", end="")
-    running = export.check.running_error
+    running = export.check.low_precision_error
     print(f", by {running:.1e} when computed in {args.dtype}." if running else ".")
     return 0
 
 
 def _import(args: argparse.Namespace) -> int:
-    from megatron_deberta.hf.import_release import import_release
+    from megatron_deberta.hf.import_model import import_model
 
     source, directory = args.source
     if source not in _SOURCES:
         raise ConfigError(f"--from {source}: must be {' or '.join(_SOURCES)}")
-    imported = import_release(
+    imported = import_model(
         Path(directory),
         source,
         Path(args.output),

@@ -1,4 +1,4 @@
-"""Models for use after training: fill-mask through the mask decoder, no remote code needed."""
+"""Hugging Face interoperability: export, import, verification and fill-mask."""
 
 from megatron_deberta.hf.modeling_megatron_deberta import DebertaForMaskedLM
 

@@ -1,48 +1,94 @@
-"""Translates our architecture to and from the configurations of Hugging Face and Microsoft.
-
-Owns the choice of ``model_type`` and every field of ``config.json``. Refuses tensors.
-"""
+"""Mapping between ``ModelConfig`` and the ``config.json`` of Hugging Face and Microsoft."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
+
+import torch
 
 from megatron_deberta.config.schema import AbsolutePositions, ModelConfig, P2CIndex, PositionTerms
 from megatron_deberta.errors import CheckpointError
 from megatron_deberta.hf.names import ModelType
 
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 MODELING_MODULE = "modeling_megatron_deberta"
-_FILL_MASK_CLASS = {
+_MASKED_LM_CLASS = {
     "deberta": "DebertaForMaskedLM",
     "deberta-v2": "DebertaV2ForMaskedLM",
     "megatron-deberta": "MegatronDebertaForMaskedLM",
 }
 _WITH_C2P = ("c2p+p2c", "c2p")
-_SIZES = (
-    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
-)  # fmt: skip
+_SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "intermediate_size": "ffn_hidden_size",
+}
+"""Required fields, and the keys of `ModelConfig` that they correspond to."""
+_FLOATS = {
+    "hidden_dropout_prob": "hidden_dropout",
+    "attention_probs_dropout_prob": "attention_dropout",
+    "initializer_range": "initializer_range",
+    "layer_norm_eps": "layer_norm_eps",
+}
+_FLOAT_DEFAULTS = {
+    "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1, "initializer_range": 0.02,
+}  # fmt: skip
 _INTEGERS = (
-    "max_relative_positions",
-    "position_buckets",
-    "conv_kernel_size",
-    "mask_decoder_passes",
-    "type_vocab_size",
-)
-_FLOATS = (
-    "hidden_dropout_prob", "attention_probs_dropout_prob", "initializer_range", "layer_norm_eps",
+    "max_relative_positions", "position_buckets", "conv_kernel_size", "mask_decoder_passes",
 )  # fmt: skip
-_SWITCHES = (
+_BOOLEANS = (
     "relative_attention", "position_biased_input", "share_att_key", "key_bias",
     "position_key_bias", "next_sentence_head",
 )  # fmt: skip
-_PAIR_LABELS = {"0": "goes on", "1": "does not"}
-_WORDS = {"p2c_index": get_args(P2CIndex), "absolute_positions": get_args(AbsolutePositions)}
+_VALUE_CHECKS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+    (
+        (*_SIZES, "max_position_embeddings"),
+        lambda value: type(value) is int and value > 0,
+        "a positive integer",
+    ),
+    (_INTEGERS, lambda value: type(value) is int, "an integer"),
+    (
+        tuple(_FLOATS),
+        lambda value: type(value) in (int, float) and value >= 0,
+        "a non-negative number",
+    ),
+    (_BOOLEANS, lambda value: isinstance(value, bool), "true or false"),
+    (("p2c_index",), lambda value: value in get_args(P2CIndex), " or ".join(get_args(P2CIndex))),
+    (
+        ("absolute_positions",),
+        lambda value: value in get_args(AbsolutePositions),
+        " or ".join(get_args(AbsolutePositions)),
+    ),
+    (
+        ("pos_att_type",),
+        lambda value: all(
+            isinstance(term, str) for term in (value if isinstance(value, list) else [value or ""])
+        ),
+        "a string or a list of strings",
+    ),
+    (("type_vocab_size",), lambda value: type(value) is int and value >= 0, "an integer from 0"),
+    (
+        ("pad_token_id",),
+        lambda value: value is None or (type(value) is int and value >= 0),
+        "a token id or null",
+    ),
+)
+"""Fields, the check of their values, and what the error message says is expected."""
+_NEXT_SENTENCE_FIELDS = {
+    "next_sentence_head": True,
+    "num_labels": 2,
+    "id2label": {"0": "IsNext", "1": "NotNext"},
+    "label2id": {"IsNext": 0, "NotNext": 1},
+}
 
 
 @dataclass(frozen=True)
 class SpecialIds:
-    """Token ids that configurations name."""
+    """Special token ids in ``config.json``."""
 
     pad: int = 0
     bos: int = 1
@@ -50,11 +96,10 @@ class SpecialIds:
 
 
 def choose_model_type(config: ModelConfig) -> tuple[ModelType, str]:
-    """The transformers type that computes exactly this architecture, and why no stock one does.
+    """Choose the transformers type that computes exactly this architecture.
 
     Returns:
-        The type, and a reason that is empty for the stock types. Checked against the stock classes
-        in ``tests/parity/test_export.py``.
+        The type, and the reason why no stock type fits (empty for stock types).
     """
     relative = config.position_terms != "none"
     at_input = config.absolute_positions == "input"
@@ -77,7 +122,7 @@ def choose_model_type(config: ModelConfig) -> tuple[ModelType, str]:
 
 
 def _beyond_v1(config: ModelConfig, relative: bool) -> list[str]:
-    """What the first release's class lacks."""
+    """Settings that the class of the first release does not support."""
     extras = []
     if config.conv_kernel_size > 0:
         extras.append(f"conv_kernel_size: {config.conv_kernel_size}")
@@ -97,29 +142,22 @@ def _beyond_v1(config: ModelConfig, relative: bool) -> list[str]:
 def to_hf_config(
     config: ModelConfig, model_type: ModelType, ids: SpecialIds, dtype: str
 ) -> dict[str, Any]:
-    """Content of ``config.json``, every field written out.
+    """Return the content of ``config.json`` with every field explicit.
 
-    The stock classes read several fields by ``getattr`` with defaults of their own, so a field
-    left out would silently be another model.
+    The stock classes read several fields by ``getattr`` with their own defaults, so an omitted
+    field could silently select another architecture.
 
     Args:
         config: the architecture.
-        model_type: as `choose_model_type` says.
-        ids: special tokens of the tokenizer that goes along.
-        dtype: torch's name of the weights' format, e.g. ``float32``.
+        model_type: result of `choose_model_type`.
+        ids: special token ids of the exported tokenizer.
+        dtype: torch's name of the weights' dtype, e.g. ``float32``.
     """
     fields: dict[str, Any] = {
         "model_type": model_type,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "intermediate_size": config.ffn_hidden_size,
+        **{field: getattr(config, key) for field, key in _SIZES.items()},
         "hidden_act": "gelu",
-        "hidden_dropout_prob": config.hidden_dropout,
-        "attention_probs_dropout_prob": config.attention_dropout,
-        "initializer_range": config.initializer_range,
-        "layer_norm_eps": config.layer_norm_eps,
+        **{field: getattr(config, key) for field, key in _FLOATS.items()},
         "pad_token_id": ids.pad,
         "bos_token_id": ids.bos,
         "eos_token_id": ids.eos,
@@ -127,7 +165,7 @@ def to_hf_config(
         "dtype": dtype,
     }
     if config.next_sentence_head:
-        fields |= {"next_sentence_head": True, "num_labels": 2, "id2label": _PAIR_LABELS}
+        fields |= _NEXT_SENTENCE_FIELDS
     if model_type == "roberta":
         return fields | {
             "architectures": ["RobertaForMaskedLM"],
@@ -140,13 +178,13 @@ def to_hf_config(
 def _deberta_fields(config: ModelConfig, model_type: ModelType) -> dict[str, Any]:
     relative = config.position_terms != "none"
     normalized = relative and config.normalize_position_table
-    fill_mask = _FILL_MASK_CLASS[model_type]
-    auto_map = {"AutoModelForMaskedLM": f"{MODELING_MODULE}.{fill_mask}"}
+    masked_lm = _MASKED_LM_CLASS[model_type]
+    auto_map = {"AutoModelForMaskedLM": f"{MODELING_MODULE}.{masked_lm}"}
     if model_type == "megatron-deberta":
         auto_map["AutoConfig"] = f"{MODELING_MODULE}.MegatronDebertaConfig"
         auto_map["AutoModel"] = f"{MODELING_MODULE}.MegatronDebertaModel"
     return {
-        "architectures": [fill_mask],
+        "architectures": [masked_lm],
         "auto_map": auto_map,
         "max_position_embeddings": config.max_position_embeddings,
         "type_vocab_size": config.type_vocab_size,
@@ -167,8 +205,8 @@ def _deberta_fields(config: ModelConfig, model_type: ModelType) -> dict[str, Any
         "pooler_hidden_act": "tanh" if config.next_sentence_head else "gelu",
         "pooler_dropout": 0.0,
         "cls_dropout": config.hidden_dropout,
-        # With legacy the stock class for masked language models has another head's names, so it
-        # warns of a new head; without, it would load ours and leave out the mask decoder.
+        # With legacy, the stock masked-LM class expects other head names and warns that its head is
+        # newly initialised; without, it would load our head but compute no mask decoder.
         "legacy": config.mask_decoder_passes > 0,
         "absolute_positions": config.absolute_positions,
         "mask_decoder_passes": config.mask_decoder_passes,
@@ -179,29 +217,18 @@ def _deberta_fields(config: ModelConfig, model_type: ModelType) -> dict[str, Any
 
 
 def from_hf_config(fields: dict[str, Any], model_type: ModelType) -> ModelConfig:
-    """Our architecture of a ``config.json`` or ``model_config.json``.
-
-    Fields that are left out mean what the released code means by that.
+    """Convert a ``config.json`` or ``model_config.json``; omitted fields get the release's default.
 
     Raises:
-        CheckpointError: a field is missing, of a wrong type or out of range, or asks for something
-            our model does not compute.
+        CheckpointError: a field is missing, of a wrong type or out of range, or the architecture
+            is not supported.
     """
-    _refuse_unknown(fields, model_type)
-    size, heads = fields["hidden_size"], fields["num_attention_heads"]
+    _check_fields(fields)
+    defaults = _FLOAT_DEFAULTS | {"layer_norm_eps": 1e-12 if model_type == "roberta" else 1e-7}
     shared: dict[str, Any] = {
-        "num_layers": fields["num_hidden_layers"],
-        "hidden_size": size,
-        "num_heads": heads,
-        "ffn_hidden_size": fields["intermediate_size"],
-        "vocab_size": fields["vocab_size"],
-        "hidden_dropout": float(fields.get("hidden_dropout_prob", 0.1)),
-        "attention_dropout": float(fields.get("attention_probs_dropout_prob", 0.1)),
-        "initializer_range": float(fields.get("initializer_range", 0.02)),
-        "layer_norm_eps": float(
-            fields.get("layer_norm_eps", 1e-12 if model_type == "roberta" else 1e-7)
-        ),
-        "type_vocab_size": _token_types(fields, model_type),
+        **{key: fields[field] for field, key in _SIZES.items()},
+        **{key: float(fields.get(field, defaults[field])) for field, key in _FLOATS.items()},
+        "type_vocab_size": fields.get("type_vocab_size", 0),
         "next_sentence_head": fields.get("next_sentence_head", False),
     }
     length = fields.get("max_position_embeddings", 512)
@@ -213,6 +240,9 @@ def from_hf_config(fields: dict[str, Any], model_type: ModelType) -> ModelConfig
                 f"pad_token_id={padding}; give the model's own config file"
             )
         length -= padding + 1
+        if shared["type_vocab_size"] == 1:
+            # The same row for every token: import adds it to the position table.
+            shared["type_vocab_size"] = 0
         return ModelConfig(
             **shared,
             max_position_embeddings=length,
@@ -227,32 +257,24 @@ def from_hf_config(fields: dict[str, Any], model_type: ModelType) -> ModelConfig
     return _deberta_config(fields, model_type, shared, length)
 
 
-def _token_types(fields: dict[str, Any], model_type: ModelType) -> int:
-    """Rows of the token-type table; RoBERTa's single row, same for all tokens, is none."""
-    written: int = fields.get("type_vocab_size", 0)
-    if written < 0:
-        raise CheckpointError(f"config.json: type_vocab_size={written} is below 0; write 0")
-    return 0 if model_type == "roberta" and written == 1 else written
-
-
 def padding_id(fields: dict[str, Any], model_type: ModelType) -> int:
-    """Id of [PAD] that a configuration names or, by its type, implies."""
-    written: int | None = fields.get("pad_token_id")
-    return (1 if model_type == "roberta" else 0) if written is None else written
+    """Return the configured id of [PAD], or the type's default."""
+    pad: int | None = fields.get("pad_token_id")
+    return (1 if model_type == "roberta" else 0) if pad is None else pad
 
 
 def _deberta_config(
     fields: dict[str, Any], model_type: ModelType, shared: dict[str, Any], length: int
 ) -> ModelConfig:
     at_input = fields.get("position_biased_input", True)
-    reach = fields.get("max_relative_positions", -1)
+    max_distance = fields.get("max_relative_positions", -1)
     terms = _position_terms(fields)
     v1 = model_type == "deberta"
     normalized = "layer_norm" in str(fields.get("norm_rel_ebd", "none")).lower()
     return ModelConfig(
         **shared,
         max_position_embeddings=length,
-        max_relative_positions=reach if reach > 0 else length,
+        max_relative_positions=max_distance if max_distance > 0 else length,
         position_buckets=0 if v1 else max(fields.get("position_buckets", -1), 0),
         position_terms=terms,
         p2c_index=fields.get("p2c_index", "released"),
@@ -268,31 +290,36 @@ def _deberta_config(
 
 
 def _position_terms(fields: dict[str, Any]) -> PositionTerms:
-    written = fields.get("pos_att_type") or []
-    terms = written.lower().split("|") if isinstance(written, str) else written
-    known = [term for term in ("c2p", "p2c") if term in {term.strip() for term in terms}]
+    value = fields.get("pos_att_type") or []
+    terms = value.lower().split("|") if isinstance(value, str) else value
+    known = [term for term in ("c2p", "p2c") if term in map(str.strip, terms)]
     if not fields.get("relative_attention", False) or not known:
         return "none"
     return cast(Literal["c2p+p2c", "c2p", "p2c"], "+".join(known))
 
 
-def _refuse_unknown(fields: dict[str, Any], model_type: ModelType) -> None:
-    missing = [key for key in _SIZES if key not in fields]
-    if missing:
-        raise CheckpointError(f"config.json has no {missing[0]}; give the model's own config file")
-    for key, value in fields.items():
-        _check_value(key, value)
+def _check_fields(fields: dict[str, Any]) -> None:
+    """Reject missing fields, invalid values and architectures other than ours."""
+    for field in _SIZES:
+        if field not in fields:
+            raise CheckpointError(f"config.json has no {field}; give the model's own config file")
+    for keys, is_valid, expected in _VALUE_CHECKS:
+        for key in keys:
+            if key in fields and not is_valid(fields[key]):
+                raise CheckpointError(
+                    f"config.json: {key}={fields[key]!r} is not {expected}; "
+                    "give the model's own config file"
+                )
     size, heads = fields["hidden_size"], fields["num_attention_heads"]
     if size % heads:
         raise CheckpointError(
             f"config.json: num_attention_heads={heads} does not divide hidden_size={size}; "
             "give the model's own config file"
         )
-    head_size = size // heads
-    required: dict[str, tuple[Any, ...]] = {
+    supported: dict[str, tuple[Any, ...]] = {
         "hidden_act": ("gelu",),
         "embedding_size": (size,),
-        "attention_head_size": (head_size,),
+        "attention_head_size": (size // heads,),
         "conv_groups": (1,),
         "conv_act": ("gelu", "tanh"),
         "talking_head": (False,),
@@ -300,37 +327,9 @@ def _refuse_unknown(fields: dict[str, Any], model_type: ModelType) -> None:
         "is_decoder": (False,),
         "position_embedding_type": ("absolute",),
     }
-    for key, allowed in required.items():
-        if key in fields and fields[key] not in allowed:
+    for key, values in supported.items():
+        if key in fields and fields[key] not in values:
             raise CheckpointError(
-                f"config.json: {key}={fields[key]!r} is not a model we compute; "
-                f"only {' or '.join(map(repr, allowed))} can be imported"
+                f"config.json: {key}={fields[key]!r} is not supported; "
+                f"only {' or '.join(map(repr, values))} can be imported"
             )
-
-
-def _check_value(key: str, value: object) -> None:
-    """Refuse a value that our reading of the field would trip over or misunderstand."""
-    number = type(value) in (int, float)
-    if key in (*_SIZES, "max_position_embeddings"):
-        right, expected = type(value) is int and value > 0, "a whole number above 0"
-    elif key in _INTEGERS:
-        right, expected = type(value) is int, "a whole number"
-    elif key in _FLOATS:
-        right, expected = number and cast(float, value) >= 0, "a number from 0"
-    elif key in _SWITCHES:
-        right, expected = isinstance(value, bool), "true or false"
-    elif key in _WORDS:
-        right = isinstance(value, str) and value in _WORDS[key]
-        expected = " or ".join(_WORDS[key])
-    elif key == "pos_att_type":
-        terms = value if isinstance(value, list) else [value or ""]
-        right, expected = all(isinstance(term, str) for term in terms), "a text or a list of texts"
-    elif key == "pad_token_id":
-        right = value is None or (type(value) is int and value >= 0)
-        expected = "a token id or null"
-    else:
-        return
-    if not right:
-        raise CheckpointError(
-            f"config.json: {key}={value!r} is not {expected}; give the model's own config file"
-        )

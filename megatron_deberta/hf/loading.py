@@ -1,76 +1,158 @@
-"""Loads models through transformers, quietly, and only where every weight was in the file."""
+"""Loading of trained models for inference: training checkpoints, tokenizers, exported folders."""
 
 from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import dynamic_module_utils
 from transformers.utils import logging
 
-from megatron_deberta.errors import CheckpointError
+from megatron_deberta.checkpoint.layout import COMMITTED_FILE
+from megatron_deberta.checkpoint.reader import CheckpointReader
+from megatron_deberta.checkpoint.store import find_newest
+from megatron_deberta.config import config_from_dict
+from megatron_deberta.config.schema import ModelConfig
+from megatron_deberta.errors import CheckpointError, DataError
+from megatron_deberta.model import DebertaForPretraining, RuntimeOptions
+from megatron_deberta.tokenizer import Tokenizer, load_tokenizer
 
 
-def load_complete(kind: Any, directory: Path, **options: Any) -> Any:
-    """Return ``kind.from_pretrained(directory)`` in evaluation mode.
+@dataclass(frozen=True)
+class TrainedModel:
+    """A verified training checkpoint with its architecture and tokenizer."""
+
+    reader: CheckpointReader
+    config: ModelConfig
+    tokenizer: Tokenizer
+
+
+def open_trained_model(path: Path, tokenizer_path: str = "") -> TrainedModel:
+    """Open a training checkpoint and verify the hashes of its files and its tokenizer.
 
     Args:
-        kind: a model class of transformers or of ours.
-        directory: a folder it can load.
-        options: more arguments of ``from_pretrained``.
+        path: folder of one step, or of a run (its newest committed checkpoint is used).
+        tokenizer_path: current location of the run's tokenizer; empty: the recorded one.
+
+    Raises:
+        CheckpointError: there is no committed checkpoint, or it is damaged.
+        DataError: the tokenizer is missing or differs from the one used in training.
+    """
+    step = path if (path / COMMITTED_FILE).exists() else find_newest(path)
+    if step is None:
+        raise CheckpointError(
+            f"{path} holds no committed checkpoint; give the folder of a run or of one of its steps"
+        )
+    reader = CheckpointReader(step)
+    reader.verify()
+    metadata = reader.metadata
+    location = tokenizer_path or metadata.tokenizer_path
+    if not location:
+        raise DataError(f"{reader.path} records no tokenizer; give --tokenizer")
+    tokenizer = load_model_tokenizer(location)
+    if metadata.tokenizer_fingerprint not in ("", tokenizer.fingerprint):
+        raise DataError(
+            f"tokenizer {location} has fingerprint {tokenizer.fingerprint}, but the run was "
+            f"trained with {metadata.tokenizer_fingerprint}; give that one with --tokenizer"
+        )
+    return TrainedModel(reader, config_from_dict(metadata.config, str(step)).model, tokenizer)
+
+
+def load_model_tokenizer(path: str | Path) -> Tokenizer:
+    """Load a model's tokenizer.
+
+    Raises:
+        DataError: it is missing or invalid; the message names the ``--tokenizer`` option.
+    """
+    try:
+        return load_tokenizer(str(path))
+    except DataError as error:
+        raise DataError(f"{error}; give the model's tokenizer with --tokenizer") from error
+
+
+def build_model(
+    config: ModelConfig, read: Callable[[str], Tensor], attention_backend: str | None = None
+) -> DebertaForPretraining:
+    """Build the single-device fp32 model on the CPU, with weights, in evaluation mode.
+
+    Args:
+        config: the architecture.
+        read: returns the logical tensor of a canonical name.
+        attention_backend: backend of the attention operator; None: automatic.
+    """
+    with torch.device("meta"):
+        model = DebertaForPretraining(config, RuntimeOptions(attention_backend=attention_backend))
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(read(name))
+    return model.eval()
+
+
+def load_pretrained(model_class: Any, directory: Path, **options: Any) -> Any:
+    """Return ``model_class.from_pretrained(directory)`` in evaluation mode.
+
+    Args:
+        model_class: a model class of transformers or of this package.
+        directory: the exported folder.
+        options: further arguments of ``from_pretrained``.
 
     Raises:
         CheckpointError: the folder cannot be loaded, or lacks a weight, which transformers would
-            fill with random numbers.
+            initialise randomly.
     """
     try:
         with quiet_transformers():
-            model, report = kind.from_pretrained(
+            model, report = model_class.from_pretrained(
                 directory, local_files_only=True, output_loading_info=True, **options
             )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise CheckpointError(f"{directory} cannot be loaded: {error}; export it again") from error
-    wrong = [*report["missing_keys"], *report["mismatched_keys"]]
-    if wrong:
+    missing = [*report["missing_keys"], *report["mismatched_keys"]]
+    if missing:
         raise CheckpointError(
-            f"{directory} lacks {wrong[0]}, so {kind.__name__} would answer at random; "
-            "give a model that was trained for this"
+            f"{directory} lacks {missing[0]}, so {model_class.__name__} would use random weights; "
+            "give a model trained for this task"
         )
     return model.eval()
 
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Silence loading reports and progress bars, which say nothing to our users."""
-    before = logging.get_verbosity()
+    """Disable transformers' loading reports and progress bars."""
+    verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        logging.set_verbosity(before)
+        logging.set_verbosity(verbosity)
         logging.enable_progress_bar()
 
 
 @contextmanager
-def private_module_cache() -> Iterator[None]:
-    """Let transformers copy and import the code of a folder such that nothing of it stays.
+def temporary_module_cache() -> Iterator[None]:
+    """Load remote code through a temporary cache, and unload it afterwards.
 
-    Its cache tells local folders apart by their last name, and outlives the process.
+    transformers' own cache identifies local folders by their last path component and outlives the
+    process, so it could return the code of another export.
     """
-    shared, path, known = dynamic_module_utils.HF_MODULES_CACHE, list(sys.path), set(sys.modules)
+    cache, path, loaded = dynamic_module_utils.HF_MODULES_CACHE, list(sys.path), set(sys.modules)
     with tempfile.TemporaryDirectory() as folder:
         dynamic_module_utils.HF_MODULES_CACHE = folder
         try:
             yield
         finally:
-            dynamic_module_utils.HF_MODULES_CACHE = shared
+            dynamic_module_utils.HF_MODULES_CACHE = cache
             sys.path[:] = path
             prefix = dynamic_module_utils.TRANSFORMERS_DYNAMIC_MODULE_NAME
-            for name in set(sys.modules) - known:
+            for name in set(sys.modules) - loaded:
                 if name.partition(".")[0] == prefix:
                     del sys.modules[name]

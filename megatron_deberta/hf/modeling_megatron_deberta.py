@@ -1,10 +1,10 @@
-"""DeBERTa that fills masks through its enhanced mask decoder, for use with transformers.
+"""DeBERTa for transformers, with the enhanced mask decoder for masked language modeling.
 
-Self-contained on purpose (torch and transformers only): ``megatron-deberta convert --to hf`` puts a
-copy of this file beside the weights, and ``trust_remote_code=True`` runs that copy. Parameter names
-are those of transformers' own ``deberta`` and ``deberta-v2`` classes, so the stock ``AutoModel``
-reads the same encoder. What those classes lack is here: the mask decoder, the paper's p2c index,
-absolute positions at the input together with relative ones, and projections without bias.
+Self-contained (torch and transformers only): ``megatron-deberta convert --to hf`` copies this file
+into the export, and ``trust_remote_code=True`` runs that copy. Parameter names are those of
+transformers' ``deberta`` and ``deberta-v2`` classes, so the stock ``AutoModel`` loads the same
+encoder. In addition to those classes it supports the mask decoder, the paper's p2c index, absolute
+positions at the input together with relative ones, and projections without bias.
 
 Source: He et al. 2021, arXiv:2006.03654, and the code released with it.
 Letters: B batch, N tokens, D hidden size, A heads, H head size, S position slots, V vocabulary.
@@ -22,17 +22,17 @@ from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput
 
 
 class MegatronDebertaConfig(DebertaV2Config):
-    """Configuration of what the stock classes cannot express; the fields are DeBERTa-v2's and more.
+    """Configuration of architectures that the stock classes do not support.
 
-    On top of those: ``absolute_positions`` (decoder, input, none), ``mask_decoder_passes``,
-    ``p2c_index`` (released, paper), ``key_bias``, ``position_key_bias``.
+    Fields in addition to DeBERTa-v2's: ``absolute_positions`` (decoder, input, none),
+    ``mask_decoder_passes``, ``p2c_index`` (released, paper), ``key_bias``, ``position_key_bias``.
     """
 
     model_type = "megatron-deberta"
 
 
 def setting(config: PretrainedConfig, name: str) -> Any:
-    """Read a field that the stock configurations do not declare, or what a release means by it."""
+    """Return a field that the stock configurations may lack, or the released models' default."""
     input_positions = config.position_biased_input
     defaults = {
         "absolute_positions": "input" if input_positions else "decoder",
@@ -50,33 +50,38 @@ def setting(config: PretrainedConfig, name: str) -> Any:
 
 
 def position_terms(config: PretrainedConfig) -> tuple[bool, bool]:
-    """Whether the content-to-position and the position-to-content terms are on."""
+    """Return whether the content-to-position and position-to-content terms are enabled."""
     terms = (config.pos_att_type or []) if config.relative_attention else []
     return "c2p" in terms, "p2c" in terms
 
 
+def max_distance(config: PretrainedConfig) -> int:
+    """Return the largest relative distance that the position table distinguishes."""
+    limit: int = config.max_relative_positions
+    return limit if limit > 0 else config.max_position_embeddings
+
+
 def position_slots(length: int, config: PretrainedConfig, device: torch.device) -> Tensor:
-    """Row of the relative-position table for every pair, int64 ``[N query, N key]``.
+    """Return the relative-position table row of every pair, int64 ``[N query, N key]``.
 
     Source: section 3.1, Eq. 3; log buckets as in the released ``make_log_bucket_position``.
     """
-    reach: int = config.max_relative_positions
-    reach = reach if reach > 0 else config.max_position_embeddings
+    limit = max_distance(config)
     buckets: int = setting(config, "position_buckets")
-    place = torch.arange(length, device=device)
-    distance = place[:, None] - place[None, :]
+    position = torch.arange(length, device=device)
+    distance = position[:, None] - position[None, :]
     if buckets <= 0:
-        return (distance + reach).clamp(0, 2 * reach - 1)
+        return (distance + limit).clamp(0, 2 * limit - 1)
     middle = buckets // 2
     far = distance.abs().clamp(min=middle).float() / middle
-    steps = torch.log(far) / torch.log(torch.tensor((reach - 1) / middle)) * (middle - 1)
+    steps = torch.log(far) / torch.log(torch.tensor((limit - 1) / middle)) * (middle - 1)
     logarithmic = (torch.ceil(steps).long() + middle) * distance.sign()
     bucket = torch.where(distance.abs() <= middle, distance, logarithmic)
     return (bucket + buckets).clamp(0, 2 * buckets - 1)
 
 
 class SelfAttention(nn.Module):
-    """Disentangled self-attention whose queries may come from elsewhere (the mask decoder).
+    """Disentangled self-attention with separate query input (for the mask decoder).
 
     Source: section 3.1, Eq. 4; ``p2c_index="released"`` reads the p2c term at delta(i, j).
     """
@@ -113,17 +118,16 @@ class SelfAttention(nn.Module):
         """Attend from ``query`` ``[B, N, D]`` to ``hidden`` ``[B, N, D]``.
 
         Args:
-            hidden: what keys and values are made of.
-            query: what queries are made of, at the same positions.
-            mask: bool ``[B, N]``, True = a key that may be seen.
+            hidden: input of the key and value projections.
+            query: input of the query projection, at the same positions.
+            mask: bool ``[B, N]``, True = visible key.
             slots: int64 ``[N, N]`` rows of the position table.
-            table: ``[S, D]`` relative positions, or None.
+            table: ``[S, D]`` relative-position embeddings, or None.
 
         Returns:
             ``[B, N, D]``.
         """
-        values: Tensor
-        queries, keys, values = self._content(query, hidden)
+        queries, keys, values = self._project(query, hidden)
         scale = (queries.size(-1) * (1 + self.c2p + self.p2c)) ** -0.5
         queries = queries * scale
         scores = queries @ keys.transpose(-1, -2)
@@ -144,7 +148,7 @@ class SelfAttention(nn.Module):
         context: Tensor = (probabilities @ values).transpose(1, 2).flatten(2)
         return context
 
-    def _content(self, query: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, query: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if not self.v1_names:
             projected = self.query_proj(query), self.key_proj(hidden), self.value_proj(hidden)
         else:
@@ -167,13 +171,13 @@ class SelfAttention(nn.Module):
         return self.get_submodule(v1_name if self.v1_names else f"pos_{kind}_proj")
 
     def _split(self, projected: Tensor) -> Tensor:
-        """``[..., N, A * H]`` -> ``[..., A, N, H]``."""
+        """Reshape ``[..., N, A * H]`` to ``[..., A, N, H]``."""
         heads: Tensor = projected.unflatten(-1, (self.num_heads, -1)).transpose(-2, -3)
         return heads
 
 
 class ResidualOutput(nn.Module):
-    """Projection, dropout, residual, LayerNorm: the end of both blocks of a layer."""
+    """Projection, dropout, residual and LayerNorm at the end of attention and feed-forward."""
 
     def __init__(self, config: PretrainedConfig, input_size: int) -> None:
         super().__init__()
@@ -188,7 +192,7 @@ class ResidualOutput(nn.Module):
 
 
 class Layer(nn.Module):
-    """One transformer layer; queries and the residual come from ``query``."""
+    """Transformer layer whose queries and residual are computed from ``query``."""
 
     def __init__(self, config: PretrainedConfig) -> None:
         super().__init__()
@@ -220,7 +224,7 @@ class ConvolutionBranch(nn.Module):
         self.tanh = setting(config, "conv_act") == "tanh"
 
     def forward(self, embedded: Tensor, hidden: Tensor, mask: Tensor) -> Tensor:
-        """Combine ``[B, N, D]`` and ``[B, N, D]``; padding gives zeros."""
+        """Combine embeddings and hidden states, ``[B, N, D]`` each; padding gives zeros."""
         convolved = self.conv(embedded.transpose(1, 2)).transpose(1, 2) * mask.unsqueeze(-1)
         convolved = self.dropout(convolved)
         activated = torch.tanh(convolved) if self.tanh else F.gelu(convolved)
@@ -229,7 +233,7 @@ class ConvolutionBranch(nn.Module):
 
 
 class Embeddings(nn.Module):
-    """Tokens, and the absolute positions, which enter here or in the mask decoder."""
+    """Token embeddings, and absolute positions, added here or in the mask decoder."""
 
     def __init__(self, config: PretrainedConfig) -> None:
         super().__init__()
@@ -245,7 +249,7 @@ class Embeddings(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, input_ids: Tensor, mask: Tensor, types: Tensor | None = None) -> Tensor:
-        """Return ``[B, N, D]``, zero at padding; ``types`` None: all of type 0."""
+        """Return ``[B, N, D]``, zero at padding; without ``types``, all tokens have type 0."""
         hidden = self.word_embeddings(input_ids)
         if self.at_input:
             hidden = hidden + self.position_embeddings.weight[: input_ids.size(1)]
@@ -257,7 +261,7 @@ class Embeddings(nn.Module):
 
 
 class Encoder(nn.Module):
-    """The layers, the relative-position table they share, and the convolution."""
+    """Transformer layers, their shared relative-position table, and the convolution."""
 
     def __init__(self, config: PretrainedConfig) -> None:
         super().__init__()
@@ -265,21 +269,20 @@ class Encoder(nn.Module):
         self.has_positions = any(position_terms(config))
         self.LayerNorm: nn.Module = nn.Identity()
         if self.has_positions:
-            reach = config.max_relative_positions
-            span = setting(config, "position_buckets")
-            span = span if span > 0 else reach if reach > 0 else config.max_position_embeddings
+            buckets = setting(config, "position_buckets")
+            span = buckets if buckets > 0 else max_distance(config)
             self.rel_embeddings = nn.Embedding(2 * span, config.hidden_size)
             if "layer_norm" in setting(config, "norm_rel_ebd"):
                 self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.conv = ConvolutionBranch(config) if setting(config, "conv_kernel_size") > 0 else None
 
     def table(self) -> Tensor | None:
-        """The relative-position table ``[S, D]`` as every layer reads it."""
+        """Return the (normalised) relative-position table ``[S, D]``."""
         return self.LayerNorm(self.rel_embeddings.weight) if self.has_positions else None
 
 
 class MegatronDebertaPreTrainedModel(PreTrainedModel):
-    """Initial values and the prefix of the encoder's names."""
+    """Base class: weight initialisation and the encoder's name prefix."""
 
     config_class = MegatronDebertaConfig
     base_model_prefix = "deberta"
@@ -294,7 +297,7 @@ class MegatronDebertaPreTrainedModel(PreTrainedModel):
 
 
 class MegatronDebertaModel(MegatronDebertaPreTrainedModel):
-    """The encoder, for downstream tasks."""
+    """DeBERTa encoder for downstream tasks."""
 
     def __init__(self, config: PretrainedConfig) -> None:
         super().__init__(config)
@@ -303,21 +306,21 @@ class MegatronDebertaModel(MegatronDebertaPreTrainedModel):
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
-        """The token table."""
+        """Return the token embeddings."""
         return self.embeddings.word_embeddings
 
     def set_input_embeddings(self, value: nn.Embedding) -> None:
-        """Replace the token table."""
+        """Replace the token embeddings."""
         self.embeddings.word_embeddings = value
 
     def shared_inputs(self, mask: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Mask, position slots and position table: what every layer reads besides states."""
+        """Return mask, position slots and position table, which all layers share."""
         return mask, position_slots(mask.size(1), self.config, mask.device), self.encoder.table()
 
     def hidden_states(
         self, input_ids: Tensor, mask: Tensor, types: Tensor | None = None
     ) -> list[Tensor]:
-        """Embeddings and the output of every layer, ``[B, N, D]`` each."""
+        """Return the embeddings and the output of every layer, ``[B, N, D]`` each."""
         shared = self.shared_inputs(mask)
         states = [self.embeddings(input_ids, mask, types)]
         for index, layer in enumerate(self.encoder.layer):
@@ -335,16 +338,16 @@ class MegatronDebertaModel(MegatronDebertaPreTrainedModel):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
     ) -> Any:
-        """Encode; see `hidden_states`. Token types count where the model has a table of them."""
+        """Encode; token types are ignored if the model has no table for them."""
         mask = as_mask(input_ids, attention_mask)
         states = self.hidden_states(input_ids, mask, token_type_ids)
-        wanted = output_hidden_states or self.config.output_hidden_states
-        out = BaseModelOutput(states[-1], tuple(states) if wanted else None)
+        return_states = output_hidden_states or self.config.output_hidden_states
+        out = BaseModelOutput(states[-1], tuple(states) if return_states else None)
         return out.to_tuple() if return_dict is False else out
 
 
 class VocabularyHead(nn.Module):
-    """Dense, GELU, LayerNorm, then the token table and a bias."""
+    """Language-modeling head: dense, GELU, LayerNorm, tied token embeddings and a bias."""
 
     def __init__(self, config: PretrainedConfig) -> None:
         super().__init__()
@@ -358,11 +361,11 @@ class VocabularyHead(nn.Module):
 
 
 class DebertaForMaskedLM(MegatronDebertaPreTrainedModel):
-    """Fill-mask through the enhanced mask decoder.
+    """Masked language model with the enhanced mask decoder.
 
-    Source: section 3.3; what was released: the encoder's last layer runs ``mask_decoder_passes``
-    times, keys and values always from its input, the first query being that input plus absolute
-    positions. ``from_pretrained`` returns the subclass that the configuration's type asks for.
+    Source: section 3.3 and the released code: the encoder's last layer runs ``mask_decoder_passes``
+    times with keys and values from its input; the first query is that input plus absolute
+    positions. ``from_pretrained`` returns the subclass for the configuration's ``model_type``.
     """
 
     config_class = DebertaConfig
@@ -375,10 +378,10 @@ class DebertaForMaskedLM(MegatronDebertaPreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, name_or_path: Any, *args: Any, **kwargs: Any) -> DebertaForMaskedLM:
-        """Load; arguments as those of ``transformers.PreTrainedModel.from_pretrained``.
+        """Load; same arguments as ``transformers.PreTrainedModel.from_pretrained``.
 
         Raises:
-            ValueError: the directory holds another kind of model.
+            ValueError: the model is not a DeBERTa.
         """
         config = kwargs.get("config")
         if config is None:
@@ -393,12 +396,12 @@ class DebertaForMaskedLM(MegatronDebertaPreTrainedModel):
                 )
                 return model
         raise ValueError(
-            f"{name_or_path}: model_type {model_type!r} is no DeBERTa; "
+            f"{name_or_path}: model_type {model_type!r} is not a DeBERTa; "
             "load it with transformers.AutoModelForMaskedLM"
         )
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
-        """Resize the token table as transformers does, and the head's bias (new ones 0)."""
+        """Resize the token embeddings and the head's bias, whose new entries are 0."""
         table: nn.Embedding = super().resize_token_embeddings(*args, **kwargs)
         head = self.lm_predictions["lm_head"]
         old = head.get_parameter("bias").detach()
@@ -440,11 +443,10 @@ class DebertaForMaskedLM(MegatronDebertaPreTrainedModel):
 
         Args:
             input_ids: int64 ``[B, N]``.
-            attention_mask: ``[B, N]``, non-zero = real token; None: all are.
-            token_type_ids: int64 ``[B, N]`` segment of a pair; without a table of them in the
-                model they mean nothing.
-            labels: int64 ``[B, N]``, -100 = not counted; with them, ``loss`` is the mean.
-            output_hidden_states: also return the encoder's states.
+            attention_mask: ``[B, N]``, non-zero = real token; None: no padding.
+            token_type_ids: int64 ``[B, N]`` segments; ignored if the model has no table for them.
+            labels: int64 ``[B, N]``, -100 = ignored; adds the mean ``loss``.
+            output_hidden_states: also return the encoder's hidden states.
             return_dict: False returns a tuple.
 
         Returns:
@@ -452,30 +454,30 @@ class DebertaForMaskedLM(MegatronDebertaPreTrainedModel):
         """
         mask = as_mask(input_ids, attention_mask)
         states = self.deberta.hidden_states(input_ids, mask, token_type_ids)
-        plain = setting(self.config, "mask_decoder_passes") == 0
-        decoded = states[-1] if plain else self.decode(states[-2], mask)
+        has_decoder = setting(self.config, "mask_decoder_passes") > 0
+        decoded = self.decode(states[-2], mask) if has_decoder else states[-1]
         head = self.lm_predictions["lm_head"]
         logits = head(decoded, self.deberta.embeddings.word_embeddings.weight)
         loss = None if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-        wanted = output_hidden_states or self.config.output_hidden_states
-        out = MaskedLMOutput(loss, logits, tuple(states) if wanted else None)
+        return_states = output_hidden_states or self.config.output_hidden_states
+        out = MaskedLMOutput(loss, logits, tuple(states) if return_states else None)
         return out.to_tuple() if return_dict is False else out
 
 
 class DebertaV2ForMaskedLM(DebertaForMaskedLM):
-    """The same for type ``deberta-v2``: transformers matches classes by their configuration."""
+    """The same for type ``deberta-v2``; transformers matches classes by configuration."""
 
     config_class = DebertaV2Config
 
 
 class MegatronDebertaForMaskedLM(DebertaForMaskedLM):
-    """The same for what the stock classes cannot express."""
+    """The same for architectures that the stock classes do not support."""
 
     config_class = MegatronDebertaConfig
 
 
 def as_mask(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """Bool ``[B, N]``, True = real token; all of them where no mask is given."""
+    """Return a bool mask ``[B, N]``, True = real token; all True if none is given."""
     if attention_mask is None:
         return torch.ones_like(input_ids, dtype=torch.bool)
     return attention_mask.bool()

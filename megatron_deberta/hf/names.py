@@ -1,8 +1,7 @@
-"""Two-way table between canonical parameter names and those of Hugging Face and Microsoft.
+"""Mapping between canonical parameter names and those of Hugging Face and Microsoft.
 
-Microsoft's v2 and v3 files and those of the hub use transformers' own names for the encoder and
-``lm_predictions.lm_head`` for the head, so one table serves both; `standard_names` converts older
-spellings.
+Microsoft's v2 and v3 files use transformers' names for the encoder and ``lm_predictions.lm_head``
+for the head, so one table serves both; `standard_names` converts older spellings.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ ModelType: TypeAlias = Literal["deberta", "deberta-v2", "roberta", "megatron-deb
 Layout: TypeAlias = Literal["same", "per_head", "after_padding", "zeros"]
 
 TOKEN_TYPES = "roberta.embeddings.token_type_embeddings.weight"
-"""RoBERTa's table of token types; of one row, our model has it inside its position table."""
+"""RoBERTa's token-type table; a single row is part of our position table."""
 
 _DEBERTA_STEMS = {
     "embeddings.token": "deberta.embeddings.word_embeddings",
@@ -80,22 +79,20 @@ _QKV = ("query", "key", "value")
 
 @dataclass(frozen=True)
 class HFTensor:
-    """One tensor of a foreign file, and the canonical tensors inside it."""
+    """A tensor in Hugging Face's format, and the canonical tensors that it consists of."""
 
     name: str
-    """Its name in the file."""
     shape: tuple[int, ...]
-    """Its shape there."""
     parts: tuple[str, ...]
-    """Canonical names, in the order `pack` takes them; none where the content is fixed."""
+    """Canonical names in the order of `pack`'s arguments; empty for constant content."""
     layout: Layout = "same"
-    """``same``: one part as it is; ``per_head``: q, k, v rows head by head (v1's ``in_proj``);
-    ``after_padding``: rows after those of padding (RoBERTa); ``zeros``: nothing of ours."""
+    """``same``: one unchanged part; ``per_head``: q, k, v rows interleaved by head (v1's
+    ``in_proj``); ``after_padding``: preceded by padding rows (RoBERTa); ``zeros``: constant."""
     count: int = 0
-    """Heads for ``per_head``, rows skipped for ``after_padding``."""
+    """Number of heads for ``per_head``, of padding rows for ``after_padding``."""
 
     def pack(self, parts: list[Tensor]) -> Tensor:
-        """Build the foreign tensor from its canonical parts."""
+        """Build the tensor from its canonical parts."""
         if self.layout == "zeros":
             return torch.zeros(self.shape)
         if self.layout == "per_head":
@@ -106,7 +103,7 @@ class HFTensor:
         return parts[0]
 
     def unpack(self, tensor: Tensor) -> dict[str, Tensor]:
-        """Take the canonical parts out of the foreign tensor; the way back of `pack`."""
+        """Split the tensor into its canonical parts; inverse of `pack`."""
         if self.layout == "zeros":
             return {}
         if self.layout == "per_head":
@@ -121,37 +118,34 @@ class HFTensor:
 
 
 def hf_tensors(config: ModelConfig, model_type: ModelType, pad_token_id: int = 0) -> list[HFTensor]:
-    """Every tensor of a file of that type, in the order of our model.
+    """Return every tensor of a model of that type, in the order of our parameters.
 
     Args:
         config: the architecture.
-        model_type: transformers' type; ``megatron-deberta`` is named as ``deberta-v2``.
-        pad_token_id: RoBERTa counts positions from the row after this one.
+        model_type: transformers' type; ``megatron-deberta`` uses the names of ``deberta-v2``.
+        pad_token_id: RoBERTa's positions start at the row after this one.
     """
-    shapes = parameter_shapes(config)
     tensors = []
-    for name, shape in shapes.items():
+    for name, shape in parameter_shapes(config).items():
         if model_type == "deberta" and re.search(r"attention\.(query|key|value)\.", name):
-            entry = _v1_projection(name, shape, config)
+            tensors += _v1_projection(name, shape, config)
         elif model_type == "roberta" and name == "embeddings.position.weight":
-            skipped = pad_token_id + 1
-            rows = (shape[0] + skipped, shape[1])
-            foreign = _foreign_name(name, model_type)
-            entry = HFTensor(foreign, rows, (name,), "after_padding", skipped)
+            padding = pad_token_id + 1
+            padded = (shape[0] + padding, shape[1])
+            hf_name = _hf_name(name, model_type)
+            tensors.append(HFTensor(hf_name, padded, (name,), "after_padding", padding))
         else:
-            entry = HFTensor(_foreign_name(name, model_type), shape, (name,))
-        if entry is not None:
-            tensors.append(entry)
+            tensors.append(HFTensor(_hf_name(name, model_type), shape, (name,)))
     if model_type == "roberta" and config.type_vocab_size == 0:
         tensors.append(HFTensor(TOKEN_TYPES, (1, config.hidden_size), (), "zeros"))
     return tensors
 
 
 def standard_names(names: Iterable[str], model_type: ModelType) -> dict[str, str]:
-    """Name in the file -> the spelling that `hf_tensors` uses, for every tensor of a file.
+    """Map every tensor name of a file to the spelling of `hf_tensors`.
 
-    Brought into line: the ``bert.`` prefix of Microsoft's first files, encoders saved without any
-    prefix, and the head's names in transformers' own ``DebertaV2ForMaskedLM``.
+    Converted are the ``bert.`` prefix of Microsoft's first files, encoders saved without a prefix,
+    and the head's names in transformers' ``DebertaV2ForMaskedLM``.
     """
     names = list(names)
     bare = any(name.startswith("embeddings.word_embeddings.") for name in names)
@@ -175,7 +169,7 @@ def _standard_name(name: str) -> str:
     return name
 
 
-def _foreign_name(name: str, model_type: ModelType) -> str:
+def _hf_name(name: str, model_type: ModelType) -> str:
     stem, _, kind = name.rpartition(".")
     layer = _LAYER.fullmatch(stem)
     if layer is None:
@@ -190,16 +184,16 @@ def _foreign_name(name: str, model_type: ModelType) -> str:
     return f"{prefix}.encoder.layer.{layer[1]}.{inner}.{kind}"
 
 
-def _v1_projection(name: str, shape: tuple[int, ...], config: ModelConfig) -> HFTensor | None:
-    """v1's place of a query, key or value tensor; None where an earlier one already holds it."""
+def _v1_projection(name: str, shape: tuple[int, ...], config: ModelConfig) -> list[HFTensor]:
+    """Return the v1 tensor of a query, key or value; nothing if an earlier one contains it."""
     stem, _, kind = name.rpartition(".")
     layer_stem, _, which = stem.rpartition(".")
     index = stem.split(".")[2]
     attention = f"deberta.encoder.layer.{index}.attention.self"
     if kind == "bias":
-        return HFTensor(f"{attention}.{which[0]}_bias", shape, (name,))
+        return [HFTensor(f"{attention}.{which[0]}_bias", shape, (name,))]
     if which != "query":
-        return None
+        return []
     parts = tuple(f"{layer_stem}.{part}.weight" for part in _QKV)
     packed = (3 * shape[0], shape[1])
-    return HFTensor(f"{attention}.in_proj.weight", packed, parts, "per_head", config.num_heads)
+    return [HFTensor(f"{attention}.in_proj.weight", packed, parts, "per_head", config.num_heads)]

@@ -1,37 +1,34 @@
-"""Compares an export, loaded as its users load it, with our own model on real text.
-
-Owns the texts, the ways users load and the tolerances of an export. Refuses to repair.
-"""
+"""Verification of an export against the training model on real text."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 import transformers
 from torch import Tensor
 
 from megatron_deberta.errors import CheckpointError
+from megatron_deberta.hf.config import DTYPES
 from megatron_deberta.hf.loading import (
-    load_complete,
-    private_module_cache,
+    load_pretrained,
     quiet_transformers,
+    temporary_module_cache,
 )
 from megatron_deberta.hf.names import ModelType
-from megatron_deberta.hf.write_model import DTYPES
 from megatron_deberta.model import DebertaForPretraining
 from megatron_deberta.tokenizer import Tokenizer
 
 FP32_TOLERANCE = 1e-4
-"""Largest difference of fp32 logits and encoder states, relative to the largest of them (or 1)."""
-RUNNING_TOLERANCE = {"fp16": 5e-2, "bf16": 2.5e-1}
-"""Largest relative (Frobenius) error of logits computed in 16 bits, against fp32.
+"""Maximum difference of fp32 outputs, relative to the largest absolute value (or 1)."""
+LOW_PRECISION_TOLERANCE = {"fp16": 5e-2, "bf16": 2.5e-1}
+"""Maximum relative (Frobenius) error of logits computed in 16 bits, against fp32.
 
-Wide, because rounding grows with depth: it is there for overflow and not for rounding, which the
-fp32 comparison of rounded weights has already taken out.
+Wide, because rounding grows with depth: this check detects overflow. The effect of rounded weights
+is excluded, since the fp32 comparison uses the same rounded weights.
 """
 _MAX_TOKENS = 256
 _TEXTS = (
@@ -43,15 +40,18 @@ _TEXTS = (
     "Is it raining?",
 )
 
+_Tensors: TypeAlias = dict[str, Tensor]
+"""Keyword arguments of a transformers model, or outputs by name."""
+
 
 @dataclass(frozen=True)
 class ExportCheck:
-    """What was compared and how well it agreed."""
+    """Largest errors found by `check_export`."""
 
     max_error: float
-    """Largest difference of fp32 logits, relative to the largest logit (or 1)."""
-    running_error: float
-    """Relative (Frobenius) error of the logits in the export's own format; 0 for fp32."""
+    """Maximum difference of fp32 logits, relative to the largest logit (or 1)."""
+    low_precision_error: float
+    """Relative (Frobenius) error of the logits in the export's own dtype; 0 for fp32."""
 
 
 def check_export(
@@ -61,21 +61,21 @@ def check_export(
     tokenizer: Tokenizer,
     dtype: str,
 ) -> ExportCheck:
-    """Load what users load from ``directory`` and compare it with our model.
+    """Load an export as users do and compare its outputs with our model's.
 
     One model at a time is in memory.
 
     Args:
         directory: the export.
-        model_type: of the export.
-        build_ours: gives our model with the weights as exported, rounded to ``dtype``, in fp32.
-        tokenizer: the one that training used.
-        dtype: format of the exported weights.
+        model_type: type of the export.
+        build_ours: returns our fp32 model with the exported weights, rounded to ``dtype``.
+        tokenizer: the tokenizer used in training.
+        dtype: dtype of the exported weights.
 
     Raises:
-        CheckpointError: token ids, logits or encoder states differ; the export must not be used.
+        CheckpointError: token ids, logits or encoder states differ.
     """
-    with private_module_cache():
+    with temporary_module_cache():
         return _check(directory, model_type, build_ours, tokenizer, dtype)
 
 
@@ -87,116 +87,102 @@ def _check(
     dtype: str,
 ) -> ExportCheck:
     ours = build_ours()
-    rows = _encode(directory, tokenizer, ours.config.max_position_embeddings)
-    inputs = [_Inputs(rows[0].unsqueeze(0)), _pad(rows, tokenizer.pad_id)]
-    if ours.config.type_vocab_size > 0:
-        inputs = [one.with_types() for one in inputs]
-    expected = [_our_outputs(ours, one) for one in inputs]
-    pairs = [_our_pairs(ours, one) for one in inputs] if ours.config.next_sentence_head else []
+    batches = _make_batches(directory, tokenizer, ours)
+    expected = [_our_outputs(ours, batch) for batch in batches]
+    has_classifier = ours.config.next_sentence_head and model_type != "megatron-deberta"
     del ours
 
-    model = _load(transformers.AutoModelForMaskedLM, directory, torch.float32)
-    max_error = max(
-        _compare("logits", _logits(model, one), logits, one.mask)
-        for one, (logits, _) in zip(inputs, expected, strict=True)
-    )
-    del model
-    # RoBERTa's pooler is no part of pretraining; transformers would add an untrained one.
+    def compare(what: str, auto_class: Any, **options: Any) -> float:
+        model = _load(auto_class, directory, torch.float32, **options)
+        return max(
+            _compare(what, _their_output(model, batch), outputs[what], batch)
+            for batch, outputs in zip(batches, expected, strict=True)
+        )
+
+    max_error = compare("logits", transformers.AutoModelForMaskedLM)
+    # RoBERTa's pooler is not pretrained; transformers would add an untrained one.
     options = {"add_pooling_layer": False} if model_type == "roberta" else {}
-    encoder = _load(transformers.AutoModel, directory, torch.float32, **options)
-    for one, (_, states) in zip(inputs, expected, strict=True):
-        _compare("encoder states", _states(encoder, one), states, one.mask)
-    del encoder
-    if pairs and model_type != "megatron-deberta":
-        model = _load(transformers.AutoModelForSequenceClassification, directory, torch.float32)
-        for one, logits in zip(inputs, pairs, strict=True):
-            _compare("next-sentence logits", _logits(model, one), logits, None)
-        del model
+    compare("encoder states", transformers.AutoModel, **options)
+    if has_classifier:
+        compare("next-sentence logits", transformers.AutoModelForSequenceClassification)
     if dtype == "fp32":
         return ExportCheck(max_error, 0.0)
     model = _load(transformers.AutoModelForMaskedLM, directory, DTYPES[dtype])
-    running = _relative_error(_logits(model, inputs[-1]), expected[-1][0], inputs[-1].mask)
-    if not running <= RUNNING_TOLERANCE[dtype]:
+    logits = _real_tokens(_their_output(model, batches[-1]), batches[-1])
+    reference = _real_tokens(expected[-1]["logits"], batches[-1])
+    error = ((logits - reference).norm() / reference.norm()).item()
+    if not error <= LOW_PRECISION_TOLERANCE[dtype]:
         raise CheckpointError(
-            f"logits computed in {dtype} are off by {running:.2g} (limit "
-            f"{RUNNING_TOLERANCE[dtype]}); export with --dtype fp32"
+            f"logits computed in {dtype} have a relative error of {error:.2g} (limit "
+            f"{LOW_PRECISION_TOLERANCE[dtype]}); export with --dtype fp32"
         )
-    return ExportCheck(max_error, running)
+    return ExportCheck(max_error, error)
 
 
-def _encode(directory: Path, tokenizer: Tokenizer, max_positions: int) -> list[Tensor]:
-    """Rows of real text, each of which the exported tokenizer must encode as training does."""
+def _make_batches(
+    directory: Path, tokenizer: Tokenizer, ours: DebertaForPretraining
+) -> list[_Tensors]:
+    """Encode the texts as one single row and one padded batch, with two segments if supported.
+
+    Raises:
+        CheckpointError: the exported tokenizer encodes a text differently.
+    """
     with quiet_transformers():
-        theirs = transformers.AutoTokenizer.from_pretrained(
+        exported = transformers.AutoTokenizer.from_pretrained(
             directory, local_files_only=True, trust_remote_code=True
         )
     rows = []
     for text in _TEXTS:
         ids = [tokenizer.cls_id, *tokenizer.encode(text), tokenizer.sep_id]
-        if theirs(text)["input_ids"] != ids:
+        if exported(text)["input_ids"] != ids:
             raise CheckpointError(
                 f"the exported tokenizer gives other ids than training for {text[:40]!r}"
             )
-        # A mask in every row: users ask nothing else.
         ids[1] = tokenizer.mask_id
-        rows.append(torch.tensor(ids[: min(_MAX_TOKENS, max_positions)]))
-    return rows
-
-
-class _Inputs(NamedTuple):
-    ids: Tensor
-    mask: Tensor | None = None
-    types: Tensor | None = None
-
-    def with_types(self) -> _Inputs:
-        """The second half of each row as a second segment."""
-        second = torch.arange(self.ids.size(1)) >= self.ids.size(1) // 2
-        return self._replace(types=second.long().expand_as(self.ids))
-
-    def arguments(self) -> dict[str, Tensor]:
-        """What a class of transformers is called with, besides ids."""
-        found = {} if self.mask is None else {"attention_mask": self.mask.long()}
-        return found if self.types is None else {**found, "token_type_ids": self.types}
-
-
-def _pad(rows: list[Tensor], pad_id: int) -> _Inputs:
-    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad_id)
+        rows.append(torch.tensor(ids[: min(_MAX_TOKENS, ours.config.max_position_embeddings)]))
+    padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_id)
     lengths = torch.tensor([len(row) for row in rows])
-    return _Inputs(ids, torch.arange(ids.size(1)) < lengths[:, None])
+    mask = torch.arange(padded.size(1)) < lengths[:, None]
+    batches = [
+        {"input_ids": rows[0].unsqueeze(0)},
+        {"input_ids": padded, "attention_mask": mask.long()},
+    ]
+    if ours.config.type_vocab_size > 0:
+        for batch in batches:
+            length = batch["input_ids"].size(1)
+            second = torch.arange(length) >= length // 2
+            batch["token_type_ids"] = second.long().expand_as(batch["input_ids"])
+    return batches
 
 
 @torch.no_grad()
-def _our_outputs(ours: DebertaForPretraining, inputs: _Inputs) -> tuple[Tensor, Tensor]:
-    """Logits ``[B, N, V]`` and encoder states ``[B, N, D]``."""
-    states = ours.encode(inputs.ids, inputs.mask, token_type_ids=inputs.types)
-    return ours.logits(*inputs), states
+def _our_outputs(ours: DebertaForPretraining, batch: _Tensors) -> _Tensors:
+    ids, types, mask = batch["input_ids"], batch.get("token_type_ids"), batch.get("attention_mask")
+    mask = None if mask is None else mask.bool()
+    outputs = {
+        "logits": ours.logits(ids, mask, types),
+        "encoder states": ours.encode(ids, mask, token_type_ids=types),
+    }
+    if ours.config.next_sentence_head:
+        outputs["next-sentence logits"] = ours.next_sentence_logits(ids, mask, types)
+    return outputs
+
+
+def _load(auto_class: Any, directory: Path, dtype: torch.dtype, **options: Any) -> Any:
+    """Load as users do: remote code in the folder is executed where ``auto_map`` names it."""
+    return load_pretrained(auto_class, directory, dtype=dtype, trust_remote_code=True, **options)
 
 
 @torch.no_grad()
-def _our_pairs(ours: DebertaForPretraining, inputs: _Inputs) -> Tensor:
-    """Logits ``[B, 2]`` of the next-sentence head."""
-    return ours.next_sentence_logits(*inputs)
+def _their_output(model: Any, batch: _Tensors) -> Tensor:
+    """Return logits, or the last hidden state of a model without a head."""
+    output = model(**batch)
+    result: Tensor = output.logits if "logits" in output else output.last_hidden_state
+    return result
 
 
-def _load(kind: Any, directory: Path, dtype: torch.dtype, **options: Any) -> Any:
-    """Load as users do: code in the folder runs, where ``auto_map`` names it."""
-    return load_complete(kind, directory, dtype=dtype, trust_remote_code=True, **options)
-
-
-@torch.no_grad()
-def _logits(model: Any, inputs: _Inputs) -> Tensor:
-    logits: Tensor = model(inputs.ids, **inputs.arguments()).logits
-    return logits
-
-
-@torch.no_grad()
-def _states(encoder: Any, inputs: _Inputs) -> Tensor:
-    states: Tensor = encoder(inputs.ids, **inputs.arguments()).last_hidden_state
-    return states
-
-
-def _compare(what: str, theirs: Tensor, ours: Tensor, mask: Tensor | None) -> float:
-    theirs, ours = _real(theirs, mask), _real(ours, mask)
+def _compare(what: str, theirs: Tensor, ours: Tensor, batch: _Tensors) -> float:
+    theirs, ours = _real_tokens(theirs, batch), _real_tokens(ours, batch)
     scale = max(1.0, ours.abs().max().item())
     error = (theirs - ours).abs().max().item() / scale
     if not error <= FP32_TOLERANCE:
@@ -207,12 +193,7 @@ def _compare(what: str, theirs: Tensor, ours: Tensor, mask: Tensor | None) -> fl
     return error
 
 
-def _relative_error(theirs: Tensor, ours: Tensor, mask: Tensor | None) -> float:
-    theirs, ours = _real(theirs, mask), _real(ours, mask)
-    error: float = ((theirs - ours).norm() / ours.norm()).item()
-    return error
-
-
-def _real(values: Tensor, mask: Tensor | None) -> Tensor:
-    """Values at real tokens, fp32; what stands at padding means nothing."""
-    return values.float() if mask is None else values.float()[mask]
+def _real_tokens(values: Tensor, batch: _Tensors) -> Tensor:
+    """Return fp32 values without those at padding; logits of whole rows ``[B, 2]`` unchanged."""
+    mask = batch.get("attention_mask")
+    return values.float() if mask is None or values.dim() == 2 else values.float()[mask.bool()]

@@ -26,9 +26,9 @@ from transformers import (
 from megatron_deberta.errors import CheckpointError
 from megatron_deberta.files import sha256_file
 from megatron_deberta.hf.config import SpecialIds, choose_model_type
-from megatron_deberta.hf.read_release import Release, Source, open_release
-from megatron_deberta.hf.weights import build_filled
-from megatron_deberta.hf.write_model import write_hf_model
+from megatron_deberta.hf.export_model import write_hf_model
+from megatron_deberta.hf.import_model import Release, Source, open_release
+from megatron_deberta.hf.loading import build_model
 from megatron_deberta.model import DebertaForPretraining
 from tests.parity.test_export import make_batch
 from tests.support.stock_weights import randomize
@@ -70,7 +70,7 @@ def weights_of(release: Release) -> dict[str, Tensor]:
 
 def filled(release: Release) -> DebertaForPretraining:
     weights = weights_of(release)
-    return build_filled(release.config, lambda name: weights[name], "reference")
+    return build_model(release.config, lambda name: weights[name], "reference")
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_microsoft_files(kind: str, tmp_path: Path) -> None:
         read(directory, "microsoft")
     digest = sha256_file(directory / "pytorch.model-001000.bin")
     release = read(directory, "microsoft", allow_pickle=True, sha256=digest)
-    assert release.notes == ("left out, no part of our model: mask_predictions.dense.weight",)
+    assert release.notes == ("ignored, not part of the model: mask_predictions.dense.weight",)
     weights = weights_of(release)
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[name], expected[name]) for name in expected)

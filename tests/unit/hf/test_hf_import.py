@@ -5,6 +5,7 @@ import json
 import os
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ from torch import Tensor
 from megatron_deberta.errors import CheckpointError
 from megatron_deberta.files import sha256_file
 from megatron_deberta.hf.config import SpecialIds
+from megatron_deberta.hf.export_model import write_hf_model
+from megatron_deberta.hf.import_model import Release, open_release
 from megatron_deberta.hf.legacy_bin import convert_bin
-from megatron_deberta.hf.read_release import Release, open_release
-from megatron_deberta.hf.write_model import write_hf_model
 from tests.support.tiny_models import V2, random_weights
 
 
@@ -51,6 +52,23 @@ def test_reads_what_was_written(model: Path) -> None:
     assert all(torch.equal(back[name], weights[name]) for name in weights)
 
 
+def test_next_sentence_labels_are_plain_and_old_exports_still_load(tmp_path: Path) -> None:
+    """Exports of earlier versions label the classes "goes on" and "does not"."""
+    config = replace(V2, type_vocab_size=2, next_sentence_head=True)
+    weights = random_weights(config)
+    write_hf_model(tmp_path, config, "deberta-v2", lambda name: weights[name], SpecialIds())
+    fields = json.loads((tmp_path / "config.json").read_text())
+    assert fields["id2label"] == {"0": "IsNext", "1": "NotNext"}
+    assert fields["label2id"] == {"IsNext": 0, "NotNext": 1}
+    del fields["label2id"]
+    fields["id2label"] = {"0": "goes on", "1": "does not"}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    release = read(tmp_path)
+    assert release.config == config
+    assert release.notes == ()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in release.tensors())
+
+
 def test_missing_encoder_tensor_is_refused(model: Path) -> None:
     name = "deberta.encoder.layer.1.output.dense.bias"
     change(model, lambda tensors: tensors.pop(name))
@@ -68,7 +86,7 @@ def test_untied_embeddings_are_refused(model: Path) -> None:
     name = "cls.predictions.decoder.weight"
     table = "deberta.embeddings.word_embeddings.weight"
     change(model, lambda tensors: tensors.update({name: tensors[table].clone()}))
-    assert read(model).notes == (f"left out, no part of our model: {name}",)
+    assert read(model).notes == (f"ignored, not part of the model: {name}",)
     change(model, lambda tensors: tensors.update({name: tensors[table] + 1}))
     with pytest.raises(CheckpointError, match="tied"):
         read(model)
@@ -84,7 +102,7 @@ def test_wrong_shape_is_refused(model: Path) -> None:
 @pytest.mark.parametrize("content", ["", "{", "[1]"])
 def test_damaged_config_is_refused(model: Path, content: str) -> None:
     (model / "config.json").write_text(content)
-    with pytest.raises(CheckpointError, match=r"config\.json.*fetch it again"):
+    with pytest.raises(CheckpointError, match=r"config\.json.*download it again"):
         read(model)
 
 
@@ -103,7 +121,7 @@ def test_damaged_weights_are_refused(model: Path) -> None:
 
 
 def test_missing_parts_are_named(model: Path) -> None:
-    with pytest.raises(CheckpointError, match="no folder"):
+    with pytest.raises(CheckpointError, match="not a folder"):
         read(model / "nothing")
     (model / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match="found none"):
@@ -120,7 +138,7 @@ def test_missing_parts_are_named(model: Path) -> None:
 @pytest.mark.parametrize("weight_map", [[], None, {}, "x", {"a": 1}, {"a": "../model.safetensors"}])
 def test_damaged_index_is_refused(model: Path, weight_map: object) -> None:
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(CheckpointError, match=r"index\.json: weight_map=.* fetch it again"):
+    with pytest.raises(CheckpointError, match=r"index\.json: weight_map=.* download it again"):
         read(model)
 
 
@@ -171,10 +189,10 @@ def test_reading_process_has_no_network(tmp_path: Path) -> None:
     from megatron_deberta.hf import legacy_bin
 
     with pytest.raises(PermissionError, match="socket"):
-        legacy_bin._refuse_side_effects("socket.connect", (socket, ("127.0.0.1", 80)))
+        legacy_bin._block_side_effects("socket.connect", (socket, ("127.0.0.1", 80)))
     with pytest.raises(PermissionError, match="Popen"):
-        legacy_bin._refuse_side_effects("subprocess.Popen", ())
-    legacy_bin._refuse_side_effects("open", ("file", "r", 0))
+        legacy_bin._block_side_effects("subprocess.Popen", ())
+    legacy_bin._block_side_effects("open", ("file", "r", 0))
 
 
 def test_tied_tensors_and_wrapped_states_in_a_pickle(tmp_path: Path) -> None:

@@ -1,0 +1,182 @@
+"""Export of a checkpoint to Hugging Face format, verified before it is published."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_deberta.config.schema import ModelConfig
+from megatron_deberta.errors import CheckpointError, ConfigError
+from megatron_deberta.files import published_folder
+from megatron_deberta.hf.config import (
+    DTYPES,
+    MODELING_MODULE,
+    SpecialIds,
+    choose_model_type,
+    to_hf_config,
+)
+from megatron_deberta.hf.loading import build_model
+from megatron_deberta.hf.names import HFTensor, ModelType, hf_tensors
+from megatron_deberta.hf.verify import ExportCheck, check_export
+from megatron_deberta.tokenizer import Tokenizer
+
+MAX_SHARD_BYTES = 4 << 30
+"""Maximum size of a weight file, and of the memory used while writing."""
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """Type and verification of an export."""
+
+    model_type: ModelType
+    reason: str
+    """Why no stock type fits; empty for stock types."""
+    check: ExportCheck
+
+
+def export_model(
+    config: ModelConfig,
+    read: Callable[[str], Tensor],
+    tokenizer: Tokenizer,
+    output: Path,
+    *,
+    dtype: str = "fp32",
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> ExportResult:
+    """Write weights, config, tokenizer and modeling file, verify them, then publish the folder.
+
+    Args:
+        config: the architecture.
+        read: returns the logical fp32 tensor of a canonical name.
+        tokenizer: the tokenizer used in training.
+        output: folder to create; must not exist, or be empty.
+        dtype: fp32, fp16 or bf16.
+        max_shard_bytes: maximum size of a weight file.
+
+    Raises:
+        CheckpointError: the exported model computes different values than the training model.
+        ConfigError: ``output`` is in use, or the tokenizer has more ids than the model.
+    """
+    if tokenizer.num_tokens > config.vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {tokenizer.num_tokens} ids, the model {config.vocab_size} rows; "
+            "give the tokenizer that the model was trained with"
+        )
+    model_type, reason = choose_model_type(config)
+    ids = SpecialIds(tokenizer.pad_id, tokenizer.cls_id, tokenizer.sep_id)
+    with output_folder(output) as folder:
+        tokenizer.save(str(folder))
+        write_hf_model(folder, config, model_type, read, ids, dtype, max_shard_bytes)
+        if model_type != "roberta":
+            source = Path(__file__).with_name(f"{MODELING_MODULE}.py")
+            shutil.copyfile(source, folder / source.name)
+        check = check_export(
+            folder,
+            model_type,
+            lambda: build_model(config, lambda name: read(name).to(DTYPES[dtype]), "reference"),
+            tokenizer,
+            dtype,
+        )
+    return ExportResult(model_type, reason, check)
+
+
+@contextmanager
+def output_folder(output: Path) -> Iterator[Path]:
+    """Yield a temporary folder that is published as ``output`` if no error occurs.
+
+    Raises:
+        CheckpointError: it cannot be written.
+        ConfigError: ``output`` exists and is not an empty folder.
+    """
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError(f"{output} exists and is not empty; remove it or choose another --output")
+    try:
+        with published_folder(output) as folder:
+            yield folder
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot write {output}: {error}") from error
+
+
+def write_hf_model(
+    directory: Path,
+    config: ModelConfig,
+    model_type: ModelType,
+    read: Callable[[str], Tensor],
+    ids: SpecialIds,
+    dtype: str = "fp32",
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write ``config.json`` and safetensors files, holding one file's tensors in memory at a time.
+
+    Args:
+        directory: an existing folder.
+        config: the architecture.
+        model_type: result of `choose_model_type`.
+        read: returns the logical fp32 tensor of a canonical name, unpadded and unsplit.
+        ids: special token ids of the tokenizer.
+        dtype: fp32, fp16 or bf16.
+        max_shard_bytes: maximum size of a weight file.
+
+    Raises:
+        CheckpointError: a weight is beyond fp16's range or has another shape than its config says.
+    """
+    entries = hf_tensors(config, model_type, ids.pad)
+    shards = _split_into_shards(entries, DTYPES[dtype].itemsize, max_shard_bytes)
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        suffix = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
+        file = f"model{suffix}.safetensors"
+        tensors = {entry.name: _convert(entry, read, dtype) for entry in shard}
+        save_file(tensors, directory / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, file)
+    if len(shards) > 1:
+        total_size = sum(math.prod(entry.shape) for entry in entries) * DTYPES[dtype].itemsize
+        index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+        _write_json(directory / "model.safetensors.index.json", index)
+    torch_name = str(DTYPES[dtype]).removeprefix("torch.")
+    _write_json(directory / "config.json", to_hf_config(config, model_type, ids, torch_name))
+
+
+def _convert(entry: HFTensor, read: Callable[[str], Tensor], dtype: str) -> Tensor:
+    packed = entry.pack([read(part) for part in entry.parts])
+    if tuple(packed.shape) != entry.shape:
+        raise CheckpointError(
+            f"{entry.name}: shape {tuple(packed.shape)} in the checkpoint is not {entry.shape} of "
+            "its config; the checkpoint is of another model"
+        )
+    converted = packed.to(DTYPES[dtype]).contiguous()
+    if dtype == "fp16" and not torch.isfinite(converted).all():
+        largest = packed.abs().max().item()
+        raise CheckpointError(
+            f"{entry.name} holds {largest:g}, beyond fp16's range; use --dtype bf16 or fp32"
+        )
+    return converted
+
+
+def _split_into_shards(
+    entries: list[HFTensor], itemsize: int, max_bytes: int
+) -> list[list[HFTensor]]:
+    shards: list[list[HFTensor]] = [[]]
+    shard_bytes = 0
+    for entry in entries:
+        size = math.prod(entry.shape) * itemsize
+        if shards[-1] and shard_bytes + size > max_bytes:
+            shards.append([])
+            shard_bytes = 0
+        shards[-1].append(entry)
+        shard_bytes += size
+    return shards
+
+
+def _write_json(path: Path, content: object) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

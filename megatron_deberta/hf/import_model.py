@@ -1,0 +1,382 @@
+"""Import of published Hugging Face and Microsoft models as checkpoints to continue pretraining."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megatron_deberta.checkpoint.layout import CheckpointMetadata, step_dir
+from megatron_deberta.checkpoint.store import save_weights
+from megatron_deberta.config import config_to_dict, save_config, validate
+from megatron_deberta.config.schema import (
+    CheckpointConfig,
+    DataConfig,
+    ModelConfig,
+    RunConfig,
+    TokenizerConfig,
+)
+from megatron_deberta.errors import CheckpointError, ConfigError
+from megatron_deberta.files import sha256_file
+from megatron_deberta.hf.config import from_hf_config, padding_id
+from megatron_deberta.hf.export_model import output_folder
+from megatron_deberta.hf.legacy_bin import convert_bin
+from megatron_deberta.hf.loading import load_model_tokenizer
+from megatron_deberta.hf.names import (
+    TOKEN_TYPES,
+    HFTensor,
+    ModelType,
+    hf_tensors,
+    standard_names,
+)
+from megatron_deberta.model.shapes import parameter_shapes
+from megatron_deberta.model.weight_init import fill_initial
+
+Source: TypeAlias = Literal["hf", "microsoft"]
+
+RUN_FILE = "run.yaml"
+_TOKENIZER_FOLDER = "tokenizer"
+_OPTIONAL_PREFIXES = ("head.", "mask_decoder.")
+_IGNORED = re.compile(
+    r"(mask_predictions|(roberta\.)?pooler|classifier)\.|.*position_ids$|.*\._weight$"
+)
+_TIED = re.compile(r"(cls\.predictions\.decoder|lm_head\.decoder)\.(weight|bias)")
+_TOKEN_TABLE = re.compile(r"(deberta|roberta)\.embeddings\.word_embeddings\.weight")
+
+
+@dataclass(frozen=True)
+class ImportResult:
+    """Files and architecture of an imported model."""
+
+    checkpoint: Path
+    """Folder for ``checkpoint.load_from``."""
+    run_file: Path
+    """Run config that starts from the checkpoint; data and number of steps are to be added."""
+    config: ModelConfig
+    notes: tuple[str, ...]
+    """Parameters that were newly initialised or ignored."""
+
+
+def import_model(
+    directory: Path,
+    source: Source,
+    output: Path,
+    *,
+    tokenizer_path: str = "",
+    allow_pickle: bool = False,
+    sha256: str = "",
+    seed: int = 0,
+) -> ImportResult:
+    """Write checkpoint, tokenizer and run file to ``output``, published only when complete.
+
+    Args:
+        directory: folder of the published model.
+        source: format of the files.
+        output: folder to create; must not exist, or be empty.
+        tokenizer_path: the model's tokenizer; empty: the one in ``directory``.
+        allow_pickle: read a ``.bin`` file (see ``hf/legacy_bin.py``).
+        sha256: expected digest of the weight file; empty: unchecked, and pickles are rejected.
+        seed: seed of parameters that the file lacks.
+
+    Raises:
+        CheckpointError: the model cannot be read, or the checkpoint cannot be written.
+        ConfigError: ``output`` is in use, the tokenizer has more ids than the model, or the
+            architecture violates a config rule.
+        DataError: there is no usable tokenizer.
+    """
+    tokenizer = load_model_tokenizer(tokenizer_path or directory)
+    output = output.absolute()
+    with output_folder(output) as folder, tempfile.TemporaryDirectory(dir=folder) as scratch:
+        release = open_release(
+            directory, source, Path(scratch), allow_pickle=allow_pickle, sha256=sha256, seed=seed
+        )
+        model = release.config
+        if tokenizer.num_tokens > model.vocab_size:
+            raise ConfigError(
+                f"the tokenizer has {tokenizer.num_tokens} ids, the model {model.vocab_size} rows; "
+                "give the model's own with --tokenizer"
+            )
+        tokenizer.save(str(folder / _TOKENIZER_FOLDER))
+        run = RunConfig(
+            model=model,
+            tokenizer=TokenizerConfig(path=str(output / _TOKENIZER_FOLDER)),
+            data=DataConfig(sequence_length=min(512, model.max_position_embeddings)),
+            checkpoint=CheckpointConfig(load_from=str(step_dir(output, 0))),
+        )
+        validate(run)
+        metadata = CheckpointMetadata(
+            step=0,
+            consumed_samples=0,
+            config=config_to_dict(run),
+            tokenizer_fingerprint=tokenizer.fingerprint,
+            tokenizer_path=run.tokenizer.path,
+        )
+        save_weights(folder, release.tensors(), parameter_shapes(model), metadata)
+        save_config(run, str(folder / RUN_FILE))
+    return ImportResult(step_dir(output, 0), output / RUN_FILE, model, release.notes)
+
+
+class StoredTensor(NamedTuple):
+    """Location of a tensor in a safetensors file."""
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+
+    def load(self) -> Tensor:
+        """Read the tensor in its stored dtype."""
+        with safe_open(self.path, framework="pt") as file:
+            return cast(Tensor, file.get_tensor(self.name))
+
+
+@dataclass(frozen=True)
+class Release:
+    """A published model, read one tensor at a time."""
+
+    config: ModelConfig
+    notes: tuple[str, ...]
+    """Parameters that will be newly initialised or ignored."""
+    _tensors: tuple[tuple[HFTensor, StoredTensor], ...]
+    _token_types: StoredTensor | None
+    _seed: int
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield canonical name and fp32 tensor of every parameter."""
+        found: set[str] = set()
+        for entry, stored in self._tensors:
+            for name, tensor in entry.unpack(stored.load().float()).items():
+                found.add(name)
+                if name == "embeddings.position.weight":
+                    tensor = self._add_token_type(tensor)
+                yield name, tensor
+        for name, shape in parameter_shapes(self.config).items():
+            if name not in found:
+                initial = torch.empty(shape)
+                fill_initial(initial, name, shape, self.config, self._seed)
+                yield name, initial
+
+    def _add_token_type(self, positions: Tensor) -> Tensor:
+        """Add RoBERTa's single token-type row, which applies to every token, to all positions."""
+        if self._token_types is None:
+            return positions
+        row = self._token_types.load().float()
+        return positions + row if row.any() else positions
+
+
+def open_release(
+    directory: Path,
+    source: Source,
+    scratch: Path,
+    *,
+    allow_pickle: bool = False,
+    sha256: str = "",
+    seed: int = 0,
+) -> Release:
+    """Read the config of a published model and match its tensors to our architecture.
+
+    Args:
+        directory: a folder with ``config.json`` (or ``model_config.json``) and weights.
+        source: format; Microsoft's configs have no ``model_type``, tensor names determine it.
+        scratch: folder for the safetensors copy of a ``.bin`` file.
+        allow_pickle: read a ``.bin`` file with ``weights_only`` in a separate process.
+        sha256: expected digest of the weight file; empty: unchecked.
+        seed: seed of parameters that the file lacks.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or the architecture is not supported.
+    """
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} is not a folder; give one with config.json and weights")
+    fields = _read_config(directory)
+    in_files = _stored_tensors(_weight_files(directory, scratch, allow_pickle, sha256))
+    model_type = _model_type(fields, source, in_files)
+    names = standard_names(in_files, model_type)
+    stored = {names[name]: tensor for name, tensor in in_files.items()}
+    config = _infer_from_tensors(from_hf_config(fields, model_type), fields, stored)
+    expected = hf_tensors(config, model_type, padding_id(fields, model_type))
+    return _match(config, expected, stored, seed)
+
+
+def _match(
+    config: ModelConfig, expected: list[HFTensor], stored: dict[str, StoredTensor], seed: int
+) -> Release:
+    tensors: list[tuple[HFTensor, StoredTensor]] = []
+    missing: list[str] = []
+    for entry in expected:
+        tensor = stored.get(entry.name)
+        if tensor is None:
+            if not all(part.startswith(_OPTIONAL_PREFIXES) for part in entry.parts):
+                raise CheckpointError(
+                    f"the weights lack {entry.name}; the file is damaged or of another model"
+                )
+            missing += entry.parts
+        elif tensor.shape != entry.shape:
+            raise CheckpointError(
+                f"{tensor.name}: shape {tensor.shape} is not {entry.shape} of config.json; "
+                "config and weights are of different models"
+            )
+        elif entry.parts:
+            tensors.append((entry, tensor))
+    ignored = sorted(stored.keys() - {entry.name for entry in expected})
+    _check_ignored(ignored, stored)
+    notes = []
+    if missing:
+        notes.append(f"missing in the file, newly initialised: {', '.join(missing)}")
+    if ignored:
+        notes.append(f"ignored, not part of the model: {', '.join(ignored)}")
+    token_types = stored.get(TOKEN_TYPES) if config.type_vocab_size == 0 else None
+    return Release(config, tuple(notes), tuple(tensors), token_types, seed)
+
+
+def _check_ignored(names: list[str], stored: dict[str, StoredTensor]) -> None:
+    """Reject unmatched tensors unless they are known heads or copies of tied weights."""
+    for name in names:
+        if _TIED.fullmatch(name):
+            kind = name.rpartition(".")[2]
+            pattern = _TOKEN_TABLE if kind == "weight" else re.compile(r".*lm_head\.bias")
+            original = next((other for other in stored if pattern.fullmatch(other)), None)
+            if original is None or not torch.equal(stored[name].load(), stored[original].load()):
+                raise CheckpointError(
+                    f"{name} differs from {original}; only models with tied embeddings can be "
+                    "imported"
+                )
+        elif not _IGNORED.match(name):
+            raise CheckpointError(
+                f"the weights hold {name}, which config.json does not account for; "
+                "config and weights are of different models"
+            )
+
+
+def _infer_from_tensors(
+    config: ModelConfig, fields: dict[str, Any], stored: dict[str, StoredTensor]
+) -> ModelConfig:
+    """Set what the tensors determine: vocabulary size, and whether there is a mask decoder."""
+    token_table = next((name for name in stored if _TOKEN_TABLE.fullmatch(name)), None)
+    if token_table is None:
+        raise CheckpointError("the weights lack word_embeddings; give a whole model's files")
+    config = replace(config, vocab_size=stored[token_table].shape[0])
+    legacy_head = any(tensor.name.startswith("cls.predictions.") for tensor in stored.values())
+    head = "lm_predictions.lm_head.dense.weight" in stored
+    stock_head = legacy_head or (head and fields.get("legacy") is False)
+    positions = "deberta.embeddings.position_embeddings.weight" in stored
+    if stock_head and not positions and "mask_decoder_passes" not in fields:
+        # Trained by transformers' own class, which has no mask decoder.
+        config = replace(config, mask_decoder_passes=0, absolute_positions="none")
+    return config
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    for name in ("config.json", "model_config.json"):
+        if (directory / name).is_file():
+            return _read_json(directory / name)
+    raise CheckpointError(f"{directory} has neither config.json nor model_config.json; add one")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}; download it again") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is not a JSON object; download it again")
+    return content
+
+
+def _model_type(
+    fields: dict[str, Any], source: Source, in_files: dict[str, StoredTensor]
+) -> ModelType:
+    if source == "microsoft":
+        v1 = any(name.endswith(".in_proj.weight") for name in in_files)
+        return "deberta" if v1 else "deberta-v2"
+    model_type = fields.get("model_type")
+    if model_type not in get_args(ModelType):
+        raise CheckpointError(
+            f"config.json: model_type={model_type!r} is not supported; supported are "
+            f"{', '.join(get_args(ModelType))}, and files without a type by --from microsoft"
+        )
+    return cast(ModelType, model_type)
+
+
+def _stored_tensors(files: list[Path]) -> dict[str, StoredTensor]:
+    stored: dict[str, StoredTensor] = {}
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 - not a dict
+                    shape = tuple(file.get_slice(name).get_shape())
+                    stored[name] = StoredTensor(path, name, shape)
+        except SafetensorError as error:
+            raise CheckpointError(f"{path} is damaged: {error}; download it again") from None
+    return stored
+
+
+def _weight_files(directory: Path, scratch: Path, allow_pickle: bool, sha256: str) -> list[Path]:
+    single = directory / "model.safetensors"
+    files = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        files = [directory / name for name in _indexed_files(index)]
+    for path in files:
+        if not path.is_file():
+            raise CheckpointError(
+                f"{path} is missing, but {index.name} names it; download it again"
+            )
+    if sha256 and len(files) > 1:
+        raise CheckpointError(
+            f"--sha256 checks one file, but {directory} has {len(files)}; omit it"
+        )
+    if not files:
+        return [_convert_pickle(directory, scratch, allow_pickle, sha256)]
+    _check_digest(files[0], sha256)
+    return files
+
+
+def _convert_pickle(directory: Path, scratch: Path, allow_pickle: bool, sha256: str) -> Path:
+    pickles = sorted([*directory.glob("*.bin"), *directory.glob("*.pt")])
+    if len(pickles) != 1:
+        found = ", ".join(path.name for path in pickles) or "none"
+        raise CheckpointError(
+            f"{directory} must hold *.safetensors or exactly one .bin file; found {found}"
+        )
+    if not allow_pickle:
+        raise CheckpointError(
+            f"{pickles[0]} is a pickle, which can run code; give safetensors, or "
+            "--allow-pickle-weights-only to read its tensors in a separate process"
+        )
+    if not sha256:
+        raise CheckpointError(
+            f"{pickles[0]} is a pickle; give the SHA-256 stated by its publisher as --sha256"
+        )
+    _check_digest(pickles[0], sha256)
+    target = scratch / "weights.safetensors"
+    try:
+        convert_bin(pickles[0], target)
+    except ValueError as error:
+        raise CheckpointError(f"{pickles[0]} cannot be read as plain weights: {error}") from None
+    return target
+
+
+def _indexed_files(index: Path) -> list[str]:
+    weight_map = _read_json(index).get("weight_map")
+    names = list(weight_map.values()) if isinstance(weight_map, dict) else []
+    if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
+        raise CheckpointError(
+            f"{index}: weight_map={str(weight_map)[:80]} does not map tensors to files in the same "
+            "folder; download it again"
+        )
+    return sorted(set(names))
+
+
+def _check_digest(path: Path, sha256: str) -> None:
+    if sha256 and (actual := sha256_file(path)) != sha256.lower():
+        raise CheckpointError(
+            f"{path}: SHA-256 is {actual}, not {sha256.lower()}; download the file again"
+        )
