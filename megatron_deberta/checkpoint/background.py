@@ -1,8 +1,7 @@
-"""Saves that training does not wait for, beyond the copy of the state to host memory.
+"""Asynchronous checkpointing: training waits only for the copy of the state to host memory.
 
-Owns the thread that writes, flushes and hashes, and when its work is committed. Refuses collectives
-in that thread: ranks may reach them in another order than those of training, and then wait for
-each other for ever. The ranks agree on the commit in the main thread, between two steps.
+A thread writes, flushes and hashes the files. It issues no collectives, whose order relative to
+those of training would differ between ranks; the ranks agree on the commit in the main thread.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-from megatron_deberta.checkpoint import store
+from megatron_deberta.checkpoint import store, writer
 from megatron_deberta.checkpoint.layout import CheckpointMetadata
-from megatron_deberta.checkpoint.retention import Retention, delete_oldest
+from megatron_deberta.checkpoint.retention import Retention, delete_expired
 from megatron_deberta.distributed.control import all_reduce_max
 from megatron_deberta.distributed.parallelize.spec import ParameterSpec
 from megatron_deberta.distributed.topology import ProcessGroups
@@ -27,14 +26,14 @@ from megatron_deberta.engine.protocol import Engine
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A committed checkpoint."""
+    """A committed checkpoint and the duration of its save."""
 
     path: Path
     step: int
     seconds: float
-    """From the beginning to the commit."""
+    """From start to commit."""
     blocked_seconds: float
-    """How long training waited for it."""
+    """Time that training waited."""
 
 
 class Saver:
@@ -42,7 +41,7 @@ class Saver:
 
     Args:
         run_dir: folder of the run.
-        engine: where the state is.
+        engine: engine whose state is saved.
         specs: this rank's part of every parameter.
         groups: the rank grid.
     """
@@ -58,20 +57,20 @@ class Saver:
         self._engine = engine
         self._specs = specs
         self._groups = groups
-        self._job: _Job | None = None
+        self._thread: _WriterThread | None = None
 
     @property
     def in_flight(self) -> bool:
-        """Whether a save has begun and is not committed; the same on every rank."""
-        return self._job is not None
+        """Whether a save has started and is not committed; the same on every rank."""
+        return self._thread is not None
 
     def save(self, metadata: CheckpointMetadata, retention: Retention) -> Saved:
-        """Save and commit. Collective over all ranks; nothing may be under way.
+        """Save and commit synchronously; no save may be in flight. Collective: all ranks.
 
         Raises:
             CheckpointError: see ``store.save``.
         """
-        assert self._job is None, "finish() comes first"
+        assert self._thread is None, "call finish() first"
         start = time.monotonic()
         path = store.save(
             self._run_dir, self._engine, self._specs, self._groups, metadata, retention=retention
@@ -80,69 +79,74 @@ class Saver:
         return Saved(path, metadata.step, seconds, seconds)
 
     def start(self, metadata: CheckpointMetadata, retention: Retention) -> None:
-        """Copy the state to host memory and begin to write it. Collective over all ranks.
+        """Copy the state to host memory and start writing it. Collective: all ranks.
 
-        Nothing may be under way. The copy takes 12 bytes for each parameter that this rank writes.
+        No save may be in flight. The copy takes 12 bytes per parameter that this rank writes.
 
         Raises:
-            CheckpointError: there is no space.
+            CheckpointError: there is too little disk space.
         """
-        assert self._job is None, "finish() comes first"
+        assert self._thread is None, "call finish() first"
         start = time.monotonic()
-        metadata = store.complete(metadata, self._engine, self._groups)
-        draft = store.begin(self._run_dir, self._specs, self._groups, metadata)
-        states = store.own_states(store.engine_states(self._engine), self._specs, self._groups)
-        self._job = _Job(draft, list(states), retention, start)
+        metadata = store.complete_metadata(metadata, self._engine, self._groups)
+        staged = writer.begin(self._run_dir, self._specs, self._groups, metadata)
+        states = writer.owned_states(store.gather_states(self._engine), self._specs, self._groups)
+        self._thread = _WriterThread(staged, list(states), retention, start)
 
     def poll(self) -> Saved | None:
-        """Commit what is under way if all ranks have written it. Collective if something is.
+        """Commit the save in flight if all ranks have written it. Collective: all ranks.
 
         Raises:
-            CheckpointError: a rank could not write it; nothing of it is left.
+            CheckpointError: a rank failed to write; the staged files are deleted.
         """
-        if self._job is None:
+        if self._thread is None:
             return None
-        job, start = self._job, time.monotonic()
-        # Not is_alive alone on one rank: all of them come to the commit, or none.
-        writes = torch.tensor(job.is_alive(), dtype=torch.int32, device=self._groups.device)
-        if all_reduce_max(writes, self._groups).item():
-            job.blocked_seconds += time.monotonic() - start
+        thread, start = self._thread, time.monotonic()
+        # Reduced over all ranks, so that either all of them commit or none.
+        is_writing = torch.tensor(thread.is_alive(), dtype=torch.int32, device=self._groups.device)
+        if all_reduce_max(is_writing, self._groups).item():
+            thread.blocked_seconds += time.monotonic() - start
             return None
-        job.join()
-        self._job = None
-        path = store.commit(job.draft, job.problem)
+        thread.join()
+        self._thread = None
+        step = thread.staged.metadata.step
+        path = writer.commit(thread.staged, thread.error)
         if self._groups.rank == 0:
-            delete_oldest(self._run_dir, job.draft.metadata.step, job.retention)
+            delete_expired(self._run_dir, step, thread.retention)
         now = time.monotonic()
-        blocked = job.blocked_seconds + now - start
-        return Saved(path, job.draft.metadata.step, now - job.start_time, blocked)
+        blocked = thread.blocked_seconds + now - start
+        return Saved(path, step, now - thread.start_time, blocked)
 
     def finish(self) -> Saved | None:
-        """Wait for what is under way and commit it. Collective if something is.
+        """Wait for the save in flight and commit it. Collective: all ranks.
 
         Raises:
             CheckpointError: see ``poll``.
         """
-        if self._job is None:
+        if self._thread is None:
             return None
         start = time.monotonic()
-        self._job.join()
-        self._job.blocked_seconds += time.monotonic() - start
-        # All ranks have waited for their own part, so none writes any more.
+        self._thread.join()
+        self._thread.blocked_seconds += time.monotonic() - start
+        # Every rank has joined its own thread, so poll() commits.
         return self.poll()
 
 
-class _Job(threading.Thread):
+class _WriterThread(threading.Thread):
     """Writes one rank's part of a checkpoint."""
 
     def __init__(
-        self, draft: store.Draft, states: list[store.OwnState], retention: Retention, start: float
+        self,
+        staged: writer.StagedCheckpoint,
+        states: list[writer.OwnedState],
+        retention: Retention,
+        start: float,
     ) -> None:
-        # A rank that has to die dies at once; what it leaves is hidden and removed later.
+        # A daemon thread does not delay the exit of a failing rank; leftovers are deleted later.
         super().__init__(name="checkpoint", daemon=True)
-        self.draft = draft
+        self.staged = staged
         self.retention = retention
-        self.problem: Exception | None = None
+        self.error: Exception | None = None
         self.start_time = start
         self._states = states
         self.start()
@@ -150,9 +154,9 @@ class _Job(threading.Thread):
 
     def run(self) -> None:
         try:
-            store.write(self.draft, self._states)
+            writer.write(self.staged, self._states)
         except Exception as error:
-            self.problem = error
+            self.error = error
         finally:
-            # Host memory, until the commit.
+            # Free host memory before the commit.
             self._states = []

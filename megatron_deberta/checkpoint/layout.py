@@ -1,8 +1,4 @@
-"""Where a checkpoint's files lie and what its manifest says.
-
-Owns names, the manifest's fields and both directions of its JSON. Refuses tensors (``store.py``
-writes them, ``reader.py`` reads them).
-"""
+"""On-disk layout of checkpoints: file names and the manifest (docs/checkpoint-format.md)."""
 
 from __future__ import annotations
 
@@ -22,11 +18,11 @@ FORMAT_VERSION = 1
 
 WEIGHT = "weight"
 KINDS = (WEIGHT, "exp_avg", "exp_avg_sq")
-"""What a parameter's state is made of, by the names of ``engine.protocol.ParameterState``."""
+"""Components of a parameter's state, named as in ``engine.protocol.ParameterState``."""
 
 MANIFEST_FILE = "manifest.json"
 COMMITTED_FILE = "COMMITTED"
-"""Written last; holds the SHA-256 of the manifest, which holds those of the tensor files."""
+"""Written last; contains the SHA-256 of the manifest, which contains those of the files."""
 
 STAGING_PREFIX = ".staging-"
 DELETING_PREFIX = ".deleting-"
@@ -36,31 +32,30 @@ _TENSOR_FILE = re.compile(r"part-\d{5}-\d{4}\.safetensors")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointMetadata:
-    """What a checkpoint says about the run, besides its tensors."""
+    """State of a run besides its tensors."""
 
     step: int
-    """Optimizer steps done."""
+    """Completed optimizer steps."""
     consumed_samples: int
-    """Global samples of those steps: the whole position in the data."""
+    """Global samples consumed by those steps: the complete data position."""
     config: dict[str, Any]
-    """The resolved ``RunConfig`` as plain JSON types; seeds are in it."""
+    """Resolved ``RunConfig`` as plain JSON types, including seeds."""
     tokenizer_fingerprint: str
-    """Identifies the tokenizer by content."""
+    """Content hash of the tokenizer."""
     tokenizer_path: str
-    """Where that tokenizer was."""
     data_fingerprint: str = ""
-    """Identifies the shards by content; empty if there were none (imported weights)."""
+    """Content hash of the shards; empty for imported weights."""
     scalars: dict[str, int | float] = field(default_factory=dict)
-    """The engine's: Adam's step count, loss scale and its counters."""
+    """Engine state: Adam's step count, loss scale and its counters."""
     layout: dict[str, int] = field(default_factory=dict)
     """``tp_size`` and ``dp_size`` of the ranks that saved; information only."""
     guard: dict[str, Any] = field(default_factory=dict)
-    """The numeric guard's memory of the last updates; empty in checkpoints from before it."""
+    """State of the numeric guard; empty in older checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """A tensor file of a checkpoint."""
+    """Tensor file of a checkpoint."""
 
     name: str
     size: int
@@ -69,10 +64,9 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """A run of indices of one parameter, with all kinds of its state, in one file.
+    """Indices ``[offset, offset + length)`` of one dimension of a parameter's state, in one file.
 
-    Indices ``[offset, offset + length)`` of dimension ``dim``; ``dim`` 0 and the whole extent for
-    what was not split.
+    ``dim`` is 0, with the whole extent, for parameters that are not split.
     """
 
     parameter: str
@@ -84,28 +78,28 @@ class Fragment:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointManifest:
-    """Everything in a checkpoint but its tensors."""
+    """Content of a checkpoint besides its tensors."""
 
     metadata: CheckpointMetadata
     kinds: tuple[str, ...]
     """A prefix of ``KINDS``; ``("weight",)`` for imported weights."""
     parameters: dict[str, tuple[int, ...]]
-    """Canonical name -> logical shape, without padding, in the model's order."""
+    """Logical shape, without padding, by canonical name, in the model's order."""
     files: tuple[FileEntry, ...]
     fragments: tuple[Fragment, ...]
 
     def to_json(self) -> bytes:
-        """The content of ``manifest.json``."""
+        """Return the content of ``manifest.json``."""
         content = {"format": FORMAT, "version": FORMAT_VERSION, **asdict(self)}
         return json.dumps(content, indent=1).encode()
 
     @classmethod
     def from_json(cls, content: bytes, source: Path) -> CheckpointManifest:
-        """Read and check what ``to_json`` wrote.
+        """Parse and validate the content of ``manifest.json``.
 
         Raises:
-            CheckpointError: it is not a manifest, of another version, names a file outside the
-                checkpoint, or its fragments do not cover the parameters exactly.
+            CheckpointError: it is not a manifest, has another version, names a file outside the
+                checkpoint, or its fragments do not tile the parameters.
         """
         try:
             data = json.loads(content)
@@ -130,13 +124,15 @@ class CheckpointManifest:
         names = {entry.name for entry in self.files}
         for name in names:
             if not _TENSOR_FILE.fullmatch(name):
-                raise CheckpointError(f"{source}: {name!r} is no name of a tensor file")
+                raise CheckpointError(f"{source}: {name!r} is not the name of a tensor file")
         if not self.kinds or self.kinds != KINDS[: len(self.kinds)]:
-            raise CheckpointError(f"{source}: kinds {self.kinds} are not the first of {KINDS}")
+            raise CheckpointError(f"{source}: kinds {self.kinds} are not a prefix of {KINDS}")
         fragments: dict[str, list[Fragment]] = {name: [] for name in self.parameters}
         for fragment in self.fragments:
             if fragment.parameter not in fragments or fragment.file not in names:
-                raise CheckpointError(f"{source}: {fragment} is of no parameter or file listed")
+                raise CheckpointError(
+                    f"{source}: {fragment} refers to an unlisted parameter or file"
+                )
             fragments[fragment.parameter].append(fragment)
         for name, parts in fragments.items():
             if not _covers(parts, self.parameters[name]):
@@ -144,7 +140,7 @@ class CheckpointManifest:
 
 
 def _covers(fragments: Sequence[Fragment], shape: tuple[int, ...]) -> bool:
-    """Whether the fragments tile a parameter without gap or overlap, along one dimension."""
+    """Return whether the fragments tile a parameter along one dimension."""
     dims = {fragment.dim for fragment in fragments}
     if len(dims) != 1 or not 0 <= (dim := dims.pop()) < len(shape):
         return False
@@ -157,49 +153,47 @@ def _covers(fragments: Sequence[Fragment], shape: tuple[int, ...]) -> bool:
 
 
 def tensor_key(kind: str, parameter: str) -> str:
-    """Name of a tensor in a safetensors file."""
+    """Return the name of a tensor in a safetensors file."""
     return f"{kind}/{parameter}"
 
 
 def tensor_file(rank: int, number: int) -> str:
-    """Name of the ``number``-th file that a rank writes."""
+    """Return the name of the ``number``-th file that a rank writes."""
     return f"part-{rank:05d}-{number:04d}.safetensors"
 
 
 def part_index_file(rank: int) -> str:
-    """Name of what a rank tells rank 0 about its files; gone from the finished checkpoint."""
+    """Return the name of a rank's temporary index, which rank 0 merges into the manifest."""
     return f"part-{rank:05d}.json"
 
 
 def checkpoints_dir(run_dir: str | os.PathLike[str]) -> Path:
-    """Folder of a run's checkpoints."""
+    """Return the folder of a run's checkpoints."""
     return Path(run_dir) / "checkpoints"
 
 
 def step_dir(run_dir: str | os.PathLike[str], step: int) -> Path:
-    """Folder of the checkpoint of a step."""
+    """Return the folder of the checkpoint of a step."""
     return checkpoints_dir(run_dir) / f"step_{step:08d}"
 
 
 def commit_mark(manifest: bytes) -> bytes:
-    """What ``COMMITTED`` holds, byte for byte: the manifest's SHA-256 as a line."""
+    """Return the content of ``COMMITTED``: the manifest's SHA-256 and a newline."""
     return hashlib.sha256(manifest).hexdigest().encode() + b"\n"
 
 
 def committed_steps(run_dir: str | os.PathLike[str]) -> list[int]:
-    """Steps of the committed checkpoints of a run, ascending, found by looking."""
+    """List the steps of a run's committed checkpoints, ascending."""
     return [step for step in _steps(run_dir) if (step_dir(run_dir, step) / COMMITTED_FILE).exists()]
 
 
 def leftovers(run_dir: str | os.PathLike[str]) -> list[Path]:
-    """What saves and deletions that were killed have left behind."""
+    """List the folders left by killed saves and deletions."""
     folder = checkpoints_dir(run_dir)
     committed = set(committed_steps(run_dir))
-    unfinished = [step_dir(run_dir, step) for step in _steps(run_dir) if step not in committed]
-    hidden = [
-        path for prefix in (STAGING_PREFIX, DELETING_PREFIX) for path in folder.glob(f"{prefix}*")
-    ]
-    return sorted(hidden + unfinished)
+    uncommitted = [step_dir(run_dir, step) for step in _steps(run_dir) if step not in committed]
+    staging, deleting = folder.glob(f"{STAGING_PREFIX}*"), folder.glob(f"{DELETING_PREFIX}*")
+    return sorted([*staging, *deleting, *uncommitted])
 
 
 def _steps(run_dir: str | os.PathLike[str]) -> list[int]:
@@ -211,12 +205,12 @@ def _steps(run_dir: str | os.PathLike[str]) -> list[int]:
 
 
 def part_index_json(files: Sequence[FileEntry], fragments: Sequence[Fragment]) -> bytes:
-    """What a rank tells rank 0 about its files."""
+    """Return the content of a rank's index."""
     content = {"files": [asdict(f) for f in files], "fragments": [asdict(f) for f in fragments]}
     return json.dumps(content).encode()
 
 
 def read_part_index(path: Path) -> tuple[list[FileEntry], list[Fragment]]:
-    """The way back from ``part_index_json``."""
+    """Read a rank's index; inverse of ``part_index_json``."""
     data = json.loads(path.read_bytes())
     return [FileEntry(**f) for f in data["files"]], [Fragment(**f) for f in data["fragments"]]

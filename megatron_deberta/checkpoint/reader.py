@@ -1,8 +1,4 @@
-"""Reads any slice of any parameter out of a checkpoint, whatever layout wrote it.
-
-Owns integrity checks and putting fragments together. Refuses to need an engine or ranks: export
-and inspection use it alone.
-"""
+"""Verification and random access to the tensors of a checkpoint, without an engine or ranks."""
 
 from __future__ import annotations
 
@@ -29,15 +25,15 @@ from megatron_deberta.files import sha256_file
 
 
 class CheckpointReader:
-    """A committed checkpoint.
+    """Reader of a committed checkpoint.
 
-    Opening it checks the manifest against ``COMMITTED``; ``verify`` checks the tensor files.
+    Opening it verifies the manifest against ``COMMITTED``; ``verify`` checks the tensor files.
 
     Args:
         path: folder of one step.
 
     Attributes:
-        path: that folder.
+        path: folder of the step.
 
     Raises:
         CheckpointError: it is not committed, or its manifest is damaged.
@@ -53,12 +49,12 @@ class CheckpointReader:
 
     @property
     def metadata(self) -> CheckpointMetadata:
-        """Step, config, fingerprints, scalars."""
+        """Step, config, fingerprints and scalars."""
         return self._manifest.metadata
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Canonical name -> logical shape, in the model's order."""
+        """Logical shape by canonical name, in the model's order."""
         return self._manifest.parameters
 
     @property
@@ -67,16 +63,15 @@ class CheckpointReader:
         return self._manifest.kinds
 
     def verify(self, *, hashes: bool = True, share: int = 0, num_shares: int = 1) -> None:
-        """Check tensor files against the manifest.
+        """Verify tensor files against the manifest.
 
         Args:
             hashes: compare SHA-256, which reads the files; sizes are always compared.
-            share: look only at every ``num_shares``-th file from this one, so that ranks can
-                divide the work.
-            num_shares: see ``share``.
+            share: first file; with ``num_shares``, divides the work among ranks.
+            num_shares: check every ``num_shares``-th file.
 
         Raises:
-            CheckpointError: a file is missing, cut or altered; it is named.
+            CheckpointError: a file is missing, truncated or altered.
         """
         for entry in self._manifest.files[share::num_shares]:
             file = self.path / entry.name
@@ -88,7 +83,7 @@ class CheckpointReader:
             if size != entry.size:
                 raise CheckpointError(f"{file} has {size} bytes, not {entry.size}; it is damaged")
             if digest != entry.sha256:
-                raise CheckpointError(f"{file}: SHA-256 is not the manifest's; it is damaged")
+                raise CheckpointError(f"{file}: SHA-256 differs from the manifest's; it is damaged")
 
     def tensor(
         self,
@@ -98,14 +93,14 @@ class CheckpointReader:
         start: int | None = None,
         stop: int | None = None,
     ) -> Tensor:
-        """Read a parameter, or indices ``[start, stop)`` of one of its dimensions.
+        """Read a parameter, or indices ``[start, stop)`` of one dimension.
 
         Args:
             name: canonical name.
             kind: one of ``kinds``.
-            dim: dimension to slice; None reads everything.
-            start: first index; None is 0.
-            stop: after the last index; None is the end.
+            dim: dimension to slice; None: read everything.
+            start: first index; None: 0.
+            stop: end of the slice; None: the dimension's size.
 
         Returns:
             fp32 CPU tensor.
@@ -116,54 +111,48 @@ class CheckpointReader:
         shape = self.shapes.get(name)
         if shape is None or kind not in self.kinds:
             raise CheckpointError(f"{self.path} holds no {kind} of {name}; it is of another model")
-        wanted = [range(extent) for extent in shape]
+        requested = [range(extent) for extent in shape]
         if dim is not None:
-            extent = shape[dim]
-            first, last = 0 if start is None else start, extent if stop is None else stop
-            if not 0 <= first <= last <= extent:
+            first, last = start or 0, shape[dim] if stop is None else stop
+            if not 0 <= first <= last <= shape[dim]:
                 raise CheckpointError(
-                    f"{self.path}: {name} has {extent} indices along dimension {dim}, "
+                    f"{self.path}: {name} has {shape[dim]} indices along dimension {dim}, "
                     f"not {first} to {last}; it is of another model"
                 )
-            wanted[dim] = range(first, last)
-        result = torch.empty([len(indices) for indices in wanted], dtype=torch.float32)
+            requested[dim] = range(first, last)
+        result = torch.empty([len(indices) for indices in requested], dtype=torch.float32)
         for fragment in self._fragments[name]:
-            self._copy_overlap(fragment, tensor_key(kind, name), wanted, shape, result)
+            self._copy_overlap(fragment, tensor_key(kind, name), requested, result)
         return result
 
     def _copy_overlap(
-        self,
-        fragment: Fragment,
-        key: str,
-        wanted: list[range],
-        shape: tuple[int, ...],
-        result: Tensor,
+        self, fragment: Fragment, key: str, requested: list[range], result: Tensor
     ) -> None:
-        """Copy what a fragment has of the wanted index ranges to its place in the result."""
-        held = [range(extent) for extent in shape]
-        held[fragment.dim] = range(fragment.offset, fragment.offset + fragment.length)
+        """Copy the part of the requested index ranges that a fragment contains to the result."""
+        stored = [range(extent) for extent in self.shapes[fragment.parameter]]
+        stored[fragment.dim] = range(fragment.offset, fragment.offset + fragment.length)
         overlap = [
-            range(max(h.start, w.start), min(h.stop, w.stop))
-            for h, w in zip(held, wanted, strict=True)
+            range(max(s.start, r.start), min(s.stop, r.stop))
+            for s, r in zip(stored, requested, strict=True)
         ]
         if not all(overlap):
             return
-        stored = self._stored(fragment, key, tuple(len(indices) for indices in held))
-        source = tuple(_relative(o, h) for o, h in zip(overlap, held, strict=True))
-        target = tuple(_relative(o, w) for o, w in zip(overlap, wanted, strict=True))
-        result[target] = stored[source]
+        tensor = self._open_tensor(fragment, key, tuple(map(len, stored)))
+        source = tuple(_relative(o, s) for o, s in zip(overlap, stored, strict=True))
+        target = tuple(_relative(o, r) for o, r in zip(overlap, requested, strict=True))
+        result[target] = tensor[source]
 
-    def _stored(self, fragment: Fragment, key: str, shape: tuple[int, ...]) -> Any:
+    def _open_tensor(self, fragment: Fragment, key: str, shape: tuple[int, ...]) -> Any:
         file = self.path / fragment.file
         try:
             if fragment.file not in self._open_files:
                 self._open_files[fragment.file] = safe_open(file, framework="pt")
-            stored = self._open_files[fragment.file].get_slice(key)
+            tensor = self._open_files[fragment.file].get_slice(key)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{file} is damaged: {error}") from error
-        if tuple(stored.get_shape()) != shape or stored.get_dtype() != "F32":
+        if tuple(tensor.get_shape()) != shape or tensor.get_dtype() != "F32":
             raise CheckpointError(f"{file} is damaged: {key} is not fp32 of shape {shape}")
-        return stored
+        return tensor
 
 
 def _relative(indices: range, origin: range) -> slice:
@@ -176,13 +165,13 @@ def _read_manifest(path: Path) -> CheckpointManifest:
         content = (path / MANIFEST_FILE).read_bytes()
     except FileNotFoundError as error:
         raise CheckpointError(
-            f"{path} is no committed checkpoint ({Path(error.filename).name} is missing); "
-            "name a step folder of a run"
+            f"{path} is not a committed checkpoint ({Path(error.filename).name} is missing); "
+            "give a step folder of a run"
         ) from error
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if commit_mark(content) != expected:
         raise CheckpointError(
-            f"{path / MANIFEST_FILE}: SHA-256 is not the one in {COMMITTED_FILE}; it is damaged"
+            f"{path / MANIFEST_FILE}: SHA-256 differs from that in {COMMITTED_FILE}; it is damaged"
         )
     return CheckpointManifest.from_json(content, path / MANIFEST_FILE)

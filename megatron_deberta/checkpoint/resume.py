@@ -1,7 +1,7 @@
-"""What a run may change when it continues from a checkpoint.
+"""Config changes permitted when a run resumes from a checkpoint.
 
-Owns the table of keys and the comparison. Refuses files and tensors. A key that is in no table
-is refused, so that a new one has to be thought about; only ``cluster`` is free as a whole.
+Keys in neither table may not change; a new key has to be added explicitly. Only the section
+``cluster`` is unrestricted as a whole.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from megatron_deberta.config.schema import ClusterConfig, RunConfig
 from megatron_deberta.errors import CheckpointError
 
 if TYPE_CHECKING:
-    # Brings torch, which whoever only wants the table need not wait for.
+    # Imports torch, which users of the tables do not need.
     from megatron_deberta.checkpoint.reader import CheckpointReader
 
 FLAG = "--allow-config-change"
 
 FREE = frozenset(
     {
-        # Where ranks and memory go; the numbers stay the same up to rounding.
+        # Layout and memory: results are the same up to rounding.
         "parallel.tensor_parallel_size",
         "parallel.sequence_parallel",
         "parallel.recompute",
@@ -33,12 +33,12 @@ FREE = frozenset(
         "precision.offload_optimizer",
         "train.micro_batch_size",
         "train.device",
-        # Compared by content, as fingerprints.
+        # Compared by content fingerprint.
         "tokenizer.path",
         "data.train",
-        # Nothing is trained on it; data.train's fingerprint tells whether it is split off that.
+        # Not trained on; the fingerprint of data.train covers a split-off validation set.
         "data.validation",
-        # What is watched, kept and shown, and how the job is started.
+        # Monitoring, retention, logging and start-up.
         "data.index_cache",
         "data.num_workers",
         "data.sample_log",
@@ -60,11 +60,11 @@ FREE = frozenset(
         "log.every",
         "log.tensorboard",
         "log.level",
-        # Where ranks run and when they are given up; no number depends on it.
+        # Nodes and timeouts: no effect on results.
         *(f"cluster.{field.name}" for field in fields(ClusterConfig)),
     }
 )
-"""Keys that may change."""
+"""Keys that may change freely."""
 
 WITH_FLAG = frozenset(
     {
@@ -77,7 +77,7 @@ WITH_FLAG = frozenset(
         "optimizer.eps",
         "optimizer.bias_correction",
         "optimizer.clip_grad_norm",
-        # Which updates are skipped.
+        # Criteria for skipping updates.
         "guard.non_finite",
         "guard.spike_sigmas",
         "guard.spike_window",
@@ -90,11 +90,11 @@ WITH_FLAG = frozenset(
         "train.steps",
     }
 )
-"""Keys that make it another experiment, which one may want to be."""
+"""Keys that change the experiment; they need the flag."""
 
 
 def policy_table() -> str:
-    """What may change, as the Markdown table of docs/checkpoint-format.md."""
+    """Return the permitted changes as the Markdown table of docs/checkpoint-format.md."""
     lines = [f"| section | freely | with `{FLAG}` | not |", "|---|---|---|---|"]
     for section, values in config_to_dict(RunConfig()).items():
         cells: list[list[str]] = [[], [], []]
@@ -113,27 +113,26 @@ def check_resume(
     data_fingerprint: str,
     allow_change: bool = False,
 ) -> list[str]:
-    """Compare a run with the checkpoint it continues from.
+    """Check that a run may resume from a checkpoint.
 
     Args:
         reader: the checkpoint.
-        config: the run's.
-        tokenizer_fingerprint: of the run's tokenizer.
-        data_fingerprint: of the run's training shards.
-        allow_change: let the keys of ``WITH_FLAG`` change.
+        config: config of the run.
+        tokenizer_fingerprint: fingerprint of the run's tokenizer.
+        data_fingerprint: fingerprint of the run's training shards.
+        allow_change: permit changes of the keys in ``WITH_FLAG``.
 
     Returns:
-        What changed, ``key: old -> new``, in words for the log.
+        Log messages ``key: old -> new`` for all changes.
 
     Raises:
-        CheckpointError: it has no optimizer state, or something changed that may not, which is
-            named with both values.
+        CheckpointError: it has no optimizer state, or a change is not permitted.
     """
     saved = reader.metadata
     if reader.kinds != KINDS:
         raise CheckpointError(
-            f"{reader.path} holds weights only and cannot be resumed; name it in "
-            "checkpoint.load_from of a run with another train.run_dir"
+            f"{reader.path} holds weights only and cannot be resumed; set checkpoint.load_from to "
+            "it in a run with another train.run_dir"
         )
     changed = changes(saved.config, config)
     source = f"checkpoint of step {saved.step}"
@@ -157,11 +156,11 @@ def check_resume(
 
 
 def changes(saved: dict[str, Any], config: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Keys whose values differ, with the old and the new value.
+    """Return keys whose values differ, with the old and the new value.
 
     Args:
-        saved: a checkpoint's config; keys it lacks had their default.
-        config: the run's.
+        saved: config of a checkpoint; missing keys have their defaults.
+        config: config of the run.
     """
     old_sections = config_to_dict(config_from_dict(saved, "checkpoint"))
     return {
@@ -173,15 +172,15 @@ def changes(saved: dict[str, Any], config: RunConfig) -> dict[str, tuple[Any, An
 
 
 def check_same_architecture(reader: CheckpointReader, config: RunConfig) -> None:
-    """See that weights of a checkpoint mean the same in another run's model.
+    """Check that the weights of a checkpoint fit another run's model.
 
     Raises:
-        CheckpointError: a key of the architecture differs; it is named with both values.
+        CheckpointError: a key of the architecture differs.
     """
-    of_training = {"model.hidden_dropout", "model.attention_dropout", "model.initializer_range"}
+    training_keys = {"model.hidden_dropout", "model.attention_dropout", "model.initializer_range"}
     for key, (old, new) in changes(reader.metadata.config, config).items():
-        if key.startswith("model.") and key not in of_training:
+        if key.startswith("model.") and key not in training_keys:
             raise CheckpointError(
-                f"{key}={new!r} but checkpoint.load_from, {reader.path}, is a model "
-                f"with {old!r}; take the model section of its config"
+                f"{key}={new!r} but the model in checkpoint.load_from, {reader.path}, has {old!r}; "
+                "use the model section of its config"
             )

@@ -1,7 +1,6 @@
-"""Which checkpoints stay, and how the others go.
+"""Retention and deletion of checkpoints.
 
-Owns the rules and deletions. Refuses the newest one and the one that a run in trouble would go back
-to, whatever the rules say.
+The newest checkpoint, and the one that a rollback would use, are always kept.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """What to keep."""
+    """Which checkpoints are kept."""
 
     keep_last: int = 0
-    """The newest so many; 0 keeps all."""
+    """Number of newest checkpoints kept; 0: all."""
     keep_every: int = 0
-    """Those of steps that this divides, for good; 0: none."""
+    """Keep checkpoints of steps divisible by this; 0: none."""
     last_good_step: float = math.inf
-    """The newest one up to this step stays: a run in trouble may go back to it."""
+    """Keep the newest checkpoint up to this step, as a target for rollbacks."""
 
-    def doomed(self, steps: list[int]) -> list[int]:
-        """Which of the steps with a checkpoint (ascending) go."""
+    def expired(self, steps: list[int]) -> list[int]:
+        """Return the steps whose checkpoints are to be deleted, given all steps (ascending)."""
         if not self.keep_last:
             return []
         good = [step for step in steps if step <= self.last_good_step]
@@ -40,15 +39,15 @@ class Retention:
         return [step for step in steps if step not in kept]
 
 
-def delete_oldest(run_dir: str | os.PathLike[str], step: int, retention: Retention) -> None:
-    """Delete what need not stay, up to a step; later ones are of a future that comes again."""
+def delete_expired(run_dir: str | os.PathLike[str], step: int, retention: Retention) -> None:
+    """Delete expired checkpoints up to ``step``; later ones belong to rolled-back steps."""
     try:
-        doomed = retention.doomed([known for known in committed_steps(run_dir) if known <= step])
+        expired = retention.expired([known for known in committed_steps(run_dir) if known <= step])
     except OSError as error:
-        # The checkpoint after which this is called is safe, and the next one tries again.
+        # Not fatal: the new checkpoint is committed, and the next save tries again.
         logger.warning("cannot delete old checkpoints of %s: %s", run_dir, error)
         return
-    for old in doomed:
+    for old in expired:
         try:
             delete(step_dir(run_dir, old))
         except OSError as error:
@@ -56,17 +55,17 @@ def delete_oldest(run_dir: str | os.PathLike[str], step: int, retention: Retenti
 
 
 def delete_after(run_dir: str | os.PathLike[str], step: int) -> None:
-    """Delete the checkpoints of later steps, the newest first, so that a kill leaves no gap.
+    """Delete the checkpoints of later steps, newest first, so that a kill leaves no gap.
 
     Raises:
-        OSError: one cannot be deleted.
+        OSError: a checkpoint cannot be deleted.
     """
     for later in reversed([known for known in committed_steps(run_dir) if known > step]):
         delete(step_dir(run_dir, later))
 
 
 def delete(path: Path) -> None:
-    """Delete a checkpoint such that no part of it is ever taken for one."""
-    doomed = path.with_name(DELETING_PREFIX + path.name)
-    path.rename(doomed)
-    shutil.rmtree(doomed)
+    """Delete a checkpoint, renaming it first so that a partial deletion is recognised."""
+    hidden = path.with_name(DELETING_PREFIX + path.name)
+    path.rename(hidden)
+    shutil.rmtree(hidden)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_deberta.checkpoint import store
+from megatron_deberta.checkpoint import store, writer
 from megatron_deberta.checkpoint.background import Saver
 from megatron_deberta.checkpoint.layout import checkpoints_dir, committed_steps
 from megatron_deberta.checkpoint.reader import CheckpointReader
@@ -46,13 +46,13 @@ class Run:
 def save_while_training(rank: int, layout: Layout, run_dir: str) -> tuple[list[float], list[int]]:
     """Rank 1's disk is slow: its writing waits until two more steps are done."""
     run, written = Run(layout, run_dir), threading.Event()
-    original = store.save_file
+    original = writer.save_file
 
     def slow(*args: Any) -> None:
         assert rank != 1 or written.wait(60)
         original(*args)
 
-    store.save_file = slow
+    writer.save_file = slow
     committed = []
     try:
         run.step()
@@ -70,7 +70,7 @@ def save_while_training(rank: int, layout: Layout, run_dir: str) -> tuple[list[f
         assert run.saver.poll() is None
         assert run.saver.finish() is None
     finally:
-        store.save_file = original
+        writer.save_file = original
     run.engine.destroy()
     return run.losses, committed
 

@@ -90,7 +90,7 @@ def test_a_full_disk_keeps_the_last_checkpoint(
     pretrain: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert pretrain() == (EXIT_DONE, "")
-    monkeypatch.setattr("megatron_deberta.checkpoint.store.SPACE_MARGIN", 1e15)
+    monkeypatch.setattr("megatron_deberta.checkpoint.writer.SPACE_MARGIN", 1e15)
     code, error = pretrain("train.exit_step=4")
     assert code == EXIT_FAILURE
     assert "step_00000004 was not saved" in error
@@ -147,7 +147,7 @@ def test_runs_follow_each_other_in_one_process(
     deepspeed = ("precision.engine=deepspeed", "precision.zero_stage=3")
     assert pretrain(*deepspeed)[0] == EXIT_DONE
     with monkeypatch.context() as patch:
-        patch.setattr("megatron_deberta.checkpoint.store.SPACE_MARGIN", 1e15)
+        patch.setattr("megatron_deberta.checkpoint.writer.SPACE_MARGIN", 1e15)
         assert pretrain(*deepspeed, "train.exit_step=3")[0] == EXIT_FAILURE
     assert dict(os.environ) == before
     assert pretrain(*deepspeed, "train.exit_step=3")[0] == EXIT_DONE

@@ -125,6 +125,6 @@ def test_damaged_newest_checkpoint_costs_a_few_steps_only(run_yaml: Path, tmp_pa
     content[-1] ^= 1
     file.write_bytes(content)
     job = run_to_end(run_yaml, run_dir, 1, *plain)
-    assert f"{file}: SHA-256 is not the manifest's" in job.output()
+    assert f"{file}: SHA-256 differs from the manifest's" in job.output()
     assert f"resuming from {step_dir(run_dir, 7)}" in job.output()
     assert losses(run_dir) == whole

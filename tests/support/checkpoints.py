@@ -16,6 +16,7 @@ from megatron_deberta.checkpoint.background import Saver
 from megatron_deberta.checkpoint.layout import KINDS, CheckpointMetadata
 from megatron_deberta.checkpoint.retention import Retention
 from megatron_deberta.config import RunConfig, config_to_dict
+from megatron_deberta.distributed import control
 from megatron_deberta.distributed.parallelize.plan import shard_spec
 from megatron_deberta.distributed.parallelize.spec import ParameterSpec
 from megatron_deberta.distributed.topology import ProcessGroups
@@ -160,13 +161,11 @@ def on_threads(
         except Exception as error:
             results[rank] = error
 
+    def all_reduce_max(numbers: Tensor, groups: ProcessGroups) -> Tensor:
+        return numbers.fill_(largest(int(numbers.item()), groups.rank))
+
     with monkeypatch.context() as patch:
-        patch.setattr(store, "all_reduce_any", lambda flag, g: bool(largest(int(flag), g.rank)))
-        patch.setattr(
-            store,
-            "broadcast_from_rank_zero",
-            lambda value, g: largest(value if g.rank == 0 else -1, g.rank),
-        )
+        patch.setattr(control, "all_reduce_max", all_reduce_max)
         threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
         for thread in threads:
             thread.start()

@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 
-from megatron_deberta.checkpoint import store
+from megatron_deberta.checkpoint import store, writer
 from megatron_deberta.checkpoint.layout import KINDS, leftovers, step_dir
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.distributed.topology import single_process_groups
@@ -170,7 +170,7 @@ class SaveCases:
 
 
 def _save_when_told(run_dir: str, told: Connection) -> None:
-    store.FILE_BYTES = SMALL_FILE_BYTES
+    writer.FILE_BYTES = SMALL_FILE_BYTES
     # What is imported late must not count as a call of the save.
     save_alone(Path(f"{run_dir}.first"), NEW, seed=NEW, keep_last=1)
     shutil.rmtree(f"{run_dir}.first")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_deberta.checkpoint.layout import checkpoints_dir, committed_steps, leftovers
-from megatron_deberta.checkpoint.retention import Retention, delete_after, delete_oldest
+from megatron_deberta.checkpoint.retention import Retention, delete_after, delete_expired
 from tests.support.checkpoints import save_alone
 
 STEPS = [2, 4, 5, 6, 8, 10]
@@ -30,14 +30,14 @@ STEPS = [2, 4, 5, 6, 8, 10]
 )
 def test_rules(last: int, every: int, good: float, kept: list[int]) -> None:
     rules = Retention(keep_last=last, keep_every=every, last_good_step=good)
-    assert [step for step in STEPS if step not in rules.doomed(STEPS)] == kept
-    assert rules.doomed([]) == []
+    assert [step for step in STEPS if step not in rules.expired(STEPS)] == kept
+    assert rules.expired([]) == []
 
 
 def test_only_what_was_saved_up_to_now_is_looked_at(tmp_path: Path) -> None:
     for step in STEPS:
         save_alone(tmp_path, step)
-    delete_oldest(tmp_path, 6, Retention(keep_last=1, keep_every=4))
+    delete_expired(tmp_path, 6, Retention(keep_last=1, keep_every=4))
     assert committed_steps(tmp_path) == [4, 6, 8, 10]
 
 

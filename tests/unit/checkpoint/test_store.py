@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_deberta.checkpoint import store
+from megatron_deberta.checkpoint import store, writer
 from megatron_deberta.checkpoint.layout import (
     COMMITTED_FILE,
     KINDS,
@@ -96,7 +96,7 @@ def test_every_file_follows_the_umask(tmp_path: Path) -> None:
 
 
 def test_files_are_cut_to_bound_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "FILE_BYTES", 1000)
+    monkeypatch.setattr(writer, "FILE_BYTES", 1000)
     path = save_alone(tmp_path, 1)
     assert len(list(path.glob("*.safetensors"))) > 2
     assert_holds(load_on(path)(grid_place(0, 1, 1)), logical_states())
@@ -208,7 +208,7 @@ def test_another_model_is_refused_before_the_engine_is_touched(tmp_path: Path) -
     del specs["head.bias"]
     engine: Any = FakeEngine(specs)
     with pytest.raises(
-        CheckpointError, match=r"another model: head.bias is \(70,\) there and None"
+        CheckpointError, match=r"another model: head.bias has shape \(70,\) there and None"
     ):
         store.load(CheckpointReader(path), engine, specs)
     assert engine.states == {}
@@ -260,7 +260,7 @@ def test_failed_write_on_one_rank_fails_all_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, call: int
 ) -> None:
     save_alone(tmp_path, 3)
-    original, calls = getattr(store, function), []
+    original, calls = getattr(writer, function), []
 
     def failing(*args: Any) -> Any:
         calls.append(args)
@@ -268,11 +268,11 @@ def test_failed_write_on_one_rank_fails_all_and_leaves_nothing(
             raise OSError(errno.ENOSPC, "No space left on device")
         return original(*args)
 
-    monkeypatch.setattr(store, function, failing)
+    monkeypatch.setattr(writer, function, failing)
     results = on_threads(monkeypatch, 2, 1, save_on(tmp_path, 4))
     assert_failed_save_left_nothing(tmp_path, results)
     # The next save finds nothing in its way.
-    monkeypatch.setattr(store, function, original)
+    monkeypatch.setattr(writer, function, original)
     on_threads(monkeypatch, 2, 1, save_on(tmp_path, 4))
     assert committed_steps(tmp_path) == [3, 4]
 
@@ -308,12 +308,12 @@ def killed_save(run_dir: Path, call: int, background: bool) -> bool:
 
             return function
 
-        for name in ("fsync", "rename", "mkdir", "unlink", "rmdir", "open"):
-            setattr(os, name, dying(getattr(os, name)))
-        store.save_file = dying(store.save_file)  # type: ignore[assignment]
-        Path.rename = dying(Path.rename)  # type: ignore[method-assign]
-        Path.unlink = dying(Path.unlink)  # type: ignore[method-assign]
         try:
+            for name in ("fsync", "rename", "mkdir", "unlink", "rmdir", "open"):
+                setattr(os, name, dying(getattr(os, name)))
+            writer.save_file = dying(writer.save_file)  # type: ignore[assignment]
+            Path.rename = dying(Path.rename)  # type: ignore[method-assign]
+            Path.unlink = dying(Path.unlink)  # type: ignore[method-assign]
             save_alone(run_dir, 14, seed=1, keep_last=2, background=background)
         finally:
             os._exit(0)

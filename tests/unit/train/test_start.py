@@ -100,7 +100,7 @@ def test_a_new_run_starts_with_given_weights(tmp_path: Path, named: str) -> None
 
 
 def test_weights_that_are_missing_damaged_or_of_another_model(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="nowhere is no committed checkpoint"):
+    with pytest.raises(CheckpointError, match="nowhere is not a committed checkpoint"):
         start_of(run_config(tmp_path / "run", load_from=str(tmp_path / "nowhere")))
     path = imported(tmp_path / "release")
     config = run_config(tmp_path / "run", load_from=str(path))

@@ -1,0 +1,254 @@
+"""Two-phase writing of checkpoints: stage all files under a hidden name, then rename and commit."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import math
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_deberta.checkpoint.layout import (
+    COMMITTED_FILE,
+    KINDS,
+    MANIFEST_FILE,
+    STAGING_PREFIX,
+    CheckpointManifest,
+    CheckpointMetadata,
+    FileEntry,
+    Fragment,
+    checkpoints_dir,
+    commit_mark,
+    leftovers,
+    part_index_file,
+    part_index_json,
+    read_part_index,
+    step_dir,
+    tensor_file,
+    tensor_key,
+)
+from megatron_deberta.checkpoint.retention import delete
+from megatron_deberta.distributed.control import raise_on_all_ranks
+from megatron_deberta.distributed.parallelize.spec import ParameterSpec
+from megatron_deberta.distributed.topology import ProcessGroups
+from megatron_deberta.errors import CheckpointError
+from megatron_deberta.files import adopt_mode, fsync_path, sha256_file, write_durably
+
+logger = logging.getLogger(__name__)
+
+FILE_BYTES = 512 * 2**20
+"""Buffered bytes at which a rank writes a file; bounds its memory."""
+
+SPACE_MARGIN = 1.2
+"""Required free disk space, as a multiple of the checkpoint's size."""
+
+_UNCOMMITTED_FILE = f".{COMMITTED_FILE}"
+
+States: TypeAlias = Iterable[tuple[str, Mapping[str, Tensor]]]
+"""Canonical name, and local tensors by kind, of every parameter."""
+OwnedState: TypeAlias = tuple[ParameterSpec, Mapping[str, Tensor]]
+"""State of a parameter that this rank writes, without padding."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagedCheckpoint:
+    """A checkpoint that is being written and is not committed."""
+
+    run_dir: str | os.PathLike[str]
+    metadata: CheckpointMetadata
+    kinds: tuple[str, ...]
+    shapes: dict[str, tuple[int, ...]]
+    groups: ProcessGroups
+
+    @property
+    def final(self) -> Path:
+        """Folder of the committed checkpoint."""
+        return step_dir(self.run_dir, self.metadata.step)
+
+    @property
+    def staging(self) -> Path:
+        """Hidden folder used until the commit."""
+        return self.final.with_name(STAGING_PREFIX + self.final.name)
+
+
+def begin(
+    run_dir: str | os.PathLike[str],
+    specs: Mapping[str, ParameterSpec],
+    groups: ProcessGroups,
+    metadata: CheckpointMetadata,
+    kinds: tuple[str, ...] = KINDS,
+) -> StagedCheckpoint:
+    """Check free disk space and create the staging folder. Collective: all ranks.
+
+    Raises:
+        CheckpointError: there is too little space, or the folder cannot be created.
+    """
+    shapes = {name: spec.logical_shape for name, spec in specs.items()}
+    staged = StagedCheckpoint(run_dir, metadata, kinds, shapes, groups)
+    with _discard_on_failure(staged):
+        if groups.rank == 0:
+            _prepare(staged)
+    return staged
+
+
+def owned_states(
+    states: States, specs: Mapping[str, ParameterSpec], groups: ProcessGroups
+) -> Iterator[OwnedState]:
+    """Select the states that this rank writes; ranks with replicas take turns.
+
+    Collective: data-parallel ranks, if ``states`` gathers; every rank must exhaust the iterator.
+    """
+    for number, (name, tensors) in enumerate(states):
+        spec = specs[name]
+        dp_turn = number % groups.dp_size == groups.dp_rank
+        tp_turn = spec.dim is not None or number % groups.tp_size == groups.tp_rank
+        if dp_turn and tp_turn and spec.length:
+            yield spec, {kind: spec.true_part(t).contiguous() for kind, t in tensors.items()}
+
+
+def write(staged: StagedCheckpoint, states: Iterable[OwnedState]) -> None:
+    """Write this rank's fragments and their index. Issues no collectives of its own.
+
+    Raises:
+        OSError, SafetensorError: the disk is full or cannot be written.
+    """
+    remaining = iter(states)
+    try:
+        writer = _FragmentWriter(staged.staging, staged.groups.rank)
+        for spec, tensors in remaining:
+            writer.add(spec, tensors)
+        writer.finish()
+    finally:
+        # After a failure, take part in the remaining gathers: the other ranks wait in them.
+        for _ in remaining:
+            pass
+
+
+def commit(staged: StagedCheckpoint, error: Exception | None) -> Path:
+    """Publish the checkpoint after all ranks have written their parts. Collective: all ranks.
+
+    Args:
+        staged: the checkpoint.
+        error: this rank's failure while writing, or None.
+
+    Returns:
+        The committed folder.
+
+    Raises:
+        CheckpointError: a rank failed to write, or the folder cannot be renamed; the staged files
+            are deleted.
+    """
+    with _discard_on_failure(staged):
+        if error is not None:
+            raise error
+    with _discard_on_failure(staged):
+        if staged.groups.rank == 0:
+            _publish(staged)
+    return staged.final
+
+
+@contextmanager
+def _discard_on_failure(staged: StagedCheckpoint) -> Iterator[None]:
+    """Raise a failure on any rank as ``CheckpointError`` on all of them. Collective: all ranks."""
+    try:
+        with raise_on_all_ranks(staged.groups):
+            yield
+    except Exception as error:
+        # No rank writes any more: all have agreed on the failure.
+        if staged.groups.rank == 0:
+            for path in leftovers(staged.run_dir):
+                shutil.rmtree(path, ignore_errors=True)
+        raise CheckpointError(
+            f"{staged.final} was not saved: {error}; older checkpoints are intact"
+        ) from error
+
+
+def _prepare(staged: StagedCheckpoint) -> None:
+    """Delete leftovers of killed saves, check free space, and create the staging folder."""
+    folder = checkpoints_dir(staged.run_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in leftovers(staged.run_dir):
+        logger.info("deleting %s, left by a killed save", path)
+        shutil.rmtree(path)
+    num_bytes = 4 * len(staged.kinds) * sum(map(math.prod, staged.shapes.values()))
+    free = shutil.disk_usage(folder).free
+    if free < SPACE_MARGIN * num_bytes:
+        raise OSError(
+            errno.ENOSPC,
+            f"{free / 2**20:,.0f} MiB free, {SPACE_MARGIN * num_bytes / 2**20:,.0f} MiB needed; "
+            "free some or lower checkpoint.keep_last",
+        )
+    staged.staging.mkdir()
+
+
+class _FragmentWriter:
+    """Buffers a rank's fragments and writes them to files of about ``FILE_BYTES``."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._folder = folder
+        self._rank = rank
+        self._buffer: dict[str, Tensor] = {}
+        self._files: list[FileEntry] = []
+        self._fragments: list[Fragment] = []
+
+    def add(self, spec: ParameterSpec, tensors: Mapping[str, Tensor]) -> None:
+        """Add a parameter's state by kind; the tensors must not be modified afterwards."""
+        self._buffer |= {tensor_key(kind, spec.name): tensor for kind, tensor in tensors.items()}
+        file = tensor_file(self._rank, len(self._files))
+        self._fragments.append(Fragment(spec.name, file, spec.split_dim, spec.offset, spec.length))
+        if sum(tensor.nbytes for tensor in self._buffer.values()) >= FILE_BYTES:
+            self._flush()
+
+    def finish(self) -> None:
+        """Write the remaining fragments and the index."""
+        self._flush()
+        index = part_index_json(self._files, self._fragments)
+        write_durably(self._folder / part_index_file(self._rank), index)
+
+    def _flush(self) -> None:
+        if not self._buffer:
+            return
+        path = self._folder / tensor_file(self._rank, len(self._files))
+        save_file(self._buffer, path)
+        self._buffer = {}
+        adopt_mode(path)
+        fsync_path(path)
+        self._files.append(FileEntry(path.name, path.stat().st_size, sha256_file(path)))
+
+
+def _publish(staged: StagedCheckpoint) -> None:
+    """Merge the ranks' indices into the manifest, rename the folder, and commit it."""
+    staging, final = staged.staging, staged.final
+    files: list[FileEntry] = []
+    fragments: list[Fragment] = []
+    for rank in range(staged.groups.world_size):
+        index = staging / part_index_file(rank)
+        part_files, part_fragments = read_part_index(index)
+        files += part_files
+        fragments += part_fragments
+        index.unlink()
+    manifest = CheckpointManifest(
+        staged.metadata, staged.kinds, staged.shapes, tuple(files), tuple(fragments)
+    )
+    content = manifest.to_json()
+    # Commit only what can be read back.
+    CheckpointManifest.from_json(content, staging / MANIFEST_FILE)
+    write_durably(staging / MANIFEST_FILE, content)
+    # Written before the rename, so that nothing after it needs disk space.
+    write_durably(staging / _UNCOMMITTED_FILE, commit_mark(content))
+    fsync_path(staging)
+    if final.exists():
+        # The run fell back to an older checkpoint and has reached this step again.
+        delete(final)
+    staging.rename(final)
+    fsync_path(final.parent)
+    (final / _UNCOMMITTED_FILE).rename(final / COMMITTED_FILE)
+    fsync_path(final)
