@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import torch
-
 from megatron_deberta.hf.checkpoints import open_trained_model
 from megatron_deberta.hf.weights import build_filled
 
