@@ -65,6 +65,7 @@ CPU_CASES = [
     Case(4, 12, 512, 0.1, padding=True),
     Case(16, 12, 128, 0.1),
 ]
+PASSES = ("forward", "backward", "both")
 TENSORS = ("output", "q", "k", "v", "pos_key", "pos_query")
 WHOLE_ORACLE = 1 << 28
 """Scores up to which the oracle is the reference; beyond, ``chunked`` in float64."""
@@ -270,17 +271,11 @@ class Comparison:
         medians = in_turns(jobs, least=least, most=most, budget=budget)
         work = flops(self.case)
         for name, seconds in medians.items():
-            self.report[name]["milliseconds"] = dict(
-                zip(("forward", "backward", "both"), (1e3 * s for s in seconds), strict=True)
-            )
+            milliseconds = (1e3 * s for s in seconds)
+            self.report[name]["milliseconds"] = dict(zip(PASSES, milliseconds, strict=True))
             if name not in FLOORS:
-                self.report[name]["tflops"] = dict(
-                    zip(
-                        ("forward", "backward", "both"),
-                        (f / s / 1e12 for f, s in zip((*work, sum(work)), seconds, strict=True)),
-                        strict=True,
-                    )
-                )
+                rates = (f / s / 1e12 for f, s in zip((*work, sum(work)), seconds, strict=True))
+                self.report[name]["tflops"] = dict(zip(PASSES, rates, strict=True))
             if FLOOR in medians and name != FLOOR:
                 self.report[name]["fraction_of_floor"] = medians[FLOOR][2] / seconds[2]
 
@@ -316,15 +311,8 @@ class Comparison:
 
 def cpu_peak_bytes(name: str, case: Case) -> int:
     """Memory that forward and backward add to a fresh process."""
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.attention.operator",
-        "--peak",
-        name,
-        "--case",
-        json.dumps(asdict(case)),
-    ]
+    command = [sys.executable, "-m", "benchmarks.attention.operator"]
+    command += ["--peak", name, "--case", json.dumps(asdict(case))]
     result = subprocess.run(command, check=True, capture_output=True, text=True)
     return int(result.stdout)
 

@@ -109,28 +109,17 @@ class Variant:
         return self._forward(case, *x)
 
 
-def ours(backend: str) -> Callable[..., Tensor]:
-    """This project's operator."""
-
-    def forward(case: Case, *x: Tensor) -> Tensor:
-        return disentangled_attention(
-            *x,
-            positions=POSITIONS,
-            key_padding=case.real_keys() if case.padding else None,
-            dropout_p=case.dropout,
-            seed=SEED,
-            backend=backend,
-        )
-
-    return forward
-
-
 class Ours(Variant):
     """This project's operator with one of its backends."""
 
     def __init__(self, backend: str) -> None:
-        super().__init__(ours(backend), exact_dropout=True)
+        super().__init__(self._attend, exact_dropout=True)
         self.backend = backend
+
+    def _attend(self, case: Case, *x: Tensor) -> Tensor:
+        padding = case.real_keys() if case.padding else None
+        options = {"dropout_p": case.dropout, "seed": SEED, "backend": self.backend}
+        return disentangled_attention(*x, positions=POSITIONS, key_padding=padding, **options)
 
     def refusal(self, case: Case) -> str | None:
         """What the operator says when it is asked to run one row of one token."""

@@ -35,12 +35,7 @@ from megatron_deberta.ops.dispatch import choose_backend
 from megatron_deberta.planning.memory import estimate_memory
 from megatron_deberta.tokenizer import load_tokenizer
 from megatron_deberta.train.prefetch import InputQueue
-from megatron_deberta.train.setup import (
-    DTYPES,
-    build_rank_model,
-    choose_device,
-    set_determinism,
-)
+from megatron_deberta.train.setup import DTYPES, build_rank_model, choose_device, set_determinism
 from megatron_deberta.train.step import TrainStep
 
 PARTS = (

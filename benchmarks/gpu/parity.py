@@ -16,15 +16,8 @@ from torch import Tensor
 
 from benchmarks.gpu.record import Item, Record
 from benchmarks.lib.tolerances import FP32_MODEL
-from megatron_deberta.config.schema import (
-    ModelConfig,
-    ObjectiveConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    PrecisionConfig,
-    RunConfig,
-    TrainConfig,
-)
+from megatron_deberta.config import config_from_dict, config_to_dict
+from megatron_deberta.config.schema import ModelConfig, RunConfig
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.distributed.parallelize import build_model
 from megatron_deberta.distributed.topology import single_process_groups
@@ -72,14 +65,14 @@ def usable_backends(device: str) -> list[str]:
 
 def run_config(model: ModelConfig, dtype: str, backend: str, engine: str) -> RunConfig:
     """A run of a few steps."""
-    return RunConfig(
-        model=model,
-        objective=ObjectiveConfig(),
-        parallel=ParallelConfig(attention_backend=backend),  # type: ignore[arg-type]
-        optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=0),
-        precision=PrecisionConfig(dtype=dtype, engine=engine, zero_stage=1),  # type: ignore[arg-type]
-        train=TrainConfig(steps=100, global_batch_size=ROWS, micro_batch_size=ROWS),
-    )
+    sections = {
+        "model": config_to_dict(model),
+        "parallel": {"attention_backend": backend},
+        "optimizer": {"learning_rate": 1e-3, "warmup_steps": 0},
+        "precision": {"dtype": dtype, "engine": engine, "zero_stage": 1},
+        "train": {"steps": 100, "global_batch_size": ROWS, "micro_batch_size": ROWS},
+    }
+    return config_from_dict(sections, "parity")
 
 
 def make_batch(model: ModelConfig) -> Batch:

@@ -19,21 +19,13 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu.record import Item, Options, Record
-from benchmarks.gpu.train import finish, start
+from benchmarks.gpu.train import SMALL_MODEL, finish, start
 from benchmarks.lib.provenance import ROOT
 from benchmarks.lib.shards import Shards, prepare_shards
 from megatron_deberta.config import load_config
 from megatron_deberta.planning.memory import largest_micro_batch
 
 RUN = ROOT / "configs" / "runs" / "1.5b_h100.yaml"
-SMALL_MODEL = (
-    "model.num_layers=2",
-    "model.hidden_size=64",
-    "model.num_heads=2",
-    "model.ffn_hidden_size=128",
-    "model.vocab_size=640",
-    "data.num_workers=0",
-)
 
 
 @dataclass(frozen=True)
@@ -82,21 +74,14 @@ def overrides(record: Record, shards: Shards, tokens: int, length: int) -> list[
     """The run's settings, without the micro batch."""
     small = record.options.small
     return [
-        *shards.overrides,
-        f"train.device={record.options.device}",
-        f"precision.dtype={'fp32' if record.options.device == 'cpu' else 'bf16'}",
-        f"train.global_batch_size={tokens // length}",
+        *shards.step_overrides(record.options.device, tokens // length),
         f"data.sequence_length={length}",
         f"model.max_position_embeddings={max(512, length)}",
-        "data.validation_fraction=0",
-        "parallel.recompute=none",
-        "cluster.nodes=0",
-        "cluster.ranks_per_node=0",
         "train.steps=1000",
         # Some steps have to show that the loss falls.
         f"optimizer.learning_rate={5e-3 if small else 2e-4}",
         f"optimizer.warmup_steps={1 if small else 20}",
-        *(SMALL_MODEL if small else ()),
+        *(SMALL_MODEL.split() if small else ()),
     ]
 
 

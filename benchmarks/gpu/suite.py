@@ -111,16 +111,8 @@ def work_on(options: Options) -> None:
 
 def run_part(args: argparse.Namespace, options: Options) -> str | None:
     """Start a part's process, again where a peer crashed it; None, or why it did not end well."""
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.gpu.suite",
-        "--worker",
-        options.part,
-        "--out",
-        str(options.out),
-    ]
-    command += ["--work", str(options.work), "--device", options.device]
+    command = [sys.executable, "-m", "benchmarks.gpu.suite", "--worker", options.part]
+    command += ["--out", str(options.out), "--work", str(options.work), "--device", options.device]
     command += ["--small"] * options.small
     command += [] if options.corpus is None else ["--corpus", *options.corpus]
     deadline = time.monotonic() + 60 * (options.minutes + GRACE_MINUTES)

@@ -31,6 +31,11 @@ SENTENCES = (
     "This [MASK] is called when the object is created.",
 )
 
+SMALL_MODEL = (
+    "model.num_layers=2 model.hidden_size=64 model.num_heads=2 model.ffn_hidden_size=128 "
+    "model.vocab_size=640 data.num_workers=0"
+)
+
 
 @dataclass(frozen=True)
 class Size:
@@ -39,7 +44,8 @@ class Size:
     megabytes: float
     vocabulary: int
     steps: int
-    overrides: tuple[str, ...]
+    overrides: str
+    """Separated by spaces."""
     better_than_unigram: float
     """Nats a masked token that the last validation must be below the unigram loss."""
 
@@ -49,13 +55,9 @@ FULL = Size(
     8192,
     600,
     (
-        "model.vocab_size=8200",
-        "precision.dtype=bf16",
-        "train.global_batch_size=64",
-        "train.micro_batch_size=64",
-        "checkpoint.save_every=150",
-        "train.eval_every=150",
-        "optimizer.warmup_steps=60",
+        "model.vocab_size=8200 precision.dtype=bf16 train.global_batch_size=64 "
+        "train.micro_batch_size=64 checkpoint.save_every=150 train.eval_every=150 "
+        "optimizer.warmup_steps=60"
     ),
     0.5,
 )
@@ -64,20 +66,9 @@ SMALL = Size(
     500,
     60,
     (
-        "model.num_layers=2",
-        "model.hidden_size=64",
-        "model.num_heads=2",
-        "model.ffn_hidden_size=128",
-        "model.vocab_size=640",
-        "data.sequence_length=64",
-        "data.num_workers=0",
-        "optimizer.learning_rate=5.0e-3",
-        "optimizer.warmup_steps=5",
-        "train.global_batch_size=8",
-        "train.micro_batch_size=8",
-        "checkpoint.save_every=20",
-        "train.eval_every=0",
-        "train.eval_steps=2",
+        f"{SMALL_MODEL} data.sequence_length=64 optimizer.learning_rate=5.0e-3 "
+        "optimizer.warmup_steps=5 train.global_batch_size=8 train.micro_batch_size=8 "
+        "checkpoint.save_every=20 train.eval_every=0 train.eval_steps=2"
     ),
     -0.3,  # sixty steps learn little more than frequencies
 )
@@ -97,17 +88,13 @@ def arguments(record: Record, size: Size, run_dir: Path) -> list[str]:
     """The command line of the run."""
     shards = prepare_shards(record.options.work, size.megabytes, size.vocabulary)
     return [
-        sys.executable,
-        "-m",
-        "megatron_deberta",
-        "pretrain",
-        str(ROOT / "configs" / "runs" / "small.yaml"),
+        *(sys.executable, "-m", "megatron_deberta", "pretrain", "configs/runs/small.yaml"),
         f"train.run_dir={run_dir}",
         *shards.overrides,
         f"train.steps={size.steps}",
         f"train.device={record.options.device}",
         "log.every=1",
-        *size.overrides,
+        *size.overrides.split(),
     ]
 
 

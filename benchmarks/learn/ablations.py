@@ -1,8 +1,8 @@
 """What each part of DeBERTa is worth: its ablations on the same text, masks and steps.
 
 Every run goes through ``megatron-deberta pretrain``, so it may be killed at any time and goes on
-where it was when this is started again; ``--budget`` stops it in an orderly way. The list of runs
-and their state is ``manifest.json`` in the folder of runs; more seeds are more runs. Validation
+where it was when this is started again; ``--budget`` stops it in an orderly way. More
+seeds are more runs. Validation
 loss, curves and table come from the runs' own metrics. The seconds of a step are measured apart,
 the models in turns (``--time``), because runs that share a machine do not compare.
 
@@ -41,6 +41,7 @@ from megatron_deberta.config import load_config
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE
 from megatron_deberta.observe.metrics import read_metrics
+from megatron_deberta.train.setup import DTYPES
 
 NO_DECODER = ("model.mask_decoder_passes=0", "model.absolute_positions=none")
 SHARED = ("model.share_position_projections=true", "model.key_bias=true")
@@ -48,23 +49,19 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "DeBERTa": (),
     "-EMD": NO_DECODER,
     "RoBERTa": (
-        "model.mask_decoder_passes=0",
-        "model.absolute_positions=input",
-        "model.position_terms=none",
-        "model.key_bias=true",
-        "model.layer_norm_eps=1e-5",
+        "model.mask_decoder_passes=0", "model.absolute_positions=input",
+        "model.position_terms=none", "model.key_bias=true", "model.layer_norm_eps=1e-5",
     ),
     "-C2P": ("model.position_terms=p2c",),
     "-P2C": ("model.position_terms=c2p",),
     "-(C2P+P2C)": ("model.position_terms=none",),
     "+shared projections": SHARED,
     "+convolution": (*SHARED, "model.conv_kernel_size=3"),
-}
+}  # fmt: skip
 """Overrides of the ablation base by row, in the order in which they run.
 
 Convolution comes on top of shared projections, as in the paper's Table 13.
 """
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -187,25 +184,6 @@ def time_steps(experiment: Experiment, repeats: int) -> dict[str, float]:
     return {name: steps * statistics.median(r.seconds) for name, r in results.items()}
 
 
-def manifest(experiment: Experiment) -> dict[str, Any]:
-    """The runs and how far each one is."""
-    return {
-        "config": str(experiment.config_file),
-        "data": experiment.data,
-        "tokenizer": experiment.tokenizer,
-        "runs": [
-            {
-                "variant": run.variant,
-                "seed": run.seed,
-                "folder": str(run.folder),
-                "steps": experiment.config(run).train.steps,
-                "validated_at": [point["step"] for point in run.validations()],
-            }
-            for run in experiment.runs()
-        ],
-    }
-
-
 def collect(experiment: Experiment, output: Path) -> dict[str, Any]:
     """The curves of all runs so far, merged into ``output.json`` beside the step times."""
     path = output.with_suffix(".json")
@@ -290,7 +268,6 @@ def main() -> None:
     if args.time is None:
         train(experiment, args.budget)
         record = collect(experiment, args.output)
-        write_json(args.runs / "manifest.json", manifest(experiment))
     else:
         # The runs may have been elsewhere, so their curves stay as they are.
         whole = result.exists()

@@ -22,6 +22,17 @@ class Shards:
         """As arguments of ``megatron-deberta pretrain``."""
         return [f"tokenizer.path={self.tokenizer}", f"data.train=[{self.prefix}]"]
 
+    def step_overrides(self, device: str, rows: int) -> list[str]:
+        """Return the settings of a run whose single steps are measured."""
+        return [
+            *self.overrides,
+            f"train.device={device}",
+            f"precision.dtype={'fp32' if device == 'cpu' else 'bf16'}",
+            f"train.global_batch_size={rows}",
+            *("data.validation_fraction=0", "parallel.recompute=none"),
+            *("cluster.nodes=0", "cluster.ranks_per_node=0"),
+        ]
+
 
 def prepare_shards(work: Path, megabytes: float, vocabulary: int) -> Shards:
     """Gather text, learn a vocabulary and tokenize; nothing is done twice.

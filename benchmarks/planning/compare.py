@@ -17,18 +17,12 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from benchmarks.lib.provenance import ROOT, provenance
-from benchmarks.planning.ranks import (
-    WORLD_SIZE,
-    DryRun,
-    dry_run,
-    engine_step,
-    peak_bytes,
-    reference_extra,
-)
+from benchmarks.planning.ranks import WORLD_SIZE, dry_run, engine_step, peak_bytes, reference_extra
 from megatron_deberta.config import RunConfig, load_config
 from megatron_deberta.files import write_atomically
 from megatron_deberta.planning.memory import estimate_memory, local_parameters
@@ -118,15 +112,11 @@ def planned(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def found(run: DryRun) -> dict[str, Any]:
-    """A dry run in the form of ``planned``."""
-    return {"parameters": run.parameters, "flops": run.flops, "collectives": run.collectives}
-
-
 def compare_rank(config: RunConfig, rank: int) -> dict[str, Any]:
-    """Parameters, FLOPs and collectives of one rank."""
-    run = dry_run(config, rank)
-    return {"vocabulary_rows": run.vocabulary_rows, "planned": planned(config), "found": found(run)}
+    """Compare parameters, FLOPs and collectives of one rank."""
+    expected, run = planned(config), asdict(dry_run(config, rank))
+    found = {key: run[key] for key in expected}
+    return {"vocabulary_rows": run["vocabulary_rows"], "planned": expected, "found": found}
 
 
 def compare_memory(config: RunConfig, rank: int) -> dict[str, Any]:

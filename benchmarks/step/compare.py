@@ -63,10 +63,10 @@ from benchmarks.step.sides import (
 )
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.observe.throughput import measure_matmul_rate
+from megatron_deberta.train.setup import DTYPES
 
 COMPARISONS = ("huggingface", "peers", "disentanglement")
 LENGTHS = (512, 128, 2048)
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PEER_VOCABULARY = 50368
 """ModernBERT's, for all."""
 CPU_THREADS = 2
@@ -398,18 +398,8 @@ def profile(device: torch.device, output: Path, overrides: list[str]) -> None:
     """Profile our real step in a process of its own; write it to ``output`` and draw it beside."""
     name, tokens = PROFILED[device.type]
     shards = prepare_shards(Path(tempfile.gettempdir()) / "megatron_deberta_suite", 8.0, 8192)
-    settings = [
-        *shards.overrides,
-        f"train.device={device.type}",
-        f"precision.dtype={'fp32' if device.type == 'cpu' else 'bf16'}",
-        f"train.global_batch_size={tokens // 512}",
-        f"train.micro_batch_size={tokens // 512}",
-        "data.validation_fraction=0",
-        "parallel.recompute=none",
-        "cluster.nodes=0",
-        "cluster.ranks_per_node=0",
-        *overrides,
-    ]
+    settings = shards.step_overrides(device.type, tokens // 512)
+    settings += [f"train.micro_batch_size={tokens // 512}", *overrides]
     command = [sys.executable, "-m", "benchmarks.gpu.one_step"]
     command += [str(ROOT / "configs" / "runs" / f"{name}.yaml"), *settings, "--result", str(output)]
     if device.type == "cpu":

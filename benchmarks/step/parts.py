@@ -64,7 +64,7 @@ class Labels:
             if part := next((name for kind, name in PARTS.items() if isinstance(module, kind)), ""):
                 self._watch(module, part)
             if isinstance(module, DisentangledSelfAttention):
-                self._wrap(module, "_core", CORE)
+                self._wrap(module, "_attend", CORE)
         self._wrap(self._engine, "step", OPTIMIZER)
         return self
 

@@ -5,9 +5,9 @@ Each side has a ``model`` and a ``loss`` of a batch. BERT, RoBERTa and ModernBER
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
@@ -116,24 +116,22 @@ class Ours:
 
 
 def use_plain_attention(model: nn.Module) -> None:
-    """Let every attention layer call torch's flash attention in place of our operator.
+    """Replace the attention operator of every layer by torch's attention without positions.
 
     Raises:
-        RuntimeError: the model's attention has no seam of that name any more.
+        AttributeError: the attention has no method ``_attend``.
     """
     for module in model.modules():
         if isinstance(module, DisentangledSelfAttention):
-            if not hasattr(module, "_core"):
-                raise RuntimeError("DisentangledSelfAttention has no _core to replace")
-            module._core = _plain_core(module)  # type: ignore[method-assign]
+            _ = module._attend
+            module._attend = partial(_plain_attention, module)  # type: ignore[method-assign]
 
 
-def _plain_core(module: DisentangledSelfAttention) -> Callable[..., Tensor]:
-    def core(query: Tensor, memory: Any, queries_at: Tensor | None, context: Any) -> Tensor:
-        dropout = module.attention_dropout if context.seeds is not None else 0.0
-        return F.scaled_dot_product_attention(query, memory.key, memory.value, dropout_p=dropout)
-
-    return core
+def _plain_attention(
+    module: DisentangledSelfAttention, query: Tensor, key_value: Any, _: Any, context: Any
+) -> Tensor:
+    dropout = module.attention_dropout if context.seeds is not None else 0.0
+    return F.scaled_dot_product_attention(query, key_value.key, key_value.value, dropout_p=dropout)
 
 
 class Stock:

@@ -70,4 +70,4 @@ def test_the_model_is_left_as_it_was(profiled: dict[str, Any]) -> None:
         assert not module._forward_pre_hooks
         assert not module._forward_hooks
         if isinstance(module, DisentangledSelfAttention):
-            assert "_core" not in vars(module)
+            assert "_attend" not in vars(module)
