@@ -1,8 +1,4 @@
-"""Files and folders that survive crashes: flushed, and under their final name whole or not at all.
-
-Owns flushing, renaming, temporary names and digests of files. Refuses to know what they hold;
-what the disk refuses stays an ``OSError``, which callers put into their own words.
-"""
+"""Crash-safe files and folders: flushed to disk, and under their final name complete or absent."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ from pathlib import Path
 
 
 def sha256_file(path: str | Path) -> str:
-    """Hexadecimal SHA-256 of a file's content.
+    """Return the hexadecimal SHA-256 of a file's content.
 
     Raises:
         OSError: it cannot be read.
@@ -29,7 +25,7 @@ def sha256_file(path: str | Path) -> str:
 
 
 def fsync_path(path: str | Path) -> None:
-    """Make a file's content, or the names inside a folder, survive a power loss."""
+    """Flush a file's content, or the names inside a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -38,21 +34,21 @@ def fsync_path(path: str | Path) -> None:
 
 
 def adopt_mode(path: Path) -> None:
-    """Give what was made for its owner only, as safetensors does, the permissions of its folder.
+    """Give a file or folder the permissions of its parent, which follow the umask.
 
-    A folder made by ``mkdir`` follows the umask, which cannot be read without setting it.
+    safetensors and ``mkdtemp`` create files and folders for the owner only.
     """
     mode = path.parent.stat().st_mode
     path.chmod(mode & (0o777 if path.is_dir() else 0o666))
 
 
 def temporary_name(final: str | Path) -> Path:
-    """Return a name beside ``final``, unique to this process, for the unfinished file."""
+    """Return a temporary name beside ``final``, unique to this process."""
     return Path(f"{final}.{os.getpid()}.tmp")
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Write a new file and flush it; its name survives only once its folder is flushed too.
+    """Write a new file and flush it; the caller flushes its folder.
 
     Raises:
         OSError: the file exists, the disk is full or the folder not writable.
@@ -64,13 +60,13 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 def write_atomically(final: str | Path, content: bytes) -> None:
-    """Write ``content`` to ``final`` so that no reader ever sees part of it.
+    """Write ``content`` to ``final`` atomically.
 
     Raises:
-        OSError: the disk is full or the folder not writable; ``final`` is then as it was.
+        OSError: the disk is full or the folder not writable; ``final`` is then unchanged.
     """
     temporary = temporary_name(final)
-    # Left by a process of the same number that was killed.
+    # A killed process with the same id may have left one.
     temporary.unlink(missing_ok=True)
     try:
         write_durably(temporary, content)
@@ -82,14 +78,14 @@ def write_atomically(final: str | Path, content: bytes) -> None:
 
 @contextmanager
 def published_folder(output: Path, *, replace: bool = False) -> Iterator[Path]:
-    """Give a folder to fill, which appears as ``output`` only if the block ends without error.
+    """Yield a temporary folder that is renamed to ``output`` if the block succeeds.
 
     Args:
-        output: the final name; nothing or an empty folder may be there.
-        replace: a folder that is there is replaced, and stays as it was if anything fails.
+        output: the final name; must not exist or be an empty folder.
+        replace: replace an existing folder, which is unchanged if anything fails.
 
     Raises:
-        OSError: the disk is full, or ``output`` is in use or cannot be made.
+        OSError: the disk is full, or ``output`` exists or cannot be created.
     """
     output = output.absolute()
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -107,7 +103,6 @@ def published_folder(output: Path, *, replace: bool = False) -> Iterator[Path]:
         fresh.rename(output)
         fsync_path(output.parent)
     finally:
-        # If even this fails, the old folder stays in the hidden one.
         if old.exists() and not output.exists():
             old.rename(output)
         shutil.rmtree(staging, ignore_errors=True)

@@ -1,7 +1,6 @@
-"""Vocabularies: text to token ids and back.
+"""Tokenizers: loading, training, saving, encoding and decoding.
 
-Owns loading, saving and training of tokenizers, and the promise that training and the exported
-model see the same ids. Refuses to read corpora (``preprocess``) and to lay out rows (``data``).
+Training and the exported model use the same files and library, so their ids are equal.
 """
 
 from megatron_deberta.tokenizer.loading import load_tokenizer

@@ -1,7 +1,7 @@
-"""Finds out what kind of tokenizer a path holds, and loads it.
+"""Loading of tokenizers: SentencePiece, byte-level BPE and ``tokenizer.json``.
 
-Owns the accepted layouts. Refuses vocabularies whose ids are not one to one or whose special
-tokens are missing, shared or reachable from plain text.
+Vocabularies with duplicate ids, or with special tokens that are missing, shared or reachable from
+plain text, are rejected.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def load_tokenizer(path: str) -> Tokenizer:
 
     Args:
         path: a directory with ``tokenizer.json``, a SentencePiece ``*.model``, or a byte-level
-            BPE's ``vocab.json`` and ``merges.txt`` (taken in this order); or such a ``*.model``
-            or ``tokenizer.json`` itself.
+            BPE's ``vocab.json`` and ``merges.txt`` (tried in this order); or a ``*.model`` or
+            ``tokenizer.json`` file.
 
     Raises:
-        DataError: nothing usable is there, a file is damaged, ids are not one to one, or a
-            special token is missing, shared, or what plain text turns into.
+        DataError: no tokenizer is found, a file is damaged, two tokens share an id, or a special
+            token is missing, shared, or the encoding of plain text.
     """
     location = Path(path)
     if location.is_dir():
@@ -64,11 +64,11 @@ def load_tokenizer(path: str) -> Tokenizer:
 
 
 def sentencepiece_tokenizer(content: bytes, where: str) -> Tokenizer:
-    """Build the tokenizer of a SentencePiece model, its table rounded up as the release's is.
+    """Build the tokenizer of a SentencePiece model; ``vocab_size`` is rounded up as released.
 
     Args:
         content: bytes of the ``.model`` file.
-        where: what to call it in errors.
+        where: its name in errors.
 
     Raises:
         DataError: see ``load_tokenizer``.
@@ -102,12 +102,12 @@ def _load_sentencepiece(path: Path) -> Tokenizer:
 
 
 def _load_byte_level(folder: Path) -> Tokenizer:
-    """Load GPT-2's or RoBERTa's files; special tokens they lack are appended after the pieces."""
+    """Load GPT-2's or RoBERTa's files; missing special tokens are appended after the pieces."""
     where = f"tokenizer {folder}"
     try:
         model = models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
-    except Exception as error:  # the library raises bare Exception for every damage
-        raise DataError(f"{where}: vocab.json and merges.txt do not fit ({error})") from error
+    except Exception as error:  # the library raises bare Exception
+        raise DataError(f"{where}: vocab.json and merges.txt do not match ({error})") from error
     backend = Backend(model)
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -118,7 +118,7 @@ def _load_byte_level(folder: Path) -> Tokenizer:
             for role, usual in USUAL_NAMES.items()
         }
     )
-    # Pieces carry the space before them, so the mask takes it along, as RoBERTa's does.
+    # Pieces include the space before them, so the mask token does, as RoBERTa's.
     mask = AddedToken(special.mask, special=True, normalized=False, lstrip=True)
     others = [name for name in special.by_role().values() if name != special.mask]
     backend.add_special_tokens(
@@ -137,7 +137,7 @@ def _load_json(path: Path) -> Tokenizer:
     try:
         spec = orjson.loads(text)
         backend = Backend.from_str(text.decode())
-    except Exception as error:  # the library raises bare Exception for every damage
+    except Exception as error:  # the library raises bare Exception
         raise DataError(f"{where}: not a tokenizer.json ({error})") from error
     backend.no_truncation()
     backend.no_padding()
@@ -150,7 +150,7 @@ def _load_json(path: Path) -> Tokenizer:
     refuse_leaks(backend, special, where)
     source = path.with_name(SENTENCEPIECE_FILE)
     return Tokenizer(
-        # Scores stay as they are in the file: the library does not write what it reads to the bit.
+        # Scores are kept as in the file: the library's round trip is not exact.
         {**orjson.loads(backend.to_str()), "model": spec["model"]},
         special,
         backend=backend,
@@ -160,7 +160,7 @@ def _load_json(path: Path) -> Tokenizer:
 
 
 def _guard(backend: Backend) -> None:
-    """Keep special tokens that a unigram model would find in text out of its reach."""
+    """Guard special tokens that are pieces of a unigram model against plain text."""
     spec = orjson.loads(backend.to_str())
     if spec["model"]["type"] != "Unigram":
         return

@@ -1,7 +1,4 @@
-"""Reads a SentencePiece model and rebuilds it as a ``tokenizer.json`` pipeline.
-
-Owns the translation. Refuses the settings that have no equivalent there.
-"""
+"""Conversion of SentencePiece models to ``tokenizer.json`` pipelines."""
 
 from __future__ import annotations
 
@@ -38,19 +35,19 @@ def rows_for(num_tokens: int) -> int:
 def build_backend(content: bytes, where: str) -> tuple[Backend, SpecialTokens]:
     """Build the pipeline of a SentencePiece model, missing special tokens appended.
 
-    Pieces keep their ids. A space at either end and runs of spaces vanish where the model says
-    so. Text after a special token continues the word, as in training: ``[MASK].`` ends in the
-    full stop that follows a word, not in one that begins a text.
+    Pieces keep their ids. Extra spaces are removed if the model says so. Text after a special token
+    continues the word, as in training: ``[MASK].`` ends in the piece of a full stop after a word,
+    not in that of one at the beginning of a text.
 
     Args:
         content: bytes of the ``.model`` file.
-        where: what to call it in errors.
+        where: its name in errors.
 
     Raises:
-        DataError: no SentencePiece model, or one with settings that have no equivalent.
+        DataError: not a SentencePiece model, or one with settings that have no equivalent.
     """
     proto = _parse(content, where)
-    _refuse_unsupported(proto, where)
+    _check_supported(proto, where)
     special = _special_tokens(proto)
     is_unigram = proto.trainer_spec.model_type == _UNIGRAM
     backend = Backend(_unigram(proto) if is_unigram else _bpe(proto))
@@ -63,25 +60,15 @@ def build_backend(content: bytes, where: str) -> tuple[Backend, SpecialTokens]:
     )
     apart = [piece.piece for piece in proto.pieces if piece.type != _NORMAL]
     backend.pre_tokenizer = with_guard(metaspace, apart) if is_unigram else metaspace
-    backend.decoder = decoders.Sequence(
-        [
-            decoders.Replace(SPACE, " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    backend.add_tokens(
-        [
-            AddedToken(piece.piece, normalized=False)
-            for piece in proto.pieces
-            if piece.type == _USER_DEFINED
-        ]
-    )
-    control = [piece.piece for piece in proto.pieces if piece.type in (_CONTROL, _UNKNOWN)]
-    backend.add_special_tokens(
-        [AddedToken(piece, special=True, normalized=False) for piece in control]
-    )
+    spaces = decoders.Replace(SPACE, " "), decoders.Strip(" ", 1, 0)
+    fallback = decoders.ByteFallback(), decoders.Fuse()
+    backend.decoder = decoders.Sequence([spaces[0], *fallback, spaces[1]])
+    for piece in proto.pieces:
+        if piece.type == _USER_DEFINED:
+            backend.add_tokens([AddedToken(piece.piece, normalized=False)])
+    for piece in proto.pieces:
+        if piece.type in (_CONTROL, _UNKNOWN):
+            backend.add_special_tokens([AddedToken(piece.piece, special=True, normalized=False)])
     declare_special_tokens(backend, special)
     return backend, special
 
@@ -100,7 +87,7 @@ def _parse(content: bytes, where: str) -> Any:
     return proto
 
 
-def _refuse_unsupported(proto: Any, where: str) -> None:
+def _check_supported(proto: Any, where: str) -> None:
     trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
     if trainer.model_type not in (_UNIGRAM, _BPE):
         raise DataError(f"{where}: model_type {trainer.model_type} is neither unigram nor bpe")
@@ -130,14 +117,14 @@ def _normalizer(charsmap: bytes, tidy: bool) -> normalizers.Sequence:
     if charsmap:
         steps.append(normalizers.Precompiled(charsmap))
     if tidy:
-        # The space at the front stays: it is the one that the metaspace would put there.
+        # A leading space is kept: the metaspace would add the same one.
         steps.append(normalizers.Replace(Regex(" {2,}"), " "))
         steps.append(normalizers.Replace(Regex(" \\z"), ""))
     return normalizers.Sequence(steps)
 
 
 def _unigram(proto: Any) -> models.Unigram:
-    # Nine digits tell float32 scores apart, and unlike seventeen survive the library's JSON reader.
+    # Nine digits identify a float32 score and, unlike seventeen, survive the library's JSON reader.
     return models.Unigram(
         [(piece.piece, float(f"{piece.score:.9g}")) for piece in proto.pieces],
         unk_id=proto.trainer_spec.unk_id,
@@ -146,10 +133,10 @@ def _unigram(proto: Any) -> models.Unigram:
 
 
 def _bpe(proto: Any) -> models.BPE:
-    """Rebuild the merges: every split of a piece into two pieces, best score first.
+    """Derive the merges: every split of a piece into two pieces, best score first.
 
-    SentencePiece merges the neighbours whose union scores best. Only normal pieces take part, so
-    no text can merge into a control or byte piece.
+    SentencePiece merges the neighbours whose union has the best score. Only normal pieces are
+    merged, so text never becomes a control or byte piece.
     """
     scores = {piece.piece: piece.score for piece in proto.pieces if piece.type == _NORMAL}
     ids = {piece.piece: token_id for token_id, piece in enumerate(proto.pieces)}

@@ -1,8 +1,4 @@
-"""The five tokens with a meaning of their own: which they are, and that text never becomes one.
-
-Owns the roles, their usual names, and the guard that keeps a literal ``[CLS]`` in a corpus apart
-from the token. Refuses tokenizers that lack a role or give two roles one id.
-"""
+"""The five special tokens, and the guard that keeps their names in plain text ordinary text."""
 
 from __future__ import annotations
 
@@ -25,12 +21,12 @@ USUAL_NAMES: dict[str, tuple[str, ...]] = {
     "unk": ("[UNK]", "<unk>"),
     "mask": ("[MASK]", "<mask>"),
 }
-"""Names a role goes by: those of DeBERTa and BERT first, then those of RoBERTa."""
+"""Usual names of each role: those of DeBERTa and BERT, then those of RoBERTa."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpecialTokens:
-    """The name of each role's token, in the order of the release's ids."""
+    """Name of each role's token, in the order of the release's ids."""
 
     pad: str = "[PAD]"
     cls: str = "[CLS]"
@@ -50,11 +46,11 @@ def resolve_special_tokens(
 
     Args:
         vocabulary: ids of all tokens, added ones included.
-        declared: names by role, as a ``tokenizer_config.json`` states them; they come first.
-        where: what to call the tokenizer in errors.
+        declared: names by role from ``tokenizer_config.json``, which take precedence.
+        where: the tokenizer's name in errors.
 
     Raises:
-        DataError: a role has no token, several, or shares its token with another role.
+        DataError: a role has no token, several tokens, or the token of another role.
     """
     found: dict[str, str] = {}
     missing: list[str] = []
@@ -85,7 +81,7 @@ def resolve_special_tokens(
 
 
 def declare_special_tokens(backend: Backend, special: SpecialTokens) -> None:
-    """Make ``backend`` treat the roles as special tokens and frame texts by [CLS] and [SEP]."""
+    """Add the roles to ``backend`` as special tokens; frame texts with [CLS] and [SEP]."""
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     for name in special.by_role().values():
         if name not in known:
@@ -99,7 +95,7 @@ def declare_special_tokens(backend: Backend, special: SpecialTokens) -> None:
 
 
 def guard_pattern(names: Iterable[str]) -> str:
-    """Return the pattern of the first character of each name, where the rest follows."""
+    """Return a pattern that matches the first character of each name before the rest of it."""
     rests: dict[str, list[str]] = {}
     for name in sorted(names):
         rests.setdefault(name[0], []).append(re.escape(name[1:]))
@@ -109,27 +105,27 @@ def guard_pattern(names: Iterable[str]) -> str:
 
 
 def with_guard(pre_tokenizer: PreTokenizer | None, names: Iterable[str]) -> PreTokenizer:
-    """Extend a pre-tokenizer so that no word handed to the model holds one of ``names`` whole.
+    """Extend a pre-tokenizer to split each of ``names`` after its first character.
 
-    The unigram model of ``tokenizers`` finds control pieces in text, which SentencePiece never
-    does: without a cut after the first character, the text ``[CLS]`` becomes the token.
+    Unlike SentencePiece, the unigram model of ``tokenizers`` finds control pieces in text: without
+    the split, the text ``[CLS]`` becomes the special token.
     """
     guard = Split(Regex(guard_pattern(names)), "merged_with_previous")
     return guard if pre_tokenizer is None else Sequence([pre_tokenizer, guard])
 
 
 def has_guard(spec: Mapping[str, Any], names: Iterable[str]) -> bool:
-    """Tell whether a ``tokenizer.json`` already ends its pre-tokenizer with the guard."""
+    """Tell whether the pre-tokenizer of a ``tokenizer.json`` already ends with the guard."""
     pre_tokenizer = spec["pre_tokenizer"] or {}
     last = pre_tokenizer.get("pretokenizers", [pre_tokenizer])[-1]
     return bool(last.get("pattern") == {"Regex": guard_pattern(names)})
 
 
 def refuse_leaks(backend: Backend, special: SpecialTokens, where: str) -> None:
-    """Check that the special tokens' names, met in text, stay text.
+    """Check that the names of special tokens in plain text are encoded as text.
 
     Raises:
-        DataError: one of them became its token although special tokens are not to be parsed.
+        DataError: one of them is encoded as the special token.
     """
     names = special.by_role()
     forbidden = {backend.token_to_id(name): name for role, name in names.items() if role != "unk"}

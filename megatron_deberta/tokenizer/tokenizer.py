@@ -1,9 +1,4 @@
-"""The one tokenizer type, over a ``tokenizer.json`` that Hugging Face loads unchanged.
-
-Owns encoding, decoding, word boundaries, the fingerprint and the exported files. Because our ids
-and those of an exported model come from the same file and the same library, they are equal for
-any text. Refuses to parse special tokens in corpus text.
-"""
+"""The tokenizer type, a wrapper of a ``tokenizer.json`` that Hugging Face loads unchanged."""
 
 from __future__ import annotations
 
@@ -36,20 +31,20 @@ _WORD_STARTS = ("\u2581", "Ġ", "Ċ", "ĉ", "č")
 
 
 class Tokenizer:
-    """A vocabulary with its five special tokens.
+    """A vocabulary with five special tokens.
 
     Args:
         spec: content of a ``tokenizer.json`` whose special tokens are declared and guarded.
         special: names of the special tokens.
-        vocab_size: rows of the embedding table; at least the number of ids. None: that number.
-        sentencepiece_model: the SentencePiece model it was built from, kept beside it.
-        backend: what ``spec`` describes, to be had by this tokenizer alone; None: built from it.
+        vocab_size: rows of the embedding table, at least ``num_tokens``; None: ``num_tokens``.
+        sentencepiece_model: the SentencePiece model it was built from, saved with it.
+        backend: built from ``spec`` and not shared; None: build it.
 
     Attributes:
         special: names of the special tokens.
         num_tokens: ids in use, special tokens included.
-        vocab_size: rows of the embedding table, ``model.vocab_size``; the ids from ``num_tokens``
-            on stand for nothing.
+        vocab_size: rows of the embedding table, ``model.vocab_size``; ids from ``num_tokens`` on
+            are unused.
     """
 
     def __init__(
@@ -74,7 +69,7 @@ class Tokenizer:
     def _word_cache(self) -> WordCache | None:
         if self._spec["model"]["type"] != "Unigram":
             return None
-        # It imports Arrow, a tenth of the start-up that byte pairs need.
+        # Imported here: it imports pyarrow, which byte-level BPE does not need.
         from megatron_deberta.tokenizer.word_cache import WordCache, words_are_independent
 
         if not words_are_independent(self._spec):
@@ -83,55 +78,55 @@ class Tokenizer:
 
     @property
     def spec(self) -> Mapping[str, Any]:
-        """Content of the ``tokenizer.json`` behind it."""
+        """Content of its ``tokenizer.json``."""
         return self._spec
 
     @property
     def caches_words(self) -> bool:
-        """Whether words that were met before are not encoded again."""
+        """Whether the ids of words are cached."""
         return self._words is not None
 
     @property
     def pad_id(self) -> int:
-        """Id that fills the end of a row."""
+        """Id of [PAD]."""
         return self._id(self.special.pad)
 
     @property
     def cls_id(self) -> int:
-        """Id that begins a row."""
+        """Id of [CLS]."""
         return self._id(self.special.cls)
 
     @property
     def sep_id(self) -> int:
-        """Id that ends a row or a segment."""
+        """Id of [SEP]."""
         return self._id(self.special.sep)
 
     @property
     def unk_id(self) -> int:
-        """Id of what the vocabulary cannot spell."""
+        """Id of [UNK]."""
         return self._id(self.special.unk)
 
     @property
     def mask_id(self) -> int:
-        """Id that stands for a token to predict."""
+        """Id of [MASK]."""
         return self._id(self.special.mask)
 
     @property
     def special_ids(self) -> tuple[int, ...]:
-        """Ids of every special token, others than the five roles included, ascending."""
+        """Ids of all special tokens, ascending, including those without a role."""
         added = self._backend.get_added_tokens_decoder()
         return tuple(sorted(id_ for id_, token in added.items() if token.special))
 
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
-        """Turn text into ids, without [CLS] and [SEP] around them.
+        """Encode text without adding [CLS] and [SEP].
 
         Args:
-            text: anything but lone surrogates.
-            parse_special: read ``[MASK]`` and the like as the tokens, as fill-mask needs. False
-                keeps them text, as a corpus needs.
+            text: the text.
+            parse_special: encode names such as ``[MASK]`` as special tokens (for fill-mask);
+                False: as text (for corpora).
 
         Raises:
-            DataError: the text holds a lone surrogate, which is no character.
+            DataError: the text contains a lone surrogate.
         """
         if not parse_special:
             ids: list[int] = self.encode_array(text).tolist()
@@ -143,27 +138,27 @@ class Tokenizer:
             self._backend.encode_special_tokens = True
 
     def encode_array(self, text: str) -> npt.NDArray[np.int32]:
-        """Turn text into ids, special tokens' names staying text.
+        """Encode text; names of special tokens are encoded as text.
 
         Returns:
             int32 ``[tokens]``.
 
         Raises:
-            DataError: the text holds a lone surrogate.
+            DataError: the text contains a lone surrogate.
         """
         return self.encode_texts([text])[0]
 
     def encode_texts(
         self, texts: Sequence[str]
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-        """Encode several texts as ``encode_array`` does, which is faster than one by one.
+        """Encode several texts as ``encode_array`` does, but faster than one by one.
 
         Returns:
-            Ids of all texts one after the other, int32 ``[tokens]``, and how many each has,
-            int64 ``[texts]``.
+            Concatenated ids of all texts, int32 ``[tokens]``, and their number per text, int64
+            ``[texts]``.
 
         Raises:
-            DataError: a text holds a lone surrogate.
+            DataError: a text contains a lone surrogate.
         """
         if self._words is not None and (found := self._words.encode(texts)) is not None:
             return found
@@ -172,21 +167,21 @@ class Tokenizer:
         return np.concatenate([np.empty(0, np.int32), *arrays]), lengths
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Turn ids into text; special tokens appear by name, unused ids not at all."""
+        """Decode ids; special tokens appear by name, unused ids not at all."""
         return self._backend.decode(list(ids), skip_special_tokens=False)
 
     def piece(self, token_id: int) -> str:
-        """Return the piece behind an id; ``<unused>`` for ids between count and ``vocab_size``.
+        """Return the piece of an id; ``<unused>`` from ``num_tokens`` to ``vocab_size``.
 
         Raises:
-            DataError: the id is not of this vocabulary.
+            DataError: the id is outside the vocabulary.
         """
         if not 0 <= token_id < self.vocab_size:
             raise DataError(f"token id {token_id} is not in 0..{self.vocab_size - 1}")
         return self._backend.id_to_token(token_id) or "<unused>"
 
     def word_starts(self) -> npt.NDArray[np.bool_]:
-        """Tell which pieces begin a word.
+        """Return which pieces begin a word.
 
         SentencePiece and byte-level BPE mark the space that a piece begins with, WordPiece marks
         continuations. A vocabulary with neither counts every piece as a word.
@@ -209,17 +204,17 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 (hex) over what determines ids: model, normalization, splitting, roles."""
-        deciding = ("model", "normalizer", "pre_tokenizer", "added_tokens")
-        content = {**{key: self._spec[key] for key in deciding}, "roles": self.special.by_role()}
+        """SHA-256 (hex) of everything that determines ids: model, normalizer, splitting, roles."""
+        keys = ("model", "normalizer", "pre_tokenizer", "added_tokens")
+        content = {**{key: self._spec[key] for key in keys}, "roles": self.special.by_role()}
         encoded = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
         return hashlib.sha256(encoded).hexdigest()
 
     def save(self, directory: str) -> None:
-        """Write the files with which ``AutoTokenizer.from_pretrained(directory)`` gives our ids.
+        """Write the files that ``AutoTokenizer.from_pretrained(directory)`` loads.
 
-        The class named there is the generic one, which takes ``tokenizer.json`` as it is;
-        DeBERTa's own class would rebuild it with another normalizer.
+        The class named in them is the generic one, which takes ``tokenizer.json`` unchanged;
+        DeBERTa's own class would replace the normalizer.
 
         Raises:
             OSError: the directory cannot be written.

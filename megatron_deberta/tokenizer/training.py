@@ -1,8 +1,4 @@
-"""Learns a SentencePiece vocabulary with the release's ids, and publishes it as a directory.
-
-Owns the trainer's settings, the sample of the corpus it sees, and the atomic publication. Refuses
-to read files: text comes as an iterator.
-"""
+"""Training of SentencePiece vocabularies with the release's special ids."""
 
 from __future__ import annotations
 
@@ -26,10 +22,10 @@ from megatron_deberta.tokenizer.tokenizer import (
 ModelType = Literal["unigram", "bpe"]
 
 _LONGEST_LINE = 4096
-"""Characters of a line; SentencePiece would silently drop what is longer than its limit."""
+"""Maximum characters per line; SentencePiece silently drops longer lines."""
 _SAMPLE_SEED = 0
 _TRAINER_THREADS = 16
-"""Fixed, because the order of its sums, and so the vocabulary, depends on it."""
+"""Fixed, since the vocabulary depends on the order of the trainer's sums."""
 
 
 def train_sentencepiece(
@@ -42,7 +38,7 @@ def train_sentencepiece(
     sample_bytes: int = 0,
     force: bool = False,
 ) -> Tokenizer:
-    """Train a vocabulary and write its directory.
+    """Train a vocabulary and write the tokenizer directory.
 
     Ids are those of the release: 0 [PAD], 1 [CLS], 2 [SEP], 3 [UNK], the other pieces up to
     ``vocab_size``, and [MASK] = ``vocab_size``. Normalization is SentencePiece's ``nmt_nfkc``.
@@ -50,23 +46,23 @@ def train_sentencepiece(
 
     Args:
         texts: documents or lines.
-        output: directory to create; it appears complete or not at all.
-        vocab_size: pieces, [MASK] not counted.
+        output: directory to create, atomically.
+        vocab_size: number of pieces without [MASK].
         model_type: ``unigram`` or ``bpe``.
-        character_coverage: share of the text's characters that get pieces of their own.
-        sample_bytes: UTF-8 bytes of text to train on, drawn evenly from the whole; 0: all.
-        force: replace a tokenizer directory that exists.
+        character_coverage: share of the text's characters that become pieces.
+        sample_bytes: UTF-8 bytes of text to train on, sampled evenly; 0: all.
+        force: replace an existing tokenizer directory.
 
     Returns:
         The tokenizer in ``output``.
 
     Raises:
-        ConfigError: ``output`` exists, or a setting is out of range or more than the text
-            supports; the message names the vocabulary size that would work.
-        DataError: there is no text, or training fails otherwise.
+        ConfigError: ``output`` exists, or a setting is out of range or exceeds what the text
+            supports; the message names a vocabulary size that works.
+        DataError: there is no text, or training fails for another reason.
         OSError: the disk is full or ``output`` cannot be written.
     """
-    _refuse_settings(vocab_size, character_coverage, sample_bytes)
+    _check_settings(vocab_size, character_coverage, sample_bytes)
     refuse_existing(output, force)
     lines = sample_lines(texts, sample_bytes)
     if not lines:
@@ -79,15 +75,15 @@ def train_sentencepiece(
 
 
 def sample_lines(texts: Iterable[str], sample_bytes: int) -> list[str]:
-    """Cut texts into lines and keep an even, reproducible sample of bounded size.
+    """Split texts into lines and keep an even, reproducible sample of bounded size.
 
     Args:
         texts: documents.
-        sample_bytes: most UTF-8 bytes kept; 0: all.
+        sample_bytes: maximum UTF-8 bytes kept; 0: all.
 
     Returns:
-        Lines in the order of the input. While they exceed the bound, every second one is dropped
-        and later lines are drawn at half the rate.
+        Lines in input order. Whenever they exceed the bound, each is dropped with p = 1/2 and the
+        sampling rate of later lines is halved.
     """
     generator = random.Random(_SAMPLE_SEED)
     lines: list[str] = []
@@ -106,11 +102,11 @@ def sample_lines(texts: Iterable[str], sample_bytes: int) -> list[str]:
 
 
 def refuse_existing(output: str, force: bool) -> None:
-    """Refuse an output directory that is in use.
+    """Check that an output directory can be created or replaced.
 
     Raises:
-        ConfigError: ``output`` is a file, or a non-empty directory that ``force`` does not allow
-            to replace or that holds something else than a tokenizer.
+        ConfigError: ``output`` is a file, or a non-empty directory without ``force`` or with
+            anything but a tokenizer in it.
     """
     path = Path(output)
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
@@ -128,7 +124,7 @@ def refuse_existing(output: str, force: bool) -> None:
         )
 
 
-def _refuse_settings(vocab_size: int, character_coverage: float, sample_bytes: int) -> None:
+def _check_settings(vocab_size: int, character_coverage: float, sample_bytes: int) -> None:
     if vocab_size < 5:
         raise ConfigError(f"--vocab-size {vocab_size}: must exceed the 4 special pieces")
     if not 0.9 <= character_coverage <= 1.0:

@@ -1,8 +1,7 @@
-"""The most probable pieces of many words at once.
+"""Viterbi search of a unigram model over many words at once.
 
-Owns the search for unigram models, word by word the one of ``tokenizers`` (to the last bit: the
-same float64 sums in the same order), over thousands of words in step. Refuses words with
-characters that are no piece of their own, which would need its rules for unknown characters.
+Gives the ids of ``tokenizers`` exactly: float64 scores are added in the same order. Only words
+whose characters are all pieces are supported, so the rules for unknown characters are not needed.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ import numpy.typing as npt
 SPACE_PIECE = "\u2581"
 _CHARACTERS = ord(SPACE_PIECE) + 1
 _WORDS_AT_ONCE = 1 << 13
-"""More are no faster each, and take more memory."""
+"""Words per batch; larger batches are not faster and take more memory."""
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
-"""Of a multiplicative hash."""
+"""Multiplier of the hash."""
 _ONE = np.uint64(1)
 _STATE_BITS = np.uint64(24)
-"""Of an edge's end. Above it stands a key, (state, code), which needs no more than 24 + 14."""
+"""Bits of the target state of an edge; the bits above hold the key (state, code), 24 + 14 bits."""
 _STATE = np.uint64((1 << 24) - 1)
 
 Ids = npt.NDArray[np.int32]
@@ -29,14 +28,14 @@ Lengths = npt.NDArray[np.int64]
 
 
 class UnigramSearch:
-    """Finds the pieces with the largest sum of scores (Viterbi).
+    """Finds the segmentation into pieces with the largest sum of scores.
 
     Args:
         vocabulary: pieces and scores by id.
 
     Attributes:
-        characters: which words may have; each is a piece. Empty if a space is none, or if the
-            vocabulary is too large.
+        characters: characters that words may contain, each of which is a piece. Empty if the space
+            is not a piece or the vocabulary is too large.
 
     Source: Kudo, "Subword Regularization" (2018), section 3.2.
     """
@@ -47,10 +46,10 @@ class UnigramSearch:
         self._scores = np.array([score for _, score in vocabulary])
         is_single = {piece for piece in pieces if len(piece) == 1 and piece <= SPACE_PIECE}
         self.characters = "".join(sorted(is_single - {SPACE_PIECE}))
-        # A trie has no more states than its pieces have characters.
+        # A trie has at most as many states as its pieces have characters.
         if SPACE_PIECE not in is_single or sum(map(len, pieces)) >> int(_STATE_BITS):
             self.characters = ""
-        # Small codes, so that a state and a code fit into one key; 0 is in no piece.
+        # Small codes, so that a state and a code fit into one key; 0: in no piece.
         self._codes = np.zeros(_CHARACTERS, np.uint64)
         known = [ord(character) for character in self.characters + SPACE_PIECE]
         self._codes[known] = np.arange(1, len(known) + 1)
@@ -59,9 +58,9 @@ class UnigramSearch:
             self._build(pieces)
 
     def _build(self, pieces: Sequence[str]) -> None:
-        """Make a trie: a table from (state, code) to state, and each state's piece."""
+        """Build the trie: a table from (state, code) to state, and each state's piece."""
         known = set(self.characters)
-        # The only space in a word is its beginning.
+        # Words contain a space only at the beginning.
         usable = {
             index: piece
             for index, piece in enumerate(pieces)
@@ -91,7 +90,7 @@ class UnigramSearch:
         self._hash(np.concatenate(keys))
 
     def _hash(self, keys: npt.NDArray[np.uint64]) -> None:
-        """Make the table of edges, with open addressing; their states are counted from 1."""
+        """Build the hash table of edges, with open addressing; states are counted from 1."""
         bits = int(2 * keys.size).bit_length()
         self._shift, self._last = np.uint64(64 - bits), np.uint64((1 << bits) - 1)
         self._edges = np.zeros(1 << bits, np.uint64)
@@ -104,7 +103,7 @@ class UnigramSearch:
             edges, slots = edges[is_left], (slots[is_left] + _ONE) & self._last
 
     def _next(self, keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-        """Return the states that edges lead to; 0 where there is no such edge."""
+        """Return the target states of edges; 0: no such edge."""
         slots = (keys * _FACTOR) >> self._shift
         edges = self._edges[slots]
         states: npt.NDArray[np.uint64] = edges & _STATE
@@ -119,10 +118,10 @@ class UnigramSearch:
         return states
 
     def __call__(self, words: Sequence[str]) -> tuple[Ids, Lengths]:
-        """Encode words of ``characters``, 60,000 at most each, as if a space stood before it.
+        """Encode words of at most 60,000 ``characters``, each as if preceded by a space.
 
         Returns:
-            Ids one after the other, int32 ``[tokens]``, and how many each word has.
+            Concatenated ids, int32 ``[tokens]``, and their number per word.
         """
         parts = [
             self._search(words[first : first + _WORDS_AT_ONCE])
@@ -140,11 +139,11 @@ class UnigramSearch:
         begins = np.cumsum(lengths) - lengths
         offsets = np.arange(codes.size) - np.repeat(begins, lengths)
         starts, sizes, pieces = self._matches(codes)
-        # Edges in the order of their starts, as ``tokenizers`` looks at them: of equal sums the
-        # first one stays. Those of one start end at different nodes.
+        # Edges in the order of their starts, as in ``tokenizers``: the first of equal sums wins.
+        # Edges of one start end at different nodes.
         order = np.argsort(offsets[starts].astype(np.uint16), kind="stable")
         starts, sizes, pieces = starts[order], sizes[order], pieces[order]
-        # A node before every character, and one after the last.
+        # One node before each character, and one after the last.
         word_of = np.repeat(np.arange(len(words)), lengths)
         tails, scores = starts + word_of[starts], self._scores[pieces]
         heads = tails + sizes
@@ -161,7 +160,7 @@ class UnigramSearch:
         return _follow(first_nodes, lengths, through, sizes, pieces)
 
     def _matches(self, codes: npt.NDArray[np.uint64]) -> tuple[Lengths, Lengths, Ids]:
-        """Find all pieces at all places: where, how long, which."""
+        """Find all pieces at all positions: their positions, lengths and ids."""
         padded = np.concatenate([codes, np.zeros(self._depth, np.uint64)])
         places, states, found = np.arange(codes.size), np.zeros_like(codes), []
         for depth in range(self._depth):
@@ -178,7 +177,7 @@ class UnigramSearch:
 def _follow(
     first_nodes: Lengths, lengths: Lengths, through: Lengths, sizes: Lengths, pieces: Ids
 ) -> tuple[Ids, Lengths]:
-    """Go back along the best edges from the end of each word."""
+    """Follow the best edges back from the end of each word."""
     words, nodes = np.arange(lengths.size), first_nodes + lengths
     counts, steps = np.zeros(lengths.size, np.int64), []
     while words.size:

@@ -1,7 +1,7 @@
-"""Encodes word by word out of a cache, where that provably gives the ids of the whole text.
+"""Word-by-word encoding with a cache, where it provably gives the ids of the whole text.
 
-Owns the conditions and the cache. Refuses stretches of text with characters that could interact
-across a space; those take the long way, from the word before to the word after.
+Stretches of text with characters that could interact across a space are encoded whole, from the
+word before to the word after.
 """
 
 from __future__ import annotations
@@ -20,30 +20,29 @@ from tokenizers import Tokenizer as Backend
 from megatron_deberta.tokenizer.unigram_search import UnigramSearch
 
 _MAX_WORDS = 1 << 19
-"""What is kept. Half as many were too few for 77 MB of novels: what was forgotten was met again."""
+"""Words in the cache. With half as many, words of 77 MB of novels were evicted and met again."""
 _MOST_CHARACTERS = 1 << 23
-"""Of text that is split into words at once; a longer one is cut."""
+"""Characters of text split into words at once; longer texts are cut."""
 _LONGEST_KEPT = 64
 _GATHERED_WORDS = 1 << 16
-"""Whose ids are copied at once."""
+"""Words whose ids are copied at once."""
 _MOST_CACHED_CHARACTERS = 1 << 24
-"""Beyond which the longer words are forgotten, as there may be few of them and yet too much."""
+"""Characters of cached words beyond which the cache is reduced, however few words it has."""
 _SPACES = "\t\n\r \u00a0"
 _OTHER_SPACES = "\x0b\x0c"
-"""Which arrow splits at, and the normalizer may not."""
+"""Characters at which pyarrow splits, but the normalizer may not."""
 _LONE = "\t\n\r -~\u00a0-\u00ac\u00ae-\u024f\u2010-\u2027\u2030-\u205e\u20ac"
-"""Latin letters, punctuation and whitespace: each of those is a grapheme of its own, and the
-normalizer works grapheme by grapheme, so no word of theirs changes its neighbour."""
+"""Latin letters, punctuation and whitespace: each is its own grapheme, and the normalizer works
+grapheme by grapheme, so words of these characters do not change their neighbours."""
 _INTERACTING = re.compile(f"[^{_LONE}]+")
 _LITERALS = re.compile(r"(?:[^\\\[\](){}.*+?^$|]|\\\W|\||\(\?=|\))+")
-"""What means the same to ``re`` and to the library of ``tokenizers``: names, one of them, a look
-ahead."""
+"""Patterns with the same meaning in ``re`` and ``tokenizers``: names, alternatives, look-ahead."""
 
 _POOL = pyarrow.system_memory_pool()
-"""Arrow's own one keeps what is freed: 60 MB more a process."""
+"""pyarrow's default pool keeps freed memory: 60 MB more per process."""
 _give_memory_back = _POOL.release_unused
 _TRIM_CHARACTERS = 1 << 25
-"""After which the C library gives freed memory back; its heap would grow with the corpus."""
+"""Characters after which freed memory is returned; the heap would grow with the corpus."""
 
 Ids = npt.NDArray[np.int32]
 Lengths = npt.NDArray[np.int64]
@@ -52,11 +51,11 @@ _NO_IDS: Ids = np.empty(0, np.int32)
 
 
 def words_are_independent(spec: Mapping[str, Any]) -> bool:
-    """Tell whether a ``tokenizer.json`` encodes words separated by spaces one by one.
+    """Tell whether a ``tokenizer.json`` encodes words separated by spaces independently.
 
-    That holds where the text is normalized grapheme by grapheme, runs of spaces collapse, the
-    metaspace splits words before the model sees them, at most names of special tokens are taken
-    apart after it, and no added token is searched for. The model is a unigram model.
+    That is the case for a unigram model if text is normalized grapheme by grapheme, runs of spaces
+    collapse, the metaspace splits words before the model, only names of special tokens are split
+    after it, and no added token is searched for.
     """
     normalizer = spec["normalizer"] or {}
     steps = normalizer.get("normalizers", [])
@@ -88,12 +87,12 @@ def _pre_tokenizers(spec: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 class WordCache:
-    """Ids of words met before.
+    """Encoder of texts that caches the ids of words.
 
     Args:
         spec: content of a ``tokenizer.json`` whose words are independent.
-        backend: the tokenizer of it, special tokens not parsed.
-        encode: encodes a text the long way.
+        backend: its tokenizer, which does not parse special tokens.
+        encode: encodes a whole text.
     """
 
     def __init__(
@@ -104,15 +103,15 @@ class WordCache:
         self._words = _EncodedWords(_WordEncoder(spec, backend, encode))
         apart = encode("a b")
         self._characters = 0
-        # An identity normalizer keeps newlines as characters of their own.
+        # An identity normalizer keeps newlines as characters.
         self._usable = all(encode(f"a{space}b") == apart for space in _SPACES)
 
     def encode(self, texts: Sequence[str]) -> tuple[Ids, Lengths] | None:
-        """Encode texts; None where only the long way gives their ids.
+        """Encode texts; None: they must be encoded whole.
 
         Returns:
-            Ids of all texts one after the other, int32 ``[tokens]``, and how many each has,
-            int64 ``[texts]``.
+            Concatenated ids of all texts, int32 ``[tokens]``, and their number per text, int64
+            ``[texts]``.
         """
         if not self._usable:
             return None
@@ -132,12 +131,12 @@ class WordCache:
             for index in alone:
                 parts[index] = np.concatenate([_NO_IDS, *self._encode_pieces(texts[index])])
                 lengths[index] = parts[index].size
-        except UnicodeEncodeError:  # a lone surrogate, which the long way names
+        except UnicodeEncodeError:  # a lone surrogate, which encoding the whole text reports
             return None
         return np.concatenate(parts), lengths
 
     def _encode_pieces(self, text: str) -> Iterator[Ids]:
-        """Encode a text piece by piece: some stretches go the long way, and memory is bounded."""
+        """Encode a text stretch by stretch, some of them whole, in bounded memory."""
         for stretch, is_long in _stretches(text):
             if is_long:
                 yield np.asarray(self._encode(stretch), np.int32)
@@ -146,7 +145,7 @@ class WordCache:
                     yield self._encode_words([piece])[0]
 
     def _encode_words(self, texts: Sequence[str]) -> tuple[Ids, Lengths, npt.NDArray[np.bool_]]:
-        """Encode texts word by word, and tell of which that gives the ids."""
+        """Encode texts word by word; also return for which texts the ids are valid."""
         words, codes, offsets = _split(texts)
         slots = self._words.find(words)
         ids, ends = self._words.gather(slots[codes])
@@ -165,11 +164,11 @@ def _split(texts: Sequence[str]) -> tuple[list[str], npt.NDArray[np.int32], Leng
     """Split texts at spaces.
 
     Returns:
-        The different words; all words as indices of those, int32 ``[words]``; and where each text
-        begins among them, int64 ``[texts + 1]``.
+        Unique words, the index of every word among them, int32 ``[words]``, and the first word
+        of each text, int64 ``[texts + 1]``.
     """
     column = pyarrow.array(
-        # A space to the normalizer but not to the splitting below.
+        # A space to the normalizer but not to ascii_split_whitespace.
         [text.replace("\u00a0", " ") for text in texts],
         pyarrow.large_string(),
         memory_pool=_POOL,
@@ -180,7 +179,7 @@ def _split(texts: Sequence[str]) -> tuple[list[str], npt.NDArray[np.int32], Leng
 
 
 def _cut(text: str) -> Iterator[str]:
-    """Cut a text at spaces into pieces of bounded size, or as long as a word is."""
+    """Cut a text at spaces into pieces of bounded size, or of one word."""
     begin = 0
     while len(text) - begin > _MOST_CHARACTERS:
         end = text.rfind(" ", begin, begin + _MOST_CHARACTERS)
@@ -192,7 +191,7 @@ def _cut(text: str) -> Iterator[str]:
 
 
 def _stretches(text: str) -> Iterator[tuple[str, bool]]:
-    """Cut a text at spaces into stretches of words, and those that go the long way (True)."""
+    """Cut a text at spaces into stretches; True: must be encoded whole."""
     begin = end = word_end = 0
     for match in _INTERACTING.finditer(text):
         if match.start() < word_end:
@@ -211,7 +210,7 @@ def _stretches(text: str) -> Iterator[tuple[str, bool]]:
 
 
 def _word_begin(text: str, position: int, least: int) -> int:
-    """Go back over spaces, then to where that word begins."""
+    """Return the beginning of the word before ``position``, skipping spaces."""
     while position > least and text[position - 1] in _SPACES:
         position -= 1
     while position > least and text[position - 1] not in _SPACES:
@@ -220,7 +219,7 @@ def _word_begin(text: str, position: int, least: int) -> int:
 
 
 def _word_end(text: str, position: int) -> int:
-    """Go on over spaces, then to where that word ends."""
+    """Return the end of the word after ``position``, skipping spaces."""
     while position < len(text) and text[position] in _SPACES:
         position += 1
     while position < len(text) and text[position] not in _SPACES:
@@ -229,7 +228,7 @@ def _word_end(text: str, position: int) -> int:
 
 
 class _WordEncoder:
-    """Encodes words that were not met before; arguments as above."""
+    """Encodes words that are not cached; arguments as for ``WordCache``."""
 
     def __init__(
         self, spec: Mapping[str, Any], backend: Backend, encode: Callable[[str], list[int]]
@@ -247,13 +246,13 @@ class _WordEncoder:
         apart = "".join(f"(?!.*(?:{guard['pattern']['Regex']}))" for guard in guards)
         pattern = f"{apart}[{re.escape(unchanged)}]{{1,{_LONGEST_KEPT}}}" if unchanged else "(?!)"
         self.is_plain = re.compile(pattern).fullmatch
-        """Whether a word goes into the model as it is."""
+        """Whether the pipeline passes a word to the model unchanged."""
 
     def encode_other(self, words: Sequence[str]) -> tuple[Ids, Lengths, npt.NDArray[np.bool_]]:
         """Encode other words.
 
         Returns:
-            As above, and which depend on their neighbours (those have no ids).
+            As ``UnigramSearch``, and which words depend on their neighbours (they have no ids).
         """
         interacts = np.fromiter(map(bool, map(_INTERACTING.search, words)), np.bool_, len(words))
         ids, sizes = _join(
@@ -270,13 +269,13 @@ def _join(parts: list[Ids]) -> tuple[Ids, Lengths]:
 
 
 class _EncodedWords:
-    """Words to their ids, which lie one after the other in one array.
+    """Map from words to ids, which are stored in one array.
 
     Args:
-        encoder: encodes those that are not there.
+        encoder: encodes missing words.
 
     Attributes:
-        interacts: which words depend on their neighbours, bool.
+        interacts: bool, which words depend on their neighbours.
     """
 
     def __init__(self, encoder: _WordEncoder) -> None:
@@ -294,13 +293,13 @@ class _EncodedWords:
         self.interacts = np.zeros(_MAX_WORDS, np.bool_)
 
     def find(self, words: list[str]) -> npt.NDArray[np.int32]:
-        """Return the places of different words, encoded now if they are new; int32."""
+        """Return the int32 slots of unique words; encode missing ones."""
         slots = self._slots_of(words)
         unknown = np.flatnonzero(slots < 0)
         if unknown.size:
             is_full = len(self._slots) + unknown.size > _MAX_WORDS
             if is_full or self._characters > _MOST_CACHED_CHARACTERS:
-                self._forget()
+                self._evict()
                 slots = self._slots_of(words)
                 unknown = np.flatnonzero(slots < 0)
             new = [words[place] for place in unknown.tolist()]
@@ -317,16 +316,15 @@ class _EncodedWords:
         return slots
 
     def gather(self, slots: npt.NDArray[np.integer[Any]]) -> tuple[Ids, Lengths]:
-        """Put words' ids one after the other.
+        """Concatenate the ids of words.
 
         Returns:
-            The ids, int32 ``[tokens]``, and the ends of words among them, int64 ``[words + 1]``
-            from 0 on.
+            Ids, int32 ``[tokens]``, and 0 followed by the end of each word, int64 ``[words + 1]``.
         """
         ends = np.zeros(slots.size + 1, np.int64)
         np.cumsum(self._sizes[slots], out=ends[1:])
         ids = np.empty(ends[-1], np.int32)
-        # Not all at once: their places take several times the memory.
+        # In chunks: the indices take several times the memory of the ids.
         for begin in range(0, slots.size, _GATHERED_WORDS):
             some = slots[begin : begin + _GATHERED_WORDS]
             first, last = ends[begin], ends[begin + some.size]
@@ -336,7 +334,7 @@ class _EncodedWords:
         return ids, ends
 
     def _slots_of(self, words: list[str]) -> npt.NDArray[np.int32]:
-        """Return where each word is; -1 where it is not known."""
+        """Return the slot of each word; -1: not cached."""
         return np.fromiter(map(self._slots.get, words, itertools.repeat(-1)), np.int32, len(words))
 
     def _add(
@@ -346,7 +344,7 @@ class _EncodedWords:
         sizes: npt.NDArray[np.integer[Any]],
         interacts: npt.NDArray[np.bool_] | bool = False,
     ) -> Lengths:
-        """Keep words that are not there; returns where they are."""
+        """Add missing words; return their slots."""
         first = len(self._slots)
         self._slots.update(zip(words, range(first, first + len(words)), strict=True))
         self._characters += sum(map(len, words))
@@ -356,7 +354,7 @@ class _EncodedWords:
         self._ids[self._used : end] = ids
         last = len(self._slots)
         if last > self._sizes.size:
-            # One batch may have more words than are kept; they go with the next.
+            # One batch may have more words than the cache; the next one evicts them.
             more = last - self._sizes.size
             self._sizes = np.pad(self._sizes, (0, more))
             self._starts = np.pad(self._starts, (0, more))
@@ -368,8 +366,8 @@ class _EncodedWords:
         self._used = end
         return np.arange(first, last)
 
-    def _forget(self) -> None:
-        """Keep the half of the words that were used most, and no long one."""
+    def _evict(self) -> None:
+        """Evict long words and all but the most used half."""
         words = list(self._slots)
         uses = self._uses[: len(words)]
         uses[np.fromiter(map(len, words), np.int64, len(words)) > _LONGEST_KEPT] = 0
