@@ -1,4 +1,4 @@
-"""Updates that would do harm are skipped by all ranks together, on any layout and engine."""
+"""All ranks skip harmful updates together, on every layout and engine."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ ENGINES = [
 
 
 def step_without_update(rank: int, tp_size: int, name: str, dtype: str, stage: int) -> None:
-    """A skipped step leaves nothing behind: the run goes on as if it had not been."""
+    """A skipped step changes no state: the run continues as if it had not happened."""
     groups = grid(tp_size)
     deepspeed_config.PERSISTENCE_THRESHOLD = 0
     config = toy_config(name, dtype, stage, dp_size=groups.dp_size)
@@ -89,10 +89,11 @@ SKIPS = {
     NOT_A_NUMBER: "loss not finite",
 }
 STEPS = 16
+RESUMED_LAYOUT = Layout(2, 1, False, "none")
 
 
-class Trouble:
-    """A forward hook that spoils the loss of one sample of a step, on whichever rank has it."""
+class LossFault:
+    """A forward hook that corrupts the loss of one sample of a step, on the rank that has it."""
 
     def __init__(self, step: int, batches: Sequence[Batch]) -> None:
         self.step = step
@@ -118,8 +119,8 @@ def build(config: RunConfig, groups: Any) -> tuple[ShardedModel, Engine]:
     return model, build_engine(config, model.module, model.specs, groups)
 
 
-def train_through_trouble(rank: int, layout: Layout | None, resume_at: int = 0) -> dict[str, Any]:
-    """Losses and skips of a run, broken and resumed after ``resume_at`` steps."""
+def train_with_faults(rank: int, layout: Layout | None, resume_at: int = 0) -> dict[str, Any]:
+    """Losses and skips of a run, interrupted and resumed after ``resume_at`` steps."""
     config = replace(run_config(layout), guard=GUARD)
     groups = grid(layout.tp_size) if layout else single_process_groups(torch.device("cpu"))
     model, engine = build(config, groups)
@@ -134,7 +135,7 @@ def train_through_trouble(rank: int, layout: Layout | None, resume_at: int = 0) 
             engine.load_state_dict(scalars)
             guard = Guard.of_run(config, GuardState(**memory))
         batches = micro_batches(step, groups)
-        hook = engine.module.register_forward_hook(Trouble(step, batches))
+        hook = engine.module.register_forward_hook(LossFault(step, batches))
         result = TrainStep(engine, config, groups, guard)(step, batches)
         hook.remove()
         history.append((result.loss, result.outcome.grad_norm, result.skip))
@@ -144,36 +145,50 @@ def train_through_trouble(rank: int, layout: Layout | None, resume_at: int = 0) 
     return {"history": history, "last": last, "adam_step": scalars["adam_step"]}
 
 
-def test_every_layout_skips_the_same_steps(four_ranks: RankPool) -> None:
-    oracle = train_through_trouble(0, None)
-    assert {n: skip for n, (*_, skip) in enumerate(oracle["history"]) if skip} == SKIPS
-    assert oracle["adam_step"] == STEPS - len(SKIPS)
-    for layout in (
-        Layout(1, 1, False, "none"),
+@pytest.fixture(scope="module")
+def single_process() -> dict[str, Any]:
+    return train_with_faults(0, None)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(Layout(1, 1, False, "none"), marks=pytest.mark.slow),
         Layout(2, 2, True, "none"),
-        Layout(4, 3, False, "none"),
-    ):
-        for rank in four_ranks.run(train_through_trouble, layout):
-            for (loss, _, skip), (expected, _, why) in zip(
-                rank["history"], oracle["history"], strict=True
-            ):
-                assert skip == why
-                assert loss == pytest.approx(expected, rel=LAYOUT_LOSS, nan_ok=True)
-            assert rank["adam_step"] == oracle["adam_step"]
+        pytest.param(Layout(4, 3, False, "none"), marks=pytest.mark.slow),
+    ],
+    ids=lambda layout: layout.name,
+)
+def test_every_layout_skips_the_same_steps(
+    four_ranks: RankPool, single_process: dict[str, Any], layout: Layout
+) -> None:
+    expected = single_process["history"]
+    assert {n: skip for n, (*_, skip) in enumerate(expected) if skip} == SKIPS
+    assert single_process["adam_step"] == STEPS - len(SKIPS)
+    for rank in four_ranks.run(train_with_faults, layout):
+        for (loss, _, skip), (expected_loss, _, expected_skip) in zip(
+            rank["history"], expected, strict=True
+        ):
+            assert skip == expected_skip
+            assert loss == pytest.approx(expected_loss, rel=LAYOUT_LOSS, nan_ok=True)
+        assert rank["adam_step"] == single_process["adam_step"]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(two_ranks: RankPool) -> list[dict[str, Any]]:
+    results: list[dict[str, Any]] = two_ranks.run(train_with_faults, RESUMED_LAYOUT)
+    return results
 
 
 @pytest.mark.parametrize("resume_at", [LOSS_SPIKE + 1, GRADIENT_SPIKE, NOT_A_NUMBER + 1])
-def test_a_run_resumed_between_skips_is_the_unbroken_one_bit_for_bit(
-    two_ranks: RankPool, resume_at: int
+def test_a_run_resumed_between_skips_is_bit_identical(
+    two_ranks: RankPool, uninterrupted: list[dict[str, Any]], resume_at: int
 ) -> None:
-    layout = Layout(2, 1, False, "none")
-    unbroken = two_ranks.run(train_through_trouble, layout)
-    for ours, theirs in zip(
-        two_ranks.run(train_through_trouble, layout, resume_at), unbroken, strict=True
-    ):
-        assert repr(ours["history"]) == repr(theirs["history"])
-        for name, (_, moment) in theirs["last"].items():
-            assert ours["last"][name][1].equal(moment), name
+    resumed = two_ranks.run(train_with_faults, RESUMED_LAYOUT, resume_at)
+    for actual, expected in zip(resumed, uninterrupted, strict=True):
+        assert repr(actual["history"]) == repr(expected["history"])
+        for name, (_, moment) in expected["last"].items():
+            assert actual["last"][name][1].equal(moment), name
 
 
 class _Poison(torch.autograd.Function):
