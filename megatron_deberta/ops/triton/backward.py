@@ -1,17 +1,17 @@
 """The backward kernels of queries, keys and values, and the band of score gradients they share.
 
-``key_kernel`` computes the scores again, gives dV, and writes the gradient dS of the scores of
-each near tile, once, to the band; what far tiles give comes from ``far``. From the band,
-``key_gradient_kernel`` gives dK, ``query_gradient_kernel`` dQ, and ``table_gradient_kernel``
-(``table_gradients``) the gradients of the tables. Every sum has one owner and one order:
-two passes give the same bits.
+``key_kernel`` recomputes the scores, computes dV and writes the gradient dS of the scores of each
+near tile to the band, once; ``far`` computes what far tiles contribute. From the band,
+``key_gradient_kernel`` computes dK, ``query_gradient_kernel`` dQ and ``table_gradient_kernel``
+(``table_gradients``) the gradients of the tables. Each sum is computed by one program in a fixed
+order, so results are deterministic.
 
-The rotation of ``tiles`` is its own inverse: the rotated dS holds in column w the gradient
-of the product with row w of block m (w <= row) or of block m - 1. Neighbouring tiles share a
-block, so the halves that belong to it are put together and cost one product.
+The rotation of ``tiles`` is its own inverse: column w of the rotated dS holds the gradient of the
+product with row w of block m (w <= row) or of block m - 1. Neighbouring tiles share a block, so
+the two halves that belong to it are merged and cost one product.
 
-The band is ``[batch * heads, key tiles, width, B, B]``, a tile of keys by queries; the tile of
-query tile i is entry i mod width, with width enough for all near tiles of a key tile.
+The band is ``[batch * heads, key tiles, width, BLOCK, BLOCK]``, tiles of keys by queries; query
+tile i is stored at i mod width, and width covers all near tiles of a key tile.
 """
 
 from __future__ import annotations
@@ -19,475 +19,307 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from megatron_deberta.ops.triton.scores import (
+    dropout_row_key,
+    score_gradient,
+    signed_probabilities,
+    visible_range,
+)
 from megatron_deberta.ops.triton.tiles import (
-    head_state,
-    hidden_zero,
+    band_tile,
+    dot,
+    far_tiles,
+    head_pointer,
     in_high_block,
-    keep_tile,
-    keep_tile_by_key,
-    mix32,
-    numbers_of,
-    own_terms,
+    load_rows,
+    load_vector,
+    opaque_zero,
     position_bias,
+    program_tile,
     rotate,
-    rows_of,
+    select_terms,
+    store_rows,
+    table_product,
+    tile_terms,
     visible_tiles,
 )
 
 
 @triton.jit
 def output_products_kernel(
-    OUT, D_OUT, DELTA, o_b, o_h, o_n, g_b, g_h, g_n, heads, count, B: tl.constexpr, D: tl.constexpr
+    OUT, D_OUT, DELTA, heads, length, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr
 ):
-    """Products of the output with its gradient, float32 ``[batch, heads, count]``.
+    """Compute the products of the output with its gradient, summed over features.
 
     Args:
-        OUT: ``[batch, heads, count, D]`` of strides ``o_b``, ``o_h``, ``o_n``.
-        D_OUT: its gradient, of strides ``g_b``, ``g_h``, ``g_n``.
-        DELTA: the products.
-        o_b: stride.
-        o_h: stride.
-        o_n: stride.
-        g_b: stride.
-        g_h: stride.
-        g_n: stride.
-        heads: number of heads.
-        count: length of a row.
-        B: positions of a program.
-        D: head size.
+        OUT, D_OUT: ``HeadTensor`` of ``[batch, heads, length, HEAD_DIM]``.
+        DELTA: float32 ``[batch, heads, length]``.
     """
-    tiles = tl.cdiv(count, B)
-    pair = tl.program_id(0) // tiles
-    first = (tl.program_id(0) % tiles) * B
-    batch = (pair // heads).to(tl.int64)
-    head = (pair % heads).to(tl.int64)
-    out = rows_of(OUT + batch * o_b + head * o_h, o_n, first, count, False, B, D)
-    d_out = rows_of(D_OUT + batch * g_b + head * g_h, g_n, first, count, False, B, D)
+    tile, pair, batch, head = program_tile(length, heads, BLOCK)
+    first = tile * BLOCK
+    pointer = head_pointer(OUT, batch, head)
+    out = load_rows(pointer, OUT.row_stride, first, length, False, BLOCK, HEAD_DIM)
+    pointer = head_pointer(D_OUT, batch, head)
+    d_out = load_rows(pointer, D_OUT.row_stride, first, length, False, BLOCK, HEAD_DIM)
     delta = tl.sum(out.to(tl.float32) * d_out.to(tl.float32), 1)
-    at = first + tl.arange(0, B)
-    tl.store(DELTA + pair.to(tl.int64) * count + at, delta, mask=at < count)
+    query = first + tl.arange(0, BLOCK)
+    tl.store(DELTA + pair * length + query, delta, mask=query < length)
 
 
 @triton.jit
-def signed_probabilities(
-    scores, lse2, seen, row_key, first_key, scale2, threshold,
-    BY_KEY: tl.constexpr, MASKED: tl.constexpr, DROP: tl.constexpr, B: tl.constexpr,
-):  # fmt: skip
-    """Probabilities, negative where dropout drops: one register an element for both.
-
-    Args:
-        scores: unscaled, float32 ``[B, B]``.
-        lse2: log2-sum-exp2 of the queries ``[B]``.
-        seen: what is visible, like ``scores``; read only with ``MASKED``.
-        row_key: dropout hash of the queries, uint32 ``[B]``.
-        first_key: position of the tile's first key.
-        scale2: scale of the scores / ln 2.
-        threshold: ``dropout_bits.drop_threshold``.
-        BY_KEY: keys are the tile's rows; else queries.
-        MASKED: whether anything is hidden.
-        DROP: whether there is dropout.
-        B: tile size.
-    """
-    lse2 = lse2[None, :] if BY_KEY else lse2[:, None]
-    p = tl.math.exp2(scores * scale2 - lse2)
-    if MASKED:
-        p = tl.where(seen, p, 0.0)
-    if DROP:
-        if BY_KEY:
-            keep = keep_tile_by_key(row_key, first_key, threshold, B)
-        else:
-            keep = keep_tile(row_key, first_key, threshold, B)
-        p = tl.where(keep, p, -p)
-    return p
-
-
-@triton.jit
-def score_gradient(signed, products, delta, keep_scale, DROP: tl.constexpr):
-    """Gradient of the scores before their scale.
-
-    Args:
-        signed: ``signed_probabilities``.
-        products: products of the output's gradient with the values.
-        delta: products of the output with its gradient, of the queries.
-        keep_scale: ``dropout_bits.keep_scale``.
-        DROP: whether there is dropout.
-    """
-    if DROP:
-        products = tl.where(signed > 0, products * keep_scale, 0.0)
-    return tl.abs(signed) * (products - delta)
-
-
-@triton.jit
-def own_range(LOW, HIGH, at, count, RANGES: tl.constexpr):
-    """What the positions of a tile see, or are seen by: first, and one past the last."""
-    low = at * 0
-    high = tl.where(at < count, count, 0)
-    if RANGES:
-        low = tl.load(LOW + at, mask=at < count, other=0)
-        high = tl.load(HIGH + at, mask=at < count, other=0)
-    return low, high
-
-
-@triton.jit
-def hash_rows(SEED, at, batch, head, DROP: tl.constexpr):
-    """The dropout hash of some queries."""
-    row_key = at.to(tl.uint32)
-    if DROP:
-        row_key = mix32(head_state(SEED, batch, head) ^ row_key)
-    return row_key
+def merged_block(
+    gradient, rotated, previous, TABLE, row, zero, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr
+):
+    """Add the gradient through the block of a table that this tile shares with the previous one."""
+    rows = load_rows(TABLE, HEAD_DIM, row, 0, True, BLOCK, HEAD_DIM)
+    merged = tl.where(in_high_block(zero, BLOCK), rotated, previous).to(previous.dtype)
+    return dot(merged, rows, gradient)
 
 
 @triton.jit
 def key_kernel(
-    Q,
-    K,
-    V,
-    D_OUT,
-    KEY_TABLE,
-    QUERY_TABLE,
-    SEEN_LOW,
-    SEEN_HIGH,
-    SEED,
-    LSE2,
-    DELTA,
-    D_V,
-    BAND,
-    D_V_FAR,
-    q_b, q_h, q_n: tl.constexpr, k_b, k_h, k_n: tl.constexpr, v_b, v_h, v_n: tl.constexpr,
-    g_b, g_h, g_n: tl.constexpr, dv_b, dv_h, dv_n: tl.constexpr,
-    heads,
-    count,
-    near,
-    width,
-    scale2,
-    threshold,
-    keep_scale,
-    head_offset,
-    unpack_scale,
-    B: tl.constexpr,
-    D: tl.constexpr,
-    C2P: tl.constexpr,
-    P2C: tl.constexpr,
-    HALF: tl.constexpr,
-    FAR: tl.constexpr,
-    RANGES: tl.constexpr,
-    EVEN: tl.constexpr,
-    DROP: tl.constexpr,
-    SCORES: tl.constexpr,
-    VALUES: tl.constexpr,
+    Q, K, V, D_OUT, KEY_TABLE, QUERY_TABLE, QUERY_BEGIN, QUERY_END, LSE2, DELTA, D_V, BAND, D_V_FAR,
+    DROPOUT, heads, length, near, width, log2_scale, unpack_scale,
+    BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, C2P: tl.constexpr, P2C: tl.constexpr,
+    HALF: tl.constexpr, FAR: tl.constexpr, RANGES: tl.constexpr, EVEN: tl.constexpr,
+    DROP: tl.constexpr, SCORES: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """DV of a tile of keys, and its band of dS.
+    """Compute dV of a tile of keys and its band of dS.
 
-    Arguments are those of ``forward.forward_kernel``, and:
+    Arguments not listed are those of ``forward.forward_kernel``.
 
     Args:
-        D_OUT: gradient of the output, strides ``g_*``.
-        SEEN_LOW: first query that sees a key, int32 ``[batch, count]``; only with ``RANGES``.
-        SEEN_HIGH: one past the last; likewise.
-        LSE2: of the forward pass.
-        DELTA: ``output_products_kernel``.
-        D_V: gradient of the values, strides ``dv_*``.
-        BAND: dS of near tiles.
-        D_V_FAR: float32 ``[batch, heads, count, D]``, what far queries gave; only with ``FAR``.
-        width: query tiles of a key tile's band.
-        SCORES: computes the probabilities; else finds them in the band.
-        VALUES: goes on to dV and dS; else leaves the probabilities in the band.
+        D_OUT, D_V: ``HeadTensor`` of ``[batch, heads, length, HEAD_DIM]``.
+        QUERY_BEGIN: int32 ``[batch, length]``, first query that sees each key; only with RANGES.
+        QUERY_END: int32 ``[batch, length]``, one past the last; only with RANGES.
+        LSE2, DELTA: float32 ``[batch, heads, length]``.
+        BAND: as in the module docstring.
+        D_V_FAR: float32 ``[batch, heads, length, HEAD_DIM]``, from far queries; only with FAR.
+        width: query tiles in a key tile's band.
+        SCORES: compute the probabilities; otherwise read them from the band.
+        VALUES: compute dV and dS; otherwise leave the probabilities in the band.
     """
     MASKED: tl.constexpr = RANGES or not EVEN
-    tiles = tl.cdiv(count, B)
-    pair = tl.program_id(0) // tiles
-    tile = tl.program_id(0) % tiles
-    batch = (pair // heads).to(tl.int64)
-    head = (pair % heads).to(tl.int64)
-    Q += batch * q_b + head * q_h
-    K += batch * k_b + head * k_h
-    V += batch * v_b + head * v_h
-    D_OUT += batch * g_b + head * g_h
-    KEY_TABLE += head * (2 * near * B) * D
-    QUERY_TABLE += head * (2 * near * B) * D
-    BAND += (pair.to(tl.int64) * tiles + tile) * width * (B * B)
-    row = pair.to(tl.int64) * count
-    dtype = Q.dtype.element_ty
+    tile, pair, batch, head = program_tile(length, heads, BLOCK)
+    q_pointer = head_pointer(Q, batch, head)
+    d_out_pointer = head_pointer(D_OUT, batch, head)
+    KEY_TABLE += head * (2 * near * BLOCK) * HEAD_DIM
+    QUERY_TABLE += head * (2 * near * BLOCK) * HEAD_DIM
+    QUERY_BEGIN += batch * length
+    QUERY_END += batch * length
+    BAND += (pair * tl.cdiv(length, BLOCK) + tile) * width * (BLOCK * BLOCK)
+    dtype = Q.pointer.dtype.element_ty
 
-    within = tl.arange(0, B)
-    columns = tl.arange(0, D)
-    key = tile * B + within
-    k = rows_of(K, k_n, tile * B, count, EVEN, B, D)
-    v = rows_of(V, v_n, tile * B, count, EVEN, B, D)
-    low, high = own_range(SEEN_LOW + batch * count, SEEN_HIGH + batch * count, key, count, RANGES)
-    begin, end = visible_tiles(
-        SEEN_LOW + batch * count, SEEN_HIGH + batch * count, tile, count, tiles, RANGES, B
+    offsets = tl.arange(0, BLOCK)
+    first = tile * BLOCK
+    k = load_rows(
+        head_pointer(K, batch, head), K.row_stride, first, length, EVEN, BLOCK, HEAD_DIM
+    )  # fmt: skip
+    v = load_rows(
+        head_pointer(V, batch, head), V.row_stride, first, length, EVEN, BLOCK, HEAD_DIM
+    )  # fmt: skip
+    query_begin, query_end = visible_range(QUERY_BEGIN, QUERY_END, first + offsets, length, RANGES)
+    _, _, near_begin, near_end = visible_tiles(
+        QUERY_BEGIN, QUERY_END, tile, length, near, RANGES, BLOCK
     )
-    near_begin = tl.maximum(begin, tile - near + 1)
-    near_end = tl.minimum(end, tile + near)
-    d_v = tl.zeros([B, D], tl.float32)
+    d_v = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
     if FAR:
-        far = D_V_FAR + row * D + key[:, None] * D + columns[None, :]
-        d_v = tl.load(far, mask=(key < count)[:, None], other=0.0)
+        far_pointer = D_V_FAR + pair * length * HEAD_DIM
+        d_v = load_rows(far_pointer, HEAD_DIM, first, length, False, BLOCK, HEAD_DIM)
 
-    # Kept from tile to tile in the precision in which it will be rotated: half the registers.
-    k_high = tl.zeros([B, B], tl.float16 if HALF else tl.float32)
+    # Kept from step to step in the precision in which they are rotated: half the registers.
+    k_high = tl.zeros([BLOCK, BLOCK], tl.float16 if HALF else tl.float32)
     if P2C:
-        block = tl.maximum(near - near_begin + tile, 0)  # nothing reads it where there is no tile
-        rows = rows_of(QUERY_TABLE, D, block * B, 0, True, B, D)
-        k_high = tl.dot(k, tl.trans(rows), input_precision="ieee").to(k_high.dtype)
+        row = tl.maximum(near - near_begin + tile, 0) * BLOCK  # not read if there is no near tile
+        k_high = table_product(k, QUERY_TABLE, row, BLOCK, HEAD_DIM).to(k_high.dtype)
     for query_tile in range(near_begin, near_end):
-        at = query_tile * B + within
-        q = rows_of(Q, q_n, query_tile * B, count, EVEN, B, D)
-        d_out = rows_of(D_OUT, g_n, query_tile * B, count, EVEN, B, D)
-        zero = hidden_zero(count, query_tile)
+        first_query = query_tile * BLOCK
+        q = load_rows(q_pointer, Q.row_stride, first_query, length, EVEN, BLOCK, HEAD_DIM)
+        d_out = load_rows(
+            d_out_pointer, D_OUT.row_stride, first_query, length, EVEN, BLOCK, HEAD_DIM
+        )
+        zero = opaque_zero(length, query_tile)
         if SCORES:
-            block = (query_tile - tile + near) * B
+            row = (query_tile - tile + near) * BLOCK
             q_terms = k_high
             k_terms = k_high
             if C2P:
-                rows = rows_of(KEY_TABLE, D, block, 0, True, B, D)
-                q_high = tl.dot(q, tl.trans(rows), input_precision="ieee")
-                rows = rows_of(KEY_TABLE, D, block - B, 0, True, B, D)
-                q_low = tl.dot(q, tl.trans(rows), input_precision="ieee")
-                q_terms = own_terms(q_high, q_low, zero, HALF, B)
+                q_terms = tile_terms(q, KEY_TABLE, row, zero, HALF, BLOCK, HEAD_DIM)
             if P2C:
-                rows = rows_of(QUERY_TABLE, D, 2 * near * B - block - B, 0, True, B, D)
-                k_low = tl.dot(k, tl.trans(rows), input_precision="ieee").to(k_high.dtype)
-                k_terms = own_terms(k_high, k_low, zero, HALF, B)
+                k_row = 2 * near * BLOCK - row - BLOCK
+                k_low = table_product(k, QUERY_TABLE, k_row, BLOCK, HEAD_DIM).to(k_high.dtype)
+                k_terms = select_terms(k_high, k_low, zero, HALF, BLOCK)
                 k_high = k_low
-            bias = position_bias(k_terms, q_terms, zero, unpack_scale, P2C, C2P, HALF, B)
+            bias = position_bias(k_terms, q_terms, zero, unpack_scale, P2C, C2P, HALF, BLOCK)
             # Loaded where it is used: earlier, it would take registers from the products above.
-            lse2 = numbers_of(LSE2 + row, query_tile * B + zero, count, EVEN, B)
-            scores = tl.dot(k, tl.trans(q), bias, input_precision="ieee")
-            first_seen, end_seen = low - query_tile * B, high - query_tile * B
-            seen = (within[None, :] >= first_seen[:, None]) & (within[None, :] < end_seen[:, None])
-            row_key = hash_rows(SEED, at, batch, head + head_offset, DROP)
+            lse2 = load_vector(LSE2 + pair * length, first_query + zero, length, EVEN, BLOCK)
+            scores = dot(k, tl.trans(q), bias)
+            visible = offsets[None, :] >= (query_begin - first_query)[:, None]
+            visible = visible & (offsets[None, :] < (query_end - first_query)[:, None])
+            row_key = dropout_row_key(DROPOUT, first_query + offsets, batch, head, DROP)
             signed = signed_probabilities(
-                scores, lse2, seen, row_key, tile * B, scale2, threshold,
-                True, MASKED, DROP, B,
+                scores, lse2, visible, row_key, first, log2_scale, DROPOUT,
+                True, MASKED, DROP, BLOCK,
             )  # fmt: skip
         else:
-            place = BAND + (query_tile % width) * (B * B)
-            signed = tl.load(place + within[:, None] * B + within[None, :]).to(tl.float32)
+            signed = tl.load(band_tile(BAND, query_tile % width, BLOCK)).to(tl.float32)
         stored = signed
         if VALUES:
-            kept = tl.maximum(signed, 0.0).to(dtype)
-            d_v = tl.dot(kept, d_out, d_v, input_precision="ieee")
-            delta = numbers_of(DELTA + row, query_tile * B + zero, count, EVEN, B)
-            products = tl.dot(v, tl.trans(d_out), input_precision="ieee")
-            stored = score_gradient(signed, products, delta[None, :], keep_scale, DROP)
-        place = BAND + (query_tile % width) * (B * B)
-        tl.store(place + within[:, None] * B + within[None, :], stored.to(dtype))
+            d_v = dot(tl.maximum(signed, 0.0).to(dtype), d_out, d_v)
+            delta = load_vector(DELTA + pair * length, first_query + zero, length, EVEN, BLOCK)
+            products = dot(v, tl.trans(d_out))
+            stored = score_gradient(signed, products, delta[None, :], DROPOUT.keep_scale, DROP)
+        tl.store(band_tile(BAND, query_tile % width, BLOCK), stored.to(dtype))
 
     if VALUES:
-        zero = hidden_zero(count, near_end)
-        key = tile * B + within + zero
-        D_V += (batch + zero) * dv_b + (head + zero) * dv_h
-        out = D_V + key[:, None] * dv_n + columns[None, :]
-        tl.store(out, (d_v * keep_scale).to(D_V.dtype.element_ty), mask=(key < count)[:, None])
+        zero = opaque_zero(length, near_end)
+        d_v_pointer = head_pointer(D_V, batch + zero, head + zero)
+        d_v *= DROPOUT.keep_scale
+        store_rows(d_v_pointer, D_V.row_stride, first + offsets + zero, length, d_v, HEAD_DIM)
 
 
 @triton.jit
 def key_gradient_kernel(
-    Q,
-    QUERY_TABLE,
-    SEEN_LOW,
-    SEEN_HIGH,
-    BAND,
-    D_K_FAR,
-    D_K,
-    q_b, q_h, q_n: tl.constexpr, dk_b, dk_h, dk_n: tl.constexpr,
-    heads,
-    count,
-    near,
-    width,
-    scale,
-    B: tl.constexpr,
-    D: tl.constexpr,
-    P2C: tl.constexpr,
-    FAR: tl.constexpr,
-    RANGES: tl.constexpr,
-    EVEN: tl.constexpr,
-    CONTENT: tl.constexpr,
+    Q, QUERY_TABLE, QUERY_BEGIN, QUERY_END, BAND, D_K_FAR, D_K, heads, length, near, width, scale,
+    BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, P2C: tl.constexpr, FAR: tl.constexpr,
+    RANGES: tl.constexpr, EVEN: tl.constexpr, CONTENT: tl.constexpr,
 ):  # fmt: skip
-    """DK of a tile of keys: from the band, and what ``far_key_kernel`` found.
+    """Compute dK of a tile of keys from the band and from ``far.far_key_kernel``.
 
-    Arguments are those of ``key_kernel``, and ``D_K``, the gradient of the keys, strides
-    ``dk_*``; ``scale`` is that of the scores. Without ``CONTENT`` only the table's part is wanted.
+    Arguments not listed are those of ``key_kernel``.
+
+    Args:
+        D_K_FAR: float32 ``[batch, heads, length, HEAD_DIM]``, from far queries; only with FAR.
+        D_K: ``HeadTensor`` of ``[batch, heads, length, HEAD_DIM]``.
+        scale: scale of the scores.
+        CONTENT: whether to include the gradient of q . k; otherwise only the table's.
     """
-    tiles = tl.cdiv(count, B)
-    pair = tl.program_id(0) // tiles
-    tile = tl.program_id(0) % tiles
-    batch = (pair // heads).to(tl.int64)
-    head = (pair % heads).to(tl.int64)
-    Q += batch * q_b + head * q_h
-    D_K += batch * dk_b + head * dk_h
-    QUERY_TABLE += head * (2 * near * B) * D
-    BAND += (pair.to(tl.int64) * tiles + tile) * width * (B * B)
-    dtype = Q.dtype.element_ty
-
-    within = tl.arange(0, B)
-    columns = tl.arange(0, D)
-    key = tile * B + within
-    begin, end = visible_tiles(
-        SEEN_LOW + batch * count, SEEN_HIGH + batch * count, tile, count, tiles, RANGES, B
+    tile, pair, batch, head = program_tile(length, heads, BLOCK)
+    q_pointer = head_pointer(Q, batch, head)
+    QUERY_TABLE += head * (2 * near * BLOCK) * HEAD_DIM
+    BAND += (pair * tl.cdiv(length, BLOCK) + tile) * width * (BLOCK * BLOCK)
+    dtype = Q.pointer.dtype.element_ty
+    _, _, near_begin, near_end = visible_tiles(
+        QUERY_BEGIN + batch * length, QUERY_END + batch * length, tile, length, near, RANGES, BLOCK
     )
-    near_begin = tl.maximum(begin, tile - near + 1)
-    near_end = tl.minimum(end, tile + near)
-    d_k = tl.zeros([B, D], tl.float32)
+    d_k = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
     if FAR:
-        far = D_K_FAR + pair.to(tl.int64) * count * D + key[:, None] * D + columns[None, :]
-        d_k = tl.load(far, mask=(key < count)[:, None], other=0.0)
-    before = tl.zeros([B, B], dtype)
+        far_pointer = D_K_FAR + pair * length * HEAD_DIM
+        d_k = load_rows(far_pointer, HEAD_DIM, tile * BLOCK, length, False, BLOCK, HEAD_DIM)
+    previous = tl.zeros([BLOCK, BLOCK], dtype)
     for query_tile in range(near_begin, near_end):
-        place = BAND + (query_tile % width) * (B * B)
-        d_scores = tl.load(place + within[:, None] * B + within[None, :])
+        d_scores = tl.load(band_tile(BAND, query_tile % width, BLOCK))
         if CONTENT:
-            q = rows_of(Q, q_n, query_tile * B, count, EVEN, B, D)
-            d_k = tl.dot(d_scores, q, d_k, input_precision="ieee")
+            first = query_tile * BLOCK
+            q = load_rows(q_pointer, Q.row_stride, first, length, EVEN, BLOCK, HEAD_DIM)
+            d_k = dot(d_scores, q, d_k)
         if P2C:
-            zero = hidden_zero(count, query_tile)
-            high = in_high_block(zero, B)
-            turned = rotate(d_scores, zero, B)
-            rows = rows_of(QUERY_TABLE, D, (near - query_tile + tile) * B, 0, True, B, D)
-            d_k = tl.dot(tl.where(high, turned, before), rows, d_k, input_precision="ieee")
-            before = turned
+            zero = opaque_zero(length, query_tile)
+            rotated = rotate(d_scores, zero, BLOCK)
+            row = (near - query_tile + tile) * BLOCK
+            d_k = merged_block(d_k, rotated, previous, QUERY_TABLE, row, zero, BLOCK, HEAD_DIM)
+            previous = rotated
     if P2C:
-        block = tl.minimum(near - near_end + tile, 2 * near - 1)  # it has nothing to add if empty
-        rows = rows_of(QUERY_TABLE, D, block * B, 0, True, B, D)
-        high = in_high_block(hidden_zero(count, near_end), B)
-        left = tl.where(high, 0.0, before).to(dtype)
-        d_k = tl.dot(left, rows, d_k, input_precision="ieee")
-    out = D_K + key[:, None] * dk_n + columns[None, :]
-    tl.store(out, (d_k * scale).to(D_K.dtype.element_ty), mask=(key < count)[:, None])
+        # The row of an empty range is held within the table; it contributes nothing.
+        row = tl.minimum(near - near_end + tile, 2 * near - 1) * BLOCK
+        zero = opaque_zero(length, near_end)
+        d_k = merged_block(d_k, 0.0, previous, QUERY_TABLE, row, zero, BLOCK, HEAD_DIM)
+    key = tile * BLOCK + tl.arange(0, BLOCK)
+    store_rows(head_pointer(D_K, batch, head), D_K.row_stride, key, length, d_k * scale, HEAD_DIM)
 
 
 @triton.jit
 def query_gradient_kernel(
-    Q,
-    K,
-    V,
-    D_OUT,
-    KEY_TABLE,
-    Q_ENDS,
-    K_ENDS,
-    LOW,
-    HIGH,
-    SEED,
-    LSE2,
-    DELTA,
-    BAND,
-    D_Q,
-    Q_SUMS,
-    q_b, q_h, q_n: tl.constexpr, k_b, k_h, k_n: tl.constexpr, v_b, v_h, v_n: tl.constexpr,
-    g_b, g_h, g_n: tl.constexpr, dq_b, dq_h, dq_n: tl.constexpr,
-    heads,
-    count,
-    near,
-    width,
-    scale,
-    scale2,
-    threshold,
-    keep_scale,
-    head_offset,
-    B: tl.constexpr,
-    D: tl.constexpr,
-    C2P: tl.constexpr,
-    P2C: tl.constexpr,
-    FAR: tl.constexpr,
-    RANGES: tl.constexpr,
-    EVEN: tl.constexpr,
-    DROP: tl.constexpr,
+    Q, K, V, D_OUT, KEY_TABLE, Q_ENDS, K_ENDS, KEY_BEGIN, KEY_END, LSE2, DELTA, BAND, D_Q, Q_SUMS,
+    DROPOUT, heads, length, near, width, scale, log2_scale,
+    BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, C2P: tl.constexpr, P2C: tl.constexpr,
+    FAR: tl.constexpr, RANGES: tl.constexpr, EVEN: tl.constexpr, DROP: tl.constexpr,
 ):  # fmt: skip
-    """DQ of a tile of queries: near tiles from the band, far ones computed again.
+    """Compute dQ of a tile of queries: near tiles from the band, far ones recomputed.
 
-    Computing far tiles twice (here and in ``far_key_kernel``) is the price of a fixed order.
-    Arguments are those of ``key_kernel`` and ``forward_kernel``, and ``D_Q``, the gradient of the
-    queries, strides ``dq_*``; ``Q_SUMS``, float32 ``[batch, heads, 2, count]``, dS summed over the
-    far keys that take the first and the last row of ``KEY_TABLE``.
+    Far tiles are computed both here and in ``far.far_key_kernel``, which keeps the order of all
+    sums fixed. Arguments not listed are those of ``key_kernel`` and ``forward.forward_kernel``.
+
+    Args:
+        D_Q: ``HeadTensor`` of ``[batch, heads, length, HEAD_DIM]``.
+        Q_SUMS: float32 ``[batch, heads, 2, length]``, dS summed over the far keys that use the
+            first and the last row of KEY_TABLE.
+        scale: scale of the scores.
     """
     MASKED: tl.constexpr = RANGES or not EVEN
-    tiles = tl.cdiv(count, B)
-    pair = tl.program_id(0) // tiles
-    tile = tl.program_id(0) % tiles
-    batch = (pair // heads).to(tl.int64)
-    head = (pair % heads).to(tl.int64)
-    Q += batch * q_b + head * q_h
-    K += batch * k_b + head * k_h
-    V += batch * v_b + head * v_h
-    D_OUT += batch * g_b + head * g_h
-    KEY_TABLE += head * (2 * near * B) * D
-    BAND += pair.to(tl.int64) * tiles * width * (B * B)
-    row = pair.to(tl.int64) * count
-    dtype = K.dtype.element_ty
-
-    within = tl.arange(0, B)
-    columns = tl.arange(0, D)
-    at = tile * B + within
-    begin, end = visible_tiles(
-        LOW + batch * count, HIGH + batch * count, tile, count, tiles, RANGES, B
+    tile, pair, batch, head = program_tile(length, heads, BLOCK)
+    k_pointer = head_pointer(K, batch, head)
+    KEY_TABLE += head * (2 * near * BLOCK) * HEAD_DIM
+    KEY_BEGIN += batch * length
+    KEY_END += batch * length
+    BAND += pair * tl.cdiv(length, BLOCK) * width * (BLOCK * BLOCK)
+    dtype = K.pointer.dtype.element_ty
+    begin, end, near_begin, near_end = visible_tiles(
+        KEY_BEGIN, KEY_END, tile, length, near, RANGES, BLOCK
     )
-    near_begin = tl.maximum(begin, tile - near + 1)
-    near_end = tl.minimum(end, tile + near)
-    d_q = tl.zeros([B, D], tl.float32)
-
-    before = tl.zeros([B, B], dtype)
+    d_q = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
+    previous = tl.zeros([BLOCK, BLOCK], dtype)
     for key_tile in range(near_begin, near_end):
-        k = rows_of(K, k_n, key_tile * B, count, EVEN, B, D)
-        place = BAND + (key_tile * width + tile % width) * (B * B)
-        d_scores = tl.trans(tl.load(place + within[:, None] * B + within[None, :]))
-        d_q = tl.dot(d_scores, k, d_q, input_precision="ieee")
+        first = key_tile * BLOCK
+        k = load_rows(k_pointer, K.row_stride, first, length, EVEN, BLOCK, HEAD_DIM)
+        d_scores = tl.trans(tl.load(band_tile(BAND, key_tile * width + tile % width, BLOCK)))
+        d_q = dot(d_scores, k, d_q)
         if C2P:
-            zero = hidden_zero(count, key_tile)
-            high_block = in_high_block(zero, B)
-            turned = rotate(d_scores, zero, B)
-            rows = rows_of(KEY_TABLE, D, (tile - key_tile + near) * B, 0, True, B, D)
-            d_q = tl.dot(tl.where(high_block, turned, before), rows, d_q, input_precision="ieee")
-            before = turned
+            zero = opaque_zero(length, key_tile)
+            rotated = rotate(d_scores, zero, BLOCK)
+            row = (tile - key_tile + near) * BLOCK
+            d_q = merged_block(d_q, rotated, previous, KEY_TABLE, row, zero, BLOCK, HEAD_DIM)
+            previous = rotated
     if C2P:
-        block = tl.minimum(tile - near_end + near, 2 * near - 1)  # it has nothing to add if empty
-        rows = rows_of(KEY_TABLE, D, block * B, 0, True, B, D)
-        high_block = in_high_block(hidden_zero(count, near_end), B)
-        left = tl.where(high_block, 0.0, before).to(dtype)
-        d_q = tl.dot(left, rows, d_q, input_precision="ieee")
+        row = tl.minimum(tile - near_end + near, 2 * near - 1) * BLOCK
+        zero = opaque_zero(length, near_end)
+        d_q = merged_block(d_q, 0.0, previous, KEY_TABLE, row, zero, BLOCK, HEAD_DIM)
 
     if FAR:
-        q = rows_of(Q, q_n, tile * B, count, EVEN, B, D)
-        d_out = rows_of(D_OUT, g_n, tile * B, count, EVEN, B, D)
-        lse2 = numbers_of(LSE2 + row, tile * B, count, EVEN, B)
-        delta = numbers_of(DELTA + row, tile * B, count, EVEN, B)
-        row_key = hash_rows(SEED, at, batch, head + head_offset, DROP)
-        low, high = own_range(LOW + batch * count, HIGH + batch * count, at, count, RANGES)
-        # Side 0: keys far before the queries; side 1: far behind.
+        first_query = tile * BLOCK
+        query = first_query + tl.arange(0, BLOCK)
+        pointer = head_pointer(Q, batch, head)
+        q = load_rows(pointer, Q.row_stride, first_query, length, EVEN, BLOCK, HEAD_DIM)
+        pointer = head_pointer(D_OUT, batch, head)
+        d_out = load_rows(pointer, D_OUT.row_stride, first_query, length, EVEN, BLOCK, HEAD_DIM)
+        v_pointer = head_pointer(V, batch, head)
+        lse2 = load_vector(LSE2 + pair * length, first_query, length, EVEN, BLOCK)
+        delta = load_vector(DELTA + pair * length, first_query, length, EVEN, BLOCK)
+        row_key = dropout_row_key(DROPOUT, query, batch, head, DROP)
+        key_begin, key_end = visible_range(KEY_BEGIN, KEY_END, query, length, RANGES)
         for side in tl.static_range(2):
-            q_end = tl.zeros([B], tl.float32)
+            q_side = (2 * pair + 1 - side) * length
+            k_side = (2 * pair + side) * length
+            q_end = tl.zeros([BLOCK], tl.float32)
             if C2P:
-                q_end = tl.load(
-                    Q_ENDS + 2 * row + (1 - side) * count + at, mask=at < count, other=0.0
-                )
-            sums = tl.zeros([B], tl.float32)
-            far_begin = begin if side == 0 else tl.maximum(begin, near_end)
-            far_end = tl.minimum(end, near_begin) if side == 0 else end
+                q_end = load_vector(Q_ENDS + q_side, first_query, length, EVEN, BLOCK)
+            sums = tl.zeros([BLOCK], tl.float32)
+            far_begin, far_end = far_tiles(begin, end, near_begin, near_end, side)
             for key_tile in range(far_begin, far_end):
-                key = key_tile * B + within
-                k = rows_of(K, k_n, key_tile * B, count, EVEN, B, D)
-                v = rows_of(V, v_n, key_tile * B, count, EVEN, B, D)
-                scores = tl.dot(q, tl.trans(k), input_precision="ieee") + q_end[:, None]
+                first = key_tile * BLOCK
+                k = load_rows(k_pointer, K.row_stride, first, length, EVEN, BLOCK, HEAD_DIM)
+                v = load_rows(v_pointer, V.row_stride, first, length, EVEN, BLOCK, HEAD_DIM)
+                scores = dot(q, tl.trans(k)) + q_end[:, None]
                 if P2C:
-                    k_end = tl.load(
-                        K_ENDS + 2 * row + side * count + key, mask=key < count, other=0.0
-                    )
-                    scores += k_end[None, :]
-                products = tl.dot(d_out, tl.trans(v), input_precision="ieee")
-                seen = (key[None, :] >= low[:, None]) & (key[None, :] < high[:, None])
+                    scores += load_vector(K_ENDS + k_side, first, length, EVEN, BLOCK)[None, :]
+                products = dot(d_out, tl.trans(v))
+                key = first + tl.arange(0, BLOCK)
+                visible = (key[None, :] >= key_begin[:, None]) & (key[None, :] < key_end[:, None])
                 signed = signed_probabilities(
-                    scores, lse2, seen, row_key, key_tile * B, scale2, threshold,
-                    False, MASKED, DROP, B,
+                    scores, lse2, visible, row_key, first, log2_scale, DROPOUT,
+                    False, MASKED, DROP, BLOCK,
                 )  # fmt: skip
-                d_scores = score_gradient(signed, products, delta[:, None], keep_scale, DROP)
-                d_q = tl.dot(d_scores.to(dtype), k, d_q, input_precision="ieee")
+                d_scores = score_gradient(
+                    signed, products, delta[:, None], DROPOUT.keep_scale, DROP
+                )
+                d_q = dot(d_scores.to(dtype), k, d_q)
                 sums += tl.sum(d_scores, 1)
             if C2P:
-                end_row = KEY_TABLE + (1 - side) * (2 * near * B - 1) * D + columns
-                d_q += sums[:, None] * tl.load(end_row).to(tl.float32)[None, :]
-                tl.store(Q_SUMS + 2 * row + (1 - side) * count + at, sums, mask=at < count)
-    zero = hidden_zero(count, near_end)
-    at = tile * B + within + zero
-    out = D_Q + (batch + zero) * dq_b + (head + zero) * dq_h + at[:, None] * dq_n + columns[None, :]
-    tl.store(out, (d_q * scale).to(D_Q.dtype.element_ty), mask=(at < count)[:, None])
+                end_row = KEY_TABLE + (1 - side) * (2 * near * BLOCK - 1) * HEAD_DIM
+                end_row = tl.load(end_row + tl.arange(0, HEAD_DIM)).to(tl.float32)
+                d_q += sums[:, None] * end_row[None, :]
+                tl.store(Q_SUMS + q_side + query, sums, mask=query < length)
+    zero = opaque_zero(length, near_end)
+    query = tile * BLOCK + tl.arange(0, BLOCK) + zero
+    d_q_pointer = head_pointer(D_Q, batch + zero, head + zero)
+    store_rows(d_q_pointer, D_Q.row_stride, query, length, d_q * scale, HEAD_DIM)

@@ -1,8 +1,8 @@
-"""The kernels of tiles whose distances all lie beyond the tables.
+"""The kernels of far tiles, whose distances all lie beyond the position tables.
 
-All distances of such a tile share one slot a side, the one of the table's first or last row. Its
-scores are q . k plus one number a query and one a key; what the tables get from it are sums of dS
-over queries or keys, times vectors.
+All distances of such a tile share one slot, that of the table's first or last row. Its scores are
+q . k plus one number per query and one per key; the tables' gradients are sums of dS over queries
+or keys, times vectors.
 """
 
 from __future__ import annotations
@@ -10,216 +10,168 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_deberta.ops.triton.backward import (
-    hash_rows,
-    own_range,
+from megatron_deberta.ops.triton.scores import (
+    dropout_row_key,
     score_gradient,
     signed_probabilities,
+    visible_range,
 )
-from megatron_deberta.ops.triton.tiles import hidden_zero, numbers_of, rows_of, visible_tiles
+from megatron_deberta.ops.triton.tiles import (
+    dot,
+    far_tiles,
+    head_pointer,
+    load_rows,
+    load_vector,
+    opaque_zero,
+    program_tile,
+    store_rows,
+    visible_tiles,
+)
 
 
 @triton.jit
 def end_products_kernel(
-    X, TABLE, OUT, x_b, x_h, x_n, heads, count, last, B: tl.constexpr, D: tl.constexpr
+    X, TABLE, OUT, heads, length, last, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr
 ):
-    """Products of every vector with the first and the last row of a table.
+    """Multiply every vector by the first and the last row of a table.
 
     Args:
-        X: ``[batch, heads, count, D]`` of strides ``x_b``, ``x_h``, ``x_n``.
-        TABLE: ``[heads, last + 1, D]``.
-        OUT: float32 ``[batch, heads, 2, count]``.
-        x_b: stride.
-        x_h: stride.
-        x_n: stride.
-        heads: number of heads.
-        count: vectors of a head.
+        X: ``HeadTensor`` of ``[batch, heads, length, HEAD_DIM]``.
+        TABLE: ``[heads, last + 1, HEAD_DIM]``.
+        OUT: float32 ``[batch, heads, 2, length]``.
         last: index of the table's last row.
-        B: vectors of a program.
-        D: head size.
     """
-    tiles = tl.cdiv(count, B)
-    pair = tl.program_id(0) // tiles
-    first = (tl.program_id(0) % tiles) * B
-    batch = (pair // heads).to(tl.int64)
-    head = (pair % heads).to(tl.int64)
-    x = rows_of(X + batch * x_b + head * x_h, x_n, first, count, False, B, D).to(tl.float32)
-    row = TABLE + head * (last + 1) * D + tl.arange(0, D)
-    at = first + tl.arange(0, B)
-    out = OUT + pair.to(tl.int64) * 2 * count + at
-    tl.store(out, tl.sum(x * tl.load(row).to(tl.float32)[None, :], 1), mask=at < count)
-    product = tl.sum(x * tl.load(row + last * D).to(tl.float32)[None, :], 1)
-    tl.store(out + count, product, mask=at < count)
+    tile, pair, batch, head = program_tile(length, heads, BLOCK)
+    pointer = head_pointer(X, batch, head)
+    x = load_rows(pointer, X.row_stride, tile * BLOCK, length, False, BLOCK, HEAD_DIM)
+    x = x.to(tl.float32)
+    position = tile * BLOCK + tl.arange(0, BLOCK)
+    for side in tl.static_range(2):
+        row = TABLE + (head * (last + 1) + side * last) * HEAD_DIM + tl.arange(0, HEAD_DIM)
+        products = tl.sum(x * tl.load(row).to(tl.float32)[None, :], 1)
+        tl.store(OUT + (2 * pair + side) * length + position, products, mask=position < length)
 
 
 @triton.jit
 def far_key_kernel(
-    Q,
-    K,
-    V,
-    D_OUT,
-    QUERY_TABLE,
-    Q_ENDS,
-    K_ENDS,
-    SEEN_LOW,
-    SEEN_HIGH,
-    SEED,
-    LSE2,
-    DELTA,
-    D_V_FAR,
-    D_K_FAR,
-    K_SUMS,
-    q_b, q_h, q_n: tl.constexpr, k_b, k_h, k_n: tl.constexpr, v_b, v_h, v_n: tl.constexpr,
-    g_b, g_h, g_n: tl.constexpr,
-    heads,
-    count,
-    near,
-    scale2,
-    threshold,
-    keep_scale,
-    head_offset,
-    B: tl.constexpr,
-    D: tl.constexpr,
-    C2P: tl.constexpr,
-    P2C: tl.constexpr,
-    RANGES: tl.constexpr,
-    EVEN: tl.constexpr,
-    DROP: tl.constexpr,
-    VALUES: tl.constexpr,
+    Q, K, V, D_OUT, QUERY_TABLE, Q_ENDS, K_ENDS, QUERY_BEGIN, QUERY_END, LSE2, DELTA, D_V_FAR,
+    D_K_FAR, K_SUMS, DROPOUT, heads, length, near, log2_scale,
+    BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, C2P: tl.constexpr, P2C: tl.constexpr,
+    RANGES: tl.constexpr, EVEN: tl.constexpr, DROP: tl.constexpr, VALUES: tl.constexpr,
     KEYS: tl.constexpr,
 ):  # fmt: skip
-    """What keys take from far queries: parts of dV and dK, and sums for the table's ends.
+    """Compute what far queries contribute to dV, dK and the gradient of the table's ends.
 
-    Arguments are those of ``backward.key_kernel``, and:
+    Arguments not listed are those of ``backward.key_kernel`` and ``forward.forward_kernel``.
 
     Args:
-        Q_ENDS: products of the queries with the ends of the table of keys.
-        K_ENDS: products of the keys with the ends of ``QUERY_TABLE``.
-        D_V_FAR: float32 ``[batch, heads, count, D]``, dV before the scale of dropout.
-        D_K_FAR: likewise dK, before the scale of the scores.
-        K_SUMS: float32 ``[batch, heads, 2, count]``, dS summed over the far queries that take
-            the first and the last row of ``QUERY_TABLE``.
-        VALUES: whether dV is wanted.
-        KEYS: whether dK and its sums are.
+        D_V_FAR: float32 ``[batch, heads, length, HEAD_DIM]``, dV before the scale of dropout.
+        D_K_FAR: float32 ``[batch, heads, length, HEAD_DIM]``, dK before the scale of the scores.
+        K_SUMS: float32 ``[batch, heads, 2, length]``, dS summed over the far queries that use the
+            first and the last row of QUERY_TABLE.
+        VALUES: whether to compute dV.
+        KEYS: whether to compute dK and the sums.
     """
     MASKED: tl.constexpr = RANGES or not EVEN
-    tiles = tl.cdiv(count, B)
-    pair = tl.program_id(0) // tiles
-    tile = tl.program_id(0) % tiles
-    batch = (pair // heads).to(tl.int64)
-    head = (pair % heads).to(tl.int64)
-    Q += batch * q_b + head * q_h
-    K += batch * k_b + head * k_h
-    V += batch * v_b + head * v_h
-    D_OUT += batch * g_b + head * g_h
-    QUERY_TABLE += head * (2 * near * B) * D
-    row = pair.to(tl.int64) * count
-    dtype = Q.dtype.element_ty
+    tile, pair, batch, head = program_tile(length, heads, BLOCK)
+    q_pointer = head_pointer(Q, batch, head)
+    d_out_pointer = head_pointer(D_OUT, batch, head)
+    QUERY_TABLE += head * (2 * near * BLOCK) * HEAD_DIM
+    QUERY_BEGIN += batch * length
+    QUERY_END += batch * length
+    dtype = Q.pointer.dtype.element_ty
 
-    within = tl.arange(0, B)
-    columns = tl.arange(0, D)
-    key = tile * B + within
-    k = rows_of(K, k_n, tile * B, count, EVEN, B, D)
-    v = rows_of(V, v_n, tile * B, count, EVEN, B, D)
-    low, high = own_range(SEEN_LOW + batch * count, SEEN_HIGH + batch * count, key, count, RANGES)
-    begin, end = visible_tiles(
-        SEEN_LOW + batch * count, SEEN_HIGH + batch * count, tile, count, tiles, RANGES, B
+    first = tile * BLOCK
+    key = first + tl.arange(0, BLOCK)
+    k = load_rows(
+        head_pointer(K, batch, head), K.row_stride, first, length, EVEN, BLOCK, HEAD_DIM
+    )  # fmt: skip
+    v = load_rows(
+        head_pointer(V, batch, head), V.row_stride, first, length, EVEN, BLOCK, HEAD_DIM
+    )  # fmt: skip
+    query_begin, query_end = visible_range(QUERY_BEGIN, QUERY_END, key, length, RANGES)
+    begin, end, near_begin, near_end = visible_tiles(
+        QUERY_BEGIN, QUERY_END, tile, length, near, RANGES, BLOCK
     )
-    near_begin = tl.maximum(begin, tile - near + 1)
-    near_end = tl.minimum(end, tile + near)
-    d_v = tl.zeros([B, D], tl.float32)
-    d_k = tl.zeros([B, D], tl.float32)
-    # Side 0: queries far behind the keys; side 1: far before.
+    d_v = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
+    d_k = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
+    # Of the linear tables, row 0 belongs to the queries after the keys.
     for side in tl.static_range(2):
-        k_end = tl.zeros([B], tl.float32)
+        q_side = (2 * pair + 1 - side) * length
+        k_side = (2 * pair + side) * length
+        k_end = tl.zeros([BLOCK], tl.float32)
         if P2C:
-            k_end = tl.load(K_ENDS + 2 * row + side * count + key, mask=key < count, other=0.0)
-        sums = tl.zeros([B], tl.float32)
-        far_begin = tl.maximum(begin, near_end) if side == 0 else begin
-        far_end = end if side == 0 else tl.minimum(end, near_begin)
+            k_end = load_vector(K_ENDS + k_side, first, length, EVEN, BLOCK)
+        sums = tl.zeros([BLOCK], tl.float32)
+        far_begin, far_end = far_tiles(begin, end, near_begin, near_end, 1 - side)
         for query_tile in range(far_begin, far_end):
-            at = query_tile * B + within
-            q = rows_of(Q, q_n, query_tile * B, count, EVEN, B, D)
-            d_out = rows_of(D_OUT, g_n, query_tile * B, count, EVEN, B, D)
-            zero = hidden_zero(count, query_tile)
-            scores = tl.dot(k, tl.trans(q), input_precision="ieee") + k_end[:, None]
+            first_query = query_tile * BLOCK
+            query = first_query + tl.arange(0, BLOCK)
+            q = load_rows(q_pointer, Q.row_stride, first_query, length, EVEN, BLOCK, HEAD_DIM)
+            d_out = load_rows(
+                d_out_pointer, D_OUT.row_stride, first_query, length, EVEN, BLOCK, HEAD_DIM
+            )
+            zero = opaque_zero(length, query_tile)
+            scores = dot(k, tl.trans(q)) + k_end[:, None]
             if C2P:
-                ends = Q_ENDS + 2 * row + (1 - side) * count
-                q_end = numbers_of(ends, query_tile * B + zero, count, EVEN, B)
+                q_end = load_vector(Q_ENDS + q_side, first_query + zero, length, EVEN, BLOCK)
                 scores += q_end[None, :]
-            seen = (at[None, :] >= low[:, None]) & (at[None, :] < high[:, None])
-            row_key = hash_rows(SEED, at, batch, head + head_offset, DROP)
+            visible = query[None, :] >= query_begin[:, None]
+            visible = visible & (query[None, :] < query_end[:, None])
+            row_key = dropout_row_key(DROPOUT, query, batch, head, DROP)
             # Loaded where they are used: earlier, they would take registers from the products.
-            lse2 = numbers_of(LSE2 + row, query_tile * B + zero, count, EVEN, B)
+            lse2 = load_vector(LSE2 + pair * length, first_query + zero, length, EVEN, BLOCK)
             signed = signed_probabilities(
-                scores, lse2, seen, row_key, tile * B, scale2, threshold,
-                True, MASKED, DROP, B,
+                scores, lse2, visible, row_key, first, log2_scale, DROPOUT,
+                True, MASKED, DROP, BLOCK,
             )  # fmt: skip
             if VALUES:
-                kept = tl.maximum(signed, 0.0).to(dtype)
-                d_v = tl.dot(kept, d_out, d_v, input_precision="ieee")
+                d_v = dot(tl.maximum(signed, 0.0).to(dtype), d_out, d_v)
             if KEYS:
-                delta = numbers_of(DELTA + row, query_tile * B + zero, count, EVEN, B)
-                products = tl.dot(v, tl.trans(d_out), input_precision="ieee")
-                d_scores = score_gradient(signed, products, delta[None, :], keep_scale, DROP)
-                d_k = tl.dot(d_scores.to(dtype), q, d_k, input_precision="ieee")
+                delta = load_vector(DELTA + pair * length, first_query + zero, length, EVEN, BLOCK)
+                products = dot(v, tl.trans(d_out))
+                d_scores = score_gradient(
+                    signed, products, delta[None, :], DROPOUT.keep_scale, DROP
+                )
+                d_k = dot(d_scores.to(dtype), q, d_k)
                 sums += tl.sum(d_scores, 1)
         if KEYS and P2C:
-            end_row = QUERY_TABLE + side * (2 * near * B - 1) * D + columns
-            d_k += sums[:, None] * tl.load(end_row).to(tl.float32)[None, :]
-            tl.store(K_SUMS + 2 * row + side * count + key, sums, mask=key < count)
-    key = tile * B + within + hidden_zero(count, near_end)
-    place = row * D + key[:, None] * D + columns[None, :]
+            end_row = QUERY_TABLE + side * (2 * near * BLOCK - 1) * HEAD_DIM
+            end_row = tl.load(end_row + tl.arange(0, HEAD_DIM)).to(tl.float32)
+            d_k += sums[:, None] * end_row[None, :]
+            tl.store(K_SUMS + k_side + key, sums, mask=key < length)
+    key = first + tl.arange(0, BLOCK) + opaque_zero(length, near_end)
     if KEYS:
-        tl.store(D_K_FAR + place, d_k, mask=(key < count)[:, None])
+        store_rows(D_K_FAR + pair * length * HEAD_DIM, HEAD_DIM, key, length, d_k, HEAD_DIM)
     if VALUES:
-        tl.store(D_V_FAR + place, d_v, mask=(key < count)[:, None])
+        store_rows(D_V_FAR + pair * length * HEAD_DIM, HEAD_DIM, key, length, d_v, HEAD_DIM)
 
 
 @triton.jit
 def end_gradient_kernel(
-    X,
-    SUMS,
-    OUT,
-    x_b,
-    x_h,
-    x_n,
-    batches,
-    heads,
-    count,
-    shares,
-    B: tl.constexpr,
-    D: tl.constexpr,
+    X, SUMS, OUT, batches, heads, length, splits, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr
 ):
-    """Gradient of a table's two ends from far tiles: dS summed a vector, times the vector.
+    """Compute the gradient of a table's two ends from far tiles: summed dS times vectors.
 
     Args:
-        X: queries or keys, ``[batch, heads, count, D]`` of strides ``x_b``, ``x_h``, ``x_n``.
-        SUMS: float32 ``[batch, heads, 2, count]``.
-        OUT: float32 ``[heads, 2, shares, D]``, to be added up.
-        x_b: stride.
-        x_h: stride.
-        x_n: stride.
-        batches: batch rows.
-        heads: local heads.
-        count: length of a row.
-        shares: programs a head's tiles are shared out to.
-        B: vectors of a step.
-        D: head size.
+        X: ``HeadTensor`` of ``[batch, heads, length, HEAD_DIM]``, queries or keys.
+        SUMS: float32 ``[batch, heads, 2, length]``.
+        OUT: float32 ``[heads, 2, splits, HEAD_DIM]``, to be summed over splits.
+        splits: programs that share a head's tiles.
     """
     head = tl.program_id(0).to(tl.int64)
-    share = tl.program_id(1)
-    tiles = tl.cdiv(count, B)
-    first = tl.zeros([D], tl.float32)
-    last = tl.zeros([D], tl.float32)
-    for step in range(share, batches * tiles, shares):
+    split = tl.program_id(1)
+    tiles = tl.cdiv(length, BLOCK)
+    first_row = tl.zeros([HEAD_DIM], tl.float32)
+    last_row = tl.zeros([HEAD_DIM], tl.float32)
+    for step in range(split, batches * tiles, splits):
         batch = (step // tiles).to(tl.int64)
-        at = (step % tiles) * B + tl.arange(0, B)
-        x = rows_of(X + batch * x_b + head * x_h, x_n, (step % tiles) * B, count, False, B, D)
-        x = x.to(tl.float32)
-        sums = SUMS + (batch * heads + head) * 2 * count + at
-        first += tl.sum(tl.load(sums, mask=at < count, other=0.0)[:, None] * x, 0)
-        last += tl.sum(tl.load(sums + count, mask=at < count, other=0.0)[:, None] * x, 0)
-    out = OUT + (head * 2 * shares + share) * D + tl.arange(0, D)
-    tl.store(out, first)
-    tl.store(out + shares * D, last)
+        first = (step % tiles) * BLOCK
+        pointer = head_pointer(X, batch, head)
+        x = load_rows(pointer, X.row_stride, first, length, False, BLOCK, HEAD_DIM).to(tl.float32)
+        sums = SUMS + (batch * heads + head) * 2 * length
+        first_row += tl.sum(load_vector(sums, first, length, False, BLOCK)[:, None] * x, 0)
+        last_row += tl.sum(load_vector(sums + length, first, length, False, BLOCK)[:, None] * x, 0)
+    out = OUT + (head * 2 * splits + split) * HEAD_DIM + tl.arange(0, HEAD_DIM)
+    tl.store(out, first_row)
+    tl.store(out + splits * HEAD_DIM, last_row)

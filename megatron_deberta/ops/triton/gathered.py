@@ -1,14 +1,14 @@
-"""The kernels of gathered queries, which stand anywhere: the mask decoder's, against all keys.
+"""The kernels of gathered queries, which stand at arbitrary positions (the mask decoder's queries).
 
-A query and a key p - j apart need row t = p - j + reach of the linear tables, with t held within
-the table. The rows a tile needs lie in a few neighbouring blocks, few where queries stand in rising
-order; a tile takes one block after the other, multiplies by it, and gathers what lies in it.
-Positions may repeat and stand in any order.
+A query at p and a key at j use row t = p - j + reach of the linear tables, with t clamped to the
+table. The rows that a tile needs lie in a few neighbouring blocks, few if positions rise; the
+kernels multiply by one block after the other and gather the terms that lie in it. Positions may
+repeat and stand in any order.
 
-Gradients leave in two forms, neither of them queries by keys. dS by query and row of the table
-goes to ``[queries, rows]`` sums, from which ordinary products give what belongs to the tables'
-keys. dS by key and *position* goes to the band of ``backward``: a product with
-the matrix that says which query stands where turns a tile of queries into one of positions.
+Gradients are stored in two forms, neither of size queries x keys. dS by query and table row goes
+to ``[queries, rows]`` sums, from which matrix products give the gradient of the content-to-position
+table and its part of dQ. dS by key and *position* goes to the band of ``backward``: a product with
+the one-hot matrix of the queries' positions turns a tile of queries into one of positions.
 """
 
 from __future__ import annotations
@@ -16,334 +16,319 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_deberta.ops.triton.backward import hash_rows, score_gradient, signed_probabilities
-from megatron_deberta.ops.triton.forward import softmax_step
-from megatron_deberta.ops.triton.tiles import rows_of
+from megatron_deberta.ops.triton.scores import (
+    dropout_row_key,
+    score_gradient,
+    signed_probabilities,
+    softmax_result,
+    softmax_step,
+)
+from megatron_deberta.ops.triton.tiles import (
+    band_tile,
+    dot,
+    head_pointer,
+    load_rows,
+    load_vector,
+    program_tile,
+    store_rows,
+    table_product,
+)
+
+
+@triton.jit
+def gathered_positions(
+    POSITIONS, KEY_BEGIN, KEY_END, batch, first, queries, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Return position (-1: padding), first visible key and one past the last of some queries."""
+    query = first + tl.arange(0, BLOCK)
+    inside = query < queries
+    offsets = batch * queries + query
+    position = tl.load(POSITIONS + offsets, mask=inside, other=-1)
+    key_begin = tl.load(KEY_BEGIN + offsets, mask=inside, other=0)
+    key_end = tl.load(KEY_END + offsets, mask=inside, other=0)
+    return position, key_begin, key_end
+
+
+@triton.jit
+def key_tiles(key_begin, key_end, BLOCK: tl.constexpr):
+    """Return the first tile of keys that some query sees and one past the last."""
+    end = tl.max(key_end, 0)
+    begin = tl.min(tl.where(key_begin < key_end, key_begin, end), 0)
+    return begin // BLOCK, tl.cdiv(end, BLOCK)
+
+
+@triton.jit
+def position_range(position):
+    """Return the least and the greatest position of a tile's queries, without padding."""
+    last = tl.max(position, 0)
+    return tl.min(tl.where(position < 0, last, position), 0), last
+
+
+@triton.jit
+def table_row(position, key, near, BLOCK: tl.constexpr):
+    """Return the row of the linear tables for each query and key, not clamped to the tables."""
+    return position[:, None] - key[None, :] + near * BLOCK
 
 
 @triton.jit
 def gathered_bias(
-    q,
-    k,
-    t,
-    KEY_TABLE,
-    QUERY_TABLE,
-    first_block,
-    last_block,
-    C2P: tl.constexpr,
-    P2C: tl.constexpr,
-    B: tl.constexpr,
-    D: tl.constexpr,
-):
-    """Position terms of a tile of queries and keys, float32 ``[B, B]``.
+    q, k, position, key_tile, KEY_TABLE, QUERY_TABLE, near,
+    C2P: tl.constexpr, P2C: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """Return the position terms of a tile of queries and keys, float32 ``[BLOCK, BLOCK]``.
 
     Args:
-        q: queries ``[B, D]``.
-        k: keys ``[B, D]``.
-        t: rows of the tables, int32 ``[B, B]``.
-        KEY_TABLE: of the head, one row a distance.
-        QUERY_TABLE: likewise, of the distances the keys' term takes.
-        first_block: block of the least row.
-        last_block: block of the greatest.
+        q: queries ``[BLOCK, HEAD_DIM]``.
+        k: keys ``[BLOCK, HEAD_DIM]``.
+        position: of the queries, int32 ``[BLOCK]``, -1 for padding.
+        key_tile: index of the tile of keys.
+        KEY_TABLE: of this head, ``[2 * near * BLOCK, HEAD_DIM]``, one row per distance.
+        QUERY_TABLE: the same, for the distances of the position-to-content term.
+        near: half the blocks of the tables.
         C2P: whether there is the content-to-position term.
         P2C: whether there is the position-to-content term.
-        B: tile size.
-        D: head size.
+        BLOCK: tile size.
+        HEAD_DIM: features per head.
     """
-    bias = tl.zeros([B, B], tl.float32)
-    column = t & (B - 1)
-    for block in range(first_block, last_block + 1):
-        term = tl.zeros([B, B], tl.float32)
+    limit = 2 * near - 1
+    key = key_tile * BLOCK + tl.arange(0, BLOCK)
+    row = table_row(position, key, near, BLOCK)
+    row = tl.minimum(tl.maximum(row, 0), 2 * near * BLOCK - 1)
+    nearest, farthest = position_range(position)
+    first = nearest - key_tile * BLOCK - BLOCK + 1 + near * BLOCK
+    last = farthest - key_tile * BLOCK + near * BLOCK
+    first = tl.minimum(tl.maximum(first, 0) // BLOCK, limit)
+    last = tl.minimum(tl.maximum(last, 0) // BLOCK, limit)
+    last = tl.where(farthest < 0, first - 1, last)
+
+    bias = tl.zeros([BLOCK, BLOCK], tl.float32)
+    column = row & (BLOCK - 1)
+    for block in range(first, last + 1):
+        term = tl.zeros([BLOCK, BLOCK], tl.float32)
         if C2P:
-            rows = rows_of(KEY_TABLE, D, block * B, 0, True, B, D)
-            product = tl.dot(q, tl.trans(rows), input_precision="ieee")
+            product = table_product(q, KEY_TABLE, block * BLOCK, BLOCK, HEAD_DIM)
             term += tl.gather(product, column, 1)
         if P2C:
-            rows = rows_of(QUERY_TABLE, D, block * B, 0, True, B, D)
-            product = tl.dot(k, tl.trans(rows), input_precision="ieee")
+            product = table_product(k, QUERY_TABLE, block * BLOCK, BLOCK, HEAD_DIM)
             term += tl.trans(tl.gather(product, tl.trans(column), 1))
-        bias += tl.where(t // B == block, term, 0.0)
+        bias += tl.where(row // BLOCK == block, term, 0.0)
     return bias
 
 
 @triton.jit
-def table_rows(at, key, near, B: tl.constexpr):
-    """Row of the linear tables for each query and key, unbounded and held within the tables."""
-    t = at[:, None] - key[None, :] + near * B
-    return t, tl.minimum(tl.maximum(t, 0), 2 * near * B - 1)
-
-
-@triton.jit
-def block_span(at, key_tile, near, B: tl.constexpr):
-    """First and last block of the tables that queries at ``at`` need for a tile of keys."""
-    limit = 2 * near - 1
-    farthest = tl.max(at, 0)
-    nearest = tl.min(tl.where(at < 0, farthest, at), 0)
-    first = nearest - key_tile * B - B + 1 + near * B
-    last = farthest - key_tile * B + near * B
-    first = tl.minimum(tl.maximum(first, 0) // B, limit)
-    last = tl.minimum(tl.maximum(last, 0) // B, limit)
-    return first, tl.where(farthest < 0, first - 1, last)
-
-
-@triton.jit
 def gathered_forward_kernel(
-    Q, K, V, KEY_TABLE, QUERY_TABLE, AT, LOW, HIGH, SEED, OUT, LSE2,
-    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n,
-    heads,
-    queries,
-    count,
-    near,
-    scale2,
-    threshold,
-    keep_scale,
-    head_offset,
-    B: tl.constexpr,
-    D: tl.constexpr,
-    C2P: tl.constexpr,
-    P2C: tl.constexpr,
+    Q, K, V, KEY_TABLE, QUERY_TABLE, POSITIONS, KEY_BEGIN, KEY_END, OUT, LSE2, DROPOUT,
+    heads, queries, length, near, log2_scale,
+    BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, C2P: tl.constexpr, P2C: tl.constexpr,
     DROP: tl.constexpr,
 ):  # fmt: skip
-    """Output and log2-sum-exp2 of a tile of gathered queries.
+    """Compute the output and the log2-sum-exp2 of a tile of gathered queries.
 
-    Arguments are those of ``forward.forward_kernel``, but both tables hold distances as
-    they are, and:
+    Arguments not listed are those of ``forward.forward_kernel``, with ``[.., queries, ..]`` for
+    Q, OUT and LSE2.
 
     Args:
-        AT: where the queries stand, int32 ``[batch, queries]``, -1 for padding.
-        LOW: first key a query sees, int32 ``[batch, queries]``.
-        HIGH: one past the last; 0 for padding.
-        queries: gathered queries of a row.
-        count: keys of a row.
+        KEY_TABLE, QUERY_TABLE: neither scaled nor, for QUERY_TABLE, negated.
+        POSITIONS: int32 ``[batch, queries]``, -1 for padding.
+        KEY_BEGIN: int32 ``[batch, queries]``, first visible key.
+        KEY_END: int32 ``[batch, queries]``, one past the last; 0 for padding.
+        queries: gathered queries per row.
+        length: keys per row.
     """
-    tiles = tl.cdiv(queries, B)
-    pair = tl.program_id(0) // tiles
-    tile = tl.program_id(0) % tiles
-    batch = (pair // heads).to(tl.int64)
-    head = (pair % heads).to(tl.int64)
-    K += batch * k_b + head * k_h
-    V += batch * v_b + head * v_h
-    KEY_TABLE += head * (2 * near * B) * D
-    QUERY_TABLE += head * (2 * near * B) * D
-    place = tile * B + tl.arange(0, B)
-    q = rows_of(Q + batch * q_b + head * q_h, q_n, tile * B, queries, False, B, D)
-    at = tl.load(AT + batch * queries + place, mask=place < queries, other=-1)
-    low = tl.load(LOW + batch * queries + place, mask=place < queries, other=0)
-    high = tl.load(HIGH + batch * queries + place, mask=place < queries, other=0)
-    row_key = hash_rows(SEED, at, batch, head + head_offset, DROP)
+    tile, pair, batch, head = program_tile(queries, heads, BLOCK)
+    k_pointer = head_pointer(K, batch, head)
+    v_pointer = head_pointer(V, batch, head)
+    KEY_TABLE += head * (2 * near * BLOCK) * HEAD_DIM
+    QUERY_TABLE += head * (2 * near * BLOCK) * HEAD_DIM
+    first_query = tile * BLOCK
+    q_pointer = head_pointer(Q, batch, head)
+    q = load_rows(q_pointer, Q.row_stride, first_query, queries, False, BLOCK, HEAD_DIM)
+    position, key_begin, key_end = gathered_positions(
+        POSITIONS, KEY_BEGIN, KEY_END, batch, first_query, queries, BLOCK
+    )
+    row_key = dropout_row_key(DROPOUT, position, batch, head, DROP)
 
-    peak = tl.full([B], float("-inf"), tl.float32)
-    total = tl.zeros([B], tl.float32)
-    mixed = tl.zeros([B, D], tl.float32)
-    end = tl.max(high, 0)
-    begin = tl.min(tl.where(low < high, low, end), 0)
-    for key_tile in range(begin // B, tl.cdiv(end, B)):
-        key = key_tile * B + tl.arange(0, B)
-        k = rows_of(K, k_n, key_tile * B, count, False, B, D)
-        v = rows_of(V, v_n, key_tile * B, count, False, B, D)
-        _, t = table_rows(at, key, near, B)
-        first, last = block_span(at, key_tile, near, B)
-        bias = gathered_bias(q, k, t, KEY_TABLE, QUERY_TABLE, first, last, C2P, P2C, B, D)
-        scores = tl.dot(q, tl.trans(k), bias, input_precision="ieee")
-        peak, total, mixed = softmax_step(
-            scores, v, peak, total, mixed, key_tile * B, low, high, row_key, scale2, threshold,
-            True, DROP, B,
+    row_max = tl.full([BLOCK], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK], tl.float32)
+    accumulator = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
+    begin, end = key_tiles(key_begin, key_end, BLOCK)
+    for key_tile in range(begin, end):
+        first = key_tile * BLOCK
+        k = load_rows(k_pointer, K.row_stride, first, length, False, BLOCK, HEAD_DIM)
+        v = load_rows(v_pointer, V.row_stride, first, length, False, BLOCK, HEAD_DIM)
+        bias = gathered_bias(
+            q, k, position, key_tile, KEY_TABLE, QUERY_TABLE, near, C2P, P2C, BLOCK, HEAD_DIM
+        )
+        row_max, row_sum, accumulator = softmax_step(
+            dot(q, tl.trans(k), bias), v, row_max, row_sum, accumulator, first, key_begin, key_end,
+            row_key, log2_scale, DROPOUT, True, DROP, BLOCK,
         )  # fmt: skip
-    dead = total == 0.0
-    factor = tl.where(dead, 0.0, keep_scale / tl.where(dead, 1.0, total))
-    lse2 = tl.where(dead, float("-inf"), peak + tl.math.log2(tl.where(dead, 1.0, total)))
-    out = OUT + batch * o_b + head * o_h + place[:, None] * o_n + tl.arange(0, D)[None, :]
-    mixed = (mixed * factor[:, None]).to(OUT.dtype.element_ty)
-    tl.store(out, mixed, mask=(place < queries)[:, None])
-    tl.store(LSE2 + pair.to(tl.int64) * queries + place, lse2, mask=place < queries)
+    factor, lse2 = softmax_result(row_max, row_sum, DROPOUT.keep_scale)
+    query = first_query + tl.arange(0, BLOCK)
+    out_pointer = head_pointer(OUT, batch, head)
+    store_rows(out_pointer, OUT.row_stride, query, queries, accumulator * factor[:, None], HEAD_DIM)
+    tl.store(LSE2 + pair * queries + query, lse2, mask=query < queries)
 
 
 @triton.jit
 def gathered_query_kernel(
-    Q, K, V, D_OUT, KEY_TABLE, QUERY_TABLE, AT, LOW, HIGH, SEED, LSE2, DELTA, D_Q, BY_ROW,
-    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, g_b, g_h, g_n,
-    heads,
-    queries,
-    count,
-    near,
-    scale2,
-    threshold,
-    keep_scale,
-    head_offset,
-    B: tl.constexpr,
-    D: tl.constexpr,
-    C2P: tl.constexpr,
-    P2C: tl.constexpr,
+    Q, K, V, D_OUT, KEY_TABLE, QUERY_TABLE, POSITIONS, KEY_BEGIN, KEY_END, LSE2, DELTA, D_Q, BY_ROW,
+    DROPOUT, heads, queries, length, near, log2_scale,
+    BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, C2P: tl.constexpr, P2C: tl.constexpr,
     DROP: tl.constexpr,
 ):  # fmt: skip
-    """What gathered queries take from the keys, and dS by row of the table of keys.
+    """Compute dQ of gathered queries through the keys, and dS by row of KEY_TABLE.
 
-    Arguments are those of ``gathered_forward_kernel`` and ``backward.key_kernel``, and:
+    Arguments not listed are those of ``gathered_forward_kernel`` and ``backward.key_kernel``.
 
     Args:
-        D_Q: float32 ``[batch, heads, queries, D]``: dQ before its scale, less the table's part.
-        BY_ROW: float32 ``[batch, heads, queries, 2 * near * B]``, zero at first: dS of each query
-            by the row of the table it used, all far keys in the rows at the ends.
+        D_Q: float32 ``[batch, heads, queries, HEAD_DIM]``, before the scale, without the part
+            that comes through KEY_TABLE.
+        BY_ROW: float32 ``[batch, heads, queries, 2 * near * BLOCK]``, zero at first; all far keys
+            are added up in the rows at the ends.
     """
-    tiles = tl.cdiv(queries, B)
-    pair = tl.program_id(0) // tiles
-    tile = tl.program_id(0) % tiles
-    batch = (pair // heads).to(tl.int64)
-    head = (pair % heads).to(tl.int64)
-    K += batch * k_b + head * k_h
-    V += batch * v_b + head * v_h
-    KEY_TABLE += head * (2 * near * B) * D
-    QUERY_TABLE += head * (2 * near * B) * D
-    place = tile * B + tl.arange(0, B)
-    row = pair.to(tl.int64) * queries
-    q = rows_of(Q + batch * q_b + head * q_h, q_n, tile * B, queries, False, B, D)
-    d_out = rows_of(D_OUT + batch * g_b + head * g_h, g_n, tile * B, queries, False, B, D)
-    at = tl.load(AT + batch * queries + place, mask=place < queries, other=-1)
-    low = tl.load(LOW + batch * queries + place, mask=place < queries, other=0)
-    high = tl.load(HIGH + batch * queries + place, mask=place < queries, other=0)
-    lse2 = tl.load(LSE2 + row + place, mask=place < queries, other=0.0)
-    delta = tl.load(DELTA + row + place, mask=place < queries, other=0.0)
-    row_key = hash_rows(SEED, at, batch, head + head_offset, DROP)
-    by_row = BY_ROW + (row + tile * B) * (2 * near * B)
-    row_offset = tl.arange(0, B)[:, None] * (2 * near * B)
+    tile, pair, batch, head = program_tile(queries, heads, BLOCK)
+    k_pointer = head_pointer(K, batch, head)
+    v_pointer = head_pointer(V, batch, head)
+    table_rows = 2 * near * BLOCK
+    KEY_TABLE += head * table_rows * HEAD_DIM
+    QUERY_TABLE += head * table_rows * HEAD_DIM
+    first_query = tile * BLOCK
+    row = pair * queries
+    pointer = head_pointer(Q, batch, head)
+    q = load_rows(pointer, Q.row_stride, first_query, queries, False, BLOCK, HEAD_DIM)
+    pointer = head_pointer(D_OUT, batch, head)
+    d_out = load_rows(pointer, D_OUT.row_stride, first_query, queries, False, BLOCK, HEAD_DIM)
+    position, key_begin, key_end = gathered_positions(
+        POSITIONS, KEY_BEGIN, KEY_END, batch, first_query, queries, BLOCK
+    )
+    lse2 = load_vector(LSE2 + row, first_query, queries, False, BLOCK)
+    delta = load_vector(DELTA + row, first_query, queries, False, BLOCK)
+    row_key = dropout_row_key(DROPOUT, position, batch, head, DROP)
+    by_row = BY_ROW + (row + first_query) * table_rows
+    row_offset = tl.arange(0, BLOCK)[:, None] * table_rows
 
-    d_q = tl.zeros([B, D], tl.float32)
-    behind = tl.zeros([B], tl.float32)
-    before = tl.zeros([B], tl.float32)
-    end = tl.max(high, 0)
-    begin = tl.min(tl.where(low < high, low, end), 0)
-    for key_tile in range(begin // B, tl.cdiv(end, B)):
-        key = key_tile * B + tl.arange(0, B)
-        k = rows_of(K, k_n, key_tile * B, count, False, B, D)
-        v = rows_of(V, v_n, key_tile * B, count, False, B, D)
-        free, t = table_rows(at, key, near, B)
-        first, last = block_span(at, key_tile, near, B)
-        bias = gathered_bias(q, k, t, KEY_TABLE, QUERY_TABLE, first, last, C2P, P2C, B, D)
-        scores = tl.dot(q, tl.trans(k), bias, input_precision="ieee")
-        products = tl.dot(d_out, tl.trans(v), input_precision="ieee")
-        seen = (key[None, :] >= low[:, None]) & (key[None, :] < high[:, None])
+    d_q = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
+    after = tl.zeros([BLOCK], tl.float32)
+    before = tl.zeros([BLOCK], tl.float32)
+    begin, end = key_tiles(key_begin, key_end, BLOCK)
+    for key_tile in range(begin, end):
+        first = key_tile * BLOCK
+        key = first + tl.arange(0, BLOCK)
+        k = load_rows(k_pointer, K.row_stride, first, length, False, BLOCK, HEAD_DIM)
+        v = load_rows(v_pointer, V.row_stride, first, length, False, BLOCK, HEAD_DIM)
+        bias = gathered_bias(
+            q, k, position, key_tile, KEY_TABLE, QUERY_TABLE, near, C2P, P2C, BLOCK, HEAD_DIM
+        )
+        scores = dot(q, tl.trans(k), bias)
+        products = dot(d_out, tl.trans(v))
+        visible = (key[None, :] >= key_begin[:, None]) & (key[None, :] < key_end[:, None])
         signed = signed_probabilities(
-            scores, lse2, seen, row_key, key_tile * B, scale2, threshold,
-            False, True, DROP, B,
-        )  # fmt: skip
-        d_scores = score_gradient(signed, products, delta[:, None], keep_scale, DROP)
-        d_q = tl.dot(d_scores.to(k.dtype), k, d_q, input_precision="ieee")
+            scores, lse2, visible, row_key, first, log2_scale, DROPOUT, False, True, DROP, BLOCK
+        )
+        d_scores = score_gradient(signed, products, delta[:, None], DROPOUT.keep_scale, DROP)
+        d_q = dot(d_scores.to(k.dtype), k, d_q)
         if C2P:
             # Rows inside the table stand for one distance, so each is written at most once.
-            inside = seen & (free > 0) & (free < 2 * near * B - 1)
+            t = table_row(position, key, near, BLOCK)
+            inside = visible & (t > 0) & (t < table_rows - 1)
             tl.store(by_row + (row_offset + t), d_scores, mask=inside)
-            behind += tl.sum(tl.where(free >= 2 * near * B - 1, d_scores, 0.0), 1)
-            before += tl.sum(tl.where(free <= 0, d_scores, 0.0), 1)
+            after += tl.sum(tl.where(t >= table_rows - 1, d_scores, 0.0), 1)
+            before += tl.sum(tl.where(t <= 0, d_scores, 0.0), 1)
+    query = first_query + tl.arange(0, BLOCK)
     if C2P:
-        ends = BY_ROW + (row + place) * (2 * near * B)
-        tl.store(ends, before, mask=place < queries)
-        tl.store(ends + 2 * near * B - 1, behind, mask=place < queries)
-    out = D_Q + (row + place)[:, None] * D + tl.arange(0, D)[None, :]
-    tl.store(out, d_q, mask=(place < queries)[:, None])
+        ends = BY_ROW + (row + query) * table_rows
+        tl.store(ends, before, mask=query < queries)
+        tl.store(ends + table_rows - 1, after, mask=query < queries)
+    store_rows(D_Q + row * HEAD_DIM, HEAD_DIM, query, queries, d_q, HEAD_DIM)
 
 
 @triton.jit
 def gathered_key_kernel(
-    Q, K, V, D_OUT, KEY_TABLE, QUERY_TABLE, AT, LOW, HIGH, SEED, LSE2, DELTA, D_V, D_K, BAND,
-    K_SUMS,
-    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, g_b, g_h, g_n, dv_b, dv_h, dv_n,
-    heads,
-    queries,
-    count,
-    near,
-    width,
-    scale2,
-    threshold,
-    keep_scale,
-    head_offset,
-    B: tl.constexpr,
-    D: tl.constexpr,
-    C2P: tl.constexpr,
-    P2C: tl.constexpr,
+    Q, K, V, D_OUT, KEY_TABLE, QUERY_TABLE, POSITIONS, KEY_BEGIN, KEY_END, LSE2, DELTA, D_V, D_K,
+    BAND, K_SUMS, DROPOUT, heads, queries, length, near, width, log2_scale,
+    BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, C2P: tl.constexpr, P2C: tl.constexpr,
     DROP: tl.constexpr,
 ):  # fmt: skip
-    """What the keys of a tile take from gathered queries, and their band by position.
+    """Compute dV and dK of a tile of keys from gathered queries, and the band by position.
 
-    Arguments are those of ``gathered_query_kernel`` and ``backward.key_kernel``, and:
+    Arguments not listed are those of ``gathered_query_kernel`` and ``backward.key_kernel``.
 
     Args:
-        D_K: float32 ``[batch, heads, count, D]``: dK before its scale, less what the band gives.
-        BAND: as ``backward`` lays it out, by position instead of query; zero at first.
-        K_SUMS: float32 ``[batch, heads, 2, count]``, dS summed over queries too far for the band.
+        D_K: float32 ``[batch, heads, length, HEAD_DIM]``, before the scale, without the part that
+            comes from the band.
+        BAND: as in ``backward``, by position instead of query; zero at first.
+        K_SUMS: float32 ``[batch, heads, 2, length]``, dS summed over queries beyond the band.
     """
-    tiles = tl.cdiv(count, B)
-    pair = tl.program_id(0) // tiles
-    tile = tl.program_id(0) % tiles
-    batch = (pair // heads).to(tl.int64)
-    head = (pair % heads).to(tl.int64)
-    Q += batch * q_b + head * q_h
-    D_OUT += batch * g_b + head * g_h
-    KEY_TABLE += head * (2 * near * B) * D
-    QUERY_TABLE += head * (2 * near * B) * D
-    BAND += (pair.to(tl.int64) * tiles + tile) * width * (B * B)
-    row = pair.to(tl.int64) * queries
-    dtype = Q.dtype.element_ty
-    within = tl.arange(0, B)
-    key = tile * B + within
-    k = rows_of(K + batch * k_b + head * k_h, k_n, tile * B, count, False, B, D)
-    v = rows_of(V + batch * v_b + head * v_h, v_n, tile * B, count, False, B, D)
+    tile, pair, batch, head = program_tile(length, heads, BLOCK)
+    q_pointer = head_pointer(Q, batch, head)
+    d_out_pointer = head_pointer(D_OUT, batch, head)
+    KEY_TABLE += head * (2 * near * BLOCK) * HEAD_DIM
+    QUERY_TABLE += head * (2 * near * BLOCK) * HEAD_DIM
+    BAND += (pair * tl.cdiv(length, BLOCK) + tile) * width * (BLOCK * BLOCK)
+    dtype = Q.pointer.dtype.element_ty
+    first = tile * BLOCK
+    key = first + tl.arange(0, BLOCK)
+    k = load_rows(
+        head_pointer(K, batch, head), K.row_stride, first, length, False, BLOCK, HEAD_DIM
+    )  # fmt: skip
+    v = load_rows(
+        head_pointer(V, batch, head), V.row_stride, first, length, False, BLOCK, HEAD_DIM
+    )  # fmt: skip
 
-    d_v = tl.zeros([B, D], tl.float32)
-    d_k = tl.zeros([B, D], tl.float32)
-    behind = tl.zeros([B], tl.float32)
-    before = tl.zeros([B], tl.float32)
-    for query_tile in range(0, tl.cdiv(queries, B)):
-        place = query_tile * B + within
-        q = rows_of(Q, q_n, query_tile * B, queries, False, B, D)
-        d_out = rows_of(D_OUT, g_n, query_tile * B, queries, False, B, D)
-        at = tl.load(AT + batch * queries + place, mask=place < queries, other=-1)
-        low = tl.load(LOW + batch * queries + place, mask=place < queries, other=0)
-        high = tl.load(HIGH + batch * queries + place, mask=place < queries, other=0)
-        lse2 = tl.load(LSE2 + row + place, mask=place < queries, other=0.0)
-        delta = tl.load(DELTA + row + place, mask=place < queries, other=0.0)
-        row_key = hash_rows(SEED, at, batch, head + head_offset, DROP)
-        _, t = table_rows(at, key, near, B)
-        first, last = block_span(at, tile, near, B)
-        bias = gathered_bias(q, k, t, KEY_TABLE, QUERY_TABLE, first, last, C2P, P2C, B, D)
-        scores = tl.dot(k, tl.trans(q), tl.trans(bias), input_precision="ieee")
-        seen = (key[:, None] >= low[None, :]) & (key[:, None] < high[None, :])
+    d_v = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
+    d_k = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
+    after = tl.zeros([BLOCK], tl.float32)
+    before = tl.zeros([BLOCK], tl.float32)
+    for query_tile in range(0, tl.cdiv(queries, BLOCK)):
+        first_query = query_tile * BLOCK
+        q = load_rows(q_pointer, Q.row_stride, first_query, queries, False, BLOCK, HEAD_DIM)
+        d_out = load_rows(
+            d_out_pointer, D_OUT.row_stride, first_query, queries, False, BLOCK, HEAD_DIM
+        )
+        position, key_begin, key_end = gathered_positions(
+            POSITIONS, KEY_BEGIN, KEY_END, batch, first_query, queries, BLOCK
+        )
+        lse2 = load_vector(LSE2 + pair * queries, first_query, queries, False, BLOCK)
+        delta = load_vector(DELTA + pair * queries, first_query, queries, False, BLOCK)
+        row_key = dropout_row_key(DROPOUT, position, batch, head, DROP)
+        bias = gathered_bias(
+            q, k, position, tile, KEY_TABLE, QUERY_TABLE, near, C2P, P2C, BLOCK, HEAD_DIM
+        )
+        scores = dot(k, tl.trans(q), tl.trans(bias))
+        visible = (key[:, None] >= key_begin[None, :]) & (key[:, None] < key_end[None, :])
         signed = signed_probabilities(
-            scores, lse2, seen, row_key, tile * B, scale2, threshold,
-            True, True, DROP, B,
-        )  # fmt: skip
-        kept = tl.maximum(signed, 0.0).to(dtype)
-        d_v = tl.dot(kept, d_out, d_v, input_precision="ieee")
-        products = tl.dot(v, tl.trans(d_out), input_precision="ieee")
-        d_scores = score_gradient(signed, products, delta[None, :], keep_scale, DROP)
-        d_k = tl.dot(d_scores.to(dtype), q, d_k, input_precision="ieee")
+            scores, lse2, visible, row_key, first, log2_scale, DROPOUT, True, True, DROP, BLOCK
+        )
+        d_v = dot(tl.maximum(signed, 0.0).to(dtype), d_out, d_v)
+        products = dot(v, tl.trans(d_out))
+        d_scores = score_gradient(signed, products, delta[None, :], DROPOUT.keep_scale, DROP)
+        d_k = dot(d_scores.to(dtype), q, d_k)
         if P2C:
-            # Distance in tiles decides, as in the other kernels, so that band and sums share out.
-            apart = at // B - tile
-            behind += tl.sum(tl.where((apart >= near)[None, :], d_scores, 0.0), 1)
+            # As in the other kernels, the distance in tiles decides between band and sums.
+            apart = position // BLOCK - tile
+            after += tl.sum(tl.where((apart >= near)[None, :], d_scores, 0.0), 1)
             before += tl.sum(tl.where((apart <= -near)[None, :], d_scores, 0.0), 1)
-            farthest = tl.max(at, 0)
-            nearest = tl.min(tl.where(at < 0, farthest, at), 0)
-            position_begin = tl.maximum(nearest // B, tile - near + 1)
-            position_end = tl.minimum(farthest // B, tile + near - 1) + 1
+            nearest, farthest = position_range(position)
+            position_begin = tl.maximum(nearest // BLOCK, tile - near + 1)
+            position_end = tl.minimum(farthest // BLOCK, tile + near - 1) + 1
             for position_tile in range(position_begin, position_end):
-                stands = at[:, None] == (position_tile * B + within)[None, :]
-                turned = tl.dot(d_scores.to(dtype), stands.to(dtype), input_precision="ieee")
-                pointers = BAND + (position_tile % width) * (B * B)
-                pointers += within[:, None] * B + within[None, :]
+                positions = position_tile * BLOCK + tl.arange(0, BLOCK)
+                one_hot = (position[:, None] == positions[None, :]).to(dtype)
+                by_position = dot(d_scores.to(dtype), one_hot)
+                pointers = band_tile(BAND, position_tile % width, BLOCK)
                 tl.debug_barrier()  # another warp may have written what this one adds to
-                tl.store(pointers, (tl.load(pointers).to(tl.float32) + turned).to(dtype))
+                by_position += tl.load(pointers).to(tl.float32)
+                tl.store(pointers, by_position.to(dtype))
     if P2C:
-        columns = tl.arange(0, D)
-        # Distances fall along the table of negated ones, which these sums are for.
-        sums = K_SUMS + pair.to(tl.int64) * 2 * count + key
-        tl.store(sums, behind, mask=key < count)
-        tl.store(sums + count, before, mask=key < count)
-        far = tl.load(QUERY_TABLE + (2 * near * B - 1) * D + columns).to(tl.float32)
-        d_k += behind[:, None] * far[None, :]
-        d_k += before[:, None] * tl.load(QUERY_TABLE + columns).to(tl.float32)[None, :]
-    place = key[:, None] * D + tl.arange(0, D)[None, :]
-    d_k_rows = D_K + pair.to(tl.int64) * count * D + place
-    tl.store(d_k_rows, d_k, mask=(key < count)[:, None])
-    place = key[:, None] * dv_n + tl.arange(0, D)[None, :]
-    d_v = (d_v * keep_scale).to(D_V.dtype.element_ty)
-    tl.store(D_V + batch * dv_b + head * dv_h + place, d_v, mask=(key < count)[:, None])
+        # QUERY_TABLE is not negated here, but the sums are for the negated table.
+        sums = K_SUMS + pair * 2 * length + key
+        tl.store(sums, after, mask=key < length)
+        tl.store(sums + length, before, mask=key < length)
+        end_row = QUERY_TABLE + (2 * near * BLOCK - 1) * HEAD_DIM + tl.arange(0, HEAD_DIM)
+        d_k += after[:, None] * tl.load(end_row).to(tl.float32)[None, :]
+        end_row = QUERY_TABLE + tl.arange(0, HEAD_DIM)
+        d_k += before[:, None] * tl.load(end_row).to(tl.float32)[None, :]
+    store_rows(D_K + pair * length * HEAD_DIM, HEAD_DIM, key, length, d_k, HEAD_DIM)
+    d_v *= DROPOUT.keep_scale
+    store_rows(head_pointer(D_V, batch, head), D_V.row_stride, key, length, d_v, HEAD_DIM)

@@ -1,240 +1,243 @@
-"""What the fused kernels share inside a tile: the position terms, the masks and the dropout bits.
+"""Triton helpers shared by the fused kernels: addressing, tile loads and stores, position terms.
 
-A tile is B queries by B keys, B a power of two. The tables come in linear form (one row a distance,
-``tables``), cut into blocks of B rows. With m = query tile - key tile, a query r and a key c
-of a tile are mB + r - c apart, which lies in block m where c <= r and in block m - 1 elsewhere::
+A tile is BLOCK queries by BLOCK keys, BLOCK a power of two. The position tables come in linear
+form (one row per distance, see ``tables``), in blocks of BLOCK rows. With m = query tile - key
+tile, query r and key c of a tile are m * BLOCK + r - c apart. That distance lies in block m where
+c <= r and in block m - 1 elsewhere::
 
     high[r, w] = q_r . block_m[w]            the term of (r, c) is high[r, r - c]      for c <= r
-    low[r, w]  = q_r . block_{m-1}[w]        and                   low[r, B + r - c]   for c > r
+    low[r, w]  = q_r . block_{m-1}[w]        and                   low[r, BLOCK + r - c]  for c > r
 
-Both are column (r - c) mod B. So we take ``high`` where w <= r and ``low`` elsewhere, and then
-rotate row r by r: one gather along the row, which never leaves a warp. The keys' table holds
-negated distances; then the same words hold with keys for rows and queries for columns, and the
-two terms, packed as two 16-bit halves of a word, share one rotation.
+Both are column (r - c) mod BLOCK. The kernels therefore take ``high`` where w <= r and ``low``
+elsewhere and rotate row r by r: one gather along the row, within a warp. The table of the keys
+holds negated distances, so the same formulas hold with keys as rows and queries as columns, and
+both terms, packed as two 16-bit halves of a word, share one rotation.
 
-The next tile to the side needs one new block, as the other one is shared.
+Neighbouring tiles share one of their two blocks.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
+
+
+class HeadTensor(NamedTuple):
+    """A ``[batch, heads, length, head_dim]`` tensor as a kernel argument; features contiguous."""
+
+    pointer: Tensor
+    batch_stride: int
+    head_stride: int
+    row_stride: tl.constexpr
+    """Elements between positions; a compile-time constant."""
+
+
+class DropoutArguments(NamedTuple):
+    """Dropout as a kernel argument; without dropout ``seeds`` is not read."""
+
+    seeds: Tensor
+    """int64 ``[batch]``"""
+    threshold: int
+    """``dropout_bits.drop_threshold``"""
+    keep_scale: float
+    """``dropout_bits.keep_scale``"""
+    head_offset: int
+    """Global index of the first local head."""
+
+
+def head_tensor(x: Tensor) -> HeadTensor:
+    """Describe a tensor whose last dimension is contiguous to a kernel."""
+    batch_stride, head_stride, row_stride, _ = x.stride()
+    return HeadTensor(x, batch_stride, head_stride, tl.constexpr(row_stride))
 
 
 @triton.jit
-def hidden_zero(count, step):
-    """Zero, which the compiler takes for a number that changes from step to step.
+def opaque_zero(length, step):
+    """Return zero in a form that the compiler cannot prove constant across loop iterations.
 
-    What is computed from it is computed anew in every step of a loop, in a few instructions.
-    Without, the compiler computes indices and masks once before the loop, keeps them all, and has
-    no registers left for the tiles: it stores them on the stack. Into indices it is best or-ed: a
-    thread's indices are a base with constants or-ed in, and only then is the base all that is kept.
+    Indices and masks derived from it are recomputed in each iteration, in a few instructions.
+    Otherwise the compiler hoists them out of the loop and, for lack of registers, spills tiles to
+    the stack. Combine it with indices by bitwise or: a thread's index is then one base register.
 
     Args:
-        count: length of a row, below 2**24.
-        step: of the loop, or its end where something is wanted anew after it.
+        length: positions in a row, below 2**24.
+        step: loop variable, or its end value for recomputation after the loop.
     """
-    return (count >> 24) * step
+    return (length >> 24) * step
 
 
 @triton.jit
-def rotate(x, zero, B: tl.constexpr):
-    """Column (row - column) mod B of each row; its own inverse.
+def program_tile(length, heads, BLOCK: tl.constexpr):
+    """Return tile index, flattened (batch, head) index, batch row and head of this program."""
+    tiles = tl.cdiv(length, BLOCK)
+    pair = tl.program_id(0) // tiles
+    tile = tl.program_id(0) % tiles
+    batch = (pair // heads).to(tl.int64)
+    head = (pair % heads).to(tl.int64)
+    return tile, pair.to(tl.int64), batch, head
+
+
+@triton.jit
+def head_pointer(x, batch, head):
+    """Return the pointer to the ``[length, head_dim]`` matrix of one row and head."""
+    return x.pointer + batch * x.batch_stride + head * x.head_stride
+
+
+@triton.jit
+def load_rows(
+    pointer, stride, first, length, EVEN: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Load BLOCK rows of a ``[length, COLUMNS]`` matrix; zeros beyond its end unless EVEN."""
+    row = first + tl.arange(0, BLOCK)
+    pointers = pointer + row[:, None] * stride + tl.arange(0, COLUMNS)[None, :]
+    if EVEN:
+        return tl.load(pointers)
+    return tl.load(pointers, mask=(row < length)[:, None], other=0.0)
+
+
+@triton.jit
+def store_rows(pointer, stride, row, length, value, COLUMNS: tl.constexpr):
+    """Store a ``[BLOCK, COLUMNS]`` tile to the rows ``row`` of a ``[length, COLUMNS]`` matrix."""
+    pointers = pointer + row[:, None] * stride + tl.arange(0, COLUMNS)[None, :]
+    tl.store(pointers, value.to(pointer.dtype.element_ty), mask=(row < length)[:, None])
+
+
+@triton.jit
+def load_vector(pointer, first, length, EVEN: tl.constexpr, BLOCK: tl.constexpr):
+    """Load one number per position of a tile; zeros beyond the end of the row unless EVEN."""
+    offsets = tl.arange(0, BLOCK)
+    # First the tile's address, which all threads share; a thread's own offsets are constants.
+    pointers = pointer + first + offsets
+    if EVEN:
+        return tl.load(pointers)
+    return tl.load(pointers, mask=offsets < length - first, other=0.0)
+
+
+@triton.jit
+def band_tile(BAND, index, BLOCK: tl.constexpr):
+    """Return pointers to one ``[BLOCK, BLOCK]`` tile of the band of score gradients."""
+    offsets = tl.arange(0, BLOCK)
+    return BAND + index * (BLOCK * BLOCK) + (offsets[:, None] * BLOCK + offsets[None, :])
+
+
+@triton.jit
+def dot(a, b, accumulator=None):
+    """Multiply two tiles in full precision."""
+    return tl.dot(a, b, accumulator, input_precision="ieee")
+
+
+@triton.jit
+def visible_tiles(BEGIN, END, tile, length, near, RANGES: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the tiles that a tile attends to, or is attended by, and the near ones among them.
 
     Args:
-        x: ``[B, B]``.
-        zero: ``hidden_zero``.
-        B: tile size.
+        BEGIN: first visible position of each position, int32 ``[length]``, non-decreasing.
+        END: one past the last.
+        tile: tile index.
+        length: positions in a row.
+        near: tiles fewer than this apart use the position tables.
+        RANGES: whether visibility is limited; otherwise the pointers are not read.
+        BLOCK: tile size.
+
+    Returns:
+        begin, end, near_begin and near_end, in tiles.
     """
-    row = (tl.arange(0, B) | zero)[:, None]
-    column = tl.arange(0, B)[None, :]
-    return tl.gather(x, (row - column) & (B - 1), 1)
+    begin = 0
+    end = tl.cdiv(length, BLOCK)
+    if RANGES:
+        begin = tl.load(BEGIN + tile * BLOCK) // BLOCK
+        last = tl.minimum(tile * BLOCK + BLOCK, length) - 1
+        end = (tl.load(END + last) + BLOCK - 1) // BLOCK
+    return begin, end, tl.maximum(begin, tile - near + 1), tl.minimum(end, tile + near)
 
 
 @triton.jit
-def in_high_block(zero, B: tl.constexpr):
-    """Where the products with the block of greater distances hold a tile's terms."""
-    return tl.arange(0, B)[None, :] <= (tl.arange(0, B) | zero)[:, None]
+def far_tiles(begin, end, near_begin, near_end, side: tl.constexpr):
+    """Return the range of far tiles before (side 0) or after (side 1) the near ones."""
+    far_begin = begin if side == 0 else tl.maximum(begin, near_end)
+    far_end = tl.minimum(end, near_begin) if side == 0 else end
+    return far_begin, far_end
 
 
 @triton.jit
-def pack(low, high):
-    """Two float16 as the halves of a word."""
-    low = low.to(tl.uint16, bitcast=True).to(tl.uint32)
-    high = high.to(tl.uint16, bitcast=True).to(tl.uint32)
-    return low | (high << 16)
+def rotate(x, zero, BLOCK: tl.constexpr):
+    """Return column (row - column) mod BLOCK of each row of ``[BLOCK, BLOCK]``; an involution."""
+    row = (tl.arange(0, BLOCK) | zero)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    return tl.gather(x, (row - column) & (BLOCK - 1), 1)
 
 
 @triton.jit
-def low_half(word):
-    """The first of two packed floats."""
-    return (word & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
+def in_high_block(zero, BLOCK: tl.constexpr):
+    """Return the mask of terms that come from the block of greater distances."""
+    return tl.arange(0, BLOCK)[None, :] <= (tl.arange(0, BLOCK) | zero)[:, None]
 
 
 @triton.jit
-def high_half(word):
-    """The second of two packed floats."""
-    return (word >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
+def table_product(x, TABLE, row, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Multiply vectors ``[BLOCK, HEAD_DIM]`` by the block of a linear table that starts at row."""
+    rows = load_rows(TABLE, HEAD_DIM, row, 0, True, BLOCK, HEAD_DIM)
+    return dot(x, tl.trans(rows))
 
 
 @triton.jit
-def own_terms(high_product, low_product, zero, HALF: tl.constexpr, B: tl.constexpr):
-    """A tile's terms of its rows, each row still to be rotated, in the precision for it.
+def select_terms(high, low, zero, HALF: tl.constexpr, BLOCK: tl.constexpr):
+    """Select each unrotated term from the products with the blocks of greater and lesser distances.
 
     Args:
-        high_product: products of the rows with the block of greater distances.
-        low_product: with the block of smaller distances.
-        zero: ``hidden_zero``.
-        HALF: float16 suffices for the terms.
-        B: tile size.
+        high: products with the block of greater distances.
+        low: products with the block of lesser distances.
+        zero: ``opaque_zero``.
+        HALF: return float16 instead of float32.
+        BLOCK: tile size.
     """
-    terms = tl.where(in_high_block(zero, B), high_product, low_product)
+    terms = tl.where(in_high_block(zero, BLOCK), high, low)
     return terms.to(tl.float16 if HALF else tl.float32)
 
 
 @triton.jit
-def position_bias(
-    rows,
-    columns,
-    zero,
-    unpack_scale,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    HALF: tl.constexpr,
-    B: tl.constexpr,
+def tile_terms(
+    x, TABLE, row, zero, HALF: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr
 ):
-    """Position terms of a tile, float32 ``[B, B]``.
+    """Return the unrotated terms of vectors whose block of greater distances starts at ``row``."""
+    high = table_product(x, TABLE, row, BLOCK, HEAD_DIM)
+    low = table_product(x, TABLE, row - BLOCK, BLOCK, HEAD_DIM)
+    return select_terms(high, low, zero, HALF, BLOCK)
+
+
+@triton.jit
+def position_bias(
+    rows, columns, zero, unpack_scale,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Return the position terms of a tile, float32 ``[BLOCK, BLOCK]``.
 
     Args:
-        rows: ``own_terms`` of the tile's rows.
-        columns: of its columns, as rows.
-        zero: ``hidden_zero``.
-        unpack_scale: what terms are to be multiplied by; read only with ``HALF``.
-        ROWS: whether there is a term of the rows.
-        COLUMNS: whether there is a term of the columns.
-        HALF: float16 suffices for the terms; both are rotated at once.
-        B: tile size.
+        rows: ``select_terms`` of the tile's rows.
+        columns: ``select_terms`` of the tile's columns, one row per column.
+        zero: ``opaque_zero``.
+        unpack_scale: factor on terms; read only with HALF.
+        ROWS: whether the rows have a term.
+        COLUMNS: whether the columns have a term.
+        HALF: terms are float16; both are rotated at once.
+        BLOCK: tile size.
     """
     if ROWS and COLUMNS and HALF:
-        word = rotate(pack(rows, columns), zero, B)
-        bias = low_half(word).to(tl.float32) + tl.trans(high_half(word)).to(tl.float32)
+        low = rows.to(tl.uint16, bitcast=True).to(tl.uint32)
+        high = columns.to(tl.uint16, bitcast=True).to(tl.uint32)
+        word = rotate(low | (high << 16), zero, BLOCK)
+        bias = (word & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+        high = (word >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
+        bias += tl.trans(high).to(tl.float32)
     else:
-        bias = tl.zeros([B, B], tl.float32)
+        bias = tl.zeros([BLOCK, BLOCK], tl.float32)
         if ROWS:
-            bias += rotate(rows, zero, B).to(tl.float32)
+            bias += rotate(rows, zero, BLOCK).to(tl.float32)
         if COLUMNS:
-            bias += tl.trans(rotate(columns, zero, B)).to(tl.float32)
+            bias += tl.trans(rotate(columns, zero, BLOCK)).to(tl.float32)
     if HALF:
         bias *= unpack_scale
     return bias
-
-
-@triton.jit
-def rows_of(tensor, stride, first, count, EVEN: tl.constexpr, B: tl.constexpr, D: tl.constexpr):
-    """B rows of a ``[count, D]`` matrix; zeros beyond its end.
-
-    Args:
-        tensor: pointer to the matrix.
-        stride: elements between rows.
-        first: first row.
-        count: rows of the matrix.
-        EVEN: the matrix is known to end with a tile.
-        B: rows wanted.
-        D: columns.
-    """
-    row = first + tl.arange(0, B)
-    pointers = tensor + row[:, None] * stride + tl.arange(0, D)[None, :]
-    if EVEN:
-        return tl.load(pointers)
-    return tl.load(pointers, mask=(row < count)[:, None], other=0.0)
-
-
-@triton.jit
-def numbers_of(tensor, first, count, EVEN: tl.constexpr, B: tl.constexpr):
-    """One number a position of a tile; zeros beyond the end of the row.
-
-    Args:
-        tensor: pointer to the numbers of a row.
-        first: first position.
-        count: of the row.
-        EVEN: the row is known to end with a tile.
-        B: positions wanted.
-    """
-    within = tl.arange(0, B)
-    # First the pointer to the tile, which threads share, then what is a thread's own: constants.
-    pointers = tensor + first + within
-    if EVEN:
-        return tl.load(pointers)
-    return tl.load(pointers, mask=within < count - first, other=0.0)
-
-
-@triton.jit
-def mix32(x):
-    """``mix`` of ``dropout_bits``, on unsigned 32-bit integers."""
-    x = x ^ (x >> 16)
-    x = x * 0x7FEB352D
-    x = x ^ (x >> 15)
-    x = x * 0x846CA68B
-    return x ^ (x >> 16)
-
-
-@triton.jit
-def head_state(seeds, batch, head):
-    """The part of the dropout hash that a (row, global head) shares."""
-    seed = tl.load(seeds + batch)
-    low = (seed & 0xFFFFFFFF).to(tl.uint32)
-    high = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    return mix32(mix32(mix32(low ^ 0x9E3779B9) ^ high) ^ head.to(tl.uint32))
-
-
-@triton.jit
-def keep_tile(row_key, first_key, threshold, B: tl.constexpr):
-    """Which elements of a tile of queries by keys dropout keeps, ``[B, B]``.
-
-    Four keys share a word of the hash, so it is computed once for the four.
-
-    Args:
-        row_key: hash of the queries, uint32 ``[B]``.
-        first_key: position of the tile's first key, a multiple of 4.
-        threshold: ``dropout_bits.drop_threshold``.
-        B: tile size.
-    """
-    group = (first_key // 4 + tl.arange(0, B // 4)).to(tl.uint32) * 0x9E3779B9
-    shift = (8 * tl.arange(0, 4)).to(tl.uint32)
-    word = mix32(row_key[:, None] ^ group[None, :])
-    byte = (word[:, :, None] >> shift[None, None, :]) & 255
-    return tl.reshape((byte >= tl.cast(threshold, tl.uint32)).to(tl.int8), [B, B]) != 0
-
-
-@triton.jit
-def keep_tile_by_key(row_key, first_key, threshold, B: tl.constexpr):
-    """As ``keep_tile`` for a tile of keys by queries, where no thread has four keys of a query."""
-    key = first_key + tl.arange(0, B)
-    group = (key >> 2).to(tl.uint32) * 0x9E3779B9
-    word = mix32(row_key[None, :] ^ group[:, None])
-    # The byte moves to the top, where a comparison needs no mask.
-    byte_on_top = word << (24 - 8 * (key & 3)).to(tl.uint32)[:, None]
-    return byte_on_top >= (tl.cast(threshold, tl.uint32) << 24)
-
-
-@triton.jit
-def visible_tiles(LOW, HIGH, tile, count, others, RANGES: tl.constexpr, B: tl.constexpr):
-    """First and one past the last tile that a tile sees, or is seen by.
-
-    ``LOW`` and ``HIGH`` never fall along a row, so the ends of the tile tell.
-
-    Args:
-        LOW: first position each position of this row sees, int32 ``[count]``.
-        HIGH: one past the last, int32 ``[count]``.
-        tile: which tile.
-        count: length of the row.
-        others: tiles in the row it looks at.
-        RANGES: whether there are ranges; if not, everything is seen.
-        B: tile size.
-    """
-    begin = 0
-    end = others
-    if RANGES:
-        begin = tl.load(LOW + tile * B) // B
-        end = (tl.load(HIGH + tl.minimum(tile * B + B, count) - 1) + B - 1) // B
-    return begin, end

@@ -201,7 +201,7 @@ def test_the_operators_of_torch_keep_their_promises(gathered: bool) -> None:
         at = torch.tensor([[3, 17, -1, 0, 9]], device=DEVICE)
         ranges = triton_backend.gathered_ranges(at, None, 18)
     seed = torch.tensor([3], device=DEVICE)
-    options = (gathered, seed, LINEAR.max_distance, LINEAR.buckets, False, 0.1, 0, 0.1)
+    options = (seed, gathered, LINEAR.max_distance, LINEAR.buckets, False, 0.1, 0, 0.1)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(
         triton_backend._forward_op, (*leaves, ranges, *options), test_utils=checks

@@ -54,12 +54,12 @@ def test_gathered_queries_and_far_tiles_without_a_term(
 
 
 def test_rows_too_long_for_the_kernels_are_refused() -> None:
-    from megatron_deberta.ops.triton.launch import Call, Plan
+    from megatron_deberta.ops.triton.launch import KernelCall, LaunchPlan
 
-    q = torch.empty(1, 1, triton_settings.MOST_POSITIONS, 32, device="meta")
-    call = Call(q, q, q, None, None, None, None, LINEAR, 1, 0.0, 0, 1.0)
+    q = torch.empty(1, 1, triton_settings.MAX_POSITIONS, 32, device="meta")
+    call = KernelCall(q, q, q, None, None, None, None, LINEAR, 1, 0.0, 0, 1.0)
     with pytest.raises(ValueError, match="k: got 16777216 positions"):
-        Plan(call)
+        LaunchPlan(call)
 
 
 class NoKernel:
@@ -95,7 +95,7 @@ def test_nothing_is_larger_than_the_band(gathered: bool, monkeypatch: pytest.Mon
     table = torch.zeros(1, 2 * positions.span, 32, dtype=torch.float16)
     at = torch.arange(0, length, 1000)
     q = k[:, :, at] if gathered else k
-    call = launch.Call(
+    call = launch.KernelCall(
         q, k, k, table, table, None, torch.zeros(1, dtype=torch.int64), positions, 1, 0.1, 0, 0.1
     )
     extra = (torch.stack([at, at * 0, at * 0 + length])[:, None].int(),) if gathered else ()

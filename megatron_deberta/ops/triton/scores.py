@@ -1,0 +1,181 @@
+"""Triton helpers shared by the fused kernels: visibility, dropout, softmax and score gradients."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megatron_deberta.ops.triton.tiles import dot
+
+
+@triton.jit
+def visible_range(BEGIN, END, position, length, RANGES: tl.constexpr):
+    """Return the first visible position of each position and one past the last."""
+    begin = position * 0
+    end = tl.where(position < length, length, 0)
+    if RANGES:
+        begin = tl.load(BEGIN + position, mask=position < length, other=0)
+        end = tl.load(END + position, mask=position < length, other=0)
+    return begin, end
+
+
+@triton.jit
+def mix32(x):
+    """Apply ``mix`` of ``dropout_bits`` to unsigned 32-bit integers."""
+    x = x ^ (x >> 16)
+    x = x * 0x7FEB352D
+    x = x ^ (x >> 15)
+    x = x * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def dropout_row_key(dropout, position, batch, head, DROP: tl.constexpr):
+    """Return the dropout hash of queries of one local head, uint32 like ``position``."""
+    row_key = position.to(tl.uint32)
+    if DROP:
+        seed = tl.load(dropout.seeds + batch)
+        low = (seed & 0xFFFFFFFF).to(tl.uint32)
+        high = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
+        global_head = (head + dropout.head_offset).to(tl.uint32)
+        row_key = mix32(mix32(mix32(mix32(low ^ 0x9E3779B9) ^ high) ^ global_head) ^ row_key)
+    return row_key
+
+
+@triton.jit
+def keep_mask(row_key, first_key, dropout, BLOCK: tl.constexpr):
+    """Return the dropout mask of a tile of queries by keys, ``[BLOCK, BLOCK]``, True = keep.
+
+    Four keys share one word of the hash, which is computed once for the four.
+
+    Args:
+        row_key: hash of the queries, uint32 ``[BLOCK]``.
+        first_key: position of the tile's first key, a multiple of 4.
+        dropout: ``DropoutArguments``.
+        BLOCK: tile size.
+    """
+    group = (first_key // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32) * 0x9E3779B9
+    shift = (8 * tl.arange(0, 4)).to(tl.uint32)
+    word = mix32(row_key[:, None] ^ group[None, :])
+    byte = (word[:, :, None] >> shift[None, None, :]) & 255
+    keep = (byte >= tl.cast(dropout.threshold, tl.uint32)).to(tl.int8)
+    return tl.reshape(keep, [BLOCK, BLOCK]) != 0
+
+
+@triton.jit
+def keep_mask_by_key(row_key, first_key, dropout, BLOCK: tl.constexpr):
+    """As ``keep_mask`` for a tile of keys by queries, where no thread has four keys of a query."""
+    key = first_key + tl.arange(0, BLOCK)
+    group = (key >> 2).to(tl.uint32) * 0x9E3779B9
+    word = mix32(row_key[None, :] ^ group[:, None])
+    # With the byte shifted to the top of the word the comparison needs no mask.
+    top_byte = word << (24 - 8 * (key & 3)).to(tl.uint32)[:, None]
+    return top_byte >= (tl.cast(dropout.threshold, tl.uint32) << 24)
+
+
+@triton.jit
+def softmax_step(
+    scores, v, row_max, row_sum, accumulator, first_key, key_begin, key_end, row_key, log2_scale,
+    dropout, MASKED: tl.constexpr, DROP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Add one tile of keys to the online softmax, in base 2.
+
+    Args:
+        scores: unscaled, float32 ``[BLOCK, BLOCK]``.
+        v: values of the keys.
+        row_max: maximum of each query's scores so far.
+        row_sum: sum of 2**(score - row_max) so far.
+        accumulator: sum of values with these weights so far.
+        first_key: position of the tile's first key.
+        key_begin: first visible key of each query; read only with MASKED.
+        key_end: one past the last; read only with MASKED.
+        row_key: ``dropout_row_key``.
+        log2_scale: scale of the scores / ln 2.
+        dropout: ``DropoutArguments``.
+        MASKED: whether any key is hidden.
+        DROP: whether there is dropout.
+        BLOCK: tile size.
+
+    Returns:
+        The new row_max, row_sum and accumulator.
+    """
+    scores = scores * log2_scale
+    if MASKED:
+        key = first_key + tl.arange(0, BLOCK)
+        visible = (key[None, :] >= key_begin[:, None]) & (key[None, :] < key_end[:, None])
+        scores = tl.where(visible, scores, float("-inf"))
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    base = new_max
+    if MASKED:  # avoids inf - inf for queries without a visible key so far
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)
+    p = tl.math.exp2(scores - base[:, None])
+    rescale = tl.math.exp2(row_max - base)
+    row_sum = row_sum * rescale + tl.sum(p, 1)
+    if DROP:
+        p = tl.where(keep_mask(row_key, first_key, dropout, BLOCK), p, 0.0)
+    accumulator = dot(p.to(v.dtype), v, accumulator * rescale[:, None])
+    return new_max, row_sum, accumulator
+
+
+@triton.jit
+def softmax_result(row_max, row_sum, keep_scale):
+    """Return the factor on the accumulator and the log2-sum-exp2; 0 and -inf if nothing is visible.
+
+    Args:
+        row_max: of ``softmax_step``.
+        row_sum: of ``softmax_step``.
+        keep_scale: factor on kept elements.
+    """
+    hidden = row_sum == 0.0
+    factor = tl.where(hidden, 0.0, keep_scale / tl.where(hidden, 1.0, row_sum))
+    log2_sum = row_max + tl.math.log2(tl.where(hidden, 1.0, row_sum))
+    return factor, tl.where(hidden, float("-inf"), log2_sum)
+
+
+@triton.jit
+def signed_probabilities(
+    scores, lse2, visible, row_key, first_key, log2_scale, dropout,
+    BY_KEY: tl.constexpr, MASKED: tl.constexpr, DROP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Return probabilities, negated where dropout drops: one register per element for both.
+
+    Args:
+        scores: unscaled, float32 ``[BLOCK, BLOCK]``.
+        lse2: log2-sum-exp2 of the queries ``[BLOCK]``.
+        visible: mask like ``scores``; read only with MASKED.
+        row_key: ``dropout_row_key`` of the queries.
+        first_key: position of the tile's first key.
+        log2_scale: scale of the scores / ln 2.
+        dropout: ``DropoutArguments``.
+        BY_KEY: the tile's rows are keys; otherwise queries.
+        MASKED: whether any key is hidden.
+        DROP: whether there is dropout.
+        BLOCK: tile size.
+    """
+    lse2 = lse2[None, :] if BY_KEY else lse2[:, None]
+    p = tl.math.exp2(scores * log2_scale - lse2)
+    if MASKED:
+        p = tl.where(visible, p, 0.0)
+    if DROP:
+        if BY_KEY:
+            keep = keep_mask_by_key(row_key, first_key, dropout, BLOCK)
+        else:
+            keep = keep_mask(row_key, first_key, dropout, BLOCK)
+        p = tl.where(keep, p, -p)
+    return p
+
+
+@triton.jit
+def score_gradient(signed, products, delta, keep_scale, DROP: tl.constexpr):
+    """Return the gradient of the scaled scores.
+
+    Args:
+        signed: ``signed_probabilities``.
+        products: products of the output's gradient with the values.
+        delta: products of the output with its gradient, per query.
+        keep_scale: factor on kept elements.
+        DROP: whether there is dropout.
+    """
+    if DROP:
+        products = tl.where(signed > 0, products * keep_scale, 0.0)
+    return tl.abs(signed) * (products - delta)
