@@ -39,6 +39,7 @@ from megatron_deberta.ops.triton import forward as forward
 from megatron_deberta.ops.triton import gathered as gathered
 from megatron_deberta.ops.triton import table_gradients as tables
 from megatron_deberta.ops.triton.settings import WIDE_HEAD, tile_size, warps_and_stages
+from megatron_deberta.ops.triton.tiles import DropoutArguments, HeadTensor
 
 KERNELS = {
     "forward": forward.forward_kernel,
@@ -79,8 +80,13 @@ _FLOATS32 = (
     "Q_ENDS K_ENDS LSE2 DELTA D_K_FAR D_V_FAR BY_ROW K_SUMS Q_SUMS KEY_PARTS QUERY_PARTS PARTS "
     "ENDS SUMS"
 ).split()
-_INTEGERS = "AT LOW HIGH SEEN_LOW SEEN_HIGH ROWS".split()
-_SCALARS = "scale scale2 keep_scale unpack_scale".split()
+_INTEGERS = "POSITIONS KEY_BEGIN KEY_END QUERY_BEGIN QUERY_END ROWS".split()
+_SCALARS = "scale log2_scale unpack_scale".split()
+_HEAD_TENSORS = "Q K V X OUT D_OUT D_Q D_K D_V".split()
+_POINTERS = {"fold": ("OUT",), "end_products": ("OUT",), "end_gradient": ("OUT",)} | {
+    "gathered_query": ("D_Q",), "gathered_key": ("D_K",)
+}  # fmt: skip
+"""Arguments that are plain pointers in these kernels and ``HeadTensor`` in the others."""
 _TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -120,14 +126,12 @@ class Variant:
         """Compile-time arguments."""
         everything = self.flags == "everything"
         left_out = PARTS[self.kernel][self.part] if self.part else {}
-        stride = 24 * self.head_size
-        strides = {f"{x}_n": stride for x in "q k v o g dq dk dv".split()}
         return {
-            **{"B": self.tile, "D": self.head_size},
+            **{"BLOCK": self.tile, "HEAD_DIM": self.head_size},
             **{"C2P": True, "P2C": True, "CONTENT": True, "NEGATED": True},
             **{"DROP": self.flags != "plain", "RANGES": self.flags in ("masked", "everything")},
             **{"HALF": self.dtype != torch.float32, "FAR": everything},
-            **{"EVEN": not everything, **strides},
+            "EVEN": not everything,
             **{"SCORES": True, "VALUES": True, "KEYS": True, **left_out},
             "CHUNK": 16 if self.kernel == "fold" else min(self.head_size, 64),
         }
@@ -178,11 +182,18 @@ def compile_variant(variant: Variant) -> dict[str, Any]:
     for index, parameter in enumerate(kernel.params):
         name = parameter.name
         if parameter.is_constexpr:
-            signature[name], constexprs[name] = "constexpr", constants[name]
+            signature[name], constexprs[(index,)] = "constexpr", constants[name]
             continue
-        signature[name] = _type_of(name, variant.dtype)
-        if signature[name].startswith("*") or re.fullmatch(r"d?[a-z]_[bhn]", name):
-            attributes[(index,)] = [["tt.divisibility", 16]]
+        signature[name] = _type_of(name, variant)
+        aligned: tuple[tuple[int, ...], ...] = ()
+        if isinstance(signature[name], HeadTensor):
+            constexprs[(index, 3)] = 24 * variant.head_size
+            aligned = ((index, 0), (index, 1), (index, 2))
+        elif isinstance(signature[name], DropoutArguments):
+            aligned = ((index, 0),)
+        elif signature[name].startswith("*"):
+            aligned = ((index,),)
+        attributes.update({path: [["tt.divisibility", 16]] for path in aligned})
     setting = warps_and_stages(
         variant.kernel, variant.dtype, variant.tile, variant.head_size, variant.capability
     )
@@ -199,16 +210,22 @@ def compile_variant(variant: Variant) -> dict[str, Any]:
     }
 
 
-def _type_of(name: str, dtype: torch.dtype) -> str:
-    if name == "SEED":
-        return "*i64"
-    if name in _INTEGERS:
-        return "*i32"
+def _type_of(name: str, variant: Variant) -> Any:
+    """Return the type of an argument that is not a compile-time constant."""
+    pointer = f"*{_TYPES[variant.dtype]}"
+    if name == "DROPOUT":
+        return DropoutArguments("*i64", "i32", "fp32", "i32")  # type: ignore[arg-type]
     if name in _FLOATS32:
         return "*fp32"
+    if name in _HEAD_TENSORS:
+        if name not in _POINTERS.get(variant.kernel, ()):
+            return HeadTensor(pointer, "i32", "i32", "constexpr")  # type: ignore[arg-type]
+        return pointer if variant.kernel == "fold" else "*fp32"
+    if name in _INTEGERS:
+        return "*i32"
     if name in _SCALARS:
         return "fp32"
-    return f"*{_TYPES[dtype]}" if name.isupper() else "i32"
+    return pointer if name.isupper() else "i32"
 
 
 def _disassemble(cubin: bytes) -> dict[str, Any]:
