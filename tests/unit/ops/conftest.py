@@ -10,15 +10,18 @@ import pytest
 
 
 @pytest.fixture(autouse=True, scope="session")
-def fast_interpreter() -> None:
+def _fast_interpreter() -> None:
     """Skip work that the interpreter repeats for each call of a helper function.
 
-    It searches ``triton.language`` for functions to replace at every call, although the launch of
-    the kernel has replaced them, and computes overflow checks that are only asserted in debug mode.
+    At each call it searches ``triton.language`` for functions to replace, although the launch of
+    the kernel has replaced them, and it computes overflow checks that only debug mode asserts.
     """
     if os.environ.get("TRITON_INTERPRET") != "1":
         return
-    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    try:
+        from triton.runtime import interpreter
+    except ImportError:
+        return
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
     patched: set[str] = set()
