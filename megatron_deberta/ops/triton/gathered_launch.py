@@ -82,7 +82,9 @@ def backward(
     plan = _GatheredPlan(call, placement)
     q, k, v = call.q, call.k, call.v
     if not plan.queries:
-        tables = (None if x is None else torch.zeros_like(x) for x in (call.pos_key, call.pos_query))
+        tables = (
+            None if x is None else torch.zeros_like(x) for x in (call.pos_key, call.pos_query)
+        )
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), *tables
     delta = plan.empty(*q.shape[:3])
     backward_kernels.output_products_kernel[plan.query_grid](
