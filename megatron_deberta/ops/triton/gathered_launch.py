@@ -82,10 +82,11 @@ def backward(
     plan = _GatheredPlan(call, placement)
     q, k, v = call.q, call.k, call.v
     if not plan.queries:
-        tables = (
+        d_pos_key, d_pos_query = (
             None if x is None else torch.zeros_like(x) for x in (call.pos_key, call.pos_query)
         )
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), *tables
+        d_q, d_k, d_v = map(torch.zeros_like, (q, k, v))
+        return d_q, d_k, d_v, d_pos_key, d_pos_query
     delta = plan.empty(*q.shape[:3])
     backward_kernels.output_products_kernel[plan.query_grid](
         head_tensor(output), head_tensor(d_output), delta, plan.heads, plan.queries,
