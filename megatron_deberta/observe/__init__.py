@@ -1,1 +1,1 @@
-"""What a run shows and writes about itself: logs, live view, metrics, throughput."""
+"""Logging, terminal view, metrics, throughput and progress of a run."""

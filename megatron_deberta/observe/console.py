@@ -1,8 +1,4 @@
-"""The view of a running job: a live panel on a terminal, one clean line a record elsewhere.
-
-Owns what rank 0 prints while training. Refuses to compute anything (``throughput.py``) and to keep
-anything (``metrics.py``).
-"""
+"""Console output of rank 0: a live panel on terminals, one line per record elsewhere."""
 
 from __future__ import annotations
 
@@ -19,12 +15,12 @@ from rich.table import Table
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
-    """What is known of the steps since the last record."""
+    """Metrics of the steps since the last record."""
 
     step: int
-    """Optimizer steps done."""
+    """Completed optimizer steps."""
     loss: float
-    """Mean loss over the steps since the last record, nats a masked token."""
+    """Mean loss over the steps since the last record, in nats per masked token."""
     learning_rate: float
     """Learning rate of the last step."""
     grad_norm: float
@@ -34,23 +30,23 @@ class StepRecord:
     tokens_per_second: float
     """Tokens of all ranks, padding included."""
     utilization: float
-    """MFU: model FLOPs over what the measured matrix rate allows; NaN where it was not measured."""
+    """MFU: model FLOP/s over the measured matrix rate; NaN if not measured."""
     hardware_utilization: float
-    """The same with recomputed FLOPs."""
+    """The same, including recomputed FLOPs."""
     flops_per_second: float
     """Model FLOP/s of all ranks."""
     matmul_flops_per_second: float
-    """The matrix rate of all ranks, measured at start-up."""
+    """Matrix rate of all ranks, measured at start-up."""
     seconds_left: float
-    """Time to the last step at the present rate."""
+    """Estimated time to the last step."""
     next_sentence_loss: float | None = None
-    """Mean loss of pairs in the last step, nats a pair; None where rows are not pairs."""
+    """Mean pair loss of the last step, in nats; None where rows are not pairs."""
     next_sentence_accuracy: float | None = None
-    """Share of the last step's pairs told right."""
+    """Fraction of the last step's pairs classified correctly."""
 
 
 def describe_record(record: StepRecord) -> list[tuple[str, str]]:
-    """Put a record into labelled text, in the order it is shown; leaves out what says nothing."""
+    """Format a record as labelled cells in display order; omits cells without information."""
     cells = [
         ("loss", f"{record.loss:.4f}"),
         ("lr", f"{record.learning_rate:.3e}"),
@@ -71,7 +67,7 @@ def describe_record(record: StepRecord) -> list[tuple[str, str]]:
 
 
 def format_duration(seconds: float) -> str:
-    """Write seconds as ``h:mm:ss``, with days in front where there are some."""
+    """Format seconds as ``h:mm:ss``, preceded by days if any."""
     if not math.isfinite(seconds):
         return "unknown"
     minutes, second = divmod(round(seconds), 60)
@@ -85,10 +81,10 @@ class LiveConsole:
     """Shows training records; a context manager, used by rank 0 only.
 
     Args:
-        total_steps: optimizer steps of the run.
-        first_step: steps done before this process started.
-        title: shown over the bar, such as the run's folder.
-        console: where to draw; None takes standard output.
+        total_steps: last step of the run.
+        first_step: steps completed before this process started.
+        title: shown above the progress bar, such as the run folder.
+        console: console to draw on; None: standard output.
     """
 
     def __init__(
@@ -114,7 +110,7 @@ class LiveConsole:
         self._live: Live | None = None
 
     def __enter__(self) -> LiveConsole:
-        """Start drawing, if there is a terminal to draw on."""
+        """Start the live panel, if the console is a terminal."""
         if self.console.is_terminal:
             self._live = Live(self._draw(), console=self.console, refresh_per_second=4)
             self._live.start()
@@ -126,13 +122,13 @@ class LiveConsole:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Leave the last state on the screen and give the terminal back."""
+        """Stop the live panel; its last state stays on the screen."""
         if self._live is not None:
             self._live.stop()
             self._live = None
 
     def advance(self, step: int) -> None:
-        """Move the bar to a step; prints nothing where there is no terminal."""
+        """Update the progress bar; prints nothing without a terminal."""
         self._progress.update(self._task, completed=step)
 
     def update(self, record: StepRecord) -> None:
@@ -146,7 +142,7 @@ class LiveConsole:
         self._print(f"step {record.step}/{self._total_steps} | {cells}")
 
     def note(self, text: str) -> None:
-        """Show a line that stays until the next one, such as a validation or a checkpoint."""
+        """Show a line, such as a validation result, until the next one."""
         self._note = text
         if self._live is not None:
             self._live.update(self._draw())
@@ -154,7 +150,7 @@ class LiveConsole:
             self._print(text)
 
     def _print(self, line: str) -> None:
-        # Not through rich, which would wrap the line at the width it guesses for a file.
+        # Not through rich, which would wrap the line at an assumed width.
         self.console.file.write(line + "\n")
         self.console.file.flush()
 

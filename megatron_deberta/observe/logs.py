@@ -1,8 +1,4 @@
-"""Logging that knows its rank: rank 0 speaks, the others only warn, and say who they are.
-
-Owns handlers and their format; every module logs through ``logging.getLogger(__name__)``. Refuses
-metrics (``metrics.py``) and the live view (``console.py``).
-"""
+"""Logging set-up by rank; modules log through ``logging.getLogger(__name__)``."""
 
 from __future__ import annotations
 
@@ -24,14 +20,14 @@ def setup_logging(
 ) -> None:
     """Send log records to the terminal, or as plain lines to standard error.
 
-    May be called again, for instance once the rank is known: the last call counts.
+    A later call replaces the previous set-up.
 
     Args:
-        level: least severe message of this package that rank 0 shows; other ranks and other
-            packages show warnings and errors only.
-        rank: this process.
-        world_size: processes in all; above 1, each line starts with its rank.
-        console: where the live view draws; on a terminal, messages are printed above it.
+        level: minimum level of this package on rank 0; other ranks and packages show warnings and
+            errors only.
+        rank: rank of this process.
+        world_size: number of processes; above 1, each line starts with the rank.
+        console: console of the live panel; on a terminal, messages are printed above it.
     """
     handler: logging.Handler
     prefix = f"[rank {rank}] " if world_size > 1 else ""
@@ -45,11 +41,11 @@ def setup_logging(
     handler.set_name(HANDLER_NAME)
 
     root = logging.getLogger()
-    for old in [known for known in root.handlers if known.get_name() == HANDLER_NAME]:
+    for old in [item for item in root.handlers if item.get_name() == HANDLER_NAME]:
         root.removeHandler(old)
     root.addHandler(handler)
     shown = logging.getLevelName(level.upper())
     logging.getLogger(PACKAGE).setLevel(shown if rank == 0 else max(shown, logging.WARNING))
     if level != "debug":
-        # It greets from every rank, at length, on standard output.
+        # DeepSpeed logs many information messages from every rank to standard output.
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)

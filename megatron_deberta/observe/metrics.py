@@ -1,8 +1,4 @@
-"""Metrics of a run on disk: JSON lines for programs, TensorBoard for eyes, a PNG of the curve.
-
-Owns ``metrics.jsonl`` and ``tensorboard/`` in the run folder. Refuses to print (``console.py``).
-Written by rank 0 only.
-"""
+"""Metrics files of a run, written by rank 0: JSON lines, TensorBoard events and loss curves."""
 
 from __future__ import annotations
 
@@ -23,16 +19,16 @@ FILE_NAME = "metrics.jsonl"
 
 
 class MetricsWriter:
-    """Appends one record a call; numbers that are not finite are written as null.
+    """Appends one record per call; nonfinite numbers are written as null.
 
     Args:
-        run_dir: folder of the run.
-        resume_step: optimizer steps of the checkpoint that the run continues from. Records of
-            later steps were made by work that was lost, and are cut: the steps come again.
+        run_dir: run folder.
+        resume_step: step of the checkpoint that the run resumes from; records of later steps are
+            removed, because these steps are repeated.
         tensorboard: also write TensorBoard events.
 
     Raises:
-        DataError: ``metrics.jsonl`` holds something other than records.
+        DataError: ``metrics.jsonl`` contains something other than records.
         OSError: the folder cannot be written.
     """
 
@@ -54,9 +50,9 @@ class MetricsWriter:
         """Append a record.
 
         Args:
-            step: optimizer steps done.
+            step: completed optimizer steps.
             values: metrics by name; only numbers go to TensorBoard.
-            kind: where they were measured; ``guard`` tells of updates that were not made.
+            kind: source of the metrics; ``guard`` reports skipped updates and rollbacks.
         """
         record = {"step": step, "kind": kind, **values}
         self._file.write(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
@@ -84,12 +80,12 @@ class MetricsWriter:
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Read the records of a run; a last line torn by a crash is left out.
+    """Read the records of a run; an incomplete last line is ignored.
 
     Raises:
-        DataError: a line is not a record; the line is named.
+        DataError: a line is not a record; names the line.
     """
-    *lines, _torn = Path(path).read_bytes().split(b"\n")
+    *lines, _incomplete = Path(path).read_bytes().split(b"\n")
     records = []
     for number, line in enumerate(lines, start=1):
         try:
@@ -97,13 +93,13 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
             records.append({**record, "step": int(record["step"])})
         except (ValueError, TypeError, KeyError) as error:
             raise DataError(
-                f"{path}:{number}: not a metrics record ({error}); move the file away to go on"
+                f"{path}:{number}: not a metrics record ({error}); move the file away to continue"
             ) from error
     return records
 
 
 def _cut_after(path: Path, step: int) -> None:
-    """Drop records of later steps, by a new file in the old one's place."""
+    """Remove records of later steps; replaces the file atomically."""
     if not path.exists():
         return
     kept = [record for record in read_metrics(path) if record["step"] <= step]
@@ -120,12 +116,12 @@ def plot_loss(
     """Draw training and validation loss over steps.
 
     Args:
-        metrics_path: a ``metrics.jsonl`` whose records hold ``loss``.
-        png_path: the picture, written in whole or not at all.
+        metrics_path: a ``metrics.jsonl`` with losses.
+        png_path: output file, written atomically.
         unigram: unigram cross-entropy of the validation targets in nats, drawn as a line.
 
     Raises:
-        DataError: there is no finite loss to draw.
+        DataError: there is no finite loss.
     """
     from matplotlib.figure import Figure
 
@@ -135,7 +131,7 @@ def plot_loss(
         if record.get("kind") in curves and isinstance(loss, (int, float)):
             curves[record["kind"]].append((record["step"], float(loss)))
     if not any(curves.values()):
-        raise DataError(f"{metrics_path}: holds no finite loss; train for a few steps first")
+        raise DataError(f"{metrics_path}: contains no finite loss; train for a few steps first")
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()

@@ -13,12 +13,12 @@ import torch
 def measure_matmul_rate(
     device: torch.device, dtype: torch.dtype, *, limit_seconds: float = 0.25
 ) -> float:
-    """Measure the rate of a large square matrix product; the best of some repeats.
+    """Measure the rate of a large square matrix product; the best of several repeats.
 
     Args:
-        device: where to measure.
-        dtype: format of the factors.
-        limit_seconds: no further repeat starts after this.
+        device: device to measure.
+        dtype: dtype of the factors.
+        limit_seconds: no repeat starts after this time.
 
     Returns:
         FLOP/s of this device (on CPU: of this process's threads).
@@ -26,7 +26,7 @@ def measure_matmul_rate(
     on_gpu = device.type == "cuda"
     # 16-bit products are slow on processors that lack the instructions.
     size = 8192 if on_gpu else 768 if dtype == torch.float32 else 256
-    # Not constants: fewer bits that flip let a GPU clock higher than real data does.
+    # Random, because constant data draws less power and lets a GPU clock higher than real data.
     generator = torch.Generator(device).manual_seed(0)
     left, right = (
         torch.randn(size, size, device=device, generator=generator).to(dtype) for _ in range(2)
@@ -50,9 +50,9 @@ class Throughput(NamedTuple):
     tokens_per_second: float
     """Tokens of all ranks."""
     utilization: float
-    """MFU: model FLOPs, without recomputation, over what the matrix rate allows."""
+    """MFU: model FLOP/s, without recomputation, over the matrix rate."""
     hardware_utilization: float
-    """The same with recomputation."""
+    """The same, including recomputation."""
     flops_per_second: float
     """Model FLOP/s of all ranks."""
     seconds_per_step: float
@@ -60,7 +60,7 @@ class Throughput(NamedTuple):
 
 
 class StepWork(NamedTuple):
-    """What an optimizer step costs."""
+    """Work of an optimizer step."""
 
     tokens: int
     """Tokens of all ranks."""
@@ -71,14 +71,14 @@ class StepWork(NamedTuple):
 
 
 class ThroughputMeter:
-    """Times steps between records; what is not training can be taken out with ``paused``.
+    """Times steps between records; ``paused`` excludes time that is not training.
 
     Args:
-        work: of a step.
+        work: work of a step.
         matmul_rate: FLOP/s of all ranks together, from ``measure_matmul_rate``.
-        first_work: of the next steps, where they are shorter.
-        first_steps: how many those are.
-        clock: seconds from any origin.
+        first_work: work of the first steps, if they are shorter.
+        first_steps: number of these steps.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -112,13 +112,13 @@ class ThroughputMeter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave out the time spent inside, such as a validation or a checkpoint."""
+        """Exclude the time spent in the context, such as a validation or a checkpoint."""
         before = self._clock()
         yield
         self._start += self._clock() - before
 
     def lap(self) -> Throughput:
-        """Give the speed since the last lap and start the next.
+        """Return the speed since the last lap and start the next one.
 
         Raises:
             ValueError: no step was counted since the last lap.
@@ -128,7 +128,7 @@ class ThroughputMeter:
         now = self._clock()
         seconds = max(now - self._start, 1e-9)
         flops = self._flops / seconds
-        found = Throughput(
+        throughput = Throughput(
             tokens_per_second=self._tokens / seconds,
             utilization=flops / self.matmul_rate,
             hardware_utilization=(flops + self._recomputed / seconds) / self.matmul_rate,
@@ -137,4 +137,4 @@ class ThroughputMeter:
         )
         self._start, self._steps, self._tokens = now, 0, 0
         self._flops = self._recomputed = 0.0
-        return found
+        return throughput

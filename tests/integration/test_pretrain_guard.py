@@ -66,7 +66,7 @@ def test_one_bad_batch_costs_one_update(
     assert newest is not None
     status = gather(tmp_path / "run")
     assert (status.skipped_updates, status.rollbacks) == (1, 0)
-    assert "1 update skipped" in describe(status)
+    assert "skipped updates: 1" in describe(status)
     # Broken right behind the skip, it goes on as if it had not been.
     code, _ = pretrain(*GUARDED, "train.exit_step=7", run_dir="broken")
     assert code == EXIT_DONE
@@ -93,7 +93,7 @@ def test_repeated_skips_go_back_and_leave_the_data_out(
     assert records(run_dir)[12]["consumed_samples"] == 15 * BATCH
     status = gather(run_dir)
     assert (status.skipped_updates, status.rollbacks) == (2, 1)
-    assert "1 roll-back" in describe(status)
+    assert "rollbacks: 1" in describe(status)
 
     # Killed before the next checkpoint, it goes on from the same one with the same data left out.
     broken = tmp_path / "broken"
