@@ -25,10 +25,10 @@ PAPER = {
 
 
 def table() -> str:
-    """Markdown, one line a model."""
+    """Format the table as Markdown, one line per model."""
     machine = machine_of(load_profile("dgx2"))
     lines = [
-        "| model | V100 | GFLOP a token | paper: days | share of 125 TFLOP/s that implies | "
+        "| model | V100 | GFLOP per token | paper: days | share of 125 TFLOP/s that implies | "
         "`plan`: days at 30 % | days at 20 % |",
         "|---|---|---|---|---|---|---|",
     ]

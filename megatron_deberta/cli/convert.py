@@ -1,10 +1,12 @@
-"""Export to Hugging Face format, or import a published model.
+"""Export a checkpoint to Hugging Face format, or import a published model.
 
-  megatron-deberta convert --checkpoint RUN --to hf --output DIR [--dtype bf16]
-  megatron-deberta convert --from hf DIR --output NEW        (or --from microsoft DIR)
+An export is verified: its logits on real text are compared with this package's model. An import
+writes a checkpoint for checkpoint.load_from, with tokenizer and run configuration.
 
-An export is compared with our own model on real text before it appears under its name. An import
-makes a checkpoint for checkpoint.load_from, with its tokenizer and a run file.
+Examples:
+  megatron-deberta convert --checkpoint runs/base --to hf --output exports/base --dtype bf16
+  megatron-deberta convert --from hf downloads/deberta-v3-base --output imported
+  megatron-deberta convert --from microsoft downloads/deberta-base --output imported
 """
 
 from __future__ import annotations
@@ -19,18 +21,22 @@ _SOURCES = ("hf", "microsoft")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the subcommand's arguments."""
-    parser.add_argument("--output", required=True, metavar="DIR", help="folder to make")
+    parser.add_argument("--output", required=True, metavar="DIR", help="folder to create")
     parser.add_argument(
-        "--tokenizer", default="", metavar="DIR", help="tokenizer; default: the model's own"
+        "--tokenizer", default="", metavar="DIR", help="tokenizer (default: the model's own)"
     )
     export = parser.add_argument_group("export")
-    export.add_argument("--checkpoint", metavar="DIR", help="a run (newest checkpoint) or a step")
-    export.add_argument("--to", choices=["hf"], default="hf", help="format (default: hf)")
+    export.add_argument(
+        "--checkpoint", metavar="DIR", help="run folder (newest checkpoint) or checkpoint folder"
+    )
+    export.add_argument(
+        "--to", choices=["hf"], default="hf", help="target format (default: %(default)s)"
+    )
     export.add_argument(
         "--dtype",
         choices=["fp32", "fp16", "bf16"],
         default="fp32",
-        help="format of the exported weights (default: %(default)s)",
+        help="number format of the exported weights (default: %(default)s)",
     )
     imported = parser.add_argument_group("import")
     imported.add_argument(
@@ -38,26 +44,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="source",
         nargs=2,
         metavar=("hf|microsoft", "DIR"),
-        help="whose files, and the folder with config and weights",
+        help="source format, and folder with config and weights",
     )
     imported.add_argument(
         "--allow-pickle-weights-only",
         action="store_true",
-        help="read a .bin file: tensors only, in a process without network",
+        help="read a .bin file (pickle): tensors only, in a process without network",
     )
     imported.add_argument(
-        "--sha256", default="", metavar="HEX", help="digest of the weight file; pickles need it"
+        "--sha256",
+        default="",
+        metavar="HEX",
+        help="SHA-256 of the weight file; required for pickles",
     )
     imported.add_argument(
-        "--seed", type=int, default=0, help="of parameters that the file lacks (default: 0)"
+        "--seed",
+        type=int,
+        default=0,
+        help="seed of parameters that the file lacks (default: %(default)s)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Convert, and say what came out."""
+    """Convert and print a summary."""
     if bool(args.checkpoint) == bool(args.source):
         raise ConfigError(
-            "convert needs either --checkpoint DIR (export) or --from WHO DIR (import)"
+            "give either --checkpoint DIR (export) or --from hf|microsoft DIR (import)"
         )
     return _export(args) if args.checkpoint else _import(args)
 
@@ -77,12 +89,14 @@ def _export(args: argparse.Namespace) -> int:
     print(f"{args.output}: {trained.reader.path} as {export.model_type}, {args.dtype}")
     if export.reason:
         print(
-            f"No stock class computes {export.reason}: it is of our own type, and loads with "
+            f"No class of transformers implements {export.reason}: load the export with "
             "trust_remote_code=True or through megatron_deberta.hf."
         )
-    print(f"Checked on real text: logits differ by {export.check.max_error:.1e} at most", end="")
+    print(
+        f"Verified on real text: largest difference of logits {export.check.max_error:.1e}", end=""
+    )
     running = export.check.low_precision_error
-    print(f", by {running:.1e} when computed in {args.dtype}." if running else ".")
+    print(f", {running:.1e} when computed in {args.dtype}." if running else ".")
     return 0
 
 

@@ -1,8 +1,8 @@
-"""Predict the [MASK]s of one or more texts.
+"""Predict the [MASK] tokens of one or more texts.
 
-MODEL is an exported folder, a run, or one of its checkpoints; both kinds answer through the
-enhanced mask decoder.
+MODEL is an exported folder, a run, or one of its checkpoints.
 
+Example:
   megatron-deberta fill-mask exports/base "The capital of France is [MASK]."
 """
 
@@ -23,29 +23,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="exported folder, run or checkpoint")
     parser.add_argument("text", nargs="+", metavar="TEXT", help="text with at least one [MASK]")
     parser.add_argument(
-        "--top-k", type=int, default=5, metavar="K", help="guesses shown (default: %(default)s)"
+        "--top-k",
+        type=int,
+        default=5,
+        metavar="K",
+        help="predictions per mask (default: %(default)s)",
     )
     parser.add_argument(
-        "--tokenizer", default="", metavar="DIR", help="tokenizer; default: the model's own"
+        "--tokenizer", default="", metavar="DIR", help="tokenizer (default: the model's own)"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a table of guesses for every [MASK]."""
+    """Print a table of predictions for every [MASK]."""
     from megatron_deberta.hf.fill_mask import open_filler
 
     if args.top_k < 1:
         raise ConfigError(f"--top-k {args.top_k}: must be 1 or more")
     filler = open_filler(Path(args.model), args.tokenizer)
-    # All texts before any output: a mistake in the last one should not follow pages of tables.
+    # All texts before any output, so that an error in one of them comes first.
     answers = [filler.fill(text, args.top_k) for text in args.text]
     console = Console()
     for text, masks in zip(args.text, answers, strict=True):
         console.print(f"[bold]{escape(text)}[/bold]")
-        for number, guesses in enumerate(masks, start=1):
+        for number, predictions in enumerate(masks, start=1):
             title = None if len(masks) == 1 else f"{filler.mask_token} {number}"
             table = Table("probability", "token", title=title and escape(title), box=None)
-            for guess in guesses:
-                table.add_row(f"{guess.probability:.4f}", escape(guess.text.strip() or guess.piece))
+            for prediction in predictions:
+                table.add_row(
+                    f"{prediction.probability:.4f}",
+                    escape(prediction.text.strip() or prediction.piece),
+                )
             console.print(table)
     return 0

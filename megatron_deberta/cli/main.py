@@ -1,8 +1,7 @@
-"""Finds the subcommand, runs it, and turns errors into one line and an exit code.
+"""Entry point of ``megatron-deberta``: runs a subcommand; errors become one line and an exit code.
 
-Owns the table of subcommands and the exit codes. Refuses work of its own: each subcommand is a
-module beside this one with ``add_arguments(parser)`` and ``run(args) -> int``, imported only when
-it is called, so that ``--help`` costs no torch.
+Each subcommand is a module of this package with ``add_arguments(parser)`` and ``run(args) -> int``,
+imported only when it is called, so that ``--help`` does not import torch.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from megatron_deberta import __version__
 from megatron_deberta.errors import EXIT_FAILURE, MegatronDebertaError
 
 EXIT_INTERRUPTED = 130
-"""What a shell reports of a command ended by SIGINT."""
+"""Exit code of a shell for a command ended by SIGINT."""
 EXIT_PIPE_CLOSED = 141
-"""What a shell reports of a command ended by SIGPIPE."""
+"""Exit code of a shell for a command ended by SIGPIPE."""
 
 
 class Command(NamedTuple):
-    """One subcommand: what is typed, the module in ``cli/`` that does it, what it is for."""
+    """A subcommand: its name, its module in ``cli/`` and its summary."""
 
     name: str
     module: str
@@ -34,35 +33,33 @@ class Command(NamedTuple):
 
 
 class CommandModule(Protocol):
-    """What a module in ``cli/`` offers."""
+    """Interface of a subcommand's module."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the subcommand's arguments."""
 
     def run(self, args: argparse.Namespace) -> int:
-        """Do the work and return the exit code."""
+        """Run the subcommand and return the exit code."""
 
 
 COMMANDS: tuple[Command, ...] = (
-    Command("train-tokenizer", "train_tokenizer", "learn a vocabulary from text"),
-    Command("deduplicate", "deduplicate", "remove documents that repeat others from a corpus"),
-    Command("split", "split", "part a corpus into training and validation documents"),
-    Command("preprocess", "preprocess", "turn text into tokenized, memory-mapped shards"),
-    Command(
-        "inspect", "inspect", "print training samples with their masks, or statistics of shards"
-    ),
-    Command("merge", "merge", "put several shards into one"),
+    Command("train-tokenizer", "train_tokenizer", "train a SentencePiece tokenizer on text"),
+    Command("deduplicate", "deduplicate", "remove exact and near duplicates from a corpus"),
+    Command("split", "split", "split a corpus into training and validation documents"),
+    Command("preprocess", "preprocess", "tokenize text into memory-mapped shards"),
+    Command("inspect", "inspect", "show training samples with masks, or statistics of shards"),
+    Command("merge", "merge", "merge several shards into one"),
     Command("verify", "verify", "check shards for damage"),
-    Command("pretrain", "pretrain", "train, as one rank of a run or alone"),
-    Command("launch", "launch", "train with several ranks on this machine, watched"),
-    Command("plan", "plan", "predict a run's memory, traffic and time on a cluster"),
-    Command("doctor", "doctor", "check whether a run can run here"),
-    Command("submit", "submit", "queue a run on a SLURM cluster"),
-    Command("status", "status", "show the whole chain of a run's jobs"),
+    Command("pretrain", "pretrain", "pretrain, as one rank of a run or alone"),
+    Command("launch", "launch", "pretrain with several ranks on this machine"),
+    Command("plan", "plan", "predict memory, FLOPs, traffic and time of a run on a cluster"),
+    Command("doctor", "doctor", "check the installation, or whether a run can start here"),
+    Command("submit", "submit", "submit a run to a SLURM cluster"),
+    Command("status", "status", "show queue, progress and job attempts of a run"),
     Command("logs", "logs", "print or follow a rank's log"),
-    Command("cancel", "cancel", "end a run's chain of jobs"),
-    Command("convert", "convert", "export to Hugging Face format, or import a release"),
-    Command("fill-mask", "fill_mask", "predict the [MASK]s of a text"),
+    Command("cancel", "cancel", "cancel the jobs of a run"),
+    Command("convert", "convert", "export to Hugging Face format, or import a published model"),
+    Command("fill-mask", "fill_mask", "predict the [MASK] tokens of a text"),
 )
 
 
@@ -73,17 +70,17 @@ def import_command(command: Command) -> CommandModule:
 
 
 def build_overview() -> argparse.ArgumentParser:
-    """Build the parser of ``megatron-deberta`` itself, which knows the table and no more."""
+    """Build the parser of ``megatron-deberta`` itself."""
     width = max(len(command.name) for command in COMMANDS)
     table = "\n".join(f"  {command.name:<{width}}  {command.help}" for command in COMMANDS)
     parser = argparse.ArgumentParser(
         prog="megatron-deberta",
         description="Pretrain DeBERTa with tensor parallelism and DeepSpeed ZeRO.",
-        epilog=f"commands:\n{table}\n\nmegatron-deberta COMMAND --help tells more about each.",
+        epilog=f"commands:\n{table}\n\nmegatron-deberta COMMAND --help describes a command.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"megatron-deberta {__version__}")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks of errors")
+    parser.add_argument("--debug", action="store_true", help="print the traceback of an error")
     parser.add_argument(
         "command", choices=[command.name for command in COMMANDS], metavar="COMMAND"
     )
@@ -92,7 +89,7 @@ def build_overview() -> argparse.ArgumentParser:
 
 
 def build_parser(command: Command, module: CommandModule) -> argparse.ArgumentParser:
-    """Build one subcommand's parser; its help ends with the rest of the module's docstring."""
+    """Build a subcommand's parser; description and epilog are the module's docstring."""
     lines = (module.__doc__ or command.help).strip().splitlines()
     parser = argparse.ArgumentParser(
         prog=f"megatron-deberta {command.name}",
@@ -100,7 +97,7 @@ def build_parser(command: Command, module: CommandModule) -> argparse.ArgumentPa
         epilog="\n".join(lines[1:]).strip() or None,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--debug", action="store_true", help="show tracebacks of errors")
+    parser.add_argument("--debug", action="store_true", help="print the traceback of an error")
     module.add_arguments(parser)
     return parser
 
@@ -137,18 +134,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def stdout_is_closed() -> bool:
-    """Tell whether the reader of our output (``head``, a pager) has left; if so, write no more."""
+    """Return whether the reader of the output (``head``, a pager) has exited."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     if not any(event & select.POLLERR for _, event in poll.poll(0)):
         return False
-    # Python flushes once more on its way out, and would complain.
+    # Python flushes at exit, which would fail.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return True
 
 
 def describe(error: MegatronDebertaError | OSError) -> str:
-    """Put an error on one line; an OSError as ``file: reason``."""
+    """Format an error as one line; an OSError as ``file: reason``."""
     if isinstance(error, OSError) and error.strerror:
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     else:

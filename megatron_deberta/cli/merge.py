@@ -1,10 +1,9 @@
 """Merge several shards into one, in the order given.
 
-All must be of one token type and one tokenizer, which their manifests prove, and hold sentences or
-documents alike; every byte that is copied is checked against them. A shard is taken once. The
-shards are copied in parallel, each to its place in the new files, which appear complete or not at
-all. Started again after a kill, it begins anew over what the killed one left. The inputs stay as
-they are.
+All shards must have the same token type and tokenizer according to their manifests, and contain
+either sentences or documents; the copied bytes are checked against the manifests' hashes. Shards
+are copied in parallel, and the result appears complete or not at all. After an interruption, start
+it again: it starts over. The inputs are not changed.
 
 Example:
   megatron-deberta merge shards/part-*.idx --output shards/books_text_document --jobs 8
@@ -27,13 +26,15 @@ from megatron_deberta.data.shards.merge import merge_shards
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_shard_arguments(parser)
-    parser.add_argument("--output", required=True, metavar="PREFIX", help="the merged shard")
+    parser.add_argument(
+        "--output", required=True, metavar="PREFIX", help="prefix of the merged shard"
+    )
     add_jobs_argument(parser)
     parser.add_argument("--force", action="store_true", help="replace an existing shard")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Merge, and say what was written."""
+    """Merge the shards and print a summary."""
     prefixes = shard_names(args, each_once=False)
     paths = [bin_path(prefix) for prefix in prefixes]
     size = sum(os.path.getsize(path) for path in paths if os.path.exists(path))

@@ -1,11 +1,9 @@
-"""What would that run cost there? Memory, work, traffic and time by formula, without a GPU.
+"""Predict memory, FLOPs, traffic and time of a run on a cluster, without a GPU.
 
-megatron-deberta plan RUN.yaml --world-size 256 --cluster dgx2 [section.key=value ...]
-
-Prints what a rank holds (for each recomputation policy), how the batch divides, the FLOPs, what
-travels over which link, the predicted time of a step and of the run, and every layout that fits,
-fastest first, with the overrides that choose it. Counts are exact and compared with dry runs of
-real ranks; times are predictions, and each of their assumptions is printed. See docs/planning.md.
+Prints memory per rank for each recomputation policy, the batch arithmetic, FLOPs, bytes per link,
+the time per step and of the run, and all layouts that fit, fastest first, with the overrides that
+select them. Counts are exact; times are predictions, printed with their assumptions. See
+docs/planning.md.
 
 Examples:
   megatron-deberta plan configs/runs/1.5b_dgx2.yaml --cluster dgx2
@@ -33,40 +31,52 @@ from megatron_deberta.planning.plan import RunPlan, make_plan
 from megatron_deberta.planning.search import NEAR, Search
 
 _WIDTH = 112
-"""Columns where the terminal does not say."""
+"""Columns if the output is not a terminal."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_run_arguments(parser)
     parser.add_argument(
-        "--cluster", required=True, help="profile: a name of cluster/profiles/, or a YAML file"
+        "--cluster",
+        required=True,
+        metavar="PROFILE",
+        help="cluster profile: dgx2, dgx_h100, or a YAML file of the same form",
     )
     parser.add_argument(
-        "--world-size", type=int, help="ranks; default: cluster.nodes of the run, all ranks of each"
+        "--world-size",
+        type=int,
+        metavar="N",
+        help="number of ranks (default: cluster.nodes times the profile's ranks per node)",
     )
-    parser.add_argument("--device", default="", help="in place of the cluster's, such as A100")
+    parser.add_argument(
+        "--device", default="", metavar="NAME", help="GPU, such as A100 (default: the profile's)"
+    )
     parser.add_argument(
         "--achieved",
         type=float,
         default=0.0,
         metavar="SHARE",
-        help="share of the data sheet's matrix rate, where you have measured it",
+        help="measured share of the data sheet's matrix rate, such as 0.4",
     )
     parser.add_argument(
-        "--layouts", type=int, default=10, metavar="N", help="layouts to print; 0: do not search"
+        "--layouts",
+        type=int,
+        default=10,
+        metavar="N",
+        help="layouts to print (default: %(default)s); 0: no search",
     )
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan and print."""
+    """Plan the run and print the result."""
     config = load_config(args.config, args.overrides)
     machine = machine_of(load_profile(args.cluster), args.device, args.achieved)
     world_size = args.world_size
     if world_size is None:
         if not config.cluster.nodes:
-            raise ConfigError("cluster.nodes=0 does not say for how many; add --world-size RANKS")
+            raise ConfigError("cluster.nodes=0: give the number of ranks with --world-size")
         world_size = config.cluster.nodes * machine.ranks_per_node
     plan = make_plan(config, machine, world_size, search=args.layouts > 0)
     if args.json:
@@ -80,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def show(plan: RunPlan, console: Console, num_layouts: int) -> None:
-    """Print a plan for people."""
+    """Print a plan as tables."""
     config, batch = plan.config, plan.batch
     parallel = config.parallel
     console.print(
@@ -93,10 +103,10 @@ def show(plan: RunPlan, console: Console, num_layouts: int) -> None:
     console.print(
         f"batch: {config.train.global_batch_size:,} sequences = micro batch "
         f"{batch.micro_batch_size} x accumulation {batch.accumulation_steps} x DP {batch.dp_size}; "
-        f"{batch.tokens_per_step:,} tokens a step\n"
-        f"work: {plan.flops_per_token / 1e9:.2f} GFLOP a token, "
-        f"{plan.flops_per_token * batch.tokens_per_step / 1e15:,.2f} PFLOP a step, "
-        f"{plan.rank_parameters / 1e6:,.1f} million parameters a rank"
+        f"{batch.tokens_per_step:,} tokens per step\n"
+        f"work: {plan.flops_per_token / 1e9:.2f} GFLOP per token, "
+        f"{plan.flops_per_token * batch.tokens_per_step / 1e15:,.2f} PFLOP per step, "
+        f"{plan.rank_parameters / 1e6:,.1f} million parameters per rank"
     )
     console.print(_memory_table(plan))
     console.print(_traffic_table(plan))
@@ -105,7 +115,7 @@ def show(plan: RunPlan, console: Console, num_layouts: int) -> None:
         f"{plan.tokens_per_second:,.0f} tokens/s, {plan.utilization:.1%} of the data sheet's "
         f"matrix rate; {config.train.steps:,} steps in {format_duration(plan.seconds)}"
     )
-    console.print("Predicted, not measured. Assumed:")
+    console.print("Predicted, not measured. Assumptions:")
     for assumption in plan.assumptions:
         console.print(f"- {assumption}")
     if plan.search is not None:
@@ -115,7 +125,7 @@ def show(plan: RunPlan, console: Console, num_layouts: int) -> None:
 def _memory_table(plan: RunPlan) -> Table:
     capacity = plan.machine.capacity_bytes
     table = Table(
-        title="memory of a rank at its peak, GB, by recomputation", box=SIMPLE, title_justify="left"
+        title="peak memory per rank, GB, by recomputation", box=SIMPLE, title_justify="left"
     )
     table.add_column("part")
     parts = [
@@ -143,10 +153,10 @@ def _memory_table(plan: RunPlan) -> Table:
 
 
 def _traffic_table(plan: RunPlan) -> Table:
-    table = Table(title="communication of an optimizer step", box=SIMPLE, title_justify="left")
+    table = Table(title="communication per optimizer step", box=SIMPLE, title_justify="left")
     table.add_column("what")
     table.add_column("kind")
-    for title in ("calls", "tensors, GB", "NVLink, GB a rank", "network, GB a node"):
+    for title in ("calls", "tensors, GB", "NVLink, GB per rank", "network, GB per node"):
         table.add_column(title, justify="right")
     for volume in plan.volumes:
         part = volume.traffic
@@ -162,7 +172,7 @@ def _traffic_table(plan: RunPlan) -> Table:
 
 
 def _time_table(plan: RunPlan) -> Table:
-    table = Table(title="predicted step, ms", box=SIMPLE, title_justify="left")
+    table = Table(title="predicted time per step, ms", box=SIMPLE, title_justify="left")
     parts = {
         "compute": plan.step.compute,
         "tensor parallel": plan.step.tensor_parallel,
@@ -198,10 +208,10 @@ def _show_search(search: Search, console: Console, num_layouts: int) -> None:
         )
     console.print(table)
     if search.choices:
-        console.print(f"the first: {' '.join(search.choices[0].overrides())}")
+        console.print(f"overrides of the first: {' '.join(search.choices[0].overrides())}")
     else:
-        console.print("no layout fits; use more ranks, shorter rows or larger devices")
+        console.print("no layout fits; use more ranks, shorter sequences or larger devices")
     if search.refusals:
-        console.print("do not run:")
+        console.print("layouts that cannot run:")
     for refusal in search.refusals:
         console.print(f"- {refusal.layout}: {refusal.reason}")

@@ -24,7 +24,7 @@ from megatron_deberta.checkpoint.resume import FLAG
 from megatron_deberta.cli.arguments import add_renamed_option, add_run_arguments
 from megatron_deberta.cluster import preflight
 from megatron_deberta.cluster.bad_nodes import BadNodes
-from megatron_deberta.cluster.profile import ClusterProfile, load_profile
+from megatron_deberta.cluster.profile import ClusterProfile, check_dtype, load_profile
 from megatron_deberta.cluster.slurm import commands as slurm
 from megatron_deberta.cluster.slurm import names
 from megatron_deberta.cluster.slurm.history import JobHistory
@@ -199,11 +199,7 @@ def check_fit(config: RunConfig, profile: ClusterProfile, nodes: int) -> RunConf
     """
     if nodes < 1:
         raise ConfigError(f"--nodes {nodes} must be at least 1; set it, or cluster.nodes")
-    if config.precision.dtype not in profile.dtypes:
-        raise ConfigError(
-            f"precision.dtype={config.precision.dtype} is not supported by the cluster's "
-            f"devices; use {' or '.join(profile.dtypes)}"
-        )
+    check_dtype(config.precision.dtype, profile.dtypes)
     sized = replace(config.cluster, nodes=nodes, ranks_per_node=profile.ranks_per_node)
     config = replace(config, cluster=sized)
     validate_for_world(config, nodes * profile.ranks_per_node)

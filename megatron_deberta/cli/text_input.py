@@ -1,4 +1,4 @@
-"""The arguments by which subcommands take text, and the text they name."""
+"""Command-line arguments for text input."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_deberta.text.readers.sources import Source, find_sources
 
 
 def add_input_arguments(parser: argparse.ArgumentParser, *, files_only: bool = False) -> None:
-    """Declare ``--input`` and how to read it; ``files_only`` where it is read several times."""
+    """Declare the arguments; with ``files_only`` without standard input, which is read once."""
     parser.add_argument(
         "--input",
         action="extend",
@@ -34,31 +34,32 @@ def add_input_arguments(parser: argparse.ArgumentParser, *, files_only: bool = F
         "--format",
         choices=("auto", "jsonl", "text"),
         default="auto",
-        help="auto goes by suffix, else by the first character (default: %(default)s)",
+        help="auto: by the suffix, else by the first character (default: %(default)s)",
     )
     parser.add_argument(
         "--text-mode",
         choices=("line", "paragraph"),
         default="paragraph",
-        help="documents of plain text: lines, or what blank lines part (default: %(default)s)",
+        help="documents of plain text: lines, or paragraphs separated by blank lines "
+        "(default: %(default)s)",
     )
     parser.add_argument(
         "--normalize",
         choices=("none", "nfc", "nfkc"),
         default="none",
-        help="Unicode form to bring the text to (default: %(default)s)",
+        help="Unicode normalization (default: %(default)s)",
     )
     parser.add_argument(
         "--max-document-mb",
         type=float,
         default=100.0,
         metavar="MB",
-        help="longer documents are not used (default: %(default)g)",
+        help="set longer documents aside (default: %(default)g MB)",
     )
 
 
 def find_input(args: argparse.Namespace, spool: Path) -> list[Source]:
-    """Find the files that the arguments name; standard input is kept in ``spool``.
+    """Find the input files; standard input is copied to ``spool``.
 
     Raises:
         ConfigError, DataError: see ``find_sources``.
@@ -67,10 +68,10 @@ def find_input(args: argparse.Namespace, spool: Path) -> list[Source]:
 
 
 def read_options(args: argparse.Namespace) -> ReadOptions:
-    """Say how the arguments want files read.
+    """Return how to read the input.
 
     Raises:
-        ConfigError: a document's bound is no positive number.
+        ConfigError: ``--max-document-mb`` is not positive.
     """
     if not 0 < args.max_document_mb < math.inf:
         raise ConfigError(f"--max-document-mb {args.max_document_mb}: must be a number above 0")

@@ -1,10 +1,10 @@
-"""Check shards: structure, SHA-256, counts and the range of every id; exit 1 if one is damaged.
+"""Check shards for damage; exit code 1 if one is damaged.
 
-Every shard is read through, and each problem is named with its file and place:
-  - the index: header, sizes, offsets and document boundaries against each other;
-  - truncation: the size of .bin against the index;
-  - both files' SHA-256 and the counts against the manifest, and the manifest against itself;
-  - ids against the vocabulary of --tokenizer, or else of the manifest.
+Every shard is read completely. Each problem is printed with its file and place:
+  - index: header, sizes, offsets and document boundaries;
+  - truncation: size of .bin and index;
+  - manifest: SHA-256 of both files, counts, and the manifest's own hash;
+  - token ids: range of the vocabulary of --tokenizer, or else of the manifest.
 
 Examples:
   megatron-deberta verify shards/books_text_document
@@ -25,12 +25,17 @@ from megatron_deberta.tokenizer import load_tokenizer
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_shard_arguments(parser)
-    parser.add_argument("--tokenizer", default="", help="check that the shards are of this one")
+    parser.add_argument(
+        "--tokenizer",
+        default="",
+        metavar="DIR",
+        help="check that the shards were made with this tokenizer",
+    )
     add_jobs_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check every shard and print one line each, and one for each problem."""
+    """Check the shards and print one line per shard or problem."""
     prefixes = shard_names(args)
     tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
     bad = verify_shards(
@@ -41,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         report=_show,
     )
     if bad and len(prefixes) > 1:
-        print(f"{bad} of {len(prefixes)} shards are bad", file=sys.stderr)
+        print(f"{bad} of {len(prefixes)} shards are damaged", file=sys.stderr)
     return EXIT_FAILURE if bad else EXIT_DONE
 
 

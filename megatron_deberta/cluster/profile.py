@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -131,6 +132,19 @@ class ClusterProfile:
                 f"container={self.container} with container_image={self.container_image!r}; set "
                 "both a runtime and an image, or neither"
             )
+
+
+def check_dtype(dtype: str, supported: Sequence[str]) -> None:
+    """Check ``precision.dtype`` against the number formats that a cluster's devices support.
+
+    Raises:
+        ConfigError: it is not supported.
+    """
+    if dtype not in supported:
+        raise ConfigError(
+            f"precision.dtype={dtype} is not supported by the cluster's devices; use "
+            f"{' or '.join(supported)}"
+        )
 
 
 def find_profile(name: str) -> Path:

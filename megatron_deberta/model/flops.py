@@ -34,6 +34,16 @@ class ForwardFlops(NamedTuple):
         return sum(self)
 
 
+def num_position_terms(model: ModelConfig) -> int:
+    """Return the number of position terms in the attention scores."""
+    return {"c2p+p2c": 2, "c2p": 1, "p2c": 1, "none": 0}[model.position_terms]
+
+
+def num_position_slots(model: ModelConfig) -> int:
+    """Return the number of rows of the relative-position table."""
+    return 2 * (model.position_buckets or model.max_relative_positions)
+
+
 def forward_flops(
     model: ModelConfig, sequence_length: int, micro_batch_size: int, mask_probability: float = 0.15
 ) -> ForwardFlops:
@@ -53,8 +63,7 @@ def forward_flops(
         FLOPs per token of the batch.
     """
     d = model.hidden_size
-    terms = {"c2p+p2c": 2, "c2p": 1, "p2c": 1, "none": 0}[model.position_terms]
-    slots = 2 * (model.position_buckets or model.max_relative_positions)
+    terms, slots = num_position_terms(model), num_position_slots(model)
     attention = 4 * sequence_length * d + terms * 2 * min(sequence_length, slots) * d
     keys_values = 2 * 2 * d * d
     query_side = 2 * 2 * d * d + attention + 2 * 2 * d * model.ffn_hidden_size

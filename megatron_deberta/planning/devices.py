@@ -1,13 +1,10 @@
-"""What devices are sold as, and what share of it training is assumed to reach.
-
-Owns the data sheets' figures and the assumptions, each with its source. Refuses measured figures:
-``observe.throughput`` measures a device's matrix rate where there is one.
-"""
+"""GPUs: figures of their data sheets, and the assumed share of the matrix rate in training."""
 
 from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
+from typing import Literal
 
 from megatron_deberta.errors import ConfigError
 
@@ -17,26 +14,26 @@ class Device:
     """One kind of GPU."""
 
     name: str
-    """As cluster profiles name it."""
+    """As in cluster profiles."""
     memory_gb: float
     """Device memory, in units of 1e9 bytes."""
     half_tflops: float
-    """Matrix rate in fp16 and, where there is one, bf16; dense, TFLOP/s."""
+    """Dense matrix rate in fp16 and, where supported, bf16."""
     single_tflops: float
-    """Matrix rate in fp32 proper (no TF32), TFLOP/s."""
+    """Matrix rate in fp32 (not TF32)."""
     memory_gb_per_second: float
     """Bandwidth of the device memory."""
     link_gb_per_second: float
-    """NVLink of one device, one way."""
+    """NVLink bandwidth of one device, one way."""
     achieved: float
     """Share of the matrix rate that forward and backward are assumed to reach."""
     achieved_source: str
-    """Where that share is from."""
-    attention: str
-    """Attention backend that runs: ``triton`` from sm_80 on, ``chunked`` before."""
+    """Source of that share."""
+    attention: Literal["triton", "chunked"]
+    """Attention backend: ``triton`` from sm_80 on, ``chunked`` before."""
 
     def flops_per_second(self, dtype: str) -> float:
-        """The data sheet's matrix rate for ``precision.dtype``."""
+        """Return the data sheet's matrix rate for ``precision.dtype``."""
         return 1e12 * (self.single_tflops if dtype == "fp32" else self.half_tflops)
 
 
@@ -70,7 +67,7 @@ DEVICES: tuple[Device, ...] = (
 
 
 def find_device(name: str) -> Device:
-    """The device of a name, whatever its case; the part before the dash is enough.
+    """Return the device of a name, in any case, with or without the part after the dash.
 
     Raises:
         ConfigError: there is none.
@@ -80,7 +77,7 @@ def find_device(name: str) -> Device:
     found = known.get(name.lower()) or short.get(name.lower())
     if found is None:
         close = difflib.get_close_matches(name.lower(), [*known, *short], n=1)
-        hint = f"did you mean {close[0]}?" if close else "name one of those"
+        hint = f"; did you mean {close[0]}?" if close else ""
         listed = ", ".join(device.name for device in DEVICES)
-        raise ConfigError(f"device={name} is not among {listed}; {hint}")
+        raise ConfigError(f"device={name} must be one of {listed}{hint}")
     return found

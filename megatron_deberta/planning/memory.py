@@ -1,18 +1,15 @@
-"""Device memory of a training step, by formula: what a rank holds at the peak of backward.
+"""Peak device memory of a training step by formula.
 
-Owns the count of bytes for every layout, number format and recomputation policy. Refuses to
-measure: ``tests/unit/planning/test_memory.py`` compares with what the real model allocates.
-
-Activations are what autograd keeps, tensor by tensor in the order of ``model``. The peak is one of
-four moments: the loss (everything is there, and a chunk of logits), the backward of the last
-encoder layer's FFN or of its attention, or the end, where the embedding's gradient meets the
-vocabulary projection's.
+Activations are the tensors that autograd keeps, in the order of ``model``. The peak is at one of
+four moments: the loss (all activations, and a chunk of logits), the backward pass of the last
+encoder layer's FFN or of its attention, or the end, where the gradients of the embedding and of the
+vocabulary projection are summed. ``tests/unit/planning/test_memory.py`` compares with allocations.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cache
 from typing import Literal, NamedTuple
 
@@ -21,51 +18,44 @@ from megatron_deberta.distributed.parallelize.plan import shard_spec, vocabulary
 from megatron_deberta.distributed.vocab import chunk_rows
 from megatron_deberta.engine.deepspeed_config import LIVE_ELEMENTS, REDUCE_BUCKET_ELEMENTS
 from megatron_deberta.model import parameter_shapes
+from megatron_deberta.model.flops import num_position_slots, num_position_terms
 from megatron_deberta.ops.chunked import GPU_BLOCK_ELEMENTS
 from megatron_deberta.ops.position_terms import STRIP
+from megatron_deberta.planning.work import masked_tokens
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _STATISTICS = 8
-"""Bytes a row that LayerNorm keeps: mean and deviation in fp32."""
+"""Bytes per token that LayerNorm keeps: mean and deviation in fp32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryEstimate:
-    """Bytes on one device, by what they are for."""
+    """Bytes on one device by purpose."""
 
     weights: int
     gradients: int
     optimizer: int
-    """Master weights and both moments, where they are not offloaded."""
+    """Master weights and both moments, unless offloaded."""
     communication: int
-    """Buckets in which gradients are reduced and, under ZeRO-3, weights gathered."""
+    """Buckets of gradient reduction and, in ZeRO-3, gathered weights."""
     activations: int
-    """Kept between forward and backward."""
+    """Tensors kept between forward and backward."""
     vocabulary: int
     """Gradient of the vocabulary projection, and a chunk of logits or the embedding's gradient."""
     workspace: int
-    """What a layer's backward needs for itself."""
+    """Temporary tensors of a layer's backward pass."""
     kernels: int
-    """What the attention kernels need for themselves."""
+    """Temporary tensors of the attention kernels."""
 
     @property
     def total(self) -> int:
-        """All of it."""
-        return (
-            self.weights
-            + self.gradients
-            + self.optimizer
-            + self.communication
-            + self.activations
-            + self.vocabulary
-            + self.workspace
-            + self.kernels
-        )
+        """Sum of all parts."""
+        return sum(astuple(self))
 
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """Sizes of a rank's micro batch."""
+    """Sizes of a rank's micro batch and of its model."""
 
     config: RunConfig
     tokens: int
@@ -88,15 +78,10 @@ class _Shape:
         return self.tp if self.config.parallel.sequence_parallel else 1
 
     @property
-    def terms(self) -> int:
-        """Position terms."""
-        return {"c2p+p2c": 2, "c2p": 1, "p2c": 1, "none": 0}[self.model.position_terms]
-
-    @property
     def table_bytes(self) -> int:
-        """What a layer keeps of the position table: its dropped copy, mask and projections."""
-        model, terms = self.model, self.terms
-        slots = 2 * (model.position_buckets or model.max_relative_positions)
+        """What a layer keeps of the position table: copy after dropout, mask, projections."""
+        model, terms = self.model, num_position_terms(self.model)
+        slots = num_position_slots(model)
         projected = terms * slots * model.hidden_size // self.tp * self.element
         if not terms or not model.hidden_dropout:
             return projected
@@ -104,11 +89,10 @@ class _Shape:
 
     @property
     def mask_bytes(self) -> int:
-        """Bytes an element of a dropout mask that is kept."""
+        """Bytes per element of dropout masks that are kept."""
         parallel = self.config.parallel
-        remade = parallel.recompute == "selective" or parallel.fuse
-        kept = not remade and self.model.hidden_dropout > 0
-        return int(kept)
+        recomputed = parallel.recompute == "selective" or parallel.fuse
+        return int(not recomputed and self.model.hidden_dropout > 0)
 
 
 def estimate_memory(
@@ -118,21 +102,21 @@ def estimate_memory(
     attention: Literal["triton", "chunked"],
     device_type: str = "cuda",
 ) -> MemoryEstimate:
-    """Peak bytes of a rank in a training step with gradient accumulation.
+    """Estimate the peak memory of a rank in a training step with gradient accumulation.
 
     Args:
         config: the run.
         dp_size: data-parallel ranks.
-        attention: backend that runs.
-        device_type: ``cuda`` or ``cpu``; they cut logits and scores into chunks of other sizes.
+        attention: attention backend.
+        device_type: ``cuda`` or ``cpu``; chunks of logits and scores differ in size.
     """
-    length, rows = config.data.sequence_length, config.train.micro_batch_size
-    shape = _Shape(config, rows * length, rows * round(config.objective.mask_probability * length))
+    tokens = config.train.micro_batch_size * config.data.sequence_length
+    shape = _Shape(config, tokens, masked_tokens(config))
     kept = _activations(shape)
-    table = vocabulary_rows(config.model.vocab_size, shape.tp) * config.model.hidden_size
-    # Summed in fp32; a chunk's part comes out of its product in the weights' own format.
-    wide = table * (4 if shape.element == 4 else 4 + shape.element)
     columns = vocabulary_rows(config.model.vocab_size, shape.tp)
+    table = columns * config.model.hidden_size
+    # Summed in fp32; each chunk's product is in the format of the weights.
+    wide = table * (4 if shape.element == 4 else 4 + shape.element)
     chunk = chunk_rows(shape.masked, columns, device_type) * columns
     chunk_bytes = chunk * (4 if shape.element == 4 else 4 + 2 * shape.element)
     kernels = _kernel_bytes(shape, attention, device_type)
@@ -163,20 +147,19 @@ def largest_micro_batch(
     *,
     attention: Literal["triton", "chunked"],
 ) -> int:
-    """Most rows a forward pass may have, 0 if not even one fits.
+    """Return the largest micro batch that fits, 0 if none does.
 
     Args:
-        config: the run; its own micro batch does not matter.
+        config: the run; its micro batch is ignored.
         dp_size: data-parallel ranks.
-        capacity_bytes: what the device can give to tensors; leave some for the driver, the
-            communication library and fragmentation.
-        attention: backend that runs.
+        capacity_bytes: device memory for tensors, without the driver, the communication library
+            and fragmentation.
+        attention: attention backend.
     """
 
     def fits(rows: int) -> bool:
-        train = replace(config.train, micro_batch_size=rows)
-        tried = replace(config, train=train)
-        return estimate_memory(tried, dp_size, attention=attention).total <= capacity_bytes
+        candidate = replace(config, train=replace(config.train, micro_batch_size=rows))
+        return estimate_memory(candidate, dp_size, attention=attention).total <= capacity_bytes
 
     low, high = 0, 1
     while fits(high):
@@ -188,16 +171,16 @@ def largest_micro_batch(
 
 
 class _Kept(NamedTuple):
-    """Bytes that a micro batch needs beside kernels and vocabulary."""
+    """Bytes of a micro batch without kernels and vocabulary."""
 
     encoder: int
-    """Kept by the encoder."""
+    """Activations of the encoder."""
     decoder: int
-    """Kept by the mask decoder and the head."""
+    """Activations of the mask decoder and the head."""
     ffn: int
-    """To differentiate a layer's FFN."""
+    """Temporary tensors of the backward pass of a layer's FFN."""
     attention: int
-    """To differentiate a layer's attention, less what its FFN has given back."""
+    """The same of a layer's attention, less the activations that its FFN has freed."""
 
 
 def _activations(shape: _Shape) -> _Kept:
@@ -218,15 +201,14 @@ def _activations(shape: _Shape) -> _Kept:
     if model.conv_kernel_size:
         encoder += own * (2 * width * element + width * shape.mask_bytes + _STATISTICS)
     if model.position_terms != "none":
-        slots = 2 * (model.position_buckets or model.max_relative_positions)
-        encoder += slots * width * element
-    # Gradients inside the FFN (GELU's output is freed in time unless it is made again here), and
-    # of the residual stream.
+        encoder += num_position_slots(model) * width * element
+    # Gradients inside the FFN (GELU's output is freed before unless it is recomputed here), and of
+    # the residual stream.
     repeated = shape.config.parallel.recompute == "selective"
     streams = own * 2 * width * element + (layer if full else 0)
     before_ffn = tokens * (1 + repeated) * inner // tp * element + streams
     freed = tokens * (width * element + ffn) + own * residual
-    # Gradients of attention's output, Q, K and V; where tokens are split, one that was gathered.
+    # Gradients of attention's output, Q, K and V; with sequence parallelism, a gathered one.
     gathered = tokens * width * element * (shape.token_shards > 1)
     before_attention = tokens * 4 * width // tp * element + gathered + streams - freed
 
@@ -244,32 +226,28 @@ def _kernel_bytes(shape: _Shape, attention: Literal["triton", "chunked"], device
     model, length = shape.model, shape.config.data.sequence_length
     if attention == "chunked":
         return _chunked_bytes(shape)
-    # Backward writes the gradient of scores once, where distances are told apart.
+    # Backward writes the gradient of scores for distances with a slot of their own.
     near = min(length, 2 * model.max_relative_positions)
     return shape.tokens * near * model.num_heads // shape.tp * shape.element
 
 
 def _chunked_bytes(shape: _Shape) -> int:
-    """What the chunked backend's backward has at a time, all of it fp32."""
+    """Return the peak of the chunked backend's backward pass, all of it fp32."""
     length, width = shape.config.data.sequence_length, shape.model.hidden_size // shape.tp
+    terms = num_position_terms(shape.model)
     strip = min(STRIP, length)
     product = strip * (length + strip)
     rows = min(shape.config.train.micro_batch_size, GPU_BLOCK_ELEMENTS // max(length**2, product))
     # Scores, dropout, gradient, a copy; a strip of each term's products and its gradient.
-    block = max(rows, 1) * (4 * length**2 + 2 * shape.terms * product)
+    block = max(rows, 1) * (4 * length**2 + 2 * terms * product)
     # Each term's table by distance and its gradient; sums of the gradients of keys and values.
-    tables = 2 * shape.terms * 2 * length * width
+    tables = 2 * terms * 2 * length * width
     return 4 * (block + tables + 2 * shape.tokens * width)
 
 
 @cache
 def local_sizes(model: ModelConfig, tp_size: int) -> tuple[tuple[str, int], ...]:
-    """Name and elements of each parameter as a rank holds it before ZeRO, padding included.
-
-    Args:
-        model: the architecture.
-        tp_size: ranks a layer is split over.
-    """
+    """Return name and size of each parameter on a rank before ZeRO, including padding."""
     shapes = parameter_shapes(model).items()
     return tuple(
         (name, math.prod(shard_spec(name, shape, 0, tp_size).local_shape)) for name, shape in shapes
@@ -277,12 +255,12 @@ def local_sizes(model: ModelConfig, tp_size: int) -> tuple[tuple[str, int], ...]
 
 
 def local_parameters(model: ModelConfig, tp_size: int) -> int:
-    """Elements of all parameters, as ``local_sizes``."""
+    """Return the number of parameters on a rank before ZeRO, including padding."""
     return sum(size for _, size in local_sizes(model, tp_size))
 
 
 def _states(config: RunConfig, dp_size: int) -> tuple[int, int, int, int]:
-    """Weights, gradients, optimizer state and buckets of DeepSpeed (of torch at stage 0)."""
+    """Return bytes of weights, gradients, optimizer state and buckets."""
     precision = config.precision
     count = local_parameters(config.model, config.parallel.tensor_parallel_size)
     element, stage = ELEMENT_BYTES[precision.dtype], precision.zero_stage
@@ -291,7 +269,7 @@ def _states(config: RunConfig, dp_size: int) -> tuple[int, int, int, int]:
     gradients = 4 * (share if stage >= 2 else count)
     alone = dp_size == 1 and not precision.offload_optimizer
     if precision.dtype == "bf16" and stage == 1 and alone:
-        # DeepSpeed's optimizer for this case keeps the 16-bit gradients beside the sums.
+        # DeepSpeed's optimizer for this case keeps the 16-bit gradients, too.
         gradients += element * count
     # At stage 0 in fp32 the weights are their own masters.
     optimizer = (12 if stage else 8) * share
@@ -301,6 +279,6 @@ def _states(config: RunConfig, dp_size: int) -> tuple[int, int, int, int]:
     if stage and dp_size > 1:
         buckets = 2 * 4 * min(REDUCE_BUCKET_ELEMENTS, count)
     if stage == 3:
-        # Gathered weights stay for backward while there are not more than that.
+        # Gathered weights are kept for backward up to this number of elements.
         buckets += element * min(LIVE_ELEMENTS, count)
     return weights, gradients, optimizer, buckets

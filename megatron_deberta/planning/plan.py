@@ -1,18 +1,15 @@
-"""The whole plan of a run: everything that is predicted, in one value that prints and serialises.
-
-Owns the assembly. The figures come from ``train.memory``, ``work``, ``traffic``, ``timing`` and
-``search``.
-"""
+"""The plan of a run: memory, FLOPs, traffic, time and layouts, as one value."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from megatron_deberta.cluster.profile import check_dtype
 from megatron_deberta.config.divisibility import check_tensor_parallel_divides
 from megatron_deberta.config.rules import BatchArithmetic, validate_for_world
 from megatron_deberta.config.schema import RunConfig
-from megatron_deberta.errors import ConfigError, TopologyError
+from megatron_deberta.errors import TopologyError
 from megatron_deberta.model import count_parameters
 from megatron_deberta.model.flops import training_flops_per_token
 from megatron_deberta.planning.machine import (
@@ -23,7 +20,13 @@ from megatron_deberta.planning.machine import (
 )
 from megatron_deberta.planning.memory import MemoryEstimate, local_parameters
 from megatron_deberta.planning.search import Search, rank_memory, search_layouts
-from megatron_deberta.planning.timing import StepTime, crosses_nodes, run_seconds, step_time
+from megatron_deberta.planning.timing import (
+    StepTime,
+    crosses_nodes,
+    run_seconds,
+    stays_in_node,
+    step_time,
+)
 from megatron_deberta.planning.traffic import Traffic, step_traffic
 from megatron_deberta.planning.work import RankFlops, rank_flops
 
@@ -32,74 +35,74 @@ _POLICIES: tuple[Literal["none", "selective", "full"], ...] = ("none", "selectiv
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkVolume:
-    """Traffic of an optimizer step, and what it puts on which link."""
+    """Traffic of an optimizer step, and its bytes on each kind of link."""
 
     traffic: Traffic
     nvlink_bytes: float
-    """Sent by a rank inside its node."""
+    """Sent per rank inside its node."""
     network_bytes: float
-    """Sent by a node, all of its ranks together, to others."""
+    """Sent per node to other nodes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunPlan:
-    """What a run costs on a machine."""
+    """Predicted costs of a run on a machine."""
 
     config: RunConfig
     machine: Machine
     world_size: int
     batch: BatchArithmetic
     parameters: int
-    """Of the model."""
+    """Of the whole model."""
     rank_parameters: int
-    """Of one rank before ZeRO, padding of the vocabulary included."""
+    """Per rank before ZeRO, including padding of the vocabulary."""
     memory: dict[str, MemoryEstimate]
-    """Of a rank, by recomputation policy."""
+    """Per rank, by recomputation policy."""
     flops_per_token: float
-    """Of the model, forward and backward, a token of a row."""
+    """Of the model, forward and backward."""
     micro_batch_flops: RankFlops
-    """Of a rank."""
+    """Per rank."""
     volumes: list[LinkVolume]
     step: StepTime
     seconds: float
-    """To the last step."""
+    """Duration of the run."""
     search: Search | None
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of all ranks, of full rows."""
+        """Tokens per second of all ranks, in full rows."""
         return self.batch.tokens_per_step / self.step.total
 
     @property
     def utilization(self) -> float:
-        """Model FLOPs over the data sheets' matrix rate: MFU, predicted."""
+        """Predicted MFU: model FLOPs over the data sheet's matrix rate."""
         peak = self.machine.device.flops_per_second(self.config.precision.dtype) * self.world_size
         return self.tokens_per_second * self.flops_per_token / peak
 
     @property
     def assumptions(self) -> list[str]:
-        """Everything that the predicted time rests on."""
+        """Assumptions behind the predicted time."""
         device, dtype = self.machine.device, self.config.precision.dtype
         offload = self.config.precision.offload_optimizer
         return [
             f"{device.name}: {device.flops_per_second(dtype) / 1e12:g} TFLOP/s in {dtype}, "
             f"{device.memory_gb:g} GB at {device.memory_gb_per_second:g} GB/s (data sheet)",
             f"forward and backward reach {device.achieved:.0%} of that rate "
-            f"({device.achieved_source}), whatever the micro batch and however narrow the layers",
-            f"NVLink {device.link_gb_per_second:g} GB/s a rank, network "
-            f"{self.machine.network_gb_per_second:g} GB/s a node, one way; collectives reach "
-            f"{LINK_EFFICIENCY:.0%} of it and take {1e6 * CALL_SECONDS:g} us each besides",
-            "tensor-parallel collectives hide behind nothing; gradients hide behind the backward "
-            "pass before them, ZeRO-3's weights behind all computation",
+            f"({device.achieved_source}), for any micro batch and layer width",
+            f"NVLink {device.link_gb_per_second:g} GB/s per rank, network "
+            f"{self.machine.network_gb_per_second:g} GB/s per node, one way; collectives reach "
+            f"{LINK_EFFICIENCY:.0%} of it, with a latency of {1e6 * CALL_SECONDS:g} us each",
+            "tensor-parallel collectives are exposed; the reduction of gradients overlaps with the "
+            "backward pass, the gathering of weights in ZeRO-3 with all computation",
             "no time for data, validation, checkpoints, stragglers and restarts",
-            f"{RESERVED_MEMORY:.0%} of device memory is left to the driver, the communication "
+            f"{RESERVED_MEMORY:.0%} of device memory is reserved for the driver, the communication "
             "library and fragmentation",
-            *(["moving offloaded optimizer state over PCIe takes no time"] if offload else []),
+            *(["transfers of offloaded optimizer state over PCIe take no time"] if offload else []),
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as JSON types, with units in the names."""
-        search = self.search
+        """Return everything as JSON types, with units in the names."""
+        search = self.search or Search(choices=[], refusals=[])
         return {
             "world_size": self.world_size,
             "ranks_per_node": self.machine.ranks_per_node,
@@ -129,9 +132,7 @@ class RunPlan:
             "utilization": self.utilization,
             "days": self.seconds / 86400,
             "assumptions": self.assumptions,
-            "layouts": []
-            if search is None
-            else [
+            "layouts": [
                 {
                     **_layout(choice.config),
                     "days": choice.seconds / 86400,
@@ -140,24 +141,22 @@ class RunPlan:
                 }
                 for choice in search.choices
             ],
-            "refused_layouts": []
-            if search is None
-            else [asdict(refusal) for refusal in search.refusals],
+            "refused_layouts": [asdict(refusal) for refusal in search.refusals],
         }
 
 
 def make_plan(config: RunConfig, machine: Machine, world_size: int, *, search: bool) -> RunPlan:
-    """Predict a run.
+    """Plan a run.
 
     Args:
         config: the run.
-        machine: where.
-        world_size: ranks in all.
-        search: try every layout, too.
+        machine: its machine.
+        world_size: number of ranks.
+        search: search the layouts as well.
 
     Raises:
-        ConfigError: the batch does not divide, or the device does not compute the number format.
-        TopologyError: the ranks do not divide into layers or nodes.
+        ConfigError: the batch does not divide, or the device does not support the number format.
+        TopologyError: tensor parallelism or nodes do not divide the ranks.
     """
     check_machine(config, machine, world_size)
     batch = validate_for_world(config, world_size)
@@ -195,21 +194,16 @@ def make_plan(config: RunConfig, machine: Machine, world_size: int, *, search: b
 
 
 def check_machine(config: RunConfig, machine: Machine, world_size: int) -> None:
-    """Refuse ranks and number formats that the machine does not have.
+    """Check number format and number of ranks.
 
     Raises:
-        ConfigError: the device does not compute ``precision.dtype``.
-        TopologyError: the ranks do not fill nodes, or a layer would be split across them.
+        ConfigError: the device does not support ``precision.dtype``.
+        TopologyError: the ranks do not fill nodes, or a layer would be split across nodes.
     """
-    dtype = config.precision.dtype
-    if dtype not in machine.dtypes:
-        raise ConfigError(
-            f"precision.dtype={dtype} but the cluster's devices compute "
-            f"{', '.join(machine.dtypes)} only; set one of those"
-        )
+    check_dtype(config.precision.dtype, machine.dtypes)
     per_node = machine.ranks_per_node
     if world_size < 1:
-        raise TopologyError(f"--world-size {world_size}: say how many ranks, such as {per_node}")
+        raise TopologyError(f"--world-size {world_size} must be at least 1, such as {per_node}")
     if world_size > per_node and world_size % per_node:
         below = world_size // per_node * per_node
         raise TopologyError(
@@ -224,12 +218,11 @@ def check_machine(config: RunConfig, machine: Machine, world_size: int) -> None:
 def _volume(part: Traffic, config: RunConfig, machine: Machine, dp_size: int) -> LinkVolume:
     tp_size = config.parallel.tensor_parallel_size
     wire = part.wire_bytes(tp_size if part.group == "tensor" else dp_size)
-    inside = part.group == "tensor" or machine.ranks_per_node > tp_size
     across = crosses_nodes(part.group, config, machine, dp_size)
     return LinkVolume(
         traffic=part,
-        nvlink_bytes=wire if inside else 0.0,
-        # A ring leaves each node once; a node takes part in as many rings as a layer has ranks.
+        nvlink_bytes=wire if stays_in_node(part.group, config, machine) else 0.0,
+        # A ring leaves each node once; a node is part of one ring per tensor-parallel rank.
         network_bytes=wire * tp_size if across else 0.0,
     )
 

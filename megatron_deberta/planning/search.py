@@ -1,7 +1,7 @@
-"""Every layout of a run on a machine: which fit, which is fastest, why the others do not run.
+"""Search of layouts: the fastest ones of a run on a machine, and why others do not run.
 
-Owns the grid: tensor-parallel size, sequence parallelism, ZeRO stage, recomputation and micro
-batch. Everything else stays as the run has it, the global batch and the number format above all.
+Tensor-parallel size, sequence parallelism, ZeRO stage, recomputation and micro batch vary; all
+other settings stay.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Choice:
 
     config: RunConfig
     seconds: float
-    """To the last step."""
+    """Duration of the run."""
     memory_bytes: int
-    """On each rank."""
+    """Per rank."""
 
     def overrides(self) -> list[str]:
-        """What turns the run into this one, as on a command line."""
+        """Return the overrides that select this layout."""
         config, parallel = self.config, self.config.parallel
         return [
             f"parallel.tensor_parallel_size={parallel.tensor_parallel_size}",
@@ -48,7 +48,7 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refusal:
-    """A part of the grid of which nothing runs."""
+    """Layouts that cannot run."""
 
     layout: str
     reason: str
@@ -56,21 +56,15 @@ class Refusal:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Search:
-    """What the grid holds."""
+    """Result of a search."""
 
     choices: list[Choice]
-    """Fastest first, within ``NEAR`` the simplest; of each layout the fastest micro batch."""
+    """Fastest first, within ``NEAR`` simplest first; each with its fastest micro batch."""
     refusals: list[Refusal]
 
 
 def search_layouts(config: RunConfig, machine: Machine, world_size: int) -> Search:
-    """Try the whole grid.
-
-    Args:
-        config: the run.
-        machine: where.
-        world_size: ranks in all.
-    """
+    """Evaluate all layouts of a run on ``world_size`` ranks of a machine."""
     choices: list[Choice] = []
     refusals: list[Refusal] = []
     per_node = min(machine.ranks_per_node, world_size)
@@ -86,7 +80,7 @@ def search_layouts(config: RunConfig, machine: Machine, world_size: int) -> Sear
                 validate_for_world(_with_rows(split, 1), world_size)
             except (ConfigError, TopologyError) as error:
                 refusals.append(Refusal(layout=f"TP {tp_size}", reason=str(error)))
-                # With the sequence split, too, it is the same that does not divide.
+                # Sequence parallelism would fail for the same reason.
                 break
             for variant in _variants(split):
                 outcome = _fastest(variant, machine, world_size // tp_size)
@@ -98,7 +92,7 @@ def search_layouts(config: RunConfig, machine: Machine, world_size: int) -> Sear
 
 
 def _ranked(choices: list[Choice]) -> list[Choice]:
-    """Fastest first, but those that the prediction cannot tell from the fastest simplest first."""
+    """Sort by time; those within ``NEAR`` of the fastest are sorted by complexity."""
     choices = sorted(choices, key=lambda choice: choice.seconds)
     limit = NEAR * choices[0].seconds if choices else 0.0
     near = [choice for choice in choices if choice.seconds <= limit]
@@ -118,19 +112,19 @@ def _variants(config: RunConfig) -> Iterator[RunConfig]:
 
 
 def _fastest(config: RunConfig, machine: Machine, dp_size: int) -> Choice | Refusal:
-    """The best micro batch that fits and divides the global batch, or why there is none."""
+    """Return the fastest micro batch that fits and divides the global batch, or why none does."""
     best: Choice | None = None
     rows_per_rank = config.train.global_batch_size // dp_size
     for rows in range(1, rows_per_rank + 1):
         if rows_per_rank % rows:
             continue
-        tried = _with_rows(config, rows)
-        memory = rank_memory(tried, machine, dp_size)
+        candidate = _with_rows(config, rows)
+        memory = rank_memory(candidate, machine, dp_size)
         if memory.total > machine.capacity_bytes:
             break
-        seconds = run_seconds(tried, machine, dp_size)
+        seconds = run_seconds(candidate, machine, dp_size)
         if best is None or seconds < best.seconds:
-            best = Choice(config=tried, seconds=seconds, memory_bytes=memory.total)
+            best = Choice(config=candidate, seconds=seconds, memory_bytes=memory.total)
     if best is not None:
         return best
     memory = rank_memory(_with_rows(config, 1), machine, dp_size)
@@ -141,11 +135,8 @@ def _fastest(config: RunConfig, machine: Machine, dp_size: int) -> Choice | Refu
 
 
 def rank_memory(config: RunConfig, machine: Machine, dp_size: int) -> MemoryEstimate:
-    """Memory of a rank with the attention backend that the device runs."""
-    attention: Literal["triton", "chunked"] = (
-        "triton" if machine.device.attention == "triton" else "chunked"
-    )
-    return estimate_memory(config, dp_size, attention=attention)
+    """Estimate the memory of a rank with the attention backend of the device."""
+    return estimate_memory(config, dp_size, attention=machine.device.attention)
 
 
 def _with_rows(config: RunConfig, rows: int) -> RunConfig:

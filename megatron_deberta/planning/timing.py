@@ -1,8 +1,7 @@
-"""How long a step is predicted to take, part by part, under assumptions that are stated.
+"""Predicted time of an optimizer step, by part.
 
-Owns the model of time: matrix products at a share of the data sheet's rate, collectives at a share
-of their link's. Refuses everything it would have to guess: data loading, checkpoints, validation,
-stragglers and restarts take no time here.
+Matrix products run at a share of the data sheet's rate, collectives at a share of their link's.
+Data loading, checkpoints, validation, stragglers and restarts are not included.
 """
 
 from __future__ import annotations
@@ -18,45 +17,50 @@ from megatron_deberta.planning.traffic import Traffic, step_traffic
 from megatron_deberta.planning.work import rank_flops
 
 _ADAM_BYTES = 28
-"""Moved for each fp32 master weight: gradient, weight and moments read, the last three written."""
+"""Memory traffic per fp32 master weight: four values read, three written."""
 _BACKWARD_SHARE = 2 / 3
-"""Of a micro batch's time, what gradients can be reduced behind."""
+"""Share of a micro batch's time that hides the reduction of gradients."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTime:
-    """Seconds of an optimizer step, by part; communication only where nothing hides it."""
+    """Seconds of an optimizer step by part; of communication only the exposed time."""
 
     compute: float
-    """Matrix products, recomputation included, and what runs between them."""
+    """Matrix products, including recomputation, and what runs between them."""
     tensor_parallel: float
-    """Collectives inside layers, which wait and are waited for."""
+    """Exposed (blocking) tensor-parallel communication."""
     gradients: float
-    """Reduction between replicas beyond what backward hides."""
+    """Exposed reduction of gradients between data-parallel ranks."""
     weights: float
-    """Gathering weights between replicas beyond what computation hides."""
+    """Exposed gathering of weights between data-parallel ranks."""
     optimizer: float
-    """Adam, bound by the device's memory."""
+    """Adam, bound by memory bandwidth."""
 
     @property
     def total(self) -> float:
-        """All parts."""
+        """Sum of all parts."""
         return self.compute + self.tensor_parallel + self.gradients + self.weights + self.optimizer
 
 
 def crosses_nodes(group: str, config: RunConfig, machine: Machine, dp_size: int) -> bool:
-    """Whether a group's collectives leave a node; tensor parallelism never does."""
+    """Return whether a group's collectives leave a node; tensor parallelism never does."""
     world = dp_size * config.parallel.tensor_parallel_size
     return group == "data" and world > machine.ranks_per_node
+
+
+def stays_in_node(group: str, config: RunConfig, machine: Machine) -> bool:
+    """Return whether a group has several ranks on a node, so that its rings use NVLink."""
+    return group == "tensor" or machine.ranks_per_node > config.parallel.tensor_parallel_size
 
 
 def link_seconds(
     traffic: Iterable[Traffic], config: RunConfig, machine: Machine, dp_size: int
 ) -> float:
-    """Time of collectives one after the other, on the slower of the links they pass.
+    """Return the time of consecutive collectives, each on the slower of its links.
 
-    Rings run through all ranks of a group: of a group that crosses nodes each node sends as much
-    as one rank does, and as many groups share its adapters as a layer has ranks.
+    A ring that crosses nodes leaves each node once; as many rings share a node's adapters as there
+    are tensor-parallel ranks.
     """
     tp_size = config.parallel.tensor_parallel_size
     seconds = 0.0
@@ -64,7 +68,7 @@ def link_seconds(
         size = tp_size if part.group == "tensor" else dp_size
         wire = part.wire_bytes(size)
         rates = []
-        if part.group == "tensor" or machine.ranks_per_node > tp_size:
+        if stays_in_node(part.group, config, machine):
             rates.append(machine.device.link_gb_per_second)
         if crosses_nodes(part.group, config, machine, dp_size):
             rates.append(machine.network_gb_per_second / tp_size)
@@ -74,15 +78,10 @@ def link_seconds(
 
 
 def step_time(config: RunConfig, machine: Machine, dp_size: int) -> StepTime:
-    """Predict a step.
-
-    Args:
-        config: the run.
-        machine: where.
-        dp_size: data-parallel ranks.
+    """Predict the time of a step.
 
     Raises:
-        ConfigError: the batch does not divide.
+        ConfigError: the batch does not divide over ``dp_size`` data-parallel ranks.
     """
     micro_batches = batch_arithmetic(config, dp_size).accumulation_steps
     device, stage = machine.device, config.precision.zero_stage
@@ -101,10 +100,10 @@ def step_time(config: RunConfig, machine: Machine, dp_size: int) -> StepTime:
 
     gradients, small = seconds("data", "gradients"), seconds("data", "small weights")
     weights = seconds("data", "weights")
-    # Stages 0 and 1 reduce behind the last micro batch's backward, the others behind each one's.
+    # Stages 0 and 1 reduce during the backward pass of the last micro batch, the others of each.
     hidden = (1 if stage < 2 else micro_batches) * _BACKWARD_SHARE * one
     if stage == 3:
-        # Weights are gathered ahead of their layer, all through forward and backward.
+        # Weights are prefetched during forward and backward.
         exposed = max(0.0, gradients + weights - micro_batches * one)
         gradients, weights = 0.0, exposed + small
     else:
@@ -121,7 +120,7 @@ def step_time(config: RunConfig, machine: Machine, dp_size: int) -> StepTime:
 
 
 def run_seconds(config: RunConfig, machine: Machine, dp_size: int) -> float:
-    """Time to the last step, shorter rows at the start included."""
+    """Predict the time to the last step, including the steps with shorter rows."""
     short = config.data.short_steps
     seconds = (config.train.steps - short) * step_time(config, machine, dp_size).total
     if short:

@@ -1,10 +1,8 @@
-"""What one rank sends and receives in an optimizer step, by kind, by group and by purpose.
+"""Collectives of one rank in an optimizer step, by kind, group and purpose.
 
-Owns the list of collectives of ``sharding.apply`` and of DeepSpeed's stages. Refuses time
-(``timing.py``). Scalars that all ranks agree on (norms, losses, flags) are left out.
-
-``num_bytes`` is the tensor that a collective works on: what is reduced, what is gathered (all
-parts together), what is scattered, what is exchanged.
+Those of ``distributed.parallelize`` and of DeepSpeed's stages, without scalars (norms, losses,
+flags). ``num_bytes`` is the size of the tensor that is reduced, gathered (all parts), scattered or
+exchanged.
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ from megatron_deberta.distributed.parallelize.plan import vocabulary_rows
 from megatron_deberta.distributed.vocab import chunk_rows
 from megatron_deberta.engine.deepspeed_config import LIVE_ELEMENTS, PERSISTENCE_THRESHOLD
 from megatron_deberta.engine.optimizer import decays
+from megatron_deberta.model.flops import num_position_slots
 from megatron_deberta.planning.memory import ELEMENT_BYTES, local_sizes
 from megatron_deberta.planning.work import masked_tokens
 
@@ -32,44 +31,41 @@ class Traffic:
 
     kind: Kind
     group: Group
-    """``tensor``: inside a layer; ``data``: between replicas."""
+    """``tensor``: inside layers; ``data``: between data-parallel ranks."""
     purpose: str
-    """What for."""
     calls: int
-    """How many; DeepSpeed's buckets are counted as one."""
+    """Number of calls; all buckets of DeepSpeed count as one."""
     num_bytes: int
-    """Of all calls together."""
+    """Of all calls."""
 
     def wire_bytes(self, group_size: int) -> float:
-        """Bytes that a rank sends, and receives, by the ring algorithm."""
+        """Return the bytes that a rank sends, and receives, with ring algorithms."""
         passes = 2 if self.kind == "all-reduce" else 1
         return passes * self.num_bytes * (group_size - 1) / group_size
 
 
 def step_traffic(config: RunConfig, dp_size: int) -> list[Traffic]:
-    """Everything a rank does in an optimizer step.
-
-    Args:
-        config: the run.
-        dp_size: data-parallel ranks.
+    """Return all collectives of an optimizer step.
 
     Raises:
-        ConfigError: the batch does not divide.
+        ConfigError: the batch does not divide over ``dp_size`` data-parallel ranks.
     """
     micro_batches = batch_arithmetic(config, dp_size).accumulation_steps
-    found = list(tensor_parallel_traffic(config, micro_batches, device_type="cuda"))
-    return found + list(data_parallel_traffic(config, dp_size, micro_batches))
+    return [
+        *tensor_parallel_traffic(config, micro_batches, device_type="cuda"),
+        *data_parallel_traffic(config, dp_size, micro_batches),
+    ]
 
 
 def tensor_parallel_traffic(
     config: RunConfig, micro_batches: int, *, device_type: str
 ) -> Iterator[Traffic]:
-    """Collectives inside layers, for so many micro batches.
+    """Yield the tensor-parallel collectives.
 
     Args:
         config: the run.
-        micro_batches: forward passes of a rank.
-        device_type: ``cuda`` or ``cpu``; they cut logits into chunks of other sizes.
+        micro_batches: forward passes per rank.
+        device_type: ``cuda`` or ``cpu``; chunks of logits differ in size.
     """
     tp_size = config.parallel.tensor_parallel_size
     if tp_size == 1:
@@ -78,7 +74,7 @@ def tensor_parallel_traffic(
     columns = vocabulary_rows(config.model.vocab_size, tp_size)
     masked = masked_tokens(config)
     chunks = -(-masked // chunk_rows(masked, columns, device_type))
-    # Maxima of each token from every rank; then its sum, its label's logit and whether it is right.
+    # Per token: the maximum of every rank; then the sum, the label's logit and its correctness.
     purposes += [
         ("all-gather", "loss", chunks, tp_size * masked * 4),
         ("all-reduce", "loss", chunks, 3 * masked * 4),
@@ -95,49 +91,50 @@ def tensor_parallel_traffic(
 
 
 _Purpose = tuple[Kind, str, int, int]
-"""Kind, purpose, calls and bytes of a micro batch."""
+"""Kind, purpose, calls and bytes per micro batch."""
 
 
 def _hidden_bytes(config: RunConfig) -> int:
-    """Hidden states of all tokens of a micro batch."""
-    tokens = config.train.micro_batch_size * config.data.sequence_length
-    return tokens * config.model.hidden_size * ELEMENT_BYTES[config.precision.dtype]
+    """Return the size of the hidden states of a micro batch."""
+    return config.train.micro_batch_size * config.data.sequence_length * _token_bytes(config)
+
+
+def _token_bytes(config: RunConfig) -> int:
+    """Return the size of one hidden state."""
+    return config.model.hidden_size * ELEMENT_BYTES[config.precision.dtype]
 
 
 def _num_layers(config: RunConfig) -> int:
-    """Layers that run over the token sequence."""
+    """Return the number of layers that run over the token sequence."""
     return config.model.num_layers - (config.model.mask_decoder_passes > 0)
 
 
 def _layers(config: RunConfig) -> Iterator[_Purpose]:
-    """Attention and FFN of layers over the token sequence, and the convolution."""
+    """Yield those of attention, FFN and convolution."""
     hidden, layers = _hidden_bytes(config), _num_layers(config)
     sequence = config.parallel.sequence_parallel
-    # Two blocks: forward sums each block's output, backward the gradient of its input.
-    passes = 3 if config.parallel.recompute == "full" else 2
+    # Two blocks: forward sums the output of each block, backward the gradient of its input.
+    calls = 2 * (3 if config.parallel.recompute == "full" else 2) * layers
     if not sequence:
-        calls = 2 * passes * layers
         yield "all-reduce", "layers", calls, calls * hidden
     else:
-        for kind in ("all-gather", "reduce-scatter"):
-            yield kind, "layers", 2 * passes * layers, 2 * passes * layers * hidden
+        yield "all-gather", "layers", calls, calls * hidden
+        yield "reduce-scatter", "layers", calls, calls * hidden
         yield from _part_gradients(config)
     if config.model.conv_kernel_size:
+        yield "all-gather", "convolution", 1, hidden
         if sequence:
-            yield "all-gather", "convolution", 1, hidden
             yield "reduce-scatter", "convolution", 1, hidden
             split = hidden // config.parallel.tensor_parallel_size
             yield "all-to-all", "convolution", 2, 2 * split
         else:
-            yield "all-gather", "convolution", 1, hidden
             yield "all-reduce", "convolution", 1, hidden
 
 
 def _part_gradients(config: RunConfig) -> Iterator[_Purpose]:
-    """Gradients of replicated parameters that each rank has from its own tokens only."""
-    model = config.model
-    row = model.hidden_size * ELEMENT_BYTES[config.precision.dtype]
-    # A layer has two output biases and two norms of two vectors; the embedding one norm.
+    """Yield those of replicated parameters whose gradients cover a rank's own tokens only."""
+    model, row = config.model, _token_bytes(config)
+    # A layer has two output biases and two norms of two vectors; the embedding has one norm.
     vectors = 6 * _num_layers(config) + 2 + 2 * (model.conv_kernel_size > 0)
     yield "all-reduce", "norms and biases", vectors, vectors * row
     if model.absolute_positions == "input":
@@ -147,9 +144,8 @@ def _part_gradients(config: RunConfig) -> Iterator[_Purpose]:
 
 
 def _ends(config: RunConfig) -> Iterator[_Purpose]:
-    """Token embedding, the position table, and the end of the split sequence."""
+    """Yield those of token embedding, position table and encoder output."""
     model, hidden = config.model, _hidden_bytes(config)
-    row = model.hidden_size * ELEMENT_BYTES[config.precision.dtype]
     if config.parallel.sequence_parallel:
         yield "reduce-scatter", "embedding", 1, hidden
         yield "all-gather", "embedding", 1, hidden
@@ -157,33 +153,32 @@ def _ends(config: RunConfig) -> Iterator[_Purpose]:
     else:
         yield "all-reduce", "embedding", 1, hidden
     if model.position_terms != "none":
-        slots = 2 * (model.position_buckets or model.max_relative_positions)
-        yield "all-reduce", "position table", 1, slots * row
+        num_bytes = num_position_slots(model) * _token_bytes(config)
+        yield "all-reduce", "position table", 1, num_bytes
 
 
 def _decoder(config: RunConfig) -> Iterator[_Purpose]:
-    """The mask decoder, whole on every rank, and the head."""
+    """Yield those of the mask decoder, replicated on every rank, and of the head."""
     passes = config.model.mask_decoder_passes
-    row = config.model.hidden_size * ELEMENT_BYTES[config.precision.dtype]
-    picked = masked_tokens(config) * row
+    masked = masked_tokens(config) * _token_bytes(config)
     if passes:
-        # Two sums forward and two backward a pass; one for the gradient of keys and values.
-        volume = 4 * passes * picked + _hidden_bytes(config)
-        yield "all-reduce", "mask decoder", 4 * passes + 1, volume
-    yield "all-reduce", "head", 1, picked
+        # Two in forward and two in backward per pass; one for the gradient of keys and values.
+        num_bytes = 4 * passes * masked + _hidden_bytes(config)
+        yield "all-reduce", "mask decoder", 4 * passes + 1, num_bytes
+    yield "all-reduce", "head", 1, masked
 
 
 def data_parallel_traffic(config: RunConfig, dp_size: int, micro_batches: int) -> Iterator[Traffic]:
-    """What DeepSpeed does between replicas in an optimizer step.
+    """Yield DeepSpeed's collectives between data-parallel ranks.
 
-    Gradients travel in fp32: once a step at stages 0 and 1, after every micro batch at 2 and 3.
-    Weights are gathered after the update; at stage 3 those too large to be kept whole are gathered
-    in every forward pass and, where more than ``LIVE_ELEMENTS`` lie between, again in backward.
+    Gradients are reduced in fp32: once per step in stages 0 and 1, after every micro batch in 2 and
+    3. Weights are gathered after the update; in stage 3 large ones are gathered in every forward
+    pass and, beyond ``LIVE_ELEMENTS``, again in backward.
 
     Args:
         config: the run.
         dp_size: data-parallel ranks.
-        micro_batches: forward passes of a rank.
+        micro_batches: forward passes per rank.
     """
     if dp_size == 1:
         return

@@ -1,8 +1,7 @@
-"""Matrix products that one rank computes for a micro batch, to the last FLOP.
+"""FLOPs of the matrix products of one rank and micro batch.
 
-Owns what tensor parallelism does to ``model.flops``'s formula. A multiply and an add are
-two FLOPs. Not counted: the next-sentence head (a few rows), and what an attention backend computes
-again by itself.
+The formula of ``model.flops``, divided over tensor-parallel ranks. A multiply and an add are two
+FLOPs. Not counted: the next-sentence head, and what an attention backend recomputes by itself.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ class RankFlops(NamedTuple):
     training: float
     """Forward and backward."""
     recomputed: float
-    """What backward computes again under ``parallel.recompute=full``."""
+    """Recomputed in backward under ``parallel.recompute=full``."""
 
 
 def masked_tokens(config: RunConfig) -> int:
-    """Tokens of a rank's micro batch at which decoder and head run."""
+    """Return the number of tokens per micro batch at which decoder and head run."""
     masked = round(config.objective.mask_probability * config.data.sequence_length)
     return config.train.micro_batch_size * masked
 

@@ -167,7 +167,7 @@ def test_a_checkpoint_of_tensor_parallel_zero3_ranks_is_exported(
     assert len(list(reader.path.glob("part-*.safetensors"))) == 4
     # Compares the logits of what users load with those of our own model.
     assert main(["convert", "--checkpoint", run, "--to", "hf", "--output", out]) == 0
-    assert "Checked on real text: logits differ by" in capsys.readouterr().out
+    assert "Verified on real text: largest difference of logits" in capsys.readouterr().out
     exported = load_file(tmp_path / "out" / "model.safetensors")
     for name, canonical in (
         ("deberta.embeddings.word_embeddings.weight", "embeddings.token.weight"),

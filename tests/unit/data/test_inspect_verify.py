@@ -208,7 +208,7 @@ def test_verify_names_damage_and_goes_on(shard, tmp_path, tokenizer_file, capsys
     assert message in captured.err
     *problems, total = captured.err.splitlines()
     assert all(line.startswith(f"{shard}: BAD: {shard}") for line in problems)
-    assert total == "1 of 2 shards are bad"
+    assert total == "1 of 2 shards are damaged"
 
 
 def test_verify_takes_folders_and_files_and_any_number_of_threads(shard, tmp_path, capsys):
@@ -230,7 +230,7 @@ def test_verify_of_a_folder_names_a_shard_without_its_index(shard, tmp_path, cap
     assert f"{shard}: good" in captured.out
     problem, total = captured.err.splitlines()
     assert problem.startswith(f"{tmp_path}/cut: BAD: {tmp_path}/cut.idx: No such file")
-    assert total == "1 of 2 shards are bad"
+    assert total == "1 of 2 shards are damaged"
     assert main(["inspect", "shards", str(tmp_path)]) == 1
     assert f"{tmp_path}/cut.idx: No such file" in capsys.readouterr().err
 

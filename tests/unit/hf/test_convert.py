@@ -54,7 +54,7 @@ def test_export_takes_the_newest_checkpoint_of_a_run(
     assert main(["convert", "--checkpoint", str(run_dir), "--to", "hf", "--output", str(out)]) == 0
     said = capsys.readouterr().out
     assert "step_00000003 as deberta-v2, fp32" in said
-    assert "Checked on real text" in said
+    assert "Verified on real text" in said
     table = load_file(out / "model.safetensors")["deberta.embeddings.word_embeddings.weight"]
     assert torch.equal(table, random_weights(V2, seed=3)["embeddings.token.weight"])
     assert all(path.stat().st_mode & 0o444 == 0o444 for path in (out, *out.iterdir()))
@@ -70,7 +70,7 @@ def test_export_says_that_it_is_our_own_type(
     assert main(["convert", "--checkpoint", str(tmp_path / "run"), *options]) == 0
     said = capsys.readouterr().out
     assert "as megatron-deberta, bf16" in said
-    assert "No stock class computes p2c_index: paper" in said
+    assert "No class of transformers implements p2c_index: paper" in said
     assert "when computed in bf16" in said
 
 

@@ -128,7 +128,7 @@ def test_command_prints_tables(capsys: pytest.CaptureFixture[str]) -> None:
         (["--world-size", "0"], ["--world-size 0"]),
         (["--device", "V1000"], ["V1000", "did you mean v100?"]),
         (["--achieved", "40"], ["--achieved 40"]),
-        (["precision.dtype=bf16"], ["precision.dtype=bf16", "fp16, fp32"]),
+        (["precision.dtype=bf16"], ["precision.dtype=bf16", "fp16 or fp32"]),
         (
             ["parallel.tensor_parallel_size=3", "cluster.ranks_per_node=0"],
             ["tensor_parallel_size=3", "1, 2, 4, 8, 16"],
@@ -160,13 +160,13 @@ def test_devices_are_found_by_any_name() -> None:
     assert DGX2.device is find_device("V100")
 
 
-def test_the_pages_show_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_shows_the_command_s_output(capsys: pytest.CaptureFixture[str]) -> None:
     root = RUNS.parents[1]
     arguments = ["--cluster", "dgx2", "--layouts", "4"]
     assert main(["plan", str(RUNS / "1.5b_dgx2.yaml"), *arguments]) == 0
     printed = {line.rstrip() for line in capsys.readouterr().out.splitlines()}
-    section = (root / "README.md").read_text().partition("## What will it cost?")[2]
-    shown = section.split("```")[1].splitlines()[2:]
+    page = (root / "docs/planning.md").read_text()
+    shown = page.split("```")[1].splitlines()[2:]
     assert len(shown) > 10
     assert {line for line in shown if line not in ("", "...")} <= printed
-    assert plan_paper.table() in (root / "docs/planning.md").read_text()
+    assert plan_paper.table() in page
