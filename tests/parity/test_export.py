@@ -1,13 +1,16 @@
-"""Exports as their users load them: stock encoders, the mask decoder, pipelines, precisions."""
+"""Exports loaded by transformers: stock encoders, mask decoder, pipelines, dtypes."""
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TypeAlias
 
 import pytest
 import torch
@@ -25,6 +28,7 @@ from tests.support.stock_weights import stock_name
 from tests.support.tiny_models import V2, random_weights, reader, tiny_tokenizer
 from tests.support.tolerances import FP32_MODEL
 
+Exported: TypeAlias = Callable[[str], tuple[Path, ExportResult]]
 V1 = replace(
     V2,
     position_buckets=0,
@@ -63,9 +67,12 @@ OWN = {
 }
 
 
+CONFIGS = STOCK | OWN | {"roberta": ROBERTA}
+
+
 @pytest.fixture(autouse=True)
-def _own_module_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies of remote code go to the test's folder."""
+def _temporary_module_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let transformers cache remote code in the test's folder."""
     cache = str(tmp_path / "modules")
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", cache)
     monkeypatch.syspath_prepend(cache)
@@ -75,6 +82,20 @@ def export(config: ModelConfig, output: Path, dtype: str = "fp32") -> ExportResu
     return export_model(
         config, reader(random_weights(config)), tiny_tokenizer(), output, dtype=dtype
     )
+
+
+@pytest.fixture(scope="module")
+def exported(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Exported:
+    """Return a function that exports a config once; transformers caches code by folder name."""
+    root = tmp_path_factory.mktemp("exports")
+
+    @functools.cache
+    def get(name: str) -> tuple[Path, ExportResult]:
+        return root / name, export(CONFIGS[name], root / name)
+
+    return get
 
 
 def make_batch(length: int = 41) -> tuple[Tensor, Tensor]:
@@ -91,19 +112,17 @@ def our_logits(config: ModelConfig, ids: Tensor, mask: Tensor | None) -> Tensor:
 
 
 @pytest.mark.parametrize("name", STOCK)
-def test_stock_encoder_and_our_fill_mask_load(name: str, tmp_path: Path) -> None:
+def test_stock_encoder_and_our_fill_mask_load(name: str, exported: Exported) -> None:
     config = STOCK[name]
-    result = export(config, tmp_path / "out")
+    folder, result = exported(name)
     assert result.model_type == ("deberta" if name.startswith("v1") else "deberta-v2")
     assert result.reason == ""
     assert result.check.max_error < 1e-5
 
-    encoder, report = transformers.AutoModel.from_pretrained(
-        tmp_path / "out", output_loading_info=True
-    )
+    encoder, report = transformers.AutoModel.from_pretrained(folder, output_loading_info=True)
     assert type(encoder).__module__.startswith("transformers.models.")
     assert not report["missing_keys"]
-    model, report = DebertaForMaskedLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    model, report = DebertaForMaskedLM.from_pretrained(folder, output_loading_info=True)
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     ids, mask = make_batch()
@@ -117,7 +136,7 @@ def test_stock_encoder_and_our_fill_mask_load(name: str, tmp_path: Path) -> None
 
 
 def released_decoder(config: ModelConfig, weights: dict[str, Tensor]) -> DebertaV2ForMaskedLM:
-    """A stock v2 model with these weights; v1 is v2 with linear distances and zero key biases."""
+    """Build a stock v2 model; v1 is v2 with linear distances and zero key biases."""
     stock = DebertaV2ForMaskedLM(
         transformers.DebertaV2Config(
             vocab_size=config.vocab_size,
@@ -150,7 +169,7 @@ def released_decoder(config: ModelConfig, weights: dict[str, Tensor]) -> Deberta
 
 @pytest.mark.parametrize("base", [V2, V1, ROBERTA, OWN["paper-index"]])
 def test_pairs_keep_token_types_and_their_head(base: ModelConfig, tmp_path: Path) -> None:
-    """The export compares logits, states and next-sentence logits with two segments itself."""
+    """The export itself compares logits, states and next-sentence logits with two segments."""
     config = replace(base, type_vocab_size=2, next_sentence_head=True)
     result = export(config, tmp_path / "out")
     assert result.check.max_error < 1e-5
@@ -185,8 +204,8 @@ def test_pairs_keep_token_types_and_their_head(base: ModelConfig, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["v3-like", "1.5b-like", "separate", "v1"])
-def test_mask_decoder_restated_with_stock_layers(name: str, tmp_path: Path) -> None:
-    """The released decoder written out: input of the last layer plus positions, two passes."""
+def test_mask_decoder_restated_with_stock_layers(name: str, exported: Exported) -> None:
+    """The released decoder: input of the last layer plus positions, two passes."""
     config, weights = STOCK[name], random_weights(STOCK[name])
     stock = released_decoder(config, weights)
     ids, mask = make_batch()
@@ -205,42 +224,44 @@ def test_mask_decoder_restated_with_stock_layers(name: str, tmp_path: Path) -> N
             )[0]
         expected = stock.cls.predictions.transform(query)
         expected = expected @ weights["embeddings.token.weight"].T + weights["head.bias"]
-    export(config, tmp_path / "out")
-    model = DebertaForMaskedLM.from_pretrained(tmp_path / "out").eval()
+    model = DebertaForMaskedLM.from_pretrained(exported(name)[0]).eval()
     with torch.no_grad():
         logits = model(ids, attention_mask=mask.long()).logits
     torch.testing.assert_close(logits[mask], expected[mask], **FP32_MODEL)
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_what_stock_cannot_express_leaves_as_our_own_type(name: str, tmp_path: Path) -> None:
+def test_unsupported_by_stock_classes_is_exported_as_our_own_type(
+    name: str, exported: Exported
+) -> None:
     config = OWN[name]
-    result = export(config, tmp_path / "out")
+    folder, result = exported(name)
     assert result.model_type == "megatron-deberta"
     assert result.reason
-    fields = json.loads((tmp_path / "out" / "config.json").read_text())
+    fields = json.loads((folder / "config.json").read_text())
     assert fields["model_type"] == "megatron-deberta"
     with pytest.raises(ValueError, match="trust_remote_code"):
-        transformers.AutoModel.from_pretrained(tmp_path / "out", trust_remote_code=False)
+        transformers.AutoModel.from_pretrained(folder, trust_remote_code=False)
     ids, mask = make_batch()
     expected = our_logits(config, ids, mask)[mask]
     for kind, options in (
         (DebertaForMaskedLM, {}),
         (transformers.AutoModelForMaskedLM, {"trust_remote_code": True}),
     ):
-        model = kind.from_pretrained(tmp_path / "out", **options).eval()
+        model = kind.from_pretrained(folder, **options).eval()
         with torch.no_grad():
             logits = model(ids, attention_mask=mask.long()).logits[mask]
         torch.testing.assert_close(logits, expected, **FP32_MODEL)
-    encoder = transformers.AutoModel.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    encoder = transformers.AutoModel.from_pretrained(folder, trust_remote_code=True)
     assert encoder(ids, attention_mask=mask.long()).last_hidden_state.shape == (*ids.shape, 32)
 
 
-def test_roberta_leaves_as_roberta(tmp_path: Path) -> None:
-    assert export(ROBERTA, tmp_path / "out").model_type == "roberta"
-    assert not list((tmp_path / "out").glob("*.py"))
+def test_roberta_is_exported_as_roberta(exported: Exported) -> None:
+    folder, result = exported("roberta")
+    assert result.model_type == "roberta"
+    assert not list(folder.glob("*.py"))
     model, report = transformers.AutoModelForMaskedLM.from_pretrained(
-        tmp_path / "out", output_loading_info=True
+        folder, output_loading_info=True
     )
     assert type(model) is transformers.RobertaForMaskedLM
     assert not report["missing_keys"]
@@ -250,39 +271,39 @@ def test_roberta_leaves_as_roberta(tmp_path: Path) -> None:
     torch.testing.assert_close(logits[mask], our_logits(ROBERTA, ids, mask)[mask], **FP32_MODEL)
 
 
-@pytest.mark.parametrize(("name", "config"), [("v2", V2), ("v1", V1), ("own", OWN["paper-index"])])
-def test_pipeline_answers_through_the_mask_decoder(
-    name: str, config: ModelConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("name", ["v3-like", "v1", "paper-index"])
+def test_pipeline_uses_the_mask_decoder(
+    name: str, exported: Exported, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # Each in a folder of its own name: transformers caches remote code by it.
-    export(config, tmp_path / name)
     text = "The quick brown [MASK] jumps"
     filler = transformers.pipeline(
-        "fill-mask", model=str(tmp_path / name), trust_remote_code=True, top_k=3
+        "fill-mask", model=str(exported(name)[0]), trust_remote_code=True, top_k=3
     )
     answers = filler(text)
     assert type(filler.model).__module__.startswith("transformers_modules")
     tokenizer = tiny_tokenizer()
     ids = [tokenizer.cls_id, *tokenizer.encode(text, parse_special=True), tokenizer.sep_id]
     row = torch.tensor([ids])
-    probabilities = our_logits(config, row, None)[0, ids.index(tokenizer.mask_id)].softmax(-1)
+    probabilities = our_logits(CONFIGS[name], row, None)[0, ids.index(tokenizer.mask_id)].softmax(
+        -1
+    )
     best = probabilities.topk(3)
     assert [answer["token"] for answer in answers] == best.indices.tolist()
     assert [answer["score"] for answer in answers] == pytest.approx(best.values.tolist(), rel=1e-4)
     assert not [record for record in caplog.records if "not supported" in record.message]
 
 
-@pytest.mark.parametrize("config", [V2, V1])
+@pytest.mark.parametrize("name", ["v3-like", "v1"])
 def test_stock_masked_lm_warns_of_its_new_head(
-    config: ModelConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    name: str, exported: Exported, caplog: pytest.LogCaptureFixture
 ) -> None:
-    export(config, tmp_path / "out")
+    folder, _ = exported(name)
     logger = logging.getLogger("transformers")
     logger.addHandler(caplog.handler)
     try:
         with caplog.at_level(logging.WARNING):
             model, report = transformers.AutoModelForMaskedLM.from_pretrained(
-                tmp_path / "out", output_loading_info=True
+                folder, output_loading_info=True
             )
     finally:
         logger.removeHandler(caplog.handler)
@@ -291,10 +312,10 @@ def test_stock_masked_lm_warns_of_its_new_head(
     assert "newly initialized" in caplog.text
 
 
-def test_stock_masked_lm_is_right_where_there_is_no_mask_decoder(tmp_path: Path) -> None:
+def test_stock_masked_lm_is_right_without_mask_decoder(exported: Exported) -> None:
     config = STOCK["no-decoder"]
-    export(config, tmp_path / "out")
-    model, report = DebertaV2ForMaskedLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    folder, _ = exported("no-decoder")
+    model, report = DebertaV2ForMaskedLM.from_pretrained(folder, output_loading_info=True)
     assert not report["missing_keys"]
     ids, mask = make_batch()
     with torch.no_grad():
@@ -321,7 +342,7 @@ def test_a_weight_beyond_fp16_is_refused_and_nothing_is_left(tmp_path: Path) -> 
 def test_an_export_that_computes_something_else_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A wrong switch in config.json is found by the comparison, not by the user."""
+    """A wrong field in config.json is found by the comparison."""
 
     def wrong(folder: Path, *rest: object) -> None:
         write_hf_model(folder, *rest)
@@ -346,10 +367,10 @@ def test_an_export_that_computes_something_else_is_refused(
 
 
 @pytest.mark.parametrize("config", [V2, OWN["paper-index"]])
-def test_the_code_that_travels_is_what_is_checked(
+def test_the_exported_code_is_what_is_checked(
     config: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not the package's own module; and what was run leaves no trace behind."""
+    """The copy is loaded, not the package's own module, and is unloaded afterwards."""
 
     def copy(source: Path, target: Path) -> None:
         text = source.read_text()
@@ -387,9 +408,8 @@ def test_weights_are_split_into_files_of_bounded_size(tmp_path: Path) -> None:
     assert index["metadata"]["total_size"] == total
 
 
-def test_loss_resize_and_saving_again(tmp_path: Path) -> None:
-    export(V2, tmp_path / "out")
-    model = DebertaForMaskedLM.from_pretrained(tmp_path / "out").eval()
+def test_loss_resize_and_saving_again(exported: Exported, tmp_path: Path) -> None:
+    model = DebertaForMaskedLM.from_pretrained(exported("v3-like")[0]).eval()
     ids, mask = make_batch()
     labels = torch.where(torch.arange(ids.size(1)) == 3, ids, -100)
     out = model(ids, attention_mask=mask.long(), labels=labels)

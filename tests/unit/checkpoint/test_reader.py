@@ -1,16 +1,16 @@
-"""Slices across fragments, and manifests that lie."""
+"""Slices across fragments, and invalid manifests."""
 
 from __future__ import annotations
 
-import hashlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_deberta.checkpoint.layout import COMMITTED_FILE, KINDS, MANIFEST_FILE
+from megatron_deberta.checkpoint.layout import COMMITTED_FILE, KINDS, MANIFEST_FILE, commit_mark
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.checkpoint.store import save
 from megatron_deberta.distributed.topology import ProcessGroups
@@ -26,16 +26,24 @@ from tests.support.checkpoints import (
 )
 
 
-@pytest.fixture
-def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Saved by four tensor-parallel ranks."""
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint written by four tensor-parallel ranks."""
+    run_dir = tmp_path_factory.mktemp("run")
 
     def work(groups: ProcessGroups) -> Path:
         engine: Any = FakeEngine(specs_of(groups), logical_states())
-        return save(tmp_path, engine, specs_of(groups), groups, metadata(1))
+        return save(run_dir, engine, specs_of(groups), groups, metadata(1))
 
-    path: Path = on_threads(monkeypatch, 4, 1, work)[0]
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        path: Path = on_threads(monkeypatch, 4, 1, work)[0]
     return path
+
+
+@pytest.fixture
+def copied(saved: Path, tmp_path: Path) -> Path:
+    """A copy of the checkpoint that the test may alter."""
+    return shutil.copytree(saved, tmp_path / saved.name)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -61,21 +69,21 @@ def test_what_is_not_there_is_named(saved: Path) -> None:
         reader.tensor("head.bias", dim=0, start=60, stop=71)
 
 
-def test_verification_can_be_divided(saved: Path) -> None:
-    reader = CheckpointReader(saved)
+def test_verification_can_be_divided(copied: Path) -> None:
+    reader = CheckpointReader(copied)
     reader.verify()
-    files = sorted(saved.glob("*.safetensors"))
+    files = sorted(copied.glob("*.safetensors"))
     files[2].write_bytes(files[2].read_bytes()[:-1] + b"x")
     with pytest.raises(CheckpointError, match=files[2].name):
         reader.verify()
     reader.verify(hashes=False)
-    complaints = 0
+    failures = 0
     for share in range(3):
         try:
             reader.verify(share=share, num_shares=3)
         except CheckpointError:
-            complaints += 1
-    assert complaints == 1
+            failures += 1
+    assert failures == 1
 
 
 def test_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
@@ -84,11 +92,14 @@ def test_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
 
 
 def forge(path: Path, change: Any) -> None:
-    """Alter the manifest and commit the lie with a right hash."""
+    """Alter the manifest and commit it with a correct hash."""
     manifest = json.loads((path / MANIFEST_FILE).read_bytes())
-    content = json.dumps(change(manifest) or manifest).encode()
+    write_manifest(path, json.dumps(change(manifest) or manifest).encode())
+
+
+def write_manifest(path: Path, content: bytes) -> None:
     (path / MANIFEST_FILE).write_bytes(content)
-    (path / COMMITTED_FILE).write_text(hashlib.sha256(content).hexdigest())
+    (path / COMMITTED_FILE).write_bytes(commit_mark(content))
 
 
 FORGERIES = {
@@ -110,20 +121,18 @@ FORGERIES = {
 
 
 @pytest.mark.parametrize("forgery", FORGERIES)
-def test_hostile_manifest_is_one_clear_error(tmp_path: Path, forgery: str) -> None:
-    path = save_alone(tmp_path, 1)
-    forge(path, FORGERIES[forgery])
-    with pytest.raises(CheckpointError):
-        CheckpointReader(path)
+def test_forged_manifest_is_rejected(copied: Path, forgery: str) -> None:
+    forge(copied, FORGERIES[forgery])
+    with pytest.raises(CheckpointError) as rejection:
+        CheckpointReader(copied)
+    assert "SHA-256" not in str(rejection.value)
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80", b"[" * 100000, b"null", b"{"])
-def test_manifest_that_is_no_json(tmp_path: Path, content: bytes) -> None:
-    path = save_alone(tmp_path, 1)
-    (path / MANIFEST_FILE).write_bytes(content)
-    (path / COMMITTED_FILE).write_text(hashlib.sha256(content).hexdigest())
-    with pytest.raises(CheckpointError):
-        CheckpointReader(path)
+def test_manifest_that_is_not_json(copied: Path, content: bytes) -> None:
+    write_manifest(copied, content)
+    with pytest.raises(CheckpointError, match="not a checkpoint manifest"):
+        CheckpointReader(copied)
 
 
 def test_shapes_are_checked_against_the_file_before_use(tmp_path: Path) -> None:
