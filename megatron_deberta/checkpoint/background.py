@@ -53,9 +53,8 @@ class Saver:
         specs: Mapping[str, ParameterSpec],
         groups: ProcessGroups,
     ) -> None:
+        self._source = run_dir, engine, specs, groups
         self._run_dir = run_dir
-        self._engine = engine
-        self._specs = specs
         self._groups = groups
         self._thread: _WriterThread | None = None
 
@@ -72,9 +71,7 @@ class Saver:
         """
         assert self._thread is None, "call finish() first"
         start = time.monotonic()
-        path = store.save(
-            self._run_dir, self._engine, self._specs, self._groups, metadata, retention=retention
-        )
+        path = store.save(*self._source, metadata, retention=retention)
         seconds = time.monotonic() - start
         return Saved(path, metadata.step, seconds, seconds)
 
@@ -88,9 +85,7 @@ class Saver:
         """
         assert self._thread is None, "call finish() first"
         start = time.monotonic()
-        metadata = store.complete_metadata(metadata, self._engine, self._groups)
-        staged = writer.begin(self._run_dir, self._specs, self._groups, metadata)
-        states = writer.owned_states(store.gather_states(self._engine), self._specs, self._groups)
+        staged, states = store.stage(*self._source, metadata)
         self._thread = _WriterThread(staged, list(states), retention, start)
 
     def poll(self) -> Saved | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -63,8 +63,7 @@ def save(
         CheckpointError: the disk is full or cannot be written on any rank; the staged files are
             deleted and older checkpoints are intact.
     """
-    staged = writer.begin(run_dir, specs, groups, complete_metadata(metadata, engine, groups))
-    path = _write_and_commit(staged, writer.owned_states(gather_states(engine), specs, groups))
+    path = _write_and_commit(*stage(run_dir, engine, specs, groups, metadata))
     if groups.rank == 0 and retention is not None:
         delete_expired(run_dir, metadata.step, retention)
     return path
@@ -100,18 +99,28 @@ def save_weights(
     return _write_and_commit(staged, writer.owned_states(states, specs, groups))
 
 
-def gather_states(engine: Engine) -> writer.States:
-    """Yield every parameter's state by kind. Collective: data-parallel ranks."""
-    for name, state in engine.gather_states():
-        yield name, {kind: getattr(state, kind) for kind in KINDS}
+def stage(
+    run_dir: str | os.PathLike[str],
+    engine: Engine,
+    specs: Mapping[str, ParameterSpec],
+    groups: ProcessGroups,
+    metadata: CheckpointMetadata,
+) -> tuple[writer.StagedCheckpoint, Iterator[writer.OwnedState]]:
+    """Begin a checkpoint and return the states that this rank writes. Collective: all ranks.
 
+    The iterator gathers over data-parallel ranks: every rank must exhaust it.
 
-def complete_metadata(
-    metadata: CheckpointMetadata, engine: Engine, groups: ProcessGroups
-) -> CheckpointMetadata:
-    """Add the engine's scalars and the layout."""
+    Raises:
+        CheckpointError: there is too little disk space.
+    """
     layout = {"tp_size": groups.tp_size, "dp_size": groups.dp_size}
-    return replace(metadata, scalars=engine.state_dict(), layout=layout)
+    metadata = replace(metadata, scalars=engine.state_dict(), layout=layout)
+    staged = writer.begin(run_dir, specs, groups, metadata)
+    states = (
+        (name, {kind: getattr(state, kind) for kind in KINDS})
+        for name, state in engine.gather_states()
+    )
+    return staged, writer.owned_states(states, specs, groups)
 
 
 def _write_and_commit(staged: writer.StagedCheckpoint, states: Iterable[writer.OwnedState]) -> Path:

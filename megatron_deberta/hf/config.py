@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
@@ -44,38 +45,26 @@ _BOOLEANS = (
     "relative_attention", "position_biased_input", "share_att_key", "key_bias",
     "position_key_bias", "next_sentence_head",
 )  # fmt: skip
-_VALUE_CHECKS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
-    (
-        (*_SIZES, "max_position_embeddings"),
-        lambda value: type(value) is int and value > 0,
-        "a positive integer",
-    ),
-    (_INTEGERS, lambda value: type(value) is int, "an integer"),
-    (
-        tuple(_FLOATS),
-        lambda value: type(value) in (int, float) and value >= 0,
-        "a non-negative number",
-    ),
-    (_BOOLEANS, lambda value: isinstance(value, bool), "true or false"),
-    (("p2c_index",), lambda value: value in get_args(P2CIndex), " or ".join(get_args(P2CIndex))),
-    (
-        ("absolute_positions",),
-        lambda value: value in get_args(AbsolutePositions),
-        " or ".join(get_args(AbsolutePositions)),
-    ),
-    (
-        ("pos_att_type",),
-        lambda value: all(
-            isinstance(term, str) for term in (value if isinstance(value, list) else [value or ""])
-        ),
-        "a string or a list of strings",
-    ),
-    (("type_vocab_size",), lambda value: type(value) is int and value >= 0, "an integer from 0"),
-    (
-        ("pad_token_id",),
-        lambda value: value is None or (type(value) is int and value >= 0),
-        "a token id or null",
-    ),
+_CHOICES = {"p2c_index": get_args(P2CIndex), "absolute_positions": get_args(AbsolutePositions)}
+
+
+def _is_integer(value: Any, minimum: float = -math.inf) -> bool:
+    return type(value) is int and value >= minimum
+
+
+def _is_text(value: Any) -> bool:
+    return all(isinstance(v, str) for v in (value if isinstance(value, list) else [value or ""]))
+
+
+_VALUE_CHECKS: tuple[tuple[Iterable[str], Callable[[Any], bool], str], ...] = (
+    ((*_SIZES, "max_position_embeddings"), lambda v: _is_integer(v, 1), "a positive integer"),
+    (_INTEGERS, _is_integer, "an integer"),
+    (("type_vocab_size",), lambda v: _is_integer(v, 0), "a non-negative integer"),
+    (("pad_token_id",), lambda v: v is None or _is_integer(v, 0), "a token id or null"),
+    (_FLOATS, lambda v: type(v) in (int, float) and v >= 0, "a non-negative number"),
+    (_BOOLEANS, lambda v: isinstance(v, bool), "true or false"),
+    (("pos_att_type",), _is_text, "a string or a list of strings"),
+    *(((key,), choices.__contains__, " or ".join(choices)) for key, choices in _CHOICES.items()),
 )
 """Fields, the check of their values, and what the error message says is expected."""
 _NEXT_SENTENCE_FIELDS = {

@@ -79,11 +79,9 @@ class MaskFiller:
         return [
             [
                 Prediction(token, tokenizer.piece(token), tokenizer.decode([token]), probability)
-                for token, probability in zip(token_ids, probabilities, strict=True)
+                for token, probability in zip(*candidates, strict=True)
             ]
-            for token_ids, probabilities in zip(
-                best.indices.tolist(), best.values.tolist(), strict=True
-            )
+            for candidates in zip(best.indices.tolist(), best.values.tolist(), strict=True)
         ]
 
 

@@ -104,13 +104,14 @@ class SelfAttention(nn.Module):
             self.query_proj = nn.Linear(width, width)
             self.key_proj = nn.Linear(width, width, bias=setting(config, "key_bias"))
             self.value_proj = nn.Linear(width, width)
+        v1_names = ("pos_proj", "pos_q_proj")
+        separate = v1_names if self.v1_names else ("pos_key_proj", "pos_query_proj")
+        self.position_projections = ("key_proj", "query_proj") if self.shared else separate
         if self.c2p and not self.shared:
-            name = "pos_proj" if self.v1_names else "pos_key_proj"
             bias = setting(config, "position_key_bias")
-            self.add_module(name, nn.Linear(width, width, bias=bias))
+            self.add_module(separate[0], nn.Linear(width, width, bias=bias))
         if self.p2c and not self.shared:
-            name = "pos_q_proj" if self.v1_names else "pos_query_proj"
-            self.add_module(name, nn.Linear(width, width))
+            self.add_module(separate[1], nn.Linear(width, width))
 
     def forward(
         self, hidden: Tensor, query: Tensor, mask: Tensor, slots: Tensor, table: Tensor | None
@@ -135,11 +136,12 @@ class SelfAttention(nn.Module):
         if table is not None:
             table = self.pos_dropout(table)
         if self.c2p:
-            position_keys = self._split(self._position_projection("key")(table))
+            position_keys = self._split(self.get_submodule(self.position_projections[0])(table))
             c2p = queries @ position_keys.transpose(-1, -2)
             scores = scores + c2p.gather(-1, pairs)
         if self.p2c:
-            position_queries = self._split(self._position_projection("query")(table)) * scale
+            projection = self.get_submodule(self.position_projections[1])
+            position_queries = self._split(projection(table)) * scale
             p2c = keys @ position_queries.transpose(-1, -2)
             index = pairs if self.paper_index else pairs.transpose(-1, -2)
             scores = scores + p2c.gather(-1, index).transpose(-1, -2)
@@ -163,12 +165,6 @@ class SelfAttention(nn.Module):
             )
         queries, keys, values = (self._split(part) for part in projected)
         return queries, keys, values
-
-    def _position_projection(self, kind: str) -> nn.Module:
-        if self.shared:
-            return self.get_submodule(f"{kind}_proj")
-        v1_name = {"key": "pos_proj", "query": "pos_q_proj"}[kind]
-        return self.get_submodule(v1_name if self.v1_names else f"pos_{kind}_proj")
 
     def _split(self, projected: Tensor) -> Tensor:
         """Reshape ``[..., N, A * H]`` to ``[..., A, N, H]``."""
