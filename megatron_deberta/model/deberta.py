@@ -58,11 +58,23 @@ class DebertaBackbone(nn.Module):
     Source: He et al. 2021, arXiv:2006.03654, section 3, with the released code's choices where
     the two differ (docs/model.md).
 
+    Args:
+        config: the architecture.
+        options: how it runs.
+        seed: of the initial weights; None: drawn from torch's default generator
+            (``torch.manual_seed``).
+
     Raises:
         ConfigError: the values of ``config`` contradict each other.
     """
 
-    def __init__(self, config: ModelConfig, options: RuntimeOptions | None = None) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        options: RuntimeOptions | None = None,
+        *,
+        seed: int | None = None,
+    ) -> None:
         super().__init__()
         check_model(config)
         self.config = config
@@ -74,6 +86,11 @@ class DebertaBackbone(nn.Module):
         for module in self.modules():
             if isinstance(module, Dropout):
                 module.execution = execution
+        self._build_heads(config)
+        self.init_weights(seed)
+
+    def _build_heads(self, config: ModelConfig) -> None:
+        """Add the modules of a subclass; weights are initialised afterwards."""
 
     @torch.no_grad()
     def init_weights(self, seed: int | None = None) -> None:
@@ -82,7 +99,7 @@ class DebertaBackbone(nn.Module):
         Parameters on the ``meta`` device are skipped.
 
         Args:
-            seed: None: drawn from torch's default generator (``torch.manual_seed``).
+            seed: as in the constructor.
         """
         parameters = {n: p for n, p in self.named_parameters() if not p.is_meta}
         if parameters and seed is None:
@@ -116,27 +133,28 @@ class DebertaBackbone(nn.Module):
         layout = TokenLayout.of_sequence(
             _token_mask(input_ids, attention_mask), position_ids, token_type_ids
         )
-        context = self._attention_context(layout.real, document_ids, seeds)
-        return self._run_layers(input_ids, layout, context, self.config.num_layers)
-
-    def _run_layers(
-        self, input_ids: Tensor, layout: TokenLayout, context: AttentionContext, num_layers: int
-    ) -> Tensor:
-        embedded, local_layout = self.embeddings(input_ids, layout, context.seeds)
-        hidden: Tensor = self.exit(self.encoder(embedded, local_layout, context, num_layers))
+        hidden, _ = self._run_layers(input_ids, layout, document_ids, seeds, self.config.num_layers)
         return hidden
 
-    def _attention_context(
-        self, mask: Tensor, document_ids: Tensor | None, seeds: DropoutSeeds | None
-    ) -> AttentionContext:
-        return AttentionContext(
+    def _run_layers(
+        self,
+        input_ids: Tensor,
+        layout: TokenLayout,
+        document_ids: Tensor | None,
+        seeds: DropoutSeeds | None,
+        num_layers: int,
+    ) -> tuple[Tensor, AttentionContext]:
+        context = AttentionContext(
             position_table=self.encoder.position_table(),
-            key_padding=mask,
+            key_padding=layout.real,
             document_ids=document_ids,
             seeds=seeds,
             backend=self.options.attention_backend,
             recompute_cheap=self.options.recompute == "selective" and self.training,
         )
+        embedded, local_layout = self.embeddings(input_ids, layout, seeds)
+        hidden: Tensor = self.exit(self.encoder(embedded, local_layout, context, num_layers))
+        return hidden, context
 
     def _default_seeds(self, input_ids: Tensor) -> DropoutSeeds | None:
         """Dropout keys of a forward pass without explicit ones; None in evaluation mode."""
@@ -144,23 +162,7 @@ class DebertaBackbone(nn.Module):
 
 
 class DebertaModel(DebertaBackbone):
-    """The DeBERTa encoder with initialised weights.
-
-    Args:
-        config: the architecture.
-        options: how it runs.
-        seed: of the initial weights; None: drawn from torch's default generator.
-    """
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        options: RuntimeOptions | None = None,
-        *,
-        seed: int | None = None,
-    ) -> None:
-        super().__init__(config, options)
-        self.init_weights(seed)
+    """The DeBERTa encoder; constructed like `DebertaBackbone`."""
 
     def forward(
         self,
@@ -186,32 +188,18 @@ class DebertaModel(DebertaBackbone):
 
 
 class DebertaForPretraining(DebertaBackbone):
-    """Encoder, enhanced mask decoder, vocabulary head and, for pairs, next-sentence head.
+    """Encoder, enhanced mask decoder, vocabulary head and, for pairs, next-sentence head."""
 
-    Args:
-        config: the architecture.
-        options: how it runs.
-        seed: of the initial weights; None: drawn from torch's default generator.
-    """
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        options: RuntimeOptions | None = None,
-        *,
-        seed: int | None = None,
-    ) -> None:
-        super().__init__(config, options)
+    def _build_heads(self, config: ModelConfig) -> None:
         self.mask_decoder = EnhancedMaskDecoder(config) if config.mask_decoder_passes else None
         self.head = MaskedLanguageModelHead(config)
         self.next_sentence = NextSentenceHead(config) if config.next_sentence_head else None
-        self.init_weights(seed)
 
     def decode(
         self,
         input_ids: Tensor,
-        attention_mask: Tensor,
-        masked_positions: Tensor,
+        attention_mask: Tensor | None = None,
+        masked_positions: Tensor | None = None,
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
         seeds: DropoutSeeds | None = None,
@@ -224,8 +212,8 @@ class DebertaForPretraining(DebertaBackbone):
 
         Args:
             input_ids: int64 ``[B, N]``.
-            attention_mask: bool ``[B, N]``, True = token.
-            masked_positions: int64 ``[B, M]`` positions in the row, -1 = padding.
+            attention_mask: as in `encode`.
+            masked_positions: int64 ``[B, M]`` positions in the row, -1 = padding; None: all N.
             position_ids: as in `encode`.
             document_ids: as in `encode`.
             seeds: dropout keys; None: no dropout.
@@ -234,10 +222,13 @@ class DebertaForPretraining(DebertaBackbone):
         Returns:
             ``[B, M, D]`` decoded states, and the next-sentence head's logits ``[B, 2]`` or None.
         """
-        layout = TokenLayout.of_sequence(attention_mask, position_ids, token_type_ids)
-        context = self._attention_context(attention_mask, document_ids, seeds)
+        layout = TokenLayout.of_sequence(
+            _token_mask(input_ids, attention_mask), position_ids, token_type_ids
+        )
+        if masked_positions is None:
+            masked_positions = layout.positions
         num_layers = self.config.num_layers - (1 if self.mask_decoder is not None else 0)
-        hidden = self._run_layers(input_ids, layout, context, num_layers)
+        hidden, context = self._run_layers(input_ids, layout, document_ids, seeds, num_layers)
         first: Tensor | None
         if self.mask_decoder is None:
             decoded, first = gather_tokens(hidden, masked_positions), hidden[:, 0]
@@ -255,8 +246,8 @@ class DebertaForPretraining(DebertaBackbone):
     def masked_logits(
         self,
         input_ids: Tensor,
-        attention_mask: Tensor,
-        masked_positions: Tensor,
+        attention_mask: Tensor | None = None,
+        masked_positions: Tensor | None = None,
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
         seeds: DropoutSeeds | None = None,
@@ -284,18 +275,9 @@ class DebertaForPretraining(DebertaBackbone):
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
-        *,
-        position_ids: Tensor | None = None,
-        document_ids: Tensor | None = None,
-        seeds: DropoutSeeds | None = None,
     ) -> Tensor:
-        """Compute logits ``[B, N, V]`` at every position; arguments as in `encode`."""
-        mask = _token_mask(input_ids, attention_mask)
-        positions = torch.arange(input_ids.size(1), device=input_ids.device)
-        positions = positions.expand(input_ids.shape)
-        return self.masked_logits(
-            input_ids, mask, positions, position_ids, document_ids, seeds, token_type_ids
-        )
+        """Compute logits ``[B, N, V]`` at every position, without dropout."""
+        return self.masked_logits(input_ids, attention_mask, token_type_ids=token_type_ids)
 
     def next_sentence_logits(
         self,
@@ -334,15 +316,15 @@ class DebertaForMaskedLM(DebertaForPretraining):
             input_ids: int64 ``[B, N]``.
             attention_mask: bool (or 0 and 1) ``[B, N]``, True = token; None: no padding.
             labels: int64 ``[B, N]``, -100 = not scored.
-            position_ids: as in `encode`.
-            document_ids: as in `encode`.
-            token_type_ids: as in `encode`.
+            position_ids: as in `encode`, like the following.
+            document_ids: int64 ``[B, N]`` or None.
+            token_type_ids: int64 ``[B, N]`` or None.
             seeds: dropout keys.
         """
-        logits = self.logits(
+        logits = self.masked_logits(
             input_ids,
             attention_mask,
-            token_type_ids,
+            token_type_ids=token_type_ids,
             position_ids=position_ids,
             document_ids=document_ids,
             seeds=seeds or self._default_seeds(input_ids),

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatron_deberta.config.schema import ModelConfig
-from megatron_deberta.model import DebertaForPretraining, DropoutSeeds, RuntimeOptions
+from megatron_deberta.model import DebertaForPretraining, DropoutSeeds
 
 
 class TokenLoss(nn.Module):
@@ -37,22 +37,10 @@ class TokenLoss(nn.Module):
 
 
 class MaskedLanguageModel(DebertaForPretraining):
-    """The pretraining model with its loss.
+    """The pretraining model with its loss; constructed like `DebertaBackbone`."""
 
-    Args:
-        config: the architecture.
-        options: how it runs.
-        seed: of the initial weights; None: drawn from torch's default generator.
-    """
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        options: RuntimeOptions | None = None,
-        *,
-        seed: int | None = None,
-    ) -> None:
-        super().__init__(config, options, seed=seed)
+    def _build_heads(self, config: ModelConfig) -> None:
+        super()._build_heads(config)
         self.token_loss = TokenLoss()
 
     def forward(
