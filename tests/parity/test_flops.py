@@ -1,8 +1,7 @@
-"""The FLOP formula against torch's own counter on the real model.
+"""FLOP formulas against torch's counter on the model.
 
-The counter sees matrix products and convolutions, as the formula does. The reference backend
-writes attention out, so that the counter sees all of it; what it computes beyond the formula is
-stated here.
+Both count matrix products and convolutions. The reference backend computes more than the formula
+counts; the difference is added here.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ CASES = {
 }
 
 
-def beyond_the_formula(model: ModelConfig, length: int) -> float:
-    """FLOPs a token of the row that the reference backend computes and need not."""
+def reference_excess(model: ModelConfig, length: int) -> float:
+    """FLOPs per token that only the reference backend computes."""
     return sum(reference_extra(model, length, MASKED_SHARE))
 
 
@@ -67,39 +66,33 @@ def batch(length: int) -> dict[str, Any]:
     }
 
 
-def counted(model: ModelConfig, length: int, recompute: Any, *, backward: bool) -> float:
-    """FLOPs a token of the row, by torch's counter."""
+def counted(model: ModelConfig, length: int, recompute: Any) -> tuple[float, float]:
+    """FLOPs per token of forward, and of forward and backward, by torch's counter."""
     module = MaskedLanguageModel(model, RuntimeOptions(recompute, "reference")).train()
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, std=0.05)
     with FlopCounterMode(display=False) as counter:
         loss, _ = module(**batch(length))
-        if backward:
-            loss.backward()
-    return counter.get_total_flops() / (ROWS * length)
+        forward = counter.get_total_flops()
+        loss.backward()
+    return forward / (ROWS * length), counter.get_total_flops() / (ROWS * length)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_forward_to_the_last_flop(name: str) -> None:
+def test_forward_and_backward(name: str) -> None:
     model, length = CASES[name]
+    excess = reference_excess(model, length)
+    forward, training = counted(model, length, "none")
     formula = forward_flops(model, length, ROWS, MASKED_SHARE).total
-    found = counted(model, length, "none", backward=False)
-    assert found == pytest.approx(formula + beyond_the_formula(model, length), rel=1e-12)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_backward_is_twice_forward(name: str) -> None:
-    model, length = CASES[name]
+    assert forward == pytest.approx(formula + excess, rel=1e-12)
     formula = training_flops_per_token(model, length, ROWS, MASKED_SHARE)
-    found = counted(model, length, "none", backward=True)
-    assert found == pytest.approx(formula + 3 * beyond_the_formula(model, length), rel=1e-12)
+    assert training == pytest.approx(formula + 3 * excess, rel=1e-12)
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 @pytest.mark.parametrize("name", ["1.5B-like", "own position projections", "RoBERTa"])
-def test_recomputation_is_counted_apart(name: str, recompute: Any) -> None:
+def test_recomputation(name: str, recompute: Any) -> None:
     model, length = CASES[name]
-    plain = counted(model, length, "none", backward=True)
-    again = counted(model, length, recompute, backward=True) - plain
+    again = counted(model, length, recompute)[1] - counted(model, length, "none")[1]
     formula = recomputed_flops(model, length, ROWS, recompute)
     assert again == pytest.approx(formula, rel=1e-12)

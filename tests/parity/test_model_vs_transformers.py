@@ -1,4 +1,4 @@
-"""Our single-device model against transformers' DeBERTa-v2: outputs and every gradient, fp32."""
+"""Single-device model against transformers' DeBERTa-v2: outputs and all gradients, fp32."""
 
 from __future__ import annotations
 
@@ -58,13 +58,19 @@ def make_batch(config: ModelConfig, length: int, padded: bool) -> dict[str, torc
         mask[1, length - 5 :] = False
         mask[2, length // 2 :] = False
         ids = ids.masked_fill(~mask, 0)
-    picked = torch.tensor([[0, 3, 7], [1, 4, -1], [2, -1, -1]])
-    labels = torch.where(picked >= 0, ids.gather(1, picked.clamp(min=0)), -100)
-    return {"input_ids": ids, "attention_mask": mask, "masked_positions": picked, "labels": labels}
+    selected = torch.tensor([[0, 3, 7], [1, 4, -1], [2, -1, -1]])
+    labels = torch.where(selected >= 0, ids.gather(1, selected.clamp(min=0)), -100)
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "masked_positions": selected,
+        "labels": labels,
+    }
 
 
-@pytest.mark.parametrize("backend", ["reference", "chunked"])
-@pytest.mark.parametrize(("length", "padded"), [(37, True), (53, False)])
+@pytest.mark.parametrize(
+    ("length", "padded", "backend"), [(37, True, "reference"), (53, False, "chunked")]
+)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_outputs_and_gradients(variant: str, length: int, padded: bool, backend: str) -> None:
     config = VARIANTS[variant]
@@ -107,8 +113,8 @@ def test_outputs_and_gradients(variant: str, length: int, padded: bool, backend:
 
 @pytest.mark.parametrize("backend", ["reference", "chunked"])
 @pytest.mark.parametrize("variant", ["1.5b-like", "v1-like"])
-def test_mask_decoder_restated_with_stock_layers(variant: str, backend: str) -> None:
-    """The released decoder, written out with transformers' own last layer at every position."""
+def test_mask_decoder_built_from_stock_layers(variant: str, backend: str) -> None:
+    """The released decoder, built from transformers' last layer, at every position."""
     config = replace(VARIANTS[variant], mask_decoder_passes=2, absolute_positions="decoder")
     stock = DebertaV2ForMaskedLM(stock_config(config)).eval()
     randomize(stock)

@@ -1,4 +1,4 @@
-"""The attention block against Algorithm 1 of the paper, written out with loops in float64."""
+"""The attention block against Algorithm 1 of the paper, as loops in float64."""
 
 from __future__ import annotations
 
@@ -66,24 +66,24 @@ def test_paper_index_is_algorithm_1(backend: str) -> None:
     hidden = torch.randn(1, 9, 16, generator=generator, dtype=torch.float64)
     table = torch.randn(6, 16, generator=generator, dtype=torch.float64)
     context = AttentionContext(table, None, None, None, backend, recompute_cheap=False)
-    rows = TokenLayout.of_sequence(torch.ones(1, 9, dtype=torch.bool))
+    layout = TokenLayout.of_sequence(torch.ones(1, 9, dtype=torch.bool))
 
     attended = algorithm_1(block, hidden[0], table)
-    expected = block.norm(hidden + block.output(attended.unsqueeze(0), rows), rows)
-    torch.testing.assert_close(block(hidden, rows, context), expected, **FP64)
+    expected = block.norm(hidden + block.output(attended.unsqueeze(0), layout), layout)
+    torch.testing.assert_close(block(hidden, layout, context), expected, **FP64)
 
 
 @pytest.mark.parametrize("index", ["released", "paper"])
 def test_the_two_indices_differ(index: Any) -> None:
-    """Guards the switch itself: the released code is not Eq. 4 (docs/model.md)."""
+    """Only ``p2c_index="paper"`` is Eq. 4; the released code differs (docs/model.md)."""
     block = DisentangledSelfAttention(replace(CONFIG, p2c_index=index), 0).double()
     randomize(block)
     generator = torch.Generator().manual_seed(2)
     hidden = torch.randn(1, 9, 16, generator=generator, dtype=torch.float64)
     table = torch.randn(6, 16, generator=generator, dtype=torch.float64)
     context = AttentionContext(table, None, None, None, "reference", recompute_cheap=False)
-    rows = TokenLayout.of_sequence(torch.ones(1, 9, dtype=torch.bool))
+    layout = TokenLayout.of_sequence(torch.ones(1, 9, dtype=torch.bool))
     attended = algorithm_1(block, hidden[0], table)
-    expected = block.norm(hidden + block.output(attended.unsqueeze(0), rows), rows)
-    equal = torch.allclose(block(hidden, rows, context), expected, **FP64)
+    expected = block.norm(hidden + block.output(attended.unsqueeze(0), layout), layout)
+    equal = torch.allclose(block(hidden, layout, context), expected, **FP64)
     assert equal == (index == "paper")

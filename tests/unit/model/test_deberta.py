@@ -1,4 +1,4 @@
-"""Properties of the whole model that no parity test shows."""
+"""Packing, padding, selected positions, dropout and recomputation of the whole model."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ CONFIG = ModelConfig(
 LENGTHS = (5, 9, 4)
 
 
-def make(config: ModelConfig = CONFIG, **execution: Any) -> MaskedLanguageModel:
-    model = MaskedLanguageModel(config, RuntimeOptions(**execution)).double()
+def make(config: ModelConfig = CONFIG, **options: Any) -> MaskedLanguageModel:
+    model = MaskedLanguageModel(config, RuntimeOptions(**options)).double()
     randomize(model)
     return model.train()
 
@@ -45,7 +45,7 @@ def real(ids: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("backend", ["reference", "chunked"])
 def test_packed_equals_separate(backend: str) -> None:
-    """Documents in one row give the logits they give alone, decoder and convolution included."""
+    """Documents packed in one row have the same logits as alone, mask decoder included."""
     model = make(attention_backend=backend)
     parts = [tokens(length, seed) for seed, length in enumerate(LENGTHS)]
     ids = torch.cat(parts, 1)
@@ -57,7 +57,7 @@ def test_packed_equals_separate(backend: str) -> None:
     torch.testing.assert_close(packed, separate, **FP64)
 
 
-def test_padding_does_not_matter() -> None:
+def test_padding_does_not_change_logits() -> None:
     model = make()
     ids = tokens(9)
     padded = torch.cat([ids, tokens(4, seed=9)], 1)
@@ -65,18 +65,18 @@ def test_padding_does_not_matter() -> None:
     torch.testing.assert_close(model.logits(padded, mask)[:, :9], model.logits(ids), **FP64)
 
 
-def test_picked_rows_are_rows_of_all() -> None:
+def test_logits_at_selected_positions() -> None:
     model = make()
     ids = tokens(12)
-    picked = torch.tensor([[2, 11, -1, 0]])
-    some = model.masked_logits(ids, real(ids), picked)
+    selected = torch.tensor([[2, 11, -1, 0]])
+    some = model.masked_logits(ids, real(ids), selected)
     all_rows = model.logits(ids)
     torch.testing.assert_close(some[:, [0, 1, 3]], all_rows[:, [2, 11, 0]], **FP64)
 
 
 def loss(model: MaskedLanguageModel, seeds: DropoutSeeds | None, ids: torch.Tensor) -> Any:
-    picked = torch.tensor([[1, 5]]).expand(ids.size(0), 2)
-    return model(ids, real(ids), picked, ids.gather(1, picked), seeds=seeds)[0]
+    selected = torch.tensor([[1, 5]]).expand(ids.size(0), 2)
+    return model(ids, real(ids), selected, ids.gather(1, selected), seeds=seeds)[0]
 
 
 def test_dropout_is_a_function_of_sample_step_and_seed() -> None:
@@ -90,8 +90,8 @@ def test_dropout_is_a_function_of_sample_step_and_seed() -> None:
     assert not torch.equal(first, loss(model, None, ids))
 
 
-def test_batch_composition_does_not_matter() -> None:
-    """A sample drops the same elements whichever rows stand beside it."""
+def test_dropout_does_not_depend_on_the_batch() -> None:
+    """A sample drops the same elements in any batch."""
     model = make(replace(CONFIG, conv_kernel_size=0))
     ids = torch.cat([tokens(12), tokens(12, seed=1)])
     together = loss(model, DropoutSeeds(1, 2, torch.tensor([3, 4])), ids)
@@ -102,7 +102,7 @@ def test_batch_composition_does_not_matter() -> None:
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_recomputation_changes_nothing(recompute: str) -> None:
+def test_recomputation_gives_the_same_gradients(recompute: str) -> None:
     plain, again = make(), make(recompute=recompute)
     for model in (plain, again):
         loss(model, DropoutSeeds(1, 2, torch.tensor([3])), tokens(12)).backward()
@@ -110,7 +110,7 @@ def test_recomputation_changes_nothing(recompute: str) -> None:
         assert torch.equal(ours.grad, other.grad), name
 
 
-def test_every_parameter_learns() -> None:
+def test_every_parameter_has_a_gradient() -> None:
     model = make()
     loss(model, DropoutSeeds(1, 2, torch.tensor([3])), tokens(12)).backward()
     assert [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
@@ -119,7 +119,7 @@ def test_every_parameter_learns() -> None:
 def test_dropout_rate() -> None:
     from megatron_deberta.model.dropout import Dropout
 
-    dropout = Dropout(0.1, "somewhere")
+    dropout = Dropout(0.1, "site")
     ones = torch.ones(4, 64, 96)
     out = dropout(ones, torch.arange(64).expand(4, 64), DropoutSeeds(1, 1, torch.arange(4)))
     kept = out != 0

@@ -1,4 +1,4 @@
-"""Dropout drops the same elements however it runs."""
+"""Dropout drops the same elements in every execution mode."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ from megatron_deberta.model.dropout import Dropout, DropoutExecution, DropoutSee
 from megatron_deberta.ops.dropout_bits import keep_mask, keep_scale
 
 SEEDS = DropoutSeeds(3, 5, torch.tensor([7, 2**40]))
-HOW = {
-    "kept masks": DropoutExecution(),
-    "masks made again": DropoutExecution(keep_masks=False),
+EXECUTIONS = {
+    "saved": DropoutExecution(),
+    "recomputed": DropoutExecution(keep_masks=False),
     "compiled": DropoutExecution(fuse=True),
 }
 
 
-def dropped(how: DropoutExecution, dtype: torch.dtype, shape: tuple[int, ...]) -> list[Tensor]:
+def dropped(
+    execution: DropoutExecution, dtype: torch.dtype, shape: tuple[int, ...]
+) -> list[Tensor]:
     """Output and the gradients of both inputs."""
     generator = torch.Generator().manual_seed(1)
     x, residual, upstream = (
         torch.randn(shape, generator=generator).to(dtype).requires_grad_() for _ in range(3)
     )
-    layer = Dropout(0.1, "somewhere")
-    layer.execution = how
+    layer = Dropout(0.1, "site")
+    layer.execution = execution
     positions = torch.arange(shape[-2])
     positions = positions.expand(shape[:2]) if len(shape) == 3 else positions
     out = layer(x, positions, SEEDS, residual=residual)
@@ -36,23 +38,23 @@ def dropped(how: DropoutExecution, dtype: torch.dtype, shape: tuple[int, ...]) -
 
 @pytest.mark.parametrize("shape", [(2, 5, 16), (8, 12)], ids=["rows", "table"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_masks_made_again_are_the_same(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    one, other = (dropped(HOW[how], dtype, shape) for how in ("kept masks", "masks made again"))
+def test_recomputed_masks_are_the_same(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    one, other = (dropped(EXECUTIONS[name], dtype, shape) for name in ("saved", "recomputed"))
     for a, b in zip(one, other, strict=True):
         assert torch.equal(a, b)
 
 
 def test_compiled_dropout_drops_the_same_elements() -> None:
     eager, compiled = (
-        dropped(HOW[how], torch.float32, (2, 5, 16)) for how in ("kept masks", "compiled")
+        dropped(EXECUTIONS[name], torch.float32, (2, 5, 16)) for name in ("saved", "compiled")
     )
     assert torch.equal(eager[1] == 0, compiled[1] == 0)
     for a, b in zip(eager, compiled, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)  # it may fuse multiply and add
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 
 
-def test_it_is_what_it_says() -> None:
-    layer = Dropout(0.1, "somewhere")
+def test_dropout_matches_its_definition() -> None:
+    layer = Dropout(0.1, "site")
     x, residual = torch.randn(2, 5, 16), torch.randn(2, 5, 16)
     positions = torch.arange(5).expand(2, 5)
     keep = keep_mask(SEEDS.per_row(layer.site), positions, 16, 0.1)[:, 0]
@@ -63,17 +65,17 @@ def test_it_is_what_it_says() -> None:
     assert layer(x, positions, None) is x
 
 
-def test_only_what_is_wanted_is_kept() -> None:
+def test_saved_tensors() -> None:
     sizes = {}
-    for name in ("kept masks", "masks made again"):
+    for name in ("saved", "recomputed"):
         saved: list[Tensor] = []
         with torch.autograd.graph.saved_tensors_hooks(
             lambda t, saved=saved: saved.append(t) or t, lambda t: t
         ):
-            layer = Dropout(0.1, "somewhere")
-            layer.execution = HOW[name]
+            layer = Dropout(0.1, "site")
+            layer.execution = EXECUTIONS[name]
             positions = torch.arange(64).expand(2, 64)
             layer(torch.randn(2, 64, 256, requires_grad=True), positions, SEEDS)
         sizes[name] = sum(t.numel() * t.element_size() for t in saved)
-    assert sizes["kept masks"] == 2 * 64 * 256
-    assert sizes["masks made again"] <= 2 * 64 * 8 + 16
+    assert sizes["saved"] == 2 * 64 * 256
+    assert sizes["recomputed"] <= 2 * 64 * 8 + 16

@@ -22,19 +22,19 @@ def test_the_1_5b_model_at_512_tokens() -> None:
     assert trained == pytest.approx(9.17e9, rel=1e-3)
 
 
-def test_longer_rows_share_slots_of_the_table() -> None:
+def test_the_1_5b_model_at_2048_tokens() -> None:
     trained = training_flops_per_token(XXLARGE, 2048, 1_000_000)
     assert trained == pytest.approx(10.5e9, rel=2e-3)
 
 
-def test_position_projections_are_spread_over_the_micro_batch() -> None:
+def test_position_projections_are_shared_by_the_micro_batch() -> None:
     one, many = forward_flops(XXLARGE, 512, 1), forward_flops(XXLARGE, 512, 32)
     # 48 layers x 2 terms x a product of [512, 1536] by [1536, 1536].
     assert one.position_projections * 512 == 48 * 2 * 2 * 512 * 1536 * 1536
     assert one.position_projections == 32 * many.position_projections
 
 
-def test_a_model_without_extras_is_a_plain_encoder() -> None:
+def test_plain_encoder_has_the_textbook_count() -> None:
     plain = ModelConfig(position_terms="none", mask_decoder_passes=0, absolute_positions="input")
     flops = forward_flops(plain, 512, 8)
     # 12 x (24 d^2 + 4 N d), the textbook count.

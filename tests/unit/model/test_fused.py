@@ -1,4 +1,4 @@
-"""What is compiled computes what its readable twin computes: outputs and gradients."""
+"""Fused functions against their unfused equivalents: outputs and gradients."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def draw(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
     ]
 
 
-def closed(dtype: torch.dtype, *, fuse: bool, of: torch.dtype | None = None) -> list[Tensor]:
+def normed(dtype: torch.dtype, *, fuse: bool, of: torch.dtype | None = None) -> list[Tensor]:
     """Output and gradients of LayerNorm(residual + dropout(x)); values rounded to ``of`` first."""
     rows = (2, 16, 32)
     drawn = draw(of or dtype, rows, rows, (32,), (32,), rows)
     x, residual, weight, bias, upstream = (t.detach().to(dtype).requires_grad_() for t in drawn)
-    dropout = Dropout(0.1, "somewhere")
+    dropout = Dropout(0.1, "site")
     dropout.execution = DropoutExecution(fuse=fuse)
     value = dropout.before_norm(x, torch.arange(16).expand(2, 16), SEEDS, residual)
     assert isinstance(value, PendingResidual) == fuse
@@ -73,39 +73,39 @@ def activated(dtype: torch.dtype, *, fuse: bool, of: torch.dtype | None = None) 
 
 
 @needs_compiler
-@pytest.mark.parametrize("work", [closed, activated])
-def test_float64_agrees_with_the_twin(work: Any) -> None:
+@pytest.mark.parametrize("work", [normed, activated])
+def test_fused_equals_unfused_in_float64(work: Any) -> None:
     found, expected = work(torch.float64, fuse=True), work(torch.float64, fuse=False)
-    assert len(found) == (5 if work is closed else 3)
+    assert len(found) == (5 if work is normed else 3)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, **FP64)
 
 
 @needs_compiler
 @pytest.mark.parametrize("work", [activated])  # compiling the other takes most of a minute
-def test_bfloat16_is_no_further_from_float64_than_the_twin(work: Any) -> None:
-    """At most one rounding more: the fused pass rounds where it writes, the twin at each step."""
+def test_bfloat16_error_is_no_larger_than_unfused(work: Any) -> None:
+    """Allow one more rounding of the output; the unfused code rounds after each operation."""
     dtype = torch.bfloat16
     exact = work(torch.float64, fuse=False, of=dtype)
-    found, twin = work(dtype, fuse=True), work(dtype, fuse=False)
-    for one, other, true in zip(found, twin, exact, strict=True):
+    found, unfused = work(dtype, fuse=True), work(dtype, fuse=False)
+    for one, other, true in zip(found, unfused, exact, strict=True):
         assert one.dtype == dtype
         error, allowed = ((t.double() - true).norm() / true.norm() for t in (one, other))
         assert error <= max(1.1 * allowed, torch.finfo(dtype).eps / 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_what_is_compiled_is_right_before_it_is_compiled(dtype: torch.dtype) -> None:
-    """The pure functions against autograd of the twins, where there is no compiler, too."""
+def test_uncompiled_functions(dtype: torch.dtype) -> None:
+    """The functions without compilation, against autograd of the unfused equivalents."""
     x, residual, weight, bias, upstream = (
         t.detach() for t in draw(dtype, *[(2, 16, 32)] * 2, (32,), (32,), (2, 16, 32))
     )
-    seed, positions = SEEDS.per_row(Dropout(0.1, "somewhere").site), torch.arange(16).expand(2, 16)
+    seed, positions = SEEDS.per_row(Dropout(0.1, "site").site), torch.arange(16).expand(2, 16)
     y, *kept = drop_add_norm(x, residual, seed, positions, 0.1, weight, bias, EPS)
     found = [y, *drop_add_norm_backward(upstream, *kept, seed, positions, weight, 0.1)]
     product, bias, upstream = (t.detach() for t in draw(dtype, (2, 16, 64), (64,), (2, 16, 64)))
     found += [_bias_gelu(product, bias), *_bias_gelu_backward(upstream, product, bias)]
-    expected = closed(dtype, fuse=False) + activated(dtype, fuse=False)
+    expected = normed(dtype, fuse=False) + activated(dtype, fuse=False)
     for one, other in zip(found, expected, strict=True):
         if dtype == torch.float64:
             torch.testing.assert_close(one, other, **FP64)
@@ -114,12 +114,12 @@ def test_what_is_compiled_is_right_before_it_is_compiled(dtype: torch.dtype) -> 
 
 
 def gradients(config: ModelConfig, recompute: Any, *, fuse: bool) -> dict[str, Tensor]:
-    """Loss and every gradient of a whole model; as many picked rows as rows, so one shape."""
+    """Loss and gradients of a model; every position is selected, so that there is one shape."""
     model = MaskedLanguageModel(config, RuntimeOptions(recompute=recompute, fuse=fuse)).double()
     randomize(model)
     ids = torch.randint(4, 67, (2, 16), generator=torch.Generator().manual_seed(2))
-    picked = torch.arange(16).expand(2, 16)
-    loss = model.train()(ids, torch.ones_like(ids, dtype=torch.bool), picked, ids, seeds=SEEDS)[0]
+    selected = torch.arange(16).expand(2, 16)
+    loss = model.train()(ids, torch.ones_like(ids, dtype=torch.bool), selected, ids, seeds=SEEDS)[0]
     loss.backward()
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {"loss": loss.detach(), **found}
@@ -136,7 +136,7 @@ def check_model(config: ModelConfig, recompute: str) -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_a_whole_model_is_the_same(recompute: str) -> None:
-    """The pure functions in every place, not compiled, which takes seconds a shape."""
+def test_model_loss_and_gradients(recompute: str) -> None:
+    """Not compiled, because that takes seconds per shape."""
     with torch.compiler.set_stance("force_eager"):
         check_model(CONFIG, recompute)

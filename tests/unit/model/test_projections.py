@@ -1,4 +1,4 @@
-"""Projections in one product equal projections one by one, gradients included."""
+"""Fused projections against separate ones: outputs and gradients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def layers(widths: tuple[int, ...], biases: tuple[bool, ...]) -> list[nn.Linear]
 
 @pytest.mark.parametrize("shape", [(2, 5, 6), (7, 6)], ids=["rows", "table"])
 @pytest.mark.parametrize("biases", [(True, True, True), (True, False, True), (False,) * 3])
-def test_equal_to_one_by_one(shape: tuple[int, ...], biases: tuple[bool, ...]) -> None:
+def test_equal_to_separate_projections(shape: tuple[int, ...], biases: tuple[bool, ...]) -> None:
     found = []
     for together in (True, False):
         parts = layers((4, 4, 8), biases)
@@ -51,7 +51,7 @@ def test_gradcheck() -> None:
     assert torch.autograd.gradcheck(project, (x, *leaves))
 
 
-def test_the_joined_weights_are_not_kept_for_backward() -> None:
+def test_concatenated_weights_are_not_saved_for_backward() -> None:
     parts, saved = layers((6, 6, 6), (True, True, True)), []
     x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):

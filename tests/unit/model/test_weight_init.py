@@ -1,4 +1,4 @@
-"""Initial weights: any slice equals that slice of the whole; right distribution."""
+"""Initial weights: slices equal slices of the full parameter; distribution."""
 
 from __future__ import annotations
 
@@ -11,47 +11,47 @@ from megatron_deberta.model.weight_init import fill_initial
 CONFIG = ModelConfig()
 
 
-def whole(name: str, shape: tuple[int, ...], seed: int = 1) -> torch.Tensor:
+def full_parameter(name: str, shape: tuple[int, ...], seed: int = 1) -> torch.Tensor:
     out = torch.full(shape, 99.0)
     fill_initial(out, name, shape, CONFIG, seed)
     return out
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
-def test_slice_equals_slice_of_whole(dim: int) -> None:
+def test_slice_equals_slice_of_full_parameter(dim: int) -> None:
     shape = (12, 10, 6)
-    full = whole("encoder.conv.conv.weight", shape)
+    full = full_parameter("encoder.conv.conv.weight", shape)
     for offset, length in ((0, 2), (2, 3), (5, 1)):
         part = torch.empty(full.narrow(dim, offset, length).shape)
         fill_initial(part, "encoder.conv.conv.weight", shape, CONFIG, 1, dim=dim, offset=offset)
         assert torch.equal(part, full.narrow(dim, offset, length))
 
 
-def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    full = whole("a.weight", (50, 7))
+def test_result_does_not_depend_on_the_chunk_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = full_parameter("a.weight", (50, 7))
     monkeypatch.setattr("megatron_deberta.model.weight_init._CHUNK_ELEMENTS", 13)
-    assert torch.equal(whole("a.weight", (50, 7)), full)
+    assert torch.equal(full_parameter("a.weight", (50, 7)), full)
 
 
 def test_distribution() -> None:
-    values = whole("embeddings.token.weight", (2000, 256)) / CONFIG.initializer_range
+    values = full_parameter("embeddings.token.weight", (2000, 256)) / CONFIG.initializer_range
     assert abs(values.mean()) < 0.01
     assert values.std() == pytest.approx(1.0, abs=0.01)
     assert (values**4).mean() == pytest.approx(3.0, abs=0.05)
-    # Neighbours in both directions are independent.
+    # Neighbours along both dimensions are independent.
     for dim in (0, 1):
         shifted = values.roll(1, dim)
         assert abs((values * shifted).mean()) < 0.01
 
 
 def test_names_and_seeds_differ() -> None:
-    first = whole("a.weight", (64, 64))
-    assert not torch.equal(first, whole("b.weight", (64, 64)))
-    assert not torch.equal(first, whole("a.weight", (64, 64), seed=2))
-    assert abs((first * whole("b.weight", (64, 64))).mean()) < 1e-4
+    first = full_parameter("a.weight", (64, 64))
+    assert not torch.equal(first, full_parameter("b.weight", (64, 64)))
+    assert not torch.equal(first, full_parameter("a.weight", (64, 64), seed=2))
+    assert abs((first * full_parameter("b.weight", (64, 64))).mean()) < 1e-4
 
 
 def test_norms_and_biases() -> None:
-    assert torch.equal(whole("x.norm.weight", (5,)), torch.ones(5))
-    assert torch.equal(whole("x.norm.bias", (5,)), torch.zeros(5))
-    assert torch.equal(whole("head.bias", (5,)), torch.zeros(5))
+    assert torch.equal(full_parameter("x.norm.weight", (5,)), torch.ones(5))
+    assert torch.equal(full_parameter("x.norm.bias", (5,)), torch.zeros(5))
+    assert torch.equal(full_parameter("head.bias", (5,)), torch.zeros(5))
