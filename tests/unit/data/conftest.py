@@ -1,4 +1,4 @@
-"""Tiny shards and a tiny vocabulary."""
+"""Fixtures: small shards and a small vocabulary."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Blends: every source within one sample of its share, at every prefix and any index."""
+"""Blends: every source stays within one sample of its share, at every prefix and index."""
 
 import hashlib
 from fractions import Fraction
@@ -48,7 +48,7 @@ def test_every_source_is_within_one_sample_of_its_share(seed):
     assert largest_distance(random_weights(seed), 20_000) < 1.0
 
 
-def test_largest_deficit_would_not_do():
+def test_largest_deficit_rule_is_not_sufficient():
     """Why the rule is not Megatron's: ``helpers.build_blending_indices`` strays further."""
     weights = np.array([0.43, 0.42, *[0.15 / 8] * 8])
     counts, worst = np.zeros(10), 0.0
@@ -81,7 +81,7 @@ def test_decimals_repeat_exactly_and_far_indices_are_found_at_once():
         ([500000, 300001, 200000], "18e01d9b66fa36c0"),
     ],
 )
-def test_short_patterns_stay_what_they_were(weights, digest):
+def test_short_patterns_are_unchanged(weights, digest):
     """Recorded: another order would change the samples of runs that are under way."""
     samples = np.concatenate([np.arange(5000), np.arange(10**10, 10**10 + 5000)])
     components, local = blend_of(weights).locate(samples)

@@ -1,4 +1,4 @@
-"""Loaders: any layout, worker count and resume point sees the same samples; failures are named."""
+"""Loaders: samples do not depend on layout, workers or resume point; failures are reported."""
 
 import itertools
 import os
@@ -74,7 +74,7 @@ def global_steps(config, vocabulary, dp_size, num_steps, consumed=0):
     return steps
 
 
-def test_batch_is_as_promised(config, vocabulary):
+def test_batch_fields(config, vocabulary):
     loader, _ = build_loaders(config, vocabulary, 0, 1, 0)
     step = next(iter(loader))
     assert len(step) == 6
@@ -148,7 +148,7 @@ def test_any_layout_and_cut_gives_the_same_samples(write_shard, random_documents
     assert found == expected[cut:]
 
 
-def test_other_batch_size_goes_on_where_the_samples_end(config, vocabulary):
+def test_another_batch_size_continues_with_the_next_sample(config, vocabulary):
     whole = [row for step in global_steps(config, vocabulary, 1, 4) for row in step]
     other = with_(config, train={"global_batch_size": 6})
     rest = [row for step in global_steps(other, vocabulary, 1, 4, 24) for row in step]
@@ -283,7 +283,7 @@ def test_blend_of_shards(config, write_shard, random_documents, vocabulary):
     assert global_steps(config, vocabulary, 2, 2, 24) == expected[2:]
 
 
-def test_a_shard_twice_is_refused(config, vocabulary):
+def test_duplicate_shard_is_refused(config, vocabulary):
     (prefix,) = config.data.train
     same = f"{os.path.dirname(prefix)}/./shard"
     for data in (
@@ -305,7 +305,7 @@ def test_prefixes_and_weights():
         parse_prefixes((), "data.train")
 
 
-def test_batches_that_cannot_be_dealt_are_refused():
+def test_batch_sizes_that_do_not_divide_are_refused():
     with pytest.raises(ConfigError, match="12 is not a multiple of .* 5 x 2"):
         StepSampler(global_batch_size=12, micro_batch_size=5, dp_rank=0, dp_size=2)
 
@@ -320,7 +320,7 @@ def test_tokenizer_is_the_shards_own_by_default(config):
         tokenizer_path(config)
 
 
-def test_hashes_are_checked_when_asked(config, vocabulary):
+def test_hashes_are_checked_on_request(config, vocabulary):
     config = with_(config, data={"verify_hashes": True})
     build_loaders(config, vocabulary, 0, 1, 0)
     with open(f"{config.data.train[0]}.bin", "r+b") as stream:

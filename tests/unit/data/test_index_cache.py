@@ -1,4 +1,4 @@
-"""Large indices: built once whoever asks, whole or not at all, and taken over from the dead."""
+"""Index cache: built once, atomically, and taken over from dead builders."""
 
 import multiprocessing
 import os
@@ -47,7 +47,7 @@ def test_memory_and_disk_give_the_same(tmp_path):
     assert leftovers(tmp_path) == []
 
 
-def test_an_index_is_built_once_for_what_it_depends_on(tmp_path):
+def test_index_is_built_once_per_identity(tmp_path):
     built = []
 
     def build(writer):
@@ -75,7 +75,7 @@ def ask(folder, log, seconds, started=None):
     assert found["numbers"].tolist() == list(range(50))
 
 
-def test_many_processes_build_once(tmp_path):
+def test_concurrent_processes_build_once(tmp_path):
     log = tmp_path / "log"
     ranks = [FORK.Process(target=ask, args=(tmp_path / "index", log, 0.3)) for _ in range(6)]
     for rank in ranks:

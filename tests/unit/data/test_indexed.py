@@ -1,4 +1,4 @@
-"""Shards: our writer and reader, against megatron-core and against damage."""
+"""Shard writer and reader, compared with megatron-core and tested against damage."""
 
 import os
 import pickle

@@ -1,4 +1,4 @@
-"""``inspect shards``: numbers against a count by hand and against the packings themselves."""
+"""``inspect shards``: statistics compared with hand counts and with the packings."""
 
 import re
 from collections import Counter

@@ -1,4 +1,4 @@
-"""``inspect data`` and ``verify`` on a shard of real words."""
+"""``inspect data`` and ``verify`` on shards of real words."""
 
 import hashlib
 import json
@@ -196,7 +196,9 @@ def damage_tokens(prefix):
         (lambda p: Path(f"{p}.manifest.json").write_text("{"), "not a shard manifest"),
     ],
 )
-def test_verify_names_damage_and_goes_on(shard, tmp_path, tokenizer_file, capsys, damage, message):
+def test_verify_names_damage_and_continues(
+    shard, tmp_path, tokenizer_file, capsys, damage, message
+):
     good = str(tmp_path / "good")
     for suffix in (".bin", ".idx", ".manifest.json"):
         Path(good + suffix).write_bytes(Path(shard + suffix).read_bytes())
@@ -252,7 +254,7 @@ def test_verify_reads_the_quarantine(shard, tmp_path, capsys):
     assert "my_books.quarantine.jsonl: SHA-256" in capsys.readouterr().err
 
 
-def test_verify_knows_another_tokenizer(shard, tokenizer_file, capsys):
+def test_verify_reports_another_tokenizer(shard, tokenizer_file, capsys):
     path = Path(f"{shard}.manifest.json")
     path.write_text(re.sub(r'(fingerprint": ")\w+', r"\g<1>another", path.read_text()))
     assert main(["verify", "--prefix", shard, "--tokenizer", tokenizer_file]) == 1

@@ -1,4 +1,4 @@
-"""Masks: budget, places, replacements and spans, in both modes."""
+"""Masking: budget, positions, replacements and spans in both modes."""
 
 import random
 from collections import Counter
@@ -72,7 +72,7 @@ def test_pure_function_of_seed_and_sample(vocabulary, masking):
 
 @pytest.mark.parametrize("masking", ["released", "uniform"])
 @pytest.mark.parametrize("span", [1, 3])
-def test_a_row_is_masked_alike_in_any_company(vocabulary, masking, span, monkeypatch):
+def test_mask_does_not_depend_on_other_rows(vocabulary, masking, span, monkeypatch):
     """Alone, in a batch with rows of any length and of no text, and in other groups."""
     sizes = [2, 512, 3, 2, 40, 511, 2]
     rows = [random_row(vocabulary, number, size) for number, size in enumerate(sizes)]
@@ -133,7 +133,7 @@ def test_uniform_rate_is_the_same_everywhere(vocabulary):
     np.testing.assert_allclose(rates, rates.mean(), atol=0.012)
 
 
-def test_released_starves_the_rows_end(vocabulary):
+def test_released_masks_fewer_tokens_at_the_end(vocabulary):
     rates = rate_by_sixteenth(positions_of_many(vocabulary, 1500, masking="released"))
     assert rates[:13].mean() == pytest.approx(0.166, abs=0.004)
     assert 0.02 < rates[14:].mean() < 0.09

@@ -1,4 +1,4 @@
-"""Merged shards hold the documents of all, in order, or do not exist."""
+"""Merging: the result holds all documents in order, or does not exist."""
 
 import json
 import os
@@ -120,7 +120,7 @@ def test_command(parts, tmp_path, capsys):
         ({"tokenizer_fingerprint": "another"}, "tokenizer another is not that of"),
     ],
 )
-def test_unlike_shards_are_refused(parts, tmp_path, other, message):
+def test_incompatible_shards_are_refused(parts, tmp_path, other, message):
     write_sentences(str(tmp_path / "other"), 9, **other)
     with pytest.raises(DataError, match=message):
         merge_shards([*parts[0], str(tmp_path / "other")], str(tmp_path / "merged"))
@@ -143,7 +143,7 @@ def test_sentences_and_documents_are_not_mixed(write_shard, random_documents, tm
     assert merge_shards([documents, other], output, force=True).num_sequences == 40
 
 
-def test_a_shard_is_not_taken_twice(parts, tmp_path, capsys):
+def test_duplicate_shard_is_refused(parts, tmp_path, capsys):
     first, second = parts[0][:2]
     output = str(tmp_path / "merged")
     again = f"{tmp_path}/../{tmp_path.name}/part-0"
@@ -190,7 +190,7 @@ def test_full_disk_leaves_nothing(parts, tmp_path, monkeypatch):
     assert not list(tmp_path.glob("merged*"))
 
 
-def test_two_merges_to_one_name(parts, tmp_path):
+def test_concurrent_merges_to_one_name(parts, tmp_path):
     output = str(tmp_path / "merged")
     with (
         staged_shard(output, ShardLayout(np.uint16, [PartSize(5, 1, 1)])),

@@ -1,4 +1,4 @@
-"""From shard to loss: documents packed into a row compute what each computes alone."""
+"""Packed documents have the same losses and logits as separate ones."""
 
 import itertools
 

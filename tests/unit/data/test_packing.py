@@ -1,4 +1,4 @@
-"""Order, split, packing and blending as pure functions of (seed, index)."""
+"""Order, split and packing are pure functions of (seed, index)."""
 
 from collections import Counter
 
@@ -63,7 +63,7 @@ def test_permutation_spreads_evenly():
 
 
 @pytest.mark.parametrize("packing", ["full_sentences", "doc_sentences"])
-def test_every_token_once_an_epoch(write_shard, random_documents, vocabulary, packing):
+def test_every_token_once_per_epoch(write_shard, random_documents, vocabulary, packing):
     documents = random_documents(40)
     corpus = Corpus([IndexedDataset(write_shard(documents))])
     rows = packed(corpus, vocabulary, 16, packing, seed=3)
@@ -136,7 +136,7 @@ def test_epochs_and_seeds_differ_but_repeat(write_shard, random_documents, vocab
     assert epoch(1, 0) != epoch(2, 0)
 
 
-def test_any_order_of_asking_gives_the_same_rows(write_shard, random_documents, vocabulary):
+def test_rows_do_not_depend_on_the_order_of_requests(write_shard, random_documents, vocabulary):
     corpus = Corpus([IndexedDataset(write_shard(random_documents(10)))])
     rows = packed(corpus, vocabulary, 16, "full_sentences", seed=1)
     count = 6 * rows.rows_per_epoch

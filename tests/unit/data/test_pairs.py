@@ -1,4 +1,4 @@
-"""Pairs of segments and of sentences: what a half holds, labels, epochs, truncation."""
+"""Segment and sentence pairs: content, labels, epochs, truncation."""
 
 from collections import Counter
 from itertools import pairwise
@@ -85,7 +85,7 @@ def test_halves_are_whole_sentences_and_labels_are_true(corpus, vocabulary, pack
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_every_sentence_is_used_once_an_epoch(corpus, vocabulary, packing):
+def test_every_sentence_is_used_once_per_epoch(corpus, vocabulary, packing):
     """First halves and second halves that go on make up the text, each sentence once."""
     rows = packed(corpus, vocabulary, packing, length=64)
     for epoch in (0, 3):
@@ -100,7 +100,7 @@ def test_every_sentence_is_used_once_an_epoch(corpus, vocabulary, packing):
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_half_of_the_pairs_go_on(write_sentences, vocabulary, packing):
+def test_half_of_the_pairs_are_consecutive(write_sentences, vocabulary, packing):
     corpus = Corpus([IndexedDataset(write_sentences(400, most=30))])
     labels = [row.is_random_next for row in epoch_rows(packed(corpus, vocabulary, packing))]
     # The last sentence of a document, if it is left alone, cannot go on.
@@ -127,7 +127,7 @@ def test_epochs_and_keys_differ_but_repeat(corpus, vocabulary, packing):
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_any_order_and_company_gives_the_same_rows(corpus, vocabulary, packing, monkeypatch):
+def test_rows_do_not_depend_on_order_and_batch(corpus, vocabulary, packing, monkeypatch):
     rows = packed(corpus, vocabulary, packing)
     count = 3 * rows.rows_per_epoch + 5
     forward = rows.rows(np.arange(count))

@@ -1,4 +1,4 @@
-"""500 random cuts: whatever the seed, step, ranks, workers, format and epoch, the same samples."""
+"""Random resume points: seed, step, ranks, workers, format and epoch do not change the samples."""
 
 import itertools
 from dataclasses import fields, replace
@@ -24,10 +24,10 @@ from megatron_deberta.data.shards.writer import write_shard
 
 PACKINGS = ["full_sentences", "doc_sentences", "segment_pair", "sentence_pair"]
 CUTS = 40
-"""Of each format."""
+"""Number of resume points per format."""
 STEPS = 4
 WITH_WORKERS = 20
-"""Every so many cuts batches are built by worker processes, which costs time."""
+"""Interval of cuts whose batches are built by worker processes, which are slow to start."""
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +134,7 @@ def test_cuts(packing, prefixes, vocabulary, tmp_path):
     assert crossed > CUTS / 10, "too few cuts cross an epoch"
 
 
-def test_shorter_rows_come_first_and_only_then(prefixes, vocabulary, tmp_path):
+def test_short_rows_come_first(prefixes, vocabulary, tmp_path):
     draw = np.random.default_rng(0)
     config = random_config(draw, "full_sentences", prefixes, tmp_path)
     config = replace(config, data=replace(config.data, short_steps=2, sequence_length=48))

@@ -1,4 +1,4 @@
-"""The sample log: what is written, cut on resume, merged and checked."""
+"""Sample log: writing, truncation on resume, merging and checking."""
 
 import json
 
@@ -54,13 +54,13 @@ def test_resume_cuts_what_was_not_committed(tmp_path, before, after):
     check_sample_log(tmp_path, global_batch_size=8, num_steps=6)
 
 
-def test_fresh_run_forgets_an_older_one(tmp_path):
+def test_fresh_run_discards_an_older_log(tmp_path):
     write_steps(tmp_path, range(1, 6), dp_size=2)
     write_steps(tmp_path, range(1, 3), dp_size=1)
     check_sample_log(tmp_path, global_batch_size=8, num_steps=2)
 
 
-def test_records_are_there_without_closing(tmp_path):
+def test_records_are_written_without_closing(tmp_path):
     sample_log = SampleLog(tmp_path, 0, 1, 0)
     sample_log.append(1, [batch([0, 1])])
     assert json.loads((tmp_path / "rank-00000.jsonl").read_text()) == {

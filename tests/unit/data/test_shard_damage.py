@@ -1,4 +1,4 @@
-"""500 damaged shards: every one is a typed error that names the file, and no signal."""
+"""Damaged shards: each gives a typed error that names the file, and no signal."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Small tokenizers of every kind, trained once on text of the machine."""
+"""Fixtures: small tokenizers of every kind, trained once on text of the machine."""
 
 from __future__ import annotations
 

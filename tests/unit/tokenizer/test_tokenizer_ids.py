@@ -1,4 +1,4 @@
-"""Training ids and Hugging Face's ids are equal for any text, and text never becomes special."""
+"""Training ids equal Hugging Face's for any text, and text never becomes a special token."""
 
 from __future__ import annotations
 

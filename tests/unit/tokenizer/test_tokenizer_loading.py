@@ -1,4 +1,4 @@
-"""What load_tokenizer takes, and how it refuses the rest."""
+"""Layouts that ``load_tokenizer`` accepts, and errors for the others."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_foreign_unigram_json_is_guarded(unigram_dir: str, tmp_path: Path) -> No
     assert 1 not in tokenizer.encode("a [CLS] b")
 
 
-def test_gpt2_files_get_the_roles_they_lack(gpt2_dir: str) -> None:
+def test_gpt2_files_get_the_missing_roles(gpt2_dir: str) -> None:
     tokenizer = load_tokenizer(gpt2_dir)
     pieces = len(json.loads(Path(gpt2_dir, "vocab.json").read_text()))
     assert tokenizer.num_tokens == pieces + 5

@@ -1,4 +1,4 @@
-"""Training: settings, sampling, errors that name the remedy, atomic publication."""
+"""Tokenizer training: settings, sampling, error messages, atomic publication."""
 
 from __future__ import annotations
 

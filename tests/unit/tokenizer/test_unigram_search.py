@@ -1,4 +1,4 @@
-"""The search in step has the ids of the library's, word by word."""
+"""``UnigramSearch`` gives the ids of ``tokenizers``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Words out of the cache have the ids of the whole text, however little is kept of them."""
+"""Cached words give the ids of the whole text, for any cache size."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_long_texts_are_cut_and_keep_their_ids(
     assert [tokenizer.encode(text) for text in texts[::7]] == expected[::7]
 
 
-def test_little_is_kept_and_ids_stay(unigram_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_cache_gives_the_same_ids(unigram_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(word_cache, "_MAX_WORDS", 60)
     monkeypatch.setattr(word_cache, "_MOST_CACHED_CHARACTERS", 1000)
     tokenizer = load_tokenizer(unigram_dir)
@@ -52,7 +52,7 @@ def test_little_is_kept_and_ids_stay(unigram_dir: str, monkeypatch: pytest.Monke
     assert words._ids.size < 5000
 
 
-def test_freed_memory_is_given_back_now_and_then(
+def test_freed_memory_is_returned_periodically(
     unigram_dir: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = load_tokenizer(unigram_dir)
@@ -84,7 +84,7 @@ def test_words_whose_beginning_has_no_piece(unigram_dir: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("pattern", ["\\h+", "[[:alpha:]]x", "a{,2}b", "(?i:cls)"])
-def test_patterns_that_python_reads_differently_take_the_long_way(
+def test_patterns_with_another_meaning_in_python_disable_the_cache(
     unigram_dir: str, tmp_path: Path, pattern: str
 ) -> None:
     folder = tmp_path / "tokenizer"
