@@ -31,8 +31,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from benchmarks.lib.measuring import write_json
 from benchmarks.lib.provenance import provenance
-from megatron_deberta.files import write_atomically
 from megatron_deberta.ops.triton import backward as backward
 from megatron_deberta.ops.triton import far as far
 from megatron_deberta.ops.triton import forward as forward
@@ -326,7 +326,7 @@ def main() -> int:
         before = by_version.get(triton.__version__, {}) if arguments.only else {}
         by_version[triton.__version__] = {**before, **results}
         report = {"provenance": provenance(), "by_triton_version": by_version}
-        write_atomically(arguments.output, (json.dumps(report, indent=1) + "\n").encode())
+        write_json(arguments.output, report)
     print("\n".join(wrong) or "within all limits")
     return 1 if wrong else 0
 

@@ -11,8 +11,6 @@ same targets at the same steps. Writes both curves as JSON and PNG.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -21,6 +19,7 @@ from typing import Any
 import torch
 from transformers import DebertaV2ForMaskedLM
 
+from benchmarks.lib.measuring import write_json
 from benchmarks.lib.provenance import provenance
 from benchmarks.lib.stock import stock_config
 from megatron_deberta.config import load_config
@@ -103,13 +102,8 @@ def plot(record: dict[str, Any], path: Path) -> None:
 
     axes = (figure := Figure(figsize=(7, 4))).subplots()
     for name, label in (("ours", "megatron_deberta"), ("huggingface", "transformers")):
-        points = record[name]
-        axes.plot(
-            [p["tokens"] / 1e6 for p in points],
-            [p["loss"] for p in points],
-            marker="o",
-            label=label,
-        )
+        tokens, losses = zip(*((p["tokens"] / 1e6, p["loss"]) for p in record[name]), strict=True)
+        axes.plot(tokens, losses, marker="o", label=label)
     axes.axhline(record["unigram_loss"], linestyle="--", color="grey", label="unigram")
     axes.set(xlabel="million tokens", ylabel="validation loss (nat a masked token)")
     axes.legend()
@@ -130,10 +124,7 @@ def write(run: Path, config: RunConfig, peer: list[dict[str, float]], output: Pa
     for name in ("ours", "huggingface"):
         for point in record[name]:
             point["tokens"] = point["step"] * tokens_per_step
-    output.parent.mkdir(parents=True, exist_ok=True)
-    partial = output.with_suffix(".tmp")
-    partial.write_text(json.dumps(record, indent=1) + "\n")
-    os.replace(partial, output.with_suffix(".json"))
+    write_json(output.with_suffix(".json"), record)
     plot(record, output.with_suffix(".png"))
 
 

@@ -21,10 +21,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.lib.measuring import write_json
 from benchmarks.lib.provenance import ROOT, provenance
 from benchmarks.planning.ranks import WORLD_SIZE, dry_run, engine_step, peak_bytes, reference_extra
 from megatron_deberta.config import RunConfig, load_config
-from megatron_deberta.files import write_atomically
 from megatron_deberta.planning.memory import estimate_memory, local_parameters
 from megatron_deberta.planning.traffic import (
     Traffic,
@@ -174,7 +174,6 @@ def main() -> int:
     parser.add_argument("model", choices=tuple(CASES))
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
     args = parser.parse_args()
-    args.output.parent.mkdir(parents=True, exist_ok=True)
     result = read_result(args.output)
     for part, case, config, rank, compare in jobs(args.model):
         if any((row["case"], row["rank"]) == (case, rank) for row in result[part]):
@@ -182,7 +181,7 @@ def main() -> int:
         row = {"case": case, "rank": rank, **compare(config, rank)}
         print(part, json.dumps(row), file=sys.stderr, flush=True)
         result[part].append(row)
-        write_atomically(args.output, (json.dumps(result, indent=1) + "\n").encode())
+        write_json(args.output, result)
     return 0
 
 

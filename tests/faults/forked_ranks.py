@@ -1,7 +1,7 @@
-"""A supervisor whose ranks are forks of a process that has imported everything already.
+"""A supervisor whose ranks are forked from a process that has imported everything.
 
-Starting four Python processes with torch and DeepSpeed costs more than a whole case of a campaign.
-Processes, signals, heartbeats and the program of a rank are the real ones.
+This saves the start of four Python processes with torch and DeepSpeed per case. Processes,
+signals, heartbeats and the ranks' program are unchanged.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ from megatron_deberta.processes import die_with_parent
 from tests.support.jobs import RANK_IMPORTS
 
 PLAN_VARIABLE = "MEGATRON_DEBERTA_TEST"
-"""What goes wrong in a rank, as JSON; see ``sabotage``."""
+"""The fault of a rank, as JSON; see ``sabotage``."""
 
 
 def preload() -> None:
-    """Import what ranks import. To be called before the first fork, without threads."""
+    """Import what ranks import; call it before the first fork, without threads."""
     for name in RANK_IMPORTS:
         importlib.import_module(name)
 
 
 class Fork:
-    """A process as ``subprocess.Popen`` shows one."""
+    """A forked process with the interface of ``subprocess.Popen``."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """See whether it has ended."""
+        """Return the exit code, or None while it runs."""
         return self._wait(os.WNOHANG)
 
     def wait(self) -> int | None:
-        """Wait until it has ended."""
+        """Wait for the end."""
         return self._wait(0)
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, if it lives."""
+        """Send a signal if the process runs."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Kill it."""
+        """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
     def _wait(self, options: int) -> int | None:
@@ -96,7 +96,7 @@ class ForkingSupervisor(Supervisor):
 def _be_rank(
     parent: int, arguments: tuple[str, ...], environment: Mapping[str, str], output: int | None
 ) -> None:
-    """Go on as a rank; never returns."""
+    """Run the command as a rank; never returns."""
     code = 1
     try:
         os.setsid()
@@ -125,7 +125,7 @@ def _be_rank(
 
 
 def sabotage(plan: Mapping[str, Any]) -> None:
-    """Let one rank's data or forward passes go wrong.
+    """Inject a fault into the data or forward passes of one rank.
 
     Args:
         plan: ``rank`` and ``how``: ``slow`` with ``part`` and ``seconds``, or ``read``.
@@ -135,7 +135,7 @@ def sabotage(plan: Mapping[str, Any]) -> None:
 
 
 def _slow_down(plan: Mapping[str, Any]) -> None:
-    """Let each forward pass, or each wait for a step's batches, take so many seconds longer."""
+    """Delay each forward pass, or each wait for a batch, by a number of seconds."""
     import megatron_deberta.train.prefetch as prefetch
     import megatron_deberta.train.step as step
 
@@ -151,7 +151,7 @@ def _slow_down(plan: Mapping[str, Any]) -> None:
 
 
 def _block_reads(plan: Mapping[str, Any]) -> None:
-    """Let one read of a rank's data never return.
+    """Block one read of a rank's data forever.
 
     Args:
         plan: ``call`` (which batch), ``worker`` (in the loader's process, or in the rank's),

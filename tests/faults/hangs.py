@@ -1,11 +1,10 @@
-"""Makes ranks of real runs hang, and sees that the supervisor names them in time.
+"""Hang injection: the supervisor must identify the hanging rank within its timeout.
 
-Four gloo ranks (tensor parallel 2 x data parallel 2, ZeRO-1, dropout). Each case is a function of
-its number: a rank is stopped (SIGSTOP) at a random instant or in a section, or a read of its data
-never returns, in the rank or in its loader's process. Clean runs, killed ranks and ranks that only
-are slow are cases, too.
-One line of JSON a case is appended to the output; cases that are there are not done again, so the
-campaign may be broken off and started again. Lines about other code than the present do not count.
+Four gloo ranks (TP 2 x DP 2, ZeRO-1, dropout). A case is determined by its number: a rank is
+stopped (SIGSTOP) at a random time or in a given section, or a read of its data blocks, in the rank
+or in its loader process. Other cases are runs without a fault, killed ranks and slow ranks. Each
+case appends one JSON line to the output; cases that are there are skipped. Lines about other code
+do not count.
 
   python -m tests.faults.hangs --cases 70 --deaths 10 --clean 10 --slow 6
 """
@@ -44,9 +43,9 @@ OUTPUT = RESULTS / "hangs.jsonl"
 RANKS = 4
 PHASES = ("any", "step", "save", "evaluation", "data")
 ALLOWED_SECONDS = 5.0
-"""Beyond the time-out."""
+"""Allowed beyond the timeout."""
 SECONDS = 90.0
-"""What no case takes."""
+"""Upper limit of the time of a case."""
 RUN = (
     "parallel.tensor_parallel_size=2", "precision.zero_stage=1", "train.micro_batch_size=2",
     "train.eval_every=5", "train.eval_steps=2", "checkpoint.save_every=4", "log.every=1",
@@ -58,7 +57,7 @@ RUN = (
 
 
 def plan_case(kind: str, number: int) -> dict[str, Any]:
-    """Choose what goes wrong, where and when."""
+    """Choose the fault, its place and its time."""
     draw = random.Random(f"{kind} {number}")
     rank, step = draw.randrange(RANKS), draw.randint(3, 20)
     if kind == "clean":
@@ -79,11 +78,11 @@ def plan_case(kind: str, number: int) -> dict[str, Any]:
 
 
 class Fault:
-    """Stops or kills a rank from outside, as planned.
+    """Stops or kills a rank as planned.
 
     Attributes:
-        time: when it happened, of the monotonic clock; 0: not yet.
-        beat: where the rank was.
+        time: time of the fault on the monotonic clock; 0: not yet.
+        beat: last heartbeat of the rank.
     """
 
     def __init__(self, plan: dict[str, Any]) -> None:
@@ -92,7 +91,7 @@ class Fault:
         self.beat: Beat | None = None
 
     def __call__(self, pids: list[int], folder: Path) -> None:
-        """Wait for the moment."""
+        """Wait for the planned time, then signal the rank."""
         plan = self._plan
         if plan["how"] not in ("stop", "kill"):
             return
@@ -137,7 +136,7 @@ def _state(pid: int) -> str:
 
 
 def run_case(folder: Path, kind: str, number: int) -> dict[str, Any]:
-    """Do one case and say how it went."""
+    """Run one case and return its result."""
     plan = plan_case(kind, number)
     run_dir, stamp, fifo = folder / "run", folder / "stamp", folder / "fifo"
     shutil.rmtree(run_dir, ignore_errors=True)
@@ -202,12 +201,12 @@ def run_case(folder: Path, kind: str, number: int) -> dict[str, Any]:
 
 
 def without_folders(text: str) -> str:
-    """Paths without what says where on this machine they are."""
+    """Remove folders from the paths in a text."""
     return re.sub(r"/\S*/", "", text)
 
 
 def last_lines(logs: Path) -> dict[str, list[str]]:
-    """What the ranks said last, to understand a failure by."""
+    """Return the last log lines of each rank."""
     return {
         path.stem: without_folders(path.read_text(errors="replace")).splitlines()[-8:]
         for path in sorted(logs.glob("rank_*.log"))
@@ -215,58 +214,62 @@ def last_lines(logs: Path) -> dict[str, list[str]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Do the cases that are missing; 0 if all passed."""
+    """Run the missing cases; return 0 if all passed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--cases", type=int, default=0, help="hangs")
-    parser.add_argument("--deaths", type=int, default=0)
-    parser.add_argument("--clean", type=int, default=0)
-    parser.add_argument("--slow", type=int, default=0, help="ranks that keep the others waiting")
+    parser.add_argument("--cases", type=int, default=0, help="number of hangs")
+    parser.add_argument("--deaths", type=int, default=0, help="number of killed ranks")
+    parser.add_argument("--clean", type=int, default=0, help="number of runs without a fault")
+    parser.add_argument("--slow", type=int, default=0, help="number of runs with a slow rank")
     parser.add_argument(
-        "--only", type=int, nargs="+", help="these numbers of each kind that is asked for"
-    )
-    parser.add_argument("--seconds", type=float, default=1e9, help="start no case after so long")
+        "--only", nargs="+", default=[], metavar="KIND=NUMBER",
+        help="only these cases; kinds: hang, death, clean, slow",
+    )  # fmt: skip
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no case after this time")
     parser.add_argument("--output", type=Path, default=OUTPUT)
-    parser.add_argument("--summary", action="store_true", help="print the table and stop")
+    parser.add_argument("--summary", action="store_true", help="print the table and exit")
     args = parser.parse_args(arguments)
     if args.summary:
         sys.stdout.write(faults.hangs(read_lines(args.output)))
         return 0
-    wanted = {"hang": args.cases, "death": args.deaths, "clean": args.clean, "slow": args.slow}
-    # Not a TemporaryDirectory, which every rank, a fork of this process, would remove when it ends.
+    counts = {"hang": args.cases, "death": args.deaths, "clean": args.clean, "slow": args.slow}
+    cases = [(kind, number) for kind, count in counts.items() for number in range(count)]
+    for item in args.only:
+        kind, _, number = item.partition("=")
+        if kind not in counts or not number.isdigit():
+            parser.error(f"--only {item}: expected KIND=NUMBER, kinds {', '.join(counts)}")
+        cases.append((kind, int(number)))
+    # Not a TemporaryDirectory: every forked rank would remove it on exit.
     folder = Path(tempfile.mkdtemp(prefix="hangs."))
     try:
         (folder / "corpus").mkdir()
         prepare(folder / "corpus")
         os.mkfifo(folder / "fifo")
         preload()
-        return run_missing(wanted, args, folder)
+        return run_missing(cases, args, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def run_missing(wanted: dict[str, int], args: argparse.Namespace, folder: Path) -> int:
-    """Do the cases that are not in the output."""
+def run_missing(cases: list[tuple[str, int]], args: argparse.Namespace, folder: Path) -> int:
+    """Run the cases that are not in the output; return 1 if one failed."""
     end, failed, code = time.monotonic() + args.seconds, 0, code_digest(faults.HANGS_CODE)
-    for kind, count in wanted.items():
-        for number in args.only or range(count):
-            lines = read_lines(args.output)
-            done = {(x["kind"], x["case"]) for x in lines if x["code_digest"] == code}
-            if not count or (kind, number) in done or time.monotonic() > end:
-                continue
-            option = {"hang": "cases", "death": "deaths"}.get(kind, kind)
-            again = f"python -m tests.faults.hangs --{option} 1 --only {number}"
-            line = {
-                "kind": kind,
-                "case": number,
-                **run_case(folder, kind, number),
-                "command": again,
-                "code_digest": code,
-            }
-            if not line["ok"]:
-                line["logs"] = last_lines(folder / "run" / "logs")
-            append_line(args.output, {**line, **provenance()})
-            print(f"{kind} {number}: {'ok' if line['ok'] else 'FAILED'} {line}", flush=True)
-            failed += not line["ok"]
+    for kind, number in cases:
+        lines = read_lines(args.output)
+        done = {(x["kind"], x["case"]) for x in lines if x["code_digest"] == code}
+        if (kind, number) in done or time.monotonic() > end:
+            continue
+        line = {
+            "kind": kind,
+            "case": number,
+            **run_case(folder, kind, number),
+            "command": f"python -m tests.faults.hangs --only {kind}={number}",
+            "code_digest": code,
+        }
+        if not line["ok"]:
+            line["logs"] = last_lines(folder / "run" / "logs")
+        append_line(args.output, {**line, **provenance()})
+        print(f"{kind} {number}: {'ok' if line['ok'] else 'FAILED'} {line}", flush=True)
+        failed += not line["ok"]
     return 1 if failed else 0
 
 

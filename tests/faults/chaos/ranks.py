@@ -1,4 +1,4 @@
-"""Ranks of a run as forks of a server that has imported everything: a case costs seconds less."""
+"""Ranks forked from a server process that has imported everything, which saves start-up time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STACK_SECONDS = 1.0
 
 
 def fork_server() -> ForkServerContext:
-    """The server; it starts with its first rank and ends with this process."""
+    """Return the fork server, which starts with its first rank."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(RANK_IMPORTS))
     return context
@@ -59,21 +59,21 @@ class Ranks:
     log: Path
 
     def kill(self, rank: int) -> None:
-        """SIGKILL to one."""
+        """Send SIGKILL to a rank."""
         self.processes[rank].kill()
 
     def signal(self, rank: int, number: int) -> None:
-        """Any signal to one."""
+        """Send a signal to a rank."""
         pid = self.processes[rank].pid
         assert pid is not None
         os.kill(pid, number)
 
     def alive(self) -> list[int]:
-        """Ranks that still run."""
+        """Return the running ranks."""
         return [rank for rank, process in enumerate(self.processes) if process.is_alive()]
 
     def wait(self, seconds: float = TIMEOUT) -> list[int | None]:
-        """Exit codes by rank; whoever is still there then leaves its stack, and has None."""
+        """Return exit codes by rank; a rank that still runs dumps its stack and gives None."""
         deadline = time.monotonic() + seconds
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
@@ -90,7 +90,7 @@ class Ranks:
 def start_ranks(
     context: ForkServerContext, run_yaml: Path, run_dir: Path, world_size: int, *overrides: str
 ) -> Ranks:
-    """Start a run's ranks as a launcher would; their output goes beside the run folder."""
+    """Start the ranks of a run as a launcher would, with a log beside the run folder."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

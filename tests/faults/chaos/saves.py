@@ -1,4 +1,4 @@
-"""Faults in a save and in what it wrote: every system call killed or failing, damaged files."""
+"""Faults in a checkpoint save (SIGKILL or an error at each system call) and damaged files."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ CALLS = (
     "openat", "write", "pwrite64", "ftruncate", "fsync", "fdatasync", "rename", "renameat",
     "renameat2", "unlink", "unlinkat", "mkdir", "mkdirat", "rmdir",
 )  # fmt: skip
-"""By which a save changes what is on the disk."""
+"""System calls by which a save changes the disk."""
 ERRORS = ("ENOSPC", "EIO", "EDQUOT")
 OLD, NEW = 7, 14
 DAMAGES = ("flip", "cut", "swap", "delete", "empty")
 SMALL_FILE_BYTES = 1000
-"""So that a tiny state has several files."""
+"""Splits a tiny state into several files."""
 _REFUSED = 3
 _CALL = re.compile(r"(?:\[pid +\d+\] )?(\w+)\(")
 
@@ -51,7 +51,7 @@ class SaveCases:
         self._points: list[tuple[str, int]] = []
 
     def points(self) -> list[tuple[str, int]]:
-        """Every system call of a save and of the deletion that follows: name, number from 1."""
+        """System calls of a save and of the deletion after it: name and count from 1."""
         if not self._points:
             self._begin()
             log = self._run_dir.with_name("calls.log")
@@ -65,7 +65,7 @@ class SaveCases:
         return self._points
 
     def crash(self, seed: int) -> dict[str, Any]:
-        """SIGKILL as a save enters one system call; the seed counts through all of them."""
+        """SIGKILL on entering a system call of a save; the seed selects the call."""
         call, number = self.points()[seed % len(self.points())]
         self._begin()
         code = self._save_under_strace("-e", f"inject={call}:signal=KILL:when={number}")
@@ -74,7 +74,7 @@ class SaveCases:
         return {"ok": ok, "call": call, "number": number, "exit_code": code, "found": found}
 
     def failure(self, seed: int) -> dict[str, Any]:
-        """A system call of a save fails as on a full or broken disk."""
+        """A system call of a save fails as on a full or failing disk."""
         draw = random.Random(f"failure {seed}")
         call, number = draw.choice(self.points())
         error = ERRORS[seed % len(ERRORS)]
@@ -91,7 +91,7 @@ class SaveCases:
         }  # fmt: skip
 
     def damage(self, seed: int) -> dict[str, Any]:
-        """A file of the newest checkpoint is not what was written: the one before is taken."""
+        """A file of the newest checkpoint is damaged: the previous checkpoint is used."""
         draw = random.Random(f"damage {seed}")
         kind = DAMAGES[seed % len(DAMAGES)]
         self._begin(NEW)
@@ -130,13 +130,17 @@ class SaveCases:
         }  # fmt: skip
 
     def _begin(self, *more: int) -> None:
+        """Start from the old checkpoint and those of other steps, copied from a first save."""
+        template = self._run_dir.with_name(f"saved{len(more)}")
+        if not template.exists():
+            with mock.patch.object(writer, "FILE_BYTES", SMALL_FILE_BYTES):
+                for step in (OLD, *more):
+                    save_alone(template, step, seed=step)
         shutil.rmtree(self._run_dir, ignore_errors=True)
-        with mock.patch.object(store, "FILE_BYTES", SMALL_FILE_BYTES):
-            for step in (OLD, *more):
-                save_alone(self._run_dir, step, seed=step)
+        shutil.copytree(template, self._run_dir)
 
     def _found(self) -> int | None:
-        """The step that a start takes, if it holds what was saved then."""
+        """Return the step that a run would resume from, if its content is intact."""
         with suppress(CheckpointError):
             reader = store.choose_intact(self._run_dir, single_process_groups(torch.device("cpu")))
             if reader is not None and _holds(reader, logical_states(reader.metadata.step)):
@@ -144,12 +148,12 @@ class SaveCases:
         return None
 
     def _goes_on(self) -> bool:
-        """The next save works, and clears what the broken one left."""
+        """Return whether the next save succeeds and removes leftovers."""
         save_alone(self._run_dir, NEW, seed=NEW, keep_last=1)
         return self._found() == NEW and not leftovers(self._run_dir)
 
     def _save_under_strace(self, *options: str) -> int | None:
-        """Save the new step, the old one being deleted after it, with a fault; exit code."""
+        """Save the new step and delete the old one under strace; return the exit code."""
         ours, theirs = self._context.Pipe()
         process = self._context.Process(target=_save_when_told, args=(str(self._run_dir), theirs))
         process.start()

@@ -1,4 +1,4 @@
-"""Kills and signals for a run of four ranks; what comes out must equal the run left alone."""
+"""Kills and signals during a run of four ranks; the resumed run must equal an undisturbed one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class TrainingCases:
     """Cases on one tiny run: TP2 x DP2, ZeRO-1, dropout on, 30 steps, a save every 7.
 
     Args:
-        folder: to work in; the unbroken run stays there for the next start.
+        folder: working folder.
         run_yaml: the run.
         context: where ranks are forked.
     """
@@ -54,7 +54,7 @@ class TrainingCases:
         return start_ranks(self._context, self._run_yaml, run_dir, WORLD_SIZE, *OVERRIDES)
 
     def unbroken(self) -> dict[str, Any]:
-        """What the run gives when nothing happens to it; run twice, once a start."""
+        """Return the result of the undisturbed run."""
         if self._unbroken is None:
             run_dir = self._folder / "unbroken"
             shutil.rmtree(run_dir, ignore_errors=True)
@@ -67,13 +67,13 @@ class TrainingCases:
         return self._unbroken
 
     def kill_one(self, seed: int) -> dict[str, Any]:
-        """SIGKILL to a random rank at a random instant of a phase, then the run goes on."""
+        """SIGKILL of a random rank at a random time in a phase, then a resumed run."""
         draw = random.Random(f"one {seed}")
         victim = draw.randrange(WORLD_SIZE)
         return self._break_off(seed, draw, lambda ranks: ranks.kill(victim), {"rank": victim})
 
     def kill_all(self, seed: int) -> dict[str, Any]:
-        """SIGKILL to all ranks at once."""
+        """SIGKILL of all ranks."""
 
         def kill(ranks: Ranks) -> None:
             for rank in range(WORLD_SIZE):
@@ -109,7 +109,7 @@ class TrainingCases:
         }  # fmt: skip
 
     def preempt(self, seed: int) -> dict[str, Any]:
-        """A signal to one rank or to all: a save at most one step later, exit 75, and on."""
+        """A signal to one or all ranks: a save within a step, exit code 75, resumed run."""
         draw = random.Random(f"signal {seed}")
         expected = self.unbroken()
         number = draw.choice((signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2))
@@ -141,7 +141,7 @@ class TrainingCases:
         }  # fmt: skip
 
     def _wait_for(self, phase: str, draw: random.Random, run_dir: Path, ranks: Ranks) -> str:
-        """Return at a random instant of a phase; says which."""
+        """Wait for a random time in a phase; return a description of it."""
         if phase == "start-up":
             delay = draw.uniform(0.0, 3.0)
             end = time.monotonic() + delay
@@ -167,7 +167,7 @@ class TrainingCases:
 
 
 def wait_until(condition: Callable[[], bool], ranks: Ranks) -> None:
-    """Wait for something that the run does."""
+    """Wait until a condition holds while the run lives."""
     deadline = time.monotonic() + TIMEOUT
     while not condition():
         assert ranks.alive(), ranks.log.read_text()[-4000:]
@@ -179,7 +179,7 @@ _STEP = re.compile(rb'"step":(\d+)')
 
 
 def last_step(run_dir: Path) -> int:
-    """Of the metrics so far; cheap enough to ask a thousand times a second."""
+    """Return the last step in the metrics; cheap enough for polling."""
     try:
         with (run_dir / FILE_NAME).open("rb") as stream:
             stream.seek(0, 2)
@@ -191,7 +191,7 @@ def last_step(run_dir: Path) -> int:
 
 
 def result(run_dir: Path) -> dict[str, Any]:
-    """Bits of every loss and of the final weights and moments, and which sample went where."""
+    """Return the bits of all losses, of the final weights and moments, and the sample log."""
     reader = CheckpointReader(step_dir(run_dir, STEPS))
     digest = hashlib.sha256()
     for name in reader.shapes:
@@ -211,10 +211,10 @@ def result(run_dir: Path) -> dict[str, Any]:
 
 
 def log_end(ranks: Ranks, ok: bool) -> str:
-    """The last words of a run that went wrong."""
+    """Return the end of the log of a failed run."""
     return "" if ok else ranks.log.read_text()[-LOG_CHARACTERS:]
 
 
 def left_over(run_dir: Path) -> list[str]:
-    """Hidden files of saves that were broken off."""
+    """Return hidden files of interrupted saves."""
     return sorted(path.name for path in (run_dir / "checkpoints").glob(".*"))
