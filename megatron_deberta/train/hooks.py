@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import asdict
-from typing import Protocol
+from dataclasses import asdict, dataclass, field
+from typing import ClassVar, Protocol
 
 from megatron_deberta.checkpoint.background import Saved, Saver
 from megatron_deberta.config.schema import CheckpointConfig
@@ -27,7 +27,7 @@ class Hook(Protocol):
     A hook that only some ranks have is of section ``AFTER``.
     """
 
-    section: Section
+    section: ClassVar[Section]
     """Reported as this rank's progress while the hook runs."""
 
     def after_step(self, event: StepEvent) -> None:
@@ -35,19 +35,19 @@ class Hook(Protocol):
         ...
 
 
+@dataclass(slots=True)
 class SampleLogHook:
     """Writes the sample indices of this rank's step to the sample log."""
 
-    section = Section.AFTER
-
-    def __init__(self, sample_log: SampleLog) -> None:
-        self._sample_log = sample_log
+    sample_log: SampleLog
+    section: ClassVar[Section] = Section.AFTER
 
     def after_step(self, event: StepEvent) -> None:
         """Append the step."""
-        self._sample_log.append(event.state.step, event.batches)
+        self.sample_log.append(event.state.step, event.batches)
 
 
+@dataclass(slots=True)
 class LogHook:
     """Writes metrics and updates the console every ``log.every`` steps; rank 0 only.
 
@@ -59,53 +59,44 @@ class LogHook:
         console: terminal view.
     """
 
-    section = Section.AFTER
-
-    def __init__(
-        self,
-        every: int,
-        total_steps: int,
-        meter: ThroughputMeter,
-        writer: MetricsWriter,
-        console: LiveConsole,
-    ) -> None:
-        self._every = every
-        self._total_steps = total_steps
-        self._meter = meter
-        self._writer = writer
-        self._console = console
-        self._losses: list[float] = []
+    every: int
+    total_steps: int
+    meter: ThroughputMeter
+    writer: MetricsWriter
+    console: LiveConsole
+    _losses: list[float] = field(default_factory=list, init=False)
+    section: ClassVar[Section] = Section.AFTER
 
     def after_step(self, event: StepEvent) -> None:
         """Record the mean loss since the last record and the other metrics of this step."""
-        self._meter.step_done()
+        self.meter.step_done()
         if event.result.skip in (None, "overflow"):
             self._losses.append(event.result.loss)
         step = event.state.step
-        self._console.advance(step)
+        self.console.advance(step)
         if event.result.skip is not None:
             self._record_skip(step, event.result)
-        if step % self._every and event.ending is None:
+        if step % self.every and event.ending is None:
             return
         record = self._record(step, event.result)
         self._losses = []
-        self._console.update(record)
+        self.console.update(record)
         values = {name: value for name, value in asdict(record).items() if value is not None}
         values.pop("step")
         values["consumed_samples"] = event.state.consumed_samples
-        self._writer.write(step, values)
+        self.writer.write(step, values)
 
     def _record_skip(self, step: int, result: StepResult) -> None:
         norm = result.outcome.grad_norm
-        self._writer.write(
+        self.writer.write(
             step, {"skip": str(result.skip), "loss": result.loss, "grad_norm": norm}, kind="guard"
         )
-        self._console.note(
+        self.console.note(
             f"step {step}: no update, {result.skip} | loss {result.loss:.4f} | grad norm {norm:.3f}"
         )
 
     def _record(self, step: int, result: StepResult) -> StepRecord:
-        speed = self._meter.lap()
+        speed = self.meter.lap()
         # If all updates since the last record were skipped, report the loss of this step.
         losses = self._losses or [result.loss]
         return StepRecord(
@@ -118,13 +109,14 @@ class LogHook:
             utilization=speed.utilization,
             hardware_utilization=speed.hardware_utilization,
             flops_per_second=speed.flops_per_second,
-            matmul_flops_per_second=self._meter.matmul_rate,
-            seconds_left=(self._total_steps - step) * speed.seconds_per_step,
+            matmul_flops_per_second=self.meter.matmul_rate,
+            seconds_left=(self.total_steps - step) * speed.seconds_per_step,
             next_sentence_loss=None if result.pairs is None else result.pairs.loss,
             next_sentence_accuracy=None if result.pairs is None else result.pairs.accuracy,
         )
 
 
+@dataclass(slots=True)
 class EvaluateHook:
     """Validates every ``train.eval_every`` steps and at the end of the run.
 
@@ -135,19 +127,11 @@ class EvaluateHook:
         report: called with step and result; None on ranks that do not report.
     """
 
-    section = Section.EVALUATION
-
-    def __init__(
-        self,
-        every: int,
-        evaluate: Callable[[], Evaluation],
-        meter: ThroughputMeter,
-        report: Callable[[int, Evaluation], None] | None,
-    ) -> None:
-        self._every = every
-        self._evaluate = evaluate
-        self._meter = meter
-        self._report = report
+    every: int
+    evaluate: Callable[[], Evaluation]
+    meter: ThroughputMeter
+    report: Callable[[int, Evaluation], None] | None
+    section: ClassVar[Section] = Section.EVALUATION
 
     def after_step(self, event: StepEvent) -> None:
         """Validate, if due; not when interrupted, because time is limited then."""
@@ -157,16 +141,17 @@ class EvaluateHook:
 
     def is_due(self, step: int) -> bool:
         """Return whether a validation is due after ``step``, unless the process ends there."""
-        return self._every > 0 and step > 0 and step % self._every == 0
+        return self.every > 0 and step > 0 and step % self.every == 0
 
     def validate(self, step: int) -> None:
         """Validate now. Collective over all ranks."""
-        with self._meter.paused():
-            evaluation = self._evaluate()
-            if self._report is not None:
-                self._report(step, evaluation)
+        with self.meter.paused():
+            evaluation = self.evaluate()
+            if self.report is not None:
+                self.report(step, evaluation)
 
 
+@dataclass(slots=True)
 class ReplicaHook:
     """Compares replicated weights across ranks every ``guard.replica_check_every`` steps.
 
@@ -175,18 +160,17 @@ class ReplicaHook:
         check: compares them, given the step; collective.
     """
 
-    section = Section.AFTER
-
-    def __init__(self, every: int, check: Callable[[int], None]) -> None:
-        self._every = every
-        self._check = check
+    every: int
+    check: Callable[[int], None]
+    section: ClassVar[Section] = Section.AFTER
 
     def after_step(self, event: StepEvent) -> None:
         """Compare, if due."""
-        if event.state.step % self._every == 0:
-            self._check(event.state.step)
+        if event.state.step % self.every == 0:
+            self.check(event.state.step)
 
 
+@dataclass(slots=True)
 class SaveHook:
     """Saves every ``checkpoint.save_every`` steps, on request, and at the process's last step.
 
@@ -199,50 +183,40 @@ class SaveHook:
         report: called with step and committed checkpoint; None on ranks that do not report.
     """
 
-    section = Section.SAVE
-
-    def __init__(
-        self,
-        config: CheckpointConfig,
-        begin: Callable[[TrainState, bool], Saved | None],
-        saver: Saver,
-        meter: ThroughputMeter,
-        sample_log: SampleLog | None,
-        report: Callable[[int, Saved], None] | None,
-    ) -> None:
-        self._config = config
-        self._begin = begin
-        self._saver = saver
-        self._meter = meter
-        self._sample_log = sample_log
-        self._report = report
+    config: CheckpointConfig
+    begin: Callable[[TrainState, bool], Saved | None]
+    saver: Saver
+    meter: ThroughputMeter
+    sample_log: SampleLog | None
+    report: Callable[[int, Saved], None] | None
+    section: ClassVar[Section] = Section.SAVE
 
     def after_step(self, event: StepEvent) -> None:
         """Save, if due, and commit a background save that has completed."""
-        every, step = self._config.save_every, event.state.step
+        every, step = self.config.save_every, event.state.step
         # A process that ends and a requested save wait for completion.
         now = event.save or event.ending is not None
         due = now or (every > 0 and step % every == 0)
-        if not due and not self._saver.in_flight:
+        if not due and not self.saver.in_flight:
             return
         try:
-            self._log_saved(step, self._saver.poll())
+            self._log_saved(step, self.saver.poll())
             if due:
-                with self._meter.paused():
+                with self.meter.paused():
                     self._save(event.state, now)
         except CheckpointError as error:
-            if self._config.on_failure == "stop" or now:
+            if self.config.on_failure == "stop" or now:
                 raise
             logger.error("%s; training continues without this checkpoint", error)
 
     def _save(self, state: TrainState, now: bool) -> None:
-        self._log_saved(state.step, self._saver.finish())
-        if self._sample_log is not None:
-            self._sample_log.sync()
-        self._log_saved(state.step, self._begin(state, now or not self._config.asynchronous))
+        self._log_saved(state.step, self.saver.finish())
+        if self.sample_log is not None:
+            self.sample_log.sync()
+        self._log_saved(state.step, self.begin(state, now or not self.config.asynchronous))
 
     def _log_saved(self, step: int, saved: Saved | None) -> None:
         if saved is not None:
             logger.info("saved %s", saved.path)
-            if self._report is not None:
-                self._report(step, saved)
+            if self.report is not None:
+                self.report(step, saved)

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 
 from rich.console import Console
 
@@ -60,14 +59,9 @@ class RunRecords:
         self.console.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Stop the terminal view and close the files."""
-        self.console.__exit__(kind, error, trace)
+        self.console.__exit__()
         self.writer.close()
 
     def measure_unigram(self, corpora: Corpora, vocab_size: int, batches: Iterable[Batch]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.observe.progress import ProgressObserver, Section
@@ -19,6 +20,7 @@ def last_step(config: RunConfig) -> int:
     return config.train.exit_step or config.train.steps
 
 
+@dataclass(slots=True)
 class Trainer:
     """Runs steps until the last one, a stop request or a rollback.
 
@@ -32,23 +34,13 @@ class Trainer:
         observer: notified of this rank's progress.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        state: TrainState,
-        inputs: InputQueue,
-        train_step: TrainStep,
-        hooks: Sequence[Hook],
-        requests: Requests,
-        observer: ProgressObserver | None = None,
-    ) -> None:
-        self._config = config
-        self._state = state
-        self._inputs = inputs
-        self._train_step = train_step
-        self._hooks = hooks
-        self._requests = requests
-        self._observer = observer or ProgressObserver()
+    config: RunConfig
+    state: TrainState
+    inputs: InputQueue
+    train_step: TrainStep
+    hooks: Sequence[Hook]
+    requests: Requests
+    observer: ProgressObserver = field(default_factory=ProgressObserver)
 
     def run(self) -> Outcome:
         """Train. Collective over all ranks.
@@ -58,49 +50,47 @@ class Trainer:
             CheckpointError: a checkpoint cannot be written.
             DataError: the data is damaged.
         """
-        if self._state.step >= last_step(self._config):
-            return Outcome(Ending.FINISHED, self._state)
-        observer = self._observer
+        if self.state.step >= last_step(self.config):
+            return Outcome(Ending.FINISHED, self.state)
+        observer = self.observer
         while True:
             begin = time.perf_counter_ns()
-            observer.enter(Section.DATA, self._state.step)
-            batches = self._inputs.take()
+            observer.enter(Section.DATA, self.state.step)
+            batches = self.inputs.take()
             observer.add_times(data=time.perf_counter_ns() - begin)
             observer.enter(Section.STEP)
-            result = self._train_step(self._state.step, batches.device, self._prefetch)
-            self._state = self._state.advanced(self._config.train.global_batch_size)
+            result = self.train_step(self.state.step, batches.device, self._prefetch)
+            self.state = self.state.advanced(self.config.train.global_batch_size)
             observer.add_times(forward=result.forward_time)
             if result.rollback:
-                return Outcome(Ending.ROLLBACK, self._state)
-            request = self._requests.poll()
+                return Outcome(Ending.ROLLBACK, self.state)
+            request = self.requests.poll()
             observer.add_times(steps=1, whole=time.perf_counter_ns() - begin)
-            event = StepEvent(
-                self._state, batches.host, result, self._ending(request), request.save
-            )
+            event = StepEvent(self.state, batches.host, result, self._ending(request), request.save)
             self._call_hooks(event)
-            self._requests.acknowledge(request)
+            self.requests.acknowledge(request)
             if event.ending is not None:
-                return Outcome(event.ending, self._state)
+                return Outcome(event.ending, self.state)
 
     def _call_hooks(self, event: StepEvent) -> None:
         section = Section.AFTER
-        self._observer.enter(section, event.state.step)
-        for hook in self._hooks:
+        self.observer.enter(section, event.state.step)
+        for hook in self.hooks:
             if hook.section is not section:
                 section = hook.section
-                self._observer.enter(section)
+                self.observer.enter(section)
             hook.after_step(event)
 
     def _prefetch(self) -> None:
         """Start copying the next step's batches to the device, if there is a next step."""
-        if self._state.step + 1 < last_step(self._config):
+        if self.state.step + 1 < last_step(self.config):
             begin = time.perf_counter_ns()
-            with self._observer.section(Section.DATA):
-                self._inputs.fetch()
-            self._observer.add_times(data=time.perf_counter_ns() - begin)
+            with self.observer.section(Section.DATA):
+                self.inputs.fetch()
+            self.observer.add_times(data=time.perf_counter_ns() - begin)
 
     def _ending(self, request: Request) -> Ending | None:
-        if self._state.step >= last_step(self._config):
+        if self.state.step >= last_step(self.config):
             return Ending.FINISHED
         if request.stop:
             return Ending.STOPPED
