@@ -10,7 +10,7 @@ import os
 import re
 import socket
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_deberta.errors import TopologyError
@@ -18,11 +18,12 @@ from megatron_deberta.errors import TopologyError
 _FIRST_PORT, _NUM_PORTS = 12000, 20000
 """Range of derived ports, below Linux's ephemeral ports (from 32768)."""
 
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _OPEN_MPI = tuple(
     f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 )
 _HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-"""Rank, size, local rank and local size under Open MPI and under Hydra."""
+"""Variables of the rank, world size, local rank and local world size, by launcher."""
 
 
 @dataclass(frozen=True)
@@ -80,10 +81,10 @@ def read_environment(variables: Mapping[str, str] | None = None) -> RankEnvironm
     if "RANK" in env or "LOCAL_RANK" in env:
         return _from_torchrun(env)
     if "OMPI_COMM_WORLD_RANK" in env:
-        return _from_mpi(env, *_OPEN_MPI)
+        return _from_mpi(env, _OPEN_MPI)
     # srun sets PMI_RANK, too, but not Hydra's local numbers.
     if "PMI_RANK" in env and "MPI_LOCALRANKID" in env:
-        return _from_mpi(env, *_HYDRA)
+        return _from_mpi(env, _HYDRA)
     if "SLURM_PROCID" in env:
         return _from_slurm(env)
     return RankEnvironment("none", 0, 1, 0, 1, "127.0.0.1", _FIRST_PORT)
@@ -118,6 +119,14 @@ def _number(env: Mapping[str, str], name: str, launcher: str) -> int:
         ) from None
 
 
+def _numbers(
+    env: Mapping[str, str], names: Sequence[str], launcher: str
+) -> tuple[int, int, int, int]:
+    """Rank, world size, local rank and local world size."""
+    rank, world_size, local_rank, local_world_size = (_number(env, n, launcher) for n in names)
+    return rank, world_size, local_rank, local_world_size
+
+
 def _port(env: Mapping[str, str], job: str) -> int:
     """``MASTER_PORT``, or a port derived from the job's name."""
     if "MASTER_PORT" in env:
@@ -126,22 +135,16 @@ def _port(env: Mapping[str, str], job: str) -> int:
 
 
 def _from_torchrun(env: Mapping[str, str]) -> RankEnvironment:
-    rank, world_size = _number(env, "RANK", "torchrun"), _number(env, "WORLD_SIZE", "torchrun")
+    numbers = _numbers(env, _TORCHRUN, "torchrun")
+    rank, world_size, *_ = numbers
     if world_size > 1 and "MASTER_ADDR" not in env:
         raise TopologyError(
             f"RANK={rank} and WORLD_SIZE={world_size} without MASTER_ADDR; start the job with "
             "torchrun, or set MASTER_ADDR and MASTER_PORT"
         )
     alone = world_size == 1 and "MASTER_PORT" not in env
-    return RankEnvironment(
-        launcher="torchrun",
-        rank=rank,
-        world_size=world_size,
-        local_rank=_number(env, "LOCAL_RANK", "torchrun"),
-        local_world_size=_number(env, "LOCAL_WORLD_SIZE", "torchrun"),
-        master_address=env.get("MASTER_ADDR", "127.0.0.1"),
-        master_port=_FIRST_PORT if alone else _number(env, "MASTER_PORT", "torchrun"),
-    )
+    port = _FIRST_PORT if alone else _number(env, "MASTER_PORT", "torchrun")
+    return RankEnvironment("torchrun", *numbers, env.get("MASTER_ADDR", "127.0.0.1"), port)
 
 
 def _from_slurm(env: Mapping[str, str]) -> RankEnvironment:
@@ -192,26 +195,16 @@ def _slurm_tasks_on_node(env: Mapping[str, str], world_size: int) -> int:
     return counts[node]
 
 
-def _from_mpi(
-    env: Mapping[str, str], rank: str, size: str, local_rank: str, local_size: str
-) -> RankEnvironment:
-    world_size = _number(env, size, "mpirun")
-    local_world_size = _number(env, local_size, "mpirun")
+def _from_mpi(env: Mapping[str, str], names: Sequence[str]) -> RankEnvironment:
+    numbers = _numbers(env, names, "mpirun")
+    _, world_size, _, local_world_size = numbers
     if "MASTER_ADDR" in env or local_world_size == world_size:
         # Ranks of one mpirun share a parent if the launcher sets no job name.
         job = env.get("PMIX_NAMESPACE") or str(os.getppid())
         address, port = env.get("MASTER_ADDR", "127.0.0.1"), _port(env, job)
     else:
         address, port = _broadcast_master(world_size)
-    return RankEnvironment(
-        launcher="mpirun",
-        rank=_number(env, rank, "mpirun"),
-        world_size=world_size,
-        local_rank=_number(env, local_rank, "mpirun"),
-        local_world_size=local_world_size,
-        master_address=address,
-        master_port=port,
-    )
+    return RankEnvironment("mpirun", *numbers, address, port)
 
 
 def _broadcast_master(world_size: int) -> tuple[str, int]:

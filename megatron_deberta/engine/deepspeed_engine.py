@@ -19,12 +19,12 @@ from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.engine.base import EngineBase
 from megatron_deberta.engine.deepspeed_config import deepspeed_config
 from megatron_deberta.engine.deepspeed_runtime import (
-    ModelParallelUnit,
     deepspeed_environment,
     end_single_process,
     environment_variables,
     import_deepspeed,
     local_rank_variable,
+    model_parallel_unit,
     overlapped_reduction,
     skip_above_norm,
     start_single_process,
@@ -81,7 +81,7 @@ class DeepSpeedZeroEngine(EngineBase):
                     model=module,
                     optimizer=self._adam,
                     config=settings,
-                    mpu=ModelParallelUnit(groups),
+                    mpu=model_parallel_unit(groups),
                 )[0]
             self._process_state = stack.pop_all()
         if self._loss_scale.dynamic:

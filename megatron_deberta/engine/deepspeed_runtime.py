@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,43 +27,24 @@ from megatron_deberta.engine.deepspeed_config import deepspeed_config
 from megatron_deberta.errors import ConfigError, TopologyError
 
 
-class ModelParallelUnit:
+def model_parallel_unit(groups: ProcessGroups) -> SimpleNamespace:
     """Process groups behind DeepSpeed's ``mpu`` interface.
 
-    It must not define ``initialize_sequence_parallel``: DeepSpeed would enable its own sequence
+    It must not have ``initialize_sequence_parallel``: DeepSpeed would enable its own sequence
     parallelism and ignore these groups.
     """
-
-    def __init__(self, groups: ProcessGroups) -> None:
-        self._groups = groups
-
-    def get_data_parallel_group(self) -> ProcessGroup:
-        """Data-parallel group; the default group in a single process."""
-        return self._groups.dp_group or _default_group()
-
-    def get_data_parallel_rank(self) -> int:
-        """Data-parallel rank."""
-        return self._groups.dp_rank
-
-    def get_data_parallel_world_size(self) -> int:
-        """Data-parallel size."""
-        return self._groups.dp_size
-
-    def get_model_parallel_group(self) -> ProcessGroup:
-        """Tensor-parallel group; the default group in a single process."""
-        return self._groups.tp_group or _default_group()
-
-    def get_model_parallel_rank(self) -> int:
-        """Tensor-parallel rank."""
-        return self._groups.tp_rank
-
-    def get_model_parallel_world_size(self) -> int:
-        """Tensor-parallel size."""
-        return self._groups.tp_size
-
-    get_tensor_model_parallel_group = get_model_parallel_group
-    get_tensor_model_parallel_rank = get_model_parallel_rank
-    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+    dp_group, tp_group = groups.dp_group or _default_group(), groups.tp_group or _default_group()
+    tensor_parallel = (tp_group, groups.tp_rank, groups.tp_size)
+    axes = {
+        "data_parallel": (dp_group, groups.dp_rank, groups.dp_size),
+        "model_parallel": tensor_parallel,
+        "tensor_model_parallel": tensor_parallel,
+    }
+    unit = SimpleNamespace()
+    for axis, values in axes.items():
+        for name, value in zip(("group", "rank", "world_size"), values, strict=True):
+            setattr(unit, f"get_{axis}_{name}", lambda value=value: value)
+    return unit
 
 
 def import_deepspeed(device: torch.device) -> ModuleType:
@@ -171,7 +152,7 @@ def zero3_partition(module: nn.Module, groups: ProcessGroups, config: RunConfig)
     """
     deepspeed = import_deepspeed(groups.device)
     start_single_process(groups)
-    unit = ModelParallelUnit(groups)
+    unit = model_parallel_unit(groups)
     own = nn.Module()
     for name, parameter in module.named_parameters(recurse=False):
         own.register_parameter(name, parameter)

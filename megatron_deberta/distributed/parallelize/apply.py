@@ -65,6 +65,8 @@ class _ParallelHook(nn.Module):
         super().__init__()
         self.group = parallelism.group
         self.sequence = parallelism.sequence
+        self.vocab_start = parallelism.vocab_start
+        self.vocab_size = parallelism.vocab_size
         for name, parameter in hook.named_parameters(recurse=False):
             self.register_parameter(name, parameter)
 
@@ -149,25 +151,19 @@ class _LayerNorm(_ParallelHook):
 
 
 class _TokenEmbedding(_ParallelHook):
-    def __init__(self, hook: nn.Module, parallelism: _Parallelism) -> None:
-        super().__init__(hook, parallelism)
-        self.start = parallelism.vocab_start
-
     def forward(self, input_ids: Tensor) -> Tensor:
         return vocab_parallel_embedding(
-            input_ids, self.weight, self.start, self.group, sequence=self.sequence
+            input_ids, self.weight, self.vocab_start, self.group, sequence=self.sequence
         )
 
 
 class _TokenLoss(_ParallelHook):
-    def __init__(self, hook: nn.Module, parallelism: _Parallelism) -> None:
-        super().__init__(hook, parallelism)
-        self.start, self.size = parallelism.vocab_start, parallelism.vocab_size
-
     def forward(
         self, states: Tensor, weight: Tensor, bias: Tensor, labels: Tensor
     ) -> tuple[Tensor, Tensor]:
-        return vocab_parallel_loss(states, weight, bias, labels, self.start, self.size, self.group)
+        return vocab_parallel_loss(
+            states, weight, bias, labels, self.vocab_start, self.vocab_size, self.group
+        )
 
 
 _PARALLEL_HOOKS: dict[type[nn.Module], type[_ParallelHook]] = {

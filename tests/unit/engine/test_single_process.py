@@ -16,7 +16,11 @@ import torch.distributed as dist
 from megatron_deberta.distributed.environment import read_environment
 from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.engine import deepspeed_config
-from megatron_deberta.engine.deepspeed_runtime import ModelParallelUnit
+from megatron_deberta.engine.deepspeed_runtime import (
+    end_single_process,
+    model_parallel_unit,
+    start_single_process,
+)
 from megatron_deberta.engine.factory import build_engine
 from tests.support.toy_engine import (
     assert_same_states,
@@ -152,7 +156,11 @@ def test_fp16_on_cpu_is_allowed_only_while_deepspeed_starts() -> None:
 
 def test_deepspeed_is_not_told_of_a_sequence_parallelism_of_its_own() -> None:
     # With this method it would ignore the tensor- and data-parallel groups.
-    assert not hasattr(ModelParallelUnit(GROUPS), "initialize_sequence_parallel")
+    start_single_process(GROUPS)
+    unit = model_parallel_unit(GROUPS)
+    end_single_process(GROUPS)
+    assert not hasattr(unit, "initialize_sequence_parallel")
+    assert unit.get_data_parallel_world_size() == unit.get_model_parallel_world_size() == 1
 
 
 def test_hooks_go_with_the_engine() -> None:
