@@ -1,8 +1,7 @@
-"""The checked arguments of the attention operator, as every backend receives them.
+"""Arguments of the attention operator and their validation.
 
-Shapes, dtypes and devices are always checked. Values are checked on the CPU, where a look costs
-nothing, and elsewhere only with ``MEGATRON_DEBERTA_CHECK=1``, because a look would make the host
-wait for the device.
+Shapes, dtypes and devices are always checked. Values are checked on the CPU, and on other devices
+only with ``MEGATRON_DEBERTA_CHECK=1``, because reading them synchronises with the device.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _INTEGERS = (torch.int16, torch.int32, torch.int64)
 
 @dataclass(frozen=True, slots=True)
 class AttentionRules:
-    """What ``disentangled_attention`` is told besides its five differentiable tensors."""
+    """Arguments of ``disentangled_attention`` other than its five differentiable tensors."""
 
     positions: RelativePositions
     q_positions: Tensor | None
@@ -34,7 +33,7 @@ class AttentionRules:
     causal: bool
     dropout_p: float
     seed: Tensor | None
-    """int64 ``[batch]``; None where nothing is dropped."""
+    """int64 ``[batch]``; None without dropout."""
     head_offset: int
     scale: float
     p2c_index: P2CIndex
@@ -43,7 +42,7 @@ class AttentionRules:
 
 @dataclass(frozen=True, slots=True)
 class AttentionArguments:
-    """Arguments of ``disentangled_attention``; shapes and meaning are told there."""
+    """Arguments of ``disentangled_attention``, documented there."""
 
     q: Tensor
     k: Tensor
@@ -54,10 +53,10 @@ class AttentionArguments:
 
 
 def default_scale(head_dim: int, pos_key: Tensor | None, pos_query: Tensor | None) -> float:
-    """1 / sqrt(terms * head_dim), terms = content plus the position terms given.
+    """Return 1 / sqrt(terms * head_dim), where terms counts content and the given position terms.
 
     Args:
-        head_dim: size of a head.
+        head_dim: features per head.
         pos_key: table of the content-to-position term or None.
         pos_query: table of the position-to-content term or None.
     """
@@ -66,15 +65,15 @@ def default_scale(head_dim: int, pos_key: Tensor | None, pos_query: Tensor | Non
 
 
 def row_seeds(seed: int | Tensor | None, dropout_p: float, q: Tensor) -> Tensor | None:
-    """One int64 seed a row; an int stands for that seed plus the row's index.
+    """Return one int64 seed per row; an int stands for that seed plus the row's index.
 
     Args:
-        seed: as given by the caller.
+        seed: argument of ``disentangled_attention``.
         dropout_p: dropout probability.
         q: queries ``[batch, heads, q_len, head_dim]``.
 
     Raises:
-        ValueError: if something is to be dropped without a seed.
+        ValueError: there is dropout but no seed.
     """
     if drop_threshold(dropout_p) == 0:
         return None
@@ -86,10 +85,10 @@ def row_seeds(seed: int | Tensor | None, dropout_p: float, q: Tensor) -> Tensor 
 
 
 def check_arguments(a: AttentionArguments) -> None:
-    """Refuses arguments that break the contract of ``disentangled_attention``.
+    """Validate the arguments of ``disentangled_attention``.
 
     Raises:
-        ValueError: naming the argument, what it is and what was expected.
+        ValueError: an argument is invalid; names it, its value and what was expected.
     """
     _check_heads(a)
     _check_rows(a)
@@ -102,7 +101,7 @@ def check_arguments(a: AttentionArguments) -> None:
 
 
 def without_idle_masks(a: AttentionArguments) -> AttentionArguments:
-    """Leaves out masks that hide nothing, where looking costs no synchronisation (the CPU).
+    """Drop masks that hide nothing, on the CPU, where reading them needs no synchronisation.
 
     Args:
         a: checked arguments.
@@ -118,7 +117,7 @@ def without_idle_masks(a: AttentionArguments) -> AttentionArguments:
 
 
 def _check(name: str, tensor: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
-    """Shape and device of one tensor."""
+    """Check shape and device of one tensor."""
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name}: got shape {list(tensor.shape)}, expected {list(shape)}")
     if tensor.device != like.device:
@@ -132,7 +131,7 @@ def _check_dtype(name: str, tensor: Tensor, allowed: tuple[torch.dtype, ...]) ->
 
 
 def _check_heads(a: AttentionArguments) -> None:
-    """Tensors with a head dimension."""
+    """Check the tensors with a head dimension."""
     for name, tensor in (("q", a.q), ("k", a.k)):
         if tensor.dim() != 4:
             raise ValueError(
@@ -145,7 +144,7 @@ def _check_heads(a: AttentionArguments) -> None:
     _check("v", a.v, (batch, heads, k_len, head_dim), a.q)
     if a.rules.q_positions is None and q_len != k_len:
         raise ValueError(
-            f"q: got {q_len} queries for {k_len} keys, expected as many, or q_positions"
+            f"q: got {q_len} queries for {k_len} keys, expected equal lengths or q_positions"
         )
     table = (heads, 2 * a.rules.positions.span, head_dim)
     tables = [("pos_key", a.pos_key), ("pos_query", a.pos_query)]
@@ -158,7 +157,7 @@ def _check_heads(a: AttentionArguments) -> None:
 
 
 def _check_rows(a: AttentionArguments) -> None:
-    """Tensors of integers and flags, one row a batch row."""
+    """Check the tensors with one entry per batch row."""
     batch, _, q_len, _ = a.q.shape
     k_len = a.k.shape[2]
     if a.rules.q_positions is not None:
@@ -176,7 +175,7 @@ def _check_rows(a: AttentionArguments) -> None:
 
 
 def _check_values(a: AttentionArguments) -> None:
-    """Values of positions and masks."""
+    """Check the values of positions and masks."""
     if a.rules.q_positions is not None and a.rules.q_positions.numel():
         low, high = (int(x) for x in torch.aminmax(a.rules.q_positions))
         if low < -1 or high >= a.k.shape[2]:

@@ -1,9 +1,8 @@
 """Disentangled attention in blocks, forward and backward; memory O(length x block).
 
 For devices without the fused kernels: the CPU and older GPUs. A block is one head, some batch
-rows, some queries and all keys, small enough to stay in cache. Nothing of a block is kept:
-backward computes the scores again, so the dropout bits must be, and are, a function of position.
-With S the scores, P = softmax(S), M the dropout mask, s its scale and o the output::
+rows, some queries and all keys, small enough to stay in cache. No block is kept; backward
+recomputes the scores and, as a function of position, the dropout bits. With S the scores, P = softmax(S), M the dropout mask, s its scale and o the output::
 
     o = s (P * M) v                          dv += s (P * M)^T do
     G = P * M * (s do v^T)                   dS = G - P rowsum(G)
@@ -28,18 +27,18 @@ from megatron_deberta.ops.position_terms import ConsecutiveTerms, GatheredTerms,
 from megatron_deberta.ops.visibility import hides_keys, query_positions, visible_keys
 
 _BLOCK_ELEMENTS = {"cpu": 1 << 18}
-"""Scores in a block: on the CPU, a few buffers of this size fit a core's second-level cache."""
+"""Scores per block. On the CPU a few buffers of this size fit a core's second-level cache."""
 GPU_BLOCK_ELEMENTS = 1 << 25
 
 
 def attend(a: AttentionArguments) -> tuple[Tensor, Tensor | None]:
-    """Attention block by block.
+    """Compute attention block by block.
 
     Args:
         a: checked arguments.
 
     Returns:
-        Output like ``q``, and where asked for the log-sum-exp of the scores, float32
+        Output like ``q``, and if requested the log-sum-exp of the scores, float32
         ``[batch, heads, q_len]``.
     """
     output, lse = _ChunkedAttention.apply(a.q, a.k, a.v, a.pos_key, a.pos_query, a.rules)
@@ -47,7 +46,7 @@ def attend(a: AttentionArguments) -> tuple[Tensor, Tensor | None]:
 
 
 class _ChunkedAttention(torch.autograd.Function):
-    """The formulas of the module docstring as an autograd function."""
+    """Autograd function of the formulas in the module docstring."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor | None]:
@@ -68,7 +67,7 @@ class _ChunkedAttention(torch.autograd.Function):
 
 
 class _Blocks:
-    """What forward and backward share: the blocks of a call, their scores and their masks."""
+    """Iterator over the blocks of a call, with their scores and masks."""
 
     def __init__(self, a: AttentionArguments) -> None:
         self.a = a
@@ -86,10 +85,10 @@ class _Blocks:
         if a.rules.seed is not None:
             self.rows = row_keys(a.rules.seed, self.at, self.heads, a.rules.head_offset)
         self.bias: Tensor | None = None
-        self.blind: Tensor | None = None
+        self.fully_masked: Tensor | None = None
 
     def __iter__(self) -> Iterator[ScoreBlock]:
-        """Blocks; the heads of one place follow each other and share its masks."""
+        """Yield blocks; consecutive heads of the same rows and queries share masks."""
         budget = _BLOCK_ELEMENTS.get(self.a.q.device.type, GPU_BLOCK_ELEMENTS)
         queries = max(1, min(self.q_len, budget // max(1, self.k_len)))
         rows = max(1, budget // max(1, queries * self.k_len, self.terms.largest_product))
@@ -97,55 +96,55 @@ class _Blocks:
             for query in range(0, self.q_len, queries):
                 at_rows = slice(row, min(row + rows, self.batch))
                 at_queries = slice(query, min(query + queries, self.q_len))
-                self._look(at_rows, at_queries)
+                self._set_masks(at_rows, at_queries)
                 for head in range(self.heads):
                     yield ScoreBlock(head, at_rows, at_queries)
 
-    def _look(self, rows: slice, queries: slice) -> None:
-        """Finds which keys the queries of a place see, as a bias, and which queries see none."""
+    def _set_masks(self, rows: slice, queries: slice) -> None:
+        """Set the additive mask of some queries, and which of them see no key."""
         if not hides_keys(self.a.rules):
             return
         at = self.at[rows, queries] if self.at.shape[0] > 1 else self.at[:, queries]
         visible = visible_keys(self.a.rules, at, rows, self.k_len)
-        self.blind = ~visible.any(-1, keepdim=True)
+        self.fully_masked = ~visible.any(-1, keepdim=True)
         lowest = torch.finfo(self.dtype).min
         self.bias = torch.zeros(visible.shape, dtype=self.dtype, device=at.device)
         self.bias.masked_fill_(~visible, lowest)
 
     def queries(self, x: Tensor, block: ScoreBlock) -> Tensor:
-        """The block's part of a tensor shaped like q, in the dtype of the scores."""
+        """Return the block's part of a tensor shaped like q, in the dtype of the scores."""
         return x[block.rows, block.head, block.queries].to(self.dtype)
 
     def keys(self, x: Tensor, block: ScoreBlock) -> Tensor:
-        """The block's part of a tensor shaped like k, in the dtype of the scores."""
+        """Return the block's part of a tensor shaped like k, in the dtype of the scores."""
         return x[block.rows, block.head].to(self.dtype)
 
     def buffer(self, name: str, block: ScoreBlock) -> Tensor:
-        """A scratch buffer of the shape of the block's scores."""
+        """Return a scratch buffer shaped like the block's scores."""
         rows = block.rows.stop - block.rows.start
         return self.scratch.get(name, rows, block.queries.stop - block.queries.start, self.k_len)
 
     def scores(self, q: Tensor, k: Tensor, block: ScoreBlock) -> Tensor:
-        """The block's scores, with what is hidden far below everything visible."""
+        """Return the block's scores, with the lowest finite number added where keys are hidden."""
         scores = torch.bmm(q, k.transpose(1, 2), out=self.buffer("scores", block))
         self.terms.add_to(scores, q, k, block)
         return scores if self.bias is None else scores.add_(self.bias)
 
     def keep(self, block: ScoreBlock) -> Tensor | None:
-        """1 where dropout keeps, 0 where it drops, in the dtype of the scores."""
+        """Return the dropout mask in the dtype of the scores: 1 = keep, 0 = drop."""
         if self.rows is None:
             return None
         rows = self.rows[block.rows, block.head, block.queries]
         threshold = drop_threshold(self.a.rules.dropout_p)
         return torch.ge(random_bytes(rows, self.k_len), threshold, out=self.buffer("keep", block))
 
-    def shown(self, x: Tensor) -> Tensor:
-        """Zero for queries that see no key."""
-        return x if self.blind is None else x.masked_fill(self.blind, 0.0)
+    def zero_masked(self, x: Tensor) -> Tensor:
+        """Return ``x`` with zeros for queries that see no key."""
+        return x if self.fully_masked is None else x.masked_fill(self.fully_masked, 0.0)
 
 
 def _forward(a: AttentionArguments) -> tuple[Tensor, Tensor | None]:
-    """Output and log-sum-exp."""
+    """Return output and log-sum-exp."""
     output = torch.empty_like(a.q)
     lse = None
     if a.rules.return_lse:
@@ -153,7 +152,7 @@ def _forward(a: AttentionArguments) -> tuple[Tensor, Tensor | None]:
 
     def work(heads: slice) -> None:
         _forward_heads(
-            _some_heads(a, heads), output[:, heads], None if lse is None else lse[:, heads]
+            _select_heads(a, heads), output[:, heads], None if lse is None else lse[:, heads]
         )
 
     for_heads(work, a.q.shape[1], _score_count(a), a.q.device.type)
@@ -161,7 +160,7 @@ def _forward(a: AttentionArguments) -> tuple[Tensor, Tensor | None]:
 
 
 def _backward(a: AttentionArguments, d_output: Tensor) -> tuple[Tensor | None, ...]:
-    """Gradients of q, k, v, pos_key and pos_query."""
+    """Return the gradients of q, k, v, pos_key and pos_query."""
     wide = _score_dtype(a)
     d_q = torch.empty_like(a.q)
     d_k, d_v = torch.zeros_like(a.k, dtype=wide), torch.zeros_like(a.v, dtype=wide)
@@ -170,7 +169,7 @@ def _backward(a: AttentionArguments, d_output: Tensor) -> tuple[Tensor | None, .
     )
 
     def work(heads: slice) -> None:
-        part = _some_heads(a, heads)
+        part = _select_heads(a, heads)
         blocks = _Blocks(part)
         gradients = (d_q[:, heads], d_k[:, heads], d_v[:, heads])
         _backward_heads(part, blocks, d_output[:, heads], *gradients)
@@ -192,8 +191,8 @@ def _score_count(a: AttentionArguments) -> int:
     return a.q[..., 0].numel() * a.k.shape[2]
 
 
-def _some_heads(a: AttentionArguments, heads: slice) -> AttentionArguments:
-    """The same call for a slice of its heads."""
+def _select_heads(a: AttentionArguments, heads: slice) -> AttentionArguments:
+    """Return the same call for a slice of its heads."""
     return AttentionArguments(
         q=a.q[:, heads],
         k=a.k[:, heads],
@@ -205,7 +204,7 @@ def _some_heads(a: AttentionArguments, heads: slice) -> AttentionArguments:
 
 
 def _forward_heads(a: AttentionArguments, output: Tensor, lse: Tensor | None) -> None:
-    """Writes output and log-sum-exp."""
+    """Write output and log-sum-exp."""
     blocks = _Blocks(a)
     factor = keep_scale(a.rules.dropout_p)
     for block in blocks:
@@ -213,15 +212,15 @@ def _forward_heads(a: AttentionArguments, output: Tensor, lse: Tensor | None) ->
         scores = blocks.scores(q, blocks.keys(a.k, block), block)
         if lse is not None:
             value = torch.logsumexp(scores, -1, keepdim=True)
-            if blocks.blind is not None:
-                value.masked_fill_(blocks.blind, float("-inf"))
+            if blocks.fully_masked is not None:
+                value.masked_fill_(blocks.fully_masked, float("-inf"))
             lse[block.rows, block.head, block.queries] = value.squeeze(-1)
         probabilities = torch.softmax(scores, -1, out=scores)
         keep = blocks.keep(block)
         if keep is not None:
             probabilities.mul_(keep)
         mixed = torch.bmm(probabilities, blocks.keys(a.v, block)).mul_(factor)
-        output[block.rows, block.head, block.queries] = blocks.shown(mixed)
+        output[block.rows, block.head, block.queries] = blocks.zero_masked(mixed)
 
 
 def _backward_heads(
@@ -232,12 +231,12 @@ def _backward_heads(
     d_k: Tensor,
     d_v: Tensor,
 ) -> None:
-    """Writes ``d_q``, adds to ``d_k`` and ``d_v``, leaves the tables' gradients in the terms."""
+    """Write ``d_q`` and add to ``d_k``, ``d_v`` and the tables' gradients in ``blocks.terms``."""
     factor = keep_scale(a.rules.dropout_p)
     for block in blocks:
         q = blocks.queries(a.q, block) * a.rules.scale
         k = blocks.keys(a.k, block)
-        d_o = blocks.shown(blocks.queries(d_output, block) * factor)
+        d_o = blocks.zero_masked(blocks.queries(d_output, block) * factor)
         scores = blocks.scores(q, k, block)
         probabilities = torch.softmax(scores, -1, out=scores)
         keep = blocks.keep(block)

@@ -1,4 +1,4 @@
-"""The one entry to disentangled attention; chooses the backend."""
+"""Entry point of disentangled attention and choice of its backend."""
 
 from __future__ import annotations
 
@@ -96,14 +96,14 @@ def disentangled_attention(
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Softmax attention whose scores know the distance between query and key.
+    """Compute softmax attention with relative-position terms in the scores.
 
-    With i where the query stands, j where the key does and delta the slot of a distance::
+    With i the position of the query, j that of the key and delta the slot of a distance::
 
         score[i, j] = scale * (q_i . k_j + q_i . pos_key[delta(i - j)]
                                          + k_j . pos_query[delta(i - j)])
 
-    With ``p2c_index="paper"`` the last term takes delta(j - i), as Eq. 4 of the paper writes;
+    With ``p2c_index="paper"`` the last term takes delta(j - i), as in Eq. 4 of the paper;
     the released models were trained with delta(i - j).
 
     Args:
@@ -112,31 +112,30 @@ def disentangled_attention(
         v: like ``k``.
         pos_key: ``[heads, 2 * span, head_dim]``, or None without the content-to-position term.
         pos_query: likewise for the position-to-content term.
-        positions: which slot stands for which distance.
-        q_positions: int ``[batch, q_len]``, where gathered queries stand, in ``[0, k_len)``, or
-            -1 for padding (zero output, no gradient). None: query i stands at i, q_len = k_len.
+        positions: map from distances to slots.
+        q_positions: int ``[batch, q_len]``, positions of gathered queries in ``[0, k_len)``, or
+            -1 for padding (zero output, no gradient). None: query i is at i, q_len = k_len.
         key_padding: bool ``[batch, k_len]``, True = real key; real keys form one run.
         document_ids: int ``[batch, k_len]``, non-decreasing along a row; a query sees only keys
             of its own document.
         causal: a query sees only keys at or before its own position.
         dropout_p: dropout of attention probabilities, rounded to a multiple of 1/256.
-        seed: int64 ``[batch]``, one a row; an int stands for that seed plus the row's index.
+        seed: int64 ``[batch]``, one per row; an int stands for that seed plus the row's index.
         head_offset: global index of the first local head; only dropout depends on it.
         scale: factor on scores; None: 1 / sqrt(terms * head_dim), terms = 1 + position terms.
         p2c_index: which distance the position-to-content term takes.
         return_lse: also return the log-sum-exp of the scores, which is not differentiable.
-        backend: ``"reference"``, ``"chunked"``, ``"triton"`` or ``"auto"`` (None); where nothing
-            is asked for, the environment variable ``MEGATRON_DEBERTA_ATTENTION`` decides.
+        backend: ``"reference"``, ``"chunked"``, ``"triton"`` or ``"auto"`` (None), which takes the
+            value of the environment variable ``MEGATRON_DEBERTA_ATTENTION`` if that is set.
 
     Returns:
         Output like ``q``, zero where a query sees no key; with ``return_lse`` also float32
         ``[batch, heads, q_len]``, -inf there.
 
     Raises:
-        ValueError: if an argument breaks this contract, or the backend does not exist or cannot
-            run here.
+        ValueError: an argument is invalid, or the backend does not exist or cannot run here.
 
-    Source: section 3.1 and Algorithm 1 of the paper (arXiv:2006.03654).
+    Source: He et al. 2021, arXiv:2006.03654, section 3.1 and Algorithm 1.
     """
     arguments = AttentionArguments(
         q=q,
@@ -167,14 +166,14 @@ def disentangled_attention(
 
 
 def choose_backend(requested: str | None, q: Tensor) -> str:
-    """Name of the backend that runs: the one asked for, else the environment's, else the fastest.
+    """Return the backend to use: the requested one, else the environment's, else the fastest.
 
     Args:
-        requested: the caller's choice; None and ``"auto"`` leave it open.
-        q: the queries, whose device, dtype and head size decide.
+        requested: the caller's choice; None and ``"auto"`` mean no choice.
+        q: the queries; their device, dtype and head size limit the choice.
 
     Raises:
-        ValueError: if there is no such backend, or it cannot run here.
+        ValueError: there is no such backend, or it cannot run here.
     """
     source, name = "backend", requested
     if name is None or name == "auto":
@@ -193,17 +192,13 @@ def choose_backend(requested: str | None, q: Tensor) -> str:
 
 
 def why_not_fused(q: Tensor) -> str | None:
-    """What keeps the fused kernels from running, None where they can.
-
-    Args:
-        q: the queries.
-    """
+    """Return why the fused kernels cannot run on these queries, or None if they can."""
     if not _has_triton():
         return "Triton is not installed"
     if q.dtype not in _KERNEL_DTYPES:
-        return f"the kernels do not know {q.dtype}"
+        return f"the kernels do not support {q.dtype}"
     if q.shape[-1] not in _KERNEL_HEAD_SIZES:
-        return f"heads have {q.shape[-1]} features and the kernels know only 32, 64 and 128"
+        return f"heads have {q.shape[-1]} features and the kernels support only 32, 64 and 128"
     if q.device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(q.device)
         if major < 8:
@@ -222,7 +217,7 @@ def _has_triton() -> bool:
 
 
 def _backend(name: str) -> Callable[[AttentionArguments], tuple[Tensor, Tensor | None]]:
-    """What runs; Triton is imported only where it is used."""
+    """Return the function of a backend; Triton is imported only when it is used."""
     if name == "triton":
         from megatron_deberta.ops.triton import backend as triton_backend
 
@@ -232,5 +227,5 @@ def _backend(name: str) -> Callable[[AttentionArguments], tuple[Tensor, Tensor |
 
 @cache
 def _log_once(backend: str, device: str, dtype: torch.dtype) -> None:
-    """Logs a choice the first time it is made in this process."""
+    """Log a choice the first time it is made in this process."""
     _log.info("disentangled attention: %s backend on %s, %s", backend, device, dtype)

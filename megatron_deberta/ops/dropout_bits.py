@@ -1,6 +1,6 @@
-"""Dropout bits that are a function of where an element stands, never of a generator's state.
+"""Counter-based dropout bits: a function of the element's position, without generator state.
 
-Every backend and every layout calls the same integer function, so that tensor parallelism,
+All backends and parallel layouts use the same integer function, so tensor parallelism,
 recomputation and resume drop the same elements. All arithmetic is modulo 2**32::
 
     mix(x):   x ^= x >> 16;  x *= 0x7feb352d;  x ^= x >> 15;  x *= 0x846ca68b;  x ^= x >> 16
@@ -11,8 +11,8 @@ recomputation and resume drop the same elements. All arithmetic is modulo 2**32:
 
 ``low`` and ``high`` are the halves of the row's 64-bit seed, ``head`` the global head, ``query``
 and ``key`` positions in the row; shifts are logical. ``mix`` is the finaliser "lowbias32" of
-https://github.com/skeeto/hash-prospector. Eight bits an element make p a multiple of 1/256: the
-rate is round(256 p) / 256 and the scale belongs to that rate, so the expectation is exact.
+https://github.com/skeeto/hash-prospector. Eight bits per element make p a multiple of 1/256: the
+rate is round(256 p) / 256 and the scale is computed from that rate, so the expectation is exact.
 """
 
 from __future__ import annotations
@@ -29,13 +29,10 @@ _MULTIPLY_2 = 0x846CA68B - (1 << 32)
 
 
 def drop_threshold(dropout_p: float) -> int:
-    """Bytes below this are dropped: round(256 p).
-
-    Args:
-        dropout_p: dropout probability.
+    """Return the byte below which elements are dropped: round(256 p).
 
     Raises:
-        ValueError: if the probability is below 0 or rounds to 1.
+        ValueError: the probability is below 0 or rounds to 1.
     """
     threshold = round(256 * dropout_p) if 0 <= dropout_p < 1 else 256
     if threshold > 255:
@@ -44,19 +41,12 @@ def drop_threshold(dropout_p: float) -> int:
 
 
 def keep_scale(dropout_p: float) -> float:
-    """Factor on kept elements: 256 / (256 - round(256 p)).
-
-    Args:
-        dropout_p: dropout probability.
-
-    Raises:
-        ValueError: if the probability is below 0 or rounds to 1.
-    """
+    """Return the factor on kept elements: 256 / (256 - round(256 p))."""
     return 256 / (256 - drop_threshold(dropout_p))
 
 
 def row_keys(seed: Tensor, q_positions: Tensor, num_heads: int, head_offset: int) -> Tensor:
-    """The part of the hash that does not depend on the key.
+    """Return the part of the hash that does not depend on the key.
 
     Args:
         seed: int64 ``[batch]``.
@@ -78,7 +68,7 @@ def row_keys(seed: Tensor, q_positions: Tensor, num_heads: int, head_offset: int
 
 
 def random_bytes(rows: Tensor, num_keys: int, key_offset: int = 0) -> Tensor:
-    """The uniform byte of each (row, key).
+    """Return the uniform byte of each (row, key).
 
     Args:
         rows: row keys, int32, any shape.
@@ -107,10 +97,10 @@ def keep_mask(
     head_offset: int = 0,
     key_offset: int = 0,
 ) -> Tensor:
-    """Which elements dropout keeps. Hidden dropout uses one head, keys are then features.
+    """Return the dropout mask. Hidden dropout uses one head and features as keys.
 
     Args:
-        seed: int64 ``[batch]``, one a row.
+        seed: int64 ``[batch]``, one per row.
         q_positions: integers ``[batch, q_len]`` or ``[q_len]`` (the same in every row).
         num_keys: keys, counted from ``key_offset``.
         dropout_p: dropout probability, rounded to a multiple of 1/256.
@@ -122,7 +112,7 @@ def keep_mask(
         bool ``[batch, num_heads, q_len, num_keys]``, True = keep, on the seed's device.
 
     Raises:
-        ValueError: if the probability is below 0 or rounds to 1.
+        ValueError: the probability is below 0 or rounds to 1.
     """
     threshold = drop_threshold(dropout_p)
     rows = row_keys(seed, q_positions, num_heads, head_offset)
@@ -130,7 +120,7 @@ def keep_mask(
 
 
 def mix_seed(*parts: int | Tensor) -> Tensor:
-    """Hashes integers to a 64-bit seed, one SplitMix64 step a part; the order matters.
+    """Hash integers to a 64-bit seed, one SplitMix64 step per part; the order matters.
 
     Args:
         *parts: integers (taken modulo 2**64) and integer tensors that broadcast together.
@@ -148,7 +138,7 @@ def mix_seed(*parts: int | Tensor) -> Tensor:
 
 
 def _mix32_(x: Tensor) -> Tensor:
-    """The finaliser ``mix`` of the module docstring, in place on an int32 tensor."""
+    """Apply ``mix`` of the module docstring in place to an int32 tensor."""
     # torch shifts int32 arithmetically; the masks make the shifts logical.
     x ^= (x >> 16).bitwise_and_(0xFFFF)
     x *= _MULTIPLY_1

@@ -1,10 +1,9 @@
-"""Spreads heads over threads, one thread a share of the heads from the first step to the last.
+"""Parallelism over heads: each CPU thread computes a share of the heads from start to end.
 
-Torch's own way, every operation split over all threads, makes threads wait for each other
-hundreds of times an attention call. Where cores are shared with other processes, each of these
-waits can cost a time slice: attention was then up to fifty times slower. Heads never need
-each other, so here the threads meet once, at the end. A head's arithmetic is also the same
-whatever the number of threads.
+Torch's intra-op parallelism synchronises its threads hundreds of times per attention call. On
+cores shared with other processes each of these can cost a time slice, which made attention up to
+fifty times slower. Heads are independent, so here threads synchronise once, at the end, and a
+head's arithmetic does not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -16,25 +15,25 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 _THREAD_COUNT = threading.Lock()
-"""Held while torch's number of threads, which the whole process shares, is changed."""
-_WORTH_A_THREAD = 1 << 16
-"""Scores below which a thread costs more than it saves."""
+"""Guards torch's number of threads, which is global to the process."""
+_MIN_SCORES_PER_THREAD = 1 << 16
+"""With fewer scores a thread costs more than it saves."""
 
 
 def for_heads(work: Callable[[slice], None], heads: int, scores: int, device: str) -> None:
-    """Calls ``work`` for slices that together are all heads; on the CPU, in parallel.
+    """Call ``work`` for slices that cover all heads, on the CPU in parallel.
 
     Args:
-        work: does everything for a slice of heads, without gradients of its own.
+        work: computes a slice of heads; runs without autograd.
         heads: number of heads.
-        scores: scores of all heads, which tells whether threads are worth their start.
+        scores: number of scores of all heads, which limits the number of threads.
         device: device type of the tensors.
 
     Raises:
-        Exception: whatever ``work`` raises.
+        Exception: raised by ``work``.
     """
     threads = torch.get_num_threads() if device == "cpu" else 1
-    workers = min(threads, heads, max(1, scores // _WORTH_A_THREAD))
+    workers = min(threads, heads, max(1, scores // _MIN_SCORES_PER_THREAD))
     if workers < 2:
         work(slice(0, heads))
         return

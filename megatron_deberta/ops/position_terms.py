@@ -1,13 +1,13 @@
 """The two position terms of the scores, block by block, and their gradients.
 
-A block is one head, some batch rows, some queries and all keys. Where queries stand one after
-another, neighbouring elements of a score row are neighbouring distances, so a product of queries
-with the table laid out by distance holds the whole term on its diagonals::
+A block is one head, some batch rows, some queries and all keys. If queries are consecutive,
+neighbouring elements of a score row are neighbouring distances, so a product of queries with the
+table in linear form (one row per distance) holds the whole term on its diagonals::
 
     product[x, t] = q_x . table[t],  t = j + (size - 1 - x)   =>   term[x, j] = product[x, t(x, j)]
 
-and a strided view reads it without a gather (``_diagonals``). Gathered queries stand anywhere;
-they gather from a product with the table.
+and a strided view reads it without a gather (``_diagonals``). Gathered queries stand at arbitrary
+positions; their terms are gathered from a product with the table.
 """
 
 from __future__ import annotations
@@ -21,34 +21,29 @@ from torch import Tensor
 from megatron_deberta.ops.arguments import AttentionArguments
 
 STRIP = 128
-"""Queries (keys) multiplied at once with a window of the c2p (p2c) table: a window is longer than
-the distances of one query by this much, so larger wastes arithmetic and smaller wastes calls."""
+"""Queries (keys) multiplied at once by a window of the c2p (p2c) table. A window is longer than the
+distances of one query by this much: larger strips waste arithmetic, smaller ones need more calls."""
 
 
 _KEY_STRIP = 2048
-"""Keys that gathered queries multiply at once with the p2c table: bounds memory on long rows."""
+"""Keys multiplied at once by the p2c table for gathered queries; bounds memory on long rows."""
 
 
 class Scratch:
-    """Buffers kept from block to block; most blocks of a call have the same shape."""
+    """Buffers reused from block to block; most blocks of a call have the same shape.
+
+    Args:
+        like: tensor on the device to allocate on.
+        dtype: of the buffers.
+    """
 
     def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
-        """Starts empty.
-
-        Args:
-            like: tensor on the device to allocate on.
-            dtype: of the buffers.
-        """
+        """See the class."""
         self._device, self._dtype = like.device, dtype
         self._buffers: dict[tuple[str, tuple[int, ...]], Tensor] = {}
 
     def get(self, name: str, *shape: int) -> Tensor:
-        """A contiguous buffer; zero when first handed out, then as its last user left it.
-
-        Args:
-            name: what it is for.
-            *shape: its shape.
-        """
+        """Return a contiguous buffer: zeros at first, later as its last user left it."""
         key = (name, shape)
         if key not in self._buffers:
             self._buffers[key] = torch.zeros(shape, device=self._device, dtype=self._dtype)
@@ -57,49 +52,49 @@ class Scratch:
 
 @dataclass(slots=True)
 class Table:
-    """A position table of one call: one row a column of the products, and its gradient."""
+    """A position table of one call, one row per column of the products, and its gradient."""
 
     rows: Tensor
     """``[heads, columns, head_dim]``"""
     slots: Tensor
-    """int64 ``[columns]``, the slot each row is a copy of."""
+    """int64 ``[columns]``, the slot of each row."""
     falling: bool
-    """Whether slots fall along the columns; otherwise they rise."""
+    """Whether slots decrease along the columns; otherwise they increase."""
     grad: Tensor | None = None
 
     @staticmethod
     def lay_out(
         table: Tensor, slots: Tensor, dtype: torch.dtype, *, factor: float = 1.0, falling: bool
     ) -> Table:
-        """Copies slots to columns.
+        """Copy slots to columns.
 
         Args:
             table: ``[heads, 2 * span, head_dim]``.
-            slots: int64 ``[columns]``, rising or falling.
+            slots: int64 ``[columns]``, monotonic.
             dtype: of the copy.
             factor: multiplies every row.
-            falling: whether the slots fall.
+            falling: whether the slots decrease.
         """
         return Table(table.to(dtype).index_select(1, slots).mul_(factor), slots, falling)
 
     def gradient(self) -> Tensor:
-        """The gradient with respect to ``rows`` so far, zero at first."""
+        """Return the gradient of ``rows`` so far."""
         if self.grad is None:
             self.grad = torch.zeros_like(self.rows)
         return self.grad
 
     def folded_gradient(self, slots: int, factor: float) -> Tensor:
-        """Sums the gradients of the rows of each slot, in a fixed order.
+        """Sum the gradients of the rows of each slot in a fixed order.
 
         Args:
-            slots: rows of the table that the columns were laid out from.
+            slots: number of slots.
             factor: the factor the rows were laid out with.
         """
         by_column = self.gradient().transpose(0, 1)
         by_column = by_column.flip(0) if self.falling else by_column.contiguous()
         lengths = self.slots.new_zeros(slots)
         lengths.index_add_(0, self.slots, torch.ones_like(self.slots))
-        # "unsafe" only leaves out a look at the lengths, which would wait for the device.
+        # "unsafe" only skips a check of the lengths, which would synchronise with the device.
         folded = torch.segment_reduce(by_column, "sum", lengths=lengths, unsafe=True)
         return folded.transpose(0, 1).mul_(factor)
 
@@ -114,23 +109,23 @@ class ScoreBlock:
 
 
 class ConsecutiveTerms:
-    """Position terms where query i stands at i."""
+    """Position terms of consecutive queries: query i is at position i.
+
+    Args:
+        a: checked arguments.
+        dtype: of the scores.
+        scratch: buffers of the call.
+    """
 
     def __init__(self, a: AttentionArguments, dtype: torch.dtype, scratch: Scratch) -> None:
-        """Lays both tables out, one row a distance.
-
-        Args:
-            a: checked arguments.
-            dtype: in which scores are computed.
-            scratch: buffers of the call.
-        """
+        """See the class."""
         self._length, self._scratch = a.k.shape[2], scratch
         rising = torch.arange(1 - self._length, self._length, device=a.q.device)
         positions, sign = a.rules.positions, 1 if a.rules.p2c_index == "released" else -1
         self.c2p = self.p2c = None
-        if a.pos_key is not None:  # along a score row distances fall
+        if a.pos_key is not None:  # distances decrease along a score row
             self.c2p = Table.lay_out(a.pos_key, positions.slots(-rising), dtype, falling=True)
-        if a.pos_query is not None:  # along a score column they rise
+        if a.pos_query is not None:  # and increase along a score column
             slots = positions.slots(sign * rising)
             self.p2c = Table.lay_out(
                 a.pos_query, slots, dtype, factor=a.rules.scale, falling=sign < 0
@@ -139,13 +134,13 @@ class ConsecutiveTerms:
         self.largest_product = strip * (self._length + strip)
 
     def add_to(self, scores: Tensor, q: Tensor, k: Tensor, block: ScoreBlock) -> None:
-        """Adds the terms to a block of scores.
+        """Add the terms to a block of scores.
 
         Args:
             scores: ``[rows, queries, k_len]``.
             q: scaled queries ``[rows, queries, head_dim]``.
             k: keys ``[rows, k_len, head_dim]``.
-            block: where the block lies.
+            block: the block.
         """
         if self.c2p is not None:
             for strip, window in self._query_strips(block):
@@ -162,7 +157,7 @@ class ConsecutiveTerms:
     def add_gradients(
         self, d_scores: Tensor, q: Tensor, k: Tensor, d_q: Tensor, d_k: Tensor, block: ScoreBlock
     ) -> None:
-        """Adds the terms' gradients to those of the block's queries, keys and the tables.
+        """Add the terms' gradients to those of the block's queries, keys and the tables.
 
         Args:
             d_scores: gradient of the scores ``[rows, queries, k_len]``.
@@ -170,7 +165,7 @@ class ConsecutiveTerms:
             k: keys ``[rows, k_len, head_dim]``.
             d_q: gradient of the scaled queries.
             d_k: gradient of the keys.
-            block: where the block lies.
+            block: the block.
         """
         if self.c2p is not None:
             for strip, window in self._query_strips(block):
@@ -193,10 +188,10 @@ class ConsecutiveTerms:
         strip: slice,
         window: slice,
     ) -> None:
-        """Gradients of one strip's product: of its vectors ``x`` and of the table's window."""
+        """Add the gradients of one strip's product: of its vectors and of the table's window."""
         d_strip, x_strip = d_scores[:, strip], x[:, strip]
         rows, size, length = d_strip.shape
-        # Only the diagonals are ever written, so what lies outside them stays zero.
+        # Only the diagonals are ever written; the rest of the buffer stays zero.
         d_product = self._scratch.get(name + " gradient", rows, size, window.stop - window.start)
         _diagonals(d_product, length).copy_(d_strip)
         d_x[:, strip].baddbmm_(d_product, table.rows[head, window].expand(rows, -1, -1))
@@ -204,13 +199,13 @@ class ConsecutiveTerms:
         table.gradient()[head, window].addmm_(flat.t(), x_strip.reshape(rows * size, -1))
 
     def _product(self, name: str, x: Tensor, window: Tensor) -> Tensor:
-        """``[rows, size, columns]`` products of vectors with a window of a table."""
+        """Return the products ``[rows, size, columns]`` of vectors with a window of a table."""
         rows, size, _ = x.shape
         out = self._scratch.get(name, rows, size, window.shape[0])
         return torch.bmm(x, window.t().expand(rows, -1, -1), out=out)
 
     def _query_strips(self, block: ScoreBlock) -> Iterator[tuple[slice, slice]]:
-        """Strips of queries (within the block) and their windows of the c2p table."""
+        """Yield strips of queries (within the block) and their windows of the c2p table."""
         first, last = block.queries.start, block.queries.stop
         for start in range(first, last, STRIP):
             stop = min(start + STRIP, last)
@@ -218,7 +213,7 @@ class ConsecutiveTerms:
             yield slice(start - first, stop - first), window
 
     def _key_strips(self, block: ScoreBlock) -> Iterator[tuple[slice, slice]]:
-        """Strips of keys and their windows of the p2c table."""
+        """Yield strips of keys and their windows of the p2c table."""
         first, last = block.queries.start, block.queries.stop
         for start in range(0, self._length, STRIP):
             stop = min(start + STRIP, self._length)
@@ -227,25 +222,25 @@ class ConsecutiveTerms:
 
 
 class GatheredTerms:
-    """Position terms where every query says where it stands."""
+    """Position terms of gathered queries.
+
+    Args:
+        a: checked arguments.
+        dtype: of the scores.
+        scratch: buffers of the call.
+        at: positions of the queries, int64 ``[batch, q_len]``.
+    """
 
     def __init__(
         self, a: AttentionArguments, dtype: torch.dtype, scratch: Scratch, at: Tensor
     ) -> None:
-        """Lays both tables out by slot or by distance.
-
-        Args:
-            a: checked arguments.
-            dtype: in which scores are computed.
-            scratch: buffers of the call.
-            at: where the queries stand, int64 ``[batch, q_len]``.
-        """
+        """See the class."""
         self._at, self._length, self._scratch = at, a.k.shape[2], scratch
         self._positions = a.rules.positions
         self._sign = 1 if a.rules.p2c_index == "released" else -1
         distances = 2 * self._length - 1
         # By slot there are fewer columns for long rows; by distance no two keys of a query share
-        # a column, so sums with CUDA's atomics come out the same each time.
+        # a column, so sums with CUDA's atomics are deterministic.
         self._by_slot = a.q.device.type == "cpu" and 2 * self._positions.span < distances
         slots = torch.arange(2 * self._positions.span, device=a.q.device)
         if not self._by_slot:
@@ -261,7 +256,7 @@ class GatheredTerms:
 
     def add_to(self, scores: Tensor, q: Tensor, k: Tensor, block: ScoreBlock) -> None:
         """As ``ConsecutiveTerms.add_to``."""
-        self._point_at(block)
+        self._set_columns(block)
         if self.c2p is not None:
             product = self._product("c2p", q, self.c2p, block.head)
             scores.add_(product.gather(-1, self._c2p_columns))
@@ -275,7 +270,7 @@ class GatheredTerms:
         self, d_scores: Tensor, q: Tensor, k: Tensor, d_q: Tensor, d_k: Tensor, block: ScoreBlock
     ) -> None:
         """As ``ConsecutiveTerms.add_gradients``."""
-        self._point_at(block)
+        self._set_columns(block)
         if self.c2p is not None:
             self._gradients(self.c2p, d_scores, self._c2p_columns, q, d_q, block.head)
         if self.p2c is not None:
@@ -288,12 +283,12 @@ class GatheredTerms:
         for start in range(0, self._length, _KEY_STRIP):
             yield slice(start, min(start + _KEY_STRIP, self._length))
 
-    def _point_at(self, block: ScoreBlock) -> None:
-        """Finds the columns of a block's distances; the heads of a block share them."""
+    def _set_columns(self, block: ScoreBlock) -> None:
+        """Set the columns of a block's distances, which its heads share."""
         if self._cached == (block.rows, block.queries):
             return
         at = self._at[block.rows, block.queries]
-        # Padding queries (-1) are masked elsewhere; any distance in range does for them.
+        # Padding queries (-1) are masked elsewhere; any distance in range is valid for them.
         distance = at.clamp(min=0)[:, :, None] - torch.arange(self._length, device=at.device)
         self._c2p_columns = self._columns(distance)
         self._p2c_columns = self._columns((self._sign * distance).transpose(1, 2).contiguous())
@@ -318,7 +313,7 @@ class GatheredTerms:
 
 
 def _diagonals(product: Tensor, length: int) -> Tensor:
-    """View ``[rows, size, length]`` of element ``[r, x, j + size - 1 - x]`` of a product."""
+    """Return a view ``[rows, size, length]`` of element ``[r, x, j + size - 1 - x]`` of a product."""
     rows, size, columns = product.shape
     strides = (size * columns, columns - 1, 1)
     return product.as_strided((rows, size, length), strides, product.storage_offset() + size - 1)

@@ -1,4 +1,4 @@
-"""Disentangled attention written out: the oracle that every other backend is compared with."""
+"""Reference implementation of disentangled attention, which other backends are tested against."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from megatron_deberta.ops.visibility import query_positions, visible_keys
 
 
 def attend(a: AttentionArguments) -> tuple[Tensor, Tensor | None]:
-    """Attention in float64 for float64 inputs, else in float32; whole score matrices in memory.
+    """Compute attention with full score matrices, in float64 for float64 inputs, else in float32.
 
     Args:
         a: checked arguments.
 
     Returns:
-        Output like ``q``, and where asked for the log-sum-exp of the scores, float32
+        Output like ``q``, and if requested the log-sum-exp of the scores, float32
         ``[batch, heads, q_len]``.
 
-    Source: the paper's Algorithm 1; the release's ``disentangled_attention_bias``.
+    Source: He et al. 2021, arXiv:2006.03654, Algorithm 1; the release's
+    ``disentangled_attention_bias``.
     """
     wide = torch.float64 if a.q.dtype == torch.float64 else torch.float32
     scores = _scores(a, wide)
     at = query_positions(a.rules, a.q.shape[2], a.q.device)
     visible = visible_keys(a.rules, at, slice(None), a.k.shape[2])[:, None]
-    # A finite filling keeps softmax and its gradient finite where no key is visible.
+    # A finite fill value keeps softmax and its gradient finite where no key is visible.
     probabilities = scores.masked_fill(~visible, torch.finfo(wide).min).softmax(-1) * visible
     if a.rules.seed is not None:
         keep = keep_mask(
@@ -47,7 +48,7 @@ def attend(a: AttentionArguments) -> tuple[Tensor, Tensor | None]:
 
 
 def _scores(a: AttentionArguments, wide: torch.dtype) -> Tensor:
-    """Scaled scores ``[batch, heads, q_len, k_len]``: content, c2p and p2c terms."""
+    """Return the scaled scores ``[batch, heads, q_len, k_len]``: content, c2p and p2c terms."""
     q, k = a.q.to(wide), a.k.to(wide)
     scores = torch.einsum("bhqd,bhkd->bhqk", q, k)
     at = query_positions(a.rules, a.q.shape[2], a.q.device)

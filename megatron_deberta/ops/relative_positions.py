@@ -1,8 +1,7 @@
-"""Which row of the position table stands for which distance.
+"""Map from relative distances (query position minus key position) to rows of the position table.
 
-Owns the map from a signed distance (query position minus key position) to a slot of the table:
-log buckets as in DeBERTa v2 or the paper's clipped linear distances. The map is an integer table
-built once on the CPU; kernels look slots up and never compute logarithms themselves.
+Log buckets as in DeBERTa v2, or the paper's clipped linear distances. The map is an integer table
+built once on the CPU; backends look slots up and compute no logarithms.
 """
 
 from __future__ import annotations
@@ -16,23 +15,23 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class RelativePositions:
-    """The distances a model tells apart.
+    """The distances that a model distinguishes.
 
     ``buckets=0`` is the paper's delta(i, j): linear distances clipped to ``[-k, k)`` with
     k = ``max_distance``. ``buckets > 0`` are the log buckets of the v2 release: exact up to half
     of ``buckets``, logarithmic up to ``max_distance``.
 
-    Source: Eq. 3 of the paper (arXiv:2006.03654); ``make_log_bucket_position`` of the release.
+    Source: He et al. 2021, arXiv:2006.03654, Eq. 3; ``make_log_bucket_position`` of the release.
     """
 
     max_distance: int = 512
     buckets: int = 256
 
     def __post_init__(self) -> None:
-        """Refuses sizes for which the map is not defined.
+        """Validate the sizes.
 
         Raises:
-            ValueError: if a size is out of range.
+            ValueError: a size is out of range.
         """
         if self.max_distance < 1:
             raise ValueError(f"max_distance: got {self.max_distance}, expected at least 1")
@@ -46,16 +45,16 @@ class RelativePositions:
 
     @property
     def span(self) -> int:
-        """Half the number of rows of the position table."""
+        """Half the rows of the position table."""
         return self.buckets or self.max_distance
 
     @property
     def reach(self) -> int:
-        """Distance from which on, either way, every distance has the same slot."""
+        """Distance from which on all distances of the same sign share a slot."""
         return 2 * self.max_distance
 
     def slots(self, distance: Tensor) -> Tensor:
-        """Rows of the position table that stand for distances.
+        """Return the slots of distances.
 
         Args:
             distance: query position minus key position, any shape, any integer dtype.
@@ -69,8 +68,8 @@ class RelativePositions:
 
 @lru_cache(maxsize=64)
 def _slot_table(positions: RelativePositions, device: torch.device) -> Tensor:
-    """Slot of each distance in ``[-reach, reach]``, int64 ``[2 * reach + 1]``."""
-    # The cache may first be filled under inference_mode, but is used in training as well.
+    """Return the slot of each distance in ``[-reach, reach]``, int64 ``[2 * reach + 1]``."""
+    # The cache may be filled under inference_mode but is used in training as well.
     with torch.inference_mode(False):
         distance = torch.arange(-positions.reach, positions.reach + 1, device="cpu")
         bucket = _log_bucket(distance, positions) if positions.buckets else distance
@@ -79,7 +78,7 @@ def _slot_table(positions: RelativePositions, device: torch.device) -> Tensor:
 
 
 def _log_bucket(distance: Tensor, positions: RelativePositions) -> Tensor:
-    """Signed log bucket; in float32, operation by operation as the release rounds it."""
+    """Return the signed log bucket, with the release's float32 rounding in every operation."""
     mid = positions.buckets // 2
     magnitude = distance.abs()
     whole = torch.log(torch.tensor((positions.max_distance - 1) / mid, device="cpu"))

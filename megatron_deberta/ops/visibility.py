@@ -1,4 +1,4 @@
-"""Which query may see which key: padding, documents, causality, queries that are padding."""
+"""Visibility of keys: padding, documents, causality and padding queries."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from megatron_deberta.ops.arguments import AttentionRules
 
 
 def query_positions(rules: AttentionRules, q_len: int, device: torch.device) -> Tensor:
-    """Where the queries stand.
+    """Return the positions of the queries.
 
     Args:
         rules: of the call.
         q_len: number of queries.
-        device: where the result lives.
+        device: device of the result.
 
     Returns:
-        int64 ``[batch, q_len]``, -1 for padding; ``[1, q_len]`` where all rows are alike.
+        int64 ``[batch, q_len]``, -1 for padding; ``[1, q_len]`` if all rows are equal.
     """
     if rules.q_positions is None:
         return torch.arange(q_len, device=device)[None]
@@ -25,21 +25,17 @@ def query_positions(rules: AttentionRules, q_len: int, device: torch.device) -> 
 
 
 def hides_keys(rules: AttentionRules) -> bool:
-    """Whether some query may not see some key.
-
-    Args:
-        rules: of the call.
-    """
+    """Return whether any key may be hidden from any query."""
     masks = (rules.key_padding, rules.document_ids, rules.q_positions)
     return rules.causal or any(mask is not None for mask in masks)
 
 
 def visible_keys(rules: AttentionRules, at: Tensor, rows: slice, k_len: int) -> Tensor:
-    """Which keys a block of queries sees.
+    """Return which keys a block of queries sees.
 
     Args:
         rules: of the call.
-        at: where the block's queries stand, ``[batch rows or 1, queries]``.
+        at: positions of the block's queries, ``[batch rows or 1, queries]``.
         rows: batch rows of the block.
         k_len: number of keys.
 

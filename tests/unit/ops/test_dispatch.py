@@ -55,7 +55,7 @@ BAD = {
     "p2c_index: got 'other'": {"p2c_index": "other"},
     "backend: got 'other'": {"backend": "other"},
     "backend: got 'triton', but heads have 4": {"backend": "triton"},
-    "backend: got 'triton', but the kernels do not know torch.float64": {
+    "backend: got 'triton', but the kernels do not support torch.float64": {
         "backend": "triton",
         **{name: torch.zeros(2, 2, 5, 4, dtype=torch.float64) for name in ("q", "k", "v")},
         **{n: torch.zeros(2, 16, 4, dtype=torch.float64) for n in ("pos_key", "pos_query")},

@@ -16,7 +16,7 @@ from megatron_deberta.ops.head_threads import for_heads
 def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
-    monkeypatch.setattr(head_threads, "_WORTH_A_THREAD", 1)
+    monkeypatch.setattr(head_threads, "_MIN_SCORES_PER_THREAD", 1)
     yield
     torch.set_num_threads(before)
 

@@ -88,7 +88,7 @@ def test_every_head_size(size: int, gathered: bool) -> None:
     assert_right(inputs, LINEAR, torch.float16, dropout_p=0.1, seed=1, q_positions=at)
 
 
-@pytest.mark.parametrize("length", [1, 2, 15, 17, 64])
+@pytest.mark.parametrize("length", [1, 2, 15, 17, 48])
 def test_odd_lengths(length: int) -> None:
     inputs = random_inputs((2, 1, length, 32), LINEAR)
     seed = torch.tensor([-5, 1 << 50])
@@ -97,7 +97,7 @@ def test_odd_lengths(length: int) -> None:
 
 def test_two_passes_give_the_same_bits_and_so_does_recomputation() -> None:
     options: dict[str, Any] = {"dropout_p": 0.3, "seed": 5, "backend": "triton", "causal": True}
-    inputs = random_inputs((3, 1, 40, 32), LINEAR)
+    inputs = random_inputs((2, 1, 40, 32), LINEAR)
     first = run_attention(inputs, torch.float16, LINEAR, device=DEVICE, **options)
     again = run_attention(inputs, torch.float16, LINEAR, device=DEVICE, **options)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
