@@ -313,7 +313,7 @@ class GatheredTerms:
 
 
 def _diagonals(product: Tensor, length: int) -> Tensor:
-    """Return a view ``[rows, size, length]`` of element ``[r, x, j + size - 1 - x]`` of a product."""
+    """Return ``[rows, size, length]``, a view of a product's elements [r, x, j + size - 1 - x]."""
     rows, size, columns = product.shape
     strides = (size * columns, columns - 1, 1)
     return product.as_strided((rows, size, length), strides, product.storage_offset() + size - 1)
