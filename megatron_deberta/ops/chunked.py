@@ -2,7 +2,8 @@
 
 For devices without the fused kernels: the CPU and older GPUs. A block is one head, some batch
 rows, some queries and all keys, small enough to stay in cache. No block is kept; backward
-recomputes the scores and, as a function of position, the dropout bits. With S the scores, P = softmax(S), M the dropout mask, s its scale and o the output::
+recomputes the scores and, as a function of position, the dropout bits. With S the scores,
+P = softmax(S), M the dropout mask, s its scale and o the output::
 
     o = s (P * M) v                          dv += s (P * M)^T do
     G = P * M * (s do v^T)                   dS = G - P rowsum(G)

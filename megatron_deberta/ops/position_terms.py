@@ -22,7 +22,7 @@ from megatron_deberta.ops.arguments import AttentionArguments
 
 STRIP = 128
 """Queries (keys) multiplied at once by a window of the c2p (p2c) table. A window is longer than the
-distances of one query by this much: larger strips waste arithmetic, smaller ones need more calls."""
+distances of a query by this much: larger strips waste arithmetic, smaller ones take more calls."""
 
 
 _KEY_STRIP = 2048
