@@ -1,4 +1,4 @@
-"""Compiles the fused attention kernels for GPUs that need not be here, and holds them to limits.
+"""Compile the fused attention kernels without a GPU and check their resource limits.
 
 Reports registers, stack, shared memory and instructions of every kernel, as the driver's
 disassembler counts them: ``python -m benchmarks.attention.kernels --output
@@ -92,7 +92,7 @@ _TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """One kernel as one GPU would run it."""
+    """One kernel, compiled for one GPU architecture."""
 
     kernel: str
     sm: int
@@ -106,24 +106,24 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """Readable and unique."""
+        """Return a readable, unique name."""
         dtype = _TYPES[self.dtype]
         kernel = f"{self.kernel} {self.part}".strip()
         return f"{kernel} sm_{self.sm} d={self.head_size} {dtype} {self.flags}"
 
     @property
     def tile(self) -> int:
-        """Queries, and keys, of a tile."""
+        """Return the number of queries and keys of a tile."""
         gathered = self.kernel.startswith("gathered")
         return tile_size(self.dtype, gathered, self.capability)
 
     @property
     def capability(self) -> tuple[int, int]:
-        """As torch has it."""
+        """Return the compute capability as torch does."""
         return divmod(self.sm, 10)
 
     def constants(self) -> dict[str, Any]:
-        """Compile-time arguments."""
+        """Return the compile-time arguments."""
         everything = self.flags == "everything"
         left_out = PARTS[self.kernel][self.part] if self.part else {}
         return {
@@ -138,7 +138,7 @@ class Variant:
 
 
 def variants(quick: bool) -> Iterator[Variant]:
-    """What is compiled, kernels that run in parts as these.
+    """Yield the variants to compile; kernels that run in parts yield their parts.
 
     Args:
         quick: only a few, for continuous integration.
@@ -171,7 +171,7 @@ def _whole_variants(quick: bool) -> Iterator[Variant]:
 
 
 def compile_variant(variant: Variant) -> dict[str, Any]:
-    """Registers, bytes and instructions of one variant.
+    """Return registers, memory and instructions of one variant.
 
     Args:
         variant: which.
@@ -229,7 +229,7 @@ def _type_of(name: str, variant: Variant) -> Any:
 
 
 def _disassemble(cubin: bytes) -> dict[str, Any]:
-    """What the tools that come with Triton say about a compiled kernel."""
+    """Disassemble a compiled kernel with the tools that Triton ships."""
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -281,7 +281,7 @@ def _instructions(code: str) -> tuple[list[str], list[tuple[int, int]]]:
 
 
 def broken_limits(variant: Variant, result: dict[str, Any]) -> list[str]:
-    """What is wrong with a compiled kernel.
+    """Return the limits that a compiled kernel exceeds.
 
     Args:
         variant: which.
@@ -305,7 +305,7 @@ def broken_limits(variant: Variant, result: dict[str, Any]) -> list[str]:
 
 
 def main() -> int:
-    """Compiles, reports and judges."""
+    """Compile the variants, write the report and check the limits."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--quick", action="store_true")

@@ -1,14 +1,13 @@
-"""The attention operator against its peers: correct first, then time, memory and TFLOP/s.
+"""Time, memory and TFLOP/s of the attention operator against other implementations.
 
 Forward and backward of the attention core (no projections) on the same tensors for all, 64 wide
-heads, log buckets. First every variant is compared with the float64 reference on the very launch
-that is timed (its last head; output and five gradients). Then the variants take turns, and each
-one's time is the median of its turns.
+heads, log buckets. Each variant is first compared with the float64 reference on the timed launch
+(its last head; output and five gradients). Then the variants alternate; the time is the median.
 
     python -m benchmarks.attention.operator --output benchmarks/results/cpu/attention.json
     python -m benchmarks.attention.operator --device cuda --output attention.json
 
-On CUDA the same cases are a part of ``gpu_suite.py``, which survives a peer that crashes.
+On CUDA use ``benchmarks.gpu.suite``, which survives a crashing implementation.
 
 FLOPs are counted as FlashAttention and DisentangledFlash count them, the scores that backward
 computes again included: with L real tokens in a row, R slots of the table in reach and D = 64,
@@ -100,7 +99,7 @@ def flops(case: Case) -> tuple[int, int]:
 
 
 def output_gradient(case: Case, q: Tensor) -> Tensor:
-    """What backward starts from: random, and zero where there is padding."""
+    """Return the gradient of the output: random, and zero at padding."""
     return q.detach() * case.real_keys()[:, None, :, None]
 
 
@@ -141,7 +140,7 @@ def errors(variant: Variant, case: Case, expected: list[Tensor]) -> dict[str, fl
 
 
 def dropout_happens(variant: Variant, case: Case) -> bool:
-    """Whether ones as values come out scattered around one: some were dropped, others scaled."""
+    """Return whether values of one give outputs scattered around one, as under dropout."""
     x = make_inputs(case)
     with torch.no_grad():
         output = variant(case, *x[:2], torch.ones_like(x[2]), *x[3:])[..., 0].float()
@@ -152,9 +151,9 @@ def dropout_happens(variant: Variant, case: Case) -> bool:
 
 
 def check(name: str, variant: Variant, case: Case, expected: list[Tensor] | None) -> dict[str, Any]:
-    """Errors of a variant and, where it is wrong, what is wrong.
+    """Return the errors of a variant and a message if they exceed the tolerance.
 
-    ``expected`` is None for the floors, which compute something else, by design.
+    ``expected`` is None for plain attention, which computes something else.
     """
     if expected is None:
         return {}
@@ -183,7 +182,7 @@ def timed_step(variant: Variant, case: Case, x: list[Tensor]) -> list[float]:
 
 
 def is_floor(variant: Variant) -> bool:
-    """Whether it is plain attention, which has no position tables to differentiate."""
+    """Return whether a variant is plain attention without position tables."""
     return any(variant is CPU_VARIANTS.get(n) or variant is GPU_VARIANTS[n] for n in FLOORS)
 
 
@@ -193,8 +192,8 @@ class Comparison:
     Args:
         case: the sizes.
         variants: by name.
-        starting: told each variant's name before it runs, so that a crash can be laid to it.
-        known_failures: variants that are not to be run again, and why.
+        starting: called with a variant's name before it runs, to attribute a crash.
+        known_failures: variants to skip, with the reason.
     """
 
     def __init__(
@@ -215,14 +214,14 @@ class Comparison:
                 self._drop(name, reason)
 
     def _drop(self, name: str, reason: str) -> None:
-        """Leave a variant out; where one of ours does not run, that is wrong."""
+        """Skip a variant; it is an error if ours does not run."""
         del self.variants[name]
         self.report[name] = {"not run": reason}
         if name in OURS and not reason.startswith(OUT_OF_MEMORY):
             self.report[name]["wrong"] = reason
 
     def _attempt(self, name: str, work: Callable[[], Any]) -> Any:
-        """Do something with a variant; what fails is reported and not tried again."""
+        """Run work of a variant; on failure, report and skip the variant."""
         self.starting(name)
         try:
             return work()
@@ -237,7 +236,7 @@ class Comparison:
         return None
 
     def check(self) -> None:
-        """Compare everything with the oracle."""
+        """Compare all variants with the reference."""
         expected = oracle(self.case, self.case.heads - 1)
         for name, variant in list(self.variants.items()):
             wanted = None if name in FLOORS else expected
@@ -249,7 +248,7 @@ class Comparison:
         self._compare_with_eager()
 
     def _compare_with_eager(self) -> None:
-        """At 16 bits ours is never to be worse than the eager form in the same dtype."""
+        """Require that our 16-bit errors do not exceed the eager form's."""
         eager = self.report.get(EAGER, {}).get("errors")
         if eager is None or self.case.dtype == "fp32":
             return
@@ -261,7 +260,7 @@ class Comparison:
                     )
 
     def time(self, *, least: int = 5, most: int = 30, budget: float = 3.0) -> None:
-        """Take turns; a variant that fails at it is dropped before."""
+        """Time the variants alternately; a variant that fails is skipped."""
         x = make_inputs(self.case)
         for name, variant in list(self.variants.items()):
             self._attempt(name, lambda v=variant: timed_step(v, self.case, x))
@@ -304,7 +303,7 @@ class Comparison:
         return {f"{backend}_gathered_ms": times} if times else {}
 
     def result(self) -> dict[str, Any]:
-        """What goes into the report."""
+        """Return the entry of the report."""
         wrong = [f"{n}: {r['wrong']}" for n, r in self.report.items() if "wrong" in r and n in OURS]
         return {"case": asdict(self.case), "variants": self.report, "wrong": wrong}
 
@@ -375,7 +374,7 @@ def masked_positions(case: Case) -> Tensor:
 
 
 def measure(case: Case, repeats: int) -> dict[str, Any]:
-    """Everything about one case."""
+    """Check, time and measure one case."""
     comparison = Comparison(case, CPU_VARIANTS if case.device == "cpu" else GPU_VARIANTS)
     comparison.check()
     comparison.time(least=repeats, most=repeats, budget=60.0)
@@ -392,7 +391,7 @@ def measure(case: Case, repeats: int) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> list[str]:
-    """One line a variant."""
+    """Return one line per variant."""
     case = Case(**result["case"])
     lines = [f"{case.name} on {case.device}"]
     for name, found in result["variants"].items():
@@ -420,7 +419,7 @@ def table(result: dict[str, Any]) -> list[str]:
 
 
 def speedup(result: dict[str, Any], ours: str, peer: str) -> float | None:
-    """How many times faster ours does forward and backward; None where one was not timed."""
+    """Return the speed-up of forward and backward; None if one was not timed."""
     times = [result["variants"].get(n, {}).get("milliseconds") for n in (ours, peer)]
     if times[0] is None or times[1] is None:
         return None
@@ -428,7 +427,7 @@ def speedup(result: dict[str, Any], ours: str, peer: str) -> float | None:
 
 
 def main() -> None:
-    """Runs the cases and writes the report."""
+    """Run the cases and write the report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--output", type=Path)

@@ -1,8 +1,8 @@
-"""Everything that computes disentangled attention, behind one call: ours, the peers, the floor.
+"""Implementations of disentangled attention behind one call, and plain attention as lower bound.
 
 A variant takes a case and the five tensors of ``disentangled_attention`` and gives the output
-``[batch, heads, length, head size]``. What a variant cannot do it says in one line
-(``refusal``); a comparison without a reason why a peer is missing would not be one.
+``[batch, heads, length, head size]``. ``refusal`` gives the reason why a
+variant cannot run a case.
 
 Peers are called the way their own models call them, less the projections, which are no part of
 the operator. Sources read: transformers 5.23 (``DisentangledSelfAttention``), disentangled-flash
@@ -101,7 +101,7 @@ class Variant:
         """Drops the very elements that our contract names, so dropout can be compared."""
 
     def refusal(self, case: Case) -> str | None:
-        """Why this variant cannot do the case; None where it can."""
+        """Return why this variant cannot run the case, or None."""
         return None
 
     def __call__(self, case: Case, *x: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ class Ours(Variant):
         return disentangled_attention(*x, positions=POSITIONS, key_padding=padding, **options)
 
     def refusal(self, case: Case) -> str | None:
-        """What the operator says when it is asked to run one row of one token."""
+        """Return the operator's error for one row of one token, if any."""
         one = replace(case, batch=1, heads=1, length=1, padding=False)
         try:
             self(one, *make_inputs(one))
@@ -199,7 +199,7 @@ def sdpa_with_bias(case: Case, *x: Tensor) -> Tensor:
 
 
 class Floor(Variant):
-    """Plain attention without positions: what no disentangled attention can be faster than.
+    """Plain attention without positions: the lower bound of the time.
 
     It attends to padding as well: torch's fused kernels take no padding mask.
     """

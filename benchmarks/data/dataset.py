@@ -1,4 +1,4 @@
-"""How fast rows are made, what indices cost, and whether ``released`` masks are the release's.
+"""Speed of the data loader, cost of the dataset indices, and masks against the released algorithm.
 
     python -m benchmarks.data.dataset loader --books PREFIX --tokenizer DIR --scratch D --output F
     python -m benchmarks.data.dataset index --documents 10000000 --scratch DIR --output FILE
@@ -86,7 +86,7 @@ def synthetic_vocabulary() -> Vocabulary:
 
 @dataclass
 class LoaderCase:
-    """One way to ask for batches, and how fast they came in each round."""
+    """A loader setting and its measured speed per round."""
 
     facts: dict[str, Any]
     builder: BatchBuilder
@@ -96,7 +96,7 @@ class LoaderCase:
     samples: int = 0
 
     def measure(self) -> None:
-        """Time batches as training asks for them, for a quarter of a second."""
+        """Time batches for a quarter of a second."""
         micro_batch = self.facts["micro_batch"]
         start, masks = time.process_time(), []
         while (spent := time.process_time() - start) < 0.25:
@@ -109,7 +109,7 @@ class LoaderCase:
         self.rates.append(tokens / spent)
 
     def report(self) -> dict[str, Any]:
-        """The round in the middle, and the slowest."""
+        """Return the median and the slowest round."""
         rate = statistics.median(self.rates)
         filled = self.tokens / self.places
         return {
@@ -159,7 +159,7 @@ def loader_cases(
 
 
 def loader(args: argparse.Namespace) -> dict[str, Any]:
-    """Both corpora and a blend, in rounds: a machine that changes its speed does so for all."""
+    """Measure both corpora and a blend, alternating in rounds."""
     tokenizer = Vocabulary.of(load_tokenizer(args.tokenizer))
     prefix = Path(args.scratch) / "synthetic_sentence"
     if not Path(f"{prefix}.idx").exists():
@@ -185,7 +185,7 @@ def loader(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def in_own_process(work: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
-    """Run in a fresh process and add what memory of its own it took at most."""
+    """Run in a new process and add its peak anonymous memory."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_report, args=(sender, work, arguments))
@@ -220,7 +220,7 @@ def _report(sender: Any, work: Callable[..., dict[str, Any]], arguments: tuple[A
 
 
 def open_rows(prefix: str, cache: str, packing: str, split: bool) -> dict[str, Any]:
-    """What a rank does before the first batch, and the first batch."""
+    """Open the rows as a rank does and read the first batch."""
     indices = IndexCache(cache)
     shard = IndexedDataset(prefix)
     corpus = (
@@ -235,7 +235,7 @@ def open_rows(prefix: str, cache: str, packing: str, split: bool) -> dict[str, A
 def index(args: argparse.Namespace) -> dict[str, Any]:
     """Build and open the indices of every format over many small documents.
 
-    What this very code has measured already is not measured again.
+    Results of the same code are not measured again.
     """
     scratch = Path(args.scratch)
     found = json.loads(args.output.read_text()) if args.output.exists() else {}
@@ -281,7 +281,7 @@ MEASURED = ("seconds", "cpu_seconds", "own_memory_mib")
 
 
 def masking(args: argparse.Namespace) -> dict[str, Any]:
-    """Masks of real rows: ours beside the release's algorithm."""
+    """Compare masks of real rows with the released algorithm's."""
     vocabulary = Vocabulary.of(load_tokenizer(args.tokenizer))
     corpus = Corpus([IndexedDataset(args.books)])
     length = 512

@@ -1,4 +1,4 @@
-"""Microsoft's NGramMaskGenerator restated in plain loops: the oracle of ``released`` masking.
+"""Microsoft's NGramMaskGenerator in plain loops: the reference of ``released`` masking.
 
 Written from the description of the algorithm (docs/data.md names the source), not from our
 vectorised form: one word, one window, one token at a time, with Python's own random numbers.
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Text(NamedTuple):
-    """What the generator needs to know of a vocabulary."""
+    """Vocabulary properties that the generator uses."""
 
     special: Sequence[bool]
     """Of each id: never masked."""

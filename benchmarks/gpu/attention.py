@@ -1,4 +1,4 @@
-"""The operator against its peers; see ``benchmarks/attention/operator.py`` for what is measured."""
+"""The attention operator; see ``benchmarks.attention.operator``."""
 
 from __future__ import annotations
 

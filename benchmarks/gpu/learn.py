@@ -1,4 +1,4 @@
-"""What each part of DeBERTa is worth; see ``benchmarks/learn/ablations.py`` for the experiment.
+"""Ablations of DeBERTa; see ``benchmarks.learn.ablations``.
 
 One item a variant, in the order of the table; a run that time cuts off stops at a checkpoint and
 goes on from there the next time.

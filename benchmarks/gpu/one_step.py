@@ -1,4 +1,4 @@
-"""One process: build a run, take its real steps, time them, and say where the time went.
+"""Time the training steps of a run in one process, in total and by part.
 
     python -m benchmarks.gpu.one_step RUN.yaml [section.key=value ...] --result FILE
 

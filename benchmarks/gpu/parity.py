@@ -1,4 +1,4 @@
-"""The step on the device against the CPU in float32 with the readable backend.
+"""Gradients and steps on the device against the CPU in float32 with the reference backend.
 
 Dropout is on: its bits do not depend on the device. Two comparisons, from the same weights and
 batch: gradients of the model, and five optimizer steps of the engine that trains. In 16 bits there

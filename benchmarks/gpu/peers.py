@@ -1,4 +1,4 @@
-"""Whole steps against other models; see ``benchmarks/step/compare.py`` for what is compared.
+"""Training steps against other models; see ``benchmarks.step.compare``.
 
 In order of importance: against transformers' DeBERTa, against ModernBERT, RoBERTa and BERT, and
 against our own model with plain flash attention; N = 512 of each first.

@@ -1,4 +1,4 @@
-"""Puts what the suite found among the committed results, in the form that ``tables.py`` reads.
+"""Copy the suite's results to the committed results, in the form that the tables read.
 
     python -m benchmarks.gpu.publish runs/gpu_suite benchmarks/results/cuda
     python -m benchmarks.tables --write

@@ -1,4 +1,4 @@
-"""What a part has found so far: one JSON file a part, written after every item.
+"""Results of a part of the GPU suite: one JSON file per part, written after every item.
 
 An item that was finished by the same source on the same kind of device is not done again. What is
 running stands in the file too, so that after a crash the driver knows what crashed.
@@ -21,7 +21,7 @@ from benchmarks.lib.provenance import provenance
 
 
 class UnfinishedError(Exception):
-    """An item is on its way and goes on from here when it is started again."""
+    """The item is unfinished and continues at the next start."""
 
 
 Item = dict[str, Any]
@@ -30,7 +30,7 @@ Item = dict[str, Any]
 
 @dataclass(frozen=True)
 class Options:
-    """What the driver was told."""
+    """Options of the suite."""
 
     part: str
     out: Path
@@ -49,10 +49,10 @@ class Options:
 
 @dataclass
 class Record:
-    """One part's results.
+    """Results of one part.
 
     Args:
-        options: what the driver was told.
+        options: of the suite.
     """
 
     options: Options
@@ -81,7 +81,7 @@ class Record:
         self._write()
 
     def run(self, name: str, work: Callable[[], Item]) -> None:
-        """Do an item unless it is done or crashed; an exception becomes the item's ``error``.
+        """Run an item unless it is done or crashed; an exception becomes its ``error``.
 
         Raises:
             SystemExit: the item has left the device so that nothing else runs in this process.
@@ -115,15 +115,15 @@ class Record:
 
     @property
     def seconds_left(self) -> float:
-        """Until no item is begun any more."""
+        """Return the time left in which items may start."""
         return self._deadline - time.monotonic()
 
     def starting(self, name: str, detail: str = "") -> None:
-        """Note what runs now, and which piece of it."""
+        """Record the running item and its detail."""
         self._write({"item": name, "detail": detail})
 
     def finish(self) -> None:
-        """All items were offered."""
+        """Write the final state."""
         self._write()
 
     def _write(self, running: Mapping[str, str] | None = None) -> None:
@@ -142,7 +142,7 @@ class Record:
 
 
 def result_path(options: Options) -> Path:
-    """Where a part's results are."""
+    """Return the result file of a part."""
     return options.out / f"{options.part}.json"
 
 
@@ -156,7 +156,7 @@ def device_works() -> bool:
 
 
 def note_crash(options: Options, reason: str, *, lasting: bool = True) -> bool:
-    """After a part's process died: put that down to what was running.
+    """Record the crash of a part's process with the item that was running.
 
     Where the running item said which piece it was at, the item is tried again without that piece;
     else it is an error, and the part can go on without it.

@@ -1,4 +1,4 @@
-"""The 1.5B model's real step: DeepSpeed ZeRO-1, loader, clipping, AdamW, dropout 0.1.
+"""The 1.5B model's training step: DeepSpeed ZeRO-1, loader, clipping, AdamW, dropout 0.1.
 
 At 16,384 and at 4,096 tokens an optimizer step, against the same model with plain flash attention
 and no positions in it, with fused element-wise kernels, at the micro batch that the memory formula

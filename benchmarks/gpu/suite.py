@@ -1,4 +1,4 @@
-"""Everything that needs a GPU, in one script: resumable, in parts, correct before fast.
+"""GPU benchmark suite: resumable parts that check correctness, then measure.
 
     python -m benchmarks.gpu.suite                          all parts on this machine's GPU
     python -m benchmarks.gpu.suite --part attention step    some of them
@@ -7,10 +7,10 @@
 parts
     attention   the operator against its peers, forward and backward (benchmarks.attention)
     parity      gradients and steps against the CPU in float32
-    train       a small model's life: pretrain, kill, resume, export, fill masks
+    train       a small model: pretrain, kill, resume, export, fill masks
     step        the 1.5B model's real step through DeepSpeed ZeRO-1; checkpoint, export
     peers       whole steps against transformers' DeBERTa, ModernBERT, RoBERTa, BERT
-    learn       what each part of DeBERTa is worth (benchmarks/learn/ablations.py)
+    learn       DeBERTa's ablations (benchmarks.learn.ablations)
 
 A part is a process of its own that begins no item after --minutes. Its results are written after
 every item to PART.json in --out; started again, it goes on with what is missing. What the same
@@ -80,7 +80,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def options_of(args: argparse.Namespace, part: str) -> Options:
-    """What a part is told."""
+    """Return the options of a part."""
     return Options(
         part=part,
         out=args.out.resolve(),
@@ -94,12 +94,12 @@ def options_of(args: argparse.Namespace, part: str) -> Options:
 
 
 def part_module(part: str) -> ModuleType:
-    """Its code."""
+    """Import a part's module."""
     return importlib.import_module(f"benchmarks.gpu.{part}")
 
 
 def work_on(options: Options) -> None:
-    """Be the process of a part."""
+    """Run a part in this process."""
     import torch
 
     if options.device == "cpu":
@@ -110,7 +110,7 @@ def work_on(options: Options) -> None:
 
 
 def run_part(args: argparse.Namespace, options: Options) -> str | None:
-    """Start a part's process, again where a peer crashed it; None, or why it did not end well."""
+    """Run a part's process, restarting it after crashes; return None or the error."""
     command = [sys.executable, "-m", "benchmarks.gpu.suite", "--worker", options.part]
     command += ["--out", str(options.out), "--work", str(options.work), "--device", options.device]
     command += ["--small"] * options.small
@@ -140,7 +140,7 @@ def run_part(args: argparse.Namespace, options: Options) -> str | None:
 
 
 def environment(args: argparse.Namespace, options: Options) -> dict[str, str]:
-    """Of a part's process and those that it starts."""
+    """Return the environment of a part's process."""
     added = {
         "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
         "TRITON_CACHE_DIR": os.environ.get("TRITON_CACHE_DIR", str(options.work / "triton")),
@@ -153,7 +153,7 @@ def environment(args: argparse.Namespace, options: Options) -> dict[str, str]:
 
 
 def problems(content: dict[str, Any]) -> list[str]:
-    """What is wrong with a part's results."""
+    """Return the failed checks and errors of a part."""
     found = []
     for name, item in content["items"].items():
         if "error" in item:

@@ -1,4 +1,4 @@
-"""A small model's whole life on real text, through the commands that a user types.
+"""Pretraining, resumption, export and fill-mask of a small model through the commands.
 
 Shards from what every Python ships; pretraining through DeepSpeed, killed with SIGKILL after its
 first checkpoint and started again; the same run undisturbed, whose losses must be the same; export

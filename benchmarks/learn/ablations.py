@@ -1,4 +1,4 @@
-"""What each part of DeBERTa is worth: its ablations on the same text, masks and steps.
+"""Validation loss of DeBERTa's ablations on the same text, masks and steps.
 
 Every run goes through ``megatron-deberta pretrain``, so it may be killed at any time and goes on
 where it was when this is started again; ``--budget`` stops it in an orderly way. More

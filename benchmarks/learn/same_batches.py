@@ -1,4 +1,4 @@
-"""Hugging Face's DeBERTa on the very batches of one of our runs, for its learning curve.
+"""Learning curve of transformers' DeBERTa on the batches of one of our runs.
 
 Reads the run's resolved config, feeds the same rows, masks, schedule and optimizer settings to
 ``DebertaV2ForMaskedLM`` (which has no mask decoder and no absolute positions) and validates on the

@@ -1,4 +1,4 @@
-"""Compare what ``megatron-deberta plan`` counts with dry runs of real ranks of a 256-rank grid.
+"""Compare the counts of ``megatron-deberta plan`` with dry runs of ranks of a 256-rank grid.
 
     python -m benchmarks.planning.compare tiny --output benchmarks/results/offline/plan_tiny.json
     python -m benchmarks.planning.compare 1.5b --output benchmarks/results/offline/plan.json

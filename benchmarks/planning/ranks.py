@@ -1,4 +1,4 @@
-"""One rank of a large grid, alone: its real model and its real engine, with nobody to talk to.
+"""Dry run of one rank of a large grid, with its real model and engine and a fake process group.
 
 torch's fake process group takes every collective and does nothing; a dispatch mode writes down
 what each one works on, makes gathered parts equal to this rank's own and scattered sums zero, so
@@ -44,7 +44,7 @@ _SCALARS = 8
 
 
 class Recorder(TorchDispatchMode):
-    """Writes down collectives, and stands in for the other ranks of a gather.
+    """Records collectives and fills in the results of the other ranks.
 
     Args:
         groups: the rank grid.
@@ -88,7 +88,7 @@ class Recorder(TorchDispatchMode):
 
 @dataclass(kw_only=True)
 class DryRun:
-    """What one rank did."""
+    """Counts of one rank."""
 
     parameters: int
     """Elements it holds, before ZeRO."""

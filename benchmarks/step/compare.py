@@ -1,4 +1,4 @@
-"""Whole pretraining steps of this project against others, on a GPU or a CPU.
+"""Time of pretraining steps against other implementations and models, on a GPU or a CPU.
 
 Three comparisons, each of all sides in one run on one machine, with the same batch, precision and
 optimizer:

@@ -90,7 +90,7 @@ class Contender:
 
 
 def wait(device: torch.device) -> None:
-    """Let a GPU finish what it was given."""
+    """Synchronize with a GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

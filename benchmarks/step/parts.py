@@ -1,4 +1,4 @@
-"""Where a real step's time goes: torch's profiler, its operators put down to parts of the model.
+"""Step time by part of the model, from torch's profiler.
 
 Forward, an operator belongs to the module that runs it. Backward, it belongs to the part whose
 forward made the node of the graph: the profiler numbers both alike. On CUDA the time is that of

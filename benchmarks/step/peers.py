@@ -1,6 +1,6 @@
-"""BERT, RoBERTa and ModernBERT of transformers, each at its best.
+"""BERT, RoBERTa and ModernBERT of transformers in their fastest settings.
 
-At its best means: logits at masked positions only, no padding (so no mask, and torch's flash
+These are: logits at masked positions only, no padding (so no mask, and torch's flash
 attention wherever all tokens attend to all), compiled where asked for, and for ModernBERT the
 fastest of its attention settings. What only the flash-attn package offers is named as missing.
 """

@@ -1,4 +1,4 @@
-"""Sides of a comparison: this project's model, and transformers' DeBERTa as it comes.
+"""Models of a comparison: ours and transformers' stock DeBERTa.
 
 Each side has a ``model`` and a ``loss`` of a batch. BERT, RoBERTa and ModernBERT are in ``peers``.
 """
@@ -58,7 +58,7 @@ class Setting:
 
 
 def without_mask_decoder(model: ModelConfig) -> ModelConfig:
-    """What transformers' class knows of a model."""
+    """Return the model without mask decoder and absolute positions, as transformers has it."""
     return replace(model, mask_decoder_passes=0, absolute_positions="none")
 
 

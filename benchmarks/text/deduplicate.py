@@ -237,7 +237,7 @@ def sketches() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Do what is asked, and write it."""
+    """Run a benchmark and write its result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=("make", "run", "long", "quality", "sketches"))
     parser.add_argument("--folder", type=Path, default=Path("/tmp/dedup"))

@@ -1,4 +1,4 @@
-"""Ten million tiny documents, and the books, through preprocess and back through megatron-core.
+"""Preprocess ten million short documents and novels, and compare the shards with megatron-core.
 
 Every length, offset and document boundary that megatron-core reads from the shard is compared with
 what our reader reads, and the ids of documents drawn at random with what the tokenizer gives for

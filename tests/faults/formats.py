@@ -1,4 +1,4 @@
-"""A short real run of each format: the loss falls, and killed it goes on bit for bit.
+"""A short run of each packing format, killed and resumed; the result must be bit-identical.
 
 ``python -m tests.faults.formats --output FILE`` does all four on text of this machine; the test
 suite does one.

@@ -1,4 +1,4 @@
-"""Moves runs between layouts: the command on real ranks, broken off on one and resumed on another.
+"""Resume runs on another parallel layout, on real ranks.
 
 Each case trains ten steps on real text with dropout, resumes on the other layout, and sees that
 
@@ -58,12 +58,12 @@ class Place:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Return a readable name."""
         dp_size = self.world_size // self.tp_size
         return f"TP {self.tp_size} x DP {dp_size} ZeRO-{self.zero_stage}"
 
     def overrides(self) -> list[str]:
-        """What makes a run one of this layout."""
+        """Return the overrides of this layout."""
         sequence = str(self.tp_size > 1).lower()
         return [
             f"parallel.tensor_parallel_size={self.tp_size}",
@@ -92,7 +92,7 @@ MOVES = [
 
 
 def join(rank: int, world_size: int, port: int) -> None:
-    """Tell this process its place, as a launcher does."""
+    """Set this process's rank, as a launcher does."""
     places = {"RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": port, "MASTER_ADDR": "127.0.0.1"}
     places |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     os.environ.update({key: str(value) for key, value in places.items()})
@@ -109,7 +109,7 @@ def pretrain(rank: int, world_size: int, port: int, arguments: list[str]) -> int
 def load_and_save(
     rank: int, world_size: int, port: int, run: str, source: str, target: str, overrides: list[str]
 ) -> None:
-    """Bring an engine to a checkpoint and save what it holds."""
+    """Load a checkpoint into an engine and save the engine's state."""
     join(rank, world_size, port)
     config = load_config(run, overrides)
     try:
@@ -128,7 +128,7 @@ def load_and_save(
 
 
 class Campaign:
-    """Rank processes, the corpus and the run to compare with; a context manager.
+    """Rank processes, corpus and reference run; a context manager.
 
     Args:
         folder: a place to work in.

@@ -1,4 +1,4 @@
-"""Kills preprocessing at random instants, goes on with it, and compares every byte.
+"""Kill preprocessing at random times, resume it and compare every byte of the output.
 
 Each case is a function of its number. One line of JSON a case is appended to the output; cases
 that are there are not done again, so the campaign may be broken off and started again. Lines about
@@ -39,7 +39,7 @@ MOST_TRIES = 8
 
 @dataclass(frozen=True, slots=True)
 class Fixture:
-    """What all cases share.
+    """Fixtures of all cases.
 
     Attributes:
         folder: a place to work in.
@@ -123,7 +123,7 @@ def digests(output: Path) -> dict[str, str]:
 
 
 def plan_kill(fixture: Fixture, number: int) -> dict[str, Any]:
-    """Choose what is killed, and when."""
+    """Choose the process and the time of the kill."""
     generator = random.Random(f"preprocess {number}")
     phase = PHASES[number % len(PHASES)]
     target = TARGETS[number // len(PHASES) % len(TARGETS)]
@@ -185,7 +185,7 @@ def run_tasks(fixture: Fixture, output: Path, kill: dict[str, Any]) -> int | Non
 
 
 def run_case(fixture: Fixture, number: int) -> dict[str, Any]:
-    """Do one case and say how it went."""
+    """Run one case and return its result."""
     generator = random.Random(f"processes {number}")
     output = fixture.folder / f"case-{number}"
     plan = plan_kill(fixture, number)

@@ -1,4 +1,4 @@
-"""Damages shards in every way a disk, a copy or a bug can, and says who notices.
+"""Damage shards and record where the damage is detected.
 
 ``python -m tests.faults.shard_damage --output FILE.json`` writes the counts of the whole campaign:
 300 mutations of ``.idx`` and 200 of ``.bin``, each a function of (seed, number).

@@ -1,4 +1,4 @@
-"""The long version of these tests: many faults, each with its seed, one line of JSON a case.
+"""Fault injection on a virtual SLURM cluster: one JSON line per case, determined by its seed.
 
 python -m tests.faults.slurm_campaign node-kill=10 chain=1 double-launch=50
 
@@ -41,7 +41,7 @@ PLAIN = ("precision.engine=plain", "train.eval_every=0", "data.num_workers=0")
 
 
 class Campaign:
-    """Cases and what they share: a corpus, a cluster, unbroken runs to compare with.
+    """The cases and their fixtures: a corpus, a cluster, undisturbed runs.
 
     Args:
         folder: for everything; removed by the caller.
@@ -212,7 +212,7 @@ def campaign(workspace: Path | None) -> Iterator[Campaign]:
 
 
 def main() -> int:
-    """Run what is missing."""
+    """Run the missing cases."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("cases", nargs="*", metavar="CASE=COUNT")
     parser.add_argument("--seed", type=int, default=0, help="first seed")
