@@ -56,7 +56,7 @@ def there_and_back(rank: int, layout: Layout, run_dir: str) -> dict[str, Any]:
     assert reader is not None
     found = resumed_position(config, groups, reader)
     nowhere = Guard.of_run(config, GuardState(skips=[2]))
-    with pytest.raises(NumericsError, match="no checkpoint from before"):
+    with pytest.raises(NumericsError, match="no earlier checkpoint"):
         rollback(config, groups, engine, model.specs, TrainState(5, 40), nowhere)
     engine.destroy()
     assert memory.losses[:2] == window[:2]

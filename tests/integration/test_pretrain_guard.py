@@ -140,7 +140,7 @@ def test_without_a_checkpoint_from_before_there_is_nowhere_to_go(
     poison(monkeypatch, samples_of(range(1, 100)))
     code, error = pretrain(*GUARDED)
     assert code == EXIT_NEVER_REQUEUE
-    assert "has no checkpoint from before to go back to" in error
+    assert "has no earlier checkpoint to roll back to" in error
 
 
 def test_a_bad_gradient_is_skipped_too(
