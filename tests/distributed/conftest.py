@@ -1,4 +1,4 @@
-"""Rank processes that all tests of this folder share."""
+"""Rank pools that all tests of this folder share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one rank knows, all ranks learn, whatever the grid."""
+"""Control-plane collectives on real ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saving while training goes on: what is saved is the state at the start, on real ranks."""
+"""Background saving: the checkpoint holds the state at its start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every collective against the same linear map written out in one process."""
+"""Collectives compared with the same linear map in one process."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ ORACLES: dict[str, Callable[[list[Tensor]], list[Tensor]]] = {
     "all_to_all_hp2sp": lambda xs: list(torch.cat(xs, dim=-1).chunk(len(xs), dim=1)),
 }
 REPLICATED_INPUT = {"copy_to_tensor_parallel_region", "scatter_to_sequence_parallel_region"}
-"""All ranks hold one and the same tensor, so its gradient is the sum over ranks."""
+"""The input is equal on all ranks, so its gradient is the sum over ranks."""
 REPLICATED_OUTPUT = {
     "reduce_from_tensor_parallel_region",
     "gather_to_replicated",
     "gather_from_tensor_parallel_region",
 }
-"""All ranks compute the same loss from it, so that loss counts once."""
+"""All ranks compute the same loss from the output, so the loss counts once."""
 
 
 def collective(name: str) -> Callable[[Tensor, ProcessGroup | None], Tensor]:

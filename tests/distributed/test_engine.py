@@ -1,4 +1,4 @@
-"""DeepSpeed's engine against the plain one on real ranks, and the plain one against one process."""
+"""DeepSpeed engine compared with the reference engine, and that with one process."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def compare_with_plain(
 
 @pytest.mark.parametrize(("dtype", "stage"), SHARDED)
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_every_stage_and_format_equals_the_plain_engine_on_two_ranks(
+def test_every_stage_and_format_equals_the_reference_engine_on_two_ranks(
     two_ranks: RankPool, tp_size: int, dtype: str, stage: int
 ) -> None:
     # Clipping at half the usual norm, so that a wrong norm is a wrong update.
@@ -59,19 +59,19 @@ def test_every_stage_and_format_equals_the_plain_engine_on_two_ranks(
 
 
 @pytest.mark.parametrize(("dtype", "stage"), [("fp32", 0), ("bf16", 1), ("fp16", 2), ("fp32", 3)])
-def test_tensor_and_data_parallel_together_equal_the_plain_engine(
+def test_tensor_and_data_parallel_together_equal_the_reference_engine(
     four_ranks: RankPool, dtype: str, stage: int
 ) -> None:
     four_ranks.run(compare_with_plain, 2, dtype, stage, 0.5, {"rtol": 1e-5, "atol": 1e-6})
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_no_clipping_equals_the_plain_engine(two_ranks: RankPool, stage: int) -> None:
+def test_no_clipping_equals_the_reference_engine(two_ranks: RankPool, stage: int) -> None:
     two_ranks.run(compare_with_plain, 1, "fp16", stage, 0.0, {"rtol": 1e-5, "atol": 1e-6})
 
 
 def scale_grows_and_overflows(rank: int, tp_size: int, stage: int, clip: float) -> list[float]:
-    """fp16 with growth every 2 steps and two overflows, the first spared by the hysteresis."""
+    """fp16 with growth every 2 steps and two overflows, of which the hysteresis ignores the first."""
     groups = grid(tp_size)
     deepspeed_config.PERSISTENCE_THRESHOLD = 0
     blown_up = {4: 1e6, 5: 1e6}
@@ -113,7 +113,7 @@ def gradient_norm(rank: int, tp_size: int, stage: int) -> tuple[float, float]:
 
 
 def norm_on_one_process(groups: ProcessGroups) -> float:
-    """The same global batch in one plain process: as many micro batches as rows demand."""
+    """The same global batch with the reference engine in one process."""
     alone = single_process_groups(torch.device("cpu"))
     engine = start(toy_config("plain"), alone)
     whole = [
@@ -155,5 +155,5 @@ def plain_weights(rank: int, tp_size: int) -> None:
     assert_same_states(states(engine), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_plain_engine_on_tensor_parallel_ranks_equals_one_process(two_ranks: RankPool) -> None:
+def test_reference_engine_on_tensor_parallel_ranks_equals_one_process(two_ranks: RankPool) -> None:
     two_ranks.run(plain_weights, 2)

@@ -1,4 +1,4 @@
-"""The engines under the model itself, whose layers and tables serve several times in one pass."""
+"""Engines with the DeBERTa model, which uses layers and tables several times per pass."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("dtype", "stage", "parallel"), CASES)
-def test_the_models_updates_equal_the_plain_engines(
+def test_the_models_updates_equal_the_reference_engine(
     two_ranks: RankPool, dtype: str, stage: int, parallel: ParallelConfig
 ) -> None:
     two_ranks.run(compare, dtype, stage, parallel)

@@ -1,4 +1,4 @@
-"""State in and out of the engines: resume is exact, stages exchange states, ZeRO-3 builds lean."""
+"""Engine state: exact resume, exchange between stages, ZeRO-3 partitioning during build."""
 
 from __future__ import annotations
 
@@ -61,19 +61,19 @@ def _fields(state: ParameterState) -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.parametrize(("dtype", "stage"), SHARDED)
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(
+def test_a_resumed_run_is_bit_identical(
     two_ranks: RankPool, tp_size: int, dtype: str, stage: int
 ) -> None:
     two_ranks.run(resumed, tp_size, "deepspeed", dtype, stage)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_the_plain_engine_resumes_bit_for_bit(two_ranks: RankPool, dtype: str) -> None:
+def test_the_reference_engine_resumes_bit_for_bit(two_ranks: RankPool, dtype: str) -> None:
     two_ranks.run(resumed, 1, "plain", dtype, 1)
 
 
 def moved(rank: int, source: tuple[str, int], target: tuple[str, int]) -> None:
-    """Save with one engine and stage, go on with another."""
+    """Save with one engine and stage, continue with another."""
     groups = grid(1)
     deepspeed_config.PERSISTENCE_THRESHOLD = 0
     results = []

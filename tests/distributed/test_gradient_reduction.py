@@ -1,4 +1,4 @@
-"""How often gradients travel: once a step, in fp32, and while backward still runs.
+"""Gradient reduction: once per step, in fp32, overlapped with backward.
 
 Every collective of a step is written down as torch dispatches it, with its bytes, so nothing that
 DeepSpeed calls by another name is missed. Buckets are made small where a toy should fill them.
@@ -40,7 +40,7 @@ class Collectives(TorchDispatchMode):
 
 
 def exchanged(rank: int, dtype: str, stage: int, bucket: int) -> tuple[list[Any], int]:
-    """What two data-parallel ranks exchange in a step, and the model's elements."""
+    """Collectives of two data-parallel ranks in a step, and the model's number of elements."""
     groups: ProcessGroups = grid(1)
     usual = deepspeed_config.REDUCE_BUCKET_ELEMENTS
     deepspeed_config.REDUCE_BUCKET_ELEMENTS = bucket

@@ -1,4 +1,4 @@
-"""Any tensor-parallel layout is the same model: loss and every gradient, float64, dropout on.
+"""Loss and gradients are equal on every tensor-parallel layout, in float64 with dropout.
 
 Each rank's backward alone must leave whole gradients on replicated parameters and its own part on
 split ones. Then the same through the engines for the plain encoder, whose last norms and biases,

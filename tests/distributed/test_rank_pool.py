@@ -1,4 +1,4 @@
-"""The launcher of the other tests: failures show, survivors end, pools recover."""
+"""Rank pool: failures are reported, other ranks end, the pool restarts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A flipped bit in one rank's copy of a weight is found, and the rank named, on real ranks."""
+"""Replica check: a flipped bit in one rank's weights is detected and the rank reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Going back to a checkpoint on real ranks: state, position and memory, and again after a kill."""
+"""Rollback to a checkpoint on real ranks: state, data position, guard state; also after a kill."""
 
 from __future__ import annotations
 

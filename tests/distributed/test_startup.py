@@ -1,4 +1,4 @@
-"""Jobs really started by torchrun, mpirun, srun's variables or nothing, and the rank grid."""
+"""Start-up with torchrun, mpirun and srun's variables, and the rank grid."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ try:
 finally:
     shutdown()
 """
-"""What every rank of a job of two does."""
+"""Program of each rank of a two-rank job."""
 TWO_NODES = """
 import os
 os.environ.update(OMPI_COMM_WORLD_LOCAL_SIZE="1", OMPI_COMM_WORLD_LOCAL_RANK="0")
 """ + JOB.replace("groups(2,", "groups(1,").replace("tp_group", "dp_group").replace(
     "groups.tp_rank", "groups.dp_rank"
 )
-"""The same where each rank believes to be alone on its node, so that they meet over MPI."""
+"""The same with one rank per node, so that rank 0's address is broadcast over MPI."""
 
 
 def _start(*command: str, **variables: str) -> list[str]:

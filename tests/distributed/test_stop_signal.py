@@ -1,4 +1,4 @@
-"""A signal to one rank, or a file that rank 0 sees, reaches all ranks at the same step."""
+"""Stop signals and files stop all ranks at the same step."""
 
 from __future__ import annotations
 

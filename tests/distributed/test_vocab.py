@@ -1,4 +1,4 @@
-"""Vocabulary-parallel embedding and loss against torch's own on the whole vocabulary."""
+"""Vocabulary-parallel embedding and loss compared with torch on the whole vocabulary."""
 
 from __future__ import annotations
 

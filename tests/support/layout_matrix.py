@@ -1,7 +1,7 @@
-"""The layout invariant as a campaign: one run, every layout, the same losses and gradients.
+"""Layout matrix: the same run on every layout has the same losses and gradients.
 
 Four gloo ranks, dropout on, fp32, the real model, engine and step; the oracle is one process with
-the plain engine. ``python -m tests.support.layout_matrix --output FILE`` runs all of it
+the reference engine. ``python -m tests.support.layout_matrix --output FILE`` runs all of it
 (``make test-matrix``), skipping what FILE already holds; the test suite runs a slice.
 """
 
@@ -56,7 +56,7 @@ MODEL = ModelConfig(
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to spread the run over four ranks."""
+    """A layout of four ranks."""
 
     tp_size: int
     zero_stage: int
@@ -91,7 +91,7 @@ PAIRS = [
     Layout(4, 2, False, "none"),
     Layout(4, 3, True, "full"),
 ]
-"""A slice in which every two settings that can meet do meet (held by a test)."""
+"""A selection that contains every possible pair of settings (checked by a test)."""
 
 
 def run_config(layout: Layout | None, segments: bool = False) -> RunConfig:
@@ -183,7 +183,7 @@ def run_layout(
 
 
 def assemble(parts: list[tuple[ParameterSpec, Tensor]], tp_size: int) -> Tensor:
-    """The logical tensor from the first ``tp_size`` ranks; replicas must be the same bits."""
+    """The logical tensor from the first ``tp_size`` ranks; replicas must be bit-identical."""
     spec = parts[0][0]
     for index, (_, part) in enumerate(parts):
         twin = parts[index % tp_size][1] if spec.dim is not None else parts[0][1]

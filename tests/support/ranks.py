@@ -37,7 +37,7 @@ from tests.support.jobs import RANK_IMPORTS
 DEFAULT_TIMEOUT = 120.0
 """Seconds a function may take on all ranks."""
 _GRACE_SECONDS = 1.0
-"""How long the other ranks may take to tell why they failed too."""
+"""Seconds for the other ranks to report their failures."""
 
 
 class RankError(AssertionError):
@@ -195,7 +195,7 @@ def grid(tp_size: int) -> ProcessGroups:
 
 
 def _serve(pipe: Connection, rank: int, world_size: int, store: str) -> None:
-    """A rank's life: answer tasks until the other end of the pipe closes."""
+    """Main function of a rank: run tasks until the pipe closes."""
     faulthandler.enable()  # SIGABRT shows the stack
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,4 @@
-"""Supervisors with real processes as ranks, without torch: they step, wait for each other, fail.
+"""Supervisors with processes as ranks, without torch.
 
 A rank's ``barrier`` lies in a folder ``torch/distributed``, as what ranks wait in does.
 """

@@ -1,4 +1,4 @@
-"""Building a rank's part: equal to slices of the whole, within its own memory, refusals."""
+"""Construction of a rank's part: values, memory, errors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SMALL = ModelConfig(
 
 
 def layout(tp_rank: int, tp_size: int) -> ProcessGroups:
-    """A rank's place without processes behind it; building communicates with nobody."""
+    """Groups of a rank without processes; building does not communicate."""
     return replace(single_process_groups(CPU), tp_rank=tp_rank, tp_size=tp_size)
 
 
@@ -86,7 +86,7 @@ LARGE = ModelConfig(
 
 
 def peak_growth(rank: int, tp_size: int) -> tuple[int, int]:
-    """Bytes of a rank's part, and by how much building it raised the process's peak."""
+    """Bytes of a rank's part, and the increase of the process's peak memory."""
     build_model(run(SMALL), layout(0, 1))  # imports and allocators are warm
     before = peak_resident_bytes()
     model = build_model(run(LARGE, tp_size), layout(tp_size - 1, tp_size))

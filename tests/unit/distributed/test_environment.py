@@ -1,4 +1,4 @@
-"""Ranks read from each launcher's variables, and refusals of what contradicts itself."""
+"""Ranks from each launcher's variables; errors for inconsistent variables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parallel layers on one device; on ranks they are in tests/distributed/test_collectives.py."""
+"""Parallel layers on one device; tests/distributed/test_collectives.py has those on ranks."""
 
 from __future__ import annotations
 

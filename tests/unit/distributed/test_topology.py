@@ -1,4 +1,4 @@
-"""What the rank grid refuses before it starts anything."""
+"""Layouts that are rejected before start-up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The vocabulary loss on one device: gradient, chunks, memory, refusals."""
+"""Vocabulary loss on one device: gradient, chunks, memory, errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One process that nobody launched, on a machine without compiler and ninja."""
+"""Engines in one process without a launcher, compiler or ninja."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_an_engine_leaves_no_process_group_and_others_follow(stage: int) -> None
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_without_bias_correction_it_equals_the_plain_engine(dtype: str, stage: int) -> None:
+def test_without_bias_correction_it_equals_the_reference_engine(dtype: str, stage: int) -> None:
     results = []
     for name in ("deepspeed", "plain"):
         config = toy_config(name, dtype, stage, bias_correction=False, clip=0.0)
