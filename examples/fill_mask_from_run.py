@@ -9,11 +9,10 @@ import sys
 from pathlib import Path
 
 import torch
-from megatron_deberta.hf.checkpoints import open_trained_model
-from megatron_deberta.hf.weights import build_filled
+from megatron_deberta.hf.loading import build_model, open_trained_model
 
 run = open_trained_model(Path(sys.argv[1]), *sys.argv[3:])
-model = build_filled(run.config, run.reader.tensor)
+model = build_model(run.config, run.reader.tensor)
 tokenizer = run.tokenizer
 
 ids = tokenizer.encode(sys.argv[2], parse_special=True)
