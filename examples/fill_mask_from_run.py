@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import torch
+
 from megatron_deberta.hf.loading import build_model, open_trained_model
 
 run = open_trained_model(Path(sys.argv[1]), *sys.argv[3:])
