@@ -1,17 +1,16 @@
-"""Remove documents that repeat others, exactly or nearly, from a corpus.
+"""Remove exact and near duplicates from a corpus.
 
 Two documents are exact duplicates if their lower-cased words are the same, and near duplicates if
 the Jaccard similarity of their sets of five-word runs is at least 0.7 (Megatron-LM's setting).
-Candidates are found by MinHash and compared exactly, so nothing goes that is not one. Of
-duplicates the first in input order stays; every document that goes has one that stays.
+Candidates are found by MinHash and then compared exactly. Of duplicates the first in input order
+is kept.
 
-OUTPUT is a folder: part-*.jsonl (the records as they were), removed.jsonl (which document went,
-exact or near, what stays in its place, Jaccard), quarantine.jsonl (records that cannot be used),
-summary.json, and clusters.npy for `megatron-deberta split --clusters OUTPUT`.
+OUTPUT is a folder: part-*.jsonl (the kept records, unchanged), removed.jsonl (removed documents,
+kind, kept duplicate, Jaccard similarity), quarantine.jsonl (unusable records), summary.json, and
+clusters.npy for `megatron-deberta split --clusters OUTPUT`.
 
-The work can be killed at any time: the same command goes on where it stopped (from
-OUTPUT.unfinished) and gives the same bytes, whatever the number of workers. --estimate prints what
-time, disk and memory it will take.
+After an interruption, run the same command: it resumes from OUTPUT.unfinished. The output does not
+depend on the number of workers. --estimate prints the required time, disk space and memory.
 
 Examples:
   megatron-deberta deduplicate --input corpus/*.jsonl.gz --output clean --estimate
@@ -48,13 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.7,
         metavar="J",
-        help="least Jaccard similarity of near duplicates (default: %(default)s)",
+        help="minimum Jaccard similarity of near duplicates (default: %(default)s)",
     )
     parser.add_argument(
-        "--ngram", type=int, default=5, metavar="N", help="words in a run (default: %(default)s)"
+        "--ngram", type=int, default=5, metavar="N", help="words per n-gram (default: %(default)s)"
     )
     parser.add_argument(
-        "--exact-only", action="store_true", help="keep near duplicates; much less work"
+        "--exact-only", action="store_true", help="remove exact duplicates only; much faster"
     )
     add_work_arguments(parser)
     add_renamed_option(
@@ -64,19 +63,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_work_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare how the work is done and written, as ``split`` wants it too."""
+    """Declare the arguments that ``deduplicate`` and ``split`` share."""
     parser.add_argument(
         "--compress",
         choices=sorted(SUFFIXES),
         default="none",
-        help="of the files of documents (default: %(default)s)",
+        help="compression of the output (default: %(default)s)",
     )
     parser.add_argument(
         "--workers",
         type=_whole_number,
         default=len(os.sched_getaffinity(0)),
         metavar="N",
-        help="worker processes; 0 works in this one (default: the CPU cores, %(default)s here)",
+        help="worker processes; 0: use this process (default: the CPU cores, %(default)s here)",
     )
     add_renamed_option(
         parser,
@@ -84,17 +83,17 @@ def add_work_arguments(parser: argparse.ArgumentParser) -> None:
         "--allow-bad",
         type=_share,
         metavar="FRACTION",
-        help="exit 0 although up to this share of the records cannot be used or files are damaged "
+        help="accept up to this fraction of unusable records, and damaged files "
         f"(default: {DEFAULT_ALLOW_BAD:g}, and no damaged file; empty records do not count)",
     )
     parser.add_argument("--force", action="store_true", help="replace an existing folder")
     parser.add_argument(
-        "--restart", action="store_true", help="forget what an unfinished run has done"
+        "--restart", action="store_true", help="discard the work of an unfinished run"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Deduplicate, and say what was removed."""
+    """Deduplicate and print a summary."""
     settings = Settings(threshold=args.threshold, ngram=args.ngram, exact_only=args.exact_only)
     options = read_options(args)
     output = Path(args.output)
@@ -127,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def refuse_many_bad(summary: dict[str, Any], args: argparse.Namespace) -> int:
-    """Return the exit code: 1, with a line that says why, if too many records cannot be used."""
+    """Return the exit code: 1, with a message, if too many records are unusable."""
     quarantined, documents = summary["quarantined"], summary["documents"]
     bad = sum(count for reason, count in quarantined.items() if reason != EMPTY)
     limit = DEFAULT_ALLOW_BAD if args.max_bad_fraction is None else args.max_bad_fraction

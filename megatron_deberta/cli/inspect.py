@@ -1,17 +1,17 @@
 """Show training samples with their masks, or statistics of shards.
 
-`inspect data` prints samples as training sees them, and what the masks are like on average: of
-shorter rows at first apart from the others. `inspect shards` prints how many documents, sequences
-and tokens there are, how long documents are (numbers, and a picture with --plot), how full rows are
-in each packing, which pieces are most frequent, and beginnings of documents.
+`inspect data` prints training samples and statistics of their masks, separately for each sequence
+length. `inspect shards` prints numbers of documents, sequences and tokens, the distribution of
+document lengths (with --plot as a figure), the fill of rows in each packing, the most frequent
+tokens, and beginnings of documents.
 
 Examples:
   megatron-deberta inspect data RUN.yaml [section.key=value ...]
   megatron-deberta inspect data --prefix SHARD --tokenizer DIR
   megatron-deberta inspect shards shards/*.idx --sequence-length 512 --plot lengths.png
 
-In the text of samples, {cat>[MASK]} is a masked piece, {cat>dog} one replaced at random, {cat=} one
-that is predicted but stays as it is.
+In samples, {cat>[MASK]} is a masked token, {cat>dog} one replaced by a random token, and {cat=} one
+that is predicted but unchanged.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _WORD_MARKS = "\u2581\u0120"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("what", choices=["data", "shards"], help="what to look into")
+    parser.add_argument("what", choices=["data", "shards"], help="training samples, or shards")
     parser.add_argument(
         "run",
         nargs="*",
@@ -48,9 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="data: run file, then section.key=value overrides; shards: the shards",
     )
     parser.add_argument("--prefix", action="append", default=[], help="shard instead of a run")
-    parser.add_argument("--tokenizer", default="", help="tokenizer; default: the shards' own")
+    parser.add_argument(
+        "--tokenizer", default="", metavar="DIR", help="tokenizer (default: the shards' own)"
+    )
     parser.add_argument("--num-samples", type=int, default=3, help="samples printed (default 3)")
-    parser.add_argument("--first-sample", type=int, default=0, help="index of the first")
+    parser.add_argument("--first-sample", type=int, default=0, help="index of the first sample")
     parser.add_argument(
         "--statistics", type=int, default=1000, help="samples averaged over (default 1000)"
     )
@@ -66,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     config = _config(args)
     tokenizer = load_tokenizer(tokenizer_path(config))
     vocabulary = Vocabulary.of(tokenizer)
-    # A look at a shard leaves no files behind.
+    # Without a run, write no index files.
     cache = IndexCache(config.data.index_cache) if args.prefix else None
     corpora = open_corpora(config, vocabulary, config.data.verify_hashes, cache)
     phases = training_phases(config, vocabulary, corpora)

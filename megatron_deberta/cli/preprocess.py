@@ -1,8 +1,8 @@
-"""Turn text into tokenized, memory-mapped shards that Megatron reads too.
+"""Tokenize text into memory-mapped shards in Megatron's format.
 
 Writes PREFIX_KEY_document.bin, .idx and .manifest.json for each key, and PREFIX.quarantine.jsonl.
-They appear complete or not at all, and are the same for any number of workers and nodes. What is
-done is kept in PREFIX.unfinished: the same command goes on with it after a crash or a time limit.
+The shards appear complete or not at all, and are identical for any number of workers and nodes.
+Finished work is kept in PREFIX.unfinished: after a crash or a time limit, run the same command.
 
 Examples:
   megatron-deberta preprocess --input corpus/*.jsonl.gz --tokenizer tokenizer --output shards/corpus
@@ -40,13 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokenizer directory, SentencePiece model or tokenizer.json",
     )
     parser.add_argument(
-        "--output", required=True, metavar="PREFIX", help="begins the shards' names"
+        "--output", required=True, metavar="PREFIX", help="prefix of the shards' names"
     )
     parser.add_argument(
         "--workers",
         type=int,
         metavar="N",
-        help="worker processes; 0 works in this one (default: the CPU cores, shared among the "
+        help="worker processes; 0: use this process (default: the CPU cores, divided among the "
         "ranks of a node)",
     )
     parser.add_argument(
@@ -64,30 +64,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--allow-bad",
         type=float,
         metavar="FRACTION",
-        help="publish although up to this share of the records is bad or files are damaged "
+        help="accept up to this fraction of bad records, and damaged files "
         f"(default: {DEFAULT_ALLOW_BAD:g}, and no damaged file)",
     )
     parser.add_argument(
         "--array-task",
         metavar="K/N",
-        help="share the work with the N - 1 other commands of this kind, K from 0; in a SLURM job "
-        "array that is known without",
+        help="task K (from 0) of N that share the work; in a SLURM job array this is known",
     )
     parser.add_argument(
         "--unit-mb",
         type=float,
         metavar="MB",
-        help="text that a process does again after a crash (default: 8 to 67, by the size of the "
-        "input)",
+        help="text per unit of work, repeated after a crash (default: 8 to 67 MB, by the size of "
+        "the input)",
     )
     parser.add_argument("--force", action="store_true", help="replace existing shards")
     parser.add_argument(
-        "--restart", action="store_true", help="forget what an unfinished run has done"
+        "--restart", action="store_true", help="discard the work of an unfinished run"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Preprocess, and say what was written, once for all ranks."""
+    """Preprocess and, on the first rank, print a summary."""
     options = _run_options(args)
     if args.unit_mb is not None and not 0 < args.unit_mb < math.inf:
         raise ConfigError(f"--unit-mb {args.unit_mb}: must be a number above 0")
@@ -97,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--max-bad-fraction {args.max_bad_fraction}: must be between 0 and 1")
     if options.size > 1 and (args.restart or STANDARD_INPUT in args.input):
         what = "--restart" if args.restart else "--input -"
-        raise ConfigError(f"{what}: one process alone must do that, not one of {options.size}")
+        raise ConfigError(f"{what} works in a single process only, not in one of {options.size}")
     folder = WorkFolder(args.output)
     folder.refuse_foreign()
     if args.restart:
@@ -131,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
             f"{manifest.documents_empty:,} empty, {manifest.documents_quarantined:,} quarantined"
         )
     if manifests[0].documents_quarantined:
-        print(f"{quarantine_path(args.output)} lists what was set aside")
+        print(f"{quarantine_path(args.output)} lists the quarantined records")
     return 0
 
 

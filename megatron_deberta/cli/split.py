@@ -1,13 +1,12 @@
-"""Part a corpus into training and validation documents without leaks.
+"""Split a corpus into training and validation documents.
 
-OUTPUT gets the folders train and validation with part-*.jsonl (records as they were), and
-summary.json. The side of a document is a hash of what it says: it does not depend on files, order
-or the rest of the corpus, and exact copies (but for case and whitespace) are on the same side.
-For near copies there are two ways:
-  - deduplicate first and split what stays: it holds no near copies;
-  - or give --clusters: a document and its near copies, and theirs, are then on the same side.
+OUTPUT gets the folders train and validation with part-*.jsonl (records unchanged), and
+summary.json. A hash of its text assigns each document, independently of files, order and the rest
+of the corpus; exact copies (except case and whitespace) are assigned alike. For near copies,
+  - deduplicate first and split the result, which has none;
+  - or give --clusters: near duplicates, directly or through others, are then assigned alike.
 
-Killed and started again, it goes on where it stopped.
+After an interruption, run the same command: it resumes.
 
 Examples:
   megatron-deberta split --input clean/part-*.jsonl.zst --output parted --fraction 0.05
@@ -37,17 +36,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.05,
         metavar="F",
-        help="share of validation documents, on average (default: %(default)s, the paper's)",
+        help="expected fraction of validation documents (default: %(default)s, as in the paper)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="another seed, another split")
     parser.add_argument(
-        "--clusters", type=Path, metavar="DIR", help="what deduplicate made of the same documents"
+        "--seed", type=int, default=0, help="seed of the hash (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--clusters", type=Path, metavar="DIR", help="output of deduplicate for the same documents"
     )
     add_work_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Split, and say how many documents are where."""
+    """Split and print a summary."""
     options = read_options(args)
     output = Path(args.output)
     sources = find_sources(

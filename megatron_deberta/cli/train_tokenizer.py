@@ -1,7 +1,7 @@
-"""Learn a SentencePiece vocabulary from text and write a tokenizer directory.
+"""Train a SentencePiece tokenizer on text.
 
-The directory holds spm.model for SentencePiece, and tokenizer.json with tokenizer_config.json for
-Hugging Face's AutoTokenizer and for this package. Ids: 0 [PAD], 1 [CLS], 2 [SEP], 3 [UNK], then
+The output directory has spm.model for SentencePiece, and tokenizer.json and tokenizer_config.json
+for Hugging Face's AutoTokenizer and this package. Ids: 0 [PAD], 1 [CLS], 2 [SEP], 3 [UNK], then
 the other pieces, [MASK] last.
 
 Example:
@@ -29,33 +29,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=128_000,
         metavar="N",
-        help="pieces, the first four special ones included, [MASK] not (default: %(default)s)",
+        help="vocabulary size with the first four special tokens, without [MASK] "
+        "(default: %(default)s)",
     )
     parser.add_argument(
         "--model-type",
         choices=("unigram", "bpe"),
         default="unigram",
-        help="bpe falls back to bytes for rare characters (default: %(default)s)",
+        help="algorithm; bpe falls back to bytes for rare characters (default: %(default)s)",
     )
     parser.add_argument(
         "--character-coverage",
         type=float,
         default=0.9995,
         metavar="SHARE",
-        help="share of the text's characters that get a piece (default: %(default)s)",
+        help="share of the text's characters that the vocabulary covers (default: %(default)s)",
     )
     parser.add_argument(
         "--sample-mb",
         type=float,
         default=500.0,
         metavar="MB",
-        help="train on an even sample of this size; 0: on everything (default: %(default)s)",
+        help="train on an even sample of this size; 0: on all text (default: %(default)s MB)",
     )
     parser.add_argument("--force", action="store_true", help="replace an existing tokenizer")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, and say what was written."""
+    """Train the tokenizer and print a summary."""
     refuse_existing(args.output, args.force)
     with tempfile.TemporaryDirectory() as folder:
         sources = find_input(args, Path(folder) / "standard-input")
