@@ -1,4 +1,4 @@
-"""What ``convert --from`` writes is a run that ``pretrain`` starts from the imported weights."""
+"""``pretrain`` starts from a run file and weights written by ``convert --from``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.stock_weights import randomize
 
 @pytest.fixture(scope="module")
 def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model as transformers publishes it, without its tokenizer."""
+    """A model saved by transformers, without a tokenizer."""
     folder = tmp_path_factory.mktemp("release")
     config = DebertaV2Config(
         vocab_size=600,
@@ -70,7 +70,7 @@ def test_two_steps_from_a_release(
     assert trained.shapes == imported.shapes
     for name in imported.shapes:
         before, after = imported.tensor(name), trained.tensor(name)
-        # Adam moves a weight by about the learning rate a step.
+        # Adam changes a weight by about the learning rate per step.
         assert (after - before).abs().max() < 1e-3, name
     name = "encoder.layers.0.ffn.up.weight"
     assert not trained.tensor(name).equal(imported.tensor(name))

@@ -1,4 +1,4 @@
-"""A model state without an engine's machinery, on any grid of ranks, for tests of checkpoints."""
+"""Fake engine and rank grid for checkpoint tests."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ SHAPES = {
     "encoder.conv.conv.weight": (4, 4, 3),
     "head.bias": (70,),
 }
-"""Split along 0, along 1, replicated, padded, and small enough that a rank may hold nothing."""
+"""Split along 0 or 1, replicated, padded, and small enough that a rank may have no part."""
 
 SCALARS: dict[str, int | float] = {"adam_step": 7, "loss_scale": 0.1}
 
 
 def logical_states(seed: int = 0) -> dict[str, dict[str, Tensor]]:
-    """Random values of every kind of every parameter."""
+    """Return random values of every kind of every parameter."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: {kind: torch.randn(shape, generator=generator) for kind in KINDS}
@@ -46,7 +46,7 @@ def logical_states(seed: int = 0) -> dict[str, dict[str, Tensor]]:
 
 
 def grid_place(rank: int, tp_size: int, dp_size: int) -> ProcessGroups:
-    """A place in a grid whose ranks are threads; see ``on_threads``."""
+    """Return the groups of a rank that is a thread; see ``on_threads``."""
     return ProcessGroups(
         rank,
         tp_size * dp_size,
@@ -68,7 +68,7 @@ def specs_of(groups: ProcessGroups) -> dict[str, ParameterSpec]:
 
 
 class FakeEngine:
-    """Holds one rank's part of a state; the parts of the protocol that checkpoints use."""
+    """One rank's part of a state, with the engine methods that checkpoints use."""
 
     def __init__(
         self,
@@ -102,14 +102,14 @@ def _part(logical: Tensor, spec: ParameterSpec) -> Tensor:
 
 
 def _pad(part: Tensor, spec: ParameterSpec) -> Tensor:
-    """Padding holds NaN: it must never reach a file."""
+    """Pad with NaN, which must never reach a file."""
     padded = torch.full(spec.local_shape, float("nan"))
     padded.narrow(spec.split_dim, 0, spec.length).copy_(part)
     return padded
 
 
 def assert_holds(engine: FakeEngine, logical: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Every value is the logical one bit for bit, and padding is zero."""
+    """Assert that values are bit-identical to the logical ones and that padding is zero."""
     for name, spec in engine._specs.items():
         for kind in KINDS:
             local = getattr(engine.states[name], kind)
@@ -138,20 +138,20 @@ def on_threads(
     dp_size: int,
     work: Callable[[ProcessGroups], Any],
 ) -> list[Any]:
-    """Call ``work`` for every rank of a grid, ranks being threads that agree through a barrier.
+    """Call ``work`` for every rank of a grid; ranks are threads.
 
     Returns each rank's result, or the exception it raised.
     """
     world_size = tp_size * dp_size
     barrier = threading.Barrier(world_size)
-    said = [0] * world_size
+    values = [0] * world_size
 
     def largest(value: int, rank: int) -> int:
-        said[rank] = value
+        values[rank] = value
         barrier.wait(10)
-        answer = max(said)
+        maximum = max(values)
         barrier.wait(10)
-        return answer
+        return maximum
 
     results: list[Any] = [None] * world_size
 
@@ -177,7 +177,7 @@ def on_threads(
 def save_alone(
     run_dir: Path, step: int, *, seed: int = 0, keep_last: int = 0, background: bool = False
 ) -> Path:
-    """Save a random state from one process."""
+    """Save a random state from a single process."""
     groups = grid_place(0, 1, 1)
     specs = specs_of(groups)
     engine: Any = FakeEngine(specs, logical_states(seed))

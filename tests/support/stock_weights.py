@@ -1,4 +1,4 @@
-"""Copies weights of stock transformers models into ours, independently of the export."""
+"""Copy weights of stock transformers models into ours, independently of the export code."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _STOCK = (
 
 
 def stock_name(name: str) -> str | None:
-    """The name in ``DebertaV2ForMaskedLM`` of one of our parameters; None: it has none."""
+    """Return a parameter's name in ``DebertaV2ForMaskedLM``; None if it has none."""
     for pattern, replacement in _STOCK:
         if re.match(pattern, name):
             return re.sub(pattern, replacement, name)
@@ -44,18 +44,18 @@ def stock_name(name: str) -> str | None:
 
 
 def copy_from_stock(ours: nn.Module, stock: nn.Module) -> None:
-    """Give ``ours`` the weights of ``stock``; what stock lacks keeps its values."""
+    """Copy the weights of ``stock`` to ``ours``; parameters missing in ``stock`` are unchanged."""
     theirs = dict(stock.named_parameters())
     with torch.no_grad():
         for name, parameter in ours.named_parameters():
             other = theirs.get(stock_name(name) or "")
             if other is not None:
-                # Built for ranks, a vocabulary has rows of padding at its end.
+                # A sharded vocabulary has padding rows at its end.
                 parameter[: len(other)] = other
 
 
 def randomize(model: nn.Module, seed: int = 0) -> None:
-    """Random values everywhere, so that nothing hides in norms of 1 and biases of 0."""
+    """Set all parameters to random values, including norms and biases."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -65,13 +65,13 @@ def randomize(model: nn.Module, seed: int = 0) -> None:
 
 
 def gradients_by_stock_name(ours: nn.Module) -> dict[str, Tensor]:
-    """Gradients of ``ours`` under transformers' names."""
+    """Return the gradients of ``ours`` by transformers' names."""
     named = {stock_name(name): p.grad for name, p in ours.named_parameters() if p.grad is not None}
     return {name: grad for name, grad in named.items() if name is not None}
 
 
 def stock_config(config: ModelConfig) -> DebertaV2Config:
-    """The stock configuration of the same encoder; transformers knows no mask decoder."""
+    """Return the stock configuration of the same encoder."""
     terms = [t for t in ("c2p", "p2c") if t in config.position_terms]
     return DebertaV2Config(
         vocab_size=config.vocab_size,

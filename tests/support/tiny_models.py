@@ -37,7 +37,7 @@ V2 = ModelConfig(
 
 
 def sentencepiece_model(lines: Iterable[str], **options: Any) -> bytes:
-    """Learn a SentencePiece model with the release's special tokens; options are the trainer's."""
+    """Train a SentencePiece model with the release's special tokens."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(lines),
@@ -58,13 +58,13 @@ def sentencepiece_model(lines: Iterable[str], **options: Any) -> bytes:
 
 @cache
 def tiny_tokenizer() -> Tokenizer:
-    """A SentencePiece unigram vocabulary of 200 pieces and [MASK]."""
+    """Return a SentencePiece unigram tokenizer with 200 pieces and [MASK]."""
     model = sentencepiece_model(TEXT * 20, vocab_size=200, hard_vocab_limit=False)
     return sentencepiece_tokenizer(model, "tiny")
 
 
 def random_weights(config: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
-    """Canonical name -> random fp32 tensor, norms and biases included."""
+    """Return random fp32 tensors by canonical name, including norms and biases."""
     generator = torch.Generator().manual_seed(seed)
     weights = {}
     for name, shape in parameter_shapes(config).items():
@@ -74,5 +74,5 @@ def random_weights(config: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
 
 
 def reader(weights: dict[str, Tensor]) -> Callable[[str], Tensor]:
-    """What export takes: a function from name to tensor."""
+    """Return the function from name to tensor that export takes."""
     return lambda name: weights[name]

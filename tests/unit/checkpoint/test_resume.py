@@ -1,4 +1,4 @@
-"""Every key is free, needs the flag or is refused; each says so with both values."""
+"""Config changes on resume: permitted, permitted with the flag, or rejected."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KEYS = [
 
 
 def mutated(key: str) -> RunConfig:
-    """The default run with one other value."""
+    """Return the default config with one value changed."""
     section_name, name = key.split(".")
     config = RunConfig()
     section: Any = getattr(config, section_name)

@@ -1,4 +1,4 @@
-"""Which checkpoints stay."""
+"""Retention and deletion of checkpoints."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_giving_up_later_ones_goes_from_the_newest(
     monkeypatch.setattr(shutil, "rmtree", killed)
     with pytest.raises(KeyboardInterrupt):
         delete_after(tmp_path, 4)
-    # A kill in the middle leaves whole checkpoints without a gap, and a name that does not count.
+    # A kill leaves complete checkpoints without a gap, and one hidden folder.
     assert committed_steps(tmp_path) == [2, 4, 5, 6]
     assert leftovers(tmp_path) == [checkpoints_dir(tmp_path) / ".deleting-step_00000008"]
     monkeypatch.undo()

@@ -1,4 +1,4 @@
-"""``convert`` and ``fill-mask`` as typed, from a training checkpoint and from published files."""
+"""Commands ``convert`` and ``fill-mask`` on training checkpoints and published files."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def test_export_takes_the_newest_checkpoint_of_a_run(
 ) -> None:
     out = tmp_path / "out"
     assert main(["convert", "--checkpoint", str(run_dir), "--to", "hf", "--output", str(out)]) == 0
-    said = capsys.readouterr().out
-    assert "step_00000003 as deberta-v2, fp32" in said
-    assert "Verified on real text" in said
+    output = capsys.readouterr().out
+    assert "step_00000003 as deberta-v2, fp32" in output
+    assert "Verified on real text" in output
     table = load_file(out / "model.safetensors")["deberta.embeddings.word_embeddings.weight"]
     assert torch.equal(table, random_weights(V2, seed=3)["embeddings.token.weight"])
     assert all(path.stat().st_mode & 0o444 == 0o444 for path in (out, *out.iterdir()))
@@ -68,14 +68,14 @@ def test_export_says_that_it_is_our_own_type(
     out = str(tmp_path / "out")
     options = ["--output", out, "--dtype", "bf16"]
     assert main(["convert", "--checkpoint", str(tmp_path / "run"), *options]) == 0
-    said = capsys.readouterr().out
-    assert "as megatron-deberta, bf16" in said
-    assert "No class of transformers implements p2c_index: paper" in said
-    assert "when computed in bf16" in said
+    output = capsys.readouterr().out
+    assert "as megatron-deberta, bf16" in output
+    assert "No class of transformers implements p2c_index: paper" in output
+    assert "when computed in bf16" in output
 
 
-def guesses(said: str) -> list[tuple[str, str]]:
-    return re.findall(r"^\s*(\d\.\d{4})\s+(\S+)", said, re.MULTILINE)
+def predictions(output: str) -> list[tuple[str, str]]:
+    return re.findall(r"^\s*(\d\.\d{4})\s+(\S+)", output, re.MULTILINE)
 
 
 def test_fill_mask_answers_alike_from_run_step_and_export(
@@ -88,7 +88,7 @@ def test_fill_mask_answers_alike_from_run_step_and_export(
     answers = []
     for model in (run_dir, newest, out):
         assert main(["fill-mask", str(model), TEXT, "--top-k", "4"]) == 0
-        answers.append(guesses(capsys.readouterr().out))
+        answers.append(predictions(capsys.readouterr().out))
     assert len(answers[0]) == 4
     assert answers[0] == answers[1] == answers[2]
     probabilities = [float(probability) for probability, _ in answers[0]]
@@ -100,10 +100,10 @@ def test_fill_mask_takes_several_texts_and_masks(
 ) -> None:
     two = "The [MASK] brown [MASK] jumps"
     assert main(["fill-mask", str(run_dir), TEXT, two, "--top-k", "2"]) == 0
-    said = capsys.readouterr().out
-    assert TEXT in said
-    assert "[MASK] 2" in said
-    assert len(guesses(said)) == 6
+    output = capsys.readouterr().out
+    assert TEXT in output
+    assert "[MASK] 2" in output
+    assert len(predictions(output)) == 6
 
 
 def test_fill_mask_refuses_a_model_without_trained_head(
@@ -194,8 +194,8 @@ def test_import_then_export_gives_the_same_files(
     main(["convert", "--checkpoint", str(run_dir), "--output", str(first)])
     new = tmp_path / "new"
     assert main(["convert", "--from", "hf", str(first), "--output", str(new)]) == 0
-    said = capsys.readouterr().out
-    assert f"{new}/checkpoints/step_00000000: weights of {first}" in said
+    output = capsys.readouterr().out
+    assert f"{new}/checkpoints/step_00000000: weights of {first}" in output
     assert main(["convert", "--checkpoint", str(new), "--output", str(second)]) == 0
     names = sorted(path.name for path in first.iterdir())
     assert names == sorted(path.name for path in second.iterdir())
@@ -213,8 +213,8 @@ def test_imported_run_file_starts_from_the_weights(
     save_file(tensors, out / "model.safetensors")
     capsys.readouterr()
     assert main(["convert", "--from", "microsoft", str(out), "--output", str(new)]) == 0
-    said = capsys.readouterr().out
-    assert "newly initialised: mask_decoder.position.weight" in said
+    output = capsys.readouterr().out
+    assert "newly initialised: mask_decoder.position.weight" in output
     config = load_config(new / "run.yaml", ["data.train=[x]"])
     assert config.model == V2
     reader = CheckpointReader(config.checkpoint.load_from)

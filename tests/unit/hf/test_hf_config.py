@@ -69,7 +69,7 @@ def test_what_stock_classes_cannot_express_says_why(config: ModelConfig, word: s
 
 @pytest.mark.parametrize("module", [modeling_deberta, modeling_deberta_v2])
 def test_every_field_the_stock_classes_read_is_written(module: Any) -> None:
-    """Many are read by ``getattr`` with a default that may be another model."""
+    """Many are read by ``getattr`` with a default that could be wrong."""
     source = inspect.getsource(module)
     read = set(re.findall(r'getattr\(config, "(\w+)"', source)) | set(
         re.findall(r"\bconfig\.(\w+)", source)

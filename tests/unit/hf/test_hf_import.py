@@ -185,7 +185,7 @@ def test_code_in_a_pickle_does_not_run(model: Path, tmp_path: Path) -> None:
 
 
 def test_reading_process_has_no_network(tmp_path: Path) -> None:
-    """The hook that the child installs refuses sockets and processes."""
+    """The child's audit hook blocks sockets and subprocesses."""
     from megatron_deberta.hf import legacy_bin
 
     with pytest.raises(PermissionError, match="socket"):

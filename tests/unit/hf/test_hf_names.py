@@ -45,7 +45,7 @@ def test_pack_and_unpack_keep_every_bit(config: ModelConfig, model_type: ModelTy
 
 
 def test_v1_interleaves_rows_head_by_head() -> None:
-    """Written out from microsoft/DeBERTa's ``_pre_load_hook``, which undoes the interleaving."""
+    """Inverse of ``_pre_load_hook`` in microsoft/DeBERTa."""
     weights = random_weights(V1)
     stem = "encoder.layers.1.attention"
     entry = next(
