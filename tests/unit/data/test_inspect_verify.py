@@ -221,7 +221,7 @@ def test_verify_takes_folders_and_files_and_any_number_of_threads(shard, tmp_pat
     assert main(["verify"]) == 2
     (tmp_path / "none").mkdir()
     assert main(["verify", str(tmp_path / "none")]) == 2
-    assert "a folder without shards" in capsys.readouterr().err
+    assert "no shards (*.idx) in this folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("left", [".bin", ".manifest.json"])

@@ -201,5 +201,5 @@ def test_shards_without_sentences_are_refused(write_shard, random_documents, voc
     with pytest.raises(DataError, match="sentence splitting"):
         packed(plain, vocabulary, "segment_pair")
     one = Corpus([IndexedDataset(write_shard([[np.array([5, 6]), np.array([7])]], "one"))])
-    with pytest.raises(DataError, match="one only"):
+    with pytest.raises(DataError, match="there is only one"):
         packed(one, vocabulary, "sentence_pair")
