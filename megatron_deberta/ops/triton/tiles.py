@@ -120,7 +120,7 @@ def load_vector(pointer, first, length, EVEN: tl.constexpr, BLOCK: tl.constexpr)
 def band_tile(BAND, index, BLOCK: tl.constexpr):
     """Return pointers to one ``[BLOCK, BLOCK]`` tile of the band of score gradients."""
     offsets = tl.arange(0, BLOCK)
-    return BAND + index * (BLOCK * BLOCK) + (offsets[:, None] * BLOCK + offsets[None, :])
+    return BAND + index * (BLOCK * BLOCK) + offsets[:, None] * BLOCK + offsets[None, :]
 
 
 @triton.jit
