@@ -135,7 +135,7 @@ def test_a_new_run_starts_with_the_weights_of_another(pretrain: Run, tmp_path: P
     assert second.metadata.scalars["adam_step"] == 1
     code, error = pretrain(load, "model.num_layers=3", run_dir="third")
     assert code == EXIT_FAILURE
-    assert "model.num_layers=3 but checkpoint.load_from" in error
+    assert "model.num_layers=3 but the model in checkpoint.load_from" in error
 
 
 def test_runs_follow_each_other_in_one_process(
