@@ -108,13 +108,13 @@ def fail_in_the_background(rank: int, layout: Layout, run_dir: str) -> tuple[str
     """Rank 1's disk is full; returns the error and how many steps were taken before it."""
     run = Run(layout, run_dir)
     run.saver.save(metadata(0), Retention())
-    original = store.fsync_path
+    original = writer.fsync_path
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
     if rank == 1:
-        store.fsync_path = full
+        writer.fsync_path = full
     message = "saved"
     try:
         run.saver.start(metadata(3), Retention())
@@ -123,7 +123,7 @@ def fail_in_the_background(rank: int, layout: Layout, run_dir: str) -> tuple[str
     except CheckpointError as error:
         message = str(error)
     finally:
-        store.fsync_path = original
+        writer.fsync_path = original
     # The next one finds nothing in its way.
     run.saver.start(metadata(5), Retention(keep_last=1))
     assert run.saver.finish() is not None

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron_deberta.checkpoint import store
+from megatron_deberta.checkpoint import store, writer
 from megatron_deberta.checkpoint.layout import step_dir
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.cli.main import main
@@ -185,14 +185,14 @@ def fail_on_rank_one(rank: int, run_dir: str, step: int) -> str:
         def full(*_: Any) -> None:
             raise OSError(28, "No space left on device")
 
-        original, store.fsync_path = store.fsync_path, full
+        original, writer.fsync_path = writer.fsync_path, full
     try:
         store.save(run_dir, engine, model.specs, groups, metadata(step, config))
     except CheckpointError as error:
         return str(error)
     finally:
         if rank == 1:
-            store.fsync_path = original
+            writer.fsync_path = original
     return "saved"
 
 
