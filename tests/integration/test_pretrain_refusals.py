@@ -192,7 +192,7 @@ def test_dry_run_trains_nothing(
     assert main(["pretrain", str(run_yaml), "--dry-run", *arguments]) == EXIT_DONE
     text = capfd.readouterr().out
     assert "ranks: 4 = 2 data-parallel x 2 tensor-parallel" in text
-    assert "8 sequences = 2 data-parallel x 2 a micro batch x 2 accumulated" in text
+    assert "8 sequences = 2 data-parallel x 2 per micro batch x 2 accumulated" in text
     assert "encoder.layers.N.ffn.up.weight" in text
     assert not (tmp_path / "run").exists()
     assert "hidden_size: 32" in text
