@@ -22,21 +22,21 @@ class Injection:
 
     def __init__(self, plan: dict[str, Any]) -> None:
         """Wrap what is counted."""
-        from megatron_deberta.text.preprocess.progress import ReportStore
+        from megatron_deberta.text.preprocess.progress import ProgressCounters
 
         self.plan = plan
         self.phase = ""
         self.entries: dict[str, int] = {}
         self.calls: dict[str, int] = {}
-        enter = ReportStore.enter
+        enter = ProgressCounters.enter
 
-        def entering(board: ReportStore, phase: str) -> None:
+        def entering(board: ProgressCounters, phase: str) -> None:
             enter(board, phase)
             self.phase = phase
             self.entries[phase] = self.entries.get(phase, 0) + 1
             self.strike(is_call=False)
 
-        ReportStore.enter = entering  # type: ignore[method-assign]
+        ProgressCounters.enter = entering  # type: ignore[method-assign]
         for name in CALLS:
             setattr(os, name, self.counted(getattr(os, name)))
 
