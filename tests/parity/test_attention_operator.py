@@ -38,7 +38,7 @@ def heads(projected: Tensor) -> Tensor:
 def ours(
     module: DisentangledSelfAttention, hidden: Tensor, table: Tensor, **options: str
 ) -> Tensor:
-    """The same projections around our operator."""
+    """Apply the same projections around this package's operator."""
     projections = {"c2p": module.key_proj, "p2c": module.query_proj}
     if not module.share_att_key:
         names = {"c2p": "pos_key_proj", "p2c": "pos_query_proj"}
@@ -83,7 +83,7 @@ def test_operator_equals_transformers(
         module(hidden, mask, rel_embeddings=table)[0],
         ours(module, hidden, table, backend=backend),
     ):
-        kept = output * real[:, :, None]  # what padding attends to is nobody's business
+        kept = output * real[:, :, None]  # outputs of padding are undefined
         d_output = torch.randn(kept.shape, generator=torch.Generator().manual_seed(1))
         results.append([kept, *torch.autograd.grad(kept, leaves, d_output, allow_unused=True)])
     for expected, actual in zip(*results, strict=True):

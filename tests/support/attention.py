@@ -1,4 +1,4 @@
-"""Runs the attention operator and its gradients, and compares them with float64."""
+"""Runs of the attention operator with gradients, and their relative errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def random_inputs(
     gathered: int | None = None,
     seed: int = 0,
 ) -> Inputs:
-    """Float64 inputs whose values 16 bits hold exactly; ``shape`` is batch, heads, length, size."""
+    """Return float64 inputs that are exact in float16; ``shape`` is batch, heads, length, size."""
     generator = torch.Generator().manual_seed(seed)
     batch, heads, length, size = shape
 
@@ -48,7 +48,7 @@ def run_attention(
     device: str = "cpu",
     **options: Any,
 ) -> list[Tensor]:
-    """Output, log-sum-exp and the gradients of a fixed projection of the output, in float64."""
+    """Return output, log-sum-exp and the gradients of a fixed projection of the output, in float64."""
     leaves = [None if x is None else x.to(device, dtype).requires_grad_() for x in inputs]
     q, k, v, pos_key, pos_query = leaves
     assert q is not None
@@ -62,13 +62,13 @@ def run_attention(
     assert not lse.requires_grad
     generator = torch.Generator().manual_seed(9)
     d_output = torch.randn(output.shape, generator=generator, dtype=torch.float64)
-    wanted = [x for x in leaves if x is not None]
-    gradients = torch.autograd.grad(output, wanted, d_output.to(output))
+    differentiable = [x for x in leaves if x is not None]
+    gradients = torch.autograd.grad(output, differentiable, d_output.to(output))
     return [x.detach().cpu().double() for x in (output, lse, *gradients)]
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Relative Frobenius norm of the difference; infinities must agree.
+    """Return the relative Frobenius norm of the difference; infinities must agree.
 
     Gradients that vanish, as those of scores do in a row of one token, count as small ones.
     """

@@ -26,7 +26,7 @@ def tensors(
     gathered: int | None = None,
     seed: int = 0,
 ) -> list[Tensor | None]:
-    """Float64 q, k, v, pos_key, pos_query."""
+    """Return float64 q, k, v, pos_key and pos_query."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -47,7 +47,7 @@ def tensors(
 def run(
     inputs: list[Tensor | None], dtype: torch.dtype, positions: RelativePositions, **options: Any
 ) -> list[Tensor]:
-    """Output, log-sum-exp and the gradients of a fixed projection of the output."""
+    """Return output, log-sum-exp and the gradients of a fixed projection of the output."""
     leaves = [None if x is None else x.to(dtype).requires_grad_() for x in inputs]
     q, k, v, pos_key, pos_query = leaves
     assert q is not None
@@ -69,7 +69,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     return float((actual - expected).norm() / expected.norm().clamp(min=1e-6))
 
 
-def assert_chunked_is_right(
+def assert_chunked_matches(
     inputs: list[Tensor | None], positions: RelativePositions, **options: Any
 ) -> None:
     expected = run(inputs, torch.float64, positions, backend="reference", **options)
@@ -83,7 +83,7 @@ def assert_chunked_is_right(
 
 @pytest.fixture(params=["whole", "small blocks"])
 def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs a test with the usual blocks, and with several blocks and strips a row."""
+    """Run a test with the default block size and with several blocks and strips per row."""
     if request.param == "small blocks":
         monkeypatch.setitem(chunked._BLOCK_ELEMENTS, "cpu", 7 * 37)
         monkeypatch.setattr(position_terms, "STRIP", 5)
@@ -118,7 +118,7 @@ def test_every_mask(positions: RelativePositions, p2c_index: str, mask: str, que
     q_positions = GATHERED[queries]
     inputs = tensors(37, positions, gathered=None if q_positions is None else 6)
     options = {**MASKS[mask], "q_positions": q_positions, "p2c_index": p2c_index}
-    assert_chunked_is_right(inputs, positions, dropout_p=0.2, seed=3, head_offset=4, **options)
+    assert_chunked_matches(inputs, positions, dropout_p=0.2, seed=3, head_offset=4, **options)
 
 
 @pytest.mark.usefixtures("blocks")
@@ -128,7 +128,7 @@ def test_every_ablation(tables: str, queries: str) -> None:
     q_positions = GATHERED[queries]
     gathered = None if q_positions is None else 6
     inputs = tensors(37, BUCKETS, tables=tables, gathered=gathered)
-    assert_chunked_is_right(inputs, BUCKETS, q_positions=q_positions)
+    assert_chunked_matches(inputs, BUCKETS, q_positions=q_positions)
 
 
 @pytest.mark.parametrize("length", [1, 2, 15, 129, 261])
@@ -138,10 +138,10 @@ def test_odd_lengths(length: int, gathered: bool) -> None:
     q_positions = torch.arange(length).repeat(2, 1)[:, ::5] if gathered else None
     inputs = tensors(length, BUCKETS, gathered=count if gathered else None)
     seed = torch.tensor([-5, 1 << 50])
-    assert_chunked_is_right(inputs, BUCKETS, q_positions=q_positions, dropout_p=0.1, seed=seed)
+    assert_chunked_matches(inputs, BUCKETS, q_positions=q_positions, dropout_p=0.1, seed=seed)
 
 
-def test_no_gathered_queries_at_all() -> None:
+def test_zero_gathered_queries() -> None:
     inputs = tensors(9, BUCKETS, gathered=0)
     results = run(inputs, torch.float32, BUCKETS, q_positions=torch.zeros(2, 0, dtype=torch.int64))
     assert results[0].shape == (BATCH, HEADS, 0, SIZE)
@@ -248,7 +248,7 @@ def test_gradcheck(queries: str) -> None:
 
 
 def eager_half(inputs: list[Tensor | None], dtype: torch.dtype) -> list[Tensor]:
-    """What transformers computes: every product and the softmax in the input's type."""
+    """Compute attention as transformers does: products and softmax in the input's dtype."""
     q, k, v, pos_key, pos_query = (x.to(dtype).requires_grad_() for x in inputs if x is not None)
     length = q.shape[2]
     slots = BUCKETS.slots(torch.arange(length)[:, None] - torch.arange(length))
@@ -336,8 +336,8 @@ def test_any_strides() -> None:
     for x in inputs:
         assert x is not None
         wide = torch.zeros(*x.shape[:-1], 2 * SIZE, dtype=torch.float32)
-        turned = wide.transpose(-2, -3).contiguous().transpose(-2, -3)[..., ::2]
-        leaves.append(turned.copy_(x).requires_grad_())
+        strided = wide.transpose(-2, -3).contiguous().transpose(-2, -3)[..., ::2]
+        leaves.append(strided.copy_(x).requires_grad_())
     output = disentangled_attention(*leaves, positions=BUCKETS)
     assert relative_error(output.detach().double(), expected[0]) < OPERATOR[torch.float32]
 

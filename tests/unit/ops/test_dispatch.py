@@ -1,4 +1,4 @@
-"""Choice of the backend, and refusals that name the argument, what it is and what it should be."""
+"""Choice of the backend, and errors that name the argument, its value and what is expected."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ POSITIONS = RelativePositions(8, 0)
 
 
 def arguments(**changes: Any) -> dict[str, Any]:
-    """A valid call (2 rows, 2 heads, 5 tokens, heads of 4) with changes."""
+    """Return a valid call (2 rows, 2 heads, 5 tokens, heads of 4) with changes."""
     call: dict[str, Any] = {name: torch.zeros(2, 2, 5, 4) for name in ("q", "k", "v")}
     call.update(pos_key=torch.zeros(2, 16, 4), pos_query=torch.zeros(2, 16, 4), positions=POSITIONS)
     return {**call, **changes}
@@ -64,13 +64,13 @@ BAD = {
 
 
 @pytest.mark.parametrize("message", BAD)
-def test_bad_arguments_are_refused(message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_arguments_raise(message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "_has_triton", lambda: True)
     with pytest.raises(ValueError, match=f"^{message}.*expected"):
         disentangled_attention(**arguments(**BAD[message]))
 
 
-def test_good_arguments_are_not() -> None:
+def test_valid_arguments_pass() -> None:
     output = disentangled_attention(
         **arguments(
             key_padding=torch.tensor([[0, 1, 1, 0, 0], [0, 0, 0, 0, 0]]).bool(),
@@ -83,16 +83,16 @@ def test_good_arguments_are_not() -> None:
     assert output.shape == (2, 2, 5, 4)
 
 
-@pytest.mark.parametrize("looks", [False, True])
-def test_values_off_the_cpu_are_looked_at_only_on_request(
-    looks: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("checks", [False, True])
+def test_values_on_devices_are_checked_only_on_request(
+    checks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if looks:
+    if checks:
         monkeypatch.setenv("MEGATRON_DEBERTA_CHECK", "1")
     call = arguments(document_ids=torch.tensor([[0, 0, 1, 1, 1]] * 2))
     tensors = (torch.Tensor,)
     on_meta = {n: x.to("meta") if isinstance(x, tensors) else x for n, x in call.items()}
-    if looks:  # a meta tensor has no values to look at
+    if checks:  # a meta tensor has no values to read
         with pytest.raises((RuntimeError, NotImplementedError)):
             disentangled_attention(**on_meta, backend="reference")
     else:
@@ -114,7 +114,7 @@ def test_the_environment_decides_where_the_caller_does_not(monkeypatch: pytest.M
 
 
 class OnGpu:
-    """Stands for a tensor on a GPU that this machine need not have."""
+    """Stand-in for a tensor on a GPU."""
 
     device = torch.device("cuda", 0)
     shape = (1, 1, 1, 64)
@@ -133,7 +133,7 @@ class OnGpu:
         ((7, 5), OnGpu(torch.float32), "chunked"),
     ],
 )
-def test_gpus_from_ampere_on_take_the_fused_kernels(
+def test_ampere_and_newer_gpus_use_the_fused_kernels(
     capability: tuple[int, int], q: Any, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MEGATRON_DEBERTA_ATTENTION", raising=False)
@@ -159,7 +159,7 @@ def test_gpus_from_ampere_on_take_the_fused_kernels(
         (True, "1", torch.bfloat16, "the arithmetic of Triton's interpreter is wrong"),
     ],
 )
-def test_a_forced_backend_that_cannot_run_says_why(
+def test_requesting_a_backend_that_cannot_run_gives_the_reason(
     triton: bool, interpret: str, dtype: torch.dtype, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dispatch, "_has_triton", lambda: triton)

@@ -1,4 +1,4 @@
-"""The dropout bits against fixed vectors, a restatement in plain integers, and statistics."""
+"""Dropout bits against test vectors, an implementation in Python integers, and statistics."""
 
 from __future__ import annotations
 

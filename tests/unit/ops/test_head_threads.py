@@ -1,4 +1,4 @@
-"""Heads spread over threads: the same bits, the caller's thread count and modes, its errors."""
+"""Parallelism over heads: bit-identical results, thread count, inference mode and errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def test_the_number_of_threads_changes_no_bit() -> None:
+def test_results_are_bit_identical_for_any_number_of_threads() -> None:
     positions = RelativePositions(8, 4)
     shapes = [(2, 5, 40, 8)] * 3 + [(5, 8, 8)] * 2
     inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
@@ -38,7 +38,7 @@ def test_the_number_of_threads_changes_no_bit() -> None:
         assert all(torch.equal(a, b) for a, b in zip(results[0], others, strict=True))
 
 
-def test_every_head_is_worked_on_once_in_threads_of_their_own() -> None:
+def test_each_head_is_computed_once_in_a_worker_thread() -> None:
     seen: list[int] = []
     names = set()
 
@@ -54,7 +54,7 @@ def test_every_head_is_worked_on_once_in_threads_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(("scores", "device"), [(1, "cpu"), (100, "cuda")])
-def test_small_work_and_other_devices_stay_in_the_callers_thread(scores: int, device: str) -> None:
+def test_small_calls_and_other_devices_use_the_calling_thread(scores: int, device: str) -> None:
     callers = []
     for_heads(lambda heads: callers.append((heads, threading.get_ident())), 5, scores, device)
     assert callers == [(slice(0, 5), threading.get_ident())]

@@ -1,4 +1,4 @@
-"""The reference against the definition written out element by element, sharing no code with it."""
+"""The reference backend against an independent, element-wise implementation of the definition."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tests.support.tolerances import FP64
 LENGTH, SIZE, K = 9, 3, 4
 
 
-def written_out(
+def elementwise(
     row: int, head: int, x: dict[str, Tensor], at: int, p2c_index: str, options: dict[str, Any]
 ) -> tuple[Tensor, float]:
-    """Output and log-sum-exp of one query."""
+    """Return output and log-sum-exp of one query."""
 
     def delta(distance: int) -> int:
         return min(max(distance + K, 0), 2 * K - 1)
@@ -91,6 +91,6 @@ def test_reference_is_the_definition(
     )
     for row, head, place in itertools.product(range(2), range(2), range(len(places[0]))):
         at = places[row][place]
-        expected, value = written_out(row, head, x, at, p2c_index, {**options, "place": place})
+        expected, value = elementwise(row, head, x, at, p2c_index, {**options, "place": place})
         torch.testing.assert_close(output[row, head, place], expected, **FP64)
         assert float(lse[row, head, place]) == pytest.approx(value, rel=1e-6)

@@ -1,7 +1,7 @@
 """The fused kernels against the float64 reference: every feature, outputs and gradients.
 
-Without a GPU they run in Triton's interpreter, whose bfloat16 arithmetic is wrong. Tiles are small
-there, so that a few dozen positions make near tiles, far tiles and torn ones.
+Without a GPU they run in Triton's interpreter, whose bfloat16 arithmetic is wrong. Tiles are small,
+so that a few dozen positions give near, far and partial tiles.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def masks(length: int) -> dict[str, dict[str, Any]]:
-    """Every kind of mask for two rows."""
+    """Return every kind of mask for two rows."""
     at = torch.arange(length)
     return {
         "none": {},
@@ -50,7 +50,7 @@ def masks(length: int) -> dict[str, dict[str, Any]]:
     }
 
 
-def assert_right(
+def assert_matches_reference(
     inputs: Inputs, positions: RelativePositions, dtype: torch.dtype, **options: Any
 ) -> None:
     expected = run_attention(inputs, torch.float64, positions, backend="reference", **options)
@@ -63,7 +63,9 @@ def assert_right(
 def test_every_mask(mask: str) -> None:
     options = masks(53)[mask]
     inputs = random_inputs((2, 1, 53, 32), LINEAR)
-    assert_right(inputs, LINEAR, torch.float16, dropout_p=0.2, seed=3, head_offset=4, **options)
+    assert_matches_reference(
+        inputs, LINEAR, torch.float16, dropout_p=0.2, seed=3, head_offset=4, **options
+    )
 
 
 @pytest.mark.parametrize("positions", [LINEAR, BUCKETS, WIDE], ids=["linear", "buckets", "wide"])
@@ -71,13 +73,13 @@ def test_every_mask(mask: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_every_distance(positions: RelativePositions, p2c_index: str, dtype: torch.dtype) -> None:
     inputs = random_inputs((1, 1, 64, 32), positions)
-    assert_right(inputs, positions, dtype, p2c_index=p2c_index)
+    assert_matches_reference(inputs, positions, dtype, p2c_index=p2c_index)
 
 
 @pytest.mark.parametrize("tables", ["c2p", "p2c", "none"])
 def test_every_ablation(tables: str) -> None:
     inputs = random_inputs((1, 1, 53, 32), LINEAR, tables=tables)
-    assert_right(inputs, LINEAR, torch.float16)
+    assert_matches_reference(inputs, LINEAR, torch.float16)
 
 
 @pytest.mark.parametrize("size", [64, 128])
@@ -85,14 +87,14 @@ def test_every_ablation(tables: str) -> None:
 def test_every_head_size(size: int, gathered: bool) -> None:
     at = GATHERED[:1] if gathered else None
     inputs = random_inputs((1, 1, 53, size), LINEAR, gathered=7 if gathered else None)
-    assert_right(inputs, LINEAR, torch.float16, dropout_p=0.1, seed=1, q_positions=at)
+    assert_matches_reference(inputs, LINEAR, torch.float16, dropout_p=0.1, seed=1, q_positions=at)
 
 
 @pytest.mark.parametrize("length", [1, 2, 15, 17, 48])
 def test_odd_lengths(length: int) -> None:
     inputs = random_inputs((2, 1, length, 32), LINEAR)
     seed = torch.tensor([-5, 1 << 50])
-    assert_right(inputs, LINEAR, torch.float32, dropout_p=0.1, seed=seed)
+    assert_matches_reference(inputs, LINEAR, torch.float32, dropout_p=0.1, seed=seed)
 
 
 def test_two_passes_give_the_same_bits_and_so_does_recomputation() -> None:
@@ -117,11 +119,11 @@ def test_two_passes_give_the_same_bits_and_so_does_recomputation() -> None:
 @pytest.mark.parametrize("mask", ["none", "everything", "documents"])
 @pytest.mark.parametrize("positions", [LINEAR, WIDE], ids=["linear", "wide"])
 def test_gathered_queries(mask: str, positions: RelativePositions) -> None:
-    """In any order, some at the same place, some padding; beyond the table and within."""
+    """Queries in any order, repeated and padding, within and beyond the table."""
     dtype = torch.float32 if mask == "none" else torch.float16
     inputs = random_inputs((2, 1, 53, 32), positions, gathered=7)
     options = {**masks(53)[mask], "q_positions": GATHERED, "p2c_index": "paper"}
-    assert_right(inputs, positions, dtype, dropout_p=0.2, seed=3, **options)
+    assert_matches_reference(inputs, positions, dtype, dropout_p=0.2, seed=3, **options)
 
 
 def test_packed_documents_equal_separate_ones() -> None:
@@ -137,7 +139,7 @@ def test_packed_documents_equal_separate_ones() -> None:
         assert relative_error(packed[:, :, part], separate) < OPERATOR[torch.float32]
 
 
-def test_what_padding_holds_does_not_matter() -> None:
+def test_values_of_padding_do_not_matter() -> None:
     inputs = random_inputs((1, 1, 45, 32), LINEAR)
     real = torch.arange(45)[None] < 30
     options: dict[str, Any] = {"backend": "triton", "device": DEVICE, "key_padding": real}
@@ -173,16 +175,16 @@ def test_tensor_parallel_halves_equal_the_whole() -> None:
 def test_any_strides() -> None:
     inputs = random_inputs((1, 1, 20, 32), LINEAR)
     options: dict[str, Any] = {"backend": "triton", "positions": LINEAR}
-    leaves, strange = [], []
+    leaves, strided = [], []
     for x in inputs:
         assert x is not None
         leaf = x.to(DEVICE, torch.float16)
         wide = torch.zeros(*x.shape[:-1], 64, dtype=torch.float16, device=DEVICE)
-        turned = wide.transpose(-2, -3).contiguous().transpose(-2, -3)[..., ::2]
+        transposed = wide.transpose(-2, -3).contiguous().transpose(-2, -3)[..., ::2]
         leaves.append(leaf.requires_grad_())
-        strange.append(turned.copy_(leaf.detach()).requires_grad_())
+        strided.append(transposed.copy_(leaf.detach()).requires_grad_())
     results = []
-    for tensors in (leaves, strange):
+    for tensors in (leaves, strided):
         output = disentangled_attention(*tensors, **options)
         gradient = output.detach().transpose(-1, -2).contiguous().transpose(-1, -2)
         results.append([output, *torch.autograd.grad(output, tensors, gradient)])
@@ -190,8 +192,8 @@ def test_any_strides() -> None:
 
 
 @pytest.mark.parametrize("gathered", [False, True])
-def test_the_operators_of_torch_keep_their_promises(gathered: bool) -> None:
-    """Shapes without data, gradients and tracing, as ``torch.compile`` relies on them."""
+def test_custom_operators_pass_opcheck(gathered: bool) -> None:
+    """Fake tensors, gradients and schema, on which ``torch.compile`` relies."""
     from megatron_deberta.ops.triton import backend as triton_backend
 
     inputs = random_inputs((1, 1, 18, 32), LINEAR, gathered=5 if gathered else None)
@@ -208,7 +210,7 @@ def test_the_operators_of_torch_keep_their_promises(gathered: bool) -> None:
     )
 
 
-def test_compiles_whole() -> None:
+def test_compiles_without_graph_break() -> None:
     inputs = random_inputs((1, 1, 18, 32), LINEAR)
     leaves = [x.to(DEVICE, torch.float32).requires_grad_() for x in inputs if x is not None]
 

@@ -1,4 +1,4 @@
-"""A few kernels compiled for GPUs that are not here: stack, shared memory, tensor cores."""
+"""Some kernels compiled without a GPU: limits on stack, shared memory and tensor-core use."""
 
 from __future__ import annotations
 

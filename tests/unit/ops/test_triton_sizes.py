@@ -1,4 +1,4 @@
-"""The fused kernels at the sizes and magnitudes of real runs: tiles as on a GPU, far positions."""
+"""The fused kernels at the sizes and magnitudes of real runs: GPU tile sizes, far positions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LINEAR, BUCKETS = RelativePositions(5, 0), RelativePositions(40, 8)
     ],
 )
 def test_tiles_as_on_a_gpu(size: int, dtype: torch.dtype) -> None:
-    """Near, far and torn tiles of 64 (16 in float32), with all that a packed row has."""
+    """Near, far and partial tiles of 64 (16 in float32), with documents and dropout."""
     length = max(4 * triton_settings.TILES[dtype], 120) - 5
     options = {
         "dropout_p": 0.1,
@@ -62,7 +62,7 @@ def test_gathered_queries_and_far_tiles_without_a_term(
             assert relative_error(a, e) < OPERATOR[torch.float16]
 
 
-def test_rows_too_long_for_the_kernels_are_refused() -> None:
+def test_rows_too_long_for_the_kernels_raise() -> None:
     from megatron_deberta.ops.triton.launch import KernelCall, LaunchPlan
 
     q = torch.empty(1, 1, triton_settings.MAX_POSITIONS, 32, device="meta")
@@ -72,7 +72,7 @@ def test_rows_too_long_for_the_kernels_are_refused() -> None:
 
 
 class NoKernel:
-    """Stands for a kernel, and leaves the buffers as they are."""
+    """Stand-in for a kernel that leaves the buffers unchanged."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return lambda *args, **kwargs: None
@@ -80,7 +80,7 @@ class NoKernel:
 
 @pytest.mark.parametrize("gathered", [False, True])
 def test_nothing_is_larger_than_the_band(gathered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all that a pass over long rows keeps: 2 x maximum distance + tile numbers a position."""
+    """The largest buffer of a pass is 2 x maximum distance + tile numbers per position."""
     from megatron_deberta.ops.triton import (
         backward,
         far,
@@ -116,8 +116,8 @@ def test_nothing_is_larger_than_the_band(gathered: bool, monkeypatch: pytest.Mon
     assert length * 1000 < largest.elements <= (length + tile) * (2 * 512 + tile)
 
 
-def test_scores_of_sixty_thousand_hold_in_float16() -> None:
-    """Products of position terms lie far above what float16 holds before their scale."""
+def test_scores_of_sixty_thousand_in_float16() -> None:
+    """Unscaled position terms exceed the float16 range."""
     inputs = random_inputs((1, 1, 53, 64), LINEAR)
     large = [None if x is None else (x * (150 if i != 2 else 1)) for i, x in enumerate(inputs)]
     expected = run_attention(large, torch.float64, LINEAR, backend="reference")
@@ -136,10 +136,10 @@ def test_scores_of_sixty_thousand_hold_in_float16() -> None:
 
 @pytest.mark.parametrize("tables", ["both", "c2p", "p2c"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_position_products_beyond_float16_do_no_harm(
+def test_position_products_beyond_the_float16_range(
     tables: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Products of 76,800 that all distances share: softmax does not see them, float16 would."""
+    """Products of 76,800 common to all distances, which softmax ignores, do not overflow."""
     monkeypatch.setitem(triton_settings.TILES, dtype, 16)
     inputs = random_inputs((1, 1, 85, 64), LINEAR, tables=tables)
     q, k, _, pos_key, pos_query = inputs
