@@ -48,7 +48,7 @@ def run_attention(
     device: str = "cpu",
     **options: Any,
 ) -> list[Tensor]:
-    """Return output, log-sum-exp and the gradients of a fixed projection of the output, in float64."""
+    """Return output, log-sum-exp and gradients of a fixed projection of the output, in float64."""
     leaves = [None if x is None else x.to(device, dtype).requires_grad_() for x in inputs]
     q, k, v, pos_key, pos_query = leaves
     assert q is not None
