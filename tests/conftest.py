@@ -1,7 +1,7 @@
 """Settings every test shares: no GPU detour, few threads, Triton's interpreter."""
 
 import os
-from pathlib import Path
+from typing import Any
 
 # Before torch or DeepSpeed is imported anywhere.
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -16,20 +16,22 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-ROOT = Path(__file__).parent
-STARTING_PROCESSES = {"slurm", "faults", "chaos", "campaigns", "integration", "distributed"}
+STARTING_PROCESSES = {"slurm", "faults", "integration", "distributed"}
 """Folders whose tests start ranks or jobs and wait for them."""
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Keep a file's tests on one pytest-xdist worker, and run at most one job at a time.
 
-    The tests of a file share fixtures. Those that start processes come first, on one worker, so
-    that their time-outs see one other test beside them at most.
+    The tests of a file share fixtures. Those that start processes share one worker, so that their
+    time-outs see one other test beside them at most.
     """
-    for item in items:
-        path = item.path.relative_to(ROOT)
-        group = "processes" if path.parts[0] in STARTING_PROCESSES else str(path)
-        item.add_marker(pytest.mark.xdist_group(group))
-    items.sort(key=lambda item: item.path.relative_to(ROOT).parts[0] not in STARTING_PROCESSES)
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.split("::", 1)[0]
+            return "processes" if path.split("/")[1] in STARTING_PROCESSES else path
+
+    return Scheduling(config, log)

@@ -9,7 +9,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # Two pytest workers keep two cores busy: most tests wait for something.
 workers="$(($(nproc) < 2 ? 1 : 2))"
-parallel=(-n "$workers" --dist loadgroup --no-loadscope-reorder)
+parallel=(-n "$workers" --dist loadfile --no-loadscope-reorder)
 case "${1:-}" in
   "") set -- "${parallel[@]}" -m "not slow" ;;
   --all) set -- "${parallel[@]}" "${@:2}" ;;
