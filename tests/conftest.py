@@ -16,15 +16,15 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-STARTING_PROCESSES = {"slurm", "faults", "integration", "distributed"}
-"""Folders whose tests start ranks or jobs and wait for them."""
+STARTING_JOBS = {"slurm", "faults", "integration"}
+"""Folders whose tests start whole jobs, with time-outs."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Keep a file's tests on one pytest-xdist worker, and run at most one job at a time.
 
-    The tests of a file share fixtures. Those that start processes share one worker, so that their
+    The tests of a file share fixtures. Those that start jobs share one worker, so that their
     time-outs see one other test beside them at most.
     """
     from xdist.scheduler import LoadScopeScheduling
@@ -32,6 +32,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             path = nodeid.split("::", 1)[0]
-            return "processes" if path.split("/")[1] in STARTING_PROCESSES else path
+            return "jobs" if path.split("/")[1] in STARTING_JOBS else path
 
     return Scheduling(config, log)
