@@ -53,6 +53,8 @@ RUN = (
     "cluster.startup_timeout_seconds=30", "cluster.data_timeout_seconds=8",
     "cluster.step_timeout_seconds=8", "cluster.save_timeout_seconds=8",
     "cluster.evaluation_timeout_seconds=8",
+    # Below the default, so that slow steps of a busy machine do not extend the time-out.
+    "cluster.step_timeout_factor=4",
 )  # fmt: skip
 
 
