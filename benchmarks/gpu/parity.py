@@ -67,6 +67,7 @@ def run_config(model: ModelConfig, dtype: str, backend: str, engine: str) -> Run
     """A run of a few steps."""
     sections = {
         "model": config_to_dict(model),
+        "data": {"sequence_length": LENGTH},
         "parallel": {"attention_backend": backend},
         "optimizer": {"learning_rate": 1e-3, "warmup_steps": 0},
         "precision": {"dtype": dtype, "engine": engine, "zero_stage": 1},
