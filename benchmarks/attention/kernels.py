@@ -187,8 +187,10 @@ def compile_variant(variant: Variant) -> dict[str, Any]:
         signature[name] = _type_of(name, variant)
         aligned: tuple[tuple[int, ...], ...] = ()
         if isinstance(signature[name], HeadTensor):
-            constexprs[(index, 3)] = 24 * variant.head_size
-            aligned = ((index, 0), (index, 1), (index, 2))
+            aligned = tuple((index, field) for field in range(4))
+            if signature[name].row_stride == "constexpr":
+                constexprs[(index, 3)] = 24 * variant.head_size
+                aligned = aligned[:3]
         elif isinstance(signature[name], DropoutArguments):
             aligned = ((index, 0),)
         elif signature[name].startswith("*"):
@@ -219,7 +221,9 @@ def _type_of(name: str, variant: Variant) -> Any:
         return "*fp32"
     if name in _HEAD_TENSORS:
         if name not in _POINTERS.get(variant.kernel, ()):
-            return HeadTensor(pointer, "i32", "i32", "constexpr")  # type: ignore[arg-type]
+            constant = not variant.kernel.startswith("gathered")
+            row_stride = "constexpr" if constant else "i32"
+            return HeadTensor(pointer, "i32", "i32", row_stride)  # type: ignore[arg-type]
         return pointer if variant.kernel == "fold" else "*fp32"
     if name in _INTEGERS:
         return "*i32"

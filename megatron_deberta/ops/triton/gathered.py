@@ -202,8 +202,9 @@ def gathered_query_kernel(
     position, key_begin, key_end = gathered_positions(
         POSITIONS, KEY_BEGIN, KEY_END, batch, first_query, queries, BLOCK
     )
-    lse2 = load_vector(LSE2 + row, first_query, queries, False, BLOCK)
-    delta = load_vector(DELTA + row, first_query, queries, False, BLOCK)
+    query = first_query + tl.arange(0, BLOCK)
+    lse2 = tl.load(LSE2 + row + query, mask=query < queries, other=0.0)
+    delta = tl.load(DELTA + row + query, mask=query < queries, other=0.0)
     row_key = dropout_row_key(DROPOUT, position, batch, head, DROP)
     by_row = BY_ROW + (row + first_query) * table_rows
     row_offset = tl.arange(0, BLOCK)[:, None] * table_rows
@@ -232,7 +233,8 @@ def gathered_query_kernel(
             # Rows inside the table stand for one distance, so each is written at most once.
             t = table_row(position, key, near, BLOCK)
             inside = visible & (t > 0) & (t < table_rows - 1)
-            tl.store(by_row + (row_offset + t), d_scores, mask=inside)
+            clamped = tl.minimum(tl.maximum(t, 0), table_rows - 1)
+            tl.store(by_row + (row_offset + clamped), d_scores, mask=inside)
             after += tl.sum(tl.where(t >= table_rows - 1, d_scores, 0.0), 1)
             before += tl.sum(tl.where(t <= 0, d_scores, 0.0), 1)
     query = first_query + tl.arange(0, BLOCK)
@@ -289,8 +291,9 @@ def gathered_key_kernel(
         position, key_begin, key_end = gathered_positions(
             POSITIONS, KEY_BEGIN, KEY_END, batch, first_query, queries, BLOCK
         )
-        lse2 = load_vector(LSE2 + pair * queries, first_query, queries, False, BLOCK)
-        delta = load_vector(DELTA + pair * queries, first_query, queries, False, BLOCK)
+        query = first_query + tl.arange(0, BLOCK)
+        lse2 = tl.load(LSE2 + pair * queries + query, mask=query < queries, other=0.0)
+        delta = tl.load(DELTA + pair * queries + query, mask=query < queries, other=0.0)
         row_key = dropout_row_key(DROPOUT, position, batch, head, DROP)
         bias = gathered_bias(
             q, k, position, tile, KEY_TABLE, QUERY_TABLE, near, C2P, P2C, BLOCK, HEAD_DIM

@@ -20,7 +20,7 @@ from megatron_deberta.ops.triton.launch import (
     LaunchPlan,
     table_gradients,
 )
-from megatron_deberta.ops.triton.tiles import head_tensor
+from megatron_deberta.ops.triton.tiles import gathered_tensor, head_tensor
 
 
 class _GatheredPlan(LaunchPlan):
@@ -60,8 +60,8 @@ def forward(call: KernelCall, placement: Tensor) -> tuple[Tensor, Tensor]:
     lse2 = plan.empty(*call.q.shape[:3])
     if plan.queries:
         kernels.gathered_forward_kernel[plan.query_grid](
-            *map(head_tensor, (call.q, call.k, call.v)), *plan.tables, *plan.placement,
-            head_tensor(output), lse2, plan.dropout, *plan.shape, call.scale * LOG2_E,
+            *map(gathered_tensor, (call.q, call.k, call.v)), *plan.tables, *plan.placement,
+            gathered_tensor(output), lse2, plan.dropout, *plan.shape, call.scale * LOG2_E,
             **plan.flags("gathered_forward", "C2P", "P2C", "DROP"),
         )  # fmt: skip
     return output, lse2
@@ -107,7 +107,7 @@ def _query_side(
     if plan.key_form is not None:
         by_row = plan.empty(*q.shape[:3], plan.key_table.shape[1]).zero_()
     kernels.gathered_query_kernel[plan.query_grid](
-        *map(head_tensor, (q, call.k, call.v, d_output)), *plan.tables, *plan.placement, lse2,
+        *map(gathered_tensor, (q, call.k, call.v, d_output)), *plan.tables, *plan.placement, lse2,
         delta, d_q, by_row, plan.dropout, *plan.shape, call.scale * LOG2_E,
         **plan.flags("gathered_query", "C2P", "P2C", "DROP"),
     )  # fmt: skip
@@ -137,8 +137,8 @@ def _key_side(
         shape = (plan.batch, plan.heads, plan.tiles, plan.width, plan.tile, plan.tile)
         band = plan.empty(*shape, dtype=q.dtype).zero_()
     kernels.gathered_key_kernel[plan.grid](
-        *map(head_tensor, (q, k, call.v, d_output)), *plan.tables, *plan.placement, lse2, delta,
-        head_tensor(d_v), d_k_part, band, k_sums, plan.dropout, *plan.shape, plan.width,
+        *map(gathered_tensor, (q, k, call.v, d_output)), *plan.tables, *plan.placement, lse2, delta,
+        gathered_tensor(d_v), d_k_part, band, k_sums, plan.dropout, *plan.shape, plan.width,
         call.scale * LOG2_E, **plan.flags("gathered_key", "C2P", "P2C", "DROP"),
     )  # fmt: skip
     if plan.query_form is None:

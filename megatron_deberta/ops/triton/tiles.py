@@ -31,8 +31,8 @@ class HeadTensor(NamedTuple):
     pointer: Tensor
     batch_stride: int
     head_stride: int
-    row_stride: tl.constexpr
-    """Elements between positions; a compile-time constant."""
+    row_stride: int | tl.constexpr
+    """Elements between positions; a compile-time constant except for gathered queries' kernels."""
 
 
 class DropoutArguments(NamedTuple):
@@ -52,6 +52,11 @@ def head_tensor(x: Tensor) -> HeadTensor:
     """Describe a tensor whose last dimension is contiguous to a kernel."""
     batch_stride, head_stride, row_stride, _ = x.stride()
     return HeadTensor(x, batch_stride, head_stride, tl.constexpr(row_stride))
+
+
+def gathered_tensor(x: Tensor) -> HeadTensor:
+    """As ``head_tensor`` with a run-time row stride, with which fewer gathered kernels spill."""
+    return HeadTensor(x, *x.stride()[:3])
 
 
 @triton.jit
