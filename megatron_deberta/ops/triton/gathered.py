@@ -28,7 +28,6 @@ from megatron_deberta.ops.triton.tiles import (
     dot,
     head_pointer,
     load_rows,
-    load_vector,
     program_tile,
     store_rows,
     table_product,
