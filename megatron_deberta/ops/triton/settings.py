@@ -47,7 +47,7 @@ LAUNCH: dict[tuple[str, int], LaunchSetting] = {
     # Gathered queries are few, and their tiles take many registers.
     ("gathered_forward", 32): LaunchSetting(4, 1),
     ("gathered_query", 32): LaunchSetting(8, 1),
-    ("gathered_key", 32): LaunchSetting(4, 1),
+    ("gathered_key", 32): LaunchSetting(8, 1),
     ("gathered_key", 16): LaunchSetting(1, 1),
 }
 """By kernel and tile size. Default: two stages, and a warp per 16 rows of a tile."""
@@ -57,10 +57,7 @@ WIDE_HEAD = 128
 do not hold all their sums: near tiles pass their probabilities on in the band, far ones are
 computed twice."""
 
-WIDE = {
-    ("forward", 32): LaunchSetting(4, 2),
-    ("gathered_key", 32): LaunchSetting(8, 1),
-}
+WIDE = {("forward", 32): LaunchSetting(4, 2)}
 """Overrides for such heads, which need the registers of more warps."""
 
 BLACKWELL = {("forward", 64): LaunchSetting(4, 1)}
