@@ -5,10 +5,13 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import pytest
+
 from megatron_deberta.cli.main import main
 from tests.faults.formats import prepare_sentences, run_format
 
 
+@pytest.mark.slow
 def test_segment_pairs_learn_and_resume(tmp_path: Path) -> None:
     run = prepare_sentences(tmp_path)
     kill_at = random.randint(8, 50)

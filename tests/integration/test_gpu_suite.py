@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 SUITE = [sys.executable, "-m", "benchmarks.gpu.suite"]
 PARTS = ("attention", "parity", "train", "step", "peers", "learn")
@@ -15,6 +17,7 @@ def run(folder, *arguments):
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
 
 
+@pytest.mark.slow
 def test_every_part_runs_and_is_right(tmp_path):
     done = run(tmp_path, "--device", "cpu", "--small", "--minutes", "20")
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]

@@ -63,6 +63,7 @@ def assert_same_losses(run: SubmittedRun, unbroken: SubmittedRun) -> None:
     assert ours == losses(unbroken.run_dir)[: len(ours)]
 
 
+@pytest.mark.slow
 def test_node_dies_and_the_others_finish(runs: Runs, cluster: VirtualCluster) -> None:
     run = runs.killed
     # Beyond the first checkpoint, so that there is something to continue from.

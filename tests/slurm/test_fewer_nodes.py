@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from megatron_deberta.checkpoint.layout import committed_steps
 from tests.slurm.chains import command, submit
 from tests.slurm.virtual_cluster import VirtualCluster
@@ -16,6 +18,7 @@ RUN = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_run_continues_on_the_remaining_node(
     cluster: VirtualCluster, run_yaml: Path, tmp_path: Path
 ) -> None:

@@ -32,6 +32,7 @@ def small_disk(cluster: VirtualCluster, tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
+@pytest.mark.slow
 def test_a_job_leaves_a_node_whose_disk_is_full(
     cluster: VirtualCluster, run_yaml: Path, tmp_path: Path, small_disk: Path
 ) -> None:

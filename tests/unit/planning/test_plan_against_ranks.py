@@ -34,6 +34,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES["tiny"])
 def test_ranks_are_what_was_planned(result: dict[str, Any], case: str) -> None:
     check_case(result, case)
