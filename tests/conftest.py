@@ -16,22 +16,17 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-STARTING_JOBS = {"slurm", "faults", "integration"}
-"""Folders whose tests start whole jobs, with time-outs."""
-
-
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keep a file's tests on one pytest-xdist worker, and run at most one job at a time.
+    """Keep a file's tests, and all tests of the virtual SLURM cluster, on one pytest-xdist worker.
 
-    The tests of a file share fixtures. Those that start jobs share one worker, so that their
-    time-outs see one other test beside them at most.
+    They share fixtures.
     """
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             path = nodeid.split("::", 1)[0]
-            return "jobs" if path.split("/")[1] in STARTING_JOBS else path
+            return "tests/slurm" if path.startswith("tests/slurm/") else path
 
     return Scheduling(config, log)

@@ -1,8 +1,11 @@
 #!/usr/bin/env python3
-"""Gather real English text that every machine with Python has, one JSON document a line.
+"""Gather English prose that every machine with Python has, as JSON Lines.
 
-Python's documentation topics and the docstrings of the standard library and of installed packages,
-one document a module, each docstring once. What the quickstart trains on where no text is given.
+Sources are Python's documentation topics and the docstrings and comments of the standard library
+and of installed packages. Only paragraphs of plain sentences are kept: no code, signatures, lists
+of names, links or markup. A document holds the paragraphs of one module. A paragraph is left out
+if it repeats an earlier one, or a run of 30 words of an earlier one, so that documents held out
+for validation share no long passage with training.
 
     tools/gather_machine_text.py --output text.jsonl --max-mb 8
 """
@@ -10,52 +13,90 @@ one document a module, each docstring once. What the quickstart trains on where 
 from __future__ import annotations
 
 import argparse
-import ast
 import json
 import os
 import re
 import sys
 import sysconfig
-import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
 
-MIN_CHARACTERS = 200
-"""Shorter docstrings say little that is English."""
-BROKEN = re.compile("[\0\ud800-\udfff]")
-"""What no text holds: NUL and lone surrogates."""
+RUN_WORDS = 30
+"""No two paragraphs share a run of this many words."""
+MIN_WORDS = 8
+DOCSTRING = re.compile(r'"""(.*?)"""|\'\'\'(.*?)\'\'\'', re.DOTALL)
+COMMENTS = re.compile(r"(?:^[ \t]*#(?!!).*\n)+", re.MULTILINE)
+BLANK_LINE = re.compile(r"\n[ \t]*\n")
+LIST_MARKER = re.compile(r"^\s*(?:[-*•]|\d+[.)]|\.\. \w+::(?: [\d.]+)?)\s+", re.MULTILINE)
+MARKUP = (
+    (re.compile(r":(?:\w+:)+`[~.]?([^`<]*?)(?:\s*<[^>]*>)?`"), r"\1"),  # :class:`Name`
+    (re.compile(r"``?([^`]+)``?"), r"\1"),
+    (re.compile(r"\*\*?([^*\s][^*]*)\*\*?"), r"\1"),
+)
+NOT_PROSE = re.compile(
+    r"[][{}<>=\\_|@#$%^*~/`+]|::|\.\.|https?:|\w\(|\(\)|\w\.\w|[a-z][A-Z]|--|[^\x20-\x7e’“”é]"
+)
+WORD = re.compile(r"[\"'“(]?[A-Za-z]+(?:['’-][A-Za-z]+)*[\"'”)]?[.,;:?!]?[\"”)]?")
+SENTENCES = re.compile(r"[\"“(]?[A-Z].*[.?!][\"”)]?", re.DOTALL)
 
 
-def module_docstrings(path: Path) -> Iterator[str]:
-    """Yield the docstrings of a Python file, of modules, classes and functions alike."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # other people's escape sequences
-            tree = ast.parse(path.read_text(encoding="utf-8"))
-    except (SyntaxError, ValueError, OSError, RecursionError):
-        return  # test data of other packages holds files that are broken on purpose
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            text = ast.get_docstring(node)
-            if text is not None and len(text) >= MIN_CHARACTERS and not BROKEN.search(text):
-                yield text
+def clean_prose(paragraph: str) -> str | None:
+    """Return the paragraph on one line without markup; ``None`` if it is not plain sentences."""
+    for pattern, replacement in MARKUP:
+        paragraph = pattern.sub(replacement, paragraph)
+    if NOT_PROSE.search(paragraph.replace("\n", " ").replace("\t", " ")):
+        return None
+    words = paragraph.split()
+    text = " ".join(words)
+    if len(words) < MIN_WORDS or not SENTENCES.fullmatch(text):
+        return None
+    plain = [word for word in words if WORD.fullmatch(word)]
+    lower = [word for word in plain if word.islower()]
+    if len(plain) < 0.95 * len(words) or len(lower) < 0.75 * len(words):
+        return None
+    return text
+
+
+def module_texts(source: str) -> Iterator[str]:
+    """Yield the text of each docstring and block of comments of a Python file."""
+    for match in DOCSTRING.finditer(source):
+        yield match[1] or match[2] or ""
+    for match in COMMENTS.finditer(source):
+        yield re.sub(r"^[ \t]*#+ ?", "", match[0], flags=re.MULTILINE)
+
+
+def sources() -> Iterator[Iterable[str]]:
+    """Yield the texts of each topic and module, in an order that does not change."""
+    for name in sorted(topics):
+        yield [topics[name]]
+    stdlib, packages = sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")
+    for root in (stdlib, packages):
+        for path in sorted(Path(root).rglob("*.py")):
+            if root == packages or "site-packages" not in path.parts:
+                yield module_texts(path.read_text(encoding="utf-8", errors="replace"))
 
 
 def documents() -> Iterator[str]:
-    """Yield the topics, then a document a module, in an order that does not change."""
-    for name in sorted(topics):
-        yield topics[name]
-    seen: set[str] = set()
-    roots = [sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")]
-    for root in roots:
-        for path in sorted(Path(root).rglob("*.py")):
-            if "site-packages" in path.parts and root == roots[0]:
-                continue
-            fresh = [text for text in module_docstrings(path) if text not in seen]
-            seen.update(fresh)
-            if fresh:
-                yield "\n\n".join(fresh)
+    """Yield the documents: the new prose of each topic and module, a paragraph per line."""
+    seen: set[int] = set()
+    for texts in sources():
+        paragraphs = []
+        for text in texts:
+            for block in BLANK_LINE.split(text):
+                prose = clean_prose(LIST_MARKER.sub("", block))
+                if prose is None:
+                    continue
+                words = prose.lower().split()
+                runs = {
+                    hash(" ".join(words[start : start + RUN_WORDS]))
+                    for start in range(max(1, len(words) - RUN_WORDS + 1))
+                }
+                if seen.isdisjoint(runs):
+                    paragraphs.append(prose)
+                seen |= runs
+        if paragraphs:
+            yield "\n".join(paragraphs)
 
 
 def main() -> int:
