@@ -96,13 +96,7 @@ def gradients(
     groups = single_process_groups(torch.device(device, 0))
     module = build_model(config, groups, DTYPES[dtype]).module.train()
     batch = make_batch(model).to(device)
-    loss, _ = module(
-        batch.input_ids,
-        batch.attention_mask,
-        batch.masked_positions,
-        batch.labels,
-        seeds=DropoutSeeds(1, 0, batch.sample_index),
-    )
+    loss, _ = module(batch, DropoutSeeds(1, 0, batch.sample_index))
     loss = loss / batch.labels.numel()
     scale = 4096.0 if dtype == "fp16" else 1.0
     (loss * scale).backward()

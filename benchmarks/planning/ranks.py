@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_deberta.config.schema import ModelConfig, RunConfig
+from megatron_deberta.data.batch import Batch
 from megatron_deberta.distributed.parallelize import build_model
 from megatron_deberta.distributed.topology import ProcessGroups, build_grid
 from megatron_deberta.engine.factory import build_engine
@@ -118,18 +119,16 @@ def fake_grid(rank: int, tp_size: int, device: str) -> Iterator[ProcessGroups]:
         os.environ.update(variables)
 
 
-def micro_batch(config: RunConfig, device: str) -> dict[str, Any]:
+def micro_batch(config: RunConfig, device: str) -> tuple[Batch, DropoutSeeds]:
     """Inputs of a full micro batch: no padding, all masks used."""
     rows, length = config.train.micro_batch_size, config.data.sequence_length
     masked = torch.arange(round(config.objective.mask_probability * length), device=device)
     masked = masked.expand(rows, -1).contiguous()
-    return {
-        "input_ids": torch.full((rows, length), 5, device=device),
-        "attention_mask": torch.ones(rows, length, dtype=torch.bool, device=device),
-        "masked_positions": masked,
-        "labels": torch.full_like(masked, 5),
-        "seeds": DropoutSeeds(1, 2, torch.arange(rows, device=device)),
-    }
+    ids = torch.full((rows, length), 5, device=device)
+    samples = torch.arange(rows, device=device)
+    real = torch.ones_like(ids, dtype=torch.bool)
+    batch = Batch(ids, real, masked, torch.full_like(masked, 5), samples)
+    return batch, DropoutSeeds(1, 2, samples)
 
 
 def dry_run(config: RunConfig, rank: int) -> DryRun:
@@ -148,7 +147,7 @@ def dry_run(config: RunConfig, rank: int) -> DryRun:
         )
         module, inputs = model.module.train(), micro_batch(config, "meta")
         with Recorder(groups) as recorder, FlopCounterMode(display=False) as counter:
-            module(**inputs)[0].backward()
+            module(*inputs)[0].backward()
         found.flops = counter.get_total_flops()
         found.collectives = _collectives(recorder)
     return found
@@ -175,7 +174,7 @@ def _peak_bytes(module: torch.nn.Module, inputs: dict[str, Any]) -> int:
     tracker.track_external(module)
     with tracker:
         before = _total(tracker, "current")
-        module(**inputs)[0].backward()
+        module(*inputs)[0].backward()
         return _total(tracker, "peak") - before
 
 
@@ -200,7 +199,7 @@ def engine_step(config: RunConfig, rank: int) -> dict[str, dict[str, int]]:
                 with Recorder(groups) as recorder:
                     unit = config.train.micro_batch_size * groups.dp_size
                     for _ in range(config.train.global_batch_size // unit):
-                        loss = engine.module(**inputs)[0]
+                        loss = engine.module(*inputs)[0]
                         engine.backward(loss / 1e4)
                     outcome = engine.step(1e-4)
                 assert not outcome.skipped, "gradients overflowed; nothing was gathered"

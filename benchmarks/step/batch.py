@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_deberta.config.schema import ModelConfig
+from megatron_deberta.data.batch import Batch
 
 MASKED_SHARE = 0.15
 
@@ -32,6 +33,11 @@ class StepBatch:
             StepBatch(*part)
             for part in zip(*(column.chunk(parts) for column in columns), strict=True)
         ]
+
+    def unpadded(self) -> Batch:
+        """The rows as our models take them."""
+        real = torch.ones_like(self.input_ids, dtype=torch.bool)
+        return Batch(self.input_ids, real, self.masked_positions, self.labels, self.samples)
 
     def dense_labels(self) -> Tensor:
         """int64 ``[B, N]`` labels as transformers wants them, -100 where there is no target."""

@@ -96,13 +96,7 @@ class Ours:
 
     def loss(self, batch: StepBatch, step: int) -> Tensor:
         """Mean loss of a target, through the model's own objective."""
-        total, *_ = self.model(
-            batch.input_ids,
-            torch.ones_like(batch.input_ids, dtype=torch.bool),
-            batch.masked_positions,
-            batch.labels,
-            seeds=DropoutSeeds(1, step, batch.samples),
-        )
+        total, *_ = self.model(batch.unpadded(), DropoutSeeds(1, step, batch.samples))
         return cast(Tensor, total) / batch.labels.numel()
 
     def eager(self) -> AbstractContextManager[Any]:

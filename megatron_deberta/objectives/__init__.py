@@ -1,5 +1,5 @@
 """Training objectives: models with their loss."""
 
-from megatron_deberta.objectives.mlm import MaskedLanguageModel, TokenLoss
+from megatron_deberta.objectives.mlm import MaskedBatch, MaskedLanguageModel, TokenLoss
 
-__all__ = ["MaskedLanguageModel", "TokenLoss"]
+__all__ = ["MaskedBatch", "MaskedLanguageModel", "TokenLoss"]

@@ -2,11 +2,49 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.model import DebertaForPretraining, DropoutSeeds
+
+
+class MaskedBatch(Protocol):
+    """A micro batch of masked rows; `data.batch.Batch` is one and describes the fields."""
+
+    @property
+    def input_ids(self) -> Tensor:
+        """Tokens after masking."""
+
+    @property
+    def attention_mask(self) -> Tensor:
+        """True = token."""
+
+    @property
+    def masked_positions(self) -> Tensor:
+        """Positions to predict."""
+
+    @property
+    def labels(self) -> Tensor:
+        """Original tokens at those positions."""
+
+    @property
+    def document_ids(self) -> Tensor | None:
+        """Packed documents."""
+
+    @property
+    def position_ids(self) -> Tensor | None:
+        """Positions in documents."""
+
+    @property
+    def token_type_ids(self) -> Tensor | None:
+        """Segments of pairs."""
+
+    @property
+    def next_sentence_labels(self) -> Tensor | None:
+        """0 = is next, 1 = is random."""
 
 
 class TokenLoss(nn.Module):
@@ -43,31 +81,12 @@ class MaskedLanguageModel(DebertaForPretraining):
         super()._build_heads(config)
         self.token_loss = TokenLoss()
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        masked_positions: Tensor,
-        labels: Tensor,
-        position_ids: Tensor | None = None,
-        document_ids: Tensor | None = None,
-        seeds: DropoutSeeds | None = None,
-        token_type_ids: Tensor | None = None,
-        next_sentence_labels: Tensor | None = None,
-    ) -> tuple[Tensor, ...]:
+    def forward(self, batch: MaskedBatch, seeds: DropoutSeeds | None = None) -> tuple[Tensor, ...]:
         """Compute the losses of a micro batch.
 
         Args:
-            input_ids: int64 ``[B, N]`` tokens after masking.
-            attention_mask: bool ``[B, N]``, True = token.
-            masked_positions: int64 ``[B, M]`` positions to predict, -1 = padding.
-            labels: int64 ``[B, M]`` original tokens at those positions, -100 = padding.
-            position_ids: int64 ``[B, N]`` or None.
-            document_ids: int64 ``[B, N]`` or None.
+            batch: on the model's device.
             seeds: dropout keys; None: no dropout.
-            token_type_ids: int64 ``[B, N]`` or None.
-            next_sentence_labels: int64 ``[B]``, 0 = is next, 1 = is random, -100 = not scored;
-                None: rows are not pairs.
 
         Returns:
             fp32 scalar, the **sum** of the losses in nats, and int64 scalar, the number of correct
@@ -75,18 +94,20 @@ class MaskedLanguageModel(DebertaForPretraining):
             number of labels of the global batch.
         """
         decoded, pair_logits = self.decode(
-            input_ids,
-            attention_mask,
-            masked_positions,
-            position_ids,
-            document_ids,
+            batch.input_ids,
+            batch.attention_mask,
+            batch.masked_positions,
+            batch.position_ids,
+            batch.document_ids,
             seeds,
-            token_type_ids,
+            batch.token_type_ids,
         )
+        weight, labels = self.embeddings.token.weight, batch.labels.flatten()
         sums: tuple[Tensor, Tensor] = self.head(
-            decoded.flatten(0, 1), self.embeddings.token.weight, self.token_loss, labels.flatten()
+            decoded.flatten(0, 1), weight, self.token_loss, labels
         )
-        if next_sentence_labels is None or pair_logits is None:
+        is_random = batch.next_sentence_labels
+        if is_random is None or pair_logits is None:
             return sums
-        pair_loss = F.cross_entropy(pair_logits.float(), next_sentence_labels, reduction="sum")
-        return (*sums, pair_loss, (pair_logits.argmax(-1) == next_sentence_labels).sum())
+        pair_loss = F.cross_entropy(pair_logits.float(), is_random, reduction="sum")
+        return (*sums, pair_loss, (pair_logits.argmax(-1) == is_random).sum())

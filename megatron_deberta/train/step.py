@@ -47,21 +47,7 @@ def forward(module: nn.Module, batch: Batch, seeds: DropoutSeeds | None = None) 
         batch: on the model's device.
         seeds: dropout seeds; None disables dropout.
     """
-    pairs: dict[str, Tensor] = {}
-    if batch.token_type_ids is not None and batch.next_sentence_labels is not None:
-        pairs["token_type_ids"] = batch.token_type_ids
-        pairs["next_sentence_labels"] = batch.next_sentence_labels
-    sums = module(
-        batch.input_ids,
-        batch.attention_mask,
-        batch.masked_positions,
-        batch.labels,
-        position_ids=batch.position_ids,
-        document_ids=batch.document_ids,
-        seeds=seeds,
-        **pairs,
-    )
-    return Sums(*sums)
+    return Sums(*module(batch, seeds))
 
 
 def sum_over_batch_ranks(numbers: Tensor, groups: ProcessGroups) -> Tensor:

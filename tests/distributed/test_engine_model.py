@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from megatron_deberta.config.schema import ModelConfig, ParallelConfig, RunConfig
+from megatron_deberta.data.batch import Batch
 from megatron_deberta.distributed.parallelize import build_model
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.engine import deepspeed_config
@@ -33,7 +34,7 @@ MODEL = ModelConfig(
 )
 
 
-def batch(step: int, index: int, groups: ProcessGroups) -> dict[str, Any]:
+def batch(step: int, index: int, groups: ProcessGroups) -> tuple[Batch, DropoutSeeds]:
     generator = torch.Generator().manual_seed(1000 * step + 10 * index + groups.dp_rank)
     ids = torch.randint(4, MODEL.vocab_size, (2, 16), generator=generator)
     mask = torch.ones(2, 16, dtype=torch.bool)
@@ -41,13 +42,9 @@ def batch(step: int, index: int, groups: ProcessGroups) -> dict[str, Any]:
     picked = torch.tensor([[0, 5, 9, 15], [3, 4, 10, -1]])
     labels = torch.where(picked >= 0, ids.gather(1, picked.clamp(min=0)), -100)
     row = groups.dp_rank + groups.dp_size * (index + MICRO_BATCHES * step)
-    return {
-        "input_ids": ids.masked_fill(~mask, 0),
-        "attention_mask": mask,
-        "masked_positions": picked,
-        "labels": labels,
-        "seeds": DropoutSeeds(7, step, torch.arange(2) + 2 * row),
-    }
+    samples = torch.arange(2) + 2 * row
+    batch = Batch(ids.masked_fill(~mask, 0), mask, picked, labels, samples)
+    return batch, DropoutSeeds(7, step, samples)
 
 
 def trained(
@@ -68,7 +65,7 @@ def trained(
     # gradients differ, and Adam makes whole steps of small gradients.
     for step in range(1 if dtype == "fp16" else 3):
         for index in range(MICRO_BATCHES):
-            loss, _ = engine.module(**batch(step, index, groups))
+            loss, _ = engine.module(*batch(step, index, groups))
             engine.backward(loss / 14)
         history.append((loss.item(), engine.step(1e-3).grad_norm))
     result = states(engine)

@@ -23,6 +23,7 @@ from megatron_deberta.config.schema import (
     RunConfig,
     TrainConfig,
 )
+from megatron_deberta.data.batch import Batch
 from megatron_deberta.distributed.parallelize import ParameterSpec, build_model
 from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.engine import deepspeed_config
@@ -74,38 +75,32 @@ MODELS |= {
 class EncoderProbe(DebertaBackbone):
     """The plain encoder, every layer on the token sequence, under a made-up loss."""
 
-    def forward(
-        self, input_ids: Tensor, attention_mask: Tensor, seeds: DropoutSeeds | None, **_: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        hidden = self.encode(input_ids, attention_mask, seeds=seeds)
+    def forward(self, batch: Batch, seeds: DropoutSeeds | None) -> tuple[Tensor, Tensor]:
+        hidden = self.encode(batch.input_ids, batch.attention_mask, seeds=seeds)
         weights = torch.linspace(-1, 1, hidden.size(-1), dtype=hidden.dtype)
-        real = attention_mask.unsqueeze(-1)
-        return (torch.sin(hidden * weights) * real).sum(), attention_mask.sum()
+        real = batch.attention_mask.unsqueeze(-1)
+        return (torch.sin(hidden * weights) * real).sum(), batch.attention_mask.sum()
 
 
-def make_batch(documents: bool, pairs: bool = False) -> dict[str, Any]:
+def make_batch(documents: bool, pairs: bool = False) -> tuple[Batch, DropoutSeeds]:
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(4, BASE.vocab_size, (2, 16), generator=generator)
     mask = torch.ones(2, 16, dtype=torch.bool)
     mask[1, 11:] = False
     picked = torch.tensor([[0, 5, 9, 15], [3, 4, 10, -1]])
     labels = torch.where(picked >= 0, ids.gather(1, picked.clamp(min=0)), -100)
-    batch: dict[str, Any] = {
-        "input_ids": ids.masked_fill(~mask, 0),
-        "attention_mask": mask,
-        "masked_positions": picked,
-        "labels": labels,
-        "seeds": DropoutSeeds(11, 5, torch.tensor([100, 2**40])),
-    }
+    samples = torch.tensor([100, 2**40])
+    optional = {}
     if documents:
         edges = torch.tensor([[6], [4]])
         place = torch.arange(16).expand(2, 16)
-        batch["document_ids"] = (place >= edges).long()
-        batch["position_ids"] = torch.where(place >= edges, place - edges, place)
+        optional["document_ids"] = (place >= edges).long()
+        optional["position_ids"] = torch.where(place >= edges, place - edges, place)
     if pairs:
-        batch["token_type_ids"] = (torch.arange(16) > 7).long().expand(2, 16)
-        batch["next_sentence_labels"] = torch.tensor([1, 0])
-    return batch
+        optional["token_type_ids"] = (torch.arange(16) > 7).long().expand(2, 16)
+        optional["next_sentence_labels"] = torch.tensor([1, 0])
+    batch = Batch(ids.masked_fill(~mask, 0), mask, picked, labels, samples, **optional)
+    return batch, DropoutSeeds(11, 5, samples)
 
 
 def run_layout(rank: int, config: RunConfig, probe: bool, documents: bool) -> dict[str, Any]:
@@ -122,7 +117,7 @@ def run_layout(rank: int, config: RunConfig, probe: bool, documents: bool) -> di
     # Where the fused functions stand is what matters here; compiling them takes seconds a shape.
     torch.compiler.set_stance("force_eager")
     pairs = config.model.next_sentence_head
-    sums = sharded.module(**make_batch(documents, pairs))
+    sums = sharded.module(*make_batch(documents, pairs))
     loss, count = (sums[0] + sums[2], sums[1] + sums[3]) if pairs else sums
     loss.backward()
     gradients = {
@@ -217,7 +212,7 @@ def encoder_moments(rank: int, config: RunConfig) -> dict[str, tuple[ParameterSp
     model.module.train()
     torch.compiler.set_stance("force_eager")
     engine = build_engine(config, model.module, model.specs, groups)
-    engine.backward(engine.module(**make_batch(documents=False))[0])
+    engine.backward(engine.module(*make_batch(documents=False))[0])
     assert not engine.step(1e-3).skipped
     found = {
         name: (model.specs[name], model.specs[name].true_part(state.exp_avg).clone())

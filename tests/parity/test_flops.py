@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.planning.ranks import reference_extra
 from megatron_deberta.config import ModelConfig
+from megatron_deberta.data.batch import Batch
 from megatron_deberta.model import RuntimeOptions
 from megatron_deberta.model.flops import forward_flops, recomputed_flops, training_flops_per_token
 from megatron_deberta.objectives import MaskedLanguageModel
@@ -55,15 +56,16 @@ def reference_excess(model: ModelConfig, length: int) -> float:
     return sum(reference_extra(model, length, MASKED_SHARE))
 
 
-def batch(length: int) -> dict[str, Any]:
+def batch(length: int) -> Batch:
     generator = torch.Generator().manual_seed(length)
     masked = torch.arange(0, length, round(1 / MASKED_SHARE)).expand(ROWS, -1)
-    return {
-        "input_ids": torch.randint(5, 131, (ROWS, length), generator=generator),
-        "attention_mask": torch.ones(ROWS, length, dtype=torch.bool),
-        "masked_positions": masked,
-        "labels": torch.randint(5, 131, masked.shape, generator=generator),
-    }
+    return Batch(
+        input_ids=torch.randint(5, 131, (ROWS, length), generator=generator),
+        attention_mask=torch.ones(ROWS, length, dtype=torch.bool),
+        masked_positions=masked,
+        labels=torch.randint(5, 131, masked.shape, generator=generator),
+        sample_index=torch.arange(ROWS),
+    )
 
 
 def counted(model: ModelConfig, length: int, recompute: Any) -> tuple[float, float]:
@@ -72,7 +74,7 @@ def counted(model: ModelConfig, length: int, recompute: Any) -> tuple[float, flo
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, std=0.05)
     with FlopCounterMode(display=False) as counter:
-        loss, _ = module(**batch(length))
+        loss, _ = module(batch(length))
         forward = counter.get_total_flops()
         loss.backward()
     return forward / (ROWS * length), counter.get_total_flops() / (ROWS * length)

@@ -9,6 +9,7 @@ import torch
 from transformers import DebertaV2ForMaskedLM
 
 from megatron_deberta.config.schema import ModelConfig
+from megatron_deberta.data.batch import Batch
 from megatron_deberta.model import RuntimeOptions
 from megatron_deberta.model.tp_hooks import TokenLayout
 from megatron_deberta.objectives import MaskedLanguageModel
@@ -50,7 +51,7 @@ VARIANTS = {
 }
 
 
-def make_batch(config: ModelConfig, length: int, padded: bool) -> dict[str, torch.Tensor]:
+def make_batch(config: ModelConfig, length: int, padded: bool) -> Batch:
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(4, config.vocab_size, (3, length), generator=generator)
     mask = torch.ones(3, length, dtype=torch.bool)
@@ -60,12 +61,7 @@ def make_batch(config: ModelConfig, length: int, padded: bool) -> dict[str, torc
         ids = ids.masked_fill(~mask, 0)
     selected = torch.tensor([[0, 3, 7], [1, 4, -1], [2, -1, -1]])
     labels = torch.where(selected >= 0, ids.gather(1, selected.clamp(min=0)), -100)
-    return {
-        "input_ids": ids,
-        "attention_mask": mask,
-        "masked_positions": selected,
-        "labels": labels,
-    }
+    return Batch(ids, mask, selected, labels, sample_index=torch.arange(3))
 
 
 @pytest.mark.parametrize(
@@ -80,23 +76,23 @@ def test_outputs_and_gradients(variant: str, length: int, padded: bool, backend:
     copy_from_stock(ours, stock)
     batch = make_batch(config, length, padded)
 
-    real = batch["attention_mask"].unsqueeze(-1)
-    encoded = ours.encode(batch["input_ids"], batch["attention_mask"])
-    stock_encoded = stock.deberta(batch["input_ids"], batch["attention_mask"].long())[0]
+    real = batch.attention_mask.unsqueeze(-1)
+    encoded = ours.encode(batch.input_ids, batch.attention_mask)
+    stock_encoded = stock.deberta(batch.input_ids, batch.attention_mask.long())[0]
     torch.testing.assert_close(encoded * real, stock_encoded * real, **FP32_MODEL)
 
-    full_labels = torch.full_like(batch["input_ids"], -100)
+    full_labels = torch.full_like(batch.input_ids, -100)
     for row, column, label in zip(
-        *torch.where(batch["masked_positions"] >= 0),
-        batch["labels"][batch["masked_positions"] >= 0],
+        *torch.where(batch.masked_positions >= 0),
+        batch.labels[batch.masked_positions >= 0],
         strict=True,
     ):
-        full_labels[row, batch["masked_positions"][row, column]] = label
-    out = stock(batch["input_ids"], batch["attention_mask"].long(), labels=full_labels)
-    loss, _ = ours(**batch)
-    count = (batch["labels"] >= 0).sum()
+        full_labels[row, batch.masked_positions[row, column]] = label
+    out = stock(batch.input_ids, batch.attention_mask.long(), labels=full_labels)
+    loss, _ = ours(batch)
+    count = (batch.labels >= 0).sum()
     torch.testing.assert_close(loss / count, out.loss, **FP32_MODEL)
-    logits = ours.logits(batch["input_ids"], batch["attention_mask"])
+    logits = ours.logits(batch.input_ids, batch.attention_mask)
     torch.testing.assert_close(logits * real, out.logits * real, **FP32_MODEL)
 
     (loss / count).backward()
@@ -128,11 +124,11 @@ def test_mask_decoder_built_from_stock_layers(variant: str, backend: str) -> Non
 
     encoder = stock.deberta.encoder
     states = stock.deberta(
-        batch["input_ids"], batch["attention_mask"].long(), output_hidden_states=True
+        batch.input_ids, batch.attention_mask.long(), output_hidden_states=True
     ).hidden_states
     hidden = states[-2]
     query = hidden + position_table[: hidden.size(1)]
-    extended = encoder.get_attention_mask(batch["attention_mask"].long())
+    extended = encoder.get_attention_mask(batch.attention_mask.long())
     relative = encoder.get_rel_pos(hidden)
     table = encoder.get_rel_embedding()
     for _ in range(2):
@@ -140,15 +136,15 @@ def test_mask_decoder_built_from_stock_layers(variant: str, backend: str) -> Non
             hidden, extended, query_states=query, relative_pos=relative, rel_embeddings=table
         )[0]
     logits = stock.cls(query)
-    valid = batch["masked_positions"] >= 0
+    valid = batch.masked_positions >= 0
     rows = torch.where(valid)[0]
-    selected = logits[rows, batch["masked_positions"][valid]]
-    expected = torch.nn.functional.cross_entropy(selected, batch["labels"][valid], reduction="sum")
+    selected = logits[rows, batch.masked_positions[valid]]
+    expected = torch.nn.functional.cross_entropy(selected, batch.labels[valid], reduction="sum")
 
-    loss, _ = ours(**batch)
+    loss, _ = ours(batch)
     torch.testing.assert_close(loss, expected, **FP32_MODEL)
-    everywhere = ours.logits(batch["input_ids"], batch["attention_mask"])
-    real = batch["attention_mask"].unsqueeze(-1)
+    everywhere = ours.logits(batch.input_ids, batch.attention_mask)
+    real = batch.attention_mask.unsqueeze(-1)
     torch.testing.assert_close(everywhere * real, logits * real, **FP32_MODEL)
 
     loss.backward()

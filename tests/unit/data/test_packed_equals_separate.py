@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_deberta.config.schema import DataConfig, ModelConfig, RunConfig, TrainConfig
+from megatron_deberta.data.batch import Batch
 from megatron_deberta.data.build import build_loaders
 from megatron_deberta.model.weight_init import fill_initial
 from megatron_deberta.objectives import MaskedLanguageModel
@@ -56,14 +57,7 @@ def test_packed_rows_equal_separate_documents(model, write_shard, random_documen
                 batch.position_ids,
                 batch.document_ids,
             )
-            loss, right = model(
-                batch.input_ids,
-                batch.attention_mask,
-                batch.masked_positions,
-                batch.labels,
-                position_ids=batch.position_ids,
-                document_ids=batch.document_ids,
-            )
+            loss, right = model(batch)
         alone_loss, alone_right = 0.0, 0
         for row in range(batch.input_ids.size(0)):
             real = batch.attention_mask[row]
@@ -81,7 +75,7 @@ def test_packed_rows_equal_separate_documents(model, write_shard, random_documen
                 real_tokens = torch.ones_like(ids, dtype=torch.bool)
                 with torch.no_grad():
                     alone = model.masked_logits(ids, real_tokens, at)
-                    one_loss, one_right = model(ids, real_tokens, at, labels)
+                    one_loss, one_right = model(Batch(ids, real_tokens, at, labels, labels[:, 0]))
                 torch.testing.assert_close(alone[0], packed[row, inside], rtol=1e-9, atol=1e-9)
                 alone_loss, alone_right = alone_loss + one_loss.item(), alone_right + one_right
                 compared += int(inside.sum())

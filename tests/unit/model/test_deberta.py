@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_deberta.config.schema import ModelConfig
+from megatron_deberta.data.batch import Batch
 from megatron_deberta.model import DropoutSeeds, RuntimeOptions
 from megatron_deberta.objectives import MaskedLanguageModel
 from tests.support.stock_weights import randomize
@@ -76,7 +77,8 @@ def test_logits_at_selected_positions() -> None:
 
 def loss(model: MaskedLanguageModel, seeds: DropoutSeeds | None, ids: torch.Tensor) -> Any:
     selected = torch.tensor([[1, 5]]).expand(ids.size(0), 2)
-    return model(ids, real(ids), selected, ids.gather(1, selected), seeds=seeds)[0]
+    batch = Batch(ids, real(ids), selected, ids.gather(1, selected), torch.arange(ids.size(0)))
+    return model(batch, seeds)[0]
 
 
 def test_dropout_is_a_function_of_sample_step_and_seed() -> None:

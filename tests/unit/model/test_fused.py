@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megatron_deberta.config.schema import ModelConfig
+from megatron_deberta.data.batch import Batch
 from megatron_deberta.model import DropoutSeeds, RuntimeOptions
 from megatron_deberta.model.dropout import Dropout, DropoutExecution
 from megatron_deberta.model.fused import (
@@ -119,7 +120,8 @@ def gradients(config: ModelConfig, recompute: Any, *, fuse: bool) -> dict[str, T
     randomize(model)
     ids = torch.randint(4, 67, (2, 16), generator=torch.Generator().manual_seed(2))
     selected = torch.arange(16).expand(2, 16)
-    loss = model.train()(ids, torch.ones_like(ids, dtype=torch.bool), selected, ids, seeds=SEEDS)[0]
+    batch = Batch(ids, torch.ones_like(ids, dtype=torch.bool), selected, ids, SEEDS.samples)
+    loss = model.train()(batch, SEEDS)[0]
     loss.backward()
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {"loss": loss.detach(), **found}

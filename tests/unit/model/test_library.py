@@ -10,6 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megatron_deberta import DebertaConfig, DebertaForMaskedLM, DebertaModel
+from megatron_deberta.data.batch import Batch
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.model import RuntimeOptions
 from megatron_deberta.objectives import MaskedLanguageModel
@@ -95,7 +96,8 @@ def test_loss_and_logits_agree_with_the_pretraining_objective() -> None:
     out = model(IDS, labels=labels)
     assert out.logits.shape == (2, 12, 67)
     assert model(IDS).loss is None
-    total, _ = objective(IDS, torch.ones_like(IDS).bool(), positions, targets)
+    batch = Batch(IDS, torch.ones_like(IDS).bool(), positions, targets, torch.arange(2))
+    total, _ = objective(batch)
     torch.testing.assert_close(out.loss, total / 4)
 
 

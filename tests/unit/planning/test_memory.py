@@ -22,6 +22,7 @@ from megatron_deberta.config import (
     TrainConfig,
     load_config,
 )
+from megatron_deberta.data.batch import Batch
 from megatron_deberta.distributed.parallelize import build_model
 from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.engine.factory import build_engine
@@ -63,28 +64,24 @@ def run_config(model: ModelConfig, recompute: Any, dtype: Any = "fp32") -> RunCo
     return replace(config, data=replace(config.data, sequence_length=128))
 
 
-def batch(config: RunConfig) -> dict[str, Any]:
+def batch(config: RunConfig) -> tuple[Batch, DropoutSeeds]:
     rows, length = config.train.micro_batch_size, config.data.sequence_length
     masked = torch.arange(round(0.15 * length)).expand(rows, -1).contiguous()
-    return {
-        "input_ids": torch.randint(5, config.model.vocab_size, (rows, length)),
-        "attention_mask": torch.ones(rows, length, dtype=torch.bool),
-        "masked_positions": masked,
-        "labels": masked + 5,
-        "seeds": DropoutSeeds(1, 2, torch.arange(rows)),
-    }
+    ids = torch.randint(5, config.model.vocab_size, (rows, length))
+    real, samples = torch.ones(rows, length, dtype=torch.bool), torch.arange(rows)
+    return Batch(ids, real, masked, masked + 5, samples), DropoutSeeds(1, 2, samples)
 
 
 def measured(config: RunConfig) -> int:
     """Peak bytes of forward and backward beyond weights and the gradients of a micro batch."""
     module = build_model(config, GROUPS).module.train()
     inputs = batch(config)
-    module(**inputs)[0].backward()
+    module(*inputs)[0].backward()
     tracker = MemTracker()
     tracker.track_external(module)
     with tracker:
         before = total(tracker, "current")
-        module(**inputs)[0].backward()
+        module(*inputs)[0].backward()
         return total(tracker, "peak") - before
 
 
@@ -113,7 +110,7 @@ def states_of(dtype: str, stage: int) -> tuple[int, int]:
     before = tensor_bytes()
     model = build_model(config, GROUPS, DTYPES[dtype])
     engine = build_engine(config, model.module, model.specs, GROUPS)
-    engine.backward(engine.module(**batch(config))[0] / 100)
+    engine.backward(engine.module(*batch(config))[0] / 100)
     alive = tensor_bytes() - before
     engine.destroy()
     estimate = estimate_memory(config, 1, attention="chunked", device_type="cpu")

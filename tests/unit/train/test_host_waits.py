@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from megatron_deberta.config import ModelConfig, ParallelConfig, RunConfig
+from megatron_deberta.data.batch import Batch
 from megatron_deberta.distributed.parallelize import build_model
 from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.model import DropoutSeeds
@@ -30,16 +31,12 @@ MODEL = ModelConfig(
 )
 
 
-def fake_batch(device: torch.device, documents: bool) -> dict[str, Any]:
+def fake_batch(device: torch.device, documents: bool) -> tuple[Batch, DropoutSeeds]:
     zeros = torch.zeros(2, 16, dtype=torch.int64, device=device)
-    batch: dict[str, Any] = {
-        "input_ids": zeros,
-        "attention_mask": zeros.bool(),
-        "masked_positions": zeros[:, :3],
-        "labels": zeros[:, :3],
-        "seeds": DropoutSeeds(1, 2, zeros[:, 0]),
-    }
-    return batch | ({"document_ids": zeros, "position_ids": zeros} if documents else {})
+    batch = Batch(zeros, zeros.bool(), zeros[:, :3], zeros[:, :3], sample_index=zeros[:, 0])
+    if documents:
+        batch = replace(batch, document_ids=zeros, position_ids=zeros)
+    return batch, DropoutSeeds(1, 2, zeros[:, 0])
 
 
 @pytest.mark.parametrize("documents", [False, True], ids=["row", "documents"])
@@ -48,7 +45,7 @@ def test_a_micro_batch_never_waits(recompute: Any, documents: bool) -> None:
     groups = replace(single_process_groups(torch.device("cpu")), device=torch.device("meta"))
     parallel = ParallelConfig(recompute=recompute, attention_backend="chunked")
     module = build_model(RunConfig(model=MODEL, parallel=parallel), groups, torch.bfloat16).module
-    loss, _ = module.train()(**fake_batch(groups.device, documents))
+    loss, _ = module.train()(*fake_batch(groups.device, documents))
     (loss / 3).backward()
     assert all(parameter.grad is not None for parameter in module.parameters())
     # What the test would see:
