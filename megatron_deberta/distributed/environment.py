@@ -15,31 +15,34 @@ from dataclasses import dataclass
 
 from megatron_deberta.errors import TopologyError
 
+# Range of derived ports, below Linux's ephemeral ports (from 32768)
 _FIRST_PORT, _NUM_PORTS = 12000, 20000
-"""Range of derived ports, below Linux's ephemeral ports (from 32768)."""
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _OPEN_MPI = tuple(
     f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 )
+# Variables of the rank, world size, local rank and local world size, by launcher
 _HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-"""Variables of the rank, world size, local rank and local world size, by launcher."""
 
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """Rank of this process and the address at which the ranks connect."""
+    """Rank of this process and the address at which the ranks connect.
+
+    Attributes:
+        launcher: ``torchrun``, ``srun``, ``mpirun`` or ``none``.
+        master_address: host of rank 0.
+        master_port: port on which rank 0 listens.
+    """
 
     launcher: str
-    """``torchrun``, ``srun``, ``mpirun`` or ``none``."""
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
     master_address: str
-    """Host of rank 0."""
     master_port: int
-    """Port on which rank 0 listens."""
 
     def __post_init__(self) -> None:
         """Check the ranks against the sizes.

@@ -23,21 +23,23 @@ class ProcessGroups:
     """Ranks, sizes and groups of this process.
 
     The groups are None in a single process, where ``torch.distributed`` is not initialised.
+
+    Attributes:
+        rank: global rank, ``dp_rank * tp_size + tp_rank``.
+        tp_rank: tensor-parallel rank.
+        dp_rank: data-parallel rank.
+        tp_group: ranks that split the layers: those with this rank's ``dp_rank``.
+        dp_group: ranks that split the batch: those with this rank's ``tp_rank``.
     """
 
     rank: int
-    """Global rank, ``dp_rank * tp_size + tp_rank``."""
     world_size: int
     tp_rank: int
-    """Tensor-parallel rank."""
     tp_size: int
     dp_rank: int
-    """Data-parallel rank."""
     dp_size: int
     tp_group: ProcessGroup | None
-    """Ranks that split the layers: those with this rank's ``dp_rank``."""
     dp_group: ProcessGroup | None
-    """Ranks that split the batch: those with this rank's ``tp_rank``."""
     device: torch.device
 
 

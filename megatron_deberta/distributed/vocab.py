@@ -24,15 +24,15 @@ from megatron_deberta.distributed.collectives import (
     reduce_scatter_to_sequence_parallel_region,
 )
 
+# Label of a token without a loss
 IGNORED_LABEL = -100
-"""Label of a token without a loss."""
 
+# Logits per chunk, by device type. Small chunks are slow: each updates the gradient of the whole
+# vocabulary.
 _CHUNK_ELEMENTS = {"cpu": 2**25, "cuda": 2**27}
-"""Logits per chunk, by device type. Small chunks are slow: each updates the gradient of the whole
-vocabulary."""
 
+# Scales gradients of logits for fp16 products: they are near 1 / V, where fp16 has few digits
 _FP16_FACTOR = 64.0
-"""Scales gradients of logits for fp16 products: they are near 1 / V, where fp16 has few digits."""
 
 
 def vocab_parallel_embedding(

@@ -18,11 +18,13 @@ class EngineBase:
 
     Attributes:
         module: the model that was passed to the constructor.
+
+    Attributes:
+        _masters: the fp32 tensors that ``_adam`` updates.
     """
 
     _adam: torch.optim.Optimizer
     _masters: Sequence[Tensor]
-    """The fp32 tensors that ``_adam`` updates."""
 
     def __init__(self, config: RunConfig, module: nn.Module, groups: ProcessGroups) -> None:
         self.module = module

@@ -8,14 +8,14 @@ from megatron_deberta.config.rules import batch_arithmetic, check_stage
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.engine.loss_scale import HYSTERESIS
 
+# Bucket of gradients that are reduced together: 200 MB in fp32, allocated twice for overlap
 REDUCE_BUCKET_ELEMENTS = 50_000_000
-"""Bucket of gradients that are reduced together: 200 MB in fp32, allocated twice for overlap."""
 
+# ZeRO-3: parameters with fewer elements are not partitioned
 PERSISTENCE_THRESHOLD = 100_000
-"""ZeRO-3: parameters with fewer elements are not partitioned."""
 
+# ZeRO-3: limit on gathered weights, and the reuse distance below which weights stay gathered
 LIVE_ELEMENTS = 1_000_000_000
-"""ZeRO-3: limit on gathered weights, and the reuse distance below which weights stay gathered."""
 
 
 def deepspeed_config(config: RunConfig, dp_size: int) -> dict[str, Any]:

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from megatron_deberta.engine.optimizer import MOMENTS, set_adam_step
 from megatron_deberta.engine.protocol import ParameterState
 
+# Attributes in which DeepSpeed's ZeRO optimizers keep their partitions of the master weights
 _MASTERS = (
     "fp32_partitioned_groups_flat",  # stage 3
     "single_partition_of_fp32_groups",  # stages 1 and 2
     "fp32_groups_flat_partition",  # stage 1 in bf16 on one data-parallel rank
 )
-"""Attributes in which DeepSpeed's ZeRO optimizers keep their partitions of the master weights."""
 
 
 class ShardedState:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megatron_deberta.distributed.topology import ProcessGroups
 
+# Added to the norm before dividing by it, as in torch and DeepSpeed
 CLIP_EPSILON = 1e-6
-"""Added to the norm before dividing by it, as in torch and DeepSpeed."""
 
 
 def global_grad_norm(gradients: Iterable[tuple[Tensor, bool]], groups: ProcessGroups) -> float:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from megatron_deberta.config.schema import PrecisionConfig
 from megatron_deberta.errors import LossScaleError
 
+# Overflows before the scale is halved
 HYSTERESIS = 2
-"""Overflows before the scale is halved."""
 
 FACTOR = 2.0
 

@@ -14,8 +14,8 @@ from megatron_deberta.config.schema import OptimizerConfig
 
 logger = logging.getLogger(__name__)
 
+# Keys of Adam's moments in an optimizer's state, whichever implementation runs
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Keys of Adam's moments in an optimizer's state, whichever implementation runs."""
 
 
 def decays(name: str) -> bool:

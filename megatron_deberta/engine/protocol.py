@@ -16,26 +16,32 @@ class ParameterState:
 
     All three are fp32 CPU tensors of the parameter's local shape: this rank's tensor-parallel
     shard, not partitioned over data-parallel ranks.
+
+    Attributes:
+        weight: master weight.
+        exp_avg: Adam's first moment; zeros before the first step.
+        exp_avg_sq: Adam's second moment; zeros before the first step.
     """
 
     weight: Tensor
-    """Master weight."""
     exp_avg: Tensor
-    """Adam's first moment; zeros before the first step."""
     exp_avg_sq: Tensor
-    """Adam's second moment; zeros before the first step."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """Result of one optimizer step."""
+    """Result of one optimizer step.
+
+    Attributes:
+        grad_norm: 2-norm of the unscaled gradient of the whole model before clipping; inf if not
+            finite.
+        skipped: True if nothing was updated, because the norm is not finite or above the limit.
+        loss_scale: loss scale of this step; 1 outside fp16.
+    """
 
     grad_norm: float
-    """2-norm of the unscaled gradient of the whole model before clipping; inf if not finite."""
     skipped: bool
-    """True: nothing was updated, because the norm is not finite or above the limit."""
     loss_scale: float
-    """Loss scale of this step; 1 outside fp16."""
 
 
 class ParameterPlacement(Protocol):
@@ -47,11 +53,11 @@ class ParameterPlacement(Protocol):
         ...
 
 
+# Placement by canonical parameter name
 Placements = Mapping[str, ParameterPlacement]
-"""Placement by canonical parameter name."""
 
+# Returns this rank's tensor-parallel shard of a parameter's state, by canonical name
 FetchState = Callable[[str], ParameterState]
-"""Returns this rank's tensor-parallel shard of a parameter's state, by canonical name."""
 
 
 class Engine(Protocol):

@@ -24,34 +24,42 @@ from megatron_deberta.ops import RelativePositions, disentangled_attention
 
 @dataclass(frozen=True)
 class AttentionContext:
-    """Inputs shared by all attention layers of one forward pass."""
+    """Inputs shared by all attention layers of one forward pass.
+
+    Attributes:
+        position_table: ``[S, D]`` normalised relative-position table; None: no position terms.
+        key_padding: bool ``[B, N]``, True = token; None: no padding.
+        document_ids: int64 ``[B, N]``; attention stays inside packed documents. None: no
+            restriction.
+        seeds: dropout keys; None: no dropout.
+        backend: backend of the operator; None: chosen automatically.
+        recompute_cheap: selective recomputation: dropout masks and activations, but no matrix
+            products.
+    """
 
     position_table: Tensor | None
-    """``[S, D]`` normalised relative-position table; None: no position terms."""
     key_padding: Tensor | None
-    """bool ``[B, N]``, True = token; None: no padding."""
     document_ids: Tensor | None
-    """int64 ``[B, N]``; attention stays inside packed documents. None: no restriction."""
     seeds: DropoutSeeds | None
-    """Dropout keys; None: no dropout."""
     backend: str | None
-    """Backend of the operator; None: chosen automatically."""
     recompute_cheap: bool
-    """Selective recomputation: dropout masks and activations, but no matrix products."""
 
 
 @dataclass(frozen=True)
 class KeyValue:
-    """Keys, values and projected positions."""
+    """Keys, values and projected positions.
+
+    Attributes:
+        key: ``[B, A, N, H]``.
+        value: ``[B, A, N, H]``.
+        position_key: ``[A, S, H]``; None: no c2p term.
+        position_query: ``[A, S, H]``; None: no p2c term.
+    """
 
     key: Tensor
-    """``[B, A, N, H]``."""
     value: Tensor
-    """``[B, A, N, H]``."""
     position_key: Tensor | None
-    """``[A, S, H]``; None: no c2p term."""
     position_query: Tensor | None
-    """``[A, S, H]``; None: no p2c term."""
 
 
 class DisentangledSelfAttention(nn.Module):
@@ -71,8 +79,8 @@ class DisentangledSelfAttention(nn.Module):
         self.p2c_index = config.p2c_index
         self.positions = RelativePositions(config.max_relative_positions, config.position_buckets)
         self.attention_dropout = config.attention_dropout
+        # Global index of the first local head; set by ``distributed.parallelize``
         self.first_head = 0
-        """Global index of the first local head; set by ``distributed.parallelize``."""
         separate = not config.share_position_projections
         self.input = BlockInput()
         self.query = nn.Linear(width, width)

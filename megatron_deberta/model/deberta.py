@@ -26,30 +26,39 @@ from megatron_deberta.model.weight_init import draw_seed, fill_initial
 
 @dataclass(frozen=True)
 class RuntimeOptions:
-    """Execution options, which affect speed and memory but not results."""
+    """Execution options, which affect speed and memory but not results.
+
+    Attributes:
+        recompute: activation recomputation.
+        attention_backend: backend of the attention operator; None: chosen automatically.
+        fuse: compile element-wise operations; see `DropoutExecution`.
+    """
 
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activation recomputation."""
     attention_backend: str | None = None
-    """Backend of the attention operator; None: chosen automatically."""
     fuse: bool = False
-    """Compile element-wise operations; see `DropoutExecution`."""
 
 
 class EncoderOutput(NamedTuple):
-    """Output of `DebertaModel`."""
+    """Output of `DebertaModel`.
+
+    Attributes:
+        last_hidden_state: ``[B, N, D]``.
+    """
 
     last_hidden_state: Tensor
-    """``[B, N, D]``."""
 
 
 class MaskedLMOutput(NamedTuple):
-    """Output of `DebertaForMaskedLM`."""
+    """Output of `DebertaForMaskedLM`.
+
+    Attributes:
+        loss: fp32 scalar, mean cross-entropy in nats over labels other than -100; None: no labels.
+        logits: ``[B, N, V]``.
+    """
 
     loss: Tensor | None
-    """fp32 scalar, mean cross-entropy in nats over labels other than -100; None: no labels."""
     logits: Tensor
-    """``[B, N, V]``."""
 
 
 class DebertaBackbone(nn.Module):

@@ -21,14 +21,17 @@ from megatron_deberta.ops.dropout_bits import keep_mask, keep_scale, mix_seed
 
 @dataclass(frozen=True)
 class DropoutSeeds:
-    """Dropout keys of one forward pass."""
+    """Dropout keys of one forward pass.
+
+    Attributes:
+        samples: int64 ``[B]``: global sample index of each row of the batch.
+        decoder_pass: 0 in the encoder; 1, 2, ... in the passes of the mask decoder.
+    """
 
     run_seed: int
     step: int
     samples: Tensor
-    """int64 ``[B]``: global sample index of each row of the batch."""
     decoder_pass: int = 0
-    """0 in the encoder; 1, 2, ... in the passes of the mask decoder."""
 
     @staticmethod
     def draw(batch_size: int, device: torch.device) -> DropoutSeeds:
@@ -68,8 +71,8 @@ class Dropout(nn.Module):
         super().__init__()
         self.probability = probability
         self.site = site_id(site)
+        # Set by the model
         self.execution = DropoutExecution()
-        """Set by the model."""
 
     def forward(
         self,
@@ -112,12 +115,15 @@ class Dropout(nn.Module):
 
 @dataclass(frozen=True)
 class DropoutExecution:
-    """How dropout is computed; the dropped elements are always the same."""
+    """How dropout is computed; the dropped elements are always the same.
+
+    Attributes:
+        keep_masks: save each mask for backward (one byte per element) instead of recomputing it.
+        fuse: compile element-wise operations with torch.compile; masks are recomputed in backward.
+    """
 
     keep_masks: bool = True
-    """Save each mask for backward (one byte per element) instead of recomputing it."""
     fuse: bool = False
-    """Compile element-wise operations with torch.compile; masks are recomputed in backward."""
 
 
 class _Drop(torch.autograd.Function):

@@ -10,23 +10,27 @@ from typing import Literal, NamedTuple
 
 from megatron_deberta.config.schema import ModelConfig
 
+# FLOPs of forward and backward together, relative to forward
 BACKWARD_FACTOR = 3.0
-"""FLOPs of forward and backward together, relative to forward."""
 
 
 class ForwardFlops(NamedTuple):
-    """FLOPs per token of one forward pass in pretraining, by part of the model."""
+    """FLOPs per token of one forward pass in pretraining, by part of the model.
+
+    Attributes:
+        layers: encoder layers that run over the full sequence.
+        position_projections: projections of the relative-position table, once per layer and micro
+            batch.
+        convolution: convolution beside the first layer.
+        mask_decoder: mask decoder: keys and values once, queries at masked positions.
+        head: transform and vocabulary projection at masked positions.
+    """
 
     layers: float
-    """Encoder layers that run over the full sequence."""
     position_projections: float
-    """Projections of the relative-position table, once per layer and micro batch."""
     convolution: float
-    """Convolution beside the first layer."""
     mask_decoder: float
-    """Mask decoder: keys and values once, queries at masked positions."""
     head: float
-    """Transform and vocabulary projection at masked positions."""
 
     @property
     def total(self) -> float:

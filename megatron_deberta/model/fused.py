@@ -20,16 +20,19 @@ from megatron_deberta.ops.dropout_bits import keep_mask, keep_scale
 
 
 class PendingResidual(NamedTuple):
-    """Operands of residual + dropout(x), which the fused LayerNorm computes."""
+    """Operands of residual + dropout(x), which the fused LayerNorm computes.
+
+    Attributes:
+        x: ``[B, R, D]``.
+        residual: ``[B, R, D]``.
+        seed: int64 ``[B]`` dropout seeds.
+        positions: ``[B, R]``, part of the dropout key.
+    """
 
     x: Tensor
-    """``[B, R, D]``."""
     residual: Tensor
-    """``[B, R, D]``."""
     seed: Tensor
-    """int64 ``[B]`` dropout seeds."""
     positions: Tensor
-    """``[B, R]``, part of the dropout key."""
     probability: float
 
 

@@ -17,18 +17,23 @@ from megatron_deberta.model.fused import PendingResidual, layer_norm
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """Tokens that the rows of a hidden-state tensor ``[B, R, D]`` stand for."""
+    """Tokens that the rows of a hidden-state tensor ``[B, R, D]`` stand for.
+
+    Attributes:
+        positions: int64 ``[B, R]``: index of the token in its sequence, a dropout key; -1 =
+            padding.
+        position_ids: int64 ``[B, R]``: absolute position, which restarts in packed documents.
+        real: bool ``[B, R]``: False for padding.
+        sequence: True: the token sequence, possibly sharded over ranks; False: replicated on all
+            ranks.
+        token_types: int64 ``[B, R]``: segment of a pair; None: all 0. Used by the embeddings only.
+    """
 
     positions: Tensor
-    """int64 ``[B, R]``: index of the token in its sequence, a dropout key; -1 = padding."""
     position_ids: Tensor
-    """int64 ``[B, R]``: absolute position, which restarts in packed documents."""
     real: Tensor
-    """bool ``[B, R]``: False for padding."""
     sequence: bool
-    """True: the token sequence, possibly sharded over ranks; False: replicated on all ranks."""
     token_types: Tensor | None = None
-    """int64 ``[B, R]``: segment of a pair; None: all 0. Used by the embeddings only."""
 
     @staticmethod
     def of_sequence(

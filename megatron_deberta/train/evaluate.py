@@ -16,20 +16,23 @@ from megatron_deberta.train.step import forward, sum_over_batch_ranks
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Validation metrics; the same on every rank."""
+    """Validation metrics; the same on every rank.
+
+    Attributes:
+        loss: mean cross-entropy per masked token, in nats.
+        perplexity: exp(loss); inf where that overflows.
+        masked_accuracy: fraction of masked tokens whose most likely prediction is correct.
+        num_targets: number of masked tokens.
+        next_sentence_loss: mean cross-entropy per pair, in nats; None where rows are not pairs.
+        next_sentence_accuracy: fraction of pairs classified correctly.
+    """
 
     loss: float
-    """Mean cross-entropy per masked token, in nats."""
     perplexity: float
-    """exp(loss); inf where that overflows."""
     masked_accuracy: float
-    """Fraction of masked tokens whose most likely prediction is correct."""
     num_targets: int
-    """Number of masked tokens."""
     next_sentence_loss: float | None = None
-    """Mean cross-entropy per pair, in nats; None where rows are not pairs."""
     next_sentence_accuracy: float | None = None
-    """Fraction of pairs classified correctly."""
 
 
 def evaluate(module: nn.Module, batches: Iterable[Batch], groups: ProcessGroups) -> Evaluation:

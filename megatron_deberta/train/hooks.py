@@ -25,10 +25,12 @@ class Hook(Protocol):
     """Callback after each step; it may be collective, so every rank calls it.
 
     A hook that only some ranks have is of section ``AFTER``.
+
+    Attributes:
+        section: reported as this rank's progress while the hook runs.
     """
 
     section: ClassVar[Section]
-    """Reported as this rank's progress while the hook runs."""
 
     def after_step(self, event: StepEvent) -> None:
         """Act on the step, if due."""

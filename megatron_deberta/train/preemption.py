@@ -17,24 +17,27 @@ import torch
 from megatron_deberta.distributed.control import all_reduce_max
 from megatron_deberta.distributed.topology import ProcessGroups
 
+# Signals that a scheduler sends ahead of SIGKILL
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that a scheduler sends ahead of SIGKILL."""
+# File in the run folder: save and end; do not requeue
 STOP_FILE = "stop"
-"""File in the run folder: save and end; do not requeue."""
+# File in the run folder: save and continue
 SAVE_FILE = "save"
-"""File in the run folder: save and continue."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Requests to any rank since the last step; the same on every rank."""
+    """Requests to any rank since the last step; the same on every rank.
+
+    Attributes:
+        interrupt: save and end; another job resumes.
+        stop: save and end; do not requeue.
+        save: save and continue.
+    """
 
     interrupt: bool = False
-    """Save and end; another job resumes."""
     stop: bool = False
-    """Save and end; do not requeue."""
     save: bool = False
-    """Save and continue."""
 
 
 class StopSignal:

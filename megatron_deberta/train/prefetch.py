@@ -16,12 +16,15 @@ from megatron_deberta.data.batch import Batch
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """Micro batches of one rank and step."""
+    """Micro batches of one rank and step.
+
+    Attributes:
+        host: in host memory.
+        device: on the device.
+    """
 
     host: Sequence[Batch]
-    """In host memory."""
     device: Sequence[Batch]
-    """On the device."""
 
 
 class InputQueue:

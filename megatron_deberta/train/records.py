@@ -22,8 +22,8 @@ from megatron_deberta.train.stability.rollback import Rollback
 
 logger = logging.getLogger(__name__)
 
+# Cross-entropy of the validation targets by token frequency alone, recorded at step 0
 UNIGRAM_METRIC = "unigram_loss"
-"""Cross-entropy of the validation targets by token frequency alone, recorded at step 0."""
 
 
 class RunRecords:

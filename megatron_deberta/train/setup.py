@@ -22,8 +22,8 @@ from megatron_deberta.tokenizer import load_tokenizer
 from megatron_deberta.train.fingerprint import data_fingerprint
 from megatron_deberta.train.start import Identity
 
+# Values of ``precision.dtype`` as torch dtypes
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Values of ``precision.dtype`` as torch dtypes."""
 
 
 @dataclass(frozen=True, slots=True)

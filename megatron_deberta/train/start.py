@@ -26,27 +26,34 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Identity of a run's tokenizer and training data."""
+    """Identity of a run's tokenizer and training data.
+
+    Attributes:
+        tokenizer_fingerprint: hash of the tokenizer's content.
+        data_fingerprint: hash of the training shards' content.
+    """
 
     tokenizer_path: str
     tokenizer_fingerprint: str
-    """Hash of the tokenizer's content."""
     data_fingerprint: str
-    """Hash of the training shards' content."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Starting point of a run."""
+    """Starting point of a run.
+
+    Attributes:
+        reader: checkpoint to load; None keeps the initial weights.
+        weights_only: load only the weights, for a new run.
+        other_dtype: the checkpoint has another ``precision.dtype``, so its loss scale is not
+            loaded.
+    """
 
     state: TrainState
     guard: GuardState = field(default_factory=GuardState)
     reader: CheckpointReader | None = None
-    """Checkpoint to load; None keeps the initial weights."""
     weights_only: bool = False
-    """Load only the weights, for a new run."""
     other_dtype: bool = False
-    """The checkpoint has another ``precision.dtype``, so its loss scale is not loaded."""
 
 
 def choose_start(

@@ -13,12 +13,15 @@ from megatron_deberta.train.stability.guard import Skip
 
 @dataclass(frozen=True, slots=True)
 class TrainState:
-    """Position of a run. There is no random state: randomness depends on step and sample only."""
+    """Position of a run. There is no random state: randomness depends on step and sample only.
+
+    Attributes:
+        step: completed optimizer steps.
+        consumed_samples: global samples of those steps.
+    """
 
     step: int
-    """Completed optimizer steps."""
     consumed_samples: int
-    """Global samples of those steps."""
 
     def advanced(self, num_samples: int) -> TrainState:
         """Return the state after one more step of ``num_samples`` samples."""
@@ -26,67 +29,82 @@ class TrainState:
 
 
 class Ending(Enum):
-    """Why training stopped."""
+    """Why training stopped.
+
+    Attributes:
+        FINISHED: ``train.exit_step`` or ``train.steps`` is reached.
+        INTERRUPTED: a signal arrived; another job resumes.
+        STOPPED: the stop file was found; the run resumes only when started again.
+        ROLLBACK: too many updates were skipped: the run has to return to a checkpoint.
+    """
 
     FINISHED = "finished"
-    """``train.exit_step`` or ``train.steps`` is reached."""
     INTERRUPTED = "interrupted"
-    """A signal arrived; another job resumes."""
     STOPPED = "stopped"
-    """The stop file was found; the run resumes only when started again."""
     ROLLBACK = "rollback"
-    """Too many updates were skipped: the run has to return to a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of ``Trainer.run``."""
+    """Result of ``Trainer.run``.
+
+    Attributes:
+        state: the position reached.
+    """
 
     ending: Ending
     state: TrainState
-    """The position reached."""
 
 
 @dataclass(frozen=True, slots=True)
 class PairResult:
-    """Next-sentence prediction on a global batch."""
+    """Next-sentence prediction on a global batch.
+
+    Attributes:
+        loss: mean cross-entropy per pair, in nats; the objective adds it to the masked tokens'.
+        accuracy: fraction of pairs classified correctly.
+    """
 
     loss: float
-    """Mean cross-entropy per pair, in nats; the objective adds it to the masked tokens'."""
     accuracy: float
-    """Fraction of pairs classified correctly."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Result of one optimizer step; the same on every rank, apart from ``forward_time``."""
+    """Result of one optimizer step; the same on every rank, apart from ``forward_time``.
+
+    Attributes:
+        loss: mean cross-entropy over the masked tokens of the global batch, in nats.
+        learning_rate: learning rate of the update.
+        outcome: result of the engine's step.
+        pairs: None where rows are not pairs.
+        skip: why the update was skipped; None if it was made.
+        rollback: too many updates were skipped: the run has to return to a checkpoint.
+        forward_time: this rank's forward passes completed since the last step, in nanoseconds.
+    """
 
     loss: float
-    """Mean cross-entropy over the masked tokens of the global batch, in nats."""
     learning_rate: float
-    """Learning rate of the update."""
     outcome: StepOutcome
-    """Result of the engine's step."""
     pairs: PairResult | None = None
-    """None where rows are not pairs."""
     skip: Skip | None = None
-    """Why the update was skipped; None if it was made."""
     rollback: bool = False
-    """Too many updates were skipped: the run has to return to a checkpoint."""
     forward_time: int = field(default=0, compare=False)
-    """This rank's forward passes completed since the last step, in nanoseconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepEvent:
-    """Argument of hooks after a step."""
+    """Argument of hooks after a step.
+
+    Attributes:
+        state: position after the step.
+        batches: this rank's micro batches of the step.
+        ending: set after the last step of this process.
+        save: the save file requests a checkpoint.
+    """
 
     state: TrainState
-    """Position after the step."""
     batches: Sequence[Batch]
-    """This rank's micro batches of the step."""
     result: StepResult
     ending: Ending | None
-    """Set after the last step of this process."""
     save: bool = False
-    """The save file requests a checkpoint."""

@@ -27,16 +27,19 @@ logger = logging.getLogger(__name__)
 
 
 class Sums(NamedTuple):
-    """Objective of a micro batch, summed over targets."""
+    """Objective of a micro batch, summed over targets.
+
+    Attributes:
+        loss: fp32 scalar: cross-entropy of masked tokens, in nats.
+        correct: int64 scalar: masked tokens predicted correctly.
+        pair_loss: fp32 scalar: cross-entropy of next-sentence labels, in nats; None without pairs.
+        pair_correct: int64 scalar: labels predicted correctly.
+    """
 
     loss: Tensor
-    """fp32 scalar: cross-entropy of masked tokens, in nats."""
     correct: Tensor
-    """int64 scalar: masked tokens predicted correctly."""
     pair_loss: Tensor | None = None
-    """fp32 scalar: cross-entropy of next-sentence labels, in nats; None without pairs."""
     pair_correct: Tensor | None = None
-    """int64 scalar: labels predicted correctly."""
 
 
 def forward(module: nn.Module, batch: Batch, seeds: DropoutSeeds | None = None) -> Sums:

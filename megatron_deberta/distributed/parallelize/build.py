@@ -26,12 +26,15 @@ from megatron_deberta.objectives import MaskedLanguageModel
 
 @dataclass(frozen=True)
 class ShardedModel:
-    """A rank's model and the shard specification of each parameter."""
+    """A rank's model and the shard specification of each parameter.
+
+    Attributes:
+        module: parameters carry canonical names.
+        specs: by canonical name, in the module's order.
+    """
 
     module: nn.Module
-    """Parameters carry canonical names."""
     specs: dict[str, ParameterSpec]
-    """By canonical name, in the module's order."""
 
 
 def build_model(

@@ -11,9 +11,10 @@ from megatron_deberta.config.divisibility import check_tensor_parallel_divides
 from megatron_deberta.distributed.parallelize.spec import ParameterSpec
 from megatron_deberta.errors import TopologyError
 
+# Vocabulary rows per rank are padded to a multiple of this, for efficient matrix products
 VOCABULARY_MULTIPLE = 64
-"""Vocabulary rows per rank are padded to a multiple of this, for efficient matrix products."""
 
+# Name pattern and split dimension; the first match applies. -1 or no match: replicated
 _SPLIT: tuple[tuple[str, int], ...] = (
     ("encoder.layers.*.attention.output.weight", 1),
     ("encoder.layers.*.attention.output.bias", -1),
@@ -23,10 +24,9 @@ _SPLIT: tuple[tuple[str, int], ...] = (
     ("encoder.layers.*.ffn.down.weight", 1),
     ("encoder.conv.conv.*", 0),
 )
-"""Name pattern and split dimension; the first match applies. -1 or no match: replicated."""
 
+# Parameters with one row per token, split with padding
 _VOCABULARY = ("embeddings.token.weight", "head.bias")
-"""Parameters with one row per token, split with padding."""
 
 
 def shard_spec(name: str, shape: tuple[int, ...], tp_rank: int, tp_size: int) -> ParameterSpec:

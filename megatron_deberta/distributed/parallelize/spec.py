@@ -12,20 +12,22 @@ class ParameterSpec:
     """A rank's shard of one parameter: indices ``[offset, offset + length)`` of ``dim``.
 
     The local tensor may be longer along ``dim`` by zero padding (vocabulary).
+
+    Attributes:
+        name: canonical name (docs/architecture.md).
+        logical_shape: shape of the whole parameter, without padding.
+        dim: split dimension; None: the parameter is replicated.
+        offset: first logical index along ``dim``; 0 if replicated.
+        length: number of logical indices along ``dim``; the whole extent if replicated.
+        local_shape: shape of the local tensor, padding included.
     """
 
     name: str
-    """Canonical name (docs/architecture.md)."""
     logical_shape: tuple[int, ...]
-    """Shape of the whole parameter, without padding."""
     dim: int | None
-    """Split dimension; None: the parameter is replicated."""
     offset: int
-    """First logical index along ``dim``; 0 if replicated."""
     length: int
-    """Number of logical indices along ``dim``; the whole extent if replicated."""
     local_shape: tuple[int, ...]
-    """Shape of the local tensor, padding included."""
 
     @property
     def split_dim(self) -> int:

@@ -15,31 +15,34 @@ from typing import Literal
 from megatron_deberta.config.schema import GuardConfig, RunConfig
 from megatron_deberta.engine.protocol import StepOutcome
 
+# Reason for skipping an update; ``overflow`` is the regular adjustment of fp16's loss scale
 Skip = Literal["loss not finite", "gradient not finite", "loss spike", "gradient spike", "overflow"]
-"""Reason for skipping an update; ``overflow`` is the regular adjustment of fp16's loss scale."""
 
+# Lower bound of the standard deviation, as a fraction of the mean
 MIN_RELATIVE_DEVIATION = 0.01
-"""Lower bound of the standard deviation, as a fraction of the mean."""
+# Replaces gradient norms of zero before taking logarithms
 _MIN_NORM = 1e-30
-"""Replaces gradient norms of zero before taking logarithms."""
 
 
 @dataclass(slots=True)
 class GuardState:
-    """State of a guard, in JSON types; floats survive JSON bit for bit."""
+    """State of a guard, in JSON types; floats survive JSON bit for bit.
+
+    Attributes:
+        losses: losses of the last updates.
+        norms: gradient norms of the last updates.
+        skips: recent steps (counted from 1) whose update was skipped, without ``overflow``.
+        rollbacks: rollbacks since the start of the run.
+        vain_rollbacks: consecutive rollbacks without training past ``trouble_step``.
+        trouble_step: step at which the last rollback started.
+    """
 
     losses: list[float] = field(default_factory=list)
-    """Losses of the last updates."""
     norms: list[float] = field(default_factory=list)
-    """Gradient norms of the last updates."""
     skips: list[int] = field(default_factory=list)
-    """Recent steps (counted from 1) whose update was skipped, without ``overflow``."""
     rollbacks: int = 0
-    """Rollbacks since the start of the run."""
     vain_rollbacks: int = 0
-    """Consecutive rollbacks without training past ``trouble_step``."""
     trouble_step: int = 0
-    """Step at which the last rollback started."""
 
 
 class Guard:

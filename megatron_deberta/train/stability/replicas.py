@@ -21,26 +21,29 @@ from megatron_deberta.engine.protocol import Placements
 from megatron_deberta.errors import ReplicaError
 
 _CHUNK_ELEMENTS = 1 << 20
+# 2**64 over the golden ratio, odd, as a signed number
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
-"""2**64 over the golden ratio, odd, as a signed number."""
+# A second odd number, so that no two positions have the same factor by construction
 _ODD_OF_CHUNKS = 0xC2B2AE3D27D4EB4F - (1 << 64)
-"""A second odd number, so that no two positions have the same factor by construction."""
 _HOST_BYTES = 64
 _INTEGERS = {4: torch.int32, 2: torch.int16}
 
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """A tensor that other ranks hold as well."""
+    """A tensor that other ranks hold as well.
+
+    Attributes:
+        name: canonical parameter name.
+        tensor: this rank's copy.
+        over_dp: replicated over data-parallel ranks.
+        over_tp: replicated over tensor-parallel ranks.
+    """
 
     name: str
-    """Canonical parameter name."""
     tensor: Tensor
-    """This rank's copy."""
     over_dp: bool
-    """Replicated over data-parallel ranks."""
     over_tp: bool
-    """Replicated over tensor-parallel ranks."""
 
 
 def checksum(tensor: Tensor) -> Tensor:

@@ -33,20 +33,23 @@ FILE_NAME = "rollback.json"
 
 @dataclass(frozen=True, slots=True)
 class Rollback:
-    """The last rollback of a run."""
+    """The last rollback of a run.
+
+    Attributes:
+        step: step of the checkpoint.
+        consumed_samples: data position after the rollback: behind all samples used before.
+        trouble_step: step at which the rollback started.
+        skipped: recently skipped updates.
+        rollbacks: rollbacks since the start of the run, this one included.
+        vain_rollbacks: consecutive rollbacks without progress, this one included.
+    """
 
     step: int
-    """Step of the checkpoint."""
     consumed_samples: int
-    """Data position after the rollback: behind all samples used before."""
     trouble_step: int
-    """Step at which the rollback started."""
     skipped: int
-    """Recently skipped updates."""
     rollbacks: int
-    """Rollbacks since the start of the run, this one included."""
     vain_rollbacks: int
-    """Consecutive rollbacks without progress, this one included."""
 
 
 def rollback(
