@@ -21,7 +21,7 @@ from megatron_deberta.checkpoint.retention import Retention, delete_expired
 from megatron_deberta.distributed.control import all_reduce_max
 from megatron_deberta.distributed.parallelize.spec import ParameterSpec
 from megatron_deberta.distributed.topology import ProcessGroups
-from megatron_deberta.engine.protocol import Engine
+from megatron_deberta.engine.base import Engine
 
 
 @dataclass(frozen=True, slots=True)

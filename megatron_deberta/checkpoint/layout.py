@@ -18,7 +18,7 @@ FORMAT_VERSION = 1
 
 WEIGHT = "weight"
 KINDS = (WEIGHT, "exp_avg", "exp_avg_sq")
-"""Components of a parameter's state, named as in ``engine.protocol.ParameterState``."""
+"""Components of a parameter's state, named as in ``engine.base.ParameterState``."""
 
 MANIFEST_FILE = "manifest.json"
 COMMITTED_FILE = "COMMITTED"

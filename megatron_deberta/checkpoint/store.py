@@ -27,7 +27,7 @@ from megatron_deberta.checkpoint.retention import Retention, delete_expired
 from megatron_deberta.distributed.control import all_reduce_any, broadcast_from_rank_zero
 from megatron_deberta.distributed.parallelize.spec import ParameterSpec
 from megatron_deberta.distributed.topology import ProcessGroups, single_process_groups
-from megatron_deberta.engine.protocol import Engine, ParameterState
+from megatron_deberta.engine.base import Engine, ParameterState
 from megatron_deberta.errors import CheckpointError
 
 logger = logging.getLogger(__name__)

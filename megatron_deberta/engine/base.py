@@ -1,8 +1,12 @@
-"""Attributes and scalar state that both engines share."""
+"""Base class of ``ReferenceEngine`` and ``DeepSpeedZeroEngine``, and the types of its interface."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +17,63 @@ from megatron_deberta.engine.loss_scale import DynamicLossScale
 from megatron_deberta.engine.optimizer import adam_step, set_adam_step
 
 
-class EngineBase:
-    """Part of :class:`~megatron_deberta.engine.protocol.Engine` that does not depend on ZeRO.
+@dataclass(frozen=True, slots=True)
+class ParameterState:
+    """Master weight and Adam moments of one parameter, as checkpoints store them.
+
+    All three are fp32 CPU tensors of the parameter's local shape: this rank's tensor-parallel
+    shard, not partitioned over data-parallel ranks.
 
     Attributes:
-        module: the model that was passed to the constructor.
+        weight: master weight.
+        exp_avg: Adam's first moment; zeros before the first step.
+        exp_avg_sq: Adam's second moment; zeros before the first step.
+    """
+
+    weight: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """Result of one optimizer step.
 
     Attributes:
+        grad_norm: 2-norm of the unscaled gradient of the whole model before clipping; inf if not
+            finite.
+        skipped: True if nothing was updated, because the norm is not finite or above the limit.
+        loss_scale: loss scale of this step; 1 outside fp16.
+    """
+
+    grad_norm: float
+    skipped: bool
+    loss_scale: float
+
+
+class ParameterPlacement(Protocol):
+    """The attribute of ``ParameterSpec`` that engines use."""
+
+    @property
+    def dim(self) -> int | None:
+        """Dimension split over tensor-parallel ranks; None: replicated."""
+
+
+# Placement by canonical parameter name
+Placements = Mapping[str, ParameterPlacement]
+
+# Returns this rank's tensor-parallel shard of a parameter's state, by canonical name
+FetchState = Callable[[str], ParameterState]
+
+
+class Engine(ABC):
+    """Backward, gradient reduction, clipping and the optimizer.
+
+    Gradients are summed over the micro batches of a step and averaged over data-parallel ranks;
+    the caller scales the loss. All methods but ``state_dict`` are collective.
+
+    Attributes:
+        module: the model to call; its ``named_parameters`` are the canonical names.
         _masters: the fp32 tensors that ``_adam`` updates.
     """
 
@@ -33,14 +87,52 @@ class EngineBase:
         self._loss_scale = DynamicLossScale(config.precision)
         self._trainable = {n: p for n, p in module.named_parameters() if p.requires_grad}
 
+    @abstractmethod
+    def backward(self, loss: Tensor) -> None:
+        """Backpropagate the loss (scalar) of one micro batch and accumulate its gradients."""
+
+    @abstractmethod
+    def step(self, learning_rate: float, norm_limit: float = math.inf) -> StepOutcome:
+        """Clip the accumulated gradients, update the weights and clear the gradients.
+
+        Args:
+            learning_rate: of this update.
+            norm_limit: the update is skipped if the gradient norm is above this, which must be
+                equal on all ranks; a negative limit always skips.
+
+        Raises:
+            LossScaleError: the gradient overflows fp16 at the smallest loss scale.
+        """
+
+    @abstractmethod
+    def gather_states(self) -> Iterator[tuple[str, ParameterState]]:
+        """Yield every parameter's state, one at a time, in the module's order.
+
+        Collective over data-parallel ranks: all of them must exhaust the iterator.
+        """
+
+    @abstractmethod
+    def load_states(self, fetch: FetchState) -> None:
+        """Set every parameter and its moments; ``fetch`` is called in the module's order.
+
+        Adam's step count is 0 until ``load_state_dict``; with zero moments the optimizer is fresh.
+        """
+
     def state_dict(self) -> dict[str, int | float]:
-        """Adam's step count, the loss scale and its counters."""
+        """The rest of the state: Adam's step count, the loss scale and its counters."""
         return {
             "adam_step": adam_step(self._adam, self._masters),
             **self._loss_scale.state_dict(),
         }
 
     def load_state_dict(self, scalars: Mapping[str, int | float]) -> None:
-        """Restore the values of :meth:`state_dict`."""
+        """Restore the values of ``state_dict``; call it after ``load_states``."""
         set_adam_step(self._adam, self._masters, int(scalars["adam_step"]))
         self._loss_scale.load_state_dict(scalars)
+
+    @abstractmethod
+    def destroy(self) -> None:
+        """Release hooks and buffers and restore environment variables that the engine has set.
+
+        Call it on every way out of a run; the engine cannot be used afterwards.
+        """

@@ -16,7 +16,13 @@ from torch import Tensor, nn
 
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.topology import ProcessGroups
-from megatron_deberta.engine.base import EngineBase
+from megatron_deberta.engine.base import (
+    Engine,
+    FetchState,
+    ParameterState,
+    Placements,
+    StepOutcome,
+)
 from megatron_deberta.engine.deepspeed_config import deepspeed_config
 from megatron_deberta.engine.deepspeed_runtime import (
     deepspeed_environment,
@@ -33,16 +39,10 @@ from megatron_deberta.engine.deepspeed_state import ShardedState
 from megatron_deberta.engine.grad_norm import clip_coefficient, global_grad_norm
 from megatron_deberta.engine.loss_scale import DynamicLossScale
 from megatron_deberta.engine.optimizer import build_optimizer, parameter_groups, set_adam_step
-from megatron_deberta.engine.protocol import (
-    FetchState,
-    ParameterState,
-    Placements,
-    StepOutcome,
-)
 
 
-class DeepSpeedZeroEngine(EngineBase):
-    """Engine on DeepSpeed; see :class:`~megatron_deberta.engine.protocol.Engine`.
+class DeepSpeedZeroEngine(Engine):
+    """Engine on DeepSpeed; see :class:`~megatron_deberta.engine.base.Engine`.
 
     Every step has the run's number of micro batches, because DeepSpeed must know the last one
     before its backward.

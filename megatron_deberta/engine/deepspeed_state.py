@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_deberta.engine.base import ParameterState
 from megatron_deberta.engine.optimizer import MOMENTS, set_adam_step
-from megatron_deberta.engine.protocol import ParameterState
 
 # Attributes in which DeepSpeed's ZeRO optimizers keep their partitions of the master weights
 _MASTERS = (

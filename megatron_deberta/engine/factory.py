@@ -6,7 +6,7 @@ from torch import nn
 
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.topology import ProcessGroups
-from megatron_deberta.engine.protocol import Engine, Placements
+from megatron_deberta.engine.base import Engine, Placements
 from megatron_deberta.engine.reference_engine import ReferenceEngine
 
 

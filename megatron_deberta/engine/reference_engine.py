@@ -14,7 +14,13 @@ from torch import Tensor, nn
 
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.topology import ProcessGroups
-from megatron_deberta.engine.base import EngineBase
+from megatron_deberta.engine.base import (
+    Engine,
+    FetchState,
+    ParameterState,
+    Placements,
+    StepOutcome,
+)
 from megatron_deberta.engine.grad_norm import clip_coefficient, global_grad_norm
 from megatron_deberta.engine.optimizer import (
     MOMENTS,
@@ -22,16 +28,10 @@ from megatron_deberta.engine.optimizer import (
     parameter_groups,
     set_adam_step,
 )
-from megatron_deberta.engine.protocol import (
-    FetchState,
-    ParameterState,
-    Placements,
-    StepOutcome,
-)
 
 
-class ReferenceEngine(EngineBase):
-    """Engine in plain torch; see :class:`~megatron_deberta.engine.protocol.Engine`.
+class ReferenceEngine(Engine):
+    """Engine in plain torch; see :class:`~megatron_deberta.engine.base.Engine`.
 
     Every trainable parameter has an fp32 master weight and an fp32 gradient sum. In fp32 the master
     weight is the parameter itself.

@@ -23,8 +23,8 @@ from megatron_deberta.distributed.control import all_reduce_any, raise_on_all_ra
 from megatron_deberta.distributed.environment import read_environment
 from megatron_deberta.distributed.parallelize.build import ShardedModel
 from megatron_deberta.distributed.topology import ProcessGroups, init_process_groups, shutdown
+from megatron_deberta.engine.base import Engine
 from megatron_deberta.engine.factory import build_engine
-from megatron_deberta.engine.protocol import Engine
 from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE
 from megatron_deberta.observe.logs import setup_logging
 from megatron_deberta.observe.progress import ProgressObserver, Section

@@ -15,7 +15,7 @@ from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.control import broadcast_from_rank_zero
 from megatron_deberta.distributed.parallelize.spec import ParameterSpec
 from megatron_deberta.distributed.topology import ProcessGroups
-from megatron_deberta.engine.protocol import Engine
+from megatron_deberta.engine.base import Engine
 from megatron_deberta.errors import CheckpointError, ConfigError
 from megatron_deberta.train.stability.guard import GuardState
 from megatron_deberta.train.stability.rollback import resumed_position

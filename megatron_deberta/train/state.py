@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from megatron_deberta.data.batch import Batch
-from megatron_deberta.engine.protocol import StepOutcome
+from megatron_deberta.engine.base import StepOutcome
 from megatron_deberta.train.stability.guard import Skip
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.data.batch import IGNORED_LABEL, Batch
 from megatron_deberta.distributed.topology import ProcessGroups
-from megatron_deberta.engine.protocol import Engine
+from megatron_deberta.engine.base import Engine
 from megatron_deberta.engine.schedule import learning_rate
 from megatron_deberta.errors import LossScaleError, NumericsError
 from megatron_deberta.model.dropout import DropoutSeeds

@@ -29,8 +29,8 @@ from megatron_deberta.config import (
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.distributed.parallelize import ShardedModel
 from megatron_deberta.distributed.topology import ProcessGroups
+from megatron_deberta.engine.base import Engine
 from megatron_deberta.engine.factory import build_engine
-from megatron_deberta.engine.protocol import Engine
 from megatron_deberta.errors import CheckpointError, NumericsError
 from megatron_deberta.train.setup import build_rank_model
 from megatron_deberta.train.step import TrainStep

@@ -8,9 +8,9 @@ from torch import nn
 
 from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.engine import deepspeed_config
+from megatron_deberta.engine.base import ParameterState
 from megatron_deberta.engine.deepspeed_runtime import zero3_partition
 from megatron_deberta.engine.factory import build_engine
-from megatron_deberta.engine.protocol import ParameterState
 from megatron_deberta.errors import TopologyError
 from tests.support.ranks import RankPool, grid
 from tests.support.toy_engine import (

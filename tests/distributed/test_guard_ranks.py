@@ -16,8 +16,8 @@ from megatron_deberta.data.batch import Batch
 from megatron_deberta.distributed.parallelize import ShardedModel
 from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.engine import deepspeed_config
+from megatron_deberta.engine.base import Engine
 from megatron_deberta.engine.factory import build_engine
-from megatron_deberta.engine.protocol import Engine
 from megatron_deberta.engine.schedule import learning_rate
 from megatron_deberta.errors import EXIT_NEVER_REQUEUE, LossScaleError
 from megatron_deberta.train.setup import build_rank_model

@@ -20,7 +20,7 @@ from megatron_deberta.distributed import control
 from megatron_deberta.distributed.parallelize.plan import shard_spec
 from megatron_deberta.distributed.parallelize.spec import ParameterSpec
 from megatron_deberta.distributed.topology import ProcessGroups
-from megatron_deberta.engine.protocol import FetchState, ParameterState
+from megatron_deberta.engine.base import FetchState, ParameterState
 
 SHAPES = {
     "embeddings.token.weight": (70, 4),

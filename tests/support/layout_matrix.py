@@ -33,8 +33,8 @@ from megatron_deberta.data.batch import Batch
 from megatron_deberta.distributed.parallelize import ParameterSpec
 from megatron_deberta.distributed.topology import ProcessGroups, single_process_groups
 from megatron_deberta.engine import deepspeed_config
+from megatron_deberta.engine.base import Engine
 from megatron_deberta.engine.factory import build_engine
-from megatron_deberta.engine.protocol import Engine
 from megatron_deberta.train.setup import build_rank_model
 from megatron_deberta.train.step import TrainStep
 from tests.support.ranks import RankPool, grid

@@ -24,8 +24,8 @@ from megatron_deberta.distributed.collectives import (
     reduce_from_tensor_parallel_region,
 )
 from megatron_deberta.distributed.topology import ProcessGroups
+from megatron_deberta.engine.base import Engine, ParameterState, StepOutcome
 from megatron_deberta.engine.factory import build_engine
-from megatron_deberta.engine.protocol import Engine, ParameterState, StepOutcome
 from megatron_deberta.engine.schedule import learning_rate
 
 VOCAB, WIDTH, INNER, MICRO_BATCH, MICRO_BATCHES = 11, 7, 12, 2, 2

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megatron_deberta.config.schema import GuardConfig, RunConfig
-from megatron_deberta.engine.protocol import StepOutcome
+from megatron_deberta.engine.base import StepOutcome
 
 # Reason for skipping an update; ``overflow`` is the regular adjustment of fp16's loss scale
 Skip = Literal["loss not finite", "gradient not finite", "loss spike", "gradient spike", "overflow"]

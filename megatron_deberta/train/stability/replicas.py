@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from megatron_deberta.distributed.control import all_reduce_max
 from megatron_deberta.distributed.topology import ProcessGroups
-from megatron_deberta.engine.protocol import Placements
+from megatron_deberta.engine.base import Placements
 from megatron_deberta.errors import ReplicaError
 
 _CHUNK_ELEMENTS = 1 << 20

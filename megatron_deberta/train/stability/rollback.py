@@ -20,7 +20,7 @@ from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.control import broadcast_from_rank_zero, raise_on_all_ranks
 from megatron_deberta.distributed.parallelize.spec import ParameterSpec
 from megatron_deberta.distributed.topology import ProcessGroups
-from megatron_deberta.engine.protocol import Engine
+from megatron_deberta.engine.base import Engine
 from megatron_deberta.errors import CheckpointError, NumericsError
 from megatron_deberta.files import write_atomically
 from megatron_deberta.train.stability.guard import Guard, GuardState

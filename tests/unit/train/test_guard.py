@@ -10,7 +10,7 @@ from dataclasses import asdict
 import pytest
 
 from megatron_deberta.config import GuardConfig
-from megatron_deberta.engine.protocol import StepOutcome
+from megatron_deberta.engine.base import StepOutcome
 from megatron_deberta.train.stability.guard import Guard, GuardState, Skip
 
 CONFIG = GuardConfig(spike_window=20, spike_warmup=10, max_skips=3, max_rollbacks=2)

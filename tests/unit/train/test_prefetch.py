@@ -14,7 +14,7 @@ import torch
 
 from megatron_deberta.config import RunConfig, TrainConfig
 from megatron_deberta.data.batch import Batch
-from megatron_deberta.engine.protocol import StepOutcome
+from megatron_deberta.engine.base import StepOutcome
 from megatron_deberta.errors import DataError
 from megatron_deberta.observe.progress import Section
 from megatron_deberta.train.preemption import Request

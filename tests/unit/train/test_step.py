@@ -20,8 +20,8 @@ from megatron_deberta.config import (
 from megatron_deberta.data.batch import IGNORED_LABEL, Batch
 from megatron_deberta.distributed.parallelize import build_model
 from megatron_deberta.distributed.topology import ProcessGroups, single_process_groups
+from megatron_deberta.engine.base import Engine, StepOutcome
 from megatron_deberta.engine.factory import build_engine
-from megatron_deberta.engine.protocol import Engine, StepOutcome
 from megatron_deberta.errors import NumericsError
 from megatron_deberta.train.evaluate import evaluate
 from megatron_deberta.train.step import TrainStep

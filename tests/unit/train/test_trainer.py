@@ -13,7 +13,7 @@ import torch
 from megatron_deberta.checkpoint.background import Saved
 from megatron_deberta.config import CheckpointConfig, RunConfig, TrainConfig
 from megatron_deberta.data.batch import Batch
-from megatron_deberta.engine.protocol import StepOutcome
+from megatron_deberta.engine.base import StepOutcome
 from megatron_deberta.errors import CheckpointError
 from megatron_deberta.observe.progress import Section
 from megatron_deberta.observe.throughput import StepWork, ThroughputMeter
