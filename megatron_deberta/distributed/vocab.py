@@ -6,8 +6,7 @@ path. The loss is a sum; the caller divides it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -113,7 +112,8 @@ def vocab_parallel_loss(
                 f"label {int(labels[wrong][0])} is outside model.vocab_size={vocab_size_unpadded}; "
                 "use the tokenizer with which the shards were made"
             )
-    vocabulary = _Vocabulary(vocab_start, vocab_size_unpadded, group)
+    num_columns = min(max(vocab_size_unpadded - vocab_start, 0), len(weight_local))
+    vocabulary = _Vocabulary(vocab_start, num_columns, group)
     differentiate = torch.is_grad_enabled()
     loss, correct = _ProjectedCrossEntropy.apply(
         states, weight_local, bias_local, labels, vocabulary, differentiate
@@ -121,17 +121,12 @@ def vocab_parallel_loss(
     return cast(Tensor, loss), cast(Tensor, correct)
 
 
-@dataclass(frozen=True, slots=True)
-class _Vocabulary:
-    """This rank's part of the vocabulary."""
+class _Vocabulary(NamedTuple):
+    """This rank's part of the vocabulary; columns without padding."""
 
     start: int
-    size: int
+    num_columns: int
     group: ProcessGroup | None
-
-    def num_columns(self, padded: int) -> int:
-        """Number of tokens, without padding, in ``padded`` local columns."""
-        return min(max(self.size - self.start, 0), padded)
 
 
 class _ProjectedCrossEntropy(torch.autograd.Function):
@@ -228,8 +223,7 @@ def _chunk_loss(
     logits: Tensor, labels: Tensor, vocabulary: _Vocabulary, differentiate: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Loss, number of correct predictions and gradient of a chunk; overwrites ``logits``."""
-    group = vocabulary.group
-    num_columns = vocabulary.num_columns(logits.shape[1])
+    start, num_columns, group = vocabulary
     maximum, best = _row_maximum(logits[:, :num_columns])
     maxima = maximum.unsqueeze(0) if group is None else all_gather(maximum, group)
     # Lower ranks hold lower indices, and max returns the first of equal values.
@@ -237,7 +231,7 @@ def _chunk_loss(
 
     work = logits.to(top.dtype)
     real = work[:, :num_columns]
-    columns = labels - vocabulary.start
+    columns = labels - start
     owned = (columns >= 0) & (columns < num_columns)
     columns = columns.masked_fill(~owned, 0)
     real.sub_(top.unsqueeze(1))

@@ -16,13 +16,7 @@ from torch import Tensor, nn
 
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.topology import ProcessGroups
-from megatron_deberta.engine.base import (
-    Engine,
-    FetchState,
-    ParameterState,
-    Placements,
-    StepOutcome,
-)
+from megatron_deberta.engine.base import Engine, FetchState, ParameterState, Placements, StepOutcome
 from megatron_deberta.engine.deepspeed_config import deepspeed_config
 from megatron_deberta.engine.deepspeed_runtime import (
     deepspeed_environment,

@@ -94,10 +94,9 @@ def _set_variables(variables: Mapping[str, str | None]) -> None:
 
 def local_rank_variable(groups: ProcessGroups) -> dict[str, str | None]:
     """``LOCAL_RANK``, which DeepSpeed reads at start-up and ZeRO-3 also in every forward pass."""
-    if groups.device.type == "cuda":
-        # DeepSpeed selects its GPU by this variable alone; srun may show a rank only its own GPU.
-        return {"LOCAL_RANK": str(groups.device.index)}
-    return {"LOCAL_RANK": os.environ.get("LOCAL_RANK", "0")}
+    # DeepSpeed selects its GPU by this variable alone; srun may show a rank only its own GPU.
+    on_gpu = groups.device.type == "cuda"
+    return {"LOCAL_RANK": str(groups.device.index) if on_gpu else os.environ.get("LOCAL_RANK", "0")}
 
 
 @contextmanager

@@ -14,13 +14,7 @@ from torch import Tensor, nn
 
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.topology import ProcessGroups
-from megatron_deberta.engine.base import (
-    Engine,
-    FetchState,
-    ParameterState,
-    Placements,
-    StepOutcome,
-)
+from megatron_deberta.engine.base import Engine, FetchState, ParameterState, Placements, StepOutcome
 from megatron_deberta.engine.grad_norm import clip_coefficient, global_grad_norm
 from megatron_deberta.engine.optimizer import (
     MOMENTS,

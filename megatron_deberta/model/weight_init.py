@@ -49,36 +49,21 @@ def fill_initial(
         out.zero_()
         return
     key = zlib.crc32(name.encode())
-    index = _element_index(tuple(out.shape), logical_shape, dim, offset, out.device)
+    split = 0 if dim is None else dim
+    inner = math.prod(out.shape[split + 1 :])
+    local_block, logical_block = out.shape[split] * inner, logical_shape[split] * inner
     flat = out.view(-1)
     for start in range(0, flat.numel(), _CHUNK_ELEMENTS):
         stop = min(start + _CHUNK_ELEMENTS, flat.numel())
-        values = _standard_normal(seed, key, index(start, stop))
+        local = torch.arange(start, stop, device=out.device)
+        index = (local // local_block) * logical_block + offset * inner + local % local_block
+        values = _standard_normal(seed, key, index)
         flat[start:stop] = (values * config.initializer_range).to(out.dtype)
 
 
 def draw_seed() -> int:
     """Draw a seed from torch's default CPU generator."""
     return int(torch.randint(2**62, (), device="cpu"))
-
-
-def _element_index(  # type: ignore[no-untyped-def]
-    shape: tuple[int, ...],
-    logical_shape: tuple[int, ...],
-    dim: int | None,
-    offset: int,
-    device: torch.device,
-):
-    """Return a function from a range of local flat indices to logical flat indices."""
-    split = 0 if dim is None else dim
-    inner = math.prod(shape[split + 1 :])
-    local_block, logical_block = shape[split] * inner, logical_shape[split] * inner
-
-    def index(start: int, stop: int) -> Tensor:
-        local = torch.arange(start, stop, device=device)
-        return (local // local_block) * logical_block + offset * inner + local % local_block
-
-    return index
 
 
 def _standard_normal(seed: int, key: int, index: Tensor) -> Tensor:

@@ -50,14 +50,12 @@ def evaluate(module: nn.Module, batches: Iterable[Batch], groups: ProcessGroups)
             batch = batch.to(groups.device)
             result = forward(module, batch)
             targets = (batch.labels != IGNORED_LABEL).sum()
-            sums[:3] += torch.stack(
-                [result.loss.double(), result.correct.double(), targets.double()]
-            )
+            numbers = [result.loss, result.correct, targets]
             if result.pair_loss is not None and result.pair_correct is not None:
                 assert batch.next_sentence_labels is not None
                 rows = (batch.next_sentence_labels != IGNORED_LABEL).sum()
-                numbers = [result.pair_loss.double(), result.pair_correct.double(), rows.double()]
-                sums[3:] += torch.stack(numbers)
+                numbers += [result.pair_loss, result.pair_correct, rows]
+            sums[: len(numbers)] += torch.stack([number.double() for number in numbers])
     module.train()
     loss_sum, correct, targets, *pairs = sum_over_batch_ranks(sums, groups).tolist()
     loss = loss_sum / max(targets, 1.0)

@@ -38,15 +38,22 @@ class Hook(Protocol):
 
 
 @dataclass(slots=True)
-class SampleLogHook:
-    """Writes the sample indices of this rank's step to the sample log."""
+class PeriodicHook:
+    """Calls a function every few steps.
 
-    sample_log: SampleLog
+    Args:
+        every: steps between calls.
+        call: receives the event; collective, unless only some ranks have the hook.
+    """
+
+    every: int
+    call: Callable[[StepEvent], None]
     section: ClassVar[Section] = Section.AFTER
 
     def after_step(self, event: StepEvent) -> None:
-        """Append the step."""
-        self.sample_log.append(event.state.step, event.batches)
+        """Call the function, if due."""
+        if event.state.step % self.every == 0:
+            self.call(event)
 
 
 @dataclass(slots=True)
@@ -151,25 +158,6 @@ class EvaluateHook:
             evaluation = self.evaluate()
             if self.report is not None:
                 self.report(step, evaluation)
-
-
-@dataclass(slots=True)
-class ReplicaHook:
-    """Compares replicated weights across ranks every ``guard.replica_check_every`` steps.
-
-    Args:
-        every: steps between comparisons.
-        check: compares them, given the step; collective.
-    """
-
-    every: int
-    check: Callable[[int], None]
-    section: ClassVar[Section] = Section.AFTER
-
-    def after_step(self, event: StepEvent) -> None:
-        """Compare, if due."""
-        if event.state.step % self.every == 0:
-            self.check(event.state.step)
 
 
 @dataclass(slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,9 +11,9 @@ from rich.console import Console
 from megatron_deberta.checkpoint.background import Saved
 from megatron_deberta.config import save_config
 from megatron_deberta.config.schema import RunConfig
-from megatron_deberta.data.batch import Batch
-from megatron_deberta.data.build import Corpora
+from megatron_deberta.data.build import Corpora, validation_loader
 from megatron_deberta.data.dataset.unigram import unigram_cross_entropy, unigram_log_probabilities
+from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.observe.console import LiveConsole
 from megatron_deberta.observe.metrics import MetricsWriter, plot_loss, read_metrics
 from megatron_deberta.train.evaluate import Evaluation
@@ -43,6 +42,7 @@ class RunRecords:
     def __init__(
         self, config: RunConfig, first_step: int, last_step: int, terminal: Console
     ) -> None:
+        self._config = config
         self._run_dir = Path(config.train.run_dir)
         self._run_dir.mkdir(parents=True, exist_ok=True)
         save_config(config, self._run_dir / "config.yaml")
@@ -64,17 +64,15 @@ class RunRecords:
         self.console.__exit__()
         self.writer.close()
 
-    def measure_unigram(self, corpora: Corpora, vocab_size: int, batches: Iterable[Batch]) -> None:
+    def measure_unigram(self, vocabulary: Vocabulary, corpora: Corpora) -> None:
         """Compute the unigram baseline; record it if it differs from the last recorded one.
 
         It is computed at every start, because data or validation may have changed.
-
-        Args:
-            corpora: documents of the run.
-            vocab_size: size of the tokenizer's vocabulary.
-            batches: validation batches of all ranks.
         """
-        frequencies = unigram_log_probabilities(corpora.train, corpora.weights, vocab_size)
+        batches = validation_loader(self._config, vocabulary, 0, 1, corpora)
+        if batches is None:
+            return
+        frequencies = unigram_log_probabilities(corpora.train, corpora.weights, vocabulary.size)
         total, targets = unigram_cross_entropy(frequencies, batches)
         self._unigram = total / max(targets, 1)
         recorded = [
@@ -105,11 +103,17 @@ class RunRecords:
         """Record and show a validation."""
         values = {name: value for name, value in asdict(evaluation).items() if value is not None}
         self.writer.write(step, values, kind="validation")
+        pairs = ""
+        if evaluation.next_sentence_accuracy is not None:
+            pairs = (
+                f" | next-sentence loss {evaluation.next_sentence_loss:.4f} | "
+                f"accuracy {evaluation.next_sentence_accuracy:.1%}"
+            )
         baseline = "" if self._unigram is None else f" | unigram loss {self._unigram:.4f}"
         self.console.note(
             f"validation at step {step} | loss {evaluation.loss:.4f} | perplexity "
             f"{evaluation.perplexity:.2f} | masked accuracy {evaluation.masked_accuracy:.1%}"
-            f"{baseline}{_pairs(evaluation)}"
+            f"{baseline}{pairs}"
         )
 
     def record_checkpoint(self, step: int, saved: Saved) -> None:
@@ -132,12 +136,3 @@ class RunRecords:
     def plot(self) -> None:
         """Draw ``loss.png``."""
         plot_loss(self.writer.path, self._run_dir / "loss.png", unigram=self._unigram)
-
-
-def _pairs(evaluation: Evaluation) -> str:
-    if evaluation.next_sentence_accuracy is None:
-        return ""
-    return (
-        f" | next-sentence loss {evaluation.next_sentence_loss:.4f} | "
-        f"accuracy {evaluation.next_sentence_accuracy:.1%}"
-    )

@@ -16,8 +16,7 @@ from megatron_deberta.checkpoint.layout import CheckpointMetadata
 from megatron_deberta.checkpoint.retention import Retention
 from megatron_deberta.config import config_to_dict, validate_for_world
 from megatron_deberta.config.schema import RunConfig
-from megatron_deberta.data.build import build_loaders, validation_loader
-from megatron_deberta.data.loader import ValidationLoader
+from megatron_deberta.data.build import build_loaders
 from megatron_deberta.data.sample_log import SampleLog
 from megatron_deberta.distributed.control import all_reduce_any, raise_on_all_ranks
 from megatron_deberta.distributed.environment import read_environment
@@ -30,14 +29,7 @@ from megatron_deberta.observe.logs import setup_logging
 from megatron_deberta.observe.progress import ProgressObserver, Section
 from megatron_deberta.observe.throughput import ThroughputMeter
 from megatron_deberta.train.evaluate import evaluate
-from megatron_deberta.train.hooks import (
-    EvaluateHook,
-    Hook,
-    LogHook,
-    ReplicaHook,
-    SampleLogHook,
-    SaveHook,
-)
+from megatron_deberta.train.hooks import EvaluateHook, Hook, LogHook, PeriodicHook, SaveHook
 from megatron_deberta.train.preemption import Requests, StopSignal
 from megatron_deberta.train.prefetch import InputQueue
 from megatron_deberta.train.records import RunRecords
@@ -181,15 +173,23 @@ def _train(run: _Components, state: TrainState, guard: Guard, done: Rollback | N
                 )
                 if done is not None:
                     records.record_rollback(done)
-                _record_unigram(run, records)
+                records.measure_unigram(data.vocabulary, data.corpora)
             if config.data.sample_log and groups.tp_rank == 0:
                 folder = Path(config.train.run_dir) / "ledger"
                 sample_log = SampleLog(folder, groups.dp_rank, groups.dp_size, state.step)
                 stack.callback(sample_log.close)
         meter = build_meter(config, groups, state.step)
-        evaluation = _evaluate_hook(run, meter, validation, records)
-        if evaluation is not None and evaluation.is_due(state.step):
-            _evaluate_if_missing(run, evaluation, state.step, records)
+        evaluation: EvaluateHook | None = None
+        if validation is not None:
+            compute = functools.partial(evaluate, run.engine.module, validation, groups)
+            report = None if records is None else records.report
+            evaluation = EvaluateHook(config.train.eval_every, compute, meter, report)
+            # An interrupted process did not validate its last step.
+            due = evaluation.is_due(state.step)
+            missing = due and records is not None and records.lacks_validation(state.step)
+            if due and all_reduce_any(missing, groups):
+                with run.observer.section(Section.EVALUATION):
+                    evaluation.validate(state.step)
         outcome = Trainer(
             config,
             state,
@@ -206,35 +206,6 @@ def _train(run: _Components, state: TrainState, guard: Guard, done: Rollback | N
     return outcome
 
 
-def _record_unigram(run: _Components, records: RunRecords) -> None:
-    batches = validation_loader(run.config, run.data.vocabulary, 0, 1, run.data.corpora)
-    if batches is not None:
-        records.measure_unigram(run.data.corpora, run.data.vocabulary.size, batches)
-
-
-def _evaluate_hook(
-    run: _Components,
-    meter: ThroughputMeter,
-    validation: ValidationLoader | None,
-    records: RunRecords | None,
-) -> EvaluateHook | None:
-    if validation is None:
-        return None
-    compute = functools.partial(evaluate, run.engine.module, validation, run.groups)
-    report = records.report if records is not None else None
-    return EvaluateHook(run.config.train.eval_every, compute, meter, report)
-
-
-def _evaluate_if_missing(
-    run: _Components, evaluation: EvaluateHook, step: int, records: RunRecords | None
-) -> None:
-    """Validate a step that an interrupted process did not validate. Collective."""
-    missing = records is not None and records.lacks_validation(step)
-    if all_reduce_any(missing, run.groups):
-        with run.observer.section(Section.EVALUATION):
-            evaluation.validate(step)
-
-
 def _hooks(
     run: _Components,
     meter: ThroughputMeter,
@@ -247,7 +218,8 @@ def _hooks(
     config = run.config
     hooks: list[Hook] = []
     if sample_log is not None:
-        hooks.append(SampleLogHook(sample_log))
+        append = sample_log.append
+        hooks.append(PeriodicHook(1, lambda event: append(event.state.step, event.batches)))
     if records is not None:
         hooks.append(
             LogHook(config.log.every, last_step(config), meter, records.writer, records.console)
@@ -255,7 +227,7 @@ def _hooks(
     if evaluation is not None:
         hooks.append(evaluation)
     if every := config.guard.replica_check_every:
-        hooks.append(ReplicaHook(every, functools.partial(_check_replicas, run)))
+        hooks.append(PeriodicHook(every, lambda event: _check_replicas(run, event.state.step)))
     begin = functools.partial(_save, run, guard)
     report = records.record_checkpoint if records is not None else None
     hooks.append(SaveHook(config.checkpoint, begin, run.saver, meter, sample_log, report))

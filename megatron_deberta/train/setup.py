@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.data.build import Corpora, open_corpora, tokenizer_path
@@ -100,9 +100,7 @@ def build_rank_model(config: RunConfig, groups: ProcessGroups) -> ShardedModel:
         # Imported here because importing DeepSpeed is slow and reads the environment.
         from megatron_deberta.engine.deepspeed_runtime import zero3_partition
 
-        def partition(module: nn.Module) -> None:
-            zero3_partition(module, groups, config)
-
+        partition = functools.partial(zero3_partition, groups=groups, config=config)
     return build_model(config, groups, DTYPES[config.precision.dtype], partition=partition)
 
 

@@ -45,6 +45,7 @@ class GuardState:
     trouble_step: int = 0
 
 
+@dataclass(slots=True)
 class Guard:
     """Decides whether updates are made.
 
@@ -53,31 +54,19 @@ class Guard:
         short_steps: ``data.short_steps``; the window is cleared then, because losses depend on the
             row length.
         is_fp16: nonfinite gradients count as overflows of the loss scale.
-        state: state to continue from; modified by ``record``. None: a fresh state.
+        state: state to continue from; modified by ``record``.
     """
 
-    def __init__(
-        self,
-        config: GuardConfig,
-        *,
-        short_steps: int = 0,
-        is_fp16: bool = False,
-        state: GuardState | None = None,
-    ) -> None:
-        self._config = config
-        self._short_steps = short_steps
-        self._is_fp16 = is_fp16
-        self.state = state or GuardState()
+    config: GuardConfig
+    short_steps: int = 0
+    is_fp16: bool = False
+    state: GuardState = field(default_factory=GuardState)
 
     @classmethod
     def of_run(cls, config: RunConfig, state: GuardState | None = None) -> Guard:
         """Build the guard of a run."""
-        return cls(
-            config.guard,
-            short_steps=config.data.short_steps,
-            is_fp16=config.precision.dtype == "fp16",
-            state=state,
-        )
+        is_fp16 = config.precision.dtype == "fp16"
+        return cls(config.guard, config.data.short_steps, is_fp16, state or GuardState())
 
     def check_loss(self, loss: float) -> Skip | None:
         """Return the reason to skip the update of a step with this loss, or None."""
@@ -100,7 +89,7 @@ class Guard:
             return None
         if math.isfinite(outcome.grad_norm):
             return "gradient spike"
-        return "overflow" if self._is_fp16 else "gradient not finite"
+        return "overflow" if self.is_fp16 else "gradient not finite"
 
     def record(self, step: int, loss: float, outcome: StepOutcome, skip: Skip | None) -> None:
         """Add a step to the state.
@@ -111,11 +100,11 @@ class Guard:
             outcome: the engine's result.
             skip: why the update was skipped; None if it was made.
         """
-        state, window = self.state, self._config.spike_window
+        state, window = self.state, self.config.spike_window
         if skip is None:
             state.losses = [*state.losses, loss][-window:]
             state.norms = [*state.norms, outcome.grad_norm][-window:]
-        if step == self._short_steps:
+        if step == self.short_steps:
             state.losses, state.norms = [], []
         state.skips = [skipped for skipped in state.skips if skipped > step - window]
         if skip not in (None, "overflow"):
@@ -126,12 +115,12 @@ class Guard:
     @property
     def too_many_skips(self) -> bool:
         """Whether ``guard.max_skips`` is reached: the run has to roll back or to end."""
-        return len(self.state.skips) >= self._config.max_skips
+        return len(self.state.skips) >= self.config.max_skips
 
     @property
     def can_roll_back(self) -> bool:
         """Whether ``guard.max_rollbacks`` allows another rollback."""
-        return self.state.vain_rollbacks < self._config.max_rollbacks
+        return self.state.vain_rollbacks < self.config.max_rollbacks
 
     @property
     def last_good_step(self) -> float:
@@ -139,10 +128,10 @@ class Guard:
         return self.state.skips[0] - 1 if self.state.skips else math.inf
 
     def _limit(self, window: Sequence[float], scale: float = 0.0) -> float:
-        if self._config.spike_sigmas == 0 or len(window) < self._config.spike_warmup:
+        if self.config.spike_sigmas == 0 or len(window) < self.config.spike_warmup:
             return math.inf
         mean = statistics.fmean(window)
         deviation = max(
             statistics.pstdev(window, mean), MIN_RELATIVE_DEVIATION * (scale or abs(mean))
         )
-        return mean + self._config.spike_sigmas * deviation
+        return mean + self.config.spike_sigmas * deviation
