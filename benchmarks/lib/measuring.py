@@ -200,7 +200,12 @@ def matrix_rate(device: str, dtype: torch.dtype, size: int | None = None) -> flo
     return 2 * size**3 / in_turns({"": product}, least=5, most=10, budget=2.0)[""][0]
 
 
+def read_json(path: Path, default: Any) -> Any:
+    """Return the content of a result file, or the default if it does not exist."""
+    return json.loads(path.read_text()) if path.exists() else default
+
+
 def write_json(path: Path, content: object) -> None:
-    """Put a result under its final name only when it is whole."""
+    """Write a result file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, (json.dumps(content, indent=1) + "\n").encode())

@@ -1,4 +1,4 @@
-"""Measures `megatron-deberta deduplicate`: time, disk and memory on gigabytes, quality on pairs.
+"""Time, disk, memory and quality of ``megatron-deberta deduplicate``.
 
     python -m benchmarks.text.deduplicate make --folder /tmp/dedup --gigabytes 2
     python -m benchmarks.text.deduplicate run --folder /tmp/dedup --output FILE.json
@@ -6,10 +6,10 @@
     python -m benchmarks.text.deduplicate quality --output FILE.json
     python -m benchmarks.text.deduplicate sketches --output FILE.json    # needs datasketch too
 
-`make` writes files of documents whose words are those of real novels in random order, so that no
-two are alike by chance, and plants copies: each document is with 10 % probability an exact copy of
-an earlier one (case changed), and with 10 % one with 3 % of its words replaced. Every document is
-a function of (seed, file, number), so that `make` goes on where it stopped.
+``make`` writes documents of shuffled words of novels, so that no two are similar by chance. With
+10 % probability each, a document is an exact copy of an earlier one in upper case, or a copy with
+3 % of its words replaced. Every document is a function of its file and number, so ``make``
+continues where it was interrupted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -34,77 +34,74 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.lib.measuring import ResourceWatch, disk_usage
+from benchmarks.lib.measuring import ResourceWatch, disk_usage, write_json
 from benchmarks.lib.provenance import ROOT, provenance
 
 CORPUS = Path(os.environ.get("MEGATRON_DEBERTA_CORPUS", ROOT.parent / "shared" / "corpus"))
 FILE_DOCUMENTS = 12_000
-PASSAGE_WORDS = 900
-"""About 5 KB of text."""
+PASSAGE_WORDS = 900  # about 5 KB of text
 
 
 @lru_cache(maxsize=1)
-def passages() -> list[npt.NDArray[Any]]:
-    """Passages of the novels, each an array of words."""
-    found = []
+def read_passages() -> list[npt.NDArray[Any]]:
+    """Return passages of the novels, each an array of words."""
+    passages = []
     for path in sorted(CORPUS.glob("books-*.jsonl.gz")):
         with gzip.open(path, "rt", encoding="utf-8") as stream:
             for line in stream:
                 words = np.array(json.loads(line)["text"].split(), dtype=object)
-                found += np.split(words, range(PASSAGE_WORDS, len(words), PASSAGE_WORDS))
-    return [words for words in found if len(words) > PASSAGE_WORDS // 3]
+                passages += np.split(words, range(PASSAGE_WORDS, len(words), PASSAGE_WORDS))
+    return [words for words in passages if len(words) > PASSAGE_WORDS // 3]
 
 
 def document(file: int, number: int) -> tuple[str, str]:
     """Return the kind and the text of a document."""
-    draw = random.Random(f"{file}/{number}")
-    kind = draw.choices(("original", "exact", "near"), (8, 1, 1))[0]
+    rng = random.Random(f"{file}/{number}")
+    kind = rng.choices(("original", "exact", "near"), (8, 1, 1))[0]
     if kind == "original" or (file, number) == (0, 0):
-        words = passages()[draw.randrange(len(passages()))]
+        passages = read_passages()
+        words = passages[rng.randrange(len(passages))]
         generator = np.random.Generator(np.random.PCG64([file, number]))
         return "original", " ".join(generator.permutation(words))
-    place = draw.randrange(file * FILE_DOCUMENTS + number)
-    _, text = document(*divmod(place, FILE_DOCUMENTS))
+    source = rng.randrange(file * FILE_DOCUMENTS + number)
+    _, text = document(*divmod(source, FILE_DOCUMENTS))
     if kind == "exact":
         return kind, text.upper()
     words = text.split()
-    for position in draw.sample(range(len(words)), max(1, len(words) * 3 // 100)):
-        words[position] = f"w{draw.randrange(10**6)}"
+    for position in rng.sample(range(len(words)), max(1, len(words) * 3 // 100)):
+        words[position] = f"w{rng.randrange(10**6)}"
     return kind, " ".join(words)
 
 
 def make(folder: Path, gigabytes: float) -> None:
-    """Write files until there are so many bytes."""
+    """Write files up to a total size."""
     folder.mkdir(parents=True, exist_ok=True)
     size = file = 0
     while size < gigabytes * 1e9:
         path = folder / f"part-{file:03d}.jsonl"
         if not path.exists():
             kinds: Counter[str] = Counter()
-            fresh = path.with_suffix(".tmp")
-            with fresh.open("w", encoding="utf-8") as stream:
+            unfinished = path.with_suffix(".tmp")
+            with unfinished.open("w", encoding="utf-8") as stream:
                 for number in range(FILE_DOCUMENTS):
                     kind, text = document(file, number)
                     kinds[kind] += 1
                     stream.write(json.dumps({"id": f"{file}/{number}", "text": text}) + "\n")
             path.with_suffix(".kinds").write_text(json.dumps(kinds))
-            fresh.rename(path)
+            unfinished.rename(path)
         size += path.stat().st_size
         file += 1
         print(f"{path}: {size / 1e9:.2f} GB", flush=True)
 
 
 def run(folder: Path, workers: int) -> dict[str, Any]:
-    """Deduplicate what ``make`` wrote, and tell what it took and what it found."""
+    """Deduplicate the files that ``make`` wrote; return cost and result."""
     files = sorted(folder.glob("part-*.jsonl"))
     planted: Counter[str] = Counter()
     for path in files:
         planted.update(json.loads(path.with_suffix(".kinds").read_text()))
     output = folder / "deduplicated"
-    command = [
-        *(sys.executable, "-m", "megatron_deberta", "deduplicate", "--input", *map(str, files)),
-        *("--output", str(output), "--workers", str(workers)),
-    ]
+    command = deduplicate_command(files, output, workers)
     begin = time.monotonic()
     stages: dict[str, float] = {}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
@@ -117,16 +114,15 @@ def run(folder: Path, workers: int) -> dict[str, Any]:
             if words[:1] == ["deduplicate:"]:
                 stages.setdefault(words[1], round(time.monotonic() - begin, 1))
     watch.join()
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    size = sum(path.stat().st_size for path in files)
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     summary = json.loads((output / "summary.json").read_text())
     return {
-        "input_bytes": size,
+        "input_bytes": sum(path.stat().st_size for path in files),
         "files": len(files),
         "workers": workers,
         "exit_code": process.returncode,
         "seconds": round(time.monotonic() - begin, 1),
-        "processor_seconds": round(used.ru_utime + used.ru_stime, 1),
+        "processor_seconds": round(usage.ru_utime + usage.ru_stime, 1),
         "seconds_when_stage_began": stages,
         "peak_memory_bytes": sum(watch.peaks.values()),
         "peak_memory_by_process": sorted(watch.peaks.values()),
@@ -137,9 +133,17 @@ def run(folder: Path, workers: int) -> dict[str, Any]:
     }
 
 
+def deduplicate_command(files: Iterable[Path], output: Path, workers: int) -> list[str]:
+    """Return the command line."""
+    return [
+        *(sys.executable, "-m", "megatron_deberta", "deduplicate", "--input", *map(str, files)),
+        *("--output", str(output), "--workers", str(workers)),
+    ]
+
+
 def long_documents() -> dict[str, Any]:
-    """Deduplicate two documents of nearly the greatest length; they differ in one word."""
-    words = np.concatenate(passages())
+    """Deduplicate two documents close to the maximum size that differ in one word."""
+    words = np.concatenate(read_passages())
     text = " ".join(np.random.default_rng(0).choice(words, 18_000_000))[:98_000_000]
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "part-000.jsonl"
@@ -152,27 +156,22 @@ def long_documents() -> dict[str, Any]:
 
 
 def quality(workers: int) -> dict[str, Any]:
-    """Deduplicate the planted pairs and count which were found."""
+    """Deduplicate the evaluation set of planted pairs; count those found."""
     with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "out"
-        command = [
-            *(sys.executable, "-m", "megatron_deberta", "deduplicate", "--workers", str(workers)),
-            *("--input", str(CORPUS / "dedup_eval.jsonl.gz"), "--output", str(output)),
-        ]
-        subprocess.run(command, check=True, cwd=ROOT)
-        with gzip.open(CORPUS / "dedup_eval.jsonl.gz") as documents:
+        source, output = CORPUS / "dedup_eval.jsonl.gz", Path(folder) / "out"
+        subprocess.run(deduplicate_command([source], output, workers), check=True, cwd=ROOT)
+        with gzip.open(source) as documents:
             names = [json.loads(line)["id"] for line in documents]
         return count_found(output, names, CORPUS / "dedup_eval.truth.tsv")
 
 
 def count_found(output: Path, names: list[str], truth: Path) -> dict[str, Any]:
-    """Compare a result with the planted pairs.
+    """Compare the removed documents with the planted pairs.
 
     Returns:
-        For each kind, pairs planted and found, with those at a Jaccard of 0.7 or more apart; and
-        documents that were removed though no planted pair has them.
+        Per kind of pair, the numbers of planted and found pairs, in all and at a Jaccard similarity
+        of at least 0.7; and removed documents that belong to no planted pair.
     """
-    removed = set()
     with (output / "removed.jsonl").open(encoding="utf-8") as stream:
         removed = {names[json.loads(line)["document"]] for line in stream}
     counts: dict[str, Counter[str]] = {}
@@ -196,7 +195,7 @@ def count_found(output: Path, names: list[str], truth: Path) -> dict[str, Any]:
 
 
 def sketches() -> dict[str, Any]:
-    """Time two MinHash libraries on the same hashes, and the error of their estimates."""
+    """Measure speed and estimation error of two MinHash libraries on the same hashes."""
     import datasketch
 
     from megatron_deberta.text.deduplicate.settings import PERMUTATIONS
@@ -254,11 +253,10 @@ def main() -> None:
         "quality": lambda: quality(args.workers),
         "sketches": sketches,
     }
-    result = actions[args.what]()
-    text = json.dumps({**result, **provenance()}, indent=2)
-    print(text)
+    result = {**actions[args.what](), **provenance()}
+    print(json.dumps(result, indent=2))
     if args.output:
-        args.output.write_text(text + "\n", encoding="utf-8")
+        write_json(args.output, result)
 
 
 if __name__ == "__main__":

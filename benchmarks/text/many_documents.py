@@ -1,8 +1,8 @@
 """Preprocess ten million short documents and novels, and compare the shards with megatron-core.
 
-Every length, offset and document boundary that megatron-core reads from the shard is compared with
-what our reader reads, and the ids of documents drawn at random with what the tokenizer gives for
-their text; in the other direction ours reads a copy that megatron-core's builder wrote.
+All lengths and document boundaries read by megatron-core's reader and by this project's are
+compared, and the ids of sampled documents with the tokenizer's output for their text. In the other
+direction, this project's reader reads a copy that megatron-core's builder wrote.
 
   python -m benchmarks.text.many_documents --corpus books-*.jsonl.gz --work /scratch
 """
@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import gzip
-import json
 import shutil
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,35 +21,36 @@ import orjson
 import torch
 from megatron.core.datasets import indexed_dataset as megatron
 
+from benchmarks.lib.measuring import write_json
 from benchmarks.lib.provenance import ROOT, provenance
-from benchmarks.text.preprocess import PROCESSES, run_command
+from benchmarks.text.preprocess import run_preprocess
 from megatron_deberta.data.shards.reader import IndexedDataset
 from megatron_deberta.tokenizer import Tokenizer, load_tokenizer
 from megatron_deberta.tokenizer.training import train_sentencepiece
 
 OUTPUT = ROOT / "benchmarks" / "results" / "cpu" / "many_documents.json"
+# Documents generated at once, with a seed of their own.
 BLOCK = 100_000
-"""Documents drawn at once; a block can be drawn again by itself."""
 
 
 def draw_documents(words: Sequence[str], block: int) -> list[str]:
-    """Draw a block's documents, of 3 to 15 words."""
-    draw = np.random.default_rng(block)
-    ends = np.cumsum(draw.integers(3, 16, BLOCK)).tolist()
-    drawn = [words[index] for index in draw.integers(0, len(words), ends[-1]).tolist()]
+    """Generate a block of documents of 3 to 15 words."""
+    generator = np.random.default_rng(block)
+    ends = np.cumsum(generator.integers(3, 16, BLOCK)).tolist()
+    drawn = [words[index] for index in generator.integers(0, len(words), ends[-1]).tolist()]
     return [" ".join(drawn[begin:end]) for begin, end in zip([0, *ends], ends, strict=False)]
 
 
 def write_corpus(path: Path, words: Sequence[str], documents: int) -> None:
-    """Write them as JSONL."""
+    """Write the documents as JSONL."""
     with path.open("wb") as stream:
         for block in range(documents // BLOCK):
             texts = draw_documents(words, block)
             stream.writelines(b'{"text":"%b"}\n' % text.encode() for text in texts)
 
 
-def drawn_again(words: Sequence[str], documents: int) -> Iterator[tuple[int, str]]:
-    """Documents of a few blocks, by their numbers."""
+def sample_documents(words: Sequence[str], documents: int) -> Iterator[tuple[int, str]]:
+    """Generate numbers and texts of some documents of a few blocks again."""
     blocks = documents // BLOCK
     for block in sorted({0, blocks // 3, blocks - 1}):
         for index, text in enumerate(draw_documents(words, block)[::20]):
@@ -59,57 +58,52 @@ def drawn_again(words: Sequence[str], documents: int) -> Iterator[tuple[int, str
 
 
 def preprocess(path: Path, tokenizer: Path, output: Path) -> dict[str, Any]:
-    """Run the command."""
+    """Run ``megatron-deberta preprocess``; return its cost."""
     shutil.rmtree(output.parent, ignore_errors=True)
-    seconds, spent, peak = run_command(
-        [
-            sys.executable, "-m", "megatron_deberta", "preprocess", "--input", str(path),
-            "--tokenizer", str(tokenizer), "--output", str(output), "--workers", str(PROCESSES),
-        ]
-    )  # fmt: skip
+    seconds, processor_seconds, peak_mib = run_preprocess(path, tokenizer, output)
     return {
         "input_MB": path.stat().st_size / 1e6,
         "seconds": round(seconds, 1),
-        "processor_seconds": round(spent, 1),
-        "peak_MiB": round(peak),
+        "processor_seconds": round(processor_seconds, 1),
+        "peak_MiB": round(peak_mib),
     }
 
 
 def compare(
-    prefix: str, tokenizer: Tokenizer, texts: Iterator[tuple[int, str]], copied: int
+    prefix: str, tokenizer: Tokenizer, texts: Iterator[tuple[int, str]], num_copied: int
 ) -> dict[str, Any]:
-    """Read a shard with megatron-core and ours, and the beginning of it written by megatron-core.
+    """Compare both readers on a shard, then on a copy of its beginning written by megatron-core.
 
     Raises:
         AssertionError: anything differs.
     """
-    theirs, ours = megatron.IndexedDataset(prefix), IndexedDataset(prefix)
-    assert np.array_equal(theirs.sequence_lengths, ours.sequence_lengths)
-    assert np.array_equal(theirs.document_indices, ours.document_boundaries)
-    compared = 0
+    expected, dataset = megatron.IndexedDataset(prefix), IndexedDataset(prefix)
+    assert np.array_equal(expected.sequence_lengths, dataset.sequence_lengths)
+    assert np.array_equal(expected.document_indices, dataset.document_boundaries)
+    num_compared = 0
     for number, text in texts:
         ids = tokenizer.encode_array(text)
-        assert np.array_equal(theirs[number], ids), number
-        assert np.array_equal(ours.document(number), ids), number
-        compared += 1
-    copy = f"{prefix}_copy"
-    builder = megatron.IndexedDatasetBuilder(f"{copy}.bin", dtype=theirs.index.dtype)
-    for number in range(copied):
-        document = theirs[number]
+        assert np.array_equal(expected[number], ids), number
+        assert np.array_equal(dataset.document(number), ids), number
+        num_compared += 1
+    copy_prefix = f"{prefix}_copy"
+    builder = megatron.IndexedDatasetBuilder(f"{copy_prefix}.bin", dtype=expected.index.dtype)
+    for number in range(num_copied):
+        document = expected[number]
         builder.add_document(torch.from_numpy(document.astype(np.int64)), [document.size])
-    builder.finalize(f"{copy}.idx")
-    again = IndexedDataset(copy)
-    assert all(np.array_equal(again.document(n), ours.document(n)) for n in range(copied))
+    builder.finalize(f"{copy_prefix}.idx")
+    copy = IndexedDataset(copy_prefix)
+    assert all(np.array_equal(copy.document(n), dataset.document(n)) for n in range(num_copied))
     return {
-        "documents": ours.num_documents,
-        "tokens": ours.num_tokens,
-        "documents_compared": compared,
-        "documents_written_by_megatron": copied,
+        "documents": dataset.num_documents,
+        "tokens": dataset.num_tokens,
+        "documents_compared": num_compared,
+        "documents_written_by_megatron": num_copied,
     }
 
 
 def main() -> None:
-    """Do both corpora."""
+    """Compare on a corpus of tiny documents and on a corpus of novels."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--corpus", nargs="+", required=True)
     parser.add_argument("--work", type=Path, required=True)
@@ -126,20 +120,19 @@ def main() -> None:
     write_corpus(work / "tiny.jsonl", words, args.documents)
     (work / "books.jsonl").write_bytes(b"".join(orjson.dumps({"text": t}) + b"\n" for t in books))
     corpora = {
-        "tiny": drawn_again(words, args.documents),
+        "tiny": sample_documents(words, args.documents),
         "books": ((number, text) for number, text in enumerate(books) if number % 10 == 0),
     }
     results: dict[str, Any] = {"provenance": provenance()}
     for name, texts in corpora.items():
         output = work / "out" / name
         cost = preprocess(work / f"{name}.jsonl", work / "tokenizer", output)
-        copied = min(1_000, len(books))
-        found = compare(f"{output}_text_document", tokenizer, texts, copied)
-        results[name] = {**cost, **found}
+        comparison = compare(f"{output}_text_document", tokenizer, texts, min(1_000, len(books)))
+        results[name] = {**cost, **comparison}
         print(name, results[name], flush=True)
     assert results["tiny"]["documents"] == args.documents
     assert results["books"]["documents"] == len(books)
-    args.output.write_text(json.dumps(results, indent=2) + "\n")
+    write_json(args.output, results)
 
 
 if __name__ == "__main__":

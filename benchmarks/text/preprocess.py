@@ -1,11 +1,10 @@
-"""Preprocessing speed and memory: ours, the bare tokenizers, and Megatron-LM's script.
+"""Preprocessing speed and memory of this project, the tokenizer libraries and Megatron-LM's script.
 
-MB/s are of raw text (the documents' bytes, without JSON), on two processes; ours are whole
-commands, start-up included, with the input in the page cache, while the bare tokenizers have the
-documents in memory and their start-up is not counted; "start-up" is a whole command for as many
-documents as each run over byte pairs checks against the tokenizer. Short cases are measured in
-rounds; one that this very code was measured with is not measured again. On a machine that does
-other work as well, only processor seconds compare.
+MB/s count raw text (the documents' bytes, without JSON) on two processes. Commands are timed with
+start-up and with the input in the page cache; tokenizer libraries encode documents in memory, and
+their start-up is not counted. "start-up" is a whole command on only as many documents as each
+byte-pair run checks against the tokenizer. Short cases are measured in rounds. Cases already
+measured with the same code are skipped. On a busy machine only processor seconds are comparable.
 
   python -m benchmarks.text.preprocess --corpus *.jsonl.gz --work /scratch --megatron Megatron-LM
 """
@@ -24,6 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ import numpy as np
 import orjson
 import zstandard
 
-from benchmarks.lib.measuring import ResourceWatch
+from benchmarks.lib.measuring import ResourceWatch, read_json, write_json
 from benchmarks.lib.provenance import ROOT, provenance, source_digest
 from megatron_deberta.text.preprocess.direct_io import (
     DirectWriter,
@@ -53,11 +53,16 @@ from megatron_deberta.tokenizer.training import train_sentencepiece
 
 OUTPUT = ROOT / "benchmarks" / "results" / "cpu" / "preprocess.json"
 PROCESSES = 2
+WARM_UP_TEXT = "Loads what is loaded late."
 VOCABULARY = 32_000
 ROUNDS = 9
 WORD_LETTERS = 8
+# The corpus repeated; from the second time on, its words are in every cache.
 LARGE_MB = 2000
-"""The corpus over and over: what is met a second time is in every cache."""
+FILES = {"plain": "plain.jsonl", "gzip": "gzip.jsonl.gz", "zstd": "zstd.jsonl.zst"}
+Encoder = Callable[[list[str]], object]
+# Seconds, processor seconds and peak memory of all processes in MiB.
+Usage = tuple[float, float, float]
 
 
 def prepare(corpus: list[str], work: Path) -> list[str]:
@@ -66,16 +71,13 @@ def prepare(corpus: list[str], work: Path) -> list[str]:
     texts = [orjson.loads(line)["text"] for line in lines]
     work.mkdir(parents=True, exist_ok=True)
     content = b"".join(lines)
-    for name, encode in (
-        ("plain.jsonl", bytes),
-        ("gzip.jsonl.gz", gzip.compress),
-        ("zstd.jsonl.zst", zstandard.compress),
-    ):
+    compressions = (bytes, gzip.compress, zstandard.compress)
+    for name, compress in zip(FILES.values(), compressions, strict=True):
         if not (work / name).exists():
-            (work / name).write_bytes(encode(content))
-    begins = itertools.accumulate(map(len, texts[: PROBE_DOCUMENTS - 1]), initial=0)
-    checked = sum(begin < PROBE_CHARACTERS for begin in begins)
-    (work / "first.jsonl").write_bytes(b"".join(lines[:checked]))
+            (work / name).write_bytes(compress(content))
+    offsets = itertools.accumulate(map(len, texts[: PROBE_DOCUMENTS - 1]), initial=0)
+    num_checked = sum(offset < PROBE_CHARACTERS for offset in offsets)
+    (work / "first.jsonl").write_bytes(b"".join(lines[:num_checked]))
     if not (work / "unigram").exists():
         train_sentencepiece(texts[::10], str(work / "unigram"), vocab_size=VOCABULARY)
     if not (work / "gpt2").exists():
@@ -84,7 +86,7 @@ def prepare(corpus: list[str], work: Path) -> list[str]:
 
 
 def train_byte_level(texts: list[str], folder: Path) -> None:
-    """Learn a vocabulary of GPT-2's kind."""
+    """Train a byte-level BPE tokenizer."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     backend = Tokenizer(models.BPE())
@@ -99,19 +101,19 @@ def train_byte_level(texts: list[str], folder: Path) -> None:
 
 
 def new_words(work: Path) -> Path:
-    """Return documents of random words, hardly one of which comes again."""
+    """Write and return a file of random words, hardly any of which is repeated."""
     path = work / "new_words.jsonl"
-    draw = np.random.default_rng(0)
+    generator = np.random.default_rng(0)
     with path.open("wb") as stream:
         while stream.tell() < LARGE_MB * 1e6:
-            letters = draw.integers(ord("a"), ord("z") + 1, 1 << 14, dtype=np.uint8)
+            letters = generator.integers(ord("a"), ord("z") + 1, 1 << 14, dtype=np.uint8)
             letters[:: WORD_LETTERS + 1] = ord(" ")
             stream.write(orjson.dumps({"text": letters.tobytes().decode()}) + b"\n")
     return path
 
 
 def in_batches(texts: list[str]) -> Iterator[list[str]]:
-    """Cut texts into batches as large as ours are."""
+    """Yield batches of the size that ``preprocess`` encodes at once."""
     batch: list[str] = []
     for text in texts:
         batch.append(text)
@@ -121,44 +123,42 @@ def in_batches(texts: list[str]) -> Iterator[list[str]]:
     yield batch
 
 
-def in_memory(
-    make: Callable[[], Callable[[list[str]], object]], texts: list[str]
-) -> tuple[float, float]:
-    """Seconds, and processor seconds, in which two processes encode the texts they hold."""
+def encode_in_memory(make_encoder: Callable[[], Encoder], texts: list[str]) -> tuple[float, float]:
+    """Return the seconds and processor seconds of encoding texts in ``PROCESSES`` processes."""
     context = multiprocessing.get_context("fork")
     barrier = context.Barrier(PROCESSES + 1)
-    spent = context.Array("d", PROCESSES)
+    processor_time = context.Array("d", PROCESSES)
 
-    def work(index: int) -> None:
-        encode = make()
-        encode(["Loads what is loaded late."])
+    def encode_share(index: int) -> None:
+        encode = make_encoder()
+        encode([WARM_UP_TEXT])
         batches = list(in_batches(texts[index::PROCESSES]))
         barrier.wait()
         begin = time.process_time()
-        for some in batches:
-            encode(some)
-        spent[index] = time.process_time() - begin
+        for batch in batches:
+            encode(batch)
+        processor_time[index] = time.process_time() - begin
 
-    processes = [context.Process(target=work, args=(index,)) for index in range(PROCESSES)]
+    processes = [context.Process(target=encode_share, args=(index,)) for index in range(PROCESSES)]
     for process in processes:
         process.start()
     barrier.wait()
     begin = time.perf_counter()
     for process in processes:
         process.join()
-    return time.perf_counter() - begin, sum(spent[:])
+    return time.perf_counter() - begin, sum(processor_time[:])
 
 
-def sentencepiece_encoder(model: Path) -> Callable[[list[str]], object]:
-    """Return SentencePiece's own way."""
+def sentencepiece_encoder(model: Path) -> Encoder:
+    """Return SentencePiece's batch encoder."""
     import sentencepiece
 
     processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
     return lambda texts: processor.encode(texts, num_threads=1)
 
 
-def gigatoken_encoder(folder: Path) -> Callable[[list[str]], object]:
-    """Return gigatoken's own way."""
+def gigatoken_encoder(folder: Path) -> Encoder:
+    """Return gigatoken's batch encoder."""
     import gigatoken
 
     spec = {**load_tokenizer(str(folder)).spec, "added_tokens": [], "post_processor": None}
@@ -167,11 +167,11 @@ def gigatoken_encoder(folder: Path) -> Callable[[list[str]], object]:
 
 
 def stages(path: Path, folder: Path) -> dict[str, float]:
-    """Processor seconds of one process for each stage from a file of text to a hashed shard."""
+    """Return processor seconds by stage of one process that turns a text file into a shard."""
     begin = time.process_time()
     tokenizer = load_tokenizer(str(folder))
     encode = fast_bpe_encoder(tokenizer) or tokenizer.encode_texts
-    encode(["Loads what is loaded late."])
+    encode([WARM_UP_TEXT])
     names = ("load tokenizer", "read", "parse", "encode", "write", "copy", "hash")
     spent = dict.fromkeys(names, 0.0)
     spent["load tokenizer"] = time.process_time() - begin
@@ -214,192 +214,201 @@ def write_ids(stream: DirectWriter, ids: Any, mark: Callable[[str], None]) -> No
     mark("write")
 
 
-def read_through(path: Path) -> None:
-    """Have a file in the page cache: the disk is not what is compared."""
+def run_command(arguments: list[str], path: Path, env: dict[str, str] | None = None) -> Usage:
+    """Run a Python program on an input file that is in the page cache; return its usage.
+
+    Raises:
+        RuntimeError: the command failed; with the end of its error output.
+    """
     with path.open("rb") as stream:
         while stream.read(1 << 20):
             pass
-
-
-def run_command(line: list[str], env: dict[str, str] | None = None) -> tuple[float, float, float]:
-    """Run a command; return its seconds, processor seconds and the peak memory of all, MiB."""
+    command = [sys.executable, *arguments]
     env = dict(os.environ if env is None else env)
-    # With it every start compiles our modules anew, unlike a user's.
+    # With this variable, every start would compile all modules again.
     env.pop("PYTHONDONTWRITEBYTECODE", None)
     begin, before = time.perf_counter(), os.times()
-    process = subprocess.Popen(line, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     watch = ResourceWatch(process.pid)
     watch.start()
     _, errors = process.communicate()
     seconds = time.perf_counter() - begin
     watch.join()
     if process.returncode:
-        raise RuntimeError(f"{line}: {errors.decode()[-2000:]}")
+        raise RuntimeError(f"{command}: {errors.decode()[-2000:]}")
     after = os.times()
-    spent = after.children_user + after.children_system
-    spent -= before.children_user + before.children_system
-    return seconds, spent, sum(watch.peaks.values()) / 2**20
+    processor_seconds = after.children_user + after.children_system
+    processor_seconds -= before.children_user + before.children_system
+    return seconds, processor_seconds, sum(watch.peaks.values()) / 2**20
 
 
-def ours(path: Path, tokenizer: Path, output: Path) -> tuple[float, float, float]:
-    """Run our command; see ``run_command``."""
-    read_through(path)
-    # A folder of its own: ext4 goes round the inodes of files that have just been removed.
-    prefix = output / f"{time.time_ns()}" / "c"
-    line = [
-        sys.executable, "-m", "megatron_deberta", "preprocess", "--input", str(path),
-        "--tokenizer", str(tokenizer), "--output", str(prefix), "--workers", str(PROCESSES),
+def run_preprocess(path: Path, tokenizer: Path, output: Path) -> Usage:
+    """Run ``megatron-deberta preprocess``."""
+    arguments = [
+        "-m", "megatron_deberta", "preprocess", "--input", str(path), "--tokenizer", str(tokenizer),
+        "--output", str(output), "--workers", str(PROCESSES),
     ]  # fmt: skip
-    return run_command(line)
+    return run_command(arguments, path)
 
 
-def megatron(root: Path, path: Path, model: Path, output: Path) -> tuple[float, float, float]:
-    """Run Megatron-LM's script; see ``run_command``."""
-    read_through(path)
+def run_megatron(root: Path, path: Path, model: Path, output: Path) -> Usage:
+    """Run Megatron-LM's preprocessing script."""
     output.mkdir(exist_ok=True)
-    line = [
-        sys.executable, str(root / "tools" / "preprocess_data.py"), "--input", str(path),
+    arguments = [
+        str(root / "tools" / "preprocess_data.py"), "--input", str(path),
         "--output-prefix", str(output / "m"), "--tokenizer-type", "SentencePieceTokenizer",
         "--tokenizer-model", str(model), "--workers", str(PROCESSES), "--log-interval", "1000000",
     ]  # fmt: skip
-    return run_command(line, {**os.environ, "PYTHONPATH": str(root)})
+    return run_command(arguments, path, {**os.environ, "PYTHONPATH": str(root)})
 
 
-def cases(texts: list[str], args: argparse.Namespace) -> dict[str, Callable[[], dict[str, Any]]]:
-    """Return what can be measured, by name."""
-    work: Path = args.work
-    size = sum(len(text.encode()) for text in texts) / 1e6
-    first = (work / "first.jsonl").read_bytes().splitlines()
-    first_size = sum(len(orjson.loads(line)["text"].encode()) for line in first) / 1e6
+class Cases:
+    """All cases by name, in the order in which they are measured.
 
-    def speed(
-        seconds: float, spent: float, peak: float | None = None, megabytes: float = size
-    ) -> dict[str, Any]:
-        found = {
-            "megabytes": megabytes,
-            "seconds": seconds,
-            "MB_per_second": megabytes / seconds,
-            "processor_seconds": spent,
-            "MB_per_processor_second": megabytes / spent,
+    Args:
+        texts: the documents of the corpus.
+        work: folder with the files that ``prepare`` wrote.
+        megatron_folder: Megatron-LM's source; None leaves its cases out.
+    """
+
+    def __init__(self, texts: list[str], work: Path, megatron_folder: Path | None) -> None:
+        self.by_name: dict[str, Callable[[], dict[str, Any]]] = {}
+        self._texts, self._work = texts, work
+        self._megabytes = sum(len(text.encode()) for text in texts) / 1e6
+        unigram, gpt2 = work / "unigram", work / "gpt2"
+        model = unigram / "spm.model"
+        our_unigram, our_gpt2 = (partial(self._preprocess, folder) for folder in (unigram, gpt2))
+        sentencepiece = partial(sentencepiece_encoder, model)
+        gigatoken = partial(gigatoken_encoder, gpt2)
+        self._add_in_memory("sentencepiece in memory", sentencepiece)
+        self._add_in_memory(
+            "our tokenizer in memory", lambda: load_tokenizer(str(unigram)).encode_texts
+        )
+        self._add_commands("ours, unigram", our_unigram, "plain", "gzip", "zstd", "start-up")
+        self._add_stages("unigram")
+        # Each in-memory peer runs beside the cases it is compared with: the machine's speed varies.
+        self._add_in_memory("gigatoken in memory", gigatoken)
+        self._add_commands("ours, gpt2", our_gpt2, "plain", "gzip", "zstd", "start-up")
+        self._add_stages("gpt2")
+        if megatron_folder is not None:
+            script = partial(run_megatron, megatron_folder, model=model, output=work / "mlm")
+            self._add_commands("Megatron-LM, unigram", script, "plain", "start-up", "2 GB")
+        self._add_commands("ours, unigram", our_unigram, "20 MB", "2 GB")
+        self._add_commands("ours, gpt2", our_gpt2, "2 GB")
+        repeats = round(LARGE_MB / self._megabytes)
+        self._add_in_memory("sentencepiece in memory, 2 GB", sentencepiece, repeats)
+        self._add_commands("ours, gpt2", our_gpt2, "new words, 2 GB")
+        self._add_in_memory("gigatoken in memory, 2 GB", gigatoken, repeats)
+
+    def _add_in_memory(
+        self, name: str, make_encoder: Callable[[], Encoder], repeats: int = 1
+    ) -> None:
+        self.by_name[name] = lambda: speed(
+            repeats * self._megabytes, *encode_in_memory(make_encoder, self._texts * repeats)
+        )
+
+    def _add_commands(self, program: str, run: Callable[[Path], Usage], *inputs: str) -> None:
+        def measure(name: str) -> dict[str, Any]:
+            path, megabytes = self._input(name)
+            return speed(megabytes, *run(path))
+
+        for name in inputs:
+            self.by_name[f"{program}, {name}"] = partial(measure, name)
+
+    def _preprocess(self, tokenizer: Path, path: Path) -> Usage:
+        # A new folder: ext4 is slow to create files in place of some that were just removed.
+        return run_preprocess(path, tokenizer, self._work / "out" / f"{time.time_ns()}" / "c")
+
+    def _add_stages(self, vocabulary: str) -> None:
+        self.by_name[f"stages, {vocabulary}, one process"] = lambda: {
+            "megabytes": self._megabytes,
+            "processor_seconds": stages(self._work / FILES["plain"], self._work / vocabulary),
         }
-        return found if peak is None else {**found, "peak_MiB": peak}
 
-    def repeated(megabytes: int) -> Path:
-        path = work / f"{megabytes}.jsonl"
-        if not path.exists():
-            content = (work / "plain.jsonl").read_bytes()
-            with path.open("wb") as stream:
-                while stream.tell() < megabytes * 1e6:
-                    end = content.rfind(b"\n", 0, round(megabytes * 1e6) - stream.tell() + 1) + 1
-                    if not end:
-                        break
-                    stream.write(content[:end])
-        return path
+    def _input(self, name: str) -> tuple[Path, float]:
+        """Return an input file, written if it is missing, and its megabytes of text."""
+        if name in FILES:
+            return self._work / FILES[name], self._megabytes
+        if name == "start-up":
+            path = self._work / "first.jsonl"
+            texts = (orjson.loads(line)["text"] for line in path.read_bytes().splitlines())
+            return path, sum(len(text.encode()) for text in texts) / 1e6
+        if name == "new words, 2 GB":
+            return new_words(self._work), LARGE_MB
+        megabytes = {"20 MB": 20, "2 GB": LARGE_MB}[name]
+        return repeated(self._work, megabytes), megabytes
 
-    def over_and_over(kind: str, megabytes: int) -> dict[str, Any]:
-        found = ours(repeated(megabytes), work / kind, work / "out")
-        return speed(*found, megabytes=megabytes)
 
-    def large_in_memory(make: Callable[[], Callable[[list[str]], object]]) -> dict[str, Any]:
-        times = round(LARGE_MB / size)
-        return speed(*in_memory(make, texts * times), megabytes=times * size)
-
-    unigram, gpt2 = work / "unigram", work / "gpt2"
-    found: dict[str, Callable[[], dict[str, Any]]] = {
-        "sentencepiece in memory": lambda: speed(
-            *in_memory(lambda: sentencepiece_encoder(unigram / "spm.model"), texts)
-        ),
-        "our tokenizer in memory": lambda: speed(
-            *in_memory(lambda: load_tokenizer(str(unigram)).encode_texts, texts)
-        ),
+def speed(
+    megabytes: float, seconds: float, processor_seconds: float, peak_mib: float | None = None
+) -> dict[str, Any]:
+    """Return the result of a case from its size, times and peak memory."""
+    result = {
+        "megabytes": megabytes,
+        "seconds": seconds,
+        "MB_per_second": megabytes / seconds,
+        "processor_seconds": processor_seconds,
+        "MB_per_processor_second": megabytes / processor_seconds,
     }
+    return result if peak_mib is None else {**result, "peak_MiB": peak_mib}
 
-    def add_ours(kind: str) -> None:
-        for name in ("plain.jsonl", "gzip.jsonl.gz", "zstd.jsonl.zst"):
-            found[f"ours, {kind}, {name.split('.')[0]}"] = lambda name=name: speed(  # type: ignore[misc]
-                *ours(work / name, work / kind, work / "out")
-            )
-        found[f"ours, {kind}, start-up"] = lambda: speed(
-            *ours(work / "first.jsonl", work / kind, work / "out"), megabytes=first_size
-        )
-        found[f"stages, {kind}, one process"] = lambda: {
-            "megabytes": size,
-            "processor_seconds": stages(work / "plain.jsonl", work / kind),
-        }
 
-    # Each in-memory peer beside what is compared with it: the machine's speed changes.
-    add_ours("unigram")
-    found["gigatoken in memory"] = lambda: speed(*in_memory(lambda: gigatoken_encoder(gpt2), texts))
-    add_ours("gpt2")
-    if args.megatron is not None:
-        found["Megatron-LM, unigram, plain"] = lambda: speed(
-            *megatron(args.megatron, work / "plain.jsonl", unigram / "spm.model", work / "mlm")
-        )
-        found["Megatron-LM, unigram, start-up"] = lambda: speed(
-            *megatron(args.megatron, work / "first.jsonl", unigram / "spm.model", work / "mlm"),
-            megabytes=first_size,
-        )
-        found["Megatron-LM, unigram, 2 GB"] = lambda: speed(
-            *megatron(args.megatron, repeated(LARGE_MB), unigram / "spm.model", work / "mlm"),
-            megabytes=LARGE_MB,
-        )
-    found["ours, unigram, 20 MB"] = lambda: over_and_over("unigram", 20)
-    for kind in ("unigram", "gpt2"):
-        found[f"ours, {kind}, 2 GB"] = lambda kind=kind: over_and_over(kind, LARGE_MB)  # type: ignore[misc]
-    found["sentencepiece in memory, 2 GB"] = lambda: large_in_memory(
-        lambda: sentencepiece_encoder(unigram / "spm.model")
-    )
-    found["ours, gpt2, new words, 2 GB"] = lambda: speed(
-        *ours(new_words(work), gpt2, work / "out"), megabytes=LARGE_MB
-    )
-    found["gigatoken in memory, 2 GB"] = lambda: large_in_memory(lambda: gigatoken_encoder(gpt2))
-    return found
+def repeated(work: Path, megabytes: int) -> Path:
+    """Return a file with whole lines of the corpus, repeated up to a size."""
+    path = work / f"{megabytes}.jsonl"
+    if not path.exists():
+        content = (work / FILES["plain"]).read_bytes()
+        with path.open("wb") as stream:
+            while end := content.rfind(b"\n", 0, round(megabytes * 1e6) - stream.tell() + 1) + 1:
+                stream.write(content[:end])
+    return path
 
 
 def in_rounds(
     measures: Mapping[str, Callable[[], dict[str, Any]]],
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Measure short cases one after the other, again and again; yield the middle run of each.
+    """Measure short cases in turns for ``ROUNDS`` rounds; yield the median run of each.
 
-    A machine that changes its speed changes it for all cases of a round, so what is compared is
-    compared round by round: ``all_processor_seconds`` are in the order of the rounds.
+    Cases are compared within a round, because the machine's speed varies between rounds:
+    ``all_processor_seconds`` are in the order of the rounds.
     """
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in measures}
+    all_runs: dict[str, list[dict[str, Any]]] = {name: [] for name in measures}
     for number in range(ROUNDS):
         for name, measure in measures.items():
-            runs[name].append(measure())
+            all_runs[name].append(measure())
         print(f"round {number + 1} of {ROUNDS}", flush=True)
-    for name, found in runs.items():
-        middle = dict(sorted(found, key=processor_seconds)[ROUNDS // 2])
-        if "peak_MiB" in middle:
-            middle["peak_MiB"] = statistics.median(run["peak_MiB"] for run in found)
-        yield name, {**middle, "all_processor_seconds": [processor_seconds(run) for run in found]}
+    for name, runs in all_runs.items():
+        median = dict(sorted(runs, key=total_processor_seconds)[ROUNDS // 2])
+        if "peak_MiB" in median:
+            median["peak_MiB"] = statistics.median(run["peak_MiB"] for run in runs)
+        yield name, {**median, "all_processor_seconds": list(map(total_processor_seconds, runs))}
 
 
-def processor_seconds(run: dict[str, Any]) -> float:
-    """Processor seconds of a run, of all its stages together where it has some."""
-    spent = run["processor_seconds"]
-    return float(sum(spent.values()) if isinstance(spent, dict) else spent)
+def total_processor_seconds(run: dict[str, Any]) -> float:
+    """Return the processor seconds of a run, summed over its stages."""
+    seconds = run["processor_seconds"]
+    return float(sum(seconds.values()) if isinstance(seconds, dict) else seconds)
 
 
 def main() -> None:
-    """Measure the cases that are asked for."""
+    """Measure the chosen cases."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--corpus", nargs="+", required=True)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--megatron", type=Path, help="folder of Megatron-LM's source")
-    parser.add_argument("--only", nargs="+", help="beginnings of cases' names")
-    parser.add_argument("--again", action="store_true", help="what this code was measured with too")
-    parser.add_argument("--prepare", action="store_true", help="measure nothing")
+    parser.add_argument("--only", nargs="+", default=[""], help="prefixes of case names")
+    parser.add_argument("--again", action="store_true", help="repeat cases measured with this code")
+    parser.add_argument("--prepare", action="store_true", help="only prepare the inputs")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     args = parser.parse_args()
     texts = prepare(args.corpus, args.work)
-    results = json.loads(args.output.read_text()) if args.output.exists() else {}
+    if args.prepare:
+        return
+    results = read_json(args.output, {})
     missing = {
         name: measure
-        for name, measure in cases(texts, args).items()
-        if not args.prepare
-        and (not args.only or name.startswith(tuple(args.only)))
+        for name, measure in Cases(texts, args.work, args.megatron).by_name.items()
+        if name.startswith(tuple(args.only))
         and (args.again or results.get(name, {}).get("source") != source_digest())
     }
     long = {name: missing.pop(name) for name in list(missing) if name.endswith("2 GB")}
@@ -408,7 +417,7 @@ def main() -> None:
     ):
         results[name] = {**result, **provenance()}
         print(name, {k: round(v, 2) for k, v in result.items() if isinstance(v, float)}, flush=True)
-        args.output.write_text(json.dumps(results, indent=2) + "\n")
+        write_json(args.output, results)
     shutil.rmtree(args.work / "out", ignore_errors=True)
 
 
