@@ -56,26 +56,26 @@ KERNELS = {
     "gathered_query": gathered.gathered_query_kernel,
     "gathered_key": gathered.gathered_key_kernel,
 }
+# What the parts of these kernels leave out, where heads are wide.
 PARTS = {
     "key": {"scores": {"VALUES": False}, "values": {"SCORES": False}},
     "far_key": {"values": {"KEYS": False}, "keys": {"VALUES": False}},
 }
-"""What the parts of these kernels leave out, where heads are wide."""
 MAIN = ("forward", "key", "key_gradient", "query_gradient", "table_gradient")
 OF_LONG_ROWS = (*MAIN, "far_key", "gathered_forward", "gathered_query", "gathered_key")
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+# Of stack outside loops; inside a loop nothing may be stored to it or read from it.
 STACK_BYTES = 64
-"""Of stack outside loops; inside a loop nothing may be stored to it or read from it."""
+# Bytes of stack and accesses to it in loops, by patterns of variants' names, the first that
+# fits. Both Tritons, some to spare.
 EXCEPTIONS = {
     # No tensor cores: a query's features are in registers, and there are 128 of them.
     r"forward .* d=128 fp32": (256, 0),
     # Only Triton 3.6: one access among 1,471 instructions.
     r"gathered_key .* d=128 fp32": (24, 1),
 }
-"""Bytes of stack and accesses to it in loops, by patterns of variants' names, the first that fits.
-Both Tritons, some to spare."""
+# On global memory. Those on shared memory (``ATOMS``) give out Blackwell's tensor memory.
 ATOMICS = ("ATOM", "ATOMG", "RED", "REDG")
-"""On global memory. Those on shared memory (``ATOMS``) give out Blackwell's tensor memory."""
 _FLOATS32 = (
     "Q_ENDS K_ENDS LSE2 DELTA D_K_FAR D_V_FAR BY_ROW K_SUMS Q_SUMS KEY_PARTS QUERY_PARTS PARTS "
     "ENDS SUMS"
@@ -83,26 +83,29 @@ _FLOATS32 = (
 _INTEGERS = "POSITIONS KEY_BEGIN KEY_END QUERY_BEGIN QUERY_END ROWS".split()
 _SCALARS = "scale log2_scale unpack_scale".split()
 _HEAD_TENSORS = "Q K V X OUT D_OUT D_Q D_K D_V".split()
+# Arguments that are plain pointers in these kernels and ``HeadTensor`` in the others.
 _POINTERS = {"fold": ("OUT",), "end_products": ("OUT",), "end_gradient": ("OUT",)} | {
     "gathered_query": ("D_Q",), "gathered_key": ("D_K",)
 }  # fmt: skip
-"""Arguments that are plain pointers in these kernels and ``HeadTensor`` in the others."""
 _TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """One kernel, compiled for one GPU architecture."""
+    """One kernel, compiled for one GPU architecture.
+
+    Attributes:
+        flags: ``plain``: dense rows. ``dropout``: with dropout. ``masked``: and padding, or
+            documents. ``everything``: and long rows whose length is no multiple of the tile.
+        part: of a kernel that runs in parts.
+    """
 
     kernel: str
     sm: int
     head_size: int
     dtype: torch.dtype
     flags: str
-    """``plain``: dense rows. ``dropout``: with dropout. ``masked``: and padding, or documents.
-    ``everything``: and long rows whose length is no multiple of the tile."""
     part: str = ""
-    """Of a kernel that runs in parts."""
 
     @property
     def name(self) -> str:

@@ -66,11 +66,11 @@ CPU_CASES = [
 ]
 PASSES = ("forward", "backward", "both")
 TENSORS = ("output", "q", "k", "v", "pos_key", "pos_query")
+# Scores up to which the oracle is the reference; beyond, ``chunked`` in float64.
 WHOLE_ORACLE = 1 << 28
-"""Scores up to which the oracle is the reference; beyond, ``chunked`` in float64."""
 OUT_OF_MEMORY = "out of memory"
+# A peer further off than this computes something else; at 16 bits eager is off by 1e-2.
 PEER_TOLERANCE = 3e-2
-"""A peer further off than this computes something else; at 16 bits eager is off by 1e-2."""
 
 
 def gpu_cases() -> list[Case]:

@@ -43,12 +43,12 @@ from megatron_deberta.data.shards.reader import IndexedDataset
 from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.tokenizer import load_tokenizer
 
+# What the 1.5B model is to consume a second on one H200 (DESIGN section 10).
 H200_TOKENS = 45_000
-"""What the 1.5B model is to consume a second on one H200 (DESIGN section 10)."""
+# Format -> tokens a row; two sentences are short.
 FORMATS = {"full_sentences": 512, "doc_sentences": 512, "segment_pair": 512, "sentence_pair": 128}
-"""Format -> tokens a row; two sentences are short."""
+# Of sources by size, as users give them: their pattern is too long for a table of all of it.
 BLEND_WEIGHTS = (77_139_753, 2_901_113, 1_102_017)
-"""Of sources by size, as users give them: their pattern is too long for a table of all of it."""
 ROUNDS = 9
 TOKENS = 64
 

@@ -12,16 +12,19 @@ from typing import NamedTuple
 
 
 class Text(NamedTuple):
-    """Vocabulary properties that the generator uses."""
+    """Vocabulary properties that the generator uses.
+
+    Attributes:
+        special: of each id: never masked.
+        begins_word: of each id: False if the piece continues the word before it.
+        mask_id: of [MASK].
+        num_tokens: ids that a random token is drawn from, special ones too.
+    """
 
     special: Sequence[bool]
-    """Of each id: never masked."""
     begins_word: Sequence[bool]
-    """Of each id: False if the piece continues the word before it."""
     mask_id: int
-    """Of [MASK]."""
     num_tokens: int
-    """Ids that a random token is drawn from, special ones too."""
 
 
 def released_masks(

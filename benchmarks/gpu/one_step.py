@@ -38,6 +38,7 @@ from megatron_deberta.train.prefetch import InputQueue
 from megatron_deberta.train.setup import DTYPES, build_rank_model, choose_device, set_determinism
 from megatron_deberta.train.step import TrainStep
 
+# First match counts; what matches nothing is ``elementwise and rest``.
 PARTS = (
     ("attention", r"flash|fmha|attention|disentangled"),
     ("matrix products", r"gemm|cutlass|cublas|nvjet|xmma|aten::(mm|bmm|addmm|baddbmm|linear)$"),
@@ -47,7 +48,6 @@ PARTS = (
     ("copies", r"memcpy|memset|copy|cat"),
     ("lookups", r"embedding|index|gather|scatter"),
 )
-"""First match counts; what matches nothing is ``elementwise and rest``."""
 
 
 class Run:

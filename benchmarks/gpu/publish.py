@@ -17,8 +17,8 @@ from benchmarks.learn.ablations import plot
 from benchmarks.lib.measuring import write_json
 from benchmarks.step.parts import draw
 
+# Result file by comparison of ``benchmarks/step/compare.py``.
 FILES = {"huggingface": "step", "peers": "peers", "disentanglement": "disentanglement"}
-"""Result file by comparison of ``benchmarks/step/compare.py``."""
 MACHINE = ("hardware", "cores", "torch", "revision", "source")
 
 

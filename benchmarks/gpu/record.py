@@ -24,27 +24,30 @@ class UnfinishedError(Exception):
     """The item is unfinished and continues at the next start."""
 
 
+# A result; with ``wrong`` (list of str) where a check failed, ``error`` where it could not run.
 Item = dict[str, Any]
-"""A result; with ``wrong`` (list of str) where a check failed, ``error`` where it could not run."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the suite."""
+    """Options of the suite.
+
+    Attributes:
+        out: folder of the results.
+        work: folder of everything else: shards, runs, exports.
+        small: sizes for a CPU and a minute, which prove the script and not the machine.
+        minutes: no item is begun after that.
+        corpus: shard prefix and tokenizer of the learn part; None takes text of this machine.
+    """
 
     part: str
     out: Path
-    """Folder of the results."""
     work: Path
-    """Folder of everything else: shards, runs, exports."""
     device: str
     small: bool
-    """Sizes for a CPU and a minute, which prove the script and not the machine."""
     minutes: float
-    """No item is begun after that."""
     force: bool = False
     corpus: tuple[str, str] | None = None
-    """Shard prefix and tokenizer of the learn part; None takes text of this machine."""
 
 
 @dataclass
@@ -53,12 +56,14 @@ class Record:
 
     Args:
         options: of the suite.
+
+    Attributes:
+        left: items for which no time was left.
     """
 
     options: Options
     items: dict[str, Item] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
-    """Items for which no time was left."""
 
     def __post_init__(self) -> None:
         self._deadline = time.monotonic() + 60 * self.options.minutes

@@ -30,16 +30,19 @@ RUN = ROOT / "configs" / "runs" / "1.5b_h100.yaml"
 
 @dataclass(frozen=True)
 class Measurement:
-    """One process's work."""
+    """One process's work.
+
+    Attributes:
+        tokens: an optimizer step.
+        plain: flash attention without positions in place of disentangled attention.
+        settings: beside those of all measurements.
+    """
 
     name: str
     tokens: int
-    """An optimizer step."""
     length: int
     plain: bool = False
-    """Flash attention without positions in place of disentangled attention."""
     settings: tuple[str, ...] = ()
-    """Beside those of all measurements."""
 
 
 FULL = (
@@ -56,8 +59,8 @@ SMALL = (
 )
 SAVED = "checkpoint, resume, export"
 LARGEST = "largest micro batch, N=512"
+# Share of a GPU left to the driver and to fragmentation.
 RESERVED = 0.08
-"""Share of a GPU left to the driver and to fragmentation."""
 
 
 def run(record: Record) -> None:

@@ -41,10 +41,10 @@ from benchmarks.lib.provenance import ROOT
 from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE
 
 PARTS = ("attention", "parity", "train", "step", "peers", "learn")
+# How long the last item of a part may take beyond the part's time.
 GRACE_MINUTES = 2.0
-"""How long the last item of a part may take beyond the part's time."""
+# Crashes of a part after which it is not started again.
 CRASHES = 5
-"""Crashes of a part after which it is not started again."""
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -39,15 +39,19 @@ SMALL_MODEL = (
 
 @dataclass(frozen=True)
 class Size:
-    """What is trained, and for how long."""
+    """What is trained, and for how long.
+
+    Attributes:
+        overrides: separated by spaces.
+        better_than_unigram: nats a masked token that the last validation must be below the
+            unigram loss.
+    """
 
     megabytes: float
     vocabulary: int
     steps: int
     overrides: str
-    """Separated by spaces."""
     better_than_unigram: float
-    """Nats a masked token that the last validation must be below the unigram loss."""
 
 
 FULL = Size(

@@ -45,6 +45,8 @@ from megatron_deberta.train.setup import DTYPES
 
 NO_DECODER = ("model.mask_decoder_passes=0", "model.absolute_positions=none")
 SHARED = ("model.share_position_projections=true", "model.key_bias=true")
+# Overrides of the ablation base by row, in the order in which they run. Convolution comes on top
+# of shared projections, as in the paper's Table 13.
 VARIANTS: dict[str, tuple[str, ...]] = {
     "DeBERTa": (),
     "-EMD": NO_DECODER,
@@ -58,10 +60,6 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "+shared projections": SHARED,
     "+convolution": (*SHARED, "model.conv_kernel_size=3"),
 }  # fmt: skip
-"""Overrides of the ablation base by row, in the order in which they run.
-
-Convolution comes on top of shared projections, as in the paper's Table 13.
-"""
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ import torch
 
 from megatron_deberta.files import write_atomically
 
+# About two milliseconds of an idle device, in which the host gets ahead.
 PAUSE_CYCLES = 4_000_000
-"""About two milliseconds of an idle device, in which the host gets ahead."""
 
 
 class Stopwatch:

@@ -71,6 +71,7 @@ CASES: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
 }  # fmt: skip
+# Two micro batches a step, so that stages which reduce after each are told apart.
 ENGINES = {
     f"ZeRO-{stage}, {dtype}, TP {tp_size}": (
         f"precision.zero_stage={stage}", f"precision.dtype={dtype}",
@@ -83,7 +84,6 @@ ENGINES = {
         (2, "bf16", 1), (3, "fp16", 1), (3, "bf16", 4),
     )
 }  # fmt: skip
-"""Two micro batches a step, so that stages which reduce after each are told apart."""
 
 
 def counted(traffic: Iterable[Traffic]) -> dict[str, dict[str, int]]:
@@ -136,8 +136,8 @@ def compare_engine(config: RunConfig, rank: int) -> dict[str, Any]:
     return {"planned": plan, "found": data}
 
 
+# Part of the result, case, run, rank and what compares it.
 Job = tuple[str, str, RunConfig, int, Callable[[RunConfig, int], dict[str, Any]]]
-"""Part of the result, case, run, rank and what compares it."""
 
 
 def jobs(name: str) -> Iterator[Job]:

@@ -16,15 +16,15 @@ from megatron_deberta.config import RunConfig, load_config
 from megatron_deberta.planning.memory import estimate_memory, largest_micro_batch
 
 Attention = Literal["triton", "chunked"]
+# Fraction of device memory reserved for driver, communication library and fragmentation.
 RESERVED = 0.08
-"""Fraction of device memory reserved for driver, communication library and fragmentation."""
+# Title, run, GB, data-parallel ranks, attention backend.
 DEVICES: tuple[tuple[str, str, int, int, Attention], ...] = (
     ("V100, 32 GB, fp16, 256 ranks", "1.5b_dgx2", 32, 256, "chunked"),
     ("V100, 32 GB, fp16, 16 ranks", "1.5b_dgx2", 32, 16, "chunked"),
     ("H200, 141 GB, bf16, 64 ranks", "1.5b_h100", 141, 64, "triton"),
     ("H200, 141 GB, bf16, 1 rank", "1.5b_h100", 141, 1, "triton"),
 )
-"""Title, run, GB, data-parallel ranks, attention backend."""
 
 
 def variant(run: str, recompute: str, length: int) -> RunConfig:

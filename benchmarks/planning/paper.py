@@ -16,12 +16,12 @@ from megatron_deberta.config import load_config
 from megatron_deberta.planning.machine import machine_of
 from megatron_deberta.planning.plan import make_plan
 
+# Model -> our run, DGX-2 nodes and days of the paper.
 PAPER = {
     "base": ("base_dgx2", 4, 10),
     "large": ("large_dgx2", 6, 20),
     "1.5B": ("1.5b_dgx2", 16, 30),
 }
-"""Model -> our run, DGX-2 nodes and days of the paper."""
 
 
 def table() -> str:

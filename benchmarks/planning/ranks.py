@@ -40,8 +40,8 @@ _KINDS = {
     "_reduce_scatter_base_": "reduce-scatter",
     "alltoall_base_": "all-to-all",
 }
+# Elements of what ranks agree on: norms, losses, flags. The plan leaves them out.
 _SCALARS = 8
-"""Elements of what ranks agree on: norms, losses, flags. The plan leaves them out."""
 
 
 class Recorder(TorchDispatchMode):
@@ -89,16 +89,19 @@ class Recorder(TorchDispatchMode):
 
 @dataclass(kw_only=True)
 class DryRun:
-    """Counts of one rank."""
+    """Counts of one rank.
+
+    Attributes:
+        parameters: elements it holds, before ZeRO.
+        vocabulary_rows: rows of the embedding that are tokens, not padding.
+        flops: of forward and backward, what is computed again included.
+        collectives: ``group kind`` -> calls and bytes.
+    """
 
     parameters: int
-    """Elements it holds, before ZeRO."""
     vocabulary_rows: int
-    """Rows of the embedding that are tokens, not padding."""
     flops: int = 0
-    """Of forward and backward, what is computed again included."""
     collectives: dict[str, dict[str, int]] = field(default_factory=dict)
-    """``group kind`` -> calls and bytes."""
 
 
 @contextmanager

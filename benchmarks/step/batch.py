@@ -15,16 +15,19 @@ MASKED_SHARE = 0.15
 
 @dataclass(frozen=True)
 class StepBatch:
-    """Rows without padding, each with the same number of targets."""
+    """Rows without padding, each with the same number of targets.
+
+    Attributes:
+        input_ids: int64 ``[B, N]`` after masking.
+        masked_positions: int64 ``[B, M]``, ascending places in the row.
+        labels: int64 ``[B, M]``, the tokens that stood there.
+        samples: int64 ``[B]``, row numbers; they key our dropout.
+    """
 
     input_ids: Tensor
-    """int64 ``[B, N]`` after masking."""
     masked_positions: Tensor
-    """int64 ``[B, M]``, ascending places in the row."""
     labels: Tensor
-    """int64 ``[B, M]``, the tokens that stood there."""
     samples: Tensor
-    """int64 ``[B]``, row numbers; they key our dropout."""
 
     def split(self, parts: int) -> list[StepBatch]:
         """The rows in ``parts`` micro batches of equal size."""

@@ -67,14 +67,18 @@ from megatron_deberta.train.setup import DTYPES
 
 COMPARISONS = ("huggingface", "peers", "disentanglement")
 LENGTHS = (512, 128, 2048)
+# ModernBERT's, for all.
 PEER_VOCABULARY = 50368
-"""ModernBERT's, for all."""
 CPU_THREADS = 2
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured."""
+    """What is measured.
+
+    Attributes:
+        target: speed-up over the first other side to reach.
+    """
 
     name: str
     comparison: str
@@ -83,7 +87,6 @@ class Case:
     tokens: int
     dtype: str
     target: float | None = None
-    """Speed-up over the first other side to reach."""
 
     def setting(self, device: torch.device) -> Setting:
         """What all sides share."""
@@ -390,8 +393,8 @@ def run(
     return True
 
 
+# What ``profile`` takes steps of: a run, and tokens a step at N=512.
 PROFILED = {"cpu": ("base_h100", 2048), "cuda": ("1.5b_h100", 16384)}
-"""What ``profile`` takes steps of: a run, and tokens a step at N=512."""
 
 
 def profile(device: torch.device, output: Path, overrides: list[str]) -> None:

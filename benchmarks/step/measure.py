@@ -100,17 +100,20 @@ BREAKDOWN_STEPS = {"cpu": 2, "cuda": 5}
 
 @dataclass
 class Result:
-    """What was measured of one side."""
+    """What was measured of one side.
+
+    Attributes:
+        peak_bytes: on CUDA what the side adds; on a CPU 0 (a process of its own tells).
+        parts: seconds by part, from `breakdown`.
+    """
 
     notes: dict[str, Any]
     parameters: int
     flops_per_token: float
     peak_bytes: int
-    """On CUDA what the side adds; on a CPU 0 (a process of its own tells)."""
     micro_batches: int = 1
     seconds: list[float] = field(default_factory=list)
     parts: dict[str, float] = field(default_factory=dict)
-    """Seconds by part, from `breakdown`."""
 
 
 def compete(
@@ -169,6 +172,7 @@ def enter(build: Callable[[], Side], batch: StepBatch) -> tuple[Contender, Resul
     return contender, Result(contender.side.notes, parameters, flops, peak)
 
 
+# Part of a step by the class name of a module; the outermost match counts.
 PARTS = (
     ("embeddings", r"Embeddings$|RelativePositionTable$"),
     ("attention", r"(Self)?Attention$"),
@@ -176,7 +180,6 @@ PARTS = (
     ("convolution", r"^Conv"),
     ("head", r"(Head|Sequential|TokenLoss|CrossEntropyLoss)$"),
 )
-"""Part of a step by the class name of a module; the outermost match counts."""
 
 
 def breakdown(contender: Contender, repeats: int) -> dict[str, float]:

@@ -38,8 +38,8 @@ OPTIMIZER = "optimizer"
 COMMUNICATION = "communication"
 ACCUMULATION = "gradient accumulation"
 HOST = "host"
+# Parts that keep what lies in them, other parts included.
 WHOLE = {"embedding", "convolution", "mask decoder", "vocabulary head and loss", OPTIMIZER}
-"""Parts that keep what lies in them, other parts included."""
 _LABEL = "part: "
 _NODE = "autograd::engine::evaluate_function: "
 _COMMUNICATES = re.compile(r"nccl|gloo|c10d::")

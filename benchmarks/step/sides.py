@@ -27,11 +27,14 @@ from megatron_deberta.model.flops import training_flops_per_token
 
 
 class Side(Protocol):
-    """One model of a comparison."""
+    """One model of a comparison.
+
+    Attributes:
+        notes: settings that belong into the result.
+    """
 
     model: nn.Module
     notes: dict[str, Any]
-    """Settings that belong into the result."""
 
     def loss(self, batch: StepBatch, step: int) -> Tensor:
         """Mean loss of a target."""
@@ -48,10 +51,13 @@ class Side(Protocol):
 
 @dataclass(frozen=True)
 class Setting:
-    """What all sides of a comparison share."""
+    """What all sides of a comparison share.
+
+    Attributes:
+        model: the size; peers take their own architecture with this vocabulary.
+    """
 
     model: ModelConfig
-    """The size; peers take their own architecture with this vocabulary."""
     device: torch.device
     dtype: torch.dtype
     compile_peers: bool = False

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 UNMEASURED = "not measured"
+# Text of a table whose result file does not exist.
 NOTHING = "Not measured yet.\n"
-"""Text of a table whose result file does not exist."""
+# A committed result file.
 Result = Mapping[str, Any]
-"""A committed result file."""
 
 
 def markdown(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:

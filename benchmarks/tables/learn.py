@@ -5,6 +5,7 @@ from __future__ import annotations
 from benchmarks.learn.ablations import VARIANTS, mean_curves
 from benchmarks.tables.common import UNMEASURED, Result, markdown
 
+# MNLI-m/mm, SQuAD 1.1, SQuAD 2.0, RACE of He et al. 2021, Tables 4 and 13.
 PAPER = {
     "RoBERTa": ("84.9/85.1", "91.1/84.8", "79.5/76.0", "66.8"),
     "DeBERTa": ("86.3/86.2", "92.1/86.1", "82.5/79.3", "71.7"),
@@ -14,7 +15,6 @@ PAPER = {
     "+shared projections": ("86.3/86.3", "92.2/86.2", "82.3/79.5", ""),
     "+convolution": ("86.3/86.5", "92.5/86.4", "82.5/79.7", ""),
 }
-"""MNLI-m/mm, SQuAD 1.1, SQuAD 2.0, RACE of He et al. 2021, Tables 4 and 13."""
 
 
 def same_batches(record: Result) -> str:
