@@ -1,17 +1,18 @@
 """Time, memory and TFLOP/s of the attention operator against other implementations.
 
-Forward and backward of the attention core (no projections) on the same tensors for all, 64 wide
-heads, log buckets. Each variant is first compared with the float64 reference on the timed launch
-(its last head; output and five gradients). Then the variants alternate; the time is the median.
+Forward and backward of the attention core (without projections) on the same tensors for all
+variants, with heads of 64 and log buckets. Each variant is first compared with the float64
+reference on the timed launch (its last head; output and five gradients). Then the variants are
+timed in turns; the time is the median.
 
     python -m benchmarks.attention.operator --output benchmarks/results/cpu/attention.json
     python -m benchmarks.attention.operator --device cuda --output attention.json
 
-On CUDA use ``benchmarks.gpu.suite``, which survives a crashing implementation.
+On CUDA prefer ``benchmarks.gpu.suite``, which continues after a crash of an implementation.
 
-FLOPs are counted as FlashAttention and DisentangledFlash count them, the scores that backward
-computes again included: with L real tokens in a row, R slots of the table in reach and D = 64,
-forward is 4 L^2 D + 4 L R D a row and head, backward 10 L^2 D + 12 L R D.
+FLOPs are counted as in FlashAttention and DisentangledFlash, including scores recomputed in the
+backward pass: with L unpadded tokens in a row, R table slots in reach and D = 64, forward takes
+4 L^2 D + 4 L R D FLOPs per row and head, backward 10 L^2 D + 12 L R D.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +55,6 @@ from benchmarks.lib.measuring import (
 from benchmarks.lib.provenance import provenance
 from benchmarks.lib.tolerances import OPERATOR
 from megatron_deberta.ops import disentangled_attention
-from megatron_deberta.ops.dropout_bits import keep_mask
-from megatron_deberta.ops.head_threads import for_heads
 
 THREADS = 2
 CPU_TARGET = 1.5
@@ -66,10 +66,11 @@ CPU_CASES = [
 ]
 PASSES = ("forward", "backward", "both")
 TENSORS = ("output", "q", "k", "v", "pos_key", "pos_query")
-# Scores up to which the oracle is the reference; beyond, ``chunked`` in float64.
-WHOLE_ORACLE = 1 << 28
+# Number of scores up to which the ``reference`` backend computes the expected values; larger cases
+# use ``chunked`` in float64.
+REFERENCE_SCORES = 1 << 28
 OUT_OF_MEMORY = "out of memory"
-# A peer further off than this computes something else; at 16 bits eager is off by 1e-2.
+# Error above which another library's result is wrong; eager in 16 bits has an error of 1e-2.
 PEER_TOLERANCE = 3e-2
 
 
@@ -82,13 +83,13 @@ def gpu_cases() -> list[Case]:
         for heads in (24, 12)
     ]
     stand_in = [Case(32, 12, 512, dropout, dtype="fp16", device="cuda") for dropout in (0.0, 0.1)]
-    # What figures are aimed at comes first.
+    # Cases with target figures first.
     first = [case for case in cases if case.length in (512, 8192)]
     return first[:4] + stand_in + first[4:] + [case for case in cases if case not in first]
 
 
 def flops(case: Case) -> tuple[int, int]:
-    """Of forward and of backward; see the module's text."""
+    """Return the FLOPs of forward and of backward; see the module docstring."""
     forward = backward = 0
     for length in case.row_lengths():
         reach = len(POSITIONS.slots(torch.arange(1 - length, length)).unique())
@@ -104,16 +105,16 @@ def output_gradient(case: Case, q: Tensor) -> Tensor:
 
 
 def step(variant: Variant, case: Case, x: list[Tensor]) -> tuple[Tensor, ...]:
-    """Forward and backward; output and gradients."""
+    """Run forward and backward; return output and gradients."""
     output = variant(case, *x)
     return (output, *torch.autograd.grad(output, x, output_gradient(case, x[0])))
 
 
-def oracle(case: Case, last_head: int) -> list[Tensor]:
-    """Output and gradients of one head in float64."""
+def expected_tensors(case: Case, last_head: int) -> list[Tensor]:
+    """Return output and gradients of one head in float64."""
     x = [t.detach() for t in make_inputs(case, torch.float64)]
     x = [t.narrow(-3, last_head, 1).clone().requires_grad_() for t in x]
-    whole = case.batch * case.length**2 <= WHOLE_ORACLE
+    small = case.batch * case.length**2 <= REFERENCE_SCORES
     output = disentangled_attention(
         *x,
         positions=POSITIONS,
@@ -121,7 +122,7 @@ def oracle(case: Case, last_head: int) -> list[Tensor]:
         dropout_p=case.dropout,
         seed=SEED,
         head_offset=last_head,
-        backend="reference" if whole else "chunked",
+        backend="reference" if small else "chunked",
     )
     gradient = output_gradient(case, x[0])
     real = case.real_keys()[:, None, :, None]
@@ -129,47 +130,52 @@ def oracle(case: Case, last_head: int) -> list[Tensor]:
 
 
 def errors(variant: Variant, case: Case, expected: list[Tensor]) -> dict[str, float]:
-    """Relative Frobenius distance from the oracle of the last head's output and gradients."""
-    got = list(step(variant, case, make_inputs(case)))
-    got[0] = got[0].detach() * case.real_keys()[:, None, :, None]
-    distances = {}
-    for name, mine, right in zip(TENSORS, got, expected, strict=True):
-        mine = mine.narrow(-3, mine.shape[-3] - 1, 1).double()
-        distances[name] = float((mine - right).norm() / right.norm())
-    return distances
+    """Return the relative Frobenius errors of the last head's output and gradients."""
+    actual = list(step(variant, case, make_inputs(case)))
+    actual[0] = actual[0].detach() * case.real_keys()[:, None, :, None]
+    relative = {}
+    for name, tensor, reference in zip(TENSORS, actual, expected, strict=True):
+        last = tensor.narrow(-3, tensor.shape[-3] - 1, 1).double()
+        relative[name] = float((last - reference).norm() / reference.norm())
+    return relative
 
 
-def dropout_happens(variant: Variant, case: Case) -> bool:
-    """Return whether values of one give outputs scattered around one, as under dropout."""
+def applies_dropout(variant: Variant, case: Case) -> bool:
+    """Return whether outputs for values of one scatter around one, as they do with dropout."""
     x = make_inputs(case)
     with torch.no_grad():
         output = variant(case, *x[:2], torch.ones_like(x[2]), *x[3:])[..., 0].float()
-    seen = output[case.real_keys()[:, None].expand(output.shape)]
-    scatter = float(seen.std())
-    allowed = max(0.01, 5 * scatter / math.sqrt(seen.numel()))
-    return abs(float(seen.mean()) - 1) < allowed and scatter > 1e-3
+    outputs = output[case.real_keys()[:, None].expand(output.shape)]
+    deviation = float(outputs.std())
+    tolerance = max(0.01, 5 * deviation / math.sqrt(outputs.numel()))
+    return abs(float(outputs.mean()) - 1) < tolerance and deviation > 1e-3
 
 
 def check(name: str, variant: Variant, case: Case, expected: list[Tensor] | None) -> dict[str, Any]:
-    """Return the errors of a variant and a message if they exceed the tolerance.
+    """Return the errors of a variant, and a message if they exceed the tolerance.
 
-    ``expected`` is None for plain attention, which computes something else.
+    Args:
+        name: of the variant.
+        variant: to check.
+        case: the sizes.
+        expected: reference tensors; None for plain attention, whose result is not checked.
     """
     if expected is None:
         return {}
     if case.dropout and not variant.exact_dropout:
-        right = dropout_happens(variant, case)
-        return {} if right else {"wrong": "attention probabilities are not dropped rightly"}
-    found = errors(variant, case, expected)
+        is_correct = applies_dropout(variant, case)
+        return {} if is_correct else {"wrong": "attention probabilities are not dropped correctly"}
+    relative = errors(variant, case, expected)
     bound = OPERATOR[make_inputs(replace(case, batch=1, length=1))[0].dtype]
     bound = bound if name in OURS else max(bound, PEER_TOLERANCE)
-    # NaN is wrong, too.
-    off = [f"{t} is off by {e:.1e}" for t, e in found.items() if not e <= bound]
-    return {"errors": found, **({"wrong": f"{', '.join(off)}; bound {bound:.1e}"} if off else {})}
+    # Also true for NaN.
+    large = [f"error of {t}: {e:.1e}" for t, e in relative.items() if not e <= bound]
+    message = {"wrong": f"{', '.join(large)}; tolerance {bound:.1e}"} if large else {}
+    return {"errors": relative, **message}
 
 
 def timed_step(variant: Variant, case: Case, x: list[Tensor]) -> list[float]:
-    """Seconds of forward, of backward and of both."""
+    """Return the seconds of forward, of backward and of both."""
     gradient = output_gradient(case, x[0])
     watch = Stopwatch(case.device)
     watch.mark()
@@ -214,37 +220,35 @@ class Comparison:
                 self._drop(name, reason)
 
     def _drop(self, name: str, reason: str) -> None:
-        """Skip a variant; it is an error if ours does not run."""
+        """Skip a variant; for this project's variants that is an error."""
         del self.variants[name]
         self.report[name] = {"not run": reason}
         if name in OURS and not reason.startswith(OUT_OF_MEMORY):
             self.report[name]["wrong"] = reason
 
     def _attempt(self, name: str, work: Callable[[], Any]) -> Any:
-        """Run work of a variant; on failure, report and skip the variant."""
+        """Call a function for a variant; on failure, report and skip the variant."""
         self.starting(name)
         try:
             return work()
         except torch.OutOfMemoryError as full:
             reason = f"{OUT_OF_MEMORY}: {str(full).splitlines()[0][:160]}"
         except Exception as failure:
-            # A peer's failure is a result. One of ours is wrong, and ends the run non-zero.
+            # A result for another library, an error for this project's variants.
             if self.case.device == "cuda":
-                torch.cuda.synchronize()  # ends the process where the device is lost
+                torch.cuda.synchronize()  # ends the process if the device is lost
             reason = f"{type(failure).__name__}: {(str(failure) or '-').splitlines()[0][:160]}"
         self._drop(name, reason)
         return None
 
     def check(self) -> None:
         """Compare all variants with the reference."""
-        expected = oracle(self.case, self.case.heads - 1)
+        reference = expected_tensors(self.case, self.case.heads - 1)
         for name, variant in list(self.variants.items()):
-            wanted = None if name in FLOORS else expected
-            found = self._attempt(
-                name, lambda n=name, v=variant, w=wanted: check(n, v, self.case, w)
-            )
-            if found is not None:
-                self.report[name] = found
+            expected = None if name in FLOORS else reference
+            result = self._attempt(name, partial(check, name, variant, self.case, expected))
+            if result is not None:
+                self.report[name] = result
         self._compare_with_eager()
 
     def _compare_with_eager(self) -> None:
@@ -256,15 +260,15 @@ class Comparison:
             for tensor, error in self.report.get(name, {}).get("errors", {}).items():
                 if error > eager[tensor]:
                     self.report[name]["wrong"] = (
-                        f"{tensor} is off by {error:.1e}, eager only by {eager[tensor]:.1e}"
+                        f"error of {tensor}: {error:.1e}, of eager: {eager[tensor]:.1e}"
                     )
 
     def time(self, *, least: int = 5, most: int = 30, budget: float = 3.0) -> None:
         """Time the variants alternately; a variant that fails is skipped."""
         x = make_inputs(self.case)
         for name, variant in list(self.variants.items()):
-            self._attempt(name, lambda v=variant: timed_step(v, self.case, x))
-        jobs = {n: lambda v=v: timed_step(v, self.case, x) for n, v in self.variants.items()}
+            self._attempt(name, partial(timed_step, variant, self.case, x))
+        jobs = {n: partial(timed_step, v, self.case, x) for n, v in self.variants.items()}
         if not jobs:
             return
         medians = in_turns(jobs, least=least, most=most, budget=budget)
@@ -279,21 +283,18 @@ class Comparison:
                 self.report[name]["fraction_of_floor"] = medians[FLOOR][2] / seconds[2]
 
     def peaks(self) -> None:
-        """Memory that forward and backward add."""
+        """Measure the peak memory that forward and backward add."""
         for name, variant in list(self.variants.items()):
             if self.case.device == "cuda":
-                x = make_inputs(self.case)
-                peak = self._attempt(
-                    name,
-                    lambda v=variant, x=x: cuda_peak_bytes(lambda: timed_step(v, self.case, x)),
-                )
+                work = partial(timed_step, variant, self.case, make_inputs(self.case))
+                peak = self._attempt(name, partial(cuda_peak_bytes, work))
             else:
                 peak = cpu_peak_bytes(name, self.case)
             if peak is not None:
                 self.report[name]["peak_mib"] = peak / 2**20
 
     def gathered(self, *, least: int = 5, most: int = 30) -> dict[str, dict[str, float]]:
-        """Milliseconds of forward and backward: the mask decoder's queries, and all of them."""
+        """Return milliseconds of forward and backward for masked queries and for all queries."""
         backend = "chunked" if self.case.device == "cpu" else "triton"
         if backend not in self.variants or not self.case.dropout:
             return {}
@@ -309,7 +310,7 @@ class Comparison:
 
 
 def cpu_peak_bytes(name: str, case: Case) -> int:
-    """Memory that forward and backward add to a fresh process."""
+    """Return the memory that forward and backward add to a new process."""
     command = [sys.executable, "-m", "benchmarks.attention.operator"]
     command += ["--peak", name, "--case", json.dumps(asdict(case))]
     result = subprocess.run(command, check=True, capture_output=True, text=True)
@@ -317,7 +318,7 @@ def cpu_peak_bytes(name: str, case: Case) -> int:
 
 
 def measure_cpu_peak(name: str, case: Case) -> int:
-    """In this process: growth of the peak resident size through one step."""
+    """Return the growth of this process's peak resident size during one step."""
     variant, x = CPU_VARIANTS[name], make_inputs(case)
     small = replace(case, batch=1, length=8)
     timed_step(variant, small, make_inputs(small))
@@ -326,66 +327,43 @@ def measure_cpu_peak(name: str, case: Case) -> int:
     return peak_resident_bytes() - before
 
 
-def bits_seconds(case: Case) -> list[float]:
-    """Seconds that the dropout bits of forward and backward take on the CPU by themselves."""
-    seed, at = torch.arange(case.batch), torch.arange(case.length)
-
-    def bits_of(heads: slice) -> None:
-        rows = max(1, (1 << 18) // case.length**2)  # about the operator's blocks
-        for head in range(heads.start, heads.stop):
-            for some in seed.split(rows):
-                keep_mask(some, at, case.length, case.dropout, head_offset=head)
-
-    watch = Stopwatch("cpu")
-    watch.mark()
-    for _ in range(2):
-        for_heads(bits_of, case.heads, case.batch * case.heads * case.length**2, "cpu")
-    watch.mark()
-    return watch.seconds()
-
-
 def gathered_seconds(case: Case, backend: str) -> dict[str, Callable[[], list[float]]]:
-    """Forward and backward of the mask decoder's queries, and of all queries, ready to be timed."""
+    """Return timers of forward and backward for masked queries and for all queries."""
     q, *rest = make_inputs(case)
-    at = masked_positions(case)
-    some = q.detach().gather(2, at[:, None, :, None].expand(-1, case.heads, -1, HEAD_SIZE))
+    masked = masked_positions(case)
+    gathered = q.detach().gather(2, masked[:, None, :, None].expand(-1, case.heads, -1, HEAD_SIZE))
 
-    def run(queries: Tensor, at: Tensor | None) -> list[float]:
+    def run(queries: Tensor, positions: Tensor | None) -> list[float]:
         watch = Stopwatch(case.device)
         watch.mark()
         x = [queries, *rest]
         output = disentangled_attention(
-            *x, positions=POSITIONS, q_positions=at, dropout_p=case.dropout, seed=SEED,
+            *x, positions=POSITIONS, q_positions=positions, dropout_p=case.dropout, seed=SEED,
             backend=backend,
         )  # fmt: skip
         torch.autograd.grad(output, x, queries.detach())
         watch.mark()
         return watch.seconds()
 
-    some.requires_grad_()
-    return {"gathered": lambda: run(some, at), "all": lambda: run(q, None)}
+    gathered.requires_grad_()
+    return {"gathered": lambda: run(gathered, masked), "all": lambda: run(q, None)}
 
 
 def masked_positions(case: Case) -> Tensor:
-    """About 15 % of each row, rising: int64 ``[batch, queries]``."""
+    """Return 15 % of the positions of each row, ascending: int64 ``[batch, queries]``."""
     generator = torch.Generator().manual_seed(1)
     scores = torch.rand(case.batch, case.length, generator=generator)
     return scores.topk(max(1, round(0.15 * case.length))).indices.sort().values.to(case.device)
 
 
 def measure(case: Case, repeats: int) -> dict[str, Any]:
-    """Check, time and measure one case."""
+    """Check one case, and measure its time and memory."""
     comparison = Comparison(case, CPU_VARIANTS if case.device == "cpu" else GPU_VARIANTS)
     comparison.check()
     comparison.time(least=repeats, most=repeats, budget=60.0)
     comparison.peaks()
     gathered = comparison.gathered(least=repeats, most=repeats)
     result = {**comparison.result(), **gathered}
-    if case.device == "cpu" and case.dropout:
-        seconds = in_turns(
-            {"": lambda: bits_seconds(case)}, least=repeats, most=repeats, budget=60.0
-        )
-        result["dropout_bits_ms"] = 1e3 * seconds[""][0]
     print("\n".join(table(result)), flush=True)
     return result
 
@@ -413,7 +391,7 @@ def table(result: dict[str, Any]) -> list[str]:
         lines.append(f"  {name:20} {'  '.join(words)}")
         if took := result.get(f"{name}_gathered_ms"):
             lines.append(
-                f"    mask decoder's queries {took['gathered']:.3f} ms of {took['all']:.3f}"
+                f"    masked queries {took['gathered']:.3f} ms, all queries {took['all']:.3f}"
             )
     return lines
 

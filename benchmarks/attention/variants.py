@@ -1,12 +1,12 @@
-"""Implementations of disentangled attention behind one call, and plain attention as lower bound.
+"""Implementations of disentangled attention with one interface, and plain attention as a floor.
 
-A variant takes a case and the five tensors of ``disentangled_attention`` and gives the output
-``[batch, heads, length, head size]``. ``refusal`` gives the reason why a
-variant cannot run a case.
+A variant takes a case and the five tensors of ``disentangled_attention`` and returns the output
+``[batch, heads, length, head size]``. ``refusal`` returns the reason why a variant cannot run a
+case.
 
-Peers are called the way their own models call them, less the projections, which are no part of
-the operator. Sources read: transformers 5.23 (``DisentangledSelfAttention``), disentangled-flash
-1.1.1 (``TritonTrainingDisentangledSelfAttention``), flashdeberta 0.0.8
+Other libraries are called as their own models call them, without the projections, which are not
+part of the operator: transformers 5.23 (``DisentangledSelfAttention``), disentangled-flash 1.1.1
+(``TritonTrainingDisentangledSelfAttention``), flashdeberta 0.0.8
 (``FlashDisentangledSelfAttention``: packed from 1,024 tokens on where there is padding).
 """
 
@@ -54,20 +54,20 @@ class Case:
 
     @property
     def name(self) -> str:
-        """As in the report: ``B4 H12 N512 fp32 dropout padding``."""
+        """Return the name in the report, such as ``B4 H12 N512 fp32 dropout padding``."""
         words = [f"B{self.batch}", f"H{self.heads}", f"N{self.length}", self.dtype]
         words += ["dropout"] * (self.dropout > 0) + ["padding"] * self.padding
         return " ".join(words)
 
     def row_lengths(self) -> list[int]:
-        """Real tokens of each row: all, or between half of the row and nearly all of it."""
+        """Return the unpadded length of each row: all, or from half to nearly all of the row."""
         if not self.padding:
             return [self.length] * self.batch
         step = self.length / (2 * self.batch)
         return [self.length - round((row + 1) * step) for row in range(self.batch)]
 
     def real_keys(self) -> Tensor:
-        """Where real tokens are: bool ``[batch, length]``."""
+        """Return the mask of unpadded tokens, bool ``[batch, length]``."""
         return _real_keys(self)
 
 
@@ -78,9 +78,11 @@ def _real_keys(case: Case) -> Tensor:
 
 
 def make_inputs(case: Case, dtype: torch.dtype | None = None) -> list[Tensor]:
-    """q, k, v, pos_key, pos_query of unit variance with gradients, the same every time.
+    """Return q, k, v, pos_key, pos_query: fixed random tensors of unit variance with gradients.
 
-    ``dtype`` is the format to hold them in; their values are rounded to the case's in any case.
+    Args:
+        case: the sizes; values are rounded to its dtype.
+        dtype: dtype of the tensors; None: the case's.
     """
     generator = torch.Generator(case.device).manual_seed(0)
     shape = (case.batch, case.heads, case.length, HEAD_SIZE)
@@ -93,27 +95,40 @@ def make_inputs(case: Case, dtype: torch.dtype | None = None) -> list[Tensor]:
 
 
 class Variant:
-    """One way to compute the operator; most need only a function."""
+    """One implementation of the operator.
 
-    def __init__(self, forward: Callable[..., Tensor], *, exact_dropout: bool = False) -> None:
+    Args:
+        forward: computes the output; subclasses override ``_attend`` instead.
+
+    Attributes:
+        exact_dropout: drops the same elements as the reference, so results can be compared.
+    """
+
+    exact_dropout = False
+
+    def __init__(self, forward: Callable[..., Tensor] | None = None) -> None:
         self._forward = forward
-        self.exact_dropout = exact_dropout
-        """Drops the very elements that our contract names, so dropout can be compared."""
 
     def refusal(self, case: Case) -> str | None:
         """Return why this variant cannot run the case, or None."""
         return None
 
     def __call__(self, case: Case, *x: Tensor) -> Tensor:
-        """Attend."""
+        """Compute the output."""
+        return self._attend(case, *x)
+
+    def _attend(self, case: Case, *x: Tensor) -> Tensor:
+        assert self._forward is not None
         return self._forward(case, *x)
 
 
 class Ours(Variant):
     """This project's operator with one of its backends."""
 
+    exact_dropout = True
+
     def __init__(self, backend: str) -> None:
-        super().__init__(self._attend, exact_dropout=True)
+        super().__init__()
         self.backend = backend
 
     def _attend(self, case: Case, *x: Tensor) -> Tensor:
@@ -132,13 +147,10 @@ class Ours(Variant):
 
 
 class Eager(Variant):
-    """What transformers does after its projections; several tensors of length x length.
+    """The computation of transformers after its projections.
 
-    Mask and slots are made once, as its encoder makes them for all layers.
+    Mask and slots are computed once, as its encoder does for all layers.
     """
-
-    def __init__(self) -> None:
-        super().__init__(self._attend)
 
     def _attend(self, case: Case, *x: Tensor) -> Tensor:
         module = _EagerTerms(case.heads, x[3], x[4])
@@ -151,22 +163,22 @@ class Eager(Variant):
         return torch.bmm(probabilities.flatten(0, 1), v).view(x[0].shape)
 
 
-@lru_cache(maxsize=1)  # the largest is not to stay
+@lru_cache(maxsize=1)  # keeps no large mask of earlier cases
 def _pairs(case: Case) -> Tensor:
-    """Which query sees which key, as transformers' encoder says it: bool ``[B, 1, N, N]``."""
+    """Return the attention mask of transformers' encoder, bool ``[B, 1, N, N]``."""
     real = case.real_keys()
     return (real[:, None, :] & real[:, :, None])[:, None]
 
 
 @lru_cache(maxsize=1)
 def _slots(case: Case) -> Tensor:
-    """Bucketed distances as transformers' encoder hands them on: int64 ``[1, N, N]``."""
+    """Return the bucketed distances of transformers' encoder, int64 ``[1, N, N]``."""
     rows = torch.empty(case.length, 1, device=case.device)
     return build_relative_position(rows, rows, BUCKETS, MAX_DISTANCE)
 
 
 class _EagerTerms(nn.Module):
-    """transformers' own bias function on tables that have been projected already."""
+    """The bias function of transformers on tables that are already projected."""
 
     bias = DisentangledSelfAttention.disentangled_attention_bias
     transpose_for_scores = DisentangledSelfAttention.transpose_for_scores
@@ -186,7 +198,7 @@ def _flat(table: Tensor) -> Tensor:
 
 
 def sdpa_with_bias(case: Case, *x: Tensor) -> Tensor:
-    """SDPA with the position terms gathered into a float bias."""
+    """Compute SDPA with the position terms gathered into a float bias."""
     q, k, v, pos_key, pos_query = x
     at = torch.arange(case.length, device=q.device)
     slots = POSITIONS.slots(at[:, None] - at).expand(case.batch, case.heads, -1, -1)
@@ -201,15 +213,15 @@ def sdpa_with_bias(case: Case, *x: Tensor) -> Tensor:
 class Floor(Variant):
     """Plain attention without positions: the lower bound of the time.
 
-    It attends to padding as well: torch's fused kernels take no padding mask.
+    It attends to padding as well, because torch's fused kernels take no padding mask.
     """
 
     def __init__(self, backend: SDPBackend) -> None:
-        super().__init__(self._attend)
+        super().__init__()
         self.backend = backend
 
     def refusal(self, case: Case) -> str | None:
-        """Dropout on the CPU."""
+        """Refuse dropout on the CPU."""
         on_cpu = case.device == "cpu" and case.dropout
         return "torch's fused kernel has no dropout on the CPU" if on_cpu else None
 
@@ -221,20 +233,17 @@ class Floor(Variant):
 
 
 class DisentangledFlash(Variant):
-    """PyPI ``disentangled-flash``: its training module with projections that hand ours over."""
-
-    def __init__(self) -> None:
-        super().__init__(self._attend)
+    """PyPI ``disentangled-flash``: its training module with projected inputs."""
 
     def refusal(self, case: Case) -> str | None:
-        """Not installed, or no GPU."""
+        """Refuse without the package or a GPU."""
         if importlib.util.find_spec("disentangled_flash") is None:
             return "disentangled-flash==1.1.1 is not installed"
         return None if case.device == "cuda" else "needs a CUDA device"
 
     def _attend(self, case: Case, *x: Tensor) -> Tensor:
         module = _disentangled_flash(case.heads, case.dropout, case.padding)
-        module.handed_over = x
+        module.projected = x
         hidden = x[0].new_empty(()).expand(case.batch, case.length, case.heads * HEAD_SIZE)
         output: Tensor = module(hidden, case.real_keys(), rel_embeddings=x[3])[0]
         return output.unflatten(-1, (case.heads, HEAD_SIZE)).transpose(1, 2)
@@ -245,10 +254,10 @@ def _disentangled_flash(heads: int, dropout: float, padding: bool) -> Any:
     from disentangled_flash import TritonTrainingDisentangledSelfAttention
 
     class Core(TritonTrainingDisentangledSelfAttention):  # type: ignore[misc]
-        handed_over: tuple[Tensor, ...] = ()
+        projected: tuple[Tensor, ...] = ()
 
         def _project_qkv(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
-            return self.handed_over[:3]
+            return self.projected[:3]
 
         def _reshape_heads(self, tensor: Tensor, batch_size: int, sequence_length: int) -> Tensor:
             return tensor
@@ -257,8 +266,8 @@ def _disentangled_flash(heads: int, dropout: float, padding: bool) -> Any:
             self, rel_embeddings: Tensor, active_slots: Tensor
         ) -> tuple[Tensor, ...]:
             if active_slots.numel() == SLOTS:
-                return self.handed_over[3:]
-            return tuple(table.index_select(1, active_slots) for table in self.handed_over[3:])
+                return self.projected[3:]
+            return tuple(table.index_select(1, active_slots) for table in self.projected[3:])
 
     config = types.SimpleNamespace(
         hidden_size=heads * HEAD_SIZE,
@@ -276,15 +285,12 @@ def _disentangled_flash(heads: int, dropout: float, padding: bool) -> Any:
 
 
 class FlashDeberta(Variant):
-    """PyPI ``flashdeberta``: its operator, padded or packed as its own model chooses."""
+    """PyPI ``flashdeberta``: its operator, padded or packed as in its own model."""
 
     packed_from = 1024
 
-    def __init__(self) -> None:
-        super().__init__(self._attend)
-
     def refusal(self, case: Case) -> str | None:
-        """Not installed, no GPU, or dropout, which it does not have."""
+        """Refuse without the package or a GPU, and with dropout, which it lacks."""
         if importlib.util.find_spec("flashdeberta") is None:
             return "flashdeberta==0.0.8 is not installed"
         if case.device != "cuda":
@@ -305,15 +311,15 @@ class FlashDeberta(Variant):
         longest = int(lengths.max())
         edges = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
         rows = [t.transpose(1, 2)[real] for t in (q, k, v)]
-        some = packed(*rows, *tables, edges, edges, longest, longest, *rest)
+        unpadded = packed(*rows, *tables, edges, edges, longest, longest, *rest)
         output = torch.zeros_like(q).transpose(1, 2)
-        output = output.masked_scatter(real[..., None, None], some)
+        output = output.masked_scatter(real[..., None, None], unpadded)
         return output.transpose(1, 2)
 
 
 @cache
 def _flash_deberta() -> tuple[Any, Any]:
-    """Its two operators, without its models, which need names that transformers may not have."""
+    """Import the two operators only: the models import names that transformers may lack."""
     if "flashdeberta" not in sys.modules:
         spec = importlib.util.find_spec("flashdeberta")
         assert spec is not None
