@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu.one_step RUN.yaml [section.key=value ...] --result FILE
 
-Everything is the product's: shards, loader, model, DeepSpeed engine, clipping, AdamW. What is
-timed is the whole step, from asking the loader to the updated weights.
+Uses the shards, loader, model, DeepSpeed engine, clipping and AdamW of ``pretrain``. The whole step
+is timed, from fetching the batch to the updated weights.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch.autograd import DeviceType
 
-from benchmarks.lib.measuring import matrix_rate, peak_resident_bytes, write_json
+from benchmarks.lib.measuring import peak_resident_bytes, write_json
 from benchmarks.step.parts import Labels, profile_steps, time_by_part
 from benchmarks.step.sides import use_plain_attention
 from megatron_deberta.config import load_config
@@ -31,6 +31,7 @@ from megatron_deberta.distributed.environment import read_environment
 from megatron_deberta.distributed.topology import init_process_groups, shutdown
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.model.flops import training_flops_per_token
+from megatron_deberta.observe.throughput import measure_matmul_rate
 from megatron_deberta.ops.dispatch import choose_backend
 from megatron_deberta.planning.memory import estimate_memory
 from megatron_deberta.tokenizer import load_tokenizer
@@ -38,7 +39,7 @@ from megatron_deberta.train.prefetch import InputQueue
 from megatron_deberta.train.setup import DTYPES, build_rank_model, choose_device, set_determinism
 from megatron_deberta.train.step import TrainStep
 
-# First match counts; what matches nothing is ``elementwise and rest``.
+# The first match counts; kernels without a match are ``elementwise and rest``.
 PARTS = (
     ("attention", r"flash|fmha|attention|disentangled"),
     ("matrix products", r"gemm|cutlass|cublas|nvjet|xmma|aten::(mm|bmm|addmm|baddbmm|linear)$"),
@@ -55,7 +56,7 @@ class Run:
 
     Args:
         config: the run.
-        plain: put flash attention in the operator's place; the model then has no position terms.
+        plain: replace the attention operator by flash attention without position terms.
     """
 
     def __init__(self, config: RunConfig, plain: bool) -> None:
@@ -75,7 +76,7 @@ class Run:
         self.step = 0
 
     def take(self) -> tuple[float, float]:
-        """Take one step; its loss and its seconds."""
+        """Take one step; return its loss and its seconds."""
         start = time.perf_counter()
         result = self.train_step(self.step, self.inputs.take().device, self.inputs.fetch)
         if self.groups.device.type == "cuda":
@@ -85,7 +86,7 @@ class Run:
 
 
 def breakdown(run: Run, steps: int) -> dict[str, Any]:
-    """Seconds of a step by part of the model, and shares of each kind of kernel in busy time."""
+    """Profile steps: seconds by part of the model, and shares of each kind of kernel."""
     on_gpu = run.groups.device.type == "cuda"
     labels = Labels(run.engine.module, run.engine)
     start = time.perf_counter()
@@ -95,7 +96,7 @@ def breakdown(run: Run, steps: int) -> dict[str, Any]:
     kinds: dict[str, float] = defaultdict(float)
     for event in sums:
         if on_gpu and event.device_type != DeviceType.CUDA:
-            continue  # an operator repeats the time of its kernels
+            continue  # an operator's time includes that of its kernels
         if event.key.startswith(("part: ", "step")):
             continue
         kinds[part_of(event.key)] += (
@@ -112,7 +113,7 @@ def breakdown(run: Run, steps: int) -> dict[str, Any]:
 
 
 def part_of(kernel: str) -> str:
-    """Which part of the step a kernel belongs to."""
+    """Return the part of the step that a kernel belongs to."""
     if kernel in own_kernels():
         return "attention"
     for part, pattern in PARTS:
@@ -122,18 +123,18 @@ def part_of(kernel: str) -> str:
 
 
 def own_kernels() -> set[str]:
-    """Names of the operator's Triton kernels."""
+    """Return the names of the attention operator's Triton kernels."""
     return {
         name
         for path, module in list(sys.modules.items())
         if path.startswith("megatron_deberta.ops.triton")
-        for name, thing in vars(module).items()
-        if hasattr(thing, "fn") and callable(getattr(thing, "run", None))
+        for name, value in vars(module).items()
+        if hasattr(value, "fn") and callable(getattr(value, "run", None))
     }
 
 
 def predicted_bytes(config: RunConfig, device: torch.device) -> int:
-    """What the memory formula says of the run's peak on this device."""
+    """Return the run's peak memory on this device by the memory formula."""
     head = config.model.hidden_size // config.model.num_heads
     queries = torch.empty(1, head, device=device, dtype=DTYPES[config.precision.dtype])
     fused = choose_backend(config.parallel.attention_backend, queries) == "triton"
@@ -142,11 +143,11 @@ def predicted_bytes(config: RunConfig, device: torch.device) -> int:
 
 
 def measure(config: RunConfig, plain: bool, warm_up: int, steps: int) -> dict[str, Any]:
-    """Everything about the run's step."""
+    """Measure speed, memory and losses of the run's steps."""
     run = Run(config, plain)
     device = run.groups.device.type
-    rate = matrix_rate(device, DTYPES[config.precision.dtype])
-    first = [run.take() for _ in range(warm_up)]
+    rate = measure_matmul_rate(run.groups.device, DTYPES[config.precision.dtype])
+    untimed = [run.take() for _ in range(warm_up)]
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     timed = [run.take() for _ in range(steps)]
@@ -167,7 +168,7 @@ def measure(config: RunConfig, plain: bool, warm_up: int, steps: int) -> dict[st
         "mfu": tokens / seconds * flops / rate,
         "peak_gib": peak / 2**30,
         "predicted_gib": predicted_bytes(config, run.groups.device) / 2**30,
-        "losses": [loss for loss, _ in (*first, *timed)],
+        "losses": [loss for loss, _ in (*untimed, *timed)],
         **breakdown(run, min(2, steps)),
     }
     run.engine.destroy()

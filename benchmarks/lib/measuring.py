@@ -1,8 +1,8 @@
-"""Clocks and memory for benchmarks, on the CPU and on CUDA alike.
+"""Timers and memory measurement for benchmarks on the CPU and on CUDA.
 
-On CUDA the device's own events take the time, and a pause is queued before each measured piece so
-that the host has launched all of it before the device begins: what is measured is the device, not
-Python. Medians; variants take turns, because clocks and load drift.
+On CUDA, times are taken with device events, and a pause is queued before each measurement so that
+the host has launched all work before the device starts: the device is measured, not Python. Times
+are medians, and variants alternate because clock rates and load drift.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ import torch
 
 from megatron_deberta.files import write_atomically
 
-# About two milliseconds of an idle device, in which the host gets ahead.
+# About two milliseconds, in which the host launches the work.
 PAUSE_CYCLES = 4_000_000
 
 
 class Stopwatch:
-    """Marks points in a piece of work; ``seconds`` are between neighbouring marks.
+    """Measures the time between successive marks.
 
     Args:
-        device: where the work runs.
+        device: ``cpu`` or ``cuda``.
     """
 
     def __init__(self, device: str) -> None:
@@ -41,7 +41,7 @@ class Stopwatch:
             torch.cuda._sleep(PAUSE_CYCLES)
 
     def mark(self) -> None:
-        """Note where the device's queue, or the host's clock, is now."""
+        """Record the current point of the device's stream or of the host's clock."""
         if self._cuda:
             self._marks.append(torch.cuda.Event(enable_timing=True))
             self._marks[-1].record()
@@ -49,7 +49,7 @@ class Stopwatch:
             self._marks.append(time.perf_counter())
 
     def seconds(self) -> list[float]:
-        """Wait for the work and read the clock."""
+        """Wait for the work; return the seconds between neighbouring marks."""
         pairs = list(zip(self._marks, self._marks[1:], strict=False))
         if not self._cuda:
             return [end - start for start, end in pairs]
@@ -65,19 +65,19 @@ def in_turns(
     budget: float,
     warm_up: int = 1,
 ) -> dict[str, list[float]]:
-    """Medians of the times that each job gives, the jobs taking turns.
+    """Run the jobs in turns and return the medians of their times.
 
     Args:
-        jobs: each does its work once and returns seconds, always as many.
-        least: rounds that are taken in any case.
-        most: rounds after which it is enough.
-        budget: seconds after which no round is begun beyond ``least``.
-        warm_up: rounds before those that count.
+        jobs: each runs once and returns a fixed number of times in seconds.
+        least: minimum number of rounds.
+        most: maximum number of rounds.
+        budget: seconds after which no round beyond ``least`` starts.
+        warm_up: rounds that are not counted.
 
     Returns:
-        Seconds by job, one median for each time the job gives.
+        Seconds by job, one median for each time that the job returns.
     """
-    taken: dict[str, list[Sequence[float]]] = {name: [] for name in jobs}
+    times: dict[str, list[Sequence[float]]] = {name: [] for name in jobs}
     start = time.perf_counter()
     for turn in range(warm_up + most):
         if turn >= warm_up + least and time.perf_counter() - start > budget:
@@ -85,15 +85,15 @@ def in_turns(
         for name, job in jobs.items():
             seconds = job()
             if turn >= warm_up:
-                taken[name].append(seconds)
+                times[name].append(seconds)
     return {
         name: [statistics.median(column) for column in zip(*rows, strict=True)]
-        for name, rows in taken.items()
+        for name, rows in times.items()
     }
 
 
 def cuda_peak_bytes(work: Callable[[], object]) -> int:
-    """Device memory that a piece of work adds at its peak to what is allocated already."""
+    """Return the device memory that a function adds at its peak."""
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.synchronize()
@@ -113,7 +113,7 @@ def peak_resident_bytes(pid: int | str = "self") -> int:
 
 
 def anonymous_bytes() -> int:
-    """Return the memory of this process without mapped files, which processes share."""
+    """Return this process's resident memory without mapped files, which processes share."""
     return _status_bytes("self", "RssAnon")
 
 
@@ -127,7 +127,7 @@ def _status_bytes(pid: int | str, key: str) -> int:
 
 
 def disk_usage(folder: Path) -> int:
-    """Return the bytes that a folder occupies; files may vanish meanwhile."""
+    """Return the bytes that a folder occupies; files may disappear during the call."""
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:
@@ -174,30 +174,6 @@ class ResourceWatch(threading.Thread):
                 last = time.monotonic()
                 self.disk = max(self.disk, sum(map(disk_usage, self._folders)))
             time.sleep(0.05)
-
-
-def matrix_rate(device: str, dtype: torch.dtype, size: int | None = None) -> float:
-    """FLOP/s of a square matrix product on random data, the median of several.
-
-    Random, because products of constants need less power, so that clocks rise and the rate with
-    them.
-
-    Args:
-        device: where to measure.
-        dtype: of the factors.
-        size: rows and columns; None takes one that fills the device.
-    """
-    size = size or (8192 if device == "cuda" else 1024)
-    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-
-    def product() -> list[float]:
-        watch = Stopwatch(device)
-        watch.mark()
-        torch.mm(left, right)
-        watch.mark()
-        return watch.seconds()
-
-    return 2 * size**3 / in_turns({"": product}, least=5, most=10, budget=2.0)[""][0]
 
 
 def read_json(path: Path, default: Any) -> Any:

@@ -1,29 +1,24 @@
-"""Time of pretraining steps against other implementations and models, on a GPU or a CPU.
+"""Pretraining step time compared with other implementations and models, on a GPU or a CPU.
 
-Three comparisons, each of all sides in one run on one machine, with the same batch, precision and
-optimizer:
+Three comparisons, each with all sides in one run on one machine, with the same batch, precision
+and optimizer:
 
-- ``huggingface``: against transformers' ``DebertaV2ForMaskedLM`` as it comes, and, on a GPU where
-  the disentangled-flash package is installed, with its training path switched on;
-- ``peers``: DeBERTa-base against ModernBERT-base, RoBERTa-base and BERT-base, each at its best
-  (``benchmarks/step/peers.py``);
-- ``disentanglement``: the 1.5B model against the same model with plain flash attention.
+- ``huggingface``: transformers' ``DebertaV2ForMaskedLM``, and, on a GPU with the
+  disentangled-flash package, the same with that package's training path;
+- ``peers``: DeBERTa-base, ModernBERT-base, RoBERTa-base and BERT-base, each in its fastest
+  settings (``benchmarks/step/peers.py``);
+- ``disentanglement``: the 1.5B model with and without position terms (plain flash attention).
 
-``profile`` is no comparison: it says by torch's profiler where our real step's time goes, loader,
-DeepSpeed and optimizer included (``benchmarks/gpu/one_step.py``), and draws it.
+On a CPU the last two use two layers and lengths of 128 and 512 only. ``profile`` measures the parts
+of a whole training step, including loader, DeepSpeed and optimizer, with torch's profiler
+(``benchmarks/gpu/one_step.py``), and plots them.
 
-On a CPU the last two take two layers and lengths of 128 and 512 only.
-
-Correctness comes first: without dropout and mask decoder we must have the loss of
-``DebertaV2ForMaskedLM``, a peer's masked-only loss must be that of transformers' own forward, and
-plain flash attention must give what our operator gives without position terms.
-Each finished case is merged into the result file, and ``--resume`` skips what it holds.
+Losses are compared first: without dropout and mask decoder the loss must equal that of
+``DebertaV2ForMaskedLM``, a peer's loss on masked positions that of transformers' own forward, and
+the loss with plain flash attention that of the operator without position terms. Each finished case
+is merged into the result file; ``--resume`` skips cases in it.
 
     python -m benchmarks.step.compare huggingface --device cpu --output step.json
-
-From Python: ``run("peers", torch.device("cuda"), Path("peers.json"), deadline=time.time() + 400)``
-runs the cases that the file lacks, as long as there is time to start one, and returns whether it
-holds all of them.
 """
 
 from __future__ import annotations
@@ -45,7 +40,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.lib.measuring import peak_resident_bytes, write_json
+from benchmarks.lib.measuring import peak_resident_bytes, read_json, write_json
 from benchmarks.lib.provenance import ROOT, provenance
 from benchmarks.lib.shards import prepare_shards
 from benchmarks.lib.stock import copy_from_stock
@@ -67,17 +62,16 @@ from megatron_deberta.train.setup import DTYPES
 
 COMPARISONS = ("huggingface", "peers", "disentanglement")
 LENGTHS = (512, 128, 2048)
-# ModernBERT's, for all.
-PEER_VOCABULARY = 50368
+PEER_VOCABULARY = 50368  # of ModernBERT
 CPU_THREADS = 2
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured.
+    """One measurement.
 
     Attributes:
-        target: speed-up over the first other side to reach.
+        target: target speed-up over the first other side.
     """
 
     name: str
@@ -89,12 +83,12 @@ class Case:
     target: float | None = None
 
     def setting(self, device: torch.device) -> Setting:
-        """What all sides share."""
+        """Return the settings that all sides share."""
         return Setting(self.model, device, DTYPES[self.dtype], compile_peers=device.type == "cuda")
 
 
 def cases(comparison: str, device: torch.device) -> list[Case]:
-    """The cases of a comparison; lengths beyond 512 get as many absolute positions."""
+    """Return the cases of a comparison."""
     on_gpu = device.type == "cuda"
     tokens, dtype = (16384, "bf16") if on_gpu else (2048, "fp32")
     base = ModelConfig()
@@ -141,7 +135,7 @@ def cases(comparison: str, device: torch.device) -> list[Case]:
 
 
 def sides(case: Case, device: torch.device) -> dict[str, Callable[[], Side]]:
-    """How to build each side of a case; the first is ours."""
+    """Return a constructor for each side of a case; the first is this project's model."""
     setting = case.setting(device)
     builds: dict[str, Callable[[], Side]] = {"ours": partial(Ours, setting)}
     if case.comparison == "disentanglement":
@@ -158,7 +152,7 @@ def sides(case: Case, device: torch.device) -> dict[str, Callable[[], Side]]:
 
 
 def missing_sides(case: Case, device: torch.device) -> dict[str, str]:
-    """Sides that the comparison has elsewhere, and why not here."""
+    """Return sides that cannot run here, with the reason."""
     reason = ""
     if device.type == "cpu":
         reason = "its kernels need a GPU"
@@ -168,10 +162,10 @@ def missing_sides(case: Case, device: torch.device) -> dict[str, str]:
 
 
 def check(case: Case, device: torch.device) -> dict[str, float]:
-    """Relative differences of losses that must be the same, by side, at two layers in fp32.
+    """Return the relative loss differences by side, for two layers in fp32.
 
     Raises:
-        SystemExit: they are not.
+        SystemExit: a difference is too large.
     """
     size = replace(case.model, num_layers=2, hidden_dropout=0.0, attention_dropout=0.0)
     batch = make_batch(size, case.tokens, case.length, device)
@@ -189,8 +183,8 @@ def check(case: Case, device: torch.device) -> dict[str, float]:
         else:
             ours = Ours(Setting(without_position_terms(size), device, torch.float32))
         with torch.no_grad():
-            theirs = side.loss(batch, 1).item()
-            differences[name] = abs(ours.loss(batch, 1).item() - theirs) / theirs
+            expected = side.loss(batch, 1).item()
+            differences[name] = abs(ours.loss(batch, 1).item() - expected) / expected
     limit = 1e-5 if device.type == "cpu" else 1e-4
     if any(difference > limit for difference in differences.values()):
         raise SystemExit(f"{case.name}: losses differ by {differences}, more than {limit}")
@@ -200,10 +194,7 @@ def check(case: Case, device: torch.device) -> dict[str, float]:
 def fastest(
     builds: dict[str, Callable[[], Side]], batch: StepBatch
 ) -> tuple[Callable[[], Side] | None, dict[str, float | str]]:
-    """The fastest of some settings of a side, and the seconds of a step of each.
-
-    A setting that does not run here is noted with its error and left out.
-    """
+    """Return the fastest of several settings of a side, and the step time or error of each."""
     tried: dict[str, float | str] = {}
     best, chosen = float("inf"), None
     for setting, build in builds.items():
@@ -211,7 +202,7 @@ def fastest(
             contender = Contender(build(), batch)
             contender.step()
             seconds = min(contender.step() for _ in range(2))
-        except Exception as error:  # any failure of a kernel is a result
+        except Exception as error:  # a result for another library's kernel
             tried[setting] = f"{type(error).__name__}: {str(error)[:200]}"
             continue
         finally:
@@ -226,10 +217,10 @@ def fastest(
 def choose_variants(
     case: Case, device: torch.device, batch: StepBatch, builds: dict[str, Callable[[], Side]]
 ) -> dict[str, dict[str, float | str]]:
-    """Put the fastest setting of each peer into ``builds``, and of ours where it can be compiled.
+    """Put the fastest setting of each peer, and of this project if compiled, into ``builds``.
 
     Returns:
-        What was tried.
+        Step time or error by side and setting.
     """
     setting = case.setting(device)
     tried: dict[str, dict[str, float | str]] = {}
@@ -252,7 +243,7 @@ def choose_variants(
 
 
 def measure(case: Case, device: torch.device, repeats: int) -> dict[str, Any]:
-    """One row of results."""
+    """Measure one case; return its row of results."""
     torch.manual_seed(1)
     row: dict[str, Any] = {
         "name": case.name,
@@ -271,7 +262,7 @@ def measure(case: Case, device: torch.device, repeats: int) -> dict[str, Any]:
         row["attention_tried"] = choose_variants(case, device, batch, builds)
     rate = measure_matmul_rate(device, DTYPES[case.dtype])
     row["matmul_tflops_per_second"] = rate / 1e12
-    # 20 bytes a weight in training; half of a GPU is left for activations.
+    # 20 bytes per weight in training; half of a GPU is left for activations.
     resident = device.type == "cpu" or len(builds) * 20 * 1.1 * _parameters(case.model) < (
         torch.cuda.get_device_properties(device).total_memory / 2
     )
@@ -308,15 +299,13 @@ def _describe(case: Case, result: Result, rate: float) -> dict[str, Any]:
 
 
 def add_peak_of_processes(case: Case, row: dict[str, Any]) -> None:
-    """Measure each side's peak memory in a process of its own, which a CPU needs."""
+    """Add each side's peak memory on the CPU, measured in a new process."""
     for name, side in row["sides"].items():
         command = [sys.executable, "-m", "benchmarks.step.compare", case.comparison]
         command += ["--device", "cpu", "--peak", name, "--case", case.name]
         command += ["--variant", side.get("attention", "")]
-        output = subprocess.run(
-            command, check=True, capture_output=True, text=True, cwd=ROOT
-        ).stdout
-        side["peak_bytes"] = int(output.strip().splitlines()[-1])
+        done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
+        side["peak_bytes"] = int(done.stdout.strip().splitlines()[-1])
 
 
 def print_peak(case: Case, name: str, variant: str) -> None:
@@ -332,15 +321,12 @@ def print_peak(case: Case, name: str, variant: str) -> None:
 
 
 def read_rows(output: Path) -> list[dict[str, Any]]:
-    """The rows of a result file, none where there is no file."""
-    rows: list[dict[str, Any]] = (
-        json.loads(output.read_text())["results"] if output.exists() else []
-    )
-    return rows
+    """Return the rows of a result file; none if it does not exist."""
+    return list(read_json(output, {"results": []})["results"])
 
 
 def merge(output: Path, case: Case, row: dict[str, Any], order: list[str], device: str) -> None:
-    """Put a row into the result file in place of an older one of its name."""
+    """Write a row to the result file, replacing the one of the same name."""
     rows = [old for old in read_rows(output) if old["name"] != case.name]
     rows.append({**row, **provenance(device)})
     rows.sort(key=lambda kept: order.index(kept["name"]))
@@ -359,28 +345,27 @@ def run(
     resume: bool = True,
     deadline: float = float("inf"),
 ) -> bool:
-    """Measure the cases of a comparison and merge each into ``output`` as soon as it is done.
+    """Measure the cases of a comparison and merge each result into ``output``.
 
     Args:
         comparison: one of `COMPARISONS`.
         device: where to measure.
         output: result file.
         names: only these cases.
-        repeats: timed steps a side.
-        resume: leave out cases that ``output`` holds.
+        repeats: timed steps per side.
+        resume: skip cases in ``output``.
         deadline: start no case after this ``time.time()``.
 
     Returns:
-        True if ``output`` now holds every case that was asked for.
+        Whether ``output`` now holds all chosen cases.
 
     Raises:
-        SystemExit: the sides do not compute the same.
+        SystemExit: the losses of the sides differ.
     """
-    every = cases(comparison, device)
-    held = {row["name"] for row in read_rows(output)} if resume else set()
-    wanted = [case for case in every if names is None or case.name in names]
-    for case in wanted:
-        if case.name in held:
+    known = cases(comparison, device)
+    finished = {row["name"] for row in read_rows(output)} if resume else set()
+    for case in known:
+        if case.name in finished or (names is not None and case.name not in names):
             continue
         if time.time() > deadline:
             return False
@@ -388,23 +373,23 @@ def run(
         gc.collect()
         if device.type == "cpu":
             add_peak_of_processes(case, row)
-        merge(output, case, row, [known.name for known in every], device.type)
+        merge(output, case, row, [other.name for other in known], device.type)
         print("\n".join(_lines(row)), flush=True)
     return True
 
 
-# What ``profile`` takes steps of: a run, and tokens a step at N=512.
+# Run config and tokens per step (N=512) of ``profile``.
 PROFILED = {"cpu": ("base_h100", 2048), "cuda": ("1.5b_h100", 16384)}
 
 
 def profile(device: torch.device, output: Path, overrides: list[str]) -> None:
-    """Profile our real step in a process of its own; write it to ``output`` and draw it beside."""
+    """Profile a training step in a new process; write the result and its plot."""
     name, tokens = PROFILED[device.type]
     shards = prepare_shards(Path(tempfile.gettempdir()) / "megatron_deberta_suite", 8.0, 8192)
     settings = shards.step_overrides(device.type, tokens // 512)
-    settings += [f"train.micro_batch_size={tokens // 512}", *overrides]
-    command = [sys.executable, "-m", "benchmarks.gpu.one_step"]
-    command += [str(ROOT / "configs" / "runs" / f"{name}.yaml"), *settings, "--result", str(output)]
+    settings += [f"train.micro_batch_size={tokens // 512}", *overrides, "--result", str(output)]
+    config = ROOT / "configs" / "runs" / f"{name}.yaml"
+    command = [sys.executable, "-m", "benchmarks.gpu.one_step", str(config), *settings]
     if device.type == "cpu":
         command += ["--steps", "1", "--threads", str(CPU_THREADS)]
     subprocess.run(command, check=True, cwd=ROOT)
@@ -437,30 +422,27 @@ def main() -> None:
     parser.add_argument("comparison", choices=(*COMPARISONS, "profile"))
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--output", type=Path, help="JSON file, merged by case")
-    parser.add_argument("--repeats", type=int, default=5, help="timed steps a side (default 5)")
+    parser.add_argument("--repeats", type=int, default=5, help="timed steps per side (default 5)")
     parser.add_argument("--case", action="append", help="only the case of this name; repeatable")
-    parser.add_argument("--resume", action="store_true", help="skip cases that the file holds")
+    parser.add_argument("--resume", action="store_true", help="skip cases in the file")
     parser.add_argument("--set", action="append", default=[], metavar="section.key=value",
-                        help="profile: another setting of the run; repeatable")  # fmt: skip
+                        help="profile: config override; repeatable")  # fmt: skip
     parser.add_argument("--peak", help=argparse.SUPPRESS)
     parser.add_argument("--variant", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
     device = torch.device(args.device)
     if device.type == "cpu":
         torch.set_num_threads(CPU_THREADS)
+    if args.output is None and not args.peak:
+        parser.error("--output is required")
     if args.comparison == "profile":
-        if args.output is None:
-            parser.error("--output is needed")
         profile(device, args.output, args.set)
         return
-    known = cases(args.comparison, device)
-    if unknown := set(args.case or []) - {case.name for case in known}:
-        parser.error(f"--case: no {unknown}, but {[case.name for case in known]}")
+    known = {case.name: case for case in cases(args.comparison, device)}
+    if unknown := set(args.case or []) - known.keys():
+        parser.error(f"--case: unknown {sorted(unknown)}; cases: {list(known)}")
     if args.peak:
-        case = next(case for case in known if case.name in args.case)
-        print_peak(case, args.peak, args.variant)
-    elif args.output is None:
-        parser.error("--output is needed")
+        print_peak(known[args.case[0]], args.peak, args.variant)
     else:
         run(
             args.comparison, device, args.output,
