@@ -1,11 +1,12 @@
-"""Microsoft's NGramMaskGenerator in plain loops: the reference of ``released`` masking.
+"""Reference implementation of ``released`` masking: Microsoft's NGramMaskGenerator in plain loops.
 
-Written from the description of the algorithm (docs/data.md names the source), not from our
-vectorised form: one word, one window, one token at a time, with Python's own random numbers.
+Written from the description of the algorithm (docs/data.md names the source), independently of the
+vectorised implementation, with Python's own random numbers.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,10 +16,10 @@ class Text(NamedTuple):
     """Vocabulary properties that the generator uses.
 
     Attributes:
-        special: of each id: never masked.
-        begins_word: of each id: False if the piece continues the word before it.
-        mask_id: of [MASK].
-        num_tokens: ids that a random token is drawn from, special ones too.
+        special: whether each id is a special token, which is never masked.
+        begins_word: False for ids that continue a word.
+        mask_id: id of [MASK].
+        num_tokens: number of ids that random tokens are drawn from, including special tokens.
     """
 
     special: Sequence[bool]
@@ -38,45 +39,43 @@ def released_masks(
 
     Args:
         tokens: the row, framed by special tokens; not changed.
-        text: facts of the vocabulary.
-        random_numbers: where chance comes from.
-        longest: most words of an n-gram.
+        text: properties of the vocabulary.
+        random_numbers: random number generator.
+        longest: maximum number of words of an n-gram.
         probability: share of tokens to predict.
 
     Returns:
         The row after masking, and the positions to predict.
     """
     words: list[list[int]] = []
-    for place, token in enumerate(tokens):
+    for position, token in enumerate(tokens):
         if text.special[token]:
             continue
         if longest > 1 and words and not text.begins_word[token]:
-            words[-1].append(place)
+            words[-1].append(position)
         else:
-            words.append([place])
+            words.append([position])
     budget = max(1, round(len(tokens) * probability))
     window = int(1 / probability)
     sizes = range(1, longest + 1)
-    taken = [False] * len(words)
+    chosen = [False] * len(words)
     offset = 0
     while offset < len(words):
         n = random_numbers.choices(sizes, [1 / size for size in sizes])[0]
         context = min(n * window, len(words) - offset)
         start = offset + random_numbers.randint(0, context - 1)
         end = min(start + n, len(words))
-        taken[start:end] = [True] * (end - start)
+        chosen[start:end] = [True] * (end - start)
         offset = max(offset + context, end)
     masked, positions = list(tokens), []
-    for chosen, word in zip(taken, words, strict=True):
-        if not chosen:
-            continue
-        for place in word:
-            positions.append(place)
-            lot = random_numbers.random()
-            if lot < 0.8:
-                masked[place] = text.mask_id
-            elif lot >= 0.9:
-                masked[place] = random_numbers.randrange(text.num_tokens)
+    for word in itertools.compress(words, chosen):
+        for position in word:
+            positions.append(position)
+            draw = random_numbers.random()
+            if draw < 0.8:
+                masked[position] = text.mask_id
+            elif draw >= 0.9:
+                masked[position] = random_numbers.randrange(text.num_tokens)
         if len(positions) >= budget:
             break
     return masked, positions

@@ -1,4 +1,4 @@
-"""The batch that all sides of a comparison take: same tokens, same masks, no padding."""
+"""The batch shared by all sides of a comparison: same tokens, same masks, no padding."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class StepBatch:
 
     Attributes:
         input_ids: int64 ``[B, N]`` after masking.
-        masked_positions: int64 ``[B, M]``, ascending places in the row.
-        labels: int64 ``[B, M]``, the tokens that stood there.
-        samples: int64 ``[B]``, row numbers; they key our dropout.
+        masked_positions: int64 ``[B, M]``, ascending positions in the row.
+        labels: int64 ``[B, M]``, the original tokens at these positions.
+        samples: int64 ``[B]``, row numbers, which key the dropout of this project's model.
     """
 
     input_ids: Tensor
@@ -30,7 +30,7 @@ class StepBatch:
     samples: Tensor
 
     def split(self, parts: int) -> list[StepBatch]:
-        """The rows in ``parts`` micro batches of equal size."""
+        """Split the rows into ``parts`` micro batches of equal size."""
         columns = (self.input_ids, self.masked_positions, self.labels, self.samples)
         return [
             StepBatch(*part)
@@ -43,21 +43,21 @@ class StepBatch:
         return Batch(self.input_ids, real, self.masked_positions, self.labels, self.samples)
 
     def dense_labels(self) -> Tensor:
-        """int64 ``[B, N]`` labels as transformers wants them, -100 where there is no target."""
+        """Return the labels of transformers, int64 ``[B, N]``, -100 at other positions."""
         labels = torch.full_like(self.input_ids, -100)
         return labels.scatter_(1, self.masked_positions, self.labels)
 
 
 def make_batch(model: ModelConfig, tokens: int, length: int, device: torch.device) -> StepBatch:
-    """Rows of random tokens with 15 % of them behind one id that stands for [MASK]."""
+    """Return rows of random tokens with 15 % of them replaced by one id for [MASK]."""
     generator = torch.Generator().manual_seed(7)
     rows, count = tokens // length, round(MASKED_SHARE * length)
     original = torch.randint(5, model.vocab_size - 200, (rows, length), generator=generator)
     order = torch.rand(rows, length, generator=generator).argsort(1)
-    picked = order[:, :count].sort(1).values
+    masked = order[:, :count].sort(1).values
     return StepBatch(
-        input_ids=original.scatter(1, picked, model.vocab_size - 100).to(device),
-        masked_positions=picked.to(device),
-        labels=original.gather(1, picked).to(device),
+        input_ids=original.scatter(1, masked, model.vocab_size - 100).to(device),
+        masked_positions=masked.to(device),
+        labels=original.gather(1, masked).to(device),
         samples=torch.arange(rows, device=device),
     )

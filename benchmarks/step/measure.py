@@ -1,6 +1,6 @@
-"""Timing, memory and breakdown of whole optimizer steps, the same for every side.
+"""Time, memory and breakdown of whole optimizer steps, measured in the same way for every side.
 
-16-bit formats train as the product does: the model holds 16-bit weights, AdamW fp32 masters.
+In 16-bit formats the model holds 16-bit weights and AdamW fp32 master weights, as in pretraining.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks.step.sides import Side
 
 
 class Optimizer:
-    """Torch's fused AdamW; over fp32 master weights where the model holds 16-bit ones."""
+    """Torch's fused AdamW, with fp32 master weights for 16-bit models."""
 
     def __init__(self, model: nn.Module) -> None:
         self.weights = [p for p in model.parameters() if p.requires_grad]
@@ -32,11 +32,11 @@ class Optimizer:
         self.adamw = torch.optim.AdamW(self.masters, lr=1e-4, fused=True)
 
     def step(self) -> None:
-        """Update the weights from their gradients, and drop those."""
+        """Update the weights and clear the gradients."""
         if self.masters is self.weights:
             self.adamw.step()
         else:
-            # A weight that takes no part in the loss (as in a model without mask decoder).
+            # Weights that do not contribute to the loss have no gradient.
             for master, weight in zip(self.masters, self.weights, strict=True):
                 master.grad = None if weight.grad is None else weight.grad.float()
                 weight.grad = None
@@ -47,7 +47,7 @@ class Optimizer:
 
 
 class Contender:
-    """A side in training: its model, optimizer, batch in micro batches, and step count."""
+    """A side in training: its model, optimizer, micro batches and step count."""
 
     def __init__(self, side: Side, batch: StepBatch) -> None:
         self.side = side
@@ -58,10 +58,10 @@ class Contender:
         self.steps = 0
 
     def step(self) -> float:
-        """Seconds of one whole step; smaller micro batches from here on if memory asks for it.
+        """Take one step; return its seconds. Halves the micro batch size when out of memory.
 
         Raises:
-            torch.OutOfMemoryError: not even single rows fit.
+            torch.OutOfMemoryError: single rows do not fit.
         """
         self.steps += 1
         wait(self.device)
@@ -76,14 +76,14 @@ class Contender:
             self.optimizer.step()
             wait(self.device)
             return time.perf_counter() - start
-        # Outside the handler, which keeps the failed step's tensors alive.
+        # Outside the except clause, which keeps the failed step's tensors alive.
         self.side.model.zero_grad(set_to_none=True)
         torch.cuda.empty_cache()
         self.step()
         return self.step()
 
     def accumulate(self, after_each: Callable[[], None] = lambda: None) -> None:
-        """Forward and backward of all micro batches."""
+        """Run forward and backward of all micro batches."""
         for part in self.parts:
             (self.side.loss(part, self.steps) / len(self.parts)).backward()
             after_each()
@@ -100,10 +100,10 @@ BREAKDOWN_STEPS = {"cpu": 2, "cuda": 5}
 
 @dataclass
 class Result:
-    """What was measured of one side.
+    """Measurements of one side.
 
     Attributes:
-        peak_bytes: on CUDA what the side adds; on a CPU 0 (a process of its own tells).
+        peak_bytes: on CUDA the memory that the side adds; 0 on a CPU.
         parts: seconds by part, from `breakdown`.
     """
 
@@ -119,12 +119,12 @@ class Result:
 def compete(
     builds: Mapping[str, Callable[[], Side]], batch: StepBatch, repeats: int, *, resident: bool
 ) -> dict[str, Result]:
-    """Time ``repeats`` steps of each side, the sides in turns, because a machine's load changes.
+    """Time ``repeats`` steps of each side, in turns because a machine's load changes.
 
     Args:
-        builds: sides by name.
-        batch: what all of them take.
-        repeats: timed steps a side.
+        builds: constructors of the sides by name.
+        batch: input of all sides.
+        repeats: timed steps per side.
         resident: all sides stay in memory and alternate step by step; otherwise each is built,
             timed and dropped, twice over.
     """
@@ -152,7 +152,7 @@ def compete(
 
 
 def enter(build: Callable[[], Side], batch: StepBatch) -> tuple[Contender, Result]:
-    """Build a side, take two steps to warm up, and measure its memory with a third on CUDA."""
+    """Build a side, take two warm-up steps, and on CUDA measure the memory of a third."""
     device = batch.input_ids.device
     before = 0
     if device.type == "cuda":
@@ -172,7 +172,7 @@ def enter(build: Callable[[], Side], batch: StepBatch) -> tuple[Contender, Resul
     return contender, Result(contender.side.notes, parameters, flops, peak)
 
 
-# Part of a step by the class name of a module; the outermost match counts.
+# Part of a step by a module's class name; the outermost match counts.
 PARTS = (
     ("embeddings", r"Embeddings$|RelativePositionTable$"),
     ("attention", r"(Self)?Attention$"),
@@ -183,14 +183,14 @@ PARTS = (
 
 
 def breakdown(contender: Contender, repeats: int) -> dict[str, float]:
-    """Seconds of one step by part, forward and backward, medians over steps.
+    """Return median seconds of one step by part, forward and backward together.
 
-    Measured at the borders of modules, on the GPU by events in its stream; what lies between
-    them, such as the loss of a model that has no module for it, is ``rest``. Compiled code has no
-    such borders, so a side runs uncompiled here, and its parts add up to more than its step.
+    Measured with module hooks, on the GPU with events in its stream; time outside of these modules
+    is ``rest``. Hooks need uncompiled code, so the parts of a compiled side add up to more than its
+    step.
 
     Returns:
-        Seconds by part; nothing if the uncompiled step does not fit into the GPU's memory.
+        Seconds by part; empty if the uncompiled step does not fit into the GPU's memory.
     """
     clock = _Clock(contender.device)
     handles = [
@@ -200,7 +200,7 @@ def breakdown(contender: Contender, repeats: int) -> dict[str, float]:
     ]
     try:
         with contender.side.eager(), warnings.catch_warnings():
-            # Embeddings: their backward ends where the micro batch's does, see `_Clock.attach`.
+            # Of embeddings, whose backward ends with that of the micro batch: `_Clock.attach`.
             warnings.filterwarnings("ignore", "Full backward hook is firing")
             rounds = [_clocked_step(contender, clock) for _ in range(repeats)]
     except torch.OutOfMemoryError:
@@ -231,7 +231,7 @@ def _parts_of(model: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 class _Clock:
-    """Times between module borders."""
+    """Measures the time in modules with hooks."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -241,7 +241,7 @@ class _Clock:
         self.spans: list[tuple[str, Any, Any]] = []
 
     def now(self) -> Any:
-        """A moment: an event in the stream, or seconds."""
+        """Return the current time: an event in the stream, or seconds."""
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -249,7 +249,7 @@ class _Clock:
         return event
 
     def attach(self, module: nn.Module, part: str) -> list[Any]:
-        """Time a module's forward and backward as ``part``."""
+        """Measure a module's forward and backward as ``part``."""
 
         def enter_forward(_: nn.Module, inputs: Any) -> None:
             self._open.append((part, self.now()))
@@ -261,7 +261,7 @@ class _Clock:
             self._backward[module] = (part, self.now())
 
         def leave_backward(_: nn.Module, inputs: Any, gradients: Any) -> None:
-            # The first module's inputs need no gradient: its backward ends with the step's.
+            # Inputs of the first module need no gradient: its backward ends with the step's.
             if any(isinstance(gradient, Tensor) for gradient in inputs):
                 self.spans.append((*self._backward.pop(module), self.now()))
 
@@ -273,13 +273,13 @@ class _Clock:
         ]
 
     def finish(self) -> None:
-        """Close what is open at the end of a backward pass."""
+        """End all open backward spans at the end of a backward pass."""
         for part, start in self._backward.values():
             self.spans.append((part, start, self.now()))
         self._backward.clear()
 
     def sums(self, begin: Any, backward_end: Any, end: Any) -> dict[str, float]:
-        """Seconds by part of a step between three moments."""
+        """Return the seconds by part of a step from its begin, end of backward and end."""
         wait(self._device)
         total = {name: 0.0 for name, _ in PARTS}
         reached = dict.fromkeys(total, 0.0)
@@ -287,7 +287,7 @@ class _Clock:
             (self._between(begin, start), self._between(begin, stop), part)
             for part, start, stop in self.spans
         ]
-        # A part's module may run inside another of that part, such as a head's loss.
+        # Modules of the same part may be nested, such as a head's loss.
         for start, stop, part in sorted(times):
             total[part] += max(0.0, stop - max(start, reached[part]))
             reached[part] = max(reached[part], stop)

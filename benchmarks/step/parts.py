@@ -1,9 +1,9 @@
 """Step time by part of the model, from torch's profiler.
 
-Forward, an operator belongs to the module that runs it. Backward, it belongs to the part whose
-forward made the node of the graph: the profiler numbers both alike. On CUDA the time is that of
-the kernels an operator launched; on a CPU the operator's own, and what a part's Python does or
-waits for between operators is the part's, too (attention on a CPU waits for its threads there).
+In the forward pass, an operator belongs to the module that runs it; in the backward pass, to the
+part whose forward created the autograd node (both have the same sequence number). On CUDA the time
+is that of the kernels an operator launched. On a CPU it is the operator's own time plus the time of
+Python code between operators, which includes waiting for the attention threads.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ OPTIMIZER = "optimizer"
 COMMUNICATION = "communication"
 ACCUMULATION = "gradient accumulation"
 HOST = "host"
-# Parts that keep what lies in them, other parts included.
+# Parts that include the time of parts nested in them.
 WHOLE = {"embedding", "convolution", "mask decoder", "vocabulary head and loss", OPTIMIZER}
 _LABEL = "part: "
 _NODE = "autograd::engine::evaluate_function: "
@@ -46,11 +46,11 @@ _COMMUNICATES = re.compile(r"nccl|gloo|c10d::")
 
 
 class Labels:
-    """Names the parts of a model for the profiler while it is entered; the model stays the same.
+    """Context that marks the parts of a model for the profiler.
 
     Args:
-        model: as the trainer builds it.
-        engine: whose ``step`` is the optimizer's part.
+        model: as built by the trainer.
+        engine: its ``step`` is the optimizer's part.
     """
 
     def __init__(self, model: nn.Module, engine: Any) -> None:
@@ -104,7 +104,7 @@ class Labels:
 def profile_steps(
     take: Callable[[], Any], steps: int, labels: Labels, *, on_gpu: bool
 ) -> tuple[list[Any], Any]:
-    """Take steps under torch's profiler; its events, and its sums by name."""
+    """Profile steps with torch's profiler; return its events and its sums by name."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if on_gpu:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -118,74 +118,71 @@ def profile_steps(
 def time_by_part(
     events: Iterable[Any], steps: int, *, on_gpu: bool, most: int = 5
 ) -> dict[str, Any]:
-    """Seconds of a step by part, and each part's most expensive operators.
+    """Return the seconds of a step by part, and each part's most expensive operators.
 
     Returns:
         ``seconds`` by part, largest first (on a CPU they add up to the step), and ``operators``:
-        for each part up to ``most`` names with their seconds, forward and backward told apart.
+        seconds of up to ``most`` operators per part, forward and backward separately.
     """
-    ours = [event for event in events if event.device_type == DeviceType.CPU]
-    made_by = _parts_of_nodes(ours)
+    host_events = [event for event in events if event.device_type == DeviceType.CPU]
+    part_by_node = _parts_of_nodes(host_events)
     seconds: dict[str, float] = defaultdict(float)
     operators: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for event in ours:
-        part, backward = _part(event, made_by)
-        if not on_gpu and part is None and not _within_step(event):
+    for event in host_events:
+        part, backward = _part(event, part_by_node)
+        if not on_gpu and part is None and not any(e.name == "step" for e in _ancestors(event)):
             continue
-        took = event.self_device_time_total if on_gpu else event.self_cpu_time_total
-        took /= 1e6 * steps
-        seconds[part or HOST] += took
+        duration = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        duration /= 1e6 * steps
+        seconds[part or HOST] += duration
         name = event.name.removeprefix(_NODE)
         if name == "step" or name.startswith(_LABEL):
             name = "Python"
-        operators[part or HOST][f"{name} (backward)" if backward else name] += took
+        operators[part or HOST][f"{name} (backward)" if backward else name] += duration
     return {
         "seconds": dict(_largest(seconds)),
-        "operators": {part: dict(_largest(found)[:most]) for part, found in operators.items()},
+        "operators": {part: dict(_largest(times)[:most]) for part, times in operators.items()},
     }
 
 
-def _largest(found: dict[str, float]) -> list[tuple[str, float]]:
-    return sorted(((name, took) for name, took in found.items() if took), key=lambda x: -x[1])
+def _largest(times: dict[str, float]) -> list[tuple[str, float]]:
+    return sorted(((name, time) for name, time in times.items() if time), key=lambda x: -x[1])
 
 
-def _chain(event: Any) -> Iterable[Any]:
+def _ancestors(event: Any) -> Iterable[Any]:
+    """Yield an event and the events it is nested in, innermost first."""
     while event is not None:
         yield event
         event = event.cpu_parent
 
 
-def _within_step(event: Any) -> bool:
-    return any(one.name == "step" for one in _chain(event))
-
-
 def _parts_of_nodes(events: list[Any]) -> dict[int, str]:
-    """Part by number of the autograd node: that of the last operator before it was made."""
-    found: dict[int, tuple[float, str]] = {}
+    """Return the part of the last operator before each autograd node, by sequence number."""
+    last: dict[int, tuple[float, str]] = {}
     for event in events:
         number = event.sequence_nr
         if number < 0 or event.name.startswith(_NODE):
             continue
         part, backward = _part(event, {})
         start = event.time_range.start
-        if part is not None and not backward and start >= found.get(number, (0.0, ""))[0]:
-            found[number] = start, part
-    return {number: part for number, (_, part) in found.items()}
+        if part is not None and not backward and start >= last.get(number, (0.0, ""))[0]:
+            last[number] = start, part
+    return {number: part for number, (_, part) in last.items()}
 
 
-def _part(event: Any, made_by: dict[int, str]) -> tuple[str | None, bool]:
-    """The part of an event, and whether it runs in backward."""
+def _part(event: Any, part_by_node: dict[int, str]) -> tuple[str | None, bool]:
+    """Return the part of an event, and whether it runs in the backward pass."""
     if _COMMUNICATES.search(event.name):
         return COMMUNICATION, False
     nearest, backward = None, False
-    for one in _chain(event):
+    for ancestor in _ancestors(event):
         part = None
-        if one.name.startswith(_LABEL):
-            part = one.name.removeprefix(_LABEL)
-        elif one.name.startswith(_NODE):
+        if ancestor.name.startswith(_LABEL):
+            part = ancestor.name.removeprefix(_LABEL)
+        elif ancestor.name.startswith(_NODE):
             backward = True
-            part = made_by.get(one.sequence_nr)
-            if one.name.endswith("AccumulateGrad"):
+            part = part_by_node.get(ancestor.sequence_nr)
+            if ancestor.name.endswith("AccumulateGrad"):
                 part = ACCUMULATION
         if part in WHOLE:
             nearest = part
@@ -194,16 +191,16 @@ def _part(event: Any, made_by: dict[int, str]) -> tuple[str | None, bool]:
 
 
 def part_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Of a result file: part, seconds, share, and the operators that take a tenth of it."""
+    """Return part, seconds, share, and operators of a tenth or more of the part's time."""
     return [
         (
             part,
             f"{seconds:.2f}",
             f"{result['breakdown'][part]:.0%}",
             ", ".join(
-                f"`{name}` {took:.2f}"
-                for name, took in result["operators_by_part"][part].items()
-                if took >= seconds / 10
+                f"`{name}` {time:.2f}"
+                for name, time in result["operators_by_part"][part].items()
+                if time >= seconds / 10
             ),
         )
         for part, seconds in result["seconds_by_part"].items()
@@ -211,13 +208,13 @@ def part_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Bars of the parts of a step."""
+    """Plot the parts of a step as bars."""
     from matplotlib.figure import Figure
 
     parts = list(result["seconds_by_part"].items())[::-1]
     figure = Figure(figsize=(7, 0.35 * len(parts) + 1.2), layout="constrained")
     axes = figure.subplots()
-    axes.barh([name for name, _ in parts], [took for _, took in parts], color="#4477aa")
-    axes.set_xlabel("seconds of a step")
+    axes.barh([name for name, _ in parts], [seconds for _, seconds in parts], color="#4477aa")
+    axes.set_xlabel("seconds per step")
     axes.set_title(result["name"])
     figure.savefig(path, dpi=110)

@@ -1,8 +1,8 @@
 """BERT, RoBERTa and ModernBERT of transformers in their fastest settings.
 
-These are: logits at masked positions only, no padding (so no mask, and torch's flash
-attention wherever all tokens attend to all), compiled where asked for, and for ModernBERT the
-fastest of its attention settings. What only the flash-attn package offers is named as missing.
+These are: logits at masked positions only, no padding (so no mask, and torch's flash attention in
+layers with global attention), torch.compile if configured, and the fastest of ModernBERT's
+attention settings. Settings that need the flash-attn package are reported as missing without it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _VARIANTS = {
 
 
 def variants(name: str, device: torch.device) -> tuple[list[str], dict[str, str]]:
-    """Attention settings of a peer to try here, and why the others cannot be tried."""
+    """Return attention settings of a peer that can run here, and the reason for each other."""
     usable, missing = [], {}
     for variant in _VARIANTS[name]:
         if "flash_attention_2" in variant and importlib.util.find_spec("flash_attn") is None:
@@ -56,7 +56,7 @@ def variants(name: str, device: torch.device) -> tuple[list[str], dict[str, str]
 
 
 class SparsePeer(nn.Module):
-    """A masked language model of transformers whose head sees the masked positions only."""
+    """A masked language model of transformers whose head runs on masked positions only."""
 
     def __init__(self, body: nn.Module, head: nn.Module) -> None:
         super().__init__()
@@ -65,21 +65,21 @@ class SparsePeer(nn.Module):
         self.token_loss = nn.CrossEntropyLoss()
 
     def forward(self, input_ids: Tensor, masked_positions: Tensor, labels: Tensor) -> Tensor:
-        """Mean loss of a target; arguments as in `StepBatch`."""
+        """Return the mean loss per masked token; arguments as in `StepBatch`."""
         hidden = self.body(input_ids).last_hidden_state
-        place = masked_positions.unsqueeze(-1).expand(-1, -1, hidden.size(-1))
-        logits = self.head(hidden.gather(1, place).flatten(0, 1))
+        index = masked_positions.unsqueeze(-1).expand(-1, -1, hidden.size(-1))
+        logits = self.head(hidden.gather(1, index).flatten(0, 1))
         return cast(Tensor, self.token_loss(logits.float(), labels.flatten()))
 
 
 class Peer:
-    """A peer of the size of ``setting.model``, with that vocabulary.
+    """A peer with the size and vocabulary of ``setting.model``.
 
     Args:
         setting: shared by all sides.
         name: one of `PEERS`.
         variant: one of `variants`.
-        length: tokens a row.
+        length: tokens per row.
     """
 
     def __init__(self, setting: Setting, name: str, variant: str, length: int) -> None:
@@ -97,24 +97,23 @@ class Peer:
         }
 
     def loss(self, batch: StepBatch, step: int) -> Tensor:
-        """Mean loss of a target; ``step`` is not needed, dropout comes from torch's generator."""
+        """Return the mean loss per masked token; dropout uses torch's generator, not ``step``."""
         return cast(Tensor, self._run(batch.input_ids, batch.masked_positions, batch.labels))
 
     @contextmanager
     def eager(self) -> Iterator[None]:
-        """Within it, the model is not compiled; what transformers compiles by itself stays so."""
+        """Run without torch.compile, except for functions that transformers compiles itself."""
         compiled, self._run = self._run, self.model
         yield
         self._run = compiled
 
     def flops_per_token(self, batch: StepBatch) -> float:
-        """By torch's counter on a device without memory.
+        """Return the FLOPs by torch's counter on the meta device.
 
-        Where a layer attends within a window, keys outside do not count, whatever the kernel
-        computes: utilization is of the FLOPs that the model needs.
+        Keys outside a layer's attention window are not counted even if the kernel computes them.
         """
         rows, length = batch.input_ids.shape
-        # Eager attention, because the counter does not know every fused kernel.
+        # Eager attention, because the counter does not support every fused kernel.
         variant = f"{self._variant.split(', ')[0]}, eager"
         with torch.device("meta"):
             whole = _build(self._name, variant, self._size, length)
@@ -130,19 +129,19 @@ class Peer:
 
     @torch.no_grad()
     def check(self, batch: StepBatch) -> float:
-        """Relative difference of the loss to transformers' own forward with all labels."""
+        """Return the relative difference of the loss to transformers' own forward."""
         self.whole.eval()
-        mine = self.model(batch.input_ids, batch.masked_positions, batch.labels).item()
-        stock = self.whole(batch.input_ids, labels=batch.dense_labels()).loss.item()
+        loss = self.model(batch.input_ids, batch.masked_positions, batch.labels).item()
+        expected = self.whole(batch.input_ids, labels=batch.dense_labels()).loss.item()
         self.whole.train()
-        return abs(mine - stock) / stock
+        return abs(loss - expected) / expected
 
 
 _DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "attention_dropout")
 
 
 def _build(name: str, variant: str, size: ModelConfig, length: int) -> nn.Module:
-    """A peer with initial weights on the current default device."""
+    """Return a peer with initial weights on the current default device."""
     attention = variant.split(", ")[1]
     common: dict[str, Any] = {
         "vocab_size": size.vocab_size,
@@ -154,7 +153,7 @@ def _build(name: str, variant: str, size: ModelConfig, length: int) -> nn.Module
         "eos_token_id": None,
     }
     if name == "modernbert":
-        # Its base: 22 layers to DeBERTa's 12, an inner width of 1.5 times the width.
+        # ModernBERT-base: 22 layers to DeBERTa's 12, an inner width of 1.5 times the width.
         layers = round(size.num_layers * 22 / 12)
         common |= {"cls_token_id": None, "sep_token_id": None}
         if variant.startswith(GLOBAL):
@@ -165,7 +164,7 @@ def _build(name: str, variant: str, size: ModelConfig, length: int) -> nn.Module
         return ModernBertForMaskedLM._from_config(config)
     common |= {"num_hidden_layers": size.num_layers, "intermediate_size": size.ffn_hidden_size}
     if name == "roberta":
-        # Its positions start behind the padding id.
+        # Position ids start after the padding id.
         return RobertaForMaskedLM._from_config(
             RobertaConfig(max_position_embeddings=max(length, 512) + 2, **common)
         )

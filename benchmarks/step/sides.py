@@ -1,7 +1,4 @@
-"""Models of a comparison: ours and transformers' stock DeBERTa.
-
-Each side has a ``model`` and a ``loss`` of a batch. BERT, RoBERTa and ModernBERT are in ``peers``.
-"""
+"""Models of a comparison: this project's and transformers' DeBERTa; others are in ``peers``."""
 
 from __future__ import annotations
 
@@ -30,31 +27,31 @@ class Side(Protocol):
     """One model of a comparison.
 
     Attributes:
-        notes: settings that belong into the result.
+        notes: settings that are added to the result.
     """
 
     model: nn.Module
     notes: dict[str, Any]
 
     def loss(self, batch: StepBatch, step: int) -> Tensor:
-        """Mean loss of a target."""
+        """Return the mean loss per masked token."""
         ...
 
     def eager(self) -> AbstractContextManager[Any]:
-        """Within it, the side runs without torch.compile."""
+        """Return a context in which the side runs without torch.compile."""
         ...
 
     def flops_per_token(self, batch: StepBatch) -> float:
-        """FLOPs of forward and backward, a token of the row, without recomputation."""
+        """Return the FLOPs per token of forward and backward, without recomputation."""
         ...
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What all sides of a comparison share.
+    """Settings that all sides of a comparison share.
 
     Attributes:
-        model: the size; peers take their own architecture with this vocabulary.
+        model: the size; peers use their own architecture with this vocabulary.
     """
 
     model: ModelConfig
@@ -69,7 +66,7 @@ def without_mask_decoder(model: ModelConfig) -> ModelConfig:
 
 
 def without_position_terms(model: ModelConfig) -> ModelConfig:
-    """The same model with content-to-content attention only."""
+    """Return the model with content-to-content attention only."""
     return replace(model, position_terms="none", normalize_position_table=False)
 
 
@@ -78,7 +75,7 @@ class Ours:
 
     Args:
         setting: shared by all sides.
-        plain_attention: plain flash attention without positions in the operator's place.
+        plain_attention: replace the operator by flash attention without position terms.
         fuse: ``parallel.fuse``.
     """
 
@@ -101,16 +98,16 @@ class Ours:
             self.notes["attention"] = "torch scaled_dot_product_attention, no position terms"
 
     def loss(self, batch: StepBatch, step: int) -> Tensor:
-        """Mean loss of a target, through the model's own objective."""
+        """Return the mean loss per masked token of the model's own objective."""
         total, *_ = self.model(batch.unpadded(), DropoutSeeds(1, step, batch.samples))
         return cast(Tensor, total) / batch.labels.numel()
 
     def eager(self) -> AbstractContextManager[Any]:
-        """Within it, nothing is compiled."""
+        """Return a context in which nothing is compiled."""
         return torch.compiler.set_stance("force_eager")
 
     def flops_per_token(self, batch: StepBatch) -> float:
-        """By the formula that the training log uses."""
+        """Return the FLOPs by the formula of the training log."""
         rows, length = batch.input_ids.shape
         return training_flops_per_token(self._config, length, rows, MASKED_SHARE)
 
@@ -135,7 +132,7 @@ def _plain_attention(
 
 
 class Stock:
-    """transformers' ``DebertaV2ForMaskedLM`` with its own loss, which takes all logits."""
+    """transformers' ``DebertaV2ForMaskedLM`` with its own loss, which computes all logits."""
 
     def __init__(self, setting: Setting, *, disentangled_flash: bool = False) -> None:
         plain = without_mask_decoder(setting.model)
@@ -151,17 +148,17 @@ class Stock:
             self.notes = {"attention": f"DisentangledFlash {__version__}, training path"}
 
     def loss(self, batch: StepBatch, step: int) -> Tensor:
-        """Mean loss of a target; ``step`` is not needed, dropout comes from torch's generator."""
+        """Return the mean loss per masked token; dropout uses torch's generator, not ``step``."""
         mask = torch.ones_like(batch.input_ids)
         out = self.model(batch.input_ids, mask, labels=batch.dense_labels())
         return cast(Tensor, out.loss)
 
     def eager(self) -> AbstractContextManager[Any]:
-        """It never is compiled."""
+        """Return an empty context: the model is never compiled."""
         return nullcontext()
 
     def flops_per_token(self, batch: StepBatch) -> float:
-        """By torch's counter on a device without memory, as the eager form computes it."""
+        """Return the FLOPs of the eager form by torch's counter on the meta device."""
         with torch.device("meta"):
             model = DebertaV2ForMaskedLM(self._config)
         ids = torch.zeros_like(batch.input_ids, device="meta")
