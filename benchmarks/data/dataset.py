@@ -4,8 +4,8 @@
     python -m benchmarks.data.dataset index --documents 10000000 --scratch DIR --output FILE
     python -m benchmarks.data.dataset masking --books PREFIX --tokenizer DIR --output FILE
 
-PREFIX names a shard of sentences (docs/data.md), which all four formats can read. Speed is
-processor time of one process, so it is speed a core. Each part is written on its own.
+PREFIX is a shard of sentences (docs/data.md), which all four formats can read. Speed is measured in
+processor time of one process, so it is per core.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.data.released_masking import Text, released_masks
-from benchmarks.lib.measuring import anonymous_bytes
-from benchmarks.lib.provenance import provenance
+from benchmarks.lib.measuring import anonymous_bytes, read_json, write_json
+from benchmarks.lib.provenance import provenance, source_digest
 from megatron_deberta.config.schema import ObjectiveConfig
 from megatron_deberta.data.collate import BatchBuilder
 from megatron_deberta.data.dataset.blend import BlendedRows
@@ -43,26 +43,26 @@ from megatron_deberta.data.shards.reader import IndexedDataset
 from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.tokenizer import load_tokenizer
 
-# What the 1.5B model is to consume a second on one H200 (DESIGN section 10).
+# Tokens per second that the 1.5B model needs on one H200 (DESIGN section 10).
 H200_TOKENS = 45_000
-# Format -> tokens a row; two sentences are short.
+# Format -> tokens per row.
 FORMATS = {"full_sentences": 512, "doc_sentences": 512, "segment_pair": 512, "sentence_pair": 128}
-# Of sources by size, as users give them: their pattern is too long for a table of all of it.
+# Source sizes as weights, whose pattern is too long for one table.
 BLEND_WEIGHTS = (77_139_753, 2_901_113, 1_102_017)
 ROUNDS = 9
 TOKENS = 64
 
 
 def synthetic_shard(prefix: Path, num_documents: int) -> None:
-    """Write documents of 1 to 4 sentences of 3 to 9 random tokens, without a loop over them."""
-    draw = np.random.default_rng(0)
-    boundaries = np.concatenate([[0], np.cumsum(draw.integers(1, 5, num_documents))])
-    lengths = draw.integers(3, 10, int(boundaries[-1]), dtype=np.int32)
+    """Write documents of 1 to 4 sentences of 3 to 9 random tokens, vectorised."""
+    generator = np.random.default_rng(0)
+    boundaries = np.concatenate([[0], np.cumsum(generator.integers(1, 5, num_documents))])
+    lengths = generator.integers(3, 10, int(boundaries[-1]), dtype=np.int32)
     ends = np.cumsum(lengths, dtype=np.int64)
     with Path(f"{prefix}.bin").open("wb") as stream:
         for begin in range(0, int(ends[-1]), 1 << 24):
             size = min(1 << 24, int(ends[-1]) - begin)
-            stream.write(draw.integers(5, TOKENS - 1, size, dtype=np.uint16).tobytes())
+            stream.write(generator.integers(5, TOKENS - 1, size, dtype=np.uint16).tobytes())
     with Path(f"{prefix}.idx").open("wb") as stream:
         stream.write(HEADER.pack(MAGIC, VERSION, 8, lengths.size, boundaries.size))
         for array in (lengths, (ends - lengths) * 2, boundaries.astype(np.int64)):
@@ -70,7 +70,7 @@ def synthetic_shard(prefix: Path, num_documents: int) -> None:
 
 
 def synthetic_vocabulary() -> Vocabulary:
-    """Of the tokens above; every third one continues a word."""
+    """Return a vocabulary of the synthetic tokens, of which every third continues a word."""
     return Vocabulary(
         size=TOKENS,
         num_tokens=TOKENS,
@@ -88,37 +88,37 @@ def synthetic_vocabulary() -> Vocabulary:
 class LoaderCase:
     """A loader setting and its measured speed per round."""
 
-    facts: dict[str, Any]
+    setting: dict[str, Any]
     builder: BatchBuilder
     rates: list[float] = field(default_factory=list)
-    tokens: int = 0
-    places: int = 0
-    samples: int = 0
+    num_tokens: int = 0
+    num_positions: int = 0
+    num_samples: int = 0
 
     def measure(self) -> None:
         """Time batches for a quarter of a second."""
-        micro_batch = self.facts["micro_batch"]
+        micro_batch = self.setting["micro_batch"]
         start, masks = time.process_time(), []
-        while (spent := time.process_time() - start) < 0.25:
-            samples = range(self.samples, self.samples + micro_batch)
+        while (seconds := time.process_time() - start) < 0.25:
+            samples = range(self.num_samples, self.num_samples + micro_batch)
             masks.append(self.builder.build(samples).attention_mask)
-            self.samples += micro_batch
-        tokens = sum(int(mask.sum()) for mask in masks)
-        self.places += sum(mask.numel() for mask in masks)
-        self.tokens += tokens
-        self.rates.append(tokens / spent)
+            self.num_samples += micro_batch
+        num_tokens = sum(int(mask.sum()) for mask in masks)
+        self.num_positions += sum(mask.numel() for mask in masks)
+        self.num_tokens += num_tokens
+        self.rates.append(num_tokens / seconds)
 
     def report(self) -> dict[str, Any]:
-        """Return the median and the slowest round."""
+        """Return the setting, the median and the slowest speed."""
         rate = statistics.median(self.rates)
-        filled = self.tokens / self.places
+        filled = self.num_tokens / self.num_positions
         return {
-            **self.facts,
+            **self.setting,
             "tokens_per_second": round(rate),
             "slowest": round(min(self.rates)),
             "times_h200": round(rate / H200_TOKENS, 1),
             "row_filled": round(filled, 3),
-            "rows_per_second": round(rate / (filled * self.facts["sequence_length"])),
+            "rows_per_second": round(rate / (filled * self.setting["sequence_length"])),
         }
 
 
@@ -129,9 +129,9 @@ def loader_cases(
     cache: IndexCache,
     weights: Sequence[int] = (),
 ) -> Iterator[LoaderCase]:
-    """Every format, both ways to mask, small and large micro batches.
+    """Yield cases of each format, masking and micro batch size.
 
-    With weights, as many sources are mixed, each the same corpus in another order.
+    With weights, that many sources are blended, each the same corpus in another order.
     """
     average = round(corpus.num_tokens / len(corpus), 1)
     for masking, micro_batch, packing in itertools.product(
@@ -147,7 +147,7 @@ def loader_cases(
         masker = Masker(objective, vocabulary, length, 1, Purpose.TRAINING_MASK)
         builder = BatchBuilder(rows, masker, vocabulary, length, True)
         builder.build(range(micro_batch))
-        facts = {
+        setting = {
             "corpus": name,
             "tokens_a_document": average,
             "packing": packing,
@@ -155,11 +155,11 @@ def loader_cases(
             "micro_batch": micro_batch,
             "masking": masking,
         }
-        yield LoaderCase(facts, builder)
+        yield LoaderCase(setting, builder)
 
 
 def loader(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure both corpora and a blend, alternating in rounds."""
+    """Measure both corpora and a blend, in turns."""
     tokenizer = Vocabulary.of(load_tokenizer(args.tokenizer))
     prefix = Path(args.scratch) / "synthetic_sentence"
     if not Path(f"{prefix}.idx").exists():
@@ -185,7 +185,7 @@ def loader(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def in_own_process(work: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
-    """Run in a new process and add its peak anonymous memory."""
+    """Run a function in a new process; add its time and peak anonymous memory to the result."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_report, args=(sender, work, arguments))
@@ -204,23 +204,17 @@ def _report(sender: Any, work: Callable[..., dict[str, Any]], arguments: tuple[A
 
     thread = threading.Thread(target=watch)
     thread.start()
-    start, cpu = time.perf_counter(), time.process_time()
-    found = work(*arguments)
-    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+    start, cpu_start = time.perf_counter(), time.process_time()
+    result = work(*arguments)
+    result["seconds"] = round(time.perf_counter() - start, 3)
+    result["cpu_seconds"] = round(time.process_time() - cpu_start, 3)
     done.set()
     thread.join()
-    sender.send(
-        {
-            **found,
-            "seconds": round(seconds, 3),
-            "cpu_seconds": round(cpu, 3),
-            "own_memory_mib": round((peak[0] - base) / 2**20, 1),
-        }
-    )
+    sender.send({**result, "own_memory_mib": round((peak[0] - base) / 2**20, 1)})
 
 
 def open_rows(prefix: str, cache: str, packing: str, split: bool) -> dict[str, Any]:
-    """Open the rows as a rank does and read the first batch."""
+    """Open the dataset as a training rank does and read the first batch."""
     indices = IndexCache(cache)
     shard = IndexedDataset(prefix)
     corpus = (
@@ -235,45 +229,45 @@ def open_rows(prefix: str, cache: str, packing: str, split: bool) -> dict[str, A
 def index(args: argparse.Namespace) -> dict[str, Any]:
     """Build and open the indices of every format over many small documents.
 
-    Results of the same code are not measured again.
+    Cases already measured with the same code are skipped.
     """
     scratch = Path(args.scratch)
-    found = json.loads(args.output.read_text()) if args.output.exists() else {}
-    is_mine = found.get("provenance", {}).get("source") == provenance()["source"]
-    results = found["results"] if is_mine else []
+    earlier = read_json(args.output, {})
+    is_current = earlier.get("provenance", {}).get("source") == source_digest()
+    results = earlier["results"] if is_current else []
     done = {(result["documents"], result["packing"]) for result in results}
     for documents in (args.documents, args.documents // 10):
-        left = [packing for packing in FORMATS if (documents, packing) not in done]
         prefix = scratch / f"documents-{documents}_sentence"
-        start = time.perf_counter()
-        if left and not Path(f"{prefix}.idx").exists():
-            synthetic_shard(prefix, documents)
-        written = time.perf_counter() - start
-        for packing in left:
-            cache = scratch / f"cache-{documents}-{packing}"
-            shutil.rmtree(cache, ignore_errors=True)
-            arguments = (str(prefix), str(cache), packing, False)
-            built = in_own_process(open_rows, *arguments)
-            opened = in_own_process(open_rows, *arguments)
-            size = sum(path.stat().st_size for path in cache.rglob("*.bin"))
-            results.append(
-                {
-                    "documents": documents,
-                    "packing": packing,
-                    "rows_an_epoch": built["rows"],
-                    "build": {key: built[key] for key in MEASURED},
-                    "open": {key: opened[key] for key in MEASURED},
-                    "index_bytes_a_document": round(size / documents, 2),
-                    "build_ns_a_document": round(built["cpu_seconds"] / documents * 1e9),
-                }
-            )
+        for packing in FORMATS:
+            if (documents, packing) in done:
+                continue
+            if not Path(f"{prefix}.idx").exists():
+                synthetic_shard(prefix, documents)
+            results.append(measure_index(prefix, scratch / "cache", documents, packing))
             print(json.dumps(results[-1]), flush=True)
             write(args, {**SYNTHETIC, "results": results})
-            shutil.rmtree(cache, ignore_errors=True)
-        print(f"shard of {documents:,} documents written in {written:.1f} s", flush=True)
         for suffix in (".bin", ".idx"):
             Path(f"{prefix}{suffix}").unlink(missing_ok=True)
     return {**SYNTHETIC, "results": results}
+
+
+def measure_index(prefix: Path, cache: Path, documents: int, packing: str) -> dict[str, Any]:
+    """Build the index of a format, then open it again."""
+    shutil.rmtree(cache, ignore_errors=True)
+    arguments = (str(prefix), str(cache), packing, False)
+    built = in_own_process(open_rows, *arguments)
+    opened = in_own_process(open_rows, *arguments)
+    size = sum(path.stat().st_size for path in cache.rglob("*.bin"))
+    shutil.rmtree(cache)
+    return {
+        "documents": documents,
+        "packing": packing,
+        "rows_an_epoch": built["rows"],
+        "build": {key: built[key] for key in MEASURED},
+        "open": {key: opened[key] for key in MEASURED},
+        "index_bytes_a_document": round(size / documents, 2),
+        "build_ns_a_document": round(built["cpu_seconds"] / documents * 1e9),
+    }
 
 
 SYNTHETIC = {"sentences_a_document": 2.5, "tokens_a_document": 15}
@@ -294,16 +288,16 @@ def masking(args: argparse.Namespace) -> dict[str, Any]:
         vocabulary.mask_id,
         vocabulary.num_tokens,
     )
-    chance = random.Random(0)
-    ours, release = Tally(length), Tally(length)
+    random_numbers = random.Random(0)
+    ours, release = MaskStatistics(length), MaskStatistics(length)
     for sample in range(args.rows):
         batch = rows.rows(np.array([sample % (rows.rows_per_epoch - 1)]))
         if batch.tokens.size != length:
             continue
         masked = masker(batch.tokens, batch.sizes, np.array([sample]))
         ours.add(batch.tokens, masked.tokens, masked.positions, vocabulary)
-        theirs, positions = released_masks(batch.tokens.tolist(), text, chance)
-        release.add(batch.tokens, np.array(theirs), np.array(positions), vocabulary)
+        tokens, positions = released_masks(batch.tokens.tolist(), text, random_numbers)
+        release.add(batch.tokens, np.array(tokens), np.array(positions), vocabulary)
     difference = {
         name: max(abs(a - b) for a, b in zip(ours.report()[name], values, strict=True))
         for name, values in release.report().items()
@@ -318,14 +312,14 @@ def masking(args: argparse.Namespace) -> dict[str, Any]:
     return report
 
 
-class Tally:
-    """Shares over many masked rows of one length."""
+class MaskStatistics:
+    """Masking rates over many rows of one length."""
 
     def __init__(self, length: int) -> None:
         self.rows = 0
         self._targets = np.zeros(length)
         self._words: Counter[int] = Counter()
-        self._fates = np.zeros(3)
+        self._replacements = np.zeros(3)
 
     def add(
         self,
@@ -337,23 +331,23 @@ class Tally:
         """Count a row."""
         self.rows += 1
         self._targets[positions] += 1
-        # Words of each run of neighbouring targets: where two n-grams meet, they count as one.
+        # Words in each run of neighbouring targets; adjacent n-grams count as one run.
         begins = vocabulary.word_starts[tokens[positions]]
         breaks = np.append(True, np.diff(positions) > 1)
         runs = np.add.reduceat((begins | breaks).astype(int), np.flatnonzero(breaks))
         self._words.update(np.minimum(runs, 4).tolist())
-        now, before = masked[positions], tokens[positions]
-        is_mask, same = now == vocabulary.mask_id, now == before
-        self._fates += [is_mask.sum(), same.sum(), (~is_mask & ~same).sum()]
+        after, before = masked[positions], tokens[positions]
+        is_mask, is_kept = after == vocabulary.mask_id, after == before
+        self._replacements += [is_mask.sum(), is_kept.sum(), (~is_mask & ~is_kept).sum()]
 
     def report(self) -> dict[str, list[float]]:
-        """Rates and shares."""
-        runs = sum(self._words.values())
+        """Return the rates."""
+        num_runs = sum(self._words.values())
         return {
             "rate_by_eighth": (self._targets.reshape(8, -1).mean(axis=1) / self.rows).tolist(),
             "rate_of_last_16": [float(self._targets[-16:].mean() / self.rows)],
-            "runs_of_1_2_3_more_words": [self._words[size] / runs for size in (1, 2, 3, 4)],
-            "masked_kept_random": (self._fates / self._fates.sum()).tolist(),
+            "runs_of_1_2_3_more_words": [self._words[size] / num_runs for size in (1, 2, 3, 4)],
+            "masked_kept_random": (self._replacements / self._replacements.sum()).tolist(),
         }
 
 
@@ -374,10 +368,8 @@ def main() -> int:
 
 
 def write(args: argparse.Namespace, content: dict[str, Any]) -> None:
-    """Replace the result file; parts that take long write what they have."""
-    record = {"provenance": provenance(), "part": args.part, **content}
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(record, indent=1) + "\n")
+    """Write the result file."""
+    write_json(args.output, {"provenance": provenance(), "part": args.part, **content})
 
 
 if __name__ == "__main__":

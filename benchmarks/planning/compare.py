@@ -3,11 +3,11 @@
     python -m benchmarks.planning.compare tiny --output benchmarks/results/offline/plan_tiny.json
     python -m benchmarks.planning.compare 1.5b --output benchmarks/results/offline/plan.json
 
-Every distinct kind of rank is built and run alone, with torch's fake process group: the first and
-the last rank of a layer (the last holds an uneven part of the vocabulary), with and without
-sequence parallelism, every recomputation policy and, of the tiny model, DeepSpeed's real engine at
-every ZeRO stage. Parameters, FLOPs and collectives must be equal, memory within 10 %. Started
-again with the same output, the command goes on where it stopped.
+Each kind of rank is built and run alone, with torch's fake process group: the first and the last
+rank of a layer (the last holds an uneven part of the vocabulary), with and without sequence
+parallelism, every recomputation policy and, for the tiny model, DeepSpeed's engine at every ZeRO
+stage. Parameters, FLOPs and collectives must be equal, memory within 10 %. Cases in an existing
+output file are skipped.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lib.measuring import write_json
-from benchmarks.lib.provenance import ROOT, provenance
+from benchmarks.lib.measuring import read_json, write_json
+from benchmarks.lib.provenance import ROOT, provenance, source_digest
 from benchmarks.planning.ranks import WORLD_SIZE, dry_run, engine_step, peak_bytes, reference_extra
 from megatron_deberta.config import RunConfig, load_config
 from megatron_deberta.planning.memory import estimate_memory, local_parameters
@@ -35,8 +35,8 @@ from megatron_deberta.planning.work import masked_tokens, rank_flops
 
 SPLIT = ("parallel.tensor_parallel_size=4",)
 SEQUENCE = (*SPLIT, "parallel.sequence_parallel=true")
-# Uneven: 1,000 tokens over 4 ranks are 3 x 256 and 232. Wide enough that parts beside the
-# activations do not decide the memory.
+# Uneven: 1,000 tokens over 4 ranks are 3 x 256 and 232. Wide enough that activations dominate the
+# memory.
 TINY = (
     "model.vocab_size=1000", "model.conv_kernel_size=3", "model.hidden_size=128",
     "model.ffn_hidden_size=512", "model.num_layers=4", "train.micro_batch_size=8",
@@ -71,7 +71,7 @@ CASES: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
 }  # fmt: skip
-# Two micro batches a step, so that stages which reduce after each are told apart.
+# Two micro batches per step, because some stages reduce gradients after each.
 ENGINES = {
     f"ZeRO-{stage}, {dtype}, TP {tp_size}": (
         f"precision.zero_stage={stage}", f"precision.dtype={dtype}",
@@ -87,7 +87,7 @@ ENGINES = {
 
 
 def counted(traffic: Iterable[Traffic]) -> dict[str, dict[str, int]]:
-    """The plan's collectives in the form of a dry run's."""
+    """Return the plan's collectives in the format of a dry run's."""
     calls: Counter[str] = Counter()
     num_bytes: Counter[str] = Counter()
     for part in traffic:
@@ -98,11 +98,11 @@ def counted(traffic: Iterable[Traffic]) -> dict[str, dict[str, int]]:
 
 
 def planned(config: RunConfig) -> dict[str, Any]:
-    """What the plan says of a micro batch of any rank."""
+    """Return the plan's counts for a micro batch of any rank."""
     flops, length = rank_flops(config), config.data.sequence_length
     tokens, tp_size = (config.train.micro_batch_size * length, config.parallel.tensor_parallel_size)
     layers, decoder = reference_extra(config.model, length, masked_tokens(config) / tokens)
-    # The reference backend computes more than is needed; the plan does not count that.
+    # FLOPs of the reference backend that are not needed, which the plan does not count.
     extra = tokens * (layers + decoder) / tp_size
     again = tokens * layers / tp_size if config.parallel.recompute == "full" else 0.0
     return {
@@ -120,7 +120,7 @@ def compare_rank(config: RunConfig, rank: int) -> dict[str, Any]:
 
 
 def compare_memory(config: RunConfig, rank: int) -> dict[str, Any]:
-    """What a micro batch needs on one rank beyond weights and gradients."""
+    """Compare the memory of a micro batch on one rank, without weights and gradients."""
     dp_size = WORLD_SIZE // config.parallel.tensor_parallel_size
     memory = estimate_memory(config, dp_size, attention="chunked")
     needed = memory.activations + memory.vocabulary + memory.workspace + memory.kernels
@@ -128,20 +128,20 @@ def compare_memory(config: RunConfig, rank: int) -> dict[str, Any]:
 
 
 def compare_engine(config: RunConfig, rank: int) -> dict[str, Any]:
-    """What DeepSpeed's own step sends, in real memory."""
+    """Compare the collectives of DeepSpeed's step, with real tensors."""
     dp_size = WORLD_SIZE // config.parallel.tensor_parallel_size
     plan = counted(data_parallel_traffic(config, dp_size, 2))
-    seen = engine_step(config, rank)
-    data = {key: value for key, value in seen.items() if key.startswith("data")}
+    calls = engine_step(config, rank)
+    data = {key: value for key, value in calls.items() if key.startswith("data")}
     return {"planned": plan, "found": data}
 
 
-# Part of the result, case, run, rank and what compares it.
+# Part of the result, case, run, rank and comparison function.
 Job = tuple[str, str, RunConfig, int, Callable[[RunConfig, int], dict[str, Any]]]
 
 
 def jobs(name: str) -> Iterator[Job]:
-    """Everything to compare for a model."""
+    """Yield all comparisons of a model."""
     file = ROOT / "configs/models" / f"{name}.yaml"
     common, last = TINY if name == "tiny" else LARGE, WORLD_SIZE - 1
     for case, overrides in CASES[name].items():
@@ -149,24 +149,22 @@ def jobs(name: str) -> Iterator[Job]:
         for rank in (0, last):
             yield "ranks", case, config, rank, compare_rank
     for case, overrides in CASES[name].items():
-        # The same on every rank of a layer.
+        # Equal on all ranks of a layer.
         yield "memory", case, load_config(file, [*common, *overrides]), last, compare_memory
     for case, overrides in ENGINES.items() if name == "tiny" else ():
         yield "engines", case, load_config(file, [*common, *overrides]), last, compare_engine
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """What an earlier call has compared with the same code, to go on from; else nothing."""
-    fresh = {"provenance": provenance(), "world_size": WORLD_SIZE}
-    if path.exists():
-        found: dict[str, Any] = json.loads(path.read_text())
-        if found["provenance"]["source"] == fresh["provenance"]["source"]:
-            return found
-    return {**fresh, "ranks": [], "memory": [], "engines": []}
+    """Return the results of an earlier call with the same code, or an empty result."""
+    sections: dict[str, Any] = {"ranks": [], "memory": [], "engines": []}
+    empty = {"provenance": provenance(), "world_size": WORLD_SIZE, **sections}
+    result: dict[str, Any] = read_json(path, empty)
+    return result if result["provenance"]["source"] == source_digest() else empty
 
 
 def main() -> int:
-    """Compare and write."""
+    """Run the comparisons that are not in the output file."""
     assert __doc__
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -1,9 +1,9 @@
-"""Dry run of one rank of a large grid, with its real model and engine and a fake process group.
+"""Dry run of one rank of a large grid, with the real model and engine and a fake process group.
 
-torch's fake process group takes every collective and does nothing; a dispatch mode writes down
-what each one works on, makes gathered parts equal to this rank's own and scattered sums zero, so
-that numbers stay finite. On the ``meta`` device tensors have shapes and no values, so the 1.5B
-model runs anywhere.
+torch's fake process group accepts every collective and does nothing. A dispatch mode records the
+tensors of each collective, fills gathered parts with this rank's own values and scattered sums with
+zeros, so that values stay finite. On the ``meta`` device tensors have shapes but no values, so the
+1.5B model runs on any machine.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _KINDS = {
     "_reduce_scatter_base_": "reduce-scatter",
     "alltoall_base_": "all-to-all",
 }
-# Elements of what ranks agree on: norms, losses, flags. The plan leaves them out.
+# Maximum elements of norms, losses and flags, which the plan does not count.
 _SCALARS = 8
 
 
@@ -49,13 +49,17 @@ class Recorder(TorchDispatchMode):
 
     Args:
         groups: the rank grid.
+
+    Attributes:
+        calls: number of calls by group (``tensor``, ``data``) and kind.
+        num_bytes: bytes by group and kind.
     """
 
     def __init__(self, groups: ProcessGroups) -> None:
         super().__init__()
         self.calls: Counter[tuple[str, str]] = Counter()
         self.num_bytes: Counter[tuple[str, str]] = Counter()
-        """Both by group (``tensor``, ``data``) and kind."""
+
         self._names = {
             group.group_name: name
             for name, group in (("tensor", groups.tp_group), ("data", groups.dp_group))
@@ -92,9 +96,9 @@ class DryRun:
     """Counts of one rank.
 
     Attributes:
-        parameters: elements it holds, before ZeRO.
-        vocabulary_rows: rows of the embedding that are tokens, not padding.
-        flops: of forward and backward, what is computed again included.
+        parameters: elements on this rank, without ZeRO.
+        vocabulary_rows: embedding rows on this rank, without padding.
+        flops: of forward and backward, including recomputation.
         collectives: ``group kind`` -> calls and bytes.
     """
 
@@ -106,9 +110,9 @@ class DryRun:
 
 @contextmanager
 def fake_grid(rank: int, tp_size: int, device: str) -> Iterator[ProcessGroups]:
-    """The rank grid of ``WORLD_SIZE`` ranks as one of them sees it."""
+    """Provide the rank grid of ``WORLD_SIZE`` ranks as seen by one of them."""
     variables = dict(os.environ)
-    # Only what DeepSpeed reads; nothing listens there.
+    # Read by DeepSpeed; no connection is made.
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(WORLD_SIZE), LOCAL_RANK="0", MASTER_ADDR="127.0.0.1",
         MASTER_PORT="29500",
@@ -123,7 +127,7 @@ def fake_grid(rank: int, tp_size: int, device: str) -> Iterator[ProcessGroups]:
 
 
 def micro_batch(config: RunConfig, device: str) -> tuple[Batch, DropoutSeeds]:
-    """Inputs of a full micro batch: no padding, all masks used."""
+    """Return inputs of a full micro batch: no padding, all masked positions used."""
     rows, length = config.train.micro_batch_size, config.data.sequence_length
     masked = torch.arange(round(config.objective.mask_probability * length), device=device)
     masked = masked.expand(rows, -1).contiguous()
@@ -138,28 +142,27 @@ def dry_run(config: RunConfig, rank: int) -> DryRun:
     """Build a rank's model on ``meta`` and run forward and backward of one micro batch.
 
     Args:
-        config: the run; attention runs in the reference backend, which writes its products out
-            for the counter.
+        config: the run; attention uses the reference backend, whose products the counter sees.
         rank: of ``WORLD_SIZE``.
     """
     with fake_grid(rank, config.parallel.tensor_parallel_size, "meta") as groups:
         model = build_model(_with_backend(config, "reference"), groups, _dtype(config))
-        found = DryRun(
+        counts = DryRun(
             parameters=sum(parameter.numel() for parameter in model.module.parameters()),
             vocabulary_rows=model.specs["embeddings.token.weight"].length,
         )
         module, inputs = model.module.train(), micro_batch(config, "meta")
         with Recorder(groups) as recorder, FlopCounterMode(display=False) as counter:
             module(*inputs)[0].backward()
-        found.flops = counter.get_total_flops()
-        found.collectives = _collectives(recorder)
-    return found
+        counts.flops = counter.get_total_flops()
+        counts.collectives = _collectives(recorder)
+    return counts
 
 
 def peak_bytes(config: RunConfig, rank: int) -> int:
-    """Most that a micro batch needs on a rank beyond weights and gradients.
+    """Return the peak memory of a micro batch on a rank, without weights and gradients.
 
-    By torch's memory tracker on ``meta``, with the chunked backend.
+    Measured by torch's memory tracker on ``meta``, with the chunked backend.
 
     Args:
         config: the run.
@@ -187,14 +190,14 @@ def _total(tracker: MemTracker, moment: str) -> int:
 
 
 def engine_step(config: RunConfig, rank: int) -> dict[str, dict[str, int]]:
-    """Take DeepSpeed steps as one rank, in real memory; what the second step communicates.
+    """Take two DeepSpeed steps as one rank, with real tensors; return the second's collectives.
 
     Args:
-        config: the run, small enough for this machine.
+        config: a run that fits into this machine's memory.
         rank: of ``WORLD_SIZE``.
     """
     with fake_grid(rank, config.parallel.tensor_parallel_size, "cpu") as groups:
-        with _without_votes(), Recorder(groups):
+        with _without_trace_check(), Recorder(groups):
             model = build_rank_model(config, groups)
             engine = build_engine(config, model.module, model.specs, groups)
             inputs = micro_batch(config, "cpu")
@@ -211,8 +214,8 @@ def engine_step(config: RunConfig, rank: int) -> dict[str, dict[str, int]]:
 
 
 @contextmanager
-def _without_votes() -> Iterator[None]:
-    """Let ZeRO-3 not compare its trace with ranks that do not exist."""
+def _without_trace_check() -> Iterator[None]:
+    """Prevent ZeRO-3 from comparing its trace with the other ranks, which do not exist."""
     from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator
 
     compare = coordinator.assert_ints_same_as_other_ranks
@@ -224,13 +227,13 @@ def _without_votes() -> Iterator[None]:
 
 
 def reference_extra(model: ModelConfig, length: int, masked_share: float) -> tuple[float, float]:
-    """FLOPs a token of the row that the reference backend computes and need not.
+    """Return the FLOPs per token of the reference backend that are not needed.
 
-    Both terms meet every slot of the table, even where a row has fewer distances, and the
-    decoder's keys meet the table in each pass.
+    Both position terms use every slot of the table, even if a row has fewer distances, and the
+    decoder multiplies its keys with the table in each pass.
 
     Returns:
-        Of the layers over the sequence, and of the decoder.
+        FLOPs of the layers over the sequence, and of the decoder.
     """
     slots = 2 * (model.position_buckets or model.max_relative_positions)
     c2p, p2c = "c2p" in model.position_terms, "p2c" in model.position_terms
