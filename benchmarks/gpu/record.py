@@ -1,7 +1,7 @@
 """Results of a part of the GPU suite: one JSON file per part, written after every item.
 
-An item that was finished by the same source on the same kind of device is not done again. What is
-running stands in the file too, so that after a crash the driver knows what crashed.
+Items finished by the same source on the same kind of device are skipped. The running item is
+recorded as well, so that a crash can be attributed to it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class UnfinishedError(Exception):
     """The item is unfinished and continues at the next start."""
 
 
-# A result; with ``wrong`` (list of str) where a check failed, ``error`` where it could not run.
+# A result, with ``wrong`` (list of str) if a check failed and ``error`` if the item could not run.
 Item = dict[str, Any]
 
 
@@ -34,10 +34,10 @@ class Options:
 
     Attributes:
         out: folder of the results.
-        work: folder of everything else: shards, runs, exports.
-        small: sizes for a CPU and a minute, which prove the script and not the machine.
-        minutes: no item is begun after that.
-        corpus: shard prefix and tokenizer of the learn part; None takes text of this machine.
+        work: folder of shards, runs and exports.
+        small: small sizes for a CPU, which test the script only.
+        minutes: time after which no item starts.
+        corpus: shard prefix and tokenizer of the learn part; None: text of this machine.
     """
 
     part: str
@@ -58,7 +58,7 @@ class Record:
         options: of the suite.
 
     Attributes:
-        left: items for which no time was left.
+        left: items that were not started for lack of time.
     """
 
     options: Options
@@ -76,46 +76,44 @@ class Record:
         self.crashed: dict[str, dict[str, str]] = {}
         path = result_path(self.options)
         if path.exists() and not self.options.force:
-            before = json.loads(path.read_text())
+            earlier = json.loads(path.read_text())
             self.items = {
                 name: item
-                for name, item in before["items"].items()
+                for name, item in earlier["items"].items()
                 if self._key.items() <= item.items()
             }
-            self.crashed = before["crashed"] if before["key"] == self._key else {}
+            self.crashed = earlier["crashed"] if earlier["key"] == self._key else {}
         self._write()
 
     def run(self, name: str, work: Callable[[], Item]) -> None:
         """Run an item unless it is done or crashed; an exception becomes its ``error``.
 
         Raises:
-            SystemExit: the item has left the device so that nothing else runs in this process.
+            SystemExit: the device is unusable in this process after an error.
         """
-        before = self.items.get(name)
-        if before is not None and ("error" not in before or before.get("crashed")):
-            return
-        if self.seconds_left < 0:
-            self.left.append(name)
-            self._write()
+        earlier = self.items.get(name)
+        if earlier is not None and ("error" not in earlier or earlier.get("crashed")):
             return
         self.starting(name)
         start = time.monotonic()
         try:
-            found = work()
+            if self.seconds_left < 0:
+                raise UnfinishedError
+            result = work()
         except UnfinishedError:
             self.left.append(name)
             self._write()
             return
         except Exception as failure:
-            # Nothing to go on with here; other items may still tell something.
+            # Continue with the other items.
             traceback.print_exc()
             if self.options.device == "cuda" and not device_works():
-                raise SystemExit("the device does not answer any more") from failure
-            found = {"error": f"{type(failure).__name__}: {failure}"[:2000]}
+                raise SystemExit("the device does not respond") from failure
+            result = {"error": f"{type(failure).__name__}: {failure}"[:2000]}
         seconds = round(time.monotonic() - start, 1)
-        self.items[name] = {**found, **self._key, "seconds": seconds}
+        self.items[name] = {**result, **self._key, "seconds": seconds}
         self._write()
-        state = "error" if "error" in found else "WRONG" if found.get("wrong") else "done"
+        state = "error" if "error" in result else "WRONG" if result.get("wrong") else "done"
         print(f"[{self.options.part}] {name}: {state} in {seconds} s", flush=True)
 
     @property
@@ -152,7 +150,7 @@ def result_path(options: Options) -> Path:
 
 
 def device_works() -> bool:
-    """Whether the GPU still computes; after some errors of kernels it does not in this process."""
+    """Return whether the GPU still works in this process; some kernel errors make it unusable."""
     try:
         torch.ones(1, device="cuda").item()
     except RuntimeError:
@@ -163,16 +161,16 @@ def device_works() -> bool:
 def note_crash(options: Options, reason: str, *, lasting: bool = True) -> bool:
     """Record the crash of a part's process with the item that was running.
 
-    Where the running item said which piece it was at, the item is tried again without that piece;
-    else it is an error, and the part can go on without it.
+    If the running item recorded a detail, the item is repeated without it; otherwise the item is an
+    error and the part continues without it.
 
     Args:
         options: of the part.
-        reason: how it died.
-        lasting: the same source on the same hardware would die again, so do not try that item.
+        reason: of the crash.
+        lasting: the same source on the same hardware would crash again, so skip the item.
 
     Returns:
-        Whether starting the part again makes sense.
+        Whether the part can be started again.
     """
     path = result_path(options)
     content = json.loads(path.read_text()) if path.exists() else None

@@ -1,9 +1,9 @@
 """The 1.5B model's training step: DeepSpeed ZeRO-1, loader, clipping, AdamW, dropout 0.1.
 
-At 16,384 and at 4,096 tokens an optimizer step, against the same model with plain flash attention
-and no positions in it, with fused element-wise kernels, at the micro batch that the memory formula
-calls the largest, and through a checkpoint and an export. Every measurement is a process of its own
-(``one_step.py``), so that memory is what that step takes.
+Measured with 16,384 and 4,096 tokens per optimizer step, with plain flash attention without
+position terms, with fused element-wise kernels, at the largest micro batch by the memory formula,
+and with a checkpoint and an export. Every measurement is a new process (``one_step.py``), so that
+peak memory is that of one step.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ RUN = ROOT / "configs" / "runs" / "1.5b_h100.yaml"
 
 @dataclass(frozen=True)
 class Measurement:
-    """One process's work.
+    """One measurement.
 
     Attributes:
-        tokens: an optimizer step.
-        plain: flash attention without positions in place of disentangled attention.
-        settings: beside those of all measurements.
+        tokens: per optimizer step.
+        plain: flash attention without position terms instead of disentangled attention.
+        settings: in addition to those of all measurements.
     """
 
     name: str
@@ -59,12 +59,12 @@ SMALL = (
 )
 SAVED = "checkpoint, resume, export"
 LARGEST = "largest micro batch, N=512"
-# Share of a GPU left to the driver and to fragmentation.
+# Share of GPU memory reserved for the driver and for fragmentation.
 RESERVED = 0.08
 
 
 def run(record: Record) -> None:
-    """Measurements in order of importance; the checkpoint needs some 45 GB of disk."""
+    """Run the measurements in order of importance; the checkpoint needs 45 GB of disk."""
     small = record.options.small
     for work in SMALL if small else FULL:
         record.run(work.name, lambda w=work: measure(record, w))
@@ -74,14 +74,14 @@ def run(record: Record) -> None:
 
 
 def overrides(record: Record, shards: Shards, tokens: int, length: int) -> list[str]:
-    """The run's settings, without the micro batch."""
+    """Return the run's settings, without the micro batch size."""
     small = record.options.small
     return [
         *shards.step_overrides(record.options.device, tokens // length),
         f"data.sequence_length={length}",
         f"model.max_position_embeddings={max(512, length)}",
         "train.steps=1000",
-        # Some steps have to show that the loss falls.
+        # So high that the loss falls within a few steps.
         f"optimizer.learning_rate={5e-3 if small else 2e-4}",
         f"optimizer.warmup_steps={1 if small else 20}",
         *(SMALL_MODEL.split() if small else ()),
@@ -89,13 +89,13 @@ def overrides(record: Record, shards: Shards, tokens: int, length: int) -> list[
 
 
 def shards_of(record: Record) -> Shards:
-    """Text for the steps; ids below the tokenizer's size only, of the model's 128,100."""
+    """Return shards for the steps; their ids use part of the model's vocabulary of 128,100."""
     small = record.options.small
     return prepare_shards(record.options.work, *((0.6, 500) if small else (8.0, 8192)))
 
 
 def micro_batches(device: str, rows: int) -> list[int]:
-    """Rows per forward pass to try, largest first; less where memory may not do."""
+    """Return micro batch sizes to try, largest first; smaller ones for small GPUs."""
     sizes = [rows]
     if device == "cuda" and torch.cuda.get_device_properties(0).total_memory < 100e9:
         sizes = [max(1, rows // 2)]
@@ -105,7 +105,7 @@ def micro_batches(device: str, rows: int) -> list[int]:
 
 
 def measure(record: Record, work: Measurement) -> Item:
-    """One measurement, with the largest micro batch that fits."""
+    """Run a measurement with the largest micro batch that fits."""
     options = record.options
     settings = overrides(record, shards_of(record), work.tokens, work.length)
     flags = ["--plain-attention"] * work.plain + ["--small"] * options.small
@@ -120,10 +120,10 @@ def measure(record: Record, work: Measurement) -> Item:
 
 
 def one_step(options: Options, settings: list[str], micro: int, flags: list[str]) -> Item | None:
-    """Measure in a process of its own; None if it ran out of memory.
+    """Measure in a new process; return None if it ran out of memory.
 
     Raises:
-        RuntimeError: it failed; with the end of what it said.
+        RuntimeError: it failed; with the end of its error output.
     """
     result = options.work / "one_step.json"
     result.unlink(missing_ok=True)
@@ -139,7 +139,7 @@ def one_step(options: Options, settings: list[str], micro: int, flags: list[str]
 
 
 def largest(record: Record) -> Item:
-    """The micro batch that the memory formula says just fits: it must, within a tenth."""
+    """Check that the largest micro batch by the memory formula fits, with an error below 10 %."""
     options, length = record.options, 64 if record.options.small else 512
     on_gpu = options.device == "cuda"
     memory = torch.cuda.get_device_properties(0).total_memory if on_gpu else 12e6
@@ -152,14 +152,16 @@ def largest(record: Record) -> Item:
     found = one_step(options, settings, rows, ["--small"])
     if found is None:
         return {"micro_batch_size": rows, "wrong": [f"{rows} rows do not fit"]}
-    off = found["peak_gib"] / found["predicted_gib"] - 1
-    # On a CPU the peak is the process's, most of it libraries.
-    wrong = [f"peak off the formula by {off:+.0%}"] if on_gpu and abs(off) > 0.1 else []
+    error = found["peak_gib"] / found["predicted_gib"] - 1
+    # On a CPU the peak is that of the process, most of it libraries.
+    wrong = (
+        [f"peak differs from the formula by {error:+.0%}"] if on_gpu and abs(error) > 0.1 else []
+    )
     return found | {"wrong": wrong}
 
 
 def wrong_losses(found: Item) -> list[str]:
-    """A fresh model guesses about evenly, and learns something in some steps on few words."""
+    """Check that the first loss is that of uniform predictions, and that the loss falls."""
     losses, even = found["losses"], math.log(found["vocabulary"])
     wrong = []
     if not all(map(math.isfinite, losses)):
@@ -172,7 +174,7 @@ def wrong_losses(found: Item) -> list[str]:
 
 
 def save_and_resume(record: Record) -> Item:
-    """Train, save, continue in another process, save, export; through the commands."""
+    """Train, save, resume in another process, save and export, with the commands."""
     options = record.options
     run_dir, log = options.work / "large", options.work / "large.log"
     target = options.work / "large_exported"
@@ -188,7 +190,7 @@ def save_and_resume(record: Record) -> Item:
     finish(start([*train, "train.exit_step=5"], log), log)
     convert = ["convert", "--checkpoint", str(run_dir), "--to", "hf", "--output", str(target)]
     finish(start([*program, *convert], log), log)
-    wrong = [] if "resuming from" in log.read_text() else ["the second start did not continue"]
+    wrong = [] if "resuming from" in log.read_text() else ["the second start did not resume"]
     found = {
         "checkpoint_gib": folder_bytes(run_dir / "checkpoints") / 2**30,
         "export_gib": folder_bytes(target) / 2**30,
@@ -200,12 +202,12 @@ def save_and_resume(record: Record) -> Item:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Size of all files below."""
+    """Return the size of all files below a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def table(items: dict[str, Item]) -> list[str]:
-    """Speeds, then what disentanglement costs."""
+    """Return lines for the terminal."""
     lines = []
     for name, item in items.items():
         if "tokens_per_second" in item:
@@ -222,5 +224,5 @@ def table(items: dict[str, Item]) -> list[str]:
             shares = ", ".join(f"{k} {100 * v:.0f} %" for k, v in item["breakdown"].items())
             lines.append(f"  {'':38} {shares}")
         elif "checkpoint_gib" in item:
-            lines.append(f"  {name}: {item['checkpoint_gib']:.2f} GiB, continued")
+            lines.append(f"  {name}: {item['checkpoint_gib']:.2f} GiB, resumed")
     return lines

@@ -1,9 +1,8 @@
-"""Pretraining, resumption, export and fill-mask of a small model through the commands.
+"""Pretraining, resumption, export and fill-mask of a small model with the commands.
 
-Shards from what every Python ships; pretraining through DeepSpeed, killed with SIGKILL after its
-first checkpoint and started again; the same run undisturbed, whose losses must be the same; export
-to Hugging Face's format; masks filled. Checked: the run continued, the loss fell, the two runs
-agree, the export answers.
+Shards are made from text files on this machine. A run with DeepSpeed is killed with SIGKILL after
+its first checkpoint and started again; its losses must equal those of an uninterrupted run. Then
+the model is exported to Hugging Face's format and fills masks.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from benchmarks.gpu.record import Item, Record
 from benchmarks.lib.provenance import ROOT
@@ -39,12 +37,12 @@ SMALL_MODEL = (
 
 @dataclass(frozen=True)
 class Size:
-    """What is trained, and for how long.
+    """Data, length and settings of the run.
 
     Attributes:
         overrides: separated by spaces.
-        better_than_unigram: nats a masked token that the last validation must be below the
-            unigram loss.
+        better_than_unigram: nats per masked token by which the last validation loss must be below
+            the unigram loss.
     """
 
     megabytes: float
@@ -79,17 +77,17 @@ SMALL = Size(
 
 
 def run(record: Record) -> None:
-    """Pretrain and export; each needs what was before."""
+    """Pretrain, then export the result."""
     size = SMALL if record.options.small else FULL
     work = record.options.work
     record.run("pretrain, killed and resumed", lambda: killed_and_resumed(record, size))
-    if not record.options.small:  # the test suite has that on the CPU
+    if not record.options.small:  # covered by the test suite on the CPU
         record.run("the same, undisturbed", lambda: undisturbed(record, size))
     record.run("export and fill masks", lambda: export(work))
 
 
 def arguments(record: Record, size: Size, run_dir: Path) -> list[str]:
-    """The command line of the run."""
+    """Return the command line of the run."""
     shards = prepare_shards(record.options.work, size.megabytes, size.vocabulary)
     return [
         *(sys.executable, "-m", "megatron_deberta", "pretrain", "configs/runs/small.yaml"),
@@ -103,7 +101,7 @@ def arguments(record: Record, size: Size, run_dir: Path) -> list[str]:
 
 
 def start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
-    """Start a command in a session of its own, its output appended to ``log``."""
+    """Start a command in a new session, appending its output to ``log``."""
     with log.open("ab") as stream:
         return subprocess.Popen(
             command, cwd=ROOT, stdout=stream, stderr=stream, start_new_session=True
@@ -111,7 +109,7 @@ def start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
 
 
 def finish(process: subprocess.Popen[bytes], log: Path) -> None:
-    """Wait for a clean end.
+    """Wait for a process.
 
     Raises:
         RuntimeError: it failed; with the end of its log.
@@ -127,16 +125,16 @@ def finish(process: subprocess.Popen[bytes], log: Path) -> None:
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """SIGKILL to the process and those it started."""
+    """Send SIGKILL to the process and its children."""
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def killed_and_resumed(record: Record, size: Size) -> Item:
-    """The run, killed some steps after its first checkpoint."""
+    """Kill the run some steps after its first checkpoint, then start it again."""
     run_dir, log = record.options.work / "train", record.options.work / "train.log"
-    for old in (run_dir, log):
-        shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
+    shutil.rmtree(run_dir, ignore_errors=True)
+    log.unlink(missing_ok=True)
     command = arguments(record, size, run_dir)
     first = start(command, log)
     deadline = time.monotonic() + TIMEOUT
@@ -149,88 +147,69 @@ def killed_and_resumed(record: Record, size: Size) -> Item:
     alive = first.poll() is None
     kill(first)
     saved = committed_steps(run_dir)[-1]
-    begun = time.monotonic()
+    resume_start = time.monotonic()
     finish(start(command, log), log)
-    curve = losses(run_dir)
-    found = validation(run_dir)
-    margin = found["unigram_loss"] - found["loss"]
+    curve = metric_values(run_dir, "train", "loss")
+    validation = {
+        key: metric_values(run_dir, "validation", key)[-1] for key in ("loss", "unigram_loss")
+    }
+    margin = validation["unigram_loss"] - validation["loss"]
     wrong = []
     if not alive or saved >= size.steps:
-        wrong.append("the run was over before it could be killed")
+        wrong.append("the run ended before it was killed")
     if f"step_{saved:08d}" not in log.read_text() and "resuming from" not in log.read_text():
-        wrong.append("the second start did not continue")
+        wrong.append("the second start did not resume")
     if len(curve) != size.steps:
         wrong.append(f"{len(curve)} steps in the metrics, expected {size.steps}")
     if not sum(curve[-5:]) < sum(curve[:5]) or margin < size.better_than_unigram:
-        wrong.append(f"the loss did not fall enough: {margin:.2f} nat below the unigram's")
+        wrong.append(f"validation loss only {margin:.2f} nat below the unigram loss")
     return {
         "resumed_from_step": saved,
-        "seconds_of_the_second_start": round(time.monotonic() - begun, 1),
+        "seconds_of_the_second_start": round(time.monotonic() - resume_start, 1),
         "losses": curve,
-        "tokens_per_second": last(run_dir, "tokens_per_second"),
-        **found,
+        "tokens_per_second": metric_values(run_dir, "train", "tokens_per_second")[-1],
+        **validation,
         "nats_below_unigram": margin,
         "wrong": wrong,
     }
 
 
 def undisturbed(record: Record, size: Size) -> Item:
-    """The same run from beginning to end; its losses against those of the run that was killed."""
+    """Run without interruption; compare the losses with those of the run that was killed."""
     run_dir, log = record.options.work / "twin", record.options.work / "twin.log"
-    if run_dir.exists():
-        shutil.rmtree(run_dir)
+    shutil.rmtree(run_dir, ignore_errors=True)
     finish(start(arguments(record, size, run_dir), log), log)
-    disturbed = record.items["pretrain, killed and resumed"]["losses"]
-    curve = losses(run_dir)
-    off = max(abs(a - b) / b for a, b in zip(disturbed, curve, strict=True))
-    # Whether sums repeat their bits on a GPU is a result; on a CPU it is promised.
+    resumed = record.items["pretrain, killed and resumed"]["losses"]
+    curve = metric_values(run_dir, "train", "loss")
+    difference = max(abs(a - b) / b for a, b in zip(resumed, curve, strict=True))
+    # Sums on a GPU may be non-deterministic; on a CPU they are not.
     bound = 0.0 if record.options.device == "cpu" else 2e-2
-    wrong = [f"losses differ by up to {off:.1e} after the kill"] if off > bound else []
-    return {"bitwise": disturbed == curve, "largest_difference": off, "wrong": wrong}
+    wrong = [f"losses differ by up to {difference:.1e}"] if difference > bound else []
+    return {"bitwise": resumed == curve, "largest_difference": difference, "wrong": wrong}
 
 
 def export(work: Path) -> Item:
-    """Convert the trained model and ask it."""
+    """Export the trained model and fill masks with it."""
     target, log = work / "exported", work / "export.log"
-    if target.exists():
-        shutil.rmtree(target)
+    shutil.rmtree(target, ignore_errors=True)
     program = [sys.executable, "-m", "megatron_deberta"]
     convert = ["convert", "--checkpoint", str(work / "train"), "--to", "hf"]
     finish(start([*program, *convert, "--output", str(target)], log), log)
-    answer = subprocess.run(
-        [*program, "fill-mask", str(target), *SENTENCES],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    lines = [line for line in answer.splitlines() if line.strip()]
-    wrong = [] if len(lines) > len(SENTENCES) else [f"no answers: {answer!r}"]
+    command = [*program, "fill-mask", str(target), *SENTENCES]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    lines = [line for line in done.stdout.splitlines() if line.strip()]
+    wrong = [] if len(lines) > len(SENTENCES) else [f"no answers: {done.stdout!r}"]
     return {"answers": lines, "wrong": wrong}
 
 
-def losses(run_dir: Path) -> list[float]:
-    """Training loss by step."""
+def metric_values(run_dir: Path, kind: str, key: str) -> list[float]:
+    """Return all values of a metric, in order."""
     records = read_metrics(run_dir / FILE_NAME)
-    return [float(r["loss"]) for r in records if r["kind"] == "train"]
-
-
-def validation(run_dir: Path) -> dict[str, float]:
-    """The last validation's loss, and the unigram's."""
-    records = [r for r in read_metrics(run_dir / FILE_NAME) if r["kind"] == "validation"]
-    return {
-        key: float([r[key] for r in records if key in r][-1]) for key in ("loss", "unigram_loss")
-    }
-
-
-def last(run_dir: Path, key: str) -> Any:
-    """The last value of a training metric."""
-    records = read_metrics(run_dir / FILE_NAME)
-    return [r[key] for r in records if r["kind"] == "train" and key in r][-1]
+    return [float(r[key]) for r in records if r["kind"] == kind and key in r]
 
 
 def table(items: dict[str, Item]) -> list[str]:
-    """What came out."""
+    """Return lines for the terminal."""
     lines = []
     for name, item in items.items():
         if "nats_below_unigram" in item:
@@ -239,8 +218,8 @@ def table(items: dict[str, Item]) -> list[str]:
                 f"{item['loss']:.3f}, {item['nats_below_unigram']:.2f} nat below the unigram"
             )
         elif "bitwise" in item:
-            same = "the same bits" if item["bitwise"] else f"off {item['largest_difference']:.1e}"
-            lines.append(f"  {name}: {same}")
+            difference = f"losses differ by {item['largest_difference']:.1e}"
+            lines.append(f"  {name}: {'bit-identical' if item['bitwise'] else difference}")
         elif "answers" in item:
             lines += [f"  {line}" for line in item["answers"]]
     return lines
