@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 from benchmarks.attention.operator import Comparison, gpu_cases, speedup
 from benchmarks.attention.operator import table as case_table
@@ -14,18 +14,18 @@ SMALL_GPU = [Case(2, 2, 96, p, pad, "bf16", "cuda") for p, pad in ((0.0, False),
 
 
 def run(record: Record) -> None:
-    """One item a case."""
+    """Run one item per case."""
     options = record.options
     on_gpu = options.device == "cuda"
     cases = gpu_cases() if on_gpu else SMALL
     if options.small and on_gpu:
         cases = SMALL_GPU
     for case in cases:
-        record.run(case.name, lambda c=case: compare(record, c))
+        record.run(case.name, partial(compare, record, case))
 
 
 def compare(record: Record, case: Case) -> Item:
-    """Check, time and weigh one case."""
+    """Check one case, and measure its time and memory."""
     comparison = Comparison(
         case,
         GPU_VARIANTS if case.device == "cuda" else CPU_VARIANTS,
@@ -44,27 +44,27 @@ def compare(record: Record, case: Case) -> Item:
 
 
 def table(items: dict[str, Item]) -> list[str]:
-    """The cases, then the figures aimed at."""
+    """Return lines for the terminal: the cases, then the target figures."""
     done = {name: item for name, item in items.items() if "variants" in item}
     lines = [line for item in done.values() for line in case_table(item)]
     return [*lines, *targets(done)]
 
 
 def targets(items: dict[str, Item]) -> list[str]:
-    """The figures that are aimed at on an H200, where they were measured."""
+    """Return a line per target figure on an H200 that was measured."""
     lines = []
     for name, item in items.items():
         case = Case(**item["case"])
-        wanted = {512: 2.0, 8192: 5.0}.get(case.length, 1.0)
+        target = {512: 2.0, 8192: 5.0}.get(case.length, 1.0)
         for peer in ("DisentangledFlash", "FlashDeBERTa", EAGER):
-            reached = speedup(item, "triton", peer)
-            goal = wanted if peer == "DisentangledFlash" else 1.0
-            if reached is not None:
-                lines.append(_line(f"{name}: times as fast as {peer}", reached, goal))
-        stand_in = speedup(item, "chunked", EAGER)
-        if case.dtype == "fp16" and stand_in is not None:
+            measured = speedup(item, "triton", peer)
+            if measured is not None:
+                goal = target if peer == "DisentangledFlash" else 1.0
+                lines.append(_line(f"{name}: speed / {peer}", measured, goal))
+        chunked = speedup(item, "chunked", EAGER)
+        if case.dtype == "fp16" and chunked is not None:
             memory = _peak(item, "chunked") / _peak(item, EAGER)
-            lines.append(_line(f"{name}: chunked, times as fast as eager", stand_in, 1.5))
+            lines.append(_line(f"{name}: chunked, speed / eager", chunked, 1.5))
             lines.append(_line(f"{name}: chunked, share of eager's memory", memory, 0.5, low=True))
         ours = item["variants"].get("triton", {}).get("milliseconds")
         if case.name == "B32 H24 N512 bf16" and ours:
@@ -77,7 +77,7 @@ def _peak(item: Item, variant: str) -> float:
     return float(item["variants"][variant]["peak_mib"])
 
 
-def _line(what: str, reached: float, goal: float, *, low: bool = False) -> str:
-    met = reached <= goal if low else reached >= goal
-    verdict: Any = "met" if met else "MISSED"
-    return f"  {what}: {reached:.2f} (aim {'at most' if low else 'at least'} {goal}) {verdict}"
+def _line(title: str, measured: float, target: float, *, low: bool = False) -> str:
+    is_met = measured <= target if low else measured >= target
+    limit = f"target: at {'most' if low else 'least'} {target}"
+    return f"  {title}: {measured:.2f} ({limit}) {'met' if is_met else 'MISSED'}"

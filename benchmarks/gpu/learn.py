@@ -1,7 +1,7 @@
 """Ablations of DeBERTa; see ``benchmarks.learn.ablations``.
 
-One item a variant, in the order of the table; a run that time cuts off stops at a checkpoint and
-goes on from there the next time.
+One item per variant, in the order of the table. A run that exceeds the time saves a checkpoint and
+resumes from it the next time.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ optimizer: {{warmup_steps: 1}}
 
 
 def run(record: Record) -> None:
-    """One item a variant, then the seconds of a step of all."""
+    """Run one item per variant, then time the steps of all variants."""
     options = record.options
     names = list(VARIANTS)[: 1 if options.small else None]
-    everything = experiment(record, names)
+    whole = experiment(record, names)
     for name in names:
         record.run(name, lambda n=name: learn(record, experiment(record, [n])))
     record.run(
-        "seconds of a step", lambda: {"seconds": time_steps(everything, 1 if options.small else 5)}
+        "seconds of a step", lambda: {"seconds": time_steps(whole, 1 if options.small else 5)}
     )
-    result = collect(everything, options.out / "learning_curves")
+    result = collect(whole, options.out / "learning_curves")
     result["seconds_per_step"] = record.items.get("seconds of a step", {}).get("seconds", {})
     write_json(options.out / "learning_curves.json", result)
 
 
 def experiment(record: Record, variants: list[str]) -> Experiment:
-    """Some variants on the corpus, in the folder of work."""
+    """Return an experiment with some variants in the work folder."""
     options = record.options
     configs = ROOT / "configs" / "runs"
     config = configs / ("learn_gpu.yaml" if options.device == "cuda" else "learn_cpu.yaml")
@@ -55,7 +55,7 @@ def experiment(record: Record, variants: list[str]) -> Experiment:
 
 
 def learn(record: Record, one: Experiment) -> Item:
-    """Take one variant on until it is done or time is up."""
+    """Train one variant until it is done or the time is up."""
     train(one, max(record.seconds_left, 1.0))
     (run,) = one.runs()
     points = run.validations()
@@ -63,13 +63,13 @@ def learn(record: Record, one: Experiment) -> Item:
         raise UnfinishedError
     unigram = run.unigram_loss()
     losses = [point["loss"] for point in points]
-    falls = losses[-1] < losses[0] if len(losses) > 1 else True
-    wrong = [] if falls else [f"validation loss does not fall: {losses}"]
+    is_falling = losses[-1] < losses[0] if len(losses) > 1 else True
+    wrong = [] if is_falling else [f"validation loss does not fall: {losses}"]
     return {"validation": points, "unigram_loss": unigram, "wrong": wrong}
 
 
 def table(items: dict[str, Item]) -> list[str]:
-    """The last validation of each variant."""
+    """Return lines for the terminal: the last validation of each variant."""
     return [
         f"  {name:22} validation {item['validation'][-1]['loss']:.4f} "
         f"(unigram {item['unigram_loss']:.4f})"

@@ -1,12 +1,13 @@
-"""Training steps against other models; see ``benchmarks.step.compare``.
+"""Training steps compared with other models; see ``benchmarks.step.compare``.
 
-In order of importance: against transformers' DeBERTa, against ModernBERT, RoBERTa and BERT, and
-against our own model with plain flash attention; N = 512 of each first.
+In order of importance: transformers' DeBERTa; ModernBERT, RoBERTa and BERT; this project's model
+with plain flash attention. N = 512 of each comes first.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -18,7 +19,7 @@ TINY = ModelConfig(num_layers=2, hidden_size=64, num_heads=2, ffn_hidden_size=12
 
 
 def run(record: Record) -> None:
-    """One item a case."""
+    """Run one item per case."""
     device = torch.device(record.options.device)
     chosen = [case for comparison in COMPARISONS for case in cases(comparison, device)]
     chosen.sort(key=lambda case: case.length != 512)
@@ -27,27 +28,25 @@ def run(record: Record) -> None:
         chosen = [replace(c, model=TINY, length=64, tokens=256) for c in first.values()]
     for case in chosen:
         repeats = 1 if record.options.small else 10
-        record.run(
-            f"{case.comparison}: {case.name}", lambda c=case, r=repeats: compare(c, device, r)
-        )
+        record.run(f"{case.comparison}: {case.name}", partial(compare, case, device, repeats))
 
 
 def compare(case: Case, device: torch.device, repeats: int) -> Item:
-    """One case; sides that do not compute the same are wrong."""
+    """Measure one case; different losses of the sides are an error."""
     try:
         return {**measure(case, device, repeats), "tokens": case.tokens, "wrong": []}
-    except SystemExit as differ:
-        return {"wrong": [str(differ)]}
+    except SystemExit as difference:
+        return {"wrong": [str(difference)]}
 
 
 def table(items: dict[str, Item]) -> list[str]:
-    """One line a side."""
+    """Return lines for the terminal."""
     lines = []
     for name, item in items.items():
         lines.append(f"  {name}")
         for side, found in item.get("sides", {}).items():
-            times = item["speedup"].get(side)
-            faster = "" if times is None else f"  we are {times:.2f} times as fast"
+            speedup = item["speedup"].get(side)
+            faster = "" if speedup is None else f"  our speed / theirs {speedup:.2f}"
             lines.append(
                 f"    {side:20} {found['tokens_per_second']:9.0f} tokens/s  MFU "
                 f"{100 * found['mfu']:5.1f} %  {found['peak_bytes'] / 2**30:6.1f} GiB{faster}"

@@ -1,9 +1,9 @@
-"""Copy the suite's results to the committed results, in the form that the tables read.
+"""Convert the suite's results to the committed result files that the tables are made from.
 
     python -m benchmarks.gpu.publish runs/gpu_suite benchmarks/results/cuda
     python -m benchmarks.tables --write
 
-Parts that are not there are left out; what is wrong or could not run is not published.
+Items that failed a check or could not run are left out.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ FILES = {"huggingface": "step", "peers": "peers", "disentanglement": "disentangl
 MACHINE = ("hardware", "cores", "torch", "revision", "source")
 
 
-def publish(found: Path, results: Path) -> list[Path]:
+def publish(suite_results: Path, results: Path) -> list[Path]:
     """Write result files.
 
     Args:
-        found: ``--out`` of the suite.
+        suite_results: ``--out`` of the suite.
         results: folder of the committed results of that device.
 
     Returns:
-        What was written.
+        The written files.
     """
-    parts = {path.stem: json.loads(path.read_text()) for path in sorted(found.glob("*.json"))}
+    parts = {path.stem: json.loads(path.read_text()) for path in suite_results.glob("*.json")}
     written = []
     for part, name in (("attention", "attention"), ("parity", "parity"), ("step", "large_step")):
         if part in parts:
-            sound = {n: i for n, i in parts[part]["items"].items() if is_sound(i)}
+            valid = {n: i for n, i in parts[part]["items"].items() if is_valid(i)}
             written.append(results / f"{name}.json")
-            write_json(written[-1], {**parts[part], "items": sound})
+            write_json(written[-1], {**parts[part], "items": valid})
     profiled = profile_of(parts.get("step"))
     if profiled is not None:
         written.append(results / "profile.json")
@@ -57,39 +57,39 @@ def publish(found: Path, results: Path) -> list[Path]:
     return written
 
 
-def is_sound(item: dict[str, Any]) -> bool:
-    """Whether an item ran and was right."""
+def is_valid(item: dict[str, Any]) -> bool:
+    """Return whether an item ran and passed its checks."""
     return "error" not in item and not item.get("wrong")
 
 
 def profile_of(part: dict[str, Any] | None) -> dict[str, Any] | None:
     """Return the time by part of the first valid step, as ``benchmarks.step.compare`` writes it."""
     for name, item in ({} if part is None else part["items"]).items():
-        if part is not None and is_sound(item) and "seconds_by_part" in item:
+        if part is not None and is_valid(item) and "seconds_by_part" in item:
             place = {key: part[key] for key in (*MACHINE, "load")}
             return {"name": f"1.5b_h100, {name}", **item, "provenance": place}
     return None
 
 
 def rows_of(part: dict[str, Any] | None, comparison: str) -> list[dict[str, Any]]:
-    """The cases of one comparison, each with where it ran."""
+    """Return the cases of one comparison, each with hardware and versions."""
     if part is None:
         return []
     place = {key: part[key] for key in MACHINE}
     return [
         {**item, **place}
         for name, item in part["items"].items()
-        if name.startswith(f"{comparison}: ") and is_sound(item)
+        if name.startswith(f"{comparison}: ") and is_valid(item)
     ]
 
 
 def main() -> None:
     """Publish one folder."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("found", type=Path, metavar="OUT", help="--out of the suite")
+    parser.add_argument("suite_results", type=Path, metavar="OUT", help="--out of the suite")
     parser.add_argument("results", type=Path, metavar="RESULTS", help="benchmarks/results/DEVICE")
     args = parser.parse_args()
-    for path in publish(args.found, args.results):
+    for path in publish(args.suite_results, args.results):
         print(path)
 
 

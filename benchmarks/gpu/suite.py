@@ -8,17 +8,16 @@ parts
     attention   the operator against its peers, forward and backward (benchmarks.attention)
     parity      gradients and steps against the CPU in float32
     train       a small model: pretrain, kill, resume, export, fill masks
-    step        the 1.5B model's real step through DeepSpeed ZeRO-1; checkpoint, export
-    peers       whole steps against transformers' DeBERTa, ModernBERT, RoBERTa, BERT
+    step        the 1.5B model's training step with DeepSpeed ZeRO-1; checkpoint, export
+    peers       training steps of transformers' DeBERTa, ModernBERT, RoBERTa, BERT
     learn       DeBERTa's ablations (benchmarks.learn.ablations)
 
-A part is a process of its own that begins no item after --minutes. Its results are written after
-every item to PART.json in --out; started again, it goes on with what is missing. What the same
-source has finished on the same hardware, or what has crashed its process, is not done again, unless
---force.
+Each part is a process that starts no item after --minutes. Results are written to PART.json in
+--out after every item; a second start runs the missing items. Items that the same source finished
+on the same hardware, or that crashed, are not repeated, unless --force is given.
 
-Ends with 0 if everything was done and right, 1 if a check failed or an item could not run, 75 if
-time ran out: start it again.
+Exit code: 0 if everything ran and passed, 1 if a check failed or an item could not run, 75 if time
+ran out: start it again.
 """
 
 from __future__ import annotations
@@ -41,14 +40,13 @@ from benchmarks.lib.provenance import ROOT
 from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE
 
 PARTS = ("attention", "parity", "train", "step", "peers", "learn")
-# How long the last item of a part may take beyond the part's time.
+# Time that the last item of a part may take after the part's time.
 GRACE_MINUTES = 2.0
-# Crashes of a part after which it is not started again.
-CRASHES = 5
+MAX_CRASHES = 5  # per part
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -63,17 +61,17 @@ def parse_arguments() -> argparse.Namespace:
         "--work",
         type=Path,
         default=Path(tempfile.gettempdir()) / "megatron_deberta_suite",
-        help="folder of shards, runs and exports; some 50 GB for the step part",
+        help="folder of shards, runs and exports; 50 GB for the step part",
     )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--small", action="store_true", help="sizes that prove the script only")
-    parser.add_argument("--minutes", type=float, default=6.0, help="of a part (default 6)")
-    parser.add_argument("--force", action="store_true", help="do again what is done")
+    parser.add_argument("--small", action="store_true", help="small sizes that test the script")
+    parser.add_argument("--minutes", type=float, default=6.0, help="per part (default 6)")
+    parser.add_argument("--force", action="store_true", help="repeat finished items")
     parser.add_argument(
         "--corpus",
         nargs=2,
         metavar=("PREFIX", "TOKENIZER"),
-        help="shards and tokenizer for the learn part (default: made of text of this machine)",
+        help="shards and tokenizer for the learn part (default: from text of this machine)",
     )
     parser.add_argument("--worker", choices=PARTS, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -117,7 +115,7 @@ def run_part(args: argparse.Namespace, options: Options) -> str | None:
     command += [] if options.corpus is None else ["--corpus", *options.corpus]
     deadline = time.monotonic() + 60 * (options.minutes + GRACE_MINUTES)
     force = ["--force"] * options.force
-    for _ in range(CRASHES):
+    for _ in range(MAX_CRASHES):
         minutes = (deadline - time.monotonic()) / 60 - GRACE_MINUTES
         process = subprocess.Popen(
             [*command, "--minutes", str(minutes), *force],
@@ -135,8 +133,8 @@ def run_part(args: argparse.Namespace, options: Options) -> str | None:
             return None
         if not note_crash(options, f"the process ended with {code}"):
             return f"the process ended with {code}"
-        force = []  # what this start has done stays
-    return "crashed again and again"
+        force = []  # keeps the items of this start
+    return f"the process crashed {MAX_CRASHES} times"
 
 
 def environment(args: argparse.Namespace, options: Options) -> dict[str, str]:
@@ -154,17 +152,17 @@ def environment(args: argparse.Namespace, options: Options) -> dict[str, str]:
 
 def problems(content: dict[str, Any]) -> list[str]:
     """Return the failed checks and errors of a part."""
-    found = []
+    messages = []
     for name, item in content["items"].items():
         if "error" in item:
-            found.append(f"{name}: {item['error'].splitlines()[0]}")
-        found += [f"{name}: {line}" for line in item.get("wrong", [])]
-    return found
+            messages.append(f"{name}: {item['error'].splitlines()[0]}")
+        messages += [f"{name}: {line}" for line in item.get("wrong", [])]
+    return messages
 
 
-def report(parts: list[str], args: argparse.Namespace, ends: dict[str, str | None]) -> int:
-    """Print tables, then one line a part; returns the exit code."""
-    verdicts, code = [], EXIT_DONE
+def report(parts: list[str], args: argparse.Namespace, errors: dict[str, str | None]) -> int:
+    """Print tables, then one line per part; return the exit code."""
+    summary, code = [], EXIT_DONE
     for part in parts:
         path = result_path(options_of(args, part))
         content: dict[str, Any] = {"items": {}, "left": []}
@@ -172,24 +170,21 @@ def report(parts: list[str], args: argparse.Namespace, ends: dict[str, str | Non
             content = json.loads(path.read_text())
             print(f"\n{part} on {content['hardware']}")
             print("\n".join(part_module(part).table(content["items"])))
-        wrong = problems(content)
-        if ends[part]:
-            wrong.append(str(ends[part]))
+        wrong = problems(content) + [error for error in (errors[part],) if error]
         state = f"{len(content['items'])} done"
         if content["left"]:
-            state += f", {len(content['left'])} left: start again"
+            state += f", {len(content['left'])} not started for lack of time: start again"
             code = code or EXIT_REQUEUE
         if wrong:
             code = 1
             state += "\n    ".join([", WRONG:", *wrong])
-        verdicts.append(f"  {part:10} {state}")
-    print("\nsummary")
-    print("\n".join(verdicts), flush=True)
+        summary.append(f"  {part:10} {state}")
+    print("\n".join(["\nsummary", *summary]), flush=True)
     return code
 
 
 def main() -> int:
-    """Run the parts one after another."""
+    """Run the parts in order."""
     args = parse_arguments()
     if args.worker:
         work_on(options_of(args, args.worker))
@@ -198,15 +193,13 @@ def main() -> int:
         import torch
 
         if not torch.cuda.is_available():
-            print(
-                "gpu_suite: error: no GPU here; --device cpu --small proves the script",
-                file=sys.stderr,
-            )
+            message = "no GPU found; test the script with --device cpu --small"
+            print(f"gpu_suite: error: {message}", file=sys.stderr)
             return 2
     args.out.mkdir(parents=True, exist_ok=True)
     args.work.mkdir(parents=True, exist_ok=True)
-    ends = {part: run_part(args, options_of(args, part)) for part in args.part}
-    return report(args.part, args, ends)
+    errors = {part: run_part(args, options_of(args, part)) for part in args.part}
+    return report(args.part, args, errors)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
 """Validation loss of DeBERTa's ablations on the same text, masks and steps.
 
-Every run goes through ``megatron-deberta pretrain``, so it may be killed at any time and goes on
-where it was when this is started again; ``--budget`` stops it in an orderly way. More
-seeds are more runs. Validation
-loss, curves and table come from the runs' own metrics. The seconds of a step are measured apart,
-the models in turns (``--time``), because runs that share a machine do not compare.
+Every run is a ``megatron-deberta pretrain`` that may be killed at any time and resumes when this
+program is started again; ``--budget`` stops it at a checkpoint. Losses are read from the runs' own
+metrics. Step times are measured separately with ``--time``, the models in turns, because times of
+concurrent runs are not comparable.
 
-Data and tokenizer, from the text this project's tests also use or any other:
+Data and tokenizer from any text:
 
     megatron-deberta train-tokenizer --input TEXT... --vocab-size 8200 --output tokenizer
     megatron-deberta preprocess --input TEXT... --tokenizer tokenizer --output books
@@ -24,7 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,7 +31,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.lib.measuring import write_json
+from benchmarks.lib.measuring import read_json, write_json
 from benchmarks.lib.provenance import ROOT, provenance
 from benchmarks.step.batch import make_batch
 from benchmarks.step.measure import compete
@@ -45,8 +44,8 @@ from megatron_deberta.train.setup import DTYPES
 
 NO_DECODER = ("model.mask_decoder_passes=0", "model.absolute_positions=none")
 SHARED = ("model.share_position_projections=true", "model.key_bias=true")
-# Overrides of the ablation base by row, in the order in which they run. Convolution comes on top
-# of shared projections, as in the paper's Table 13.
+# Config overrides by row, in the order in which they run. Convolution is added to shared
+# projections, as in the paper's Table 13.
 VARIANTS: dict[str, tuple[str, ...]] = {
     "DeBERTa": (),
     "-EMD": NO_DECODER,
@@ -71,20 +70,20 @@ class Run:
     folder: Path
 
     def validations(self) -> list[dict[str, Any]]:
-        """Step and loss of each validation so far."""
-        path = self.folder / "metrics.jsonl"
-        records = read_metrics(path) if path.exists() else []
+        """Return step and loss of each validation so far."""
         return [
             {"step": r["step"], "loss": r["loss"]}
-            for r in records
+            for r in self._metrics()
             if r["kind"] == "validation" and "loss" in r
         ]
 
     def unigram_loss(self) -> float | None:
-        """Cross-entropy of the validation targets by token frequency alone."""
+        """Return the cross-entropy of the validation targets under token frequencies."""
+        return next((r["unigram_loss"] for r in self._metrics() if "unigram_loss" in r), None)
+
+    def _metrics(self) -> Iterable[dict[str, Any]]:
         path = self.folder / "metrics.jsonl"
-        records = read_metrics(path) if path.exists() else []
-        return next((r["unigram_loss"] for r in records if "unigram_loss" in r), None)
+        return read_metrics(path) if path.exists() else []
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ class Experiment:
     seeds: tuple[int, ...]
 
     def runs(self) -> list[Run]:
-        """All runs: every variant with the first seed, then with the next."""
+        """Return all runs: every variant with the first seed, then with the next."""
         return [
             Run(variant, seed, self.folder / f"{_slug(variant)}-{seed}")
             for seed in self.seeds
@@ -107,7 +106,7 @@ class Experiment:
         ]
 
     def overrides(self, run: Run) -> list[str]:
-        """What makes the experiment's config that run's."""
+        """Return the config overrides of a run."""
         vocabulary = json.loads(Path(f"{self.data}.manifest.json").read_text())["vocab_size"]
         return [
             f"data.train=[{self.data}]",
@@ -119,19 +118,19 @@ class Experiment:
         ]
 
     def config(self, run: Run) -> RunConfig:
-        """The run's config."""
+        """Return the config of a run."""
         return load_config(self.config_file, self.overrides(run))
 
 
 def _slug(variant: str) -> str:
-    """A folder name: ``-EMD`` -> ``no-emd``, ``+convolution`` -> ``with-convolution``."""
+    """Return a folder name: ``-EMD`` -> ``no-emd``, ``+convolution`` -> ``with-convolution``."""
     spelled = variant.lower().replace("+", "with-", 1) if variant[0] == "+" else variant.lower()
     spelled = f"no-{spelled[1:]}" if variant[0] == "-" else spelled
     return "".join(c if c.isalnum() else "-" for c in spelled).replace("no--", "no-").strip("-")
 
 
 def train(experiment: Experiment, budget_seconds: float) -> None:
-    """Take the runs on, one after the other, until all are done or the time is up.
+    """Continue the runs, one after the other, until all are done or the time is up.
 
     Raises:
         SystemExit: a run failed.
@@ -151,7 +150,7 @@ def train(experiment: Experiment, budget_seconds: float) -> None:
 
 
 def _pretrain(experiment: Experiment, run: Run, seconds: float) -> int:
-    """Run the product's own command; ask it to stop at a checkpoint when the time is up."""
+    """Run ``pretrain``; when the time is up, stop it at a checkpoint with SIGTERM."""
     command = [sys.executable, "-m", "megatron_deberta", "pretrain", str(experiment.config_file)]
     run.folder.mkdir(parents=True, exist_ok=True)
     with (run.folder / "log.txt").open("ab") as log:
@@ -169,7 +168,7 @@ def _pretrain(experiment: Experiment, run: Run, seconds: float) -> int:
 
 
 def time_steps(experiment: Experiment, repeats: int) -> dict[str, float]:
-    """Median seconds of one training step of each variant, the variants in turns."""
+    """Return the median seconds of one training step of each variant, measured in turns."""
     first = {run.variant: experiment.config(run) for run in reversed(experiment.runs())}
     config = first["DeBERTa"]
     device = torch.device(config.train.device)
@@ -183,9 +182,8 @@ def time_steps(experiment: Experiment, repeats: int) -> dict[str, float]:
 
 
 def collect(experiment: Experiment, output: Path) -> dict[str, Any]:
-    """The curves of all runs so far, merged into ``output.json`` beside the step times."""
-    path = output.with_suffix(".json")
-    record = json.loads(path.read_text()) if path.exists() else {"seconds_per_step": {}}
+    """Return the curves of all runs so far, with the step times of ``output.json``."""
+    record = read_json(output.with_suffix(".json"), {"seconds_per_step": {}})
     runs = experiment.runs()
     config = experiment.config(runs[0])
     unigram = [loss for run in runs if (loss := run.unigram_loss()) is not None]
@@ -208,7 +206,7 @@ def collect(experiment: Experiment, output: Path) -> dict[str, Any]:
 
 
 def plot(record: dict[str, Any], path: Path) -> None:
-    """Draw the mean validation loss of each variant over tokens and over seconds."""
+    """Plot the mean validation loss of each variant over tokens and over seconds."""
     from matplotlib.figure import Figure
 
     by_tokens, by_seconds = (figure := Figure(figsize=(12, 5), layout="constrained")).subplots(1, 2)
@@ -219,7 +217,7 @@ def plot(record: dict[str, Any], path: Path) -> None:
         seconds = record["seconds_per_step"].get(variant)
         if seconds is not None:
             by_seconds.plot([step * seconds for step, _ in points], losses, marker=".")
-    by_tokens.set(xlabel="million tokens", ylabel="validation loss (nats a masked token)")
+    by_tokens.set(xlabel="million tokens", ylabel="validation loss (nats per masked token)")
     by_seconds.set(xlabel="seconds of training steps on an idle machine")
     if record["runs"]:
         by_tokens.legend()
@@ -229,7 +227,7 @@ def plot(record: dict[str, Any], path: Path) -> None:
 
 
 def mean_curves(record: dict[str, Any]) -> Iterator[tuple[str, list[tuple[int, float]]]]:
-    """Steps and losses of each variant, the mean over the seeds that got so far."""
+    """Yield the steps and losses of each variant, averaged over the seeds that reached a step."""
     for variant in VARIANTS:
         losses: dict[int, list[float]] = {}
         for run in record["runs"]:
@@ -251,12 +249,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--variant", action="append", choices=VARIANTS, help="only this one")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="(default 1)")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds of training")
-    parser.add_argument("--time", type=int, metavar="N", help="time N steps a variant instead")
+    parser.add_argument("--time", type=int, metavar="N", help="time N steps per variant instead")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Train what is missing, or time the variants; then write what there is."""
+    """Train the missing runs, or time the variants; then write the result."""
     args = parse_arguments()
     experiment = Experiment(
         args.config, args.data, args.tokenizer, args.runs,
@@ -267,9 +265,8 @@ def main() -> None:
         train(experiment, args.budget)
         record = collect(experiment, args.output)
     else:
-        # The runs may have been elsewhere, so their curves stay as they are.
-        whole = result.exists()
-        record = json.loads(result.read_text()) if whole else collect(experiment, args.output)
+        # Keeps the curves, because the runs may be on another machine.
+        record = read_json(result, None) or collect(experiment, args.output)
         record["seconds_per_step"] = time_steps(experiment, args.time)
         record["timed"] = provenance(experiment.config(experiment.runs()[0]).train.device)
     write_json(result, record)

@@ -1,8 +1,8 @@
-"""Learning curve of transformers' DeBERTa on the batches of one of our runs.
+"""Learning curve of transformers' DeBERTa on the batches of a run of this project.
 
-Reads the run's resolved config, feeds the same rows, masks, schedule and optimizer settings to
-``DebertaV2ForMaskedLM`` (which has no mask decoder and no absolute positions) and validates on the
-same targets at the same steps. Writes both curves as JSON and PNG.
+Reads the run's resolved config, trains ``DebertaV2ForMaskedLM`` (without mask decoder and absolute
+positions) on the same rows, masks, schedule and optimizer settings, and validates on the same
+targets at the same steps. Writes both curves as JSON and PNG.
 
     python -m benchmarks.learn.same_batches --run runs/books/run --steps 300 \
         --output benchmarks/results/cpu/same_batches
@@ -33,7 +33,7 @@ from megatron_deberta.tokenizer import load_tokenizer
 
 
 def loss_sum(model: DebertaV2ForMaskedLM, batch: Batch) -> tuple[torch.Tensor, int]:
-    """Summed cross-entropy of a batch through transformers' own forward, and its targets."""
+    """Return the summed cross-entropy of transformers' own forward, and the number of targets."""
     labels = torch.full_like(batch.input_ids, IGNORED_LABEL)
     valid = batch.labels != IGNORED_LABEL
     rows = torch.where(valid)[0]
@@ -44,7 +44,7 @@ def loss_sum(model: DebertaV2ForMaskedLM, batch: Batch) -> tuple[torch.Tensor, i
 
 
 def validate(model: DebertaV2ForMaskedLM, batches: Iterable[Batch]) -> float:
-    """Mean validation loss in nats."""
+    """Return the mean validation loss in nats."""
     model.eval()
     total, count = 0.0, 0
     with torch.no_grad():
@@ -56,20 +56,20 @@ def validate(model: DebertaV2ForMaskedLM, batches: Iterable[Batch]) -> float:
 
 
 def optimizer_for(model: torch.nn.Module, config: RunConfig) -> torch.optim.Optimizer:
-    """AdamW with the run's settings and the run's exemptions from decay."""
-    named = list(model.named_parameters())
-    exempt = [p for n, p in named if n.endswith("bias") or n.endswith("LayerNorm.weight")]
-    decayed = [p for n, p in named if not (n.endswith("bias") or n.endswith("LayerNorm.weight"))]
-    settings = config.optimizer
+    """Return AdamW with the run's settings and without decay of biases and layer norms."""
+    groups: dict[float, list[torch.nn.Parameter]] = {config.optimizer.weight_decay: [], 0.0: []}
+    for name, parameter in model.named_parameters():
+        is_exempt = name.endswith(("bias", "LayerNorm.weight"))
+        groups[0.0 if is_exempt else config.optimizer.weight_decay].append(parameter)
     return torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": settings.weight_decay},
-         {"params": exempt, "weight_decay": 0.0}],
-        betas=(settings.beta1, settings.beta2), eps=settings.eps, fused=True,
+        [{"params": params, "weight_decay": decay} for decay, params in groups.items()],
+        betas=(config.optimizer.beta1, config.optimizer.beta2), eps=config.optimizer.eps,
+        fused=True,
     )  # fmt: skip
 
 
 def train(config: RunConfig, last_step: int) -> Iterator[list[dict[str, float]]]:
-    """Train the peer to ``last_step``; gives its curve so far after each validation."""
+    """Train the peer to ``last_step``; yield its curve after each validation."""
     torch.manual_seed(config.train.seed)
     vocabulary = Vocabulary.of(load_tokenizer(tokenizer_path(config)))
     loader, validation = build_loaders(config, vocabulary, 0, 1, 0)
@@ -97,7 +97,7 @@ def train(config: RunConfig, last_step: int) -> Iterator[list[dict[str, float]]]
 
 
 def plot(record: dict[str, Any], path: Path) -> None:
-    """Draw both curves and the unigram line."""
+    """Plot both curves and the unigram loss."""
     from matplotlib.figure import Figure
 
     axes = (figure := Figure(figsize=(7, 4))).subplots()
@@ -105,13 +105,13 @@ def plot(record: dict[str, Any], path: Path) -> None:
         tokens, losses = zip(*((p["tokens"] / 1e6, p["loss"]) for p in record[name]), strict=True)
         axes.plot(tokens, losses, marker="o", label=label)
     axes.axhline(record["unigram_loss"], linestyle="--", color="grey", label="unigram")
-    axes.set(xlabel="million tokens", ylabel="validation loss (nat a masked token)")
+    axes.set(xlabel="million tokens", ylabel="validation loss (nats per masked token)")
     axes.legend()
     figure.savefig(path, dpi=120, bbox_inches="tight")
 
 
 def write(run: Path, config: RunConfig, peer: list[dict[str, float]], output: Path) -> None:
-    """Write both curves as far as they go, as JSON and PNG."""
+    """Write both curves so far as JSON and PNG."""
     records = [r for r in read_metrics(run / "metrics.jsonl") if r["kind"] == "validation"]
     tokens_per_step = config.train.global_batch_size * config.data.sequence_length
     record = {
@@ -131,9 +131,9 @@ def write(run: Path, config: RunConfig, peer: list[dict[str, float]], output: Pa
 def main() -> None:
     """Train the peer; both curves are written after each of its validations."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--run", type=Path, required=True, help="folder of our finished run")
+    parser.add_argument("--run", type=Path, required=True, help="folder of the finished run")
     parser.add_argument("--output", type=Path, required=True, help="path without .json and .png")
-    parser.add_argument("--steps", type=int, required=True, help="steps the peer takes")
+    parser.add_argument("--steps", type=int, required=True, help="steps of the peer")
     args = parser.parse_args()
     config = load_config(str(args.run / "config.yaml"))
     for peer in train(config, args.steps):
