@@ -1,9 +1,9 @@
 """Compile the fused attention kernels without a GPU and check their resource limits.
 
-Reports registers, stack, shared memory and instructions of every kernel, as the driver's
-disassembler counts them: ``python -m benchmarks.attention.kernels --output
+Reports registers, stack, shared memory and instructions of every kernel, counted with the driver's
+disassembler: ``python -m benchmarks.attention.kernels --output
 benchmarks/results/offline/kernels.json`` adds the installed Triton's results to the report.
-``--quick`` compiles only a few. Exits with 1 where a limit is broken.
+``--quick`` compiles only a few kernels. Exits with 1 if a limit is exceeded.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import json
+
 import os
 import re
 import subprocess
@@ -31,7 +31,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from benchmarks.lib.measuring import write_json
+from benchmarks.lib.measuring import read_json, write_json
 from benchmarks.lib.provenance import provenance
 from megatron_deberta.ops.triton import backward as backward
 from megatron_deberta.ops.triton import far as far
@@ -56,7 +56,7 @@ KERNELS = {
     "gathered_query": gathered.gathered_query_kernel,
     "gathered_key": gathered.gathered_key_kernel,
 }
-# What the parts of these kernels leave out, where heads are wide.
+# Constants of the parts into which these kernels are split for wide heads.
 PARTS = {
     "key": {"scores": {"VALUES": False}, "values": {"SCORES": False}},
     "far_key": {"values": {"KEYS": False}, "keys": {"VALUES": False}},
@@ -64,17 +64,17 @@ PARTS = {
 MAIN = ("forward", "key", "key_gradient", "query_gradient", "table_gradient")
 OF_LONG_ROWS = (*MAIN, "far_key", "gathered_forward", "gathered_query", "gathered_key")
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-# Of stack outside loops; inside a loop nothing may be stored to it or read from it.
+# Maximum stack outside loops; in loops no access to the stack is allowed.
 STACK_BYTES = 64
-# Bytes of stack and accesses to it in loops, by patterns of variants' names, the first that
-# fits. Both Tritons, some to spare.
+# Limits of stack bytes and of stack accesses in loops, by pattern of the variant's name; the first
+# match counts.
 EXCEPTIONS = {
-    # No tensor cores: a query's features are in registers, and there are 128 of them.
+    # No tensor cores: the 128 features of a query are in registers.
     r"forward .* d=128 fp32": (256, 0),
     # Only Triton 3.6: one access among 1,471 instructions.
     r"gathered_key .* d=128 fp32": (24, 1),
 }
-# On global memory. Those on shared memory (``ATOMS``) give out Blackwell's tensor memory.
+# Atomics on global memory; those on shared memory (``ATOMS``) allocate Blackwell's tensor memory.
 ATOMICS = ("ATOM", "ATOMG", "RED", "REDG")
 _FLOATS32 = (
     "Q_ENDS K_ENDS LSE2 DELTA D_K_FAR D_V_FAR BY_ROW K_SUMS Q_SUMS KEY_PARTS QUERY_PARTS PARTS "
@@ -83,7 +83,7 @@ _FLOATS32 = (
 _INTEGERS = "POSITIONS KEY_BEGIN KEY_END QUERY_BEGIN QUERY_END ROWS".split()
 _SCALARS = "scale log2_scale unpack_scale".split()
 _HEAD_TENSORS = "Q K V X OUT D_OUT D_Q D_K D_V".split()
-# Arguments that are plain pointers in these kernels and ``HeadTensor`` in the others.
+# Arguments that are plain pointers in these kernels and ``HeadTensor`` in other kernels.
 _POINTERS = {"fold": ("OUT",), "end_products": ("OUT",), "end_gradient": ("OUT",)} | {
     "gathered_query": ("D_Q",), "gathered_key": ("D_K",)
 }  # fmt: skip
@@ -95,9 +95,9 @@ class Variant:
     """One kernel, compiled for one GPU architecture.
 
     Attributes:
-        flags: ``plain``: dense rows. ``dropout``: with dropout. ``masked``: and padding, or
-            documents. ``everything``: and long rows whose length is no multiple of the tile.
-        part: of a kernel that runs in parts.
+        flags: ``plain``: dense rows. ``dropout``: with dropout. ``masked``: also with padding or
+            documents. ``everything``: also with long rows whose length is no multiple of the tile.
+        part: part of a split kernel, or empty.
     """
 
     kernel: str
@@ -141,7 +141,7 @@ class Variant:
 
 
 def variants(quick: bool) -> Iterator[Variant]:
-    """Yield the variants to compile; kernels that run in parts yield their parts.
+    """Yield the variants to compile, with the parts of split kernels.
 
     Args:
         quick: only a few, for continuous integration.
@@ -174,11 +174,7 @@ def _whole_variants(quick: bool) -> Iterator[Variant]:
 
 
 def compile_variant(variant: Variant) -> dict[str, Any]:
-    """Return registers, memory and instructions of one variant.
-
-    Args:
-        variant: which.
-    """
+    """Compile a variant; return its registers, memory and instructions."""
     kernel = KERNELS[variant.kernel]
     constants = variant.constants()
     signature, constexprs, attributes = {}, {}, {}
@@ -268,7 +264,7 @@ def _disassemble(cubin: bytes) -> dict[str, Any]:
 
 
 def _instructions(code: str) -> tuple[list[str], list[tuple[int, int]]]:
-    """Names of a kernel's instructions, and first and one past the last index of its loops."""
+    """Return the names of a kernel's instructions, and the index ranges of its loops."""
     line = re.compile(r"\s*(?:/\*[0-9a-f]{4,}\*/)?\s+(?:@!?U?P\d+ )?\s*([A-Z][A-Z0-9_]+)([^;]*);")
     names: list[str] = []
     labels: dict[str, int] = {}
@@ -281,19 +277,14 @@ def _instructions(code: str) -> tuple[list[str], list[tuple[int, int]]]:
             names.append(found.group(1))
             ended = ended or (names[-1] == "EXIT" and "@" not in text)
             target = re.search(r"\.L_x_\d+", found.group(2)) if found.group(1) == "BRA" else None
-            # What follows the end, and shorter ones, wait for barriers.
+            # Branches after the end, and shorter loops, wait for barriers.
             if target and not ended and len(names) - labels.get(target.group(), len(names)) > 60:
                 loops.append((labels[target.group()], len(names)))
     return names, loops
 
 
 def broken_limits(variant: Variant, result: dict[str, Any]) -> list[str]:
-    """Return the limits that a compiled kernel exceeds.
-
-    Args:
-        variant: which.
-        result: of ``compile_variant``.
-    """
+    """Return messages on the limits that a compiled kernel exceeds."""
     limits = (limit for name, limit in EXCEPTIONS.items() if re.match(name, variant.name))
     stack, in_loops = next(limits, (STACK_BYTES, 0))
     wrong = []
@@ -308,7 +299,7 @@ def broken_limits(variant: Variant, result: dict[str, Any]) -> list[str]:
     multiplies = variant.kernel not in ("fold", "end_products", "end_gradient", "output_products")
     if multiplies and variant.dtype != torch.float32 and not result["tensor_core_instructions"]:
         wrong.append("no tensor-core instruction")
-    return [f"{variant.name}: {what}" for what in wrong]
+    return [f"{variant.name}: {message}" for message in wrong]
 
 
 def main() -> int:
@@ -316,7 +307,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--only", default="", help="variants whose name has this pattern")
+    parser.add_argument("--only", default="", help="regular expression of variant names")
     arguments = parser.parse_args()
     results, wrong = {}, []
     for variant in variants(arguments.quick):
@@ -326,12 +317,9 @@ def main() -> int:
         wrong += broken_limits(variant, results[variant.name])
         print(variant.name, results[variant.name], flush=True)
     if arguments.output is not None:
-        report = {}
-        if arguments.output.exists():
-            report = json.loads(arguments.output.read_text(encoding="utf-8"))
-        by_version = report.get("by_triton_version", {})
-        before = by_version.get(triton.__version__, {}) if arguments.only else {}
-        by_version[triton.__version__] = {**before, **results}
+        by_version = read_json(arguments.output, {"by_triton_version": {}})["by_triton_version"]
+        earlier = by_version.get(triton.__version__, {}) if arguments.only else {}
+        by_version[triton.__version__] = {**earlier, **results}
         report = {"provenance": provenance(), "by_triton_version": by_version}
         write_json(arguments.output, report)
     print("\n".join(wrong) or "within all limits")

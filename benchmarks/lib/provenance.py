@@ -1,4 +1,4 @@
-"""Where and with what a benchmark ran; goes into every result file."""
+"""Hardware, versions and revision of a benchmark, added to every result file."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def provenance(device: str = "cpu") -> dict[str, str | int | None]:
-    """Hardware, versions and revision of this run.
+    """Return hardware, versions and revision of this run.
 
     Args:
-        device: ``cpu`` or ``cuda``; the hardware named is the one measured.
+        device: ``cpu`` or ``cuda``: the measured hardware.
     """
     record: dict[str, str | int | None] = {
         "hardware": processor(),
@@ -41,7 +41,7 @@ def provenance(device: str = "cpu") -> dict[str, str | int | None]:
 
 
 def version(package: str) -> str | None:
-    """What is installed of a package."""
+    """Return the installed version of a package, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -49,7 +49,7 @@ def version(package: str) -> str | None:
 
 
 def revision() -> str:
-    """The commit, or nothing where there is no git or no repository."""
+    """Return the commit, or an empty string without git or a repository."""
     if shutil.which("git") is None:
         return ""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
@@ -57,7 +57,7 @@ def revision() -> str:
 
 
 def source_digest() -> str:
-    """Names the code that ran, also where it lies in no git repository."""
+    """Return a digest of the code, which also identifies it outside of a git repository."""
     digest = hashlib.sha256()
     for folder in ("megatron_deberta", "benchmarks"):
         for path in sorted((ROOT / folder).rglob("*.py")):
@@ -66,7 +66,7 @@ def source_digest() -> str:
 
 
 def processor() -> str:
-    """The processor's name as Linux tells it."""
+    """Return the processor's name from ``/proc/cpuinfo``."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

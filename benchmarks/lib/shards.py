@@ -1,4 +1,4 @@
-"""Text, vocabulary and shards for a run, made on the spot from what every Python ships."""
+"""Text, tokenizer and shards for a benchmark run, made from text files on this machine."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from benchmarks.lib.provenance import ROOT
 
 @dataclass(frozen=True)
 class Shards:
-    """What a run is trained on."""
+    """Tokenizer and shard prefix of a run."""
 
     tokenizer: Path
     prefix: Path
 
     @property
     def overrides(self) -> list[str]:
-        """As arguments of ``megatron-deberta pretrain``."""
+        """Return the arguments of ``megatron-deberta pretrain``."""
         return [f"tokenizer.path={self.tokenizer}", f"data.train=[{self.prefix}]"]
 
     def step_overrides(self, device: str, rows: int) -> list[str]:
-        """Return the settings of a run whose single steps are measured."""
+        """Return the settings of a run whose steps are measured."""
         return [
             *self.overrides,
             f"train.device={device}",
@@ -35,15 +35,15 @@ class Shards:
 
 
 def prepare_shards(work: Path, megabytes: float, vocabulary: int) -> Shards:
-    """Gather text, learn a vocabulary and tokenize; nothing is done twice.
+    """Gather text, train a tokenizer and preprocess; existing files are kept.
 
     Args:
-        work: folder to keep them in.
+        work: folder of the files.
         megabytes: of text.
-        vocabulary: pieces.
+        vocabulary: size of the vocabulary.
 
     Raises:
-        subprocess.CalledProcessError: a step failed; its output says why.
+        subprocess.CalledProcessError: a command failed.
     """
     folder = work / f"shards_{megabytes:g}mb_{vocabulary}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -63,5 +63,5 @@ def prepare_shards(work: Path, megabytes: float, vocabulary: int) -> Shards:
 
 
 def _command(*arguments: str) -> None:
-    # Not in this process: preprocess forks, and a process that holds a GPU should not.
+    # In a new process: preprocess forks, which is unsafe in a process that uses a GPU.
     subprocess.run([sys.executable, "-m", "megatron_deberta", *arguments], cwd=ROOT, check=True)

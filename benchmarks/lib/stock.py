@@ -19,8 +19,8 @@ def stock_config(model: ModelConfig) -> DebertaV2Config:
     return DebertaV2Config(**fields | {"legacy": True})
 
 
-def copy_from_stock(ours: nn.Module, stock: nn.Module, model: ModelConfig) -> None:
-    """Copy the weights of ``stock`` into ``ours``."""
+def copy_from_stock(target: nn.Module, stock: nn.Module, model: ModelConfig) -> None:
+    """Copy the weights of transformers' ``stock`` into ``target``."""
     weights = stock.state_dict()
     with torch.no_grad():
         for tensor in hf_tensors(model, "deberta-v2"):
@@ -29,5 +29,5 @@ def copy_from_stock(ours: nn.Module, stock: nn.Module, model: ModelConfig) -> No
                 r"^cls\.predictions\.(dense|LayerNorm)", r"cls.predictions.transform.\1", name
             )
             for part, value in tensor.unpack(weights[name]).items():
-                # On ranks, the vocabulary is padded at its end.
-                ours.get_parameter(part)[: len(value)] = value
+                # The vocabulary of tensor-parallel ranks is padded at its end.
+                target.get_parameter(part)[: len(value)] = value
