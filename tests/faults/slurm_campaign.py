@@ -27,7 +27,7 @@ from benchmarks.lib.provenance import provenance
 from benchmarks.tables import faults
 from megatron_deberta.cluster.run_lock import RunLock
 from megatron_deberta.data.sample_log import read_sample_log
-from tests.slurm.chains import SubmittedRun, submit
+from tests.slurm.submitted_run import SubmittedRun, submit
 from tests.slurm.virtual_cluster import VirtualCluster, wait_until
 from tests.support.jobs import losses, prepare, run_to_end, start
 

@@ -1,4 +1,4 @@
-"""A virtual cluster for the session; without SLURM its tests skip, or fail where they must."""
+"""A virtual cluster for the session; without SLURM the tests are skipped, or fail if required."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.slurm.virtual_cluster import VirtualCluster, missing_programs
 from tests.support.jobs import prepare
 
 REQUIRED = "MEGATRON_DEBERTA_REQUIRE_SLURM"
-"""Set where a missing SLURM is a failure (.ci/run does)."""
+"""Environment variable that makes a missing SLURM a failure (set by .ci/run)."""
 
 
 @pytest.fixture(scope="session")
@@ -32,10 +32,10 @@ def slurm() -> None:
 
 @pytest.fixture(scope="session")
 def cluster(slurm: None) -> Iterator[VirtualCluster]:
-    """Four nodes."""
-    # Not pytest's own folder: names of Unix sockets may have 107 bytes only.
+    """Start a virtual cluster of four nodes."""
+    # A short path instead of pytest's folder: names of Unix sockets are limited to 107 bytes.
     folder = Path(tempfile.mkdtemp(prefix="slurm."))
-    # Else the daemons would outlive a test session that is told to end.
+    # Without a handler, the daemons would survive a session that is terminated.
     before = signal.signal(signal.SIGTERM, lambda *_: pytest.exit("SIGTERM"))
     try:
         with VirtualCluster(folder) as cluster:
@@ -47,5 +47,5 @@ def cluster(slurm: None) -> Iterator[VirtualCluster]:
 
 @pytest.fixture(scope="session")
 def run_yaml(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 60 steps on real text."""
+    """Prepare a run of 60 steps on real text; return its config."""
     return prepare(tmp_path_factory.mktemp("corpus"))

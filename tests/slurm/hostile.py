@@ -1,6 +1,6 @@
-"""Sixty strings that somebody could put where a name belongs; each would make the file ``canary``.
+"""Sixty injection strings; each would create the file ``CANARY`` if it were executed.
 
-``CANARY`` stands for the file's path.
+``CANARY`` is a placeholder for the file's path.
 """
 
 from __future__ import annotations

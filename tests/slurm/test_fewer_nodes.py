@@ -1,4 +1,4 @@
-"""A node dies and there is no spare one: the run continues on the remaining nodes."""
+"""``--min-nodes``: after a node failure without a spare node, the run continues on the others."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_deberta.checkpoint.layout import committed_steps
-from tests.slurm.chains import command, submit
+from tests.slurm.submitted_run import command, submit
 from tests.slurm.virtual_cluster import VirtualCluster
 from tests.support.jobs import losses
 
@@ -26,12 +26,12 @@ def test_run_continues_on_the_remaining_node(
     run = submit(cluster, run_yaml, run_dir, *RUN, "--min-nodes=1", nodes=2, exclude="node3,node4")
     run.wait_for_step(15)
     assert run.events("start")[0]["nodes"] == "node[1-2]"
-    # The node of rank 0 and of the batch script: the requeue is SLURM's.
+    # The node of rank 0 and of the batch script, so that SLURM requeues the job.
     victim = cluster.job(run.jobs[0])["BatchHost"]
     assert cluster.kill_node(victim)
     try:
         run.wait(lambda: len(run.events("start")) == 2, "the start on the other node", 120)
-        assert run.wait_for_end() == "COMPLETED", run.story()
+        assert run.wait_for_end() == "COMPLETED", run.diagnostics()
     finally:
         cluster.start_node(victim)
     second = run.events("start")[1]

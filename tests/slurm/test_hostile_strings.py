@@ -1,7 +1,7 @@
-"""Hostile strings in every field that reaches a command line: refused, or handed on exactly.
+"""Injection strings in every field that reaches a command line are rejected or passed verbatim.
 
-What is accepted goes through the real sbatch, the batch script, the link and the real srun, to a
-recorder in the place of the training program.
+Accepted strings pass through the real sbatch, the batch script, the job attempt and the real srun
+to a script that records its arguments in place of the training program.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.support.jobs import ROOT
 
 RECORDER = """\
 #!/bin/bash
-# Passes link and supervisor on to Python; in the place of a rank, writes down what it was given.
+# Runs job attempt and supervisor with Python; in place of a rank, records the arguments.
 if [[ "$2" == megatron_deberta.cluster.* ]]; then exec {python} "$@"; fi
 printf '%s\\0' "$@" > "$NCCL_RECORD_TO.arguments"
 env -0 > "$NCCL_RECORD_TO.environment"
@@ -40,7 +40,7 @@ OPTIONS = ("--job-name", "--partition", "--account", "--qos", "--exclude", "--cl
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cluster: VirtualCluster) -> Path:
-    """A folder to submit from, with a recorder in the place of Python."""
+    """Return a folder to submit from, with the recorder in place of Python."""
     for name in ("SLURM_CONF", "PATH"):
         monkeypatch.setenv(name, cluster.environment[name])
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -53,16 +53,16 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cluster: VirtualClust
 
 @contextmanager
 def no_canary(place: Path) -> Iterator[Path]:
-    """Nothing makes the file, neither where the strings say nor in the home folder."""
+    """Assert that no string created its file, here or in the home folder."""
     canary = place / "canary"
     yield canary
-    found = [path for path in place.rglob("*") if path.name.lower() == "canary"]
-    assert not found
+    created = [path for path in place.rglob("*") if path.name.lower() == "canary"]
+    assert not created
     assert not (Path.home() / "canary").exists()
 
 
 def profile_of(place: Path, record: str = "recorded", **values: object) -> Path:
-    """A cluster whose Python is the recorder, which writes files of that name."""
+    """Write a cluster profile whose Python is the recorder, writing to files named ``record``."""
     settings = {
         "ranks_per_node": 1, "memory_gib_per_node": 1, "rendezvous_interface": "lo",
         "python": str(place / "recorder"),
@@ -80,21 +80,21 @@ def submit(place: Path, *arguments: str, **profile: object) -> int:
     try:
         return main(["submit", run, *cluster, "--nodes", "1", *run_dir, *arguments])
     except (SystemExit, ValueError) as error:
-        # argparse; an environment or command line that the kernel would not take.
+        # From argparse, or for strings that are invalid in a command line or environment.
         return error.code if isinstance(error, SystemExit) else 2  # type: ignore[return-value]
 
 
 def recorded(
     place: Path, run_dir: Path, record: str = "recorded"
 ) -> tuple[list[str], dict[str, str]]:
-    """Arguments and environment of the rank, once the chain is over."""
+    """Return arguments and environment of the rank once the run has ended."""
     wait_until(lambda: bool(JobHistory(run_dir).end_reason()), 60, f"the recorder of {run_dir}")
     arguments = (place / f"{record}.arguments").read_text().split("\0")[:-1]
     pairs = (place / f"{record}.environment").read_text().split("\0")[:-1]
     return arguments, dict(pair.split("=", 1) for pair in pairs)
 
 
-def test_sixty_strings() -> None:
+def test_strings_are_distinct() -> None:
     assert len(set(HOSTILE)) == len(HOSTILE) >= 60
 
 
@@ -123,29 +123,32 @@ def test_options(place: Path, option: str) -> None:
         assert not (place / "run").exists()
 
 
-def test_environment_values_arrive_exactly(place: Path) -> None:
+def test_environment_values_are_passed_verbatim(place: Path) -> None:
     with no_canary(place) as canary:
         texts = [text.replace("CANARY", str(canary)) for text in HOSTILE]
-        refused = [text for text in texts if any(ord(c) < 32 or ord(c) == 127 for c in text)]
-        for text in refused:
+        rejected = [text for text in texts if any(ord(c) < 32 or ord(c) == 127 for c in text)]
+        for text in rejected:
             assert submit(place, environment={"NCCL_A": text}) == 2, text
-        given = {f"NCCL_A{n}": text for n, text in enumerate(texts) if text not in refused}
-        given = {name: text for name, text in given.items() if "${" not in text}
-        assert len(given) >= 45
-        to = {"NCCL_RECORD_TO": str(place / "recorded")}
-        assert submit(place, environment={**given, **to}, gpus_per_node=3) == 0
+        expected = {
+            f"NCCL_A{n}": text
+            for n, text in enumerate(texts)
+            if text not in rejected and "${" not in text
+        }
+        assert len(expected) >= 45
+        target = {"NCCL_RECORD_TO": str(place / "recorded")}
+        assert submit(place, environment={**expected, **target}, gpus_per_node=3) == 0
         _, environment = recorded(place, place / "run")
-        assert {name: environment.get(name) for name in given} == given
+        assert {name: environment.get(name) for name in expected} == expected
         assert environment["CUDA_VISIBLE_DEVICES"] == "0,1,2"
-        # --export=NONE: what the submitter has besides stays with the submitter.
+        # --export=NONE: other variables of the submitting shell are not passed.
         assert not set(environment) & {"PYTEST_CURRENT_TEST", "VIRTUAL_ENV", "SLURM_EXPORT_ENV"}
 
 
-def test_run_folders_are_refused_or_exact(place: Path) -> None:
+def test_run_folders_are_rejected_or_passed_verbatim(place: Path) -> None:
     accepted: dict[str, Path] = {}
     with no_canary(place) as canary:
         for number, text in enumerate(HOSTILE):
-            # Slashes would be folders; what is left must still mean nothing to anyone.
+            # Without slashes, which would separate folders.
             name = text.replace("CANARY", "canary").replace("/", "")
             override = f"train.run_dir={json.dumps(f'{place}/{number}/{name}')}"
             code = submit(place, override, "--job-name=hostile", record=f"r{number}")
@@ -161,14 +164,14 @@ def test_run_folders_are_refused_or_exact(place: Path) -> None:
 
 
 def assert_exact_arguments(place: Path, run_dir: Path, record: str) -> Path:
-    """The rank was given its configuration, and nothing else."""
+    """Assert that the only argument of the rank is its config."""
     (config,) = run_dir.glob("submissions/*/run.yaml")
     arguments, _ = recorded(place, run_dir, record)
     assert arguments == ["-m", "megatron_deberta", "pretrain", str(config)]
     return config
 
 
-def test_paths_of_data_travel_in_a_file_only(place: Path) -> None:
+def test_data_paths_are_passed_in_the_config_file(place: Path) -> None:
     paths: dict[str, str] = {}
     with no_canary(place) as canary:
         for number, text in enumerate(HOSTILE[:16]):

@@ -1,4 +1,4 @@
-"""``launch/pretrain.sbatch`` by itself: it saves when signalled, requeues, resumes and finishes."""
+"""``launch/pretrain.sbatch`` without the submitter: save on signal, requeue, resume, finish."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.chains import ENDED, TIMEOUT
+from tests.slurm.submitted_run import ENDED, TIMEOUT
 from tests.slurm.virtual_cluster import VirtualCluster, wait_until
 from tests.support.jobs import ROOT, losses
 
@@ -26,18 +26,18 @@ LAUNCHERS = {
 
 @dataclass(frozen=True)
 class Job:
-    """A job of the script."""
+    """A job of ``pretrain.sbatch``."""
 
     cluster: VirtualCluster
     number: int
     run_dir: Path
 
     def field(self, name: str) -> str:
-        """A field of ``scontrol show job``."""
+        """Return a field of ``scontrol show job``."""
         return self.cluster.job(self.number)[name]
 
     def log(self) -> str:
-        """Everything that the script and its ranks printed."""
+        """Return the output of the script and its ranks."""
         return (self.run_dir.parent / f"deberta_{self.number}.log").read_text()
 
     def wait_for_step(self, step: int) -> None:
@@ -58,8 +58,8 @@ class Job:
 def jobs(
     cluster: VirtualCluster, run_yaml: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Job]:
-    """One job per launcher, submitted together, because most of their time is waiting."""
-    found = {}
+    """Submit one job per launcher, together, because most of the time is waiting."""
+    jobs = {}
     for launcher, options in LAUNCHERS.items():
         folder = tmp_path_factory.mktemp(launcher)
         done = subprocess.run(
@@ -71,14 +71,14 @@ def jobs(
             },
             cwd=folder, capture_output=True, text=True, check=True,
         )  # fmt: skip
-        found[launcher] = Job(cluster, int(done.stdout), folder / "run")
-    return found
+        jobs[launcher] = Job(cluster, int(done.stdout), folder / "run")
+    return jobs
 
 
 def test_jobs_save_requeue_and_resume(jobs: dict[str, Job]) -> None:
     for job in jobs.values():
         job.wait_for_step(5)
-        # What SLURM sends before the time limit (#SBATCH --signal=B:USR1@600).
+        # The signal that SLURM sends before the time limit (#SBATCH --signal=B:USR1@600).
         job.cluster.run("scancel", "--batch", "--signal=USR1", str(job.number))
     for job in jobs.values():
         wait_until(lambda: job.field("Restarts") == "1", 60, "the requeue")  # noqa: B023
@@ -89,12 +89,12 @@ def test_jobs_save_requeue_and_resume(jobs: dict[str, Job]) -> None:
         assert "pretrain.sbatch: USR1: telling the ranks to save" in log
         assert "pretrain.sbatch: saved; requeueing" in log
         assert ", start 2" in log
-        # Every step once: the second start resumed from the checkpoint of the first.
+        # Every step once: the second attempt resumed from the checkpoint of the first.
         assert len(losses(job.run_dir)) == STEPS
     assert losses(jobs["srun"].run_dir) == losses(jobs["torchrun"].run_dir)
 
 
-def test_a_job_that_fails_or_is_cancelled_is_not_requeued(
+def test_failed_or_cancelled_job_is_not_requeued(
     cluster: VirtualCluster, run_yaml: Path, tmp_path: Path
 ) -> None:
     def submit(*arguments: str) -> Job:
@@ -117,7 +117,7 @@ def test_a_job_that_fails_or_is_cancelled_is_not_requeued(
     assert cancelled.field("Restarts") == failed.field("Restarts") == "0"
 
 
-def test_without_slurm_the_script_says_how_it_is_used() -> None:
+def test_script_prints_usage_without_slurm() -> None:
     done = subprocess.run(["bash", SCRIPT, "RUN.yaml"], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "sbatch --nodes=16 launch/pretrain.sbatch RUN.yaml" in done.stderr

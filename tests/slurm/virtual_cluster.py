@@ -1,7 +1,7 @@
-"""A real SLURM of several nodes on this one machine: munged, slurmctld and one slurmd a node.
+"""A real SLURM of several nodes on one machine: munged, slurmctld and one slurmd per node.
 
-Owns its daemons and everything under its folder; leaves nothing behind. Refuses the machine's own
-SLURM: every port, key, socket and spool folder is its own.
+Independent of the machine's own SLURM: ports, keys, sockets and spool folders are separate. All
+daemons and files are removed at the end.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ TASK_PROLOG = """\
 
 
 def missing_programs() -> list[str]:
-    """Which of SLURM's programs this machine lacks."""
+    """Return the SLURM programs that are not installed."""
     path = os.pathsep.join((os.environ.get("PATH", ""), SBIN))
     return [name for name in PROGRAMS if shutil.which(name, path=path) is None]
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now."""
+    """Return unused ports."""
     with ExitStack() as probes:
         ports = []
         for _ in range(count):
@@ -87,26 +87,26 @@ def free_ports(count: int) -> list[int]:
         return ports
 
 
-def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float, event: str) -> None:
     """Return once the condition holds.
 
     Raises:
-        TimeoutError: it does not within the time.
+        TimeoutError: the condition does not hold in time.
     """
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{what}: not within {seconds:.0f} s")
+            raise TimeoutError(f"{event}: not within {seconds:.0f} s")
         time.sleep(0.2)
 
 
 class VirtualCluster:
-    """Starts on entering the context, and ends every process it caused on leaving it.
+    """Context that starts the daemons and finally kills all processes of the cluster.
 
     Args:
         folder: empty folder for keys, logs and state; its path must be short (socket names).
         num_nodes: nodes ``node1`` to ``nodeN``.
-        slurmd_timeout: seconds of silence after which SLURM declares a node down.
+        slurmd_timeout: seconds without a response after which SLURM declares a node down.
     """
 
     def __init__(self, folder: Path, num_nodes: int = 4, slurmd_timeout: int = 10) -> None:
@@ -139,13 +139,13 @@ class VirtualCluster:
         prolog.chmod(0o755)
 
     def _environment(self) -> dict[str, str]:
-        """This environment without another SLURM's variables, and with ours."""
+        """Return the environment with this cluster's SLURM variables only."""
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "SBATCH"))}
         path = os.pathsep.join((kept.get("PATH", ""), SBIN))
         return {**kept, "PATH": path, "SLURM_CONF": str(self.folder / "slurm.conf")}
 
     def _write_devices(self) -> None:
-        """Four GPUs a node; SLURM wants device files, never opens them, and takes any."""
+        """Declare four GPUs per node; SLURM requires device files but does not open them."""
         lines = [
             f"NodeName={node} Name=gpu File=/dev/{device}"
             for node in self.nodes
@@ -168,7 +168,7 @@ class VirtualCluster:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End all daemons, and every process of a job that outlives its slurmd."""
+        """Kill all daemons, and the processes of jobs that survive their slurmd."""
         for daemon in self._daemons.values():
             daemon.kill()
         for daemon in self._daemons.values():
@@ -179,21 +179,26 @@ class VirtualCluster:
             psutil.wait_procs(strays, timeout=5)
 
     def _strays(self) -> list[psutil.Process]:
-        """Processes that carry this cluster's configuration in their environment, and the
-        slurmstepd above them, which has none left to show."""
-        mine = f"{self.folder}/slurm.conf"
-        found = set()
+        """Return processes with this cluster's configuration, and their slurmstepd parents.
+
+        The environment of slurmstepd itself is empty.
+        """
+        configuration = f"{self.folder}/slurm.conf"
+        strays = set()
         for process in psutil.process_iter():
             try:
-                if process.pid == os.getpid() or process.environ().get("SLURM_CONF") != mine:
+                if (
+                    process.pid == os.getpid()
+                    or process.environ().get("SLURM_CONF") != configuration
+                ):
                     continue
-                found.add(process)
+                strays.add(process)
                 parent = process.parent()
                 if parent is not None and parent.name().startswith("slurmstepd"):
-                    found.add(parent)
+                    strays.add(parent)
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
-        return sorted(found, key=lambda process: process.pid)
+        return sorted(strays, key=lambda process: process.pid)
 
     def _spawn(self, name: str, *command: str) -> None:
         with (self.folder / f"{name}.out").open("ab") as log:
@@ -217,22 +222,22 @@ class VirtualCluster:
         self._spawn(node, "slurmd", "-D", "-N", node, "-f", str(self.folder / "slurm.conf"))
 
     def set_variable(self, node: str, name: str, value: str) -> None:
-        """Let whatever srun starts on one node see a variable, by SLURM's task prolog."""
+        """Set an environment variable of all tasks on a node, with SLURM's task prolog."""
         (self.folder / f"variables.{node}").write_text(f"export {name}={value}\n")
 
     def cut_off_node(self, node: str) -> None:
-        """Let SLURM lose a node that lives on: SIGKILL to its slurmd alone."""
+        """Make a running node unreachable for SLURM: SIGKILL to its slurmd only."""
         self._daemons[node].kill()
         self._daemons[node].wait()
 
     def kill_node(self, node: str) -> list[int]:
-        """Let a node die at once: SIGKILL to its slurmd and to every process of its steps.
+        """Simulate a node failure: SIGKILL to its slurmd and to all processes of its steps.
 
         Returns:
-            The processes killed.
+            The killed processes.
         """
         daemon = psutil.Process(self._daemons[node].pid)
-        # A dead machine says nothing more, so nobody may see another die: stop all, then kill.
+        # Stop all before killing, so that no process reports the end of another.
         daemon.suspend()
         victims = [
             process for process in self._strays() if process != daemon and _runs_on(process, node)
@@ -245,7 +250,7 @@ class VirtualCluster:
         return [process.pid for process in victims]
 
     def run(self, *command: str, check: bool = True) -> str:
-        """Run one of SLURM's commands against this cluster and return what it printed."""
+        """Run a SLURM command on this cluster and return its output."""
         done = subprocess.run(
             command, env=self.environment, capture_output=True, text=True, timeout=60, check=False
         )
@@ -253,19 +258,19 @@ class VirtualCluster:
         return done.stdout
 
     def states(self) -> dict[str, str]:
-        """State of each node in SLURM's words; empty while the controller does not answer."""
+        """Return the SLURM state of each node; empty while the controller does not respond."""
         lines = self.run("sinfo", "-h", "-N", "-p", "normal", "-o", "%N %T", check=False)
         pairs = (line.split() for line in lines.splitlines())
         return {name: state.upper() for name, state in pairs}
 
     def job(self, job_id: int) -> dict[str, str]:
-        """``scontrol show job`` as a dictionary."""
+        """Return the fields of ``scontrol show job``."""
         text = self.run("scontrol", "-o", "show", "job", str(job_id))
         return dict(item.split("=", 1) for item in text.split() if "=" in item)
 
 
 def _runs_on(process: psutil.Process, node: str) -> bool:
-    """Whether a process belongs to a step on a node: its slurmstepd, or what that started."""
+    """Return whether a process is a step's slurmstepd on a node or one of its children."""
     try:
         family = process.children() if process.name().startswith("slurmstepd") else [process]
         return any(member.environ().get("SLURMD_NODENAME") == node for member in family)

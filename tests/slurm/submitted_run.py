@@ -1,4 +1,4 @@
-"""Runs submitted to a virtual cluster, and what can be asked and seen of them."""
+"""Runs submitted to a virtual cluster: submission, state and waiting."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROFILE = {
 
 
 def command(cluster: VirtualCluster, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run ``megatron-deberta`` as a user of the cluster does."""
+    """Run ``megatron-deberta`` in the environment of the cluster."""
     return subprocess.run(
         [sys.executable, "-m", "megatron_deberta", *arguments],
         env={**cluster.environment, "PYTHONPATH": str(ROOT)},
@@ -42,57 +42,56 @@ def command(cluster: VirtualCluster, *arguments: str) -> subprocess.CompletedPro
 
 @dataclass
 class SubmittedRun:
-    """A run whose chain is queued or over."""
+    """A run and its SLURM jobs."""
 
     cluster: VirtualCluster
     run_dir: Path
     jobs: list[int]
 
     def state(self) -> str:
-        """SLURM's word for the first job."""
+        """Return the SLURM state of the first job."""
         return self.cluster.job(self.jobs[0])["JobState"]
 
     def steps(self) -> int:
-        """Last step in the metrics."""
+        """Return the last step in the metrics."""
         path = self.run_dir / FILE_NAME
         return max((r["step"] for r in read_metrics(path)), default=0) if path.exists() else 0
 
     def holder_restarts(self) -> int:
-        """Which start of the job has the folder's lock; -1: none."""
+        """Return the restart count of the attempt that holds the run's lock; -1: none."""
         lock = newest_lock(self.run_dir / "lock")
         holder = read_lock(lock) if lock is not None else None
         return -1 if holder is None or holder.released else holder.restarts
 
-    def wait(self, condition: Callable[[], bool], what: str, seconds: float = TIMEOUT) -> None:
-        """Wait; the chain must not end before, unless that is what is waited for."""
+    def wait(self, condition: Callable[[], bool], event: str, seconds: float = TIMEOUT) -> None:
+        """Wait for a condition; on time-out, raise an error with the run's logs."""
         try:
-            wait_until(condition, seconds, what)
+            wait_until(condition, seconds, event)
         except TimeoutError as error:
-            raise TimeoutError(f"{error}\n{self.story()}") from None
+            raise TimeoutError(f"{error}\n{self.diagnostics()}") from None
 
     def wait_for_step(self, step: int) -> None:
         """Return once a step is in the metrics."""
         self.wait(lambda: self.steps() >= step or self.state() in ENDED, f"step {step}")
-        assert self.steps() >= step, self.story()
+        assert self.steps() >= step, self.diagnostics()
 
     def wait_for_end(self) -> str:
-        """SLURM's word for the end of the first job."""
+        """Return the final SLURM state of the first job."""
         self.wait(lambda: self.state() in ENDED, "the end")
         return self.state()
 
     def events(self, kind: str) -> list[dict[str, Any]]:
-        """Lines of the chain's history."""
+        """Return the records of a kind in the job history."""
         return [record for record in JobHistory(self.run_dir).records() if record["event"] == kind]
 
     def status(self) -> dict[str, Any]:
-        """What ``megatron-deberta status --json`` says."""
+        """Return the output of ``megatron-deberta status --json``."""
         done = command(self.cluster, "status", str(self.run_dir), "--json")
         assert done.returncode == 0, done.stderr
-        found: dict[str, Any] = json.loads(done.stdout)
-        return found
+        return dict(json.loads(done.stdout))
 
-    def story(self) -> str:
-        """Everything that helps to understand a failure."""
+    def diagnostics(self) -> str:
+        """Return the job states and the ends of all logs."""
         parts = [self.cluster.run("scontrol", "show", "job", check=False)]
         for path in (self.run_dir / "chain.jsonl", *sorted(self.run_dir.rglob("*.log"))):
             if path.exists():
@@ -107,17 +106,17 @@ def submit(
     run_dir: Path,
     *overrides: str,
     nodes: int = 1,
-    links: int = 1,
+    max_attempts: int = 1,
     **profile: object,
 ) -> SubmittedRun:
-    """Submit a run of two ranks; ``profile`` overrides the cluster's."""
+    """Submit a run of two ranks; ``profile`` overrides the cluster profile."""
     values = {"ranks_per_node": 2 // nodes, **PROFILE, **profile}
     file = run_dir.parent / f"{run_dir.name}.cluster.yaml"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(values))
     done = command(
         cluster, "submit", str(run_yaml), "--cluster", str(file), "--nodes", str(nodes),
-        "--max-attempts", str(links), f"train.run_dir={run_dir}", *overrides,
+        "--max-attempts", str(max_attempts), f"train.run_dir={run_dir}", *overrides,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     numbers = done.stdout.removeprefix("submitted ").partition(";")[0]

@@ -1,4 +1,4 @@
-"""A rank on one of two nodes is stopped: it is named, and the job goes on without its node."""
+"""A hanging rank is reported, its node excluded, and the job requeued on other nodes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 
 from megatron_deberta.cluster.bad_nodes import BadNodes
-from tests.slurm.chains import command, submit
+from tests.slurm.submitted_run import command, submit
 from tests.slurm.virtual_cluster import VirtualCluster
 from tests.support.jobs import losses
 
@@ -22,7 +22,7 @@ RUN = (
 
 
 def rank_on(run_dir: Path, node: str) -> psutil.Process:
-    """The rank of a run on a node."""
+    """Return the process of a run's rank on a node."""
     for process in psutil.process_iter(["cmdline"]):
         line = process.info["cmdline"] or []
         if "pretrain" in line and any(str(run_dir) in text for text in line):
@@ -42,15 +42,15 @@ def test_a_hang_moves_the_job_to_other_nodes(
     rank_on(run_dir, victim).send_signal(signal.SIGSTOP)
     run.wait(lambda: len(run.events("end")) == 1, "the end of the attempt that hangs", 60)
     end = run.events("end")[0]
-    assert end["goes_on"], run.story()
-    assert f"rank 1 on {victim} hangs in " in end["reason"], run.story()
+    assert end["goes_on"], run.diagnostics()
+    assert f"rank 1 on {victim} hangs in " in end["reason"], run.diagnostics()
     run.wait(lambda: len(run.events("start")) == 2, "the requeue", 120)
-    # The node that hung and the one that the profile excludes.
+    # The node of the hanging rank, and the node that the profile excludes.
     excluded = cluster.job(run.jobs[0])["ExcNodeList"]
     assert set(cluster.run("scontrol", "show", "hostnames", excluded).split()) == {victim, "node4"}
     second = run.events("start")[1]
     assert victim not in cluster.run("scontrol", "show", "hostnames", second["nodes"]).split()
-    assert run.wait_for_end() == "COMPLETED", run.story()
+    assert run.wait_for_end() == "COMPLETED", run.diagnostics()
     assert len(losses(run_dir)) == STEPS
     assert list(BadNodes(run_dir, 24).current()) == [victim]
     shown = command(cluster, "status", str(run_dir)).stdout

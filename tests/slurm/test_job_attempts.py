@@ -1,6 +1,6 @@
-"""Runs on a real SLURM of four nodes: ended by nobody, by a node, by the clock, by themselves.
+"""Job attempts on a real SLURM of four nodes: node failure, time limit, repeated failure, cancel.
 
-All are submitted at once, because most of their time is SLURM's: nodes fall silent, limits pass.
+All runs are submitted at once, because most of the time is spent waiting for SLURM.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_deberta.checkpoint.layout import committed_steps
-from tests.slurm.chains import SubmittedRun, command, submit
+from tests.slurm.submitted_run import SubmittedRun, command, submit
 from tests.slurm.virtual_cluster import VirtualCluster
 from tests.support.jobs import ROOT, losses
 
@@ -29,21 +29,19 @@ ON_NODE4 = {"exclude": "node1,node2,node3"}
 class Runs:
     """The same run, four times."""
 
-    unbroken: SubmittedRun
+    uninterrupted: SubmittedRun
     killed: SubmittedRun
     limited: SubmittedRun
-    poisoned: SubmittedRun
+    failing: SubmittedRun
 
 
 @pytest.fixture(scope="module")
 def runs(cluster: VirtualCluster, run_yaml: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    folder = tmp_path_factory.mktemp("chains")
-    damaged = folder / "tokenizer"
-    poisoned = submit(
-        cluster, run_yaml, folder / "poisoned", f"tokenizer.path={damaged}", links=2, **ON_NODE4
-    )
+    folder = tmp_path_factory.mktemp("runs")
+    missing = f"tokenizer.path={folder / 'tokenizer'}"
+    failing = submit(cluster, run_yaml, folder / "failing", missing, max_attempts=2, **ON_NODE4)
     return Runs(
-        unbroken=submit(cluster, run_yaml, folder / "unbroken", *ENDLESS, **ON_NODE4),
+        uninterrupted=submit(cluster, run_yaml, folder / "uninterrupted", *ENDLESS, **ON_NODE4),
         killed=submit(
             cluster, run_yaml, folder / "killed", *ENDLESS, f"train.exit_step={STEPS}",
             nodes=2, exclude="node4",
@@ -52,32 +50,32 @@ def runs(cluster: VirtualCluster, run_yaml: Path, tmp_path_factory: pytest.TempP
             cluster, run_yaml, folder / "limited", *ENDLESS,
             time_limit_minutes=2, signal_seconds=30, **ON_NODE4,
         ),
-        poisoned=poisoned,
+        failing=failing,
     )  # fmt: skip
 
 
-def assert_same_losses(run: SubmittedRun, unbroken: SubmittedRun) -> None:
-    """Bit for bit, and every step once."""
-    ours = losses(run.run_dir)
-    unbroken.wait_for_step(len(ours))
-    assert ours == losses(unbroken.run_dir)[: len(ours)]
+def assert_same_losses(run: SubmittedRun, uninterrupted: SubmittedRun) -> None:
+    """Assert that the losses are bit-identical, with every step once."""
+    actual = losses(run.run_dir)
+    uninterrupted.wait_for_step(len(actual))
+    assert actual == losses(uninterrupted.run_dir)[: len(actual)]
 
 
 @pytest.mark.slow
-def test_node_dies_and_the_others_finish(runs: Runs, cluster: VirtualCluster) -> None:
+def test_node_failure_requeues_on_other_nodes(runs: Runs, cluster: VirtualCluster) -> None:
     run = runs.killed
-    # Beyond the first checkpoint, so that there is something to continue from.
+    # After the first checkpoint.
     run.wait_for_step(25)
     victim = cluster.job(run.jobs[0])["BatchHost"]
     assert cluster.kill_node(victim)
     run.wait(lambda: len(run.events("start")) == 2, "requeue on other nodes", 120)
     cluster.start_node(victim)
-    assert run.wait_for_end() == "COMPLETED", run.story()
+    assert run.wait_for_end() == "COMPLETED", run.diagnostics()
     first, second = run.events("start")
     assert second["step"] == 20
     assert second["nodes"] == "node[2-3]" != first["nodes"]
     assert len(losses(run.run_dir)) == STEPS
-    assert_same_losses(run, runs.unbroken)
+    assert_same_losses(run, runs.uninterrupted)
     status = run.status()
     assert (status["step"], status["target_step"], status["over"]) == (STEPS, STEPS, "finished")
     outcomes = [attempt["outcome"] for attempt in status["attempts"]]
@@ -87,11 +85,11 @@ def test_node_dies_and_the_others_finish(runs: Runs, cluster: VirtualCluster) ->
     assert "step:           60 of 60 (100.0%); checkpoint at 60\n" in shown
 
 
-def test_poisoned_run_stops_itself(runs: Runs, cluster: VirtualCluster) -> None:
-    run = runs.poisoned
-    assert run.wait_for_end() == "FAILED", run.story()
+def test_run_without_progress_stops(runs: Runs, cluster: VirtualCluster) -> None:
+    run = runs.failing
+    assert run.wait_for_end() == "FAILED", run.diagnostics()
     job = cluster.job(run.jobs[0])
-    assert job["ExitCode"] == "93:0", run.story()
+    assert job["ExitCode"] == "93:0", run.diagnostics()
     assert job["Restarts"] == "2"
     assert [end["code"] for end in run.events("end")] == [1, 1, 1]
     assert run.events("end")[-1]["reason"].startswith(
@@ -106,20 +104,20 @@ def test_time_limit_saves_and_requeues(runs: Runs) -> None:
     run = runs.limited
     run.wait(lambda: len(run.events("start")) >= 2, "the requeue after the time limit")
     first = run.events("end")[0]
-    assert (first["code"], first["goes_on"]) == (75, True), run.story()
+    assert (first["code"], first["goes_on"]) == (75, True), run.diagnostics()
     assert first["step"] == run.events("start")[1]["step"] > 0
     run.wait_for_step(first["step"] + 5)
     (run.run_dir / "stop").touch()
-    assert run.wait_for_end() == "COMPLETED", run.story()
+    assert run.wait_for_end() == "COMPLETED", run.diagnostics()
     assert not (run.run_dir / "stop").exists()
     assert committed_steps(run.run_dir)[-1] == len(losses(run.run_dir)) > first["step"]
-    assert_same_losses(run, runs.unbroken)
+    assert_same_losses(run, runs.uninterrupted)
 
 
 def test_save_file_status_logs_and_cancel(
     runs: Runs, cluster: VirtualCluster, run_yaml: Path
 ) -> None:
-    run = runs.unbroken
+    run = runs.uninterrupted
     follower = subprocess.Popen(
         [sys.executable, "-m", "megatron_deberta", "logs", "-f", str(run.run_dir), "--rank", "0"],
         env={**cluster.environment, "PYTHONPATH": str(ROOT)},
@@ -142,10 +140,10 @@ def test_save_file_status_logs_and_cancel(
     assert f"has job {run.jobs[0]} in the queue (RUNNING)" in again.stderr
     (run.run_dir / "save").touch()
     run.wait(lambda: not (run.run_dir / "save").exists(), "the checkpoint asked for", 60)
-    assert any(step % 20 for step in committed_steps(run.run_dir)), run.story()
+    assert any(step % 20 for step in committed_steps(run.run_dir)), run.diagnostics()
     done = command(cluster, "cancel", str(run.run_dir))
     assert "saving, then ending" in done.stdout, done.stderr
-    assert run.wait_for_end() == "COMPLETED", run.story()
+    assert run.wait_for_end() == "COMPLETED", run.diagnostics()
     assert run.events("end")[-1]["reason"] == "cancelled"
     assert committed_steps(run.run_dir)[-1] == len(losses(run.run_dir))
     printed, _ = follower.communicate(timeout=60)

@@ -1,4 +1,4 @@
-"""A node that is not fit is found before any rank starts, and the job goes to another one."""
+"""A node that fails the node check is excluded before any rank starts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_deberta.cluster.bad_nodes import BadNodes
-from tests.slurm.chains import command, submit
+from tests.slurm.submitted_run import command, submit
 from tests.slurm.virtual_cluster import VirtualCluster
 from tests.support.jobs import losses
 
@@ -22,7 +22,7 @@ RUN = (
 
 @pytest.fixture
 def small_disk(cluster: VirtualCluster, tmp_path: Path) -> Iterator[Path]:
-    """A disk of 8 MiB, where the tasks of one node have their temporary files; needs root."""
+    """Mount a disk of 8 MiB for the temporary files of one node; needs root."""
     folder = tmp_path / "small"
     folder.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)], check=True)
@@ -33,7 +33,7 @@ def small_disk(cluster: VirtualCluster, tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.slow
-def test_a_job_leaves_a_node_whose_disk_is_full(
+def test_node_with_a_full_disk_is_excluded(
     cluster: VirtualCluster, run_yaml: Path, tmp_path: Path, small_disk: Path
 ) -> None:
     run_dir = tmp_path / "checked"
@@ -43,12 +43,12 @@ def test_a_job_leaves_a_node_whose_disk_is_full(
     run.wait(lambda: len(run.events("end")) == 1, "the end of the attempt whose check fails", 120)
     end = run.events("end")[0]
     wrong = f"the node check failed: {VICTIM}: disk: {small_disk}: 0.01 GiB free; make room"
-    assert (end["goes_on"], end["reason"]) == (True, wrong), run.story()
+    assert (end["goes_on"], end["reason"]) == (True, wrong), run.diagnostics()
     logs = run_dir / "logs" / f"{run.jobs[0]}.0"
     assert not list(logs.glob("rank_*.log"))
     assert f"WRONG {VICTIM} disk: " in (logs / "check_1.log").read_text()
     assert "WRONG" not in (logs / "check_0.log").read_text()
-    assert run.wait_for_end() == "COMPLETED", run.story()
+    assert run.wait_for_end() == "COMPLETED", run.diagnostics()
     assert [record["nodes"] for record in run.events("start")] == ["node[1-2]", "node[1,3]"]
     assert len(losses(run_dir)) == STEPS
     assert list(BadNodes(run_dir, 24).current()) == [VICTIM]
