@@ -29,7 +29,8 @@ HANGS_CODE = (
 )  # fmt: skip
 SLURM_CODE = (
     *_packages(_SLURM), "megatron_deberta/cluster/slurm/job.sbatch",
-    "tests/faults/slurm_campaign.py", "tests/slurm/submitted_run.py", "tests/slurm/virtual_cluster.py",
+    "tests/faults/slurm_campaign.py", "tests/slurm/submitted_run.py",
+    "tests/slurm/virtual_cluster.py",
 )  # fmt: skip
 LAYOUT_MOVES_CODE = (*_packages(_LAYOUTS), "tests/faults/layout_moves.py")
 PREPROCESS_CODE = (
