@@ -1,7 +1,7 @@
-"""Kills deduplication in every stage, starts it again, and compares the result's bytes.
+"""Kill deduplication in every stage, resume it, and compare the bytes of the result.
 
-``python -m tests.faults.dedup_kills --output FILE.json`` runs the whole campaign: every stage
-times (the first process, a worker, all at once). It goes on where it stopped.
+``python -m tests.faults.dedup_kills --output FILE.json`` runs the campaign: in every stage, the
+first process, a worker or all processes are killed. Cases in the output file are skipped.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ if __name__ == "__main__":
 
 
 def kill_and_resume(number: int, folder: Path, reference: dict[str, bytes]) -> dict[str, object]:
-    """Do one case; raises AssertionError where anything is not as it must be."""
+    """Run one case; raises AssertionError if it fails."""
     stage, victim = CASES[number]
-    draw = random.Random(number)
+    rng = random.Random(number)
     inputs = sorted(str(path) for path in folder.glob("part-*.jsonl"))
     output = folder / f"out-{number}"
     script = folder / "child.py"
@@ -58,22 +58,22 @@ def kill_and_resume(number: int, folder: Path, reference: dict[str, bytes]) -> d
     )
     assert child.stdin is not None
     assert child.stdout is not None
-    wanted = draw.randrange(3)
+    min_done = rng.randrange(3)
     for line in child.stdout:
         name, tasks, done = line.split()
-        if name == stage and (int(done) >= wanted or done == tasks):
-            # Workers start only after the first word of the first stage.
+        if name == stage and (int(done) >= min_done or done == tasks):
+            # Workers start after the first message of the first stage.
             if victim != "worker" or _workers(child.pid):
                 break
         child.stdin.write("\n")
         child.stdin.flush()
     else:
-        raise AssertionError(f"ended (exit {child.wait()}) before there was anything to kill")
-    # The first process waits for our word here, the workers work on.
-    time.sleep(draw.uniform(0, 0.08))
+        raise AssertionError(f"ended (exit {child.wait()}) before the kill")
+    # The first process waits for input here, while the workers continue.
+    time.sleep(rng.uniform(0, 0.08))
     workers = _workers(child.pid)
     if victim == "worker":
-        os.kill(draw.choice(workers), signal.SIGKILL)
+        os.kill(rng.choice(workers), signal.SIGKILL)
     elif victim == "first process":
         child.kill()
     else:
@@ -83,26 +83,26 @@ def kill_and_resume(number: int, folder: Path, reference: dict[str, bytes]) -> d
     code = child.wait(timeout=60)
     deadline = time.monotonic() + 10
     while any(_alive(pid) for pid in workers):
-        assert time.monotonic() < deadline, "workers outlive the first process"
+        assert time.monotonic() < deadline, "workers survive the first process"
         time.sleep(0.01)
     finished = output.exists()
     if finished:
-        assert contents(output) == reference, "incomplete under its final name"
-    run(inputs, output, workers=draw.randrange(3), unit_bytes=UNIT_BYTES)
-    assert contents(output) == reference, "not the same bytes"
-    assert not list(folder.glob(f"{output.name}.*")), "something is left behind"
+        assert contents(output) == reference, "incomplete output under its final name"
+    run(inputs, output, workers=rng.randrange(3), unit_bytes=UNIT_BYTES)
+    assert contents(output) == reference, "the bytes differ"
+    assert not list(folder.glob(f"{output.name}.*")), "temporary files are left"
     return {"stage": stage, "victim": victim, "exit_code": code, "finished": finished}
 
 
 def make_reference(folder: Path) -> dict[str, bytes]:
-    """Write the corpus, and return what an unbroken run makes of it."""
+    """Write the corpus, and return the output of an uninterrupted run."""
     inputs = make_corpus(folder)
     run(inputs, folder / "reference", unit_bytes=UNIT_BYTES)
     return contents(folder / "reference")
 
 
 def _workers(parent: int) -> list[int]:
-    """Return the worker processes; the parent has a helper of multiprocessing beside them."""
+    """Return the worker processes, without the helper process of multiprocessing."""
     children = [
         int(pid)
         for task in Path(f"/proc/{parent}/task").glob("*/children")
@@ -120,7 +120,7 @@ def _alive(pid: int) -> bool:
 
 
 def main() -> None:
-    """Run the cases that the result file lacks."""
+    """Run the cases that are not in the result file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()

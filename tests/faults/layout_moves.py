@@ -1,13 +1,13 @@
 """Resume runs on another parallel layout, on real ranks.
 
-Each case trains ten steps on real text with dropout, resumes on the other layout, and sees that
+Each case trains ten steps on real text with dropout, resumes on the other layout, and checks that
 
-- what the other layout's engine holds after loading is the checkpoint, bit for bit, moments too;
-- its next twenty losses are within 1e-5 of a run that one process made alone;
-- every step used the samples that the unbroken run used, in the same order.
+- the engine state after loading is bit-identical to the checkpoint, including moments;
+- the next twenty losses are within 1e-5 of those of a single-process run;
+- every step uses the samples of the uninterrupted run, in the same order.
 
-One line of JSON a case is appended to the output; cases that are there are not done again. Lines
-about other code than the present do not count.
+Each case appends one JSON line to the output; cases that are there are skipped. Lines about other
+code do not count.
 
   python -m tests.faults.layout_moves
 """
@@ -49,8 +49,8 @@ BREAK, END = 10, 30
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """A layout."""
+class Layout:
+    """A parallel layout."""
 
     world_size: int
     tp_size: int
@@ -73,35 +73,35 @@ class Place:
 
 
 MOVES = [
-    (Place(1, 1, 0), Place(4, 2, 1)),
-    (Place(4, 2, 1), Place(1, 1, 0)),
-    (Place(2, 1, 1), Place(4, 1, 2)),
-    (Place(4, 1, 2), Place(2, 2, 1)),
-    (Place(2, 2, 0), Place(4, 2, 2)),
-    (Place(4, 2, 2), Place(2, 1, 0)),
-    (Place(1, 1, 1), Place(2, 1, 2)),
-    (Place(2, 1, 2), Place(1, 1, 1)),
-    (Place(4, 1, 0), Place(4, 2, 1)),
-    (Place(4, 2, 0), Place(4, 1, 1)),
-    (Place(2, 2, 2), Place(2, 1, 1)),
-    (Place(2, 2, 1), Place(4, 1, 0)),
-    # Beyond what was promised: ZeRO-3, and layers over four ranks.
-    (Place(4, 2, 1), Place(2, 1, 3)),
-    (Place(2, 1, 3), Place(4, 4, 2)),
+    (Layout(1, 1, 0), Layout(4, 2, 1)),
+    (Layout(4, 2, 1), Layout(1, 1, 0)),
+    (Layout(2, 1, 1), Layout(4, 1, 2)),
+    (Layout(4, 1, 2), Layout(2, 2, 1)),
+    (Layout(2, 2, 0), Layout(4, 2, 2)),
+    (Layout(4, 2, 2), Layout(2, 1, 0)),
+    (Layout(1, 1, 1), Layout(2, 1, 2)),
+    (Layout(2, 1, 2), Layout(1, 1, 1)),
+    (Layout(4, 1, 0), Layout(4, 2, 1)),
+    (Layout(4, 2, 0), Layout(4, 1, 1)),
+    (Layout(2, 2, 2), Layout(2, 1, 1)),
+    (Layout(2, 2, 1), Layout(4, 1, 0)),
+    # ZeRO-3, and tensor parallelism over four ranks.
+    (Layout(4, 2, 1), Layout(2, 1, 3)),
+    (Layout(2, 1, 3), Layout(4, 4, 2)),
 ]
 
 
 def join(rank: int, world_size: int, port: int) -> None:
-    """Set this process's rank, as a launcher does."""
-    places = {"RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": port, "MASTER_ADDR": "127.0.0.1"}
-    places |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-    os.environ.update({key: str(value) for key, value in places.items()})
-    # Else nothing as small as this is partitioned under ZeRO-3.
+    """Set this process's rank like a launcher."""
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": port, "MASTER_ADDR": "127.0.0.1"}
+    variables |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    os.environ.update({key: str(value) for key, value in variables.items()})
+    # ZeRO-3 would not partition tensors of this size otherwise.
     deepspeed_config.PERSISTENCE_THRESHOLD = 0
 
 
 def pretrain(rank: int, world_size: int, port: int, arguments: list[str]) -> int:
-    """The command, as one rank."""
+    """Run ``pretrain`` as one rank."""
     join(rank, world_size, port)
     return command(["pretrain", *arguments])
 
@@ -131,7 +131,7 @@ class Campaign:
     """Rank processes, corpus and reference run; a context manager.
 
     Args:
-        folder: a place to work in.
+        folder: working folder.
         end: the last step.
     """
 
@@ -139,40 +139,41 @@ class Campaign:
         self._folder = folder
         self._end = end
         self._run = str(prepare(folder))
-        sizes = sorted({place.world_size for move in MOVES for place in move})
+        sizes = sorted({layout.world_size for move in MOVES for layout in move})
         self._pools = {size: RankPool(size, start_distributed=False) for size in sizes}
-        self._oracle = self._train(Place(1, 1, 0), "oracle", end, "precision.engine=plain")
+        single = Layout(1, 1, 0)
+        self._reference = self._train(single, "reference", end, "precision.engine=plain")
 
     def __enter__(self) -> Campaign:
         """Return the campaign."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the processes."""
+        """Stop the processes."""
         for pool in self._pools.values():
             pool.close()
 
     def run_case(self, number: int) -> dict[str, Any]:
-        """Make one move; returns its line."""
+        """Resume on another layout; return the case's result."""
         start = time.monotonic()
         source, target = MOVES[number]
         run_dir = self._train(source, f"from{number}", BREAK)
         moved, copy = self._folder / f"moved{number}", f"run{number}"
         shutil.copytree(run_dir, self._folder / copy)
         self._call(target, load_and_save, self._run, str(run_dir), str(moved), target.overrides())
-        ours, theirs = (CheckpointReader(step_dir(folder, BREAK)) for folder in (moved, run_dir))
-        pairs = [(name, kind) for name in theirs.shapes for kind in theirs.kinds]
+        actual, saved = (CheckpointReader(step_dir(folder, BREAK)) for folder in (moved, run_dir))
+        pairs = [(name, kind) for name in saved.shapes for kind in saved.kinds]
         differing = [
             f"{kind} of {name}"
             for name, kind in pairs
-            if not ours.tensor(name, kind).equal(theirs.tensor(name, kind))
+            if not actual.tensor(name, kind).equal(saved.tensor(name, kind))
         ]
         resumed = self._train(target, copy, self._end)
-        worst = max(
-            abs(a - b) / abs(b) for a, b in zip(losses(resumed), losses(self._oracle), strict=True)
-        )
-        same_order = read_sample_log(resumed / "ledger") == read_sample_log(self._oracle / "ledger")
-        same_scalars = ours.metadata.scalars == theirs.metadata.scalars
+        loss_pairs = zip(losses(resumed), losses(self._reference), strict=True)
+        worst = max(abs(a - b) / abs(b) for a, b in loss_pairs)
+        sample_logs = [read_sample_log(run / "ledger") for run in (resumed, self._reference)]
+        same_order = sample_logs[0] == sample_logs[1]
+        same_scalars = actual.metadata.scalars == saved.metadata.scalars
         return {
             "case": number,
             "from": source.name,
@@ -186,36 +187,36 @@ class Campaign:
             "passed": not differing and same_scalars and worst <= LAYOUT_LOSS and same_order,
         }
 
-    def _train(self, place: Place, run_dir: str, exit_step: int, *overrides: str) -> Path:
+    def _train(self, layout: Layout, run_dir: str, exit_step: int, *overrides: str) -> Path:
         """Train on a layout up to a step."""
         arguments = [
-            self._run, f"train.run_dir={self._folder / run_dir}", *place.overrides(),
+            self._run, f"train.run_dir={self._folder / run_dir}", *layout.overrides(),
             f"train.exit_step={exit_step}", "train.eval_every=0", "data.num_workers=0",
             "checkpoint.save_every=0", "log.level=warning", *overrides,
         ]  # fmt: skip
-        codes = self._call(place, pretrain, arguments)
-        assert codes == [0] * place.world_size, f"{place.name}: exit codes {codes}"
+        codes = self._call(layout, pretrain, arguments)
+        assert codes == [0] * layout.world_size, f"{layout.name}: exit codes {codes}"
         return self._folder / run_dir
 
-    def _call(self, place: Place, function: Any, *arguments: Any) -> Any:
+    def _call(self, layout: Layout, function: Any, *arguments: Any) -> Any:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        pool = self._pools[place.world_size]
-        return pool.run(function, place.world_size, port, *arguments, timeout=300)
+        pool = self._pools[layout.world_size]
+        return pool.run(function, layout.world_size, port, *arguments, timeout=300)
 
 
 def main() -> int:
-    """Run the cases that the output lacks."""
+    """Run the cases that are not in the output."""
     parser = argparse.ArgumentParser(description="Resume runs on other layouts.")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     output: Path = parser.parse_args().output
     code = code_digest(LAYOUT_MOVES_CODE)
     known = [line for line in read_lines(output) if line["code_digest"] == code]
-    left = [number for number in range(len(MOVES)) if number not in {c["case"] for c in known}]
-    if left:
+    missing = [number for number in range(len(MOVES)) if number not in {c["case"] for c in known}]
+    if missing:
         with tempfile.TemporaryDirectory() as folder, Campaign(Path(folder)) as campaign:
-            for number in left:
+            for number in missing:
                 case = campaign.run_case(number) | {"code_digest": code} | provenance()
                 known.append(case)
                 append_line(output, case)

@@ -1,8 +1,7 @@
 """Kill preprocessing at random times, resume it and compare every byte of the output.
 
-Each case is a function of its number. One line of JSON a case is appended to the output; cases
-that are there are not done again, so the campaign may be broken off and started again. Lines about
-other code than the present do not count.
+Each case is determined by its number. Each case appends one JSON line to the output; cases that are
+there are skipped, so the campaign can be interrupted. Lines about other code do not count.
 
   python -m tests.faults.preprocess_kills --cases 120
 """
@@ -33,8 +32,8 @@ from tests.support.machine_text import documents
 OUTPUT = RESULTS / "preprocess_kills.jsonl"
 PHASES = ("reading", "tokenizing", "committing", "merging", "publishing")
 TARGETS = ("worker", "parent", "rank", "task")
-PATIENCE_SECONDS = 120
-MOST_TRIES = 8
+TIMEOUT_SECONDS = 120
+MAX_TRIES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,20 +41,20 @@ class Fixture:
     """Fixtures of all cases.
 
     Attributes:
-        folder: a place to work in.
+        folder: working folder.
         arguments: of the command, without output and processes.
-        whole: digest of every file of an unbroken run, by name.
+        expected: digest of every file of an uninterrupted run, by name.
         counts: entries and calls of each phase of that run.
     """
 
     folder: Path
     arguments: list[str]
-    whole: dict[str, str]
+    expected: dict[str, str]
     counts: dict[str, dict[str, int]]
 
 
 def prepare(folder: Path) -> Fixture:
-    """Make a corpus of a plain and a compressed file, a tokenizer, and the result to expect."""
+    """Make a corpus of a plain and a compressed file, a tokenizer, and the expected result."""
     texts = documents()
     tokenizer = str(folder / "tokenizer")
     train_sentencepiece(texts[:40], tokenizer, vocab_size=500)
@@ -73,12 +72,12 @@ def prepare(folder: Path) -> Fixture:
     counts = folder / "counts.json"
     output = folder / "whole"
     done = run(command(arguments, output, workers=0), {"count": str(counts)})
-    assert done == 0, "the unbroken run fails"
+    assert done == 0, "the uninterrupted run fails"
     return Fixture(folder, arguments, digests(output), json.loads(counts.read_text()))
 
 
 def command(arguments: list[str], output: Path, *, workers: int, ranks: int = 0) -> list[str]:
-    """Return the command line, under mpirun where there are ranks."""
+    """Return the command line, with mpirun for ranks."""
     launcher = Path(sys.executable).with_name("mpirun")
     mpirun = [str(launcher), "-n", str(ranks), "--allow-run-as-root", "--oversubscribe"]
     return [
@@ -89,7 +88,7 @@ def command(arguments: list[str], output: Path, *, workers: int, ranks: int = 0)
 
 
 def start(line: list[str], kill: dict[str, Any] | None) -> subprocess.Popen[bytes]:
-    """Start a command, to be killed as planned."""
+    """Start a command with the injection of a kill."""
     path = [str(ROOT)]
     env = dict(os.environ)
     if kill is not None:
@@ -101,10 +100,10 @@ def start(line: list[str], kill: dict[str, Any] | None) -> subprocess.Popen[byte
 
 
 def run(line: list[str], kill: dict[str, Any] | None = None) -> int | None:
-    """Run a command to its end; None where it hangs."""
+    """Run a command to its end; return its exit code, or None if it hangs."""
     process = start(line, kill)
     try:
-        return process.wait(PATIENCE_SECONDS)
+        return process.wait(TIMEOUT_SECONDS)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
@@ -112,7 +111,7 @@ def run(line: list[str], kill: dict[str, Any] | None = None) -> int | None:
 
 
 def digests(output: Path) -> dict[str, str]:
-    """Digest of every file under a folder, by name."""
+    """Return the digest of every file under a folder, by name."""
     if not output.exists():
         return {}
     return {
@@ -139,13 +138,13 @@ def plan_kill(fixture: Fixture, number: int) -> dict[str, Any]:
     return {"phase": phase, "target": target, "entry": 0, "call": call, "delay": 0}
 
 
-def break_off(
+def interrupt(
     fixture: Fixture, output: Path, plan: dict[str, Any], generator: random.Random
 ) -> tuple[int | None, dict[str, Any]]:
-    """Run until the kill; a point that no process reached is brought forward."""
+    """Run until the kill; a kill point that no process reached is moved to an earlier time."""
     token = fixture.folder / "token"
     target = plan["target"]
-    for _ in range(MOST_TRIES):
+    for _ in range(MAX_TRIES):
         token.unlink(missing_ok=True)
         shutil.rmtree(output, ignore_errors=True)
         kill = {
@@ -175,7 +174,7 @@ def run_tasks(fixture: Fixture, output: Path, kill: dict[str, Any]) -> int | Non
         for index in range(2)
     ]
     try:
-        return [task.wait(PATIENCE_SECONDS) for task in tasks][1]
+        return [task.wait(TIMEOUT_SECONDS) for task in tasks][1]
     except subprocess.TimeoutExpired:
         return None
     finally:
@@ -190,15 +189,15 @@ def run_case(fixture: Fixture, number: int) -> dict[str, Any]:
     output = fixture.folder / f"case-{number}"
     plan = plan_kill(fixture, number)
     begin = time.monotonic()
-    code, plan = break_off(fixture, output, plan, generator)
+    code, plan = interrupt(fixture, output, plan, generator)
     wait_for_orphans(output)
-    found = digests(output)
-    published = {name for name in found if "/" not in name}
+    files = digests(output)
+    published = {name for name in files if "/" not in name}
     records = {
-        Path(name).stem for name in found if ".unfinished/done/" in name and name.endswith(".json")
+        Path(name).stem for name in files if ".unfinished/done/" in name and name.endswith(".json")
     }
-    # A final name may be there only if all files were complete, and then as it is to be.
-    is_early = any(fixture.whole.get(name) != found[name] for name in published)
+    # Files may have their final names only once all files are complete.
+    is_early = any(fixture.expected.get(name) != files[name] for name in published)
     is_early |= bool(published) and bool(records) and "manifests" not in records
     again = {"workers": generator.choice((0, 1, 2)), "ranks": generator.choice((0, 0, 2))}
     resumed = run(command(fixture.arguments, output, **again))
@@ -214,8 +213,8 @@ def run_case(fixture: Fixture, number: int) -> dict[str, Any]:
         "resumed_with": again,
         "resumed_exit_code": resumed,
         "early_name": is_early,
-        "left_over": sorted(set(result) - set(fixture.whole)),
-        "identical": result == fixture.whole,
+        "left_over": sorted(set(result) - set(fixture.expected)),
+        "identical": result == fixture.expected,
         "seconds": round(time.monotonic() - begin, 2),
     }
     case["passed"] = (
@@ -227,16 +226,15 @@ def run_case(fixture: Fixture, number: int) -> dict[str, Any]:
 
 
 def wait_for_orphans(output: Path) -> None:
-    """Wait until no process works in the folder: workers die with their parent, soon."""
+    """Wait until no process uses the folder: workers end soon after their parent."""
     for _ in range(100):
-        mine = str(output).encode()
-        if not any(mine in cmdline for cmdline in command_lines()):
+        if not any(str(output).encode() in cmdline for cmdline in command_lines()):
             return
         time.sleep(0.05)
 
 
 def command_lines() -> list[bytes]:
-    """Command lines of all processes."""
+    """Return the command lines of all processes."""
     lines = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -247,10 +245,10 @@ def command_lines() -> list[bytes]:
 
 
 def main() -> int:
-    """Do the cases that are missing; 0 if all passed."""
+    """Run the missing cases; return 0 if all passed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=120)
-    parser.add_argument("--part", default="0/1", help="K/N: every Nth case from K on, side by side")
+    parser.add_argument("--part", default="0/1", help="K/N: every Nth case from K on")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     args = parser.parse_args()
     part, parts = map(int, args.part.split("/"))

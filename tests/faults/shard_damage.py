@@ -48,39 +48,39 @@ def make_shard(prefix: str) -> None:
 
 
 def mutate(content: bytes, number: int, kind: str) -> tuple[str, bytes]:
-    """Return a mutation's name and the damaged bytes, which are never the same ones."""
-    draw = random.Random(f"{SEED} {kind} {number}")
+    """Return a mutation's name and the damaged bytes, which differ from the original."""
+    rng = random.Random(f"{SEED} {kind} {number}")
     names = ["flip", "flip", "cut", "extend", "zero page", "overwrite", "repeat", "empty", "swap"]
     if kind == "idx":
         names += ["header", "header", "other endian"]
     damaged = content
     while damaged == content:
-        name = draw.choice(names)
-        damaged = _damage(name, bytearray(content), draw)
+        name = rng.choice(names)
+        damaged = _damage(name, bytearray(content), rng)
     return name, damaged
 
 
-def _damage(name: str, damaged: bytearray, draw: random.Random) -> bytes:
+def _damage(name: str, damaged: bytearray, rng: random.Random) -> bytes:
     size = len(damaged)
-    place = draw.randrange(size)
-    length = min(draw.choice((1, 2, 8, 64, 4096)), size - place)
-    here = slice(place, place + length)
+    start = rng.randrange(size)
+    length = min(rng.choice((1, 2, 8, 64, 4096)), size - start)
+    part = slice(start, start + length)
     if name in ("flip", "header"):
-        damaged[place if name == "flip" else draw.randrange(34)] ^= 1 << draw.randrange(8)
+        damaged[start if name == "flip" else rng.randrange(34)] ^= 1 << rng.randrange(8)
     elif name == "cut":
-        del damaged[place:]
+        del damaged[start:]
     elif name == "extend":
-        damaged += draw.randbytes(length)
+        damaged += rng.randbytes(length)
     elif name == "zero page":
-        damaged[here] = bytes(length)
+        damaged[part] = bytes(length)
     elif name == "overwrite":
-        damaged[here] = draw.randbytes(length)
+        damaged[part] = rng.randbytes(length)
     elif name == "repeat":
-        damaged[place:place] = damaged[here]
+        damaged[start:start] = damaged[part]
     elif name == "swap":
-        other = draw.randrange(size - length + 1)
-        there = slice(other, other + length)
-        damaged[here], damaged[there] = damaged[there], damaged[here]
+        other_start = rng.randrange(size - length + 1)
+        other = slice(other_start, other_start + length)
+        damaged[part], damaged[other] = damaged[other], damaged[part]
     elif name == "other endian":
         damaged[18:26] = damaged[18:26][::-1]
     else:
@@ -88,11 +88,11 @@ def _damage(name: str, damaged: bytearray, draw: random.Random) -> bytes:
     return bytes(damaged)
 
 
-def who_notices(prefix: str) -> str:
-    """Open a damaged shard, then read it through.
+def detected_by(prefix: str) -> str:
+    """Open a damaged shard, then verify it.
 
     Returns:
-        "open" or "verify", whichever first gave a typed error that names the file; "nobody".
+        "open" or "verify", whichever first raised a typed error with the file name; else "nobody".
     """
     message = _opening_error(prefix)
     if message:
@@ -116,20 +116,20 @@ def _opening_error(prefix: str) -> str:
 
 
 def run_campaign(folder: Path, share: float = 1.0) -> dict[str, dict[str, int]]:
-    """Damage a shard again and again; count, for each kind of file, who noticed which mutation."""
+    """Damage a shard repeatedly; count by file kind where each mutation was detected."""
     prefix = str(folder / "shard")
     make_shard(prefix)
     counts: dict[str, dict[str, int]] = {}
     for kind, total in (("idx", IDX_MUTATIONS), ("bin", BIN_MUTATIONS)):
         path = Path(f"{prefix}.{kind}")
         original = path.read_bytes()
-        found: Counter[str] = Counter()
+        detections: Counter[str] = Counter()
         for number in range(round(total * share)):
             name, damaged = mutate(original, number, kind)
             path.write_bytes(damaged)
-            found[f"{name}: {who_notices(prefix)}"] += 1
+            detections[f"{name}: {detected_by(prefix)}"] += 1
         path.write_bytes(original)
-        counts[kind] = dict(sorted(found.items()))
+        counts[kind] = dict(sorted(detections.items()))
     return counts
 
 
@@ -142,10 +142,10 @@ def main() -> None:
         counts = run_campaign(Path(folder))
     totals = {
         kind: {
-            who: sum(count for name, count in found.items() if name.endswith(f": {who}"))
-            for who in ("open", "verify", "nobody")
+            detector: sum(n for name, n in detections.items() if name.endswith(f": {detector}"))
+            for detector in ("open", "verify", "nobody")
         }
-        for kind, found in counts.items()
+        for kind, detections in counts.items()
     }
     result = {"seed": SEED, "noticed_by": totals, "mutations": counts, **provenance()}
     args.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Pairs of segments, shorter rows at first: trained, killed and resumed as whole runs."""
+"""Segment pairs with shorter rows at first: training, SIGKILL and resumption."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from pathlib import Path
 import pytest
 
 from megatron_deberta.cli.main import main
-from tests.faults.formats import prepare_sentences, run_format
+from tests.faults.formats import run_format
+from tests.support.jobs import prepare
 
 
 @pytest.mark.slow
 def test_segment_pairs_learn_and_resume(tmp_path: Path) -> None:
-    run = prepare_sentences(tmp_path)
+    run = prepare(tmp_path, sentences=True)
     kill_at = random.randint(8, 50)
     print(f"SIGKILL after step {kill_at}")
-    seen = run_format(run, tmp_path, "segment_pair", kill_at)
-    assert seen["loss_last_5"] < seen["loss_first_5"] - 0.5
-    before, after = seen["validation"]
+    result = run_format(run, tmp_path, "segment_pair", kill_at)
+    assert result["loss_last_5"] < result["loss_first_5"] - 0.5
+    before, after = result["validation"]
     assert after["loss"] < before["loss"]
     assert 0 < after["next_sentence_loss"] < 1
     assert 0 <= after["next_sentence_accuracy"] <= 1

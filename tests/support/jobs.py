@@ -1,4 +1,4 @@
-"""Whole runs of the command, as their ranks' processes, on real English text from this machine."""
+"""Complete ``pretrain`` runs in one process per rank, on English text from this machine."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
 RANK_IMPORTS = (
     "deepspeed", "megatron_deberta.cli.pretrain", "megatron_deberta.engine.deepspeed_runtime",
     "megatron_deberta.train.run",
-    # The compiler, which DeepSpeed's optimizers and deterministic algorithms bring along: most of
-    # a rank's start.
+    # The compiler, which DeepSpeed's optimizers and deterministic algorithms import: most of a
+    # rank's start-up time.
     "deepspeed.runtime.zero.muon.muon_optimizer", "torch._inductor.compile_fx",
 )  # fmt: skip
-"""What a rank imports, for whoever forks ranks."""
+"""Modules that a rank imports, to import before forking ranks."""
 ROOT = Path(__file__).parents[2]
 Run = Callable[..., tuple[int, str]]
-"""Runs the command in this process; returns its exit code and standard error."""
+"""Runs ``pretrain`` in this process; returns its exit code and standard error."""
 TIMEOUT = 240.0
-"""Seconds a run may take; a loaded machine needs a good part of a minute only to start one."""
+"""Maximum seconds of a run; on a busy machine the start alone may take half a minute."""
 
 RUN = """
 model: {{num_layers: 2, hidden_size: 32, num_heads: 4, ffn_hidden_size: 64, vocab_size: 600,
@@ -48,19 +48,24 @@ log: {{every: 1, tensorboard: false}}
 """
 
 
-def prepare(folder: Path) -> Path:
-    """Make a tokenizer, a shard and ``run.yaml`` of Python's documentation topics."""
+def prepare(folder: Path, *, sentences: bool = False) -> Path:
+    """Make a tokenizer, a shard and ``run.yaml`` from Python's documentation topics.
+
+    Args:
+        folder: for the files.
+        sentences: write a shard of sentences.
+    """
     text = folder / "docs.jsonl"
     with text.open("w") as stream:
         for topic in pydoc_data.topics.topics.values():
             stream.write(json.dumps({"text": topic}) + "\n")
     tokenizer, prefix = str(folder / "tokenizer"), str(folder / "docs")
-    made = ["train-tokenizer", "--input", str(text), "--vocab-size", "500", "--output", tokenizer]
-    assert main(made) == 0
+    train = ["train-tokenizer", "--input", str(text), "--vocab-size", "500", "--output", tokenizer]
+    assert main(train) == 0
     shards = ["preprocess", "--input", str(text), "--tokenizer", tokenizer, "--output", prefix]
-    assert main([*shards, "--workers", "0"]) == 0
-    run = folder / "run.yaml"
-    run.write_text(RUN.format(folder=folder))
+    assert main([*shards, "--workers", "0", *(["--sentences"] if sentences else [])]) == 0
+    run, suffix = folder / "run.yaml", "sentence" if sentences else "document"
+    run.write_text(RUN.format(folder=folder).replace("_text_document", f"_text_{suffix}"))
     return run
 
 
@@ -72,7 +77,7 @@ class Job:
     run_dir: Path
 
     def wait(self) -> list[int]:
-        """Exit codes by rank."""
+        """Return the exit codes by rank."""
         deadline = time.monotonic() + TIMEOUT
         try:
             return [rank.wait(max(1.0, deadline - time.monotonic())) for rank in self.ranks]
@@ -92,7 +97,7 @@ class Job:
         raise AssertionError(f"{self.run_dir}: no step {step} in {TIMEOUT} s")
 
     def output(self) -> str:
-        """What all ranks printed, standard error included."""
+        """Return the output of all ranks, including standard error."""
         return "".join(
             (self.run_dir.parent / f"{self.run_dir.name}.{rank}.log").read_text()
             for rank in range(len(self.ranks))
@@ -100,7 +105,7 @@ class Job:
 
 
 def start(run: Path, run_dir: Path, world_size: int, *overrides: str) -> Job:
-    """Start the ranks of a run as a launcher would; each has a log beside the run folder."""
+    """Start the ranks of a run like a launcher; each has a log beside the run folder."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -109,9 +114,9 @@ def start(run: Path, run_dir: Path, world_size: int, *overrides: str) -> Job:
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     ranks = []
     for rank in range(world_size):
-        places = {"RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": port}
-        places |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-        environment = os.environ | {key: str(value) for key, value in places.items()}
+        variables = {"RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": port}
+        variables |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+        environment = os.environ | {key: str(value) for key, value in variables.items()}
         environment |= {"MASTER_ADDR": "127.0.0.1", "PYTHONPATH": str(ROOT)}
         environment |= {"OMP_NUM_THREADS": "1"}
         with (run_dir.parent / f"{run_dir.name}.{rank}.log").open("a") as log:
@@ -122,7 +127,7 @@ def start(run: Path, run_dir: Path, world_size: int, *overrides: str) -> Job:
 
 
 def run_to_end(run: Path, run_dir: Path, world_size: int, *overrides: str) -> Job:
-    """Run and see that every rank exits with 0."""
+    """Run and assert that every rank exits with 0."""
     job = start(run, run_dir, world_size, *overrides)
     codes = job.wait()
     assert codes == [0] * world_size, job.output()
@@ -130,28 +135,28 @@ def run_to_end(run: Path, run_dir: Path, world_size: int, *overrides: str) -> Jo
 
 
 def records(run_dir: Path, kind: str = "train") -> dict[int, dict[str, Any]]:
-    """Metric records by step."""
-    found = read_metrics(run_dir / FILE_NAME)
-    return {record["step"]: record for record in found if record["kind"] == kind}
+    """Return metric records by step."""
+    metrics = read_metrics(run_dir / FILE_NAME)
+    return {record["step"]: record for record in metrics if record["kind"] == kind}
 
 
 def losses(run_dir: Path) -> list[float]:
-    """Training losses in step order; JSON keeps every bit of a float."""
+    """Return training losses in step order, bit-exact."""
     steps = records(run_dir)
     assert list(steps) == list(range(1, len(steps) + 1))
     return [record["loss"] for record in steps.values()]
 
 
-def assert_same_checkpoints(ours: Path, theirs: Path, step: int) -> None:
-    """Weights and moments at a step are equal bit for bit."""
-    one, other = (CheckpointReader(step_dir(run_dir, step)) for run_dir in (ours, theirs))
-    assert list(one.shapes) == list(other.shapes)
-    for name in one.shapes:
-        for kind in one.kinds:
-            assert one.tensor(name, kind).equal(other.tensor(name, kind)), (name, kind)
-    assert one.metadata.scalars == other.metadata.scalars
+def assert_same_checkpoints(actual_run: Path, expected_run: Path, step: int) -> None:
+    """Assert that weights and moments at a step are bit-identical."""
+    actual, expected = (CheckpointReader(step_dir(run, step)) for run in (actual_run, expected_run))
+    assert list(actual.shapes) == list(expected.shapes)
+    for name in actual.shapes:
+        for kind in actual.kinds:
+            assert actual.tensor(name, kind).equal(expected.tensor(name, kind)), (name, kind)
+    assert actual.metadata.scalars == expected.metadata.scalars
 
 
 def without_launcher(names: Sequence[str] = ("RANK", "LOCAL_RANK", "WORLD_SIZE")) -> dict[str, str]:
-    """This environment without a launcher's variables."""
+    """Return the environment without a launcher's variables."""
     return {key: value for key, value in os.environ.items() if key not in names}
