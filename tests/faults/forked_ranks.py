@@ -1,4 +1,4 @@
-"""A supervisor whose ranks are forked from a process that has imported everything.
+"""A supervisor whose ranks are forked from a process that has imported all modules.
 
 This saves the start of four Python processes with torch and DeepSpeed per case. Processes,
 signals, heartbeats and the ranks' program are unchanged.
@@ -25,7 +25,7 @@ from megatron_deberta.processes import die_with_parent
 from tests.support.jobs import RANK_IMPORTS
 
 PLAN_VARIABLE = "MEGATRON_DEBERTA_TEST"
-"""The fault of a rank, as JSON; see ``sabotage``."""
+"""The fault of a rank, as JSON; see ``inject_fault``."""
 
 
 def preload() -> None:
@@ -71,29 +71,29 @@ class ForkingSupervisor(Supervisor):
 
     Args:
         plan: what to run; its command are the arguments.
-        meanwhile: called in a thread once all ranks run, with their processes and the folder of
+        on_start: called in a thread once all ranks run, with their processes and the folder of
             their heartbeats.
     """
 
-    def __init__(self, plan: NodePlan, meanwhile: Callable[[list[int], Path], None]) -> None:
+    def __init__(self, plan: NodePlan, on_start: Callable[[list[int], Path], None]) -> None:
         super().__init__(plan)
         self._arguments = plan.command
-        self._meanwhile = meanwhile
+        self._on_start = on_start
 
     def _popen(self, environment: Mapping[str, str], output: int | None) -> Any:
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
-            _be_rank(parent, self._arguments, environment, output)
+            _run_rank(parent, self._arguments, environment, output)
         return Fork(pid)
 
     def _watch(self) -> int:
         pids = [rank.process.pid for rank in self._ranks]
-        threading.Thread(target=self._meanwhile, args=(pids, self._folder), daemon=True).start()
+        threading.Thread(target=self._on_start, args=(pids, self._folder), daemon=True).start()
         return super()._watch()
 
 
-def _be_rank(
+def _run_rank(
     parent: int, arguments: tuple[str, ...], environment: Mapping[str, str], output: int | None
 ) -> None:
     """Run the command as a rank; never returns."""
@@ -109,7 +109,7 @@ def _be_rank(
         os.environ.clear()
         os.environ.update(environment)
         if plan := os.environ.get(PLAN_VARIABLE):
-            sabotage(json.loads(plan))
+            inject_fault(json.loads(plan))
         from megatron_deberta.cli.main import main
 
         code = main(arguments)
@@ -124,7 +124,7 @@ def _be_rank(
         os._exit(code)
 
 
-def sabotage(plan: Mapping[str, Any]) -> None:
+def inject_fault(plan: Mapping[str, Any]) -> None:
     """Inject a fault into the data or forward passes of one rank.
 
     Args:
@@ -154,8 +154,8 @@ def _block_reads(plan: Mapping[str, Any]) -> None:
     """Block one read of a rank's data forever.
 
     Args:
-        plan: ``call`` (which batch), ``worker`` (in the loader's process, or in the rank's),
-            ``fifo`` (what is read) and ``stamp`` (a file, written when it blocks).
+        plan: ``call`` (number of the batch), ``worker`` (in the loader process instead of the
+            rank), ``fifo`` (the file to read) and ``stamp`` (a file written before blocking).
     """
     import megatron_deberta.data.loader as loader
     import megatron_deberta.train.prefetch as prefetch
@@ -170,7 +170,7 @@ def _block_reads(plan: Mapping[str, Any]) -> None:
         calls += 1
         if calls == plan["call"] and (os.getpid() != parent) == plan["worker"]:
             Path(plan["stamp"]).write_text(str(time.monotonic()))
-            # Open for writing, too, so that it is the read that blocks.
+            # Also open for writing, so that the read blocks and not the open.
             os.read(os.open(plan["fifo"], os.O_RDWR), 1)
         return original(self, *args)
 

@@ -3,8 +3,8 @@
 Four gloo ranks (TP 2 x DP 2, ZeRO-1, dropout). A case is determined by its number: a rank is
 stopped (SIGSTOP) at a random time or in a given section, or a read of its data blocks, in the rank
 or in its loader process. Other cases are runs without a fault, killed ranks and slow ranks. Each
-case appends one JSON line to the output; cases that are there are skipped. Lines about other code
-do not count.
+case appends one JSON line to the output; existing cases are skipped. Lines about other code do not
+count.
 
   python -m tests.faults.hangs --cases 70 --deaths 10 --clean 10 --slow 6
 """
@@ -18,7 +18,6 @@ import random
 import re
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -37,15 +36,15 @@ from megatron_deberta.cluster.watchdog.report_store import ReportStore
 from megatron_deberta.config import load_config
 from megatron_deberta.observe.progress import Section
 from tests.faults.forked_ranks import PLAN_VARIABLE, ForkingSupervisor, preload
-from tests.support.jobs import prepare
+from tests.support.jobs import free_port, prepare
 
 OUTPUT = RESULTS / "hangs.jsonl"
 RANKS = 4
 PHASES = ("any", "step", "save", "evaluation", "data")
 ALLOWED_SECONDS = 5.0
-"""Allowed beyond the timeout."""
+"""Tolerance after the time-out."""
 SECONDS = 90.0
-"""Upper limit of the time of a case."""
+"""Maximum time of a case."""
 RUN = (
     "parallel.tensor_parallel_size=2", "precision.zero_stage=1", "train.micro_batch_size=2",
     "train.eval_every=5", "train.eval_steps=2", "checkpoint.save_every=4", "log.every=1",
@@ -59,9 +58,9 @@ RUN = (
 
 
 def plan_case(kind: str, number: int) -> dict[str, Any]:
-    """Choose the fault, its place and its time."""
-    draw = random.Random(f"{kind} {number}")
-    rank, step = draw.randrange(RANKS), draw.randint(3, 20)
+    """Choose the fault, its rank and its time."""
+    rng = random.Random(f"{kind} {number}")
+    rank, step = rng.randrange(RANKS), rng.randint(3, 20)
     if kind == "clean":
         return {"how": "nothing"}
     if kind == "slow":
@@ -69,13 +68,13 @@ def plan_case(kind: str, number: int) -> dict[str, Any]:
         return {"how": "slow", "rank": rank, "part": part, "seconds": 0.2}
     if kind == "death":
         return {"how": "kill", "rank": rank, "phase": PHASES[number % 5], "at_step": step}
-    place = number % 7
-    if place >= 5:
-        return {"how": "read", "rank": rank, "worker": place == 6, "call": step}
-    phase = PHASES[place]
+    variant = number % 7
+    if variant >= 5:
+        return {"how": "read", "rank": rank, "worker": variant == 6, "call": step}
+    phase = PHASES[variant]
     plan: dict[str, Any] = {"how": "stop", "rank": rank, "phase": phase}
     if phase == "any":
-        return {**plan, "after_seconds": round(draw.uniform(0.1, 12.0), 3)}
+        return {**plan, "after_seconds": round(rng.uniform(0.1, 12.0), 3)}
     return {**plan, "at_step": step}
 
 
@@ -101,7 +100,7 @@ class Fault:
         pid, path = pids[rank], beat_path(folder, rank)
         if phase == "any" and "after_seconds" in plan:
             time.sleep(plan["after_seconds"])
-            self._strike(pid, path)
+            self._inject(pid, path)
             return
         end = time.monotonic() + SECONDS
         while time.monotonic() < end:
@@ -111,16 +110,16 @@ class Fault:
                 time.sleep(0.0002)
                 continue
             if plan["how"] == "kill":
-                self._strike(pid, path)
+                self._inject(pid, path)
                 return
-            self._strike(pid, path)
+            self._inject(pid, path)
             if phase == "any" or (self.beat and self.beat.section.label == phase):
                 return
-            # It had gone on before the signal came.
+            # The rank left the section before the signal arrived.
             self.time = 0.0
             os.kill(pid, signal.SIGCONT)
 
-    def _strike(self, pid: int, path: Path) -> None:
+    def _inject(self, pid: int, path: Path) -> None:
         number = signal.SIGKILL if self._plan["how"] == "kill" else signal.SIGSTOP
         os.kill(pid, number)
         self.time = time.monotonic()
@@ -147,13 +146,9 @@ def run_case(folder: Path, kind: str, number: int) -> dict[str, Any]:
     if kind in ("clean", "slow"):
         overrides += ["train.exit_step=50", "cluster.straggler_window_steps=8"]
     config = load_config(folder / "corpus" / "run.yaml", overrides)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     if plan["how"] in ("read", "slow"):
-        places = {"fifo": str(fifo), "stamp": str(stamp)}
-        environment[PLAN_VARIABLE] = json.dumps({**plan, **places})
+        environment[PLAN_VARIABLE] = json.dumps({**plan, "fifo": str(fifo), "stamp": str(stamp)})
     fault = Fault(plan)
     supervisor = ForkingSupervisor(
         NodePlan(
@@ -176,29 +171,29 @@ def run_case(folder: Path, kind: str, number: int) -> dict[str, Any]:
     if kind == "clean":
         return {**line, "ok": code == 0 and diagnosis is None}
     if kind == "slow":
-        told = [
+        reports = [
             event["ranks"] for event in JobHistory(run_dir).current() if event["event"] == "slow"
         ]
-        parts = {found["rank"]: found["part"] for found in told[0]} if told else {}
-        # Ranks that split a layer wait for each other in forward, and are slow together.
+        parts = {report["rank"]: report["part"] for report in reports[0]} if reports else {}
+        # Tensor-parallel ranks wait for each other in forward, and are slow together.
         group = {plan["rank"], plan["rank"] ^ (plan["part"] == "forward")}
-        right = parts.get(plan["rank"]) == plan["part"] and parts.keys() <= group
-        return {**line, "told": parts, "ok": right and code == 0 and diagnosis is None}
-    when = float(stamp.read_text()) if stamp.exists() else fault.time
-    right = bool(when) and line["named"] == [plan["rank"]] and code == 1
+        correct = parts.get(plan["rank"]) == plan["part"] and parts.keys() <= group
+        return {**line, "told": parts, "ok": correct and code == 0 and diagnosis is None}
+    fault_time = float(stamp.read_text()) if stamp.exists() else fault.time
+    correct = bool(fault_time) and line["named"] == [plan["rank"]] and code == 1
+    delay = round(end - fault_time, 2)
     if kind == "death":
-        took = round(end - when, 2)
-        return {**line, "detected_seconds": took, "ok": right and took <= 10 + ALLOWED_SECONDS}
+        is_in_time = delay <= 10 + ALLOWED_SECONDS
+        return {**line, "detected_seconds": delay, "ok": correct and is_in_time}
     beat = fault.beat
     section = beat.section if beat else Section.STARTUP if plan["how"] == "stop" else Section.DATA
-    # A start-up's time-out holds for the first steps; the median only adds to slow steps.
+    # The start-up time-out applies to the first steps; the median only extends slow steps.
     limits = Limits(replace(config.cluster, step_timeout_factor=1e-9))
     limit = limits.of(section, beat.steps_timed if beat else plan.get("call", 0))
-    took = round(end - when, 2)
     return {
         **line, "section": section.label, "step": beat.step if beat else None,
-        "timeout_seconds": limit, "detected_seconds": took,
-        "ok": right and took <= limit + ALLOWED_SECONDS,
+        "timeout_seconds": limit, "detected_seconds": delay,
+        "ok": correct and delay <= limit + ALLOWED_SECONDS,
     }  # fmt: skip
 
 

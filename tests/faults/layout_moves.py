@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import socket
 import tempfile
 import time
 from dataclasses import dataclass
@@ -40,7 +39,7 @@ from megatron_deberta.distributed.topology import init_process_groups, shutdown
 from megatron_deberta.engine import deepspeed_config
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.train.setup import build_rank_model
-from tests.support.jobs import losses, prepare
+from tests.support.jobs import free_port, losses, prepare, rank_variables
 from tests.support.ranks import RankPool
 from tests.support.tolerances import LAYOUT_LOSS
 
@@ -93,9 +92,7 @@ MOVES = [
 
 def join(rank: int, world_size: int, port: int) -> None:
     """Set this process's rank like a launcher."""
-    variables = {"RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": port, "MASTER_ADDR": "127.0.0.1"}
-    variables |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-    os.environ.update({key: str(value) for key, value in variables.items()})
+    os.environ.update(rank_variables(rank, world_size, port))
     # ZeRO-3 would not partition tensors of this size otherwise.
     deepspeed_config.PERSISTENCE_THRESHOLD = 0
 
@@ -199,11 +196,8 @@ class Campaign:
         return self._folder / run_dir
 
     def _call(self, layout: Layout, function: Any, *arguments: Any) -> Any:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         pool = self._pools[layout.world_size]
-        return pool.run(function, layout.world_size, port, *arguments, timeout=300)
+        return pool.run(function, layout.world_size, free_port(), *arguments, timeout=300)
 
 
 def main() -> int:

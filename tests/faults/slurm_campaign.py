@@ -2,9 +2,9 @@
 
 python -m tests.faults.slurm_campaign node-kill=10 chain=1 double-launch=50
 
-Appends to ``--output`` and skips the seeds that are there, so it can be stopped and started again;
-lines about other code do not count. ``--summary`` prints the table of docs/slurm.md. A case that
-fails is recorded, ends the campaign, and is repeated by the command in its line; its folder stays.
+Appends to ``--output`` and skips existing seeds, so it can be interrupted; lines about other code
+do not count. ``--summary`` prints the table of docs/slurm.md. A failed case is recorded and ends
+the campaign; its folder is kept, and the command in its line repeats it.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ PLAIN = ("precision.engine=plain", "train.eval_every=0", "data.num_workers=0")
 
 
 class Campaign:
-    """The cases and their fixtures: a corpus, a cluster, undisturbed runs.
+    """The cases and their fixtures: a corpus, a cluster, uninterrupted runs.
 
     Args:
-        folder: for everything; removed by the caller.
+        folder: of all files; removed by the caller.
 
     Attributes:
-        passed: no case has failed; set by the caller.
+        passed: whether no case has failed; set by the caller.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -60,37 +60,37 @@ class Campaign:
         self._cluster: VirtualCluster | None = None
 
     def cluster(self) -> VirtualCluster:
-        """Four nodes, started when first wanted."""
+        """Return the cluster of four nodes, started at the first call."""
         if self._cluster is None:
             folder = Path(tempfile.mkdtemp(prefix="slurm."))
             self._cluster = VirtualCluster(folder).__enter__()
         return self._cluster
 
     def close(self) -> None:
-        """End the cluster."""
+        """Stop the cluster."""
         if self._cluster is not None:
             self._cluster.__exit__()
             shutil.rmtree(self._cluster.folder, ignore_errors=True)
 
     def _reference(self) -> Path:
-        """The same run in the same layout, never stopped, outside SLURM."""
-        folder = self.folder / "unbroken60"
+        """Return the same run in the same layout, uninterrupted, outside of SLURM."""
+        folder = self.folder / "uninterrupted60"
         if not folder.exists():
-            fresh = self.folder / "unbroken60.new"
-            shutil.rmtree(fresh, ignore_errors=True)
-            run_to_end(self.run_yaml, fresh, 2, *KILL_STEPS)
-            fresh.rename(folder)
+            unfinished = self.folder / "uninterrupted60.new"
+            shutil.rmtree(unfinished, ignore_errors=True)
+            run_to_end(self.run_yaml, unfinished, 2, *KILL_STEPS)
+            unfinished.rename(folder)
         return folder
 
     def node_kill(self, seed: int) -> dict[str, Any]:
-        """A random node of a run dies at a random step; the run finishes on the others."""
-        draw, cluster = random.Random(seed), self.cluster()
+        """Kill a random node of a run at a random step; the run finishes on other nodes."""
+        rng, cluster = random.Random(seed), self.cluster()
         reference = self._reference()
         run = submit(cluster, self.run_yaml, self.folder / f"kill{seed}", *KILL_STEPS, nodes=2)
-        at = draw.randint(8, 45)
+        at = rng.randint(8, 45)
         run.wait_for_step(at)
         nodes = cluster.run("scontrol", "show", "hostnames", cluster.job(run.jobs[0])["NodeList"])
-        victim = draw.choice(nodes.split())
+        victim = rng.choice(nodes.split())
         began = time.monotonic()
         cluster.kill_node(victim)
         run.wait(lambda: len(run.events("start")) > 1, "requeue", 180)
@@ -109,14 +109,14 @@ class Campaign:
         }  # fmt: skip
 
     def cut_off(self, seed: int) -> dict[str, Any]:
-        """SLURM loses the node of a run that goes on there; the new start ends the old one."""
-        draw, cluster = random.Random(seed), self.cluster()
+        """Cut off the node of a run that continues there; the new attempt stops the old one."""
+        rng, cluster = random.Random(seed), self.cluster()
         reference = self._reference()
         run = submit(
             cluster, self.run_yaml, self.folder / f"cut{seed}", *KILL_STEPS,
             "train.exit_step=1000000",
         )  # fmt: skip
-        at = draw.randint(8, 45)
+        at = rng.randint(8, 45)
         run.wait_for_step(at)
         victim = cluster.job(run.jobs[0])["BatchHost"]
         cluster.cut_off_node(victim)
@@ -130,63 +130,64 @@ class Campaign:
         state = run.wait_for_end()
         cluster.start_node(victim)
         wait_until(lambda: set(cluster.states().values()) == {"IDLE"}, 120, "idle nodes")
-        links = [end["link"] for end in run.events("end")]
+        attempts = [end["link"] for end in run.events("end")]
         same = losses(run.run_dir)[:STEPS] == losses(reference)[: len(losses(run.run_dir))]
         return {
-            "ok": state == "COMPLETED" and links == [f"{run.jobs[0]}.1"] and same,
-            "state": state, "victim": victim, "at_step": at, "ends": links, "losses_equal": same,
+            "ok": state == "COMPLETED" and attempts == [f"{run.jobs[0]}.1"] and same,
+            "state": state, "victim": victim, "at_step": at, "ends": attempts,
+            "losses_equal": same,
         }  # fmt: skip
 
     def chain(self, seed: int) -> dict[str, Any]:
-        """Five links, four of them ended by the time limit's signal, beside an unbroken run."""
+        """Compare five attempts, four ended by the time limit, with an uninterrupted run."""
         cluster = self.cluster()
         endless = (*KILL_STEPS, "train.exit_step=1000000")
-        unbroken = submit(cluster, self.run_yaml, self.folder / f"unbroken{seed}", *endless)
+        reference = submit(cluster, self.run_yaml, self.folder / f"uninterrupted{seed}", *endless)
         limited = submit(
             cluster, self.run_yaml, self.folder / f"limited{seed}", *endless,
             time_limit_minutes=2, signal_seconds=60,
         )  # fmt: skip
-        limited.wait(lambda: len(limited.events("start")) == 5, "five links", 900)
+        limited.wait(lambda: len(limited.events("start")) == 5, "five attempts", 900)
         limited.wait_for_step(limited.events("start")[-1]["step"] + 10)
         (limited.run_dir / "stop").touch()
         state = limited.wait_for_end()
-        ours = losses(limited.run_dir)
-        unbroken.wait_for_step(len(ours))
-        (unbroken.run_dir / "stop").touch()
-        unbroken.wait_for_end()
-        same = ours == losses(unbroken.run_dir)[: len(ours)]
+        actual = losses(limited.run_dir)
+        reference.wait_for_step(len(actual))
+        (reference.run_dir / "stop").touch()
+        reference.wait_for_end()
+        same = actual == losses(reference.run_dir)[: len(actual)]
         codes = [end["code"] for end in limited.events("end")]
         steps = [begin["step"] for begin in limited.events("start")]
         saved = len(codes) >= 5 and set(codes[:-1]) == {75} and codes[-1] == 0
         return {
             "ok": state == "COMPLETED" and same and saved,
             "state": state, "codes": codes, "link_steps": steps, "losses_equal": same,
-            "compared_steps": len(ours),
+            "compared_steps": len(actual),
         }  # fmt: skip
 
     def double_launch(self, seed: int) -> dict[str, Any]:
-        """Two starts on one folder; then the winner is killed, and the folder is free."""
-        draw = random.Random(seed)
+        """Start two runs in one folder, then kill the one that holds the lock."""
+        rng = random.Random(seed)
         run_dir = self.folder / f"double{seed}"
         first = start(self.run_yaml, run_dir, 1, *PLAIN)
-        time.sleep(draw.choice((0.0, 0.0, 0.05, 0.5, 2.0)))
+        time.sleep(rng.choice((0.0, 0.0, 0.05, 0.5, 2.0)))
         began = time.monotonic()
         second = start(self.run_yaml, run_dir, 1, *PLAIN)
         ranks = [first.ranks[0], second.ranks[0]]
-        wait_until(lambda: any(rank.poll() is not None for rank in ranks), 60, "a loser")
+        wait_until(lambda: any(rank.poll() is not None for rank in ranks), 60, "a refusal")
         seconds = time.monotonic() - began
-        loser, winner = sorted(ranks, key=lambda rank: rank.poll() is None)
-        named = f"in use by process {winner.pid} on "
-        told = named in first.output()
-        alone = winner.poll() is None
-        winner.kill()
+        refused, holder = sorted(ranks, key=lambda rank: rank.poll() is None)
+        is_named = f"in use by process {holder.pid} on " in first.output()
+        is_running = holder.poll() is None
+        holder.kill()
         killed = time.monotonic()
-        winner.wait()
+        holder.wait()
         with RunLock(run_dir):
             freed = time.monotonic() - killed
         return {
-            "ok": loser.returncode == 2 and told and alone and seconds <= 10 and freed <= 5,
-            "loser_code": loser.returncode, "named": told, "one_winner": alone,
+            "ok": refused.returncode == 2 and is_named and is_running and seconds <= 10
+                  and freed <= 5,
+            "loser_code": refused.returncode, "named": is_named, "one_winner": is_running,
             "loser_seconds": round(seconds, 2), "freed_seconds": round(freed, 3),
         }  # fmt: skip
 
@@ -197,7 +198,7 @@ def _nodes_of(run: SubmittedRun) -> str:
 
 @contextmanager
 def campaign(workspace: Path | None) -> Iterator[Campaign]:
-    """A campaign in a folder of its own, or in one that stays, with what was prepared there."""
+    """Provide a campaign in a temporary folder, or in an existing one with its files."""
     folder = workspace or Path(tempfile.mkdtemp(prefix="campaign."))
     folder.mkdir(parents=True, exist_ok=True)
     running = Campaign(folder)
@@ -206,7 +207,7 @@ def campaign(workspace: Path | None) -> Iterator[Campaign]:
     finally:
         running.close()
         if workspace is None and not running.passed:
-            print(f"what is left of the campaign: {folder}", file=sys.stderr)
+            print(f"files of the failed campaign: {folder}", file=sys.stderr)
         elif workspace is None:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -216,15 +217,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("cases", nargs="*", metavar="CASE=COUNT")
     parser.add_argument("--seed", type=int, default=0, help="first seed")
-    parser.add_argument("--seconds", type=float, default=1e9, help="start no case after so long")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no case after this time")
     parser.add_argument("--output", type=Path, default=OUTPUT)
-    parser.add_argument("--workspace", type=Path, help="folder that the next call finds prepared")
+    parser.add_argument("--workspace", type=Path, help="folder whose files later calls use again")
     parser.add_argument("--summary", action="store_true", help="print the table and stop")
     args = parser.parse_args()
     if args.summary:
         sys.stdout.write(faults.slurm(read_lines(args.output)))
         return 0
-    # So that no daemon is left behind.
+    # So that the daemons are stopped.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     end, code = time.monotonic() + args.seconds, code_digest(faults.SLURM_CODE)
     with campaign(args.workspace) as running:

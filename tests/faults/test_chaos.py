@@ -1,4 +1,4 @@
-"""A slice of the campaign: as many cases as a few seconds hold, every kind among them."""
+"""A few cases of every kind of the campaign ``tests.faults.chaos``."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ def strace() -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_a_damaged_checkpoint_is_refused_by_name(saves: SaveCases, seed: int) -> None:
+def test_damaged_checkpoint_is_rejected_by_name(saves: SaveCases, seed: int) -> None:
     outcome = saves.damage(seed)
     assert outcome["ok"], outcome
 
 
 @pytest.mark.usefixtures("strace")
 @pytest.mark.parametrize("part", range(6))
-def test_a_save_killed_at_a_system_call_loses_nothing(saves: SaveCases, part: int) -> None:
+def test_killed_save_keeps_an_intact_checkpoint(saves: SaveCases, part: int) -> None:
     outcome = saves.crash(part * len(saves.points()) // 6)
     assert outcome["ok"], outcome
 
 
 @pytest.mark.usefixtures("strace")
 @pytest.mark.parametrize("seed", range(4))
-def test_a_save_that_fails_leaves_nothing(saves: SaveCases, seed: int) -> None:
+def test_failed_save_removes_its_files(saves: SaveCases, seed: int) -> None:
     outcome = saves.failure(seed)
     assert outcome["ok"], outcome
 
 
-def test_four_ranks_survive_a_kill_and_a_signal(tmp_path: Path) -> None:
+def test_four_ranks_resume_after_a_kill_and_a_signal(tmp_path: Path) -> None:
     corpus = tmp_path / "corpus"
     corpus.mkdir()
     training = TrainingCases(tmp_path, prepare(corpus), fork_server())
@@ -60,7 +60,7 @@ def test_four_ranks_survive_a_kill_and_a_signal(tmp_path: Path) -> None:
     assert stopped["ok"], stopped
 
 
-def test_lines_about_other_code_do_not_count() -> None:
+def test_table_ignores_results_of_other_code() -> None:
     code = CHAOS_CASES["damage"].digest()
     line = {"case": "damage", "ok": True, "revision": "abc"}
     table = faults.chaos([{**line, "seed": 0, "code": code}, {**line, "seed": 1, "code": "other"}])

@@ -13,7 +13,7 @@ from tests.support.jobs import ROOT
 
 
 @pytest.mark.slow
-def test_a_stopped_rank_a_blocked_read_a_clean_run_and_a_slow_rank(tmp_path: Path) -> None:
+def test_stopped_rank_blocked_read_clean_run_and_slow_rank(tmp_path: Path) -> None:
     output = tmp_path / "hangs.jsonl"
     cases = ["hang=1", "hang=5", "clean=0", "slow=1"]
     command = [sys.executable, "-m", "tests.faults.hangs", "--only", *cases]

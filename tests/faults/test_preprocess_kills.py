@@ -1,4 +1,4 @@
-"""A slice of the campaign ``tests/faults/preprocess_kills.py``; its results are committed."""
+"""A few cases of the campaign ``tests.faults.preprocess_kills``."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def fixture(tmp_path_factory: pytest.TempPathFactory) -> Fixture:
     return prepare(tmp_path_factory.mktemp("kills"))
 
 
-# One of each phase, and of each kind of victim.
+# One of each phase, and of each kind of process to kill.
 @pytest.mark.parametrize("number", [1000, 1006, 1012, 1018, 1004])
-def test_killed_and_gone_on_with_gives_the_same_bytes(fixture: Fixture, number: int) -> None:
+def test_killed_and_resumed_run_writes_the_same_bytes(fixture: Fixture, number: int) -> None:
     case = run_case(fixture, number)
     assert case["passed"], case

@@ -104,21 +104,35 @@ class Job:
         )
 
 
-def start(run: Path, run_dir: Path, world_size: int, *overrides: str) -> Job:
-    """Start the ranks of a run like a launcher; each has a log beside the run folder."""
+def free_port() -> int:
+    """Return an unused TCP port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+        return int(probe.getsockname()[1])
+
+
+def rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """Return the environment variables that a launcher sets for a rank on this machine."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def start(run: Path, run_dir: Path, world_size: int, *overrides: str) -> Job:
+    """Start the ranks of a run like a launcher; each has a log beside the run folder."""
+    port = free_port()
     arguments = ["pretrain", str(run), f"train.run_dir={run_dir}", *overrides]
     command = [sys.executable, "-m", "megatron_deberta", *arguments]
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     ranks = []
     for rank in range(world_size):
-        variables = {"RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": port}
-        variables |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-        environment = os.environ | {key: str(value) for key, value in variables.items()}
-        environment |= {"MASTER_ADDR": "127.0.0.1", "PYTHONPATH": str(ROOT)}
-        environment |= {"OMP_NUM_THREADS": "1"}
+        environment = os.environ | rank_variables(rank, world_size, port)
+        environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         with (run_dir.parent / f"{run_dir.name}.{rank}.log").open("a") as log:
             ranks.append(
                 subprocess.Popen(command, env=environment, stdout=log, stderr=log, text=True)

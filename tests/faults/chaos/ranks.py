@@ -1,4 +1,4 @@
-"""Ranks forked from a server process that has imported everything, which saves start-up time."""
+"""Ranks forked from a server process that has imported all modules, which saves start-up time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import faulthandler
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -16,13 +15,13 @@ from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from tests.support.jobs import RANK_IMPORTS, TIMEOUT
+from tests.support.jobs import RANK_IMPORTS, TIMEOUT, free_port, rank_variables
 
 STACK_SECONDS = 1.0
 
 
 def fork_server() -> ForkServerContext:
-    """Return the fork server, which starts with its first rank."""
+    """Return the context of the fork server, which starts with the first rank."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(RANK_IMPORTS))
     return context
@@ -34,7 +33,7 @@ def _become_rank(environment: dict[str, str], arguments: list[str], log: str) ->
         os.dup2(descriptor, stream)
     os.environ.update(environment)
     faulthandler.register(signal.SIGQUIT)
-    # The command sets its own; the server's are those of a library.
+    # The fork server ignores SIGINT.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     from megatron_deberta.cli.main import main
 
@@ -43,8 +42,8 @@ def _become_rank(environment: dict[str, str], arguments: list[str], log: str) ->
         code = main(arguments)
     except BaseException:
         traceback.print_exc()
-    # As an interpreter ends: multiprocessing would wait for loader processes, which end only when
-    # what was registered for the end is done.
+    # Like the exit of an interpreter: multiprocessing would wait for loader processes, which end in
+    # functions registered with atexit.
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -73,7 +72,7 @@ class Ranks:
         return [rank for rank, process in enumerate(self.processes) if process.is_alive()]
 
     def wait(self, seconds: float = TIMEOUT) -> list[int | None]:
-        """Return exit codes by rank; a rank that still runs dumps its stack and gives None."""
+        """Return exit codes by rank; a rank that still runs dumps its stack and returns None."""
         deadline = time.monotonic() + seconds
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
@@ -90,18 +89,13 @@ class Ranks:
 def start_ranks(
     context: ForkServerContext, run_yaml: Path, run_dir: Path, world_size: int, *overrides: str
 ) -> Ranks:
-    """Start the ranks of a run as a launcher would, with a log beside the run folder."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    """Start the ranks of a run like a launcher, with a log beside the run folder."""
+    port = free_port()
     log = run_dir.with_name(f"{run_dir.name}.log")
     arguments = ["pretrain", str(run_yaml), f"train.run_dir={run_dir}", *overrides]
     processes = []
     for rank in range(world_size):
-        places = {"RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
-        places |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-        environment = {key: str(value) for key, value in places.items()}
-        environment["MASTER_ADDR"] = "127.0.0.1"
+        environment = rank_variables(rank, world_size, port) | {"OMP_NUM_THREADS": "1"}
         process = context.Process(target=_become_rank, args=(environment, arguments, str(log)))
         process.start()
         processes.append(process)

@@ -27,7 +27,7 @@ CALLS = (
     "openat", "write", "pwrite64", "ftruncate", "fsync", "fdatasync", "rename", "renameat",
     "renameat2", "unlink", "unlinkat", "mkdir", "mkdirat", "rmdir",
 )  # fmt: skip
-"""System calls by which a save changes the disk."""
+"""System calls of a save that change the disk."""
 ERRORS = ("ENOSPC", "EIO", "EDQUOT")
 OLD, NEW = 7, 14
 DAMAGES = ("flip", "cut", "swap", "delete", "empty")
@@ -41,8 +41,8 @@ class SaveCases:
     """Cases on checkpoints of a small state, saved by one process.
 
     Args:
-        folder: to work in.
-        context: where saving processes are forked.
+        folder: working folder.
+        context: fork server of the saving processes.
     """
 
     def __init__(self, folder: Path, context: ForkServerContext) -> None:
@@ -51,17 +51,17 @@ class SaveCases:
         self._points: list[tuple[str, int]] = []
 
     def points(self) -> list[tuple[str, int]]:
-        """System calls of a save and of the deletion after it: name and count from 1."""
+        """Return the system calls of a save and the following deletion: name and count from 1."""
         if not self._points:
             self._begin()
             log = self._run_dir.with_name("calls.log")
             assert self._save_under_strace("-o", str(log)) == 0
             numbers = dict.fromkeys(CALLS, 0)
             for line in log.read_text().splitlines():
-                found = re.search(r"\b(\w+)\(", line)
-                if found and found[1] in numbers:
-                    numbers[found[1]] += 1
-                    self._points.append((found[1], numbers[found[1]]))
+                match = re.search(r"\b(\w+)\(", line)
+                if match and match[1] in numbers:
+                    numbers[match[1]] += 1
+                    self._points.append((match[1], numbers[match[1]]))
         return self._points
 
     def crash(self, seed: int) -> dict[str, Any]:
@@ -69,68 +69,68 @@ class SaveCases:
         call, number = self.points()[seed % len(self.points())]
         self._begin()
         code = self._save_under_strace("-e", f"inject={call}:signal=KILL:when={number}")
-        found = self._found()
-        ok = code == -9 and found is not None and self._goes_on()
-        return {"ok": ok, "call": call, "number": number, "exit_code": code, "found": found}
+        step = self._resume_step()
+        ok = code == -9 and step is not None and self._can_save_again()
+        return {"ok": ok, "call": call, "number": number, "exit_code": code, "found": step}
 
     def failure(self, seed: int) -> dict[str, Any]:
-        """A system call of a save fails as on a full or failing disk."""
-        draw = random.Random(f"failure {seed}")
-        call, number = draw.choice(self.points())
+        """A system call of a save fails like on a full or defective disk."""
+        rng = random.Random(f"failure {seed}")
+        call, number = rng.choice(self.points())
         error = ERRORS[seed % len(ERRORS)]
         self._begin()
         code = self._save_under_strace("-e", f"inject={call}:error={error}:when={number}")
-        found = self._found()
-        # What cannot be deleted is only worth a warning.
-        told = code == _REFUSED or (code == 0 and found == NEW)
-        left = [path.name for path in leftovers(self._run_dir)] if code == _REFUSED else []
+        step = self._resume_step()
+        # A failed deletion is only a warning.
+        is_reported = code == _REFUSED or (code == 0 and step == NEW)
+        files = [path.name for path in leftovers(self._run_dir)] if code == _REFUSED else []
         return {
-            "ok": told and found is not None and not left and self._goes_on(),
-            "call": call, "number": number, "error": error, "exit_code": code, "found": found,
-            "left_over": left,
+            "ok": is_reported and step is not None and not files and self._can_save_again(),
+            "call": call, "number": number, "error": error, "exit_code": code, "found": step,
+            "left_over": files,
         }  # fmt: skip
 
     def damage(self, seed: int) -> dict[str, Any]:
         """A file of the newest checkpoint is damaged: the previous checkpoint is used."""
-        draw = random.Random(f"damage {seed}")
+        rng = random.Random(f"damage {seed}")
         kind = DAMAGES[seed % len(DAMAGES)]
         self._begin(NEW)
         newest = step_dir(self._run_dir, NEW)
         files = sorted(path for path in newest.rglob("*") if path.is_file())
-        file = draw.choice(files)
+        file = rng.choice(files)
         content = file.read_bytes()
-        named = [newest]
+        expected_names = [newest]
         if kind == "flip":
-            at = draw.randrange(8 * len(content))
+            bit = rng.randrange(8 * len(content))
             changed = bytearray(content)
-            changed[at // 8] ^= 1 << at % 8
+            changed[bit // 8] ^= 1 << bit % 8
             file.write_bytes(changed)
         elif kind == "cut":
-            os.truncate(file, draw.randrange(len(content)))
+            os.truncate(file, rng.randrange(len(content)))
         elif kind == "swap":
-            other = draw.choice([path for path in files if path.read_bytes() != content])
+            other = rng.choice([path for path in files if path.read_bytes() != content])
             file.write_bytes(other.read_bytes())
             other.write_bytes(content)
-            named.append(other)
+            expected_names.append(other)
         elif kind == "delete":
             file.unlink()
         else:
             os.truncate(file, 0)
-        refusal = ""
+        message = ""
         try:
             CheckpointReader(newest).verify()
         except CheckpointError as error:
-            refusal = str(error)
-        told = any(str(path) in refusal for path in named)
-        found = self._found()
+            message = str(error)
+        is_named = any(str(path) in message for path in expected_names)
+        step = self._resume_step()
         return {
-            "ok": told and found == OLD,
-            "damage": kind, "file": file.name, "refusal": refusal.replace(str(newest), "NEWEST"),
-            "found": found,
+            "ok": is_named and step == OLD,
+            "damage": kind, "file": file.name, "refusal": message.replace(str(newest), "NEWEST"),
+            "found": step,
         }  # fmt: skip
 
     def _begin(self, *more: int) -> None:
-        """Start from the old checkpoint and those of other steps, copied from a first save."""
+        """Start with the old checkpoint and those of other steps, copied from a first save."""
         template = self._run_dir.with_name(f"saved{len(more)}")
         if not template.exists():
             with mock.patch.object(writer, "FILE_BYTES", SMALL_FILE_BYTES):
@@ -139,7 +139,7 @@ class SaveCases:
         shutil.rmtree(self._run_dir, ignore_errors=True)
         shutil.copytree(template, self._run_dir)
 
-    def _found(self) -> int | None:
+    def _resume_step(self) -> int | None:
         """Return the step that a run would resume from, if its content is intact."""
         with suppress(CheckpointError):
             reader = store.choose_intact(self._run_dir, single_process_groups(torch.device("cpu")))
@@ -147,17 +147,18 @@ class SaveCases:
                 return reader.metadata.step
         return None
 
-    def _goes_on(self) -> bool:
+    def _can_save_again(self) -> bool:
         """Return whether the next save succeeds and removes leftovers."""
         save_alone(self._run_dir, NEW, seed=NEW, keep_last=1)
-        return self._found() == NEW and not leftovers(self._run_dir)
+        return self._resume_step() == NEW and not leftovers(self._run_dir)
 
     def _save_under_strace(self, *options: str) -> int | None:
         """Save the new step and delete the old one under strace; return the exit code."""
-        ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=_save_when_told, args=(str(self._run_dir), theirs))
+        connection, child_connection = self._context.Pipe()
+        arguments = (str(self._run_dir), child_connection)
+        process = self._context.Process(target=_save_on_request, args=arguments)
         process.start()
-        ours.recv_bytes()
+        connection.recv_bytes()
         trace = ("-e", "trace=" + ",".join(CALLS), "-e", "signal=none")
         with subprocess.Popen(
             ["strace", "-f", "-p", str(process.pid), *trace, *options],
@@ -167,24 +168,24 @@ class SaveCases:
             assert strace.stderr is not None
             first = strace.stderr.readline()
             assert "attached" in first, first
-            ours.send_bytes(b"save")
+            connection.send_bytes(b"save")
             strace.stderr.read()
         process.join(60)
         return process.exitcode
 
 
-def _save_when_told(run_dir: str, told: Connection) -> None:
+def _save_on_request(run_dir: str, connection: Connection) -> None:
     writer.FILE_BYTES = SMALL_FILE_BYTES
-    # What is imported late must not count as a call of the save.
+    # Late imports must not be counted as calls of the save.
     save_alone(Path(f"{run_dir}.first"), NEW, seed=NEW, keep_last=1)
     shutil.rmtree(f"{run_dir}.first")
-    told.send_bytes(b"ready")
-    told.recv_bytes()
+    connection.send_bytes(b"ready")
+    connection.recv_bytes()
     try:
         save_alone(Path(run_dir), NEW, seed=NEW, keep_last=1)
     except CheckpointError:
         os._exit(_REFUSED)
-    # Without the interpreter's own calls at its end.
+    # Without the interpreter's calls at exit.
     os._exit(0)
 
 

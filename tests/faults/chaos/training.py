@@ -1,4 +1,4 @@
-"""Kills and signals during a run of four ranks; the resumed run must equal an undisturbed one."""
+"""Kills and signals during a run of four ranks; the resumed run must equal an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SAVE_EVERY = 7
 OVERRIDES = (
     "parallel.tensor_parallel_size=2", "precision.zero_stage=1", f"train.steps={STEPS}",
     f"checkpoint.save_every={SAVE_EVERY}", "log.tensorboard=false",
-    # How long ranks wait for one that was killed before they had met.
+    # Time-out for a rank that is killed before the process groups exist.
     "cluster.collective_timeout_minutes=0.3",
 )  # fmt: skip
 PHASES = ("start-up", "step", "save", "evaluation", "end")
@@ -41,36 +41,34 @@ class TrainingCases:
     Args:
         folder: working folder.
         run_yaml: the run.
-        context: where ranks are forked.
+        context: fork server of the ranks.
     """
 
     def __init__(self, folder: Path, run_yaml: Path, context: ForkServerContext) -> None:
         self._folder = folder
         self._run_yaml = run_yaml
         self._context = context
-        self._unbroken: dict[str, Any] | None = None
+        self._expected: dict[str, Any] | None = None
 
     def _start(self, run_dir: Path) -> Ranks:
         return start_ranks(self._context, self._run_yaml, run_dir, WORLD_SIZE, *OVERRIDES)
 
-    def unbroken(self) -> dict[str, Any]:
-        """Return the result of the undisturbed run."""
-        if self._unbroken is None:
-            run_dir = self._folder / "unbroken"
+    def expected(self) -> dict[str, Any]:
+        """Return the result of the uninterrupted run."""
+        if self._expected is None:
+            run_dir = self._folder / "uninterrupted"
             shutil.rmtree(run_dir, ignore_errors=True)
-            began = time.monotonic()
             ranks = self._start(run_dir)
             codes = ranks.wait()
             assert codes == [0] * WORLD_SIZE, ranks.log.read_text()[-4000:]
-            self._unbroken = result(run_dir)
-            self.seconds = time.monotonic() - began
-        return self._unbroken
+            self._expected = result(run_dir)
+        return self._expected
 
     def kill_one(self, seed: int) -> dict[str, Any]:
         """SIGKILL of a random rank at a random time in a phase, then a resumed run."""
-        draw = random.Random(f"one {seed}")
-        victim = draw.randrange(WORLD_SIZE)
-        return self._break_off(seed, draw, lambda ranks: ranks.kill(victim), {"rank": victim})
+        rng = random.Random(f"one {seed}")
+        victim = rng.randrange(WORLD_SIZE)
+        return self._interrupt(seed, rng, lambda ranks: ranks.kill(victim), {"rank": victim})
 
     def kill_all(self, seed: int) -> dict[str, Any]:
         """SIGKILL of all ranks."""
@@ -79,22 +77,22 @@ class TrainingCases:
             for rank in range(WORLD_SIZE):
                 ranks.kill(rank)
 
-        return self._break_off(seed, random.Random(f"all {seed}"), kill, {})
+        return self._interrupt(seed, random.Random(f"all {seed}"), kill, {})
 
-    def _break_off(
-        self, seed: int, draw: random.Random, kill: Callable[[Ranks], None], plan: dict[str, Any]
+    def _interrupt(
+        self, seed: int, rng: random.Random, kill: Callable[[Ranks], None], plan: dict[str, Any]
     ) -> dict[str, Any]:
-        expected = self.unbroken()
+        expected = self.expected()
         phase = PHASES[seed % len(PHASES)]
         run_dir = self._folder / "run"
         shutil.rmtree(run_dir, ignore_errors=True)
         ranks = self._start(run_dir)
-        before = self._wait_for(phase, draw, run_dir, ranks)
+        time_of_kill = self._wait_for(phase, rng, run_dir, ranks)
         kill(ranks)
         killed = time.monotonic()
         codes = ranks.wait()
         survivors = time.monotonic() - killed
-        # At the end a rank may be done before it is killed.
+        # At the end a rank may finish before the kill.
         stopped = None not in codes and (phase == "end" or 0 not in codes)
         committed = committed_steps(run_dir) if run_dir.exists() else []
         again = self._start(run_dir)
@@ -102,7 +100,7 @@ class TrainingCases:
         same = resumed == [0] * WORLD_SIZE and result(run_dir) == expected
         return {
             "ok": stopped and same,
-            "phase": phase, **plan, "at": before, "codes": codes,
+            "phase": phase, **plan, "at": time_of_kill, "codes": codes,
             "survivors_seconds": round(survivors, 2), "committed": committed[-1:],
             "resumed_codes": resumed, "identical": same,
             "left_over": left_over(run_dir), "log": log_end(again, stopped and same),
@@ -110,15 +108,15 @@ class TrainingCases:
 
     def preempt(self, seed: int) -> dict[str, Any]:
         """A signal to one or all ranks: a save within a step, exit code 75, resumed run."""
-        draw = random.Random(f"signal {seed}")
-        expected = self.unbroken()
-        number = draw.choice((signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2))
-        targets = draw.choice(([draw.randrange(WORLD_SIZE)], list(range(WORLD_SIZE))))
+        rng = random.Random(f"signal {seed}")
+        expected = self.expected()
+        number = rng.choice((signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2))
+        targets = rng.choice(([rng.randrange(WORLD_SIZE)], list(range(WORLD_SIZE))))
         phase = ("step", "save", "evaluation")[seed % 3]
         run_dir = self._folder / "run"
         shutil.rmtree(run_dir, ignore_errors=True)
         ranks = self._start(run_dir)
-        self._wait_for(phase, draw, run_dir, ranks)
+        self._wait_for(phase, rng, run_dir, ranks)
         before = last_step(run_dir)
         for rank in targets:
             ranks.signal(rank, number)
@@ -126,8 +124,8 @@ class TrainingCases:
         codes = ranks.wait()
         seconds = time.monotonic() - began
         saved = committed_steps(run_dir)[-1]
-        # The record of a step is written after it: the signal came in the step after `before`,
-        # or after that one's record, and the step at work then is still finished.
+        # The record of a step is written after the step: the signal arrived in the step after
+        # `before` or after its record, and the current step is still finished.
         in_time = saved - before <= 2 and last_step(run_dir) == saved
         again = self._start(run_dir)
         resumed = again.wait()
@@ -140,27 +138,27 @@ class TrainingCases:
             "stop_seconds": round(seconds, 2), "identical": same, "log": log_end(again, ok),
         }  # fmt: skip
 
-    def _wait_for(self, phase: str, draw: random.Random, run_dir: Path, ranks: Ranks) -> str:
+    def _wait_for(self, phase: str, rng: random.Random, run_dir: Path, ranks: Ranks) -> str:
         """Wait for a random time in a phase; return a description of it."""
         if phase == "start-up":
-            delay = draw.uniform(0.0, 3.0)
+            delay = rng.uniform(0.0, 3.0)
             end = time.monotonic() + delay
             while time.monotonic() < end and last_step(run_dir) == 0:
                 time.sleep(POLL_SECONDS)
             return f"{delay:.3f} s"
-        delay = draw.uniform(0.0, 0.05)
+        delay = rng.uniform(0.0, 0.05)
         if phase == "save":
-            step = SAVE_EVERY * draw.randint(1, STEPS // SAVE_EVERY)
+            step = SAVE_EVERY * rng.randint(1, STEPS // SAVE_EVERY)
             name = step_dir(run_dir, step).name
-            # Its hidden name, then its own: the save is at work from the first to the mark.
+            # Its temporary name, then its final one: the save is in progress.
             wait_until(
                 lambda: any(name in path.name for path in (run_dir / "checkpoints").glob("*")
                             if run_dir.exists()) or last_step(run_dir) > step,
                 ranks,
             )  # fmt: skip
-            time.sleep(draw.uniform(0.0, 0.04))
+            time.sleep(rng.uniform(0.0, 0.04))
             return f"save of step {step}"
-        step = {"step": draw.randint(1, STEPS - 5), "evaluation": 24, "end": STEPS}[phase]
+        step = {"step": rng.randint(1, STEPS - 5), "evaluation": 24, "end": STEPS}[phase]
         wait_until(lambda: last_step(run_dir) >= step, ranks)
         time.sleep(delay)
         return f"{delay:.3f} s after step {step}"
@@ -171,7 +169,7 @@ def wait_until(condition: Callable[[], bool], ranks: Ranks) -> None:
     deadline = time.monotonic() + TIMEOUT
     while not condition():
         assert ranks.alive(), ranks.log.read_text()[-4000:]
-        assert time.monotonic() < deadline, "never came"
+        assert time.monotonic() < deadline, "time-out"
         time.sleep(POLL_SECONDS)
 
 
@@ -184,10 +182,10 @@ def last_step(run_dir: Path) -> int:
         with (run_dir / FILE_NAME).open("rb") as stream:
             stream.seek(0, 2)
             stream.seek(max(0, stream.tell() - 2000))
-            found = _STEP.findall(stream.read())
+            steps = _STEP.findall(stream.read())
     except OSError:
         return 0
-    return int(found[-1]) if found else 0
+    return int(steps[-1]) if steps else 0
 
 
 def result(run_dir: Path) -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""Python imports this first where this folder is on ``PYTHONPATH``: kills a run at a chosen point.
+"""Kill a run at a chosen point; Python imports this file if the folder is on ``PYTHONPATH``.
 
-``PREPROCESS_KILL`` is JSON: ``phase``, ``entry`` (the how-manieth time it is entered), ``call``
-(how many calls that change the disk later; 0: none), ``delay`` in seconds, ``target``
-(``self`` or ``parent``), ``token`` (a file made by the one process that kills) and ``count``
-(a file to which the numbers of entries and calls are written instead).
+``PREPROCESS_KILL`` is JSON: ``phase``, ``entry`` (number of the entry into the phase), ``call``
+(number of the call in the phase that changes the disk; 0: none), ``delay`` in seconds, ``target``
+(``self`` or ``parent``), ``token`` (file created by the process that kills) and ``count`` (file for
+the numbers of entries and calls; nothing is killed).
 """
 
 import contextlib
@@ -21,7 +21,7 @@ class Injection:
     """Counts phases and calls of this process, and kills when both numbers are reached."""
 
     def __init__(self, plan: dict[str, Any]) -> None:
-        """Wrap what is counted."""
+        """Wrap the counted functions."""
         from megatron_deberta.text.preprocess.progress import ProgressCounters
 
         self.plan = plan
@@ -30,28 +30,28 @@ class Injection:
         self.calls: dict[str, int] = {}
         enter = ProgressCounters.enter
 
-        def entering(board: ProgressCounters, phase: str) -> None:
-            enter(board, phase)
+        def entering(counters: ProgressCounters, phase: str) -> None:
+            enter(counters, phase)
             self.phase = phase
             self.entries[phase] = self.entries.get(phase, 0) + 1
-            self.strike(is_call=False)
+            self.kill_if_reached(is_call=False)
 
         ProgressCounters.enter = entering  # type: ignore[method-assign]
         for name in CALLS:
             setattr(os, name, self.counted(getattr(os, name)))
 
     def counted(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Count a call before it is done."""
+        """Return the function with a counter before the call."""
 
         def function(*args: Any, **kwargs: Any) -> Any:
             self.calls[self.phase] = self.calls.get(self.phase, 0) + 1
-            self.strike(is_call=True)
+            self.kill_if_reached(is_call=True)
             return original(*args, **kwargs)
 
         return function
 
-    def strike(self, *, is_call: bool) -> None:
-        """Kill if this is the point."""
+    def kill_if_reached(self, *, is_call: bool) -> None:
+        """Kill if the chosen point is reached."""
         plan = self.plan
         if "count" in plan:
             with open(plan["count"], "w") as stream:
@@ -67,7 +67,7 @@ class Injection:
             stream.flush()
             victim = os.getpid() if plan["target"] == "self" else os.getppid()
             if plan["delay"]:
-                # From outside, so that no lock of the interpreter keeps it from its instant.
+                # From another process, so that the interpreter lock does not delay it.
                 script = f"sleep {plan['delay']}; kill -9 {victim}"
                 subprocess.Popen(["sh", "-c", script], start_new_session=True)
             else:
