@@ -1,9 +1,9 @@
-"""Settings every test shares: no GPU detour, few threads, Triton's interpreter."""
+"""Settings of all tests: CPU, few threads, Triton's interpreter."""
 
 import os
 from typing import Any
 
-# Before torch or DeepSpeed is imported anywhere.
+# Before the first import of torch or DeepSpeed.
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -12,7 +12,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 
-# Before Triton is imported anywhere: without a GPU the fused kernels run in its interpreter.
+# Before the first import of Triton: without a GPU the fused kernels run in its interpreter.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 

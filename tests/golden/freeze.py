@@ -1,6 +1,6 @@
-"""Fingerprints of everything that a change of code must not change.
+"""Fingerprints of all results that a refactoring must not change.
 
-The program uses the command line and files on disk only, so the same script runs on any commit:
+The program uses only the command line and files on disk, so it runs on any commit:
 
     python -m tests.golden.freeze --output after.json
     python -m tests.golden.freeze --compare before.json after.json
@@ -34,7 +34,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 TEXT, UNIGRAM, BYTE_LEVEL = HERE / "text.jsonl", HERE / "unigram.model", HERE / "byte_level.json"
 TIMEOUT = 240.0
-"""Seconds that the ranks of a run may take."""
+"""Maximum seconds of the ranks of a run."""
 Json = dict[str, Any]
 
 SIZES = {
@@ -50,13 +50,13 @@ LOG_BUCKETS = {"position_buckets": 8}
 TENSOR_PARALLEL = {"tensor_parallel_size": 2, "sequence_parallel": True, "recompute": "selective"}
 
 RUNS: dict[str, Json] = {
-    # Clipped linear distances, positions projected by weights of their own.
+    # Clipped linear distances, positions with their own projections.
     "v1": {"base": "v1_base.yaml", "steps": 20},
     # Log buckets, shared projections, convolution.
     "1.5b": {"base": "1.5b.yaml", "steps": 20, "model": LOG_BUCKETS},
-    # Absolute positions at the input, no relative ones.
+    # Absolute positions at the input, no relative positions.
     "roberta": {"base": "roberta_base.yaml", "steps": 20, "model": LOG_BUCKETS},
-    # Pairs of segments, the readable engine, recomputation.
+    # Segment pairs, the plain engine, recomputation.
     "bert_plain": {
         "base": "bert_base.yaml",
         "model": LOG_BUCKETS,
@@ -72,7 +72,7 @@ RUNS: dict[str, Json] = {
         "model": LOG_BUCKETS,
         "parallel": TENSOR_PARALLEL,
     },
-    # ZeRO-2, packed documents kept apart, Eq. 4 to the letter.
+    # ZeRO-2, packed documents with separate attention, Eq. 4 of the paper.
     "1.5b_dp2": {
         "base": "1.5b.yaml",
         "steps": 5,
@@ -127,7 +127,7 @@ def sha256(data: bytes) -> str:
 
 
 def environment() -> Json:
-    """What decides whether bits can be expected to be the same."""
+    """Return the versions and hardware on which bits depend."""
     import torch
 
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
@@ -141,7 +141,7 @@ def environment() -> Json:
 
 
 def shards(folder: Path) -> Json:
-    """Hashes of shards; runs train on the first or on the last."""
+    """Return hashes of shards; runs train on the first or on the last."""
     kinds = {
         "unigram": ("--tokenizer", str(UNIGRAM)),
         "byte_level": ("--tokenizer", str(BYTE_LEVEL), "--normalize", "nfkc"),
@@ -159,14 +159,14 @@ def shards(folder: Path) -> Json:
 
 
 def deduplication(folder: Path) -> Json:
-    """Documents that stay of the text with planted duplicates, and what the others repeat."""
+    """Return the kept documents of a text with planted duplicates, and the repetitions."""
     documents = [json.loads(line)["text"] for line in TEXT.read_text().splitlines()]
     planted = list(documents)
     for number, text in enumerate(documents):
         words = text.split(" ")
         if number % 3 == 0:
             planted.append(text.upper() if number % 2 else text)
-        if number % 4 == 1:  # Every 29th word is another.
+        if number % 4 == 1:  # Every 29th word is changed.
             planted.append(" ".join("z" if i % 29 == 5 else word for i, word in enumerate(words)))
         if number % 5 == 2:
             planted.append(" ".join("z" if i % 7 == 3 else word for i, word in enumerate(words)))
@@ -187,7 +187,7 @@ def deduplication(folder: Path) -> Json:
 
 
 def plan(name: str, cluster: str) -> Json:
-    """Numbers and one-word values of a plan; its sentences may change."""
+    """Return numbers and one-word values of a plan; its sentences may change."""
     run = ROOT / "configs" / "runs" / f"{name}.yaml"
     values = json.loads(command("plan", str(run), "--cluster", cluster, "--json"))
     return {
@@ -221,7 +221,7 @@ def pretrain(name: str, folder: Path) -> Json:
 
 
 def metrics(run_dir: Path) -> Json:
-    """Values of the metrics records that do not depend on time, as bits."""
+    """Return the values of metrics records that do not depend on time, as bits."""
     keys = ("loss", "learning_rate", "grad_norm", "loss_scale", "unigram_loss", "masked_accuracy")
     found = {}
     for line in (run_dir / "metrics.jsonl").read_text().splitlines():
@@ -244,7 +244,7 @@ def checkpoint_contents(checkpoint: Path) -> Json:
 
 
 def tensor_contents(path: Path) -> Json:
-    """Shape and type, SHA-256, sum and absolute sum of each tensor."""
+    """Return shape and type, SHA-256, sum and absolute sum of each tensor."""
     import torch
     from safetensors.torch import load_file
 
@@ -264,7 +264,7 @@ def export(run: Path, output: Path) -> Json:
 
 
 def freeze() -> Json:
-    """Every fingerprint."""
+    """Return all fingerprints."""
     found: Json = {"environment": environment(), "runs": {}, "exports": {}, "plans": {}}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -283,7 +283,7 @@ def freeze() -> Json:
 
 
 def flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Leaves of nested JSON by path."""
+    """Return the leaves of nested JSON by path."""
     if isinstance(value, dict):
         pairs: Iterator[tuple[Any, Any]] = iter(value.items())
     elif isinstance(value, list):
@@ -316,7 +316,7 @@ def compare(before: Json, after: Json, *, exact: bool) -> list[str]:
 
 
 def _tensors_as_leaves(value: Any) -> Any:
-    """Join ``[shape, digest, sum, absolute sum]`` to a tuple, which is a leaf of ``flatten``."""
+    """Convert ``[shape, digest, sum, absolute sum]`` to a tuple, which is a leaf of ``flatten``."""
     if isinstance(value, dict):
         return {key: _tensors_as_leaves(inner) for key, inner in value.items()}
     if isinstance(value, list) and len(value) == 4 and isinstance(value[0], str):
@@ -332,7 +332,7 @@ def _equal(path: str, old: Any, new: Any, exact: bool) -> bool:
     if exact:
         return False
     if isinstance(old, tuple):
-        # Without position terms a key bias has no gradient: its weights are rounding, 1e-10.
+        # Without position terms a key bias has no gradient: its values are rounding errors, 1e-10.
         tolerance = 1e-5 * old[3] + 1e-8
         sums = zip(old[2:], new[2:], strict=True)
         return bool(old[0] == new[0]) and all(abs(a - b) <= tolerance for a, b in sums)
@@ -350,7 +350,7 @@ def _plain(value: Any) -> str:
 
 
 def main() -> int:
-    """Write fingerprints, or compare two files of them."""
+    """Write fingerprints, or compare two files."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--output", type=Path, help="where to write the fingerprints as JSON")
     parser.add_argument(

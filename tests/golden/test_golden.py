@@ -1,4 +1,4 @@
-"""Numbers are those of commit c6955b0: see ``freeze.py`` for what is compared and how."""
+"""Results equal those of commit c6955b0; see ``freeze.py``."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.golden.freeze import ROOT, compare
 
 GOLDEN = Path(__file__).with_name("golden.json")
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TRITON_INTERPRET")
-"""Variables of this process that a run must not see."""
+"""Variables of this process that must not reach a run."""
 
 
 @pytest.fixture(scope="module")
 def frozen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Fingerprints of the present code."""
+    """Compute the fingerprints of the current code."""
     output = tmp_path_factory.mktemp("golden") / "now.json"
     variables = {key: value for key, value in os.environ.items() if key not in LAUNCHER}
     call = [sys.executable, "-m", "tests.golden.freeze", "--output", str(output)]
@@ -31,7 +31,7 @@ def frozen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("part", ["shards", "deduplication", "plans", "runs", "exports"])
-def test_fingerprints_are_the_golden_ones(frozen: dict[str, Any], part: str) -> None:
+def test_fingerprints_equal_the_golden_file(frozen: dict[str, Any], part: str) -> None:
     """Tensors and metrics are compared bit by bit on the processor that wrote the golden file."""
     golden = json.loads(GOLDEN.read_text())
     exact = golden["environment"] == frozen["environment"]

@@ -1,7 +1,7 @@
-"""Files that commit c6955b0 wrote are still read: its run, run file, shard, tokenizer, export.
+"""Files of commit c6955b0 can be read: its run, run file, shard, tokenizer and export.
 
 ``c6955b0/`` is a run of two tensor-parallel ranks, stopped at step 5 of 12. ``continued.json`` has
-the metrics of the same commit's continuation on one rank.
+the metrics of its continuation on one rank by the same commit.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ SHARD = "shards/docs_text_document"
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A copy of the files as the working directory.
+    """Copy the files to a folder that becomes the working directory.
 
-    Paths are relative, but for the tokenizer's in manifests, which no longer exists.
+    Paths are relative, except for the tokenizer's in manifests, which no longer exists.
     """
     copy = tmp_path / "old"
     shutil.copytree(OLD, copy)
@@ -47,7 +47,7 @@ def assert_metrics(run_dir: Path, name: str) -> None:
 
 @pytest.mark.parametrize("config", ["run.yaml", "run/config.yaml"])
 def test_run_is_resumed(config: str, folder: Path) -> None:
-    """From the run file as written, and from the resolved one in the run's folder."""
+    """From the original run file, and from the resolved config in the run's folder."""
     assert main(["pretrain", config, *ONE_RANK, "train.stop_after=0"]) == 0
     assert_metrics(folder / "run", "resumed")
 
@@ -80,7 +80,7 @@ def test_export_and_checkpoint_fill_masks(model: str, capsys: pytest.CaptureFixt
 
 
 def test_checkpoint_is_converted(folder: Path) -> None:
-    """To the export that c6955b0 made of it; and that export is imported again."""
+    """To the same export as by c6955b0, which is imported again."""
     arguments = ["--tokenizer", "tokenizer", "--to", "hf", "--output", "new"]
     assert main(["convert", "--checkpoint", "run", *arguments]) == 0
     old, new = (load_file(folder / name / "model.safetensors") for name in ("hf", "new"))

@@ -1,4 +1,4 @@
-"""One corpus and one unbroken run that all tests of this folder compare with."""
+"""One corpus and one uninterrupted run, which tests of this folder compare with."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.support.jobs import ROOT, TIMEOUT, Run, prepare, without_launcher
 
 @pytest.fixture(scope="session")
 def run_yaml(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 60 steps on real text."""
+    """Prepare a run of 60 steps on real text; return its config."""
     return prepare(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="session")
 def unbroken(run_yaml: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of that run on two data-parallel ranks under torchrun, never stopped."""
+    """Return the folder of an uninterrupted run on two data-parallel ranks under torchrun."""
     run_dir = tmp_path_factory.mktemp("unbroken") / "run"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     program = ["--nproc-per-node=2", "-m", "megatron_deberta", "pretrain", str(run_yaml)]

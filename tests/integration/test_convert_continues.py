@@ -18,7 +18,7 @@ from tests.support.stock_weights import randomize
 
 @pytest.fixture(scope="module")
 def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model saved by transformers, without a tokenizer."""
+    """Save a model with transformers, without a tokenizer."""
     folder = tmp_path_factory.mktemp("release")
     config = DebertaV2Config(
         vocab_size=600,

@@ -1,4 +1,4 @@
-"""Two jobs started at once on one folder: one trains, the other names it and gives up."""
+"""Two jobs started at once in one folder: one trains, the other is refused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.support.jobs import losses, start
 
 
-def test_one_winner_and_a_loser_that_names_it(run_yaml: Path, tmp_path: Path) -> None:
+def test_second_start_is_refused_with_the_holders_name(run_yaml: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     short = ("precision.engine=plain", "train.eval_every=0", "data.num_workers=0")
     first = start(run_yaml, run_dir, 1, *short)

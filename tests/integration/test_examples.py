@@ -1,4 +1,4 @@
-"""The scripts in examples/ run as shown, each in a process of its own."""
+"""The scripts in examples/ run as documented, each in a new process."""
 
 from __future__ import annotations
 

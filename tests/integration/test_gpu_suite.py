@@ -1,4 +1,4 @@
-"""The whole GPU suite, small and on the CPU: everything but the CUDA kernels themselves."""
+"""The GPU suite with small sizes on the CPU: everything except the CUDA kernels."""
 
 import json
 import subprocess
@@ -18,7 +18,7 @@ def run(folder, *arguments):
 
 
 @pytest.mark.slow
-def test_every_part_runs_and_is_right(tmp_path):
+def test_all_parts_run_and_pass(tmp_path):
     done = run(tmp_path, "--device", "cpu", "--small", "--minutes", "20")
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     for part in PARTS:
@@ -31,7 +31,7 @@ def test_every_part_runs_and_is_right(tmp_path):
             assert "error" not in item, item
 
 
-def test_without_a_gpu_it_says_so(tmp_path):
+def test_missing_gpu_is_reported(tmp_path):
     done = run(tmp_path, "--part", "attention")
     assert done.returncode == 2
     assert "no GPU here" in done.stderr

@@ -1,4 +1,4 @@
-"""``megatron-deberta launch``: a rank is killed and all go on; told to stop, all save."""
+"""``megatron-deberta launch``: restart after the death of a rank; save of all ranks on a signal."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def wait_until(condition: Callable[[], bool], launcher: subprocess.Popen[str]) -
         time.sleep(0.05)
 
 
-def test_a_killed_rank_is_named_and_all_start_again(
+def test_killed_rank_is_named_and_all_ranks_restart(
     run_yaml: Path, unbroken: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
@@ -62,7 +62,7 @@ def test_a_killed_rank_is_named_and_all_start_again(
     assert (first["code"], first["goes_on"], last["goes_on"]) == (1, True, False)
     assert first["step"] >= 7
     assert f"{first['reason']}; starting again" in errors
-    # Rank 0 is on the terminal, the other in its log.
+    # Rank 0 prints to the terminal, the other rank to its log.
     assert "step 1/60 | loss" in output
     assert len(list((run_dir / "logs").glob("*.0/rank_1.log"))) == 1
     ours = losses(run_dir)
@@ -70,7 +70,7 @@ def test_a_killed_rank_is_named_and_all_start_again(
     assert ours == losses(unbroken)[: len(ours)]
 
 
-def test_what_cannot_run_is_refused_at_once(run_yaml: Path, tmp_path: Path) -> None:
+def test_invalid_layout_is_refused_at_once(run_yaml: Path, tmp_path: Path) -> None:
     launch = ["launch", str(run_yaml), f"train.run_dir={tmp_path / 'run'}", "--ranks"]
     assert main([*launch, "0"]) == EXIT_USAGE
     assert main([*launch, "3"]) == EXIT_USAGE

@@ -1,4 +1,4 @@
-"""A run that meets bad data skips it; if that does not help, it goes back; in the end, it ends."""
+"""Bad data is skipped, repeated skips lead to a rollback, and repeated rollbacks end the run."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ GUARDED = (
 
 
 class Killed(BaseException):
-    """As a SIGKILL: nothing may catch it."""
+    """Stands for SIGKILL: nothing may catch it."""
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, samples: range) -> None:
-    """Make the loss of some samples infinite."""
+    """Make the losses of some samples infinite."""
 
     def spoiled(module: Any, batch: Any, *rest: Any) -> Any:
         sums = forward(module, batch, *rest)
@@ -43,7 +43,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, samples: range) -> None:
 
 
 def samples_of(steps: range) -> range:
-    """Samples of these steps, counted from 1."""
+    """Return the samples of these steps, counted from 1."""
     return range((steps.start - 1) * BATCH, (steps.stop - 1) * BATCH)
 
 
@@ -51,7 +51,7 @@ def events(run_dir: Path) -> list[dict[str, Any]]:
     return [record for record in read_metrics(run_dir / FILE_NAME) if record["kind"] == "guard"]
 
 
-def test_one_bad_batch_costs_one_update(
+def test_bad_batch_skips_one_update(
     pretrain: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poison(monkeypatch, samples_of(range(7, 8)))
@@ -67,7 +67,7 @@ def test_one_bad_batch_costs_one_update(
     status = gather(tmp_path / "run")
     assert (status.skipped_updates, status.rollbacks) == (1, 0)
     assert "skipped updates: 1" in describe(status)
-    # Broken right behind the skip, it goes on as if it had not been.
+    # A run interrupted right after the skip resumes identically.
     code, _ = pretrain(*GUARDED, "train.exit_step=7", run_dir="broken")
     assert code == EXIT_DONE
     assert pretrain(*GUARDED, run_dir="broken")[0] == EXIT_DONE
@@ -75,17 +75,17 @@ def test_one_bad_batch_costs_one_update(
     assert_same_checkpoints(tmp_path / "broken", tmp_path / "run", 12)
 
 
-def test_repeated_skips_go_back_and_leave_the_data_out(
+def test_repeated_skips_roll_back_and_exclude_the_data(
     pretrain: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir = tmp_path / "run"
     poison(monkeypatch, samples_of(range(6, 8)))
-    # The checkpoint of step 6 would be of a run in trouble, so the one of step 4 must be there.
+    # The checkpoint of step 6 would be inside the bad range, so step 4 must be kept.
     code, error = pretrain(*GUARDED, "checkpoint.keep_last=1")
     assert code == EXIT_DONE
     assert "rolling back from step 7 to" in error
     assert [(event["step"], event["event"]) for event in events(run_dir)] == [(4, "rollback")]
-    # Steps 5 to 12 use what comes behind step 7.
+    # Steps 5 to 12 use the data after step 7.
     sample_log = read_sample_log(run_dir / "ledger")
     assert list(sample_log) == list(range(1, 13))
     assert sample_log[4] == list(samples_of(range(4, 5)))
@@ -95,7 +95,7 @@ def test_repeated_skips_go_back_and_leave_the_data_out(
     assert (status.skipped_updates, status.rollbacks) == (2, 1)
     assert "rollbacks: 1" in describe(status)
 
-    # Killed before the next checkpoint, it goes on from the same one with the same data left out.
+    # Killed before the next checkpoint, it resumes from the same one with the same data excluded.
     broken = tmp_path / "broken"
     with monkeypatch.context() as patch:
         killed_at(patch, 5)
@@ -108,7 +108,7 @@ def test_repeated_skips_go_back_and_leave_the_data_out(
 
 
 def killed_at(patch: pytest.MonkeyPatch, step: int) -> None:
-    """Die in that step, the first time it comes behind a roll-back."""
+    """Raise in that step, at its first execution after a rollback."""
     original = TrainStep.__call__
 
     def dying(self: TrainStep, done: int, *args: Any) -> Any:
@@ -119,22 +119,22 @@ def killed_at(patch: pytest.MonkeyPatch, step: int) -> None:
     patch.setattr(TrainStep, "__call__", dying)
 
 
-def test_trouble_that_does_not_end_ends_the_run(
+def test_repeated_rollbacks_end_the_run(
     pretrain: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poison(monkeypatch, samples_of(range(6, 100)))
     code, error = pretrain(*GUARDED, "guard.max_rollbacks=2")
     assert code == EXIT_NEVER_REQUEUE
     assert "after 2 rollbacks without progress" in error
-    # Each time it came two steps further in the data, and never beyond step 6.
+    # Each rollback excluded two more steps of data, and no step after 6 was reached.
     assert committed_steps(tmp_path / "run") == [2, 4]
-    # Started again all the same, it ends at once instead of beginning to count anew.
+    # A new start ends at once instead of counting from zero.
     code, error = pretrain(*GUARDED, "guard.max_rollbacks=2")
     assert code == EXIT_NEVER_REQUEUE
     assert error.count("rolling back from step") == 0
 
 
-def test_without_a_checkpoint_from_before_there_is_nowhere_to_go(
+def test_missing_earlier_checkpoint_ends_the_run(
     pretrain: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poison(monkeypatch, samples_of(range(1, 100)))
@@ -143,10 +143,10 @@ def test_without_a_checkpoint_from_before_there_is_nowhere_to_go(
     assert "has no earlier checkpoint to roll back to" in error
 
 
-def test_a_bad_gradient_is_skipped_too(
+def test_nonfinite_gradient_is_skipped(
     pretrain: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loss is fine, its gradient is not."""
+    """The loss is finite, its gradient is not."""
 
     def spoiled(module: Any, batch: Any, *rest: Any) -> Any:
         sums = forward(module, batch, *rest)

@@ -1,4 +1,4 @@
-"""The command started by real launchers, stopped by a scheduler, and failing on one rank only."""
+"""``pretrain`` with real launchers, stop signals, and failures on one rank only."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ TWO_STEPS = ("train.exit_step=2", "train.eval_every=0", "precision.zero_stage=2"
 
 
 def bare_environment(**variables: str) -> dict[str, str]:
-    """This environment without any launcher's variables."""
+    """Return the environment without any launcher's variables."""
     kept = {key: value for key, value in os.environ.items() if not OF_LAUNCHERS.match(key)}
     return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
 
 
 def command(run_yaml: Path, run_dir: Path) -> list[str]:
-    """One rank of a DeepSpeed run of two steps."""
+    """Return the command of one rank of a DeepSpeed run of two steps."""
     program = [sys.executable, "-m", "megatron_deberta", "pretrain", str(run_yaml)]
     return [*program, f"train.run_dir={run_dir}", *TWO_STEPS]
 
 
 def assert_two_ranks_trained(run_dir: Path, unbroken: Path) -> None:
-    """Both ranks took part: each wrote its sample log, and the losses are the whole batch's."""
+    """Assert that each rank wrote its sample log, and that losses are those of the whole batch."""
     assert committed_steps(run_dir) == [2]
     assert len(list((run_dir / "ledger").iterdir())) == 2
     assert losses(run_dir) == pytest.approx(losses(unbroken)[:2], rel=1e-5)
@@ -87,14 +87,14 @@ def test_started_by_srun(run_yaml: Path, unbroken: Path, tmp_path: Path) -> None
     assert_two_ranks_trained(run_dir, unbroken)
 
 
-def test_sigterm_again_and_again_saves_and_asks_to_be_started_again(
+def test_repeated_sigterm_saves_and_requests_a_requeue(
     run_yaml: Path, unbroken: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
     job = start(run_yaml, run_dir, 2)
     job.wait_for_step(3)
     job.ranks[0].send_signal(signal.SIGTERM)
-    # SLURM and the supervisor both tell a rank, which may be about to end by then.
+    # SLURM and the supervisor both send a signal, and the rank may be exiting at that time.
     while any(rank.poll() is None for rank in job.ranks):
         for rank in job.ranks if committed_steps(run_dir) else ():
             rank.send_signal(signal.SIGTERM)
@@ -120,10 +120,10 @@ print(code, signal.getsignal(signal.SIGUSR1).name)
 
 
 @pytest.mark.parametrize(("launched", "left"), [(True, "SIG_IGN"), (False, "SIG_DFL")])
-def test_rank_that_is_done_is_not_killed_while_it_ends(
+def test_finished_rank_is_not_killed_while_exiting(
     run_yaml: Path, tmp_path: Path, launched: bool, left: str
 ) -> None:
-    """Once, SLURM's signal met a run that a stop file was ending, and the run went on for ever."""
+    """Regression: a signal during the exit of a stopped run made the run hang."""
     places = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     rank = {name: str(int("SIZE" in name)) for name in places} if launched else {}
     rank |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"} if launched else {}
@@ -136,9 +136,7 @@ def test_rank_that_is_done_is_not_killed_while_it_ends(
 
 
 @pytest.mark.parametrize("broken", ["metrics", "shard"])
-def test_what_only_rank_0_reads_fails_all_ranks(
-    run_yaml: Path, tmp_path: Path, broken: str
-) -> None:
+def test_failure_of_rank_0_ends_all_ranks(run_yaml: Path, tmp_path: Path, broken: str) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     overrides = ["precision.engine=plain", "train.exit_step=2"]
@@ -155,7 +153,7 @@ def test_what_only_rank_0_reads_fails_all_ranks(
         overrides += ["data.verify_hashes=true", f"data.train=[{shard.with_suffix('')}]"]
         message = "SHA-256"
     job = start(run_yaml, run_dir, 2, *overrides)
-    # Nobody kills the other rank here; its collectives would wait for half an hour.
+    # The other rank is not killed; its collectives would wait for half an hour.
     assert job.wait() == [EXIT_FAILURE] * 2, job.output()
     logs = [(tmp_path / f"run.{rank}.log").read_text() for rank in range(2)]
     assert message in logs[0]

@@ -1,4 +1,4 @@
-"""What cannot be trained is one clear line and the right exit code, and leaves nothing behind."""
+"""Invalid runs print one clear line, exit with the right code and leave no files."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_missing_files(pretrain: Run, tmp_path: Path) -> None:
     assert main(["pretrain", str(tmp_path / "missing.yaml")]) == EXIT_USAGE
 
 
-def test_a_tokenizer_that_is_not_the_shards_own(
+def test_tokenizer_differs_from_that_of_the_shards(
     pretrain: Run, run_yaml: Path, tmp_path: Path
 ) -> None:
     text = run_yaml.parent / "docs.jsonl"
@@ -64,7 +64,7 @@ def test_a_tokenizer_that_is_not_the_shards_own(
     assert "the shard was made with another tokenizer" in error.splitlines()[-1]
 
 
-def test_a_checkpoint_of_another_model_or_run(pretrain: Run, tmp_path: Path) -> None:
+def test_checkpoint_of_another_model_or_run(pretrain: Run, tmp_path: Path) -> None:
     assert pretrain() == (EXIT_DONE, "")
     before = read_metrics(tmp_path / "run" / "metrics.jsonl")
     for override, old in (
@@ -79,14 +79,14 @@ def test_a_checkpoint_of_another_model_or_run(pretrain: Run, tmp_path: Path) -> 
         assert f"{key}={value} but the checkpoint of step 2 was trained with {old}" in error
     assert pretrain("checkpoint.resume=never")[0] == EXIT_USAGE
     assert read_metrics(tmp_path / "run" / "metrics.jsonl") == before
-    # With the flag the rate may change; at its end, the run is only found finished.
+    # With the flag the rate may change; the run itself is already finished.
     changed = ("optimizer.learning_rate=0.001", "--allow-config-change", "train.exit_step=3")
     assert pretrain(*changed) == (EXIT_DONE, "")
     assert committed_steps(tmp_path / "run") == [2, 3]
     assert pretrain(*changed) == (EXIT_DONE, "")
 
 
-def test_a_full_disk_keeps_the_last_checkpoint(
+def test_full_disk_keeps_the_last_checkpoint(
     pretrain: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert pretrain() == (EXIT_DONE, "")
@@ -95,7 +95,7 @@ def test_a_full_disk_keeps_the_last_checkpoint(
     assert code == EXIT_FAILURE
     assert "step_00000004 was not saved" in error
     assert "MiB needed" in error
-    # Trained on through the checkpoint of step 3; the last one has to be written all the same.
+    # The save after step 3 is skipped; the last checkpoint must still be written.
     code, error = pretrain(
         "train.exit_step=4", "checkpoint.save_every=1", "checkpoint.on_failure=continue"
     )
@@ -106,7 +106,7 @@ def test_a_full_disk_keeps_the_last_checkpoint(
     assert left == ["step_00000002"]
 
 
-def test_a_loss_that_is_not_finite_asks_not_to_be_started_again(
+def test_nonfinite_loss_requests_no_restart(
     pretrain: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     strict = "guard.non_finite=stop"
@@ -115,7 +115,7 @@ def test_a_loss_that_is_not_finite_asks_not_to_be_started_again(
         "megatron_deberta.train.step.forward",
         lambda *args: (sums := forward(*args))._replace(loss=sums.loss * math.nan),
     )
-    # The steps would be the same ones whenever it starts.
+    # A restart would repeat the same steps.
     for _ in range(2):
         code, error = pretrain(strict)
         assert code == EXIT_NEVER_REQUEUE
@@ -123,7 +123,7 @@ def test_a_loss_that_is_not_finite_asks_not_to_be_started_again(
     assert committed_steps(tmp_path / "run") == [1]
 
 
-def test_a_new_run_starts_with_the_weights_of_another(pretrain: Run, tmp_path: Path) -> None:
+def test_new_run_starts_from_weights_of_another(pretrain: Run, tmp_path: Path) -> None:
     assert pretrain() == (EXIT_DONE, "")
     load = f"checkpoint.load_from={tmp_path / 'run'}"
     slow = ("optimizer.learning_rate=1e-30", "train.exit_step=1", "train.seed=3")
@@ -138,7 +138,7 @@ def test_a_new_run_starts_with_the_weights_of_another(pretrain: Run, tmp_path: P
     assert "model.num_layers=3 but the model in checkpoint.load_from" in error
 
 
-def test_runs_follow_each_other_in_one_process(
+def test_consecutive_runs_in_one_process(
     pretrain: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("RANK", "LOCAL_RANK"):
@@ -149,7 +149,7 @@ def test_runs_follow_each_other_in_one_process(
     with monkeypatch.context() as patch:
         patch.setattr("megatron_deberta.checkpoint.writer.SPACE_MARGIN", 1e15)
         assert pretrain(*deepspeed, "train.exit_step=3")[0] == EXIT_FAILURE
-    # Set by torch and DeepSpeed when they are imported.
+    # Set by torch and DeepSpeed at import.
     of_libraries = {"PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR"}
     assert {k: v for k, v in os.environ.items() if before.get(k) != v}.keys() <= of_libraries
     assert before.keys() <= os.environ.keys()
@@ -157,7 +157,7 @@ def test_runs_follow_each_other_in_one_process(
     assert committed_steps(tmp_path / "run") == [2, 3]
 
 
-def test_baseline_and_validation_data_may_change_with_a_note(
+def test_baseline_and_validation_data_may_change(
     pretrain: Run, run_yaml: Path, tmp_path: Path
 ) -> None:
     def baselines() -> list[float]:
@@ -179,13 +179,13 @@ def test_baseline_and_validation_data_may_change_with_a_note(
     assert code == EXIT_DONE
     assert "the validation set has changed: unigram loss" in error
     assert len(set(baselines())) == 2
-    # Split off the training data instead, fewer documents would be trained on.
+    # A split of the training data would reduce the number of training documents.
     code, error = pretrain("data.validation=[]", "train.exit_step=5")
     assert code == EXIT_FAILURE
     assert "data.train" in error
 
 
-def test_dry_run_trains_nothing(
+def test_dry_run_does_not_train(
     pretrain: Run, run_yaml: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["parallel.tensor_parallel_size=2", "cluster.nodes=2", "cluster.ranks_per_node=2"]
@@ -198,7 +198,7 @@ def test_dry_run_trains_nothing(
     assert "hidden_size: 32" in text
 
 
-def test_metrics_are_numbers_a_program_can_read(pretrain: Run, tmp_path: Path) -> None:
+def test_metrics_are_valid_json_numbers(pretrain: Run, tmp_path: Path) -> None:
     assert pretrain() == (EXIT_DONE, "")
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]

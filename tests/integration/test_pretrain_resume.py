@@ -1,4 +1,4 @@
-"""Killed, stopped and moved runs continue as if nothing had happened."""
+"""Runs that are killed, stopped or moved to another layout resume bit-identically."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEPS = 60
 BACKGROUND = "checkpoint.asynchronous=true"
 
 
-def test_unbroken_run_learns_and_leaves_what_it_promises(unbroken: Path) -> None:
+def test_uninterrupted_run_learns_and_writes_its_files(unbroken: Path) -> None:
     curve = losses(unbroken)
     assert len(curve) == STEPS
     assert sum(curve[-5:]) / 5 < sum(curve[:5]) / 5 - 0.5
@@ -43,11 +43,11 @@ def test_unbroken_run_learns_and_leaves_what_it_promises(unbroken: Path) -> None
     assert sum("unigram loss" in line for line in lines) == 3
 
 
-def test_killed_and_signalled_run_that_saves_in_the_background_equals_the_unbroken_one(
+def test_killed_and_signalled_run_equals_the_uninterrupted_one(
     run_yaml: Path, unbroken: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    # The place is random on purpose; it is printed with a failure.
+    # The time is random on purpose; it is printed with a failure.
     kill_at, delay = random.randint(1, 30), random.random() * 0.1
     print(f"SIGKILL of rank 1 {delay:.3f} s after step {kill_at}")
     job = start(run_yaml, run_dir, 2, BACKGROUND)
@@ -73,14 +73,14 @@ def test_killed_and_signalled_run_that_saves_in_the_background_equals_the_unbrok
     assert_same_checkpoints(run_dir, unbroken, STEPS)
     ours, theirs = (records(folder, "validation")[STEPS] for folder in (run_dir, unbroken))
     assert ours == theirs
-    # What began in the background was committed later, and told with its cost.
+    # Background saves are committed later and reported with their cost.
     cost = read_metrics(run_dir / FILE_NAME)
     told = [record for record in cost if record["kind"] == "checkpoint"]
     assert told[-1]["checkpoint_step"] == STEPS
     assert all(record["blocked_seconds"] <= record["seconds"] for record in told)
 
 
-def test_tensor_parallel_run_goes_on_data_parallel(
+def test_tensor_parallel_run_resumes_data_parallel(
     run_yaml: Path, unbroken: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
@@ -99,7 +99,7 @@ def test_tensor_parallel_run_goes_on_data_parallel(
     check_sample_log(run_dir / "ledger", 8, STEPS)
 
 
-def test_a_validation_that_a_stop_left_out_is_made_up_for(pretrain: Run, tmp_path: Path) -> None:
+def test_validation_skipped_by_a_stop_runs_after_the_resume(pretrain: Run, tmp_path: Path) -> None:
     often = ("train.eval_every=1", "train.exit_step=3")
     assert pretrain(*often, run_dir="whole")[0] == EXIT_DONE
     run_dir = tmp_path / "run"
@@ -108,14 +108,16 @@ def test_a_validation_that_a_stop_left_out_is_made_up_for(pretrain: Run, tmp_pat
     assert pretrain(*often)[0] == EXIT_DONE
     assert list(records(run_dir)) == [1]
     assert list(records(run_dir, "validation")) == [0]
-    for _ in range(2):  # the second time there is nothing to do
+    for _ in range(2):  # The second start has nothing to do.
         assert pretrain(*often)[0] == EXIT_DONE
         whole = records(tmp_path / "whole", "validation")
         assert list(whole) == [0, 1, 2, 3]
         assert records(run_dir, "validation") == whole
 
 
-def test_damaged_newest_checkpoint_costs_a_few_steps_only(run_yaml: Path, tmp_path: Path) -> None:
+def test_damaged_newest_checkpoint_falls_back_to_the_previous(
+    run_yaml: Path, tmp_path: Path
+) -> None:
     run_dir = tmp_path / "run"
     plain = ("precision.engine=plain", "train.exit_step=9")
     run_to_end(run_yaml, run_dir, 1, *plain)

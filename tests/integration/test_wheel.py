@@ -30,7 +30,7 @@ def run(command: list[str], **options: object) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel of a copy of the sources, so that no earlier build leaks in."""
+    """Build the wheel from a copy of the sources, without files of earlier builds."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     source.mkdir()
@@ -48,10 +48,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Command:
-    """Run a command of a fresh environment, in an empty folder.
+    """Return a function that runs a command of a new environment, in an empty folder.
 
-    The environment sees the dependencies of the present one through a ``.pth`` file. Nested
-    ``.pth`` files are not read, so an editable install of the checkout stays invisible.
+    The environment finds dependencies of the current one with a ``.pth`` file. Nested ``.pth``
+    files are not read, so an editable install of the checkout is not visible.
     """
     folder = tmp_path_factory.mktemp("installed")
     environment, work = folder / "venv", folder / "work"
@@ -72,7 +72,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Command:
     return call
 
 
-def test_the_wheel_holds_the_data_files(wheel: Path) -> None:
+def test_wheel_contains_the_data_files(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     package = "megatron_deberta"
     expected = {f"{package}/{path.relative_to(ROOT)}" for path in ROOT.glob("configs/*/*.yaml")}
@@ -82,7 +82,7 @@ def test_the_wheel_holds_the_data_files(wheel: Path) -> None:
     assert not {name for name in names if name.startswith(("tests/", "benchmarks/", "configs/"))}
 
 
-def test_the_installed_package_is_the_wheel(installed: Command) -> None:
+def test_installed_package_is_the_wheel(installed: Command) -> None:
     where = installed("python", "-c", "import megatron_deberta as m; print(m.__file__)")
     assert "/venv/lib/" in where
     assert str(ROOT) not in where

@@ -31,7 +31,7 @@ SHAPES = {
     "encoder.conv.conv.weight": (4, 4, 3),
     "head.bias": (70,),
 }
-"""Split along 0 or 1, replicated, padded, and small enough that a rank may have no part."""
+"""Split along dimension 0 or 1, replicated, padded, and so small that some ranks have no part."""
 
 SCALARS: dict[str, int | float] = {"adam_step": 7, "loss_scale": 0.1}
 
@@ -46,7 +46,7 @@ def logical_states(seed: int = 0) -> dict[str, dict[str, Tensor]]:
 
 
 def grid_place(rank: int, tp_size: int, dp_size: int) -> ProcessGroups:
-    """Return the groups of a rank that is a thread; see ``on_threads``."""
+    """Return the process groups of a rank that is a thread; see ``on_threads``."""
     return ProcessGroups(
         rank,
         tp_size * dp_size,
@@ -68,7 +68,7 @@ def specs_of(groups: ProcessGroups) -> dict[str, ParameterSpec]:
 
 
 class FakeEngine:
-    """One rank's part of a state, with the engine methods that checkpoints use."""
+    """One rank's part of a state, with the engine methods used by checkpoints."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ def _part(logical: Tensor, spec: ParameterSpec) -> Tensor:
 
 
 def _pad(part: Tensor, spec: ParameterSpec) -> Tensor:
-    """Pad with NaN, which must never reach a file."""
+    """Pad with NaN, which must not be written to a file."""
     padded = torch.full(spec.local_shape, float("nan"))
     padded.narrow(spec.split_dim, 0, spec.length).copy_(part)
     return padded
@@ -138,9 +138,10 @@ def on_threads(
     dp_size: int,
     work: Callable[[ProcessGroups], Any],
 ) -> list[Any]:
-    """Call ``work`` for every rank of a grid; ranks are threads.
+    """Call ``work`` for every rank of a grid, in threads.
 
-    Returns each rank's result, or the exception it raised.
+    Returns:
+        The result or the exception of each rank.
     """
     world_size = tp_size * dp_size
     barrier = threading.Barrier(world_size)

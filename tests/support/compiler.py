@@ -1,4 +1,4 @@
-"""Where torch.compile can run on a CPU."""
+"""Whether torch.compile works on this CPU."""
 
 from __future__ import annotations
 

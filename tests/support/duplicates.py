@@ -1,4 +1,4 @@
-"""Corpora with known duplicates, and short ways to deduplicate them."""
+"""Corpora with known duplicates, and functions to deduplicate them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.support.machine_text import documents
 
 
 def distinct_texts(count: int) -> list[str]:
-    """Texts of 120 real words in random order, so that no two are alike."""
-    # Upper case does not keep every letter (\u00df becomes SS), and copies are to be exact.
+    """Return texts of 120 English words in random order, which are not similar to each other."""
+    # Words whose upper case loses letters (\u00df becomes SS) would make copies inexact.
     words = [word for word in " ".join(documents()).split() if word.upper().lower() == word.lower()]
     return [" ".join(random.Random(number).sample(words, 120)) for number in range(count)]
 
@@ -40,7 +40,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def make_corpus(folder: Path) -> list[str]:
-    """Three files of 240 documents: 40 exact copies, 40 near ones, 20 too far, 140 originals."""
+    """Write three files of 140 originals, 40 exact copies, 40 near copies and 20 distant copies."""
     originals = distinct_texts(140)
     copies = [
         *(text.upper() for text in originals[:40]),
@@ -64,7 +64,7 @@ def run(inputs: list[str], output: Path, **options: Any) -> dict[str, Any]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder."""
+    """Return the content of every file below a folder."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in sorted(folder.rglob("*"))

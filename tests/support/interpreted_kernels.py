@@ -2,7 +2,7 @@
 
     python -m tests.support.interpreted_kernels --output FILE
 
-Runs the cases that the report lacks; one head, minutes per case. Exit code 1 if an output or a
+Runs the cases that are not in the report; one head, minutes per case. Exit code 1 if an output or a
 gradient exceeds the tolerance.
 """
 
@@ -44,11 +44,11 @@ CASES: dict[str, tuple[int, RelativePositions, dict[str, Any]]] = {
         {"q_positions": torch.tensor([[0, 1, 5, 12000, 12000, 12070, -1, 24500, 24527]])},
     ),
 }
-"""Length, positions and options by name; float16, one head of 32, the tiles of a GPU."""
+"""Length, positions and options by name: float16, one head of 32, the tile sizes of a GPU."""
 
 
 def run_case(name: str) -> dict[str, Any]:
-    """Relative errors of a case against float64, and seconds.
+    """Return the relative errors of a case against float64, and its seconds.
 
     Args:
         name: of ``CASES``.
@@ -57,7 +57,7 @@ def run_case(name: str) -> dict[str, Any]:
     at = options.get("q_positions")
     gathered = None if at is None else at.shape[1]
     inputs = random_inputs((1, 1, length, 32), positions, gathered=gathered)
-    # The eager form would need gigabytes; ``chunked`` is held to it by tests of its own.
+    # The reference form would need gigabytes; ``chunked`` is compared with it in other tests.
     oracle = "reference" if length < 4096 else "chunked"
     expected = run_attention(inputs, torch.float64, positions, backend=oracle, **options)
     begin = time.perf_counter()
@@ -68,7 +68,7 @@ def run_case(name: str) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Runs what is missing, reports and judges."""
+    """Run the missing cases and report errors above the tolerance."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--only", default="", help="cases whose name has these words")

@@ -1,8 +1,8 @@
 """Layout matrix: the same run on every layout has the same losses and gradients.
 
-Four gloo ranks, dropout on, fp32, the real model, engine and step; the oracle is one process with
-the reference engine. ``python -m tests.support.layout_matrix --output FILE`` runs all of it
-(``make test-matrix``), skipping what FILE already holds; the test suite runs a slice.
+Four gloo ranks, dropout on, fp32, the real model, engine and step; the reference is one process
+with the reference engine. ``python -m tests.support.layout_matrix --output FILE`` runs the whole
+matrix (``make test-matrix``), skipping layouts in FILE; the test suite runs a selection.
 """
 
 from __future__ import annotations
@@ -91,11 +91,11 @@ PAIRS = [
     Layout(4, 2, False, "none"),
     Layout(4, 3, True, "full"),
 ]
-"""A selection that contains every possible pair of settings (checked by a test)."""
+"""A selection that contains every pair of settings (checked by a test)."""
 
 
 def run_config(layout: Layout | None, segments: bool = False) -> RunConfig:
-    """The run on a layout; None is the oracle. ``segments``: rows are pairs, with their head."""
+    """Return the config of a layout; None: the reference. ``segments``: rows are segment pairs."""
     chosen = layout or Layout(1, 0, False, "none")
     model = replace(MODEL, type_vocab_size=2, next_sentence_head=True) if segments else MODEL
     return RunConfig(
@@ -117,7 +117,7 @@ def run_config(layout: Layout | None, segments: bool = False) -> RunConfig:
 
 
 def micro_batches(step: int, groups: ProcessGroups, segments: bool = False) -> list[Batch]:
-    """This rank's rows of the global batch of a step, some of them padded."""
+    """Return this rank's rows of the global batch of a step, some of them padded."""
     generator = torch.Generator().manual_seed(step)
     ids = torch.randint(4, MODEL.vocab_size, (GLOBAL_BATCH, LENGTH), generator=generator)
     real = torch.full((GLOBAL_BATCH,), LENGTH)
@@ -149,7 +149,7 @@ def micro_batches(step: int, groups: ProcessGroups, segments: bool = False) -> l
 
 
 def moments(engine: Engine, specs: dict[str, ParameterSpec]) -> dict[str, Any]:
-    """First moments and specs: after the first step, the clipped gradient times 1 - beta1."""
+    """Return the first moments and specs: after one step, the clipped gradient times 1 - beta1."""
     return {
         name: (specs[name], specs[name].true_part(state.exp_avg).clone())
         for name, state in engine.gather_states()
@@ -159,8 +159,10 @@ def moments(engine: Engine, specs: dict[str, ParameterSpec]) -> dict[str, Any]:
 def run_layout(
     rank: int, layout: Layout | None, steps: int, segments: bool = False
 ) -> dict[str, Any]:
-    """Losses, gradient norms and moments of one run on this rank."""
-    deepspeed_config.PERSISTENCE_THRESHOLD = 0  # else nothing this small is partitioned
+    """Return losses, gradient norms and moments of one run on this rank."""
+    deepspeed_config.PERSISTENCE_THRESHOLD = (
+        0  # Tensors of this size would not be partitioned otherwise.
+    )
     config = run_config(layout, segments)
     groups = grid(layout.tp_size) if layout else single_process_groups(torch.device("cpu"))
     model = build_rank_model(config, groups)
@@ -175,7 +177,7 @@ def run_layout(
         if result.pairs is not None:
             losses.append(result.pairs.loss)
         norms.append(result.outcome.grad_norm)
-        if step == 0:  # the moments began at zero, so they are this step's gradient alone
+        if step == 0:  # The moments started at zero, so they contain this step's gradient only.
             first = moments(engine, model.specs)
     last = moments(engine, model.specs)
     engine.destroy()
@@ -183,7 +185,7 @@ def run_layout(
 
 
 def assemble(parts: list[tuple[ParameterSpec, Tensor]], tp_size: int) -> Tensor:
-    """The logical tensor from the first ``tp_size`` ranks; replicas must be bit-identical."""
+    """Join the logical tensor of the first ``tp_size`` ranks; replicas must be bit-identical."""
     spec = parts[0][0]
     for index, (_, part) in enumerate(parts):
         twin = parts[index % tp_size][1] if spec.dim is not None else parts[0][1]
@@ -194,12 +196,12 @@ def assemble(parts: list[tuple[ParameterSpec, Tensor]], tp_size: int) -> Tensor:
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Relative Frobenius error."""
+    """Return the relative Frobenius error."""
     return float((actual - expected).norm() / expected.norm().clamp_min(1e-30))
 
 
 def compare(layout: Layout, ranks: list[dict[str, Any]], oracle: dict[str, Any]) -> dict[str, Any]:
-    """Worst deviations of a layout from the oracle."""
+    """Return the largest deviations of a layout from the reference."""
     worst_loss = max(
         abs(a - b) / abs(b)
         for rank in ranks
@@ -226,7 +228,7 @@ def compare(layout: Layout, ranks: list[dict[str, Any]], oracle: dict[str, Any])
 
 
 def run_all(layouts: list[Layout], output: Path) -> bool:
-    """Run layouts that ``output`` lacks; True if all of them agree with the oracle."""
+    """Run layouts that are not in ``output``; return whether all agree with the reference."""
     done = json.loads(output.read_text())["results"] if output.exists() else []
     oracle = run_layout(0, None, STEPS)
     with RankPool(4) as pool:
@@ -244,7 +246,7 @@ def run_all(layouts: list[Layout], output: Path) -> bool:
 
 
 def write(output: Path, rows: list[dict[str, Any]]) -> None:
-    """Replace the result file."""
+    """Write the result file."""
     revision = subprocess.run(
         ["git", "describe", "--always", "--dirty"], capture_output=True, text=True
     ).stdout.strip()

@@ -1,4 +1,4 @@
-"""English text that every machine with Python has, and lines made to break tokenizers."""
+"""English text from Python's documentation, and lines that are difficult to tokenize."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def documents() -> list[str]:
 
 
 def real_lines(count: int) -> list[str]:
-    """Return that many non-empty lines of the documents, repeated where they run out."""
+    """Return a number of non-empty lines of the documents, repeated if necessary."""
     lines = [line for text in documents() for line in text.split("\n") if line.strip()]
     return [lines[index % len(lines)] for index in range(count)]
 
 
 def hostile_lines(count: int) -> list[str]:
-    """Return random concatenations of hostile pieces, the same ones each time."""
+    """Return random concatenations of difficult strings, the same ones each time."""
     generator = random.Random(0)
     lines = [*HOSTILE_PIECES, *(f"a{piece}b {piece} c" for piece in HOSTILE_PIECES), ""]
     while len(lines) < count:

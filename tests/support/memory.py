@@ -1,4 +1,4 @@
-"""The largest tensor that torch operations return."""
+"""Measures the largest tensor that torch operations return."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class LargestTensor(TorchDispatchMode):
-    """Records the most elements any operation gives back."""
+    """Records the largest number of elements that an operation returns."""
 
     def __init__(self) -> None:
         super().__init__()

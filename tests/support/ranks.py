@@ -1,9 +1,9 @@
-"""Real gloo ranks for tests: persistent processes that run test functions together.
+"""Gloo ranks for tests: persistent processes that run test functions together.
 
-Starting torch costs seconds a process, so tests share pools (fixtures ``two_ranks`` and
-``four_ranks`` of ``tests/distributed/conftest.py``) and ``run_ranks`` is for what needs processes
-of its own. A function that ranks run is importable (module level), takes the rank first, and
-returns anything that pickles; here, unlike in the package, both ends are ours.
+Starting torch takes seconds per process, so tests share pools (fixtures ``two_ranks`` and
+``four_ranks`` of ``tests/distributed/conftest.py``); ``run_ranks`` starts new processes. A function
+for ranks is importable (module level), takes the rank as its first argument, and returns an object
+that can be pickled.
 
     def summed(rank: int, start: int) -> float: ...
 
@@ -35,24 +35,23 @@ from megatron_deberta.distributed.topology import ProcessGroups, build_grid, shu
 from tests.support.jobs import RANK_IMPORTS
 
 DEFAULT_TIMEOUT = 120.0
-"""Seconds a function may take on all ranks."""
+"""Maximum seconds of a function on all ranks."""
 _GRACE_SECONDS = 1.0
-"""Seconds for the other ranks to report their failures."""
+"""Seconds to wait for the failures of other ranks."""
 
 
 class RankError(AssertionError):
-    """A rank raised, died or did not answer; the message holds each rank's traceback."""
+    """A rank raised, died or did not respond; the message contains each rank's traceback."""
 
 
 class RankPool:
     """Processes of one gloo world that run functions one after another.
 
-    A failure leaves the ranks at different places, so it ends them all; the next call starts
-    others.
+    After a failure all processes are killed; the next call starts new ones.
 
     Args:
         world_size: number of processes.
-        start_distributed: start ``torch.distributed`` in them; False leaves it to the functions.
+        start_distributed: start ``torch.distributed``; False leaves this to the functions.
     """
 
     def __init__(self, world_size: int, *, start_distributed: bool = True) -> None:
@@ -75,7 +74,7 @@ class RankPool:
 
     @property
     def process_ids(self) -> list[int]:
-        """Process ids by rank; empty before the first ``run``."""
+        """Return process ids by rank; empty before the first ``run``."""
         return [process.pid or 0 for process in self._processes]
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float | None = None) -> Any:
@@ -114,7 +113,7 @@ class RankPool:
         return [results[rank] for rank in range(self.world_size)]
 
     def close(self) -> None:
-        """End the processes in order; kill what does not end."""
+        """Stop the processes in order; kill those that do not end."""
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
@@ -126,12 +125,12 @@ class RankPool:
         context.set_forkserver_preload([*RANK_IMPORTS, __name__])
         self._folder = tempfile.mkdtemp(prefix="ranks-")
         before = os.environ.get("OMP_NUM_THREADS")
-        os.environ["OMP_NUM_THREADS"] = "1"  # read when the child imports torch
+        os.environ["OMP_NUM_THREADS"] = "1"  # Read when the child process imports torch.
         try:
             for rank in range(self.world_size):
                 ours, theirs = context.Pipe()
                 store = os.path.join(self._folder, "store") if self._start_distributed else ""
-                # Not daemonic: a test's data loader must be able to start workers of its own.
+                # Not daemonic, so that data loaders can start worker processes.
                 process = context.Process(
                     target=_serve, args=(theirs, rank, self.world_size, store), daemon=False
                 )
@@ -154,7 +153,7 @@ class RankPool:
         return answer
 
     def _abort(self, failures: dict[int, str], ranks: list[int]) -> None:
-        """Give up on silent ranks; where they are the only failure, have them show their stacks."""
+        """Kill ranks that do not respond; if there is no other failure, dump their stacks first."""
         silent = not failures
         for rank in ranks:
             failures[rank] = "gave no answer in time"
@@ -183,20 +182,20 @@ def run_ranks(
     timeout: float | None = None,
     start_distributed: bool = True,
 ) -> Any:
-    """Call ``function(rank, *args)`` on processes started for it alone; see ``RankPool.run``."""
+    """Call ``function(rank, *args)`` on new processes; see ``RankPool.run``."""
     with RankPool(world_size, start_distributed=start_distributed) as pool:
         return pool.run(function, *args, timeout=timeout)
 
 
 @functools.cache
 def grid(tp_size: int) -> ProcessGroups:
-    """The rank grid of this rank's world, built once a process; collective at first use."""
+    """Return this rank's grid, built once per process; the first call is collective."""
     return build_grid(tp_size, torch.device("cpu"), datetime.timedelta(seconds=DEFAULT_TIMEOUT))
 
 
 def _serve(pipe: Connection, rank: int, world_size: int, store: str) -> None:
     """Main function of a rank: run tasks until the pipe closes."""
-    faulthandler.enable()  # SIGABRT shows the stack
+    faulthandler.enable()  # SIGABRT prints the stack.
     torch.set_num_threads(1)
     try:
         if store:
@@ -223,5 +222,5 @@ def _perform(task: bytes, rank: int) -> bytes:
         function, args = pickle.loads(task)
         return pickle.dumps((True, function(rank, *args)))
     except BaseException:
-        # Tests may raise anything, and pytest.fail is no Exception.
+        # Tests may raise any exception, and ``pytest.fail`` raises no subclass of Exception.
         return pickle.dumps((False, traceback.format_exc()))

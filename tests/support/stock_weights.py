@@ -1,4 +1,4 @@
-"""Copy weights of stock transformers models into ours, independently of the export code."""
+"""Copy weights of transformers' models to this project's, independently of the export code."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _STOCK = (
 
 
 def stock_name(name: str) -> str | None:
-    """Return a parameter's name in ``DebertaV2ForMaskedLM``; None if it has none."""
+    """Return a parameter's name in ``DebertaV2ForMaskedLM``, or None."""
     for pattern, replacement in _STOCK:
         if re.match(pattern, name):
             return re.sub(pattern, replacement, name)
@@ -50,7 +50,7 @@ def copy_from_stock(ours: nn.Module, stock: nn.Module) -> None:
         for name, parameter in ours.named_parameters():
             other = theirs.get(stock_name(name) or "")
             if other is not None:
-                # A sharded vocabulary has padding rows at its end.
+                # A sharded vocabulary is padded at its end.
                 parameter[: len(other)] = other
 
 
@@ -71,7 +71,7 @@ def gradients_by_stock_name(ours: nn.Module) -> dict[str, Tensor]:
 
 
 def stock_config(config: ModelConfig) -> DebertaV2Config:
-    """Return the stock configuration of the same encoder."""
+    """Return transformers' configuration of the same encoder."""
     terms = [t for t in ("c2p", "p2c") if t in config.position_terms]
     return DebertaV2Config(
         vocab_size=config.vocab_size,

@@ -33,11 +33,11 @@ V2 = ModelConfig(
     max_relative_positions=32,
     position_buckets=8,
 )
-"""Like v2 and v3: log buckets, shared projections, LayerNorm on the table."""
+"""Like v2 and v3: log buckets, shared projections, LayerNorm on the position table."""
 
 
 def sentencepiece_model(lines: Iterable[str], **options: Any) -> bytes:
-    """Train a SentencePiece model with the release's special tokens."""
+    """Train a SentencePiece model with the special tokens of the released models."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(lines),
@@ -74,5 +74,5 @@ def random_weights(config: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
 
 
 def reader(weights: dict[str, Tensor]) -> Callable[[str], Tensor]:
-    """Return the function from name to tensor that export takes."""
+    """Return the function from name to tensor that export expects."""
     return lambda name: weights[name]

@@ -1,4 +1,4 @@
-"""Every tolerance of the test suite. Changing one needs a line in CHANGELOG.md."""
+"""All tolerances of the test suite. Changing one needs a line in CHANGELOG.md."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = [
     "OPERATOR",
 ]
 FP64 = {"rtol": 1e-9, "atol": 1e-11}
-"""Same mathematics in another order, float64."""
+"""Same computation in another order, float64."""
 FP32_MODULE = {"rtol": 1e-5, "atol": 1e-5}
-"""One module against another implementation, float32."""
+"""A module compared with another implementation, float32."""
 LAYOUT_LOSS = 1e-5
 """Relative difference of any loss of the same run on two layouts, fp32, 20 steps."""
 LAYOUT_GRADIENT = 1e-4

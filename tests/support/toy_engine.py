@@ -1,7 +1,7 @@
-"""A tiny tensor-parallel model and a run of it, for tests of the engines.
+"""A tiny tensor-parallel model and its training loop, for tests of the engines.
 
 Two blocks, LayerNorms, a tied embedding and an odd width, so that partitions need padding. The
-weights of every layout are slices of the same logical ones, and so is the data.
+weights and data of every layout are slices of the same logical ones.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def start(config: RunConfig, groups: ProcessGroups) -> Engine:
 
 
 def micro_batch(step: int, index: int, groups: ProcessGroups) -> Tensor:
-    """Ids [B, 5] of one micro batch; the global batch of a step does not depend on the layout."""
+    """Return ids [B, 5] of one micro batch; the global batch is the same on all layouts."""
     generator = torch.Generator().manual_seed(100 + step)
     rows = torch.randint(
         0, VOCAB, (MICRO_BATCH * MICRO_BATCHES * groups.dp_size, 5), generator=generator
@@ -156,7 +156,7 @@ def train(
     steps: range,
     loss_factors: Mapping[int, float] | None = None,
 ) -> list[tuple[StepOutcome, float]]:
-    """Run steps; returns what each did and this rank's last loss."""
+    """Run steps; return the outcome of each and this rank's last loss."""
     history = []
     for step in steps:
         factor = (loss_factors or {}).get(step, 1.0) / MICRO_BATCHES
@@ -175,7 +175,7 @@ def states(engine: Engine) -> dict[str, ParameterState]:
 def assert_same_states(
     ours: dict[str, ParameterState], theirs: dict[str, ParameterState], **tolerance: float
 ) -> None:
-    """Compare every tensor of two states; bit for bit without a tolerance."""
+    """Compare all tensors of two states, bit by bit unless a tolerance is given."""
     assert list(ours) == list(theirs)
     for name in ours:
         for field in ("weight", "exp_avg", "exp_avg_sq"):

@@ -1,6 +1,7 @@
 """Supervisors with processes as ranks, without torch.
 
-A rank's ``barrier`` lies in a folder ``torch/distributed``, as what ranks wait in does.
+The ranks' ``barrier`` is in a folder ``torch/distributed``, like the functions that real ranks wait
+in.
 """
 
 from __future__ import annotations
@@ -90,14 +91,14 @@ with Heartbeat.of_this_rank(rank) as heartbeat:
 
 
 class WatchedRanks:
-    """Nodes of ranks and what they do.
+    """Nodes of ranks and their program.
 
     Args:
-        folder: an empty one.
-        nodes: supervisors.
-        ranks_per_node: of each.
-        limit: time-out of every section but start-up, in seconds.
-        exit_wait: seconds that ranks may outlive the first that ends.
+        folder: an empty folder.
+        nodes: number of supervisors.
+        ranks_per_node: ranks of each.
+        limit: time-out in seconds of every section except start-up.
+        exit_wait: seconds that ranks may run after the first exit.
         plan: ``steps``; and ``rank``, ``place``, ``step``, ``how`` of a fault.
     """
 
@@ -127,7 +128,7 @@ class WatchedRanks:
         self.supervisors: list[subprocess.Popen[str]] = []
 
     def start(self) -> None:
-        """Start a supervisor a node, as srun does."""
+        """Start one supervisor per node, like srun."""
         command = [sys.executable, "-m", "megatron_deberta.cluster.watchdog.supervisor"]
         for node in range(self.nodes):
             environment = {
@@ -142,7 +143,7 @@ class WatchedRanks:
             )  # fmt: skip
 
     def end(self) -> list[int]:
-        """Exit codes by node; their logs are in ``logs``."""
+        """Return exit codes by node; logs are in ``logs``."""
         self.logs = [process.communicate(timeout=60)[1] for process in self.supervisors]
         self.ended = time.time()
         return [process.returncode for process in self.supervisors]
@@ -153,19 +154,19 @@ class WatchedRanks:
         return self.end()
 
     def diagnosis(self) -> Diagnosis | None:
-        """What the supervisors found out."""
+        """Return the supervisors' diagnosis."""
         return ReportStore(self.run_dir, LINK).diagnose(self.nodes)
 
     def seconds_since_fault(self) -> float:
-        """From the fault to the end of the supervisors."""
+        """Return the seconds from the fault to the end of the supervisors."""
         return self.ended - float((self.folder / "fault").read_text())
 
     def log(self, rank: int) -> str:
-        """What a rank has printed."""
+        """Return the output of a rank."""
         return (self.run_dir / "logs" / LINK / f"rank_{rank}.log").read_text()
 
     def processes(self) -> list[int]:
-        """Ranks that live."""
+        """Return the ranks that are running."""
         mine, found = str(self.folder / "rank.py").encode(), []
         for path in Path("/proc").glob("[0-9]*/cmdline"):
             try:

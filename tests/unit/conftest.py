@@ -1,4 +1,4 @@
-"""A tokenizer that tests of several folders use."""
+"""A tokenizer shared by tests of several folders."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support.machine_text import documents
 
 @pytest.fixture(scope="session")
 def bpe_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """SentencePiece's byte pairs, bytes for unknown characters, normalized as the release's."""
+    """Train a SentencePiece BPE with byte fallback and the normalization of the released models."""
     path = str(tmp_path_factory.mktemp("tokenizers") / "bpe")
     train_sentencepiece(documents(), path, vocab_size=2000, model_type="bpe")
     return path

@@ -1,4 +1,4 @@
-"""What has a final name is whole, readable by those the umask lets read, and never lost."""
+"""Atomic writes: files are complete, have the right mode and replace old ones at the end."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_digest_of_more_than_one_block(tmp_path: Path) -> None:
 def test_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a"
     write_atomically(path, b"old")
-    # A process of the same number was killed before.
+    # Left by a killed process with the same process id.
     temporary_name(path).write_bytes(b"x")
     write_atomically(path, b"new")
 
@@ -65,7 +65,7 @@ def test_folder_follows_the_umask(tmp_path: Path, umask: int) -> None:
     assert mode_of(out / "sub" / "a") == 0o666 & ~umask
 
 
-def test_file_takes_the_mode_of_its_folder(tmp_path: Path, umask: int) -> None:
+def test_file_mode_is_that_of_its_folder(tmp_path: Path, umask: int) -> None:
     (tmp_path / "sub").mkdir()
     path = tmp_path / "sub" / "a"
     path.touch(0o600)
@@ -73,7 +73,7 @@ def test_file_takes_the_mode_of_its_folder(tmp_path: Path, umask: int) -> None:
     assert mode_of(path) == 0o666 & ~umask
 
 
-def test_folder_in_use_is_kept(tmp_path: Path) -> None:
+def test_existing_folder_is_kept(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     with published_folder(out) as folder:

@@ -1,4 +1,4 @@
-"""Walks the package's syntax and holds what ``docs/architecture.md`` promises about it."""
+"""The imports of the package follow the rules of ``docs/architecture.md``."""
 
 import ast
 from collections.abc import Iterator
@@ -43,7 +43,7 @@ def arrows() -> dict[str, set[str]]:
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
-    """Every module that a tree imports, wherever the statement stands."""
+    """Yield all modules that a syntax tree imports, at any level."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -55,7 +55,7 @@ def imports(tree: ast.AST) -> Iterator[str]:
 
 
 def dotted(node: ast.AST) -> str:
-    """``torch.load`` for the expression of that text; empty for anything but names and dots."""
+    """Return the dotted name of an expression, such as ``torch.load``; empty for others."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):
@@ -64,14 +64,14 @@ def dotted(node: ast.AST) -> str:
     return ""
 
 
-def room(module: str, rooms: set[str]) -> str:
+def row_of(module: str, rooms: set[str]) -> str:
     """Return the row of the table that a module, without the package's name, belongs to."""
     parts = module.split(".")
     nested = "/".join(parts[:2])
     return nested if nested in rooms else parts[0]
 
 
-def test_the_table_names_every_folder() -> None:
+def test_table_lists_every_folder() -> None:
     table = arrows()
     folders = {path.parent.name for path in FILES if path.parent.parent == PACKAGE}
     assert folders - {"config"} == {name for name in table if "/" not in name}
@@ -88,7 +88,7 @@ def test_imports_follow_the_arrows(path: Path) -> None:
         return
     table = arrows()
     rooms = set(table)
-    here = room(".".join(relative.with_suffix("").parts), rooms)
+    here = row_of(".".join(relative.with_suffix("").parts), rooms)
     allowed = {*table.get(here, set()), here, "config", *SINGLE_MODULES}
     if allowed >= EVERYTHING:
         return
@@ -96,12 +96,12 @@ def test_imports_follow_the_arrows(path: Path) -> None:
         allowed = {"config", "errors", "files"}
     for module in imports(parse(path)):
         if module.startswith("megatron_deberta."):
-            there = room(module.removeprefix("megatron_deberta."), rooms)
+            there = row_of(module.removeprefix("megatron_deberta."), rooms)
             assert there in allowed, f"{relative} imports {module}; {here}/ may: {sorted(allowed)}"
 
 
 @pytest.mark.parametrize("path", FILES, ids=IDS)
-def test_model_and_operator_know_no_ranks(path: Path) -> None:
+def test_model_and_operator_do_not_import_distributed(path: Path) -> None:
     if path.relative_to(PACKAGE).parts[0] not in {"model", "ops", "objectives"}:
         return
     tree = parse(path)
@@ -131,7 +131,7 @@ def test_no_module_level_state(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=IDS)
-def test_rooms_are_small(path: Path) -> None:
+def test_folders_files_and_functions_are_small(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert path.stem not in {"utils", "helpers", "common"}
     assert text.count("\n") <= 500, f"{path.name} has {text.count(chr(10))} lines"
@@ -140,9 +140,9 @@ def test_rooms_are_small(path: Path) -> None:
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             assert node.end_lineno is not None
-            # A contract may be as long as it needs to be.
+            # Docstrings are not counted.
             first = node.body[1 if ast.get_docstring(node) and len(node.body) > 1 else 0]
             lines = node.end_lineno - first.lineno + 1
-            # A kernel's phases share a dozen tiles and pointers, which a cut would pass along.
+            # Helpers of a kernel would need many tiles and pointers as arguments.
             most = 100 if "jit" in {dotted(d).split(".")[-1] for d in node.decorator_list} else 60
             assert lines <= most, f"{path.name}:{node.lineno}: {node.name} has {lines} lines"

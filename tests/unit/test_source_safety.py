@@ -1,7 +1,7 @@
-"""Walks every Python file of the project and refuses calls that can run data as code.
+"""No Python file of the project calls functions that can execute data as code.
 
-What is allowed all the same stands in ``ALLOWED`` with its reason; an entry that no code needs any
-more fails, too. SECURITY.md says what these rules protect.
+Exceptions are listed in ``ALLOWED`` with a reason; an unused exception fails, too. SECURITY.md
+describes what these rules protect.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ CALLS = {
     "yaml.unsafe_load_all", "yaml.full_load_all", "tempfile.mktemp", "shutil.unpack_archive",
 }  # fmt: skip
 METHODS = {
-    # DeepSpeed's checkpoints are pickles; members of archives are streamed, never unpacked.
+    # DeepSpeed's checkpoints are pickles; members of archives are streamed, never extracted.
     "save_checkpoint", "load_checkpoint", "extractall",
-    # These pickle.
+    # These functions use pickle.
     "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list",
     "send_object_list", "recv_object_list",
 }  # fmt: skip
@@ -49,7 +49,7 @@ ALLOWED = {
         "runs the modeling file that the export has just written from this package"
     ),
 }
-"""File and call -> why it may stand there."""
+"""File and call -> reason."""
 ALLOWED_IN_TESTS = {
     ("tests/parity/test_export.py", "trust_remote_code=True"): "runs what it has just exported",
     ("tests/parity/test_import.py", "torch.save"): "makes a pickled release to import",
@@ -61,7 +61,7 @@ ALLOWED_IN_TESTS = {
 
 
 def names_of(tree: ast.AST) -> dict[str, str]:
-    """What each imported name stands for: ``np`` -> ``numpy``, ``load`` -> ``torch.load``."""
+    """Map imported names to their origin: ``np`` -> ``numpy``, ``load`` -> ``torch.load``."""
     names: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -88,7 +88,7 @@ def is_constant(node: ast.AST | None, value: object) -> bool:
 
 
 def dangers(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Line and name of everything that is refused."""
+    """Return line and name of every forbidden call."""
     names = names_of(tree)
     for node in ast.walk(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -102,7 +102,7 @@ def dangers(tree: ast.AST) -> Iterator[tuple[int, str]]:
             "torch.load",
             "torch.save",
         ):
-            # Also where it is only handed on.
+            # Also as an argument.
             yield node.lineno, dotted(node, names)
         if isinstance(node, ast.Call):
             yield from dangerous_call(node, names)
@@ -127,7 +127,7 @@ def dangerous_call(node: ast.Call, names: dict[str, str]) -> Iterator[tuple[int,
 
 
 @pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(ROOT)) for path in FILES])
-def test_nothing_that_executes_data(path: Path) -> None:
+def test_no_call_executes_data(path: Path) -> None:
     relative = path.relative_to(ROOT).as_posix()
     allowed = {call for file, call in {**ALLOWED, **ALLOWED_IN_TESTS} if file == relative}
     for line, name in dangers(ast.parse(path.read_text(encoding="utf-8"))):
@@ -135,7 +135,7 @@ def test_nothing_that_executes_data(path: Path) -> None:
 
 
 @pytest.mark.parametrize(("file", "call"), [*ALLOWED, *ALLOWED_IN_TESTS])
-def test_every_exception_is_still_needed(file: str, call: str) -> None:
+def test_every_exception_is_needed(file: str, call: str) -> None:
     tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
     assert call in {name for _, name in dangers(tree)}, "take it out of the list"
 
@@ -162,11 +162,11 @@ def test_every_exception_is_still_needed(file: str, call: str) -> None:
         "AutoModel.from_pretrained(name, trust_remote_code=True)",
     ],
 )
-def test_the_rules_see_it(text: str) -> None:
+def test_rules_detect_dangerous_calls(text: str) -> None:
     assert list(dangers(ast.parse(text)))
 
 
-def test_the_rules_let_the_rest_pass() -> None:
+def test_rules_allow_other_calls() -> None:
     harmless = (
         "import numpy as np\nimport re, subprocess, torch\nnp.load(path, allow_pickle=False)\n"
         "model.eval()\nre.compile('x')\nsubprocess.run([program, text], check=True)\n"
@@ -175,7 +175,7 @@ def test_the_rules_let_the_rest_pass() -> None:
     assert not list(dangers(ast.parse(harmless)))
 
 
-def test_shell_scripts_run_no_text() -> None:
+def test_shell_scripts_do_not_evaluate_text() -> None:
     for path in [*ROOT.glob("launch/*.sh"), *ROOT.glob("launch/*.sbatch"), ROOT / "tests/run.sh"]:
         words = path.read_text(encoding="utf-8").split()
         assert "eval" not in words, path

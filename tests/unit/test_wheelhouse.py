@@ -1,4 +1,4 @@
-"""The offline bundle, made from wheels that this test makes, without any network."""
+"""The offline bundle, made from wheels that this test builds, without network access."""
 
 import os
 import subprocess
@@ -23,7 +23,7 @@ def make_wheel(folder, name, version, tag="py3-none-any", needs=()):
 
 
 def make_source(folder, name, version):
-    """A package without a wheel, as DeepSpeed is."""
+    """Make a package without a wheel, like DeepSpeed."""
     source = folder / f"{name}-{version}"
     source.mkdir()
     (source / "setup.py").write_text(
@@ -34,9 +34,9 @@ def make_source(folder, name, version):
 
 
 @pytest.fixture(scope="module")
-def shop(tmp_path_factory):
-    """What there is to be had."""
-    folder = tmp_path_factory.mktemp("shop")
+def index(tmp_path_factory):
+    """Make the available packages."""
+    folder = tmp_path_factory.mktemp("index")
     make_wheel(folder, "alpha", "1.0", needs=["beta>=2", "torch>=2.0"])
     for version, minor in (("cp310", 17), ("cp312", 17), ("cp312", 39)):
         make_wheel(folder, "beta", f"2.{minor}", f"{version}-{version}-manylinux_2_{minor}_x86_64")
@@ -47,12 +47,12 @@ def shop(tmp_path_factory):
     return folder
 
 
-def wheelhouse(shop, output, lines, *options):
+def wheelhouse(index, output, lines, *options):
     requirements = output.parent / f"{output.name}.txt"
     requirements.write_text("\n".join(lines) + "\n")
     environment = {
         **os.environ, "PYTHON": sys.executable, "PIP_CONFIG_FILE": os.devnull,
-        "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(shop),
+        "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(index),
     }  # fmt: skip
     command = [str(ROOT / "launch" / "wheelhouse.sh"), "--output", str(output)]
     command += ["--requirements", str(requirements), *options]
@@ -66,11 +66,11 @@ def wheels(output):
 LINES = ["alpha==1.0", "# said", "gamma", 'old==1.0; python_version < "3.12"']
 
 
-def test_it_brings_what_the_target_needs_and_no_torch(shop, tmp_path):
-    done = wheelhouse(shop, tmp_path / "a", LINES, "--python", "3.12")
+def test_bundle_contains_wheels_for_the_target_but_not_torch(index, tmp_path):
+    done = wheelhouse(index, tmp_path / "a", LINES, "--python", "3.12")
     assert done.returncode == 0, done.stderr
     assert wheels(tmp_path / "a") == ["alpha", "beta", "gamma"]
-    # Neither the one for another Python nor the one for a newer system.
+    # Neither for another Python version nor for a newer system.
     assert (tmp_path / "a" / "beta-2.17-cp312-cp312-manylinux_2_17_x86_64.whl").exists()
     pins = (tmp_path / "a" / "requirements.txt").read_text().split()
     assert pins == ["alpha==1.0", "beta==2.17", "gamma==3.0"]
@@ -79,22 +79,22 @@ def test_it_brings_what_the_target_needs_and_no_torch(shop, tmp_path):
     assert not list(tmp_path.glob("*.tmp"))
 
 
-def test_conditions_are_judged_for_the_target(shop, tmp_path):
-    done = wheelhouse(shop, tmp_path / "a", LINES, "--python", "3.10")
+def test_markers_are_evaluated_for_the_target(index, tmp_path):
+    done = wheelhouse(index, tmp_path / "a", LINES, "--python", "3.10")
     assert done.returncode == 0, done.stderr
     assert wheels(tmp_path / "a") == ["alpha", "beta", "gamma", "old"]
 
 
-def test_torch_of_a_certain_build(shop, tmp_path):
+def test_torch_build_is_chosen(index, tmp_path):
     options = ["--python", "3.12", "--torch", "torch==2.13.0+cu126"]
-    done = wheelhouse(shop, tmp_path / "a", LINES, *options)
+    done = wheelhouse(index, tmp_path / "a", LINES, *options)
     assert done.returncode == 0, done.stderr
     assert "torch==2.13.0+cu126" in (tmp_path / "a" / "requirements.txt").read_text()
 
 
-def test_only_some(shop, tmp_path):
+def test_subset_of_packages(index, tmp_path):
     options = ["--python", "3.12", "--only", "Beta,gamma"]
-    done = wheelhouse(shop, tmp_path / "a", LINES, *options)
+    done = wheelhouse(index, tmp_path / "a", LINES, *options)
     assert done.returncode == 0, done.stderr
     assert wheels(tmp_path / "a") == ["beta", "gamma"]
 
@@ -112,16 +112,16 @@ def test_only_some(shop, tmp_path):
         (["alpha"], ["--fast", "yes"], 2, "unknown option '--fast'"),
     ],
 )
-def test_refusals(shop, tmp_path, lines, options, code, words):
-    done = wheelhouse(shop, tmp_path / "a", lines, "--python", "3.12", *options)
+def test_refusals(index, tmp_path, lines, options, code, words):
+    done = wheelhouse(index, tmp_path / "a", lines, "--python", "3.12", *options)
     assert done.returncode == code, done.stderr
     assert words in done.stderr
     assert not (tmp_path / "a").exists()
     assert not list(tmp_path.glob("*.tmp"))
 
 
-def test_an_output_that_is_there_is_left_alone(shop, tmp_path):
+def test_existing_output_is_not_changed(index, tmp_path):
     (tmp_path / "a").mkdir()
-    done = wheelhouse(shop, tmp_path / "a", LINES)
+    done = wheelhouse(index, tmp_path / "a", LINES)
     assert done.returncode == 1
     assert "exists; name a new folder" in done.stderr

@@ -19,15 +19,15 @@ CASE = Case(2, 2, 40)
 PADDED = Case(2, 2, 40, 0.1, padding=True)
 
 
-def test_flops_are_those_of_the_published_formula():
-    # 40 tokens reach 79 distances, each a slot of its own: 4 L^2 D + 4 L R D a row and head.
+def test_flops_follow_the_published_formula():
+    # 40 tokens have 79 distances, each with its own slot: 4 L^2 D + 4 L R D per row and head.
     rows_and_heads = 2 * 2
     assert flops(CASE) == (
         rows_and_heads * (4 * 40 * 40 * 64 + 4 * 40 * 79 * 64),
         rows_and_heads * (10 * 40 * 40 * 64 + 12 * 40 * 79 * 64),
     )
     long = Case(1, 1, 4096)
-    # Log buckets: all 512 slots but the one that no distance below 512 x log base reaches.
+    # Log buckets: all 512 slots except the one that no distance below 512 x log base uses.
     assert flops(long)[0] == pytest.approx(4 * 4096 * 64 * (4096 + 512), rel=1e-3)
 
 
@@ -39,12 +39,12 @@ def test_padding_leaves_rows_between_half_and_whole():
 
 @pytest.mark.parametrize("case", [CASE, Case(2, 2, 40, padding=True)], ids=lambda c: c.name)
 @pytest.mark.parametrize("name", [EAGER, "SDPA with bias", "chunked"])
-def test_variants_compute_the_same(case, name):
+def test_variants_agree(case, name):
     found = errors(CPU_VARIANTS[name], case, expected_tensors(case, 1))
     assert max(found.values()) < 1e-5
 
 
-def test_the_mask_decoders_queries_are_timed_beside_all():
+def test_masked_queries_are_timed():
     at = attention.masked_positions(CASE)
     assert at.shape == (2, 6)
     assert (at.diff() > 0).all()
@@ -56,7 +56,7 @@ def test_the_mask_decoders_queries_are_timed_beside_all():
     assert Comparison(CASE, {"chunked": CPU_VARIANTS["chunked"]}).gathered() == {}
 
 
-def test_dropout_is_compared_where_it_is_exact_and_seen_where_it_is_not():
+def test_dropout_is_compared_only_where_it_is_exact():
     comparison = Comparison(PADDED, CPU_VARIANTS)
     comparison.check()
     assert max(comparison.report["chunked"]["errors"].values()) < 1e-5
@@ -65,7 +65,7 @@ def test_dropout_is_compared_where_it_is_exact_and_seen_where_it_is_not():
     assert comparison.result()["wrong"] == []
 
 
-def test_a_wrong_result_of_ours_is_told():
+def test_wrong_result_is_reported():
     def off(case, *x):
         return CPU_VARIANTS["chunked"](case, *x) * 1.001
 
@@ -75,7 +75,7 @@ def test_a_wrong_result_of_ours_is_told():
     assert line.startswith("chunked: error of output: 1.0e-03")
 
 
-def test_ours_is_never_worse_than_eager_in_16_bits():
+def test_16_bit_errors_are_at_most_those_of_eager():
     comparison = Comparison(Case(2, 2, 40, dtype="bf16"), {})
     tensors = attention.TENSORS
     comparison.report = {
@@ -86,7 +86,7 @@ def test_ours_is_never_worse_than_eager_in_16_bits():
     assert comparison.result()["wrong"] == ["chunked: error of v: 4.0e-03, of eager: 3.0e-03"]
 
 
-def test_dropout_that_does_not_happen_is_told():
+def test_missing_dropout_is_reported():
     def forgets(case, *x):
         return CPU_VARIANTS["chunked"](CASE, *x)
 
@@ -95,7 +95,7 @@ def test_dropout_that_does_not_happen_is_told():
     assert "not dropped" in comparison.report["peer"]["wrong"]
 
 
-def test_a_peer_that_fails_is_reported_and_the_others_go_on():
+def test_failing_peer_is_reported_and_skipped():
     def fails(case, *x):
         raise RuntimeError("no kernel for this size\nand more")
 
@@ -126,7 +126,7 @@ def test_speedup_is_of_forward_and_backward():
     assert speedup({"variants": times}, "triton", EAGER) is None
 
 
-def test_every_peer_says_why_it_does_not_run_here(monkeypatch):
+def test_refusals_of_variants_on_a_cpu(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     for name, variant in GPU_VARIANTS.items():
         reason = variant.refusal(Case(2, 2, 40, 0.1))
@@ -134,7 +134,7 @@ def test_every_peer_says_why_it_does_not_run_here(monkeypatch):
         assert reason is None or len(reason) > 10
 
 
-def test_gpu_cases_are_those_of_the_table():
+def test_gpu_cases():
     cases = attention.gpu_cases()
     assert len({case.name for case in cases}) == len(cases)
     assert {case.length for case in cases} == {128, 512, 1024, 2048, 4096, 8192, 24528}
@@ -144,7 +144,7 @@ def test_gpu_cases_are_those_of_the_table():
     assert attention_variants.SLOTS == 512
 
 
-def test_a_peer_is_found_though_its_models_do_not_import(tmp_path, monkeypatch):
+def test_flashdeberta_operators_import_without_its_models(tmp_path, monkeypatch):
     operators = tmp_path / "flashdeberta" / "ops"
     operators.mkdir(parents=True)
     (operators.parent / "__init__.py").write_text("raise ImportError('a name has moved')\n")

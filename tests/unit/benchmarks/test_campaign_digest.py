@@ -1,4 +1,4 @@
-"""The digest of tested code: prose and local names do not change it, everything else does."""
+"""The digest of tested code ignores comments, docstrings and local names, and nothing else."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Counter:
 '''
 
 
-def test_prose_and_local_names_do_not_count() -> None:
+def test_docstrings_and_local_names_do_not_count() -> None:
     assert canonical_code(RENAMED) == canonical_code(SOURCE)
 
 
@@ -93,13 +93,13 @@ def test_changed_code_counts(old: str, new: str) -> None:
     assert canonical_code(SOURCE.replace(old, new)) != canonical_code(SOURCE)
 
 
-def test_two_locals_are_not_confused() -> None:
+def test_local_variables_are_distinguished() -> None:
     first, second = "def f(a, b): return a - b", "def f(a, b): return b - a"
     assert canonical_code(first) != canonical_code(second)
     assert canonical_code(first) == canonical_code("def f(b, a): return b - a")
 
 
-def test_the_digest_is_of_files_and_folders(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_digest_covers_files_and_folders(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(campaigns, "ROOT", tmp_path)
     (tmp_path / "code" / "triton").mkdir(parents=True)
     (tmp_path / "code" / "a.py").write_text(SOURCE)

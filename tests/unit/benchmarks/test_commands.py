@@ -1,4 +1,4 @@
-"""Every benchmark answers ``--help``, and the documentation names existing modules and options."""
+"""Every benchmark has ``--help``, and the documentation names existing modules and options."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def programs() -> list[str]:
 
 @pytest.fixture(scope="module")
 def helps() -> dict[str, str]:
-    # A process of its own: some set environment variables when they are imported.
+    # A new process: some programs set environment variables at import.
     command = [sys.executable, "-W", "ignore", "-c", PROGRAM, *programs()]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -41,12 +41,12 @@ def test_exit_code(args, capsys, item, left, end, code):
         assert word in said
 
 
-def test_a_part_that_wrote_nothing_is_wrong(args, capsys):
+def test_part_without_results_is_wrong(args, capsys):
     assert gpu_suite.report(["train"], args, {"train": "the process ended with -9"}) == 1
     assert "ended with -9" in capsys.readouterr().out
 
 
-def test_losses_of_a_step_must_look_like_learning():
+def test_losses_of_a_step_are_checked():
     found = {"vocabulary": 1000, "losses": [6.9, 6.8, 6.7]}
     assert wrong_losses(found) == []
     assert "far from" in wrong_losses({**found, "losses": [12.0, 6.0]})[0]
@@ -54,7 +54,7 @@ def test_losses_of_a_step_must_look_like_learning():
     assert "not finite" in wrong_losses({**found, "losses": [6.9, float("nan")]})[0]
 
 
-def test_micro_batches_are_tried_from_large_to_small():
+def test_micro_batches_in_descending_order():
     assert micro_batches("cpu", 32) == [32, 16, 8, 4]
     assert micro_batches("cpu", 1) == [1]
 
@@ -71,5 +71,5 @@ def test_micro_batches_are_tried_from_large_to_small():
         ("vectorized_elementwise_kernel", "elementwise and rest"),
     ],
 )
-def test_part_of_a_kernel(kernel, part):
+def test_part_of_kernel(kernel, part):
     assert part_of(kernel) == part

@@ -1,4 +1,4 @@
-"""The ablation experiment: variants are configs, runs go on where they were, results add up."""
+"""The ablation experiment: variants, resumption of runs, and the table of results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def experiment(folder: Path, config: str = "learn_cpu", **changes: tuple) -> lea
 
 
 @pytest.mark.parametrize("config", ["learn_cpu", "learn_gpu"])
-def test_variants_are_the_models_they_name(config: str, tmp_path: Path) -> None:
+def test_variants_are_the_named_models(config: str, tmp_path: Path) -> None:
     runs = experiment(tmp_path, config)
     names = {run.variant: set(parameter_shapes(runs.config(run).model)) for run in runs.runs()}
     whole = names["DeBERTa"]
@@ -55,9 +55,7 @@ def write_metrics(run: learn.Run, steps: int, loss: float) -> None:
     (run.folder / "metrics.jsonl").write_text(text)
 
 
-def test_runs_that_are_done_are_not_run_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_finished_runs_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = experiment(tmp_path, variants=("DeBERTa", "-EMD"), seeds=(1, 2))
     started: list[str] = []
 
@@ -78,7 +76,7 @@ def test_runs_that_are_done_are_not_run_again(
     assert started[2:] == ["no-emd-1", "deberta-2", "no-emd-2"]
 
 
-def test_the_table_holds_the_mean_of_the_seeds_that_finished(
+def test_table_has_the_mean_of_finished_seeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = experiment(tmp_path, variants=("DeBERTa", "-EMD", "-C2P"), seeds=(1, 2))

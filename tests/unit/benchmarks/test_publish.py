@@ -18,7 +18,7 @@ STEP = {
 }
 
 
-def test_what_is_right_is_published_in_the_form_of_the_tables(tmp_path):
+def test_valid_results_are_published(tmp_path):
     found, results = tmp_path / "found", tmp_path / "results"
     found.mkdir()
     items = {

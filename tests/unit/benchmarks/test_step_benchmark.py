@@ -1,4 +1,4 @@
-"""The step benchmark runs each comparison, on sizes that take no time."""
+"""Every comparison of the step benchmark, with tiny sizes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_every_side_is_timed_and_broken_down(comparison: str) -> None:
         )
 
 
-def test_micro_batches_make_the_same_gradient() -> None:
+def test_micro_batches_have_the_same_gradient() -> None:
     batch = make_batch(TINY, 128, 64, CPU)
     whole, halves = (Contender(Ours(Setting(TINY, CPU, torch.float32)), batch) for _ in range(2))
     halves.parts = batch.split(2)
@@ -73,7 +73,7 @@ def test_micro_batches_make_the_same_gradient() -> None:
 
 
 class SmallMemory(Ours):
-    """A side into whose memory one row fits."""
+    """A side with memory for one row."""
 
     def loss(self, batch: StepBatch, step: int) -> Tensor:
         if len(batch.samples) > 1:
@@ -81,7 +81,7 @@ class SmallMemory(Ours):
         return super().loss(batch, step)
 
 
-def test_where_memory_is_short_sides_take_turns_with_smaller_micro_batches() -> None:
+def test_micro_batches_shrink_when_out_of_memory() -> None:
     setting = Setting(TINY, CPU, torch.bfloat16)
     builds = {"ours": lambda: Ours(setting), "small": lambda: SmallMemory(setting)}
 
@@ -102,7 +102,7 @@ def broken() -> Ours:
     raise RuntimeError("no such kernel")
 
 
-def test_the_fastest_setting_is_taken_and_failures_are_told() -> None:
+def test_fastest_setting_is_chosen_and_failures_are_reported() -> None:
     setting = Setting(TINY, CPU, torch.float32)
     builds = {
         "slow": lambda: SlowOurs(setting),
@@ -117,7 +117,7 @@ def test_the_fastest_setting_is_taken_and_failures_are_told() -> None:
     assert float(tried["fast"]) < float(tried["slow"])
 
 
-def test_where_peers_are_compiled_ours_may_be_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ours_may_be_fused_where_peers_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     case = tiny_case("peers")
     settings: dict[str, list[bool]] = {}
 
@@ -141,9 +141,7 @@ def test_where_peers_are_compiled_ours_may_be_fused(monkeypatch: pytest.MonkeyPa
     torch.testing.assert_close(fused, plain)
 
 
-def test_a_killed_run_goes_on_with_the_cases_it_lacks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_comparison_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known = [tiny_case("huggingface", "one"), tiny_case("huggingface", "two")]
     monkeypatch.setattr(step, "cases", lambda comparison, device: known)
     monkeypatch.setattr(step, "add_peak_of_processes", lambda case, row: None)
@@ -164,7 +162,7 @@ def test_a_killed_run_goes_on_with_the_cases_it_lacks(
     assert [row["name"] for row in json.loads(output.read_text())["results"]] == ["one", "two"]
 
 
-def test_a_profile_becomes_a_table_and_a_drawing(
+def test_profile_is_written_as_table_and_plot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "benchmarks" / "results" / "cpu" / "profile.json"

@@ -1,4 +1,4 @@
-"""The profile of a step: every part is found, both ways, and nothing stays labelled."""
+"""The profile of a step: all parts are found, forward and backward, and all labels are removed."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ def profiled() -> dict[str, Any]:
     labels = parts.Labels(engine.module, engine)
     events, _ = parts.profile_steps(lambda: step(0, [batch]), 2, labels, on_gpu=False)
     whole = sum(e.cpu_time_total for e in events if e.name == "step") / 2e6
-    # All operators: which are the largest depends on what else the machine does.
+    # All operators, because the order of the largest depends on the machine.
     found = parts.time_by_part(events, 2, on_gpu=False, most=1000)
     return {"whole": whole, "engine": engine, **found}
 
 
-def test_every_part_is_found_and_they_add_up(profiled: dict[str, Any]) -> None:
+def test_all_parts_are_found_and_add_up(profiled: dict[str, Any]) -> None:
     seconds = profiled["seconds"]
     expected = {*parts.PARTS.values(), parts.CORE, parts.OPTIMIZER, parts.ACCUMULATION, parts.HOST}
-    assert seconds.keys() == expected  # one process: no communication
+    assert seconds.keys() == expected  # One process: no communication.
     assert sum(seconds.values()) == pytest.approx(profiled["whole"], rel=0.02)
     assert list(seconds.values()) == sorted(seconds.values(), reverse=True)
 
 
-def test_backward_is_put_down_to_the_part_that_made_it(profiled: dict[str, Any]) -> None:
+def test_backward_belongs_to_the_part_of_its_forward(profiled: dict[str, Any]) -> None:
     found = profiled["operators"]
     assert "_ChunkedAttentionBackward (backward)" in found["attention core"]
     assert not any("(backward)" in name for name in found["optimizer"])
@@ -63,7 +63,7 @@ def test_backward_is_put_down_to_the_part_that_made_it(profiled: dict[str, Any])
     assert not any(name.startswith("part: ") for names in found.values() for name in names)
 
 
-def test_the_model_is_left_as_it_was(profiled: dict[str, Any]) -> None:
+def test_model_is_restored(profiled: dict[str, Any]) -> None:
     engine = profiled["engine"]
     assert "step" not in vars(engine)
     for module in engine.module.modules():

@@ -14,7 +14,7 @@ def must_not_run():
     raise AssertionError("done already")
 
 
-def test_finished_items_are_not_done_again(options):
+def test_finished_items_are_skipped(options):
     first = Record(options)
     first.run("a", lambda: {"value": 1})
     again = Record(options)
@@ -25,14 +25,14 @@ def test_finished_items_are_not_done_again(options):
 @pytest.mark.parametrize(
     "change", [{"force": True}, {"small": False}], ids=["forced", "another size"]
 )
-def test_they_are_done_again_when_that_is_another_measurement(options, change):
+def test_items_of_other_settings_are_repeated(options, change):
     Record(options).run("a", lambda: {"value": 1})
     record = Record(Options(**{**vars(options), **change}))
     record.run("a", lambda: {"value": 2})
     assert record.items["a"]["value"] == 2
 
 
-def test_they_are_done_again_with_other_source(options, monkeypatch):
+def test_items_of_other_source_are_repeated(options, monkeypatch):
     Record(options).run("a", lambda: {"value": 1})
     monkeypatch.setattr("benchmarks.lib.provenance.source_digest", lambda: "changed")
     record = Record(options)
@@ -40,7 +40,7 @@ def test_they_are_done_again_with_other_source(options, monkeypatch):
     assert record.items["a"]["value"] == 2
 
 
-def test_an_error_is_kept_and_tried_again(options, capsys):
+def test_error_is_kept_and_the_item_repeated(options, capsys):
     record = Record(options)
     record.run("a", lambda: 1 / 0)
     record.run("b", lambda: {"value": 2})
@@ -53,13 +53,13 @@ def test_an_error_is_kept_and_tried_again(options, capsys):
     capsys.readouterr()
 
 
-def test_nothing_is_begun_when_time_is_up(options):
+def test_no_item_starts_after_the_deadline(options):
     record = Record(Options(**{**vars(options), "minutes": -1.0}))
     record.run("a", must_not_run)
     assert json.loads(result_path(options).read_text())["left"] == ["a"]
 
 
-def test_a_crash_is_laid_to_the_piece_that_ran(options):
+def test_crash_is_attributed_to_the_running_detail(options):
     record = Record(options)
     record.starting("a", "peer")
     assert note_crash(options, "ended with -11")
@@ -67,7 +67,7 @@ def test_a_crash_is_laid_to_the_piece_that_ran(options):
     assert again.crashed == {"a": {"peer": "ended with -11"}}
 
 
-def test_a_part_goes_on_without_an_item_that_crashed_it(options):
+def test_crashed_item_is_skipped(options):
     Record(options).starting("a")
     assert note_crash(options, "ended with -9")
     again = Record(options)
@@ -78,7 +78,7 @@ def test_a_part_goes_on_without_an_item_that_crashed_it(options):
     assert not note_crash(options, "again, with nothing running")
 
 
-def test_an_item_that_took_too_long_is_tried_again(options):
+def test_item_that_took_too_long_is_repeated(options):
     Record(options).starting("a")
     note_crash(options, "took too long", lasting=False)
     again = Record(options)
@@ -86,7 +86,7 @@ def test_an_item_that_took_too_long_is_tried_again(options):
     assert again.items["a"]["value"] == 1
 
 
-def test_a_device_that_answers_no_more_ends_the_process(options, monkeypatch, capsys):
+def test_unusable_device_ends_the_process(options, monkeypatch, capsys):
     place = {"source": "s", "hardware": "h"}
     monkeypatch.setattr("benchmarks.gpu.record.provenance", lambda _: place)
     record = Record(Options(**{**vars(options), "device": "cuda"}))

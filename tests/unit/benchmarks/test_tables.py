@@ -1,4 +1,4 @@
-"""README and docs show the committed results, and nothing else."""
+"""The tables of README and docs equal the committed results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from benchmarks.tables import pages as tables
 
 
-def test_no_page_differs_from_the_results() -> None:
+def test_pages_equal_the_results() -> None:
     stale = [str(page) for page in tables.stale_pages()]
     assert not stale, "run: python -m benchmarks.tables --write"
 
@@ -21,11 +21,11 @@ def test_readme_has_generated_tables() -> None:
 
 
 @pytest.mark.parametrize("name", tables.TABLES)
-def test_without_a_result_a_table_says_so(name: str) -> None:
+def test_table_without_a_result(name: str) -> None:
     assert tables.TABLES[name]("nowhere") == tables.NOTHING
 
 
-def test_a_new_result_reaches_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_result_changes_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "benchmarks" / "results" / "cpu"
     folder.mkdir(parents=True)
     side = {"seconds": 2.0, "tokens_per_second": 1024.0, "peak_bytes": 2**30}

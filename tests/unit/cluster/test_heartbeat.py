@@ -1,4 +1,4 @@
-"""What a rank writes, a supervisor reads, also while it is being written."""
+"""Heartbeats are read by the supervisor while the rank writes them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.jobs import ROOT
 def python(
     program: str, variables: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Another process that runs a program, and is killed in the end."""
+    """Start a process with a Python program; it is killed at the end."""
     process = subprocess.Popen(
         [sys.executable, "-c", program],
         env={**os.environ, "PYTHONPATH": str(ROOT), **(variables or {})},
@@ -67,13 +67,11 @@ def test_sections_steps_and_times_are_read_back(tmp_path: Path) -> None:
         20,
     )
     assert 0 <= time.monotonic_ns() - after.time < 10**9
-    # What was said last outlives whoever said it.
+    # The last heartbeat remains after the end of its writer.
     assert read_beat(path) == after
 
 
-def test_without_a_supervisor_nothing_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_heartbeat_without_a_supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
     monkeypatch.chdir(tmp_path)
     with Heartbeat.of_this_rank(0) as heartbeat:
@@ -81,7 +79,7 @@ def test_without_a_supervisor_nothing_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_reader_never_sees_half_a_sign(tmp_path: Path) -> None:
+def test_reader_sees_complete_heartbeats_only(tmp_path: Path) -> None:
     path = beat_path(tmp_path, 0)
     program = f"""
 from pathlib import Path
@@ -101,7 +99,7 @@ with Heartbeat(Path({str(path)!r})) as heartbeat:
         assert process.stdout.readline() == b"here\n"
         last = reads = different = 0
         deadline = time.monotonic() + 60
-        # On a busy machine the same one is read many times.
+        # On a busy machine the same heartbeat is read many times.
         while reads < 20_000 or different < 200:
             reads += 1
             assert time.monotonic() < deadline
@@ -115,7 +113,7 @@ with Heartbeat(Path({str(path)!r})) as heartbeat:
             last = beat.step
 
 
-def test_a_writer_that_died_halfway_is_still_read(tmp_path: Path) -> None:
+def test_interrupted_write_is_read_as_the_previous_heartbeat(tmp_path: Path) -> None:
     path = beat_path(tmp_path, 0)
     contents: list[bytes] = [b"\0" * 152]
     signs: list[Beat | None] = [None]
@@ -129,7 +127,7 @@ def test_a_writer_that_died_halfway_is_still_read(tmp_path: Path) -> None:
         changed = [place for place in range(len(after)) if before[place] != after[place]]
         assert new is not None
         for count in range(len(changed) + 1):
-            # Zeroed, old or new: whatever stands where it had not come to.
+            # Bytes that were not written yet may be zeros or those of an older heartbeat.
             torn = bytearray(before)
             for place in changed[:count]:
                 torn[place] = after[place]
@@ -141,7 +139,7 @@ def test_a_writer_that_died_halfway_is_still_read(tmp_path: Path) -> None:
             assert read_beat(path) in (old, new)
 
 
-def test_the_signal_shows_where_a_blocked_process_stands(tmp_path: Path) -> None:
+def test_signal_prints_the_stack_of_a_blocked_process(tmp_path: Path) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     program = f"""

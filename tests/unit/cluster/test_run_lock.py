@@ -1,4 +1,4 @@
-"""One holder a folder: among processes, against dead ones, other machines' and earlier starts."""
+"""The run lock: one holder per folder, with dead processes, other machines and earlier attempts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ except ConfigError as error:
 
 @contextmanager
 def started(run_dir: Path, seconds: float, **variables: str) -> Iterator[subprocess.Popen[str]]:
-    """A process that wants the lock, in a session of its own that is killed in the end."""
+    """Start a process that takes the lock, in a new session that is killed at the end."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(run_dir), str(seconds)],
         env=os.environ | {"PYTHONPATH": str(ROOT)} | variables,
@@ -71,12 +71,12 @@ def first_line(process: subprocess.Popen[str]) -> str:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other machines' holders are given up sooner."""
+    """Shorten the time-outs for holders on other machines."""
     monkeypatch.setattr(run_lock, "DEAD_SECONDS", 2.0)
     monkeypatch.setattr(run_lock, "SILENT_SECONDS", 1.0)
 
 
-def test_taken_refused_and_given_back(tmp_path: Path) -> None:
+def test_lock_is_exclusive_and_released(tmp_path: Path) -> None:
     with RunLock(tmp_path):
         with pytest.raises(ConfigError, match=f"in use by process {os.getpid()} on "):
             RunLock(tmp_path).__enter__()
@@ -87,13 +87,13 @@ def test_taken_refused_and_given_back(tmp_path: Path) -> None:
     assert len(list((tmp_path / "lock").iterdir())) == 1
 
 
-def test_a_look_before_anything_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_raise_if_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     raise_if_locked(tmp_path)
     with RunLock(tmp_path):
         with pytest.raises(ConfigError, match=f"in use by process {os.getpid()} on "):
             raise_if_locked(tmp_path)
     raise_if_locked(tmp_path)
-    plant(tmp_path / "elsewhere")
+    write_foreign_lock(tmp_path / "elsewhere")
     raise_if_locked(tmp_path / "elsewhere")
     monkeypatch.setenv("SLURM_JOB_ID", "5")
     with RunLock(tmp_path / "requeued"):
@@ -101,7 +101,7 @@ def test_a_look_before_anything_slow(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise_if_locked(tmp_path / "requeued")
 
 
-def test_pretrain_looks_before_it_imports_torch() -> None:
+def test_pretrain_checks_the_lock_before_importing_torch() -> None:
     program = "import sys, megatron_deberta.cli.pretrain; print('torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
@@ -109,27 +109,27 @@ def test_pretrain_looks_before_it_imports_torch() -> None:
     assert done.stdout == "False\n"
 
 
-def test_an_error_inside_gives_it_back(tmp_path: Path) -> None:
+def test_exception_releases_the_lock(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), RunLock(tmp_path):
         raise RuntimeError
     with RunLock(tmp_path):
         pass
 
 
-def test_killed_holder_frees_it_at_once_though_its_loader_lives(tmp_path: Path) -> None:
+def test_killed_holder_releases_the_lock_while_its_loader_lives(tmp_path: Path) -> None:
     with started(tmp_path, 60) as holder:
         assert first_line(holder) == f"held {holder.pid}"
         with started(tmp_path, 0) as loser:
             assert re.search(rf"in use by process {holder.pid} on ", first_line(loser))
             assert loser.wait(10) == 2
         holder.kill()
-        # Signals take a moment.
+        # Signals are delivered with a delay.
         holder.wait(5)
         with RunLock(tmp_path):
             pass
 
 
-def test_of_many_that_find_a_dead_holder_one_wins(tmp_path: Path) -> None:
+def test_one_of_many_processes_takes_over_from_a_dead_holder(tmp_path: Path) -> None:
     for _ in range(4):
         with started(tmp_path, 60) as dead:
             first_line(dead)
@@ -147,7 +147,7 @@ def take_into(held: list[RunLock], folder: Path, barrier: threading.Barrier) -> 
         held.append(RunLock(folder).__enter__())
 
 
-def test_threads_race_for_a_new_folder(tmp_path: Path) -> None:
+def test_threads_compete_for_a_new_folder(tmp_path: Path) -> None:
     for number in range(30):
         folder, barrier = tmp_path / str(number), threading.Barrier(6)
         held: list[RunLock] = []
@@ -162,8 +162,8 @@ def test_threads_race_for_a_new_folder(tmp_path: Path) -> None:
         held[0].__exit__(None, None, None)
 
 
-def plant(run_dir: Path, **values: object) -> Path:
-    """A lock of another machine, as a shared disk would show it."""
+def write_foreign_lock(run_dir: Path, **values: object) -> Path:
+    """Write the lock of another machine, as seen on a shared disk."""
     holder = replace(Holder.this_process(), host="elsewhere", boot="other", pid=7)
     path = run_dir / "lock" / "00000041.json"
     path.parent.mkdir(parents=True)
@@ -171,8 +171,8 @@ def plant(run_dir: Path, **values: object) -> Path:
     return path
 
 
-def test_other_machine_that_shows_life_is_named_soon(tmp_path: Path) -> None:
-    path = plant(tmp_path)
+def test_live_holder_on_another_machine_is_named(tmp_path: Path) -> None:
+    path = write_foreign_lock(tmp_path)
     stop = threading.Event()
 
     def beat() -> None:
@@ -191,31 +191,31 @@ def test_other_machine_that_shows_life_is_named_soon(tmp_path: Path) -> None:
     assert time.monotonic() - began < 10
 
 
-def test_silent_other_machine_is_dead(
+def test_silent_holder_on_another_machine_is_dead(
     tmp_path: Path, quick: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # Written by a clock an hour ahead.
+    # Written by a clock that is an hour ahead.
     later = time.time() + 3600
-    os.utime(plant(tmp_path), (later, later))
+    os.utime(write_foreign_lock(tmp_path), (later, later))
     with RunLock(tmp_path) as lock:
         assert newest_lock(tmp_path / "lock") == tmp_path / "lock" / "00000042.json"
     assert "taking the lock of process 7 on elsewhere" in caplog.text
     assert lock is not None
 
 
-def test_slurm_knows_that_the_holders_job_has_ended(
+def test_slurm_reports_that_the_holders_job_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
     monkeypatch.setattr(run_lock, "job_has_ended", lambda job: asked.append(job) or True)
-    plant(tmp_path, job="123")
+    write_foreign_lock(tmp_path, job="123")
     began = time.monotonic()
     with RunLock(tmp_path):
         assert time.monotonic() - began < 5
     assert asked == ["123"]
 
 
-def test_requeued_job_takes_over_from_its_earlier_start_which_ends(
+def test_requeued_job_takes_over_from_its_earlier_attempt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with started(tmp_path, 60, SLURM_JOB_ID="5", SLURM_RESTART_COUNT="1") as earlier:
@@ -229,8 +229,8 @@ def test_requeued_job_takes_over_from_its_earlier_start_which_ends(
         assert "was taken by process" in first_line(earlier)
 
 
-def test_not_a_lock(tmp_path: Path) -> None:
-    plant(tmp_path).write_text("[1]")
+def test_invalid_lock_file(tmp_path: Path) -> None:
+    write_foreign_lock(tmp_path).write_text("[1]")
     with pytest.raises(ConfigError, match="not a lock"):
         RunLock(tmp_path).__enter__()
     assert read_lock(tmp_path / "none") is None
