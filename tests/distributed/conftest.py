@@ -1,4 +1,4 @@
-"""Rank pools that all tests of this folder share."""
+"""Rank pools shared by all tests of this folder."""
 
 from __future__ import annotations
 

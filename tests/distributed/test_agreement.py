@@ -29,7 +29,7 @@ def agree(rank: int, tp_size: int, chosen: int) -> tuple[bool, int, list[float]]
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
-def test_every_rank_learns_it(four_ranks: RankPool, tp_size: int) -> None:
+def test_result_is_the_same_on_every_rank(four_ranks: RankPool, tp_size: int) -> None:
     for chosen in range(4):
         agreed = four_ranks.run(agree, tp_size, chosen)
         assert agreed == [(True, -7, [-1.5, math.inf])] * 4
@@ -48,7 +48,7 @@ def fail_on(rank: int, tp_size: int, failing: int) -> str:
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
-def test_a_failure_of_one_rank_is_a_failure_of_all(four_ranks: RankPool, tp_size: int) -> None:
+def test_failure_of_one_rank_raises_on_all(four_ranks: RankPool, tp_size: int) -> None:
     for failing in (0, 3):
         messages = four_ranks.run(fail_on, tp_size, failing)
         assert messages.pop(failing) == "disk"
@@ -56,7 +56,7 @@ def test_a_failure_of_one_rank_is_a_failure_of_all(four_ranks: RankPool, tp_size
     assert four_ranks.run(fail_on, tp_size, -1) == ["went on"] * 4
 
 
-def test_a_rank_alone_agrees_with_itself() -> None:
+def test_single_rank() -> None:
     groups = single_process_groups(torch.device("cpu"))
     assert all_reduce_any(True, groups)
     assert not all_reduce_any(False, groups)

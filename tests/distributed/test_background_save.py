@@ -26,7 +26,7 @@ LAYOUTS = [Layout(2, 1, True, "none"), Layout(1, 3, False, "none"), Layout(1, 0,
 
 
 class Run:
-    """A run of a layout, step by step."""
+    """Training on one layout, step by step."""
 
     def __init__(self, layout: Layout, run_dir: str) -> None:
         deepspeed_config.PERSISTENCE_THRESHOLD = 0
@@ -44,7 +44,7 @@ class Run:
 
 
 def save_while_training(rank: int, layout: Layout, run_dir: str) -> tuple[list[float], list[int]]:
-    """Rank 1's disk is slow: its writing waits until two more steps are done."""
+    """Train two steps while rank 1's writing is blocked, like on a slow disk."""
     run, written = Run(layout, run_dir), threading.Event()
     original = writer.save_file
 
@@ -76,7 +76,7 @@ def save_while_training(rank: int, layout: Layout, run_dir: str) -> tuple[list[f
 
 
 def save_and_train(rank: int, layout: Layout, run_dir: str) -> list[float]:
-    """The same run, waiting for its checkpoint."""
+    """Train the same run, waiting for the checkpoint."""
     run = Run(layout, run_dir)
     for step in range(4):
         run.step()
@@ -87,25 +87,25 @@ def save_and_train(rank: int, layout: Layout, run_dir: str) -> list[float]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
-def test_the_state_is_that_of_the_start_and_training_is_the_same(
+def test_state_is_that_of_the_start_of_the_save(
     four_ranks: RankPool, tmp_path: Path, layout: Layout
 ) -> None:
     folders = [str(tmp_path / name) for name in ("background", "waiting")]
     results = four_ranks.run(save_while_training, layout, folders[0])
     expected = four_ranks.run(save_and_train, layout, folders[1])
     assert [losses for losses, _ in results] == expected
-    # No checkpoint counts before rank 1 has written.
+    # No checkpoint is complete before rank 1 has written.
     assert {tuple(committed) for _, committed in results} == {(0, 0, 2)}
-    ours, theirs = (CheckpointReader(store.find_newest(folder) or "") for folder in folders)
-    ours.verify()
-    for name in theirs.shapes:
-        for kind in theirs.kinds:
-            assert ours.tensor(name, kind).equal(theirs.tensor(name, kind)), (name, kind)
-    assert ours.metadata.scalars == theirs.metadata.scalars
+    actual, expected = (CheckpointReader(store.find_newest(folder) or "") for folder in folders)
+    actual.verify()
+    for name in expected.shapes:
+        for kind in expected.kinds:
+            assert actual.tensor(name, kind).equal(expected.tensor(name, kind)), (name, kind)
+    assert actual.metadata.scalars == expected.metadata.scalars
 
 
 def fail_in_the_background(rank: int, layout: Layout, run_dir: str) -> tuple[str, int]:
-    """Rank 1's disk is full; returns the error and how many steps were taken before it."""
+    """Make rank 1's disk full; return the error and the number of steps before it."""
     run = Run(layout, run_dir)
     run.saver.save(metadata(0), Retention())
     original = writer.fsync_path
@@ -124,14 +124,14 @@ def fail_in_the_background(rank: int, layout: Layout, run_dir: str) -> tuple[str
         message = str(error)
     finally:
         writer.fsync_path = original
-    # The next one finds nothing in its way.
+    # The next save succeeds.
     run.saver.start(metadata(5), Retention(keep_last=1))
     assert run.saver.finish() is not None
     run.engine.destroy()
     return message, len(run.losses)
 
 
-def test_an_error_surfaces_at_a_step_on_all_ranks(two_ranks: RankPool, tmp_path: Path) -> None:
+def test_error_is_raised_at_a_step_on_all_ranks(two_ranks: RankPool, tmp_path: Path) -> None:
     layout = Layout(1, 1, False, "none")
     (one, steps), (other, same_steps) = two_ranks.run(fail_in_the_background, layout, str(tmp_path))
     assert "step_00000003 was not saved: another rank failed" in one

@@ -1,4 +1,4 @@
-"""Real engines on real ranks: state moves between layouts, stages and formats bit for bit."""
+"""Engine state moves between layouts, ZeRO stages and formats on real ranks bit-identically."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ CHAIN = (
     ("deepspeed", "fp32", 0, 1),
     ("deepspeed", "fp32", 3, 2),
 )
-"""Engine, format, ZeRO stage and tensor-parallel size of each stop; the world has 4 ranks."""
+"""Engine, format, ZeRO stage and tensor-parallel size of each layout; the world has 4 ranks."""
 
 
 def config_of(engine: str, dtype: str, stage: int, tp_size: int) -> RunConfig:
@@ -61,7 +61,7 @@ def config_of(engine: str, dtype: str, stage: int, tp_size: int) -> RunConfig:
 
 
 def micro_batches(groups: ProcessGroups, config: RunConfig) -> list[Batch]:
-    """This rank's part of one global batch of 8 random rows."""
+    """Return this rank's part of a global batch of 8 random rows."""
     generator = torch.Generator().manual_seed(1)
     shape = (8, 16)
     whole = Batch(
@@ -98,7 +98,7 @@ def train_and_save(rank: int, run_dir: str, place: tuple[str, str, int, int]) ->
 
 
 def move(rank: int, source: str, target: str, place: tuple[str, str, int, int]) -> float:
-    """Load, save again, and take a step; returns its loss."""
+    """Load, save again, and take a step; return its loss."""
     config, groups, model, engine = start(place)
     reader = store.choose_intact(source, groups)
     assert reader is not None
@@ -117,7 +117,7 @@ def content(run_dir: Path) -> dict[tuple[str, str], Tensor]:
     }
 
 
-def test_state_goes_around_all_layouts_unchanged(four_ranks: RankPool, tmp_path: Path) -> None:
+def test_state_is_unchanged_after_all_layouts(four_ranks: RankPool, tmp_path: Path) -> None:
     losses = four_ranks.run(train_and_save, str(tmp_path / "0"), CHAIN[0])
     assert all(rank == losses[0] for rank in losses)
     original = content(tmp_path / "0")
@@ -138,7 +138,7 @@ def test_state_goes_around_all_layouts_unchanged(four_ranks: RankPool, tmp_path:
 
 
 def train_and_save_with_tokenizer(rank: int, run_dir: str, tokenizer_dir: str) -> list[float]:
-    """Two steps on TP 2 x ZeRO-3; returns the largest change of each weight since the start."""
+    """Train two steps on TP 2 x ZeRO-3; return the largest change of each weight."""
     config, groups, model, engine = start(("deepspeed", "fp32", 3, 2))
     before = {name: state.weight.clone() for name, state in engine.gather_states()}
     step = TrainStep(engine, config, groups)
@@ -155,7 +155,7 @@ def train_and_save_with_tokenizer(rank: int, run_dir: str, tokenizer_dir: str) -
     return [(after[name] - weight).abs().max().item() for name, weight in before.items()]
 
 
-def test_a_checkpoint_of_tensor_parallel_zero3_ranks_is_exported(
+def test_checkpoint_of_tensor_parallel_zero3_ranks_is_exported(
     four_ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, out, tokenizer = (str(tmp_path / name) for name in ("run", "out", "tokenizer"))
@@ -165,7 +165,7 @@ def test_a_checkpoint_of_tensor_parallel_zero3_ranks_is_exported(
     reader = CheckpointReader(step_dir(run, 2))
     assert reader.metadata.layout == {"tp_size": 2, "dp_size": 2}
     assert len(list(reader.path.glob("part-*.safetensors"))) == 4
-    # Compares the logits of what users load with those of our own model.
+    # Compares the logits of the exported model with those of this project's model.
     assert main(["convert", "--checkpoint", run, "--to", "hf", "--output", out]) == 0
     assert "Verified on real text: largest difference of logits" in capsys.readouterr().out
     exported = load_file(tmp_path / "out" / "model.safetensors")
@@ -178,7 +178,7 @@ def test_a_checkpoint_of_tensor_parallel_zero3_ranks_is_exported(
 
 
 def fail_on_rank_one(rank: int, run_dir: str, step: int) -> str:
-    """A disk that is full for one rank only."""
+    """Simulate a full disk on one rank only."""
     config, groups, model, engine = start(("plain", "fp32", 0, 2))
     if rank == 1:
 
@@ -196,7 +196,7 @@ def fail_on_rank_one(rank: int, run_dir: str, step: int) -> str:
     return "saved"
 
 
-def test_a_full_disk_on_one_rank_fails_all(two_ranks: RankPool, tmp_path: Path) -> None:
+def test_full_disk_on_one_rank_raises_on_all(two_ranks: RankPool, tmp_path: Path) -> None:
     messages = two_ranks.run(fail_on_rank_one, str(tmp_path), 4)
     assert "another rank failed" in messages[0]
     assert "No space left on device" in messages[1]
@@ -204,7 +204,7 @@ def test_a_full_disk_on_one_rank_fails_all(two_ranks: RankPool, tmp_path: Path) 
 
 
 def not_finite_on_rank_one(rank: int, tp_size: int, stage: int) -> tuple[str, bool]:
-    """One rank's loss becomes NaN; returns the error and whether the weights stayed."""
+    """Make one rank's loss NaN; return the error and whether the weights are unchanged."""
     engine_name = "deepspeed" if stage else "plain"
     config, groups, _, engine = start((engine_name, "fp32", stage, tp_size))
     config = replace(config, guard=GuardConfig(non_finite="stop"))
@@ -222,7 +222,7 @@ def not_finite_on_rank_one(rank: int, tp_size: int, stage: int) -> tuple[str, bo
 
 @pytest.mark.parametrize("tp_size", [1, 2])
 @pytest.mark.parametrize("stage", [0, 1])
-def test_a_loss_not_finite_on_one_rank_stops_all_before_the_update(
+def test_nonfinite_loss_on_one_rank_stops_all_before_the_update(
     two_ranks: RankPool, tp_size: int, stage: int
 ) -> None:
     for message, unchanged in two_ranks.run(not_finite_on_rank_one, tp_size, stage):

@@ -17,7 +17,7 @@ from tests.support.ranks import RankPool, grid
 
 B, N, C = 2, 8, 12
 
-# What one process does with the list of all ranks' inputs: the list of all ranks' outputs.
+# The reference: a function from the list of all ranks' inputs to the list of all ranks' outputs.
 ORACLES: dict[str, Callable[[list[Tensor]], list[Tensor]]] = {
     "copy_to_tensor_parallel_region": lambda xs: list(xs),
     "reduce_from_tensor_parallel_region": lambda xs: [sum(xs, torch.zeros(()))] * len(xs),
@@ -62,13 +62,13 @@ def _inputs(name: str, tp: int, dtype: torch.dtype) -> list[Tensor]:
     generator = torch.Generator().manual_seed(7)
     shape = _local_shape(name, tp)
     count = 1 if name in REPLICATED_INPUT else tp
-    # Integers, so that 16-bit sums are exact and every type is held to equality.
+    # Integers, so that 16-bit sums are exact and all dtypes can be compared for equality.
     drawn = [torch.randint(-8, 8, shape, generator=generator).to(dtype) for _ in range(count)]
     return drawn * (tp // count)
 
 
 def _weights(shape: torch.Size, seed: int, dtype: torch.dtype) -> Tensor:
-    """Coefficients of a scalar loss, different at every element."""
+    """Return the coefficients of a scalar loss, different at every element."""
     return torch.randint(-8, 8, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
@@ -89,7 +89,7 @@ def run_collective(
     before = x.detach().clone()
     y = collective(name)(x, groups.tp_group)
     weights = _weights(y.shape, _loss_seed(name, groups.tp_rank), dtype)
-    if strided:  # then the gradient of y arrives strided
+    if strided:  # So that the gradient of y is strided.
         (y.mT.contiguous() * weights.mT.contiguous()).sum().backward()
     else:
         (y * weights).sum().backward()
@@ -144,7 +144,7 @@ def run_uneven(rank: int) -> list[str]:
     return messages
 
 
-def test_uneven_sequence_is_refused_before_communicating(two_ranks: RankPool) -> None:
+def test_uneven_sequence_raises_before_communication(two_ranks: RankPool) -> None:
     for messages in two_ranks.run(run_uneven):
         assert all("sequence_length=7" in m and "tensor_parallel_size=2" in m for m in messages)
 
@@ -155,7 +155,7 @@ def run_identity(rank: int) -> bool:
     return all(collective(name)(x, group) is x for name in ORACLES for group in (None, alone))
 
 
-def test_no_group_and_one_rank_are_the_identity(two_ranks: RankPool) -> None:
+def test_no_group_and_single_rank_are_the_identity(two_ranks: RankPool) -> None:
     assert two_ranks.run(run_identity) == [True, True]
 
 
@@ -172,7 +172,7 @@ def _feed_forward_parts() -> dict[str, Tensor]:
 
 
 def run_feed_forward(rank: int, tp: int, sequence: bool) -> dict[str, Tensor]:
-    """norm(down(gelu(up(x)))) with the collectives of tensor or sequence parallelism."""
+    """Compute norm(down(gelu(up(x)))) with the collectives of tensor or sequence parallelism."""
     groups, full = grid(tp), _feed_forward_parts()
     group, me = groups.tp_group, groups.tp_rank
     up = full["up"].detach().chunk(tp)[me].requires_grad_()

@@ -1,4 +1,4 @@
-"""DeepSpeed engine compared with the reference engine, and that with one process."""
+"""The DeepSpeed engine compared with the reference engine, and the latter with one process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.toy_engine import (
 )
 
 STEPS = 6
-# Two ranks' sums are the same in any order, so only the norm's last bits may differ.
+# Sums of two ranks are the same in any order, so only the last bits of the norm may differ.
 NORM = {"rel_tol": 1e-5}
 SHARDED = [(d, s) for d in ("fp32", "bf16", "fp16") for s in (0, 1, 2, 3) if s or d == "fp32"]
 
@@ -34,19 +34,19 @@ def compare_with_plain(
     deepspeed_config.PERSISTENCE_THRESHOLD = 0
     config = toy_config("deepspeed", dtype, stage, dp_size=groups.dp_size, clip=clip)
     engine = start(config, groups)
-    ours = train(engine, config, groups, range(STEPS))
-    our_states, our_scalars = states(engine), engine.state_dict()
+    results = train(engine, config, groups, range(STEPS))
+    tensors, scalars = states(engine), engine.state_dict()
     engine.destroy()
 
     config = toy_config("plain", dtype, dp_size=groups.dp_size, clip=clip)
-    oracle = start(config, groups)
-    theirs = train(oracle, config, groups, range(STEPS))
-    for (outcome, loss), (expected, expected_loss) in zip(ours, theirs, strict=True):
+    reference = start(config, groups)
+    reference_results = train(reference, config, groups, range(STEPS))
+    for (outcome, loss), (expected, expected_loss) in zip(results, reference_results, strict=True):
         assert math.isclose(outcome.grad_norm, expected.grad_norm, **NORM)
         assert (outcome.skipped, outcome.loss_scale) == (expected.skipped, expected.loss_scale)
         assert math.isclose(loss, expected_loss, rel_tol=1e-5)
-    assert_same_states(our_states, states(oracle), **weights)
-    assert our_scalars == oracle.state_dict()
+    assert_same_states(tensors, states(reference), **weights)
+    assert scalars == reference.state_dict()
 
 
 @pytest.mark.parametrize(("dtype", "stage"), SHARDED)
@@ -54,7 +54,7 @@ def compare_with_plain(
 def test_every_stage_and_format_equals_the_reference_engine_on_two_ranks(
     two_ranks: RankPool, tp_size: int, dtype: str, stage: int
 ) -> None:
-    # Clipping at half the usual norm, so that a wrong norm is a wrong update.
+    # Clipping at half the usual norm, so that a wrong norm changes the update.
     two_ranks.run(compare_with_plain, tp_size, dtype, stage, 0.5, {"rtol": 1e-5, "atol": 1e-6})
 
 
@@ -71,7 +71,7 @@ def test_no_clipping_equals_the_reference_engine(two_ranks: RankPool, stage: int
 
 
 def scale_grows_and_overflows(rank: int, tp_size: int, stage: int, clip: float) -> list[float]:
-    """fp16 with growth every 2 steps and two overflows, the first without effect on the scale."""
+    """Run fp16 with growth every 2 steps and two overflows, the first without effect on the scale."""
     groups = grid(tp_size)
     deepspeed_config.PERSISTENCE_THRESHOLD = 0
     blown_up = {4: 1e6, 5: 1e6}
@@ -82,20 +82,20 @@ def scale_grows_and_overflows(rank: int, tp_size: int, stage: int, clip: float) 
         history = train(engine, config, groups, range(10), blown_up)
         results.append((history, states(engine), engine.state_dict()))
         engine.destroy()
-    (ours, our_states, our_scalars), (theirs, their_states, their_scalars) = results
-    for (outcome, _), (expected, _) in zip(ours, theirs, strict=True):
+    (actual, tensors, scalars), (expected_outcomes, expected_tensors, expected_scalars) = results
+    for (outcome, _), (expected, _) in zip(actual, expected_outcomes, strict=True):
         assert (outcome.skipped, outcome.loss_scale) == (expected.skipped, expected.loss_scale)
         assert math.isclose(outcome.grad_norm, expected.grad_norm, **NORM)
-    assert_same_states(our_states, their_states, rtol=1e-5, atol=1e-6)
-    assert our_scalars == their_scalars
-    assert our_scalars["adam_step"] == 8
-    return [outcome.loss_scale for outcome, _ in ours]
+    assert_same_states(tensors, expected_tensors, rtol=1e-5, atol=1e-6)
+    assert scalars == expected_scalars
+    assert scalars["adam_step"] == 8
+    return [outcome.loss_scale for outcome, _ in actual]
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.5])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_fp16_update_is_right_where_the_loss_scale_grows_and_overflows(
+def test_fp16_update_with_growing_loss_scale_and_overflows(
     two_ranks: RankPool, tp_size: int, stage: int, clip: float
 ) -> None:
     scales = two_ranks.run(scale_grows_and_overflows, tp_size, stage, clip)[0]
@@ -113,7 +113,7 @@ def gradient_norm(rank: int, tp_size: int, stage: int) -> tuple[float, float]:
 
 
 def norm_on_one_process(groups: ProcessGroups) -> float:
-    """The same global batch with the reference engine in one process."""
+    """Run the same global batch with the reference engine in one process."""
     alone = single_process_groups(torch.device("cpu"))
     engine = start(toy_config("plain"), alone)
     whole = [
@@ -128,9 +128,7 @@ def norm_on_one_process(groups: ProcessGroups) -> float:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_gradient_norm_is_that_of_one_process_under_any_layout(
-    four_ranks: RankPool, stage: int
-) -> None:
+def test_gradient_norm_equals_that_of_one_process(four_ranks: RankPool, stage: int) -> None:
     for tp_size in (1, 2, 4):
         for norm, expected in four_ranks.run(gradient_norm, tp_size, stage):
             assert math.isclose(norm, expected, rel_tol=1e-5), tp_size

@@ -1,4 +1,4 @@
-"""Engines with the DeBERTa model, which uses layers and tables several times per pass."""
+"""Engines with the DeBERTa model, which uses some layers and tables several times per pass."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def trained(
     model = build_model(config, groups, DTYPES[dtype], partition=partition if lean else None)
     engine = build_engine(config, model.module, model.specs, groups)
     history = []
-    # In fp16 only one: masters that differ by 1e-10 may round to neighbouring weights, whose
-    # gradients differ, and Adam makes whole steps of small gradients.
+    # In fp16 only one: masters that differ by 1e-10 may round to neighbouring weights with other
+    # gradients, and Adam takes full steps for small gradients.
     for step in range(1 if dtype == "fp16" else 3):
         for index in range(MICRO_BATCHES):
             loss, _ = engine.module(*batch(step, index, groups))
@@ -76,16 +76,16 @@ def trained(
 def compare(rank: int, dtype: str, stage: int, parallel: ParallelConfig) -> None:
     groups = grid(parallel.tensor_parallel_size)
     deepspeed_config.PERSISTENCE_THRESHOLD = 0
-    ours, our_states = trained(groups, "deepspeed", dtype, stage, parallel)
-    theirs, their_states = trained(groups, "plain", dtype, stage, parallel)
-    # ZeRO-3's hooks change the order in which autograd adds up gradients of tensors that are used
-    # several times; in 16 bits that shows.
+    actual, states = trained(groups, "deepspeed", dtype, stage, parallel)
+    expected, expected_states = trained(groups, "plain", dtype, stage, parallel)
+    # ZeRO-3's hooks change the order in which autograd accumulates gradients of shared tensors, which
+    # changes results in 16 bits.
     rounding = 40.0 if stage == 3 and dtype != "fp32" else 1.0
-    for (loss, norm), (expected_loss, expected_norm) in zip(ours, theirs, strict=True):
+    for (loss, norm), (expected_loss, expected_norm) in zip(actual, expected, strict=True):
         assert math.isclose(loss, expected_loss, rel_tol=1e-5 * rounding)
         assert math.isclose(norm, expected_norm, rel_tol=1e-4 * rounding)
     if rounding == 1.0:
-        assert_same_states(our_states, their_states, rtol=1e-4, atol=1e-6)
+        assert_same_states(states, expected_states, rtol=1e-4, atol=1e-6)
 
 
 CASES = [
@@ -100,7 +100,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("dtype", "stage", "parallel"), CASES)
-def test_the_models_updates_equal_the_reference_engine(
+def test_model_updates_equal_the_reference_engine(
     two_ranks: RankPool, dtype: str, stage: int, parallel: ParallelConfig
 ) -> None:
     two_ranks.run(compare, dtype, stage, parallel)

@@ -25,7 +25,7 @@ from tests.support.toy_engine import (
 )
 
 SHARDED = [(d, s) for d in ("fp32", "bf16", "fp16") for s in (0, 1, 2, 3) if s or d == "fp32"]
-# The first and the last step before the checkpoint grow the loss scale; step 4 overflows.
+# The first and the last step before the checkpoint increase the loss scale; step 4 overflows.
 LOSS_FACTORS = {4: 1e6}
 
 
@@ -33,17 +33,17 @@ def resumed(rank: int, tp_size: int, name: str, dtype: str, stage: int) -> None:
     groups = grid(tp_size)
     deepspeed_config.PERSISTENCE_THRESHOLD = 0
     config = toy_config(name, dtype, stage, dp_size=groups.dp_size, scale_window=2)
-    unbroken = start(config, groups)
-    train(unbroken, config, groups, range(3), LOSS_FACTORS)
-    saved, scalars = states(unbroken), unbroken.state_dict()
+    uninterrupted = start(config, groups)
+    train(uninterrupted, config, groups, range(3), LOSS_FACTORS)
+    saved, scalars = states(uninterrupted), uninterrupted.state_dict()
     # Reading the state must not change the run.
-    expected = train(unbroken, config, groups, range(3, 7), LOSS_FACTORS)
-    expected_states, expected_scalars = states(unbroken), unbroken.state_dict()
-    unbroken.destroy()
+    expected = train(uninterrupted, config, groups, range(3, 7), LOSS_FACTORS)
+    expected_states, expected_scalars = states(uninterrupted), uninterrupted.state_dict()
+    uninterrupted.destroy()
 
     engine = start(config, groups)
     with torch.no_grad():
-        # Weights of another start, so that loading has everything to do.
+        # Other initial weights, so that loading must replace all of them.
         engine.load_states(lambda n: ParameterState(*(t + 1 for t in _fields(saved[n]))))
     engine.load_states(saved.__getitem__)
     engine.load_state_dict(scalars)
@@ -61,19 +61,19 @@ def _fields(state: ParameterState) -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.parametrize(("dtype", "stage"), SHARDED)
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_a_resumed_run_is_bit_identical(
+def test_resumed_run_is_bit_identical(
     two_ranks: RankPool, tp_size: int, dtype: str, stage: int
 ) -> None:
     two_ranks.run(resumed, tp_size, "deepspeed", dtype, stage)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_the_reference_engine_resumes_bit_for_bit(two_ranks: RankPool, dtype: str) -> None:
+def test_reference_engine_resumes_bit_identically(two_ranks: RankPool, dtype: str) -> None:
     two_ranks.run(resumed, 1, "plain", dtype, 1)
 
 
 def moved(rank: int, source: tuple[str, int], target: tuple[str, int]) -> None:
-    """Save with one engine and stage, continue with another."""
+    """Save with one engine and stage, resume with another."""
     groups = grid(1)
     deepspeed_config.PERSISTENCE_THRESHOLD = 0
     results = []
@@ -103,7 +103,7 @@ def moved(rank: int, source: tuple[str, int], target: tuple[str, int]) -> None:
         (("plain", 1), ("deepspeed", 3)),
     ],
 )
-def test_any_stage_continues_from_any_other(
+def test_any_stage_resumes_from_any_other(
     two_ranks: RankPool, source: tuple[str, int], target: tuple[str, int]
 ) -> None:
     two_ranks.run(moved, source, target)
@@ -120,7 +120,7 @@ def states_before_the_first_step(rank: int, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_fresh_engine_has_its_weights_and_zero_moments(two_ranks: RankPool, stage: int) -> None:
+def test_new_engine_has_its_weights_and_zero_moments(two_ranks: RankPool, stage: int) -> None:
     two_ranks.run(states_before_the_first_step, stage)
 
 
@@ -140,7 +140,7 @@ def partitioned_while_building(rank: int, dtype: str) -> None:
     linear = nn.functional.linear
     module = build_toy(groups, dtype, partition)
     assert nn.functional.linear is linear
-    # Nothing built so far is whole after any module: all that remains is this rank's half.
+    # All parameters built so far are partitioned: this rank holds half of them.
     assert set(whole_elements) == {0}
     logical = sum(p.numel() for p in Toy(groups).parameters())
     kept = sum(p.ds_tensor.numel() for p in module.parameters())  # type: ignore[attr-defined]
@@ -157,9 +157,7 @@ def partitioned_while_building(rank: int, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_zero3_partitions_module_by_module_and_trains_the_same(
-    two_ranks: RankPool, dtype: str
-) -> None:
+def test_zero3_partitions_during_build_and_trains_the_same(two_ranks: RankPool, dtype: str) -> None:
     two_ranks.run(partitioned_while_building, dtype)
 
 
@@ -169,5 +167,5 @@ def grid_of_one_in_a_world_of_two(rank: int) -> str:
     return str(refusal.value)
 
 
-def test_a_grid_that_is_not_the_worlds_is_refused(two_ranks: RankPool) -> None:
+def test_grid_of_another_world_size_raises(two_ranks: RankPool) -> None:
     assert "has 2" in two_ranks.run(grid_of_one_in_a_world_of_two)[0]

@@ -1,7 +1,8 @@
 """Gradient reduction: once per step, in fp32, overlapped with backward.
 
-Every collective of a step is written down as torch dispatches it, with its bytes, so nothing that
-DeepSpeed calls by another name is missed. Buckets are made small where a toy should fill them.
+All collectives of a step are recorded at torch's dispatcher, with their bytes, so none is missed.
+Buckets are small, so that the toy model fills them.
+
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from tests.support.toy_engine import MICRO_BATCHES, micro_batch, start, toy_conf
 
 LAST = MICRO_BATCHES - 1
 NUMBERS = 64
-"""Bytes that no gradient bucket is as small as: overflow flags and norms."""
+"""Larger than overflow flags and norms, smaller than any gradient bucket."""
 
 
 class Collectives(TorchDispatchMode):
-    """Writes down (where in the step, which collective, bytes)."""
+    """Records the phase of the step, the name and the bytes of each collective."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +33,7 @@ class Collectives(TorchDispatchMode):
         self.log: list[tuple[str, str, int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note it if it communicates, and do it."""
+        """Record the operation if it communicates, and run it."""
         if func.namespace == "c10d":
             sizes = [leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
             self.log.append((self.place, func._opname, max(sizes, default=0)))
@@ -40,7 +41,7 @@ class Collectives(TorchDispatchMode):
 
 
 def exchanged(rank: int, dtype: str, stage: int, bucket: int) -> tuple[list[Any], int]:
-    """Collectives of two data-parallel ranks in a step, and the model's number of elements."""
+    """Return the collectives of two data-parallel ranks in a step, and the model's number of elements."""
     groups: ProcessGroups = grid(1)
     usual = deepspeed_config.REDUCE_BUCKET_ELEMENTS
     deepspeed_config.REDUCE_BUCKET_ELEMENTS = bucket
@@ -72,22 +73,20 @@ def of_gradients(log: list[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_zero_1_reduces_once_a_step_in_fp32(two_ranks: RankPool, dtype: str) -> None:
+def test_zero_1_reduces_once_per_step_in_fp32(two_ranks: RankPool, dtype: str) -> None:
     for log, elements in two_ranks.run(exchanged, dtype, 1, 10_000):
         ((place, name, size),) = of_gradients(log)
         assert place.startswith(f"micro batch {LAST}")
         assert name == "allreduce_"
-        assert 4 * elements <= size < 4 * elements + NUMBERS  # partitions are padded
-        # After the update each rank has its part of the weights; nothing else of any size moves.
+        assert 4 * elements <= size < 4 * elements + NUMBERS  # Partitions are padded.
+        # After the update each rank gathers the weights; there are no other large collectives.
         rest = [entry for entry in log if entry[2] > NUMBERS and entry[0] == "update"]
         assert {entry[1] for entry in rest} <= {"_allgather_base_", "allgather_"}, rest
         assert rest
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_zero_2_reduces_once_a_micro_batch_because_it_keeps_only_its_part(
-    two_ranks: RankPool, dtype: str
-) -> None:
+def test_zero_2_reduces_once_per_micro_batch(two_ranks: RankPool, dtype: str) -> None:
     for log, elements in two_ranks.run(exchanged, dtype, 2, 10_000):
         sent = of_gradients(log)
         places = [place.split(",")[0] for place, _, _ in sent]
@@ -96,12 +95,12 @@ def test_zero_2_reduces_once_a_micro_batch_because_it_keeps_only_its_part(
 
 
 @pytest.mark.parametrize(("dtype", "stage"), [("fp32", 1), ("bf16", 1), ("bf16", 2)])
-def test_full_buckets_leave_while_backward_runs(
+def test_full_buckets_are_reduced_during_backward(
     two_ranks: RankPool, dtype: str, stage: int
 ) -> None:
     log, elements = two_ranks.run(exchanged, dtype, stage, 120)[0]
     sent = [entry for entry in of_gradients(log) if entry[0].startswith(f"micro batch {LAST}")]
     early = [entry for entry in sent if entry[0] == f"micro batch {LAST}"]
     assert len(early) >= 2
-    # Still each gradient once.
+    # Each gradient is reduced once.
     assert 4 * elements <= sum(size for _, _, size in sent) < 4 * elements + NUMBERS * len(sent)

@@ -45,7 +45,7 @@ ENGINES = [
 
 
 def step_without_update(rank: int, tp_size: int, name: str, dtype: str, stage: int) -> None:
-    """A skipped step changes no state: the run continues as if it had not happened."""
+    """Check that a skipped step changes no state."""
     groups = grid(tp_size)
     deepspeed_config.PERSISTENCE_THRESHOLD = 0
     config = toy_config(name, dtype, stage, dp_size=groups.dp_size)
@@ -75,7 +75,7 @@ def step_without_update(rank: int, tp_size: int, name: str, dtype: str, stage: i
 
 
 @pytest.mark.parametrize(("name", "dtype", "stage"), ENGINES)
-def test_a_norm_above_the_limit_changes_nothing(
+def test_norm_above_the_limit_changes_nothing(
     two_ranks: RankPool, name: str, dtype: str, stage: int
 ) -> None:
     two_ranks.run(step_without_update, 1 + stage % 2, name, dtype, stage)
@@ -93,7 +93,7 @@ RESUMED_LAYOUT = Layout(2, 1, False, "none")
 
 
 class LossFault:
-    """A forward hook that corrupts the loss of one sample of a step, on the rank that has it."""
+    """A forward hook that corrupts the loss of one sample of a step, on its rank."""
 
     def __init__(self, step: int, batches: Sequence[Batch]) -> None:
         self.step = step
@@ -120,7 +120,7 @@ def build(config: RunConfig, groups: Any) -> tuple[ShardedModel, Engine]:
 
 
 def train_with_faults(rank: int, layout: Layout | None, resume_at: int = 0) -> dict[str, Any]:
-    """Losses and skips of a run, interrupted and resumed after ``resume_at`` steps."""
+    """Return losses and skips of a run that is resumed after ``resume_at`` steps."""
     config = replace(run_config(layout), guard=GUARD)
     groups = grid(layout.tp_size) if layout else single_process_groups(torch.device("cpu"))
     model, engine = build(config, groups)
@@ -159,7 +159,7 @@ def single_process() -> dict[str, Any]:
     ],
     ids=lambda layout: layout.name,
 )
-def test_every_layout_skips_the_same_steps(
+def test_all_layouts_skip_the_same_steps(
     four_ranks: RankPool, single_process: dict[str, Any], layout: Layout
 ) -> None:
     expected = single_process["history"]
@@ -181,7 +181,7 @@ def uninterrupted(two_ranks: RankPool) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("resume_at", [LOSS_SPIKE + 1, GRADIENT_SPIKE, NOT_A_NUMBER + 1])
-def test_a_run_resumed_between_skips_is_bit_identical(
+def test_run_resumed_between_skips_is_bit_identical(
     two_ranks: RankPool, uninterrupted: list[dict[str, Any]], resume_at: int
 ) -> None:
     resumed = two_ranks.run(train_with_faults, RESUMED_LAYOUT, resume_at)
@@ -192,7 +192,7 @@ def test_a_run_resumed_between_skips_is_bit_identical(
 
 
 class _Poison(torch.autograd.Function):
-    """The identity, whose gradient is infinite."""
+    """The identity, with an infinite gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -204,7 +204,7 @@ class _Poison(torch.autograd.Function):
 
 
 def overflow_at_the_floor(rank: int, tp_size: int, engine_name: str, stage: int) -> tuple[str, int]:
-    """Rank 1's gradients overflow from one layer on, at the smallest loss scale."""
+    """Make rank 1's gradients overflow in one layer, at the smallest loss scale."""
     config = run_config(Layout(tp_size, stage, False, "none"))
     fp16 = replace(config.precision, engine=engine_name, dtype="fp16", initial_loss_scale_power=0)  # type: ignore[arg-type]
     config = replace(config, precision=fp16)
@@ -215,7 +215,7 @@ def overflow_at_the_floor(rank: int, tp_size: int, engine_name: str, stage: int)
         layer.register_forward_hook(lambda _, __, out: _Poison.apply(out))
     take = TrainStep(engine, config, groups)
     try:
-        # The first overflow is spared by the hysteresis.
+        # The hysteresis tolerates the first overflow.
         assert take(0, micro_batches(0, groups)).skip == "overflow"
         take(1, micro_batches(1, groups))
     except LossScaleError as error:
@@ -235,7 +235,7 @@ def overflow_at_the_floor(rank: int, tp_size: int, engine_name: str, stage: int)
         (1, "deepspeed", 3),
     ],
 )
-def test_overflow_at_the_smallest_scale_names_the_parameter_and_the_rank(
+def test_overflow_at_the_smallest_scale_names_parameter_and_rank(
     two_ranks: RankPool, tp_size: int, engine_name: str, stage: int
 ) -> None:
     for message, code in two_ranks.run(overflow_at_the_floor, tp_size, engine_name, stage):

@@ -1,4 +1,4 @@
-"""Pairwise selection of the layout matrix; ``make test-matrix`` runs all layouts."""
+"""A pairwise selection of the layout matrix; ``make test-matrix`` runs all layouts."""
 
 from __future__ import annotations
 

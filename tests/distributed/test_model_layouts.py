@@ -1,8 +1,9 @@
-"""Loss and gradients are equal on every tensor-parallel layout, in float64 with dropout.
+"""Loss and gradients are equal on all tensor-parallel layouts, in float64 with dropout.
 
-Each rank's backward alone must leave whole gradients on replicated parameters and its own part on
-split ones. Then the same through the engines for the plain encoder, whose last norms and biases,
-unlike the pretraining model's, have no later layer to mend their gradients.
+After backward on each rank, replicated parameters must have whole gradients, and split ones the
+rank's part. Then the same with the engines for the plain encoder, whose last norms and biases,
+unlike those of the pretraining model, are not followed by another layer.
+
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ MODELS |= {
 
 
 class EncoderProbe(DebertaBackbone):
-    """The plain encoder, every layer on the token sequence, under a made-up loss."""
+    """The plain encoder, every layer on the token sequence, with an artificial loss."""
 
     def forward(self, batch: Batch, seeds: DropoutSeeds | None) -> tuple[Tensor, Tensor]:
         hidden = self.encode(batch.input_ids, batch.attention_mask, seeds=seeds)
@@ -104,7 +105,7 @@ def make_batch(documents: bool, pairs: bool = False) -> tuple[Batch, DropoutSeed
 
 
 def run_layout(rank: int, config: RunConfig, probe: bool, documents: bool) -> dict[str, Any]:
-    """Loss and gradients (true parts) of this rank, with their specs."""
+    """Return this rank's loss and gradients (true parts), with their specs."""
     tp_size = config.parallel.tensor_parallel_size
     groups = single_process_groups(torch.device("cpu")) if tp_size == 1 else grid(tp_size)
     sharded = build_model(
@@ -114,7 +115,7 @@ def run_layout(rank: int, config: RunConfig, probe: bool, documents: bool) -> di
         model_class=EncoderProbe if probe else MaskedLanguageModel,
     )
     sharded.module.train()
-    # Where the fused functions stand is what matters here; compiling them takes seconds a shape.
+    # Only the position of the fused functions matters here; compiling them takes seconds per shape.
     torch.compiler.set_stance("force_eager")
     pairs = config.model.next_sentence_head
     sums = sharded.module(*make_batch(documents, pairs))
@@ -129,7 +130,7 @@ def run_layout(rank: int, config: RunConfig, probe: bool, documents: bool) -> di
 
 
 def assemble(parts: list[tuple[ParameterSpec, Tensor]]) -> Tensor:
-    """One logical gradient from all ranks' parts; replicated parts must agree."""
+    """Join one logical gradient from all ranks' parts; replicated parts must be equal."""
     spec = parts[0][0]
     if spec.dim is not None:
         return torch.cat([part for _, part in parts], spec.dim)
@@ -141,14 +142,14 @@ def assemble(parts: list[tuple[ParameterSpec, Tensor]]) -> Tensor:
 def check(
     pool: RankPool, model: ModelConfig, parallel: ParallelConfig, *, probe: bool, documents: bool
 ) -> None:
-    oracle = run_layout(0, RunConfig(model=model), probe, documents)
+    reference = run_layout(0, RunConfig(model=model), probe, documents)
     ranks = pool.run(run_layout, RunConfig(model=model, parallel=parallel), probe, documents)
-    assert oracle["gradients"]
+    assert reference["gradients"]
     for rank in ranks:
-        assert rank["count"] == oracle["count"]
-        assert rank["loss"] == pytest.approx(oracle["loss"], rel=1e-12)
-        assert rank["gradients"].keys() == oracle["gradients"].keys()
-    for name, (_, expected) in oracle["gradients"].items():
+        assert rank["count"] == reference["count"]
+        assert rank["loss"] == pytest.approx(reference["loss"], rel=1e-12)
+        assert rank["gradients"].keys() == reference["gradients"].keys()
+    for name, (_, expected) in reference["gradients"].items():
         actual = assemble([rank["gradients"][name] for rank in ranks])
         torch.testing.assert_close(
             actual, expected, **FP64, msg=lambda m, name=name: f"{name}: {m}"
@@ -199,8 +200,10 @@ def engine_config(engine: Any, stage: Any, parallel: ParallelConfig) -> RunConfi
 
 
 def encoder_moments(rank: int, config: RunConfig) -> dict[str, tuple[ParameterSpec, Tensor]]:
-    """First moments of one step on the probe: 1 - beta1 times the whole gradient."""
-    deepspeed_config.PERSISTENCE_THRESHOLD = 0  # else nothing this small is partitioned
+    """Return the first moments of one step of the probe: 1 - beta1 times the whole gradient."""
+    deepspeed_config.PERSISTENCE_THRESHOLD = (
+        0  # Tensors of this size would not be partitioned otherwise.
+    )
     tp_size = config.parallel.tensor_parallel_size
     groups = single_process_groups(torch.device("cpu")) if tp_size == 1 else grid(tp_size)
     partition = None
@@ -223,7 +226,7 @@ def encoder_moments(rank: int, config: RunConfig) -> dict[str, tuple[ParameterSp
 
 
 @pytest.fixture(scope="module")
-def encoder_oracle() -> dict[str, tuple[ParameterSpec, Tensor]]:
+def encoder_reference() -> dict[str, tuple[ParameterSpec, Tensor]]:
     return encoder_moments(0, engine_config("plain", 0, ParallelConfig()))
 
 
@@ -232,7 +235,7 @@ def encoder_oracle() -> dict[str, tuple[ParameterSpec, Tensor]]:
 @pytest.mark.parametrize("fuse", [False, True], ids=["", "fused"])
 def test_the_plain_encoder_through_engines(
     two_ranks: RankPool,
-    encoder_oracle: dict[str, tuple[ParameterSpec, Tensor]],
+    encoder_reference: dict[str, tuple[ParameterSpec, Tensor]],
     fuse: bool,
     sequence: bool,
     stage: int,
@@ -241,8 +244,8 @@ def test_the_plain_encoder_through_engines(
     ranks = two_ranks.run(encoder_moments, engine_config("deepspeed", stage, parallel))
     last = f"encoder.layers.{BASE.num_layers - 1}."
     for name in ("attention.norm.weight", "ffn.down.bias", "ffn.norm.weight", "ffn.norm.bias"):
-        assert encoder_oracle[last + name][1].abs().max() > 0
-    for name, (_, expected) in encoder_oracle.items():
+        assert encoder_reference[last + name][1].abs().max() > 0
+    for name, (_, expected) in encoder_reference.items():
         actual = assemble([rank[name] for rank in ranks])
         error = (actual - expected).norm() / expected.norm().clamp_min(1e-30)
         assert error <= LAYOUT_GRADIENT, name

@@ -1,4 +1,4 @@
-"""Rank pool: failures are reported, other ranks end, the pool restarts."""
+"""Rank pool: failures are reported, the other ranks are stopped, and the pool restarts."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def sleep(rank: int) -> None:
     [
         (fail_on_one, "ValueError: rank one is broken"),
         (die_on_one, "died with exit code -9"),
-        (sleep, "gave no answer in time"),
+        (sleep, "did not respond in time"),
     ],
 )
-def test_failure_is_told_and_leaves_no_process(function: object, message: str) -> None:
+def test_failure_is_reported_and_stops_all_processes(function: object, message: str) -> None:
     with RankPool(2) as pool:
         assert pool.run(add_ranks, 1) == [3.0, 3.0]
         processes = pool.process_ids

@@ -1,4 +1,4 @@
-"""Replica check: a flipped bit in one rank's weights is detected and the rank reported."""
+"""Replica check: a flipped bit in one rank's weights is detected and the rank is reported."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAYOUTS = [Layout(tp, zero, tp > 1, "none") for tp, zero in ((1, 0), (2, 1), (4,
 
 
 def healthy(rank: int, layout: Layout, dtype: str) -> int:
-    """Training leaves copies equal, bit for bit; returns how many there are."""
+    """Train, and assert that replicas are bit-identical; return their number."""
     deepspeed_config.PERSISTENCE_THRESHOLD = 0
     config = run_config(layout)
     config = replace(config, precision=replace(config.precision, dtype=dtype))  # type: ignore[arg-type]
@@ -39,13 +39,13 @@ def healthy(rank: int, layout: Layout, dtype: str) -> int:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_no_false_alarm(four_ranks: RankPool, layout: Layout) -> None:
-    # Sixteen bits where DeepSpeed can do them rightly: rounding must not differ between ranks.
+    # 16-bit formats that DeepSpeed supports, where rounding must not differ between ranks.
     dtype = "bf16" if layout.zero_stage else "fp32"
     assert min(four_ranks.run(healthy, layout, dtype)) > 10
 
 
 def flips(rank: int, tp_size: int, number: int) -> list[str]:
-    """One bit at a time of one rank's copy of a parameter; returns what is wrong."""
+    """Flip one bit at a time of one rank's copy of a parameter; return wrong reports."""
     config = run_config(Layout(tp_size, 0, False, "none"))
     groups = grid(tp_size)
     model = build_rank_model(config, groups)
@@ -64,7 +64,7 @@ def flips(rank: int, tp_size: int, number: int) -> list[str]:
             message, code = str(error), error.exit_code
         if rank == victim:
             bits[element] ^= 1 << bit
-        # A split parameter has one copy a data-parallel rank: with two, either may be wrong.
+        # A split parameter has one copy per data-parallel rank: with two, either may be wrong.
         holders = [victim]
         if model.specs[name].dim is not None and groups.dp_size < 3:
             holders = [r for r in range(groups.world_size) if r % tp_size == victim % tp_size]
@@ -81,7 +81,7 @@ def flips(rank: int, tp_size: int, number: int) -> list[str]:
 
 
 @pytest.mark.parametrize(("tp_size", "number"), [(1, 100), (2, 40), (4, 40)])
-def test_each_flipped_bit_is_found_and_its_rank_named(
+def test_flipped_bits_are_found_and_the_rank_named(
     four_ranks: RankPool, tp_size: int, number: int
 ) -> None:
     assert four_ranks.run(flips, tp_size, number) == [[]] * 4

@@ -28,7 +28,7 @@ LAYOUTS = [Layout(2, 1, False, "none"), Layout(1, 3, False, "none")]
 
 
 def there_and_back(rank: int, layout: Layout, run_dir: str) -> dict[str, Any]:
-    """Five steps with checkpoints after two and four, and back from trouble at the fourth."""
+    """Train five steps with checkpoints after two and four, and roll back at the fourth."""
     deepspeed_config.PERSISTENCE_THRESHOLD = 0
     config = run_config(layout)
     config = replace(config, train=replace(config.train, run_dir=run_dir))
@@ -51,7 +51,7 @@ def there_and_back(rank: int, layout: Layout, run_dir: str) -> dict[str, Any]:
     state, memory, done = rollback(config, groups, engine, model.specs, TrainState(5, 40), guard)
     again = TrainStep(engine, config, groups, Guard.of_run(config, memory))
     repeated = again(2, micro_batches(2, groups)).loss
-    # Another process finds the same, and an older checkpoint nothing of it.
+    # A new process sees the same; from an older checkpoint there is no rollback.
     reader = store.choose_intact(run_dir, groups)
     assert reader is not None
     found = resumed_position(config, groups, reader)
@@ -71,7 +71,7 @@ def there_and_back(rank: int, layout: Layout, run_dir: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
-def test_the_run_is_where_the_checkpoint_was_and_its_data_goes_on(
+def test_rollback_restores_state_and_skips_the_data(
     four_ranks: RankPool, tmp_path: Path, layout: Layout
 ) -> None:
     for rank in four_ranks.run(there_and_back, layout, str(tmp_path)):

@@ -1,4 +1,4 @@
-"""Start-up with torchrun, mpirun and srun's variables, and the rank grid."""
+"""Start-up with torchrun, mpirun and the variables of srun, and the rank grid."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ try:
 finally:
     shutdown()
 """
-"""Program of each rank of a two-rank job."""
+"""Program of the ranks of a two-rank job."""
 TWO_NODES = """
 import os
 os.environ.update(OMPI_COMM_WORLD_LOCAL_SIZE="1", OMPI_COMM_WORLD_LOCAL_RANK="0")
 """ + JOB.replace("groups(2,", "groups(1,").replace("tp_group", "dp_group").replace(
     "groups.tp_rank", "groups.dp_rank"
 )
-"""The same with one rank per node, so that rank 0's address is broadcast over MPI."""
+"""The program with one rank per node, so that rank 0's address is broadcast over MPI."""
 
 
 def _start(*command: str, **variables: str) -> list[str]:

@@ -31,7 +31,7 @@ def test_all_ranks_stop_together(four_ranks: RankPool, tp_size: int, target: int
     assert stopped == [(3, rank == target) for rank in range(4)]
 
 
-def test_nobody_stops_without_a_signal(two_ranks: RankPool) -> None:
+def test_no_stop_without_a_signal(two_ranks: RankPool) -> None:
     assert two_ranks.run(run_steps, 2, -1) == [(-1, False)] * 2
 
 
@@ -40,7 +40,7 @@ def look(rank: int, tp_size: int, run_dir: str) -> Request:
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
-def test_all_ranks_learn_of_a_file(four_ranks: RankPool, tp_size: int, tmp_path: Path) -> None:
+def test_all_ranks_see_a_file(four_ranks: RankPool, tp_size: int, tmp_path: Path) -> None:
     assert four_ranks.run(look, tp_size, str(tmp_path)) == [Request()] * 4
     (tmp_path / SAVE_FILE).touch()
     assert four_ranks.run(look, tp_size, str(tmp_path)) == [Request(save=True)] * 4

@@ -55,8 +55,8 @@ def _logits() -> Tensor:
     logits = 3 * _random((TOKENS, PADDED), 3)
     logits[0, 2] = logits[0, 9] = 50.0  # a tie across ranks: index 2 wins
     logits[1, 11] = logits[1, 3] = 50.0
-    logits[2] -= 100  # far from zero: needs the maximum taken out
-    logits[3] += 100  # exp overflows fp32
+    logits[2] -= 100  # Far from zero, which needs the subtraction of the maximum.
+    logits[3] += 100  # Exp overflows in fp32.
     return logits
 
 
@@ -67,13 +67,13 @@ def _labels(vocab_size: int) -> Tensor:
 
 
 def _projection(vocab_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """States, weight and bias whose first logits are those above; padding rows are zero."""
+    """Return states, weight and bias whose first logits are those above; padding rows are zero."""
     states = torch.cat([_logits(), _random((TOKENS, WIDTH), 6)], dim=1)
     weight = torch.cat([torch.eye(PADDED), 0.1 * _random((PADDED, WIDTH), 7)], dim=1)
     bias = 0.1 * _random((PADDED,), 8)
     bias[[3, 9, 11, 2]] = 0.0
     weight[[3, 9, 11, 2], PADDED:] = 0.0
-    weight[vocab_size:], bias[vocab_size:] = 0.0, 60000.0  # padding must not count
+    weight[vocab_size:], bias[vocab_size:] = 0.0, 60000.0  # Padding must not be counted.
     return states.to(dtype), weight.to(dtype), bias.to(dtype)
 
 
@@ -101,7 +101,7 @@ def test_loss_equals_torch(
     four_ranks: RankPool, tp: int, vocab_size: int, dtype: torch.dtype
 ) -> None:
     exact = [t.double().requires_grad_() for t in _projection(vocab_size, dtype)]
-    logits = functional.linear(*exact).to(dtype)  # rounded as the product rounds it
+    logits = functional.linear(*exact).to(dtype)  # Rounded like the product.
     labels = _labels(vocab_size)
     expected = functional.cross_entropy(logits.double()[:, :vocab_size], labels, reduction="sum")
     (0.7 * expected).backward()
@@ -110,7 +110,7 @@ def test_loss_equals_torch(
     for rank, found in enumerate(four_ranks.run(run_loss, tp, vocab_size, dtype)):
         loss, right, *gradients = found
         assert loss.dtype == torch.promote_types(dtype, torch.float32)
-        # The loss is made in fp32 whatever the logits are.
+        # The loss is computed in fp32 for all dtypes.
         assert float(loss) == pytest.approx(expected.item(), rel=min(tolerance, 1e-5))
         assert right == hits
         for gradient, source in zip(gradients, exact, strict=True):
@@ -133,5 +133,5 @@ def run_no_tokens(rank: int) -> tuple[float, list[int]]:
     return float(loss), weight.grad.tolist()
 
 
-def test_a_batch_without_predictions(two_ranks: RankPool) -> None:
+def test_batch_without_predictions(two_ranks: RankPool) -> None:
     assert two_ranks.run(run_no_tokens) == [(0.0, [[0.0] * 3] * 4)] * 2

@@ -21,9 +21,9 @@ def run_yaml(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def unbroken(run_yaml: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def uninterrupted(run_yaml: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of an uninterrupted run on two data-parallel ranks under torchrun."""
-    run_dir = tmp_path_factory.mktemp("unbroken") / "run"
+    run_dir = tmp_path_factory.mktemp("uninterrupted") / "run"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     program = ["--nproc-per-node=2", "-m", "megatron_deberta", "pretrain", str(run_yaml)]
     finished = subprocess.run(

@@ -28,7 +28,7 @@ def wait_until(condition: Callable[[], bool], launcher: subprocess.Popen[str]) -
 
 
 def test_killed_rank_is_named_and_all_ranks_restart(
-    run_yaml: Path, unbroken: Path, tmp_path: Path
+    run_yaml: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
     chain, metrics = JobHistory(run_dir), run_dir / FILE_NAME
@@ -65,9 +65,9 @@ def test_killed_rank_is_named_and_all_ranks_restart(
     # Rank 0 prints to the terminal, the other rank to its log.
     assert "step 1/60 | loss" in output
     assert len(list((run_dir / "logs").glob("*.0/rank_1.log"))) == 1
-    ours = losses(run_dir)
-    assert committed_steps(run_dir)[-1] == len(ours) < 60
-    assert ours == losses(unbroken)[: len(ours)]
+    actual = losses(run_dir)
+    assert committed_steps(run_dir)[-1] == len(actual) < 60
+    assert actual == losses(uninterrupted)[: len(actual)]
 
 
 def test_invalid_layout_is_refused_at_once(run_yaml: Path, tmp_path: Path) -> None:

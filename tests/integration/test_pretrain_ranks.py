@@ -35,14 +35,14 @@ def command(run_yaml: Path, run_dir: Path) -> list[str]:
     return [*program, f"train.run_dir={run_dir}", *TWO_STEPS]
 
 
-def assert_two_ranks_trained(run_dir: Path, unbroken: Path) -> None:
+def assert_two_ranks_trained(run_dir: Path, uninterrupted: Path) -> None:
     """Assert that each rank wrote its sample log, and that losses are those of the whole batch."""
     assert committed_steps(run_dir) == [2]
     assert len(list((run_dir / "ledger").iterdir())) == 2
-    assert losses(run_dir) == pytest.approx(losses(unbroken)[:2], rel=1e-5)
+    assert losses(run_dir) == pytest.approx(losses(uninterrupted)[:2], rel=1e-5)
 
 
-def test_started_by_mpirun(run_yaml: Path, unbroken: Path, tmp_path: Path) -> None:
+def test_started_by_mpirun(run_yaml: Path, uninterrupted: Path, tmp_path: Path) -> None:
     beside = Path(sys.executable).parent / "mpirun"
     mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
     assert mpirun is not None, "mpirun is missing; install requirements-dev.txt"
@@ -56,10 +56,10 @@ def test_started_by_mpirun(run_yaml: Path, unbroken: Path, tmp_path: Path) -> No
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert_two_ranks_trained(run_dir, unbroken)
+    assert_two_ranks_trained(run_dir, uninterrupted)
 
 
-def test_started_by_srun(run_yaml: Path, unbroken: Path, tmp_path: Path) -> None:
+def test_started_by_srun(run_yaml: Path, uninterrupted: Path, tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
@@ -84,11 +84,11 @@ def test_started_by_srun(run_yaml: Path, unbroken: Path, tmp_path: Path) -> None
         for rank in ranks:
             rank.kill()
     assert [rank.returncode for rank in ranks] == [0, 0], errors
-    assert_two_ranks_trained(run_dir, unbroken)
+    assert_two_ranks_trained(run_dir, uninterrupted)
 
 
 def test_repeated_sigterm_saves_and_requests_a_requeue(
-    run_yaml: Path, unbroken: Path, tmp_path: Path
+    run_yaml: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
     job = start(run_yaml, run_dir, 2)
@@ -106,7 +106,7 @@ def test_repeated_sigterm_saves_and_requests_a_requeue(
     end = stopped_at + 3
     job = run_to_end(run_yaml, run_dir, 2, f"train.exit_step={end}")
     assert f"resuming from {step_dir(run_dir, stopped_at)}" in job.output()
-    assert losses(run_dir) == losses(unbroken)[:end]
+    assert losses(run_dir) == losses(uninterrupted)[:end]
 
 
 AFTER_TRAINING = """

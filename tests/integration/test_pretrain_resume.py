@@ -26,25 +26,25 @@ STEPS = 60
 BACKGROUND = "checkpoint.asynchronous=true"
 
 
-def test_uninterrupted_run_learns_and_writes_its_files(unbroken: Path) -> None:
-    curve = losses(unbroken)
+def test_uninterrupted_run_learns_and_writes_its_files(uninterrupted: Path) -> None:
+    curve = losses(uninterrupted)
     assert len(curve) == STEPS
     assert sum(curve[-5:]) / 5 < sum(curve[:5]) / 5 - 0.5
-    validation = records(unbroken, "validation")
+    validation = records(uninterrupted, "validation")
     assert list(validation) == [0, 25, 50, STEPS]
     assert validation[STEPS]["loss"] < validation[25]["loss"]
     assert validation[0]["unigram_loss"] > 3
-    assert committed_steps(unbroken) == [49, 56, STEPS]
-    check_sample_log(unbroken / "ledger", 8, STEPS)
-    assert (unbroken / "loss.png").stat().st_size > 1000
-    assert "vocab_size: 600" in (unbroken / "config.yaml").read_text()
-    lines = (unbroken / "stdout.txt").read_text().splitlines()
+    assert committed_steps(uninterrupted) == [49, 56, STEPS]
+    check_sample_log(uninterrupted / "ledger", 8, STEPS)
+    assert (uninterrupted / "loss.png").stat().st_size > 1000
+    assert "vocab_size: 600" in (uninterrupted / "config.yaml").read_text()
+    lines = (uninterrupted / "stdout.txt").read_text().splitlines()
     assert sum(line.startswith("step ") for line in lines) == STEPS
     assert sum("unigram loss" in line for line in lines) == 3
 
 
 def test_killed_and_signalled_run_equals_the_uninterrupted_one(
-    run_yaml: Path, unbroken: Path, tmp_path: Path
+    run_yaml: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
     # The time is random on purpose; it is printed with a failure.
@@ -68,20 +68,20 @@ def test_killed_and_signalled_run_equals_the_uninterrupted_one(
 
     job = run_to_end(run_yaml, run_dir, 2, BACKGROUND)
     assert f"resuming from {step_dir(run_dir, stopped_at)}" in job.output()
-    assert losses(run_dir) == losses(unbroken)
-    assert read_sample_log(run_dir / "ledger") == read_sample_log(unbroken / "ledger")
-    assert_same_checkpoints(run_dir, unbroken, STEPS)
-    ours, theirs = (records(folder, "validation")[STEPS] for folder in (run_dir, unbroken))
-    assert ours == theirs
+    assert losses(run_dir) == losses(uninterrupted)
+    assert read_sample_log(run_dir / "ledger") == read_sample_log(uninterrupted / "ledger")
+    assert_same_checkpoints(run_dir, uninterrupted, STEPS)
+    actual, expected = (records(folder, "validation")[STEPS] for folder in (run_dir, uninterrupted))
+    assert actual == expected
     # Background saves are committed later and reported with their cost.
     cost = read_metrics(run_dir / FILE_NAME)
-    told = [record for record in cost if record["kind"] == "checkpoint"]
-    assert told[-1]["checkpoint_step"] == STEPS
-    assert all(record["blocked_seconds"] <= record["seconds"] for record in told)
+    saves = [record for record in cost if record["kind"] == "checkpoint"]
+    assert saves[-1]["checkpoint_step"] == STEPS
+    assert all(record["blocked_seconds"] <= record["seconds"] for record in saves)
 
 
 def test_tensor_parallel_run_resumes_data_parallel(
-    run_yaml: Path, unbroken: Path, tmp_path: Path
+    run_yaml: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
     tensor_parallel = ("parallel.tensor_parallel_size=2", "parallel.sequence_parallel=true")
@@ -95,7 +95,7 @@ def test_tensor_parallel_run_resumes_data_parallel(
     )  # fmt: skip
     assert "changed since then: parallel.tensor_parallel_size: 2 -> 1" in job.output()
     run_to_end(run_yaml, run_dir, 1, "precision.engine=plain")
-    assert losses(run_dir) == pytest.approx(losses(unbroken), rel=1e-5)
+    assert losses(run_dir) == pytest.approx(losses(uninterrupted), rel=1e-5)
     check_sample_log(run_dir / "ledger", 8, STEPS)
 
 

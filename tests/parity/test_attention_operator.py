@@ -1,4 +1,4 @@
-"""The operator against transformers' DisentangledSelfAttention: output and every gradient."""
+"""The attention operator compared with transformers' DisentangledSelfAttention, with gradients."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def heads(projected: Tensor) -> Tensor:
     return projected.unflatten(-1, (HEADS, -1)).transpose(-2, -3)
 
 
-def ours(
+def project_and_attend(
     module: DisentangledSelfAttention, hidden: Tensor, table: Tensor, **options: str
 ) -> Tensor:
     """Apply the same projections around this package's operator."""
@@ -81,9 +81,9 @@ def test_operator_equals_transformers(
     results = []
     for output in (
         module(hidden, mask, rel_embeddings=table)[0],
-        ours(module, hidden, table, backend=backend),
+        project_and_attend(module, hidden, table, backend=backend),
     ):
-        kept = output * real[:, :, None]  # outputs of padding are undefined
+        kept = output * real[:, :, None]  # Outputs at padding are undefined.
         d_output = torch.randn(kept.shape, generator=torch.Generator().manual_seed(1))
         results.append([kept, *torch.autograd.grad(kept, leaves, d_output, allow_unused=True)])
     for expected, actual in zip(*results, strict=True):

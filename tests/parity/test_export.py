@@ -72,7 +72,7 @@ CONFIGS = STOCK | OWN | {"roberta": ROBERTA}
 
 @pytest.fixture(autouse=True)
 def _temporary_module_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let transformers cache remote code in the test's folder."""
+    """Let transformers cache remote code in a temporary folder."""
     cache = str(tmp_path / "modules")
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", cache)
     monkeypatch.syspath_prepend(cache)
@@ -112,7 +112,7 @@ def our_logits(config: ModelConfig, ids: Tensor, mask: Tensor | None) -> Tensor:
 
 
 @pytest.mark.parametrize("name", STOCK)
-def test_stock_encoder_and_our_fill_mask_load(name: str, exported: Exported) -> None:
+def test_stock_encoder_and_exported_fill_mask_load(name: str, exported: Exported) -> None:
     config = STOCK[name]
     folder, result = exported(name)
     assert result.model_type == ("deberta" if name.startswith("v1") else "deberta-v2")
@@ -126,12 +126,12 @@ def test_stock_encoder_and_our_fill_mask_load(name: str, exported: Exported) -> 
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     ids, mask = make_batch()
-    ours = build_model(config, reader(random_weights(config)), "reference")
+    model = build_model(config, reader(random_weights(config)), "reference")
     with torch.no_grad():
         states = encoder.eval()(ids, attention_mask=mask.long()).last_hidden_state
         logits = model.eval()(ids, attention_mask=mask.long()).logits
-        torch.testing.assert_close(logits[mask], ours.logits(ids, mask)[mask], **FP32_MODEL)
-        expected = ours.encode(ids, mask)
+        torch.testing.assert_close(logits[mask], model.logits(ids, mask)[mask], **FP32_MODEL)
+        expected = model.encode(ids, mask)
         torch.testing.assert_close(states[mask], expected[mask], **FP32_MODEL)
 
 
@@ -160,15 +160,17 @@ def released_decoder(config: ModelConfig, weights: dict[str, Tensor]) -> Deberta
         for name, parameter in stock.named_parameters():
             if name.endswith(("key_proj.bias", "decoder.bias")):
                 parameter.zero_()
-        theirs = dict(stock.named_parameters())
+        parameters = dict(stock.named_parameters())
         for name, value in weights.items():
             if stock_name(name) is not None:
-                theirs[stock_name(name)].copy_(value)
+                parameters[stock_name(name)].copy_(value)
     return stock
 
 
 @pytest.mark.parametrize("base", [V2, V1, ROBERTA, OWN["paper-index"]])
-def test_pairs_keep_token_types_and_their_head(base: ModelConfig, tmp_path: Path) -> None:
+def test_segment_pairs_keep_token_types_and_the_next_sentence_head(
+    base: ModelConfig, tmp_path: Path
+) -> None:
     """The export itself compares logits, states and next-sentence logits with two segments."""
     config = replace(base, type_vocab_size=2, next_sentence_head=True)
     result = export(config, tmp_path / "out")
@@ -191,21 +193,21 @@ def test_pairs_keep_token_types_and_their_head(base: ModelConfig, tmp_path: Path
     assert classifier.config.id2label == {0: "IsNext", 1: "NotNext"}
     ids, mask = make_batch()
     types = (torch.arange(ids.size(1)) > 20).long().expand_as(ids)
-    ours = build_model(config, reader(weights), "reference")
+    model = build_model(config, reader(weights), "reference")
     inputs = {"attention_mask": mask.long(), "token_type_ids": types}
     with torch.no_grad():
         logits = classifier.eval()(ids, **inputs).logits
-        expected = ours.next_sentence_logits(ids, mask, types)
+        expected = model.next_sentence_logits(ids, mask, types)
         torch.testing.assert_close(logits, expected, **FP32_MODEL)
-        # What pretraining computes beside the masked tokens is the same.
+        # The mask decoder's results are unchanged.
         picked = torch.tensor([[3, 5, -1]] * 3)
-        _, pairs = ours.decode(ids, mask, picked, token_type_ids=types)
+        _, pairs = model.decode(ids, mask, picked, token_type_ids=types)
         torch.testing.assert_close(pairs, expected, **FP32_MODEL)
 
 
 @pytest.mark.parametrize("name", ["v3-like", "1.5b-like", "separate", "v1"])
-def test_mask_decoder_restated_with_stock_layers(name: str, exported: Exported) -> None:
-    """The released decoder: input of the last layer plus positions, two passes."""
+def test_mask_decoder_equals_stock_layers(name: str, exported: Exported) -> None:
+    """The released decoder: the input of the last layer plus positions, two passes."""
     config, weights = STOCK[name], random_weights(STOCK[name])
     stock = released_decoder(config, weights)
     ids, mask = make_batch()
@@ -231,7 +233,7 @@ def test_mask_decoder_restated_with_stock_layers(name: str, exported: Exported) 
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_unsupported_by_stock_classes_is_exported_as_our_own_type(
+def test_models_unsupported_by_stock_classes_are_exported_as_own_type(
     name: str, exported: Exported
 ) -> None:
     config = OWN[name]
@@ -312,7 +314,7 @@ def test_stock_masked_lm_warns_of_its_new_head(
     assert "newly initialized" in caplog.text
 
 
-def test_stock_masked_lm_is_right_without_mask_decoder(exported: Exported) -> None:
+def test_stock_masked_lm_is_correct_without_mask_decoder(exported: Exported) -> None:
     config = STOCK["no-decoder"]
     folder, _ = exported("no-decoder")
     model, report = DebertaV2ForMaskedLM.from_pretrained(folder, output_loading_info=True)
@@ -331,7 +333,7 @@ def test_precision(dtype: str, name: str, tmp_path: Path) -> None:
     assert model.dtype == getattr(torch, name)
 
 
-def test_a_weight_beyond_fp16_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
+def test_weight_beyond_fp16_raises_and_leaves_no_files(tmp_path: Path) -> None:
     weights = random_weights(V2)
     weights["head.transform.weight"][0, 0] = 1e6
     with pytest.raises(CheckpointError, match="lm_head.dense.weight holds 1e\\+06.*bf16"):
@@ -339,10 +341,10 @@ def test_a_weight_beyond_fp16_is_refused_and_nothing_is_left(tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_export_that_computes_something_else_is_refused(
+def test_export_with_a_different_result_raises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A wrong field in config.json is found by the comparison."""
+    """A wrong field in config.json is detected by the comparison."""
 
     def wrong(folder: Path, *rest: object) -> None:
         write_hf_model(folder, *rest)
@@ -367,10 +369,10 @@ def test_an_export_that_computes_something_else_is_refused(
 
 
 @pytest.mark.parametrize("config", [V2, OWN["paper-index"]])
-def test_the_exported_code_is_what_is_checked(
+def test_exported_code_is_the_code_that_is_checked(
     config: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The copy is loaded, not the package's own module, and is unloaded afterwards."""
+    """The copy is loaded instead of the package's module, and is unloaded afterwards."""
 
     def copy(source: Path, target: Path) -> None:
         text = source.read_text()
@@ -390,7 +392,7 @@ def test_the_exported_code_is_what_is_checked(
     assert list(tmp_path.iterdir()) == [tmp_path / "out"]
 
 
-def test_output_in_use_is_refused(tmp_path: Path) -> None:
+def test_output_in_use_raises(tmp_path: Path) -> None:
     (tmp_path / "kept.txt").write_text("mine")
     with pytest.raises(ConfigError, match="not empty"):
         export(V2, tmp_path)

@@ -1,7 +1,8 @@
-"""FLOP formulas against torch's counter on the model.
+"""FLOP formulas compared with torch's counter on the model.
 
 Both count matrix products and convolutions. The reference backend computes more than the formula
 counts; the difference is added here.
+
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ CASES = {
 
 
 def reference_excess(model: ModelConfig, length: int) -> float:
-    """FLOPs per token that only the reference backend computes."""
+    """Return the FLOPs per token that only the reference backend computes."""
     return sum(reference_extra(model, length, MASKED_SHARE))
 
 
@@ -69,7 +70,7 @@ def batch(length: int) -> Batch:
 
 
 def counted(model: ModelConfig, length: int, recompute: Any) -> tuple[float, float]:
-    """FLOPs per token of forward, and of forward and backward, by torch's counter."""
+    """Return the FLOPs per token of forward, and of forward and backward, by torch's counter."""
     module = MaskedLanguageModel(model, RuntimeOptions(recompute, "reference")).train()
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, std=0.05)

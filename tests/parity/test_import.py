@@ -1,4 +1,4 @@
-"""Models of transformers' classes imported into ours: same outputs, and bit-identical back."""
+"""Imported models of transformers: same outputs, and bit-identical when exported again."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def filled(release: Release) -> DebertaForPretraining:
 def test_stock_encoder(
     kind: Callable[..., torch.nn.Module], config: object, tmp_path: Path
 ) -> None:
-    """Head and decoder positions are missing: they are newly initialised, with a note."""
+    """Head and decoder positions are missing: they are initialised, with a note."""
     stock = kind(config).eval()
     randomize(stock)
     stock.save_pretrained(tmp_path / "in")
@@ -166,7 +166,7 @@ def released_files(
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 @pytest.mark.parametrize("kind", ["v1", "v2", "v3"])
-def test_from_and_to_again_is_bit_equal(kind: str, dtype: str, tmp_path: Path) -> None:
+def test_import_and_export_are_bit_identical(kind: str, dtype: str, tmp_path: Path) -> None:
     torch_dtype = {"fp32": torch.float32, "fp16": torch.float16}[dtype]
     state = released_files(kind, tmp_path / "in", torch_dtype)
     save_file(state, tmp_path / "in" / "model.safetensors")
@@ -214,7 +214,7 @@ def test_microsoft_files(kind: str, tmp_path: Path) -> None:
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
-def test_own_type_comes_back(tmp_path: Path) -> None:
+def test_own_type_is_imported(tmp_path: Path) -> None:
     from tests.support.tiny_models import V2 as OURS
     from tests.support.tiny_models import random_weights
 
@@ -228,7 +228,7 @@ def test_own_type_comes_back(tmp_path: Path) -> None:
     assert all(torch.equal(back[name], weights[name]) for name in weights)
 
 
-def test_vocabulary_is_that_of_the_table(tmp_path: Path) -> None:
+def test_vocabulary_size_is_that_of_the_table(tmp_path: Path) -> None:
     """The size of the embedding table overrides the config's vocabulary size."""
     state = released_files("v3", tmp_path / "in")
     for name in ("deberta.embeddings.word_embeddings.weight", "lm_predictions.lm_head.bias"):
@@ -237,6 +237,6 @@ def test_vocabulary_is_that_of_the_table(tmp_path: Path) -> None:
     assert read(tmp_path / "in").config.vocab_size == 200
 
 
-def test_transformers_still_behaves_as_assumed() -> None:
+def test_default_of_transformers_is_unchanged() -> None:
     """The import of ``cls.predictions`` heads depends on this default."""
     assert transformers.DebertaV2Config().legacy is True

@@ -1,4 +1,4 @@
-"""Single-device model against transformers' DeBERTa-v2: outputs and all gradients, fp32."""
+"""The single-device model compared with transformers' DeBERTa-v2: outputs and gradients, fp32."""
 
 from __future__ import annotations
 
@@ -72,12 +72,12 @@ def test_outputs_and_gradients(variant: str, length: int, padded: bool, backend:
     config = VARIANTS[variant]
     stock = DebertaV2ForMaskedLM(stock_config(config)).eval()
     randomize(stock)
-    ours = MaskedLanguageModel(config, RuntimeOptions(attention_backend=backend))
-    copy_from_stock(ours, stock)
+    model = MaskedLanguageModel(config, RuntimeOptions(attention_backend=backend))
+    copy_from_stock(model, stock)
     batch = make_batch(config, length, padded)
 
     real = batch.attention_mask.unsqueeze(-1)
-    encoded = ours.encode(batch.input_ids, batch.attention_mask)
+    encoded = model.encode(batch.input_ids, batch.attention_mask)
     stock_encoded = stock.deberta(batch.input_ids, batch.attention_mask.long())[0]
     torch.testing.assert_close(encoded * real, stock_encoded * real, **FP32_MODEL)
 
@@ -89,21 +89,21 @@ def test_outputs_and_gradients(variant: str, length: int, padded: bool, backend:
     ):
         full_labels[row, batch.masked_positions[row, column]] = label
     out = stock(batch.input_ids, batch.attention_mask.long(), labels=full_labels)
-    loss, _ = ours(batch)
+    loss, _ = model(batch)
     count = (batch.labels >= 0).sum()
     torch.testing.assert_close(loss / count, out.loss, **FP32_MODEL)
-    logits = ours.logits(batch.input_ids, batch.attention_mask)
+    logits = model.logits(batch.input_ids, batch.attention_mask)
     torch.testing.assert_close(logits * real, out.logits * real, **FP32_MODEL)
 
     (loss / count).backward()
     out.loss.backward()
-    mine = gradients_by_stock_name(ours)
-    theirs = {n: p.grad for n, p in stock.named_parameters() if p.grad is not None}
-    theirs.pop("cls.predictions.decoder.bias", None)
-    assert mine.keys() == theirs.keys()
-    for name, grad in mine.items():
+    actual = gradients_by_stock_name(model)
+    expected = {n: p.grad for n, p in stock.named_parameters() if p.grad is not None}
+    expected.pop("cls.predictions.decoder.bias", None)
+    assert actual.keys() == expected.keys()
+    for name, grad in actual.items():
         torch.testing.assert_close(
-            grad, theirs[name], **FP32_MODEL, msg=lambda m, name=name: f"{name}: {m}"
+            grad, expected[name], **FP32_MODEL, msg=lambda m, name=name: f"{name}: {m}"
         )
 
 
@@ -114,13 +114,13 @@ def test_mask_decoder_built_from_stock_layers(variant: str, backend: str) -> Non
     config = replace(VARIANTS[variant], mask_decoder_passes=2, absolute_positions="decoder")
     stock = DebertaV2ForMaskedLM(stock_config(config)).eval()
     randomize(stock)
-    ours = MaskedLanguageModel(config, RuntimeOptions(attention_backend=backend))
-    randomize(ours, seed=5)
-    copy_from_stock(ours, stock)
+    model = MaskedLanguageModel(config, RuntimeOptions(attention_backend=backend))
+    randomize(model, seed=5)
+    copy_from_stock(model, stock)
     batch = make_batch(config, 41, padded=True)
-    assert ours.mask_decoder is not None
-    assert ours.mask_decoder.position is not None
-    position_table = ours.mask_decoder.position.weight.detach().clone().requires_grad_()
+    assert model.mask_decoder is not None
+    assert model.mask_decoder.position is not None
+    position_table = model.mask_decoder.position.weight.detach().clone().requires_grad_()
 
     encoder = stock.deberta.encoder
     states = stock.deberta(
@@ -141,21 +141,21 @@ def test_mask_decoder_built_from_stock_layers(variant: str, backend: str) -> Non
     selected = logits[rows, batch.masked_positions[valid]]
     expected = torch.nn.functional.cross_entropy(selected, batch.labels[valid], reduction="sum")
 
-    loss, _ = ours(batch)
+    loss, _ = model(batch)
     torch.testing.assert_close(loss, expected, **FP32_MODEL)
-    everywhere = ours.logits(batch.input_ids, batch.attention_mask)
+    everywhere = model.logits(batch.input_ids, batch.attention_mask)
     real = batch.attention_mask.unsqueeze(-1)
     torch.testing.assert_close(everywhere * real, logits * real, **FP32_MODEL)
 
     loss.backward()
     expected.backward()
     torch.testing.assert_close(
-        ours.mask_decoder.position.weight.grad, position_table.grad, **FP32_MODEL
+        model.mask_decoder.position.weight.grad, position_table.grad, **FP32_MODEL
     )
-    theirs = {n: p.grad for n, p in stock.named_parameters() if p.grad is not None}
-    for name, grad in gradients_by_stock_name(ours).items():
+    expected = {n: p.grad for n, p in stock.named_parameters() if p.grad is not None}
+    for name, grad in gradients_by_stock_name(model).items():
         torch.testing.assert_close(
-            grad, theirs[name], **FP32_MODEL, msg=lambda m, name=name: f"{name}: {m}"
+            grad, expected[name], **FP32_MODEL, msg=lambda m, name=name: f"{name}: {m}"
         )
 
 

@@ -1,4 +1,4 @@
-"""The attention block against Algorithm 1 of the paper, as loops in float64."""
+"""The attention block compared with Algorithm 1 of the paper, as loops in float64."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CONFIG = ModelConfig(
 
 
 def delta(i: int, j: int, k: int) -> int:
-    """Relative distance from token i to token j: He et al. 2021, Eq. 3."""
+    """Return the relative distance from token i to token j: He et al. 2021, Eq. 3."""
     if i - j <= -k:
         return 0
     if i - j >= k:
@@ -37,7 +37,7 @@ def delta(i: int, j: int, k: int) -> int:
 
 
 def algorithm_1(block: DisentangledSelfAttention, hidden: Tensor, table: Tensor) -> Tensor:
-    """Eq. 4 and Algorithm 1 for one sequence ``[N, D]``, entry by entry; heads concatenated."""
+    """Compute Eq. 4 and Algorithm 1 for one sequence ``[N, D]``; heads are concatenated."""
     length, size = hidden.size(0), block.head_size
     assert block.position_key is not None
     assert block.position_query is not None

@@ -58,13 +58,13 @@ def run_case(name: str) -> dict[str, Any]:
     gathered = None if at is None else at.shape[1]
     inputs = random_inputs((1, 1, length, 32), positions, gathered=gathered)
     # The reference form would need gigabytes; ``chunked`` is compared with it in other tests.
-    oracle = "reference" if length < 4096 else "chunked"
-    expected = run_attention(inputs, torch.float64, positions, backend=oracle, **options)
+    backend = "reference" if length < 4096 else "chunked"
+    expected = run_attention(inputs, torch.float64, positions, backend=backend, **options)
     begin = time.perf_counter()
     actual = run_attention(inputs, torch.float16, positions, backend="triton", **options)
     seconds = time.perf_counter() - begin
     errors = (relative_error(a, e) for a, e in zip(actual, expected, strict=True))
-    return {"oracle": oracle, "seconds": seconds, "errors": dict(zip(NAMES, errors, strict=True))}
+    return {"oracle": backend, "seconds": seconds, "errors": dict(zip(NAMES, errors, strict=True))}
 
 
 def main() -> int:

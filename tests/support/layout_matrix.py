@@ -200,20 +200,22 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     return float((actual - expected).norm() / expected.norm().clamp_min(1e-30))
 
 
-def compare(layout: Layout, ranks: list[dict[str, Any]], oracle: dict[str, Any]) -> dict[str, Any]:
+def compare(
+    layout: Layout, ranks: list[dict[str, Any]], reference: dict[str, Any]
+) -> dict[str, Any]:
     """Return the largest deviations of a layout from the reference."""
     worst_loss = max(
         abs(a - b) / abs(b)
         for rank in ranks
-        for a, b in zip(rank["losses"], oracle["losses"], strict=True)
+        for a, b in zip(rank["losses"], reference["losses"], strict=True)
     )
     worst_norm = max(
         abs(a - b) / abs(b)
         for rank in ranks
-        for a, b in zip(rank["norms"], oracle["norms"], strict=True)
+        for a, b in zip(rank["norms"], reference["norms"], strict=True)
     )
     errors = {}
-    for name, (_, expected) in oracle["first"].items():
+    for name, (_, expected) in reference["first"].items():
         actual = assemble([rank["first"][name] for rank in ranks], layout.tp_size)
         errors[name] = relative_error(actual, expected)
     parameter = max(errors, key=errors.__getitem__)
@@ -230,13 +232,13 @@ def compare(layout: Layout, ranks: list[dict[str, Any]], oracle: dict[str, Any])
 def run_all(layouts: list[Layout], output: Path) -> bool:
     """Run layouts that are not in ``output``; return whether all agree with the reference."""
     done = json.loads(output.read_text())["results"] if output.exists() else []
-    oracle = run_layout(0, None, STEPS)
+    reference = run_layout(0, None, STEPS)
     with RankPool(4) as pool:
         for layout in layouts:
             if any(Layout(**{k: row[k] for k in asdict(layout)}) == layout for row in done):
                 continue
             start = time.monotonic()
-            row = compare(layout, pool.run(run_layout, layout, STEPS, timeout=600), oracle)
+            row = compare(layout, pool.run(run_layout, layout, STEPS, timeout=600), reference)
             row["seconds"] = round(time.monotonic() - start, 1)
             done.append(row)
             verdict = "same" if row["passed"] else "DIFFERS"

@@ -102,8 +102,8 @@ class RankPool:
                 self._abort(failures, silent)
                 break
             for rank in (r for r in silent if self._pipes[r] in ready):
-                answer, value = self._receive(rank)
-                (results if answer else failures)[rank] = value
+                succeeded, value = self._receive(rank)
+                (results if succeeded else failures)[rank] = value
             if failures:
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
         if failures:
@@ -124,25 +124,25 @@ class RankPool:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([*RANK_IMPORTS, __name__])
         self._folder = tempfile.mkdtemp(prefix="ranks-")
-        before = os.environ.get("OMP_NUM_THREADS")
+        previous = os.environ.get("OMP_NUM_THREADS")
         os.environ["OMP_NUM_THREADS"] = "1"  # Read when the child process imports torch.
         try:
             for rank in range(self.world_size):
-                ours, theirs = context.Pipe()
+                pipe, child_pipe = context.Pipe()
                 store = os.path.join(self._folder, "store") if self._start_distributed else ""
                 # Not daemonic, so that data loaders can start worker processes.
                 process = context.Process(
-                    target=_serve, args=(theirs, rank, self.world_size, store), daemon=False
+                    target=_serve, args=(child_pipe, rank, self.world_size, store), daemon=False
                 )
                 process.start()
-                theirs.close()
+                child_pipe.close()
                 self._processes.append(process)
-                self._pipes.append(ours)
+                self._pipes.append(pipe)
         finally:
-            if before is None:
+            if previous is None:
                 del os.environ["OMP_NUM_THREADS"]
             else:
-                os.environ["OMP_NUM_THREADS"] = before
+                os.environ["OMP_NUM_THREADS"] = previous
 
     def _receive(self, rank: int) -> tuple[bool, Any]:
         try:
@@ -156,7 +156,7 @@ class RankPool:
         """Kill ranks that do not respond; if there is no other failure, dump their stacks first."""
         silent = not failures
         for rank in ranks:
-            failures[rank] = "gave no answer in time"
+            failures[rank] = "did not respond in time"
             if silent:
                 failures[rank] += "; its stack is on standard error"
                 os.kill(self.process_ids[rank], signal.SIGABRT)

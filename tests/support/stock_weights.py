@@ -43,12 +43,12 @@ def stock_name(name: str) -> str | None:
     return None
 
 
-def copy_from_stock(ours: nn.Module, stock: nn.Module) -> None:
-    """Copy the weights of ``stock`` to ``ours``; parameters missing in ``stock`` are unchanged."""
-    theirs = dict(stock.named_parameters())
+def copy_from_stock(model: nn.Module, stock: nn.Module) -> None:
+    """Copy the weights of ``stock`` to ``model``; parameters missing in ``stock`` are unchanged."""
+    source = dict(stock.named_parameters())
     with torch.no_grad():
-        for name, parameter in ours.named_parameters():
-            other = theirs.get(stock_name(name) or "")
+        for name, parameter in model.named_parameters():
+            other = source.get(stock_name(name) or "")
             if other is not None:
                 # A sharded vocabulary is padded at its end.
                 parameter[: len(other)] = other
@@ -64,9 +64,9 @@ def randomize(model: nn.Module, seed: int = 0) -> None:
             parameter.copy_(centre + 0.1 * noise)
 
 
-def gradients_by_stock_name(ours: nn.Module) -> dict[str, Tensor]:
-    """Return the gradients of ``ours`` by transformers' names."""
-    named = {stock_name(name): p.grad for name, p in ours.named_parameters() if p.grad is not None}
+def gradients_by_stock_name(model: nn.Module) -> dict[str, Tensor]:
+    """Return the gradients of ``model`` by transformers' names."""
+    named = {stock_name(name): p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {name: grad for name, grad in named.items() if name is not None}
 
 

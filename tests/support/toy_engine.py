@@ -173,13 +173,13 @@ def states(engine: Engine) -> dict[str, ParameterState]:
 
 
 def assert_same_states(
-    ours: dict[str, ParameterState], theirs: dict[str, ParameterState], **tolerance: float
+    actual: dict[str, ParameterState], expected: dict[str, ParameterState], **tolerance: float
 ) -> None:
     """Compare all tensors of two states, bit by bit unless a tolerance is given."""
-    assert list(ours) == list(theirs)
-    for name in ours:
+    assert list(actual) == list(expected)
+    for name in actual:
         for field in ("weight", "exp_avg", "exp_avg_sq"):
-            a, b = getattr(ours[name], field), getattr(theirs[name], field)
+            a, b = getattr(actual[name], field), getattr(expected[name], field)
             torch.testing.assert_close(
                 a,
                 b,

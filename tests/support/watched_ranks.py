@@ -21,7 +21,7 @@ from megatron_deberta.cluster.watchdog.hang import Diagnosis
 from megatron_deberta.cluster.watchdog.report_store import ReportStore
 from tests.support.jobs import ROOT
 
-LINK = "7.0"
+ATTEMPT = "7.0"
 RUN = """
 cluster: {{startup_timeout_seconds: 20,
   data_timeout_seconds: {limit}, step_timeout_seconds: {limit},
@@ -32,7 +32,7 @@ import os, time
 
 def barrier(folder, name, rank, world, flag=False):
     open(f"{folder}/{name}.{rank}{'.yes' * flag}", "w").close()
-    # Nothing written in Python is called: whoever looks finds this file innermost.
+    # Calls no Python function, so that this file is the innermost frame of a stack.
     while len(found := [x for x in os.listdir(folder) if x.startswith(f"{name}.")]) < world:
         time.sleep(0.005)
     return any(x.endswith(".yes") for x in found)
@@ -48,9 +48,9 @@ sys.path.insert(0, folder + "/torch/distributed")
 from barrier_of_a_test import barrier
 
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-told = []
+signals = []
 for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-    signal.signal(number, lambda number, frame: told.append(number))
+    signal.signal(number, lambda number, frame: signals.append(number))
 
 def fault(place, step):
     if plan.get("rank") != rank or plan["place"] != place or plan["step"] != step:
@@ -76,7 +76,7 @@ with Heartbeat.of_this_rank(rank) as heartbeat:
         fault("step", step)
         time.sleep(plan.get("slow_seconds", 0.0) if rank == plan.get("slow") else 0.002)
         heartbeat.add_times(forward=time.perf_counter_ns() - forward)
-        ends = barrier(folder, f"step{step}", rank, world, bool(told))
+        ends = barrier(folder, f"step{step}", rank, world, bool(signals))
         heartbeat.add_times(steps=1, whole=time.perf_counter_ns() - begin)
         heartbeat.enter(Section.AFTER, step + 1)
         with heartbeat.section(Section.SAVE):
@@ -85,7 +85,7 @@ with Heartbeat.of_this_rank(rank) as heartbeat:
         if step == 2:
             print("rank", rank, "of", world, "steps", flush=True)
         if ends:
-            print("told", *told, flush=True)
+            print("received", *signals, flush=True)
             sys.exit(75)
 """
 
@@ -137,7 +137,7 @@ class WatchedRanks:
             }  # fmt: skip
             self.supervisors.append(
                 subprocess.Popen(
-                    [*command, str(self.folder / "job.json"), LINK],
+                    [*command, str(self.folder / "job.json"), ATTEMPT],
                     env=environment, stderr=subprocess.PIPE, text=True,
                 )
             )  # fmt: skip
@@ -155,7 +155,7 @@ class WatchedRanks:
 
     def diagnosis(self) -> Diagnosis | None:
         """Return the supervisors' diagnosis."""
-        return ReportStore(self.run_dir, LINK).diagnose(self.nodes)
+        return ReportStore(self.run_dir, ATTEMPT).diagnose(self.nodes)
 
     def seconds_since_fault(self) -> float:
         """Return the seconds from the fault to the end of the supervisors."""
@@ -163,15 +163,15 @@ class WatchedRanks:
 
     def log(self, rank: int) -> str:
         """Return the output of a rank."""
-        return (self.run_dir / "logs" / LINK / f"rank_{rank}.log").read_text()
+        return (self.run_dir / "logs" / ATTEMPT / f"rank_{rank}.log").read_text()
 
     def processes(self) -> list[int]:
         """Return the ranks that are running."""
-        mine, found = str(self.folder / "rank.py").encode(), []
+        script, pids = str(self.folder / "rank.py").encode(), []
         for path in Path("/proc").glob("[0-9]*/cmdline"):
             try:
-                if mine in path.read_bytes().split(b"\0"):
-                    found.append(int(path.parent.name))
+                if script in path.read_bytes().split(b"\0"):
+                    pids.append(int(path.parent.name))
             except OSError:
                 continue
-        return found
+        return pids

@@ -20,9 +20,9 @@ CONFIGS = ROOT / "configs" / "runs"
 def experiment(folder: Path, config: str = "learn_cpu", **changes: tuple) -> learn.Experiment:
     data = folder / "books"
     Path(f"{data}.manifest.json").write_text(json.dumps({"vocab_size": 8200}))
-    wanted = {"variants": tuple(learn.VARIANTS), "seeds": (1,), **changes}
+    options = {"variants": tuple(learn.VARIANTS), "seeds": (1,), **changes}
     return learn.Experiment(
-        CONFIGS / f"{config}.yaml", str(data), "tokenizer", folder / "runs", **wanted
+        CONFIGS / f"{config}.yaml", str(data), "tokenizer", folder / "runs", **options
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_deberta.cluster.slurm.history import JobHistory
-from tests.support.watched_ranks import LINK, WatchedRanks
+from tests.support.watched_ranks import ATTEMPT, WatchedRanks
 
 LIMIT = 1.0
 WITHIN = LIMIT + 5
@@ -74,7 +74,7 @@ def test_hang_is_detected_and_its_rank_named(
     # The rest may contain each node's own measurement of the delay.
     assert all(diagnosis.reason.partition(";")[0] in log for log in ranks.logs)
     waiting = (rank + 2) % 4
-    stacks = ranks.run_dir / "supervision" / LINK / f"stacks_rank_{waiting}.txt"
+    stacks = ranks.run_dir / "supervision" / ATTEMPT / f"stacks_rank_{waiting}.txt"
     assert "torch/distributed/barrier_of_a_test.py" in stacks.read_text()
 
 
@@ -102,12 +102,12 @@ def test_final_exit_code_of_another_node_ends_the_job(ranks_of: Any) -> None:
 def test_signals_reach_every_rank(ranks_of: Any, number: int) -> None:
     ranks = ranks_of(steps=100_000)
     ranks.start()
-    wait_for(lambda: all((ranks.run_dir / "logs" / LINK / f"rank_{r}.log").exists()
+    wait_for(lambda: all((ranks.run_dir / "logs" / ATTEMPT / f"rank_{r}.log").exists()
                          and ranks.log(r) for r in range(2)))  # fmt: skip
     ranks.supervisors[0].send_signal(number)
     assert ranks.end() == [75]
     # Some ranks may get it after the step at which all agree to stop.
-    assert any(f"told {int(number)}" in ranks.log(rank) for rank in range(2))
+    assert any(f"received {int(number)}" in ranks.log(rank) for rank in range(2))
 
 
 def test_ranks_do_not_outlive_their_supervisor(ranks_of: Any) -> None:
@@ -122,7 +122,7 @@ def test_silent_node_is_named(ranks_of: Any) -> None:
     ranks = ranks_of(nodes=2, steps=100_000)
     ranks.start()
     wait_for(lambda: len(ranks.processes()) == 4)
-    wait_for(lambda: len(list((ranks.run_dir / "supervision" / LINK).glob("node_?.json"))) == 2)
+    wait_for(lambda: len(list((ranks.run_dir / "supervision" / ATTEMPT).glob("node_?.json"))) == 2)
     os.kill(ranks.supervisors[1].pid, signal.SIGKILL)
     assert ranks.end()[0] == 1
     # Its ranks died with it; the others waited for them until their time-out.
@@ -163,7 +163,7 @@ def test_missing_node_is_diagnosed_and_no_other_rank(
     ranks.nodes = 1
     assert ranks.run() == [1]
     assert "1 of 2 nodes have sent no report (by number in the job: 1)" in ranks.logs[0]
-    report = json.loads((ranks.run_dir / "supervision" / LINK / "node_0.json").read_text())
+    report = json.loads((ranks.run_dir / "supervision" / ATTEMPT / "node_0.json").read_text())
     assert report["verdict"]["ranks"] == report["verdict"]["hosts"] == []
 
 
