@@ -71,7 +71,7 @@ def test_no_clipping_equals_the_reference_engine(two_ranks: RankPool, stage: int
 
 
 def scale_grows_and_overflows(rank: int, tp_size: int, stage: int, clip: float) -> list[float]:
-    """Run fp16 with growth every 2 steps and two overflows, the first without effect on the scale."""
+    """Run fp16 with growth every 2 steps and two overflows, the first without effect."""
     groups = grid(tp_size)
     deepspeed_config.PERSISTENCE_THRESHOLD = 0
     blown_up = {4: 1e6, 5: 1e6}

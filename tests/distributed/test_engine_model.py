@@ -78,7 +78,7 @@ def compare(rank: int, dtype: str, stage: int, parallel: ParallelConfig) -> None
     deepspeed_config.PERSISTENCE_THRESHOLD = 0
     actual, states = trained(groups, "deepspeed", dtype, stage, parallel)
     expected, expected_states = trained(groups, "plain", dtype, stage, parallel)
-    # ZeRO-3's hooks change the order in which autograd accumulates gradients of shared tensors, which
+    # ZeRO-3's hooks change the order in which autograd adds gradients of shared tensors, which
     # changes results in 16 bits.
     rounding = 40.0 if stage == 3 and dtype != "fp32" else 1.0
     for (loss, norm), (expected_loss, expected_norm) in zip(actual, expected, strict=True):

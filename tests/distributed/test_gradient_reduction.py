@@ -41,7 +41,7 @@ class Collectives(TorchDispatchMode):
 
 
 def exchanged(rank: int, dtype: str, stage: int, bucket: int) -> tuple[list[Any], int]:
-    """Return the collectives of two data-parallel ranks in a step, and the model's number of elements."""
+    """Return a step's collectives of two data-parallel ranks, and the number of parameters."""
     groups: ProcessGroups = grid(1)
     usual = deepspeed_config.REDUCE_BUCKET_ELEMENTS
     deepspeed_config.REDUCE_BUCKET_ELEMENTS = bucket
