@@ -34,4 +34,4 @@ def test_all_parts_run_and_pass(tmp_path):
 def test_missing_gpu_is_reported(tmp_path):
     done = run(tmp_path, "--part", "attention")
     assert done.returncode == 2
-    assert "no GPU here" in done.stderr
+    assert "no GPU found" in done.stderr

@@ -91,7 +91,7 @@ def test_unusable_device_ends_the_process(options, monkeypatch, capsys):
     monkeypatch.setattr("benchmarks.gpu.record.provenance", lambda _: place)
     record = Record(Options(**{**vars(options), "device": "cuda"}))
     monkeypatch.setattr("benchmarks.gpu.record.device_works", lambda: False)
-    with pytest.raises(SystemExit, match="does not answer"):
+    with pytest.raises(SystemExit, match="does not respond"):
         record.run("a", lambda: 1 / 0)
     assert note_crash(record.options, "the process ended with 1")
     assert "ZeroDivisionError" in capsys.readouterr().err

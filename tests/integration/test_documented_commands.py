@@ -1,0 +1,158 @@
+"""Every command in the bash blocks of README.md and docs/ runs as printed.
+
+Each page has a folder with small inputs, in which its commands run in order and in this process.
+Training runs with ``--dry-run``. Commands that need SLURM, several ranks or a GPU, and the programs
+of benchmarks and campaigns (see ``tests/unit/benchmarks/test_commands.py``) are only parsed.
+"""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+from megatron_deberta.cli.main import COMMANDS, build_parser, import_command, main
+from tests.support.jobs import ROOT
+
+BASH = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+UNMARKED = re.compile(r"^```\n(?:megatron-deberta|python -m|torchrun|launch/) ", re.MULTILINE)
+PAGES = [
+    str(path.relative_to(ROOT))
+    for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")))
+    if BASH.search(path.read_text())
+]
+INPUTS = {
+    "README.md": ("runs/first", "runs/xxl"),
+    "docs/config.md": ("shards/a", "shards/b"),
+    "docs/data.md": (
+        "data/books_text_document", "data/part-0_text_document", "data/part-1_text_document",
+    ),
+    "docs/export.md": ("runs/first", "shards/corpus_text_document"),
+    "docs/preprocess.md": ("tokenizer",),
+}  # fmt: skip
+"""Run folders, shards and tokenizers that a page's commands read and no earlier one writes."""
+SMALLER = {"--vocab-size": "300"}
+"""Values of options that would need a large corpus."""
+DRY_RUN = ("pretrain", "submit")
+PARSED_ONLY = ("launch", "cancel", "doctor")
+DOCUMENTS = 120
+
+
+@pytest.fixture
+def folder(
+    request: pytest.FixtureRequest,
+    run_yaml: Path,
+    uninterrupted: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Path:
+    """Prepare the folder of a page as the working directory."""
+    for name in ("configs", "launch"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "corpus").mkdir()
+    lines = (run_yaml.parent / "docs.jsonl").read_text().splitlines(keepends=True)[:DOCUMENTS]
+    for number in range(2):
+        with gzip.open(tmp_path / "corpus" / f"{number}.jsonl.gz", "wt") as stream:
+            stream.writelines(lines[number::2])
+    text = run_yaml.read_text().replace("global_batch_size: 8", "global_batch_size: 16")
+    (tmp_path / "RUN.yaml").write_text(text)
+    for name in INPUTS.get(request.node.callspec.params["page"], ()):
+        target = tmp_path / name
+        target.parent.mkdir(exist_ok=True)
+        if name.startswith("runs/"):
+            shutil.copytree(uninterrupted, target)
+        elif name == "tokenizer":
+            shutil.copytree(run_yaml.parent / name, target)
+        else:
+            for source in run_yaml.parent.glob("docs_text_document.*"):
+                shutil.copy(source, f"{target}{source.name.removeprefix('docs_text_document')}")
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def commands(page: str) -> Iterator[list[str]]:
+    """Yield the words of each command of a page, after the expansion of file names."""
+    for block in BASH.findall((ROOT / page).read_text()):
+        for line in block.replace("\\\n", " ").splitlines():
+            words: list[str] = []
+            for word in shlex.split(line, comments=True):
+                if word == "&&":
+                    yield words
+                    words = []
+                else:
+                    is_pattern = "*" in word and "'" not in line
+                    words += sorted(glob.glob(word)) or [word] if is_pattern else [word]
+            if words:
+                yield words
+
+
+def check(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run or parse a command."""
+    program, *arguments = words
+    if program == "megatron-deberta":
+        check_command(arguments)
+    elif program == "torchrun":
+        launcher = get_args_parser().parse_args(arguments)
+        assert (launcher.module, launcher.training_script) == (True, "megatron_deberta")
+        with monkeypatch.context() as patch:
+            for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+                patch.setenv(name, launcher.nproc_per_node)
+            for name in ("RANK", "LOCAL_RANK"):
+                patch.setenv(name, "0")
+            check_command(launcher.training_script_args)
+    elif program in ("srun", "mpirun"):
+        check_command(arguments[arguments.index("megatron-deberta") + 1 :])
+    elif program == "sbatch":
+        script = next(word for word in arguments if not word.startswith("-"))
+        assert (ROOT / script).exists()
+        check_command(["pretrain", *arguments[arguments.index(script) + 1 :]])
+    elif program == "python":
+        assert arguments[0] == "-m"
+        module = ROOT.joinpath(*arguments[1].split("."))
+        assert module.with_suffix(".py").exists() or (module / "__main__.py").exists()
+    elif "/" in program:
+        assert os.access(ROOT / program, os.X_OK), program
+        for option in (word for word in arguments if word.startswith("--")):
+            assert option in (ROOT / program).read_text(), f"{program} has no option {option}"
+    else:
+        assert program in ("source", "pip", "grep"), f"unknown program {program}"
+
+
+def check_command(arguments: list[str]) -> None:
+    """Run a subcommand of ``megatron-deberta``, or parse its arguments."""
+    for option, value in SMALLER.items():
+        if option in arguments:
+            arguments[arguments.index(option) + 1] = value
+    name, *options = arguments
+    is_following = name == "logs" and "-f" in options
+    is_elsewhere = name in ("status", "logs") and not Path(options[0]).exists()
+    if name in PARSED_ONLY or is_following or is_elsewhere:
+        command = next(command for command in COMMANDS if command.name == name)
+        build_parser(command, import_command(command)).parse_intermixed_args(options)
+        return
+    if name in DRY_RUN and "--dry-run" not in options:
+        arguments = [*arguments, "--dry-run"]
+    assert main(arguments) == 0, " ".join(arguments)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_run_as_printed(
+    page: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for words in commands(page):
+        check(words, monkeypatch)
+
+
+def test_blocks_of_commands_are_marked_as_bash() -> None:
+    for path in (ROOT / "README.md", *ROOT.glob("docs/**/*.md")):
+        assert not UNMARKED.search(path.read_text()), path
