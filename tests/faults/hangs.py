@@ -39,7 +39,7 @@ from tests.faults.forked_ranks import PLAN_VARIABLE, ForkingSupervisor, preload
 from tests.support.jobs import free_port, prepare
 
 OUTPUT = RESULTS / "hangs.jsonl"
-RANKS = 4
+RANKS, STEPS = 4, 50
 PHASES = ("any", "step", "save", "evaluation", "data")
 ALLOWED_SECONDS = 5.0
 """Tolerance after the time-out."""
@@ -136,15 +136,15 @@ def _state(pid: int) -> str:
         return "X"
 
 
-def run_case(folder: Path, kind: str, number: int) -> dict[str, Any]:
-    """Run one case and return its result."""
+def run_case(folder: Path, kind: str, number: int, steps: int = STEPS) -> dict[str, Any]:
+    """Run one case and return its result; ``steps`` is for runs that are not interrupted."""
     plan = plan_case(kind, number)
     run_dir, stamp, fifo = folder / "run", folder / "stamp", folder / "fifo"
     shutil.rmtree(run_dir, ignore_errors=True)
     stamp.unlink(missing_ok=True)
     overrides = [*RUN, f"train.run_dir={run_dir}", f"data.num_workers={int(plan.get('worker', 0))}"]
     if kind in ("clean", "slow"):
-        overrides += ["train.exit_step=50", "cluster.straggler_window_steps=8"]
+        overrides += [f"train.exit_step={steps}", "cluster.straggler_window_steps=8"]
     config = load_config(folder / "corpus" / "run.yaml", overrides)
     environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     if plan["how"] in ("read", "slow"):
@@ -221,6 +221,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--only", nargs="+", default=[], metavar="KIND=NUMBER",
         help="only these cases; kinds: hang, death, clean, slow",
     )  # fmt: skip
+    parser.add_argument("--steps", type=int, default=STEPS, help="of clean and slow runs")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no case after this time")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     parser.add_argument("--summary", action="store_true", help="print the table and exit")
@@ -258,7 +259,7 @@ def run_missing(cases: list[tuple[str, int]], args: argparse.Namespace, folder: 
         line = {
             "kind": kind,
             "case": number,
-            **run_case(folder, kind, number),
+            **run_case(folder, kind, number, args.steps),
             "command": f"python -m tests.faults.hangs --only {kind}={number}",
             "code_digest": code,
         }

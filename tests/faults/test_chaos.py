@@ -54,7 +54,7 @@ def test_failed_save_removes_its_files(saves: SaveCases, seed: int) -> None:
 def test_four_ranks_resume_after_a_kill_and_a_signal(tmp_path: Path) -> None:
     corpus = tmp_path / "corpus"
     corpus.mkdir()
-    training = TrainingCases(tmp_path, prepare(corpus), fork_server())
+    training = TrainingCases(tmp_path, prepare(corpus), fork_server(), steps=15)
     killed, stopped = training.kill_one(2), training.preempt(0)
     assert killed["ok"], killed
     assert stopped["ok"], stopped

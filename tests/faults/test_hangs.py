@@ -15,8 +15,9 @@ from tests.support.jobs import ROOT
 @pytest.mark.slow
 def test_stopped_rank_blocked_read_clean_run_and_slow_rank(tmp_path: Path) -> None:
     output = tmp_path / "hangs.jsonl"
-    cases = ["hang=1", "hang=5", "clean=0", "slow=1"]
-    command = [sys.executable, "-m", "tests.faults.hangs", "--only", *cases]
+    # Numbers of cases with a fault in the first steps.
+    cases = ["hang=8", "hang=47", "clean=0", "slow=1"]
+    command = [sys.executable, "-m", "tests.faults.hangs", "--steps", "25", "--only", *cases]
     done = subprocess.run(
         [*command, "--output", str(output)],
         cwd=ROOT, capture_output=True, text=True, timeout=400, check=False,

@@ -25,7 +25,7 @@ WORLD_SIZE = 4
 STEPS = 30
 SAVE_EVERY = 7
 OVERRIDES = (
-    "parallel.tensor_parallel_size=2", "precision.zero_stage=1", f"train.steps={STEPS}",
+    "parallel.tensor_parallel_size=2", "precision.zero_stage=1",
     f"checkpoint.save_every={SAVE_EVERY}", "log.tensorboard=false",
     # Time-out for a rank that is killed before the process groups exist.
     "cluster.collective_timeout_minutes=0.3",
@@ -36,22 +36,27 @@ POLL_SECONDS = 0.001
 
 
 class TrainingCases:
-    """Cases on one tiny run: TP2 x DP2, ZeRO-1, dropout on, 30 steps, a save every 7.
+    """Cases on one tiny run: TP2 x DP2, ZeRO-1, dropout on, a save every 7 steps.
 
     Args:
         folder: working folder.
         run_yaml: the run.
         context: fork server of the ranks.
+        steps: of the run.
     """
 
-    def __init__(self, folder: Path, run_yaml: Path, context: ForkServerContext) -> None:
+    def __init__(
+        self, folder: Path, run_yaml: Path, context: ForkServerContext, steps: int = STEPS
+    ) -> None:
         self._folder = folder
         self._run_yaml = run_yaml
         self._context = context
+        self._steps = steps
         self._expected: dict[str, Any] | None = None
 
     def _start(self, run_dir: Path) -> Ranks:
-        return start_ranks(self._context, self._run_yaml, run_dir, WORLD_SIZE, *OVERRIDES)
+        overrides = (*OVERRIDES, f"train.steps={self._steps}")
+        return start_ranks(self._context, self._run_yaml, run_dir, WORLD_SIZE, *overrides)
 
     def expected(self) -> dict[str, Any]:
         """Return the result of the uninterrupted run."""
@@ -61,7 +66,7 @@ class TrainingCases:
             ranks = self._start(run_dir)
             codes = ranks.wait()
             assert codes == [0] * WORLD_SIZE, ranks.log.read_text()[-4000:]
-            self._expected = result(run_dir)
+            self._expected = result(run_dir, self._steps)
         return self._expected
 
     def kill_one(self, seed: int) -> dict[str, Any]:
@@ -97,7 +102,7 @@ class TrainingCases:
         committed = committed_steps(run_dir) if run_dir.exists() else []
         again = self._start(run_dir)
         resumed = again.wait()
-        same = resumed == [0] * WORLD_SIZE and result(run_dir) == expected
+        same = resumed == [0] * WORLD_SIZE and result(run_dir, self._steps) == expected
         return {
             "ok": stopped and same,
             "phase": phase, **plan, "at": time_of_kill, "codes": codes,
@@ -129,7 +134,7 @@ class TrainingCases:
         in_time = saved - before <= 2 and last_step(run_dir) == saved
         again = self._start(run_dir)
         resumed = again.wait()
-        same = resumed == [0] * WORLD_SIZE and result(run_dir) == expected
+        same = resumed == [0] * WORLD_SIZE and result(run_dir, self._steps) == expected
         ok = codes == [EXIT_REQUEUE] * WORLD_SIZE and in_time and same
         return {
             "ok": ok,
@@ -148,7 +153,7 @@ class TrainingCases:
             return f"{delay:.3f} s"
         delay = rng.uniform(0.0, 0.05)
         if phase == "save":
-            step = SAVE_EVERY * rng.randint(1, STEPS // SAVE_EVERY)
+            step = SAVE_EVERY * rng.randint(1, self._steps // SAVE_EVERY)
             name = step_dir(run_dir, step).name
             # Its temporary name, then its final one: the save is in progress.
             wait_until(
@@ -158,7 +163,8 @@ class TrainingCases:
             )  # fmt: skip
             time.sleep(rng.uniform(0.0, 0.04))
             return f"save of step {step}"
-        step = {"step": rng.randint(1, STEPS - 5), "evaluation": 24, "end": STEPS}[phase]
+        random_step = rng.randint(1, self._steps - 5)
+        step = {"step": random_step, "evaluation": 24, "end": self._steps}[phase]
         wait_until(lambda: last_step(run_dir) >= step, ranks)
         time.sleep(delay)
         return f"{delay:.3f} s after step {step}"
@@ -188,9 +194,9 @@ def last_step(run_dir: Path) -> int:
     return int(steps[-1]) if steps else 0
 
 
-def result(run_dir: Path) -> dict[str, Any]:
+def result(run_dir: Path, steps: int) -> dict[str, Any]:
     """Return the bits of all losses, of the final weights and moments, and the sample log."""
-    reader = CheckpointReader(step_dir(run_dir, STEPS))
+    reader = CheckpointReader(step_dir(run_dir, steps))
     digest = hashlib.sha256()
     for name in reader.shapes:
         for kind in reader.kinds:
