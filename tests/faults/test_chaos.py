@@ -10,10 +10,9 @@ import pytest
 
 from benchmarks.tables import faults
 from benchmarks.tables.faults import CHAOS_CASES
-from tests.faults.chaos.ranks import fork_server
 from tests.faults.chaos.saves import SaveCases
 from tests.faults.chaos.training import TrainingCases
-from tests.support.jobs import prepare
+from tests.support.jobs import fork_server, prepare
 
 REQUIRED = "MEGATRON_DEBERTA_REQUIRE_SLURM"
 
@@ -54,7 +53,7 @@ def test_failed_save_removes_its_files(saves: SaveCases, seed: int) -> None:
 def test_four_ranks_resume_after_a_kill_and_a_signal(tmp_path: Path) -> None:
     corpus = tmp_path / "corpus"
     corpus.mkdir()
-    training = TrainingCases(tmp_path, prepare(corpus), fork_server(), steps=15)
+    training = TrainingCases(tmp_path, prepare(corpus), steps=15)
     killed, stopped = training.kill_one(2), training.preempt(0)
     assert killed["ok"], killed
     assert stopped["ok"], stopped

@@ -20,7 +20,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from megatron_deberta.cli.main import COMMANDS, build_parser, import_command, main
-from tests.support.jobs import ROOT
+from tests.support.jobs import ROOT, rank_variables
 
 BASH = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 UNMARKED = re.compile(r"^```\n(?:megatron-deberta|python -m|torchrun|launch/) ", re.MULTILINE)
@@ -105,10 +105,8 @@ def check(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         launcher = get_args_parser().parse_args(arguments)
         assert (launcher.module, launcher.training_script) == (True, "megatron_deberta")
         with monkeypatch.context() as patch:
-            for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-                patch.setenv(name, launcher.nproc_per_node)
-            for name in ("RANK", "LOCAL_RANK"):
-                patch.setenv(name, "0")
+            for name, value in rank_variables(0, int(launcher.nproc_per_node), 29500).items():
+                patch.setenv(name, value)
             check_command(launcher.training_script_args)
     elif program in ("srun", "mpirun"):
         check_command(arguments[arguments.index("megatron-deberta") + 1 :])

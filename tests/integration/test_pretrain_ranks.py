@@ -91,7 +91,7 @@ def test_repeated_sigterm_saves_and_requests_a_requeue(
     run_yaml: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    job = start(run_yaml, run_dir, 2)
+    job = start(run_yaml, run_dir, 2, forked=False)
     job.wait_for_step(3)
     job.ranks[0].send_signal(signal.SIGTERM)
     # SLURM and the supervisor both send a signal, and the rank may be exiting at that time.

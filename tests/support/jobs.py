@@ -1,16 +1,26 @@
-"""Complete ``pretrain`` runs in one process per rank, on English text from this machine."""
+"""Complete ``pretrain`` runs in one process per rank, on English text from this machine.
+
+Ranks are forked from a server process that has imported all modules, which saves start-up time.
+"""
 
 from __future__ import annotations
 
+import atexit
+import faulthandler
 import json
+import multiprocessing
 import os
 import pydoc_data.topics
+import signal
 import socket
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +42,8 @@ Run = Callable[..., tuple[int, str]]
 """Runs ``pretrain`` in this process; returns its exit code and standard error."""
 TIMEOUT = 240.0
 """Maximum seconds of a run; on a busy machine the start alone may take half a minute."""
+STACK_SECONDS = 1.0
+"""Time to dump the stacks of ranks that hang."""
 
 RUN = """
 model: {{num_layers: 2, hidden_size: 32, num_heads: 4, ffn_hidden_size: 64, vocab_size: 600,
@@ -69,21 +81,107 @@ def prepare(folder: Path, *, sentences: bool = False) -> Path:
     return run
 
 
+def fork_server() -> ForkServerContext:
+    """Return the context of the fork server, which starts with the first rank."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*RANK_IMPORTS, "tests.support.ranks"])
+    return context
+
+
+class ForkedRank:
+    """A forked rank with the interface of ``subprocess.Popen``."""
+
+    def __init__(self, environment: dict[str, str], arguments: list[str], log: Path) -> None:
+        self._process = fork_server().Process(
+            target=_run_rank, args=(environment, arguments, str(log))
+        )
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid: int = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """Return the exit code, or None while the rank runs."""
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        """Return the exit code, or None while the rank runs."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit code at the end of the rank.
+
+        Raises:
+            subprocess.TimeoutExpired: the rank still runs.
+        """
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("pretrain", timeout or 0.0)
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal if the rank runs."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Send SIGKILL if the rank runs."""
+        self._process.kill()
+
+
+def _run_rank(environment: dict[str, str], arguments: list[str], log: str) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    os.environ.clear()
+    os.environ.update(environment)
+    faulthandler.register(signal.SIGQUIT)
+    # The fork server ignores SIGINT.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    import torch
+
+    torch.set_num_threads(1)
+    code = 1
+    try:
+        code = main(arguments)
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    # Like the exit of an interpreter: multiprocessing would wait for loader processes, which end in
+    # functions registered with atexit.
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 @dataclass
 class Job:
     """The ranks of one run."""
 
-    ranks: list[subprocess.Popen[str]]
+    ranks: Sequence[ForkedRank | subprocess.Popen[str]]
     run_dir: Path
 
-    def wait(self) -> list[int]:
-        """Return the exit codes by rank."""
+    def wait(self) -> list[int | None]:
+        """Return exit codes by rank; a forked rank that hangs dumps its stack and returns None."""
         deadline = time.monotonic() + TIMEOUT
-        try:
-            return [rank.wait(max(1.0, deadline - time.monotonic())) for rank in self.ranks]
-        finally:
+        for rank in self.ranks:
+            with suppress(subprocess.TimeoutExpired):
+                rank.wait(max(1.0, deadline - time.monotonic()))
+        codes = [rank.poll() for rank in self.ranks]
+        if None in codes:
             for rank in self.ranks:
-                rank.kill()
+                rank.send_signal(signal.SIGQUIT)
+            time.sleep(STACK_SECONDS)
+        for rank in self.ranks:
+            rank.kill()
+            rank.wait()
+        return codes
+
+    def is_running(self) -> bool:
+        """Return whether any rank runs."""
+        return any(rank.poll() is None for rank in self.ranks)
 
     def wait_for_step(self, step: int) -> None:
         """Return once a step is in the metrics."""
@@ -123,19 +221,31 @@ def rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
     }
 
 
-def start(run: Path, run_dir: Path, world_size: int, *overrides: str) -> Job:
-    """Start the ranks of a run like a launcher; each has a log beside the run folder."""
+def start(run: Path, run_dir: Path, world_size: int, *overrides: str, forked: bool = True) -> Job:
+    """Start the ranks of a run like a launcher; each has a log beside the run folder.
+
+    Args:
+        run: config file.
+        run_dir: run folder.
+        world_size: number of ranks.
+        overrides: of the config.
+        forked: fork the ranks; False starts a new interpreter for each.
+    """
     port = free_port()
     arguments = ["pretrain", str(run), f"train.run_dir={run_dir}", *overrides]
-    command = [sys.executable, "-m", "megatron_deberta", *arguments]
     run_dir.parent.mkdir(parents=True, exist_ok=True)
-    ranks = []
+    ranks: list[ForkedRank | subprocess.Popen[str]] = []
     for rank in range(world_size):
         environment = os.environ | rank_variables(rank, world_size, port)
         environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        with (run_dir.parent / f"{run_dir.name}.{rank}.log").open("a") as log:
+        log = run_dir.parent / f"{run_dir.name}.{rank}.log"
+        if forked:
+            ranks.append(ForkedRank(environment, arguments, log))
+            continue
+        command = [sys.executable, "-m", "megatron_deberta", *arguments]
+        with log.open("a") as stream:
             ranks.append(
-                subprocess.Popen(command, env=environment, stdout=log, stderr=log, text=True)
+                subprocess.Popen(command, env=environment, stdout=stream, stderr=stream, text=True)
             )
     return Job(ranks, run_dir)
 

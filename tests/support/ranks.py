@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_deberta.distributed.topology import ProcessGroups, build_grid, shutdown
-from tests.support.jobs import RANK_IMPORTS
+from tests.support.jobs import fork_server
 
 DEFAULT_TIMEOUT = 120.0
 """Maximum seconds of a function on all ranks."""
@@ -121,8 +121,7 @@ class RankPool:
         self._kill()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([*RANK_IMPORTS, __name__])
+        context = fork_server()
         self._folder = tempfile.mkdtemp(prefix="ranks-")
         previous = os.environ.get("OMP_NUM_THREADS")
         os.environ["OMP_NUM_THREADS"] = "1"  # Read when the child process imports torch.

@@ -24,10 +24,9 @@ from benchmarks.lib.campaigns import RESULTS, append_line, read_lines
 from benchmarks.lib.provenance import provenance
 from benchmarks.tables import faults
 from benchmarks.tables.faults import CHAOS_CASES
-from tests.faults.chaos.ranks import fork_server
 from tests.faults.chaos.saves import SaveCases
 from tests.faults.chaos.training import TrainingCases
-from tests.support.jobs import prepare
+from tests.support.jobs import fork_server, prepare
 
 
 class Campaign:
@@ -38,11 +37,11 @@ class Campaign:
     """
 
     def __init__(self, folder: Path) -> None:
-        context = fork_server()
+
         corpus = folder / "corpus"
         corpus.mkdir()
-        self._saves = SaveCases(folder, context)
-        self._training = TrainingCases(folder, prepare(corpus), context)
+        self._saves = SaveCases(folder, fork_server())
+        self._training = TrainingCases(folder, prepare(corpus))
         self._functions: dict[str, Callable[[int], dict[str, Any]]] = {
             "kill-one": self._training.kill_one,
             "kill-all": self._training.kill_all,

@@ -9,7 +9,6 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,7 @@ from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.data.sample_log import read_sample_log
 from megatron_deberta.errors import EXIT_REQUEUE
 from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
-from tests.faults.chaos.ranks import Ranks, start_ranks
-from tests.support.jobs import TIMEOUT, losses
+from tests.support.jobs import TIMEOUT, Job, losses, start
 
 WORLD_SIZE = 4
 STEPS = 30
@@ -41,31 +39,29 @@ class TrainingCases:
     Args:
         folder: working folder.
         run_yaml: the run.
-        context: fork server of the ranks.
         steps: of the run.
     """
 
-    def __init__(
-        self, folder: Path, run_yaml: Path, context: ForkServerContext, steps: int = STEPS
-    ) -> None:
+    def __init__(self, folder: Path, run_yaml: Path, steps: int = STEPS) -> None:
         self._folder = folder
         self._run_yaml = run_yaml
-        self._context = context
         self._steps = steps
         self._expected: dict[str, Any] | None = None
 
-    def _start(self, run_dir: Path) -> Ranks:
+    def _start(self, run_dir: Path) -> Job:
+        for log in run_dir.parent.glob(f"{run_dir.name}.*.log"):
+            log.unlink()
         overrides = (*OVERRIDES, f"train.steps={self._steps}")
-        return start_ranks(self._context, self._run_yaml, run_dir, WORLD_SIZE, *overrides)
+        return start(self._run_yaml, run_dir, WORLD_SIZE, *overrides)
 
     def expected(self) -> dict[str, Any]:
         """Return the result of the uninterrupted run."""
         if self._expected is None:
             run_dir = self._folder / "uninterrupted"
             shutil.rmtree(run_dir, ignore_errors=True)
-            ranks = self._start(run_dir)
-            codes = ranks.wait()
-            assert codes == [0] * WORLD_SIZE, ranks.log.read_text()[-4000:]
+            job = self._start(run_dir)
+            codes = job.wait()
+            assert codes == [0] * WORLD_SIZE, job.output()[-4000:]
             self._expected = result(run_dir, self._steps)
         return self._expected
 
@@ -73,29 +69,29 @@ class TrainingCases:
         """SIGKILL of a random rank at a random time in a phase, then a resumed run."""
         rng = random.Random(f"one {seed}")
         victim = rng.randrange(WORLD_SIZE)
-        return self._interrupt(seed, rng, lambda ranks: ranks.kill(victim), {"rank": victim})
+        return self._interrupt(seed, rng, lambda job: job.ranks[victim].kill(), {"rank": victim})
 
     def kill_all(self, seed: int) -> dict[str, Any]:
         """SIGKILL of all ranks."""
 
-        def kill(ranks: Ranks) -> None:
-            for rank in range(WORLD_SIZE):
-                ranks.kill(rank)
+        def kill(job: Job) -> None:
+            for rank in job.ranks:
+                rank.kill()
 
         return self._interrupt(seed, random.Random(f"all {seed}"), kill, {})
 
     def _interrupt(
-        self, seed: int, rng: random.Random, kill: Callable[[Ranks], None], plan: dict[str, Any]
+        self, seed: int, rng: random.Random, kill: Callable[[Job], None], plan: dict[str, Any]
     ) -> dict[str, Any]:
         expected = self.expected()
         phase = PHASES[seed % len(PHASES)]
         run_dir = self._folder / "run"
         shutil.rmtree(run_dir, ignore_errors=True)
-        ranks = self._start(run_dir)
-        time_of_kill = self._wait_for(phase, rng, run_dir, ranks)
-        kill(ranks)
+        job = self._start(run_dir)
+        time_of_kill = self._wait_for(phase, rng, run_dir, job)
+        kill(job)
         killed = time.monotonic()
-        codes = ranks.wait()
+        codes = job.wait()
         survivors = time.monotonic() - killed
         # At the end a rank may finish before the kill.
         stopped = None not in codes and (phase == "end" or 0 not in codes)
@@ -120,13 +116,13 @@ class TrainingCases:
         phase = ("step", "save", "evaluation")[seed % 3]
         run_dir = self._folder / "run"
         shutil.rmtree(run_dir, ignore_errors=True)
-        ranks = self._start(run_dir)
-        self._wait_for(phase, rng, run_dir, ranks)
+        job = self._start(run_dir)
+        self._wait_for(phase, rng, run_dir, job)
         before = last_step(run_dir)
         for rank in targets:
-            ranks.signal(rank, number)
+            job.ranks[rank].send_signal(number)
         began = time.monotonic()
-        codes = ranks.wait()
+        codes = job.wait()
         seconds = time.monotonic() - began
         saved = committed_steps(run_dir)[-1]
         # The record of a step is written after the step: the signal arrived in the step after
@@ -143,7 +139,7 @@ class TrainingCases:
             "stop_seconds": round(seconds, 2), "identical": same, "log": log_end(again, ok),
         }  # fmt: skip
 
-    def _wait_for(self, phase: str, rng: random.Random, run_dir: Path, ranks: Ranks) -> str:
+    def _wait_for(self, phase: str, rng: random.Random, run_dir: Path, job: Job) -> str:
         """Wait for a random time in a phase; return a description of it."""
         if phase == "start-up":
             delay = rng.uniform(0.0, 3.0)
@@ -159,22 +155,22 @@ class TrainingCases:
             wait_until(
                 lambda: any(name in path.name for path in (run_dir / "checkpoints").glob("*")
                             if run_dir.exists()) or last_step(run_dir) > step,
-                ranks,
+                job,
             )  # fmt: skip
             time.sleep(rng.uniform(0.0, 0.04))
             return f"save of step {step}"
         random_step = rng.randint(1, self._steps - 5)
         step = {"step": random_step, "evaluation": 24, "end": self._steps}[phase]
-        wait_until(lambda: last_step(run_dir) >= step, ranks)
+        wait_until(lambda: last_step(run_dir) >= step, job)
         time.sleep(delay)
         return f"{delay:.3f} s after step {step}"
 
 
-def wait_until(condition: Callable[[], bool], ranks: Ranks) -> None:
+def wait_until(condition: Callable[[], bool], job: Job) -> None:
     """Wait until a condition holds while the run lives."""
     deadline = time.monotonic() + TIMEOUT
     while not condition():
-        assert ranks.alive(), ranks.log.read_text()[-4000:]
+        assert job.is_running(), job.output()[-4000:]
         assert time.monotonic() < deadline, "time-out"
         time.sleep(POLL_SECONDS)
 
@@ -214,9 +210,9 @@ def result(run_dir: Path, steps: int) -> dict[str, Any]:
     }
 
 
-def log_end(ranks: Ranks, ok: bool) -> str:
-    """Return the end of the log of a failed run."""
-    return "" if ok else ranks.log.read_text()[-LOG_CHARACTERS:]
+def log_end(job: Job, ok: bool) -> str:
+    """Return the end of the logs of a failed run."""
+    return "" if ok else job.output()[-LOG_CHARACTERS:]
 
 
 def left_over(run_dir: Path) -> list[str]:
