@@ -94,7 +94,9 @@ PAIRS = [
 """A selection that contains every pair of settings (checked by a test)."""
 
 
-def run_config(layout: Layout | None, segments: bool = False) -> RunConfig:
+def run_config(
+    layout: Layout | None, segments: bool = False, micro_batch: int = MICRO_BATCH
+) -> RunConfig:
     """Return the config of a layout; None: the reference. ``segments``: rows are segment pairs."""
     chosen = layout or Layout(1, 0, False, "none")
     model = replace(MODEL, type_vocab_size=2, next_sentence_head=True) if segments else MODEL
@@ -111,12 +113,14 @@ def run_config(layout: Layout | None, segments: bool = False) -> RunConfig:
             zero_stage=chosen.zero_stage,  # type: ignore[arg-type]
         ),
         train=TrainConfig(
-            steps=2 * STEPS, global_batch_size=GLOBAL_BATCH, micro_batch_size=MICRO_BATCH
+            steps=2 * STEPS, global_batch_size=GLOBAL_BATCH, micro_batch_size=micro_batch
         ),
     )
 
 
-def micro_batches(step: int, groups: ProcessGroups, segments: bool = False) -> list[Batch]:
+def micro_batches(
+    step: int, groups: ProcessGroups, segments: bool = False, micro_batch: int = MICRO_BATCH
+) -> list[Batch]:
     """Return this rank's rows of the global batch of a step, some of them padded."""
     generator = torch.Generator().manual_seed(step)
     ids = torch.randint(4, MODEL.vocab_size, (GLOBAL_BATCH, LENGTH), generator=generator)
@@ -143,7 +147,7 @@ def micro_batches(step: int, groups: ProcessGroups, segments: bool = False) -> l
             next_sentence_labels=next_sentence[rows] if segments else None,
         )
         for rows in (
-            slice(start, start + MICRO_BATCH) for start in range(first, first + share, MICRO_BATCH)
+            slice(start, start + micro_batch) for start in range(first, first + share, micro_batch)
         )
     ]
 
@@ -163,8 +167,10 @@ def run_layout(
     deepspeed_config.PERSISTENCE_THRESHOLD = (
         0  # Tensors of this size would not be partitioned otherwise.
     )
-    config = run_config(layout, segments)
     groups = grid(layout.tp_size) if layout else single_process_groups(torch.device("cpu"))
+    # Two micro batches per step on every layout.
+    micro_batch = GLOBAL_BATCH // groups.dp_size // 2
+    config = run_config(layout, segments, micro_batch)
     model = build_rank_model(config, groups)
     model.module.train()
     engine = build_engine(config, model.module, model.specs, groups)
@@ -172,7 +178,7 @@ def run_layout(
     losses, norms = [], []
     first: dict[str, Any] = {}
     for step in range(steps):
-        result = take_step(step, micro_batches(step, groups, segments))
+        result = take_step(step, micro_batches(step, groups, segments, micro_batch))
         losses.append(result.loss)
         if result.pairs is not None:
             losses.append(result.pairs.loss)
