@@ -12,17 +12,19 @@ tensors and of deduplication's output, and the values of ``plan --json``.
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import hashlib
 import io
 import json
+import multiprocessing
 import os
 import platform
 import socket
-import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -99,27 +101,47 @@ def command(*arguments: str) -> str:
 
 
 def ranks(count: int, log: Path, *arguments: str) -> None:
-    """Run a command as several ranks connected by gloo."""
+    """Run a command as several ranks connected by gloo, forked from a process with torch."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch._inductor.compile_fx", "deepspeed"])
     processes = []
     for rank in range(count):
         values = {"RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": port, "MASTER_ADDR": "127.0.0.1"}
-        values |= {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "PYTHONPATH": ROOT}
+        values |= {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
         environment = os.environ | {key: str(value) for key, value in values.items()}
-        call = [sys.executable, "-m", "megatron_deberta", *arguments]
-        with log.open("a") as stream:
-            processes.append(
-                subprocess.Popen(call, env=environment, stdout=stream, stderr=stream, cwd=ROOT)
-            )
-    try:
-        codes = [process.wait(TIMEOUT) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    if any(codes):
+        process = context.Process(target=run_rank, args=(dict(environment), log, arguments))
+        process.start()
+        processes.append(process)
+    deadline = time.monotonic() + TIMEOUT
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    if any(code != 0 for code in codes):
         raise SystemExit(f"{' '.join(arguments)}: exit {codes}\n{log.read_text()[-4000:]}")
+
+
+def run_rank(environment: dict[str, str], log: Path, arguments: tuple[str, ...]) -> None:
+    """Run a command as a rank; ends the process."""
+    with log.open("a") as stream:
+        for descriptor in (1, 2):
+            os.dup2(stream.fileno(), descriptor)
+    os.environ.update(environment)
+    code = 1
+    try:
+        from megatron_deberta.cli.main import main
+
+        code = main(list(arguments))
+    except BaseException:
+        traceback.print_exc()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def sha256(data: bytes) -> str:

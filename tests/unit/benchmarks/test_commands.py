@@ -1,4 +1,4 @@
-"""Every benchmark and campaign has ``--help``, and the documented commands match their arguments."""
+"""Benchmarks and campaigns have ``--help``, and documented commands match their arguments."""
 
 from __future__ import annotations
 
