@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,7 @@ from transformers import DebertaV2Config, DebertaV2ForMaskedLM
 from megatron_deberta.checkpoint.layout import step_dir
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.cli.main import main
-from tests.support.jobs import ROOT, TIMEOUT, records, without_launcher
+from tests.support.jobs import records, run_to_end
 from tests.support.stock_weights import randomize
 
 
@@ -50,21 +48,12 @@ def test_two_steps_from_a_release(
     assert main(["convert", "--from", "hf", str(release), "--output", str(new), *tokenizer]) == 0
     overrides = [
         f"data.train=[{run_yaml.parent}/docs_text_document]",
-        f"train.run_dir={run_dir}",
         f"precision.engine={engine}",
         *("data.num_workers=0", "log.every=1", "log.tensorboard=false", "train.device=cpu"),
         *("train.steps=2", "train.global_batch_size=4", "train.micro_batch_size=2"),
         *("optimizer.warmup_steps=1", "optimizer.learning_rate=1.0e-4", "train.eval_every=0"),
     ]
-    finished = subprocess.run(
-        [sys.executable, "-m", "megatron_deberta", "pretrain", str(new / "run.yaml"), *overrides],
-        env=without_launcher() | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-    )
-    assert finished.returncode == 0, finished.stdout + finished.stderr
+    run_to_end(new / "run.yaml", run_dir, 1, *overrides)
     assert list(records(run_dir)) == [1, 2]
     imported, trained = (CheckpointReader(step_dir(*at)) for at in ((new, 0), (run_dir, 2)))
     assert trained.shapes == imported.shapes
