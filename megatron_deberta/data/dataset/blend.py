@@ -10,28 +10,27 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron_deberta.data.dataset.rows import RowBatch, RowSource, join
+from megatron_deberta.data.dataset.rows import RowBatch, RowSource, read_groups
 from megatron_deberta.errors import ConfigError
 
+# Samples of the longest table; weights with a longer period use tables of blocks.
 LONGEST_PERIOD = 1 << 20
-"""Samples of the longest table; weights with a longer period use tables of blocks."""
 _LEAST_BLOCK = 1 << 14
+# Maps a component and the number of one of its samples to that sample's first and last place.
 Window = Callable[[int, int], tuple[int, int]]
-"""Maps a component and the number of one of its samples to that sample's first and last place."""
 
 
 class _Table(NamedTuple):
-    """Consecutive samples of the blend."""
+    """Component of each of consecutive samples of the blend, and the row index in it."""
 
     components: npt.NDArray[np.uint16]
-    """Component of each sample."""
     local: npt.NDArray[np.int64]
-    """Row index in that component."""
 
 
 class BlendedRows:
@@ -64,25 +63,15 @@ class BlendedRows:
                 f"data.train: weights {list(weights)} give a prefix less than 1/{LONGEST_PERIOD} "
                 "of the samples; raise its weight or leave it out"
             )
-        self._tables: dict[int, _Table] = {}
         self._repeats = self.period <= LONGEST_PERIOD
-        if self._repeats:
-            self._block = self.period
-            pattern = _even_pattern(self._shares)
-            self._tables[0] = _table(pattern, [0] * len(self._shares))
-        else:
-            self._block = max(_LEAST_BLOCK, self._reach)
+        self._block = self.period if self._repeats else max(_LEAST_BLOCK, self._reach)
+        # A batch can span two blocks.
+        self._table_of = lru_cache(maxsize=2)(self._schedule)
 
     def rows(self, indices: npt.NDArray[np.int64]) -> RowBatch:
         """Return the rows of the given indices >= 0 of the blend, in that order."""
         components, local = self.locate(indices)
-        used = np.unique(components).tolist()
-        places = [np.flatnonzero(components == component) for component in used]
-        parts = [
-            self._sources[component].rows(local[place])
-            for component, place in zip(used, places, strict=True)
-        ]
-        return join(parts, places)
+        return read_groups(components, lambda number, at: self._sources[number].rows(local[at]))
 
     def locate(
         self, indices: npt.NDArray[np.int64]
@@ -90,7 +79,7 @@ class BlendedRows:
         """Return the component of each row of the blend and the row's index in it."""
         blocks, slots = np.divmod(indices, self._block)
         if self._repeats:
-            table = self._tables[0]
+            table = self._table_of(0)
             components = table.components[slots].astype(np.int64)
             return components, blocks * np.array(self._shares)[components] + table.local[slots]
         components, local = np.empty_like(slots), np.empty_like(slots)
@@ -101,18 +90,13 @@ class BlendedRows:
             local[here] = table.local[slots[here]]
         return components, local
 
-    def _table_of(self, block: int) -> _Table:
-        if block not in self._tables:
-            if len(self._tables) > 1:
-                # A batch can span two blocks.
-                del self._tables[min(self._tables)]
-            begin, end = block * self._block, (block + 1) * self._block
-            counts = self._counts_at(begin)
-            pattern = _earliest_deadline_first(
-                self._window, counts, begin, end, self._counts_at(end)
-            )
-            self._tables[block] = _table(pattern, counts)
-        return self._tables[block]
+    def _schedule(self, block: int) -> _Table:
+        if self._repeats:
+            return _table(_even_pattern(self._shares), [0] * len(self._shares))
+        begin, end = block * self._block, (block + 1) * self._block
+        counts = self._counts_at(begin)
+        limits = self._counts_at(end)
+        return _table(_earliest_deadline_first(self._window, counts, begin, end, limits), counts)
 
     def _counts_at(self, place: int) -> list[int]:
         """Return the samples of each component among the first ``place``, at a block's edge.

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron_deberta.data.dataset.index_cache import ArrayWriter, IndexCache
+from megatron_deberta.data.dataset.index_cache import IndexCache, Parts
 from megatron_deberta.data.randomness import Purpose, hash_values, mix64
 from megatron_deberta.data.shards.manifest import check_counts, read_manifest, verify_hashes
 from megatron_deberta.data.shards.reader import IndexedDataset
@@ -21,38 +21,49 @@ Integers = npt.NDArray[np.int64]
 
 
 class Split(NamedTuple):
-    """One side of a validation split: a shard's documents with hashes above or up to a bound."""
+    """One side of a validation split: a shard's documents with hashes above or up to a bound.
+
+    Attributes:
+        side: which of the two.
+        key: key of the hash of document numbers.
+        bound: largest hash of a validation document.
+        first: number of the shard's first document.
+    """
 
     side: Literal["training", "validation"]
     key: int
-    """Key of the hash of document numbers."""
     bound: int
-    """Largest hash of a validation document."""
     first: int
-    """Number of the shard's first document."""
 
 
 class Sentences(NamedTuple):
-    """Sentence boundaries of all documents, laid end to end."""
+    """Sentence boundaries of all documents, laid end to end.
+
+    Attributes:
+        ends: [S + 1] int64 tokens before each sentence, then their number.
+        bounds: [D + 1] int64 sentences before each document, then their number.
+    """
 
     ends: Integers
-    """[S + 1] int64 tokens before each sentence, then their number."""
     bounds: Integers
-    """[D + 1] int64 sentences before each document, then their number."""
 
 
 class _Chunk(NamedTuple):
-    """Consecutive documents of one shard."""
+    """Consecutive documents of one shard.
+
+    Attributes:
+        shard: the shard.
+        first: number of the first document in its shard.
+        kept: documents that belong to the corpus, relative to ``first``.
+        starts: their first tokens, for ``Corpus.tokens``.
+        lengths: their numbers of tokens.
+    """
 
     shard: IndexedDataset
     first: int
-    """Number of the first document in its shard."""
-    kept: npt.NDArray[np.int64]
-    """Documents that belong to the corpus, relative to ``first``."""
+    kept: Integers
     starts: Integers
-    """Their first tokens, for ``Corpus.tokens``."""
     lengths: Integers
-    """Their numbers of tokens."""
 
 
 class Corpus:
@@ -136,20 +147,19 @@ class Corpus:
         arrays = cache.get("sentences", self.identity, num_sentences, self._list_sentences)
         return Sentences(arrays["ends"], arrays["bounds"])
 
-    def _list_documents(self, writer: ArrayWriter) -> None:
+    def _list_documents(self) -> Parts:
         for chunk in self._chunks():
-            writer.append("starts", chunk.starts)
-            writer.append("lengths", _narrowed(chunk.lengths))
+            yield "starts", chunk.starts
+            yield "lengths", _narrowed(chunk.lengths)
 
-    def _list_sentences(self, writer: ArrayWriter) -> None:
+    def _list_sentences(self) -> Parts:
         tokens = sentences = 0
-        writer.append("ends", np.zeros(1, np.int64))
-        writer.append("bounds", np.zeros(1, np.int64))
+        yield "ends", np.zeros(1, np.int64)
+        yield "bounds", np.zeros(1, np.int64)
         for chunk in self._chunks():
             lengths, bounds = chunk.shard.sentence_lengths(chunk.first, chunk.kept)
-            ends = tokens + np.cumsum(lengths, dtype=np.int64)
-            writer.append("ends", ends)
-            writer.append("bounds", sentences + bounds)
+            yield "ends", tokens + np.cumsum(lengths, dtype=np.int64)
+            yield "bounds", sentences + bounds
             tokens += int(lengths.sum(dtype=np.int64))
             sentences += lengths.size
 

@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,17 +30,12 @@ from megatron_deberta.errors import DataError
 from megatron_deberta.files import fsync_path, write_durably
 
 Arrays = dict[str, npt.NDArray[Any]]
+# Parts of one-dimensional arrays, by name; the first part of an array sets its dtype.
+Parts = Iterator[tuple[str, npt.NDArray[Any]]]
 FORMAT = 1
+# Minimum number of entries of an index kept on disk.
 WORTH_KEEPING = 1 << 20
-"""Minimum number of entries of an index kept on disk."""
 _DESCRIPTION = "index.json"
-
-
-class ArrayWriter(Protocol):
-    """Receiver of one-dimensional arrays in parts."""
-
-    def append(self, name: str, values: npt.NDArray[Any]) -> None:
-        """Append to array ``name``; the first part sets its dtype."""
 
 
 class IndexCache:
@@ -56,24 +51,23 @@ class IndexCache:
         self._directory = Path(directory) if str(directory) else None
         self._patience = patience
 
-    def get(
-        self, name: str, identity: Any, num_entries: int, build: Callable[[ArrayWriter], None]
-    ) -> Arrays:
+    def get(self, name: str, identity: Any, num_entries: int, build: Callable[[], Parts]) -> Arrays:
         """Return an index; build it if necessary.
 
         Args:
             name: kind of index, part of the folder's name.
             identity: everything the index depends on, as JSON.
             num_entries: approximate size.
-            build: writes the index.
+            build: yields the parts of the index's arrays.
 
         Raises:
             DataError: the folder is damaged or cannot be written.
         """
         if self._directory is None or num_entries < WORTH_KEEPING:
-            memory = _MemoryWriter()
-            build(memory)
-            return memory.arrays()
+            parts: dict[str, list[npt.NDArray[Any]]] = defaultdict(list)
+            for array, values in build():
+                parts[array].append(values)
+            return {array: np.concatenate(values) for array, values in parts.items()}
         content = json.dumps([FORMAT, name, identity], sort_keys=True)
         digest = hashlib.sha256(content.encode()).hexdigest()
         folder = self._directory.absolute() / f"{name}-{digest[:20]}"
@@ -87,9 +81,7 @@ class IndexCache:
                 "another folder in data.index_cache"
             ) from error
 
-    def _build_or_wait(
-        self, folder: Path, digest: str, build: Callable[[ArrayWriter], None]
-    ) -> None:
+    def _build_or_wait(self, folder: Path, digest: str, build: Callable[[], Parts]) -> None:
         """Build the folder if the lock is free; otherwise wait for the folder or the lock."""
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock = Path(f"{folder}.lock")
@@ -105,9 +97,7 @@ class IndexCache:
                 return
             staging.mkdir()
             with _touching(lock, self._patience / 10):
-                writer = _FileWriter(staging)
-                build(writer)
-                writer.finish(digest)
+                _write(staging, digest, build())
             try:
                 staging.rename(folder)
             except OSError:
@@ -135,36 +125,19 @@ class IndexCache:
             time.sleep(0.1)
 
 
-class _MemoryWriter:
-    def __init__(self) -> None:
-        self._parts: dict[str, list[npt.NDArray[Any]]] = defaultdict(list)
-
-    def append(self, name: str, values: npt.NDArray[Any]) -> None:
-        self._parts[name].append(values)
-
-    def arrays(self) -> Arrays:
-        return {name: np.concatenate(parts) for name, parts in self._parts.items()}
-
-
-class _FileWriter:
-    """Writes arrays with ``write``, which reports a full disk; a memory map gets SIGBUS."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._arrays: dict[str, dict[str, Any]] = {}
-
-    def append(self, name: str, values: npt.NDArray[Any]) -> None:
-        known = self._arrays.setdefault(name, {"dtype": values.dtype.str, "size": 0})
-        with (self._folder / f"{name}.bin").open("ab") as stream:
+def _write(folder: Path, digest: str, parts: Parts) -> None:
+    """Write arrays with ``write``, which reports a full disk; a memory map gets SIGBUS."""
+    arrays: dict[str, dict[str, Any]] = {}
+    for name, values in parts:
+        known = arrays.setdefault(name, {"dtype": values.dtype.str, "size": 0})
+        with (folder / f"{name}.bin").open("ab") as stream:
             stream.write(np.ascontiguousarray(values, known["dtype"]).data)
         known["size"] += values.size
-
-    def finish(self, digest: str) -> None:
-        for name in self._arrays:
-            fsync_path(self._folder / f"{name}.bin")
-        description = {"digest": digest, "arrays": self._arrays}
-        write_durably(self._folder / _DESCRIPTION, json.dumps(description).encode())
-        fsync_path(self._folder)
+    for name in arrays:
+        fsync_path(folder / f"{name}.bin")
+    description = {"digest": digest, "arrays": arrays}
+    write_durably(folder / _DESCRIPTION, json.dumps(description).encode())
+    fsync_path(folder)
 
 
 def _read(folder: Path, digest: str) -> Arrays:

@@ -10,15 +10,16 @@ boundaries, not at sentence ends, as in the released DeBERTa data, so no row is 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_deberta.data.dataset.corpus import Corpus
-from megatron_deberta.data.dataset.index_cache import ArrayWriter, IndexCache
+from megatron_deberta.data.dataset.index_cache import IndexCache, Parts
 from megatron_deberta.data.dataset.pairs import Pairs
-from megatron_deberta.data.dataset.rows import RowBatch, TokenSpans, assemble, join
+from megatron_deberta.data.dataset.rows import RowBatch, TokenSpans, assemble, read_groups
 from megatron_deberta.data.randomness import (
     KeyedPermutation,
     Purpose,
@@ -29,10 +30,10 @@ from megatron_deberta.data.randomness import (
 from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.errors import DataError
 
+# Formats of segment pairs -> maximum number of sentences per pair, 0: as many as fit.
 PAIR_PACKINGS = {"segment_pair": 0, "sentence_pair": 2}
-"""Formats of segment pairs -> maximum number of sentences per pair, 0: as many as fit."""
+# [CLS] and the final [SEP].
 _FRAME_TOKENS = 2
-"""[CLS] and the final [SEP]."""
 _CHUNK = 1 << 22
 
 
@@ -56,27 +57,20 @@ class _FullSentences:
         self._cache = cache
         self._stream_length = corpus.num_tokens + len(corpus) - 1
         self.num_rows = -(-self._stream_length // content_length)
-        self._epochs: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = {}
+        # Loaders are at most one epoch ahead of the slowest sample in flight.
+        self._order_of = lru_cache(maxsize=2)(self._read_order)
 
     def epoch_rows(self, epoch: int) -> int:
         return self.num_rows
 
-    def prepare(self, epoch: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def _read_order(self, epoch: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return an epoch's document order and the documents' cumulative ends with separators."""
-        if epoch not in self._epochs:
-            if len(self._epochs) > 1:
-                # Loaders are at most one epoch ahead of the slowest sample in flight.
-                del self._epochs[min(self._epochs)]
-            arrays = self._cache.get(
-                "order",
-                [self._corpus.identity, self._key, epoch],
-                len(self._corpus),
-                lambda writer: self._draw_order(epoch, writer),
-            )
-            self._epochs[epoch] = arrays["order"], arrays["ends"]
-        return self._epochs[epoch]
+        identity = [self._corpus.identity, self._key, epoch]
+        size = len(self._corpus)
+        arrays = self._cache.get("order", identity, size, lambda: self._draw_order(epoch))
+        return arrays["order"], arrays["ends"]
 
-    def _draw_order(self, epoch: int, writer: ArrayWriter) -> None:
+    def _draw_order(self, epoch: int) -> Parts:
         generator = keyed_generator(self._key, Purpose.DOCUMENT_ORDER, epoch)
         order = generator.permutation(len(self._corpus))
         narrow = np.uint32 if len(self._corpus) <= 1 << 32 else np.int64
@@ -84,12 +78,12 @@ class _FullSentences:
         for begin in range(0, order.size, _CHUNK):
             part = order[begin : begin + _CHUNK]
             ends = total + np.cumsum(self._corpus.lengths[part] + 1, dtype=np.int64)
-            writer.append("order", part.astype(narrow))
-            writer.append("ends", ends)
+            yield "order", part.astype(narrow)
+            yield "ends", ends
             total = int(ends[-1])
 
     def spans(self, epoch: int, rows: npt.NDArray[np.int64]) -> TokenSpans:
-        order, ends = self.prepare(epoch)
+        order, ends = self._order_of(epoch)
         begins = rows * self._content_length
         stops = np.minimum(begins + self._content_length, self._stream_length)
         first = np.searchsorted(ends, begins, side="right")
@@ -125,12 +119,12 @@ class _DocSentences:
     def epoch_rows(self, epoch: int) -> int:
         return self.num_rows
 
-    def _count_rows(self, writer: ArrayWriter) -> None:
+    def _count_rows(self) -> Parts:
         total = 0
         for begin in range(0, len(self._corpus), _CHUNK):
             lengths = self._corpus.lengths[begin : begin + _CHUNK].astype(np.int64)
             ends = total + np.cumsum(-(-lengths // self._content_length), dtype=np.int64)
-            writer.append("ends", ends)
+            yield "ends", ends
             total = int(ends[-1])
 
     def spans(self, epoch: int, rows: npt.NDArray[np.int64]) -> TokenSpans:
@@ -192,7 +186,7 @@ class PackedRows:
         else:
             self._layout = _DocSentences(corpus, content_length, cache)
         self.rows_per_epoch = self._layout.num_rows
-        self._order: tuple[int, KeyedPermutation] | None = None
+        self._row_order = lru_cache(maxsize=2)(self._draw_row_order)
 
     def rows(self, indices: npt.NDArray[np.int64]) -> RowBatch:
         """Return the rows of the given indices >= 0, in that order.
@@ -201,24 +195,18 @@ class PackedRows:
             DataError: the shard holds an id outside the vocabulary.
         """
         epochs, numbers = np.divmod(indices, self.rows_per_epoch)
-        used = np.unique(epochs).tolist()
-        places = [np.flatnonzero(epochs == epoch) for epoch in used]
-        parts = [
-            self._epoch_rows(epoch, numbers[place])
-            for epoch, place in zip(used, places, strict=True)
-        ]
-        return join(parts, places)
+        return read_groups(epochs, lambda epoch, at: self._epoch_rows(epoch, numbers[at]))
 
     def _epoch_rows(self, epoch: int, numbers: npt.NDArray[np.int64]) -> RowBatch:
         cut = 0 if self._static_masks else epoch
         available = self._layout.epoch_rows(cut)
-        if self._order is None or self._order[0] != epoch:
-            key = mix64(self._key, Purpose.ROW_ORDER, epoch)
-            self._order = epoch, KeyedPermutation(available, key)
-        permute = self._order[1]
+        permute = self._row_order(epoch, available)
         chosen = np.array([permute(number % available) for number in numbers.tolist()])
         rows = assemble(self._corpus, self._vocabulary, self._layout.spans(cut, chosen))
         if not self._static_masks:
             return rows
         key = mix64(self._key, Purpose.STATIC_MASK, epoch % self._static_masks)
         return replace(rows, mask_ids=hash_values(key, chosen))
+
+    def _draw_row_order(self, epoch: int, num_rows: int) -> KeyedPermutation:
+        return KeyedPermutation(num_rows, mix64(self._key, Purpose.ROW_ORDER, epoch))

@@ -12,11 +12,13 @@ BERT takes it and truncates; no randomly shortened sequences, as in RoBERTa.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import numpy.typing as npt
 
 from megatron_deberta.data.dataset.corpus import Corpus
-from megatron_deberta.data.dataset.index_cache import ArrayWriter, IndexCache
+from megatron_deberta.data.dataset.index_cache import IndexCache, Parts
 from megatron_deberta.data.dataset.rows import TokenSpans
 from megatron_deberta.data.randomness import Purpose, draws, hash_values, mix64
 from megatron_deberta.errors import DataError
@@ -65,16 +67,17 @@ class Pairs:
                 f"{corpus.name}: data.packing of pairs needs sentences, but each document is one "
                 "sequence; preprocess with sentence splitting, or use data.packing=full_sentences"
             )
-        self._epochs: dict[int, dict[str, npt.NDArray[np.int64]]] = {}
+        # Two epochs are in use at their turn, as in full sentences.
+        self._pairs = lru_cache(maxsize=2)(self._read_pairs)
         self.num_rows = self.epoch_rows(0)
 
     def epoch_rows(self, epoch: int) -> int:
         """Return the number of pairs of an epoch."""
-        return int(self._prepare(epoch)["begins"].size)
+        return int(self._pairs(epoch)["begins"].size)
 
     def spans(self, epoch: int, rows: Integers) -> TokenSpans:
         """Return both segments of the given rows of an epoch."""
-        index = self._prepare(epoch)
+        index = self._pairs(epoch)
         begins = index["begins"][rows]
         splits = begins + index["firsts"][rows]
         stops = splits + index["seconds"][rows]
@@ -125,20 +128,12 @@ class Pairs:
         begins: Integers = self._corpus.starts(documents) + inside
         return begins
 
-    def _prepare(self, epoch: int) -> dict[str, npt.NDArray[np.int64]]:
-        if epoch not in self._epochs:
-            if len(self._epochs) > 1:
-                # Two epochs are in use at their turn, as in full sentences.
-                del self._epochs[min(self._epochs)]
-            self._epochs[epoch] = self._cache.get(
-                "pairs",
-                [self._corpus.identity, self._text_length, self._max_sentences, self._key, epoch],
-                self._ends.size,
-                lambda writer: self._cut(epoch, writer),
-            )
-        return self._epochs[epoch]
+    def _read_pairs(self, epoch: int) -> dict[str, npt.NDArray[np.int64]]:
+        options = [self._text_length, self._max_sentences, self._key, epoch]
+        identity = [self._corpus.identity, *options]
+        return self._cache.get("pairs", identity, self._ends.size, lambda: self._cut(epoch))
 
-    def _cut(self, epoch: int, writer: ArrayWriter) -> None:
+    def _cut(self, epoch: int) -> Parts:
         """Cut all documents; each round takes one chunk of every document that is not finished."""
         key = mix64(self._key, Purpose.PAIR_CUT, epoch)
         for low in range(0, len(self._corpus), _DOCUMENTS_AT_ONCE):
@@ -159,9 +154,9 @@ class Pairs:
             columns = [np.concatenate(column) for column in zip(*rounds, strict=True)]
             order = np.argsort(columns[0])
             # Sentences of each segment; 0: a random second segment.
-            writer.append("begins", columns[0][order])
-            writer.append("firsts", columns[1][order].astype(np.uint32))
-            writer.append("seconds", columns[2][order].astype(np.uint32))
+            yield "begins", columns[0][order]
+            yield "firsts", columns[1][order].astype(np.uint32)
+            yield "seconds", columns[2][order].astype(np.uint32)
 
 
 def _below(random_bits: npt.NDArray[np.uint64], bounds: Integers) -> Integers:

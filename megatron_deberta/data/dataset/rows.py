@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -15,27 +15,36 @@ from megatron_deberta.errors import DataError
 
 
 class TokenSpans(NamedTuple):
-    """Spans of corpus tokens that form rows; a separator follows each span."""
+    """Spans of corpus tokens that form rows; a separator follows each span.
+
+    Attributes:
+        counts: [B] spans of each row, at least 1.
+        starts: [P] first tokens, for ``Corpus.tokens``, row after row.
+        lengths: [P] numbers of tokens.
+        is_random_next: [B] 1 where the second span does not follow the first, else 0; None: not
+            pairs.
+    """
 
     counts: npt.NDArray[np.int64]
-    """[B] spans of each row, at least 1."""
     starts: npt.NDArray[np.int64]
-    """[P] first tokens, for ``Corpus.tokens``, row after row."""
     lengths: npt.NDArray[np.int64]
-    """[P] numbers of tokens."""
     is_random_next: npt.NDArray[np.int64] | None = None
-    """[B] 1 where the second span does not follow the first, else 0; None: not pairs."""
 
 
 class Row(NamedTuple):
-    """One row, for display and tests."""
+    """One row, for display and tests.
+
+    Attributes:
+        tokens: [n] ids, framed by [CLS] and [SEP].
+        document_starts: row positions at which documents (or the segments of a pair) begin, the
+            first 0.
+        is_random_next: 1 if the second segment does not follow the first, else 0; None: not a
+            pair.
+    """
 
     tokens: npt.NDArray[np.int64]
-    """[n] ids, framed by [CLS] and [SEP]."""
     document_starts: list[int]
-    """Row positions at which documents (or the segments of a pair) begin, the first 0."""
     is_random_next: int | None
-    """1 if the second segment does not follow the first, else 0; None: not a pair."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +72,8 @@ class RowBatch:
         """Return row ``number`` in [0, B)."""
         one = self.take(np.array([number]))
         starts = [0, *one.part_sizes.cumsum()[:-1].tolist()]
-        return Row(
-            one.tokens, starts, None if one.is_random_next is None else int(one.is_random_next[0])
-        )
+        is_random_next = None if one.is_random_next is None else int(one.is_random_next[0])
+        return Row(one.tokens, starts, is_random_next)
 
     def take(self, order: npt.NDArray[np.int64]) -> RowBatch:
         """Return the rows of the given numbers, in that order."""
@@ -86,42 +94,43 @@ class RowSource(Protocol):
         """Return the rows of the given indices >= 0, in that order."""
 
 
+@dataclass(frozen=True, slots=True)
 class ShiftedRows:
     """Rows of another source, with indices shifted by ``first``.
 
-    Args:
+    Attributes:
         source: the rows.
         first: index of the source's row 0.
     """
 
-    def __init__(self, source: RowSource, first: int) -> None:
-        """See the class."""
-        self._source = source
-        self._first = first
+    source: RowSource
+    first: int
 
     def rows(self, indices: npt.NDArray[np.int64]) -> RowBatch:
         """Return the rows of the given indices >= ``first``."""
-        return self._source.rows(indices - self._first)
+        return self.source.rows(indices - self.first)
 
 
-def join(batches: Sequence[RowBatch], places: Sequence[npt.NDArray[np.int64]]) -> RowBatch:
-    """Merge rows of several sources.
+def read_groups(
+    groups: npt.NDArray[np.int64], read: Callable[[int, npt.NDArray[np.int64]], RowBatch]
+) -> RowBatch:
+    """Read rows group by group and merge them.
 
     Args:
-        batches: at least one; either all of pairs or none.
-        places: target rows of each batch: together the numbers 0..B-1, each once.
+        groups: [B] the group of each row.
+        read: returns the rows of a group, given its number and the places [n] of its rows in the
+            batch; either all groups are of pairs or none.
     """
+    used = np.unique(groups).tolist()
+    places = [np.flatnonzero(groups == group) for group in used]
+    batches = [read(group, place) for group, place in zip(used, places, strict=True)]
     if len(batches) == 1:
         return batches[0]
-    is_random_next = [batch.is_random_next for batch in batches if batch.is_random_next is not None]
-    mask_ids = [batch.mask_ids for batch in batches if batch.mask_ids is not None]
+    columns = {
+        field.name: [getattr(batch, field.name) for batch in batches] for field in fields(RowBatch)
+    }
     together = RowBatch(
-        np.concatenate([batch.tokens for batch in batches]),
-        np.concatenate([batch.sizes for batch in batches]),
-        np.concatenate([batch.part_sizes for batch in batches]),
-        np.concatenate([batch.part_counts for batch in batches]),
-        np.concatenate(is_random_next) if is_random_next else None,
-        np.concatenate(mask_ids) if mask_ids else None,
+        **{name: None if c[0] is None else np.concatenate(c) for name, c in columns.items()}
     )
     return together.take(np.argsort(np.concatenate(places)))
 

@@ -64,15 +64,11 @@ def _counts(corpus: Corpus, vocab_size: int, max_tokens: int) -> npt.NDArray[np.
     counts = np.zeros(vocab_size, np.int64)
     # Documents have at least one token each, so these suffice.
     ends = np.cumsum(corpus.lengths[:max_tokens], dtype=np.int64)
-    num_documents = min(int(np.searchsorted(ends, max_tokens)) + 1, len(corpus))
-    starts = corpus.starts(np.arange(num_documents)).tolist()
-    pieces, num_pending = [], 0
-    for start, length in zip(starts, corpus.lengths[:num_documents].tolist(), strict=True):
-        pieces.append(corpus.tokens(start, length))
-        num_pending += length
-        if num_pending >= _CHUNK_TOKENS:
-            counts += np.bincount(np.concatenate(pieces), minlength=vocab_size)
-            pieces, num_pending = [], 0
-    if pieces:
-        counts += np.bincount(np.concatenate(pieces), minlength=vocab_size)
+    ends = ends[: int(np.searchsorted(ends, max_tokens)) + 1]
+    # Documents at which a chunk of tokens ends.
+    stops = np.searchsorted(ends, np.arange(_CHUNK_TOKENS, ends[-1], _CHUNK_TOKENS)) + 1
+    for documents in np.split(np.arange(ends.size), np.unique(stops)):
+        if documents.size:
+            tokens = corpus.gather(corpus.starts(documents), corpus.lengths[documents])
+            counts += np.bincount(tokens, minlength=vocab_size)
     return counts
