@@ -12,35 +12,15 @@ from megatron_deberta.errors import DataError
 
 
 class TokenizerFacts(Protocol):
-    """Attributes of a tokenizer that ``Vocabulary.of`` reads."""
+    """Attributes of a tokenizer that ``Vocabulary.of`` reads; see ``Vocabulary``."""
 
-    @property
-    def vocab_size(self) -> int:
-        """Rows of the embedding table."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of ids in use."""
-
-    @property
-    def pad_id(self) -> int:
-        """Id of [PAD]."""
-
-    @property
-    def cls_id(self) -> int:
-        """Id of [CLS]."""
-
-    @property
-    def sep_id(self) -> int:
-        """Id of [SEP]."""
-
-    @property
-    def mask_id(self) -> int:
-        """Id of [MASK]."""
-
-    @property
-    def special_ids(self) -> tuple[int, ...]:
-        """Ids of all special tokens."""
+    vocab_size: int
+    num_tokens: int
+    pad_id: int
+    cls_id: int
+    sep_id: int
+    mask_id: int
+    special_ids: tuple[int, ...]
 
     @property
     def fingerprint(self) -> str:

@@ -11,18 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
 
 from megatron_deberta.errors import DataError
 from megatron_deberta.tokenizer.sentencepiece_model import build_backend, rows_for
 from megatron_deberta.tokenizer.special_tokens import (
     USUAL_NAMES,
-    SpecialTokens,
+    add_special_tokens,
     declare_special_tokens,
     has_guard,
     refuse_leaks,
     resolve_special_tokens,
+    usual_special_tokens,
     with_guard,
 )
 from megatron_deberta.tokenizer.tokenizer import (
@@ -112,20 +113,13 @@ def _load_byte_level(folder: Path) -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     vocabulary = backend.get_vocab()
-    special = SpecialTokens(
-        **{
-            role: next((name for name in usual if name in vocabulary), usual[0])
-            for role, usual in USUAL_NAMES.items()
-        }
-    )
-    # Pieces include the space before them, so the mask token does, as RoBERTa's.
-    mask = AddedToken(special.mask, special=True, normalized=False, lstrip=True)
+    special = usual_special_tokens(vocabulary)
     others = [name for name in special.by_role().values() if name != special.mask]
-    backend.add_special_tokens(
-        [*(AddedToken(name, special=True, normalized=False) for name in others), mask]
-    )
+    add_special_tokens(backend, others)
+    # Pieces include the space before them, so the mask token does, as RoBERTa's.
+    add_special_tokens(backend, [special.mask], lstrip=True)
     if "<|endoftext|>" in vocabulary:
-        backend.add_special_tokens([AddedToken("<|endoftext|>", special=True, normalized=False)])
+        add_special_tokens(backend, ["<|endoftext|>"])
     declare_special_tokens(backend, special)
     refuse_leaks(backend, special, where)
     return Tokenizer(orjson.loads(backend.to_str()), special, backend=backend)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
@@ -10,16 +11,14 @@ from tokenizers import Tokenizer as Backend
 
 from megatron_deberta.errors import DataError
 from megatron_deberta.tokenizer.special_tokens import (
-    USUAL_NAMES,
     SpecialTokens,
+    add_special_tokens,
     declare_special_tokens,
+    usual_special_tokens,
     with_guard,
 )
 
 SPACE = "\u2581"
-ROUND_UP = 100
-"""The release's embedding table has 128,100 rows for 128,000 pieces and [MASK]."""
-
 _UNIGRAM, _BPE = 1, 2
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 
@@ -27,9 +26,10 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 def rows_for(num_tokens: int) -> int:
     """Return the rows of the embedding table for a SentencePiece vocabulary.
 
-    Source: the DeBERTa v2 and v3 releases, rounded up to hundreds.
+    Source: the DeBERTa v2 and v3 releases, rounded up to hundreds: 128,100 rows for 128,000 pieces
+    and [MASK].
     """
-    return math.ceil(num_tokens / ROUND_UP) * ROUND_UP
+    return math.ceil(num_tokens / 100) * 100
 
 
 def build_backend(content: bytes, where: str) -> tuple[Backend, SpecialTokens]:
@@ -63,12 +63,10 @@ def build_backend(content: bytes, where: str) -> tuple[Backend, SpecialTokens]:
     spaces = decoders.Replace(SPACE, " "), decoders.Strip(" ", 1, 0)
     fallback = decoders.ByteFallback(), decoders.Fuse()
     backend.decoder = decoders.Sequence([spaces[0], *fallback, spaces[1]])
-    for piece in proto.pieces:
-        if piece.type == _USER_DEFINED:
-            backend.add_tokens([AddedToken(piece.piece, normalized=False)])
-    for piece in proto.pieces:
-        if piece.type in (_CONTROL, _UNKNOWN):
-            backend.add_special_tokens([AddedToken(piece.piece, special=True, normalized=False)])
+    backend.add_tokens(
+        [AddedToken(p.piece, normalized=False) for p in proto.pieces if p.type == _USER_DEFINED]
+    )
+    add_special_tokens(backend, [p.piece for p in proto.pieces if p.type in (_CONTROL, _UNKNOWN)])
     declare_special_tokens(backend, special)
     return backend, special
 
@@ -104,12 +102,9 @@ def _check_supported(proto: Any, where: str) -> None:
 
 def _special_tokens(proto: Any) -> SpecialTokens:
     control = {piece.piece for piece in proto.pieces if piece.type == _CONTROL}
-    names = {
-        role: next((name for name in usual if name in control), usual[0])
-        for role, usual in USUAL_NAMES.items()
-    }
-    unknown = next((piece.piece for piece in proto.pieces if piece.type == _UNKNOWN), None)
-    return SpecialTokens(**{**names, "unk": unknown or names["unk"]})
+    special = usual_special_tokens(control)
+    unknown = next((piece.piece for piece in proto.pieces if piece.type == _UNKNOWN), special.unk)
+    return replace(special, unk=unknown)
 
 
 def _normalizer(charsmap: bytes, tidy: bool) -> normalizers.Sequence:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from tokenizers.processors import TemplateProcessing
 
 from megatron_deberta.errors import DataError
 
+# Usual names of each role: those of DeBERTa and BERT, then those of RoBERTa.
 USUAL_NAMES: dict[str, tuple[str, ...]] = {
     "pad": ("[PAD]", "<pad>"),
     "cls": ("[CLS]", "<s>"),
@@ -21,7 +22,6 @@ USUAL_NAMES: dict[str, tuple[str, ...]] = {
     "unk": ("[UNK]", "<unk>"),
     "mask": ("[MASK]", "<mask>"),
 }
-"""Usual names of each role: those of DeBERTa and BERT, then those of RoBERTa."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +37,23 @@ class SpecialTokens:
     def by_role(self) -> dict[str, str]:
         """Return the names keyed by role."""
         return asdict(self)
+
+
+def usual_special_tokens(names: Container[str]) -> SpecialTokens:
+    """Return the first usual name of each role that is among ``names``, or else DeBERTa's."""
+    return SpecialTokens(
+        **{
+            role: next((name for name in usual if name in names), usual[0])
+            for role, usual in USUAL_NAMES.items()
+        }
+    )
+
+
+def add_special_tokens(backend: Backend, names: Iterable[str], **options: bool) -> None:
+    """Add special tokens to ``backend``, found in text as they are, before its normalization."""
+    backend.add_special_tokens(
+        [AddedToken(name, special=True, normalized=False, **options) for name in names]
+    )
 
 
 def resolve_special_tokens(
@@ -83,9 +100,7 @@ def resolve_special_tokens(
 def declare_special_tokens(backend: Backend, special: SpecialTokens) -> None:
     """Add the roles to ``backend`` as special tokens; frame texts with [CLS] and [SEP]."""
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    for name in special.by_role().values():
-        if name not in known:
-            backend.add_special_tokens([AddedToken(name, special=True, normalized=False)])
+    add_special_tokens(backend, [n for n in special.by_role().values() if n not in known])
     ids = {name: backend.token_to_id(name) for name in (special.cls, special.sep)}
     backend.post_processor = TemplateProcessing(
         single=f"{special.cls} $A {special.sep}",

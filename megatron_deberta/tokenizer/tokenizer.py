@@ -23,11 +23,10 @@ if TYPE_CHECKING:
 SENTENCEPIECE_FILE = "spm.model"
 JSON_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
+# Our key in ``tokenizer_config.json``: rows of the embedding table meant for this tokenizer.
 SIZE_KEY = "model_vocab_size"
-"""Our key in ``tokenizer_config.json``: rows of the embedding table meant for this tokenizer."""
-
+# SentencePiece's space, and byte-level BPE's space, newline, tab and carriage return.
 _WORD_STARTS = ("\u2581", "Ġ", "Ċ", "ĉ", "č")
-"""SentencePiece's space, and byte-level BPE's space, newline, tab and carriage return."""
 
 
 class Tokenizer:
@@ -41,10 +40,17 @@ class Tokenizer:
         backend: built from ``spec`` and not shared; None: build it.
 
     Attributes:
+        spec: content of its ``tokenizer.json``.
         special: names of the special tokens.
         num_tokens: ids in use, special tokens included.
         vocab_size: rows of the embedding table, ``model.vocab_size``; ids from ``num_tokens`` on
             are unused.
+        pad_id: id of [PAD].
+        cls_id: id of [CLS].
+        sep_id: id of [SEP].
+        unk_id: id of [UNK].
+        mask_id: id of [MASK].
+        special_ids: ids of all special tokens, ascending, including those without a role.
     """
 
     def __init__(
@@ -57,65 +63,35 @@ class Tokenizer:
         backend: Backend | None = None,
     ) -> None:
         """See the class."""
-        self._spec = {**spec, "truncation": None, "padding": None}
-        self._backend = backend or Backend.from_str(orjson.dumps(self._spec).decode())
+        self.spec: Mapping[str, Any] = {**spec, "truncation": None, "padding": None}
+        self._backend = backend or Backend.from_str(orjson.dumps(self.spec).decode())
         self._backend.encode_special_tokens = True
         self._sentencepiece_model = sentencepiece_model
         self.special = special
-        self.num_tokens = max(self._backend.get_vocab().values()) + 1
+        ids = self._backend.get_vocab()
+        self.num_tokens = max(ids.values()) + 1
         self.vocab_size = self.num_tokens if vocab_size is None else vocab_size
+        self.pad_id, self.cls_id = ids[special.pad], ids[special.cls]
+        self.sep_id, self.unk_id = ids[special.sep], ids[special.unk]
+        self.mask_id = ids[special.mask]
+        added = self._backend.get_added_tokens_decoder()
+        self.special_ids = tuple(sorted(id_ for id_, token in added.items() if token.special))
         self._words = self._word_cache()
 
     def _word_cache(self) -> WordCache | None:
-        if self._spec["model"]["type"] != "Unigram":
+        if self.spec["model"]["type"] != "Unigram":
             return None
         # Imported here: it imports pyarrow, which byte-level BPE does not need.
         from megatron_deberta.tokenizer.word_cache import WordCache, words_are_independent
 
-        if not words_are_independent(self._spec):
+        if not words_are_independent(self.spec):
             return None
-        return WordCache(self._spec, self._backend, self._encode_whole)
-
-    @property
-    def spec(self) -> Mapping[str, Any]:
-        """Content of its ``tokenizer.json``."""
-        return self._spec
+        return WordCache(self.spec, self._backend, self._encode_whole)
 
     @property
     def caches_words(self) -> bool:
         """Whether the ids of words are cached."""
         return self._words is not None
-
-    @property
-    def pad_id(self) -> int:
-        """Id of [PAD]."""
-        return self._id(self.special.pad)
-
-    @property
-    def cls_id(self) -> int:
-        """Id of [CLS]."""
-        return self._id(self.special.cls)
-
-    @property
-    def sep_id(self) -> int:
-        """Id of [SEP]."""
-        return self._id(self.special.sep)
-
-    @property
-    def unk_id(self) -> int:
-        """Id of [UNK]."""
-        return self._id(self.special.unk)
-
-    @property
-    def mask_id(self) -> int:
-        """Id of [MASK]."""
-        return self._id(self.special.mask)
-
-    @property
-    def special_ids(self) -> tuple[int, ...]:
-        """Ids of all special tokens, ascending, including those without a role."""
-        added = self._backend.get_added_tokens_decoder()
-        return tuple(sorted(id_ for id_, token in added.items() if token.special))
 
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
         """Encode text without adding [CLS] and [SEP].
@@ -191,7 +167,7 @@ class Tokenizer:
         """
         starts = np.ones(self.vocab_size, np.bool_)
         vocabulary = self._backend.get_vocab()
-        model = self._spec["model"]
+        model = self.spec["model"]
         if model["type"] == "WordPiece":
             prefix = model["continuing_subword_prefix"]
             for piece, token_id in vocabulary.items():
@@ -206,7 +182,7 @@ class Tokenizer:
     def fingerprint(self) -> str:
         """SHA-256 (hex) of everything that determines ids: model, normalizer, splitting, roles."""
         keys = ("model", "normalizer", "pre_tokenizer", "added_tokens")
-        content = {**{key: self._spec[key] for key in keys}, "roles": self.special.by_role()}
+        content = {**{key: self.spec[key] for key in keys}, "roles": self.special.by_role()}
         encoded = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
         return hashlib.sha256(encoded).hexdigest()
 
@@ -228,16 +204,11 @@ class Tokenizer:
             "clean_up_tokenization_spaces": False,
             SIZE_KEY: self.vocab_size,
         }
-        spec = json.dumps(self._spec, ensure_ascii=False, indent=1)
+        spec = json.dumps(self.spec, ensure_ascii=False, indent=1)
         (folder / JSON_FILE).write_text(spec + "\n", encoding="utf-8")
         (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         if self._sentencepiece_model is not None:
             (folder / SENTENCEPIECE_FILE).write_bytes(self._sentencepiece_model)
-
-    def _id(self, name: str) -> int:
-        token_id = self._backend.token_to_id(name)
-        assert token_id is not None, name
-        return token_id
 
     def _encode_whole(self, text: str) -> list[int]:
         try:

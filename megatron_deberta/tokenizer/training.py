@@ -21,11 +21,8 @@ from megatron_deberta.tokenizer.tokenizer import (
 
 ModelType = Literal["unigram", "bpe"]
 
+# Maximum characters per line; SentencePiece silently drops longer lines.
 _LONGEST_LINE = 4096
-"""Maximum characters per line; SentencePiece silently drops longer lines."""
-_SAMPLE_SEED = 0
-_TRAINER_THREADS = 16
-"""Fixed, since the vocabulary depends on the order of the trainer's sums."""
 
 
 def train_sentencepiece(
@@ -85,7 +82,7 @@ def sample_lines(texts: Iterable[str], sample_bytes: int) -> list[str]:
         Lines in input order. Whenever they exceed the bound, each is dropped with p = 1/2 and the
         sampling rate of later lines is halved.
     """
-    generator = random.Random(_SAMPLE_SEED)
+    generator = random.Random(0)
     lines: list[str] = []
     kept_bytes, rate = 0, 1.0
     for text in texts:
@@ -172,7 +169,8 @@ def _train(
             normalization_rule_name="nmt_nfkc",
             max_sentence_length=4 * _LONGEST_LINE,
             train_extremely_large_corpus=True,
-            num_threads=_TRAINER_THREADS,
+            # Fixed, since the vocabulary depends on the order of the trainer's sums.
+            num_threads=16,
             minloglevel=2,
         )
     except (RuntimeError, OSError) as error:

@@ -14,13 +14,13 @@ import numpy.typing as npt
 
 SPACE_PIECE = "\u2581"
 _CHARACTERS = ord(SPACE_PIECE) + 1
+# Words per batch; larger batches are not faster and take more memory.
 _WORDS_AT_ONCE = 1 << 13
-"""Words per batch; larger batches are not faster and take more memory."""
+# Multiplier of the hash.
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
-"""Multiplier of the hash."""
 _ONE = np.uint64(1)
+# Bits of the target state of an edge; the bits above hold the key (state, code), 24 + 14 bits.
 _STATE_BITS = np.uint64(24)
-"""Bits of the target state of an edge; the bits above hold the key (state, code), 24 + 14 bits."""
 _STATE = np.uint64((1 << 24) - 1)
 
 Ids = npt.NDArray[np.int32]

@@ -19,30 +19,30 @@ from tokenizers import Tokenizer as Backend
 
 from megatron_deberta.tokenizer.unigram_search import UnigramSearch
 
+# Words in the cache. With half as many, words of 77 MB of novels were evicted and met again.
 _MAX_WORDS = 1 << 19
-"""Words in the cache. With half as many, words of 77 MB of novels were evicted and met again."""
+# Characters of text split into words at once; longer texts are cut.
 _MOST_CHARACTERS = 1 << 23
-"""Characters of text split into words at once; longer texts are cut."""
 _LONGEST_KEPT = 64
+# Words whose ids are copied at once.
 _GATHERED_WORDS = 1 << 16
-"""Words whose ids are copied at once."""
+# Characters of cached words beyond which the cache is reduced, however few words it has.
 _MOST_CACHED_CHARACTERS = 1 << 24
-"""Characters of cached words beyond which the cache is reduced, however few words it has."""
 _SPACES = "\t\n\r \u00a0"
+# Characters at which pyarrow splits, but the normalizer may not.
 _OTHER_SPACES = "\x0b\x0c"
-"""Characters at which pyarrow splits, but the normalizer may not."""
+# Latin letters, punctuation and whitespace: each is its own grapheme, and the normalizer works
+# grapheme by grapheme, so words of these characters do not change their neighbours.
 _LONE = "\t\n\r -~\u00a0-\u00ac\u00ae-\u024f\u2010-\u2027\u2030-\u205e\u20ac"
-"""Latin letters, punctuation and whitespace: each is its own grapheme, and the normalizer works
-grapheme by grapheme, so words of these characters do not change their neighbours."""
 _INTERACTING = re.compile(f"[^{_LONE}]+")
+# Patterns with the same meaning in ``re`` and ``tokenizers``: names, alternatives, look-ahead.
 _LITERALS = re.compile(r"(?:[^\\\[\](){}.*+?^$|]|\\\W|\||\(\?=|\))+")
-"""Patterns with the same meaning in ``re`` and ``tokenizers``: names, alternatives, look-ahead."""
 
+# pyarrow's default pool keeps freed memory: 60 MB more per process.
 _POOL = pyarrow.system_memory_pool()
-"""pyarrow's default pool keeps freed memory: 60 MB more per process."""
 _give_memory_back = _POOL.release_unused
+# Characters after which freed memory is returned; the heap would grow with the corpus.
 _TRIM_CHARACTERS = 1 << 25
-"""Characters after which freed memory is returned; the heap would grow with the corpus."""
 
 Ids = npt.NDArray[np.int32]
 Lengths = npt.NDArray[np.int64]
@@ -245,8 +245,8 @@ class _WordEncoder:
         _, *guards = _pre_tokenizers(spec)
         apart = "".join(f"(?!.*(?:{guard['pattern']['Regex']}))" for guard in guards)
         pattern = f"{apart}[{re.escape(unchanged)}]{{1,{_LONGEST_KEPT}}}" if unchanged else "(?!)"
+        # Whether the pipeline passes a word to the model unchanged.
         self.is_plain = re.compile(pattern).fullmatch
-        """Whether the pipeline passes a word to the model unchanged."""
 
     def encode_other(self, words: Sequence[str]) -> tuple[Ids, Lengths, npt.NDArray[np.bool_]]:
         """Encode other words.

@@ -16,11 +16,11 @@ from megatron_deberta.errors import DataError
 FORK = multiprocessing.get_context("fork")
 
 
-def build_numbers(writer):
+def build_numbers():
     for begin in range(0, 50, 20):
-        writer.append("numbers", np.arange(begin, min(begin + 20, 50)))
-    writer.append("halves", np.arange(3, dtype=np.float32) / 2)
-    writer.append("nothing", np.empty(0, np.int32))
+        yield "numbers", np.arange(begin, min(begin + 20, 50))
+    yield "halves", np.arange(3, dtype=np.float32) / 2
+    yield "nothing", np.empty(0, np.int32)
 
 
 @pytest.fixture(autouse=True)
@@ -50,9 +50,9 @@ def test_memory_and_disk_give_the_same(tmp_path):
 def test_index_is_built_once_per_identity(tmp_path):
     built = []
 
-    def build(writer):
+    def build():
         built.append(1)
-        build_numbers(writer)
+        yield from build_numbers()
 
     for _ in range(3):
         cache_of(tmp_path).get("a", ["x", 1], 50, build)
@@ -63,13 +63,13 @@ def test_index_is_built_once_per_identity(tmp_path):
 
 
 def ask(folder, log, seconds, started=None):
-    def build(writer):
+    def build():
         with open(log, "a") as stream:
             stream.write("built\n")
         if started is not None:
             started.set()
         time.sleep(seconds)
-        build_numbers(writer)
+        yield from build_numbers()
 
     found = cache_of(folder).get("a", [1], 50, build)
     assert found["numbers"].tolist() == list(range(50))
@@ -123,8 +123,8 @@ def test_a_lock_of_another_machine_expires(tmp_path):
 
 
 def test_a_builder_that_fails_leaves_nothing(tmp_path):
-    def fail(writer):
-        writer.append("numbers", np.arange(3))
+    def fail():
+        yield "numbers", np.arange(3)
         raise DataError("no")
 
     with pytest.raises(DataError, match="no"):

@@ -90,7 +90,7 @@ def test_every_sentence_is_used_once_per_epoch(corpus, vocabulary, packing):
     rows = packed(corpus, vocabulary, packing, length=64)
     for epoch in (0, 3):
         layout = rows._layout
-        index = layout._prepare(epoch)
+        index = layout._pairs(epoch)
         begins = index["begins"]
         used = Counter()
         for begin, size in zip(begins, index["firsts"] + index["seconds"], strict=True):
