@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+# Label of a padding position.
 IGNORED_LABEL = -100
-"""Label of a padding position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +58,6 @@ class Batch:
         for item in fields(self):
             if (tensor := getattr(self, item.name)) is not None:
                 tensor.record_stream(stream)
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of real tokens; synchronizes with the device."""
-        return int(self.attention_mask.sum())
 
     @property
     def num_targets(self) -> int:

@@ -43,14 +43,17 @@ class Corpora:
 
 
 class Phase(NamedTuple):
-    """Training samples of one row length."""
+    """Training samples of one row length.
+
+    Attributes:
+        first: index of the first sample.
+        rows: rows by global sample index, from ``first`` on.
+        length: maximum tokens per row.
+    """
 
     first: int
-    """Index of the first sample."""
     rows: RowSource
-    """Rows by global sample index, from ``first`` on."""
     length: int
-    """Maximum tokens per row."""
 
 
 def parse_prefixes(values: tuple[str, ...], key: str) -> tuple[list[list[str]], list[float]]:
@@ -123,13 +126,13 @@ def open_corpora(
     if data.validation_fraction and not data.validation:
         fraction, seed = data.validation_fraction, config.train.seed
         splits = [split_validation(part, fraction, seed, cache) for part in shards]
-        train = tuple(train for train, _ in splits)
-        validation = _concatenate([held_out for _, held_out in splits], cache)
-        return Corpora(train, tuple(weights), validation, cache)
-    if data.validation:
-        held_out = [open_shard(prefix, vocabulary, hashes) for prefix in data.validation]
-        validation = Corpus(held_out, cache=cache)
-    train = tuple(Corpus(part, cache=cache) for part in shards)
+        train, held_out = zip(*splits, strict=True)
+        validation = _concatenate(held_out, cache)
+    else:
+        train = tuple(Corpus(part, cache=cache) for part in shards)
+        if data.validation:
+            opened = [open_shard(prefix, vocabulary, hashes) for prefix in data.validation]
+            validation = Corpus(opened, cache=cache)
     return Corpora(train, tuple(weights), validation, cache)
 
 
@@ -203,9 +206,8 @@ def validation_loader(
         mix64(config.train.seed, 0),
         cache=corpora.cache,
     )
-    purpose = Purpose.VALIDATION_MASK
     return ValidationLoader(
-        _builder(config, vocabulary, rows, data.sequence_length, purpose),
+        _builder(config, vocabulary, rows, data.sequence_length, Purpose.VALIDATION_MASK),
         min(config.train.eval_steps * config.train.global_batch_size, rows.rows_per_epoch),
         config.train.micro_batch_size,
         dp_rank,
@@ -213,27 +215,32 @@ def validation_loader(
     )
 
 
-def training_rows(
-    config: RunConfig, vocabulary: Vocabulary, corpora: Corpora, sequence_length: int = 0
-) -> RowSource:
-    """Return unmasked training rows.
+def training_phases(config: RunConfig, vocabulary: Vocabulary, corpora: Corpora) -> list[Phase]:
+    """Return unmasked training rows: one phase, or short rows followed by full ones."""
+    data = config.data
+    rows = _training_rows(config, vocabulary, corpora, data.sequence_length)
+    first_long = short_samples(config)
+    if first_long == 0:
+        return [Phase(0, rows, data.sequence_length)]
+    short = data.short_sequence_length
+    shorter = _training_rows(config, vocabulary, corpora, short, int(Purpose.SHORT_ROWS))
+    return [
+        Phase(0, shorter, short),
+        Phase(first_long, ShiftedRows(rows, first_long), data.sequence_length),
+    ]
 
-    Args:
-        config: the run.
-        vocabulary: of the run's tokenizer.
-        corpora: from ``open_corpora``.
-        sequence_length: 0: rows of ``data.sequence_length``, indexed from 0 after the short
-            samples; otherwise rows of this length for the short samples.
-    """
-    seed = config.train.seed
-    short = (int(Purpose.SHORT_ROWS),) if sequence_length else ()
+
+def _training_rows(
+    config: RunConfig, vocabulary: Vocabulary, corpora: Corpora, length: int, *key: int
+) -> RowSource:
+    """Return unmasked training rows of at most ``length`` tokens; ``key`` extends their seeds."""
     sources = [
         PackedRows(
             corpus,
             vocabulary,
-            sequence_length or config.data.sequence_length,
+            length,
             config.data.packing,
-            mix64(seed, component, *short),
+            mix64(config.train.seed, component, *key),
             config.objective.static_masks,
             corpora.cache,
         )
@@ -242,26 +249,10 @@ def training_rows(
     return sources[0] if len(sources) == 1 else BlendedRows(sources, corpora.weights)
 
 
-def training_phases(config: RunConfig, vocabulary: Vocabulary, corpora: Corpora) -> list[Phase]:
-    """Return unmasked training rows: one phase, or short rows followed by full ones."""
-    data = config.data
-    rows = training_rows(config, vocabulary, corpora)
-    first_long = short_samples(config)
-    if first_long == 0:
-        return [Phase(0, rows, data.sequence_length)]
-    shorter = training_rows(config, vocabulary, corpora, data.short_sequence_length)
-    return [
-        Phase(0, shorter, data.short_sequence_length),
-        Phase(first_long, ShiftedRows(rows, first_long), data.sequence_length),
-    ]
-
-
 def _training_builder(config: RunConfig, vocabulary: Vocabulary, corpora: Corpora) -> Builder:
     phases = training_phases(config, vocabulary, corpora)
     builders = [_builder(config, vocabulary, phase.rows, phase.length) for phase in phases]
-    if len(builders) == 1:
-        return builders[0]
-    return PhasedBuilder(builders[0], builders[1], phases[1].first)
+    return builders[0] if len(builders) == 1 else PhasedBuilder(*builders, phases[1].first)
 
 
 def _builder(
@@ -292,7 +283,7 @@ def _check_duplicates(prefixes: list[str]) -> None:
             )
 
 
-def _concatenate(corpora: list[Corpus], cache: IndexCache) -> Corpus:
+def _concatenate(corpora: tuple[Corpus, ...], cache: IndexCache) -> Corpus:
     """Concatenate split corpora."""
     shards = [shard for corpus in corpora for shard in corpus.shards]
     splits = [split for corpus in corpora for split in corpus.splits or ()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,8 +15,8 @@ from megatron_deberta.data.dataset.rows import RowBatch, RowSource
 from megatron_deberta.data.masking import MaskedRows, Masker
 from megatron_deberta.data.vocabulary import Vocabulary
 
+# Sample index of a padding row without labels.
 FILLER = -1
-"""Sample index of a padding row without labels."""
 
 
 class Builder(Protocol):
@@ -25,10 +26,11 @@ class Builder(Protocol):
         """Return the batch of the given samples, in that order."""
 
 
+@dataclass(frozen=True, slots=True)
 class BatchBuilder:
     """Builds micro batches as a pure function of sample indices.
 
-    Args:
+    Attributes:
         rows: source of unmasked rows.
         masker: masks them.
         vocabulary: special ids.
@@ -36,20 +38,11 @@ class BatchBuilder:
         attend_across_documents: False: add document and position ids.
     """
 
-    def __init__(
-        self,
-        rows: RowSource,
-        masker: Masker,
-        vocabulary: Vocabulary,
-        sequence_length: int,
-        attend_across_documents: bool,
-    ) -> None:
-        """See the class."""
-        self._rows = rows
-        self._masker = masker
-        self._vocabulary = vocabulary
-        self._sequence_length = sequence_length
-        self._with_documents = not attend_across_documents
+    rows: RowSource
+    masker: Masker
+    vocabulary: Vocabulary
+    sequence_length: int
+    attend_across_documents: bool
 
     def build(self, samples: Sequence[int]) -> Batch:
         """Return the batch of the given samples, in that order; ``FILLER`` gives a padding row.
@@ -59,27 +52,29 @@ class BatchBuilder:
         """
         indices = np.asarray(samples, np.int64)
         live = np.flatnonzero(indices != FILLER)
-        shape = (indices.size, self._sequence_length)
-        input_ids = np.full(shape, self._vocabulary.pad_id, np.int64)
+        shape = (indices.size, self.sequence_length)
+        input_ids = np.full(shape, self.vocabulary.pad_id, np.int64)
         attention_mask = np.zeros(shape, np.bool_)
-        targets = (indices.size, self._masker.max_targets)
+        targets = (indices.size, self.masker.max_targets)
         masked_positions = np.full(targets, -1, np.int64)
         labels = np.full(targets, IGNORED_LABEL, np.int64)
         parts = np.zeros(shape, np.int64)
         is_random_next = None
         if live.size:
-            rows, masked = self._masked(indices[live])
-            attention_mask[live] = np.arange(self._sequence_length) < rows.sizes[:, None]
+            rows = self.rows.rows(indices[live])
+            mask_ids = indices[live] if rows.mask_ids is None else rows.mask_ids
+            masked = self.masker(rows.tokens, rows.sizes, mask_ids)
+            attention_mask[live] = np.arange(self.sequence_length) < rows.sizes[:, None]
             input_ids[attention_mask] = masked.tokens
             _fill_targets(masked, rows.sizes, live, masked_positions, labels)
-            if self._with_documents or rows.is_random_next is not None:
+            if not self.attend_across_documents or rows.is_random_next is not None:
                 parts[attention_mask] = _part_numbers(rows)
             if rows.is_random_next is not None:
                 is_random_next = np.full(indices.size, IGNORED_LABEL, np.int64)
                 is_random_next[live] = rows.is_random_next
         if live.size < indices.size:
             filler = indices == FILLER
-            input_ids[filler, :2] = self._vocabulary.cls_id, self._vocabulary.sep_id
+            input_ids[filler, :2] = self.vocabulary.cls_id, self.vocabulary.sep_id
             attention_mask[filler, :2] = True
         fields: dict[str, npt.NDArray[Any]] = {
             "input_ids": input_ids,
@@ -88,7 +83,7 @@ class BatchBuilder:
             "labels": labels,
             "sample_index": indices,
         }
-        if self._with_documents:
+        if not self.attend_across_documents:
             # Padding belongs to the last document.
             document_ids = np.maximum.accumulate(parts, axis=1)
             fields["document_ids"] = document_ids
@@ -98,30 +93,24 @@ class BatchBuilder:
             fields["next_sentence_labels"] = is_random_next
         return Batch(**{name: torch.from_numpy(array) for name, array in fields.items()})
 
-    def _masked(self, indices: npt.NDArray[np.int64]) -> tuple[RowBatch, MaskedRows]:
-        rows = self._rows.rows(indices)
-        mask_ids = indices if rows.mask_ids is None else rows.mask_ids
-        return rows, self._masker(rows.tokens, rows.sizes, mask_ids)
 
-
+@dataclass(frozen=True, slots=True)
 class PhasedBuilder:
     """Builds short rows for the first samples and long rows for the rest.
 
-    Args:
+    Attributes:
         short: builder of the first samples.
         long: builder of the samples from ``first_long`` on.
         first_long: a multiple of the global batch size, so no batch mixes lengths.
     """
 
-    def __init__(self, short: Builder, long: Builder, first_long: int) -> None:
-        """See the class."""
-        self._short = short
-        self._long = long
-        self._first_long = first_long
+    short: Builder
+    long: Builder
+    first_long: int
 
     def build(self, samples: Sequence[int]) -> Batch:
         """Return the batch of the given samples, all short or all long, in that order."""
-        return (self._short if samples[0] < self._first_long else self._long).build(samples)
+        return (self.short if samples[0] < self.first_long else self.long).build(samples)
 
 
 def _fill_targets(

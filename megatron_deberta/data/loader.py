@@ -178,13 +178,14 @@ class TrainLoader:
         return batches, [one for one in multiprocessing.active_children() if one not in others]
 
 
+@dataclass(frozen=True, slots=True)
 class ValidationLoader:
     """Iterable over a rank's validation batches, the same at every validation.
 
     All ranks yield the same number of micro batches, as collectives require; the last one is
     filled with padding rows. Batches are built in this process.
 
-    Args:
+    Attributes:
         builder: builds batches with validation masks.
         num_samples: validation samples over all ranks.
         micro_batch_size: samples per forward pass.
@@ -192,24 +193,15 @@ class ValidationLoader:
         dp_size: number of data-parallel ranks.
     """
 
-    def __init__(
-        self,
-        builder: Builder,
-        num_samples: int,
-        micro_batch_size: int,
-        dp_rank: int,
-        dp_size: int,
-    ) -> None:
-        """See the class."""
-        self.num_samples = num_samples
-        self._builder = builder
-        self._micro_batch_size = micro_batch_size
-        self._dp_rank = dp_rank
-        self._dp_size = dp_size
+    builder: Builder
+    num_samples: int
+    micro_batch_size: int
+    dp_rank: int
+    dp_size: int
 
     def __len__(self) -> int:
         """Return the number of micro batches per rank."""
-        return -(-self.num_samples // (self._micro_batch_size * self._dp_size))
+        return -(-self.num_samples // (self.micro_batch_size * self.dp_size))
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield this rank's micro batches.
@@ -218,9 +210,9 @@ class ValidationLoader:
             DataError: a shard is damaged.
         """
         for number in range(len(self)):
-            begin = (number * self._dp_size + self._dp_rank) * self._micro_batch_size
-            samples = range(begin, begin + self._micro_batch_size)
-            yield self._builder.build([s if s < self.num_samples else FILLER for s in samples])
+            begin = (number * self.dp_size + self.dp_rank) * self.micro_batch_size
+            samples = range(begin, begin + self.micro_batch_size)
+            yield self.builder.build([s if s < self.num_samples else FILLER for s in samples])
 
 
 def _next_batch(batches: Iterator[Batch | _Failure]) -> Batch:
