@@ -15,8 +15,8 @@ import numpy as np
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
+# Magic, version, dtype code, number of sequences, number of documents + 1.
 HEADER = struct.Struct("<9sQBQQ")
-"""Magic, version, dtype code, number of sequences, number of documents + 1."""
 
 DTYPE_CODES: dict[int, np.dtype[Any]] = {
     1: np.dtype(np.uint8),
@@ -27,9 +27,6 @@ DTYPE_CODES: dict[int, np.dtype[Any]] = {
     8: np.dtype(np.uint16),
 }
 CODES_OF_DTYPES = {dtype: code for code, dtype in DTYPE_CODES.items()}
-
-LARGEST_UINT16_VOCABULARY = 65_500
-"""Megatron's bound for uint16; below 2^16, since special tokens may be added."""
 
 
 def bin_path(prefix: str) -> str:
@@ -48,5 +45,8 @@ def manifest_path(prefix: str) -> str:
 
 
 def dtype_for_vocab(vocab_size: int) -> np.dtype[Any]:
-    """Return the token dtype Megatron uses for a vocabulary: uint16 below 65,500, else int32."""
-    return np.dtype(np.uint16 if vocab_size < LARGEST_UINT16_VOCABULARY else np.int32)
+    """Return the token dtype Megatron uses for a vocabulary: uint16 below 65,500, else int32.
+
+    The bound is below 2^16, since special tokens may be added.
+    """
+    return np.dtype(np.uint16 if vocab_size < 65_500 else np.int32)

@@ -15,6 +15,8 @@ from megatron_deberta.errors import DataError
 from megatron_deberta.files import sha256_file
 
 FORMAT_VERSION = 1
+CONTENT_COUNTS = ("num_documents", "num_sequences", "num_tokens")
+INPUT_COUNTS = ("documents_in", "documents_empty", "documents_quarantined")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,13 +99,8 @@ def check_counts(shard: IndexedDataset, manifest: ShardManifest) -> None:
     Raises:
         DataError: they differ.
     """
-    found = (shard.dtype.name, shard.num_documents, shard.num_sequences, shard.num_tokens)
-    recorded = (
-        manifest.dtype,
-        manifest.num_documents,
-        manifest.num_sequences,
-        manifest.num_tokens,
-    )
+    found = (shard.dtype.name, *(getattr(shard, name) for name in CONTENT_COUNTS))
+    recorded = (manifest.dtype, *(getattr(manifest, name) for name in CONTENT_COUNTS))
     if found != recorded:
         raise DataError(
             f"{shard.prefix}: dtype, documents, sequences and tokens {found} are not the "

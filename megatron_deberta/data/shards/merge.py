@@ -17,6 +17,8 @@ from typing import Any
 
 from megatron_deberta.data.shards.format import bin_path, idx_path, manifest_path
 from megatron_deberta.data.shards.manifest import (
+    CONTENT_COUNTS,
+    INPUT_COUNTS,
     ShardManifest,
     check_counts,
     compare_hash,
@@ -59,56 +61,42 @@ def merge_shards(
     _check_duplicates(prefixes)
     _check_output(prefixes, output, force)
     shards, manifests = _open_compatible(prefixes)
-    return _merge(shards, manifests, output, jobs, advance)
-
-
-def _merge(
-    shards: Sequence[IndexedDataset],
-    manifests: Sequence[ShardManifest],
-    output: str,
-    jobs: int,
-    advance: Callable[[int], None],
-) -> ShardManifest:
     sizes = [PartSize(each.num_tokens, each.num_sequences, each.num_documents) for each in shards]
     layout = ShardLayout(shards[0].dtype, sizes)
     with staged_shard(output, layout) as staged, ThreadPoolExecutor(jobs) as pool:
         copies = [
-            pool.submit(_copy_shard, staged, layout, part, shard, manifest, advance)
+            pool.submit(_copy_shard, staged, part, shard, manifest, advance)
             for part, (shard, manifest) in enumerate(zip(shards, manifests, strict=True))
         ]
-        bin_sha256 = _hash_copies(staged, layout, copies)
+        bin_sha256 = _hash_copies(staged, copies)
         merged = replace(
-            manifests[0],
-            num_documents=layout.total.documents,
-            num_sequences=layout.total.sequences,
-            num_tokens=layout.total.tokens,
-            bin_sha256=bin_sha256,
-            idx_sha256=staged.sha256("idx"),
-            **_sums(manifests),
+            _sum_manifests(manifests), bin_sha256=bin_sha256, idx_sha256=staged.sha256("idx")
         )
         staged.publish(merged)
     return merged
 
 
-def _sums(manifests: Sequence[ShardManifest]) -> dict[str, Any]:
-    """Combine the fields on the source records; quarantine lists and plans are not merged."""
+def _sum_manifests(manifests: Sequence[ShardManifest]) -> ShardManifest:
+    """Add up counts and join the sources; quarantine lists and plans are not merged."""
     quarantine: Counter[str] = Counter()
     for each in manifests:
         quarantine.update(each.quarantine)
-    return {
-        "sources": tuple(dict.fromkeys(name for each in manifests for name in each.sources)),
-        "documents_in": sum(each.documents_in for each in manifests),
-        "documents_empty": sum(each.documents_empty for each in manifests),
-        "documents_quarantined": sum(each.documents_quarantined for each in manifests),
-        "quarantine": dict(sorted(quarantine.items())),
-        "quarantine_sha256": "",
-        "plan_sha256": "",
+    counts: dict[str, Any] = {
+        name: sum(getattr(each, name) for each in manifests)
+        for name in (*CONTENT_COUNTS, *INPUT_COUNTS)
     }
+    return replace(
+        manifests[0],
+        sources=tuple(dict.fromkeys(name for each in manifests for name in each.sources)),
+        quarantine=dict(sorted(quarantine.items())),
+        quarantine_sha256="",
+        plan_sha256="",
+        **counts,
+    )
 
 
 def _copy_shard(
     staged: StagedShard,
-    layout: ShardLayout,
     part: int,
     shard: IndexedDataset,
     manifest: ShardManifest,
@@ -122,14 +110,14 @@ def _copy_shard(
         advance(len(chunk))
 
     with open(bin_path(shard.prefix), "rb") as stream:
-        layout.copy_tokens(staged.bin_file, part, stream.fileno(), on_chunk)
+        staged.layout.copy_tokens(staged.bin_file, part, stream.fileno(), on_chunk)
     compare_hash(bin_path(shard.prefix), found.hexdigest(), manifest.bin_sha256)
     verify_hash(idx_path(shard.prefix), manifest.idx_sha256)
     ends = shard.document_boundaries[1:]
-    layout.write_index(staged.idx_file, part, shard.sequence_lengths, ends)
+    staged.layout.write_index(staged.idx_file, part, shard.sequence_lengths, ends)
 
 
-def _hash_copies(staged: StagedShard, layout: ShardLayout, copies: Sequence[Future[None]]) -> str:
+def _hash_copies(staged: StagedShard, copies: Sequence[Future[None]]) -> str:
     """Hash the merged tokens as read back from the new file, each part once it is written.
 
     The first failure cancels the copies that have not started.
@@ -138,7 +126,7 @@ def _hash_copies(staged: StagedShard, layout: ShardLayout, copies: Sequence[Futu
     try:
         for part, copy in enumerate(copies):
             copy.result()
-            begin, end = layout.token_range(part)
+            begin, end = staged.layout.token_range(part)
             for offset in range(begin, end, _CHUNK_BYTES):
                 digest.update(os.pread(staged.bin_file, min(_CHUNK_BYTES, end - offset), offset))
     except BaseException:

@@ -12,9 +12,8 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,8 +36,7 @@ _CHUNK_ROWS = 1 << 20
 Document = npt.NDArray[Any] | Sequence[npt.NDArray[Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class PartSize:
+class PartSize(NamedTuple):
     """Number of tokens, sequences and documents of a part."""
 
     tokens: int
@@ -57,14 +55,13 @@ class ShardLayout:
     def __init__(self, dtype: npt.DTypeLike, parts: Sequence[PartSize]) -> None:
         """See the class."""
         self.dtype = np.dtype(dtype)
-        self._tokens = [0, *accumulate(part.tokens for part in parts)]
-        self._sequences = [0, *accumulate(part.sequences for part in parts)]
-        self._documents = [0, *accumulate(part.documents for part in parts)]
+        sizes = np.array([PartSize(0, 0, 0), *parts], np.int64).cumsum(axis=0)
+        self._begins = [PartSize(*size) for size in sizes.tolist()]
 
     @property
     def total(self) -> PartSize:
         """Size of the whole shard."""
-        return PartSize(self._tokens[-1], self._sequences[-1], self._documents[-1])
+        return self._begins[-1]
 
     @property
     def bin_bytes(self) -> int:
@@ -78,7 +75,7 @@ class ShardLayout:
 
     def token_range(self, part: int) -> tuple[int, int]:
         """Return the bytes [begin, end) of a part's tokens in the ``.bin`` file."""
-        begin, end = self._tokens[part : part + 2]
+        begin, end = self._begins[part].tokens, self._begins[part + 1].tokens
         return begin * self.dtype.itemsize, end * self.dtype.itemsize
 
     def create(self, bin_file: Path, idx_file: Path) -> None:
@@ -132,8 +129,8 @@ class ShardLayout:
         Raises:
             OSError: the disk is full.
         """
-        sequences = self._sequences[part]
-        offset = self._tokens[part] * self.dtype.itemsize
+        tokens, sequences, first = self._begins[part]
+        offset = tokens * self.dtype.itemsize
         offsets_begin = HEADER.size + 4 * self.total.sequences
         for begin in range(0, len(lengths), _CHUNK_ROWS):
             chunk = lengths[begin : begin + _CHUNK_ROWS]
@@ -142,10 +139,10 @@ class ShardLayout:
             _write_at(idx_file, chunk, HEADER.size + 4 * (sequences + begin))
             _write_at(idx_file, starts, offsets_begin + 8 * (sequences + begin))
             offset = ends[-1]
-        first, after = self._documents[part], self._documents[part + 1]
+        num_documents = self._begins[part + 1].documents - first
         if document_ends is None:
-            document_ends = np.arange(1, after - first + 1)
-        for begin in range(0, after - first, _CHUNK_ROWS):
+            document_ends = np.arange(1, num_documents + 1)
+        for begin in range(0, num_documents, _CHUNK_ROWS):
             boundaries = document_ends[begin : begin + _CHUNK_ROWS] + sequences
             _write_at(idx_file, boundaries, self._boundary_offset(first + begin + 1))
 
@@ -180,23 +177,25 @@ class ShardLayout:
         return HEADER.size + 12 * self.total.sequences + 8 * document
 
 
+@dataclass(frozen=True, slots=True)
 class StagedShard:
     """The unfinished files of a shard, see ``staged_shard``.
 
     Attributes:
+        prefix: path of the shard without suffix.
+        layout: of the shard.
         bin_file: descriptor of the ``.bin`` file.
         idx_file: descriptor of the ``.idx`` file.
     """
 
-    def __init__(self, prefix: str, bin_file: int, idx_file: int) -> None:
-        """See the class."""
-        self._prefix = prefix
-        self.bin_file = bin_file
-        self.idx_file = idx_file
+    prefix: str
+    layout: ShardLayout
+    bin_file: int
+    idx_file: int
 
     def sha256(self, end: str) -> str:
         """Return the digest of the ``bin`` or ``idx`` file."""
-        return sha256_file(_unfinished_path(self._prefix, end))
+        return sha256_file(_unfinished_path(self.prefix, end))
 
     def publish(self, manifest: ShardManifest | None) -> None:
         """Flush the files and rename them; the index last, without which no reader sees a shard.
@@ -204,22 +203,22 @@ class StagedShard:
         Args:
             manifest: written beside the shard; None: no manifest.
         """
-        folder = Path(self._prefix).parent
-        staged = Path(_unfinished_path(self._prefix, "manifest.json"))
+        folder = Path(self.prefix).parent
+        staged = Path(_unfinished_path(self.prefix, "manifest.json"))
         os.fsync(self.bin_file)
         os.fsync(self.idx_file)
         try:
             staged.unlink(missing_ok=True)
             if manifest is not None:
                 write_durably(staged, encode_manifest(manifest))
-            for path in (idx_path(self._prefix), manifest_path(self._prefix)):
+            for path in (idx_path(self.prefix), manifest_path(self.prefix)):
                 Path(path).unlink(missing_ok=True)
             fsync_path(folder)
-            os.replace(_unfinished_path(self._prefix, "bin"), bin_path(self._prefix))
+            os.replace(_unfinished_path(self.prefix, "bin"), bin_path(self.prefix))
             if manifest is not None:
-                os.replace(staged, manifest_path(self._prefix))
+                os.replace(staged, manifest_path(self.prefix))
             fsync_path(folder)
-            os.replace(_unfinished_path(self._prefix, "idx"), idx_path(self._prefix))
+            os.replace(_unfinished_path(self.prefix, "idx"), idx_path(self.prefix))
             fsync_path(folder)
         finally:
             staged.unlink(missing_ok=True)
@@ -243,7 +242,7 @@ def staged_shard(prefix: str, layout: ShardLayout) -> Iterator[StagedShard]:
         Path(prefix).parent.mkdir(parents=True, exist_ok=True)
         with _unfinished(prefix, "bin") as bin_file, _unfinished(prefix, "idx") as idx_file:
             layout.allocate(bin_file, idx_file)
-            yield StagedShard(prefix, bin_file, idx_file)
+            yield StagedShard(prefix, layout, bin_file, idx_file)
     except OSError as error:
         raise DataError(f"{prefix}: cannot write the shard: {error}; is the disk full?") from error
 
