@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MASK64 = (1 << 64) - 1
+# 2**64 divided by the golden ratio, rounded to an odd number: SplitMix64's increment.
 GOLDEN_GAMMA = 0x9E3779B97F4A7C15
-"""2**64 divided by the golden ratio, rounded to an odd number: SplitMix64's increment."""
 MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _ARRAY_MULTIPLIERS = tuple(np.uint64(multiplier) for multiplier in MULTIPLIERS)
 _SIGNED_MULTIPLIERS = tuple(multiplier - (1 << 64) for multiplier in MULTIPLIERS)

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -26,37 +26,37 @@ from megatron_deberta.engine.base import Engine
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A committed checkpoint and the duration of its save."""
+    """A committed checkpoint and the duration of its save.
+
+    Attributes:
+        path: folder of the checkpoint.
+        step: completed steps.
+        seconds: time from start to commit.
+        blocked_seconds: time that training waited.
+    """
 
     path: Path
     step: int
     seconds: float
-    """From start to commit."""
     blocked_seconds: float
-    """Time that training waited."""
 
 
+@dataclass
 class Saver:
     """Saves checkpoints of a run, one at a time.
 
-    Args:
+    Attributes:
         run_dir: folder of the run.
         engine: engine whose state is saved.
         specs: this rank's part of every parameter.
         groups: the rank grid.
     """
 
-    def __init__(
-        self,
-        run_dir: str | os.PathLike[str],
-        engine: Engine,
-        specs: Mapping[str, ParameterSpec],
-        groups: ProcessGroups,
-    ) -> None:
-        self._source = run_dir, engine, specs, groups
-        self._run_dir = run_dir
-        self._groups = groups
-        self._thread: _WriterThread | None = None
+    run_dir: str | os.PathLike[str]
+    engine: Engine
+    specs: Mapping[str, ParameterSpec]
+    groups: ProcessGroups
+    _thread: _WriterThread | None = field(default=None, init=False)
 
     @property
     def in_flight(self) -> bool:
@@ -71,7 +71,8 @@ class Saver:
         """
         assert self._thread is None, "call finish() first"
         start = time.monotonic()
-        path = store.save(*self._source, metadata, retention=retention)
+        source = self.run_dir, self.engine, self.specs, self.groups
+        path = store.save(*source, metadata, retention=retention)
         seconds = time.monotonic() - start
         return Saved(path, metadata.step, seconds, seconds)
 
@@ -85,7 +86,8 @@ class Saver:
         """
         assert self._thread is None, "call finish() first"
         start = time.monotonic()
-        staged, states = store.stage(*self._source, metadata)
+        source = self.run_dir, self.engine, self.specs, self.groups
+        staged, states = store.stage(*source, metadata)
         self._thread = _WriterThread(staged, list(states), retention, start)
 
     def poll(self) -> Saved | None:
@@ -98,16 +100,16 @@ class Saver:
             return None
         thread, start = self._thread, time.monotonic()
         # Reduced over all ranks, so that either all of them commit or none.
-        is_writing = torch.tensor(thread.is_alive(), dtype=torch.int32, device=self._groups.device)
-        if all_reduce_max(is_writing, self._groups).item():
+        is_writing = torch.tensor(thread.is_alive(), dtype=torch.int32, device=self.groups.device)
+        if all_reduce_max(is_writing, self.groups).item():
             thread.blocked_seconds += time.monotonic() - start
             return None
         thread.join()
         self._thread = None
         step = thread.staged.metadata.step
         path = writer.commit(thread.staged, thread.error)
-        if self._groups.rank == 0:
-            delete_expired(self._run_dir, step, thread.retention)
+        if self.groups.rank == 0:
+            delete_expired(self.run_dir, step, thread.retention)
         now = time.monotonic()
         blocked = thread.blocked_seconds + now - start
         return Saved(path, step, now - thread.start_time, blocked)

@@ -17,12 +17,12 @@ FORMAT = "megatron_deberta checkpoint"
 FORMAT_VERSION = 1
 
 WEIGHT = "weight"
+# Components of a parameter's state, named as in ``engine.base.ParameterState``.
 KINDS = (WEIGHT, "exp_avg", "exp_avg_sq")
-"""Components of a parameter's state, named as in ``engine.base.ParameterState``."""
 
 MANIFEST_FILE = "manifest.json"
+# Written last; contains the SHA-256 of the manifest, which contains those of the files.
 COMMITTED_FILE = "COMMITTED"
-"""Written last; contains the SHA-256 of the manifest, which contains those of the files."""
 
 STAGING_PREFIX = ".staging-"
 DELETING_PREFIX = ".deleting-"
@@ -32,25 +32,29 @@ _TENSOR_FILE = re.compile(r"part-\d{5}-\d{4}\.safetensors")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointMetadata:
-    """State of a run besides its tensors."""
+    """State of a run besides its tensors.
+
+    Attributes:
+        step: completed optimizer steps.
+        consumed_samples: global samples consumed by those steps: the complete data position.
+        config: resolved ``RunConfig`` as plain JSON types, including seeds.
+        tokenizer_fingerprint: content hash of the tokenizer.
+        tokenizer_path: where it was.
+        data_fingerprint: content hash of the shards; empty for imported weights.
+        scalars: engine state: Adam's step count, loss scale and its counters.
+        layout: ``tp_size`` and ``dp_size`` of the ranks that saved; information only.
+        guard: state of the numeric guard; empty in older checkpoints.
+    """
 
     step: int
-    """Completed optimizer steps."""
     consumed_samples: int
-    """Global samples consumed by those steps: the complete data position."""
     config: dict[str, Any]
-    """Resolved ``RunConfig`` as plain JSON types, including seeds."""
     tokenizer_fingerprint: str
-    """Content hash of the tokenizer."""
     tokenizer_path: str
     data_fingerprint: str = ""
-    """Content hash of the shards; empty for imported weights."""
     scalars: dict[str, int | float] = field(default_factory=dict)
-    """Engine state: Adam's step count, loss scale and its counters."""
     layout: dict[str, int] = field(default_factory=dict)
-    """``tp_size`` and ``dp_size`` of the ranks that saved; information only."""
     guard: dict[str, Any] = field(default_factory=dict)
-    """State of the numeric guard; empty in older checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +82,19 @@ class Fragment:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointManifest:
-    """Content of a checkpoint besides its tensors."""
+    """Content of a checkpoint besides its tensors.
+
+    Attributes:
+        metadata: state of the run.
+        kinds: a prefix of ``KINDS``; ``("weight",)`` for imported weights.
+        parameters: logical shape, without padding, by canonical name, in the model's order.
+        files: the tensor files.
+        fragments: what they contain.
+    """
 
     metadata: CheckpointMetadata
     kinds: tuple[str, ...]
-    """A prefix of ``KINDS``; ``("weight",)`` for imported weights."""
     parameters: dict[str, tuple[int, ...]]
-    """Logical shape, without padding, by canonical name, in the model's order."""
     files: tuple[FileEntry, ...]
     fragments: tuple[Fragment, ...]
 

@@ -20,89 +20,36 @@ if TYPE_CHECKING:
 
 FLAG = "--allow-config-change"
 
-FREE = frozenset(
-    {
-        # Layout and memory: results are the same up to rounding.
-        "parallel.tensor_parallel_size",
-        "parallel.sequence_parallel",
-        "parallel.recompute",
-        "parallel.fuse",
-        "parallel.attention_backend",
-        "precision.engine",
-        "precision.zero_stage",
-        "precision.offload_optimizer",
-        "train.micro_batch_size",
-        "train.device",
-        # Compared by content fingerprint.
-        "tokenizer.path",
-        "data.train",
-        # Not trained on; the fingerprint of data.train covers a split-off validation set.
-        "data.validation",
-        # Monitoring, retention, logging and start-up.
-        "data.index_cache",
-        "data.num_workers",
-        "data.sample_log",
-        "data.verify_hashes",
-        "guard.max_rollbacks",
-        "guard.replica_check_every",
-        "checkpoint.save_every",
-        "checkpoint.keep_last",
-        "checkpoint.keep_every",
-        "checkpoint.asynchronous",
-        "checkpoint.on_failure",
-        "checkpoint.resume",
-        "checkpoint.load_from",
-        "checkpoint.verify",
-        "train.run_dir",
-        "train.exit_step",
-        "train.eval_every",
-        "train.eval_steps",
-        "log.every",
-        "log.tensorboard",
-        "log.level",
-        # Nodes and timeouts: no effect on results.
-        *(f"cluster.{field.name}" for field in fields(ClusterConfig)),
-    }
+
+def _keys(**sections: str) -> frozenset[str]:
+    """Return ``section.key`` of every key listed, separated by spaces, under its section."""
+    return frozenset(
+        f"{section}.{key}" for section in sections for key in sections[section].split()
+    )
+
+
+# Keys that may change freely: they affect rounding at most, or monitoring, retention and start-up.
+# Shards and tokenizer are compared by content; data.validation is not trained on, and the
+# fingerprint of data.train covers a split-off validation set.
+FREE = _keys(
+    parallel="tensor_parallel_size sequence_parallel recompute fuse attention_backend",
+    precision="engine zero_stage offload_optimizer",
+    tokenizer="path",
+    data="train validation index_cache num_workers sample_log verify_hashes",
+    guard="max_rollbacks replica_check_every",
+    checkpoint="save_every keep_last keep_every asynchronous on_failure resume load_from verify",
+    train="micro_batch_size device run_dir exit_step eval_every eval_steps",
+    log="every tensorboard level",
+    cluster=" ".join(field.name for field in fields(ClusterConfig)),
 )
-"""Keys that may change freely."""
-
-WITH_FLAG = frozenset(
-    {
-        "optimizer.learning_rate",
-        "optimizer.warmup_steps",
-        "optimizer.schedule",
-        "optimizer.weight_decay",
-        "optimizer.beta1",
-        "optimizer.beta2",
-        "optimizer.eps",
-        "optimizer.bias_correction",
-        "optimizer.clip_grad_norm",
-        # Criteria for skipping updates.
-        "guard.non_finite",
-        "guard.spike_sigmas",
-        "guard.spike_window",
-        "guard.spike_warmup",
-        "guard.max_skips",
-        "precision.dtype",
-        "precision.initial_loss_scale_power",
-        "precision.loss_scale_window",
-        "precision.min_loss_scale",
-        "train.steps",
-    }
+# Keys that change the experiment; they need the flag.
+WITH_FLAG = _keys(
+    optimizer="learning_rate warmup_steps schedule weight_decay beta1 beta2 eps bias_correction "
+    "clip_grad_norm",
+    guard="non_finite spike_sigmas spike_window spike_warmup max_skips",
+    precision="dtype initial_loss_scale_power loss_scale_window min_loss_scale",
+    train="steps",
 )
-"""Keys that change the experiment; they need the flag."""
-
-
-def policy_table() -> str:
-    """Return the permitted changes as the Markdown table of docs/checkpoint-format.md."""
-    lines = [f"| section | freely | with `{FLAG}` | not |", "|---|---|---|---|"]
-    for section, values in config_to_dict(RunConfig()).items():
-        cells: list[list[str]] = [[], [], []]
-        for key in values:
-            name = f"{section}.{key}"
-            cells[0 if name in FREE else 1 if name in WITH_FLAG else 2].append(f"`{key}`")
-        lines.append(f"| `{section}` | " + " | ".join(", ".join(cell) for cell in cells) + " |")
-    return "\n".join(lines)
 
 
 def check_resume(

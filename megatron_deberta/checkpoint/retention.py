@@ -19,14 +19,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Which checkpoints are kept."""
+    """Which checkpoints are kept.
+
+    Attributes:
+        keep_last: number of newest checkpoints kept; 0: all.
+        keep_every: keep checkpoints of steps divisible by this; 0: none.
+        last_good_step: keep the newest checkpoint up to this step, as a target for rollbacks.
+    """
 
     keep_last: int = 0
-    """Number of newest checkpoints kept; 0: all."""
     keep_every: int = 0
-    """Keep checkpoints of steps divisible by this; 0: none."""
     last_good_step: float = math.inf
-    """Keep the newest checkpoint up to this step, as a target for rollbacks."""
 
     def expired(self, steps: list[int]) -> list[int]:
         """Return the steps whose checkpoints are to be deleted, given all steps (ascending)."""

@@ -44,18 +44,16 @@ from megatron_deberta.files import adopt_mode, fsync_path, sha256_file, write_du
 
 logger = logging.getLogger(__name__)
 
+# Buffered bytes at which a rank writes a file; bounds its memory.
 FILE_BYTES = 512 * 2**20
-"""Buffered bytes at which a rank writes a file; bounds its memory."""
-
+# Required free disk space, as a multiple of the checkpoint's size.
 SPACE_MARGIN = 1.2
-"""Required free disk space, as a multiple of the checkpoint's size."""
-
 _UNCOMMITTED_FILE = f".{COMMITTED_FILE}"
 
+# Canonical name, and local tensors by kind, of every parameter.
 States: TypeAlias = Iterable[tuple[str, Mapping[str, Tensor]]]
-"""Canonical name, and local tensors by kind, of every parameter."""
+# State of a parameter that this rank writes, without padding.
 OwnedState: TypeAlias = tuple[ParameterSpec, Mapping[str, Tensor]]
-"""State of a parameter that this rank writes, without padding."""
 
 
 @dataclass(frozen=True, slots=True)

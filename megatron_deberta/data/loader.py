@@ -25,8 +25,8 @@ from megatron_deberta.data.collate import FILLER, Builder
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.processes import die_with_parent
 
+# Part of torch's message when a worker process has died.
 _WORKER_DIED = "exited unexpectedly"
-"""Part of torch's message when a worker process has died."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

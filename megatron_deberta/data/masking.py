@@ -25,13 +25,13 @@ from megatron_deberta.config.schema import ObjectiveConfig
 from megatron_deberta.data.randomness import Purpose, draws, hash_values, mix64
 from megatron_deberta.data.vocabulary import Vocabulary
 
+# Extra slots in ``released`` mode, whose last word may exceed the budget; longer ones are cut.
 _RELEASED_SLACK = 8
-"""Extra slots in ``released`` mode, whose last word may exceed the budget; longer ones are cut."""
+# Tokens masked together; chosen so that the intermediate arrays fit the processor's cache.
 _TOKENS_AT_ONCE = 1 << 16
-"""Tokens masked together; chosen so that the intermediate arrays fit the processor's cache."""
 _SPAN_BITS, _ORDER_BITS = 20, 24
+# Streams of draws: spans, and replacement tokens.
 _WORDS, _TARGETS = 0, 1
-"""Streams of draws: spans, and replacement tokens."""
 Integers = npt.NDArray[np.int64]
 
 

@@ -11,14 +11,14 @@ import torch
 
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.checkpoint.resume import (
+    FLAG,
     FREE,
     WITH_FLAG,
     check_resume,
     check_same_architecture,
-    policy_table,
 )
 from megatron_deberta.checkpoint.store import save_weights
-from megatron_deberta.config import RunConfig
+from megatron_deberta.config import RunConfig, config_to_dict
 from megatron_deberta.errors import CheckpointError, ConfigError
 from tests.support.checkpoints import metadata, save_alone
 
@@ -63,6 +63,18 @@ def resume(reader: CheckpointReader, config: RunConfig, **changes: Any) -> list[
 def test_tables_name_existing_keys_only() -> None:
     assert set(KEYS) >= FREE | WITH_FLAG
     assert not FREE & WITH_FLAG
+
+
+def policy_table() -> str:
+    """The permitted changes as the Markdown table of docs/checkpoint-format.md."""
+    lines = [f"| section | freely | with `{FLAG}` | not |", "|---|---|---|---|"]
+    for section, values in config_to_dict(RunConfig()).items():
+        cells: list[list[str]] = [[], [], []]
+        for key in values:
+            name = f"{section}.{key}"
+            cells[0 if name in FREE else 1 if name in WITH_FLAG else 2].append(f"`{key}`")
+        lines.append(f"| `{section}` | " + " | ".join(", ".join(cell) for cell in cells) + " |")
+    return "\n".join(lines)
 
 
 def test_the_page_has_the_policy_as_it_is() -> None:

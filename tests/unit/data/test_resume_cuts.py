@@ -19,6 +19,7 @@ from megatron_deberta.config.schema import (
 from megatron_deberta.data.build import build_loaders, open_corpora, training_phases
 from megatron_deberta.data.dataset import index_cache
 from megatron_deberta.data.dataset.packing import PackedRows
+from megatron_deberta.data.dataset.rows import ShiftedRows
 from megatron_deberta.data.sample_log import SampleLog, check_sample_log
 from megatron_deberta.data.shards.writer import write_shard
 
@@ -130,6 +131,7 @@ def test_cuts(packing, prefixes, vocabulary, tmp_path):
         samples = [np.frombuffer(row[4], np.int64)[0] for step in expected for row in step]
         assert samples == list(range(24 * STEPS))
         rows = training_phases(config, vocabulary, corpora)[-1].rows
+        rows = rows.source if isinstance(rows, ShiftedRows) else rows
         crossed += isinstance(rows, PackedRows) and rows.rows_per_epoch < 24 * STEPS
     assert crossed > CUTS / 10, "too few cuts cross an epoch"
 
