@@ -14,6 +14,7 @@ Examples:
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import os
 import shutil
@@ -34,7 +35,7 @@ from megatron_deberta.cluster.slurm import commands as slurm
 from megatron_deberta.cluster.slurm.status import present_holder
 from megatron_deberta.config import load_config
 from megatron_deberta.config.schema import RunConfig
-from megatron_deberta.data.build import parse_prefixes, tokenizer_path
+from megatron_deberta.data.build import parse_prefixes, tokenizer_path, validation_prefixes
 from megatron_deberta.data.dataset.corpus import open_shard
 from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.errors import EXIT_DONE, EXIT_USAGE, ConfigError, MegatronDebertaError
@@ -168,7 +169,7 @@ def check_data(config: RunConfig, allow_change: bool) -> str:
             f"of tokenizer.path={path}; set model.vocab_size={vocabulary.size}"
         )
     components, _ = parse_prefixes(config.data.train, "data.train")
-    prefixes = [prefix for part in components for prefix in part] + list(config.data.validation)
+    prefixes = [*itertools.chain(*components), *validation_prefixes(config.data)]
     for prefix in prefixes:
         open_shard(prefix, vocabulary, False)
     newest = find_newest(config.train.run_dir)

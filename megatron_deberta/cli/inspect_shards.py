@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from megatron_deberta.cli.shard_arguments import prefixes_of
 from megatron_deberta.data.shards.manifest import read_manifest
+from megatron_deberta.data.shards.prefixes import shard_prefixes
 from megatron_deberta.data.shards.reader import IndexedDataset
 from megatron_deberta.data.shards.statistics import (
     QUANTILES,
@@ -45,7 +45,7 @@ def inspect_shards(args: argparse.Namespace) -> int:
     """Print statistics of all shards named, together."""
     if args.sequence_length < 3 or args.top < 0:
         raise ConfigError("--sequence-length must be at least 3, and --top not negative")
-    prefixes = prefixes_of([*args.prefix, *args.run])
+    prefixes = shard_prefixes([*args.prefix, *args.run])
     shards = [IndexedDataset(prefix) for prefix in prefixes]
     tokenizer = _tokenizer(prefixes, args.tokenizer)
     statistics = count_shards(shards, _MOST_TOKENS)

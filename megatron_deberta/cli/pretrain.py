@@ -29,6 +29,7 @@ from megatron_deberta.config import BatchArithmetic, load_config, validate_for_w
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.environment import read_environment
 from megatron_deberta.errors import EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE
+from megatron_deberta.processes import raise_open_file_limit
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         print(describe_run(config))
         return EXIT_DONE
+    raise_open_file_limit()
     environment = read_environment()
     if environment.rank == 0 and environment.launcher != "srun":
         # Before torch is imported, which is slow; under srun the other ranks would be left waiting.

@@ -153,6 +153,9 @@ def _set(config: DictConfig, section: str, key: str, value: Any, source: str) ->
         raise ConfigError(
             f"{source}: {name}={value!r}: '${{' and '???' are not supported; write the value"
         )
+    if isinstance(value, str) and isinstance(getattr(getattr(RunConfig(), section), key), tuple):
+        # A single item stands for a list of one, as in data.train=shards/books_text_document.
+        value = [value] if value else []
     try:
         OmegaConf.update(config, name, value)
     except OmegaConfBaseException as error:

@@ -53,6 +53,10 @@ class Batch:
         """Return the batch in page-locked memory; torch's ``DataLoader`` calls this method."""
         return self._map(lambda tensor: tensor.pin_memory())
 
+    def clone(self) -> Batch:
+        """Return a copy in this process's own memory."""
+        return self._map(Tensor.clone)
+
     def record_stream(self, stream: torch.Stream) -> None:
         """Prevent reuse of the batch's device memory before ``stream`` is past this point."""
         for item in fields(self):

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import os
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
 import torch
 
 from megatron_deberta.config.rules import short_samples
-from megatron_deberta.config.schema import RunConfig
+from megatron_deberta.config.schema import DataConfig, RunConfig
 from megatron_deberta.data.collate import BatchBuilder, Builder, PhasedBuilder
 from megatron_deberta.data.dataset.blend import BlendedRows
 from megatron_deberta.data.dataset.corpus import Corpus, open_shard, split_validation
@@ -21,8 +22,12 @@ from megatron_deberta.data.loader import StepSampler, TrainLoader, ValidationLoa
 from megatron_deberta.data.masking import Masker
 from megatron_deberta.data.randomness import Purpose, mix64
 from megatron_deberta.data.shards.manifest import read_manifest
+from megatron_deberta.data.shards.prefixes import refuse_duplicates, shard_prefixes
 from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.errors import ConfigError
+
+# Memory per token while a micro batch is built: ids before and after masking, mask, positions.
+_BYTES_PER_TOKEN = 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,29 +62,36 @@ class Phase(NamedTuple):
 
 
 def parse_prefixes(values: tuple[str, ...], key: str) -> tuple[list[list[str]], list[float]]:
-    """Parse ``prefix prefix ...`` (one corpus) or ``weight prefix weight prefix ...`` (a blend).
+    """Parse ``shard shard ...`` (one corpus) or ``weight shard weight shard ...`` (a blend).
 
     Args:
-        values: ``data.train`` or ``data.validation``.
+        values: ``data.train`` or ``data.validation``, shards named as for ``shard_prefixes``.
         key: its name, for error messages.
 
     Returns:
         Prefixes and weight of each component.
 
     Raises:
-        ConfigError: ``values`` is empty, or weights and prefixes do not alternate.
+        ConfigError: ``values`` is empty, weights and shards do not alternate, or a folder holds
+            no shards.
     """
     if not values:
         raise ConfigError(f"{key} is empty; give shard prefixes, as preprocess printed them")
     numbers = [_as_number(value) for value in values]
     if all(number is None for number in numbers):
-        return [list(values)], [1.0]
+        return [shard_prefixes(values, each_once=False)], [1.0]
     weights, rest = numbers[::2], numbers[1::2]
     if len(values) % 2 or None in weights or any(number is not None for number in rest):
         raise ConfigError(
             f"{key} is {list(values)}; give prefixes only, or a weight before every prefix"
         )
-    return [[prefix] for prefix in values[1::2]], [float(weight) for weight in values[::2]]
+    parts = [shard_prefixes([name]) for name in values[1::2]]
+    return parts, [float(weight) for weight in values[::2]]
+
+
+def validation_prefixes(data: DataConfig) -> list[str]:
+    """Return the prefixes of the shards of ``data.validation``."""
+    return shard_prefixes(data.validation, each_once=False) if data.validation else []
 
 
 def tokenizer_path(config: RunConfig) -> str:
@@ -118,7 +130,13 @@ def open_corpora(
     """
     data = config.data
     components, weights = parse_prefixes(data.train, "data.train")
-    _check_duplicates([prefix for part in components for prefix in part] + list(data.validation))
+    held_out_shards = validation_prefixes(data)
+    # Documents of a shard listed twice could be on both sides of a split.
+    refuse_duplicates(
+        [*itertools.chain(*components), *held_out_shards],
+        "data.train and data.validation: ",
+        "remove one, or raise its weight",
+    )
     shards = [[open_shard(prefix, vocabulary, hashes) for prefix in part] for part in components]
     if cache is None:
         cache = IndexCache(data.index_cache or Path(config.train.run_dir) / "index")
@@ -131,7 +149,7 @@ def open_corpora(
     else:
         train = tuple(Corpus(part, cache=cache) for part in shards)
         if data.validation:
-            opened = [open_shard(prefix, vocabulary, hashes) for prefix in data.validation]
+            opened = [open_shard(prefix, vocabulary, hashes) for prefix in held_out_shards]
             validation = Corpus(opened, cache=cache)
     return Corpora(train, tuple(weights), validation, cache)
 
@@ -159,9 +177,11 @@ def build_loaders(
         ``data.validation_fraction`` 0.
 
     Raises:
-        ConfigError: sizes do not divide, or prefixes or weights are malformed.
+        ConfigError: sizes do not divide, a micro batch exceeds this machine's memory, or prefixes
+            or weights are malformed.
         DataError: see ``open_corpora``.
     """
+    _check_memory(config)
     if corpora is None:
         corpora = open_corpora(config, vocabulary, config.data.verify_hashes and dp_rank == 0)
     sampler = StepSampler(
@@ -230,6 +250,18 @@ def training_phases(config: RunConfig, vocabulary: Vocabulary, corpora: Corpora)
     ]
 
 
+def _check_memory(config: RunConfig) -> None:
+    """Raise if building a micro batch takes more memory than this machine has."""
+    rows, length = config.train.micro_batch_size, config.data.sequence_length
+    needed, total = rows * length * _BYTES_PER_TOKEN, psutil.virtual_memory().total
+    if needed > total:
+        raise ConfigError(
+            f"train.micro_batch_size={rows}: building a micro batch of {rows:,} x {length} tokens "
+            f"takes about {needed / 2**30:,.0f} GiB of memory, this machine has "
+            f"{total / 2**30:,.0f}; lower it"
+        )
+
+
 def _training_rows(
     config: RunConfig, vocabulary: Vocabulary, corpora: Corpora, length: int, *key: int
 ) -> RowSource:
@@ -269,18 +301,6 @@ def _builder(
         length,
         config.data.attend_across_documents,
     )
-
-
-def _check_duplicates(prefixes: list[str]) -> None:
-    """Raise if a shard is listed twice: its documents could be on both sides of a split."""
-    seen: dict[str, str] = {}
-    for prefix in prefixes:
-        first = seen.setdefault(os.path.realpath(prefix), prefix)
-        if first is not prefix:
-            raise ConfigError(
-                f"data.train and data.validation: {prefix} is listed twice (as {first}); remove "
-                "one, or raise its weight"
-            )
 
 
 def _concatenate(corpora: tuple[Corpus, ...], cache: IndexCache) -> Corpus:

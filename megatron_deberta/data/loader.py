@@ -25,6 +25,9 @@ from megatron_deberta.data.collate import FILLER, Builder
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.processes import die_with_parent
 
+# Micro batches in flight, over all workers. Each tensor of one is shared memory, which takes a file
+# descriptor until the batch has been copied.
+_IN_FLIGHT = 32
 # Part of torch's message when a worker process has died.
 _WORKER_DIED = "exited unexpectedly"
 
@@ -97,6 +100,11 @@ class _MicroBatches(Dataset["Batch | _Failure"]):
             return self._builder.build(samples)
         except DataError as error:
             return _Failure(str(error))
+        except MemoryError as error:
+            return _Failure(
+                f"train.micro_batch_size={len(samples)}: not enough memory for a micro batch "
+                f"({error}); lower it"
+            )
 
 
 class TrainLoader:
@@ -143,16 +151,22 @@ class TrainLoader:
         atexit.register(kill)
         try:
             while True:
-                yield [_next_batch(batches) for _ in range(self._sampler.num_micro_batches)]
+                yield [self._next(batches) for _ in range(self._sampler.num_micro_batches)]
         finally:
             _end(batches, workers)
             atexit.unregister(kill)
 
+    def _next(self, batches: Iterator[Batch | _Failure]) -> Batch:
+        batch = _next_batch(batches)
+        # A whole step of shared memory would exceed the limit of open files and fill /dev/shm.
+        return batch.clone() if self._num_workers and not self._pin_memory else batch
+
     def _start(self) -> tuple[Iterator[Batch | _Failure], list[BaseProcess]]:
         """Start the workers; return the iterator over batches and the worker processes."""
         workers = self._num_workers
-        # Prefetch one whole step beyond the current one.
-        ahead = max(2, -(-2 * self._sampler.num_micro_batches // workers)) if workers else None
+        # Prefetch one whole step beyond the current one, if that is not too much.
+        in_flight = min(2 * self._sampler.num_micro_batches, _IN_FLIGHT)
+        ahead = max(2, -(-in_flight // workers)) if workers else None
         loader = DataLoader(
             self._dataset,
             batch_size=None,

@@ -25,6 +25,7 @@ from megatron_deberta.data.shards.manifest import (
     read_manifest,
     verify_hash,
 )
+from megatron_deberta.data.shards.prefixes import refuse_duplicates
 from megatron_deberta.data.shards.reader import IndexedDataset
 from megatron_deberta.data.shards.writer import PartSize, ShardLayout, StagedShard, staged_shard
 from megatron_deberta.errors import ConfigError, DataError
@@ -58,7 +59,7 @@ def merge_shards(
         DataError: a shard is damaged, has no manifest or differs from the first; the disk is full;
             or another process writes ``output``. Nothing is published then.
     """
-    _check_duplicates(prefixes)
+    refuse_duplicates(prefixes, "", "name each shard once, as part-*.idx")
     _check_output(prefixes, output, force)
     shards, manifests = _open_compatible(prefixes)
     sizes = [PartSize(each.num_tokens, each.num_sequences, each.num_documents) for each in shards]
@@ -142,17 +143,6 @@ def _check_output(prefixes: Sequence[str], output: str, force: bool) -> None:
     for path in (idx_path(output), bin_path(output), manifest_path(output)):
         if os.path.exists(path) and not force:
             raise ConfigError(f"{path}: exists; choose another --output or add --force")
-
-
-def _check_duplicates(prefixes: Sequence[str]) -> None:
-    seen: dict[str, str] = {}
-    for prefix in prefixes:
-        path = os.path.realpath(idx_path(prefix))
-        if path in seen:
-            raise ConfigError(
-                f"{prefix}: is listed twice (as {seen[path]}); name each shard once, as part-*.idx"
-            )
-        seen[path] = prefix
 
 
 def _open_compatible(

@@ -28,7 +28,7 @@ from megatron_deberta.data.build import (
     tokenizer_path,
 )
 from megatron_deberta.data.dataset.unigram import unigram_cross_entropy, unigram_log_probabilities
-from megatron_deberta.data.loader import StepSampler
+from megatron_deberta.data.loader import StepSampler, TrainLoader
 from megatron_deberta.data.shards.manifest import read_manifest
 from megatron_deberta.errors import ConfigError, DataError
 
@@ -177,6 +177,39 @@ def test_killed_worker_is_an_error(config, vocabulary):
         list(itertools.islice(steps, 1000))
 
 
+def test_the_papers_batch_keeps_few_files_open(config, vocabulary):
+    """Tensors from workers are shared memory, which takes a descriptor each."""
+    sizes = {"global_batch_size": 512, "micro_batch_size": 2}
+    config = with_(config, train=sizes, data={"num_workers": 2})
+    before = len(os.listdir("/proc/self/fd"))
+    steps = iter(build_loaders(config, vocabulary, 0, 1, 0)[0])
+    held = [next(steps), next(steps)]
+    assert [len(step) for step in held] == [256, 256]
+    assert len(os.listdir("/proc/self/fd")) - before < 300
+    assert not any(batch.input_ids.is_shared() for batch in held[0])
+    steps.close()
+
+
+def test_a_micro_batch_beyond_the_memory_is_refused(config, vocabulary):
+    sizes = {"global_batch_size": 10**9, "micro_batch_size": 10**9}
+    config = with_(config, train=sizes)
+    message = r"train\.micro_batch_size=1000000000: .* takes about 1,431 GiB .*this machine has"
+    with pytest.raises(ConfigError, match=message):
+        build_loaders(config, vocabulary, 0, 1, 0)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_too_little_memory_for_a_micro_batch_names_the_key(workers):
+    class Exhausted:
+        def build(self, samples):
+            raise MemoryError("Unable to allocate 95.4 GiB")
+
+    sampler = StepSampler(global_batch_size=8, micro_batch_size=4, dp_rank=0, dp_size=1)
+    loader = TrainLoader(Exhausted(), sampler, 0, workers, pin_memory=False)
+    with pytest.raises(DataError, match=r"train\.micro_batch_size=4: .*95\.4 GiB.*lower it"):
+        next(iter(loader))
+
+
 def test_workers_end_by_themselves(config, vocabulary):
     """Killed by the rank, one in a hundred would hold a lock that torch then waits for."""
     others = set(torch.multiprocessing.active_children())
@@ -292,6 +325,18 @@ def test_duplicate_shard_is_refused(config, vocabulary):
     ):
         with pytest.raises(ConfigError, match="listed twice"):
             open_corpora(with_(config, data=data), vocabulary, hashes=False)
+
+
+def test_shards_are_named_by_prefix_file_or_folder(config, vocabulary, write_shard):
+    (prefix,) = config.data.train
+    other = write_shard([np.arange(4, 50)], "other/second")
+    folder = os.path.dirname(other)
+    by_file = with_(config, data={"train": (f"{prefix}.bin",), "validation": (folder,)})
+    corpora = open_corpora(by_file, vocabulary, hashes=True)
+    assert (len(corpora.train[0]), len(corpora.validation)) == (60, 1)
+    assert tokenizer_path(by_file) == "tokenizer-dir"
+    blend = with_(config, data={"train": ("2", folder, "1", f"{prefix}.manifest.json")})
+    assert [len(corpus) for corpus in open_corpora(blend, vocabulary, False).train] == [1, 48]
 
 
 def test_prefixes_and_weights():
