@@ -34,8 +34,6 @@ from megatron_deberta.errors import ConfigError
 from megatron_deberta.tokenizer import Tokenizer, load_tokenizer
 
 _NUM_PARTS = 8
-_WORD_MARKS = "\u2581\u0120"
-"""How SentencePiece and byte-level BPE write the space before a word."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,6 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--first-sample", type=int, default=0, help="index of the first sample")
     parser.add_argument(
         "--statistics", type=int, default=1000, help="samples averaged over (default 1000)"
+    )
+    parser.add_argument(
+        "--sequence-length",
+        type=int,
+        metavar="N",
+        help="tokens per row (default: data.sequence_length; shards: 512)",
     )
     add_shard_statistics_arguments(parser)
 
@@ -118,6 +122,8 @@ def _describe(sample: int, row: Row, masked: MaskedRows) -> str:
 
 def _config(args: argparse.Namespace) -> RunConfig:
     overrides = list(args.run)
+    if args.sequence_length is not None:
+        overrides.append(f"data.sequence_length={args.sequence_length}")
     if not args.prefix:
         if not overrides or "=" in overrides[0]:
             raise ConfigError("inspect data: give a run file, or --prefix SHARD")
@@ -142,19 +148,18 @@ def _marked_text(masked: MaskedRows, row: Row, tokenizer: Tokenizer) -> str:
             letter = str(names[position]) if row.is_random_next is None else "AB"[names[position]]
             parts.append(f"{chr(10) if position else ''}  {letter}| ")
         original = originals.get(position)
-        piece = tokenizer.piece(token if original is None else original)
-        text = _without_mark(piece)
-        space = " " * (len(piece) - len(text))
+        text = tokenizer.piece_text(token if original is None else original)
         if original is not None:
-            now = _without_mark(tokenizer.piece(token))
-            text = f"{{{text}=}}" if token == original else f"{{{text}>{now}}}"
-        parts.append(space + text)
+            space = " " * (text.startswith(" ") and text != " ")
+            before, now = _without_space(text), _without_space(tokenizer.piece_text(token))
+            text = f"{space}{{{before}=}}" if token == original else f"{space}{{{before}>{now}}}"
+        parts.append(text)
     return "".join(parts)
 
 
-def _without_mark(piece: str) -> str:
-    """Return a piece without the mark of a word's begin, unless that is all it is."""
-    return piece.lstrip(_WORD_MARKS) or piece
+def _without_space(text: str) -> str:
+    """Return a piece without the space before a word; a space alone as an open box."""
+    return text.lstrip(" ") or "\u2423"
 
 
 @dataclass

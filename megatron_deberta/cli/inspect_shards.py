@@ -34,16 +34,14 @@ _MOST_TOKENS = 200_000_000
 def add_shard_statistics_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what only ``inspect shards`` takes."""
     group = parser.add_argument_group("inspect shards")
-    group.add_argument(
-        "--sequence-length", type=int, default=512, help="of the packings (default 512)"
-    )
     group.add_argument("--top", type=int, default=20, help="most frequent pieces (default 20)")
     group.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the document lengths")
 
 
 def inspect_shards(args: argparse.Namespace) -> int:
     """Print statistics of all shards named, together."""
-    if args.sequence_length < 3 or args.top < 0:
+    length = 512 if args.sequence_length is None else args.sequence_length
+    if length < 3 or args.top < 0:
         raise ConfigError("--sequence-length must be at least 3, and --top not negative")
     prefixes = shard_prefixes([*args.prefix, *args.run])
     shards = [IndexedDataset(prefix) for prefix in prefixes]
@@ -51,11 +49,11 @@ def inspect_shards(args: argparse.Namespace) -> int:
     statistics = count_shards(shards, _MOST_TOKENS)
     lengths = document_lengths(shards)
     packings = {
-        "full_sentences": pack_full_sentences(lengths, args.sequence_length),
-        "doc_sentences": pack_doc_sentences(lengths, args.sequence_length),
+        "full_sentences": pack_full_sentences(lengths, length),
+        "doc_sentences": pack_doc_sentences(lengths, length),
     }
     print(_summary(shards, statistics))
-    print(_lengths_text(statistics, args.sequence_length, lengths, packings))
+    print(_lengths_text(statistics, length, lengths, packings))
     if args.top:
         print(_frequent_text(statistics, tokenizer, args.top))
     for line in _samples(shards, tokenizer, args.num_samples):
@@ -63,7 +61,7 @@ def inspect_shards(args: argparse.Namespace) -> int:
     if tokenizer is None:
         print("\nno manifest names a tokenizer: give --tokenizer to see text")
     if args.plot:
-        _draw(args.plot, lengths, args.sequence_length)
+        _draw(args.plot, lengths, length)
         print(f"\nplot: {args.plot}")
     return 0
 
@@ -145,7 +143,7 @@ def _frequent_text(statistics: ShardStatistics, tokenizer: Tokenizer | None, top
     rows = [f"\nmost frequent of {total:,} tokens ({used:,}{known} ids come):"]
     for token in order.tolist():
         if counts[token]:
-            piece = "" if tokenizer is None else repr(tokenizer.piece(token))
+            piece = "" if tokenizer is None else repr(tokenizer.piece_text(token))
             rows.append(f"  {token:>7} {counts[token] / total:>8.3%}  {piece}".rstrip())
     if tokenizer is not None:
         unknown = int(counts[tokenizer.unk_id]) if tokenizer.unk_id < len(counts) else 0

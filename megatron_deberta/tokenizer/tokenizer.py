@@ -156,6 +156,21 @@ class Tokenizer:
             raise DataError(f"token id {token_id} is not in 0..{self.vocab_size - 1}")
         return self._backend.id_to_token(token_id) or "<unused>"
 
+    def piece_text(self, token_id: int) -> str:
+        """Return a piece as readable text: with a space where it begins a word.
+
+        Bytes that are no character by themselves are returned as the piece.
+
+        Raises:
+            DataError: the id is outside the vocabulary.
+        """
+        piece = self.piece(token_id)
+        if self._backend.decoder is None:
+            return piece.replace("\u2581", " ")
+        # Decoded after a letter: the decoder removes the space at the beginning of a text.
+        text: str = self._backend.decoder.decode(["a", piece])[1:]
+        return piece if "\ufffd" in text else text
+
     def word_starts(self) -> npt.NDArray[np.bool_]:
         """Return which pieces begin a word.
 

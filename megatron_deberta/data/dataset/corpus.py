@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from megatron_deberta.data.dataset.index_cache import IndexCache, Parts
 from megatron_deberta.data.randomness import Purpose, hash_values, mix64
+from megatron_deberta.data.shards.format import bin_path
 from megatron_deberta.data.shards.manifest import check_counts, read_manifest, verify_hashes
 from megatron_deberta.data.shards.reader import IndexedDataset
 from megatron_deberta.data.vocabulary import Vocabulary
@@ -129,17 +130,38 @@ class Corpus:
             start: from ``starts``, plus an offset inside the document.
             length: number of tokens, all inside the document.
         """
-        shard = bisect_right(self._first_tokens, start) - 1
-        local = start - self._first_tokens[shard]
-        return self.shards[shard].tokens(local, local + length)
+        shard, local = self._locate(start)
+        return shard.tokens(local, local + length)
 
-    def gather(self, starts: Integers, lengths: Integers) -> npt.NDArray[Any]:
-        """Return the concatenated tokens of several spans."""
-        pieces = zip(starts.tolist(), lengths.tolist(), strict=True)
+    def gather(
+        self, starts: Integers, lengths: npt.NDArray[Any], vocab_size: int
+    ) -> npt.NDArray[Any]:
+        """Return the concatenated tokens of several spans.
+
+        Raises:
+            DataError: an id is outside the vocabulary; the message names the file and the byte.
+        """
+        spans = zip(starts.tolist(), lengths.tolist(), strict=True)
         if len(self.shards) == 1:
             tokens = self.shards[0].tokens
-            return np.concatenate([tokens(start, start + length) for start, length in pieces])
-        return np.concatenate([self.tokens(start, length) for start, length in pieces])
+            text = np.concatenate([tokens(start, start + length) for start, length in spans])
+        else:
+            text = np.concatenate([self.tokens(start, length) for start, length in spans])
+        if text.size and (int(text.max()) >= vocab_size or int(text.min()) < 0):
+            place = int(np.flatnonzero((text < 0) | (text >= vocab_size))[0])
+            ends = np.cumsum(lengths, dtype=np.int64)
+            span = int(ends.searchsorted(place, side="right"))
+            shard, local = self._locate(int(starts[span]) + place - int(ends[span] - lengths[span]))
+            raise DataError(
+                f"{bin_path(shard.prefix)}: byte {local * shard.dtype.itemsize}: id {text[place]} "
+                f"is outside the vocabulary of {vocab_size}; preprocess with this tokenizer"
+            )
+        return text
+
+    def _locate(self, token: int) -> tuple[IndexedDataset, int]:
+        """Return the shard of a token and the token's number in it."""
+        number = bisect_right(self._first_tokens, token) - 1
+        return self.shards[number], token - self._first_tokens[number]
 
     def sentences(self, cache: IndexCache) -> Sentences:
         """Return the boundaries of the documents' non-empty sentences."""

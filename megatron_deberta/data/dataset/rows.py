@@ -11,7 +11,6 @@ import numpy.typing as npt
 
 from megatron_deberta.data.dataset.corpus import Corpus
 from megatron_deberta.data.vocabulary import Vocabulary
-from megatron_deberta.errors import DataError
 
 
 class TokenSpans(NamedTuple):
@@ -150,13 +149,7 @@ def assemble(corpus: Corpus, vocabulary: Vocabulary, spans: TokenSpans) -> RowBa
     is_text = np.ones(tokens.size, np.bool_)
     is_text[begins[first_spans]] = False
     is_text[ends - 1] = False
-    text = corpus.gather(spans.starts, spans.lengths)
-    if text.size and (int(text.max()) >= vocabulary.size or int(text.min()) < 0):
-        raise DataError(
-            f"{corpus.name}: id {int(text.max())} (smallest {int(text.min())}) is outside the "
-            f"vocabulary of {vocabulary.size}; preprocess with this tokenizer"
-        )
-    tokens[is_text] = text
+    tokens[is_text] = corpus.gather(spans.starts, spans.lengths, vocabulary.size)
     tokens[begins[first_spans]] = vocabulary.cls_id
     tokens[ends - 1] = vocabulary.sep_id
     sizes = np.add.reduceat(part_sizes, first_spans)

@@ -29,6 +29,9 @@ def unigram_log_probabilities(
 
     Returns:
         [V] float64 natural logarithms.
+
+    Raises:
+        DataError: a shard holds an id outside the vocabulary.
     """
     counted = [_counts(corpus, vocab_size, max_tokens) for corpus in corpora]
     total = sum(counts.sum() for counts in counted)
@@ -69,6 +72,7 @@ def _counts(corpus: Corpus, vocab_size: int, max_tokens: int) -> npt.NDArray[np.
     stops = np.searchsorted(ends, np.arange(_CHUNK_TOKENS, ends[-1], _CHUNK_TOKENS)) + 1
     for documents in np.split(np.arange(ends.size), np.unique(stops)):
         if documents.size:
-            tokens = corpus.gather(corpus.starts(documents), corpus.lengths[documents])
+            starts, lengths = corpus.starts(documents), corpus.lengths[documents]
+            tokens = corpus.gather(starts, lengths, vocab_size)
             counts += np.bincount(tokens, minlength=vocab_size)
     return counts

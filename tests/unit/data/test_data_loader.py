@@ -255,14 +255,19 @@ def test_rank_that_ends_with_workers_alive_ends_at_once(config, vocabulary, end,
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_damage_found_while_loading_is_one_line(config, write_shard, vocabulary, workers):
-    prefix = write_shard([np.full(40, 250)], "bad")
-    config = with_(config, data={"train": (prefix,), "validation_fraction": 0.0})
+    prefix = write_shard([np.array([5, 6, 250, 7])], "bad")
+    good = config.data.train[0]
+    config = with_(config, data={"train": (good, prefix), "validation_fraction": 0.0})
     config = with_(config, data={"num_workers": workers})
     loader, validation = build_loaders(config, vocabulary, 0, 1, 0)
     assert validation is None
-    with pytest.raises(DataError, match=r"bad: id 250 .*outside the vocabulary") as caught:
-        next(iter(loader))
+    message = r"^[^,]*bad\.bin: byte 4: id 250 is outside the vocabulary"
+    with pytest.raises(DataError, match=message) as caught:
+        list(itertools.islice(loader, 20))
     assert "\n" not in str(caught.value)
+    corpora = open_corpora(config, vocabulary, hashes=False)
+    with pytest.raises(DataError, match=message):
+        unigram_log_probabilities(corpora.train, corpora.weights, vocabulary.size)
 
 
 @pytest.mark.parametrize(("dp_size", "micro"), [(1, 2), (2, 3), (3, 1), (4, 3)])

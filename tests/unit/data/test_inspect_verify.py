@@ -81,6 +81,28 @@ def test_inspect_marks_every_target(shard, capsys):
     assert re.search(r"\[MASK\] [78]\d\.\d%", output)
 
 
+def test_inspect_shows_rows_of_the_length_asked_for(shard, capsys):
+    arguments = ["inspect", "data", "--prefix", shard, "--num-samples", "1", "--statistics", "1"]
+    assert main([*arguments, "--sequence-length", "24"]) == 0
+    assert " of 24\n" in capsys.readouterr().out
+
+
+def test_inspect_prints_pieces_as_text(tmp_path, capsys):
+    """Also the piece of a space alone, which is no mark of a word."""
+    folder = Path(__file__).parents[2] / "golden/c6955b0"
+    shard, tokenizer = folder / "shards/docs_text_document.bin", folder / "tokenizer"
+    arguments = ["--prefix", str(shard), "--tokenizer", str(tokenizer), "--num-samples", "4"]
+    assert main(["inspect", "data", *arguments, "--sequence-length", "64"]) == 0
+    output = capsys.readouterr().out
+    assert "\u2581" not in output
+    assert re.search(r"\{\u2423(>\[MASK\]|=)\}", output)
+    assert "as they have mirrored themselves in my mind. The" in output
+    assert main(["inspect", "shards", str(shard), *arguments[2:]]) == 0
+    output = capsys.readouterr().out
+    assert "%  ' the'" in output
+    assert "\u2581" not in output
+
+
 def test_inspect_reads_a_run(shard, tmp_path, capsys):
     run = tmp_path / "run.yaml"
     run.write_text(f"data: {{train: ['{shard}'], sequence_length: 32}}\n")
@@ -122,7 +144,7 @@ def test_inspect_shows_the_rows_that_training_sees(shard, tokenizer_file, tmp_pa
         for size, targets, text in shown
     ]
     assert [
-        (size, targets, text.replace("\u2581", "")) for size, targets, text in originals
+        (size, targets, text.replace("\u2423", "")) for size, targets, text in originals
     ] == rows
     assert re.search(r"over 8 samples:\n  tokens a row +1[56].\d of 16\n", output)
     assert re.search(r"over 4 samples:\n  tokens a row +3[12].\d of 32\n", output)
@@ -131,10 +153,10 @@ def test_inspect_shows_the_rows_that_training_sees(shard, tokenizer_file, tmp_pa
 def test_inspect_shards_decodes(shard, capsys):
     assert main(["inspect", "shards", shard, "--num-samples", "1", "--top", "2"]) == 0
     output = capsys.readouterr().out
-    # This backend has no decoder, so the marks of words' begins stay.
+    # This backend has no decoder, so the marks of words' begins stay in whole texts.
     assert f"document 0 (9 tokens):\n  {TEXT[0]}\n" in output.replace("\u2581", "")
     assert re.search(r"most frequent of 680 tokens \(\d+ of 84 ids come\)", output)
-    assert re.search(r"^ +\d+ +\d+\.\d{3}%  '\u2581?\w+'$", output, re.M)
+    assert re.search(r"^ +\d+ +\d+\.\d{3}%  ' ?\w+'$", output, re.M)
     assert "unknown: 0.0000%" in output
 
 
