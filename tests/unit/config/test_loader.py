@@ -91,6 +91,15 @@ def test_wrong_overrides_name_key_value_and_remedy(override: str, parts: list[st
         assert part in message
 
 
+def test_a_single_item_stands_for_a_list(tmp_path: Path) -> None:
+    assert load_config(None, ["data.train=shards/a"]).data.train == ("shards/a",)
+    assert load_config(None, ["data.validation="]).data.validation == ()
+    file = tmp_path / "run.yaml"
+    file.write_text("data: {train: shards/a, validation: [b, c]}")
+    data = load_config(file).data
+    assert (data.train, data.validation) == (("shards/a",), ("b", "c"))
+
+
 @pytest.mark.parametrize(
     ("text", "parts"),
     [

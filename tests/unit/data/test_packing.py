@@ -168,7 +168,9 @@ def test_one_short_document(write_shard, vocabulary):
 
 def test_id_outside_the_vocabulary_names_the_shard(write_shard, vocabulary):
     corpus = Corpus([IndexedDataset(write_shard([np.array([5, 200, 6])]))])
-    with pytest.raises(DataError, match="shard: id 200 .* outside the vocabulary of 200"):
+    with pytest.raises(
+        DataError, match=r"shard\.bin: byte 2: id 200 is outside the vocabulary of 2"
+    ):
         row_of(packed(corpus, vocabulary, 16, "full_sentences", 1), 0)
 
 
