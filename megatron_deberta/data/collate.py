@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from megatron_deberta.data.arrays import Integers
 from megatron_deberta.data.batch import IGNORED_LABEL, Batch
 from megatron_deberta.data.dataset.rows import RowBatch, RowSource
 from megatron_deberta.data.masking import MaskedRows, Masker
@@ -115,10 +116,10 @@ class PhasedBuilder:
 
 def _fill_targets(
     masked: MaskedRows,
-    sizes: npt.NDArray[np.int64],
-    live: npt.NDArray[np.int64],
-    masked_positions: npt.NDArray[np.int64],
-    labels: npt.NDArray[np.int64],
+    sizes: Integers,
+    live: Integers,
+    masked_positions: Integers,
+    labels: Integers,
 ) -> None:
     row = np.repeat(np.arange(live.size), masked.counts)
     slot = np.arange(row.size) - (masked.counts.cumsum() - masked.counts)[row]
@@ -127,14 +128,14 @@ def _fill_targets(
     labels[live[row], slot] = masked.labels
 
 
-def _part_numbers(rows: RowBatch) -> npt.NDArray[np.int64]:
+def _part_numbers(rows: RowBatch) -> Integers:
     """Return [T] the number of each token's document within its row."""
     before = rows.part_counts.cumsum() - rows.part_counts
     numbers = np.arange(rows.part_sizes.size) - before.repeat(rows.part_counts)
     return numbers.repeat(rows.part_sizes)
 
 
-def _restarting(document_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def _restarting(document_ids: Integers) -> Integers:
     """Return [B, N] positions that restart at each document."""
     steps = np.arange(document_ids.shape[1])
     begins = np.diff(document_ids, axis=1, prepend=0) > 0

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_deberta.config.schema import ObjectiveConfig
+from megatron_deberta.data.arrays import Bits, Booleans, Integers
 from megatron_deberta.data.randomness import Purpose, draws, hash_values, mix64
 from megatron_deberta.data.vocabulary import Vocabulary
 
@@ -32,7 +33,6 @@ _TOKENS_AT_ONCE = 1 << 16
 _SPAN_BITS, _ORDER_BITS = 20, 24
 # Streams of draws: spans, and replacement tokens.
 _WORDS, _TARGETS = 0, 1
-Integers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +140,7 @@ class Masker:
         masked[places] = self._replace(labels, draws(keys, totals, _TARGETS))
         return MaskedRows(masked, places, labels, totals)
 
-    def _choose(
-        self, tokens: Integers, sizes: Integers, keys: npt.NDArray[np.uint64]
-    ) -> tuple[Integers, Integers]:
+    def _choose(self, tokens: Integers, sizes: Integers, keys: Bits) -> tuple[Integers, Integers]:
         """Return the token indices to predict, ascending, and their number per row."""
         whole = self._objective.max_span_words > 1
         words = _Words(tokens, sizes.cumsum(), self._vocabulary, whole, not self._released)
@@ -163,16 +161,14 @@ class Masker:
         budgets: Integers = np.maximum(rounded, 1).astype(np.int64)
         return budgets
 
-    def _spans(self, random_bits: npt.NDArray[np.uint64]) -> Integers:
+    def _spans(self, random_bits: Bits) -> Integers:
         """Return span lengths in words; length n has probability proportional to 1/n."""
         spans = np.ones(random_bits.size, np.int64)
         for bound in self._span_bounds:
             spans += random_bits >= bound
         return spans
 
-    def _choose_released(
-        self, words: _Words, budgets: Integers, keys: npt.NDArray[np.uint64]
-    ) -> npt.NDArray[np.bool_]:
+    def _choose_released(self, words: _Words, budgets: Integers, keys: Bits) -> Booleans:
         """Return [C] bool: one n-gram in each window, left to right, until the budget is passed."""
         window = int(1 / self._objective.mask_probability)
         counts = words.counts // window + 1
@@ -198,9 +194,7 @@ class Masker:
         taken = in_span & (taken_before < budgets.repeat(words.counts))
         return taken.repeat(sizes)
 
-    def _choose_uniform(
-        self, words: _Words, budgets: Integers, keys: npt.NDArray[np.uint64]
-    ) -> npt.NDArray[np.bool_]:
+    def _choose_uniform(self, words: _Words, budgets: Integers, keys: Bits) -> Booleans:
         """Return [C] bool: spans that tile the row, in random order until the budget is met."""
         random_bits = draws(keys, words.counts, _WORDS)
         offsets = _before(self._spans(random_bits), words.counts)
@@ -223,7 +217,7 @@ class Masker:
         begins = begins[spans]
         return _cover(begins, begins + np.minimum(sizes[spans], room), words.candidates.size)
 
-    def _replace(self, labels: Integers, random_bits: npt.NDArray[np.uint64]) -> Integers:
+    def _replace(self, labels: Integers, random_bits: Bits) -> Integers:
         """Return [m] int64: [MASK], a random token, or the token itself."""
         decisions = (random_bits >> np.uint64(32)).astype(np.int64)
         masked_below = self._objective.mask_token_probability
@@ -260,7 +254,7 @@ def _before(values: Integers, counts: Integers) -> Integers:
     return inside
 
 
-def _cover(begins: Integers, ends: Integers, size: int) -> npt.NDArray[np.bool_]:
+def _cover(begins: Integers, ends: Integers, size: int) -> Booleans:
     """Return [size] bool, True inside the disjoint intervals [begin, end)."""
     changes = np.zeros(size + 1, np.int8)
     changes[begins] += 1

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron_deberta.data.arrays import Bits, Integers
 from megatron_deberta.hashing import (
     GOLDEN_GAMMA,
     MASK64,
@@ -44,7 +45,7 @@ def mix64(*parts: int) -> int:
     return state
 
 
-def hash_values(key: int, values: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
+def hash_values(key: int, values: npt.NDArray[Any]) -> Bits:
     """Return uint64 hashes of integers under ``key``, shaped as ``values``.
 
     ``hash_values(mix64(a, b), [c])`` is ``[mix64(a, b, c)]``; for one key it is injective.
@@ -54,9 +55,7 @@ def hash_values(key: int, values: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
     return finalize_array(state)
 
 
-def draws(
-    keys: npt.NDArray[np.uint64], counts: npt.NDArray[np.int64], stream: int
-) -> npt.NDArray[np.uint64]:
+def draws(keys: Bits, counts: Integers, stream: int) -> Bits:
     """Draw 64 random bits for each element of each group.
 
     Element j of group g is output j of SplitMix64 seeded with ``keys[g]``, independent of the
@@ -73,7 +72,7 @@ def draws(
     begins = counts.cumsum() - counts
     first = keys - begins.astype(np.uint64) * np.uint64(GOLDEN_GAMMA)
     first += np.uint64((((stream << 40) + 1) * GOLDEN_GAMMA) & MASK64)
-    state: npt.NDArray[np.uint64] = np.arange(int(counts.sum()), dtype=np.uint64)
+    state: Bits = np.arange(int(counts.sum()), dtype=np.uint64)
     state *= np.uint64(GOLDEN_GAMMA)
     state += first.repeat(counts)
     return finalize_array(state)

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
+from megatron_deberta.data.arrays import Booleans, Integers
 from megatron_deberta.errors import DataError
 
 
@@ -26,7 +26,7 @@ class TokenizerFacts(Protocol):
     def fingerprint(self) -> str:
         """Hash of the tokenizer's content."""
 
-    def word_starts(self) -> npt.NDArray[np.bool_]:
+    def word_starts(self) -> Booleans:
         """[vocab_size] bool, True = the piece begins a word."""
 
 
@@ -59,10 +59,10 @@ class Vocabulary:
     sep_id: int
     mask_id: int
     special_ids: tuple[int, ...]
-    word_starts: npt.NDArray[np.bool_]
+    word_starts: Booleans
     fingerprint: str
-    is_special: npt.NDArray[np.bool_] = field(init=False, repr=False)
-    ordinary_ids: npt.NDArray[np.int64] = field(init=False, repr=False)
+    is_special: Booleans = field(init=False, repr=False)
+    ordinary_ids: Integers = field(init=False, repr=False)
 
     @classmethod
     def of(cls, tokenizer: TokenizerFacts) -> Vocabulary:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megatron_deberta.data.arrays import Integers
 from megatron_deberta.data.dataset.rows import RowBatch, RowSource, read_groups
 from megatron_deberta.errors import ConfigError
 
@@ -30,7 +31,7 @@ class _Table(NamedTuple):
     """Component of each of consecutive samples of the blend, and the row index in it."""
 
     components: npt.NDArray[np.uint16]
-    local: npt.NDArray[np.int64]
+    local: Integers
 
 
 class BlendedRows:
@@ -68,14 +69,12 @@ class BlendedRows:
         # A batch can span two blocks.
         self._table_of = lru_cache(maxsize=2)(self._schedule)
 
-    def rows(self, indices: npt.NDArray[np.int64]) -> RowBatch:
+    def rows(self, indices: Integers) -> RowBatch:
         """Return the rows of the given indices >= 0 of the blend, in that order."""
         components, local = self.locate(indices)
         return read_groups(components, lambda number, at: self._sources[number].rows(local[at]))
 
-    def locate(
-        self, indices: npt.NDArray[np.int64]
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def locate(self, indices: Integers) -> tuple[Integers, Integers]:
         """Return the component of each row of the blend and the row's index in it."""
         blocks, slots = np.divmod(indices, self._block)
         if self._repeats:

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megatron_deberta.data.arrays import Bits, Integers
 from megatron_deberta.data.dataset.index_cache import IndexCache, Parts
 from megatron_deberta.data.randomness import Purpose, hash_values, mix64
 from megatron_deberta.data.shards.format import bin_path
@@ -18,7 +19,6 @@ from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.errors import DataError
 
 _CHUNK = 1 << 20
-Integers = npt.NDArray[np.int64]
 
 
 class Split(NamedTuple):
@@ -283,7 +283,7 @@ def _smallest_hash(
 ) -> int:
     """Return the ``rank``-th smallest hash of the non-empty documents, in bounded memory."""
 
-    def hashes() -> Iterator[npt.NDArray[np.uint64]]:
+    def hashes() -> Iterator[Bits]:
         for shard, base in zip(shards, firsts, strict=True):
             for first in range(0, len(shard), _CHUNK):
                 offsets = shard.document_range(first, min(first + _CHUNK, len(shard)))

@@ -14,8 +14,8 @@ from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
+from megatron_deberta.data.arrays import Integers
 from megatron_deberta.data.dataset.corpus import Corpus
 from megatron_deberta.data.dataset.index_cache import IndexCache, Parts
 from megatron_deberta.data.dataset.pairs import Pairs
@@ -43,7 +43,7 @@ class _Layout(Protocol):
     def epoch_rows(self, epoch: int) -> int:
         """Return the number of rows of an epoch, of which ``num_rows`` are used."""
 
-    def spans(self, epoch: int, rows: npt.NDArray[np.int64]) -> TokenSpans:
+    def spans(self, epoch: int, rows: Integers) -> TokenSpans:
         """Return the token spans of the given rows of an epoch."""
 
 
@@ -63,7 +63,7 @@ class _FullSentences:
     def epoch_rows(self, epoch: int) -> int:
         return self.num_rows
 
-    def _read_order(self, epoch: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def _read_order(self, epoch: int) -> tuple[Integers, Integers]:
         """Return an epoch's document order and the documents' cumulative ends with separators."""
         identity = [self._corpus.identity, self._key, epoch]
         size = len(self._corpus)
@@ -82,7 +82,7 @@ class _FullSentences:
             yield "ends", ends
             total = int(ends[-1])
 
-    def spans(self, epoch: int, rows: npt.NDArray[np.int64]) -> TokenSpans:
+    def spans(self, epoch: int, rows: Integers) -> TokenSpans:
         order, ends = self._order_of(epoch)
         begins = rows * self._content_length
         stops = np.minimum(begins + self._content_length, self._stream_length)
@@ -127,7 +127,7 @@ class _DocSentences:
             yield "ends", ends
             total = int(ends[-1])
 
-    def spans(self, epoch: int, rows: npt.NDArray[np.int64]) -> TokenSpans:
+    def spans(self, epoch: int, rows: Integers) -> TokenSpans:
         documents = np.searchsorted(self._row_ends, rows, side="right")
         lengths = self._corpus.lengths[documents].astype(np.int64)
         rows_left = self._row_ends[documents] - rows
@@ -188,7 +188,7 @@ class PackedRows:
         self.rows_per_epoch = self._layout.num_rows
         self._row_order = lru_cache(maxsize=2)(self._draw_row_order)
 
-    def rows(self, indices: npt.NDArray[np.int64]) -> RowBatch:
+    def rows(self, indices: Integers) -> RowBatch:
         """Return the rows of the given indices >= 0, in that order.
 
         Raises:
@@ -197,7 +197,7 @@ class PackedRows:
         epochs, numbers = np.divmod(indices, self.rows_per_epoch)
         return read_groups(epochs, lambda epoch, at: self._epoch_rows(epoch, numbers[at]))
 
-    def _epoch_rows(self, epoch: int, numbers: npt.NDArray[np.int64]) -> RowBatch:
+    def _epoch_rows(self, epoch: int, numbers: Integers) -> RowBatch:
         cut = 0 if self._static_masks else epoch
         available = self._layout.epoch_rows(cut)
         permute = self._row_order(epoch, available)

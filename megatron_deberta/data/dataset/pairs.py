@@ -15,8 +15,8 @@ from __future__ import annotations
 from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 
+from megatron_deberta.data.arrays import Bits, Integers
 from megatron_deberta.data.dataset.corpus import Corpus
 from megatron_deberta.data.dataset.index_cache import IndexCache, Parts
 from megatron_deberta.data.dataset.rows import TokenSpans
@@ -24,7 +24,6 @@ from megatron_deberta.data.randomness import Purpose, draws, hash_values, mix64
 from megatron_deberta.errors import DataError
 
 _DOCUMENTS_AT_ONCE = 1 << 18
-Integers = npt.NDArray[np.int64]
 
 
 class Pairs:
@@ -104,7 +103,7 @@ class Pairs:
         return TokenSpans(counts, starts.ravel(), lengths.ravel(), is_random.astype(np.int64))
 
     def _random_segments(
-        self, documents: Integers, random_bits: npt.NDArray[np.uint64], used_tokens: Integers
+        self, documents: Integers, random_bits: Bits, used_tokens: Integers
     ) -> tuple[Integers, Integers, Integers]:
         """Draw second segments: another document, and sentences [begin, stop) of it that fit."""
         others = _below(random_bits[:, 0], np.full(documents.size, len(self._corpus) - 1))
@@ -128,7 +127,7 @@ class Pairs:
         begins: Integers = self._corpus.starts(documents) + inside
         return begins
 
-    def _read_pairs(self, epoch: int) -> dict[str, npt.NDArray[np.int64]]:
+    def _read_pairs(self, epoch: int) -> dict[str, Integers]:
         options = [self._text_length, self._max_sentences, self._key, epoch]
         identity = [self._corpus.identity, *options]
         return self._cache.get("pairs", identity, self._ends.size, lambda: self._cut(epoch))
@@ -159,7 +158,7 @@ class Pairs:
             yield "seconds", columns[2][order].astype(np.uint32)
 
 
-def _below(random_bits: npt.NDArray[np.uint64], bounds: Integers) -> Integers:
+def _below(random_bits: Bits, bounds: Integers) -> Integers:
     """Map the upper 32 bits of draws to [0, bound), or 0 where the bound is 0."""
     scaled = (random_bits >> np.uint64(32)) * bounds.astype(np.uint64) >> np.uint64(32)
     numbers: Integers = scaled.astype(np.int64)
@@ -167,7 +166,7 @@ def _below(random_bits: npt.NDArray[np.uint64], bounds: Integers) -> Integers:
 
 
 def _cut_to_length(
-    starts: Integers, lengths: Integers, text_length: int, random_bits: npt.NDArray[np.uint64]
+    starts: Integers, lengths: Integers, text_length: int, random_bits: Bits
 ) -> None:
     """Truncate pairs ``[B, 2]`` that are too long, in place: the longer segment, at both ends."""
     excess = lengths.sum(axis=1) - text_length

@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
+from megatron_deberta.data.arrays import Bits, Integers
 from megatron_deberta.data.dataset.corpus import Corpus
 from megatron_deberta.data.vocabulary import Vocabulary
 
@@ -24,10 +24,10 @@ class TokenSpans(NamedTuple):
             pairs.
     """
 
-    counts: npt.NDArray[np.int64]
-    starts: npt.NDArray[np.int64]
-    lengths: npt.NDArray[np.int64]
-    is_random_next: npt.NDArray[np.int64] | None = None
+    counts: Integers
+    starts: Integers
+    lengths: Integers
+    is_random_next: Integers | None = None
 
 
 class Row(NamedTuple):
@@ -41,7 +41,7 @@ class Row(NamedTuple):
             pair.
     """
 
-    tokens: npt.NDArray[np.int64]
+    tokens: Integers
     document_starts: list[int]
     is_random_next: int | None
 
@@ -60,12 +60,12 @@ class RowBatch:
         mask_ids: [B] uint64 keys of the masks; None: the sample indices.
     """
 
-    tokens: npt.NDArray[np.int64]
-    sizes: npt.NDArray[np.int64]
-    part_sizes: npt.NDArray[np.int64]
-    part_counts: npt.NDArray[np.int64]
-    is_random_next: npt.NDArray[np.int64] | None = None
-    mask_ids: npt.NDArray[np.uint64] | None = None
+    tokens: Integers
+    sizes: Integers
+    part_sizes: Integers
+    part_counts: Integers
+    is_random_next: Integers | None = None
+    mask_ids: Bits | None = None
 
     def row(self, number: int) -> Row:
         """Return row ``number`` in [0, B)."""
@@ -74,7 +74,7 @@ class RowBatch:
         is_random_next = None if one.is_random_next is None else int(one.is_random_next[0])
         return Row(one.tokens, starts, is_random_next)
 
-    def take(self, order: npt.NDArray[np.int64]) -> RowBatch:
+    def take(self, order: Integers) -> RowBatch:
         """Return the rows of the given numbers, in that order."""
         return RowBatch(
             self.tokens[_runs(self.sizes, order)],
@@ -89,7 +89,7 @@ class RowBatch:
 class RowSource(Protocol):
     """An endless, fixed sequence of rows."""
 
-    def rows(self, indices: npt.NDArray[np.int64]) -> RowBatch:
+    def rows(self, indices: Integers) -> RowBatch:
         """Return the rows of the given indices >= 0, in that order."""
 
 
@@ -105,14 +105,12 @@ class ShiftedRows:
     source: RowSource
     first: int
 
-    def rows(self, indices: npt.NDArray[np.int64]) -> RowBatch:
+    def rows(self, indices: Integers) -> RowBatch:
         """Return the rows of the given indices >= ``first``."""
         return self.source.rows(indices - self.first)
 
 
-def read_groups(
-    groups: npt.NDArray[np.int64], read: Callable[[int, npt.NDArray[np.int64]], RowBatch]
-) -> RowBatch:
+def read_groups(groups: Integers, read: Callable[[int, Integers], RowBatch]) -> RowBatch:
     """Read rows group by group and merge them.
 
     Args:
@@ -156,7 +154,7 @@ def assemble(corpus: Corpus, vocabulary: Vocabulary, spans: TokenSpans) -> RowBa
     return RowBatch(tokens, sizes, part_sizes, spans.counts, spans.is_random_next)
 
 
-def _runs(sizes: npt.NDArray[np.int64], order: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def _runs(sizes: Integers, order: Integers) -> Integers:
     """Return the indices of the entries of runs of the given sizes, runs in ``order``."""
     begins = (np.cumsum(sizes) - sizes)[order]
     taken = sizes[order]

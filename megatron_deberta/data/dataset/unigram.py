@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from megatron_deberta.data.arrays import Integers
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.data.dataset.corpus import Corpus
 
@@ -63,7 +64,7 @@ def unigram_cross_entropy(
     return loss, targets
 
 
-def _counts(corpus: Corpus, vocab_size: int, max_tokens: int) -> npt.NDArray[np.int64]:
+def _counts(corpus: Corpus, vocab_size: int, max_tokens: int) -> Integers:
     counts = np.zeros(vocab_size, np.int64)
     # Documents have at least one token each, so these suffice.
     ends = np.cumsum(corpus.lengths[:max_tokens], dtype=np.int64)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron_deberta.data.arrays import Integers
 from megatron_deberta.data.shards.format import (
     DTYPE_CODES,
     HEADER,
@@ -53,8 +54,8 @@ class IndexedDataset:
         self.dtype, num_sequences, num_boundaries = _read_header(prefix, index)
         ends = np.cumsum([HEADER.size, 4 * num_sequences, 8 * num_sequences, 8 * num_boundaries])
         self.sequence_lengths: npt.NDArray[np.int32] = index[ends[0] : ends[1]].view("<i4")
-        self.sequence_offsets: npt.NDArray[np.int64] = index[ends[1] : ends[2]].view("<i8")
-        self.document_boundaries: npt.NDArray[np.int64] = index[ends[2] : ends[3]].view("<i8")
+        self.sequence_offsets: Integers = index[ends[1] : ends[2]].view("<i8")
+        self.document_boundaries: Integers = index[ends[2] : ends[3]].view("<i8")
         self.num_sequences = num_sequences
         self.num_documents = num_boundaries - 1
         self.num_tokens = self._check_lengths()
@@ -88,21 +89,21 @@ class IndexedDataset:
         return [[stat.st_size, stat.st_mtime_ns] for stat in stats]
 
     @property
-    def document_offsets(self) -> npt.NDArray[np.int64]:
+    def document_offsets(self) -> Integers:
         """[documents + 1] int64, first token of each document, then num_tokens; computed anew."""
         return self.document_range(0, self.num_documents)
 
-    def document_range(self, first: int, stop: int) -> npt.NDArray[np.int64]:
+    def document_range(self, first: int, stop: int) -> Integers:
         """Return [stop - first + 1] int64 first token of each document, then the last end."""
         sequences = self.document_boundaries[first : stop + 1]
         inside = np.minimum(sequences, max(self.num_sequences - 1, 0))
-        offsets: npt.NDArray[np.int64] = self.sequence_offsets[inside] // self.dtype.itemsize
+        offsets: Integers = self.sequence_offsets[inside] // self.dtype.itemsize
         offsets[sequences == self.num_sequences] = self.num_tokens
         return offsets
 
     def sentence_lengths(
-        self, first: int, documents: npt.NDArray[np.int64]
-    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+        self, first: int, documents: Integers
+    ) -> tuple[npt.NDArray[np.int32], Integers]:
         """Return the lengths of the non-empty sentences of some documents.
 
         Args:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from megatron_deberta.data.arrays import Integers
 from megatron_deberta.data.shards.reader import IndexedDataset
 
 _CHUNK_TOKENS = 1 << 22
@@ -41,8 +41,8 @@ class ShardStatistics:
     quantiles: tuple[int, ...]
     shortest: int
     longest: int
-    histogram: npt.NDArray[np.int64]
-    token_counts: npt.NDArray[np.int64]
+    histogram: Integers
+    token_counts: Integers
     tokens_counted: int
 
 
@@ -86,13 +86,13 @@ def count_shards(shards: Sequence[IndexedDataset], most_tokens: int) -> ShardSta
     )
 
 
-def document_lengths(shards: Sequence[IndexedDataset]) -> npt.NDArray[np.int64]:
+def document_lengths(shards: Sequence[IndexedDataset]) -> Integers:
     """Return the number of tokens of each non-empty document."""
     lengths = np.concatenate([np.diff(shard.document_offsets) for shard in shards])
     return lengths[lengths > 0]
 
 
-def pack_full_sentences(lengths: npt.NDArray[np.int64], sequence_length: int) -> Packing:
+def pack_full_sentences(lengths: Integers, sequence_length: int) -> Packing:
     """Return the rows of ``full_sentences`` for documents of these lengths."""
     content = sequence_length - 2
     stream = int(lengths.sum()) + len(lengths) - 1
@@ -100,15 +100,13 @@ def pack_full_sentences(lengths: npt.NDArray[np.int64], sequence_length: int) ->
     return Packing(rows, (stream + 2 * rows) / (rows * sequence_length))
 
 
-def pack_doc_sentences(lengths: npt.NDArray[np.int64], sequence_length: int) -> Packing:
+def pack_doc_sentences(lengths: Integers, sequence_length: int) -> Packing:
     """Return the rows of ``doc_sentences`` for documents of these lengths."""
     rows = int((-(-lengths // (sequence_length - 2))).sum())
     return Packing(rows, (int(lengths.sum()) + 2 * rows) / (rows * sequence_length))
 
 
-def _count_tokens(
-    shards: Sequence[IndexedDataset], most_tokens: int
-) -> tuple[npt.NDArray[np.int64], int]:
+def _count_tokens(shards: Sequence[IndexedDataset], most_tokens: int) -> tuple[Integers, int]:
     chunks = [
         (shard, begin) for shard in shards for begin in range(0, shard.num_tokens, _CHUNK_TOKENS)
     ]

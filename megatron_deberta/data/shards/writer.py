@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megatron_deberta.data.arrays import Integers
 from megatron_deberta.data.shards.format import (
     CODES_OF_DTYPES,
     HEADER,
@@ -115,7 +116,7 @@ class ShardLayout:
         idx_file: int,
         part: int,
         lengths: npt.NDArray[np.int32],
-        document_ends: npt.NDArray[np.int64] | None,
+        document_ends: Integers | None,
     ) -> None:
         """Write a part's lengths, offsets and document boundaries into the ``.idx`` file.
 
