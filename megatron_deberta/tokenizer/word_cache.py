@@ -17,7 +17,7 @@ import pyarrow
 import pyarrow.compute
 from tokenizers import Tokenizer as Backend
 
-from megatron_deberta.tokenizer.unigram_search import UnigramSearch
+from megatron_deberta.tokenizer.unigram_search import Ids, Lengths, UnigramSearch
 
 # Words in the cache. With half as many, words of 77 MB of novels were evicted and met again.
 _MAX_WORDS = 1 << 19
@@ -29,6 +29,7 @@ _GATHERED_WORDS = 1 << 16
 # Characters of cached words beyond which the cache is reduced, however few words it has.
 _MOST_CACHED_CHARACTERS = 1 << 24
 _SPACES = "\t\n\r \u00a0"
+_SPACES_AND_WORD = re.compile(f"[{_SPACES}]*[^{_SPACES}]*")
 # Characters at which pyarrow splits, but the normalizer may not.
 _OTHER_SPACES = "\x0b\x0c"
 # Latin letters, punctuation and whitespace: each is its own grapheme, and the normalizer works
@@ -43,9 +44,6 @@ _POOL = pyarrow.system_memory_pool()
 _give_memory_back = _POOL.release_unused
 # Characters after which freed memory is returned; the heap would grow with the corpus.
 _TRIM_CHARACTERS = 1 << 25
-
-Ids = npt.NDArray[np.int32]
-Lengths = npt.NDArray[np.int64]
 
 _NO_IDS: Ids = np.empty(0, np.int32)
 
@@ -220,11 +218,8 @@ def _word_begin(text: str, position: int, least: int) -> int:
 
 def _word_end(text: str, position: int) -> int:
     """Return the end of the word after ``position``, skipping spaces."""
-    while position < len(text) and text[position] in _SPACES:
-        position += 1
-    while position < len(text) and text[position] not in _SPACES:
-        position += 1
-    return position
+    match = _SPACES_AND_WORD.match(text, position)
+    return match.end() if match else position
 
 
 class _WordEncoder:

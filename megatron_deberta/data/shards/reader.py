@@ -120,18 +120,6 @@ class IndexedDataset:
         up_to = np.append(0, np.cumsum(lengths > 0))[np.cumsum(counts)]
         return lengths[lengths > 0], up_to
 
-    def sentences(self, index: int) -> list[npt.NDArray[Any]]:
-        """Return the sentences of a document, each a read-only 1-D view of the file.
-
-        Raises:
-            IndexError: there is no such document.
-        """
-        document = self.document(index)
-        lengths = self.sequence_lengths[
-            self.document_boundaries[index] : self.document_boundaries[index + 1]
-        ]
-        return np.split(document, np.cumsum(lengths, dtype=np.int64)[:-1]) if lengths.size else []
-
     def tokens(self, start: int, end: int) -> npt.NDArray[Any]:
         """Return tokens ``[start, end)`` of the whole shard, a read-only 1-D view of the file."""
         return self._tokens[start:end]

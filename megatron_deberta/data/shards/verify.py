@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -77,16 +78,12 @@ def verify_shards(
     """
     bad = 0
     with ThreadPoolExecutor(jobs) as pool:
-        # Open one shard ahead, so that threads are not idle at the end of each.
-        waiting: list[ShardReport | _Work] = []
-        for prefix in [*prefixes, None]:
-            if prefix is not None:
-                waiting.append(_begin(prefix, fingerprint, vocab_size, pool))
-            while len(waiting) > (prefix is not None):
-                work = waiting.pop(0)
-                result = work if isinstance(work, ShardReport) else _finish(work, vocab_size)
-                bad += bool(result.problems)
-                report(result)
+        begun = (_begin(prefix, fingerprint, vocab_size, pool) for prefix in prefixes)
+        # In pairs: the next shard is opened before, so that threads are not idle in between.
+        for work, _ in pairwise(chain(begun, [None])):
+            result = work if isinstance(work, ShardReport) else _finish(work, vocab_size)
+            bad += bool(result.problems)
+            report(result)
     return bad
 
 
@@ -204,14 +201,11 @@ def _list_outputs(prefix: str) -> list[str]:
     The name is ``{output}_{key}_document`` or ``_sentence``; both parts may contain underscores.
     """
     folder, name = os.path.split(prefix)
-    rest, _, kind = name.rpartition("_")
+    *words, kind = name.split("_")
     if kind not in ("document", "sentence"):
         return []
-    outputs = []
-    while "_" in rest:
-        rest = rest.rpartition("_")[0]
-        outputs.append(os.path.join(folder, rest))
-    return outputs
+    ends = range(len(words) - 1, 0, -1)
+    return [os.path.join(folder, "_".join(words[:end])) for end in ends]
 
 
 def _list_path(output: str) -> str:

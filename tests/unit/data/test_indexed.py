@@ -17,6 +17,7 @@ from megatron_deberta.data.shards.reader import IndexedDataset
 from megatron_deberta.data.shards.writer import PartSize, ShardLayout, staged_shard
 from megatron_deberta.data.shards.writer import write_shard as write_documents
 from megatron_deberta.errors import DataError
+from tests.support.shards import sentences
 
 DOCUMENTS = [[[5, 6, 7], [8]], [[9, 10]], [[11], [12, 13], [14, 15, 16, 17]]]
 BOUNDARIES = [0, 2, 3, 6]
@@ -46,7 +47,7 @@ def test_round_trip(tmp_path):
     assert (len(dataset), dataset.num_sequences, dataset.num_tokens) == (3, 6, 13)
     for index, document in enumerate(DOCUMENTS):
         assert dataset.document(index).tolist() == flat(document)
-        assert [sentence.tolist() for sentence in dataset.sentences(index)] == document
+        assert [sentence.tolist() for sentence in sentences(dataset, index)] == document
     with pytest.raises(IndexError):
         dataset.document(3)
     assert sorted(os.listdir(tmp_path / "new")) == ["shard.bin", "shard.idx"]
@@ -56,7 +57,7 @@ def test_document_without_sentences_is_one_sequence(tmp_path):
     prefix = str(tmp_path / "shard")
     write_documents(prefix, [np.array([7, 8, 9], np.int64)], np.uint16)
     shard = IndexedDataset(prefix)
-    assert [s.tolist() for s in shard.sentences(0)] == [[7, 8, 9]]
+    assert [s.tolist() for s in sentences(shard, 0)] == [[7, 8, 9]]
     assert shard.num_sequences == shard.num_documents == 1
 
 
@@ -79,7 +80,7 @@ def test_we_read_megatrons(tmp_path, megatron, dtype):
     builder.finalize(f"{prefix}.idx")
     ours = IndexedDataset(prefix)
     assert [ours.document(i).tolist() for i in range(3)] == [flat(d) for d in DOCUMENTS]
-    assert [s.tolist() for i in range(3) for s in ours.sentences(i)] == [
+    assert [s.tolist() for i in range(3) for s in sentences(ours, i)] == [
         s for document in DOCUMENTS for s in document
     ]
     copy = str(tmp_path / "copy")

@@ -11,6 +11,7 @@ from megatron_deberta.data.dataset.corpus import Corpus, split_validation
 from megatron_deberta.data.dataset.packing import PackedRows
 from megatron_deberta.data.shards.reader import IndexedDataset
 from megatron_deberta.errors import DataError
+from tests.support.shards import sentences
 
 PACKINGS = ["segment_pair", "sentence_pair"]
 
@@ -41,7 +42,7 @@ def documents_of(corpus):
     """Documents as lists of sentences, as tuples."""
     (shard,) = corpus.shards
     return [
-        [tuple(sentence.tolist()) for sentence in shard.sentences(number)]
+        [tuple(sentence.tolist()) for sentence in sentences(shard, number)]
         for number in range(len(shard))
     ]
 
