@@ -1,12 +1,15 @@
-"""The scripts in examples/ run as documented."""
+"""The scripts in examples/ and the snippets of docs/python.md run as documented."""
 
 from __future__ import annotations
 
+import re
 import runpy
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 OLD_RUN = ROOT / "tests/golden/c6955b0"
@@ -24,6 +27,31 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         return capsys.readouterr().out
 
     return run
+
+
+def test_the_snippets_of_the_page() -> None:
+    """In the page's order, with the inputs that the text describes and paths of a test run."""
+    page = (ROOT / "docs/python.md").read_text(encoding="utf-8")
+    snippets = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(snippets) == 5
+    code = "\n".join(snippets)
+    for shown, existing in {
+        "runs/first": "run",
+        "shards/books_text_document": "shards/docs_text_document",
+        "tokenizer": "tokenizer",
+    }.items():
+        assert f'"{shown}"' in code
+        code = code.replace(f'"{shown}"', f'"{OLD_RUN / existing}"')
+    ids = torch.randint(5, 300, (2, 16))
+    names: dict[str, Any] = {"torch": torch, "ids": ids, "labels": ids, "targets": ids}
+    names |= {"attention_mask": torch.ones_like(ids), "steps": 1, "MASK": 4}
+    names |= {name: torch.randn(2, 4, 16, 8) for name in ("query", "key", "value")}
+    names |= {f"position_{name}": torch.randn(4, 64, 8) for name in ("key", "query")}
+    names["mask"] = torch.ones(2, 16, dtype=torch.bool)
+    exec(compile(code, "docs/python.md", "exec"), names)
+    assert names["out"].shape == (2, 4, 16, 8)
+    assert next(iter(names["loader"])).input_ids.shape == (4, 128)
+    assert names["logits"].shape[:2] == (2, 16)
 
 
 def test_train_in_forty_lines(run: Run) -> None:
