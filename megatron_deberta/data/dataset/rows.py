@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -123,13 +123,11 @@ def read_groups(groups: Integers, read: Callable[[int, Integers], RowBatch]) -> 
     batches = [read(group, place) for group, place in zip(used, places, strict=True)]
     if len(batches) == 1:
         return batches[0]
-    columns = {
-        field.name: [getattr(batch, field.name) for batch in batches] for field in fields(RowBatch)
-    }
-    together = RowBatch(
-        **{name: None if c[0] is None else np.concatenate(c) for name, c in columns.items()}
-    )
-    return together.take(np.argsort(np.concatenate(places)))
+    merged: dict[str, Any] = {}
+    for field in fields(RowBatch):
+        arrays = [getattr(batch, field.name) for batch in batches]
+        merged[field.name] = None if arrays[0] is None else np.concatenate(arrays)
+    return RowBatch(**merged).take(np.argsort(np.concatenate(places)))
 
 
 def assemble(corpus: Corpus, vocabulary: Vocabulary, spans: TokenSpans) -> RowBatch:

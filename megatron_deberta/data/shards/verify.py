@@ -80,7 +80,7 @@ def verify_shards(
     with ThreadPoolExecutor(jobs) as pool:
         begun = (_begin(prefix, fingerprint, vocab_size, pool) for prefix in prefixes)
         # In pairs: the next shard is opened before, so that threads are not idle in between.
-        for work, _ in pairwise(chain(begun, [None])):
+        for work, _ in pairwise(chain(begun, [ShardReport("", ())])):
             result = work if isinstance(work, ShardReport) else _finish(work, vocab_size)
             bad += bool(result.problems)
             report(result)

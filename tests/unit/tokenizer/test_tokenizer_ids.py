@@ -71,6 +71,15 @@ def test_roles_and_sizes_agree_with_hugging_face(exported: str) -> None:
     assert len(auto) == tokenizer.num_tokens <= tokenizer.vocab_size
 
 
+def test_pieces_are_readable_text(exported: str) -> None:
+    tokenizer = load_tokenizer(exported)
+    text = "Return the value, or a default of the empress."
+    pieces = [tokenizer.piece_text(i) for i in tokenizer.encode(text)]
+    assert "".join(pieces).strip() == text
+    assert " the" in pieces
+    assert tokenizer.piece_text(tokenizer.mask_id) == tokenizer.special.mask
+
+
 def test_hugging_face_saving_it_again_changes_nothing(exported: str, tmp_path: Path) -> None:
     AutoTokenizer.from_pretrained(exported).save_pretrained(tmp_path / "again")
     first, again = load_tokenizer(exported), load_tokenizer(str(tmp_path / "again"))
