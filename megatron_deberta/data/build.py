@@ -23,6 +23,7 @@ from megatron_deberta.data.masking import Masker
 from megatron_deberta.data.randomness import Purpose, mix64
 from megatron_deberta.data.shards.manifest import read_manifest
 from megatron_deberta.data.shards.prefixes import refuse_duplicates, shard_prefixes
+from megatron_deberta.data.shards.reader import IndexedDataset
 from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.errors import ConfigError
 
@@ -99,13 +100,15 @@ def tokenizer_path(config: RunConfig) -> str:
 
     Raises:
         ConfigError: neither is known, or ``data.train`` is malformed.
-        DataError: the manifest is damaged.
+        DataError: the shard is missing, or the manifest is damaged.
     """
     if config.tokenizer.path:
         return config.tokenizer.path
     components, _ = parse_prefixes(config.data.train, "data.train")
     manifest = read_manifest(components[0][0])
     if manifest is None:
+        # Of a shard that does not exist, say so.
+        IndexedDataset(components[0][0])
         raise ConfigError(
             f"tokenizer.path is empty and {components[0][0]}.manifest.json is missing; set "
             "tokenizer.path"

@@ -5,6 +5,7 @@ The structure of both files is checked on opening; content hashes are checked in
 
 from __future__ import annotations
 
+import glob
 import os
 from typing import Any
 
@@ -185,7 +186,10 @@ def _map_file(path: str, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
         # A plain array: slicing a memmap costs several times as much.
         return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
     except OSError as error:
-        raise DataError(f"{path}: {error.strerror}; give the shard's prefix") from error
+        # ``preprocess --output books`` makes books_text_document.
+        similar = sorted(glob.glob(f"{glob.escape(os.path.splitext(path)[0])}_*.idx"))
+        remedy = f"did you mean {similar[0]}?" if similar else "give the shard's prefix"
+        raise DataError(f"{path}: {error.strerror}; {remedy}") from error
     except ValueError as error:
         raise DataError(f"{path}: {error}; preprocess again") from error
 

@@ -369,6 +369,15 @@ def test_tokenizer_is_the_shards_own_by_default(config):
         tokenizer_path(config)
 
 
+def test_a_missing_shard_is_named_with_a_similar_one(config):
+    (prefix,) = config.data.train
+    for end in ("bin", "idx", "manifest.json"):
+        os.rename(f"{prefix}.{end}", f"{prefix}_text_document.{end}")
+    message = rf"{prefix}\.idx: No such file .*; did you mean {prefix}_text_document\.idx\?"
+    with pytest.raises(DataError, match=message):
+        tokenizer_path(config)
+
+
 def test_hashes_are_checked_on_request(config, vocabulary):
     config = with_(config, data={"verify_hashes": True})
     build_loaders(config, vocabulary, 0, 1, 0)
