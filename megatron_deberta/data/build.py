@@ -287,7 +287,11 @@ def _training_rows(
 def _training_builder(config: RunConfig, vocabulary: Vocabulary, corpora: Corpora) -> Builder:
     phases = training_phases(config, vocabulary, corpora)
     builders = [_builder(config, vocabulary, phase.rows, phase.length) for phase in phases]
-    return builders[0] if len(builders) == 1 else PhasedBuilder(*builders, phases[1].first)
+    return (
+        builders[0]
+        if len(builders) == 1
+        else PhasedBuilder(builders[0], builders[1], phases[1].first)
+    )
 
 
 def _builder(

@@ -10,13 +10,13 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_deberta.data.arrays import Integers
+from megatron_deberta.data.dataset.index_cache import LatestTwo
 from megatron_deberta.data.dataset.rows import RowBatch, RowSource, read_groups
 from megatron_deberta.errors import ConfigError
 
@@ -66,8 +66,7 @@ class BlendedRows:
             )
         self._repeats = self.period <= LONGEST_PERIOD
         self._block = self.period if self._repeats else max(_LEAST_BLOCK, self._reach)
-        # A batch can span two blocks.
-        self._table_of = lru_cache(maxsize=2)(self._schedule)
+        self._table_of = LatestTwo(self._schedule)
 
     def rows(self, indices: Integers) -> RowBatch:
         """Return the rows of the given indices >= 0 of the blend, in that order."""

@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,7 @@ import numpy.typing as npt
 from megatron_deberta.errors import DataError
 from megatron_deberta.files import fsync_path, write_durably
 
+T = TypeVar("T")
 Arrays = dict[str, npt.NDArray[Any]]
 # Parts of one-dimensional arrays, by name; the first part of an array sets its dtype.
 Parts = Iterator[tuple[str, npt.NDArray[Any]]]
@@ -36,6 +37,30 @@ FORMAT = 1
 # Minimum number of entries of an index kept on disk.
 WORTH_KEEPING = 1 << 20
 _DESCRIPTION = "index.json"
+
+
+class LatestTwo(Generic[T]):
+    """Function of a block or epoch that keeps its results for two of them, the later ones.
+
+    Loaders are at most one epoch ahead of the slowest sample in flight, and a batch spans at most
+    two blocks. Unlike ``functools.lru_cache`` it can be pickled.
+
+    Args:
+        compute: computes a result.
+    """
+
+    def __init__(self, compute: Callable[[int], T]) -> None:
+        """See the class."""
+        self._compute = compute
+        self.kept: dict[int, T] = {}
+
+    def __call__(self, number: int) -> T:
+        """Return the result for a block or epoch."""
+        if number not in self.kept:
+            if len(self.kept) > 1:
+                del self.kept[min(self.kept)]
+            self.kept[number] = self._compute(number)
+        return self.kept[number]
 
 
 class IndexCache:

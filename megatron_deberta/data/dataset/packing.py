@@ -10,14 +10,13 @@ boundaries, not at sentence ends, as in the released DeBERTa data, so no row is 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
 
 from megatron_deberta.data.arrays import Integers
 from megatron_deberta.data.dataset.corpus import Corpus
-from megatron_deberta.data.dataset.index_cache import IndexCache, Parts
+from megatron_deberta.data.dataset.index_cache import IndexCache, LatestTwo, Parts
 from megatron_deberta.data.dataset.pairs import Pairs
 from megatron_deberta.data.dataset.rows import RowBatch, TokenSpans, assemble, read_groups
 from megatron_deberta.data.randomness import (
@@ -57,8 +56,7 @@ class _FullSentences:
         self._cache = cache
         self._stream_length = corpus.num_tokens + len(corpus) - 1
         self.num_rows = -(-self._stream_length // content_length)
-        # Loaders are at most one epoch ahead of the slowest sample in flight.
-        self._order_of = lru_cache(maxsize=2)(self._read_order)
+        self._order_of = LatestTwo(self._read_order)
 
     def epoch_rows(self, epoch: int) -> int:
         return self.num_rows
@@ -186,7 +184,7 @@ class PackedRows:
         else:
             self._layout = _DocSentences(corpus, content_length, cache)
         self.rows_per_epoch = self._layout.num_rows
-        self._row_order = lru_cache(maxsize=2)(self._draw_row_order)
+        self._row_order = LatestTwo(self._draw_row_order)
 
     def rows(self, indices: Integers) -> RowBatch:
         """Return the rows of the given indices >= 0, in that order.
@@ -200,7 +198,7 @@ class PackedRows:
     def _epoch_rows(self, epoch: int, numbers: Integers) -> RowBatch:
         cut = 0 if self._static_masks else epoch
         available = self._layout.epoch_rows(cut)
-        permute = self._row_order(epoch, available)
+        permute = self._row_order(epoch)
         chosen = np.array([permute(number % available) for number in numbers.tolist()])
         rows = assemble(self._corpus, self._vocabulary, self._layout.spans(cut, chosen))
         if not self._static_masks:
@@ -208,5 +206,6 @@ class PackedRows:
         key = mix64(self._key, Purpose.STATIC_MASK, epoch % self._static_masks)
         return replace(rows, mask_ids=hash_values(key, chosen))
 
-    def _draw_row_order(self, epoch: int, num_rows: int) -> KeyedPermutation:
+    def _draw_row_order(self, epoch: int) -> KeyedPermutation:
+        num_rows = self._layout.epoch_rows(0 if self._static_masks else epoch)
         return KeyedPermutation(num_rows, mix64(self._key, Purpose.ROW_ORDER, epoch))

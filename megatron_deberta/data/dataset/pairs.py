@@ -12,13 +12,11 @@ BERT takes it and truncates; no randomly shortened sequences, as in RoBERTa.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import numpy as np
 
 from megatron_deberta.data.arrays import Bits, Integers
 from megatron_deberta.data.dataset.corpus import Corpus
-from megatron_deberta.data.dataset.index_cache import IndexCache, Parts
+from megatron_deberta.data.dataset.index_cache import IndexCache, LatestTwo, Parts
 from megatron_deberta.data.dataset.rows import TokenSpans
 from megatron_deberta.data.randomness import Purpose, draws, hash_values, mix64
 from megatron_deberta.errors import DataError
@@ -66,8 +64,7 @@ class Pairs:
                 f"{corpus.name}: data.packing of pairs needs sentences, but each document is one "
                 "sequence; preprocess with sentence splitting, or use data.packing=full_sentences"
             )
-        # Two epochs are in use at their turn, as in full sentences.
-        self._pairs = lru_cache(maxsize=2)(self._read_pairs)
+        self._pairs = LatestTwo(self._read_pairs)
         self.num_rows = self.epoch_rows(0)
 
     def epoch_rows(self, epoch: int) -> int:

@@ -340,8 +340,9 @@ def test_shards_are_named_by_prefix_file_or_folder(config, vocabulary, write_sha
     corpora = open_corpora(by_file, vocabulary, hashes=True)
     assert (len(corpora.train[0]), len(corpora.validation)) == (60, 1)
     assert tokenizer_path(by_file) == "tokenizer-dir"
-    blend = with_(config, data={"train": ("2", folder, "1", f"{prefix}.manifest.json")})
-    assert [len(corpus) for corpus in open_corpora(blend, vocabulary, False).train] == [1, 48]
+    train = ("2", folder, "1", f"{prefix}.manifest.json")
+    blend = with_(config, data={"train": train, "validation_fraction": 0.0})
+    assert [len(corpus) for corpus in open_corpora(blend, vocabulary, False).train] == [1, 60]
 
 
 def test_prefixes_and_weights():
