@@ -73,7 +73,7 @@ def test_empty_override_empties_a_text() -> None:
         ("train.steps=null", ["train.steps=None", "int"]),
         ("precision.zero_stage=5", ["precision.zero_stage=5", "0, 1, 2, 3"]),
         ("model.position_terms=x", ["model.position_terms='x'", "c2p+p2c, c2p, p2c, none"]),
-        ("data.train=a", ["data.train='a'", "[first,second]"]),
+        ("data.train=3", ["data.train=3", "[first,second]"]),
         ("train.run_dir=${oc.env:HOME}", ["train.run_dir", "${"]),
         ("train.run_dir=???", ["train.run_dir", "???"]),
         ("data.train=[a, '${x}']", ["data.train", "${"]),
