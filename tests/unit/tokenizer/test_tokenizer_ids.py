@@ -73,7 +73,7 @@ def test_roles_and_sizes_agree_with_hugging_face(exported: str) -> None:
 
 def test_pieces_are_readable_text(exported: str) -> None:
     tokenizer = load_tokenizer(exported)
-    text = "Return the value, or a default of the empress."
+    text = "Return the value, or a default of the encoder."
     pieces = [tokenizer.piece_text(i) for i in tokenizer.encode(text)]
     assert "".join(pieces).strip() == text
     assert " the" in pieces
