@@ -1,64 +1,80 @@
-"""Command-line arguments that several subcommands share, and options under their former names."""
+"""The parser of subcommands, and arguments that several of them share."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from megatron_deberta.errors import ConfigError
+
+FORMER_OPTIONS = {
+    "--all-links": "--all-attempts",
+    "--allow-bad": "--max-bad-fraction",
+    "--least-nodes": "--min-nodes",
+    "--links": "--max-attempts",
+    "--plan": "--estimate",
+}
+_MOST = sys.float_info.max
+_DEFAULT = " (default: %(default)s)"
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Parser of a subcommand: wrong usage is a ``ConfigError``, and ``--help`` shows defaults."""
+
+    def error(self, message: str) -> NoReturn:
+        """Reject the arguments.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(f"{message}; see {self.prog} --help")
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Keeps line breaks of descriptions, and appends an option's default to its help."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        has_default = isinstance(action.default, int | float | str) and action.option_strings
+        hidden = action.default in ("", argparse.SUPPRESS) or action.nargs == 0
+        return text if hidden or not has_default or "(default" in text else text + _DEFAULT
+
+
+def number(
+    kind: type[int] | type[float], least: float, most: float = _MOST
+) -> Callable[[str], Any]:
+    """Return the ``type`` of an argument that is a number from ``least`` to ``most``."""
+    limits = f"at least {least:g}" if most == _MOST else f"between {least:g} and {most:g}"
+
+    def parse(text: str) -> int | float:
+        value = kind(text)
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text} must be {limits}")
+        return value
+
+    # argparse names it in its message about text that is no number.
+    parse.__name__ = kind.__name__
+    return parse
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     """Declare the run's configuration file and the overrides of its values."""
+    count = None if required else "?"
+    parser.add_argument("config", metavar="RUN.yaml", nargs=count, help="configuration of the run")
     parser.add_argument(
-        "config",
-        metavar="RUN.yaml",
-        nargs=None if required else "?",
-        help="configuration of the run",
-    )
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="section.key=value",
+        "overrides", nargs="*", metavar="section.key=value",
         help="replaces a value of the configuration, such as train.steps=1000",
-    )
+    )  # fmt: skip
 
 
-def add_renamed_option(
-    parser: argparse.ArgumentParser, name: str, former_name: str, **settings: Any
-) -> None:
-    """Declare an option whose former name still works, hidden from ``--help``, with a warning.
-
-    Args:
-        parser: parser of the subcommand.
-        name: the option, such as ``--max-attempts``.
-        former_name: its former name.
-        settings: of ``add_argument``: a flag's action, or the type, default, metavar and help.
-    """
-    parser.add_argument(name, **settings)
-    former: dict[str, Any] = {"nargs": 0} if settings.get("action") == "store_true" else {}
-    if "type" in settings:
-        former["type"] = settings["type"]
-    parser.add_argument(
-        former_name,
-        action=_FormerName,
-        dest=name.removeprefix("--").replace("-", "_"),
-        default=argparse.SUPPRESS,
-        help=argparse.SUPPRESS,
-        **former,
-    )
-
-
-class _FormerName(argparse.Action):
-    """Store an option that was given under its former name, and warn."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
-        new = "--" + self.dest.replace("_", "-")
-        print(f"{parser.prog}: warning: {option_string} is now {new}", file=sys.stderr)
-        setattr(namespace, self.dest, True if self.nargs == 0 else values)
+def with_current_names(arguments: Sequence[str], program: str) -> list[str]:
+    """Replace options by the names that they have now, and warn of each."""
+    current = []
+    for argument in arguments:
+        option, equals, value = argument.partition("=")
+        if name := FORMER_OPTIONS.get(option, ""):
+            print(f"{program}: warning: {option} is now {name}", file=sys.stderr)
+        current.append(f"{name or option}{equals}{value}")
+    return current

@@ -16,8 +16,6 @@ from pathlib import Path
 
 from megatron_deberta.errors import ConfigError
 
-_SOURCES = ("hf", "microsoft")
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the subcommand's arguments."""
@@ -29,39 +27,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     export.add_argument(
         "--checkpoint", metavar="DIR", help="run folder (newest checkpoint) or checkpoint folder"
     )
+    export.add_argument("--to", choices=["hf"], default="hf", help="target format")
     export.add_argument(
-        "--to", choices=["hf"], default="hf", help="target format (default: %(default)s)"
-    )
-    export.add_argument(
-        "--dtype",
-        choices=["fp32", "fp16", "bf16"],
-        default="fp32",
-        help="number format of the exported weights (default: %(default)s)",
+        "--dtype", choices=["fp32", "fp16", "bf16"], default="fp32", help="format of the weights"
     )
     imported = parser.add_argument_group("import")
     imported.add_argument(
-        "--from",
-        dest="source",
-        nargs=2,
-        metavar=("hf|microsoft", "DIR"),
+        "--from", dest="source", nargs=2, metavar=("hf|microsoft", "DIR"),
         help="source format, and folder with config and weights",
-    )
+    )  # fmt: skip
     imported.add_argument(
-        "--allow-pickle-weights-only",
-        action="store_true",
+        "--allow-pickle-weights-only", action="store_true",
         help="read a .bin file (pickle): tensors only, in a process without network",
+    )  # fmt: skip
+    imported.add_argument(
+        "--sha256", default="", metavar="HEX", help="SHA-256 of the weight file, for pickles"
     )
     imported.add_argument(
-        "--sha256",
-        default="",
-        metavar="HEX",
-        help="SHA-256 of the weight file; required for pickles",
-    )
-    imported.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        help="seed of parameters that the file lacks (default: %(default)s)",
+        "--seed", type=int, default=0, help="seed of parameters that the file lacks"
     )
 
 
@@ -79,24 +62,19 @@ def _export(args: argparse.Namespace) -> int:
     from megatron_deberta.hf.loading import open_trained_model
 
     trained = open_trained_model(Path(args.checkpoint), args.tokenizer)
-    export = export_model(
-        trained.config,
-        trained.reader.tensor,
-        trained.tokenizer,
-        Path(args.output),
-        dtype=args.dtype,
-    )
+    weights, output = trained.reader.tensor, Path(args.output)
+    export = export_model(trained.config, weights, trained.tokenizer, output, dtype=args.dtype)
     print(f"{args.output}: {trained.reader.path} as {export.model_type}, {args.dtype}")
     if export.reason:
         print(
             f"No class of transformers implements {export.reason}: load the export with "
             "trust_remote_code=True or through megatron_deberta.hf."
         )
-    print(
-        f"Verified on real text: largest difference of logits {export.check.max_error:.1e}", end=""
-    )
     running = export.check.low_precision_error
-    print(f", {running:.1e} when computed in {args.dtype}." if running else ".")
+    also = f", {running:.1e} when computed in {args.dtype}" if running else ""
+    print(
+        f"Verified on real text: largest difference of logits {export.check.max_error:.1e}{also}."
+    )
     return 0
 
 
@@ -104,8 +82,8 @@ def _import(args: argparse.Namespace) -> int:
     from megatron_deberta.hf.import_model import import_model
 
     source, directory = args.source
-    if source not in _SOURCES:
-        raise ConfigError(f"--from {source}: must be {' or '.join(_SOURCES)}")
+    if source not in ("hf", "microsoft"):
+        raise ConfigError(f"--from {source}: must be hf or microsoft")
     imported = import_model(
         Path(directory),
         source,

@@ -26,8 +26,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_deberta.cli.arguments import add_renamed_option
-from megatron_deberta.cli.text_input import add_input_arguments, read_options
+from megatron_deberta.cli.arguments import number
+from megatron_deberta.cli.text_input import (
+    add_bad_fraction_argument,
+    add_input_arguments,
+    add_rerun_arguments,
+    find_input,
+    read_options,
+)
 from megatron_deberta.errors import EXIT_DONE, EXIT_FAILURE
 from megatron_deberta.text.deduplicate.estimate import estimate
 from megatron_deberta.text.deduplicate.output import SUFFIXES
@@ -35,7 +41,6 @@ from megatron_deberta.text.deduplicate.pipeline import deduplicate, forget_unfin
 from megatron_deberta.text.deduplicate.progress import StageDisplay
 from megatron_deberta.text.deduplicate.settings import Settings
 from megatron_deberta.text.readers.records import DAMAGED, DEFAULT_ALLOW_BAD, EMPTY
-from megatron_deberta.text.readers.sources import find_sources
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,21 +48,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_input_arguments(parser, files_only=True)
     parser.add_argument("--output", required=True, metavar="DIR", help="folder of the result")
     parser.add_argument(
-        "--threshold",
-        type=float,
-        default=0.7,
-        metavar="J",
-        help="minimum Jaccard similarity of near duplicates (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--ngram", type=int, default=5, metavar="N", help="words per n-gram (default: %(default)s)"
-    )
+        "--threshold", type=float, default=0.7, metavar="J",
+        help="minimum Jaccard similarity of near duplicates",
+    )  # fmt: skip
+    parser.add_argument("--ngram", type=int, default=5, metavar="N", help="words per n-gram")
     parser.add_argument(
         "--exact-only", action="store_true", help="remove exact duplicates only; much faster"
     )
     add_work_arguments(parser)
-    add_renamed_option(
-        parser, "--estimate", "--plan", action="store_true",
+    parser.add_argument(
+        "--estimate", action="store_true",
         help="only print how much time, disk and memory it would take",
     )  # fmt: skip
 
@@ -65,31 +65,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_work_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments that ``deduplicate`` and ``split`` share."""
     parser.add_argument(
-        "--compress",
-        choices=sorted(SUFFIXES),
-        default="none",
-        help="compression of the output (default: %(default)s)",
+        "--compress", choices=sorted(SUFFIXES), default="none", help="compression of the output"
     )
     parser.add_argument(
-        "--workers",
-        type=_whole_number,
-        default=len(os.sched_getaffinity(0)),
-        metavar="N",
+        "--workers", type=number(int, 0), default=len(os.sched_getaffinity(0)), metavar="N",
         help="worker processes; 0: use this process (default: the CPU cores, %(default)s here)",
-    )
-    add_renamed_option(
-        parser,
-        "--max-bad-fraction",
-        "--allow-bad",
-        type=_share,
-        metavar="FRACTION",
-        help="accept up to this fraction of unusable records, and damaged files "
-        f"(default: {DEFAULT_ALLOW_BAD:g}, and no damaged file; empty records do not count)",
-    )
-    parser.add_argument("--force", action="store_true", help="replace an existing folder")
-    parser.add_argument(
-        "--restart", action="store_true", help="discard the work of an unfinished run"
-    )
+    )  # fmt: skip
+    add_bad_fraction_argument(parser)
+    add_rerun_arguments(parser, "an existing folder")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -97,9 +80,7 @@ def run(args: argparse.Namespace) -> int:
     settings = Settings(threshold=args.threshold, ngram=args.ngram, exact_only=args.exact_only)
     options = read_options(args)
     output = Path(args.output)
-    sources = find_sources(
-        args.input, file_format=args.format, text_mode=args.text_mode, output=output
-    )
+    sources = find_input(args, output=output)
     if args.estimate:
         print(estimate(sources, options, settings, args.workers))
         return EXIT_DONE
@@ -142,17 +123,3 @@ def refuse_many_bad(summary: dict[str, Any], args: argparse.Namespace) -> int:
         )
         return EXIT_FAILURE
     return EXIT_DONE
-
-
-def _share(text: str) -> float:
-    number = float(text)
-    if not 0 <= number <= 1:
-        raise argparse.ArgumentTypeError("must be between 0 and 1")
-    return number
-
-
-def _whole_number(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError("must be 0 or more")
-    return number

@@ -16,10 +16,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-import os
 import shutil
-import tempfile
-import time
 from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 
@@ -42,11 +39,6 @@ from megatron_deberta.errors import EXIT_DONE, EXIT_USAGE, ConfigError, Megatron
 from megatron_deberta.model.shapes import parameter_shapes
 from megatron_deberta.tokenizer import load_tokenizer
 from megatron_deberta.train.fingerprint import data_fingerprint
-
-MAX_SKEW_SECONDS = 5.0
-"""Clocks further apart make logs of nodes hard to read; nothing is decided by them."""
-SPARE = 1.2
-"""Free space wanted, in checkpoints."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,7 +69,7 @@ INSTALLATION: Checks = (
     ("Python", installation.check_python),
     ("torch", installation.check_torch),
     ("compiler", installation.check_compiler),
-    ("DeepSpeed", installation.check_deepspeed),
+    ("DeepSpeed", lambda: installation.check_package("deepspeed")),
     ("MPI", installation.check_mpi),
     ("SLURM", installation.check_slurm),
     ("disk", installation.check_disk),
@@ -128,13 +120,7 @@ def check_folder(folder: Path) -> str:
     if holder := present_holder(folder):
         raise ConfigError(f"train.run_dir={folder} is in use by {holder}")
     existing = _existing(folder)
-    with tempfile.NamedTemporaryFile(dir=existing) as probe:
-        probe.write(b"x")
-        probe.flush()
-        os.fsync(probe.fileno())
-        skew = abs(os.fstat(probe.fileno()).st_mtime - time.time())
-    if skew > MAX_SKEW_SECONDS:
-        raise ConfigError(f"{existing}: its clock and ours are {skew:.0f} s apart; start NTP")
+    installation.check_clock(existing)
     return f"{existing} can be written"
 
 
@@ -149,7 +135,7 @@ def check_space(config: RunConfig) -> str:
     size = parameters * 4 * len(KINDS)
     free = shutil.disk_usage(_existing(Path(config.train.run_dir))).free
     text = f"{free / 2**30:,.1f} GiB free, a checkpoint takes {size / 2**30:,.1f}"
-    if free < SPARE * size:
+    if free < 1.2 * size:
         raise ConfigError(f"{text}; free some, or name another train.run_dir")
     return text
 
@@ -205,7 +191,7 @@ def check_slurm(profile: ClusterProfile) -> str:
         ConfigError: it does not know it.
         SlurmError: it does not answer.
     """
-    slurm.call(["sbatch", "--version"])
+    installation.check_slurm()
     partitions = slurm.call(["sinfo", "--noheader", "--format=%R"]).split()
     for name in profile.partition.split(",") if profile.partition else []:
         if name not in partitions:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megatron_deberta.errors import ConfigError
+from megatron_deberta.cli.arguments import number
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,11 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="exported folder, run or checkpoint")
     parser.add_argument("text", nargs="+", metavar="TEXT", help="text with at least one [MASK]")
     parser.add_argument(
-        "--top-k",
-        type=int,
-        default=5,
-        metavar="K",
-        help="predictions per mask (default: %(default)s)",
+        "--top-k", type=number(int, 1), default=5, metavar="K", help="predictions per mask"
     )
     parser.add_argument(
         "--tokenizer", default="", metavar="DIR", help="tokenizer (default: the model's own)"
@@ -38,16 +34,14 @@ def run(args: argparse.Namespace) -> int:
     """Print a table of predictions for every [MASK]."""
     from megatron_deberta.hf.fill_mask import open_filler
 
-    if args.top_k < 1:
-        raise ConfigError(f"--top-k {args.top_k}: must be 1 or more")
     filler = open_filler(Path(args.model), args.tokenizer)
     # All texts before any output, so that an error in one of them comes first.
     answers = [filler.fill(text, args.top_k) for text in args.text]
     console = Console()
     for text, masks in zip(args.text, answers, strict=True):
         console.print(f"[bold]{escape(text)}[/bold]")
-        for number, predictions in enumerate(masks, start=1):
-            title = None if len(masks) == 1 else f"{filler.mask_token} {number}"
+        for place, predictions in enumerate(masks, start=1):
+            title = None if len(masks) == 1 else f"{filler.mask_token} {place}"
             table = Table("probability", "token", title=title and escape(title), box=None)
             for prediction in predictions:
                 table.add_row(

@@ -13,20 +13,17 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_deberta.cli.arguments import add_renamed_option
 from megatron_deberta.cluster.slurm.history import JobHistory
 from megatron_deberta.cluster.slurm.submit import LOGS
 from megatron_deberta.errors import EXIT_DONE, ConfigError
-
-POLL_SECONDS = 0.5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("run_dir", metavar="RUN_DIR", help="folder of the run")
     parser.add_argument("--rank", type=int, default=0, metavar="N", help="rank (default: 0)")
-    add_renamed_option(
-        parser, "--all-attempts", "--all-links", action="store_true",
+    parser.add_argument(
+        "--all-attempts", action="store_true",
         help="begin with the first job attempt instead of the newest",
     )  # fmt: skip
     parser.add_argument(
@@ -75,4 +72,4 @@ def read(run_dir: str, rank: int, *, follow: bool, all_attempts: bool) -> Iterat
                 continue
         if ended or not follow:
             return
-        time.sleep(POLL_SECONDS)
+        time.sleep(0.5)

@@ -16,19 +16,18 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol, cast
 
 from megatron_deberta import __version__
+from megatron_deberta.cli.arguments import CommandParser, HelpFormatter, with_current_names
 from megatron_deberta.errors import EXIT_FAILURE, MegatronDebertaError
 
+# Exit codes of a shell for commands ended by SIGINT and SIGPIPE.
 EXIT_INTERRUPTED = 130
-"""Exit code of a shell for a command ended by SIGINT."""
 EXIT_PIPE_CLOSED = 141
-"""Exit code of a shell for a command ended by SIGPIPE."""
 
 
 class Command(NamedTuple):
-    """A subcommand: its name, its module in ``cli/`` and its summary."""
+    """A subcommand: its name, after which its module is called, and its summary."""
 
     name: str
-    module: str
     help: str
 
 
@@ -43,30 +42,30 @@ class CommandModule(Protocol):
 
 
 COMMANDS: tuple[Command, ...] = (
-    Command("train-tokenizer", "train_tokenizer", "train a SentencePiece tokenizer on text"),
-    Command("deduplicate", "deduplicate", "remove exact and near duplicates from a corpus"),
-    Command("split", "split", "split a corpus into training and validation documents"),
-    Command("preprocess", "preprocess", "tokenize text into memory-mapped shards"),
-    Command("inspect", "inspect", "show training samples with masks, or statistics of shards"),
-    Command("merge", "merge", "merge several shards into one"),
-    Command("verify", "verify", "check shards for damage"),
-    Command("pretrain", "pretrain", "pretrain, as one rank of a run or alone"),
-    Command("launch", "launch", "pretrain with several ranks on this machine"),
-    Command("plan", "plan", "predict memory, FLOPs, traffic and time of a run on a cluster"),
-    Command("doctor", "doctor", "check the installation, or whether a run can start here"),
-    Command("submit", "submit", "submit a run to a SLURM cluster"),
-    Command("status", "status", "show queue, progress and job attempts of a run"),
-    Command("logs", "logs", "print or follow a rank's log"),
-    Command("cancel", "cancel", "cancel the jobs of a run"),
-    Command("convert", "convert", "export to Hugging Face format, or import a published model"),
-    Command("fill-mask", "fill_mask", "predict the [MASK] tokens of a text"),
+    Command("train-tokenizer", "train a SentencePiece tokenizer on text"),
+    Command("deduplicate", "remove exact and near duplicates from a corpus"),
+    Command("split", "split a corpus into training and validation documents"),
+    Command("preprocess", "tokenize text into memory-mapped shards"),
+    Command("inspect", "show training samples with masks, or statistics of shards"),
+    Command("merge", "merge several shards into one"),
+    Command("verify", "check shards for damage"),
+    Command("pretrain", "pretrain, as one rank of a run or alone"),
+    Command("launch", "pretrain with several ranks on this machine"),
+    Command("plan", "predict memory, FLOPs, traffic and time of a run on a cluster"),
+    Command("doctor", "check the installation, or whether a run can start here"),
+    Command("submit", "submit a run to a SLURM cluster"),
+    Command("status", "show queue, progress and job attempts of a run"),
+    Command("logs", "print or follow a rank's log"),
+    Command("cancel", "cancel the jobs of a run"),
+    Command("convert", "export to Hugging Face format, or import a published model"),
+    Command("fill-mask", "predict the [MASK] tokens of a text"),
 )
 
 
 def import_command(command: Command) -> CommandModule:
     """Import the module behind a subcommand."""
-    module = importlib.import_module(f"megatron_deberta.cli.{command.module}")
-    return cast(CommandModule, module)
+    module = command.name.replace("-", "_")
+    return cast(CommandModule, importlib.import_module(f"megatron_deberta.cli.{module}"))
 
 
 def build_overview() -> argparse.ArgumentParser:
@@ -91,11 +90,11 @@ def build_overview() -> argparse.ArgumentParser:
 def build_parser(command: Command, module: CommandModule) -> argparse.ArgumentParser:
     """Build a subcommand's parser; description and epilog are the module's docstring."""
     lines = (module.__doc__ or command.help).strip().splitlines()
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog=f"megatron-deberta {command.name}",
         description=lines[0],
         epilog="\n".join(lines[1:]).strip() or None,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("--debug", action="store_true", help="print the traceback of an error")
     module.add_arguments(parser)
@@ -112,14 +111,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         The subcommand's exit code, or the error's (see ``megatron_deberta.errors``).
 
     Raises:
-        SystemExit: on ``--help``, ``--version`` (0) and wrong usage (2), as argparse does.
+        SystemExit: on ``--help``, ``--version`` (0) and an unknown command (2), as argparse does.
     """
     overview = build_overview().parse_args(argv)
     command = next(entry for entry in COMMANDS if entry.name == overview.command)
     debug: bool = overview.debug
     try:
         module = import_command(command)
-        args = build_parser(command, module).parse_intermixed_args(overview.arguments)
+        parser = build_parser(command, module)
+        arguments = with_current_names(overview.arguments, parser.prog)
+        args = parser.parse_intermixed_args(arguments)
         debug = debug or args.debug
         return module.run(args)
     except KeyboardInterrupt:

@@ -39,15 +39,8 @@ def run(args: argparse.Namespace) -> int:
     paths = [bin_path(prefix) for prefix in prefixes]
     size = sum(os.path.getsize(path) for path in paths if os.path.exists(path))
     console = Console(stderr=True)
-    bar = Progress(
-        BarColumn(),
-        DownloadColumn(),
-        SpeedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    )
-    with bar:
+    columns = BarColumn(), DownloadColumn(), SpeedColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("merge", total=size)
         manifest = merge_shards(
             prefixes,

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterable, Sequence
 
 from rich.box import SIMPLE
 from rich.console import Console
@@ -30,41 +31,27 @@ from megatron_deberta.planning.machine import machine_of
 from megatron_deberta.planning.plan import RunPlan, make_plan
 from megatron_deberta.planning.search import NEAR, Search
 
-_WIDTH = 112
-"""Columns if the output is not a terminal."""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_run_arguments(parser)
     parser.add_argument(
-        "--cluster",
-        required=True,
-        metavar="PROFILE",
+        "--cluster", required=True, metavar="PROFILE",
         help="cluster profile: dgx2, dgx_h100, or a YAML file of the same form",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--world-size",
-        type=int,
-        metavar="N",
+        "--world-size", type=int, metavar="N",
         help="number of ranks (default: cluster.nodes times the profile's ranks per node)",
-    )
+    )  # fmt: skip
     parser.add_argument(
         "--device", default="", metavar="NAME", help="GPU, such as A100 (default: the profile's)"
     )
     parser.add_argument(
-        "--achieved",
-        type=float,
-        default=0.0,
-        metavar="SHARE",
+        "--achieved", type=float, metavar="SHARE",
         help="measured share of the data sheet's matrix rate, such as 0.4",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--layouts",
-        type=int,
-        default=10,
-        metavar="N",
-        help="layouts to print (default: %(default)s); 0: no search",
+        "--layouts", type=int, default=10, metavar="N", help="layouts to print; 0: no search"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -72,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Plan the run and print the result."""
     config = load_config(args.config, args.overrides)
-    machine = machine_of(load_profile(args.cluster), args.device, args.achieved)
+    machine = machine_of(load_profile(args.cluster), args.device, args.achieved or 0.0)
     world_size = args.world_size
     if world_size is None:
         if not config.cluster.nodes:
@@ -82,9 +69,9 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(plan.to_dict(), indent=1))
         return EXIT_DONE
-    console = Console(file=sys.stdout, highlight=False)
-    if not console.is_terminal:
-        console = Console(file=sys.stdout, highlight=False, width=_WIDTH)
+    # None: the terminal's.
+    width = None if sys.stdout.isatty() else 112
+    console = Console(file=sys.stdout, highlight=False, width=width)
     show(plan, console, args.layouts)
     return EXIT_DONE
 
@@ -122,91 +109,99 @@ def show(plan: RunPlan, console: Console, num_layouts: int) -> None:
         _show_search(plan.search, console, num_layouts)
 
 
-def _memory_table(plan: RunPlan) -> Table:
-    capacity = plan.machine.capacity_bytes
-    table = Table(
-        title="peak memory per rank, GB, by recomputation", box=SIMPLE, title_justify="left"
-    )
-    table.add_column("part")
-    parts = [
-        ("weights", "weights"),
-        ("gradients", "gradients"),
-        ("optimizer", "optimizer"),
-        ("communication buckets", "communication"),
-        ("activations", "activations"),
-        ("vocabulary: logits, gradient", "vocabulary"),
-        ("backward of a layer", "workspace"),
-        ("attention kernels", "kernels"),
-        (f"total, of {capacity / 1e9:.1f}", "total"),
-    ]
-    for policy in plan.memory:
-        chosen = policy == plan.config.parallel.recompute
-        table.add_column(f"{policy}{' (chosen)' if chosen else ''}", justify="right")
-    for title, name in parts:
-        sizes = [getattr(estimate, name) for estimate in plan.memory.values()]
-        cells = [
-            f"{size / 1e9:,.2f}{'  does not fit' if name == 'total' and size > capacity else ''}"
-            for size in sizes
-        ]
-        table.add_row(title, *cells)
+def _table(
+    title: str, left: Sequence[str], right: Sequence[str], rows: Iterable[Sequence[str]]
+) -> Table:
+    """Return a table with left- and right-aligned columns."""
+    table = Table(title=title, box=SIMPLE, title_justify="left")
+    for name in left:
+        table.add_column(name)
+    for name in right:
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(*row)
     return table
+
+
+def _memory_table(plan: RunPlan) -> Table:
+    capacity, chosen = plan.machine.capacity_bytes, plan.config.parallel.recompute
+    parts = {
+        "weights": "weights",
+        "gradients": "gradients",
+        "optimizer": "optimizer",
+        "communication": "communication buckets",
+        "activations": "activations",
+        "vocabulary": "vocabulary: logits, gradient",
+        "workspace": "backward of a layer",
+        "kernels": "attention kernels",
+        "total": f"total, of {capacity / 1e9:.1f}",
+    }
+
+    def cell(name: str, size: float) -> str:
+        return f"{size / 1e9:,.2f}{'  does not fit' * (name == 'total' and size > capacity)}"
+
+    return _table(
+        "peak memory per rank, GB, by recomputation",
+        ["part"],
+        [f"{policy}{' (chosen)' * (policy == chosen)}" for policy in plan.memory],
+        (
+            [title, *(cell(name, getattr(estimate, name)) for estimate in plan.memory.values())]
+            for name, title in parts.items()
+        ),
+    )
 
 
 def _traffic_table(plan: RunPlan) -> Table:
-    table = Table(title="communication per optimizer step", box=SIMPLE, title_justify="left")
-    table.add_column("what")
-    table.add_column("kind")
-    for title in ("calls", "tensors, GB", "NVLink, GB per rank", "network, GB per node"):
-        table.add_column(title, justify="right")
-    for volume in plan.volumes:
-        part = volume.traffic
-        table.add_row(
-            f"{part.group}: {part.purpose}",
-            part.kind,
-            f"{part.calls:,}",
-            f"{part.num_bytes / 1e9:,.3f}",
-            f"{volume.nvlink_bytes / 1e9:,.3f}",
-            f"{volume.network_bytes / 1e9:,.3f}",
-        )
-    return table
+    return _table(
+        "communication per optimizer step",
+        ["what", "kind"],
+        ["calls", "tensors, GB", "NVLink, GB per rank", "network, GB per node"],
+        (
+            (
+                f"{item.traffic.group}: {item.traffic.purpose}",
+                item.traffic.kind,
+                f"{item.traffic.calls:,}",
+                f"{item.traffic.num_bytes / 1e9:,.3f}",
+                f"{item.nvlink_bytes / 1e9:,.3f}",
+                f"{item.network_bytes / 1e9:,.3f}",
+            )
+            for item in plan.volumes
+        ),
+    )
 
 
 def _time_table(plan: RunPlan) -> Table:
-    table = Table(title="predicted time per step, ms", box=SIMPLE, title_justify="left")
-    parts = {
-        "compute": plan.step.compute,
-        "tensor parallel": plan.step.tensor_parallel,
-        "gradients": plan.step.gradients,
-        "weights": plan.step.weights,
-        "optimizer": plan.step.optimizer,
-        "total": plan.step.total,
-    }
-    for title in parts:
-        table.add_column(title, justify="right")
-    table.add_row(*(f"{1e3 * seconds:,.1f}" for seconds in parts.values()))
-    return table
+    parts = ("compute", "tensor_parallel", "gradients", "weights", "optimizer", "total")
+    return _table(
+        "predicted time per step, ms",
+        [],
+        [part.replace("_", " ") for part in parts],
+        [[f"{1e3 * getattr(plan.step, part):,.1f}" for part in parts]],
+    )
+
+
+def _search_table(search: Search, num_layouts: int) -> Table:
+    return _table(
+        f"{len(search.choices)} layouts fit, fastest first (simplest within {NEAR - 1:.0%})",
+        [],
+        ["TP", "SP", "ZeRO", "recompute", "micro batch", "memory, GB", "days"],
+        (
+            [
+                str(choice.config.parallel.tensor_parallel_size),
+                "yes" if choice.config.parallel.sequence_parallel else "no",
+                str(choice.config.precision.zero_stage),
+                choice.config.parallel.recompute,
+                str(choice.config.train.micro_batch_size),
+                f"{choice.memory_bytes / 1e9:.1f}",
+                f"{choice.seconds / 86400:.2f}",
+            ]
+            for choice in search.choices[:num_layouts]
+        ),
+    )
 
 
 def _show_search(search: Search, console: Console, num_layouts: int) -> None:
-    table = Table(
-        title=f"{len(search.choices)} layouts fit, fastest first (simplest within {NEAR - 1:.0%})",
-        box=SIMPLE,
-        title_justify="left",
-    )
-    for title in ("TP", "SP", "ZeRO", "recompute", "micro batch", "memory, GB", "days"):
-        table.add_column(title, justify="right")
-    for choice in search.choices[:num_layouts]:
-        parallel = choice.config.parallel
-        table.add_row(
-            str(parallel.tensor_parallel_size),
-            "yes" if parallel.sequence_parallel else "no",
-            str(choice.config.precision.zero_stage),
-            parallel.recompute,
-            str(choice.config.train.micro_batch_size),
-            f"{choice.memory_bytes / 1e9:.1f}",
-            f"{choice.seconds / 86400:.2f}",
-        )
-    console.print(table)
+    console.print(_search_table(search, num_layouts))
     if search.choices:
         console.print(f"overrides of the first: {' '.join(search.choices[0].overrides())}")
     else:

@@ -14,19 +14,23 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 import os
 import re
 from collections.abc import Mapping
 
-from megatron_deberta.cli.arguments import add_renamed_option
-from megatron_deberta.cli.text_input import add_input_arguments, find_input, read_options
+from megatron_deberta.cli.arguments import number
+from megatron_deberta.cli.text_input import (
+    add_bad_fraction_argument,
+    add_input_arguments,
+    add_rerun_arguments,
+    find_input,
+    read_options,
+)
 from megatron_deberta.distributed.environment import read_environment
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.text.preprocess.merging import quarantine_path, shard_prefix
 from megatron_deberta.text.preprocess.pipeline import RunOptions, preprocess
 from megatron_deberta.text.preprocess.workfolder import SPOOLED_INPUT, WorkFolder
-from megatron_deberta.text.readers.records import DEFAULT_ALLOW_BAD
 from megatron_deberta.text.readers.sources import STANDARD_INPUT
 
 
@@ -34,66 +38,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the subcommand's arguments."""
     add_input_arguments(parser)
     parser.add_argument(
-        "--tokenizer",
-        required=True,
-        metavar="DIR",
+        "--tokenizer", required=True, metavar="DIR",
         help="tokenizer directory, SentencePiece model or tokenizer.json",
-    )
+    )  # fmt: skip
     parser.add_argument(
         "--output", required=True, metavar="PREFIX", help="prefix of the shards' names"
     )
     parser.add_argument(
-        "--workers",
-        type=int,
-        metavar="N",
+        "--workers", type=number(int, 0), metavar="N",
         help="worker processes; 0: use this process (default: the CPU cores, divided among the "
         "ranks of a node)",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--sentences",
-        nargs="?",
-        const="en",
-        default="",
-        metavar="LANGUAGE",
+        "--sentences", nargs="?", const="en", default="", metavar="LANGUAGE",
         help="keep sentences apart (PREFIX_KEY_sentence), as this language, an ISO 639 code, ends "
         "them (default: en)",
-    )
-    add_renamed_option(
-        parser,
-        "--max-bad-fraction",
-        "--allow-bad",
-        type=float,
-        metavar="FRACTION",
-        help="accept up to this fraction of bad records, and damaged files "
-        f"(default: {DEFAULT_ALLOW_BAD:g}, and no damaged file)",
-    )
+    )  # fmt: skip
+    add_bad_fraction_argument(parser)
     parser.add_argument(
-        "--array-task",
-        metavar="K/N",
+        "--array-task", metavar="K/N",
         help="task K (from 0) of N that share the work; in a SLURM job array this is known",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--unit-mb",
-        type=float,
-        metavar="MB",
+        "--unit-mb", type=number(float, 1e-6), metavar="MB",
         help="text per unit of work, repeated after a crash (default: 8 to 67 MB, by the size of "
         "the input)",
-    )
-    parser.add_argument("--force", action="store_true", help="replace existing shards")
-    parser.add_argument(
-        "--restart", action="store_true", help="discard the work of an unfinished run"
-    )
+    )  # fmt: skip
+    add_rerun_arguments(parser, "existing shards")
 
 
 def run(args: argparse.Namespace) -> int:
     """Preprocess and, on the first rank, print a summary."""
     options = _run_options(args)
-    if args.unit_mb is not None and not 0 < args.unit_mb < math.inf:
-        raise ConfigError(f"--unit-mb {args.unit_mb}: must be a number above 0")
     if args.sentences and not re.fullmatch("[a-z]{2,3}", args.sentences):
         raise ConfigError(f"--sentences {args.sentences}: must be a code as en or de (ISO 639)")
-    if args.max_bad_fraction is not None and not 0 <= args.max_bad_fraction <= 1:
-        raise ConfigError(f"--max-bad-fraction {args.max_bad_fraction}: must be between 0 and 1")
     if options.size > 1 and (args.restart or STANDARD_INPUT in args.input):
         what = "--restart" if args.restart else "--input -"
         raise ConfigError(f"{what} works in a single process only, not in one of {options.size}")
@@ -102,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     if args.restart:
         folder.remove()
     read = read_options(args)
-    sources = find_input(args, folder.path / SPOOLED_INPUT)
+    sources = find_input(args, spool=folder.path / SPOOLED_INPUT)
     try:
         manifests = preprocess(
             sources,
@@ -111,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
             read=read,
             run=options,
             language=args.sentences,
-            unit_bytes=None if args.unit_mb is None else max(1, round(args.unit_mb * 1e6)),
+            unit_bytes=None if args.unit_mb is None else round(args.unit_mb * 1e6),
         )
     except ConfigError:
         if STANDARD_INPUT in args.input and not folder.exists():
@@ -141,8 +119,6 @@ def _run_options(args: argparse.Namespace) -> RunOptions:
     workers = args.workers
     if workers is None:
         workers = max(1, len(os.sched_getaffinity(0)) // ranks.local_world_size)
-    if workers < 0:
-        raise ConfigError(f"--workers {workers}: must be 0 or more")
     return RunOptions(
         workers=workers,
         rank=task * ranks.world_size + ranks.rank,

@@ -5,17 +5,16 @@ from __future__ import annotations
 import argparse
 import os
 
+from megatron_deberta.cli.arguments import number
 from megatron_deberta.data.shards.prefixes import shard_prefixes
 
 
 def add_shard_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare shards as positional arguments and as ``--prefix``."""
     parser.add_argument(
-        "shards",
-        nargs="*",
-        metavar="SHARD",
+        "shards", nargs="*", metavar="SHARD",
         help="path without .bin/.idx, any file of a shard, or a folder of shards",
-    )
+    )  # fmt: skip
     parser.add_argument(
         "--prefix", action="append", default=[], metavar="SHARD", help="the same, as an option"
     )
@@ -24,21 +23,11 @@ def add_shard_arguments(parser: argparse.ArgumentParser) -> None:
 def add_jobs_argument(parser: argparse.ArgumentParser) -> None:
     """Declare ``--jobs``."""
     parser.add_argument(
-        "--jobs",
-        type=_positive,
-        default=len(os.sched_getaffinity(0)),
-        metavar="N",
+        "--jobs", type=number(int, 1), default=len(os.sched_getaffinity(0)), metavar="N",
         help="number of threads (default: the CPU cores, %(default)s here)",
-    )
+    )  # fmt: skip
 
 
 def shard_names(args: argparse.Namespace, *, each_once: bool = True) -> list[str]:
     """Return the prefixes of the given shards; see ``shard_prefixes``."""
     return shard_prefixes([*args.prefix, *args.shards], each_once=each_once)
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return number

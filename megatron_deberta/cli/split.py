@@ -20,10 +20,9 @@ import argparse
 from pathlib import Path
 
 from megatron_deberta.cli.deduplicate import add_work_arguments, refuse_many_bad
-from megatron_deberta.cli.text_input import add_input_arguments, read_options
+from megatron_deberta.cli.text_input import add_input_arguments, find_input, read_options
 from megatron_deberta.text.deduplicate.pipeline import forget_unfinished
 from megatron_deberta.text.deduplicate.progress import StageDisplay
-from megatron_deberta.text.readers.sources import find_sources
 from megatron_deberta.text.split import split
 
 
@@ -32,15 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_input_arguments(parser, files_only=True)
     parser.add_argument("--output", required=True, metavar="DIR", help="folder of the result")
     parser.add_argument(
-        "--fraction",
-        type=float,
-        default=0.05,
-        metavar="F",
+        "--fraction", type=float, default=0.05, metavar="F",
         help="expected fraction of validation documents (default: %(default)s, as in the paper)",
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="seed of the hash (default: %(default)s)"
-    )
+    )  # fmt: skip
+    parser.add_argument("--seed", type=int, default=0, help="seed of the hash")
     parser.add_argument(
         "--clusters", type=Path, metavar="DIR", help="output of deduplicate for the same documents"
     )
@@ -51,9 +45,7 @@ def run(args: argparse.Namespace) -> int:
     """Split and print a summary."""
     options = read_options(args)
     output = Path(args.output)
-    sources = find_sources(
-        args.input, file_format=args.format, text_mode=args.text_mode, output=output
-    )
+    sources = find_input(args, output=output)
     if args.restart:
         forget_unfinished(output)
     with StageDisplay(title="split") as display:

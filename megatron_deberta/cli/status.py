@@ -9,12 +9,12 @@ Example:
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 from dataclasses import asdict
 
 from megatron_deberta.cluster.slurm.status import RunStatus, gather
 from megatron_deberta.errors import EXIT_DONE
+from megatron_deberta.observe.console import format_duration
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +45,7 @@ def describe(status: RunStatus) -> str:
         ),
         ("loss", "-" if status.loss is None else f"{status.loss:.4f}"),
         ("tokens/s", "-" if speed is None else f"{speed:,.0f}"),
-        *([] if status.over else [("ETA", duration(status.seconds_left))]),
+        *([] if status.over else [("ETA", format_duration(status.seconds_left))]),
         ("restarts", str(max(0, len(status.attempts) - 1))),
     ]
     if status.skipped_updates:
@@ -58,13 +58,9 @@ def describe(status: RunStatus) -> str:
     lines = [f"{name + ':':<16}{value}" for name, value in rows]
     for attempt in status.attempts:
         end = "" if attempt.last_step is None else f" to {attempt.last_step:,}"
+        spent = "" if attempt.seconds is None else f", {format_duration(attempt.seconds)}"
         lines.append(
-            f"  {attempt.name:<12} {attempt.nodes:<20} step {attempt.first_step:,}{end}, "
-            f"{duration(attempt.seconds)}: {attempt.outcome}"
+            f"  {attempt.name:<12} {attempt.nodes:<20} step {attempt.first_step:,}{end}{spent}: "
+            f"{attempt.outcome}"
         )
     return "\n".join(lines)
-
-
-def duration(seconds: float | None) -> str:
-    """Format seconds as ``1 day, 2:03:04``, None as a dash."""
-    return "-" if seconds is None else str(datetime.timedelta(seconds=round(seconds)))

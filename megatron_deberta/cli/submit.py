@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_deberta.checkpoint.resume import FLAG
-from megatron_deberta.cli.arguments import add_renamed_option, add_run_arguments
+from megatron_deberta.cli.arguments import add_run_arguments, number
 from megatron_deberta.cluster import preflight
 from megatron_deberta.cluster.bad_nodes import BadNodes
 from megatron_deberta.cluster.profile import ClusterProfile, check_dtype, load_profile
@@ -56,17 +56,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--nodes", type=int, metavar="N", help="number of nodes (default: cluster.nodes)"
     )
-    add_renamed_option(
-        parser, "--min-nodes", "--least-nodes", type=int, metavar="N",
+    parser.add_argument(
+        "--min-nodes", type=int, metavar="N",
         help="start with as few as this many nodes if no more are available (default: --nodes)",
     )  # fmt: skip
     parser.add_argument(
         "--job-name", metavar="NAME", help="SLURM's name (default: the run folder's)"
     )
-    add_renamed_option(
-        parser, "--max-attempts", "--links", type=int, default=1,
-        help="jobs to queue, each of which continues the one before it (default: %(default)s); a "
-        "job that may requeue itself needs no more than one",
+    parser.add_argument(
+        "--max-attempts", type=number(int, 1), default=1,
+        help="jobs to queue, each of which continues the one before it; a job that may requeue "
+        "itself needs no more than one",
     )  # fmt: skip
     parser.add_argument(
         "--export", action="append", default=[], metavar="NAME[=VALUE]",
@@ -94,8 +94,6 @@ def run(args: argparse.Namespace) -> int:
     if not 1 <= min_nodes <= nodes:
         raise ConfigError(f"--min-nodes {min_nodes} must be between 1 and --nodes {nodes}")
     validate_for_world(config, min_nodes * profile.ranks_per_node)
-    if args.max_attempts < 1:
-        raise ConfigError(f"--max-attempts {args.max_attempts} must be at least 1")
     run_dir = Path(config.train.run_dir)
     submission = run_dir / SUBMISSIONS / time.strftime("%Y%m%dT%H%M%S")
     spec = make_spec(
@@ -136,9 +134,8 @@ def exported_variables(options: Sequence[str], environment: Mapping[str, str]) -
         checked(name, names.EXPORTED, "--export")
         if not has_value and name not in environment:
             raise ConfigError(f"--export {name}: no such variable here; give --export {name}=VALUE")
-        variables[name] = checked(
-            value if has_value else environment[name], names.VALUE, f"--export {name}"
-        )
+        value = value if has_value else environment[name]
+        variables[name] = checked(value, names.VALUE, f"--export {name}")
     return variables
 
 
@@ -179,11 +176,8 @@ def queue(
 
 
 def _profile(args: argparse.Namespace) -> ClusterProfile:
-    given = {
-        key: getattr(args, key)
-        for key in ("partition", "account", "qos", "exclude", "time_limit_minutes")
-        if getattr(args, key) is not None
-    }
+    keys = ("partition", "account", "qos", "exclude", "time_limit_minutes")
+    given = {key: value for key in keys if (value := getattr(args, key)) is not None}
     return replace(load_profile(args.cluster), **given)
 
 

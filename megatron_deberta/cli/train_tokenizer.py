@@ -25,33 +25,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_input_arguments(parser)
     parser.add_argument("--output", required=True, metavar="DIR", help="directory to create")
     parser.add_argument(
-        "--vocab-size",
-        type=int,
-        default=128_000,
-        metavar="N",
-        help="vocabulary size with the first four special tokens, without [MASK] "
-        "(default: %(default)s)",
-    )
+        "--vocab-size", type=int, default=128_000, metavar="N",
+        help="vocabulary size with the first four special tokens, without [MASK]",
+    )  # fmt: skip
     parser.add_argument(
-        "--model-type",
-        choices=("unigram", "bpe"),
-        default="unigram",
-        help="algorithm; bpe falls back to bytes for rare characters (default: %(default)s)",
-    )
+        "--model-type", choices=("unigram", "bpe"), default="unigram",
+        help="algorithm; bpe falls back to bytes for rare characters",
+    )  # fmt: skip
     parser.add_argument(
-        "--character-coverage",
-        type=float,
-        default=0.9995,
-        metavar="SHARE",
-        help="share of the text's characters that the vocabulary covers (default: %(default)s)",
-    )
+        "--character-coverage", type=float, default=0.9995, metavar="SHARE",
+        help="share of the text's characters that the vocabulary covers",
+    )  # fmt: skip
     parser.add_argument(
-        "--sample-mb",
-        type=float,
-        default=500.0,
-        metavar="MB",
-        help="train on an even sample of this size; 0: on all text (default: %(default)s MB)",
-    )
+        "--sample-mb", type=float, default=500.0, metavar="MB",
+        help="train on an even sample of this size; 0: on all text",
+    )  # fmt: skip
     parser.add_argument("--force", action="store_true", help="replace an existing tokenizer")
 
 
@@ -59,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     """Train the tokenizer and print a summary."""
     refuse_existing(args.output, args.force)
     with tempfile.TemporaryDirectory() as folder:
-        sources = find_input(args, Path(folder) / "standard-input")
+        sources = find_input(args, spool=Path(folder) / "standard-input")
         tokenizer = train_sentencepiece(
             itertools.chain.from_iterable(read_texts(sources, read_options(args))),
             args.output,

@@ -26,11 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_shard_arguments(parser)
     parser.add_argument(
-        "--tokenizer",
-        default="",
-        metavar="DIR",
+        "--tokenizer", default="", metavar="DIR",
         help="check that the shards were made with this tokenizer",
-    )
+    )  # fmt: skip
     add_jobs_argument(parser)
 
 

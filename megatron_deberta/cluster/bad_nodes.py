@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from megatron_deberta.cluster.event_log import append_event, read_events
 from megatron_deberta.cluster.watchdog.hang import Diagnosis
 
 FILE_NAME = "bad_nodes.jsonl"
@@ -56,11 +57,7 @@ class BadNodes:
         """
         weight = BAD_WEIGHT if certain else 1
         failure = NodeFailure(node, reason, round(self._clock(), 3), weight)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a") as stream:
-            stream.write(json.dumps(asdict(failure)) + "\n")
-            stream.flush()
-            os.fsync(stream.fileno())
+        append_event(self.path, asdict(failure))
 
     def record_failure(self, diagnosis: Diagnosis) -> None:
         """Record the failure of a job attempt if it is clear which node caused it.
@@ -86,12 +83,8 @@ class BadNodes:
         return {node: failure for node, failure in last.items() if weights[node] >= BAD_WEIGHT}
 
     def _read(self) -> list[NodeFailure]:
-        if not self.path.exists():
-            return []
         failures = []
-        for line in self.path.read_text(errors="replace").splitlines():
-            try:
-                failures.append(NodeFailure(**json.loads(line)))
-            except (ValueError, TypeError):
-                continue  # cut short by a crash
+        for event in read_events(self.path):
+            with suppress(TypeError):
+                failures.append(NodeFailure(**event))
         return failures

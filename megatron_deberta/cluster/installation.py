@@ -1,4 +1,4 @@
-"""Checks of an installation: Python, torch, compiler, DeepSpeed, MPI, SLURM and disk space."""
+"""Checks of a machine: Python, torch, compiler, packages, MPI, SLURM, disk space and clock."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import shutil
 import sys
 import sysconfig
 import tempfile
+import time
 from importlib import metadata
 from pathlib import Path
 
@@ -16,7 +17,8 @@ from megatron_deberta.errors import ConfigError
 
 MIN_PYTHON = (3, 10)
 MIN_FREE_GIB = 1.0
-"""Least free disk space; ``doctor RUN.yaml`` compares with the size of a checkpoint."""
+MAX_SKEW_SECONDS = 5.0
+"""Clocks further apart make logs of nodes hard to read; nothing is decided by them."""
 
 
 def check_python() -> str:
@@ -69,15 +71,6 @@ def check_compiler() -> str:
     return f"{compiler}, {header}"
 
 
-def check_deepspeed() -> str:
-    """Check that DeepSpeed is installed.
-
-    Raises:
-        ConfigError: it is not.
-    """
-    return _version("deepspeed")
-
-
 def check_mpi() -> str:
     """Check for ``mpirun`` and mpi4py.
 
@@ -87,7 +80,7 @@ def check_mpi() -> str:
     program = shutil.which("mpirun") or shutil.which("mpiexec")
     if program is None:
         raise ConfigError("no mpirun or mpiexec; needed only to start ranks with MPI")
-    return f"{program}, mpi4py {_version('mpi4py')}"
+    return f"{program}, mpi4py {check_package('mpi4py')}"
 
 
 def check_slurm() -> str:
@@ -105,16 +98,44 @@ def check_disk() -> str:
     Raises:
         ConfigError: one has less than ``MIN_FREE_GIB``.
     """
-    found = []
-    for folder in (Path.cwd(), Path(tempfile.gettempdir())):
-        free = shutil.disk_usage(folder).free / 2**30
-        if free < MIN_FREE_GIB:
-            raise ConfigError(f"{folder}: {free:.2f} GiB free, less than {MIN_FREE_GIB:g}")
-        found.append(f"{folder} {free:,.0f} GiB free")
-    return ", ".join(found)
+    return ", ".join(map(check_free_space, (Path.cwd(), tempfile.gettempdir())))
 
 
-def _version(package: str) -> str:
+def check_free_space(folder: str | Path) -> str:
+    """Check the free space of a folder's disk.
+
+    Raises:
+        ConfigError: it is less than ``MIN_FREE_GIB``.
+    """
+    free = shutil.disk_usage(folder).free / 2**30
+    if free < MIN_FREE_GIB:
+        raise ConfigError(f"{folder}: {free:.2f} GiB free, less than {MIN_FREE_GIB:g}")
+    return f"{folder} {free:,.0f} GiB free"
+
+
+def check_clock(folder: str | Path) -> float:
+    """Return the seconds by which this clock is ahead of that of a folder's disk.
+
+    Raises:
+        ConfigError: they differ by more than ``MAX_SKEW_SECONDS``.
+        OSError: the folder cannot be written.
+    """
+    with tempfile.NamedTemporaryFile(dir=folder) as probe:
+        probe.write(b"x")
+        probe.flush()
+        os.fsync(probe.fileno())
+        skew = time.time() - os.fstat(probe.fileno()).st_mtime
+    if abs(skew) > MAX_SKEW_SECONDS:
+        raise ConfigError(f"{skew:+.1f} s from the clock of {folder}; start NTP here or there")
+    return skew
+
+
+def check_package(package: str) -> str:
+    """Return the version of an installed package.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -18,18 +18,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from megatron_deberta.cluster.node_checks import ACROSS, CHECKS
 from megatron_deberta.cluster.slurm.submit import JobSpec
 from megatron_deberta.cluster.watchdog.report_store import FOLDER
 from megatron_deberta.errors import EXIT_DONE, EXIT_FAILURE
 from megatron_deberta.files import write_atomically
 
-ACROSS = "all-reduce across nodes"
-LIMITS = {
-    "devices": 30.0, "ecc": 30.0, "processors": 10.0, "disk": 60.0, "clock": 30.0,
-    "kernels": 300.0, "matrix rate": 120.0, "all-reduce on the node": 180.0,
-    ACROSS: 180.0,
-}  # fmt: skip
-"""The checks in order, and their time limits in seconds; ``kernels`` includes torch's import."""
+LIMITS = {name: seconds for name, (_, seconds) in CHECKS.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,14 +17,13 @@ import time
 from collections.abc import Callable, Sequence
 
 from megatron_deberta.cluster.affinity import numa_nodes
+from megatron_deberta.cluster.installation import check_clock, check_free_space, check_torch
 from megatron_deberta.cluster.slurm.submit import JobSpec
 from megatron_deberta.errors import ConfigError, MegatronDebertaError
 
-MIN_FREE_GIB = 1.0
-"""On the disk of the run folder and on that of temporary files."""
-MAX_SKEW_SECONDS = 5.0
 SLOW_DEVICE = 0.85
 """A device below this share of its node's median rate is broken, hot or throttled."""
+ACROSS = "all-reduce across nodes"
 _REPEATS = 5
 
 
@@ -69,38 +68,18 @@ def disk(spec: JobSpec) -> str:
             probe.flush()
             os.fsync(probe.fileno())
             seconds = time.monotonic() - begin
-        free = shutil.disk_usage(folder).free / 2**30
-        if free < MIN_FREE_GIB:
-            raise ConfigError(f"{folder}: {free:.2f} GiB free; make room")
-        texts.append(f"{name} {free:,.0f} GiB free, 1 MiB flushed in {seconds:.2f} s")
+        texts.append(f"{name} {check_free_space(folder)}, 1 MiB flushed in {seconds:.2f} s")
     return "; ".join(texts)
 
 
 def clock(spec: JobSpec) -> str:
     """Compare this clock with that of the run folder's disk, and so with the other nodes'."""
-    with tempfile.NamedTemporaryFile(dir=spec.run_dir) as probe:
-        probe.write(b"x")
-        probe.flush()
-        os.fsync(probe.fileno())
-        skew = time.time() - os.fstat(probe.fileno()).st_mtime
-    if abs(skew) > MAX_SKEW_SECONDS:
-        raise ConfigError(f"{skew:+.1f} s from the run folder's clock; start NTP on the node")
-    return f"{skew:+.2f} s from the run folder's"
+    return f"{check_clock(spec.run_dir):+.2f} s from the run folder's"
 
 
 def kernels(spec: JobSpec) -> str:
     """Check that torch is supported and has kernels for the devices."""
-    import torch
-
-    from megatron_deberta.cluster import preflight
-
-    preflight.check_torch_version(torch.__version__)
-    if not spec.gpus_per_node:
-        return f"torch {torch.__version__}, no GPU"
-    architectures = torch.cuda.get_arch_list()
-    for index in range(torch.cuda.device_count()):
-        preflight.check_architecture(torch.cuda.get_device_capability(index), architectures)
-    return f"torch {torch.__version__} with {', '.join(architectures)}"
+    return f"torch {check_torch()}"
 
 
 def matrix_rate(spec: JobSpec) -> str:
@@ -207,17 +186,18 @@ def _nvidia_smi(fields: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
 
 
-CHECKS: dict[str, Callable[[JobSpec], str]] = {
-    "devices": devices,
-    "ecc": ecc,
-    "processors": processors,
-    "disk": disk,
-    "clock": clock,
-    "kernels": kernels,
-    "matrix rate": matrix_rate,
-    "all-reduce on the node": all_reduce_on_node,
-    "all-reduce across nodes": all_reduce_across,
+CHECKS: dict[str, tuple[Callable[[JobSpec], str], float]] = {
+    "devices": (devices, 30.0),
+    "ecc": (ecc, 30.0),
+    "processors": (processors, 10.0),
+    "disk": (disk, 60.0),
+    "clock": (clock, 30.0),
+    "kernels": (kernels, 300.0),
+    "matrix rate": (matrix_rate, 120.0),
+    "all-reduce on the node": (all_reduce_on_node, 180.0),
+    ACROSS: (all_reduce_across, 180.0),
 }
+"""The checks in order, and their time limits in seconds; ``kernels`` includes torch's import."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -225,7 +205,7 @@ def main(arguments: Sequence[str]) -> None:
     spec = JobSpec.read(arguments[0])
     for name in arguments[1:]:
         try:
-            answer = {"ok": True, "text": CHECKS[name](spec)}
+            answer = {"ok": True, "text": CHECKS[name][0](spec)}
         except (MegatronDebertaError, OSError, RuntimeError, ValueError) as error:
             answer = {"ok": False, "text": " ".join(str(error).split())}
         sys.stdout.write(json.dumps(answer) + "\n")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -19,45 +19,20 @@ from megatron_deberta.errors import ConfigError
 CODE_ROOT = Path(__file__).resolve().parents[2]
 """The folder that contains the package."""
 PROFILES = Path(__file__).with_name("profiles")
-"""The profiles that the package contains."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ClusterProfile:
-    """Nodes, devices and SLURM settings of a cluster."""
+class NodeSettings:
+    """Settings of a cluster profile that a job takes over."""
 
     ranks_per_node: int
     """Ranks per node: one per GPU."""
     gpus_per_node: int = 0
     """GPUs requested per node."""
-    gpu_architecture: str = ""
-    """Architecture of the GPUs, such as ``sm_70``; empty: unknown."""
-    device: str = ""
-    """Name of the GPUs in ``planning.devices``; empty: unknown, ``plan`` needs ``--device``."""
-    network_gbit_per_second: int = 0
-    """Bandwidth of all of a node's compute adapters, one way; 0: unknown."""
-    dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16")
-    """Values of ``precision.dtype`` that the devices support."""
-    torch_builds: tuple[str, ...] = ()
-    """Builds of torch (the part after ``+``) with kernels for the GPUs; empty: any."""
     cpus_per_rank: int = 1
     """Cores per rank."""
-    memory_gib_per_node: int = 0
-    """Host memory requested per node; 0: all of it."""
-    exclusive: bool = False
-    """Do not share nodes with other jobs."""
-    partition: str = ""
-    """SLURM partition; empty: the site's default."""
-    account: str = ""
-    """SLURM account; empty: the user's default."""
-    qos: str = ""
-    """SLURM quality of service; empty: the default."""
     exclude: str = ""
     """Nodes to exclude, comma-separated."""
-    time_limit_minutes: int = 1440
-    """Time limit of a job attempt."""
-    signal_seconds: int = 600
-    """Seconds before the limit at which ranks are told to save; SLURM may be a minute early."""
     requeue: bool = True
     """Let jobs requeue themselves; otherwise use ``submit --max-attempts``."""
     launcher: Literal["srun", "torchrun"] = "srun"
@@ -84,6 +59,36 @@ class ClusterProfile:
     python: str = ""
     """Interpreter on the nodes; empty: that of ``submit``."""
 
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterProfile(NodeSettings):
+    """Nodes, devices and SLURM settings of a cluster."""
+
+    gpu_architecture: str = ""
+    """Architecture of the GPUs, such as ``sm_70``; empty: unknown."""
+    device: str = ""
+    """Name of the GPUs in ``planning.devices``; empty: unknown, ``plan`` needs ``--device``."""
+    network_gbit_per_second: int = 0
+    """Bandwidth of all of a node's compute adapters, one way; 0: unknown."""
+    dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16")
+    """Values of ``precision.dtype`` that the devices support."""
+    torch_builds: tuple[str, ...] = ()
+    """Builds of torch (the part after ``+``) with kernels for the GPUs; empty: any."""
+    memory_gib_per_node: int = 0
+    """Host memory requested per node; 0: all of it."""
+    exclusive: bool = False
+    """Do not share nodes with other jobs."""
+    partition: str = ""
+    """SLURM partition; empty: the site's default."""
+    account: str = ""
+    """SLURM account; empty: the user's default."""
+    qos: str = ""
+    """SLURM quality of service; empty: the default."""
+    time_limit_minutes: int = 1440
+    """Time limit of a job attempt."""
+    signal_seconds: int = 600
+    """Seconds before the limit at which ranks are told to save; SLURM may be a minute early."""
+
     def __post_init__(self) -> None:
         """Check numbers, and strings that reach a command line.
 
@@ -93,18 +98,9 @@ class ClusterProfile:
         for key in ("ranks_per_node", "cpus_per_rank", "time_limit_minutes"):
             if getattr(self, key) < 1:
                 raise ConfigError(f"{key}={getattr(self, key)} must be at least 1")
-        for key in (
-            "gpus_per_node",
-            "network_gbit_per_second",
-            "memory_gib_per_node",
-            "signal_seconds",
-            "exit_wait_seconds",
-            "least_tflops",
-            "least_node_gb_per_second",
-            "least_network_gb_per_second",
-        ):
-            if getattr(self, key) < 0:
-                raise ConfigError(f"{key}={getattr(self, key)} must not be negative")
+        for key, value in asdict(self).items():
+            if isinstance(value, int | float) and value < 0:
+                raise ConfigError(f"{key}={value} must not be negative")
         if self.signal_seconds >= 60 * self.time_limit_minutes:
             raise ConfigError(
                 f"signal_seconds={self.signal_seconds} is not less than time_limit_minutes="
@@ -147,22 +143,6 @@ def check_dtype(dtype: str, supported: Sequence[str]) -> None:
         )
 
 
-def find_profile(name: str) -> Path:
-    """Return the file of a profile: a name of ``cluster/profiles/``, or a path.
-
-    Raises:
-        ConfigError: there is none of that name.
-    """
-    if name.endswith((".yaml", ".yml")):
-        return Path(name)
-    known = sorted(path.stem for path in PROFILES.glob("*.yaml"))
-    if name not in known:
-        raise ConfigError(
-            f"--cluster {name}: no such profile; use one of {', '.join(known)}, or a YAML file"
-        )
-    return PROFILES / f"{name}.yaml"
-
-
 def load_profile(name: str) -> ClusterProfile:
     """Read a cluster profile.
 
@@ -172,9 +152,14 @@ def load_profile(name: str) -> ClusterProfile:
     Raises:
         ConfigError: no such profile, an unknown or missing key, or a value that is not allowed.
     """
-    path = find_profile(name)
+    profiles = {path.stem: path for path in sorted(PROFILES.glob("*.yaml"))}
+    path = Path(name) if name.endswith((".yaml", ".yml")) else profiles.get(name)
+    if path is None:
+        raise ConfigError(
+            f"--cluster {name}: no such profile; use one of {', '.join(profiles)}, or a YAML file"
+        )
     data = read_yaml(path)
-    known = [item.name for item in fields(ClusterProfile)]
+    known = {item.name: item.type for item in fields(ClusterProfile)}
     for key in data:
         if key not in known:
             close = difflib.get_close_matches(str(key), known, n=1)
@@ -182,10 +167,6 @@ def load_profile(name: str) -> ClusterProfile:
             raise ConfigError(f"{path}: no key {key}; {hint}")
     if "ranks_per_node" not in data:
         raise ConfigError(f"{path}: ranks_per_node is missing; add the number of ranks per node")
-    return _typed(path, data)
-
-
-def _typed(path: Path, data: dict[str, Any]) -> ClusterProfile:
     schema = OmegaConf.structured(ClusterProfile)
     OmegaConf.set_readonly(schema, False)
     for key, value in data.items():
@@ -196,8 +177,7 @@ def _typed(path: Path, data: dict[str, Any]) -> ClusterProfile:
         try:
             OmegaConf.update(schema, key, value, merge=False)
         except OmegaConfBaseException as error:
-            hint = ClusterProfile.__annotations__[key]
-            raise ConfigError(f"{path}: {key}={value!r} is not of type {hint}") from error
+            raise ConfigError(f"{path}: {key}={value!r} is not of type {known[key]}") from error
     try:
         return cast(ClusterProfile, OmegaConf.to_object(schema))
     except ConfigError as error:

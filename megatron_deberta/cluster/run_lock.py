@@ -28,7 +28,6 @@ import time
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from types import TracebackType
 
 from megatron_deberta.cluster.slurm.commands import job_has_ended
 from megatron_deberta.errors import EXIT_FAILURE, ConfigError
@@ -57,9 +56,7 @@ class Holder:
     job: str = ""
     """Its SLURM job; empty outside SLURM."""
     restarts: int = 0
-    """How often SLURM has requeued that job."""
     token: str = field(default_factory=lambda: secrets.token_hex(8))
-    """Unique to this lock."""
     released: bool = False
 
     @classmethod
@@ -126,19 +123,14 @@ class RunLock:
             if path is not None and former is not None:
                 self._wait_for_silence(path, former)
         except BaseException:
-            self.__exit__(None, None, None)
+            self.__exit__()
             raise
         for stale in self._folder.glob("*.json"):
             if stale.name < own.name:
                 stale.unlink(missing_ok=True)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Release the lock."""
         self._done.set()
         self._thread.join()
@@ -296,27 +288,21 @@ def _lock(descriptor: int, kind: int) -> bool:
 def _is_locked(path: Path) -> bool:
     """Return whether a process known to this kernel or file system has the lock."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with path.open("rb") as stream:
+            # Shared, so that two processes that check at once do not see each other.
+            return not _lock(stream.fileno(), fcntl.LOCK_SH)
     except FileNotFoundError:
         return False
-    try:
-        # Shared, so that two processes that check at once do not see each other.
-        return not _lock(descriptor, fcntl.LOCK_SH)
-    finally:
-        os.close(descriptor)
 
 
 def _heartbeat(path: Path) -> int | None:
     """Return the modification time in nanoseconds; None if the file no longer exists."""
     try:
         # Opening makes NFS ask its server; stat alone may be answered from a cache.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with path.open("rb") as stream:
+            return os.fstat(stream.fileno()).st_mtime_ns
     except FileNotFoundError:
         return None
-    try:
-        return os.fstat(descriptor).st_mtime_ns
-    finally:
-        os.close(descriptor)
 
 
 def _boot_id() -> str:

@@ -65,9 +65,9 @@ def describe_record(record: StepRecord) -> list[tuple[str, str]]:
     return cells
 
 
-def format_duration(seconds: float) -> str:
+def format_duration(seconds: float | None) -> str:
     """Format seconds as ``h:mm:ss``, preceded by days if any."""
-    if not math.isfinite(seconds):
+    if seconds is None or not math.isfinite(seconds):
         return "unknown"
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)

@@ -36,12 +36,26 @@ def call(command: Sequence[str]) -> str:
     return done.stdout
 
 
+def queue_entry(job: str) -> str:
+    """Return a job's state and the reason for it, empty if it is neither queued nor running.
+
+    Raises:
+        SlurmError: SLURM does not answer.
+    """
+    try:
+        return call(["squeue", "--noheader", "--jobs", job, "--format=%T %r"]).strip()
+    except SlurmError as error:
+        if "Invalid job id" in str(error):
+            return ""
+        raise
+
+
 def job_has_ended(job: str) -> bool:
     """Return whether SLURM reports that a job no longer runs; False without SLURM."""
     try:
-        return call(["squeue", "--noheader", "--jobs", job, "--format=%T"]).strip() == ""
-    except SlurmError as error:
-        return "Invalid job id" in str(error)
+        return not queue_entry(job)
+    except SlurmError:
+        return False
 
 
 def job_info(job: str) -> dict[str, str]:
@@ -63,15 +77,6 @@ def usable_nodes(partition: str) -> list[str]:
     pairs = (line.split() for line in text.splitlines())
     out = ("down", "drain", "drng", "fail", "unk", "maint", "boot", "resv")
     return [name for name, state in pairs if not state.startswith(out) and state[-1] != "*"]
-
-
-def exclude(job: str, nodes: Sequence[str]) -> None:
-    """Replace the excluded nodes of a pending job.
-
-    Raises:
-        SlurmError: SLURM rejects it, as for a running job.
-    """
-    call(["scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(nodes)}"])
 
 
 def cancel_pending(job: str) -> None:

@@ -7,7 +7,6 @@ cancellation, a change of the stragglers.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from dataclasses import dataclass
@@ -15,25 +14,28 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_deberta.checkpoint.layout import committed_steps
+from megatron_deberta.cluster.event_log import append_event, read_events
 from megatron_deberta.errors import EXIT_DONE, EXIT_NEVER_REQUEUE, EXIT_REQUEUE, EXIT_USAGE
 
 FILE_NAME = "chain.jsonl"
 MAX_STALLED_ATTEMPTS = 3
 """A run ends after this many consecutive attempts without a new checkpoint."""
 
+_FINAL = {
+    EXIT_DONE: "finished",
+    EXIT_NEVER_REQUEUE: "failed in a way that would repeat; see the logs",
+    EXIT_USAGE: "the configuration is invalid; see the logs",
+}
 Event = Literal["submit", "jobs", "start", "end", "cancel", "slow"]
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What follows a job attempt."""
+    """The exit code of a job attempt, and what follows it."""
 
     continues: bool
-    """Whether another attempt follows."""
     code: int
-    """Exit code of this attempt."""
     reason: str
-    """For the history and the log."""
 
 
 class JobHistory:
@@ -49,28 +51,11 @@ class JobHistory:
 
     def append(self, event: Event, **values: Any) -> None:
         """Append an event durably."""
-        self.run_dir.mkdir(parents=True, exist_ok=True)
-        line = json.dumps({"event": event, "time": round(time.time(), 3), **values}) + "\n"
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        try:
-            os.write(descriptor, line.encode())
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        append_event(self.path, {"event": event, "time": round(time.time(), 3), **values})
 
     def records(self) -> list[dict[str, Any]]:
         """Return all events, oldest first, without lines that a crash has cut short."""
-        if not self.path.exists():
-            return []
-        records = []
-        for line in self.path.read_text(errors="replace").splitlines():
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(record, dict) and "event" in record:
-                records.append(record)
-        return records
+        return [record for record in read_events(self.path) if "event" in record]
 
     def current(self) -> list[dict[str, Any]]:
         """Return the events since the last submission, including it."""
@@ -138,12 +123,8 @@ class JobHistory:
             code: largest exit code of the nodes; negative: a signal killed srun.
             diagnosis: cause of the failure, where the supervisors found one.
         """
-        if code == EXIT_DONE:
-            return Decision(False, EXIT_DONE, "finished")
-        if code == EXIT_NEVER_REQUEUE:
-            return Decision(False, code, "failed in a way that would repeat; see the logs")
-        if code == EXIT_USAGE:
-            return Decision(False, code, "the configuration is invalid; see the logs")
+        if code in _FINAL:
+            return Decision(False, code, _FINAL[code])
         if self.is_cancelled():
             return Decision(False, EXIT_DONE, "cancelled")
         if (stalled := self.stalled_attempts()) >= MAX_STALLED_ATTEMPTS:

@@ -22,6 +22,7 @@ import psutil
 
 from megatron_deberta.cluster import node_check
 from megatron_deberta.cluster.bad_nodes import BadNodes
+from megatron_deberta.cluster.entry_point import run_logged
 from megatron_deberta.cluster.run_lock import raise_if_locked
 from megatron_deberta.cluster.slurm import commands as slurm
 from megatron_deberta.cluster.slurm.history import MAX_STALLED_ATTEMPTS, Decision, JobHistory
@@ -37,13 +38,7 @@ from megatron_deberta.cluster.slurm.submit import (
 from megatron_deberta.cluster.watchdog.report_store import ReportStore
 from megatron_deberta.config import load_config
 from megatron_deberta.config.schema import ClusterConfig
-from megatron_deberta.errors import (
-    EXIT_DONE,
-    EXIT_FAILURE,
-    EXIT_NEVER_REQUEUE,
-    ConfigError,
-    MegatronDebertaError,
-)
+from megatron_deberta.errors import EXIT_DONE, EXIT_FAILURE, EXIT_NEVER_REQUEUE, ConfigError
 from megatron_deberta.files import write_atomically
 
 logger = logging.getLogger("job")
@@ -51,8 +46,6 @@ logger = logging.getLogger("job")
 PASSED_ON = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "TMPDIR", "PYTHONPATH")
 """Variables of the node that ranks get, besides SLURM's and those of job.json."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-REQUEUE_SECONDS = 60
-"""Time for SLURM to end this process after a requeue."""
 _FIRST_PORT, _NUM_PORTS = 12000, 20000
 
 
@@ -188,11 +181,12 @@ class JobAttempt:
             signal.signal(number, signal.SIG_IGN if excluded else signal.SIG_DFL)
         slurm.call(["scontrol", "requeue", self._job])
         if excluded:
-            slurm.exclude(self._job, excluded)
-            logger.info("%s: excluded nodes: %s", self._name, ", ".join(excluded))
+            nodes = ",".join(excluded)
+            slurm.call(["scontrol", "update", f"JobId={self._job}", f"ExcNodeList={nodes}"])
+            logger.info("%s: excluded nodes: %s", self._name, nodes)
         else:
             # SLURM ends this process; if it exited first, the job would count as completed.
-            time.sleep(REQUEUE_SECONDS)
+            time.sleep(60)
 
     def _excluded(self) -> list[str]:
         """Return the nodes that the next attempt should avoid; empty if no node is bad.
@@ -271,14 +265,7 @@ def rank_environment(spec: JobSpec, variables: Mapping[str, str]) -> dict[str, s
 
 def main(arguments: Sequence[str]) -> int:
     """Run a job attempt; an error becomes one line in the log and an exit code."""
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S"
-    )
-    try:
-        return JobAttempt(JobSpec.read(arguments[0]), os.environ).run()
-    except MegatronDebertaError as error:
-        logger.error("error: %s", error)
-        return error.exit_code
+    return run_logged(lambda: JobAttempt(JobSpec.read(arguments[0]), os.environ).run(), logger)
 
 
 if __name__ == "__main__":

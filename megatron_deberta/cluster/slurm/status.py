@@ -17,9 +17,6 @@ from megatron_deberta.config.schema import ClusterConfig
 from megatron_deberta.config.yaml_reader import read_yaml
 from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
 
-RECENT_RECORDS = 20
-"""Metric records in which a current ETA is looked for."""
-
 
 @dataclass(frozen=True, slots=True)
 class JobAttemptStatus:
@@ -33,7 +30,6 @@ class JobAttemptStatus:
     last_step: int | None
     """Newest committed step at its end; None while it runs, or if it exited silently."""
     seconds: float | None
-    """Its duration; None as for ``last_step``."""
     outcome: str
     """Why it ended, or ``running``."""
 
@@ -46,15 +42,12 @@ class RunStatus:
     state: str
     """SLURM's state, such as ``RUNNING`` or ``PENDING (reason)``; or ``not queued``."""
     jobs: tuple[str, ...]
-    """Jobs that SLURM knows of."""
     holder: str
     """The process that trains in the folder; empty: none."""
     step: int
     """Last step in the metrics."""
     committed_step: int
-    """Step of the newest checkpoint."""
     target_step: int
-    """Last step of the run."""
     skipped_updates: int
     """Updates that the guard has skipped, without overflows of fp16."""
     rollbacks: int
@@ -66,7 +59,6 @@ class RunStatus:
     over: str
     """Why the run has ended; empty: it has not."""
     slow_ranks: tuple[str, ...]
-    """Stragglers of the present job attempt."""
     bad_nodes: tuple[str, ...]
     """Excluded nodes, since when and why."""
 
@@ -136,11 +128,9 @@ def queue_state(jobs: Sequence[str]) -> tuple[str, tuple[str, ...]]:
     found = {}
     for job in jobs:
         try:
-            line = slurm.call(["squeue", "--noheader", "--jobs", job, "--format=%T %r"]).strip()
+            line = slurm.queue_entry(job)
         except slurm.SlurmError as error:
-            if "Invalid job id" not in str(error):
-                return f"unknown ({error})", ()
-            continue
+            return f"unknown ({error})", ()
         if line:
             state, _, reason = line.partition(" ")
             found[job] = f"{state} ({reason})" if state == "PENDING" else state
@@ -153,21 +143,13 @@ def attempt_statuses(records: Sequence[Mapping[str, Any]]) -> tuple[JobAttemptSt
     ends = {record["link"]: record for record in records if record["event"] == "end"}
     starts = [record for record in records if record["event"] == "start"]
     attempts = []
-    for number, start in enumerate(starts):
-        end = ends.get(start["link"])
-        if end is not None:
-            outcome = str(end["reason"])
-        else:
-            newest = number == len(starts) - 1
-            outcome = "running" if newest else "lost: the node or the job was killed"
+    for start in starts:
+        unknown = "running" if start is starts[-1] else "lost: the node or the job was killed"
+        end = ends.get(start["link"], {"step": None, "time": None, "reason": unknown})
+        seconds = None if end["time"] is None else end["time"] - start["time"]
         attempts.append(
             JobAttemptStatus(
-                name=start["link"],
-                nodes=start["nodes"],
-                first_step=start["step"],
-                last_step=None if end is None else end["step"],
-                seconds=None if end is None else end["time"] - start["time"],
-                outcome=outcome,
+                start["link"], start["nodes"], start["step"], end["step"], seconds, end["reason"]
             )
         )
     return tuple(attempts)
@@ -222,5 +204,5 @@ def seconds_left(
     if len(starts) > 1 and starts[-1]["step"] > starts[0]["step"]:
         pace = (starts[-1]["time"] - starts[0]["time"]) / (starts[-1]["step"] - starts[0]["step"])
         return float(left * pace)
-    recent = [r["seconds_left"] for r in records[-RECENT_RECORDS:] if r.get("seconds_left")]
+    recent = [r["seconds_left"] for r in records[-20:] if r.get("seconds_left")]
     return float(recent[-1]) if recent else None

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_deberta.cluster.profile import CODE_ROOT, ClusterProfile
+from megatron_deberta.cluster.profile import CODE_ROOT, ClusterProfile, NodeSettings
 from megatron_deberta.cluster.slurm import names
 from megatron_deberta.cluster.slurm.names import checked
 from megatron_deberta.config import validate_for_world
@@ -19,7 +19,6 @@ from megatron_deberta.errors import ConfigError, MegatronDebertaError
 SUPERVISOR_EXIT_SECONDS = 30
 """Time for supervisors to notice that another node has ended, and to report it."""
 BATCH_SCRIPT = Path(__file__).with_name("job.sbatch")
-SUPERVISOR = "megatron_deberta.cluster.watchdog.supervisor"
 SUBMISSIONS = "submissions"
 """Folder in the run folder with ``run.yaml`` and ``job.json`` of each submission."""
 LOGS = "logs"
@@ -29,41 +28,17 @@ DEFAULT_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class JobSpec:
-    """A job; the content of ``job.json``."""
+class JobSpec(NodeSettings):
+    """A job; the content of ``job.json``. All paths are absolute."""
 
     job_name: str
     run_dir: str
-    """Absolute folder of the run."""
     config: str
-    """Absolute path of the resolved configuration."""
-    python: str
-    """Interpreter on the nodes."""
+    """Path of the resolved configuration."""
     code_root: str
-    """Folder that contains the package."""
     nodes: int
     least_nodes: int
-    """Least number of nodes to start with."""
-    ranks_per_node: int
-    cpus_per_rank: int
-    launcher: str
-    exit_wait_seconds: int
-    requeue: bool
-    rendezvous_interface: str
-    environment: dict[str, str]
-    """Environment variables of every rank."""
-    container: str
-    container_image: str
-    container_mounts: list[str]
     allow_config_change: bool = False
-    exclude: str = ""
-    """Nodes that are always excluded, comma-separated."""
-    gpus_per_node: int = 0
-    node_check: bool = False
-    """Check the nodes before the ranks start, against the profile's three rates."""
-    least_tflops: float = 0.0
-    least_node_gb_per_second: float = 0.0
-    least_network_gb_per_second: float = 0.0
 
     @classmethod
     def read(cls, path: str | Path) -> JobSpec:
@@ -76,7 +51,7 @@ class JobSpec:
             data: dict[str, Any] = json.loads(Path(path).read_bytes())
             if set(data) != {item.name for item in fields(cls)}:
                 raise ValueError(f"keys {sorted(data)}")
-            return cls(**data)
+            return cls(**{**data, "container_mounts": tuple(data["container_mounts"])})
         except (OSError, ValueError, TypeError) as error:
             raise ConfigError(
                 f"{path}: not a job of this release ({error}); submit the run again"
@@ -85,14 +60,6 @@ class JobSpec:
     def to_json(self) -> bytes:
         """Return the content of ``job.json``."""
         return json.dumps(asdict(self), indent=1).encode()
-
-
-_FROM_PROFILE = (
-    "ranks_per_node", "cpus_per_rank", "launcher", "exit_wait_seconds", "requeue",
-    "rendezvous_interface", "container", "container_image", "exclude", "gpus_per_node",
-    "node_check", "least_tflops", "least_node_gb_per_second", "least_network_gb_per_second",
-)  # fmt: skip
-"""Fields that ``JobSpec`` copies from the cluster profile."""
 
 
 def make_spec(
@@ -121,18 +88,20 @@ def make_spec(
     Raises:
         ConfigError: a name or path is not allowed on a command line.
     """
+    settings = {item.name: getattr(profile, item.name) for item in fields(NodeSettings)}
+    settings |= {
+        "python": checked(profile.python or sys.executable, names.PATH, "python"),
+        "environment": DEFAULT_ENVIRONMENT | profile.environment | dict(exported or {}),
+    }
     return JobSpec(
         job_name=checked(job_name, names.NAME, "--job-name"),
         run_dir=checked(str(run_dir), names.PATH, "train.run_dir"),
         config=checked(str(submission / "run.yaml"), names.PATH, "train.run_dir"),
-        python=checked(profile.python or sys.executable, names.PATH, "python"),
         code_root=checked(str(CODE_ROOT), names.PATH, "the folder of megatron_deberta"),
         nodes=nodes,
         least_nodes=nodes if min_nodes is None else min_nodes,
-        environment=DEFAULT_ENVIRONMENT | profile.environment | dict(exported or {}),
-        container_mounts=list(profile.container_mounts),
         allow_config_change=allow_config_change,
-        **{name: getattr(profile, name) for name in _FROM_PROFILE},
+        **settings,
     )
 
 
@@ -154,8 +123,7 @@ def sbatch_command(
         bad_nodes: nodes to exclude besides the profile's.
     """
     command = [
-        "sbatch",
-        "--parsable",
+        "sbatch", "--parsable",
         # No variables of the submitting shell, nor credentials in them.
         "--export=NONE",
         f"--job-name={spec.job_name}",
@@ -171,9 +139,8 @@ def sbatch_command(
         f"--time={profile.time_limit_minutes}",
         f"--signal={stop_signal(spec)}@{profile.signal_seconds}",
         "--requeue" if profile.requeue else "--no-requeue",
-        "--open-mode=append",
-        f"--output={spec.run_dir}/{LOGS}/job_%j.log",
-    ]
+        "--open-mode=append", f"--output={spec.run_dir}/{LOGS}/job_%j.log",
+    ]  # fmt: skip
     if excluded := ",".join(dict.fromkeys([spec.exclude, *bad_nodes])).strip(","):
         command.append(f"--exclude={checked(excluded, names.NAMES, 'exclude')}")
     if after:
@@ -234,8 +201,7 @@ def srun_command(spec: JobSpec, logs: Path, rendezvous: str) -> list[str]:
     if spec.launcher == "srun":
         # Supervisors kill ranks that outlive others, then exit; this is for one that cannot.
         wait = spec.exit_wait_seconds + SUPERVISOR_EXIT_SECONDS
-        command = _one_task_per_node(spec, f"{logs}/node_%t.log", wait)
-        return [*command, "-m", SUPERVISOR, *_job_arguments(logs)]
+        return _module_per_node(spec, logs, "node", wait, "watchdog.supervisor")
     return [
         *_one_task_per_node(spec, f"{logs}/rank_%t.log", spec.exit_wait_seconds),
         "-m", "torch.distributed.run", f"--nnodes={spec.nodes}",
@@ -247,8 +213,7 @@ def srun_command(spec: JobSpec, logs: Path, rendezvous: str) -> list[str]:
 
 def check_command(spec: JobSpec, logs: Path) -> list[str]:
     """Return the command that checks every node of an attempt."""
-    command = _one_task_per_node(spec, f"{logs}/check_%t.log", 0)
-    return [*command, "-m", "megatron_deberta.cluster.node_check", *_job_arguments(logs)]
+    return _module_per_node(spec, logs, "check", 0, "node_check")
 
 
 def pretrain_arguments(spec: JobSpec) -> list[str]:
@@ -257,9 +222,10 @@ def pretrain_arguments(spec: JobSpec) -> list[str]:
     return ["megatron_deberta", "pretrain", spec.config, *options]
 
 
-def _job_arguments(logs: Path) -> list[str]:
-    """Return the attempt's ``job.json`` and its name, the arguments of what runs on a node."""
-    return [str(logs / "job.json"), logs.name]
+def _module_per_node(spec: JobSpec, logs: Path, log: str, wait: int, module: str) -> list[str]:
+    """Return the srun command of a module of ``cluster/``, called with ``job.json`` and attempt."""
+    command = _one_task_per_node(spec, f"{logs}/{log}_%t.log", wait)
+    return [*command, "-m", f"megatron_deberta.cluster.{module}", f"{logs}/job.json", logs.name]
 
 
 def _one_task_per_node(spec: JobSpec, output: str, wait: int) -> list[str]:
@@ -271,23 +237,16 @@ def _one_task_per_node(spec: JobSpec, output: str, wait: int) -> list[str]:
         wait: seconds that tasks may outlive the first that ends; 0: no limit.
     """
     command = [
-        "srun",
-        f"--nodes={spec.nodes}",
-        f"--ntasks={spec.nodes}",
-        "--ntasks-per-node=1",
+        "srun", f"--nodes={spec.nodes}", f"--ntasks={spec.nodes}", "--ntasks-per-node=1",
         # Not inherited from sbatch since SLURM 22.05.
         f"--cpus-per-task={spec.cpus_per_rank * spec.ranks_per_node}",
-        "--distribution=block:block",
-        "--mpi=none",
-        "--input=none",
+        "--distribution=block:block", "--mpi=none", "--input=none",
         # The environment is that of job.json (see job.py).
         "--export=ALL",
         # The first rank may end normally while others still close their files.
         "--kill-on-bad-exit=0",
-        f"--wait={wait}",
-        "--open-mode=append",
-        f"--output={output}",
-    ]
+        f"--wait={wait}", "--open-mode=append", f"--output={output}",
+    ]  # fmt: skip
     if spec.container == "pyxis":
         command += [f"--container-image={spec.container_image}", "--no-container-mount-home"]
         if spec.container_mounts:

@@ -20,9 +20,6 @@ DUMP_SECONDS = 1.5
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$', re.M)
 _COLLECTIVES = ("/torch/distributed/", "/deepspeed/")
 """The innermost Python frame of a rank in a collective is in a file of these folders."""
-_READ = "0"
-"""Number of the system call ``read`` on x86-64."""
-_PY_SPY_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +31,7 @@ class ProcessDiagnostics:
     waiting: bool | None
     """Whether the innermost frame is in a collective; None without a stack."""
     detail: str
-    """State and place as text."""
     stacks: str
-    """Stacks of all threads; empty if there are none."""
 
 
 def collect(folder: Path, pids: Mapping[int, int]) -> dict[int, ProcessDiagnostics]:
@@ -98,7 +93,8 @@ def _system_call(pid: int) -> str:
     found = []
     with suppress(OSError):
         number, *values = Path(f"/proc/{pid}/syscall").read_text().split()
-        if number == _READ:
+        # The system call ``read`` on x86-64.
+        if number == "0":
             found.append(f"reading {os.readlink(f'/proc/{pid}/fd/{int(values[0], 16)}')}")
     with suppress(OSError):
         channel = Path(f"/proc/{pid}/wchan").read_text().strip("0\n ")
@@ -115,7 +111,7 @@ def _py_spy(pid: int) -> str:
     try:
         done = subprocess.run(
             [program, "dump", "--nonblocking", "--pid", str(pid)],
-            capture_output=True, text=True, timeout=_PY_SPY_SECONDS, check=False,
+            capture_output=True, text=True, timeout=1.0, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return ""

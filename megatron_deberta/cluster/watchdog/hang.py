@@ -29,7 +29,6 @@ class RankView:
 
     rank: int
     node: int
-    """Number of its node in the job."""
     host: str
     section: Section
     step: int
@@ -42,13 +41,10 @@ class RankView:
     waiting: bool | None = None
     """Whether its stack ends in a collective; None: no stack."""
     detail: str = ""
-    """State and place in the code, as text."""
     code: int | None = None
-    """Exit code; None while it runs."""
     ended: float = 0.0
     """End, in seconds since the epoch."""
     killed: bool = False
-    """Whether its supervisor killed it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,18 +55,15 @@ class Diagnosis:
     ranks: tuple[int, ...]
     """The culprit first; several: they cannot be distinguished; none: no rank is behind."""
     hosts: tuple[str, ...]
-    """Their nodes."""
     reason: str
-    """For logs and the job history."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Time-outs of sections, in seconds."""
+    """Time-outs of sections, in seconds, given the durations of the last steps."""
 
     config: ClusterConfig
     step_times: tuple[float, ...] = ()
-    """Durations of the last steps, in seconds."""
 
     def of(self, section: Section, steps_done: int) -> float:
         """Return the time-out of a section for a rank that has done ``steps_done`` steps."""

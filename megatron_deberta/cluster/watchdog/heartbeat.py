@@ -22,7 +22,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO
 
 from megatron_deberta.observe.progress import ProgressObserver, Section
@@ -47,14 +46,12 @@ class Beat:
     """Number of borders passed; equal on all ranks at the same place of the program."""
     section: Section
     step: int
-    """Optimizer steps done."""
     time: int
     """Of the last border."""
     pid: int
     steps_timed: int = 0
     """Number of steps in the sums below."""
     data_time: int = 0
-    """Waiting for batches."""
     forward_time: int = 0
     """Forward passes, without data-parallel collectives."""
     step_time: int = 0
@@ -92,12 +89,7 @@ class Heartbeat(ProgressObserver):
         """Return the heartbeat."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close the files; the last beat remains readable."""
         if self._stacks is not None and self._map is not None:
             faulthandler.unregister(DUMP_SIGNAL)

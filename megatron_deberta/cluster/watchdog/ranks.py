@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-import os
 import subprocess
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_deberta.cluster.watchdog.diagnostics import ProcessDiagnostics
 from megatron_deberta.cluster.watchdog.hang import RankView
 from megatron_deberta.cluster.watchdog.heartbeat import FOLDER_VARIABLE, Beat
+from megatron_deberta.cluster.watchdog.straggler import Times
 from megatron_deberta.config.schema import ClusterConfig
 from megatron_deberta.observe.progress import Section
-from megatron_deberta.processes import die_with_parent
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +22,6 @@ class NodePlan:
 
     run_dir: str
     attempt: str
-    """Name of the job attempt."""
     node: int
     """Number of this node in the job."""
     num_nodes: int
@@ -32,18 +29,15 @@ class NodePlan:
     """Name by which the node can be excluded."""
     ranks_per_node: int
     command: tuple[str, ...]
-    """Command of every rank."""
     environment: Mapping[str, str]
     """Environment of every rank, without its rank variables."""
     logs: Path
-    """Folder of the ranks' output."""
     exit_wait_seconds: float
-    """Time that ranks may outlive the first that has ended."""
     config: ClusterConfig
     binds_cores: bool = False
     """Give each rank its own cores, near its GPU."""
-    rank_zero_inherits_output: bool = False
-    """Rank 0 writes to the supervisor's output instead of to a file."""
+    shows_rank_zero: bool = False
+    """Copy what rank 0 writes to the supervisor's standard output."""
 
 
 @dataclass(slots=True)
@@ -52,15 +46,15 @@ class RankProcess:
 
     number: int
     process: subprocess.Popen[bytes]
-    started: float
-    """Monotonic time in seconds."""
-    beat: Beat | None = None
-    """Last heartbeat."""
+    beat: Beat = field(
+        default_factory=lambda: Beat(-1, Section.STARTUP, 0, time=time.monotonic_ns(), pid=0)
+    )
+    """Last heartbeat; before the first, one at the start of the process."""
     code: int | None = None
     ended: float = 0.0
     """Monotonic time in seconds."""
     killed: bool = False
-    diagnostics: ProcessDiagnostics | None = None
+    diagnostics: ProcessDiagnostics = ProcessDiagnostics("", None, "", "")
 
     def view(self, plan: NodePlan, resumed: float) -> RankView:
         """Return the rank's state for a report.
@@ -69,31 +63,27 @@ class RankProcess:
             plan: of its node.
             resumed: monotonic time at which the node was last resumed; ages count from there.
         """
-        now = time.monotonic()
-        beat, found = self.beat, self.diagnostics
-        since = max(self.started if beat is None else beat.time / 1e9, resumed)
+        now, beat, found = time.monotonic(), self.beat, self.diagnostics
         return RankView(
             rank=self.number,
             node=plan.node,
             host=plan.host,
-            section=Section.STARTUP if beat is None else beat.section,
-            step=0 if beat is None else beat.step,
-            position=-1 if beat is None else beat.position,
-            age=max(0.0, now - since),
+            section=beat.section,
+            step=beat.step,
+            position=beat.position,
+            age=max(0.0, now - max(beat.time / 1e9, resumed)),
             pid=self.process.pid,
-            state=found.state if found else "",
-            waiting=found.waiting if found else None,
-            detail=found.detail if found else "",
+            state=found.state,
+            waiting=found.waiting,
+            detail=found.detail,
             code=self.code,
             ended=time.time() - now + self.ended if self.ended else 0.0,
             killed=self.killed,
         )
 
-    def times(self) -> tuple[int, int, int, int]:
+    def times(self) -> Times:
         """Return steps, and nanoseconds in data, forward and steps, since the start."""
         beat = self.beat
-        if beat is None:
-            return 0, 0, 0, 0
         return beat.steps_timed, beat.data_time, beat.forward_time, beat.step_time
 
 
@@ -119,25 +109,3 @@ def rank_environment(
         # Otherwise a rank would divide its own cores among all ranks again.
         variables["OMP_NUM_THREADS"] = num_cores
     return {**plan.environment, **{key: str(value) for key, value in variables.items()}}
-
-
-def popen(
-    command: tuple[str, ...], environment: Mapping[str, str], output: int | None
-) -> subprocess.Popen[bytes]:
-    """Start a rank's process, which dies with this one.
-
-    Args:
-        command: command of the rank.
-        environment: its environment.
-        output: file descriptor of its output; None: that of this process.
-    """
-    return subprocess.Popen(
-        command,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=output,
-        # Ctrl-C on a terminal reaches the supervisor only.
-        start_new_session=True,
-        preexec_fn=functools.partial(die_with_parent, os.getpid()),
-    )

@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_deberta.cluster.watchdog.hang import Diagnosis, RankView, diagnose_deaths
+from megatron_deberta.cluster.watchdog.straggler import Times
 from megatron_deberta.files import temporary_name
 from megatron_deberta.observe.progress import Section
 
@@ -31,21 +31,16 @@ class NodeReport:
     node: int
     host: str
     serial: int
-    """Increases with every report."""
     views: tuple[RankView, ...]
-    """The node's ranks."""
     limits: tuple[float, ...]
-    """Their time-outs in seconds, in the same order."""
-    times: tuple[tuple[int, int, int, int], ...]
-    """Steps, and nanoseconds in data, forward and steps, in the same order."""
+    """Their time-outs in seconds, in the same order, as are their times."""
+    times: tuple[Times, ...]
     alarm: str = ""
     """What is overdue according to this node; empty: nothing."""
     has_diagnostics: bool = False
     """Whether the views include the states of processes."""
     diagnosis: Diagnosis | None = None
-    """Cause of a hang, once it is known."""
     code: int | None = None
-    """Exit code of the node; None while it trains."""
 
     def to_json(self) -> bytes:
         """Return the content of its file."""
@@ -84,17 +79,10 @@ class ReportStore:
     Args:
         run_dir: folder of the run.
         attempt: name of the attempt.
-        clock: monotonic clock in seconds.
     """
 
-    def __init__(
-        self,
-        run_dir: str | os.PathLike[str],
-        attempt: str,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, run_dir: str | os.PathLike[str], attempt: str) -> None:
         self.folder = Path(run_dir) / FOLDER / attempt
-        self._clock = clock
         self._seen: dict[int, tuple[int, float]] = {}
 
     def publish(self, report: NodeReport) -> None:
@@ -117,7 +105,7 @@ class ReportStore:
                 report = NodeReport.from_json(self._path(node).read_bytes())
             except (OSError, ValueError):
                 continue
-            now = self._clock()
+            now = time.monotonic()
             serial, since = self._seen.get(node, (-1, now))
             if serial != report.serial:
                 since = now

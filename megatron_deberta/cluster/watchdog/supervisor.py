@@ -6,6 +6,7 @@ NAME``; on a single machine ``megatron-deberta launch`` runs it. It does not imp
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import shutil
@@ -22,6 +23,7 @@ from pathlib import Path
 from types import FrameType
 
 from megatron_deberta.cluster.affinity import divide
+from megatron_deberta.cluster.entry_point import run_logged
 from megatron_deberta.cluster.slurm.history import JobHistory
 from megatron_deberta.cluster.slurm.submit import JobSpec, log_folder, pretrain_arguments
 from megatron_deberta.cluster.watchdog import diagnostics
@@ -33,7 +35,7 @@ from megatron_deberta.cluster.watchdog.hang import (
     find_hang,
 )
 from megatron_deberta.cluster.watchdog.heartbeat import beat_path, read_beat
-from megatron_deberta.cluster.watchdog.ranks import NodePlan, RankProcess, popen, rank_environment
+from megatron_deberta.cluster.watchdog.ranks import NodePlan, RankProcess, rank_environment
 from megatron_deberta.cluster.watchdog.report_store import NodeReport, ReportStore
 from megatron_deberta.cluster.watchdog.straggler import StragglerWatch
 from megatron_deberta.config import load_config
@@ -43,8 +45,8 @@ from megatron_deberta.errors import (
     EXIT_NEVER_REQUEUE,
     EXIT_REQUEUE,
     EXIT_USAGE,
-    MegatronDebertaError,
 )
+from megatron_deberta.processes import die_with_parent
 
 logger = logging.getLogger("supervisor")
 
@@ -56,7 +58,6 @@ DIAGNOSTICS_SECONDS = 2.5
 """Time to wait for other nodes' diagnostics after this node's own."""
 PAUSE_SECONDS = 2.0
 """After a gap of this length between polls, node and ranks are taken to have been suspended."""
-RECENT_STEPS = 50
 
 
 class Supervisor:
@@ -72,16 +73,15 @@ class Supervisor:
         in_memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=in_memory))
         self._ranks: list[RankProcess] = []
-        self._step_times: deque[float] = deque(maxlen=RECENT_STEPS)
-        self._serial = 0
-        self._polled = self._resumed = time.monotonic()
+        self._step_times: deque[float] = deque(maxlen=50)
+        self._serial = self._shown = 0
+        self._started = self._polled = self._resumed = time.monotonic()
         self._has_warned_of_disk = False
         self._alarm = ""
         self._has_diagnostics = False
         self._diagnosis: Diagnosis | None = None
-        config = plan.config
         self._watch_stragglers = StragglerWatch(
-            config.straggler_factor, config.straggler_window_steps
+            plan.config.straggler_factor, plan.config.straggler_window_steps
         )
         self._stragglers: tuple[int, ...] = ()
 
@@ -114,14 +114,31 @@ class Supervisor:
         plan = self._plan
         number = plan.node * plan.ranks_per_node + local_rank
         environment = rank_environment(plan, local_rank, num_cores, self._folder)
-        if plan.rank_zero_inherits_output and number == 0:
-            return RankProcess(number, self._popen(environment, None), time.monotonic())
         plan.logs.mkdir(parents=True, exist_ok=True)
         with (plan.logs / f"rank_{number}.log").open("ab") as log:
-            return RankProcess(number, self._popen(environment, log.fileno()), time.monotonic())
+            return RankProcess(number, self._popen(environment, log.fileno()))
 
-    def _popen(self, environment: Mapping[str, str], output: int | None) -> subprocess.Popen[bytes]:
-        return popen(self._plan.command, environment, output)
+    def _popen(self, environment: Mapping[str, str], output: int) -> subprocess.Popen[bytes]:
+        """Start a rank's process, which dies with this one."""
+        return subprocess.Popen(
+            self._plan.command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            # Ctrl-C on a terminal reaches the supervisor only.
+            start_new_session=True,
+            preexec_fn=functools.partial(die_with_parent, os.getpid()),
+        )
+
+    def _show_rank_zero(self) -> None:
+        """Copy what rank 0 has written since the last call to standard output."""
+        with suppress(OSError), (self._plan.logs / "rank_0.log").open("rb") as log:
+            log.seek(self._shown)
+            text = log.read()
+            self._shown += len(text)
+            sys.stdout.buffer.write(text)
+            sys.stdout.flush()
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         for rank in self._ranks:
@@ -169,12 +186,14 @@ class Supervisor:
         if now - self._polled > PAUSE_SECONDS:
             self._resumed = now
         self._polled = now
+        if self._plan.shows_rank_zero:
+            self._show_rank_zero()
         for rank in self._ranks:
             before, beat = rank.beat, read_beat(beat_path(self._folder, rank.number))
             if beat is not None:
                 rank.beat = beat
-                steps = beat.steps_timed - (before.steps_timed if before else 0)
-                if before is not None and steps > 0 and rank is self._ranks[0]:
+                steps = beat.steps_timed - before.steps_timed
+                if before.position >= 0 and steps > 0 and rank is self._ranks[0]:
                     seconds = (beat.step_time - before.step_time) / 1e9
                     self._step_times.append(seconds / steps)
             if rank.code is None and (code := rank.process.poll()) is not None:
@@ -252,7 +271,7 @@ class Supervisor:
 
     def _overdue(self, reports: Mapping[int, NodeReport]) -> str:
         """Return which nodes or ranks are overdue, empty if none are."""
-        seconds = time.monotonic() - self._ranks[0].started
+        seconds = time.monotonic() - self._started
         absent = self._absent(reports)
         if absent and seconds > self._plan.config.startup_timeout_seconds:
             return diagnose_missing_node(absent, self._plan.num_nodes).reason
@@ -291,11 +310,6 @@ class Supervisor:
         if ranks == self._stragglers:
             return
         self._stragglers = ranks
-        for item in slow:
-            logger.warning(
-                "rank %d on %s is slow: %s takes %.2f times the median, %.3f s per step",
-                item.rank, views[item.rank].host, item.part, item.factor, item.lost_seconds,
-            )  # fmt: skip
         records = [
             {
                 "rank": item.rank, "host": views[item.rank].host, "part": item.part,
@@ -304,6 +318,12 @@ class Supervisor:
             }
             for item in slow
         ]  # fmt: skip
+        for record in records:
+            logger.warning(
+                "rank %(rank)d on %(host)s is slow: %(part)s takes %(factor).2f times the median, "
+                "%(lost_seconds).3f s per step",
+                record,
+            )
         with suppress(OSError):
             JobHistory(self._plan.run_dir).append("slow", link=self._plan.attempt, ranks=records)
 
@@ -358,15 +378,10 @@ def main(arguments: Sequence[str]) -> int:
     # Until the ranks run there is nothing to save, and a signal must not end this process.
     for number in FORWARDED:
         signal.signal(number, signal.SIG_IGN)
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S"
+    job_file, attempt = arguments
+    return run_logged(
+        lambda: Supervisor(node_plan(JobSpec.read(job_file), attempt, os.environ)).run(), logger
     )
-    try:
-        job_file, attempt = arguments
-        return Supervisor(node_plan(JobSpec.read(job_file), attempt, os.environ)).run()
-    except MegatronDebertaError as error:
-        logger.error("error: %s", error)
-        return error.exit_code
 
 
 if __name__ == "__main__":

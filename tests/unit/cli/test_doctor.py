@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_deberta.cli import doctor
 from megatron_deberta.cli.main import main
 from megatron_deberta.cluster import installation, preflight
 from megatron_deberta.cluster.run_lock import RunLock
@@ -119,7 +118,7 @@ def test_folder_that_is_a_file(examine, tmp_path: Path) -> None:
 
 def test_clock(examine, monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.time()
-    monkeypatch.setattr(doctor.time, "time", lambda: now + 3600)
+    monkeypatch.setattr(time, "time", lambda: now + 3600)
     assert "start NTP" in only_wrong(examine(), "run folder")
 
 

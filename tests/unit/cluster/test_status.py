@@ -72,8 +72,8 @@ def test_status(
     assert "ETA:            0:22:40\n" in shown
     assert "restarts:       2\n" in shown
     assert "7.0          node[1-2]            step 0 to 140, 0:04:40: stopped" in shown
-    assert "7.1          node[1-2]            step 140, -: lost: the node or the job" in shown
-    assert "7.2          node[3-4]            step 300, -: running" in shown
+    assert "7.1          node[1-2]            step 140: lost: the node or the job" in shown
+    assert "7.2          node[3-4]            step 300: running" in shown
 
 
 def test_slow_ranks_and_bad_nodes_are_shown(

@@ -181,7 +181,7 @@ def dry_run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
         (("1.5b_dgx2.yaml", "--cluster", "dgx2", "parallel.tensor_parallel_size=3"), "tensor_par"),
         (("1.5b_dgx2.yaml", "--cluster", "dgx2", "--nodes", "0"), "--nodes 0 must be at least 1"),
         (("1.5b_dgx2.yaml", "--cluster", "dgx2", "--job-name", "a b"), "--job-name='a b'"),
-        (("1.5b_dgx2.yaml", "--cluster", "dgx2", "--max-attempts", "0"), "--max-attempts 0"),
+        (("1.5b_dgx2.yaml", "--cluster", "dgx2", "--max-attempts", "0"), "--max-attempts: 0 must"),
     ],
 )
 def test_what_cannot_run_is_refused_at_once(

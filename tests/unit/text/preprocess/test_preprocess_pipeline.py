@@ -423,8 +423,8 @@ def test_options_that_cannot_be(
 ) -> None:
     make = ["preprocess", "--input", corpus, "--tokenizer", tokenizer_dir, "--workers", "0"]
     for change, message in (
-        (["--unit-mb", "nan"], "--unit-mb nan: must be a number above 0"),
-        (["--max-document-mb", "inf"], "--max-document-mb inf: must be a number above 0"),
+        (["--unit-mb", "nan"], "--unit-mb: nan must be at least 1e-06"),
+        (["--max-document-mb", "inf"], "--max-document-mb: inf must be at least 1e-06"),
         (["--sentences", "english"], "must be a code as en or de"),
         (["--output", f"{tmp_path}/"], "ends without a name"),
     ):
