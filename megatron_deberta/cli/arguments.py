@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_deberta.errors import ConfigError
@@ -16,6 +17,7 @@ FORMER_OPTIONS = {
     "--links": "--max-attempts",
     "--plan": "--estimate",
 }
+_RUN_FILES = ("config.yaml", "metrics.jsonl", "chain.jsonl", "checkpoints", "lock", "submissions")
 _MOST = sys.float_info.max
 _DEFAULT = " (default: %(default)s)"
 
@@ -67,6 +69,27 @@ def add_run_arguments(parser: argparse.ArgumentParser, *, required: bool = True)
         "overrides", nargs="*", metavar="section.key=value",
         help="replaces a value of the configuration, such as train.steps=1000",
     )  # fmt: skip
+
+
+def add_run_dir_argument(parser: argparse.ArgumentParser) -> None:
+    """Declare the folder of a run; ``run_folder`` reads it."""
+    parser.add_argument(
+        "run_dir", metavar="RUN_DIR", help="folder of the run (train.run_dir of its configuration)"
+    )
+
+
+def run_folder(args: argparse.Namespace) -> Path:
+    """Return the folder of a run.
+
+    Raises:
+        ConfigError: it does not exist, or no run has begun there.
+    """
+    folder = Path(args.run_dir)
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: no such folder; give the run folder (train.run_dir)")
+    if not any((folder / name).exists() for name in _RUN_FILES):
+        raise ConfigError(f"{folder}: no run has begun in this folder; give that of train.run_dir")
+    return folder
 
 
 def with_current_names(arguments: Sequence[str], program: str) -> list[str]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 
+from megatron_deberta.cli.arguments import add_run_dir_argument, run_folder
 from megatron_deberta.cluster.slurm import commands as slurm
 from megatron_deberta.cluster.slurm.history import JobHistory
 from megatron_deberta.cluster.slurm.submit import SUBMISSIONS, JobSpec, stop_signal
@@ -20,13 +21,13 @@ from megatron_deberta.errors import EXIT_DONE, ConfigError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("run_dir", metavar="RUN_DIR", help="folder of the run")
+    add_run_dir_argument(parser)
     parser.add_argument("--now", action="store_true", help="end at once, without a checkpoint")
 
 
 def run(args: argparse.Namespace) -> int:
     """Cancel all jobs of the run's last submission."""
-    history = JobHistory(args.run_dir)
+    history = JobHistory(run_folder(args))
     jobs = history.submitted_jobs()
     if not jobs:
         raise ConfigError(f"{args.run_dir}: no job was submitted for it; give the run's folder")

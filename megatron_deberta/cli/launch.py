@@ -1,6 +1,6 @@
 """Train with several ranks on this machine, restarted after hangs and crashes.
 
-Rank 0 writes to the terminal, the others to logs/ in the run folder. If a rank hangs or crashes,
+Each rank writes to logs/ in the run folder, and rank 0 also to the terminal. If a rank hangs or crashes,
 its name and the reason are logged and all ranks restart from the newest checkpoint. Ctrl-C and
 SIGTERM save a checkpoint first.
 

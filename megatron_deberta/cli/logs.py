@@ -1,5 +1,7 @@
 """Print or follow the log of a rank, across the job attempts of a run.
 
+`launch` and `submit` write a log per rank and attempt; `pretrain` alone writes to its terminal.
+
 Examples:
   megatron-deberta logs runs/base
   megatron-deberta logs -f runs/base --rank 3
@@ -13,6 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron_deberta.cli.arguments import add_run_dir_argument, run_folder
 from megatron_deberta.cluster.slurm.history import JobHistory
 from megatron_deberta.cluster.slurm.submit import LOGS
 from megatron_deberta.errors import EXIT_DONE, ConfigError
@@ -20,7 +23,7 @@ from megatron_deberta.errors import EXIT_DONE, ConfigError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("run_dir", metavar="RUN_DIR", help="folder of the run")
+    add_run_dir_argument(parser)
     parser.add_argument("--rank", type=int, default=0, metavar="N", help="rank (default: 0)")
     parser.add_argument(
         "--all-attempts", action="store_true",
@@ -33,10 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the log."""
-    folder = Path(args.run_dir) / LOGS
-    if not attempt_logs(folder, args.rank) and not args.follow:
-        raise ConfigError(f"{folder}: no log of rank {args.rank} yet; wait, or use --follow")
-    for text in read(args.run_dir, args.rank, follow=args.follow, all_attempts=args.all_attempts):
+    run_dir = run_folder(args)
+    if not attempt_logs(run_dir / LOGS, args.rank) and not args.follow:
+        raise ConfigError(
+            f"{run_dir / LOGS}: no log of rank {args.rank} yet; wait, or use --follow (a run that "
+            "pretrain started without launch or submit has no logs)"
+        )
+    for text in read(run_dir, args.rank, follow=args.follow, all_attempts=args.all_attempts):
         sys.stdout.write(text)
         sys.stdout.flush()
     return EXIT_DONE
@@ -48,9 +54,9 @@ def attempt_logs(folder: Path, rank: int) -> list[Path]:
     return sorted(found, key=lambda path: tuple(map(int, path.parent.name.split("."))))
 
 
-def read(run_dir: str, rank: int, *, follow: bool, all_attempts: bool) -> Iterator[str]:
+def read(run_dir: Path, rank: int, *, follow: bool, all_attempts: bool) -> Iterator[str]:
     """Yield the text of logs, with ``follow`` until the run ends."""
-    folder, history = Path(run_dir) / LOGS, JobHistory(run_dir)
+    folder, history = run_dir / LOGS, JobHistory(run_dir)
     current: Path | None = None
     position = 0
     while True:

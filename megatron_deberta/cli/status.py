@@ -1,6 +1,7 @@
-"""Show the status of a run: queue, step, loss, tokens/s, ETA and job attempts.
+"""Show the status of a run: queue, step, loss, tokens/s, ETA, last event and job attempts.
 
-Reads the run folder and SLURM's queue; works without SLURM, too.
+Reads the run folder and SLURM's queue; works without SLURM, too. `next` is the command that one
+would usually give next.
 
 Example:
   megatron-deberta status runs/base
@@ -12,6 +13,7 @@ import argparse
 import json
 from dataclasses import asdict
 
+from megatron_deberta.cli.arguments import add_run_dir_argument, run_folder
 from megatron_deberta.cluster.slurm.status import RunStatus, gather
 from megatron_deberta.errors import EXIT_DONE
 from megatron_deberta.observe.console import format_duration
@@ -19,13 +21,13 @@ from megatron_deberta.observe.console import format_duration
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("run_dir", metavar="RUN_DIR", help="folder of the run")
+    add_run_dir_argument(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the status."""
-    status = gather(args.run_dir)
+    status = gather(run_folder(args))
     print(json.dumps(asdict(status), indent=1) if args.json else describe(status))
     return EXIT_DONE
 
@@ -55,6 +57,9 @@ def describe(status: RunStatus) -> str:
     rows += [("excluded nodes", text) for text in status.bad_nodes]
     if status.over:
         rows.append(("ended", status.over))
+    rows.append(("last event", status.last_event or "none"))
+    if status.next_command:
+        rows.append(("next", status.next_command))
     lines = [f"{name + ':':<16}{value}" for name, value in rows]
     for attempt in status.attempts:
         end = "" if attempt.last_step is None else f" to {attempt.last_step:,}"

@@ -62,8 +62,10 @@ def test_killed_rank_is_named_and_all_ranks_restart(
     assert (first["code"], first["goes_on"], last["goes_on"]) == (1, True, False)
     assert first["step"] >= 7
     assert f"{first['reason']}; starting again" in errors
-    # Rank 0 prints to the terminal, the other rank to its log.
+    # The terminal shows rank 0; each rank has a log.
     assert "step 1/60 | loss" in output
+    (log,) = (run_dir / "logs").glob("*.0/rank_0.log")
+    assert "step 1/60 | loss" in log.read_text()
     assert len(list((run_dir / "logs").glob("*.0/rank_1.log"))) == 1
     actual = losses(run_dir)
     assert committed_steps(run_dir)[-1] == len(actual) < 60

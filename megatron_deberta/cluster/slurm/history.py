@@ -21,8 +21,9 @@ FILE_NAME = "chain.jsonl"
 MAX_STALLED_ATTEMPTS = 3
 """A run ends after this many consecutive attempts without a new checkpoint."""
 
+FINISHED = "finished"
 _FINAL = {
-    EXIT_DONE: "finished",
+    EXIT_DONE: FINISHED,
     EXIT_NEVER_REQUEUE: "failed in a way that would repeat; see the logs",
     EXIT_USAGE: "the configuration is invalid; see the logs",
 }

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_deberta.checkpoint.layout import COMMITTED_FILE, committed_steps, step_dir
 from megatron_deberta.cluster.bad_nodes import BadNodes
 from megatron_deberta.cluster.run_lock import DEAD_SECONDS, newest_lock, read_lock
 from megatron_deberta.cluster.slurm import commands as slurm
-from megatron_deberta.cluster.slurm.history import JobHistory
+from megatron_deberta.cluster.slurm.history import FINISHED, JobHistory
+from megatron_deberta.cluster.slurm.submit import LOGS, SUBMISSIONS
 from megatron_deberta.config.schema import ClusterConfig
 from megatron_deberta.config.yaml_reader import read_yaml
+from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE
 from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
 
 
@@ -61,6 +65,10 @@ class RunStatus:
     slow_ranks: tuple[str, ...]
     bad_nodes: tuple[str, ...]
     """Excluded nodes, since when and why."""
+    last_event: str
+    """What happened last, and when; empty: nothing has."""
+    next_command: str
+    """What to do next; empty: wait."""
 
 
 def gather(run_dir: str | os.PathLike[str]) -> RunStatus:
@@ -79,12 +87,13 @@ def gather(run_dir: str | os.PathLike[str]) -> RunStatus:
     last = records[-1] if records else {}
     state, jobs = queue_state(history.submitted_jobs())
     step, target = int(last.get("step", 0)), target_step(folder)
-    over = history.end_reason() or ("finished" if 0 < target <= step else "")
+    over = history.end_reason() or (FINISHED if 0 < target <= step else "")
+    holder = present_holder(folder)
     return RunStatus(
         run_dir=str(run_dir),
         state=state,
         jobs=jobs,
-        holder=present_holder(folder),
+        holder=holder,
         step=step,
         committed_step=history.committed_step(),
         target_step=target,
@@ -97,10 +106,11 @@ def gather(run_dir: str | os.PathLike[str]) -> RunStatus:
         over=over,
         slow_ranks=slow_ranks(events),
         bad_nodes=tuple(
-            f"{failure.node}, since "
-            f"{time.strftime('%Y-%m-%d %H:%M', time.localtime(failure.time))}: {failure.reason}"
+            f"{failure.node}, since {_local_time(failure.time)}: {failure.reason}"
             for failure in BadNodes(folder, bad_node_hours(folder)).current().values()
         ),
+        last_event=last_event(folder, events),
+        next_command=next_command(folder, events, over, is_alive=bool(holder or jobs)),
     )
 
 
@@ -121,6 +131,66 @@ def present_holder(folder: Path) -> str:
     # Twice the limit: clocks of machines differ, and this is only displayed.
     silent = time.time() - lock.stat().st_mtime > 2 * DEAD_SECONDS
     return "" if silent else str(holder)
+
+
+def last_event(folder: Path, events: Sequence[Mapping[str, Any]]) -> str:
+    """Describe what happened last to a run, and when; empty if nothing has."""
+    found = []
+    for number, event in enumerate(events):
+        has_started = any(earlier["event"] == "start" for earlier in events[:number])
+        texts = {
+            "submit": "submitted",
+            "start": f"{'re' * has_started}started at step {event.get('step', 0):,}",
+            "end": f"ended: {event.get('reason')}",
+            "cancel": "cancelled",
+        }
+        if event["event"] in texts:
+            found.append((event["time"], texts[event["event"]]))
+    if steps := committed_steps(folder):
+        saved = (step_dir(folder, steps[-1]) / COMMITTED_FILE).stat().st_mtime
+        found.append((saved, f"saved the checkpoint of step {steps[-1]:,}"))
+    lock = newest_lock(folder / "lock")
+    holder = read_lock(lock) if lock is not None else None
+    if lock is not None and holder is not None and not present_holder(folder):
+        how = "ended" if holder.released else "was killed or lost"
+        found.append((lock.stat().st_mtime, f"process {holder.pid} on {holder.host} {how}"))
+    if not found:
+        return ""
+    when, what = max(found)
+    return f"{_local_time(when)}: {what}"
+
+
+def next_command(
+    folder: Path, events: Sequence[Mapping[str, Any]], over: str, *, is_alive: bool
+) -> str:
+    """Return the command that one would usually give next; empty: wait.
+
+    Args:
+        folder: folder of the run.
+        events: job history of the last submission.
+        over: why the run has ended; empty: it has not.
+        is_alive: whether it is running or queued.
+    """
+    run_dir, config = shlex.quote(str(folder)), shlex.quote(str(_config_path(folder)))
+    logs = sorted(folder.glob(f"{LOGS}/*.*/rank_*.log"), key=lambda log: log.stat().st_mtime)
+    ends = [event["code"] for event in events if event["event"] == "end"]
+    if is_alive:
+        return f"megatron-deberta logs -f {run_dir}" if logs else ""
+    if over == FINISHED:
+        export = shlex.quote(f"exports/{folder.name}")
+        return f"megatron-deberta convert --checkpoint {run_dir} --to hf --output {export}"
+    if over and logs and ends and ends[-1] not in (EXIT_DONE, EXIT_REQUEUE):
+        return f"megatron-deberta logs {run_dir}"
+    if (folder / SUBMISSIONS).exists():
+        return f"megatron-deberta submit {config} --cluster PROFILE"
+    if logs:
+        ranks = len(list(logs[-1].parent.glob("rank_*.log")))
+        return f"megatron-deberta launch {config} --ranks {ranks}"
+    return f"megatron-deberta pretrain {config}"
+
+
+def _local_time(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
 
 
 def queue_state(jobs: Sequence[str]) -> tuple[str, tuple[str, ...]]:
@@ -178,15 +248,16 @@ def target_step(folder: Path) -> int:
     return int(train.get("exit_step") or train.get("stop_after") or train.get("steps") or 0)
 
 
-def _config(folder: Path) -> dict[str, Any]:
-    """Return the resolved configuration, or that of the last submission, or an empty one."""
+def _config_path(folder: Path) -> Path:
+    """Return the file of the resolved configuration; before the start, the last submission's."""
     path = folder / "config.yaml"
-    if not path.exists():
-        newest = max((folder / "submissions").glob("*/run.yaml"), default=None)
-        if newest is None:
-            return {}
-        path = newest
-    return read_yaml(path)
+    return path if path.exists() else max(folder.glob(f"{SUBMISSIONS}/*/run.yaml"), default=path)
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """Return the resolved configuration, empty if there is none."""
+    path = _config_path(folder)
+    return read_yaml(path) if path.exists() else {}
 
 
 def seconds_left(

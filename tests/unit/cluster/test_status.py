@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from megatron_deberta.checkpoint.layout import COMMITTED_FILE, step_dir
 from megatron_deberta.cli.main import main
 from megatron_deberta.cluster.bad_nodes import BadNodes
 from megatron_deberta.cluster.profile import load_profile
-from megatron_deberta.cluster.run_lock import RunLock
+from megatron_deberta.cluster.run_lock import Holder, RunLock
 from megatron_deberta.cluster.slurm import commands as slurm
 from megatron_deberta.cluster.slurm.history import JobHistory
 from megatron_deberta.cluster.slurm.status import present_holder
@@ -157,12 +158,76 @@ def test_present_holder(tmp_path: Path) -> None:
     assert present_holder(tmp_path) == ""
 
 
-def test_status_of_nothing(
+def test_status_before_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(slurm, "call", Slurm())
+    (tmp_path / "config.yaml").touch()
     assert main(["status", str(tmp_path)]) == 0
-    assert "step:           0 of 0; checkpoint at 0" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "step:           0 of 0; checkpoint at 0" in shown
+    assert "last event:     none\n" in shown
+
+
+@pytest.mark.parametrize("command", ["status", "logs", "cancel"])
+def test_a_folder_without_a_run_is_refused(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, str(tmp_path / "rnu")]) == 2
+    assert "rnu: no such folder; give the run folder" in capsys.readouterr().err
+    assert main([command, str(tmp_path)]) == 2
+    assert "no run has begun in this folder" in capsys.readouterr().err
+
+
+def test_last_event_and_next_command(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(slurm, "call", Slurm())
+    history = JobHistory(run_dir)
+
+    def last_rows() -> list[str]:
+        assert main(["status", str(run_dir)]) == 0
+        shown = capsys.readouterr().out.splitlines()
+        rows = [line for line in shown if line.startswith(("last event: ", "next: "))]
+        return [line[16:] for line in rows]
+
+    event, command = last_rows()
+    assert event.endswith(": saved the checkpoint of step 300")
+    assert command == f"megatron-deberta launch {run_dir}/config.yaml --ranks 1"
+    history.append("start", link="7.3", step=300, nodes="node1")
+    assert last_rows()[0].endswith(": restarted at step 300")
+    with RunLock(run_dir):
+        assert last_rows()[1] == f"megatron-deberta logs -f {run_dir}"
+    event, command = last_rows()
+    assert event.endswith(" ended")
+    assert f": process {os.getpid()} on " in event
+    failed = {"link": "7.3", "step": 300, "goes_on": False}
+    history.append("end", **failed, code=1, reason="rank 1 on node1 was killed by signal 9")
+    event, command = last_rows()
+    assert event.endswith(": ended: rank 1 on node1 was killed by signal 9")
+    assert command == f"megatron-deberta logs {run_dir}"
+    history.append("end", **failed, code=75, reason="stopped with a checkpoint")
+    assert last_rows()[1].startswith("megatron-deberta launch ")
+    (run_dir / "submissions").mkdir()
+    assert last_rows()[1] == f"megatron-deberta submit {run_dir}/config.yaml --cluster PROFILE"
+    history.append("end", **failed, code=0, reason="finished")
+    export = f"--to hf --output exports/{run_dir.name}"
+    assert last_rows()[1] == f"megatron-deberta convert --checkpoint {run_dir} {export}"
+
+
+def test_a_killed_process_is_the_last_event(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(slurm, "call", Slurm())
+    lock = tmp_path / "lock" / "00000001.json"
+    lock.parent.mkdir()
+    lock.write_bytes(Holder.this_process().to_json())
+    os.utime(lock, (0, 0))
+    assert main(["status", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert f"process {os.getpid()} on {socket.gethostname()} was killed or lost\n" in shown
+    assert f"next:           megatron-deberta pretrain {tmp_path}/config.yaml\n" in shown
 
 
 @pytest.mark.parametrize(
