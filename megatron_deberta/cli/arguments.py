@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from megatron_deberta.errors import ConfigError
 
+CONFIG_CHANGE_HELP = "resume with another optimizer, precision or number of steps"
 FORMER_OPTIONS = {
     "--all-links": "--all-attempts",
     "--allow-bad": "--max-bad-fraction",
@@ -64,9 +65,13 @@ def number(
 def add_run_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     """Declare the run's configuration file and the overrides of its values."""
     count = None if required else "?"
-    parser.add_argument("config", metavar="RUN.yaml", nargs=count, help="configuration of the run")
     parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value",
+        "config", nargs=count, metavar="RUN.yaml",
+        help="configuration of the run; packaged ones are called configs/runs/NAME.yaml",
+    )  # fmt: skip
+    parser.add_argument(
+        # With the default, argparse does not call them required.
+        "overrides", nargs="*", default=[], metavar="section.key=value",
         help="replaces a value of the configuration, such as train.steps=1000",
     )  # fmt: skip
 

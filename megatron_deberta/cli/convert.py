@@ -41,10 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="read a .bin file (pickle): tensors only, in a process without network",
     )  # fmt: skip
     imported.add_argument(
-        "--sha256", default="", metavar="HEX", help="SHA-256 of the weight file, for pickles"
-    )
+        "--sha256", default="", metavar="HEX",
+        help="SHA-256 of the weight file; required for pickles",
+    )  # fmt: skip
     imported.add_argument(
-        "--seed", type=int, default=0, help="seed of parameters that the file lacks"
+        "--seed", type=int, default=0, help="seed of new parameters, which the file lacks"
     )
 
 

@@ -24,7 +24,7 @@ from megatron_deberta.checkpoint.layout import KINDS
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.checkpoint.resume import FLAG, check_resume
 from megatron_deberta.checkpoint.store import find_newest
-from megatron_deberta.cli.arguments import add_run_arguments
+from megatron_deberta.cli.arguments import CONFIG_CHANGE_HELP, add_run_arguments
 from megatron_deberta.cli.submit import check_fit
 from megatron_deberta.cluster import installation, preflight
 from megatron_deberta.cluster.profile import ClusterProfile, load_profile
@@ -44,11 +44,13 @@ from megatron_deberta.train.fingerprint import data_fingerprint
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_run_arguments(parser, required=False)
-    parser.add_argument("--cluster", help="cluster profile: a name or a YAML file")
-    parser.add_argument("--nodes", type=int, help="number of nodes (default: cluster.nodes)")
     parser.add_argument(
-        FLAG, action="store_true", help="accept the configuration changes that pretrain accepts"
+        "--cluster", metavar="PROFILE", help="cluster profile, such as dgx2, or a YAML file"
     )
+    parser.add_argument(
+        "--nodes", type=int, metavar="N", help="number of nodes (default: cluster.nodes)"
+    )
+    parser.add_argument(FLAG, action="store_true", help=CONFIG_CHANGE_HELP)
 
 
 def run(args: argparse.Namespace) -> int:

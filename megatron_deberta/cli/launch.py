@@ -1,8 +1,8 @@
 """Train with several ranks on this machine, restarted after hangs and crashes.
 
-Each rank writes to logs/ in the run folder, and rank 0 also to the terminal. If a rank hangs or crashes,
-its name and the reason are logged and all ranks restart from the newest checkpoint. Ctrl-C and
-SIGTERM save a checkpoint first.
+Each rank writes to logs/ in the run folder, and rank 0 also to the terminal. If a rank hangs or
+crashes, its name and the reason are logged and all ranks restart from the newest checkpoint. Ctrl-C
+and SIGTERM save a checkpoint first.
 
 Example:
   megatron-deberta launch RUN.yaml --ranks 8 train.run_dir=runs/base
@@ -14,7 +14,7 @@ import argparse
 import signal
 
 from megatron_deberta.checkpoint.resume import FLAG
-from megatron_deberta.cli.arguments import add_run_arguments, number
+from megatron_deberta.cli.arguments import CONFIG_CHANGE_HELP, add_run_arguments, number
 from megatron_deberta.cluster.entry_point import log_times
 from megatron_deberta.cluster.run_lock import raise_if_locked
 from megatron_deberta.cluster.watchdog.local_job import run_local_job
@@ -26,12 +26,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser)
     parser.add_argument(
         "--ranks", type=number(int, 1), required=True, metavar="N",
-        help="number of ranks, one per GPU",
+        help="number of ranks (training processes), one per GPU",
     )  # fmt: skip
     parser.add_argument(
         "--restarts", type=number(int, 0), default=10, metavar="N", help="restarts after failures"
     )
-    parser.add_argument(FLAG, action="store_true", help="passed on to pretrain")
+    parser.add_argument(FLAG, action="store_true", help=CONFIG_CHANGE_HELP)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -24,7 +24,9 @@ from megatron_deberta.errors import EXIT_DONE, ConfigError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_run_dir_argument(parser)
-    parser.add_argument("--rank", type=int, default=0, metavar="N", help="rank (default: 0)")
+    parser.add_argument(
+        "--rank", type=int, default=0, metavar="N", help="rank whose log is printed"
+    )
     parser.add_argument(
         "--all-attempts", action="store_true",
         help="begin with the first job attempt instead of the newest",

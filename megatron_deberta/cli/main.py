@@ -52,6 +52,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("pretrain", "pretrain, as one rank of a run or alone"),
     Command("launch", "pretrain with several ranks on this machine"),
     Command("plan", "predict memory, FLOPs, traffic and time of a run on a cluster"),
+    Command("config", "list the configuration keys, or print a run's resolved configuration"),
     Command("doctor", "check the installation, or whether a run can start here"),
     Command("submit", "submit a run to a SLURM cluster"),
     Command("status", "show queue, progress and job attempts of a run"),
@@ -59,6 +60,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("cancel", "cancel the jobs of a run"),
     Command("convert", "export to Hugging Face format, or import a published model"),
     Command("fill-mask", "predict the [MASK] tokens of a text"),
+    Command("completion", "print a completion script for bash, zsh or fish"),
 )
 
 

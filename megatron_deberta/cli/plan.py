@@ -6,6 +6,7 @@ select them. Counts are exact; times are predictions, printed with their assumpt
 docs/planning.md.
 
 Examples:
+  megatron-deberta plan RUN.yaml
   megatron-deberta plan configs/runs/1.5b_dgx2.yaml --cluster dgx2
   megatron-deberta plan configs/runs/1.5b_h100.yaml --cluster dgx_h100 --world-size 128
   megatron-deberta plan RUN.yaml --cluster dgx_h100 --device H200 --achieved 0.42 --json
@@ -17,54 +18,68 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
 from megatron_deberta.cli.arguments import add_run_arguments
-from megatron_deberta.cluster.profile import load_profile
+from megatron_deberta.cluster.installation import query_gpus
+from megatron_deberta.cluster.profile import ClusterProfile, load_profile
 from megatron_deberta.config import load_config
 from megatron_deberta.errors import EXIT_DONE, ConfigError
 from megatron_deberta.observe.console import format_duration
+from megatron_deberta.planning.devices import DEVICES, Device
 from megatron_deberta.planning.machine import machine_of
 from megatron_deberta.planning.plan import RunPlan, make_plan
 from megatron_deberta.planning.search import NEAR, Search
 
+DEFAULT_PROFILE = "dgx_h100"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    add_run_arguments(parser)
+    add_run_arguments(parser, required=False)
     parser.add_argument(
-        "--cluster", required=True, metavar="PROFILE",
-        help="cluster profile: dgx2, dgx_h100, or a YAML file of the same form",
+        "--cluster", metavar="PROFILE",
+        help="cluster profile: dgx2, dgx_h100, or a YAML file of the same form (default: this "
+        f"machine's GPUs, or else {DEFAULT_PROFILE})",
     )  # fmt: skip
     parser.add_argument(
         "--world-size", type=int, metavar="N",
-        help="number of ranks (default: cluster.nodes times the profile's ranks per node)",
+        help="number of ranks (default: those of cluster.nodes full nodes, at least one)",
     )  # fmt: skip
     parser.add_argument(
         "--device", default="", metavar="NAME", help="GPU, such as A100 (default: the profile's)"
     )
     parser.add_argument(
         "--achieved", type=float, metavar="SHARE",
-        help="measured share of the data sheet's matrix rate, such as 0.4",
+        help="share of the GPU's peak matrix rate that training reaches, such as 0.4; pretrain "
+        "prints it as MFU (default: an assumption, which is printed)",
     )  # fmt: skip
     parser.add_argument(
-        "--layouts", type=int, default=10, metavar="N", help="layouts to print; 0: no search"
+        "--layouts",
+        type=int,
+        default=10,
+        metavar="N",
+        help="parallel layouts to print; 0: no search",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """Plan the run and print the result."""
-    config = load_config(args.config, args.overrides)
-    machine = machine_of(load_profile(args.cluster), args.device, args.achieved or 0.0)
+    is_override = args.config is not None and "=" in args.config
+    config = load_config(
+        None if is_override else args.config, [args.config] * is_override + args.overrides
+    )
+    profile = load_profile(args.cluster) if args.cluster else default_profile()
+    machine = machine_of(profile, args.device, args.achieved or 0.0)
     world_size = args.world_size
     if world_size is None:
-        if not config.cluster.nodes:
-            raise ConfigError("cluster.nodes=0: give the number of ranks with --world-size")
-        world_size = config.cluster.nodes * machine.ranks_per_node
+        world_size = max(1, config.cluster.nodes) * machine.ranks_per_node
     plan = make_plan(config, machine, world_size, search=args.layouts > 0)
     if args.json:
         print(json.dumps(plan.to_dict(), indent=1))
@@ -74,6 +89,28 @@ def run(args: argparse.Namespace) -> int:
     console = Console(file=sys.stdout, highlight=False, width=width)
     show(plan, console, args.layouts)
     return EXIT_DONE
+
+
+def default_profile() -> ClusterProfile:
+    """Return a node with this machine's GPUs if they are known, else the default; say which."""
+    profile, where = load_profile(DEFAULT_PROFILE), f"--cluster {DEFAULT_PROFILE}"
+    with suppress(ConfigError, IndexError):
+        gpus = query_gpus("name,memory.total")
+        if device := next((item for item in DEVICES if _is_device(item, *gpus[0])), None):
+            where = "this machine"
+            dtypes = ("fp16", "fp32") if device.attention == "chunked" else profile.dtypes
+            profile = replace(profile, ranks_per_node=len(gpus), device=device.name, dtypes=dtypes)
+    print(
+        f"no --cluster: planning for {where}, {profile.ranks_per_node} x {profile.device} per node",
+        file=sys.stderr,
+    )
+    return profile
+
+
+def _is_device(device: Device, name: str, mebibytes: str) -> bool:
+    """Return whether ``nvidia-smi`` describes a device by this name and memory."""
+    size = int(mebibytes) * 2**20 / (device.memory_gb * 1e9) if mebibytes.isdigit() else 0
+    return device.name.split("-")[0] in name and 0.9 < size < 1.15
 
 
 def show(plan: RunPlan, console: Console, num_layouts: int) -> None:

@@ -51,8 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--sentences", nargs="?", const="en", default="", metavar="LANGUAGE",
-        help="keep sentences apart (PREFIX_KEY_sentence), as this language, an ISO 639 code, ends "
-        "them (default: en)",
+        help="store sentences separately (PREFIX_KEY_sentence), split by the rules of this "
+        "language (an ISO 639 code; without one: en)",
     )  # fmt: skip
     add_bad_fraction_argument(parser)
     parser.add_argument(

@@ -12,7 +12,7 @@ from megatron_deberta.data.shards.prefixes import shard_prefixes
 def add_shard_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare shards as positional arguments and as ``--prefix``."""
     parser.add_argument(
-        "shards", nargs="*", metavar="SHARD",
+        "shards", nargs="*", default=[], metavar="SHARD",
         help="path without .bin/.idx, any file of a shard, or a folder of shards",
     )  # fmt: skip
     parser.add_argument(

@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_deberta.checkpoint.resume import FLAG
-from megatron_deberta.cli.arguments import add_run_arguments, number
+from megatron_deberta.cli.arguments import CONFIG_CHANGE_HELP, add_run_arguments, number
 from megatron_deberta.cluster import preflight
 from megatron_deberta.cluster.bad_nodes import BadNodes
 from megatron_deberta.cluster.profile import ClusterProfile, check_dtype, load_profile
@@ -61,10 +61,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="start with as few as this many nodes if no more are available (default: --nodes)",
     )  # fmt: skip
     parser.add_argument(
-        "--job-name", metavar="NAME", help="SLURM's name (default: the run folder's)"
+        "--job-name",
+        metavar="NAME",
+        help="SLURM's name of the job (default: the run folder's name)",
     )
     parser.add_argument(
-        "--max-attempts", type=number(int, 1), default=1,
+        "--max-attempts", type=number(int, 1), default=1, metavar="N",
         help="jobs to queue, each of which continues the one before it; a job that may requeue "
         "itself needs no more than one",
     )  # fmt: skip
@@ -73,12 +75,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="environment variable for the ranks; without a value, that of this shell (may be "
         "repeated; nothing else of this shell's environment reaches the job)",
     )  # fmt: skip
-    for option in ("partition", "account", "qos", "exclude"):
-        parser.add_argument(f"--{option}", help="overrides the profile's")
+    for option, text in (
+        ("partition", "SLURM partition"),
+        ("account", "SLURM account"),
+        ("qos", "SLURM quality of service"),
+        ("exclude", "nodes to exclude, comma-separated"),
+    ):
+        parser.add_argument(f"--{option}", metavar="NAME", help=f"{text} (default: the profile's)")
     parser.add_argument(
-        "--time-limit-minutes", type=int, metavar="MINUTES", help="overrides the profile's"
-    )
-    parser.add_argument(FLAG, action="store_true", help="passed on to pretrain")
+        "--time-limit-minutes", type=int, metavar="MINUTES",
+        help="time limit of a job (default: the profile's)",
+    )  # fmt: skip
+    parser.add_argument(FLAG, action="store_true", help=CONFIG_CHANGE_HELP)
     parser.add_argument(
         "--dry-run", action="store_true", help="print all commands and files, and submit nothing"
     )

@@ -24,18 +24,19 @@ def add_input_arguments(parser: argparse.ArgumentParser, *, files_only: bool = F
     )  # fmt: skip
     parser.add_argument(
         "--format", choices=("auto", "jsonl", "text"), default="auto",
-        help="auto: by the suffix, else by the first character",
+        help="format of the input; auto: by the suffix, else by the first character",
     )  # fmt: skip
     parser.add_argument(
         "--text-mode", choices=("line", "paragraph"), default="paragraph",
         help="documents of plain text: lines, or paragraphs separated by blank lines",
     )  # fmt: skip
     parser.add_argument(
-        "--normalize", choices=("none", "nfc", "nfkc"), default="none", help="Unicode normalization"
-    )
+        "--normalize", choices=("none", "nfc", "nfkc"), default="none",
+        help="Unicode normalization of the text",
+    )  # fmt: skip
     parser.add_argument(
         "--max-document-mb", type=number(float, 1e-6), default=100.0, metavar="MB",
-        help="set longer documents aside",
+        help="leave out longer documents, and list them as unusable",
     )  # fmt: skip
 
 

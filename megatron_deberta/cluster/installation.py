@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -98,7 +99,8 @@ def check_disk() -> str:
     Raises:
         ConfigError: one has less than ``MIN_FREE_GIB``.
     """
-    return ", ".join(map(check_free_space, (Path.cwd(), tempfile.gettempdir())))
+    folders = Path.cwd(), Path(tempfile.gettempdir())
+    return ", ".join(check_free_space(folder) for folder in folders)
 
 
 def check_free_space(folder: str | Path) -> str:
@@ -109,7 +111,7 @@ def check_free_space(folder: str | Path) -> str:
     """
     free = shutil.disk_usage(folder).free / 2**30
     if free < MIN_FREE_GIB:
-        raise ConfigError(f"{folder}: {free:.2f} GiB free, less than {MIN_FREE_GIB:g}")
+        raise ConfigError(f"{folder}: {free:.2f} GiB free, less than {MIN_FREE_GIB:g}; make room")
     return f"{folder} {free:,.0f} GiB free"
 
 
@@ -128,6 +130,25 @@ def check_clock(folder: str | Path) -> float:
     if abs(skew) > MAX_SKEW_SECONDS:
         raise ConfigError(f"{skew:+.1f} s from the clock of {folder}; start NTP here or there")
     return skew
+
+
+def query_gpus(fields: str) -> list[list[str]]:
+    """Return what ``nvidia-smi`` says of each GPU.
+
+    Args:
+        fields: of ``nvidia-smi --help-query-gpu``, comma-separated.
+
+    Raises:
+        ConfigError: the program is missing or fails.
+    """
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        raise ConfigError("nvidia-smi is missing; is the driver loaded?")
+    command = [program, f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ConfigError(f"nvidia-smi: {' '.join(done.stderr.split())}; drain the node")
+    return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
 
 
 def check_package(package: str) -> str:

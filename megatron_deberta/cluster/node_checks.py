@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -17,7 +16,12 @@ import time
 from collections.abc import Callable, Sequence
 
 from megatron_deberta.cluster.affinity import numa_nodes
-from megatron_deberta.cluster.installation import check_clock, check_free_space, check_torch
+from megatron_deberta.cluster.installation import (
+    check_clock,
+    check_free_space,
+    check_torch,
+    query_gpus,
+)
 from megatron_deberta.cluster.slurm.submit import JobSpec
 from megatron_deberta.errors import ConfigError, MegatronDebertaError
 
@@ -31,7 +35,7 @@ def devices(spec: JobSpec) -> str:
     """Check that all GPUs are present."""
     if not spec.gpus_per_node:
         return "none requested"
-    names = [row[0] for row in _nvidia_smi("name")]
+    names = [row[0] for row in query_gpus("name")]
     if len(names) < spec.gpus_per_node:
         raise ConfigError(f"{len(names)} of {spec.gpus_per_node} GPUs; drain the node")
     return f"{len(names)} x {names[0]}"
@@ -41,7 +45,7 @@ def ecc(spec: JobSpec) -> str:
     """Check for uncorrected errors of GPU memory."""
     if not spec.gpus_per_node:
         return "no GPU"
-    counts = _nvidia_smi("index,ecc.errors.uncorrected.volatile.total")
+    counts = query_gpus("index,ecc.errors.uncorrected.volatile.total")
     bad = [index for index, errors in counts if errors.isdigit() and int(errors)]
     if bad:
         raise ConfigError(f"uncorrected memory errors on GPU {', '.join(bad)}; reset or drain it")
@@ -173,17 +177,6 @@ assert numbers[0].item() == float(world) ** {_REPEATS}, "wrong sum"
 dist.destroy_process_group()
 print(2 * (world - 1) / world * numbers.numel() * 4 / best / 1e9)
 """
-
-
-def _nvidia_smi(fields: str) -> list[list[str]]:
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        raise ConfigError("nvidia-smi is missing; is the driver loaded?")
-    command = [program, f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise ConfigError(f"nvidia-smi: {' '.join(done.stderr.split())}; drain the node")
-    return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
 
 
 CHECKS: dict[str, tuple[Callable[[JobSpec], str], float]] = {

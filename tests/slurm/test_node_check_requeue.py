@@ -42,7 +42,8 @@ def test_node_with_a_full_disk_is_excluded(
     )  # fmt: skip
     run.wait(lambda: len(run.events("end")) == 1, "the end of the attempt whose check fails", 120)
     end = run.events("end")[0]
-    wrong = f"the node check failed: {VICTIM}: disk: {small_disk}: 0.01 GiB free; make room"
+    disk = f"{small_disk}: 0.01 GiB free, less than 1; make room"
+    wrong = f"the node check failed: {VICTIM}: disk: {disk}"
     assert (end["goes_on"], end["reason"]) == (True, wrong), run.diagnostics()
     logs = run_dir / "logs" / f"{run.jobs[0]}.0"
     assert not list(logs.glob("rank_*.log"))

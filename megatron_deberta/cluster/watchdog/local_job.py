@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import socket
@@ -38,7 +37,8 @@ def run_local_job(config: RunConfig, arguments: Sequence[str], ranks: int, resta
     # In place of SLURM's job number; that of a later job is larger.
     job = str(int(time.time()))
     history.append("submit", links=restarts + 1, nodes=1)
-    for restart in itertools.count():
+    restart = 0
+    while True:
         attempt = attempt_name(job, restart)
         plan = _node_plan(config, arguments, ranks, attempt)
         history.start_attempt(attempt, plan.host)
@@ -51,6 +51,7 @@ def run_local_job(config: RunConfig, arguments: Sequence[str], ranks: int, resta
         logger.warning("%s: %s%s", attempt, decision.reason, "; starting again" * again)
         if not again:
             return code if decision.continues else decision.code
+        restart += 1
 
 
 def _node_plan(config: RunConfig, arguments: Sequence[str], ranks: int, attempt: str) -> NodePlan:

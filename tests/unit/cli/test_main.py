@@ -65,6 +65,36 @@ def test_wrong_usage_exits_2(argv: list[str], capsys: pytest.CaptureFixture[str]
     assert "usage: megatron-deberta" in capsys.readouterr().err
 
 
+def test_only_required_arguments_are_called_required(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["pretrain"]) == errors.EXIT_USAGE
+    assert capsys.readouterr().err == (
+        "megatron-deberta: error: the following arguments are required: RUN.yaml; see "
+        "megatron-deberta pretrain --help\n"
+    )
+    assert cli.main(["verify"]) == errors.EXIT_USAGE
+    assert "no shard given" in capsys.readouterr().err
+
+
+def test_numbers_out_of_range_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    for value, message in (
+        ("0", "argument --jobs: 0 must be at least 1"),
+        ("two", "argument --jobs: invalid int value: 'two'"),
+    ):
+        assert cli.main(["verify", "shard", "--jobs", value]) == errors.EXIT_USAGE
+        assert message in capsys.readouterr().err
+
+
+def test_help_shows_each_default_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["split", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "seed of the hash (default: 0)" in shown
+    assert "(default: 0.05, as in the paper)" in shown
+    assert "(default: 0.05)" not in shown
+
+
 class Subcommand:
     """A stand-in for a module of ``cli/``, which raises or returns what it is given.
 

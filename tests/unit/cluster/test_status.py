@@ -162,7 +162,7 @@ def test_status_before_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(slurm, "call", Slurm())
-    (tmp_path / "config.yaml").touch()
+    (tmp_path / "config.yaml").write_text("train: {}\n")
     assert main(["status", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "step:           0 of 0; checkpoint at 0" in shown

@@ -133,7 +133,9 @@ def test_fill_mask_refuses_in_one_line(
     model = str(run_dir)
     assert "no [MASK]" in error_of(["fill-mask", model, "The quick fox"], capsys, 2)
     assert "shorten it" in error_of(["fill-mask", model, "[MASK] fox" * 99], capsys, 2)
-    assert "--top-k: 0 must be at least 1" in error_of(["fill-mask", model, TEXT, "--top-k", "0"], capsys, 2)
+    assert "--top-k: 0 must be at least 1" in error_of(
+        ["fill-mask", model, TEXT, "--top-k", "0"], capsys, 2
+    )
     assert "no such folder" in error_of(["fill-mask", model + "x", TEXT], capsys, 1)
     assert "no committed checkpoint" in error_of(["fill-mask", str(tmp_path), TEXT], capsys, 1)
     (tmp_path / "config.json").write_text("{")

@@ -133,7 +133,6 @@ def test_command_prints_tables(capsys: pytest.CaptureFixture[str]) -> None:
             ["parallel.tensor_parallel_size=3", "cluster.ranks_per_node=0"],
             ["tensor_parallel_size=3", "1, 2, 4, 8, 16"],
         ),
-        (["cluster.nodes=0"], ["--world-size"]),
     ],
 )
 def test_refusals_name_value_and_remedy(
@@ -145,6 +144,32 @@ def test_refusals_name_value_and_remedy(
     assert error.count("\n") == 1
     for text in named:
         assert text in error
+
+
+@pytest.mark.parametrize(
+    ("gpu", "planned"),
+    [
+        ("NVIDIA H100 80GB HBM3, 81559", "this machine, 2 x H100-80GB"),
+        ("Tesla V100-SXM3-32GB, 32768", "this machine, 2 x V100-32GB"),
+        ("NVIDIA A100-SXM4-40GB, 40960", "--cluster dgx_h100, 8 x H100-80GB"),
+        ("", "--cluster dgx_h100, 8 x H100-80GB"),
+    ],
+)
+def test_command_without_options(
+    gpu: str, planned: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if gpu:
+        program = tmp_path / "nvidia-smi"
+        program.write_text(f"#!/bin/sh\necho '{gpu}'; echo '{gpu}'\n")
+        program.chmod(0o755)
+    assert main(["plan", "--layouts", "0", "--json"]) == 0
+    printed = capsys.readouterr()
+    assert f"planning for {planned} per node\n" in printed.err
+    assert f"{json.loads(printed.out)['world_size']} x" in planned
+    assert main(["plan", "train.steps=50000", "--layouts", "0"]) == 0
+    assert "; 50,000 steps in" in capsys.readouterr().out
 
 
 def test_a_profile_without_a_device_needs_one() -> None:

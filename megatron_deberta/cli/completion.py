@@ -1,0 +1,115 @@
+"""Print a script that completes commands, options and configuration keys in a shell.
+
+Examples:
+  megatron-deberta completion bash > ~/.local/share/bash-completion/completions/megatron-deberta
+  megatron-deberta completion zsh > ~/.zfunc/_megatron-deberta     (a folder of $fpath)
+  megatron-deberta completion fish > ~/.config/fish/completions/megatron-deberta.fish
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+
+from megatron_deberta.cli import main
+from megatron_deberta.cli.config import list_keys
+from megatron_deberta.errors import EXIT_DONE
+
+_BASH = """\
+_megatron_deberta() {{
+  local word=${{COMP_WORDS[COMP_CWORD]}} flags= keys=
+  if ((COMP_CWORD == 1)); then
+    COMPREPLY=($(compgen -W "{commands}" -- "$word"))
+    return
+  fi
+  case ${{COMP_WORDS[1]}} in
+{cases}
+  esac
+  if [[ $word == -* ]]; then
+    COMPREPLY=($(compgen -W "$flags" -- "$word"))
+  else
+    COMPREPLY=($(compgen -W "$keys" -- "$word"))
+    if ((${{#COMPREPLY[@]}})); then compopt -o nospace; else compopt -o default; fi
+  fi
+}}
+complete -F _megatron_deberta megatron-deberta
+"""
+_ZSH = """\
+#compdef megatron-deberta
+local flags keys
+if ((CURRENT == 2)); then
+  compadd -- {commands}
+  return
+fi
+case $words[2] in
+{cases}
+esac
+if [[ $PREFIX == -* ]]; then
+  compadd -- ${{=flags}}
+else
+  _files
+  compadd -S '' -- ${{=keys}}
+fi
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="shell to complete in")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the script."""
+    print(fish_script() if args.shell == "fish" else script(args.shell), end="")
+    return EXIT_DONE
+
+
+def parsers() -> dict[main.Command, argparse.ArgumentParser]:
+    """Return the parser of every command."""
+    return {
+        command: main.build_parser(command, main.import_command(command))
+        for command in main.COMMANDS
+    }
+
+
+def options(parser: argparse.ArgumentParser) -> list[str]:
+    """Return the long options of a command."""
+    names = [name for action in parser._actions for name in action.option_strings]
+    return [name for name in names if name.startswith("--")]
+
+
+def takes_keys(parser: argparse.ArgumentParser) -> bool:
+    """Return whether a command takes ``section.key=value``."""
+    return any(action.dest == "overrides" for action in parser._actions)
+
+
+def _keys() -> str:
+    return " ".join(f"{key.name}=" for key in list_keys())
+
+
+def script(shell: str) -> str:
+    """Return the script for bash or zsh."""
+    cases = "\n".join(
+        f"    {command.name}) flags={shlex.quote(' '.join(options(parser)))}"
+        f"{' keys=' + shlex.quote(_keys()) if takes_keys(parser) else ''} ;;"
+        for command, parser in parsers().items()
+    )
+    commands = " ".join(command.name for command in main.COMMANDS)
+    return (_BASH if shell == "bash" else _ZSH).format(commands=commands, cases=cases)
+
+
+def fish_script() -> str:
+    """Return the script for fish."""
+    lines = []
+    for command, parser in parsers().items():
+        lines.append(
+            f"-n __fish_use_subcommand -f -a {command.name} -d {shlex.quote(command.help)}"
+        )
+        seen = f"-n '__fish_seen_subcommand_from {command.name}'"
+        for action in parser._actions:
+            names = [name for name in action.option_strings if name.startswith("--")]
+            text = (action.help or "").partition(";")[0].partition(" (")[0]
+            lines += [f"{seen} -l {name[2:]} -d {shlex.quote(text)}" for name in names]
+        if takes_keys(parser):
+            lines.append(f"{seen} -a {shlex.quote(_keys())}")
+    return "".join(f"complete -c megatron-deberta {line}\n" for line in lines)

@@ -1,0 +1,98 @@
+"""``config``, the page of keys, and shell completion."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from megatron_deberta.cli.completion import parsers, takes_keys
+from megatron_deberta.cli.config import list_keys, markdown
+from megatron_deberta.cli.main import COMMANDS, main
+from megatron_deberta.config import RunConfig, load_config
+
+ROOT = Path(__file__).parents[3]
+RUN = str(ROOT / "configs" / "runs" / "small.yaml")
+
+
+def test_every_key_has_a_meaning() -> None:
+    names = [
+        f"{section.name}.{key.name}"
+        for section in fields(RunConfig)
+        for key in fields(getattr(RunConfig(), section.name))
+    ]
+    assert [key.name for key in list_keys()] == names
+    assert all(key.meaning.endswith(".") for key in list_keys())
+
+
+def test_the_page_of_keys_is_up_to_date() -> None:
+    assert (ROOT / "docs" / "keys.md").read_text() == markdown(list_keys()), (
+        "run: megatron-deberta config --list --markdown > docs/keys.md"
+    )
+
+
+def test_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "--list", "train"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert not any("model." in line for line in lines)
+    (steps,) = [line.split(maxsplit=3) for line in lines if "train.steps" in line]
+    assert [cell.strip() for cell in steps] == [
+        "train.steps", "int", "100000", "Number of optimizer steps.",
+    ]  # fmt: skip
+    (device,) = [" ".join(line.split()) for line in lines if "train.device" in line]
+    assert 'auto, cpu, cuda "auto"' in device
+    assert main(["config", "--list"]) == 0
+    assert "model.num_layers" in capsys.readouterr().out
+
+
+def test_resolved_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["config", RUN, "train.steps=700"]) == 0
+    copy = tmp_path / "run.yaml"
+    copy.write_text(capsys.readouterr().out)
+    assert load_config(copy) == load_config(RUN, ["train.steps=700"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give either RUN.yaml, to print what it resolves to, or --list"),
+        (["--list", "trains"], "--list trains: must be one of checkpoint, cluster, "),
+    ],
+)
+def test_wrong_usage(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["config", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_completion(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+
+    def complete(*words: str) -> list[str]:
+        typed = ("megatron-deberta", *words)
+        call = f"COMP_WORDS=({shlex.join(typed)}); COMP_CWORD={len(words)}; _megatron_deberta"
+        done = subprocess.run(
+            ["bash", "-c", f'{script}\n{call} 2>/dev/null; echo "${{COMPREPLY[@]}}"'],
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        return done.stdout.split()
+
+    assert complete("pre") == ["preprocess", "pretrain"]
+    assert complete("pretrain", "--dry") == ["--dry-run"]
+    assert complete("pretrain", "RUN.yaml", "train.st") == ["train.steps="]
+    assert complete("status", "train.st") == []
+    for shell in ("zsh", "fish"):
+        assert main(["completion", shell]) == 0
+        script = capsys.readouterr().out
+        assert all(command.name in script for command in COMMANDS)
+        assert "train.steps=" in script
+
+
+def test_commands_with_overrides_complete_keys() -> None:
+    known = {command.name for command, parser in parsers().items() if takes_keys(parser)}
+    assert known == {"config", "doctor", "launch", "plan", "pretrain", "submit"}
