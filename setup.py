@@ -93,6 +93,7 @@ setup(
         "rich",
         "tensorboard",
         "matplotlib",
+        "plotext>=5.3,<6",
         "protobuf",
     ],
     extras_require={"mpi": MPI, "dev": DEV, "all": MPI},

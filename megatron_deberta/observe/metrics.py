@@ -125,14 +125,7 @@ def plot_loss(
     """
     from matplotlib.figure import Figure
 
-    curves: dict[str, list[tuple[int, float]]] = {"train": [], "validation": []}
-    for record in read_metrics(metrics_path):
-        loss = record.get("loss")
-        if record.get("kind") in curves and isinstance(loss, (int, float)):
-            curves[record["kind"]].append((record["step"], float(loss)))
-    if not any(curves.values()):
-        raise DataError(f"{metrics_path}: contains no finite loss; train for a few steps first")
-
+    curves = _loss_curves(metrics_path)
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     for kind, points in curves.items():
@@ -148,3 +141,38 @@ def plot_loss(
     picture = io.BytesIO()
     figure.savefig(picture, dpi=120, format="png")
     write_atomically(Path(png_path), picture.getvalue())
+
+
+def terminal_loss_curve(
+    metrics_path: str | os.PathLike[str], *, unigram: float | None = None, width: int = 80
+) -> str:
+    """Draw training and validation loss over steps with characters, ``width`` columns wide.
+
+    The arguments and errors are those of :func:`plot_loss`.
+    """
+    import plotext
+
+    plotext.clear_figure()
+    plotext.theme("clear")
+    plotext.plotsize(width, 18)
+    for kind, points in _loss_curves(metrics_path).items():
+        draw, marker = (plotext.plot, "braille") if kind == "train" else (plotext.scatter, "o")
+        if points:
+            draw(*zip(*points, strict=True), marker=marker, label=kind)
+    if unigram is not None:
+        plotext.hline(unigram)
+        plotext.title(f"loss in nats per masked token (line: unigram, {unigram:.2f})")
+    plotext.xlabel("optimizer step")
+    return str(plotext.uncolorize(plotext.build()))
+
+
+def _loss_curves(metrics_path: str | os.PathLike[str]) -> dict[str, list[tuple[int, float]]]:
+    """Read (step, loss) of training and validation."""
+    curves: dict[str, list[tuple[int, float]]] = {"train": [], "validation": []}
+    for record in read_metrics(metrics_path):
+        loss = record.get("loss")
+        if record.get("kind") in curves and isinstance(loss, (int, float)):
+            curves[record["kind"]].append((record["step"], float(loss)))
+    if not any(curves.values()):
+        raise DataError(f"{metrics_path}: contains no finite loss; train for a few steps first")
+    return curves

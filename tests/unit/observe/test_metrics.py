@@ -6,7 +6,12 @@ from pathlib import Path
 import pytest
 
 from megatron_deberta.errors import DataError
-from megatron_deberta.observe.metrics import MetricsWriter, plot_loss, read_metrics
+from megatron_deberta.observe.metrics import (
+    MetricsWriter,
+    plot_loss,
+    read_metrics,
+    terminal_loss_curve,
+)
 
 
 def write_steps(folder: Path, first: int, last: int, resume_step: int = 0) -> None:
@@ -85,6 +90,9 @@ def test_loss_curve_is_a_picture(tmp_path: Path) -> None:
     plot_loss(writer.path, picture, unigram=6.5)
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert not list(tmp_path.glob("*.tmp*"))
+    drawn = terminal_loss_curve(writer.path, unigram=6.5, width=60)
+    assert all(len(line) <= 60 for line in drawn.splitlines())
+    assert all(word in drawn for word in ("train", "validation", "6.50", "optimizer step"))
 
 
 def test_nothing_to_draw_is_an_error(tmp_path: Path) -> None:

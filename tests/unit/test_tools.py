@@ -1,0 +1,96 @@
+"""Scripts under tools/ that the quickstart uses."""
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def load_tool(name: str) -> ModuleType:
+    """Import a script of tools/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+gather = load_tool("gather_machine_text")
+held_out = load_tool("fill_held_out")
+
+
+@pytest.mark.parametrize(
+    "paragraph",
+    [
+        "Return the value of ``name`` as it was when\n    the object was created by the caller.",
+        "The order of the items is not defined, but it is the same in every run.",
+    ],
+)
+def test_sentences_are_prose(paragraph: str) -> None:
+    text = gather.clean_prose(paragraph)
+    assert text is not None and "\n" not in text and "`" not in text and text.endswith(".")
+
+
+@pytest.mark.parametrize(
+    "paragraph",
+    [
+        ">>> print(value) shows the value of the thing that was made before it.",
+        "name (`str`, *optional*): The name of the thing that is to be made by this.",
+        "def function(argument): return the value of the argument as it was given.",
+        '{"key": "value", "other": "a value that is as long as a sentence of prose"}.',
+        "See https://example.org for the description of what this value means here.",
+        "Too few words.",
+        "No full stop at the end of a sentence that is otherwise an ordinary one",
+        "TORCH CUDA ARCH LIST Must Be Set Before The Build Of This Very Long Name.",
+    ],
+)
+def test_code_and_signatures_are_not_prose(paragraph: str) -> None:
+    assert gather.clean_prose(paragraph) is None
+
+
+def test_documents_share_no_long_run_of_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["alpha", "beta", "gamma", "delta"]
+    passage = " ".join(f"{words[i % 4]}{'x' * (i // 4)}" for i in range(40))
+    other = "Another paragraph that is new and has nothing in common with the first one."
+    monkeypatch.setattr(
+        gather, "sources", lambda: [[f"First {passage}."], [f"Then {passage}.", other], [other]]
+    )
+    assert list(gather.documents()) == [f"First {passage}.", other]
+
+
+def test_module_texts_are_docstrings_and_comments() -> None:
+    source = '"""The docstring."""\nx = 1  # not this\n# One comment,\n# two lines.\n\n# Another.\n'
+    assert list(gather.module_texts(source)) == [
+        "The docstring.",
+        "One comment,\ntwo lines.\n",
+        "Another.\n",
+    ]
+
+
+def test_sentences_are_taken_from_documents(tmp_path: Path) -> None:
+    file = tmp_path / "part-0.jsonl"
+    sentence = "The second sentence is long enough to be taken by the tool."
+    file.write_text(json.dumps({"text": f"Short one. {sentence}\n{sentence}"}) + "\n")
+    assert held_out.sentences([file]) == [sentence]
+
+
+def test_a_word_of_one_piece_is_masked() -> None:
+    class Filler:
+        mask_token = "[MASK]"
+
+        def fill(self, text: str, top_k: int) -> list[list[object]]:
+            self.text = text
+            return [[type("P", (), {"text": f" word{k}"}) for k in range(top_k)]]
+
+    filler = Filler()
+    sentence = "The second sentence is long."
+    answer = held_out.answer(filler, {"second", "unused"}, sentence, "7")
+    assert answer == held_out.Answer(
+        "The [MASK] sentence is long.", "second", [f"word{k}" for k in range(5)]
+    )
+    assert filler.text == answer.sentence
+    assert held_out.answer(filler, {"first"}, sentence, "7") is None
