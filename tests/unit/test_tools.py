@@ -13,7 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def load_tool(name: str) -> ModuleType:
     """Import a script of tools/ as a module."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -32,7 +33,10 @@ held_out = load_tool("fill_held_out")
 )
 def test_sentences_are_prose(paragraph: str) -> None:
     text = gather.clean_prose(paragraph)
-    assert text is not None and "\n" not in text and "`" not in text and text.endswith(".")
+    assert text is not None
+    assert "\n" not in text
+    assert "`" not in text
+    assert text.endswith(".")
 
 
 @pytest.mark.parametrize(
