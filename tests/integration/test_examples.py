@@ -41,6 +41,7 @@ def test_the_snippets_of_the_page() -> None:
         '(Path("runs/first"))': f'(Path("{OLD_RUN}/run"), {tokenizer})',
         '"shards/books_text_document"': f'"{OLD_RUN}/shards/docs_text_document"',
         '"tokenizer"': tokenizer,
+        "vocab_size=32000": "vocab_size=320",
     }.items():
         assert shown in code
         code = code.replace(shown, existing)
