@@ -11,6 +11,8 @@ EXIT_REQUEUE = 75
 """Stopped with a committed checkpoint: requeue the job."""
 EXIT_NEVER_REQUEUE = 93
 """Running again would fail at the same step in the same way."""
+EXIT_INTERRUPTED = 130
+"""Stopped by the user (SIGINT, Ctrl-C); a shell's exit code for it."""
 
 
 class MegatronDebertaError(Exception):

@@ -17,10 +17,9 @@ from typing import NamedTuple, Protocol, cast
 
 from megatron_deberta import __version__
 from megatron_deberta.cli.arguments import CommandParser, HelpFormatter, with_current_names
-from megatron_deberta.errors import EXIT_FAILURE, MegatronDebertaError
+from megatron_deberta.errors import EXIT_FAILURE, EXIT_INTERRUPTED, MegatronDebertaError
 
-# Exit codes of a shell for commands ended by SIGINT and SIGPIPE.
-EXIT_INTERRUPTED = 130
+# Exit code of a shell for a command ended by SIGPIPE.
 EXIT_PIPE_CLOSED = 141
 
 

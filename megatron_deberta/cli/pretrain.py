@@ -27,7 +27,7 @@ from megatron_deberta.cluster.run_lock import RunLock, raise_if_locked
 from megatron_deberta.cluster.watchdog.heartbeat import Heartbeat
 from megatron_deberta.config import BatchArithmetic, load_config, validate_for_world
 from megatron_deberta.config.schema import RunConfig
-from megatron_deberta.distributed.environment import read_environment
+from megatron_deberta.distributed.environment import RankEnvironment, read_environment
 from megatron_deberta.errors import EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE
 from megatron_deberta.processes import raise_open_file_limit
 
@@ -68,7 +68,8 @@ def run(args: argparse.Namespace) -> int:
         if config.train.device != "cpu":
             preflight.check_devices()
         with ExitStack() as stack:
-            stop, code = stack.enter_context(StopSignal()), EXIT_FAILURE
+            stop = stack.enter_context(StopSignal(announces=environment.rank == 0))
+            code = EXIT_FAILURE
             try:
                 code = pretrain(
                     config,
@@ -76,16 +77,37 @@ def run(args: argparse.Namespace) -> int:
                     RunLock(config.train.run_dir),
                     heartbeat,
                     allow_config_change=args.allow_config_change,
+                    predicted_bytes=predicted_bytes(config, environment),
                 )
             finally:
                 launched = environment.launcher != "none"
-                if stop.requested() or code == EXIT_REQUEUE or (code == EXIT_DONE and launched):
+                if stop.received or code == EXIT_REQUEUE or (code == EXIT_DONE and launched):
                     # SLURM and the supervisor may signal at any time; a signal while this process
                     # ends would kill it and change its exit code.
                     for number in STOP_SIGNALS:
                         signal.signal(number, signal.SIG_IGN)
                     stack.pop_all()
             return code
+
+
+def predicted_bytes(config: RunConfig, environment: RankEnvironment) -> int:
+    """Predict the peak memory of a rank, on rank 0; 0 on the others, which do not show it."""
+    if environment.rank:
+        return 0
+    import torch
+
+    from megatron_deberta.planning.memory import estimate_memory
+
+    on_gpu = torch.cuda.is_available() and config.train.device != "cpu"
+    has_triton = on_gpu and torch.cuda.get_device_capability() >= (8, 0)
+    chunked = config.parallel.attention_backend == "chunked" or not has_triton
+    dp_size = validate_for_world(config, environment.world_size).dp_size
+    return estimate_memory(
+        config,
+        dp_size,
+        attention="chunked" if chunked else "triton",
+        device_type="cuda" if on_gpu else "cpu",
+    ).total
 
 
 def describe_run(config: RunConfig) -> str:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_deberta.distributed.topology import ProcessGroups
-from megatron_deberta.errors import MegatronDebertaError
+from megatron_deberta.errors import EXIT_FAILURE, MegatronDebertaError
 
 
 def all_reduce_max(numbers: Tensor, groups: ProcessGroups) -> Tensor:
@@ -48,7 +48,7 @@ def raise_on_all_ranks(groups: ProcessGroups) -> Iterator[None]:
     over all ranks, at the end of the block.
 
     Raises:
-        MegatronDebertaError: another rank failed.
+        MegatronDebertaError: another rank failed; with its exit code.
         Exception: what the block raised on this rank.
     """
     problem: Exception | None = None
@@ -56,8 +56,13 @@ def raise_on_all_ranks(groups: ProcessGroups) -> Iterator[None]:
         yield
     except Exception as error:
         problem = error
-    if all_reduce_any(problem is not None, groups):
-        raise problem or MegatronDebertaError("another rank failed; see its message")
+    own_code = 0 if problem is None else getattr(problem, "exit_code", EXIT_FAILURE)
+    code = _max(own_code, groups)
+    if problem is None and code:
+        problem = MegatronDebertaError("another rank failed; see its message")
+        problem.exit_code = code
+    if problem is not None:
+        raise problem
 
 
 def _max(value: int, groups: ProcessGroups) -> int:

@@ -1,13 +1,13 @@
 """Stop and save requests from outside: signals to any rank, and files in the run folder.
 
 Signals are SIGTERM (SLURM preemption, ``scancel``, Kubernetes), SIGUSR1 and SIGUSR2
-(``sbatch --signal``).
+(``sbatch --signal``), and SIGINT (Ctrl-C).
 """
 
 from __future__ import annotations
 
+import os
 import signal
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -23,6 +23,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 STOP_FILE = "stop"
 # File in the run folder: save and continue
 SAVE_FILE = "save"
+_SHOW_CURSOR = b"\x1b[?25h"
+_INTERRUPTED = b"\nCtrl-C: saving after this step; again to stop at once without saving\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +32,13 @@ class Request:
     """Requests to any rank since the last step; the same on every rank.
 
     Attributes:
-        interrupt: save and end; another job resumes.
+        preempt: save and end; another job resumes.
+        interrupt: Ctrl-C: save and end; the user resumes.
         stop: save and end; do not requeue.
         save: save and continue.
     """
 
+    preempt: bool = False
     interrupt: bool = False
     stop: bool = False
     save: bool = False
@@ -44,39 +48,39 @@ class StopSignal:
     """Records stop signals within its context; only for the main thread.
 
     Enter it before anything slow: until then these signals end the process at once. A signal that
-    arrives inside a collective is noticed after it.
+    arrives inside a collective is noticed after it. A second SIGINT ends the process at once.
 
     Args:
-        signals: signals to record.
+        announces: print a line when SIGINT arrives.
+
+    Attributes:
+        received: the first stop signal of this process, or SIGINT if that has arrived, too.
     """
 
-    def __init__(self, signals: Sequence[signal.Signals] = STOP_SIGNALS) -> None:
-        self._signals = tuple(signals)
-        self._previous: list[object] = []
-        self._received: signal.Signals | None = None
+    def __init__(self, *, announces: bool = False) -> None:
+        self._announces = announces
+        self._previous: dict[signal.Signals, object] = {}
+        self.received: signal.Signals | None = None
 
     def __enter__(self) -> StopSignal:
-        self._previous = [signal.signal(number, self._remember) for number in self._signals]
+        for number in (*STOP_SIGNALS, signal.SIGINT):
+            self._previous[number] = signal.signal(number, self._record)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in zip(self._signals, self._previous, strict=True):
+        for number, handler in self._previous.items():
             # None: a handler installed from C, which Python cannot restore.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)  # type: ignore[arg-type]
 
-    @property
-    def received(self) -> signal.Signals | None:
-        """The first stop signal of this process."""
-        return self._received
-
-    def requested(self) -> bool:
-        """Return whether this process received a stop signal; other ranks may not know yet."""
-        return self._received is not None
-
-    def _remember(self, number: int, frame: FrameType | None) -> None:
-        # Nothing else: a handler runs between any two bytecodes of the step.
-        if self._received is None:
-            self._received = signal.Signals(number)
+    def _record(self, number: int, frame: FrameType | None) -> None:
+        # As little as possible: a handler runs between any two bytecodes of the step.
+        if self.received is None or number == signal.SIGINT:
+            self.received = signal.Signals(number)
+        if number == signal.SIGINT:
+            # The default action ends also a process that waits in a collective.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            if self._announces:
+                os.write(2, _SHOW_CURSOR * os.isatty(2) + _INTERRUPTED)
 
 
 class Requests:
@@ -100,8 +104,10 @@ class Requests:
         times, and some on one rank only.
         """
         checks_files = self._groups.rank == 0
+        received = self._signals.received
         flags = (
-            self._signals.requested(),
+            received in STOP_SIGNALS,
+            received is signal.SIGINT,
             checks_files and self._stop.exists(),
             checks_files and self._save.exists(),
         )

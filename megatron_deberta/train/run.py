@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-import logging
+import math
 import sys
+import time
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from megatron_deberta.distributed.parallelize.build import ShardedModel
 from megatron_deberta.distributed.topology import ProcessGroups, init_process_groups, shutdown
 from megatron_deberta.engine.base import Engine
 from megatron_deberta.engine.factory import build_engine
-from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE
+from megatron_deberta.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_REQUEUE
 from megatron_deberta.observe.logs import setup_logging
 from megatron_deberta.observe.progress import ProgressObserver, Section
 from megatron_deberta.observe.throughput import ThroughputMeter
@@ -44,12 +45,11 @@ from megatron_deberta.train.setup import (
 from megatron_deberta.train.stability.guard import Guard
 from megatron_deberta.train.stability.replicas import check_replicas
 from megatron_deberta.train.stability.rollback import Rollback, rollback
-from megatron_deberta.train.start import choose_start, load_start
+from megatron_deberta.train.start import choose_start, load_start, refusals
 from megatron_deberta.train.state import Ending, Outcome, TrainState
 from megatron_deberta.train.step import TrainStep
+from megatron_deberta.train.summary import describe_end, describe_nothing_left, describe_start
 from megatron_deberta.train.trainer import Trainer, last_step
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,7 @@ def pretrain(
     observer: ProgressObserver | None = None,
     *,
     allow_config_change: bool = False,
+    predicted_bytes: int = 0,
 ) -> int:
     """Train as one rank of a run. Collective over all ranks of the job.
 
@@ -83,6 +84,7 @@ def pretrain(
         run_lock: entered on rank 0 before anything is written to the run folder.
         observer: notified of this rank's progress.
         allow_config_change: resume with other optimizer settings than the checkpoint's.
+        predicted_bytes: predicted peak memory of a rank, to be shown; 0: not predicted.
 
     Returns:
         The exit code of ``errors``: done, or stopped by a signal with a committed checkpoint.
@@ -90,6 +92,7 @@ def pretrain(
     Raises:
         MegatronDebertaError: see ``errors``.
     """
+    began = time.monotonic()
     environment = read_environment()
     terminal = Console(file=sys.stdout)
     setup_logging(
@@ -111,21 +114,35 @@ def pretrain(
             environment,
         )
         # Before the lock, so that a run with unusable data creates no folder.
-        with raise_on_all_ranks(groups):
+        with raise_on_all_ranks(groups), refusals():
             data = open_data(config, groups.rank)
         with raise_on_all_ranks(groups):
             if groups.rank == 0:
                 stack.enter_context(run_lock)
-        start = choose_start(config, groups, data.identity, allow_config_change)
+        with refusals():
+            start = choose_start(config, groups, data.identity, allow_config_change)
         model = build_rank_model(config, groups)
+        is_finished = start.state.step >= last_step(config)
+        if groups.rank == 0 and not is_finished:
+            size = sum(math.prod(spec.logical_shape) for spec in model.specs.values())
+            text = describe_start(config, groups, data.corpora, start, size, predicted_bytes)
+            terminal.out(text, highlight=False)
         engine = build_engine(config, model.module, model.specs, groups)
         stack.callback(engine.destroy)
-        load_start(start, engine, model.specs)
+        with refusals():
+            load_start(start, engine, model.specs)
         saver = Saver(config.train.run_dir, engine, model.specs, groups)
         run = _Components(config, groups, data, model, engine, saver, observer, stop, terminal)
         outcome = _train_with_rollbacks(run, start.state, Guard.of_run(config, start.guard))
+        if groups.rank == 0 and is_finished:
+            terminal.out(describe_nothing_left(config), highlight=False)
+        elif groups.rank == 0:
+            seconds = time.monotonic() - began
+            text = describe_end(config, outcome, seconds, stop.received)
+            terminal.out(text, highlight=False)
         observer.enter(Section.END)
-    return EXIT_REQUEUE if outcome.ending is Ending.INTERRUPTED else EXIT_DONE
+    codes = {Ending.PREEMPTED: EXIT_REQUEUE, Ending.INTERRUPTED: EXIT_INTERRUPTED}
+    return codes.get(outcome.ending, EXIT_DONE)
 
 
 def _train_with_rollbacks(run: _Components, state: TrainState, guard: Guard) -> Outcome:
@@ -158,7 +175,7 @@ def _train(run: _Components, state: TrainState, guard: Guard, done: Rollback | N
     with ExitStack() as stack:
         records: RunRecords | None = None
         sample_log: SampleLog | None = None
-        with raise_on_all_ranks(groups):
+        with raise_on_all_ranks(groups), refusals():
             train_loader, validation = build_loaders(
                 config,
                 data.vocabulary,
@@ -199,8 +216,6 @@ def _train(run: _Components, state: TrainState, guard: Guard, done: Rollback | N
             Requests(run.stop, config.train.run_dir, groups),
             run.observer,
         ).run()
-    if outcome.ending is Ending.INTERRUPTED and run.stop.received is not None:
-        logger.warning("stopped by %s with a checkpoint; requeue", run.stop.received.name)
     if outcome.ending in (Ending.FINISHED, Ending.STOPPED) and records is not None:
         records.plot()
     return outcome

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,12 +17,14 @@ from megatron_deberta.distributed.control import broadcast_from_rank_zero
 from megatron_deberta.distributed.parallelize.spec import ParameterSpec
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.engine.base import Engine
-from megatron_deberta.errors import CheckpointError, ConfigError
+from megatron_deberta.errors import EXIT_USAGE, CheckpointError, ConfigError, DataError
 from megatron_deberta.train.stability.guard import GuardState
 from megatron_deberta.train.stability.rollback import resumed_position
 from megatron_deberta.train.state import TrainState
 
 logger = logging.getLogger(__name__)
+
+_LASTING_ERRORS = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,21 @@ class Start:
     reader: CheckpointReader | None = None
     weights_only: bool = False
     other_dtype: bool = False
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Give errors that a restart would only repeat the exit code of a usage error.
+
+    For work before the first step. A failing file system may recover, so its errors keep theirs.
+    """
+    try:
+        yield
+    except (CheckpointError, DataError) as error:
+        cause = error.__cause__
+        if not isinstance(cause, OSError) or isinstance(cause, _LASTING_ERRORS):
+            error.exit_code = EXIT_USAGE
+        raise
 
 
 def choose_start(

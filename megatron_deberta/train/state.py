@@ -33,12 +33,14 @@ class Ending(Enum):
 
     Attributes:
         FINISHED: ``train.exit_step`` or ``train.steps`` is reached.
-        INTERRUPTED: a signal arrived; another job resumes.
+        PREEMPTED: a scheduler's signal arrived; another job resumes.
+        INTERRUPTED: the user pressed Ctrl-C; the run resumes only when started again.
         STOPPED: the stop file was found; the run resumes only when started again.
         ROLLBACK: too many updates were skipped: the run has to return to a checkpoint.
     """
 
     FINISHED = "finished"
+    PREEMPTED = "preempted"
     INTERRUPTED = "interrupted"
     STOPPED = "stopped"
     ROLLBACK = "rollback"

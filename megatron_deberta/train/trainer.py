@@ -92,6 +92,8 @@ class Trainer:
     def _ending(self, request: Request) -> Ending | None:
         if self.state.step >= last_step(self.config):
             return Ending.FINISHED
+        if request.interrupt:
+            return Ending.INTERRUPTED
         if request.stop:
             return Ending.STOPPED
-        return Ending.INTERRUPTED if request.interrupt else None
+        return Ending.PREEMPTED if request.preempt else None

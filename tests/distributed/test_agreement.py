@@ -14,7 +14,7 @@ from megatron_deberta.distributed.control import (
     raise_on_all_ranks,
 )
 from megatron_deberta.distributed.topology import single_process_groups
-from megatron_deberta.errors import MegatronDebertaError
+from megatron_deberta.errors import EXIT_USAGE, ConfigError, MegatronDebertaError
 from tests.support.ranks import RankPool, grid
 
 
@@ -54,6 +54,20 @@ def test_failure_of_one_rank_raises_on_all(four_ranks: RankPool, tp_size: int) -
         assert messages.pop(failing) == "disk"
         assert messages == ["another rank failed; see its message"] * 3
     assert four_ranks.run(fail_on, tp_size, -1) == ["went on"] * 4
+
+
+def refuse(rank: int) -> int:
+    try:
+        with raise_on_all_ranks(grid(1)):
+            if rank:
+                raise ConfigError("no such key")
+    except MegatronDebertaError as error:
+        return error.exit_code
+    return 0
+
+
+def test_all_ranks_have_the_exit_code_of_the_one_that_failed(two_ranks: RankPool) -> None:
+    assert two_ranks.run(refuse) == [EXIT_USAGE] * 2
 
 
 def test_single_rank() -> None:

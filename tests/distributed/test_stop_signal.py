@@ -12,16 +12,20 @@ from megatron_deberta.train.preemption import SAVE_FILE, STOP_FILE, Request, Req
 from tests.support.ranks import RankPool, grid
 
 
-def run_steps(rank: int, tp_size: int, target: int) -> tuple[int, bool]:
+def run_steps(
+    rank: int, tp_size: int, target: int, number: signal.Signals = signal.SIGUSR2
+) -> tuple[int, bool]:
     groups = grid(tp_size)
     with StopSignal() as stop:
         requests = Requests(stop, "nowhere", groups)
         for step in range(6):
             if rank == target and step == 3:
-                os.kill(os.getpid(), signal.SIGUSR2)
-            if requests.poll().interrupt:
-                return step, stop.requested()
-    return -1, stop.requested()
+                os.kill(os.getpid(), number)
+            if requests.poll() == Request(
+                preempt=number != signal.SIGINT, interrupt=number == signal.SIGINT
+            ):
+                return step, stop.received is number
+    return -1, stop.received is not None
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
@@ -29,6 +33,10 @@ def run_steps(rank: int, tp_size: int, target: int) -> tuple[int, bool]:
 def test_all_ranks_stop_together(four_ranks: RankPool, tp_size: int, target: int) -> None:
     stopped = four_ranks.run(run_steps, tp_size, target)
     assert stopped == [(3, rank == target) for rank in range(4)]
+
+
+def test_all_ranks_learn_of_ctrl_c(two_ranks: RankPool) -> None:
+    assert two_ranks.run(run_steps, 2, 1, signal.SIGINT) == [(3, False), (3, True)]
 
 
 def test_no_stop_without_a_signal(two_ranks: RankPool) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from megatron_deberta.checkpoint.layout import committed_steps, step_dir
-from megatron_deberta.errors import EXIT_FAILURE, EXIT_REQUEUE
+from megatron_deberta.errors import EXIT_REQUEUE, EXIT_USAGE
 from megatron_deberta.observe.metrics import FILE_NAME
 from tests.support.jobs import ROOT, TIMEOUT, losses, run_to_end, start
 
@@ -102,7 +102,9 @@ def test_repeated_sigterm_saves_and_requests_a_requeue(
     assert job.wait() == [EXIT_REQUEUE] * 2, job.output()
     stopped_at = committed_steps(run_dir)[-1]
     assert len(losses(run_dir)) == stopped_at
-    assert "stopped by SIGTERM with a checkpoint; requeue" in job.output()
+    assert f"stopped by SIGTERM at step {stopped_at} of 60" in job.output()
+    assert f"checkpoint  {step_dir(run_dir, stopped_at)}\n" in job.output()
+    assert "requeue" not in job.output()
     end = stopped_at + 3
     job = run_to_end(run_yaml, run_dir, 2, f"train.exit_step={end}")
     assert f"resuming from {step_dir(run_dir, stopped_at)}" in job.output()
@@ -154,7 +156,7 @@ def test_failure_of_rank_0_ends_all_ranks(run_yaml: Path, tmp_path: Path, broken
         message = "SHA-256"
     job = start(run_yaml, run_dir, 2, *overrides)
     # The other rank is not killed; its collectives would wait for half an hour.
-    assert job.wait() == [EXIT_FAILURE] * 2, job.output()
+    assert job.wait() == [EXIT_USAGE] * 2, job.output()
     logs = [(tmp_path / f"run.{rank}.log").read_text() for rank in range(2)]
     assert message in logs[0]
     assert "another rank failed" in logs[1]

@@ -5,17 +5,28 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from megatron_deberta.checkpoint.layout import checkpoints_dir, committed_steps
+from megatron_deberta.checkpoint.layout import checkpoints_dir, committed_steps, step_dir
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.checkpoint.store import find_newest
 from megatron_deberta.cli.main import main
-from megatron_deberta.errors import EXIT_DONE, EXIT_FAILURE, EXIT_NEVER_REQUEUE, EXIT_USAGE
+from megatron_deberta.errors import (
+    EXIT_DONE,
+    EXIT_FAILURE,
+    EXIT_INTERRUPTED,
+    EXIT_NEVER_REQUEUE,
+    EXIT_USAGE,
+)
 from megatron_deberta.observe.metrics import read_metrics
+from megatron_deberta.train.preemption import STOP_SIGNALS
 from megatron_deberta.train.step import forward
 from tests.support.jobs import Run
 
@@ -46,7 +57,7 @@ def test_wrong_settings(pretrain: Run, tmp_path: Path, case: str) -> None:
 def test_missing_files(pretrain: Run, tmp_path: Path) -> None:
     for override in ("data.train=[/nowhere/shard]", "tokenizer.path=/nowhere/tokenizer"):
         code, error = pretrain(override)
-        assert code in (EXIT_FAILURE, EXIT_USAGE)
+        assert code == EXIT_USAGE
         assert error.count("\n") == 1
         assert "/nowhere" in error
     assert main(["pretrain", str(tmp_path / "missing.yaml")]) == EXIT_USAGE
@@ -60,7 +71,7 @@ def test_tokenizer_differs_from_that_of_the_shards(
     make = ["train-tokenizer", "--input", str(text), "--vocab-size", "400", "--output", other]
     assert main(make) == 0
     code, error = pretrain(f"tokenizer.path={other}")
-    assert code == EXIT_FAILURE
+    assert code == EXIT_USAGE
     assert "the shard was made with another tokenizer" in error.splitlines()[-1]
 
 
@@ -75,7 +86,7 @@ def test_checkpoint_of_another_model_or_run(pretrain: Run, tmp_path: Path) -> No
     ):
         code, error = pretrain(override)
         key, _, value = override.partition("=")
-        assert code == EXIT_FAILURE
+        assert code == EXIT_USAGE
         assert f"{key}={value} but the checkpoint of step 2 was trained with {old}" in error
     assert pretrain("checkpoint.resume=never")[0] == EXIT_USAGE
     assert read_metrics(tmp_path / "run" / "metrics.jsonl") == before
@@ -84,6 +95,45 @@ def test_checkpoint_of_another_model_or_run(pretrain: Run, tmp_path: Path) -> No
     assert pretrain(*changed) == (EXIT_DONE, "")
     assert committed_steps(tmp_path / "run") == [2, 3]
     assert pretrain(*changed) == (EXIT_DONE, "")
+
+
+@pytest.fixture
+def own_signals() -> Iterator[None]:
+    """Restore the handlers that the command leaves when it was told to stop."""
+    handlers = {n: signal.getsignal(n) for n in (*STOP_SIGNALS, signal.SIGINT)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def test_ctrl_c_saves_and_says_where(
+    pretrain: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_signals: None
+) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    presses = [signal.SIGINT]
+
+    def interrupted(*args: Any) -> Any:
+        if presses:
+            os.kill(os.getpid(), presses.pop())
+        return forward(*args)
+
+    monkeypatch.setattr("megatron_deberta.train.step.forward", interrupted)
+    monkeypatch.setattr("sys.stdout", sys.stderr)
+    code, shown = pretrain("train.exit_step=3")
+    assert code == EXIT_INTERRUPTED
+    assert committed_steps(tmp_path / "run") == [1]
+    assert "stopped by Ctrl-C at step 1 of 60 after 0:00:" in shown
+    assert f"checkpoint  {step_dir(tmp_path / 'run', 1)}\n" in shown
+    assert "start the same command again" in shown
+    assert "requeue" not in shown
+    code, shown = pretrain("train.exit_step=2")
+    assert code == EXIT_DONE
+    assert f"run         {tmp_path / 'run'}, resuming from step 1\n" in shown
+    assert "reached train.exit_step at step 2 of 60" in shown
+    code, shown = pretrain("train.exit_step=2")
+    assert code == EXIT_DONE
+    assert "nothing left to train" in shown
+    assert "raise train.exit_step" in shown
 
 
 def test_full_disk_keeps_the_last_checkpoint(
@@ -134,7 +184,7 @@ def test_new_run_starts_from_weights_of_another(pretrain: Run, tmp_path: Path) -
         torch.testing.assert_close(first.tensor(name), second.tensor(name), rtol=0, atol=1e-12)
     assert second.metadata.scalars["adam_step"] == 1
     code, error = pretrain(load, "model.num_layers=3", run_dir="third")
-    assert code == EXIT_FAILURE
+    assert code == EXIT_USAGE
     assert "model.num_layers=3 but the model in checkpoint.load_from" in error
 
 
@@ -174,6 +224,8 @@ def test_baseline_and_validation_data_may_change(
     first, second = (f"data.validation=[{tmp_path}/v{n}_text_document]" for n in (0, 1))
     assert pretrain(first)[0] == EXIT_DONE
     assert pretrain(first, "train.exit_step=3") == (EXIT_DONE, "")
+    # The order of the sum depends on the micro batch.
+    assert pretrain(first, "train.exit_step=3", "train.micro_batch_size=8") == (EXIT_DONE, "")
     assert len(baselines()) == 1
     code, error = pretrain(second, "train.exit_step=4")
     assert code == EXIT_DONE
@@ -181,7 +233,7 @@ def test_baseline_and_validation_data_may_change(
     assert len(set(baselines())) == 2
     # A split of the training data would reduce the number of training documents.
     code, error = pretrain("data.validation=[]", "train.exit_step=5")
-    assert code == EXIT_FAILURE
+    assert code == EXIT_USAGE
     assert "data.train" in error
 
 

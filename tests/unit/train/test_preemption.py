@@ -54,15 +54,27 @@ def test_signal_is_remembered_and_handlers_come_back(number: signal.Signals) -> 
     before = [signal.getsignal(n) for n in STOP_SIGNALS]
     with StopSignal() as stop:
         requests = Requests(stop, "nowhere", GROUPS)
-        assert not stop.requested()
         assert requests.poll() == Request()
         assert stop.received is None
         os.kill(os.getpid(), number)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.requested()
-        assert requests.poll() == Request(interrupt=True)
+        assert requests.poll() == Request(preempt=True)
         assert stop.received is number
     assert [signal.getsignal(n) for n in STOP_SIGNALS] == before
+
+
+def test_ctrl_c_is_told_and_the_second_one_kills(capfd: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with StopSignal(announces=True) as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.received is signal.SIGINT
+        assert Requests(stop, "nowhere", GROUPS).poll() == Request(interrupt=True)
+        # The default action, which needs no bytecode to run.
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGINT) == before
+    told = "Ctrl-C: saving after this step; again to stop at once without saving"
+    assert capfd.readouterr().err.strip() == told
 
 
 @pytest.mark.parametrize(
@@ -73,7 +85,7 @@ def test_file_asks_until_it_is_answered(tmp_path: Path, name: str, asked: Reques
     assert requests.poll() == Request()
     (tmp_path / name).touch()
     assert requests.poll() == requests.poll() == asked
-    requests.acknowledge(Request(interrupt=True))
+    requests.acknowledge(Request(preempt=True))
     assert requests.poll() == asked
     requests.acknowledge(asked)
     assert requests.poll() == Request()

@@ -132,7 +132,7 @@ class Requests:
 
     def poll(self) -> Request:
         self.left -= 1
-        return Request(interrupt=self.left == 0)
+        return Request(preempt=self.left == 0)
 
     def acknowledge(self, asked: Request) -> None:
         pass
@@ -182,7 +182,7 @@ def test_a_stop_leaves_what_is_ahead_to_the_next_start(
     assert run.ahead == [1] * min(6, signal_at or 7) + [0] * (signal_at == 0)
     trained = run.trained
     if signal_at:
-        assert outcome.ending is Ending.INTERRUPTED
+        assert outcome.ending is Ending.PREEMPTED
         assert run.state == TrainState(signal_at, 2 * signal_at)
         rest = Run(run.state, streams)
         rest.trainer.run()

@@ -16,9 +16,17 @@ from megatron_deberta.checkpoint.store import save_weights
 from megatron_deberta.config import CheckpointConfig, DataConfig, ModelConfig, RunConfig
 from megatron_deberta.config.schema import PrecisionConfig, TrainConfig
 from megatron_deberta.data.shards.writer import write_shard
-from megatron_deberta.errors import CheckpointError, ConfigError
+from megatron_deberta.errors import (
+    EXIT_FAILURE,
+    EXIT_USAGE,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    MegatronDebertaError,
+    ReplicaError,
+)
 from megatron_deberta.train.fingerprint import data_fingerprint
-from megatron_deberta.train.start import Identity, Start, choose_start, load_start
+from megatron_deberta.train.start import Identity, Start, choose_start, load_start, refusals
 from megatron_deberta.train.state import TrainState
 from tests.support.checkpoints import (
     SCALARS,
@@ -154,3 +162,23 @@ def test_data_is_identified_by_content_order_and_weight(tmp_path: Path) -> None:
 
 def test_step_folder_name(tmp_path: Path) -> None:
     assert step_dir(tmp_path, 12) == tmp_path / "checkpoints" / "step_00000012"
+
+
+@pytest.mark.parametrize(
+    ("error", "cause", "code"),
+    [
+        (DataError("no such shard"), FileNotFoundError(2, "missing"), EXIT_USAGE),
+        (CheckpointError("of another model"), None, EXIT_USAGE),
+        (DataError("not a tokenizer.json"), ValueError("line 1"), EXIT_USAGE),
+        # A restart may find the file system or the node mended.
+        (DataError("no answer"), OSError(5, "Input/output error"), EXIT_FAILURE),
+        (ReplicaError("differs"), None, EXIT_FAILURE),
+    ],
+)
+def test_only_what_a_restart_would_repeat_is_final(
+    error: MegatronDebertaError, cause: Exception | None, code: int
+) -> None:
+    with pytest.raises(type(error)) as raised, refusals():
+        raise error from cause
+    assert raised.value.exit_code == code
+    assert type(error).exit_code == EXIT_FAILURE

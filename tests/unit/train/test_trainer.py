@@ -24,7 +24,7 @@ from megatron_deberta.train.prefetch import InputQueue
 from megatron_deberta.train.state import Ending, StepEvent, StepResult, TrainState
 from megatron_deberta.train.trainer import Trainer
 
-INTERRUPT = Request(interrupt=True)
+PREEMPT = Request(preempt=True)
 CONFIG = RunConfig(train=TrainConfig(steps=6, global_batch_size=4))
 
 
@@ -63,7 +63,7 @@ def result(loss: float = 2.0) -> StepResult:
 
 
 def run(
-    config: RunConfig, state: TrainState, at: int = 0, asked: Request = INTERRUPT
+    config: RunConfig, state: TrainState, at: int = 0, asked: Request = PREEMPT
 ) -> tuple[Ending, list[StepEvent]]:
     def step(number: int, batches: Any, while_busy: Any) -> StepResult:
         assert [batch.sample_index.item() for batch in batches] == [number - state.step]
@@ -98,6 +98,11 @@ def test_resumes_where_it_was_and_stops_after() -> None:
 
 def test_a_signal_ends_after_the_step_it_came_in() -> None:
     ending, events = run(CONFIG, TrainState(0, 0), at=2)
+    assert ending is Ending.PREEMPTED
+    assert [event.ending for event in events] == [None, Ending.PREEMPTED]
+    # Ctrl-C comes first, so that nothing starts the run again.
+    asked = Request(preempt=True, interrupt=True, stop=True)
+    ending, events = run(CONFIG, TrainState(0, 0), at=2, asked=asked)
     assert ending is Ending.INTERRUPTED
     assert [event.ending for event in events] == [None, Ending.INTERRUPTED]
 
@@ -109,7 +114,7 @@ def test_a_signal_in_the_last_step_is_the_end() -> None:
 
 
 def test_a_stop_file_ends_the_run_and_a_save_file_does_not() -> None:
-    ending, events = run(CONFIG, TrainState(0, 0), at=3, asked=Request(stop=True, interrupt=True))
+    ending, events = run(CONFIG, TrainState(0, 0), at=3, asked=Request(stop=True, preempt=True))
     assert ending is Ending.STOPPED
     assert [event.ending for event in events] == [None, None, Ending.STOPPED]
     ending, events = run(CONFIG, TrainState(0, 0), at=3, asked=Request(save=True))
@@ -187,7 +192,7 @@ def saves(config: CheckpointConfig, saver: FakeSaver, events: list[StepEvent]) -
 )
 def test_saves_when_due_and_once_at_the_end(every: int, saved: list[int]) -> None:
     events = [event(step) for step in range(1, 5)]
-    events.append(event(5, Ending.INTERRUPTED))
+    events.append(event(5, Ending.PREEMPTED))
     assert saves(CheckpointConfig(save_every=every), FakeSaver(), events) == saved
     asked = replace(event(7), save=True)
     assert saves(CheckpointConfig(save_every=every + 8), FakeSaver(), [asked]) == [7]
@@ -196,7 +201,7 @@ def test_saves_when_due_and_once_at_the_end(every: int, saved: list[int]) -> Non
 def test_in_the_background_the_next_save_and_the_end_wait_for_the_one_before() -> None:
     saver, config = FakeSaver(), CheckpointConfig(save_every=3, asynchronous=True)
     events = [event(step) for step in range(1, 8)]
-    assert saves(config, saver, [*events, event(8, Ending.INTERRUPTED)]) == [3, 6, 8]
+    assert saves(config, saver, [*events, event(8, Ending.PREEMPTED)]) == [3, 6, 8]
     assert saver.calls == ["start 3", "commit 3", "start 6", "commit 6", "save 8"]
     saver, config = FakeSaver(), CheckpointConfig(save_every=1, asynchronous=True)
     assert saves(config, saver, [event(1), event(2), event(3, Ending.FINISHED)]) == [1, 2, 3]
@@ -214,7 +219,7 @@ def test_a_failed_save_ends_the_run_or_not_but_always_one_that_was_asked_for() -
     assert saves(config, saver, events) == []
     assert saver.calls == ["save 1", "save 2", "save 3"]
     with pytest.raises(CheckpointError):
-        saves(config, saver, [event(4, Ending.INTERRUPTED)])
+        saves(config, saver, [event(4, Ending.PREEMPTED)])
 
 
 @pytest.mark.parametrize("ending", list(Ending))
@@ -255,7 +260,7 @@ def test_logs_the_mean_loss_since_the_last_record_and_always_the_end() -> None:
     written: Any = Written()
     hook = LogHook(2, 9, meter(), written, written)
     for step, loss in enumerate((1.0, 2.0, 5.0), start=1):
-        hook.after_step(event(step, Ending.INTERRUPTED if step == 3 else None, loss))
+        hook.after_step(event(step, Ending.PREEMPTED if step == 3 else None, loss))
     assert [(step, values["loss"]) for step, values in written.records] == [(2, 1.5), (3, 5.0)]
     assert written.records[-1][1]["consumed_samples"] == 12
     assert written.records[-1][1]["grad_norm"] == 0.5

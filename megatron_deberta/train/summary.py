@@ -1,0 +1,173 @@
+"""Text that rank 0 shows when a run starts and when it ends."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from megatron_deberta.checkpoint.layout import step_dir
+from megatron_deberta.config.rules import batch_arithmetic
+from megatron_deberta.config.schema import RunConfig
+from megatron_deberta.data.build import Corpora
+from megatron_deberta.distributed.topology import ProcessGroups
+from megatron_deberta.observe.console import format_duration
+from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
+from megatron_deberta.train.preemption import STOP_FILE
+from megatron_deberta.train.start import Start
+from megatron_deberta.train.state import Ending, Outcome
+
+_LABEL_WIDTH = 12
+
+
+def describe_start(
+    config: RunConfig,
+    groups: ProcessGroups,
+    corpora: Corpora,
+    start: Start,
+    num_parameters: int,
+    predicted_bytes: int,
+) -> str:
+    """Describe a run that starts or resumes.
+
+    Args:
+        config: the run.
+        groups: the rank grid.
+        corpora: training documents.
+        start: starting point.
+        num_parameters: size of the model.
+        predicted_bytes: predicted peak memory of a rank; 0: not predicted.
+    """
+    model, precision, train = config.model, config.precision, config.train
+    batch = batch_arithmetic(config, groups.dp_size)
+    short_steps = min(config.data.short_steps, train.steps)
+    tokens = short_steps * batch.short_tokens_per_step
+    tokens += (train.steps - short_steps) * batch.tokens_per_step
+    epochs = tokens / sum(int(corpus.lengths.sum()) for corpus in corpora.train)
+    origin = "a new run"
+    if start.reader is not None:
+        origin = f"a new run with the weights of {start.reader.path}"
+        if not start.weights_only:
+            origin = f"resuming from step {start.state.step:,}"
+    rows = [
+        ("run", f"{train.run_dir}, {origin}"),
+        (
+            "model",
+            f"{num_parameters:,} parameters: {model.num_layers} layers, hidden size "
+            f"{model.hidden_size}, {model.num_heads} heads, vocabulary {model.vocab_size:,}",
+        ),
+        (
+            "batch",
+            f"{train.global_batch_size:,} sequences of {config.data.sequence_length:,} = "
+            f"{batch.tokens_per_step:,} tokens per step ({batch.micro_batch_size} per micro batch "
+            f"x {batch.accumulation_steps} accumulated x {batch.dp_size} data-parallel)",
+        ),
+        ("training", f"{train.steps:,} steps = {tokens:,} tokens = {epochs:.3g} epochs"),
+        (
+            "layout",
+            f"{groups.world_size} {'rank' if groups.world_size == 1 else 'ranks'} = "
+            f"{groups.tp_size} tensor-parallel x {groups.dp_size} data-parallel, "
+            f"{precision.engine}, ZeRO stage {precision.zero_stage}, {precision.dtype}",
+        ),
+        ("device", _device(groups.device)),
+    ]
+    if predicted_bytes:
+        rows.append(("memory", f"{predicted_bytes / 2**30:.2f} GiB per rank, predicted"))
+    return _table(rows)
+
+
+def describe_end(
+    config: RunConfig, outcome: Outcome, seconds: float, received: signal.Signals | None
+) -> str:
+    """Describe how training ended, where the results are and what can be done next.
+
+    Args:
+        config: the run.
+        outcome: how it ended.
+        seconds: time since the process started.
+        received: stop signal of this process.
+    """
+    run_dir, train, step = config.train.run_dir, config.train, outcome.state.step
+    how = {
+        Ending.FINISHED: "finished" if step >= train.steps else "reached train.exit_step",
+        Ending.INTERRUPTED: "stopped by Ctrl-C",
+        Ending.STOPPED: f"stopped by the file {STOP_FILE}",
+    }.get(outcome.ending, f"stopped by {received.name if received else 'a signal'}")
+    reached = f"{how} at step {step:,} of {train.steps:,} after {format_duration(seconds)}"
+    path = Path(run_dir)
+    plots = [path / "loss.png"] if (path / "loss.png").exists() else []
+    rows = [("run", reached)]
+    rows += _losses(run_dir)
+    rows.append(("checkpoint", str(step_dir(run_dir, step))))
+    rows.append(("log", ", ".join(map(str, [path / FILE_NAME, *plots]))))
+    return _table([*rows, *(("next", text) for text in _next_steps(config, outcome))])
+
+
+def describe_nothing_left(config: RunConfig) -> str:
+    """Describe a run that was started again after its last step."""
+    train = config.train
+    key, flag = "train.exit_step", ""
+    if not train.exit_step or train.exit_step >= train.steps:
+        key, flag = "train.steps", " and pass --allow-config-change"
+    value = train.exit_step or train.steps
+    rows = [("run", f"nothing left to train: {train.run_dir} has reached {key}={value}")]
+    rows.append(("next", f"raise {key}{flag} to train on"))
+    rows += [("", command) for command in _uses(train.run_dir)]
+    return _table(rows)
+
+
+def _losses(run_dir: str) -> list[tuple[str, str]]:
+    """Return the last training loss, and the last and the best validation."""
+    records = read_metrics(Path(run_dir) / FILE_NAME)
+    # A loss that is not finite is recorded as null.
+    scored = [record for record in records if record.get("loss") is not None]
+    training = [record for record in scored if record["kind"] == "train"]
+    validations = [record for record in scored if record["kind"] == "validation"]
+    rows = []
+    if training:
+        rows.append(("training", f"loss {training[-1]['loss']:.4f}"))
+    if validations:
+        last, best = validations[-1], min(validations, key=lambda record: record["loss"])
+        text = f"loss {last['loss']:.4f} at step {last['step']:,}"
+        if best is not last:
+            text += f", best {best['loss']:.4f} at step {best['step']:,}"
+        rows.append(("validation", text))
+    return rows
+
+
+def _next_steps(config: RunConfig, outcome: Outcome) -> list[str]:
+    if outcome.ending is Ending.FINISHED:
+        return _uses(config.train.run_dir)
+    if outcome.ending is Ending.PREEMPTED and "SLURM_JOB_ID" in os.environ:
+        return ["requeue the job: it resumes from this checkpoint"]
+    return ["start the same command again: it resumes from this checkpoint"]
+
+
+def _uses(run_dir: str) -> list[str]:
+    """Return the commands that use a trained model."""
+    folder, export = shlex.quote(run_dir), shlex.quote(str(Path(run_dir) / "hf"))
+    return [
+        f'megatron-deberta fill-mask {folder} "Paris is the [MASK] of France."',
+        f"megatron-deberta convert --checkpoint {folder} --to hf --output {export}",
+    ]
+
+
+def _device(device: torch.device) -> str:
+    if device.type != "cuda":
+        threads = torch.get_num_threads()
+        return f"CPU, {threads} {'thread' if threads == 1 else 'threads'} per rank"
+    properties = torch.cuda.get_device_properties(device)
+    return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+
+
+def _table(rows: Iterable[tuple[str, str]]) -> str:
+    """Align rows; a label is shown once."""
+    lines, before = [], ""
+    for label, text in rows:
+        lines.append(f"{label if label != before else '':<{_LABEL_WIDTH}}{text}".rstrip())
+        before = label
+    return "\n".join(lines)

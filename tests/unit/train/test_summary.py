@@ -1,0 +1,112 @@
+"""What rank 0 shows at the start and at the end of a run."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_deberta.config.schema import RunConfig, TrainConfig
+from megatron_deberta.distributed.topology import single_process_groups
+from megatron_deberta.observe.metrics import MetricsWriter
+from megatron_deberta.train.start import Start
+from megatron_deberta.train.state import Ending, Outcome, TrainState
+from megatron_deberta.train.summary import describe_end, describe_nothing_left, describe_start
+
+CORPORA: Any = SimpleNamespace(train=(SimpleNamespace(lengths=np.full(100, 640)),))
+
+
+def config_of(run_dir: Path, **train: Any) -> RunConfig:
+    values = {"steps": 500, "global_batch_size": 8, "micro_batch_size": 2, **train}
+    config = RunConfig(train=TrainConfig(run_dir=str(run_dir), **values))
+    return replace(config, data=replace(config.data, sequence_length=128))
+
+
+def test_start_of_a_run(tmp_path: Path) -> None:
+    groups = single_process_groups(torch.device("cpu"))
+    config = config_of(tmp_path)
+    text = describe_start(config, groups, CORPORA, Start(TrainState(0, 0)), 1_234_567, 3 << 29)
+    lines = dict(line.split(maxsplit=1) for line in text.splitlines())
+    assert lines["run"] == f"{tmp_path}, a new run"
+    assert lines["model"].startswith("1,234,567 parameters: ")
+    assert lines["batch"] == (
+        "8 sequences of 128 = 1,024 tokens per step "
+        "(2 per micro batch x 4 accumulated x 1 data-parallel)"
+    )
+    assert lines["training"] == "500 steps = 512,000 tokens = 8 epochs"
+    assert lines["layout"].startswith("1 rank = 1 tensor-parallel x 1 data-parallel, deepspeed")
+    assert lines["device"].startswith("CPU, ")
+    assert lines["memory"] == "1.50 GiB per rank, predicted"
+    assert len({line.index(line.split()[1]) for line in text.splitlines()}) == 1
+    reader: Any = SimpleNamespace(path="elsewhere/step_9")
+    resumed = Start(TrainState(40, 320), reader=reader)
+    assert "resuming from step 40\n" in describe_start(config, groups, CORPORA, resumed, 1, 0)
+    weights = replace(resumed, weights_only=True)
+    text = describe_start(config, groups, CORPORA, weights, 1, 0)
+    assert "a new run with the weights of elsewhere/step_9\n" in text
+    assert "memory" not in text
+
+
+def test_end_of_a_run(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        writer.write(0, {"unigram_loss": 6.5}, kind="validation")
+        for step, loss in ((200, 3.0), (400, 2.75), (500, 2.8)):
+            writer.write(step, {"loss": loss - 0.1})
+            writer.write(step, {"loss": loss}, kind="validation")
+        writer.write(501, {"loss": float("nan")})
+    config, state = config_of(tmp_path), TrainState(500, 4000)
+    text = describe_end(config, Outcome(Ending.FINISHED, state), 3723.4, None)
+    assert text.splitlines() == [
+        "run         finished at step 500 of 500 after 1:02:03",
+        "training    loss 2.7000",
+        "validation  loss 2.8000 at step 500, best 2.7500 at step 400",
+        f"checkpoint  {tmp_path}/checkpoints/step_00000500",
+        f"log         {tmp_path}/metrics.jsonl",
+        f'next        megatron-deberta fill-mask {tmp_path} "Paris is the [MASK] of France."',
+        f"            megatron-deberta convert --checkpoint {tmp_path} --to hf"
+        f" --output {tmp_path}/hf",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ending", "received", "job", "how", "follows"),
+    [
+        (Ending.INTERRUPTED, signal.SIGINT, True, "Ctrl-C", "start the same command again"),
+        (Ending.STOPPED, None, False, "the file stop", "start the same command again"),
+        (Ending.PREEMPTED, signal.SIGTERM, False, "SIGTERM", "start the same command again"),
+        (Ending.PREEMPTED, None, True, "a signal", "requeue the job"),
+    ],
+)
+def test_only_a_slurm_job_is_requeued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: Ending, received: Any, job: bool,
+    how: str, follows: str,
+) -> None:  # fmt: skip
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    if job:
+        monkeypatch.setenv("SLURM_JOB_ID", "7")
+    MetricsWriter(tmp_path, tensorboard=False).close()
+    outcome = Outcome(ending, TrainState(23, 184))
+    text = describe_end(config_of(tmp_path), outcome, 5, received)
+    assert f"run         stopped by {how} at step 23 of 500 after 0:00:05\n" in text
+    assert text.splitlines()[-1].startswith(f"next        {follows}")
+
+
+@pytest.mark.parametrize(
+    ("train", "reached", "remedy"),
+    [
+        ({}, "train.steps=500", "raise train.steps and pass --allow-config-change to train on"),
+        ({"exit_step": 90}, "train.exit_step=90", "raise train.exit_step to train on"),
+    ],
+)
+def test_a_finished_run_names_the_key_to_raise(
+    tmp_path: Path, train: dict[str, int], reached: str, remedy: str
+) -> None:
+    text = describe_nothing_left(config_of(tmp_path, **train))
+    assert f"nothing left to train: {tmp_path} has reached {reached}\n" in text
+    assert remedy in text
