@@ -11,7 +11,6 @@ Example:
 from __future__ import annotations
 
 import argparse
-import signal
 
 from megatron_deberta.checkpoint.resume import FLAG
 from megatron_deberta.cli.arguments import CONFIG_CHANGE_HELP, add_run_arguments, number
@@ -40,7 +39,5 @@ def run(args: argparse.Namespace) -> int:
     validate_for_world(config, args.ranks)
     raise_if_locked(config.train.run_dir)
     log_times()
-    # As SIGTERM: the ranks save and exit with code 75.
-    signal.signal(signal.SIGINT, lambda *_: signal.raise_signal(signal.SIGTERM))
     arguments = [args.config, *args.overrides, *([FLAG] if args.allow_config_change else [])]
     return run_local_job(config, arguments, args.ranks, args.restarts)

@@ -49,7 +49,7 @@ from barrier_of_a_test import barrier
 
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 signals = []
-for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT):
     signal.signal(number, lambda number, frame: signals.append(number))
 
 def fault(place, step):
@@ -86,7 +86,7 @@ with Heartbeat.of_this_rank(rank) as heartbeat:
             print("rank", rank, "of", world, "steps", flush=True)
         if ends:
             print("received", *signals, flush=True)
-            sys.exit(75)
+            sys.exit(130 if signal.SIGINT in signals else 75)
 """
 
 

@@ -15,7 +15,13 @@ from typing import Any, Literal
 
 from megatron_deberta.checkpoint.layout import committed_steps
 from megatron_deberta.cluster.event_log import append_event, read_events
-from megatron_deberta.errors import EXIT_DONE, EXIT_NEVER_REQUEUE, EXIT_REQUEUE, EXIT_USAGE
+from megatron_deberta.errors import (
+    EXIT_DONE,
+    EXIT_INTERRUPTED,
+    EXIT_NEVER_REQUEUE,
+    EXIT_REQUEUE,
+    EXIT_USAGE,
+)
 
 FILE_NAME = "chain.jsonl"
 MAX_STALLED_ATTEMPTS = 3
@@ -25,7 +31,8 @@ FINISHED = "finished"
 _FINAL = {
     EXIT_DONE: FINISHED,
     EXIT_NEVER_REQUEUE: "failed in a way that would repeat; see the logs",
-    EXIT_USAGE: "the configuration is invalid; see the logs",
+    EXIT_USAGE: "configuration, data or checkpoint are refused; see the logs",
+    EXIT_INTERRUPTED: "stopped by Ctrl-C (SIGINT)",
 }
 Event = Literal["submit", "jobs", "start", "end", "cancel", "slow"]
 
@@ -53,6 +60,13 @@ class JobHistory:
     def append(self, event: Event, **values: Any) -> None:
         """Append an event durably."""
         append_event(self.path, {"event": event, "time": round(time.time(), 3), **values})
+
+    def forget(self, size: int) -> None:
+        """Remove the events after the first ``size`` bytes of the file."""
+        if size:
+            os.truncate(self.path, size)
+        else:
+            self.path.unlink(missing_ok=True)
 
     def records(self) -> list[dict[str, Any]]:
         """Return all events, oldest first, without lines that a crash has cut short."""

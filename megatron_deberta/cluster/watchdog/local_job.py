@@ -15,7 +15,7 @@ from megatron_deberta.cluster.watchdog.ranks import NodePlan
 from megatron_deberta.cluster.watchdog.report_store import ReportStore
 from megatron_deberta.cluster.watchdog.supervisor import Supervisor
 from megatron_deberta.config.schema import RunConfig
-from megatron_deberta.errors import EXIT_REQUEUE
+from megatron_deberta.errors import EXIT_REQUEUE, EXIT_USAGE
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +36,7 @@ def run_local_job(config: RunConfig, arguments: Sequence[str], ranks: int, resta
     history = JobHistory(run_dir)
     # In place of SLURM's job number; that of a later job is larger.
     job = str(int(time.time()))
+    before = history.path.stat().st_size if history.path.exists() else 0
     history.append("submit", links=restarts + 1, nodes=1)
     restart = 0
     while True:
@@ -43,6 +44,10 @@ def run_local_job(config: RunConfig, arguments: Sequence[str], ranks: int, resta
         plan = _node_plan(config, arguments, ranks, attempt)
         history.start_attempt(attempt, plan.host)
         code = Supervisor(plan).run()
+        if code == EXIT_USAGE and restart == 0:
+            # Refused before the first step; a finished run stays one.
+            history.forget(before)
+            return code
         diagnosis = ReportStore(run_dir, attempt).diagnose(1)
         decision = history.decide(code, diagnosis.reason if diagnosis else "")
         # 75: a signal to this process asked for the end; its sender starts it again.

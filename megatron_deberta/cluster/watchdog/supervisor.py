@@ -42,6 +42,7 @@ from megatron_deberta.config import load_config
 from megatron_deberta.errors import (
     EXIT_DONE,
     EXIT_FAILURE,
+    EXIT_INTERRUPTED,
     EXIT_NEVER_REQUEUE,
     EXIT_REQUEUE,
     EXIT_USAGE,
@@ -50,7 +51,7 @@ from megatron_deberta.processes import die_with_parent
 
 logger = logging.getLogger("supervisor")
 
-FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 POLL_SECONDS = 0.2
 REPORT_SECONDS = 0.5
 """Interval of reports to the other nodes."""
@@ -76,7 +77,7 @@ class Supervisor:
         self._step_times: deque[float] = deque(maxlen=50)
         self._serial = self._shown = 0
         self._started = self._polled = self._resumed = time.monotonic()
-        self._has_warned_of_disk = False
+        self._has_warned_of_disk = self._interrupted = False
         self._alarm = ""
         self._has_diagnostics = False
         self._diagnosis: Diagnosis | None = None
@@ -89,8 +90,8 @@ class Supervisor:
         """Run until every rank of this node has ended.
 
         Returns:
-            93 or 2 if a rank exited with it; else 1 if one failed or hung, 75 if one exited with
-            it, or 0.
+            93 or 2 if a rank exited with it; else 130 after SIGINT, 1 if a rank failed or hung,
+            75 if one exited with it, or 0.
         """
         handlers = {number: signal.signal(number, self._forward) for number in FORWARDED}
         cores = divide(os.sched_getaffinity(0), self._plan.ranks_per_node)
@@ -141,10 +142,13 @@ class Supervisor:
             sys.stdout.flush()
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
+        """Pass a signal on; a second SIGINT kills."""
+        passed_on = signal.SIGKILL if number == signal.SIGINT and self._interrupted else number
+        self._interrupted = self._interrupted or number == signal.SIGINT
         for rank in self._ranks:
             if rank.process.returncode is None:
                 with suppress(ProcessLookupError):
-                    rank.process.send_signal(number)
+                    rank.process.send_signal(passed_on)
 
     def _watch(self) -> int:
         """Poll ranks and exchange reports until all ranks of this node have ended."""
@@ -341,6 +345,10 @@ class Supervisor:
         for code in (EXIT_NEVER_REQUEUE, EXIT_USAGE):
             if code in codes:
                 return code
+        if codes == {EXIT_DONE}:
+            return EXIT_DONE
+        if self._interrupted or EXIT_INTERRUPTED in codes:
+            return EXIT_INTERRUPTED
         if codes - {EXIT_DONE, EXIT_REQUEUE}:
             return EXIT_FAILURE
         return EXIT_REQUEUE if EXIT_REQUEUE in codes else EXIT_DONE

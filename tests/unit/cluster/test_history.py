@@ -29,7 +29,7 @@ def finish(history: JobHistory, code: int) -> tuple[bool, int, str]:
 @pytest.mark.parametrize(
     ("code", "continues", "exit_code"),
     [(0, False, 0), (75, True, 75), (1, True, 75), (137, True, 75), (-9, True, 75),
-     (2, False, 2), (93, False, 93)],
+     (2, False, 2), (93, False, 93), (130, False, 130)],
 )  # fmt: skip
 def test_decision_by_exit_code(tmp_path: Path, code: int, continues: bool, exit_code: int) -> None:
     history = JobHistory(tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +25,7 @@ def ranks_of(tmp_path: Path) -> Iterator[Any]:
     made: list[WatchedRanks] = []
 
     def make(**values: Any) -> WatchedRanks:
-        made.append(WatchedRanks(tmp_path, limit=LIMIT, **values))
+        made.append(WatchedRanks(tmp_path, **({"limit": LIMIT} | values)))
         return made[-1]
 
     yield make
@@ -98,16 +99,34 @@ def test_final_exit_code_of_another_node_ends_the_job(ranks_of: Any) -> None:
     assert ranks.run() == [2, 2], ranks.logs
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
-def test_signals_reach_every_rank(ranks_of: Any, number: int) -> None:
-    ranks = ranks_of(steps=100_000)
+def started(ranks: WatchedRanks) -> WatchedRanks:
     ranks.start()
     wait_for(lambda: all((ranks.run_dir / "logs" / ATTEMPT / f"rank_{r}.log").exists()
                          and ranks.log(r) for r in range(2)))  # fmt: skip
+    return ranks
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGUSR2, 75), (signal.SIGINT, 130)],
+)
+def test_signals_reach_every_rank(ranks_of: Any, number: int, code: int) -> None:
+    ranks = started(ranks_of(steps=100_000))
     ranks.supervisors[0].send_signal(number)
-    assert ranks.end() == [75]
+    assert ranks.end() == [code]
     # Some ranks may get it after the step at which all agree to stop.
     assert any(f"received {int(number)}" in ranks.log(rank) for rank in range(2))
+
+
+def test_second_ctrl_c_kills(ranks_of: Any) -> None:
+    # Rank 1 does not answer, as one that waits in a collective.
+    ranks = started(ranks_of(steps=100_000, rank=1, place="step", step=5, how="read", limit=60))
+    wait_for((ranks.folder / "fault").exists)
+    ranks.supervisors[0].send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        ranks.supervisors[0].wait(1)
+    ranks.supervisors[0].send_signal(signal.SIGINT)
+    assert ranks.end() == [130]
 
 
 def test_ranks_do_not_outlive_their_supervisor(ranks_of: Any) -> None:
