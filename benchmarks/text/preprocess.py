@@ -46,7 +46,7 @@ from megatron_deberta.text.preprocess.encoding import (
 )
 from megatron_deberta.text.preprocess.worker import ENCODED_BYTES
 from megatron_deberta.text.readers.cutting import RecordReader
-from megatron_deberta.text.readers.records import parse_records
+from megatron_deberta.text.readers.records import ReadOptions, parse_records
 from megatron_deberta.text.readers.sources import find_sources
 from megatron_deberta.tokenizer import load_tokenizer
 from megatron_deberta.tokenizer.training import train_sentencepiece
@@ -190,7 +190,7 @@ def stages(path: Path, folder: Path) -> dict[str, float]:
         texts: list[str] = []
         for block in RecordReader(find_sources([str(path)])[0]).blocks(0):
             mark("read")
-            documents, _ = parse_records(block.records, "jsonl", ["text"])
+            documents, _ = parse_records(block.records, "jsonl", ReadOptions())
             texts += [document.texts[0] for document in documents]
             mark("parse")
             if sum(map(len, texts)) < ENCODED_BYTES:

@@ -28,7 +28,7 @@ from megatron_deberta.cli.text_input import (
 )
 from megatron_deberta.distributed.environment import read_environment
 from megatron_deberta.errors import ConfigError
-from megatron_deberta.text.preprocess.merging import quarantine_path, shard_prefix
+from megatron_deberta.text.preprocess.merging import quarantine_path, shard_prefixes
 from megatron_deberta.text.preprocess.pipeline import RunOptions, preprocess
 from megatron_deberta.text.preprocess.workfolder import SPOOLED_INPUT, WorkFolder
 from megatron_deberta.text.readers.sources import STANDARD_INPUT
@@ -100,10 +100,10 @@ def run(args: argparse.Namespace) -> int:
         raise
     if options.rank:
         return 0
-    for key, manifest in zip(read.keys, manifests, strict=True):
+    prefixes = shard_prefixes(args.output, read.keys, args.sentences)
+    for prefix, manifest in zip(prefixes, manifests, strict=True):
         print(
-            f"{shard_prefix(args.output, key, sentences=bool(args.sentences))}: "
-            f"{manifest.num_documents:,} documents, {manifest.num_tokens:,} tokens, "
+            f"{prefix}: {manifest.num_documents:,} documents, {manifest.num_tokens:,} tokens, "
             f"{manifest.dtype}; of {manifest.documents_in:,} records "
             f"{manifest.documents_empty:,} empty, {manifest.documents_quarantined:,} quarantined"
         )

@@ -6,8 +6,7 @@ import argparse
 from pathlib import Path
 
 from megatron_deberta.cli.arguments import number
-from megatron_deberta.text.readers.reading import ReadOptions
-from megatron_deberta.text.readers.records import DEFAULT_ALLOW_BAD
+from megatron_deberta.text.readers.records import DEFAULT_ALLOW_BAD, ReadOptions
 from megatron_deberta.text.readers.sources import Source, find_sources
 
 

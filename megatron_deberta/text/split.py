@@ -24,6 +24,7 @@ from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.files import sha256_file
 from megatron_deberta.text.deduplicate.output import (
     CLUSTERS,
+    add_counts,
     concatenate,
     open_compressed,
     take_parts,
@@ -47,8 +48,7 @@ from megatron_deberta.text.deduplicate.work import (
     save_info,
 )
 from megatron_deberta.text.preprocess.units import UNIT_BYTES
-from megatron_deberta.text.readers.reading import ReadOptions
-from megatron_deberta.text.readers.records import EMPTY
+from megatron_deberta.text.readers.records import ReadOptions
 from megatron_deberta.text.readers.sources import Source
 
 logger = logging.getLogger(__name__)
@@ -143,9 +143,8 @@ def _run_stages(work: Work, runner: StageRunner) -> None:
 
 def _split_unit(work: Work, task: int, folder: Path) -> None:
     choose = _chooser(work)
-    counts: Counter[str] = Counter()
+    counts: Counter[str] = Counter(members=0)
     quarantined: Counter[str] = Counter()
-    members = 0
     with (
         open_compressed(folder / "train.jsonl", work.compression) as train,
         open_compressed(folder / "validation.jsonl", work.compression) as validation,
@@ -154,20 +153,16 @@ def _split_unit(work: Work, task: int, folder: Path) -> None:
         streams = {"train": train, "validation": validation}
         for record in UnitReader(work.units[task], work.sources, work.options):
             if isinstance(record, Record):
-                digest = digest_of(record.text)
-                if digest:
-                    side, is_member = choose(digest)
-                    counts[side] += 1
-                    members += is_member
-                    streams[side].write(record.content + b"\n")
-                    continue
-                number, offset, reason, detail = record.source, record.offset, EMPTY, "no words"
-            else:
-                number, (_, offset, reason, detail) = record
+                side, is_member = choose(digest_of(record.text))
+                counts[side] += 1
+                counts["members"] += is_member
+                streams[side].write(record.content + b"\n")
+                continue
+            number, (_, offset, reason, detail) = record
             quarantined[reason] += 1
             line = {"file": work.sources[number].name, "offset": offset}
             quarantine.write(orjson.dumps({**line, "reason": reason, "detail": detail}) + b"\n")
-    save_info(folder, {**counts, "quarantined": quarantined, "members": members})
+    save_info(folder, {**counts, "quarantined": quarantined})
 
 
 def _chooser(work: Work) -> Callable[[bytes], tuple[str, bool]]:
@@ -193,14 +188,10 @@ def find_cluster(clusters: Array, digest: bytes) -> bytes:
         clusters: [members, 4] uint64, as ``deduplicate`` writes it.
         digest: of the document.
     """
-    high = int.from_bytes(digest[:8], "little")
-    low = int.from_bytes(digest[8:], "little")
-    place = bisect_left(
-        range(len(clusters)),
-        (high, low),
-        key=lambda row: (int(clusters[row, 0]), int(clusters[row, 1])),
-    )
-    if place == len(clusters) or clusters[place, :2].tolist() != [high, low]:
+    sought = np.frombuffer(digest, "<u8").tolist()
+    rows = range(len(clusters))
+    place = bisect_left(rows, sought, key=lambda row: clusters[row, :2].tolist())
+    if place == len(clusters) or clusters[place, :2].tolist() != sought:
         return digest
     return bytes(clusters[place, 2:].astype("<u8").tobytes())
 
@@ -223,28 +214,19 @@ def _compare_members(work: Work, found: int) -> None:
 
 
 def _gather(work: Work, staged: Path) -> dict[str, Any]:
-    counts: Counter[str] = Counter()
-    quarantined: Counter[str] = Counter()
-    members = 0
-    units = range(len(work.units))
-    for task in units:
-        info = work.info("write", task)
-        quarantined.update(info.pop("quarantined"))
-        members += info.pop("members")
-        counts.update(info)
-    _compare_members(work, members)
+    counts, quarantined = add_counts(work)
+    _compare_members(work, counts.pop("members"))
     for side in SIDES:
         if not counts[side]:
             raise NoDocumentsError(
-                f"no document is on the side of {side} ({sum(counts.values())} in all); set "
+                f"no document is on the side of {side} ({counts.total()} in all); set "
                 "--fraction or --seed, or give more text"
             )
         (staged / side).mkdir(exist_ok=True)
         take_parts(work, f"{side}.jsonl", staged / side)
-    quarantines = [work.task_folder("write", task) / "quarantine.jsonl" for task in units]
-    concatenate(quarantines, staged / "quarantine.jsonl")
+    concatenate(work, "quarantine.jsonl", staged)
     return {
-        "documents": sum(counts.values()) + sum(quarantined.values()),
+        "documents": counts.total() + quarantined.total(),
         **{side: counts[side] for side in SIDES},
         "quarantined": dict(sorted(quarantined.items())),
         **work.parameters,

@@ -19,10 +19,10 @@ from megatron_deberta.text.deduplicate.work import Work, save_array
 
 Numbers = npt.NDArray[np.int64]
 
+# Keys that a task holds, about.
 PART_DOCUMENTS = 1 << 21
-"""Keys that a task holds, about."""
+# In a bucket each document is paired with this many before it, and with the bucket's first.
 WINDOW = 8
-"""In a bucket each document is paired with this many before it, and with the bucket's first."""
 CROWDED = ("crowded_document", "crowded_bucket", "crowded_sizes")
 
 
@@ -190,8 +190,7 @@ def _slices(bounds: Numbers, part: int, parts: int) -> list[slice]:
 
 def _bucket_begins(same: npt.NDArray[np.bool_]) -> Numbers:
     """Return where each entry's bucket begins; ``same`` tells that an entry continues one."""
-    positions = np.where(same, 0, np.arange(len(same)))
-    begins: Numbers = np.maximum.accumulate(positions) if len(same) else positions
+    begins: Numbers = np.maximum.accumulate(np.where(same, 0, np.arange(len(same))))
     return begins
 
 

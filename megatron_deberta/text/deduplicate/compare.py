@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from megatron_deberta.text.deduplicate.candidates import Numbers, num_parts, unit_starts
 from megatron_deberta.text.deduplicate.shingles import Hashes, Shingler
-from megatron_deberta.text.deduplicate.sign import map_signature
+from megatron_deberta.text.deduplicate.sign import gather_signatures
 from megatron_deberta.text.deduplicate.units import Record, UnitReader
 from megatron_deberta.text.deduplicate.work import Work, load_array, save_array
 
@@ -82,7 +82,7 @@ def collect_runs(work: Work, task: int, folder: Path) -> None:
             shingler = Shingler(work.settings.ngram)
             number = 0
             for record in UnitReader(work.units[task], work.sources, work.options):
-                if not isinstance(record, Record) or not record.text.strip():
+                if not isinstance(record, Record):
                     continue
                 if needed[number]:
                     runs = np.unique(shingler(record.text)[1])
@@ -153,20 +153,7 @@ def _estimates(
     order = np.argsort(earlier, kind="stable")
     for begin in range(0, len(order), _PAIRS_AT_ONCE):
         part = order[begin : begin + _PAIRS_AT_ONCE]
-        left = _sketches(work, starts, later[part])
-        right = _sketches(work, starts, earlier[part])
+        left = gather_signatures(work, starts, later[part], "sketch")
+        right = gather_signatures(work, starts, earlier[part], "sketch")
         estimates[part] = (left == right).mean(axis=1)
     return estimates
-
-
-def _sketches(work: Work, starts: Numbers, documents: Numbers) -> npt.NDArray[np.uint32]:
-    units = np.searchsorted(starts, documents, side="right") - 1
-    rows: list[npt.NDArray[np.uint32]] = []
-    order = np.argsort(documents, kind="stable")
-    for unit in np.unique(units):
-        local = documents[order][units[order] == unit] - starts[unit]
-        rows.append(np.array(map_signature(work, int(unit), "sketch")[local]))
-    sketches = np.concatenate(rows)
-    unsorted = np.empty_like(sketches)
-    unsorted[order] = sketches
-    return unsorted

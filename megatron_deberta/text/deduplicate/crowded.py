@@ -15,14 +15,13 @@ import numpy.typing as npt
 from megatron_deberta.text.deduplicate.candidates import CROWDED, Numbers
 from megatron_deberta.text.deduplicate.compare import RunSets, jaccard_of, num_candidate_tasks
 from megatron_deberta.text.deduplicate.settings import PERMUTATIONS
-from megatron_deberta.text.deduplicate.shingles import Hashes
-from megatron_deberta.text.deduplicate.sign import map_signature
+from megatron_deberta.text.deduplicate.sign import gather_signatures
 from megatron_deberta.text.deduplicate.work import Work
 
+# Of a bucket a document is compared with the first that stays and the last so many.
 STAYING = 64
-"""Of a bucket a document is compared with the first that stays and the last so many."""
+# Of those so many are compared by their words: pages of one template may share all buckets.
 COMPARED = 32
-"""Of those so many are compared by their words: pages of one template may share all buckets."""
 
 
 class CrowdedBuckets:
@@ -97,10 +96,8 @@ class CrowdedBuckets:
         self._sketches[self._count] = self._sketch(document)
         self._count += 1
 
-    def _sketch(self, document: int) -> Hashes:
-        unit = int(np.searchsorted(self._starts, document, side="right")) - 1
-        sketch: Hashes = map_signature(self._work, unit, "sketch")[document - self._starts[unit]]
-        return sketch
+    def _sketch(self, document: int) -> Any:
+        return gather_signatures(self._work, self._starts, np.array([document]), "sketch")[0]
 
 
 def _new_map(path: Path, dtype: npt.DTypeLike, *shape: int) -> npt.NDArray[Any]:

@@ -6,13 +6,15 @@ Owns the formula and its constants, which ``benchmarks/text/deduplicate.py`` mea
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_deberta.text.deduplicate.candidates import PART_DOCUMENTS
 from megatron_deberta.text.deduplicate.settings import PERMUTATIONS, Settings
-from megatron_deberta.text.readers.reading import DocumentReader, ReadOptions
+from megatron_deberta.text.readers.reading import DocumentReader
+from megatron_deberta.text.readers.records import ReadOptions
 from megatron_deberta.text.readers.sources import Source
 
 _SAMPLE_BYTES = 8_000_000
@@ -25,14 +27,13 @@ _FIRST_PROCESS_BYTES = 55e6
 _WORKER_BYTES = 140e6
 _KEY_BYTES = 120
 _MAP_BYTES = 33
+# Bytes that a long document takes in its worker, over its own: text, record, hashes, their set.
 _LONGEST_TIMES = 8
-"""Bytes that a long document takes in its worker, over its own: text, record, hashes, their set."""
 _NEAR_SHARE = 0.25
 _BYTES_PER_WORD = 5.7
 
 
-@dataclass(frozen=True, slots=True)
-class Needs:
+class Needs(NamedTuple):
     """What a run takes.
 
     Attributes:
@@ -55,7 +56,19 @@ def estimate(
         DataError: a file of the sample cannot be read.
     """
     text_bytes, documents = sample(sources, options)
-    return describe(text_bytes, documents, settings, workers, options.longest_bytes)
+    found = needs(text_bytes, documents, settings, workers)
+    cores = min(max(workers, 1), len(os.sched_getaffinity(0)))
+    return (
+        f"text    {text_bytes / 1e9:.2f} GB, {documents:,.0f} documents\n"
+        f"time    {found.processor_seconds / 60:.1f} minutes of a core, "
+        f"{found.processor_seconds / cores / 60:.1f} minutes on {cores}\n"
+        f"disk    {found.work_bytes / 1e9:.2f} GB while it works and at most "
+        f"{text_bytes / 1e9:.2f} GB for the result, uncompressed\n"
+        f"memory  {found.memory_bytes / 1e9:.2f} GB for all {max(workers, 1)} workers, and "
+        f"{_LONGEST_TIMES} times a long document (at most "
+        f"{_LONGEST_TIMES * options.longest_bytes / 1e9:.2f} GB) in the worker that meets it\n"
+        f"sketch  {settings.bands} bands of {settings.rows}"
+    )
 
 
 def sample(sources: Sequence[Source], options: ReadOptions) -> tuple[float, float]:
@@ -63,17 +76,15 @@ def sample(sources: Sequence[Source], options: ReadOptions) -> tuple[float, floa
     file_bytes = text_bytes = documents = 0
     step = max(1, len(sources) // _SAMPLE_FILES)
     for source in sources[::step]:
-        reader = DocumentReader(source, options)
         read = 0
-        for batch in reader.read():
-            read += batch.text_bytes
-            documents += len(batch.documents)
-            if read >= _SAMPLE_BYTES:
-                break
-        records = reader.records
-        file_bytes += source.size_bytes if records is None else records.file_bytes
+        with contextlib.closing(DocumentReader(source, options)) as reader:
+            for batch in reader.read():
+                read += batch.text_bytes
+                documents += len(batch.documents)
+                if read >= _SAMPLE_BYTES:
+                    break
+            file_bytes += reader.records.file_bytes if reader.records else source.size_bytes
         text_bytes += read
-        reader.close()
     scale = sum(source.size_bytes for source in sources) / max(file_bytes, 1)
     return text_bytes * scale, documents * scale
 
@@ -82,44 +93,15 @@ def needs(text_bytes: float, documents: float, settings: Settings, workers: int)
     """Compute what so much text takes, if a quarter of the documents are in near pairs."""
     processes = max(workers, 1)
     seconds = text_bytes * (1 / _SIGN_BYTES_PER_SECOND + 1 / _READ_BYTES_PER_SECOND)
-    work_bytes = documents * bytes_a_document(settings)
+    digest, place, exact, fate = 16, 16, 8 + 8 + 4, 1 + 8 + 8 + 8
+    document_bytes = digest + place + exact + fate
+    run_bytes = 0.0
     if not settings.exact_only:
         seconds += text_bytes / _READ_BYTES_PER_SECOND + documents * _SECONDS_PER_DOCUMENT
         seconds += _NEAR_SHARE * text_bytes / _COLLECT_BYTES_PER_SECOND
-        work_bytes += _NEAR_SHARE * text_bytes / _BYTES_PER_WORD * 8
+        document_bytes += 4 * PERMUTATIONS + 12 * settings.bands + 2
+        run_bytes = _NEAR_SHARE * text_bytes / _BYTES_PER_WORD * 8
+    work_bytes = documents * document_bytes + run_bytes
     keys = _KEY_BYTES * min(documents, PART_DOCUMENTS)
     memory = _FIRST_PROCESS_BYTES + processes * (_WORKER_BYTES + keys) + documents * _MAP_BYTES
     return Needs(seconds, work_bytes, memory)
-
-
-def describe(
-    text_bytes: float,
-    documents: float,
-    settings: Settings,
-    workers: int,
-    longest_bytes: int = ReadOptions().longest_bytes,
-) -> str:
-    """Put what so much text takes on a few lines."""
-    found = needs(text_bytes, documents, settings, workers)
-    cores = min(max(workers, 1), len(os.sched_getaffinity(0)))
-    return "\n".join(
-        [
-            f"text    {text_bytes / 1e9:.2f} GB, {documents:,.0f} documents",
-            f"time    {found.processor_seconds / 60:.1f} minutes of a core, "
-            f"{found.processor_seconds / cores / 60:.1f} minutes on {cores}",
-            f"disk    {found.work_bytes / 1e9:.2f} GB while it works and at most "
-            f"{text_bytes / 1e9:.2f} GB for the result, uncompressed",
-            f"memory  {found.memory_bytes / 1e9:.2f} GB for all {max(workers, 1)} workers, and "
-            f"{_LONGEST_TIMES} times a long document (at most "
-            f"{_LONGEST_TIMES * longest_bytes / 1e9:.2f} GB) in the worker that meets it",
-            f"sketch  {settings.bands} bands of {settings.rows}",
-        ]
-    )
-
-
-def bytes_a_document(settings: Settings) -> int:
-    """Return the bytes that are kept of each document besides its runs of words."""
-    digest, place, exact, fate = 16, 16, 8 + 8 + 4, 1 + 8 + 8 + 8
-    if settings.exact_only:
-        return digest + place + exact + fate
-    return digest + place + exact + fate + 4 * PERMUTATIONS + 12 * settings.bands + 2

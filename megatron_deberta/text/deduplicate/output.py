@@ -11,7 +11,7 @@ import json
 import shutil
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,11 +21,11 @@ import zstandard
 
 from megatron_deberta.errors import DataError
 from megatron_deberta.text.deduplicate.candidates import unit_starts
-from megatron_deberta.text.deduplicate.resolve import EXACT, KEPT, load_fates
+from megatron_deberta.text.deduplicate.resolve import EXACT, KEPT
 from megatron_deberta.text.deduplicate.sign import map_signature
 from megatron_deberta.text.deduplicate.units import Record, UnitReader
 from megatron_deberta.text.deduplicate.work import Work, save_info
-from megatron_deberta.text.readers.records import EMPTY
+from megatron_deberta.text.readers.records import Defect
 
 CLUSTERS = "clusters.npy"
 SUFFIXES = {"none": "", "gz": ".gz", "zst": ".zst"}
@@ -43,7 +43,7 @@ def write_unit(work: Work, task: int, folder: Path) -> None:
         (folder / "quarantine.jsonl").open("wb") as quarantine,
     ):
         for record in UnitReader(work.units[task], work.sources, work.options):
-            if isinstance(record, Record) and record.text.strip():
+            if isinstance(record, Record):
                 if reporter.decision[number] == KEPT:
                     kept.write(record.content + b"\n")
                     counts["kept"] += 1
@@ -53,7 +53,7 @@ def write_unit(work: Work, task: int, folder: Path) -> None:
                     removed.write(orjson.dumps(line) + b"\n")
                 number += 1
                 continue
-            line = reporter.describe_defect(record)
+            line = reporter.describe_defect(*record)
             quarantined[line["reason"]] += 1
             quarantine.write(orjson.dumps(line) + b"\n")
     if number != reporter.end:
@@ -73,7 +73,9 @@ class _Reporter:
         self._starts = starts.tolist()
         self._unit = unit
         self.begin, self.end = self._starts[unit], self._starts[unit + 1]
-        self.decision, self._kept, self._jaccard = load_fates(work)
+        self.decision, self._kept, self._jaccard = (
+            work.load("resolve", 0, name) for name in ("decision", "kept", "jaccard")
+        )
         path = work.task_folder("resolve", 0) / "lines.json"
         self._lines: list[dict[str, int]] = json.loads(path.read_text(encoding="utf-8"))
 
@@ -90,12 +92,8 @@ class _Reporter:
             "jaccard": round(float(self._jaccard[number]), 6),
         }
 
-    def describe_defect(self, record: Any) -> dict[str, Any]:
+    def describe_defect(self, source: int, defect: Defect) -> dict[str, Any]:
         """Say where a record is that cannot be used, and why."""
-        if isinstance(record, Record):
-            place = self._place(self._unit, record.source, record.line, record.offset)
-            return {**place, "reason": EMPTY, "detail": "no words"}
-        source, defect = record
         place = self._place(self._unit, source, defect.line, defect.offset)
         return {**place, "reason": defect.reason, "detail": defect.detail}
 
@@ -126,12 +124,9 @@ def gather_output(work: Work, staged: Path) -> dict[str, Any]:
         DataError: the documents do not add up.
     """
     summary = _summarise(work)
-    units = len(work.units)
     take_parts(work, "kept.jsonl", staged)
     for name in ("removed.jsonl", "quarantine.jsonl"):
-        concatenate(
-            [work.task_folder("write", task) / name for task in range(units)], staged / name
-        )
+        concatenate(work, name, staged)
     shutil.copyfile(work.task_folder("resolve", 0) / CLUSTERS, staged / CLUSTERS)
     return summary
 
@@ -144,23 +139,29 @@ def take_parts(work: Work, name: str, folder: Path) -> None:
             part.rename(folder / f"part-{task:06d}.jsonl{SUFFIXES[work.compression]}")
 
 
-def concatenate(parts: Sequence[Path], final: Path) -> None:
-    """Write files one behind the other into a new one."""
-    with final.open("wb") as stream:
-        for part in parts:
-            with part.open("rb") as part_stream:
-                shutil.copyfileobj(part_stream, stream)
+def concatenate(work: Work, name: str, folder: Path) -> None:
+    """Write the units' files of a name one behind the other into a new one."""
+    with (folder / name).open("wb") as stream:
+        for task in range(len(work.units)):
+            with (work.task_folder("write", task) / name).open("rb") as part:
+                shutil.copyfileobj(part, stream)
 
 
-def _summarise(work: Work) -> dict[str, Any]:
+def add_counts(work: Work) -> tuple[Counter[str], Counter[str]]:
+    """Add up what the units wrote, and by reason what they set aside."""
     counts: Counter[str] = Counter()
     quarantined: Counter[str] = Counter()
     for task in range(len(work.units)):
         info = work.info("write", task)
         quarantined.update(info.pop("quarantined"))
         counts.update(info)
-    documents = int(unit_starts(work)[-1]) + sum(quarantined.values())
-    accounted = sum(counts.values()) + sum(quarantined.values())
+    return counts, quarantined
+
+
+def _summarise(work: Work) -> dict[str, Any]:
+    counts, quarantined = add_counts(work)
+    documents = int(unit_starts(work)[-1]) + quarantined.total()
+    accounted = counts.total() + quarantined.total()
     if documents != accounted:
         raise DataError(f"{documents} documents were read but {accounted} accounted for")
     return {

@@ -16,20 +16,7 @@ from typing import Any, Literal
 
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.files import fsync_path
-from megatron_deberta.text.deduplicate.candidates import (
-    find_candidates,
-    find_exact,
-    mark_exact,
-    num_parts,
-    unit_starts,
-)
-from megatron_deberta.text.deduplicate.compare import (
-    collect_runs,
-    estimate_pairs,
-    mark_needed,
-    num_candidate_tasks,
-    verify_pairs,
-)
+from megatron_deberta.text.deduplicate import candidates, compare
 from megatron_deberta.text.deduplicate.output import gather_output, write_unit
 from megatron_deberta.text.deduplicate.resolve import resolve
 from megatron_deberta.text.deduplicate.settings import Settings
@@ -45,7 +32,7 @@ from megatron_deberta.text.deduplicate.work import (
     refuse_foreign,
 )
 from megatron_deberta.text.preprocess.units import UNIT_BYTES
-from megatron_deberta.text.readers.reading import ReadOptions
+from megatron_deberta.text.readers.records import ReadOptions
 from megatron_deberta.text.readers.sources import Source
 
 Compression = Literal["none", "gz", "zst"]
@@ -186,12 +173,15 @@ def _publish(
 def _finished(output: Path, plan: bytes) -> dict[str, Any] | None:
     """Return the summary of a result that is there, if it is this plan's."""
     try:
-        summary = json.loads((output / SUMMARY).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        summary: dict[str, Any] = json.loads((output / SUMMARY).read_text(encoding="utf-8"))
+        return summary if summary["plan_sha256"] == hashlib.sha256(plan).hexdigest() else None
+    except (OSError, ValueError, KeyError, TypeError):
         return None
-    if not isinstance(summary, dict):
-        return None
-    return summary if summary.get("plan_sha256") == hashlib.sha256(plan).hexdigest() else None
+
+
+def unfinished_folder(output: Path) -> Path:
+    """Return where a run keeps its work until it is done."""
+    return Path(f"{output}.unfinished")
 
 
 def forget_unfinished(output: Path) -> None:
@@ -208,27 +198,24 @@ def forget_unfinished(output: Path) -> None:
             shutil.rmtree(folder)
 
 
-def unfinished_folder(output: Path) -> Path:
-    """Return where a run keeps its work until it is done."""
-    return Path(f"{os.fspath(output)}.unfinished")
-
-
 def _run_stages(work: Work, runner: StageRunner) -> None:
     units = len(work.units)
     runner.run("sign", sign_unit, units)
-    total = int(unit_starts(work)[-1])
+    total = int(candidates.unit_starts(work)[-1])
     if not total:
         raise NoDocumentsError(
             f"no documents with words in {len(work.sources)} input file(s); check --input and "
             "--keys"
         )
-    runner.run("exact", find_exact, num_parts(total))
+    runner.run("exact", candidates.find_exact, candidates.num_parts(total))
     if not work.settings.exact_only:
-        runner.run("mark", mark_exact, 1)
-        runner.run("candidates", find_candidates, num_candidate_tasks(work, total))
-        runner.run("estimate", estimate_pairs, units)
-        runner.run("needed", mark_needed, 1)
-        runner.run("collect", collect_runs, units)
-        runner.run("verify", verify_pairs, units)
+        runner.run("mark", candidates.mark_exact, 1)
+        runner.run(
+            "candidates", candidates.find_candidates, compare.num_candidate_tasks(work, total)
+        )
+        runner.run("estimate", compare.estimate_pairs, units)
+        runner.run("needed", compare.mark_needed, 1)
+        runner.run("collect", compare.collect_runs, units)
+        runner.run("verify", compare.verify_pairs, units)
     runner.run("resolve", resolve, 1)
     runner.run("write", write_unit, units)

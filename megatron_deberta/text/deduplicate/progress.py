@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -55,11 +54,6 @@ class StageDisplay:
         line = f"{self._title}: {stage} {done}/{tasks}"
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Take the bar away."""
         self._bar.stop()

@@ -18,11 +18,11 @@ import numpy as np
 
 from megatron_deberta.text.deduplicate.candidates import Numbers, num_parts, unit_starts
 from megatron_deberta.text.deduplicate.crowded import CrowdedBuckets
-from megatron_deberta.text.deduplicate.sign import map_signature
-from megatron_deberta.text.deduplicate.work import Work, load_array, save_array
+from megatron_deberta.text.deduplicate.sign import gather_signatures
+from megatron_deberta.text.deduplicate.work import Work, save_array
 
+# Fates of a document.
 KEPT, EXACT, NEAR = 0, 1, 2
-"""Fates of a document."""
 
 
 def resolve(work: Work, task: int, folder: Path) -> None:
@@ -56,8 +56,7 @@ def resolve(work: Work, task: int, folder: Path) -> None:
         array.flush()
     for path in folder.glob("*.tmp"):
         path.unlink()
-    lines = json.dumps(_lines_before(work))
-    (folder / "lines.json").write_text(lines, encoding="utf-8")
+    (folder / "lines.json").write_text(json.dumps(_lines_before(work)), encoding="utf-8")
 
 
 def _resolve_near(
@@ -131,29 +130,12 @@ def _save_clusters(work: Work, starts: Numbers, parent: Any, folder: Path) -> No
     rows = [np.empty((0, 4), np.uint64)]
     for unit in range(len(work.units)):
         begin, end = int(starts[unit]), int(starts[unit + 1])
-        members = _moved(parent, begin, end)
-        if not members.size:
-            continue
-        roots = np.array([_root(parent, document) for document in members.tolist()])
-        own = np.array(map_signature(work, unit, "digest")[members - begin])
-        rows.append(np.concatenate([own, _digests(work, starts, roots)], axis=1))
+        members = np.flatnonzero(parent[begin:end] != np.arange(begin, end)) + begin
+        roots = np.array([_root(parent, document) for document in members.tolist()], np.int64)
+        digests = (gather_signatures(work, starts, each, "digest") for each in (members, roots))
+        rows.append(np.concatenate(list(digests), axis=1))
     clusters = np.concatenate(rows)
     save_array(folder, "clusters", clusters[np.lexsort((clusters[:, 1], clusters[:, 0]))])
-
-
-def _moved(parent: Any, begin: int, end: int) -> Numbers:
-    part = np.array(parent[begin:end])
-    return np.flatnonzero(part != np.arange(begin, end)) + begin
-
-
-def _digests(work: Work, starts: Numbers, documents: Numbers) -> Any:
-    digests = np.empty((len(documents), 2), np.uint64)
-    units = np.searchsorted(starts, documents, side="right") - 1
-    for unit in np.unique(units):
-        which = units == unit
-        local = documents[which] - starts[unit]
-        digests[which] = map_signature(work, int(unit), "digest")[local]
-    return digests
 
 
 def _lines_before(work: Work) -> list[dict[str, int]]:
@@ -166,12 +148,3 @@ def _lines_before(work: Work) -> list[dict[str, int]]:
         for source, count in ends.items():
             before[source] = before.get(source, 0) + count
     return lines
-
-
-def load_fates(work: Work) -> tuple[Any, Any, Any]:
-    """Map ``decision``, ``kept`` and ``jaccard``."""
-    folder = work.task_folder("resolve", 0)
-    decision, kept, jaccard = (
-        load_array(folder / f"{n}.npy") for n in ("decision", "kept", "jaccard")
-    )
-    return decision, kept, jaccard

@@ -52,10 +52,11 @@ class Settings:
         98 %: 1 - (1 - t^rows)^bands. Candidates at lower similarities are then fewest.
         """
         rows = 1
-        while recall(self.threshold, rows + 1, PERMUTATIONS // (rows + 1)) >= _LEAST_RECALL:
+        while (
+            rows < PERMUTATIONS // 4
+            and recall(self.threshold, rows + 1, PERMUTATIONS // (rows + 1)) >= _LEAST_RECALL
+        ):
             rows += 1
-            if rows == PERMUTATIONS // 4:
-                break
         return rows
 
     @property

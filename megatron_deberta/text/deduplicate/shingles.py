@@ -24,7 +24,6 @@ _PIECE_CHARACTERS = 1 << 20
 _SHORT_CHARACTERS = 1 << 16
 _TOGETHER_CHARACTERS = 1 << 18
 _WHITESPACE = re.compile(r"\s")
-_SPACE = 0x20
 _MASK64 = (1 << 64) - 1
 _BASE = 0x9E3779B97F4A7C55
 _INVERSE = pow(_BASE, -1, 1 << 64)
@@ -152,7 +151,7 @@ class Shingler:
             np.cumsum(sums, out=sums)
             sums *= np.uint64(power)
             sums += np.uint64(carry)
-            spaces = np.flatnonzero(part == _SPACE)
+            spaces = np.flatnonzero(part == ord(" "))
             before = np.concatenate([np.array([carry], np.uint64), sums])
             ends.append(before[spaces])
             begins.append(sums[spaces])

@@ -16,7 +16,6 @@ Refuses to hold more than one run's documents in memory.
 
 from __future__ import annotations
 
-from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -29,40 +28,33 @@ from megatron_deberta.text.deduplicate.settings import PERMUTATIONS, Settings
 from megatron_deberta.text.deduplicate.shingles import Hashes, Shingler
 from megatron_deberta.text.deduplicate.units import Record, UnitReader
 from megatron_deberta.text.deduplicate.work import Work, save_array, save_info
-from megatron_deberta.text.readers.records import EMPTY
 
+# Ranges of keys into which sorted runs are divided.
 RANGES = 256
-"""Ranges of keys into which sorted runs are divided."""
 _RUN_DOCUMENTS = 1 << 15
 _RUN_HASHES = 1 << 22
 _CHARACTERS_AT_ONCE = 1 << 20
-_SKETCH_ALGORITHM = 2
-"""rensa's number for what its sketches mean."""
 
-_FILES: dict[str, np.dtype[Any]] = {
-    "digest": np.dtype(np.uint64),
-    "sketch": np.dtype(np.uint32),
-    "place": np.dtype(np.int64),
-    "exact_key": np.dtype(np.uint64),
-    "exact_rest": np.dtype(np.uint64),
-    "exact_document": np.dtype(np.uint32),
-    "band_key": np.dtype(np.uint64),
-    "band_document": np.dtype(np.uint32),
+# Each file's type, and columns.
+_FILES: dict[str, tuple[npt.DTypeLike, tuple[int, ...]]] = {
+    "digest": (np.uint64, (2,)),
+    "sketch": (np.uint32, (PERMUTATIONS,)),
+    "place": (np.int64, (2,)),
+    "exact_key": (np.uint64, ()),
+    "exact_rest": (np.uint64, ()),
+    "exact_document": (np.uint32, ()),
+    "band_key": (np.uint64, ()),
+    "band_document": (np.uint32, ()),
 }
 
 
 def sign_unit(work: Work, task: int, folder: Path) -> None:
     """Read a unit and write its keys and sketches."""
     reader = UnitReader(work.units[task], work.sources, work.options)
-    quarantined: Counter[str] = Counter()
     with _SignatureWriter(folder, work.settings) as writer:
         for record in reader:
-            if not isinstance(record, Record):
-                quarantined[record[1].reason] += 1
-            elif record.text.strip():
+            if isinstance(record, Record):
                 writer.add(record)
-            else:
-                quarantined[EMPTY] += 1
         writer.flush()
         save_array(folder, "exact_starts", np.array(writer.exact_starts, np.int64))
         save_array(folder, "band_starts", np.array(writer.band_starts, np.int64))
@@ -71,8 +63,6 @@ def sign_unit(work: Work, task: int, folder: Path) -> None:
             {
                 "documents": writer.documents,
                 "characters": writer.characters,
-                "runs": len(writer.exact_starts),
-                "quarantined": quarantined,
                 "line_ends": {str(source): ends for source, ends in reader.line_ends.items()},
             },
         )
@@ -81,10 +71,21 @@ def sign_unit(work: Work, task: int, folder: Path) -> None:
 def map_signature(work: Work, unit: int, name: str) -> npt.NDArray[Any]:
     """Map one of the files that grow with the documents; ``sketch`` and others as rows."""
     path = work.task_folder("sign", unit) / f"{name}.raw"
-    dtype = _FILES[name]
+    dtype, columns = _FILES[name]
     flat = np.memmap(path, dtype, mode="r") if path.stat().st_size else np.empty(0, dtype)
-    columns = {"digest": 2, "sketch": PERMUTATIONS, "place": 2}
-    return flat.reshape(-1, columns[name]) if name in columns else flat
+    return flat.reshape(-1, *columns)
+
+
+def gather_signatures(work: Work, starts: npt.NDArray[np.int64], documents: Any, name: str) -> Any:
+    """Return rows of ``digest`` or ``sketch`` of documents of any units; see ``unit_starts``."""
+    dtype, columns = _FILES[name]
+    rows = np.empty((len(documents), *columns), dtype)
+    order = np.argsort(documents, kind="stable")
+    units = np.searchsorted(starts, documents[order], side="right") - 1
+    for unit in np.unique(units):
+        which = order[units == unit]
+        rows[which] = map_signature(work, int(unit), name)[documents[which] - starts[unit]]
+    return rows
 
 
 class _SignatureWriter:
@@ -168,7 +169,7 @@ class _SignatureWriter:
         self.band_starts.append(starts)
 
     def _write(self, name: str, array: npt.NDArray[Any]) -> None:
-        self._streams[name].write(np.ascontiguousarray(array, _FILES[name]).tobytes())
+        self._streams[name].write(np.ascontiguousarray(array, _FILES[name][0]).tobytes())
 
     def _clear(self) -> None:
         self._digests: list[bytes] = []
@@ -182,7 +183,8 @@ def make_sketches(hashes: list[Hashes], seed: int) -> npt.NDArray[np.uint32]:
 
     The share of equal values of two sketches estimates the sets' Jaccard similarity.
     """
-    if RMinHash.ALGORITHM_VERSION != _SKETCH_ALGORITHM:
+    # rensa's number for what its sketches mean.
+    if RMinHash.ALGORITHM_VERSION != 2:
         raise RuntimeError(f"rensa's sketches are of version {RMinHash.ALGORITHM_VERSION}, not 2")
     ends = np.cumsum([0, *(each.size for each in hashes)], dtype=np.uint64)
     matrix = RMinHash.digest_matrix_from_flat_token_hashes(

@@ -5,24 +5,22 @@ Owns the bytes of a record as they stood in its file, so that what is kept is ke
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import orjson
 
 from megatron_deberta.text.preprocess.units import UNIT_BYTES, Piece, plan_segments
-from megatron_deberta.text.readers.cutting import RecordReader
-from megatron_deberta.text.readers.reading import ReadOptions
-from megatron_deberta.text.readers.records import Defect, parse_records
-from megatron_deberta.text.readers.sources import TABLES, Source
-from megatron_deberta.text.readers.tables import read_rows
+from megatron_deberta.text.readers.reading import DocumentReader
+from megatron_deberta.text.readers.records import EMPTY, Defect, ReadOptions, RecordBatch
+from megatron_deberta.text.readers.sources import TABLES, Source, TextFormat
 
 WorkUnit = tuple[Piece, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
-    """A document.
+class Record(NamedTuple):
+    """A document that has words.
 
     Attributes:
         source: number of its file.
@@ -74,46 +72,25 @@ class UnitReader:
         """Read the unit through."""
         for piece in self._unit:
             source = self._sources[piece.source]
-            is_table = source.text_format in TABLES
-            yield from (self._read_table if is_table else self._read_text)(piece, source)
+            with contextlib.closing(DocumentReader(source, self._options)) as reader:
+                for batch in reader.read(piece.begin, piece.end):
+                    contents = self._contents(source.text_format, batch)
+                    for (line, offset, texts), content in zip(
+                        batch.documents, contents, strict=True
+                    ):
+                        text = "\n".join(texts)
+                        if text.strip():
+                            yield Record(piece.source, line, offset, text, content)
+                        else:
+                            yield piece.source, Defect(line, offset, EMPTY, "no words")
+                    yield from ((piece.source, defect) for defect in batch.defects)
+                if reader.records is not None:
+                    self.line_ends[piece.source] = reader.records.line - 1
 
-    def _read_text(self, piece: Piece, source: Source) -> Iterator[Record | tuple[int, Defect]]:
-        options = self._options
-        is_jsonl = source.text_format == "jsonl"
-        reader = RecordReader(source, longest_bytes=options.longest_bytes)
-        try:
-            for block in reader.blocks(piece.begin, piece.end):
-                documents, defects = parse_records(
-                    block.records,
-                    source.text_format,
-                    options.keys,
-                    normalization=options.normalization,
-                )
-                if block.defect is not None:
-                    defects.append(block.defect)
-                raw = {offset: content for _, offset, content in block.records if is_jsonl}
-                for line, offset, texts in documents:
-                    if is_jsonl:
-                        content = raw[offset].strip()
-                    else:
-                        content = orjson.dumps({options.keys[0]: texts[0]})
-                    yield Record(piece.source, line, offset, "\n".join(texts), content)
-                yield from ((piece.source, defect) for defect in defects)
-            self.line_ends[piece.source] = reader.line - 1
-        finally:
-            reader.close()
-
-    def _read_table(self, piece: Piece, source: Source) -> Iterator[Record | tuple[int, Defect]]:
-        options = self._options
-        for documents, defects, _ in read_rows(
-            source,
-            piece.begin,
-            piece.end,
-            options.keys,
-            normalization=options.normalization,
-            longest_bytes=options.longest_bytes,
-        ):
-            for line, offset, texts in documents:
-                content = orjson.dumps(dict(zip(options.keys, texts, strict=True)))
-                yield Record(piece.source, line, offset, "\n".join(texts), content)
-            yield from ((piece.source, defect) for defect in defects)
+    def _contents(self, text_format: TextFormat, batch: RecordBatch) -> Iterator[bytes]:
+        if text_format == "jsonl":
+            raw = {offset: content for _, offset, content in batch.records}
+            return (raw[document.offset].strip() for document in batch.documents)
+        # Plain text has one text for all keys.
+        keys = self._options.keys if text_format in TABLES else self._options.keys[:1]
+        return (orjson.dumps(dict(zip(keys, each.texts, strict=False))) for each in batch.documents)

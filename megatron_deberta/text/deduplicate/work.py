@@ -14,11 +14,10 @@ import multiprocessing
 import os
 import shutil
 import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -29,10 +28,12 @@ import numpy.typing as npt
 
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.files import fsync_path, temporary_name, write_atomically
+from megatron_deberta.processes import die_with_parent
 from megatron_deberta.text.deduplicate.settings import Settings
 from megatron_deberta.text.deduplicate.units import WorkUnit
 from megatron_deberta.text.preprocess.units import Piece
-from megatron_deberta.text.readers.reading import READING_VERSION, ReadOptions
+from megatron_deberta.text.readers.reading import READING_VERSION
+from megatron_deberta.text.readers.records import ReadOptions
 from megatron_deberta.text.readers.sources import Source
 
 _PLAN = "plan.json"
@@ -201,7 +202,7 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
-class StageRunner:
+class StageRunner(AbstractContextManager["StageRunner"]):
     """Runs stages of tasks on worker processes that live as long as the run.
 
     Args:
@@ -220,10 +221,6 @@ class StageRunner:
             # A forked copy of a process that runs threads, as the display does, can deadlock.
             context = multiprocessing.get_context("spawn")
             self._pool = ProcessPoolExecutor(workers, context, _begin_worker)
-
-    def __enter__(self) -> StageRunner:
-        """Nothing to do."""
-        return self
 
     def __exit__(self, *_: object) -> None:
         """End the workers."""
@@ -304,12 +301,7 @@ def _begin_worker() -> None:
     os.environ["RAYON_NUM_THREADS"] = "1"
     # Ctrl-C reaches the whole group; the first process ends the workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """End this worker when the first process is killed; nobody else would."""
     parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
+    if parent is not None and parent.pid is not None:
+        # Nobody else would end this worker when the first process is killed.
+        die_with_parent(parent.pid)

@@ -12,12 +12,13 @@ import hashlib
 import mmap
 import os
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 BUFFER_BYTES = 1 << 20
+# What places, sizes and addresses are multiples of, to suit any disk.
 _BLOCK = 4096
-"""What places, sizes and addresses are multiples of, to suit any disk."""
 
 
 def new_buffer() -> memoryview:
@@ -28,7 +29,7 @@ def new_buffer() -> memoryview:
     return memoryview(mmap.mmap(-1, BUFFER_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
-class DirectWriter:
+class DirectWriter(AbstractContextManager["DirectWriter"]):
     """Writes a range of a file, from its beginning on.
 
     Args:
@@ -78,10 +79,6 @@ class DirectWriter:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
-
-    def __enter__(self) -> DirectWriter:
-        """Return the writer."""
-        return self
 
     def __exit__(self, *_: object) -> None:
         """See ``close``."""

@@ -19,22 +19,22 @@ import numpy.typing as npt
 import orjson
 
 from megatron_deberta.data.shards.format import dtype_for_vocab
-from megatron_deberta.text.readers.reading import ReadOptions, read_documents
-from megatron_deberta.text.readers.records import Document
+from megatron_deberta.text.readers.reading import read_documents
+from megatron_deberta.text.readers.records import Document, ReadOptions
 from megatron_deberta.text.readers.sources import Source
 from megatron_deberta.tokenizer import Tokenizer
 
 Ids = npt.NDArray[np.generic]
 Lengths = npt.NDArray[np.int64]
+# Texts to the ids of all of them one after the other, and how many each has.
 BatchEncoder = Callable[[Sequence[str]], tuple[Ids, Lengths]]
-"""Texts to the ids of all of them one after the other, and how many each has."""
 
 _SPACE_PIECE = "\u2581"
+# How far a process may grow over the words that a fast library keeps.
 CACHE_BYTES = 1 << 27
-"""How far a process may grow over the words that a fast library keeps."""
 PROBE_DOCUMENTS = 100
+# Of the run's first documents, so many must get the same ids from a fast library.
 PROBE_CHARACTERS = 200_000
-"""Of the run's first documents, so many must get the same ids from a fast library."""
 
 
 class _BytePairs:
@@ -147,15 +147,9 @@ def agrees(fast: BatchEncoder, reference: BatchEncoder, texts: Sequence[str]) ->
 
 def split_sentences(text: str, language: str) -> list[str]:
     """Split a text into sentences, blank ones left out."""
-    return [sentence for each in _segmenter()(language, text) if (sentence := each.strip())]
-
-
-@functools.cache
-def _segmenter() -> Callable[[str, str], list[str]]:
     import sentencex
 
-    segment: Callable[[str, str], list[str]] = sentencex.segment
-    return segment
+    return [sentence for each in sentencex.segment(language, text) if (sentence := each.strip())]
 
 
 def choose_encoder(

@@ -7,12 +7,12 @@ may be done twice with the same bytes. Refuses to publish what is above the boun
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,47 +24,21 @@ from megatron_deberta.data.shards.manifest import ShardManifest, encode_manifest
 from megatron_deberta.data.shards.writer import PartSize, ShardLayout
 from megatron_deberta.errors import DataError
 from megatron_deberta.files import fsync_path, write_durably
-from megatron_deberta.text.preprocess.direct_io import (
-    BUFFER_BYTES,
-    copy_direct,
-    new_buffer,
-    sha256_direct,
-)
+from megatron_deberta.text.preprocess import direct_io
 from megatron_deberta.text.preprocess.progress import ProgressCounters
 from megatron_deberta.text.preprocess.units import WorkUnit
 from megatron_deberta.text.preprocess.worker import Job
 from megatron_deberta.text.preprocess.workfolder import WorkFolder
-from megatron_deberta.text.readers.records import DAMAGED
+from megatron_deberta.text.readers.records import DAMAGED, DEFAULT_ALLOW_BAD
 
 _TASK_BYTES = 1 << 28
 _MOST_TASKS = 1024
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Output:
-    """What is published, and how.
-
-    Attributes:
-        output: beginning of the shards' names.
-        plan: all that decides the result, for the manifest.
-        digest: of the plan.
-        tokenizer_fingerprint: identifies the tokenizer.
-        tokenizer_path: where it was.
-        allow_bad: share of records that may be bad.
-        allow_damaged: files may be damaged.
-    """
-
-    output: str
-    digest: str
-    tokenizer_fingerprint: str
-    tokenizer_path: str
-    allow_bad: float
-    allow_damaged: bool
-
-
-def shard_prefix(output: str, key: str, *, sentences: bool = False) -> str:
-    """Return Megatron's name of the shard of one key."""
-    return f"{output}_{key}_{'sentence' if sentences else 'document'}"
+def shard_prefixes(output: str, keys: Sequence[str], language: str) -> list[str]:
+    """Return Megatron's names of the shards of all keys."""
+    kind = "sentence" if language else "document"
+    return [f"{output}_{key}_{kind}" for key in keys]
 
 
 def quarantine_path(output: str) -> str:
@@ -79,29 +53,19 @@ class Merger:
         job: what was encoded.
         units: all units in order.
         folder: where the parts are.
-        output: what to publish.
         board: where to say what is being done.
     """
 
     def __init__(
-        self,
-        job: Job,
-        units: list[WorkUnit],
-        folder: WorkFolder,
-        output: Output,
-        board: ProgressCounters,
+        self, job: Job, units: list[WorkUnit], folder: WorkFolder, board: ProgressCounters
     ) -> None:
         """See the class."""
         self._job = job
         self._units = units
         self._folder = folder
-        self._output = output
         self._board = board
         self._dtype = dtype_for_vocab(job.vocab_size)
-        self._prefixes = [
-            shard_prefix(output.output, key, sentences=bool(job.language))
-            for key in job.options.keys
-        ]
+        self._prefixes = shard_prefixes(job.output, job.options.keys, job.language)
 
     def run(self) -> None:
         """Merge and publish.
@@ -111,8 +75,7 @@ class Merger:
             OSError: the disk is full.
         """
         self._board.enter("merging")
-        self._once(["layout"], lambda _: self._lay_out())
-        summary = self._folder.recorded("layout") or {}
+        summary = self._once(["layout"], lambda _: self._lay_out())["layout"]
         self._refuse_bad(summary)
         layouts = [
             ShardLayout(self._dtype, [PartSize(*sizes[:3]) for sizes in each])
@@ -121,21 +84,24 @@ class Merger:
         tasks = {f"copy-{first:08d}": (first, last) for first, last in self._tasks(layouts)}
         self._once(list(tasks), lambda name: self._copy(layouts, summary["sizes"], *tasks[name]))
         files = [f"hash-{index}.{end}" for index in range(len(layouts)) for end in ("bin", "idx")]
-        self._once([*files, "hash-bad"], self._hash)
-        self._once(["manifests"], lambda _: self._write_manifests(summary, layouts))
+        hashes = self._once([*files, "hash-bad"], self._hash)
+        self._once(["manifests"], lambda _: self._write_manifests(summary, layouts, hashes))
         self._board.enter("publishing")
         self._once(["cleared"], lambda _: self._clear())
         self._once(["published"], lambda _: self._publish())
 
-    def _once(self, names: list[str], do: Callable[[str], dict[str, Any]]) -> None:
-        """Have each of some tasks done, by this process or another."""
+    def _once(self, names: list[str], do: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
+        """Have each of some tasks done, by this process or another, and return their records."""
         wait = 0.005
-        while missing := [name for name in names if not self._has(name)]:
-            for name in missing:
+        while True:
+            found = {name: self._folder.recorded(name) for name in names}
+            if None not in found.values():
+                return found
+            for name in (name for name, record in found.items() if record is None):
                 if not self._folder.claim(name):
                     continue
                 try:
-                    if not self._has(name):
+                    if self._folder.recorded(name) is None:
                         self._folder.record(name, do(name))
                         wait = 0.005
                 finally:
@@ -143,9 +109,6 @@ class Merger:
             time.sleep(wait)
             # A fifth of the time waited so far: what took a moment is not waited for much longer.
             wait = min(1.2 * wait, 1.0)
-
-    def _has(self, name: str) -> bool:
-        return self._folder.recorded(name) is not None
 
     def _lay_out(self) -> dict[str, Any]:
         """Add everything up, set out the final files and list what was set aside."""
@@ -201,15 +164,15 @@ class Merger:
         total = summary["documents"] + bad
         share = bad / max(total, 1)
         damaged = reasons.get(DAMAGED, 0)
+        allowed = DEFAULT_ALLOW_BAD if self._job.allow_bad is None else self._job.allow_bad
         listed = f"they are listed in {self._folder.staged / 'bad'}"
-        if share > self._output.allow_bad:
+        if share > allowed:
             found = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
             raise DataError(
                 f"{bad} of {total} records are bad ({found}), {share:.2%} where "
-                f"--max-bad-fraction is {self._output.allow_bad:.2%}; {listed}; nothing was "
-                "published"
+                f"--max-bad-fraction is {allowed:.2%}; {listed}; nothing was published"
             )
-        if damaged and not self._output.allow_damaged:
+        if damaged and self._job.allow_bad is None:
             raise DataError(
                 f"{damaged} input file(s) are truncated or damaged; {listed}; replace them, or "
                 "take what can be read of them with --max-bad-fraction FRACTION"
@@ -220,17 +183,16 @@ class Merger:
                     f"no text under key {key!r} in {len(self._job.sources)} input file(s)"
                 )
 
-    def _tasks(self, layouts: list[ShardLayout]) -> Iterator[tuple[int, int]]:
+    def _tasks(self, layouts: list[ShardLayout]) -> Iterable[tuple[int, int]]:
         """Group units into copies that are worth a flush each."""
         total = sum(layout.bin_bytes + layout.idx_bytes for layout in layouts)
         tasks = max(1, min(len(self._units), total // _TASK_BYTES, _MOST_TASKS))
-        edges = [len(self._units) * index // tasks for index in range(tasks + 1)]
-        yield from zip(edges, edges[1:], strict=False)
+        return itertools.pairwise(len(self._units) * index // tasks for index in range(tasks + 1))
 
     def _copy(
         self, layouts: list[ShardLayout], sizes: list[list[list[int]]], first: int, last: int
     ) -> dict[str, Any]:
-        buffers = new_buffer(), new_buffer()
+        buffers = direct_io.new_buffer(), direct_io.new_buffer()
         for key, layout in enumerate(layouts):
             files = [os.open(self._staged(key, end), os.O_WRONLY) for end in ("bin", "idx")]
             place = sum(size[0] for size in sizes[key][:first]) * self._dtype.itemsize
@@ -239,11 +201,13 @@ class Merger:
                     self._board.enter("merging")
                     path = self._folder.parts / f"{self._units[index].name}.{key}"
                     token_bytes = sizes[key][index][0] * self._dtype.itemsize
-                    if token_bytes < BUFFER_BYTES:
+                    if token_bytes < direct_io.BUFFER_BYTES:
                         with path.open("rb") as part:
                             layout.copy_tokens(files[0], index, part.fileno())
                     else:
-                        copy_direct(path, token_bytes, self._staged(key, "bin"), place, buffers)
+                        direct_io.copy_direct(
+                            path, token_bytes, self._staged(key, "bin"), place, buffers
+                        )
                     place += token_bytes
                     layout.write_index(files[1], index, *self._index(path, sizes[key][index]))
                 for descriptor in files:
@@ -267,36 +231,30 @@ class Merger:
         return lengths, None if counts is None else np.cumsum(counts, dtype=np.int64)
 
     def _hash(self, name: str) -> dict[str, Any]:
-        staged = self._folder.staged / name.removeprefix("hash-")
-        return {"sha256": sha256_direct(staged)}
+        return {"sha256": direct_io.sha256_direct(self._folder.staged / name.removeprefix("hash-"))}
 
     def _write_manifests(
-        self, summary: dict[str, Any], layouts: list[ShardLayout]
+        self, summary: dict[str, Any], layouts: list[ShardLayout], hashes: dict[str, Any]
     ) -> dict[str, Any]:
-        bad = self._folder.recorded("hash-bad") or {}
+        quarantined = sum(summary["reasons"].values())
         for key, layout in enumerate(layouts):
-            hashes = [
-                (self._folder.recorded(f"hash-{key}.{end}") or {})["sha256"]
-                for end in ("bin", "idx")
-            ]
-            quarantined = sum(summary["reasons"].values())
             manifest = ShardManifest(
-                tokenizer_fingerprint=self._output.tokenizer_fingerprint,
-                tokenizer_path=self._output.tokenizer_path,
+                tokenizer_fingerprint=self._job.tokenizer_fingerprint,
+                tokenizer_path=self._job.tokenizer_path,
                 vocab_size=self._job.vocab_size,
                 dtype=self._dtype.name,
                 num_documents=layout.total.documents,
                 num_sequences=layout.total.sequences,
                 num_tokens=layout.total.tokens,
-                bin_sha256=hashes[0],
-                idx_sha256=hashes[1],
+                bin_sha256=hashes[f"hash-{key}.bin"]["sha256"],
+                idx_sha256=hashes[f"hash-{key}.idx"]["sha256"],
                 sources=tuple(source.name for source in self._job.sources),
                 documents_in=summary["documents"] + quarantined,
                 documents_empty=sum(size[3] for size in summary["sizes"][key]),
                 documents_quarantined=quarantined,
                 quarantine=dict(sorted(summary["reasons"].items())),
-                quarantine_sha256=bad["sha256"],
-                plan_sha256=self._output.digest,
+                quarantine_sha256=hashes["hash-bad"]["sha256"],
+                plan_sha256=self._job.digest,
             )
             path = self._staged(key, "manifest.json")
             path.unlink(missing_ok=True)
@@ -308,22 +266,19 @@ class Merger:
         for prefix in self._prefixes:
             for name in (idx_path(prefix), manifest_path(prefix)):
                 Path(name).unlink(missing_ok=True)
-        fsync_path(Path(self._output.output).parent)
+        fsync_path(Path(self._job.output).parent)
         return {}
 
     def _publish(self) -> dict[str, Any]:
         """Give the files their names, each index last: without it a shard is none."""
         self._board.enter("publishing")
-        folder = Path(self._output.output).parent
-        keys = range(len(self._prefixes))
-        names = [(self._folder.staged / "bad", quarantine_path(self._output.output))]
-        names += [(self._staged(key, "bin"), bin_path(self._prefixes[key])) for key in keys]
-        names += [
-            (self._staged(key, "manifest.json"), manifest_path(self._prefixes[key])) for key in keys
-        ]
-        _rename(names)
-        fsync_path(folder)
-        _rename([(self._staged(key, "idx"), idx_path(self._prefixes[key])) for key in keys])
+        folder = Path(self._job.output).parent
+        _rename(self._folder.staged / "bad", quarantine_path(self._job.output))
+        for end, name in (("bin", bin_path), ("manifest.json", manifest_path), ("idx", idx_path)):
+            if end == "idx":
+                fsync_path(folder)
+            for key, prefix in enumerate(self._prefixes):
+                _rename(self._staged(key, end), name(prefix))
         fsync_path(folder)
         return {}
 
@@ -331,8 +286,7 @@ class Merger:
         return self._folder.staged / f"{key}.{end}"
 
 
-def _rename(names: list[tuple[Path, str]]) -> None:
-    for staged, final in names:
-        # What is not there was named before this process was broken off.
-        if staged.exists():
-            os.replace(staged, final)
+def _rename(staged: Path, final: str) -> None:
+    # What is not there was named before this process was broken off.
+    if staged.exists():
+        os.replace(staged, final)

@@ -11,42 +11,28 @@ import gc
 import hashlib
 import json
 import multiprocessing
-import multiprocessing.connection
 import os
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from megatron_deberta.data.shards.format import (
-    bin_path,
-    dtype_for_vocab,
-    idx_path,
-    manifest_path,
-)
+from megatron_deberta.data.shards.format import bin_path, dtype_for_vocab, idx_path, manifest_path
 from megatron_deberta.data.shards.manifest import ShardManifest, read_manifest
 from megatron_deberta.data.shards.writer import PartSize, ShardLayout
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.processes import die_with_parent
+from megatron_deberta.text.preprocess import units
 from megatron_deberta.text.preprocess.encoding import BatchEncoder, choose_encoder
-from megatron_deberta.text.preprocess.merging import Merger, Output, quarantine_path, shard_prefix
-from megatron_deberta.text.preprocess.progress import (
-    ProgressCounters,
-    ProgressDisplay,
-    new_counters,
-)
-from megatron_deberta.text.preprocess.units import (
-    UnitQueue,
-    plan_segments,
-    recorded_bytes,
-    usual_unit_bytes,
-)
+from megatron_deberta.text.preprocess.merging import Merger, quarantine_path, shard_prefixes
+from megatron_deberta.text.preprocess.progress import ProgressCounters, ProgressDisplay
 from megatron_deberta.text.preprocess.worker import Job, encode_units
 from megatron_deberta.text.preprocess.workfolder import WorkFolder
-from megatron_deberta.text.readers.reading import READING_VERSION, ReadOptions
-from megatron_deberta.text.readers.records import DEFAULT_ALLOW_BAD
+from megatron_deberta.text.readers.reading import READING_VERSION
+from megatron_deberta.text.readers.records import ReadOptions
 from megatron_deberta.text.readers.sources import Source
 from megatron_deberta.tokenizer import Tokenizer, load_tokenizer
 
@@ -107,13 +93,13 @@ def preprocess(
     read, run = read or ReadOptions(), run or RunOptions()
     # Processes are what works side by side here; the library's threads would outlive no fork.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    unit_bytes = unit_bytes or usual_unit_bytes(sources)
-    _refuse_keys(read.keys)
+    unit_bytes = unit_bytes or units.usual_unit_bytes(sources)
+    for key in read.keys:
+        if not key or os.sep in key:
+            raise ConfigError(f"--keys {key!r}: cannot be part of a file name")
     if not os.path.basename(output):
         raise ConfigError(f"--output {output}: ends without a name; add one, as {output}books")
-    if os.path.realpath(quarantine_path(output)) in {
-        os.path.realpath(source.path) for source in sources
-    }:
+    if os.path.realpath(quarantine_path(output)) in (os.path.realpath(s.path) for s in sources):
         raise ConfigError(
             f"--output {output}: {quarantine_path(output)} is an input and would be replaced; "
             "choose another name"
@@ -121,7 +107,7 @@ def preprocess(
     tokenizer = load_tokenizer(tokenizer_path)
     plan = _plan(sources, tokenizer, read, language, unit_bytes)
     digest = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
-    prefixes = [shard_prefix(output, key, sentences=bool(language)) for key in read.keys]
+    prefixes = shard_prefixes(output, read.keys, language)
     folder = WorkFolder(output)
     folder.refuse_foreign()
     folder.remove_leftovers()
@@ -139,22 +125,18 @@ def preprocess(
             return found
         job = Job(
             sources=tuple(sources),
-            segments=tuple(plan_segments(sources, unit_bytes)),
+            segments=tuple(units.plan_segments(sources, unit_bytes)),
             unit_bytes=unit_bytes,
             options=read,
             vocab_size=tokenizer.vocab_size,
             language=language,
-        )
-        published = Output(
             output=output,
             digest=digest,
             tokenizer_fingerprint=tokenizer.fingerprint,
             tokenizer_path=os.path.abspath(tokenizer_path),
-            allow_bad=DEFAULT_ALLOW_BAD if run.allow_bad is None else run.allow_bad,
-            allow_damaged=run.allow_bad is not None,
+            allow_bad=run.allow_bad,
         )
-        encode = _choose_encoder(job, tokenizer, folder)
-        _work(_Share(job, published, encode), folder, run)
+        _work(job, _choose_encoder(job, tokenizer, folder), folder, run)
     found = _complete(prefixes, digest)
     if found is None:
         raise DataError(f"{output}: published files are missing; run the same command again")
@@ -162,111 +144,104 @@ def preprocess(
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Share:
-    """What a worker process is started with; nothing is left to encode where ``encode`` is None."""
-
-    job: Job
-    output: Output
-    encode: BatchEncoder | None
-
-
 def _choose_encoder(job: Job, tokenizer: Tokenizer, folder: WorkFolder) -> BatchEncoder | None:
+    """Choose one, or None where nothing is left to encode."""
     with _finished_elsewhere(folder):
-        if not UnitQueue(folder, job.segments, 0).is_finished():
+        if not units.UnitQueue(folder, job.segments, 0).is_finished():
             return choose_encoder(tokenizer, job.sources, job.options)
     return None
 
 
-def _work(share: _Share, folder: WorkFolder, run: RunOptions) -> None:
-    total_bytes = sum(segment.file_bytes for segment in share.job.segments)
-    counters = [new_counters() for _ in range(max(run.workers, 1))]
+def _work(job: Job, encode: BatchEncoder | None, folder: WorkFolder, run: RunOptions) -> None:
+    total_bytes = sum(segment.file_bytes for segment in job.segments)
+    counters = [ProgressCounters() for _ in range(max(run.workers, 1))]
     places = run.size * len(counters)
     first = [
-        len(share.job.segments) * (run.rank * len(counters) + i) // places
-        for i in range(len(counters))
+        len(job.segments) * (run.rank * len(counters) + i) // places for i in range(len(counters))
     ]
     # A forked copy of a process that runs threads can deadlock, and the display runs one.
-    workers = _start(share, first, counters) if run.workers else []
-    job = share.job
+    workers = _start(job, encode, first, counters) if run.workers else {}
     with ProgressDisplay(
         total_bytes,
         counters,
-        lambda: recorded_bytes(folder, job.segments, job.sources, job.unit_bytes),
+        lambda: units.recorded_bytes(folder, job.segments, job.sources, job.unit_bytes),
     ):
         if workers:
             _watch(workers)
         else:
-            _do_share(share, first[0], ProgressCounters(counters[0]))
+            _do_share(job, encode, first[0], counters[0])
 
 
-def _do_share(share: _Share, first_segment: int, board: ProgressCounters) -> None:
+def _do_share(
+    job: Job, encode: BatchEncoder | None, first_segment: int, board: ProgressCounters
+) -> None:
     """Do units until there are none, then merge; in any process."""
-    folder = WorkFolder(share.output.output)
+    folder = WorkFolder(job.output)
     with folder.kept_alive(), _finished_elsewhere(folder):
-        queue = UnitQueue(folder, share.job.segments, first_segment)
-        if share.encode is not None:
-            encode_units(share.job, folder, queue, share.encode, board)
-        Merger(share.job, queue.units(), folder, share.output, board).run()
+        queue = units.UnitQueue(folder, job.segments, first_segment)
+        if encode is not None:
+            encode_units(job, folder, queue, encode, board)
+        Merger(job, queue.units(), folder, board).run()
 
 
-@dataclass(frozen=True, slots=True)
-class _Worker:
-    process: Any
-    messages: multiprocessing.connection.Connection
-
-
-def _start(share: _Share, first: Sequence[int], counters: Sequence[Any]) -> list[_Worker]:
+def _start(
+    job: Job,
+    encode: BatchEncoder | None,
+    first: Sequence[int],
+    counters: Sequence[ProgressCounters],
+) -> dict[Connection, Any]:
+    """Start worker processes; each says on its connection how it ended."""
     # What is loaded is shared: a process of its own would take most of a second to come as far.
     context = multiprocessing.get_context("fork")
     # The collector would write to all of it, and so copy it for each process.
     gc.freeze()
-    workers = []
+    workers = {}
     for first_segment, counter in zip(first, counters, strict=True):
         here, there = context.Pipe(duplex=False)
         process = context.Process(
             target=_run_worker,
-            args=(share, first_segment, counter, there, os.getpid()),
+            args=(job, encode, first_segment, counter, there, os.getpid()),
             daemon=True,
         )
         process.start()
         there.close()
-        workers.append(_Worker(process, here))
+        workers[here] = process
     return workers
 
 
 def _run_worker(
-    share: _Share,
+    job: Job,
+    encode: BatchEncoder | None,
     first_segment: int,
-    counter: Any,
-    messages: multiprocessing.connection.Connection,
+    counter: ProgressCounters,
+    messages: Connection,
     parent: int,
 ) -> None:
     # Nobody waits for a worker whose parent was killed.
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with _disk_errors(share.output.output):
-            _do_share(share, first_segment, ProgressCounters(counter))
+        with _disk_errors(job.output):
+            _do_share(job, encode, first_segment, counter)
     except (ConfigError, DataError) as error:
         messages.send_bytes(type(error).__name__.encode() + b" " + str(error).encode())
     else:
         messages.send_bytes(b"done")
 
 
-def _watch(workers: list[_Worker]) -> None:
+def _watch(workers: dict[Connection, Any]) -> None:
     """Wait for all workers, or for the first that fails.
 
     Raises:
         ConfigError, DataError: as a worker did, or one died.
     """
-    left = list(workers)
+    left = set(workers)
     try:
         while left:
-            ready = multiprocessing.connection.wait([each.messages for each in left])
-            for worker in [each for each in left if each.messages in ready]:
+            ready = wait(left)
+            for connection in [each for each in left if each in ready]:
                 try:
-                    message = worker.messages.recv_bytes().decode()
+                    message = connection.recv_bytes().decode()
                 except EOFError:
                     raise DataError(
                         "a worker process died (killed, or out of memory?); run the same command "
@@ -275,12 +250,12 @@ def _watch(workers: list[_Worker]) -> None:
                 if message != "done":
                     kind, _, text = message.partition(" ")
                     raise (ConfigError if kind == "ConfigError" else DataError)(text)
-                left.remove(worker)
+                left.remove(connection)
     finally:
-        for worker in left:
-            worker.process.kill()
-        for worker in workers:
-            worker.process.join()
+        for connection in left:
+            workers[connection].kill()
+        for process in workers.values():
+            process.join()
 
 
 def _plan(
@@ -313,15 +288,14 @@ def _complete(prefixes: Sequence[str], digest: str) -> list[ShardManifest] | Non
     """Return the manifests of shards that this very plan has published, and nobody has cut."""
     manifests = []
     for prefix in prefixes:
-        with contextlib.suppress(DataError):
+        try:
             manifest = read_manifest(prefix)
-            if (
-                manifest is not None
-                and manifest.plan_sha256 == digest
-                and _is_whole(manifest, prefix)
-            ):
-                manifests.append(manifest)
-    return manifests if len(manifests) == len(prefixes) else None
+        except DataError:
+            return None
+        if not (manifest and manifest.plan_sha256 == digest and _is_whole(manifest, prefix)):
+            return None
+        manifests.append(manifest)
+    return manifests
 
 
 def _is_whole(manifest: ShardManifest, prefix: str) -> bool:
@@ -332,12 +306,6 @@ def _is_whole(manifest: ShardManifest, prefix: str) -> bool:
     if not all(os.path.exists(path) for path in paths):
         return False
     return [os.path.getsize(path) for path in paths] == [layout.bin_bytes, layout.idx_bytes]
-
-
-def _refuse_keys(keys: Sequence[str]) -> None:
-    for key in keys:
-        if not key or os.sep in key:
-            raise ConfigError(f"--keys {key!r}: cannot be part of a file name")
 
 
 def _refuse_existing(

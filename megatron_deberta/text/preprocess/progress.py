@@ -12,8 +12,6 @@ import multiprocessing.sharedctypes
 import threading
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import Any
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -26,39 +24,34 @@ _COUNTERS = ("file_bytes", "text_bytes", "tokens", "documents", "quarantined")
 
 
 class ProgressCounters:
-    """What one process has done so far, for the process that shows it.
+    """What one process has done so far, in memory that it shares with the one that shows it."""
 
-    Args:
-        counters: shared memory from ``new_counters``; None: private.
-    """
-
-    def __init__(self, counters: Any = None) -> None:
+    def __init__(self) -> None:
         """See the class."""
-        self._counters = new_counters() if counters is None else counters
+        self._counters = multiprocessing.sharedctypes.RawArray(ctypes.c_int64, len(_COUNTERS) + 1)
+
+    def __getitem__(self, name: str) -> int:
+        """Return a counter."""
+        return int(self._counters[_COUNTERS.index(name)])
+
+    @property
+    def phase(self) -> str:
+        """What is being done, one of ``PHASES``."""
+        return PHASES[self._counters[len(_COUNTERS)]]
 
     def enter(self, phase: str) -> None:
         """Say what is done next, one of ``PHASES``."""
         self._counters[len(_COUNTERS)] = PHASES.index(phase)
 
-    def add(
-        self, *, file_bytes: int, text_bytes: int, tokens: int, documents: int, quarantined: int
-    ) -> None:
+    def add(self, **counts: int) -> None:
         """Count work done.
 
         Args:
-            file_bytes: bytes read from disk, compressed where the file is.
-            text_bytes: bytes after decompression.
-            tokens: tokens kept.
-            documents: documents tokenized.
-            quarantined: records set aside.
+            counts: ``file_bytes`` read from disk, compressed where the file is; ``text_bytes``
+                after decompression; ``tokens``, ``documents`` and records ``quarantined``.
         """
-        for index, value in enumerate((file_bytes, text_bytes, tokens, documents, quarantined)):
-            self._counters[index] += value
-
-
-def new_counters() -> Any:
-    """Make the shared memory behind a ``ProgressCounters``; one process writes, others read."""
-    return multiprocessing.sharedctypes.RawArray(ctypes.c_int64, len(_COUNTERS) + 1)
+        for name, count in counts.items():
+            self._counters[_COUNTERS.index(name)] += count
 
 
 class ProgressDisplay:
@@ -66,7 +59,7 @@ class ProgressDisplay:
 
     Args:
         total_bytes: bytes of all input files; 0 where unknown.
-        counters: of the processes at work, see ``new_counters``.
+        counters: of the processes at work.
         recorded: tells how many of those bytes are done, before and by processes elsewhere too.
         console: where to show it; None: standard error.
     """
@@ -74,7 +67,7 @@ class ProgressDisplay:
     def __init__(
         self,
         total_bytes: int,
-        counters: Sequence[Any],
+        counters: Sequence[ProgressCounters],
         recorded: Callable[[], int],
         console: Console | None = None,
     ) -> None:
@@ -88,26 +81,24 @@ class ProgressDisplay:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._show_on, daemon=True)
         self._begin = self._last_line = time.monotonic()
-        self._bar: Progress | None = None
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.percentage:>3.0f}%" if total_bytes else ""),
+            TextColumn("{task.fields[rates]}"),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
 
     def __enter__(self) -> ProgressDisplay:
         """Start the clock, and the bar where there is a terminal."""
         self._look()
         self._done_before = self._done_anywhere
         self._begin = self._last_line = time.monotonic()
-        if self._console.is_terminal:
-            self._bar = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                TextColumn("{task.percentage:>3.0f}%" if self._total else ""),
-                TextColumn("{task.fields[rates]}"),
-                TimeRemainingColumn(),
-                console=self._console,
-            )
-            self._bar.add_task(
-                "preprocess", total=self._total or None, completed=self._done(), rates=""
-            )
-            self._bar.start()
+        total = self._total or None
+        self._task = self._bar.add_task("preprocess", total=total, completed=self._done(), rates="")
+        self._bar.start()
         self._thread.start()
         return self
 
@@ -116,29 +107,18 @@ class ProgressDisplay:
         now = time.monotonic()
         if now - self._last_recorded >= _SECONDS_BETWEEN_LINES:
             self._look()
-        if self._bar is not None:
-            task = self._bar.task_ids[0]
-            self._bar.update(
-                task,
-                description=self._phase(),
-                completed=self._done(),
-                rates=self._rates(now),
-            )
-        elif now - self._last_line >= _SECONDS_BETWEEN_LINES:
+        self._bar.update(
+            self._task, description=self._phase(), completed=self._done(), rates=self._rates(now)
+        )
+        if self._bar.disable and now - self._last_line >= _SECONDS_BETWEEN_LINES:
             self._last_line = now
             self._show(f"preprocess: {self._phase()}, {self._share(now)}{self._rates(now)}")
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Take the bar away; on success say what was done."""
         self._stop.set()
         self._thread.join()
-        if self._bar is not None:
-            self._bar.stop()
+        self._bar.stop()
         if kind is None:
             now = time.monotonic()
             self._show(
@@ -163,13 +143,12 @@ class ProgressDisplay:
         return min(max(ours, self._done_anywhere), self._total)
 
     def _sum(self, name: str) -> int:
-        index = _COUNTERS.index(name)
-        return sum(each[index] for each in self._counters)
+        return sum(each[name] for each in self._counters)
 
     def _phase(self) -> str:
         """What most of the processes that have not finished do, the earliest first."""
-        phases = [each[len(_COUNTERS)] for each in self._counters]
-        return PHASES[max(set(phases), key=phases.count)]
+        phases = [each.phase for each in self._counters]
+        return max(PHASES, key=phases.count)
 
     def _rates(self, now: float) -> str:
         seconds = max(now - self._begin, 1e-9)

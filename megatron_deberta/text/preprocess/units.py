@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from megatron_deberta.text.preprocess.workfolder import WorkFolder
 from megatron_deberta.text.readers.cutting import ENDLESS
@@ -17,8 +18,8 @@ from megatron_deberta.text.readers.tables import count_groups
 UNIT_BYTES = 1 << 26
 _LEAST_UNIT_BYTES = 1 << 23
 _USUAL_UNITS = 256
+# How much longer a text is than its compressed file; only the units' sizes depend on it.
 _USUAL_RATIO = 4
-"""How much longer a text is than its compressed file; only the units' sizes depend on it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +37,7 @@ class Piece:
     end: int = ENDLESS
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(NamedTuple):
     """Units that follow one another.
 
     Attributes:
@@ -52,8 +52,7 @@ class Segment:
     file_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class WorkUnit:
+class WorkUnit(NamedTuple):
     """What one process does in one go.
 
     Attributes:
@@ -106,14 +105,6 @@ def plan_segments(sources: Sequence[Source], unit_bytes: int) -> list[Segment]:
             file_bytes += piece_bytes if source.compression == "none" else source.size_bytes
     close()
     return segments
-
-
-def unit_range(segment: Segment, number: int, unit_bytes: int) -> tuple[Piece, ...]:
-    """Return what a unit reads."""
-    if not segment.is_stream:
-        return segment.pieces
-    source = segment.pieces[0].source
-    return (Piece(source, number * unit_bytes, (number + 1) * unit_bytes),)
 
 
 def recorded_bytes(
@@ -227,9 +218,7 @@ class UnitQueue:
 
     def take(self) -> WorkUnit | None:
         """Claim a unit; None where all are recorded or others have them."""
-        for segment in [index for index in self._unfinished if index >= self._first] + [
-            index for index in self._unfinished if index < self._first
-        ]:
+        for segment in sorted(self._unfinished, key=lambda index: (index < self._first, index)):
             progress = self._progress[segment]
             for number in range(progress.limit if progress.last is None else progress.last + 1):
                 unit = WorkUnit(segment, number)

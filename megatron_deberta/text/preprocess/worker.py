@@ -22,14 +22,14 @@ from megatron_deberta.errors import DataError
 from megatron_deberta.text.preprocess.direct_io import DirectWriter, new_buffer
 from megatron_deberta.text.preprocess.encoding import BatchEncoder, split_sentences
 from megatron_deberta.text.preprocess.progress import ProgressCounters
-from megatron_deberta.text.preprocess.units import Piece, Segment, UnitQueue, WorkUnit, unit_range
+from megatron_deberta.text.preprocess.units import Piece, Segment, UnitQueue, WorkUnit
 from megatron_deberta.text.preprocess.workfolder import WorkFolder
-from megatron_deberta.text.readers.reading import DocumentReader, ReadOptions, RecordBatch
-from megatron_deberta.text.readers.records import EMPTY, Defect, Document
+from megatron_deberta.text.readers.reading import DocumentReader
+from megatron_deberta.text.readers.records import EMPTY, Defect, Document, ReadOptions, RecordBatch
 from megatron_deberta.text.readers.sources import Source
 
+# Of text that is encoded at once: its words repeat, and each is looked up once.
 ENCODED_BYTES = 5 << 19
-"""Of text that is encoded at once: its words repeat, and each is looked up once."""
 _LONGEST_WAIT_SECONDS = 1.0
 
 
@@ -44,6 +44,11 @@ class Job:
         options: what is read of them.
         vocab_size: decides the token type.
         language: sentences are kept apart, as this language ends them; empty: they are not.
+        output: beginning of the shards' names.
+        digest: of all that decides the result, for the manifest.
+        tokenizer_fingerprint: identifies the tokenizer.
+        tokenizer_path: where it was.
+        allow_bad: share of records that may be bad; None: the usual, and no file may be damaged.
     """
 
     sources: tuple[Source, ...]
@@ -52,6 +57,11 @@ class Job:
     options: ReadOptions
     vocab_size: int
     language: str
+    output: str
+    digest: str
+    tokenizer_fingerprint: str
+    tokenizer_path: str
+    allow_bad: float | None
 
 
 def encode_units(
@@ -100,21 +110,23 @@ class _UnitWorker:
         """Do a unit and tell whether it is its segment's last; None where there is no such."""
         job = self._job
         segment = job.segments[unit.segment]
-        is_last = not segment.is_stream
+        pieces = segment.pieces
+        if segment.is_stream:
+            begin = unit.number * job.unit_bytes
+            pieces = (Piece(pieces[0].source, begin, begin + job.unit_bytes),)
+        is_last = False
         with _Part(unit, job, self._folder, self._buffers) as part:
-            for piece in unit_range(segment, unit.number, job.unit_bytes):
+            for piece in pieces:
                 source = job.sources[piece.source]
                 self._board.enter("reading")
                 reader = self._open(source)
-                records = reader.records
-                if segment.is_stream and records is not None:
-                    records.go_to(piece.begin)
-                    if records.at_end:
+                stream = reader.records if segment.is_stream else None
+                if stream is not None:
+                    stream.go_to(piece.begin)
+                    if stream.at_end:
                         return None
-                    self._read(reader, piece, part)
-                    is_last = records.at_end
-                else:
-                    self._read(reader, piece, part)
+                self._read(reader, piece, part)
+                is_last = stream is None or stream.at_end
             self._board.enter("committing")
             part.commit(is_last=is_last)
         return is_last
@@ -130,7 +142,7 @@ class _UnitWorker:
         records = reader.records
         before = records.file_bytes if records else 0
         for batch in _together(reader.read(piece.begin, piece.end)):
-            tokens = sum(self._encode_batch(piece.source, batch, part))
+            tokens = self._encode_batch(piece.source, batch, part)
             after = records.file_bytes if records else before + batch.text_bytes
             self._board.add(
                 file_bytes=after - before,
@@ -141,14 +153,13 @@ class _UnitWorker:
             )
             before = after
             self._board.enter("reading")
-        is_relative = records is not None and records.can_seek
-        part.end_piece(piece, records.line - 1 if records and is_relative else 0)
+        part.end_piece(piece, records.line - 1 if records and records.can_seek else 0)
 
-    def _encode_batch(self, source: int, batch: RecordBatch, part: _Part) -> list[int]:
+    def _encode_batch(self, source: int, batch: RecordBatch, part: _Part) -> int:
         self._board.enter("tokenizing")
-        part.add_defects(source, batch.defects, batch.text_bytes)
+        part.add_defects(source, batch.defects)
         documents = batch.documents
-        tokens = []
+        tokens = 0
         for key_index, key in enumerate(self._job.options.keys):
             texts = [document.texts[key_index] for document in documents]
             if self._job.language:
@@ -160,8 +171,8 @@ class _UnitWorker:
             for index in np.flatnonzero(counts == 0):
                 document = documents[index]
                 detail = f"key {key!r} gives no token"
-                part.add_defects(source, [Defect(document.line, document.offset, EMPTY, detail)], 0)
-            tokens.append(int(ids.size))
+                part.add_defects(source, [Defect(document.line, document.offset, EMPTY, detail)])
+            tokens += ids.size
         part.documents += len(documents)
         return tokens
 
@@ -213,7 +224,6 @@ class _Part:
         self._reasons: Counter[str] = Counter()
         self._empty = [0] * keys
         self._pieces: list[tuple[int, int, int]] = []
-        self._text_bytes = 0
         self.documents = 0
 
     def __enter__(self) -> _Part:
@@ -249,8 +259,7 @@ class _Part:
         self._tokens[key] += ids.size
         self._empty[key] += int((counts == 0).sum())
 
-    def add_defects(self, source: int, defects: Sequence[Defect], text_bytes: int) -> None:
-        self._text_bytes += text_bytes
+    def add_defects(self, source: int, defects: Sequence[Defect]) -> None:
         if defects and len(self._streams) < len(self._temporary):
             # Most units have none, and a file for nothing costs as much as any other.
             self._open_next()
@@ -288,6 +297,5 @@ class _Part:
                 "reasons": self._reasons,
                 "sizes": sizes,
                 "pieces": self._pieces,
-                "text_bytes": self._text_bytes,
             },
         )

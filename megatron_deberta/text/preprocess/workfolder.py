@@ -23,11 +23,11 @@ from megatron_deberta.errors import ConfigError
 from megatron_deberta.files import fsync_path, write_durably
 
 HEARTBEAT_SECONDS = 5.0
+# A claim that has not been renewed for so long belongs to a process that is gone.
 LEASE_SECONDS = 60.0
-"""A claim that has not been renewed for so long belongs to a process that is gone."""
 _PLAN = "plan.json"
+# What standard input is kept as, before there is a plan.
 SPOOLED_INPUT = "standard-input"
-"""What standard input is kept as, before there is a plan."""
 
 
 class WorkFolder:
@@ -68,14 +68,11 @@ class WorkFolder:
                 "it or choose another --output"
             )
 
-    def begin(self, plan: dict[str, Any]) -> bool:
+    def begin(self, plan: dict[str, Any]) -> None:
         """Start a run, or join the one that is under way.
 
         Args:
             plan: all that decides the result, JSON values by the option's name.
-
-        Returns:
-            True where this process started it.
 
         Raises:
             ConfigError: the run under way has another plan.
@@ -83,34 +80,26 @@ class WorkFolder:
         """
         for folder in (self.parts, self.staged, self._done, self._claims):
             folder.mkdir(parents=True, exist_ok=True)
-        mine = self.temporary(self.path / _PLAN)
-        mine.unlink(missing_ok=True)
-        write_durably(mine, json.dumps(plan).encode())
-        try:
-            os.link(mine, self.path / _PLAN)
-            fsync_path(self.path)
-            return True
-        except FileExistsError:
-            self._refuse_another(plan)
-            return False
-        finally:
+        with self.appearing(self.path / _PLAN) as mine:
             mine.unlink(missing_ok=True)
+            write_durably(mine, json.dumps(plan).encode())
+        fsync_path(self.path)
+        self._refuse_another(plan)
 
     def _refuse_another(self, plan: dict[str, Any]) -> None:
         found = json.loads((self.path / _PLAN).read_bytes())
         for name in {**found, **plan}:
-            if name == "--input" and found[name] != plan[name]:
-                raise ConfigError(
-                    f"{self.path}: --input is not what it was when this run began: "
-                    f"{_changed_files(found[name], plan[name])}; undo the change, or begin again "
-                    "with --restart"
-                )
-            if found.get(name) != plan.get(name):
+            if found.get(name) == plan.get(name):
+                continue
+            if name == "--input":
+                changed = _changed_files(found[name], plan[name])
+                what = f"--input is not what it was when this run began: {changed}"
+            else:
                 before, now = _first_difference(found.get(name), plan.get(name))
-                raise ConfigError(
-                    f"{self.path}: {name} was {before} when this run began and is {now} now; "
-                    "undo the change, or begin again with --restart"
-                )
+                what = f"{name} was {before} when this run began and is {now} now"
+            raise ConfigError(
+                f"{self.path}: {what}; undo the change, or begin again with --restart"
+            )
 
     def record(self, name: str, content: dict[str, Any]) -> None:
         """Say durably that something is complete; its data must be flushed before.
@@ -268,19 +257,20 @@ def _identify_process() -> str:
             os.readlink("/proc/self/ns/pid").strip("pid:[]"),
         )
     )
-    return f"{host} {os.getpid()}-{_started(os.getpid())}"
+    return f"{host} {os.getpid()}-{_state_and_start(os.getpid())[1]}"
 
 
-def _started(pid: int) -> str:
-    """Return when a process was started, in ticks since boot."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+def _state_and_start(pid: int) -> tuple[str, str]:
+    """Return a process's state, and when it was started, in ticks since boot."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return fields[0], fields[19]
 
 
 def _is_alive(process: str) -> bool:
     pid, _, started = process.partition("-")
     try:
-        stat = Path(f"/proc/{int(pid)}/stat").read_text().rpartition(")")[2].split()
+        state, start = _state_and_start(int(pid))
     except (OSError, ValueError):
         return False
     # A zombie does nothing any more.
-    return stat[19] == started and stat[0] not in "ZX"
+    return start == started and state not in "ZX"

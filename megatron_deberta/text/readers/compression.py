@@ -9,7 +9,6 @@ from __future__ import annotations
 import bz2
 import io
 import lzma
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, Literal
 
@@ -30,16 +29,7 @@ _MAGIC: Final[Mapping[bytes, Compression]] = {
     # Skippable frames, which may come first.
     **{bytes([low, 0x2A, 0x4D, 0x18]): "zstd" for low in range(0x50, 0x60)},
 }
-_LARGEST_WINDOW = 1 << 31
-"""What ``zstd --long=31`` needs; the library's own bound is 128 MiB."""
-_ERRORS: Final[Any] = (
-    zlib.error,
-    isal_zlib.IsalError,
-    zstandard.ZstdError,
-    lzma.LZMAError,
-    OSError,
-    EOFError,
-)
+_ERRORS: Any = (isal_zlib.IsalError, zstandard.ZstdError, lzma.LZMAError, OSError, EOFError)
 
 
 def compression_of(head: bytes) -> Compression:
@@ -191,9 +181,8 @@ _ZSTD_BYTES = 1 << 12
 
 _FRAMES: Final[Mapping[Compression, Callable[[], _Bounded]]] = {
     "gzip": lambda: _Gzip(isal_zlib.decompressobj(wbits=31)),
-    "zstd": lambda: _Zstd(
-        zstandard.ZstdDecompressor(max_window_size=_LARGEST_WINDOW).decompressobj()
-    ),
+    # What ``zstd --long=31`` needs; the library's own bound is 128 MiB.
+    "zstd": lambda: _Zstd(zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()),
     "bzip2": lambda: _Bounded(bz2.BZ2Decompressor()),
     "xz": lambda: _Bounded(lzma.LZMADecompressor(lzma.FORMAT_XZ)),
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_deberta.errors import DataError
 from megatron_deberta.text.readers.compression import TextStream
@@ -16,13 +16,12 @@ from megatron_deberta.text.readers.records import DAMAGED, LONG, Defect, Record
 from megatron_deberta.text.readers.sources import BYTE_ORDER_MARK, Source
 
 _BLANKS = b" \t\r\n"
+# Of a line that nobody wants, read at a time.
 _SKIPPED_BYTES = 1 << 16
-"""Of a line that nobody wants, read at a time."""
 ENDLESS = 1 << 62
 
 
-@dataclass(frozen=True, slots=True)
-class TextBlock:
+class TextBlock(NamedTuple):
     """Some records that follow one another.
 
     Attributes:

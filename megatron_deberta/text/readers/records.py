@@ -10,6 +10,7 @@ import json
 import operator
 import unicodedata
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import orjson
@@ -17,8 +18,8 @@ import orjson
 from megatron_deberta.text.readers.sources import TextFormat
 
 Normalization = Literal["none", "nfc", "nfkc"]
+# What may be a document: number of its first line, byte offset, content with its line ends.
 Record = tuple[int, int, bytes]
-"""What may be a document: number of its first line, byte offset, content with its line ends."""
 
 MALFORMED = "malformed JSON"
 NOT_OBJECT = "not a JSON object"
@@ -31,8 +32,23 @@ LONG = "document too long"
 DAMAGED = "damaged file"
 EMPTY = "empty"
 
+# Share of records that may be bad before a command fails.
 DEFAULT_ALLOW_BAD = 0.001
-"""Share of records that may be bad before a command fails."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadOptions:
+    """What of a record is wanted.
+
+    Attributes:
+        keys: JSON keys or columns that hold text; plain text has one text for all of them.
+        normalization: Unicode form that texts are brought to.
+        longest_bytes: records of this size and more are defects.
+    """
+
+    keys: tuple[str, ...] = ("text",)
+    normalization: Normalization = "none"
+    longest_bytes: int = 100_000_000
 
 
 class Document(NamedTuple):
@@ -63,20 +79,31 @@ class Defect(NamedTuple):
     detail: str
 
 
+class RecordBatch(NamedTuple):
+    """Some records of one file.
+
+    Attributes:
+        documents: those that can be used, in order.
+        defects: those that cannot, in order.
+        text_bytes: bytes they take in the uncompressed file.
+        records: all of them as they stood in a file of text.
+    """
+
+    documents: list[Document]
+    defects: list[Defect]
+    text_bytes: int
+    records: Sequence[Record] = ()
+
+
 def parse_records(
-    records: Iterable[Record],
-    text_format: TextFormat,
-    keys: Sequence[str],
-    *,
-    normalization: Normalization = "none",
+    records: Iterable[Record], text_format: TextFormat, options: ReadOptions
 ) -> tuple[list[Document], list[Defect]]:
     """Read what a file's records hold.
 
     Args:
         records: whole ones; blank ones are left out.
         text_format: ``jsonl``, ``line`` or ``paragraph``.
-        keys: JSON keys whose text is wanted; plain text has one text whatever its key is called.
-        normalization: Unicode form that texts are brought to.
+        options: what is wanted of them.
 
     Returns:
         Documents and defects, each in order.
@@ -84,7 +111,8 @@ def parse_records(
     documents: list[Document] = []
     defects: list[Defect] = []
     is_json = text_format == "jsonl"
-    is_quick = is_json and normalization == "none" and len(keys) == 1
+    keys = options.keys
+    is_quick = is_json and options.normalization == "none" and len(keys) == 1
     read = _read_json if is_json else _read_text
     get = operator.itemgetter(keys[0])
     for line, offset, content in records:
@@ -101,7 +129,7 @@ def parse_records(
             continue
         texts = read(content, keys, offset)
         if isinstance(texts, tuple):
-            texts = finish_texts(texts, keys, normalization)
+            texts = finish_texts(texts, options)
         if isinstance(texts, tuple):
             documents.append(Document(line, offset, texts))
         else:
@@ -109,16 +137,14 @@ def parse_records(
     return documents, defects
 
 
-def finish_texts(
-    texts: tuple[str, ...], keys: Sequence[str], normalization: Normalization
-) -> tuple[str, ...] | str:
+def finish_texts(texts: tuple[str, ...], options: ReadOptions) -> tuple[str, ...] | str:
     """Normalize texts; a string instead says ``reason: detail`` of one that cannot be used."""
-    for key, text in zip(keys, texts, strict=True):
+    for key, text in zip(options.keys, texts, strict=True):
         if "\0" in text:
             return f"{NUL}: at character {text.index(chr(0))} of key {key!r}"
-    if normalization == "none":
+    if options.normalization == "none":
         return texts
-    form: Literal["NFC", "NFKC"] = "NFC" if normalization == "nfc" else "NFKC"
+    form: Literal["NFC", "NFKC"] = "NFC" if options.normalization == "nfc" else "NFKC"
     return tuple(unicodedata.normalize(form, text) for text in texts)
 
 

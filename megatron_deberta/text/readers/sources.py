@@ -25,8 +25,8 @@ from megatron_deberta.text.readers.compression import (
     compression_of,
 )
 
+# A JSON object a line; a document a line; documents separated by blank lines; tables.
 TextFormat = Literal["jsonl", "line", "paragraph", "parquet", "arrow"]
-"""A JSON object a line; a document a line; documents separated by blank lines; tables."""
 FileFormat = Literal["auto", "jsonl", "text"]
 TextMode = Literal["line", "paragraph"]
 
@@ -37,14 +37,14 @@ _JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 _TEXT_SUFFIXES = (".txt", ".text")
 _TABLE_SUFFIXES = (".parquet", ".arrow")
 _PARQUET_MAGIC = b"PAR1"
+# Lists the files of a Hugging Face dataset that ``save_to_disk`` wrote.
 _DATASET_STATE = "state.json"
-"""Lists the files of a Hugging Face dataset that ``save_to_disk`` wrote."""
+# Lists the datasets, in folders beside it, that were saved together.
 _DATASETS = "dataset_dict.json"
-"""Lists the datasets, in folders beside it, that were saved together."""
 _UNFINISHED = ".unfinished"
 _OF_SHARDS = (".manifest.json", ".quarantine.jsonl")
+# ``deduplicate`` and ``split`` write them beside their text, ``part-*``.
 _REPORTS = {"summary.json", "quarantine.jsonl"}
-"""``deduplicate`` and ``split`` write them beside their text, ``part-*``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,11 +246,8 @@ def _dataset_files(folder: Path) -> list[str]:
 
 
 def _is_text(name: str) -> bool:
-    stem = name.lower()
-    if stem.endswith(_OF_SHARDS):
-        return False
-    if stem.endswith(_TABLE_SUFFIXES):
-        return not name.startswith(".")
+    stem = name = name.lower()
     for suffix in COMPRESSED_SUFFIXES:
         stem = stem.removesuffix(suffix)
-    return not name.startswith(".") and stem.endswith((*_JSON_SUFFIXES, *_TEXT_SUFFIXES))
+    is_known = stem.endswith((*_JSON_SUFFIXES, *_TEXT_SUFFIXES)) or name.endswith(_TABLE_SUFFIXES)
+    return is_known and not name.startswith(".") and not name.endswith(_OF_SHARDS)

@@ -11,18 +11,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron_deberta.errors import DataError
-from megatron_deberta.text.readers.records import (
-    LONG,
-    NO_KEY,
-    NOT_TEXT,
-    Defect,
-    Document,
-    Normalization,
-    decode_text,
-    describe_bad_utf8,
-    finish_texts,
-    kind_of,
-)
+from megatron_deberta.text.readers import records
+from megatron_deberta.text.readers.records import Defect, Document, ReadOptions, RecordBatch
 from megatron_deberta.text.readers.sources import Source
 
 _BATCH_ROWS = 256
@@ -41,36 +31,27 @@ def count_groups(source: Source) -> list[int]:
         return [batch.nbytes for batch in table]
 
 
-def read_rows(
-    source: Source,
-    begin: int,
-    end: int,
-    keys: Sequence[str],
-    *,
-    normalization: Normalization = "none",
-    longest_bytes: int = 100_000_000,
-) -> Iterator[tuple[list[Document], list[Defect], int]]:
+def read_rows(source: Source, begin: int, end: int, options: ReadOptions) -> Iterator[RecordBatch]:
     """Read the rows of the groups ``[begin, end)``.
 
     Yields:
-        Documents, defects and bytes of text of a few hundred rows; ``line`` is the row of the
-        file, from 1.
+        A few hundred rows; ``line`` is the row of the file, from 1.
 
     Raises:
         DataError: the file is damaged, or pyarrow is missing.
     """
-    for row, batch in _batches(source, begin, end, keys):
+    for row, batch in _batches(source, begin, end, options.keys):
         documents: list[Document] = []
         defects: list[Defect] = []
         size = 0
-        for line, values in enumerate(_values(batch, keys), row + 1):
+        for line, values in enumerate(_values(batch, options.keys), row + 1):
             size += sum(len(value) for value in values if isinstance(value, bytes))
-            texts = _texts_of(values, keys, normalization, longest_bytes)
+            texts = _texts_of(values, options)
             if isinstance(texts, tuple):
                 documents.append(Document(line, -1, texts))
             else:
                 defects.append(Defect(line, -1, *texts.split(": ", 1)))
-        yield documents, defects, size
+        yield RecordBatch(documents, defects, size)
 
 
 def _batches(
@@ -83,9 +64,7 @@ def _batches(
             row = sum(table.metadata.row_group(group).num_rows for group in range(begin))
             _refuse_ambiguous(source, table.schema_arrow.names, keys)
             present = [key for key in keys if key in table.schema_arrow.names]
-            for batch in table.iter_batches(
-                _BATCH_ROWS, row_groups=list(groups), columns=present, use_threads=False
-            ):
+            for batch in table.iter_batches(_BATCH_ROWS, groups, present, use_threads=False):
                 yield row, batch
                 row += batch.num_rows
             return
@@ -107,49 +86,39 @@ def _values(batch: Any, keys: Sequence[str]) -> Iterator[tuple[object, ...]]:
     """Give each row's values, text as bytes; a missing column gives the key's absence."""
     import pyarrow
 
+    types = pyarrow.types
     columns = []
     for key in keys:
         if key not in batch.schema.names:
             columns.append([_ABSENT] * batch.num_rows)
             continue
         column = batch.column(key)
-        if pyarrow.types.is_dictionary(column.type):
+        if types.is_dictionary(column.type):
             column = column.dictionary_decode()
-        columns.append(
-            (column.cast(pyarrow.large_binary()) if _is_text(column) else column).to_pylist()
-        )
+        kinds = (types.is_string, types.is_large_string, types.is_string_view)
+        if any(is_kind(column.type) for is_kind in kinds):
+            column = column.cast(pyarrow.large_binary())
+        columns.append(column.to_pylist())
     return zip(*columns, strict=True)
-
-
-def _is_text(column: Any) -> bool:
-    from pyarrow import types
-
-    kinds = (types.is_string, types.is_large_string, types.is_string_view)
-    return any(is_kind(column.type) for is_kind in kinds)
 
 
 _ABSENT = object()
 
 
-def _texts_of(
-    values: tuple[object, ...],
-    keys: Sequence[str],
-    normalization: Normalization,
-    longest_bytes: int,
-) -> tuple[str, ...] | str:
+def _texts_of(values: tuple[object, ...], options: ReadOptions) -> tuple[str, ...] | str:
     texts = []
-    for key, value in zip(keys, values, strict=True):
+    for key, value in zip(options.keys, values, strict=True):
         if value is _ABSENT:
-            return f"{NO_KEY}: no column {key!r}"
+            return f"{records.NO_KEY}: no column {key!r}"
         if not isinstance(value, bytes):
-            return f"{NOT_TEXT}: column {key!r} is {kind_of(value)}"
-        if len(value) >= longest_bytes:
-            return f"{LONG}: {len(value)} bytes"
-        text = decode_text(value)
+            return f"{records.NOT_TEXT}: column {key!r} is {records.kind_of(value)}"
+        if len(value) >= options.longest_bytes:
+            return f"{records.LONG}: {len(value)} bytes"
+        text = records.decode_text(value)
         if isinstance(text, UnicodeDecodeError):
-            return describe_bad_utf8(text, -1)
+            return records.describe_bad_utf8(text, -1)
         texts.append(text)
-    return finish_texts(tuple(texts), keys, normalization)
+    return records.finish_texts(tuple(texts), options)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from megatron_deberta.cli.main import main
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.text.deduplicate.settings import Settings
 from megatron_deberta.text.deduplicate.shingles import digest_of
-from megatron_deberta.text.readers.reading import ReadOptions
+from megatron_deberta.text.readers.records import ReadOptions
 from megatron_deberta.text.readers.sources import find_sources
 from megatron_deberta.text.split import find_cluster, split
 from tests.support.duplicates import contents, read_jsonl, run, write_jsonl

@@ -23,7 +23,7 @@ from megatron_deberta.text.deduplicate.progress import StageDisplay
 from megatron_deberta.text.deduplicate.settings import Settings
 from megatron_deberta.text.deduplicate.units import plan_units
 from megatron_deberta.text.preprocess.units import UNIT_BYTES
-from megatron_deberta.text.readers.reading import ReadOptions
+from megatron_deberta.text.readers.records import ReadOptions
 from megatron_deberta.text.readers.sources import find_sources
 from tests.support.duplicates import (
     contents,

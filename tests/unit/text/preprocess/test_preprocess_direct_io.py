@@ -9,6 +9,7 @@ import os
 import random
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -126,10 +127,10 @@ def test_small_and_large_parts_make_the_same_shard(
         copied.append(args)
         copy_direct(*args)
 
-    monkeypatch.setattr(merging, "copy_direct", copy)
     shards = []
     for least in (1 << 20, 1):
-        monkeypatch.setattr(merging, "BUFFER_BYTES", least)
+        changed = {**vars(direct_io), "copy_direct": copy, "BUFFER_BYTES": least}
+        monkeypatch.setattr(merging, "direct_io", SimpleNamespace(**changed))
         output = str(tmp_path / str(least) / "c")
         preprocess(find_sources([corpus]), tokenizer_dir, output, unit_bytes=5_000)
         shards.append(

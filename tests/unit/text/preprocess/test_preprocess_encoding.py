@@ -10,7 +10,7 @@ import pytest
 
 from megatron_deberta.text.preprocess import encoding
 from megatron_deberta.text.preprocess.pipeline import preprocess
-from megatron_deberta.text.readers.reading import ReadOptions
+from megatron_deberta.text.readers.records import ReadOptions
 from megatron_deberta.text.readers.sources import find_sources
 from megatron_deberta.tokenizer import load_tokenizer
 from tests.support import machine_text

@@ -27,7 +27,7 @@ from megatron_deberta.data.shards.manifest import ShardManifest, read_manifest, 
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.text.preprocess import encoding, pipeline
 from megatron_deberta.text.preprocess.pipeline import RunOptions, preprocess
-from megatron_deberta.text.readers.reading import ReadOptions
+from megatron_deberta.text.readers.records import ReadOptions
 from megatron_deberta.text.readers.sources import find_sources
 from megatron_deberta.tokenizer import load_tokenizer
 from tests.support.machine_text import documents

@@ -7,7 +7,6 @@ import io
 import re
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -16,15 +15,13 @@ from megatron_deberta.text.preprocess import progress as progress_module
 from megatron_deberta.text.preprocess.progress import (
     ProgressCounters,
     ProgressDisplay,
-    new_counters,
 )
 from megatron_deberta.text.preprocess.units import plan_segments, recorded_bytes
 from megatron_deberta.text.preprocess.workfolder import WorkFolder
 from megatron_deberta.text.readers.sources import find_sources
 
 
-def count(counters: Any) -> None:
-    board = ProgressCounters(counters)
+def count(board: ProgressCounters) -> None:
     board.enter("reading")
     board.add(file_bytes=250, text_bytes=1_000_000, tokens=10, documents=1, quarantined=2)
 
@@ -32,7 +29,7 @@ def count(counters: Any) -> None:
 def test_lines_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress_module, "_SECONDS_BETWEEN_LINES", 0.0)
     shown = io.StringIO()
-    counters = new_counters()
+    counters = ProgressCounters()
     with ProgressDisplay(1000, [counters], lambda: 0, Console(file=shown)) as display:
         count(counters)
         display.refresh()
@@ -44,7 +41,7 @@ def test_lines_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_bar_on_a_terminal() -> None:
     shown = io.StringIO()
-    counters = new_counters()
+    counters = ProgressCounters()
     console = Console(file=shown, force_terminal=True, width=100)
     with ProgressDisplay(1000, [counters], lambda: 0, console) as display:
         count(counters)
@@ -57,7 +54,7 @@ def test_what_others_and_earlier_runs_did_counts(monkeypatch: pytest.MonkeyPatch
     clock = [100.0]
     monkeypatch.setattr(progress_module.time, "monotonic", lambda: clock[0])
     shown = io.StringIO()
-    counters = new_counters()
+    counters = ProgressCounters()
     recorded = iter([500, 900])
     with ProgressDisplay(1000, [counters], lambda: next(recorded), Console(file=shown)) as display:
         count(counters)
@@ -71,7 +68,7 @@ def test_shows_itself_while_the_work_is_done_here(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(progress_module, "_SECONDS_BETWEEN_LINES", 0.0)
     monkeypatch.setattr(progress_module, "_SECONDS_BETWEEN_LOOKS", 0.01)
     shown = io.StringIO()
-    counters = new_counters()
+    counters = ProgressCounters()
     with ProgressDisplay(1000, [counters], lambda: 0, Console(file=shown)):
         count(counters)
         deadline = time.monotonic() + 60

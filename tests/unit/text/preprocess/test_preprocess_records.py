@@ -10,8 +10,8 @@ import pytest
 
 from megatron_deberta.text.readers import cutting
 from megatron_deberta.text.readers.cutting import RecordReader
-from megatron_deberta.text.readers.reading import DocumentReader, ReadOptions
-from megatron_deberta.text.readers.records import Defect, Document, parse_records
+from megatron_deberta.text.readers.reading import DocumentReader
+from megatron_deberta.text.readers.records import Defect, Document, ReadOptions, parse_records
 from megatron_deberta.text.readers.sources import Source, find_sources
 
 GOOD = b'{"text": "fine"}\n'
@@ -66,8 +66,8 @@ def test_the_quick_way_finds_what_the_slow_one_finds() -> None:
     good = [GOOD, b'{"text": ""}\n', '{"a": [1], "text": "\u00e4 \\n"}\r\n'.encode(), b" \n", b"\n"]
     contents = [*good, *(line + end for line in BAD_LINES for end in (b"", b"\n"))]
     records = [(line, 100 * line, content) for line, content in enumerate(contents)]
-    quick = parse_records(records, "jsonl", ["text"])
-    documents, defects = parse_records(records, "jsonl", ["text", "text"])
+    quick = parse_records(records, "jsonl", ReadOptions())
+    documents, defects = parse_records(records, "jsonl", ReadOptions(keys=("text", "text")))
     assert quick == ([(*at, texts[:1]) for *at, texts in documents], defects)
     # The longest line is fine for who does not ask for its length.
     assert [len(each) for each in quick] == [3 + 2, 2 * (len(BAD_LINES) - 1)]
@@ -166,7 +166,7 @@ def list_records(
     found = []
     for begin, end in ranges:
         for block in records.blocks(begin, end):
-            documents, defects = parse_records(block.records, source.text_format, ["text"])
+            documents, defects = parse_records(block.records, source.text_format, ReadOptions())
             found += [(document.offset, document.texts[0]) for document in documents]
             found += [(defect.offset, "") for defect in (*defects, block.defect) if defect]
     return sorted(found)

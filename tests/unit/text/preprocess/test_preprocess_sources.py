@@ -21,13 +21,8 @@ import zstandard
 
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.text.preprocess.units import Piece, plan_segments
-from megatron_deberta.text.readers.reading import (
-    DocumentReader,
-    ReadOptions,
-    read_documents,
-    read_texts,
-)
-from megatron_deberta.text.readers.records import DAMAGED, Defect, Document
+from megatron_deberta.text.readers.reading import DocumentReader, read_documents, read_texts
+from megatron_deberta.text.readers.records import DAMAGED, Defect, Document, ReadOptions
 from megatron_deberta.text.readers.sources import find_sources
 
 TEXTS = [f"Document {index}: äöü " + "word " * (index % 50) for index in range(3000)]
