@@ -31,21 +31,26 @@ from megatron_deberta.cli.text_input import (
     add_bad_fraction_argument,
     add_input_arguments,
     add_rerun_arguments,
-    find_input,
-    read_options,
+    open_input,
 )
-from megatron_deberta.errors import EXIT_DONE, EXIT_FAILURE
+from megatron_deberta.errors import EXIT_DONE, EXIT_FAILURE, ConfigError
 from megatron_deberta.text.deduplicate.estimate import estimate
 from megatron_deberta.text.deduplicate.output import SUFFIXES
-from megatron_deberta.text.deduplicate.pipeline import deduplicate, forget_unfinished
+from megatron_deberta.text.deduplicate.pipeline import (
+    deduplicate,
+    forget_unfinished,
+    unfinished_folder,
+)
 from megatron_deberta.text.deduplicate.progress import StageDisplay
 from megatron_deberta.text.deduplicate.settings import Settings
+from megatron_deberta.text.readers.checks import name_damaged
 from megatron_deberta.text.readers.records import DAMAGED, DEFAULT_ALLOW_BAD, EMPTY
+from megatron_deberta.text.readers.sources import STANDARD_INPUT
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the subcommand's arguments."""
-    add_input_arguments(parser, files_only=True)
+    add_input_arguments(parser)
     parser.add_argument("--output", required=True, metavar="DIR", help="folder of the result")
     parser.add_argument(
         "--threshold", type=float, default=0.7, metavar="J",
@@ -78,15 +83,19 @@ def add_work_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Deduplicate and print a summary."""
     settings = Settings(threshold=args.threshold, ngram=args.ngram, exact_only=args.exact_only)
-    options = read_options(args)
     output = Path(args.output)
-    sources = find_input(args, output=output)
     if args.estimate:
-        print(estimate(sources, options, settings, args.workers))
+        if STANDARD_INPUT in args.input:
+            raise ConfigError("--input -: --estimate needs files")
+        with open_input(args, unfinished_folder(output), output=output) as (sources, options):
+            print(estimate(sources, options, settings, args.workers))
         return EXIT_DONE
     if args.restart:
         forget_unfinished(output)
-    with StageDisplay() as display:
+    with (
+        open_input(args, unfinished_folder(output), output=output) as (sources, options),
+        StageDisplay() as display,
+    ):
         summary = deduplicate(
             sources,
             output,
@@ -116,9 +125,11 @@ def refuse_many_bad(summary: dict[str, Any], args: argparse.Namespace) -> int:
         reasons = ", ".join(
             f"{count:,} {reason}" for reason, count in quarantined.items() if reason != EMPTY
         )
+        quarantine = Path(args.output) / "quarantine.jsonl"
+        names = f" in {name_damaged(quarantine)}" if quarantined.get(DAMAGED) else ""
         print(
             f"megatron-deberta: error: {bad:,} of {documents:,} records cannot be used "
-            f"({reasons}); see {args.output}/quarantine.jsonl, or set --max-bad-fraction",
+            f"({reasons}){names}; see {quarantine}, or set --max-bad-fraction",
             file=sys.stderr,
         )
         return EXIT_FAILURE

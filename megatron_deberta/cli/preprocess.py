@@ -13,7 +13,6 @@ Examples:
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import re
 from collections.abc import Mapping
@@ -23,14 +22,14 @@ from megatron_deberta.cli.text_input import (
     add_bad_fraction_argument,
     add_input_arguments,
     add_rerun_arguments,
-    find_input,
-    read_options,
+    open_input,
 )
 from megatron_deberta.distributed.environment import read_environment
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.text.preprocess.merging import quarantine_path, shard_prefixes
 from megatron_deberta.text.preprocess.pipeline import RunOptions, preprocess
-from megatron_deberta.text.preprocess.workfolder import SPOOLED_INPUT, WorkFolder
+from megatron_deberta.text.preprocess.workfolder import WorkFolder
+from megatron_deberta.text.readers.checks import refuse_both_sides
 from megatron_deberta.text.readers.sources import STANDARD_INPUT
 
 
@@ -79,9 +78,8 @@ def run(args: argparse.Namespace) -> int:
     folder.refuse_foreign()
     if args.restart:
         folder.remove()
-    read = read_options(args)
-    sources = find_input(args, spool=folder.path / SPOOLED_INPUT)
-    try:
+    with open_input(args, folder.path, is_first=options.rank == 0) as (sources, read):
+        refuse_both_sides(sources, args.output)
         manifests = preprocess(
             sources,
             args.tokenizer,
@@ -91,13 +89,6 @@ def run(args: argparse.Namespace) -> int:
             language=args.sentences,
             unit_bytes=None if args.unit_mb is None else round(args.unit_mb * 1e6),
         )
-    except ConfigError:
-        if STANDARD_INPUT in args.input and not folder.exists():
-            # Nothing is left of a run that did not begin.
-            os.unlink(sources[0].path)
-            with contextlib.suppress(OSError):
-                folder.path.rmdir()
-        raise
     if options.rank:
         return 0
     prefixes = shard_prefixes(args.output, read.keys, args.sentences)

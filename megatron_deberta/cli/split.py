@@ -20,15 +20,15 @@ import argparse
 from pathlib import Path
 
 from megatron_deberta.cli.deduplicate import add_work_arguments, refuse_many_bad
-from megatron_deberta.cli.text_input import add_input_arguments, find_input, read_options
-from megatron_deberta.text.deduplicate.pipeline import forget_unfinished
+from megatron_deberta.cli.text_input import add_input_arguments, open_input
+from megatron_deberta.text.deduplicate.pipeline import forget_unfinished, unfinished_folder
 from megatron_deberta.text.deduplicate.progress import StageDisplay
 from megatron_deberta.text.split import split
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the subcommand's arguments."""
-    add_input_arguments(parser, files_only=True)
+    add_input_arguments(parser)
     parser.add_argument("--output", required=True, metavar="DIR", help="folder of the result")
     parser.add_argument(
         "--fraction", type=float, default=0.05, metavar="F",
@@ -43,12 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Split and print a summary."""
-    options = read_options(args)
     output = Path(args.output)
-    sources = find_input(args, output=output)
     if args.restart:
         forget_unfinished(output)
-    with StageDisplay(title="split") as display:
+    with (
+        open_input(args, unfinished_folder(output), output=output) as (sources, options),
+        StageDisplay(title="split") as display,
+    ):
         summary = split(
             sources,
             output,

@@ -3,31 +3,44 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_deberta.cli.arguments import number
+from megatron_deberta.errors import ConfigError
+from megatron_deberta.text.readers.checks import check_input
 from megatron_deberta.text.readers.records import DEFAULT_ALLOW_BAD, ReadOptions
-from megatron_deberta.text.readers.sources import Source, find_sources
+from megatron_deberta.text.readers.sources import (
+    PLAN,
+    SPOOLED_INPUT,
+    STANDARD_INPUT,
+    Source,
+    find_sources,
+)
 
 
-def add_input_arguments(parser: argparse.ArgumentParser, *, files_only: bool = False) -> None:
-    """Declare the arguments; with ``files_only`` without standard input, which is read once."""
+def add_input_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
     parser.add_argument(
         "--input", action="extend", nargs="+", required=True, metavar="FILE",
         help="JSONL or plain text, also .gz, .zst, .bz2 and .xz; Parquet; Hugging Face datasets; "
-        "files, directories, globs" + ("" if files_only else ", or - for standard input"),
+        "files, directories, globs, or - for standard input",
     )  # fmt: skip
     parser.add_argument(
         "--keys", "--input-key", action="extend", nargs="+", metavar="KEY",
-        help="keys of the JSON objects, or columns, that hold text (default: text)",
+        help="keys of the JSON objects, or columns, that hold text, separated by spaces or commas "
+        "(default: text)",
     )  # fmt: skip
     parser.add_argument(
         "--format", choices=("auto", "jsonl", "text"), default="auto",
         help="format of the input; auto: by the suffix, else by the first character",
     )  # fmt: skip
     parser.add_argument(
-        "--text-mode", choices=("line", "paragraph"), default="paragraph",
-        help="documents of plain text: lines, or paragraphs separated by blank lines",
+        "--text-mode", choices=("auto", "file", "paragraph", "line"), default="auto",
+        help="documents of plain text: whole files, paragraphs separated by blank lines, or lines; "
+        "auto: the files of a directory, the paragraphs of other files",
     )  # fmt: skip
     parser.add_argument(
         "--normalize", choices=("none", "nfc", "nfkc"), default="none",
@@ -56,19 +69,58 @@ def add_rerun_arguments(parser: argparse.ArgumentParser, existing: str) -> None:
     )
 
 
-def find_input(args: argparse.Namespace, **places: Path) -> list[Source]:
-    """Find the input files; ``places`` are the ``output`` and ``spool`` of ``find_sources``.
+@contextlib.contextmanager
+def open_input(
+    args: argparse.Namespace, folder: Path, *, output: Path | None = None, is_first: bool = True
+) -> Iterator[tuple[list[Source], ReadOptions]]:
+    """Find the input files and check their first records.
+
+    Args:
+        args: arguments of the command.
+        folder: folder of the unfinished run, in which standard input is kept. A run that is
+            refused before it began leaves nothing there.
+        output: folder that the command writes; not searched for input.
+        is_first: this is the first of several processes; only that one warns.
 
     Raises:
-        ConfigError, DataError: see ``find_sources``.
+        ConfigError: a key is missing, or see ``find_sources`` and ``read_options``.
+        DataError: see ``find_sources``.
     """
-    return find_sources(args.input, file_format=args.format, text_mode=args.text_mode, **places)
+    options = read_options(args)
+    sources = find_sources(
+        args.input,
+        file_format=args.format,
+        text_mode=args.text_mode,
+        spool=folder / SPOOLED_INPUT,
+        output=output,
+    )
+    try:
+        check_input(
+            sources,
+            options,
+            max_bad_fraction=getattr(args, "max_bad_fraction", None),
+            warn_short=is_first and args.text_mode == "auto",
+        )
+        yield sources, options
+    except ConfigError:
+        if STANDARD_INPUT in args.input and not (folder / PLAN).exists():
+            os.unlink(sources[0].path)
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        raise
 
 
 def read_options(args: argparse.Namespace) -> ReadOptions:
-    """Return how to read the input."""
+    """Return how to read the input.
+
+    Raises:
+        ConfigError: a key is empty.
+    """
+    keys = [key.strip() for entry in args.keys or ["text"] for key in entry.split(",")]
+    if "" in keys:
+        raise ConfigError(f"--keys {' '.join(args.keys)}: a key is empty")
     return ReadOptions(
-        keys=tuple(dict.fromkeys(args.keys or ["text"])),
+        keys=tuple(dict.fromkeys(keys)),
         normalization=args.normalize,
         longest_bytes=round(args.max_document_mb * 1e6),
     )

@@ -15,7 +15,7 @@ import itertools
 import tempfile
 from pathlib import Path
 
-from megatron_deberta.cli.text_input import add_input_arguments, find_input, read_options
+from megatron_deberta.cli.text_input import add_input_arguments, open_input
 from megatron_deberta.text.readers.reading import read_texts
 from megatron_deberta.tokenizer.training import refuse_existing, train_sentencepiece
 
@@ -46,10 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train the tokenizer and print a summary."""
     refuse_existing(args.output, args.force)
-    with tempfile.TemporaryDirectory() as folder:
-        sources = find_input(args, spool=Path(folder) / "standard-input")
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        open_input(args, Path(folder), is_first=False) as (sources, options),
+    ):
         tokenizer = train_sentencepiece(
-            itertools.chain.from_iterable(read_texts(sources, read_options(args))),
+            itertools.chain.from_iterable(read_texts(sources, options)),
             args.output,
             vocab_size=args.vocab_size,
             model_type=args.model_type,

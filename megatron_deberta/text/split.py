@@ -30,7 +30,6 @@ from megatron_deberta.text.deduplicate.output import (
     take_parts,
 )
 from megatron_deberta.text.deduplicate.pipeline import (
-    SUMMARY,
     Advance,
     Compression,
     fill_folder,
@@ -48,12 +47,11 @@ from megatron_deberta.text.deduplicate.work import (
     save_info,
 )
 from megatron_deberta.text.preprocess.units import UNIT_BYTES
+from megatron_deberta.text.readers.checks import SIDES
 from megatron_deberta.text.readers.records import ReadOptions
-from megatron_deberta.text.readers.sources import Source
+from megatron_deberta.text.readers.sources import SUMMARY, Source
 
 logger = logging.getLogger(__name__)
-
-SIDES = ("train", "validation")
 
 
 def split(

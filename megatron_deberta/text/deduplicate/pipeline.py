@@ -33,11 +33,10 @@ from megatron_deberta.text.deduplicate.work import (
 )
 from megatron_deberta.text.preprocess.units import UNIT_BYTES
 from megatron_deberta.text.readers.records import ReadOptions
-from megatron_deberta.text.readers.sources import Source
+from megatron_deberta.text.readers.sources import SUMMARY, Source
 
 Compression = Literal["none", "gz", "zst"]
 Advance = Callable[[str, int, int], None]
-SUMMARY = "summary.json"
 
 
 def deduplicate(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 
 from rich.console import Console
@@ -23,7 +22,7 @@ class StageDisplay:
         """See the class."""
         self._console = console or Console(stderr=True)
         self._title = title
-        self._last_line = -math.inf
+        self._last_line = 0.0
         self._stage = ""
         self._bar = Progress(
             TextColumn("{task.description}"),
@@ -33,7 +32,7 @@ class StageDisplay:
             console=self._console,
             disable=not self._console.is_terminal,
         )
-        self._task = self._bar.add_task(title)
+        self._task = self._bar.add_task(title, visible=False)
 
     def __enter__(self) -> StageDisplay:
         """Show the bar where there is a terminal."""
@@ -44,15 +43,16 @@ class StageDisplay:
         """Take note that a stage has so many tasks and so many of them are done."""
         if stage != self._stage:
             self._stage = stage
-            self._last_line = -math.inf
-            self._bar.reset(self._task, total=tasks, description=f"{self._title}: {stage}")
+            self._last_line = time.monotonic()
+            description = f"{self._title}: {stage}"
+            self._bar.reset(self._task, total=tasks, description=description, visible=True)
         self._bar.update(self._task, completed=done)
         now = time.monotonic()
-        if self._console.is_terminal or now - self._last_line < _SECONDS_BETWEEN_LINES:
-            return
-        self._last_line = now
-        line = f"{self._title}: {stage} {done}/{tasks}"
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        is_due = done == tasks or now - self._last_line >= _SECONDS_BETWEEN_LINES
+        if is_due and not self._console.is_terminal:
+            self._last_line = now
+            line = f"{self._title}: {stage} {done}/{tasks}"
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def __exit__(self, *_: object) -> None:
         """Take the bar away."""

@@ -34,9 +34,8 @@ from megatron_deberta.text.deduplicate.units import WorkUnit
 from megatron_deberta.text.preprocess.units import Piece
 from megatron_deberta.text.readers.reading import READING_VERSION
 from megatron_deberta.text.readers.records import ReadOptions
-from megatron_deberta.text.readers.sources import Source
+from megatron_deberta.text.readers.sources import PLAN, SPOOLED_INPUT, Source
 
-_PLAN = "plan.json"
 _LOCK = "lock"
 _TASKS_AHEAD = 2
 
@@ -65,7 +64,7 @@ class Work:
     def __init__(self, folder: Path) -> None:
         """See the class."""
         self.folder = folder
-        content = (folder / _PLAN).read_bytes()
+        content = (folder / PLAN).read_bytes()
         self.plan_sha256 = hashlib.sha256(content).hexdigest()
         plan = json.loads(content)
         self.parameters: dict[str, Any] = plan["parameters"]
@@ -159,7 +158,7 @@ def begin_work(folder: Path, plan: bytes) -> Iterator[Work]:
     refuse_foreign(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder):
-        path = folder / _PLAN
+        path = folder / PLAN
         if not path.exists():
             write_atomically(path, plan)
         elif path.read_bytes() != plan:
@@ -176,13 +175,14 @@ def refuse_foreign(folder: Path) -> None:
     Raises:
         ConfigError: it holds something and no plan.
     """
-    if not folder.is_dir() or (folder / _PLAN).exists():
+    if not folder.is_dir() or (folder / PLAN).exists():
         return
-    names = (path.name for path in folder.iterdir() if path.name != _LOCK)
-    foreign = next((name for name in names if not name.startswith(_PLAN)), None)
+    mine = (PLAN, _LOCK, SPOOLED_INPUT)
+    names = (path.name for path in folder.iterdir())
+    foreign = next((name for name in names if not name.startswith(mine)), None)
     if foreign is not None:
         raise ConfigError(
-            f"{folder}: holds {foreign} and no {_PLAN}, so it is no unfinished work; rename it or "
+            f"{folder}: holds {foreign} and no {PLAN}, so it is no unfinished work; rename it or "
             "choose another --output"
         )
 

@@ -29,6 +29,7 @@ from megatron_deberta.text.preprocess.progress import ProgressCounters
 from megatron_deberta.text.preprocess.units import WorkUnit
 from megatron_deberta.text.preprocess.worker import Job
 from megatron_deberta.text.preprocess.workfolder import WorkFolder
+from megatron_deberta.text.readers.checks import name_damaged
 from megatron_deberta.text.readers.records import DAMAGED, DEFAULT_ALLOW_BAD
 
 _TASK_BYTES = 1 << 28
@@ -165,17 +166,20 @@ class Merger:
         share = bad / max(total, 1)
         damaged = reasons.get(DAMAGED, 0)
         allowed = DEFAULT_ALLOW_BAD if self._job.allow_bad is None else self._job.allow_bad
-        listed = f"they are listed in {self._folder.staged / 'bad'}"
+        quarantine = self._folder.staged / "bad"
+        listed = f"they are listed in {quarantine}"
+        names = f"; damaged: {name_damaged(quarantine)}" if damaged else ""
         if share > allowed:
             found = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
             raise DataError(
                 f"{bad} of {total} records are bad ({found}), {share:.2%} where "
-                f"--max-bad-fraction is {allowed:.2%}; {listed}; nothing was published"
+                f"--max-bad-fraction is {allowed:.2%}{names}; {listed}; nothing was published"
             )
         if damaged and self._job.allow_bad is None:
             raise DataError(
-                f"{damaged} input file(s) are truncated or damaged; {listed}; replace them, or "
-                "take what can be read of them with --max-bad-fraction FRACTION"
+                f"{damaged} input file(s) are truncated or damaged: {name_damaged(quarantine)}; "
+                f"{listed}; replace them, or take what can be read of them with "
+                "--max-bad-fraction FRACTION"
             )
         for key, sizes in zip(self._job.options.keys, summary["sizes"], strict=True):
             if not sum(size[0] for size in sizes):

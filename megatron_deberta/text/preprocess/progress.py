@@ -121,6 +121,9 @@ class ProgressDisplay:
         self._bar.stop()
         if kind is None:
             now = time.monotonic()
+            if not self._sum("text_bytes"):
+                self._show(f"preprocess: nothing was left to tokenize ({now - self._begin:.1f} s)")
+                return
             self._show(
                 f"preprocess: {self._sum('documents'):,} documents, {self._sum('tokens'):,} tokens "
                 f"from {decimal(self._sum('text_bytes'))} of text in {now - self._begin:.1f} s, "

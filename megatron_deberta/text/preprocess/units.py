@@ -135,7 +135,7 @@ def _is_stream(source: Source, unit_bytes: int) -> bool:
         return False
     if source.compression != "none":
         return source.size_bytes * _USUAL_RATIO > unit_bytes
-    return source.text_format == "paragraph" and source.size_bytes > unit_bytes
+    return source.text_format in ("file", "paragraph") and source.size_bytes > unit_bytes
 
 
 def _pieces(index: int, source: Source, unit_bytes: int) -> list[tuple[Piece, int]]:

@@ -21,13 +21,11 @@ from typing import Any
 
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.files import fsync_path, write_durably
+from megatron_deberta.text.readers.sources import PLAN, SPOOLED_INPUT
 
 HEARTBEAT_SECONDS = 5.0
 # A claim that has not been renewed for so long belongs to a process that is gone.
 LEASE_SECONDS = 60.0
-_PLAN = "plan.json"
-# What standard input is kept as, before there is a plan.
-SPOOLED_INPUT = "standard-input"
 
 
 class WorkFolder:
@@ -50,7 +48,7 @@ class WorkFolder:
 
     def exists(self) -> bool:
         """Tell whether a run is under way or was broken off."""
-        return (self.path / _PLAN).exists()
+        return (self.path / PLAN).exists()
 
     def refuse_foreign(self) -> None:
         """Refuse a folder of this name that no run has made, as it would be removed in the end.
@@ -58,13 +56,13 @@ class WorkFolder:
         Raises:
             ConfigError: it holds files and no plan.
         """
-        mine = (SPOOLED_INPUT, f".{_PLAN}.")
+        mine = (SPOOLED_INPUT, f".{PLAN}.")
         names = (name for _, _, names in os.walk(self.path) for name in names)
-        foreign = next((name for name in names if not name.startswith((*mine, _PLAN))), None)
+        foreign = next((name for name in names if not name.startswith((*mine, PLAN))), None)
         # A run that ends just now takes plan and folder away together.
         if foreign is not None and not self.exists() and self.path.exists():
             raise ConfigError(
-                f"{self.path}: holds {foreign} and no {_PLAN}, so it is no unfinished run; rename "
+                f"{self.path}: holds {foreign} and no {PLAN}, so it is no unfinished run; rename "
                 "it or choose another --output"
             )
 
@@ -80,14 +78,14 @@ class WorkFolder:
         """
         for folder in (self.parts, self.staged, self._done, self._claims):
             folder.mkdir(parents=True, exist_ok=True)
-        with self.appearing(self.path / _PLAN) as mine:
+        with self.appearing(self.path / PLAN) as mine:
             mine.unlink(missing_ok=True)
             write_durably(mine, json.dumps(plan).encode())
         fsync_path(self.path)
         self._refuse_another(plan)
 
     def _refuse_another(self, plan: dict[str, Any]) -> None:
-        found = json.loads((self.path / _PLAN).read_bytes())
+        found = json.loads((self.path / PLAN).read_bytes())
         for name in {**found, **plan}:
             if found.get(name) == plan.get(name):
                 continue

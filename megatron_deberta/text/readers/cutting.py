@@ -57,9 +57,9 @@ class RecordReader:
         self._source = source
         self._block_bytes = block_bytes
         self._longest = longest_bytes
-        by_line = source.text_format != "paragraph"
-        self._read_block = self._read_lines if by_line else self._read_paragraphs
-        self.can_seek = by_line and source.compression == "none"
+        readers = {"paragraph": self._read_paragraphs, "file": self._read_file}
+        self._read_block = readers.get(source.text_format, self._read_lines)
+        self.can_seek = source.text_format not in readers and source.compression == "none"
         self._stream: TextStream | None = None
         self._file_bytes_before = 0
         self._passed = 0
@@ -192,6 +192,24 @@ class RecordReader:
             if is_unended and self._text.damage:
                 line, offset, _ = records.pop()
             defect = self._end(line, offset)
+        return TextBlock(records, defect, self.offset - begin)
+
+    def _read_file(self, stop: int) -> TextBlock:
+        """Read the whole file as one record."""
+        begin = self.offset
+        content = self._next_line(self._longest + 1)
+        line, offset = self.line, self.offset
+        content += self._text.read(self._longest + 1 - len(content))
+        size = len(content)
+        while rest := self._text.read(_SKIPPED_BYTES):
+            size += len(rest)
+        self.offset += size
+        self.line += content.count(b"\n")
+        defect = self._end(line, offset)
+        if defect is None and size >= self._longest:
+            detail = f"{size} bytes; --text-mode paragraph makes each paragraph a document"
+            defect = Defect(line, offset, LONG, detail)
+        records = [(line, offset, content)] if content and defect is None else []
         return TextBlock(records, defect, self.offset - begin)
 
     def _read_paragraphs(self, stop: int) -> TextBlock:

@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 # Counted up when the same file gives other records or offsets: no unfinished run goes on then.
 READING_VERSION = 2
+_WARNINGS = 5
 
 
 class DocumentReader:
@@ -78,8 +79,8 @@ def read_documents(
     for source in sources:
         with contextlib.closing(DocumentReader(source, options)) as reader:
             for batch in reader.read():
-                for record in (*batch.documents, *batch.defects):
-                    yield source, record
+                yield from ((source, document) for document in batch.documents)
+                yield from ((source, defect) for defect in batch.defects)
 
 
 def read_texts(sources: Iterable[Source], options: ReadOptions) -> Iterator[tuple[str, ...]]:
@@ -103,7 +104,10 @@ def read_texts(sources: Iterable[Source], options: ReadOptions) -> Iterator[tupl
         if record.reason == records.DAMAGED:
             raise DataError(message)
         first = first or message
-        logger.warning("%s; left out", message)
+        if bad <= _WARNINGS:
+            logger.warning("%s; left out", message)
+    if bad > _WARNINGS:
+        logger.warning("%d more records that cannot be used; left out", bad - _WARNINGS)
     if bad > count * records.DEFAULT_ALLOW_BAD:
         raise DataError(
             f"{bad} of {count} records cannot be used, more than {records.DEFAULT_ALLOW_BAD:.1%}; "

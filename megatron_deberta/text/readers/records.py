@@ -102,7 +102,7 @@ def parse_records(
 
     Args:
         records: whole ones; blank ones are left out.
-        text_format: ``jsonl``, ``line`` or ``paragraph``.
+        text_format: ``jsonl``, ``file``, ``line`` or ``paragraph``.
         options: what is wanted of them.
 
     Returns:

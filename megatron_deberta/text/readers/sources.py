@@ -25,12 +25,19 @@ from megatron_deberta.text.readers.compression import (
     compression_of,
 )
 
-# A JSON object a line; a document a line; documents separated by blank lines; tables.
-TextFormat = Literal["jsonl", "line", "paragraph", "parquet", "arrow"]
+# Documents of plain text: files, lines, or paragraphs separated by blank lines.
+PlainFormat = Literal["file", "line", "paragraph"]
+# JSONL has one object per line; Parquet and Arrow files are tables.
+TextFormat = Literal["jsonl", "file", "line", "paragraph", "parquet", "arrow"]
 FileFormat = Literal["auto", "jsonl", "text"]
-TextMode = Literal["line", "paragraph"]
+TextMode = Literal["auto", "file", "line", "paragraph"]
 
 STANDARD_INPUT = "-"
+# Names in the folder of an unfinished run: of what decides its result, and of standard input.
+PLAN = "plan.json"
+SPOOLED_INPUT = "standard-input"
+# Written by ``deduplicate`` and ``split`` into their output folder.
+SUMMARY = "summary.json"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 TABLES = ("parquet", "arrow")
 _JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
@@ -44,7 +51,7 @@ _DATASETS = "dataset_dict.json"
 _UNFINISHED = ".unfinished"
 _OF_SHARDS = (".manifest.json", ".quarantine.jsonl")
 # ``deduplicate`` and ``split`` write them beside their text, ``part-*``.
-_REPORTS = {"summary.json", "quarantine.jsonl"}
+_REPORTS = {SUMMARY, "quarantine.jsonl"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +84,7 @@ def find_sources(
     inputs: Sequence[str],
     *,
     file_format: FileFormat = "auto",
-    text_mode: TextMode = "paragraph",
+    text_mode: TextMode = "auto",
     spool: Path | None = None,
     output: Path | None = None,
 ) -> list[Source]:
@@ -90,7 +97,8 @@ def find_sources(
             files. A file named twice counts once.
         file_format: ``auto`` goes by the suffix, else by whether the text begins with ``{``;
             tables are known by their first bytes.
-        text_mode: what a document is in plain text.
+        text_mode: what a document is in plain text; ``auto``: each file that is found in a
+            directory, each paragraph of a file that is named itself.
         spool: where standard input is kept, so that it can be cut and read again.
         output: folder that the command writes, left out of a directory that it is in.
 
@@ -104,15 +112,23 @@ def find_sources(
         if spool is None:
             raise ConfigError("--input -: this command needs files")
         spool, digest = _spool_standard_input(spool)
-        source = _describe(str(spool), file_format, text_mode, "standard input")
+        plain = _plain_format(text_mode, is_found=False)
+        source = _describe(str(spool), file_format, plain, "standard input")
         # What tells it from another input is not when it was kept.
         return [dataclasses.replace(source, modified_ns=digest)]
-    paths = [path for entry in inputs for path in _expand(entry, output)]
-    unique: dict[str, str] = {}
-    for path in paths:
+    unique: dict[str, tuple[str, PlainFormat]] = {}
+    for path, is_found in (each for entry in inputs for each in _expand(entry, output)):
         # The name that was given stays: what a link leads to may have no suffix.
-        unique.setdefault(os.path.realpath(path), os.path.abspath(path))
-    return [_describe(path, file_format, text_mode) for path in unique.values()]
+        plain = _plain_format(text_mode, is_found)
+        unique.setdefault(os.path.realpath(path), (os.path.abspath(path), plain))
+    return [_describe(path, file_format, plain) for path, plain in unique.values()]
+
+
+def _plain_format(text_mode: TextMode, is_found: bool) -> PlainFormat:
+    """Return what a document of plain text is; ``is_found`` tells that a directory was named."""
+    if text_mode != "auto":
+        return text_mode
+    return "file" if is_found else "paragraph"
 
 
 def _spool_standard_input(spool: Path) -> tuple[Path, int]:
@@ -137,7 +153,7 @@ def _spool_standard_input(spool: Path) -> tuple[Path, int]:
         ) from error
 
 
-def _describe(path: str, file_format: FileFormat, text_mode: TextMode, label: str = "") -> Source:
+def _describe(path: str, file_format: FileFormat, plain: PlainFormat, label: str = "") -> Source:
     try:
         path.encode()
     except UnicodeEncodeError as error:
@@ -156,8 +172,8 @@ def _describe(path: str, file_format: FileFormat, text_mode: TextMode, label: st
                 status.st_size,
                 status.st_mtime_ns,
                 _table_format(path, head)
-                or _format_by_suffix(path, file_format, text_mode)
-                or _format_by_beginning(TextStream(file, path, compression), text_mode),
+                or _format_by_suffix(path, file_format, plain)
+                or _format_by_beginning(TextStream(file, path, compression), plain),
                 compression,
                 label,
             )
@@ -171,24 +187,25 @@ def _table_format(path: str, head: bytes) -> TextFormat | None:
     return "arrow" if path.lower().endswith(".arrow") else None
 
 
-def _format_by_suffix(path: str, file_format: FileFormat, text_mode: TextMode) -> TextFormat | None:
+def _format_by_suffix(path: str, file_format: FileFormat, plain: PlainFormat) -> TextFormat | None:
     if file_format != "auto":
-        return "jsonl" if file_format == "jsonl" else text_mode
+        return "jsonl" if file_format == "jsonl" else plain
     suffixes = [suffix.lower() for suffix in Path(path).suffixes[-2:]]
     suffix = next((each for each in reversed(suffixes) if each not in COMPRESSED_SUFFIXES), "")
     if suffix in _TEXT_SUFFIXES:
-        return text_mode
+        return plain
     return "jsonl" if suffix in _JSON_SUFFIXES else None
 
 
-def _format_by_beginning(text: TextStream, text_mode: TextMode) -> TextFormat:
+def _format_by_beginning(text: TextStream, plain: PlainFormat) -> TextFormat:
     head = b""
     while len(head) <= len(BYTE_ORDER_MARK) and (piece := text.read1()):
         head = (head + piece).removeprefix(BYTE_ORDER_MARK).lstrip()
-    return "jsonl" if head.startswith(b"{") else text_mode
+    return "jsonl" if head.startswith(b"{") else plain
 
 
-def _expand(entry: str, output: Path | None) -> list[str]:
+def _expand(entry: str, output: Path | None) -> list[tuple[str, bool]]:
+    """Return files, and with each whether it was found in a directory that was named."""
     if os.path.isdir(entry):
         found = sorted(_walk(entry, None if output is None else os.path.realpath(output)))
         if not found:
@@ -197,16 +214,16 @@ def _expand(entry: str, output: Path | None) -> list[str]:
                 f"--input {entry}: no file ending in {known} "
                 f"({', '.join(COMPRESSED_SUFFIXES)}) or {', '.join(_TABLE_SUFFIXES)} in it"
             )
-        return found
+        return [(path, True) for path in found]
     if not os.path.lexists(entry) and glob.has_magic(entry):
         matches = sorted(glob.glob(entry, recursive=True))
         if not matches:
             raise DataError(f"--input {entry}: matches no file")
         if "**" in entry:
             # The files of a folder are matched themselves.
-            return [path for path in matches if os.path.isfile(path)]
-        return [path for match in matches for path in _expand(match, output)]
-    return [entry]
+            return [(path, False) for path in matches if os.path.isfile(path)]
+        return [found for match in matches for found in _expand(match, output)]
+    return [(entry, False)]
 
 
 def _walk(root: str, output: str | None) -> Iterator[str]:

@@ -31,6 +31,18 @@ def count_groups(source: Source) -> list[int]:
         return [batch.nbytes for batch in table]
 
 
+def column_names(source: Source) -> list[str] | None:
+    """Return the names of a table's columns; None for a file without any batch.
+
+    Raises:
+        DataError: the file is damaged, or pyarrow is missing.
+    """
+    with _opened(source) as table:
+        if source.text_format == "parquet":
+            return list(table.schema_arrow.names)
+        return next((list(batch.schema.names) for batch in table), None)
+
+
 def read_rows(source: Source, begin: int, end: int, options: ReadOptions) -> Iterator[RecordBatch]:
     """Read the rows of the groups ``[begin, end)``.
 

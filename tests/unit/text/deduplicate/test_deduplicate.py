@@ -2,10 +2,12 @@
 
 import csv
 import gzip
+import io
 import json
 import os
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow
@@ -192,7 +194,7 @@ def test_records_stay_as_they_were_and_every_format_is_read(tmp_path):
     with gzip.open(corpus / "b.jsonl.gz", "wt") as stream:
         stream.write(json.dumps({"text": texts[1]}) + "\n" + json.dumps({"text": texts[0]}) + "\n")
     (corpus / "c.txt").write_text(f"{texts[2]}\n\n{texts[3]}\n{texts[4]}\n\n{texts[2]}\n")
-    summary = run([str(corpus)], tmp_path / "out")
+    summary = run(sorted(str(path) for path in corpus.iterdir()), tmp_path / "out")
     assert summary["removed"] == {"exact": 2, "near": 0}
     (part,) = (tmp_path / "out").glob("part-*")
     lines = part.read_bytes().splitlines()
@@ -330,7 +332,7 @@ def test_a_cut_file_is_an_error_but_not_the_end(tmp_path, capsys, workers):
     arguments = ["deduplicate", "--input", str(tmp_path / "cut.jsonl.gz"), good]
     arguments += ["--output", str(tmp_path / "out"), "--workers", str(workers), "--exact-only"]
     assert main(arguments) == 1
-    assert "1 damaged file" in capsys.readouterr().err
+    assert f"(1 damaged file) in {tmp_path / 'cut.jsonl.gz'}; see" in capsys.readouterr().err
     (line,) = read_jsonl(tmp_path / "out" / "quarantine.jsonl")
     assert line["file"].endswith("cut.jsonl.gz")
     assert main([*arguments, "--max-bad-fraction", "0.001"]) == 0
@@ -401,10 +403,79 @@ def test_the_formula_gives_what_was_measured():
     assert measured["peak_memory_bytes"] < 2 << 30
 
 
-def test_display_writes_lines_where_there_is_no_terminal(capsys):
+def test_display_writes_lines_where_there_is_no_terminal(capsys, monkeypatch):
     with StageDisplay(Console(stderr=True, force_terminal=False)) as display:
+        display.advance("sign", 10, 0)
+        display.advance("sign", 10, 2)
+        monkeypatch.setattr("megatron_deberta.text.deduplicate.progress._SECONDS_BETWEEN_LINES", 0)
         display.advance("sign", 10, 3)
-    assert "deduplicate: sign 3/10" in capsys.readouterr().err
+    assert capsys.readouterr().err == "deduplicate: sign 3/10\n"
+
+
+def test_bar_on_a_terminal():
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=True, width=100)
+    with StageDisplay(console):
+        pass
+    assert "0/" not in shown.getvalue()
+    with StageDisplay(console) as display:
+        display.advance("sign", 10, 0)
+        display.advance("sign", 10, 10)
+    assert "deduplicate: sign" in shown.getvalue()
+    assert shown.getvalue().rindex("10/10") > shown.getvalue().rindex(" 0/10")
+
+
+def test_the_last_line_of_a_stage_says_that_it_is_done(corpus, tmp_path, capsys):
+    arguments = ["deduplicate", "--input", *corpus, "--output", str(tmp_path / "out")]
+    assert main([*arguments, "--workers", "0"]) == 0
+    lines = [line.split() for line in capsys.readouterr().err.splitlines()]
+    assert [stage for _, stage, _ in lines] == [
+        "sign", "exact", "mark", "candidates", "estimate", "needed", "collect", "verify",
+        "resolve", "write",
+    ]  # fmt: skip
+    assert all(len(set(count.split("/"))) == 1 for _, _, count in lines)
+
+
+@pytest.mark.parametrize("command", ["deduplicate", "split"])
+def test_standard_input(corpus, tmp_path, capsys, monkeypatch, command):
+    content = Path(corpus[0]).read_bytes()
+
+    def call(*options: str) -> int:
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
+        arguments = [command, "--input", "-", "--output", str(tmp_path / "out"), "--workers", "0"]
+        return main([*arguments, *fraction, *options])
+
+    fraction = ["--fraction", "0.3"] if command == "split" else []
+    arguments = [command, "--input", corpus[0], "--output", str(tmp_path / "file"), *fraction]
+    assert main([*arguments, "--workers", "0"]) == 0
+    assert call("--keys", "body") == 2
+    assert not unfinished_folder(tmp_path / "out").exists()
+    assert call() == call() == 0
+    assert not unfinished_folder(tmp_path / "out").exists()
+    parts = [
+        {name: text for name, text in contents(tmp_path / folder).items() if "part-" in name}
+        for folder in ("file", "out")
+    ]
+    assert parts[0]
+    assert parts[0] == parts[1]
+    assert read_summary(tmp_path / "out")["sources"] == ["standard input"]
+    # It goes on with what a killed run has kept.
+    monkeypatch.setattr("megatron_deberta.text.deduplicate.pipeline._publish", interrupt)
+    assert call("--force", "--compress", "gz") == 130
+    assert list(unfinished_folder(tmp_path / "out").glob("standard-input-*"))
+    monkeypatch.undo()
+    assert call("--force", "--compress", "gz") == 0
+    if command == "deduplicate":
+        assert call("--estimate") == 2
+        assert "--estimate needs files" in capsys.readouterr().err
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "summary.json").read_text())
 
 
 @pytest.mark.skipif(not CORPUS.exists(), reason=f"{CORPUS} is not there")

@@ -199,7 +199,7 @@ def test_a_truncated_file_needs_leave(corpus: str, tokenizer_dir: str, tmp_path:
     ):
         path = tmp_path / f"c.jsonl.{end}"
         path.write_bytes(content[: len(content) * 2 // 3])
-        with pytest.raises(DataError, match="1 damaged file"):
+        with pytest.raises(DataError, match=f"1 damaged file.* damaged: {re.escape(str(path))};"):
             build(str(path), tokenizer_dir, tmp_path / end)
         with pytest.raises(DataError, match="nothing was published|truncated or damaged"):
             build(str(path), tokenizer_dir, tmp_path / end)
@@ -266,8 +266,8 @@ def test_a_dead_worker_is_an_error_not_a_hang(
 ) -> None:
     watch = pipeline._watch
 
-    def murderous(workers: list[Any]) -> None:
-        os.kill(workers[0].process.pid, signal.SIGKILL)
+    def murderous(workers: dict[Any, Any]) -> None:
+        os.kill(next(iter(workers.values())).pid, signal.SIGKILL)
         watch(workers)
 
     monkeypatch.setattr(pipeline, "_watch", murderous)
@@ -510,6 +510,90 @@ def test_commands_train_and_preprocess(
     assert main([*make, "--workers", "0"]) == 0
     assert main([*make, "--workers", "0", "--force"]) == 0
     assert main([*make, "--workers", "-1"]) == 2
-    assert main([*make, "--force", "--keys", "body"]) == 1
-    assert "60 missing key" in capsys.readouterr().err
-    assert main([*make, "--force", "--keys", "a/b"]) == 2
+    capsys.readouterr()
+    assert main([*make, "--force", "--max-bad-fraction", "1", "--keys", "a/b"]) == 2
+    assert "--keys 'a/b': cannot be part of a file name" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["train-tokenizer", "deduplicate", "split", "preprocess"])
+def test_a_key_that_no_record_has_is_refused_at_once(
+    command: str,
+    corpus: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    call = [command, "--input", corpus, "--output", str(tmp_path / "out")]
+    # The message comes before the tokenizer is looked at, and before any work.
+    call += ["--tokenizer", "none"] if command == "preprocess" else []
+    for keys, missing in ((["body"], "body"), (["text,body", "id"], "body,id")):
+        assert main([*call, "--keys", *keys]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"--keys {missing}: no such key with text in the first records of {corpus}" in line
+        assert line.endswith("choose from: text, title")
+    assert list(tmp_path.iterdir()) == [Path(corpus)]
+    assert main([*call, "--keys", "text,,title"]) == 2
+    assert "a key is empty" in capsys.readouterr().err
+
+
+def test_keys_are_separated_by_commas_too(
+    corpus: str, tokenizer_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make = ["preprocess", "--input", corpus, "--tokenizer", tokenizer_dir, "--workers", "0"]
+    assert main([*make, "--output", str(tmp_path / "c"), "--keys", "text,title"]) == 0
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == [
+        str(tmp_path / f"c_{key}_document") for key in ("text", "title")
+    ]
+
+
+def test_leave_given_afterwards_says_that_nothing_was_left(
+    corpus: str, tokenizer_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open(corpus, "a") as stream:
+        stream.write("{}\n")
+    make = ["preprocess", "--input", corpus, "--tokenizer", tokenizer_dir, "--workers", "0"]
+    make += ["--output", str(tmp_path / "c")]
+    assert main(make) == 1
+    assert "1 of 61 records are bad" in capsys.readouterr().err
+    assert main([*make, "--max-bad-fraction", "0.1"]) == 0
+    done = capsys.readouterr()
+    assert done.err.startswith("preprocess: nothing was left to tokenize")
+    assert ": 60 documents" in done.out
+
+
+def test_both_sides_of_a_split_do_not_become_one_shard(
+    corpus: str, tokenizer_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parted = tmp_path / "parted"
+    call = ["split", "--input", corpus, "--output", str(parted), "--fraction", "0.5"]
+    assert main([*call, "--workers", "0"]) == 0
+    make = ["preprocess", "--tokenizer", tokenizer_dir, "--workers", "0"]
+    make += ["--output", str(tmp_path / "c")]
+    train, validation = parted / "train", parted / "validation"
+    for inputs in ([parted], [train, validation], [f"{parted}/*/part-*"]):
+        capsys.readouterr()
+        assert main([*make, "--input", *map(str, inputs)]) == 2
+        message = capsys.readouterr().err
+        assert f"{train} and {validation} are the two sides of a split" in message
+        for side in (train, validation):
+            assert f"--input {side} --output {tmp_path}/c_{side.name}" in message
+        assert not (tmp_path / "c.unfinished").exists()
+    assert main([*make, "--input", str(train)]) == 0
+
+
+def test_files_are_documents(tokenizer_dir: str, tmp_path: Path) -> None:
+    """Also those that are larger than a unit."""
+    texts = ["\n\n".join(documents()[:20]), "\n\n".join(documents()[20:60]), "short"]
+    texts = [text.strip() for text in texts]
+    folder = tmp_path / "books"
+    folder.mkdir()
+    (folder / "a.txt").write_text(texts[0])
+    (folder / "b.txt.gz").write_bytes(gzip.compress(texts[1].encode()))
+    (folder / "c.txt").write_text(texts[2])
+    for workers in (0, 2):
+        (manifest,) = build(str(folder), tokenizer_dir, tmp_path / str(workers), workers)
+        assert manifest.num_documents == 3
+    assert shards(tmp_path / "0") == shards(tmp_path / "2")
+    dataset = IndexedDataset(str(tmp_path / "0" / "c_text_document"))
+    encode = load_tokenizer(tokenizer_dir).encode
+    assert [dataset[index].tolist() for index in range(3)] == [encode(text) for text in texts]

@@ -132,7 +132,7 @@ def hostile_text(seed: int) -> bytes:
     return b"".join(generator.choices(pieces, k=generator.randint(0, 60)))
 
 
-@pytest.mark.parametrize("text_mode", ["line", "paragraph"])
+@pytest.mark.parametrize("text_mode", ["file", "line", "paragraph"])
 @pytest.mark.parametrize("compressed", [False, True])
 def test_ranges_hold_every_record_once(
     text_mode: str, compressed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -8,6 +8,7 @@ import io
 import json
 import lzma
 import os
+import re
 import tracemalloc
 import zlib
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ import zstandard
 
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.text.preprocess.units import Piece, plan_segments
+from megatron_deberta.text.readers.checks import check_input
 from megatron_deberta.text.readers.reading import DocumentReader, read_documents, read_texts
 from megatron_deberta.text.readers.records import DAMAGED, Defect, Document, ReadOptions
 from megatron_deberta.text.readers.sources import find_sources
@@ -334,6 +336,70 @@ def test_standard_input_of_two_runs_is_kept_apart(
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def test_a_file_of_a_directory_is_a_document(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.txt", b"\xef\xbb\xbf one\n\ntwo\n\n")
+    write(tmp_path, "b.text.gz", gzip.compress(b"three\n\nfour"))
+    write(tmp_path, "c.txt", b"")
+    write(tmp_path, "d.jsonl", b'{"text": "five\\n\\nsix"}\n')
+    whole = ["one\n\ntwo", "three\n\nfour", "five\n\nsix"]
+    assert read(tmp_path) == whole
+    assert read(tmp_path, text_mode="paragraph") == ["one", "two", "three", "four", whole[2]]
+    # A file that is named may hold a corpus.
+    assert read(path) == ["one", "two"]
+    assert read(path, text_mode="file") == [whole[0]]
+
+
+def test_a_file_that_is_too_long_or_cut_is_a_defect(tmp_path: Path) -> None:
+    write(tmp_path, "a.txt", b"x\n" * 50_000)
+    write(tmp_path, "b.txt.gz", gzip.compress(b"y\n" * 9_000)[:-9])
+    write(tmp_path, "c.txt", b"fine")
+    options = ReadOptions(longest_bytes=100_000)
+    found = [record for _, record in read_documents(find_sources([str(tmp_path)]), options)]
+    assert [record.offset for record in found] == [0, 0, 0]
+    assert found[0][2:] == (
+        "document too long",
+        "100000 bytes; --text-mode paragraph makes each paragraph a document",
+    )
+    assert found[1][2:] == (
+        "damaged file",
+        "compressed data ends early; the file is truncated",
+    )
+    assert found[2][2:] == (("fine",),)
+
+
+def test_short_documents_of_plain_text_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    short = write(tmp_path, "short.txt", b"Yes, she said, and closed the door.\n\n" * 30)
+    long = write(tmp_path, "long.txt", (b"word " * 100 + b"\n\n") * 30)
+    lines = write(tmp_path, "short.jsonl", b'{"text": "Yes"}\n' * 30)
+    for path in (long, lines, tmp_path):
+        check_input(find_sources([str(path)]), ReadOptions())
+    check_input(find_sources([str(short)]), ReadOptions(), warn_short=False)
+    assert not caplog.messages
+    check_input(find_sources([str(short)]), ReadOptions())
+    (message,) = caplog.messages
+    assert "at most 35 characters" in message
+    assert "--text-mode file" in message
+
+
+def test_keys_that_a_file_lacks_are_found_in_its_first_records(tmp_path: Path) -> None:
+    rows = {"body": ["one", "two"], "n": [1, 2]}
+    pyarrow.parquet.write_table(pyarrow.table(rows), tmp_path / "t.parquet")
+    path = write(tmp_path, "c.jsonl", b'[1]\n{\n{"n": 1}\n{"body": "x", "text": 3}\n' * 2000)
+    for name, present in (("t.parquet", "body, n"), ("c.jsonl", "body")):
+        sources = find_sources([str(tmp_path / name)])
+        message = f"of {tmp_path / name}; choose from: {present}"
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            check_input(sources, ReadOptions())
+        check_input(sources, ReadOptions(keys=("body",)))
+        # Who accepts bad records may have files without the key, in this share.
+        check_input(sources, ReadOptions(), max_bad_fraction=1.0)
+    # One good record is enough; the rest is counted later.
+    path.write_bytes(path.read_bytes()[:60] + b'\n{"text": "y"}\n')
+    check_input(find_sources([str(path)]), ReadOptions())
+
+
 def test_unusable_inputs_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="No such file"):
         find_sources([str(tmp_path / "nowhere.jsonl")])
@@ -361,3 +427,9 @@ def test_texts_do_without_a_few_bad_records(
     many = write(tmp_path, "many.jsonl", good * 500 + b"{\n")
     with pytest.raises(DataError, match=r"1 of 501 records .* line 501: malformed JSON"):
         read(many)
+    caplog.clear()
+    most = write(tmp_path, "most.jsonl", good + b"{\n" * 500)
+    with pytest.raises(DataError, match="500 of 501 records"):
+        read(most)
+    assert len(caplog.messages) == 6
+    assert caplog.messages[-1].startswith("495 more records")

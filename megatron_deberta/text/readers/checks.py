@@ -1,0 +1,133 @@
+"""Checks of the input before the work: keys, short documents, both sides of a split."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+import orjson
+
+from megatron_deberta.errors import ConfigError
+from megatron_deberta.text.readers.reading import DocumentReader
+from megatron_deberta.text.readers.records import DAMAGED, DEFAULT_ALLOW_BAD, ReadOptions
+from megatron_deberta.text.readers.sources import SUMMARY, TABLES, Source
+from megatron_deberta.text.readers.tables import column_names
+
+logger = logging.getLogger(__name__)
+
+# Folders that ``split`` writes.
+SIDES = ("train", "validation")
+_FILES = 8
+_RECORDS = 1000
+_BYTES = 1 << 26
+_FEW_DOCUMENTS = 20
+# About 50 words.
+_SHORT_CHARACTERS = 300
+_NAMES = 3
+
+
+def check_input(
+    sources: Sequence[Source],
+    options: ReadOptions,
+    *,
+    max_bad_fraction: float | None = None,
+    warn_short: bool = True,
+) -> None:
+    """Look at the first records of a few files, evenly chosen.
+
+    Args:
+        sources: input files.
+        options: what is read of them.
+        max_bad_fraction: share of unusable records that the command accepts; files with a smaller
+            share of the input may lack the keys. None: 0.1 %.
+        warn_short: warn of short documents of plain text, which may be parts of documents.
+
+    Raises:
+        ConfigError: no record has text under a key.
+        DataError: a file cannot be read.
+    """
+    limit = DEFAULT_ALLOW_BAD if max_bad_fraction is None else max_bad_fraction
+    total = sum(source.size_bytes for source in sources)
+    lengths: list[int] = []
+    for source in sources[:: max(1, len(sources) // _FILES)]:
+        if source.text_format == "jsonl" and source.size_bytes > limit * total:
+            _check_keys(source, options, _text_keys(source, options))
+        elif source.text_format in TABLES and source.size_bytes > limit * total:
+            _check_keys(source, options, column_names(source))
+        elif source.text_format in ("line", "paragraph") and warn_short:
+            lengths += _first_lengths(source, options)
+    if len(lengths) >= _FEW_DOCUMENTS and statistics.median(lengths) < _SHORT_CHARACTERS:
+        logger.warning(
+            "warning: half of the documents are short, at most %d characters; if each file is one "
+            "document, set --text-mode file",
+            statistics.median(lengths),
+        )
+
+
+def refuse_both_sides(sources: Sequence[Source], output: str) -> None:
+    """Refuse to write training and validation documents of a split into one shard.
+
+    Raises:
+        ConfigError: the input holds both sides of a split.
+    """
+    folders = {Path(source.path).parent for source in sources}
+    for folder in sorted({path.parent for path in folders}):
+        train, validation = (folder / side for side in SIDES)
+        if {train, validation} <= folders and (folder / SUMMARY).is_file():
+            raise ConfigError(
+                f"--input: {train} and {validation} are the two sides of a split and would become "
+                f"one shard; run preprocess for each, with --input {train} --output "
+                f"{output}_train and with --input {validation} --output {output}_validation"
+            )
+
+
+def name_damaged(quarantine: Path) -> str:
+    """Name the damaged files in a list of quarantined records, the first few of many."""
+    with quarantine.open(encoding="utf-8") as stream:
+        entries = (json.loads(line) for line in stream)
+        names = sorted({entry["file"] for entry in entries if entry["reason"] == DAMAGED})
+    more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
+    return ", ".join(names[:_NAMES]) + more
+
+
+def _check_keys(source: Source, options: ReadOptions, present: Sequence[str] | None) -> None:
+    missing = [key for key in options.keys if present is not None and key not in present]
+    if missing:
+        where = "column" if source.text_format in TABLES else "key with text in the first records"
+        raise ConfigError(
+            f"--keys {','.join(missing)}: no such {where} of {source.name}; choose from: "
+            f"{', '.join(present or []) or '(none)'}"
+        )
+
+
+def _text_keys(source: Source, options: ReadOptions) -> list[str] | None:
+    """Return the keys that hold text in the first records; None if any of those can be used."""
+    keys: dict[str, None] = {}
+    has_object = False
+    num_records = num_bytes = 0
+    with contextlib.closing(DocumentReader(source, options)) as reader:
+        for batch in reader.read():
+            if batch.documents:
+                return None
+            for _, _, content in batch.records:
+                with contextlib.suppress(orjson.JSONDecodeError):
+                    record = orjson.loads(content)
+                    if isinstance(record, dict):
+                        has_object = True
+                        keys.update((k, None) for k, value in record.items() if type(value) is str)
+            num_records += len(batch.defects)
+            num_bytes += batch.text_bytes
+            if num_records >= _RECORDS or num_bytes >= _BYTES:
+                break
+    return list(keys) if has_object else None
+
+
+def _first_lengths(source: Source, options: ReadOptions) -> list[int]:
+    """Return the characters of each of the first documents."""
+    with contextlib.closing(DocumentReader(source, options)) as reader:
+        batch = next(reader.read(), None)
+    return [len(document.texts[0]) for document in batch.documents] if batch else []
