@@ -47,7 +47,7 @@ def describe(status: RunStatus) -> str:
         ),
         ("loss", "-" if status.loss is None else f"{status.loss:.4f}"),
         ("tokens/s", "-" if speed is None else f"{speed:,.0f}"),
-        *([] if status.over else [("ETA", format_duration(status.seconds_left))]),
+        *([("ETA", format_duration(status.seconds_left))] if status.seconds_left else []),
         ("restarts", str(max(0, len(status.attempts) - 1))),
     ]
     if status.skipped_updates:

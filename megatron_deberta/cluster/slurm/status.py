@@ -58,7 +58,7 @@ class RunStatus:
     loss: float | None
     tokens_per_second: float | None
     seconds_left: float | None
-    """Until ``target_step``; None: unknown, or the run has ended."""
+    """Until ``target_step``; None: unknown, or the run does not go on by itself."""
     attempts: tuple[JobAttemptStatus, ...]
     over: str
     """Why the run has ended; empty: it has not."""
@@ -89,6 +89,8 @@ def gather(run_dir: str | os.PathLike[str]) -> RunStatus:
     step, target = int(last.get("step", 0)), target_step(folder)
     over = history.end_reason() or (FINISHED if 0 < target <= step else "")
     holder = present_holder(folder)
+    is_alive = bool(holder or jobs)
+    has_eta = not over and (is_alive or history.is_running())
     return RunStatus(
         run_dir=str(run_dir),
         state=state,
@@ -101,7 +103,7 @@ def gather(run_dir: str | os.PathLike[str]) -> RunStatus:
         rollbacks=rollbacks,
         loss=last.get("loss"),
         tokens_per_second=last.get("tokens_per_second"),
-        seconds_left=None if over else seconds_left(events, records, target),
+        seconds_left=seconds_left(events, records, target) if has_eta else None,
         attempts=attempt_statuses(events),
         over=over,
         slow_ranks=slow_ranks(events),
@@ -110,7 +112,7 @@ def gather(run_dir: str | os.PathLike[str]) -> RunStatus:
             for failure in BadNodes(folder, bad_node_hours(folder)).current().values()
         ),
         last_event=last_event(folder, events),
-        next_command=next_command(folder, events, over, is_alive=bool(holder or jobs)),
+        next_command=next_command(folder, events, over, is_alive=is_alive),
     )
 
 

@@ -133,7 +133,9 @@ class Supervisor:
         )
 
     def _show_rank_zero(self) -> None:
-        """Copy what rank 0 has written since the last call to standard output."""
+        """Copy what rank 0 has written since the last call to standard output, if asked to."""
+        if not self._plan.shows_rank_zero:
+            return
         with suppress(OSError), (self._plan.logs / "rank_0.log").open("rb") as log:
             log.seek(self._shown)
             text = log.read()
@@ -190,8 +192,7 @@ class Supervisor:
         if now - self._polled > PAUSE_SECONDS:
             self._resumed = now
         self._polled = now
-        if self._plan.shows_rank_zero:
-            self._show_rank_zero()
+        self._show_rank_zero()
         for rank in self._ranks:
             before, beat = rank.beat, read_beat(beat_path(self._folder, rank.number))
             if beat is not None:
@@ -202,6 +203,8 @@ class Supervisor:
                     self._step_times.append(seconds / steps)
             if rank.code is None and (code := rank.process.poll()) is not None:
                 rank.code, rank.ended = code, time.monotonic()
+                # Its last lines come before the message about its end.
+                self._show_rank_zero()
                 level = logging.INFO if code in (EXIT_DONE, EXIT_REQUEUE) else logging.WARNING
                 logger.log(level, "rank %d ended with exit code %d", rank.number, code)
 

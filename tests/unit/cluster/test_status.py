@@ -129,6 +129,13 @@ def test_a_run_at_its_last_step_has_no_eta(
     (tmp_path / FILE_NAME).write_text(json.dumps(record) + "\n")
     assert main(["status", str(tmp_path)]) == 0
     assert "ETA" not in capsys.readouterr().out
+    # Nor has one that was stopped, and does not go on by itself.
+    (tmp_path / "config.yaml").write_text("train: {steps: 90}\n")
+    assert main(["status", str(tmp_path)]) == 0
+    assert "ETA" not in capsys.readouterr().out
+    with RunLock(tmp_path):
+        assert main(["status", str(tmp_path)]) == 0
+        assert "ETA:            0:00:05\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
