@@ -62,7 +62,7 @@ def folder(
     for number in range(2):
         with gzip.open(tmp_path / "corpus" / f"{number}.jsonl.gz", "wt") as stream:
             stream.writelines(lines[number::2])
-    text = run_yaml.read_text().replace("global_batch_size: 8", "global_batch_size: 16")
+    text = run_yaml.read_text().replace("global_batch_size: 8", "global_batch_size: 512")
     (tmp_path / "RUN.yaml").write_text(text)
     for name in INPUTS.get(request.node.callspec.params["page"], ()):
         target = tmp_path / name
