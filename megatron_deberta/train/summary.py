@@ -18,6 +18,7 @@ from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.observe.console import format_duration
 from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
 from megatron_deberta.train.preemption import STOP_FILE
+from megatron_deberta.train.records import UNIGRAM_METRIC
 from megatron_deberta.train.start import Start
 from megatron_deberta.train.state import Ending, Outcome
 
@@ -76,7 +77,7 @@ def describe_start(
         ("device", _device(groups.device)),
     ]
     if predicted_bytes:
-        rows.append(("memory", f"{predicted_bytes / 2**30:.2f} GiB per rank, predicted"))
+        rows.append(("memory", f"{predicted_bytes / 2**30:.3g} GiB per rank, predicted"))
     return _table(rows)
 
 
@@ -135,6 +136,8 @@ def _losses(run_dir: str) -> list[tuple[str, str]]:
         text = f"loss {last['loss']:.4f} at step {last['step']:,}"
         if best is not last:
             text += f", best {best['loss']:.4f} at step {best['step']:,}"
+        unigram = [record[UNIGRAM_METRIC] for record in records if UNIGRAM_METRIC in record]
+        text += f"; unigram baseline {unigram[-1]:.4f}" if unigram else ""
         rows.append(("validation", text))
     return rows
 
@@ -143,7 +146,7 @@ def _next_steps(config: RunConfig, outcome: Outcome) -> list[str]:
     if outcome.ending is Ending.FINISHED:
         return _uses(config.train.run_dir)
     if outcome.ending is Ending.PREEMPTED and "SLURM_JOB_ID" in os.environ:
-        return ["requeue the job: it resumes from this checkpoint"]
+        return ["the requeued job resumes from this checkpoint"]
     return ["start the same command again: it resumes from this checkpoint"]
 
 

@@ -42,7 +42,7 @@ def test_start_of_a_run(tmp_path: Path) -> None:
     assert lines["training"] == "500 steps = 512,000 tokens = 8 epochs"
     assert lines["layout"].startswith("1 rank = 1 tensor-parallel x 1 data-parallel, deepspeed")
     assert lines["device"].startswith("CPU, ")
-    assert lines["memory"] == "1.50 GiB per rank, predicted"
+    assert lines["memory"] == "1.5 GiB per rank, predicted"
     assert len({line.index(line.split()[1]) for line in text.splitlines()}) == 1
     reader: Any = SimpleNamespace(path="elsewhere/step_9")
     resumed = Start(TrainState(40, 320), reader=reader)
@@ -65,7 +65,7 @@ def test_end_of_a_run(tmp_path: Path) -> None:
     assert text.splitlines() == [
         "run         finished at step 500 of 500 after 1:02:03",
         "training    loss 2.7000",
-        "validation  loss 2.8000 at step 500, best 2.7500 at step 400",
+        "validation  loss 2.8000 at step 500, best 2.7500 at step 400; unigram baseline 6.5000",
         f"checkpoint  {tmp_path}/checkpoints/step_00000500",
         f"log         {tmp_path}/metrics.jsonl",
         f'next        megatron-deberta fill-mask {tmp_path} "Paris is the [MASK] of France."',
@@ -80,7 +80,7 @@ def test_end_of_a_run(tmp_path: Path) -> None:
         (Ending.INTERRUPTED, signal.SIGINT, True, "Ctrl-C", "start the same command again"),
         (Ending.STOPPED, None, False, "the file stop", "start the same command again"),
         (Ending.PREEMPTED, signal.SIGTERM, False, "SIGTERM", "start the same command again"),
-        (Ending.PREEMPTED, None, True, "a signal", "requeue the job"),
+        (Ending.PREEMPTED, None, True, "a signal", "the requeued job"),
     ],
 )
 def test_only_a_slurm_job_is_requeued(
