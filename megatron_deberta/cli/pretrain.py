@@ -2,6 +2,7 @@
 
 Resumes from the newest intact checkpoint in train.run_dir, if there is one. SIGTERM, SIGUSR1 and
 SIGUSR2 end the run after the current step with a checkpoint and exit code 75: start it again.
+Ctrl-C does the same with exit code 130; a second Ctrl-C ends at once, without a checkpoint.
 
 Examples:
   megatron-deberta pretrain RUN.yaml train.run_dir=runs/base
