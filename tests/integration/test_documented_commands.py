@@ -69,6 +69,8 @@ def folder(
         target.parent.mkdir(exist_ok=True)
         if name.startswith("runs/"):
             shutil.copytree(uninterrupted, target)
+            (target / "logs" / "1.0").mkdir(parents=True)
+            (target / "logs" / "1.0" / "rank_0.log").write_text("step 1/60\n")
         elif name == "tokenizer":
             shutil.copytree(run_yaml.parent / name, target)
         else:
