@@ -17,6 +17,8 @@ VICTIM = "node2"
 STEPS = 5
 RUN = (
     f"train.exit_step={STEPS}", "train.eval_every=0", "data.num_workers=0",
+    # Starts faster than DeepSpeed, which other tests cover.
+    "precision.engine=plain",
 )  # fmt: skip
 
 
