@@ -23,10 +23,13 @@ KINDS = (WEIGHT, "exp_avg", "exp_avg_sq")
 MANIFEST_FILE = "manifest.json"
 # Written last; contains the SHA-256 of the manifest, which contains those of the files.
 COMMITTED_FILE = "COMMITTED"
+# Its name until the commit: a step folder that contains it was left by a killed save.
+UNCOMMITTED_FILE = f".{COMMITTED_FILE}"
 
 STAGING_PREFIX = ".staging-"
 DELETING_PREFIX = ".deleting-"
 _STEP_NAME = re.compile(r"step_(\d{8})")
+_HIDDEN_NAME = re.compile(r"\.(staging|deleting)-step_\d{8}")
 _TENSOR_FILE = re.compile(r"part-\d{5}-\d{4}\.safetensors")
 
 
@@ -198,12 +201,24 @@ def committed_steps(run_dir: str | os.PathLike[str]) -> list[int]:
 
 
 def leftovers(run_dir: str | os.PathLike[str]) -> list[Path]:
-    """List the folders left by killed saves and deletions."""
-    folder = checkpoints_dir(run_dir)
-    committed = set(committed_steps(run_dir))
-    uncommitted = [step_dir(run_dir, step) for step in _steps(run_dir) if step not in committed]
-    staging, deleting = folder.glob(f"{STAGING_PREFIX}*"), folder.glob(f"{DELETING_PREFIX}*")
-    return sorted([*staging, *deleting, *uncommitted])
+    """List the folders left by killed saves and deletions of this software."""
+    hidden = checkpoints_dir(run_dir).glob(".*")
+    staged = [path for path in hidden if _HIDDEN_NAME.fullmatch(path.name)]
+    return sorted([*staged, *filter(_is_unfinished_save, _uncommitted(run_dir))])
+
+
+def foreign_folders(run_dir: str | os.PathLike[str]) -> list[Path]:
+    """List uncommitted step folders that no save has left, such as incomplete copies."""
+    return [path for path in _uncommitted(run_dir) if not _is_unfinished_save(path)]
+
+
+def _uncommitted(run_dir: str | os.PathLike[str]) -> list[Path]:
+    paths = (step_dir(run_dir, step) for step in _steps(run_dir))
+    return [path for path in paths if not (path / COMMITTED_FILE).exists()]
+
+
+def _is_unfinished_save(path: Path) -> bool:
+    return (path / UNCOMMITTED_FILE).exists() and not path.is_symlink()
 
 
 def _steps(run_dir: str | os.PathLike[str]) -> list[int]:

@@ -12,7 +12,12 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_deberta.checkpoint.layout import DELETING_PREFIX, committed_steps, step_dir
+from megatron_deberta.checkpoint.layout import (
+    DELETING_PREFIX,
+    committed_steps,
+    leftovers,
+    step_dir,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -71,4 +76,25 @@ def delete(path: Path) -> None:
     """Delete a checkpoint, renaming it first so that a partial deletion is recognised."""
     hidden = path.with_name(DELETING_PREFIX + path.name)
     path.rename(hidden)
-    shutil.rmtree(hidden)
+    _remove(hidden)
+
+
+def delete_leftovers(run_dir: str | os.PathLike[str]) -> None:
+    """Delete the folders left by killed saves and deletions.
+
+    Raises:
+        OSError: a folder cannot be deleted.
+    """
+    for path in leftovers(run_dir):
+        logger.info("deleting %s, left by a killed save", path)
+        # A step folder is recognised by its content, of which a kill may leave anything.
+        remove = _remove if path.name.startswith(".") else delete
+        remove(path)
+
+
+def _remove(path: Path) -> None:
+    """Delete a folder, or a symbolic link without the folder that it refers to."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path)

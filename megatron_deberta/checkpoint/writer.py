@@ -8,7 +8,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -21,13 +21,14 @@ from megatron_deberta.checkpoint.layout import (
     KINDS,
     MANIFEST_FILE,
     STAGING_PREFIX,
+    UNCOMMITTED_FILE,
     CheckpointManifest,
     CheckpointMetadata,
     FileEntry,
     Fragment,
     checkpoints_dir,
     commit_mark,
-    leftovers,
+    foreign_folders,
     part_index_file,
     part_index_json,
     read_part_index,
@@ -35,7 +36,7 @@ from megatron_deberta.checkpoint.layout import (
     tensor_file,
     tensor_key,
 )
-from megatron_deberta.checkpoint.retention import delete
+from megatron_deberta.checkpoint.retention import delete, delete_leftovers
 from megatron_deberta.distributed.control import raise_on_all_ranks
 from megatron_deberta.distributed.parallelize.spec import ParameterSpec
 from megatron_deberta.distributed.topology import ProcessGroups
@@ -48,7 +49,6 @@ logger = logging.getLogger(__name__)
 FILE_BYTES = 512 * 2**20
 # Required free disk space, as a multiple of the checkpoint's size.
 SPACE_MARGIN = 1.2
-_UNCOMMITTED_FILE = f".{COMMITTED_FILE}"
 
 # Canonical name, and local tensors by kind, of every parameter.
 States: TypeAlias = Iterable[tuple[str, Mapping[str, Tensor]]]
@@ -162,8 +162,8 @@ def _discard_on_failure(staged: StagedCheckpoint) -> Iterator[None]:
     except Exception as error:
         # No rank writes any more: all have agreed on the failure.
         if staged.groups.rank == 0:
-            for path in leftovers(staged.run_dir):
-                shutil.rmtree(path, ignore_errors=True)
+            with suppress(OSError):
+                delete_leftovers(staged.run_dir)
         raise CheckpointError(
             f"{staged.final} was not saved: {error}; older checkpoints are intact"
         ) from error
@@ -173,9 +173,14 @@ def _prepare(staged: StagedCheckpoint) -> None:
     """Delete leftovers of killed saves, check free space, and create the staging folder."""
     folder = checkpoints_dir(staged.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    for path in leftovers(staged.run_dir):
-        logger.info("deleting %s, left by a killed save", path)
-        shutil.rmtree(path)
+    delete_leftovers(staged.run_dir)
+    for path in foreign_folders(staged.run_dir):
+        logger.warning(
+            "%s has no %s and was left by no save, perhaps by an incomplete copy; it is kept and "
+            "not used: complete the copy, or delete it",
+            path,
+            COMMITTED_FILE,
+        )
     num_bytes = 4 * len(staged.kinds) * sum(map(math.prod, staged.shapes.values()))
     free = shutil.disk_usage(folder).free
     if free < SPACE_MARGIN * num_bytes:
@@ -241,12 +246,23 @@ def _publish(staged: StagedCheckpoint) -> None:
     CheckpointManifest.from_json(content, staging / MANIFEST_FILE)
     write_durably(staging / MANIFEST_FILE, content)
     # Written before the rename, so that nothing after it needs disk space.
-    write_durably(staging / _UNCOMMITTED_FILE, commit_mark(content))
+    write_durably(staging / UNCOMMITTED_FILE, commit_mark(content))
     fsync_path(staging)
-    if final.exists():
+    if (final / COMMITTED_FILE).exists():
         # The run fell back to an older checkpoint and has reached this step again.
         delete(final)
+    elif os.path.lexists(final):
+        _set_aside(final)
     staging.rename(final)
     fsync_path(final.parent)
-    (final / _UNCOMMITTED_FILE).rename(final / COMMITTED_FILE)
+    (final / UNCOMMITTED_FILE).rename(final / COMMITTED_FILE)
     fsync_path(final)
+
+
+def _set_aside(path: Path) -> None:
+    """Rename a foreign folder that has the name of a new checkpoint."""
+    number = 1
+    while os.path.lexists(aside := path.with_name(f"{path.name}.aside-{number}")):
+        number += 1
+    path.rename(aside)
+    logger.warning("%s was written by no save and was in the way; renamed to %s", path, aside)
