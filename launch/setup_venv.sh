@@ -11,7 +11,8 @@
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-venv="$root/.venv"
+# The real path: venv --clear would empty the target of a link and then refuse it.
+venv="$(readlink -m "$root/.venv")"
 torch="${MEGATRON_DEBERTA_TORCH:-torch==2.13.0}"
 megatron_core="megatron-core==0.16.1"
 
