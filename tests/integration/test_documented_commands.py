@@ -46,11 +46,22 @@ PARSED_ONLY = ("launch", "cancel", "doctor")
 DOCUMENTS = 120
 
 
+@pytest.fixture(scope="module")
+def run_dir(run_yaml: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train two steps; return the run folder."""
+    folder = tmp_path_factory.mktemp("documented") / "run"
+    settings = ("train.exit_step=2", "precision.engine=plain", "train.eval_every=0")
+    workers = ("data.num_workers=0", "log.level=warning")
+    command = ["pretrain", str(run_yaml), f"train.run_dir={folder}", *settings, *workers]
+    assert main(command) == 0
+    return folder
+
+
 @pytest.fixture
 def folder(
     request: pytest.FixtureRequest,
     run_yaml: Path,
-    uninterrupted: Path,
+    run_dir: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Path:
@@ -68,7 +79,7 @@ def folder(
         target = tmp_path / name
         target.parent.mkdir(exist_ok=True)
         if name.startswith("runs/"):
-            shutil.copytree(uninterrupted, target)
+            shutil.copytree(run_dir, target)
             (target / "logs" / "1.0").mkdir(parents=True)
             (target / "logs" / "1.0" / "rank_0.log").write_text("step 1/60\n")
         elif name == "tokenizer":

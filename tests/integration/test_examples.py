@@ -29,7 +29,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     return run
 
 
-def test_the_snippets_of_the_page() -> None:
+def test_the_snippets_of_the_page(tmp_path: Path) -> None:
     """In the page's order, with the inputs that the text describes and paths of a test run."""
     page = (ROOT / "docs/python.md").read_text(encoding="utf-8")
     snippets = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
@@ -51,7 +51,9 @@ def test_the_snippets_of_the_page() -> None:
     names |= {name: torch.randn(2, 4, 16, 8) for name in ("query", "key", "value")}
     names |= {f"position_{name}": torch.randn(4, 64, 8) for name in ("key", "query")}
     names["mask"] = torch.ones(2, 16, dtype=torch.bool)
-    exec(compile(code, "docs/python.md", "exec"), names)
+    script = tmp_path / "snippets.py"
+    script.write_text(code, encoding="utf-8")
+    names = runpy.run_path(str(script), init_globals=names)
     assert names["out"].shape == (2, 4, 16, 8)
     assert next(iter(names["loader"])).input_ids.shape == (4, 128)
     assert names["logits"].shape[:2] == (2, 16)
