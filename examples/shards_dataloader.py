@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from torch.utils.data import DataLoader
 
-from megatron_deberta.config import ObjectiveConfig
+from megatron_deberta.config.schema import ObjectiveConfig
 from megatron_deberta.data.collate import BatchBuilder
 from megatron_deberta.data.dataset.corpus import Corpus, open_shard
 from megatron_deberta.data.dataset.packing import PackedRows

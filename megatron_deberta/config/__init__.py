@@ -12,37 +12,11 @@ from megatron_deberta.config.rules import (
     validate,
     validate_for_world,
 )
-from megatron_deberta.config.schema import (
-    CheckpointConfig,
-    ClusterConfig,
-    DataConfig,
-    GuardConfig,
-    LogConfig,
-    ModelConfig,
-    ObjectiveConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    PrecisionConfig,
-    RunConfig,
-    TokenizerConfig,
-    TrainConfig,
-)
+from megatron_deberta.config.schema import RunConfig
 
 __all__ = [
     "BatchArithmetic",
-    "CheckpointConfig",
-    "ClusterConfig",
-    "DataConfig",
-    "GuardConfig",
-    "LogConfig",
-    "ModelConfig",
-    "ObjectiveConfig",
-    "OptimizerConfig",
-    "ParallelConfig",
-    "PrecisionConfig",
     "RunConfig",
-    "TokenizerConfig",
-    "TrainConfig",
     "batch_arithmetic",
     "config_from_dict",
     "config_to_dict",

@@ -9,7 +9,7 @@ vocabulary projection are summed. ``tests/unit/planning/test_memory.py`` compare
 from __future__ import annotations
 
 import math
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal, NamedTuple
 
@@ -28,8 +28,7 @@ _STATISTICS = 8
 """Bytes per token that LayerNorm keeps: mean and deviation in fp32."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryEstimate:
+class MemoryEstimate(NamedTuple):
     """Bytes on one device by purpose."""
 
     weights: int
@@ -50,7 +49,7 @@ class MemoryEstimate:
     @property
     def total(self) -> int:
         """Sum of all parts."""
-        return sum(astuple(self))
+        return sum(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,24 +119,13 @@ def estimate_memory(
     chunk = chunk_rows(shape.masked, columns, device_type) * columns
     chunk_bytes = chunk * (4 if shape.element == 4 else 4 + 2 * shape.element)
     kernels = _kernel_bytes(shape, attention, device_type)
-    moments = {  # kept activations, vocabulary, workspace, kernels
-        "loss": (kept.encoder + kept.decoder, wide + chunk_bytes, 0, 0),
-        "ffn": (kept.encoder, table * shape.element, kept.ffn, 0),
-        "attention": (kept.encoder, table * shape.element, kept.attention, kernels),
-        "end": (0, 2 * table * shape.element, 0, 0),
-    }
-    activations, vocabulary, workspace, kernels = max(moments.values(), key=sum)
-    weights, gradients, optimizer, communication = _states(config, dp_size)
-    return MemoryEstimate(
-        weights=weights,
-        gradients=gradients,
-        optimizer=optimizer,
-        communication=communication,
-        activations=activations,
-        vocabulary=vocabulary,
-        workspace=workspace,
-        kernels=kernels,
+    moments = (  # activations, vocabulary, workspace, kernels
+        (kept.encoder + kept.decoder, wide + chunk_bytes, 0, 0),  # loss
+        (kept.encoder, table * shape.element, kept.ffn, 0),
+        (kept.encoder, table * shape.element, kept.attention, kernels),
+        (0, 2 * table * shape.element, 0, 0),  # end
     )
+    return MemoryEstimate(*_states(config, dp_size), *max(moments, key=sum))
 
 
 def largest_micro_batch(
@@ -272,12 +260,8 @@ def _states(config: RunConfig, dp_size: int) -> tuple[int, int, int, int]:
         # DeepSpeed's optimizer for this case keeps the 16-bit gradients, too.
         gradients += element * count
     # At stage 0 in fp32 the weights are their own masters.
-    optimizer = (12 if stage else 8) * share
-    if precision.offload_optimizer:
-        optimizer = 0
-    buckets = 0
-    if stage and dp_size > 1:
-        buckets = 2 * 4 * min(REDUCE_BUCKET_ELEMENTS, count)
+    optimizer = 0 if precision.offload_optimizer else (12 if stage else 8) * share
+    buckets = 2 * 4 * min(REDUCE_BUCKET_ELEMENTS, count) if stage and dp_size > 1 else 0
     if stage == 3:
         # Gathered weights are kept for backward up to this number of elements.
         buckets += element * min(LIVE_ELEMENTS, count)

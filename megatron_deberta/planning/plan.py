@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from megatron_deberta.cluster.profile import check_dtype
 from megatron_deberta.config.divisibility import check_tensor_parallel_divides
@@ -19,7 +19,13 @@ from megatron_deberta.planning.machine import (
     Machine,
 )
 from megatron_deberta.planning.memory import MemoryEstimate, local_parameters
-from megatron_deberta.planning.search import Search, rank_memory, search_layouts
+from megatron_deberta.planning.search import (
+    POLICIES,
+    Search,
+    layout,
+    rank_memory,
+    search_layouts,
+)
 from megatron_deberta.planning.timing import (
     StepTime,
     crosses_nodes,
@@ -29,8 +35,6 @@ from megatron_deberta.planning.timing import (
 )
 from megatron_deberta.planning.traffic import Traffic, step_traffic
 from megatron_deberta.planning.work import RankFlops, rank_flops
-
-_POLICIES: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,12 +111,12 @@ class RunPlan:
             "world_size": self.world_size,
             "ranks_per_node": self.machine.ranks_per_node,
             "device": asdict(self.machine.device),
-            "layout": _layout(self.config),
+            "layout": layout(self.config),
             "batch": self.batch._asdict(),
             "parameters": self.parameters,
             "rank_parameters": self.rank_parameters,
             "memory_bytes": {
-                policy: {**asdict(estimate), "total": estimate.total}
+                policy: {**estimate._asdict(), "total": estimate.total}
                 for policy, estimate in self.memory.items()
             },
             "capacity_bytes": self.machine.capacity_bytes,
@@ -134,7 +138,7 @@ class RunPlan:
             "assumptions": self.assumptions,
             "layouts": [
                 {
-                    **_layout(choice.config),
+                    **layout(choice.config),
                     "days": choice.seconds / 86400,
                     "memory_bytes": choice.memory_bytes,
                     "overrides": choice.overrides(),
@@ -174,7 +178,7 @@ def make_plan(config: RunConfig, machine: Machine, world_size: int, *, search: b
                 machine,
                 batch.dp_size,
             )
-            for policy in _POLICIES
+            for policy in POLICIES
         },
         flops_per_token=training_flops_per_token(
             model,
@@ -225,13 +229,3 @@ def _volume(part: Traffic, config: RunConfig, machine: Machine, dp_size: int) ->
         # A ring leaves each node once; a node is part of one ring per tensor-parallel rank.
         network_bytes=wire * tp_size if across else 0.0,
     )
-
-
-def _layout(config: RunConfig) -> dict[str, Any]:
-    return {
-        "tensor_parallel_size": config.parallel.tensor_parallel_size,
-        "sequence_parallel": config.parallel.sequence_parallel,
-        "recompute": config.parallel.recompute,
-        "zero_stage": config.precision.zero_stage,
-        "micro_batch_size": config.train.micro_batch_size,
-    }

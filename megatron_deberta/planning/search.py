@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, cast
+from typing import Any, Literal
 
 from megatron_deberta.config.rules import validate_for_world
 from megatron_deberta.config.schema import RunConfig
@@ -20,8 +20,16 @@ from megatron_deberta.planning.timing import run_seconds
 
 NEAR = 1.05
 """Layouts within this factor of the fastest count as equally fast."""
-_STAGES = (1, 2, 3)
-_POLICIES = ("none", "selective", "full")
+_STAGES: tuple[Literal[1, 2, 3], ...] = (1, 2, 3)
+POLICIES: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
+_LAYOUT = {
+    "tensor_parallel_size": "parallel",
+    "sequence_parallel": "parallel",
+    "recompute": "parallel",
+    "zero_stage": "precision",
+    "micro_batch_size": "train",
+}
+"""Keys that vary, and their sections."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,14 +44,8 @@ class Choice:
 
     def overrides(self) -> list[str]:
         """Return the overrides that select this layout."""
-        config, parallel = self.config, self.config.parallel
-        return [
-            f"parallel.tensor_parallel_size={parallel.tensor_parallel_size}",
-            f"parallel.sequence_parallel={str(parallel.sequence_parallel).lower()}",
-            f"parallel.recompute={parallel.recompute}",
-            f"precision.zero_stage={config.precision.zero_stage}",
-            f"train.micro_batch_size={config.train.micro_batch_size}",
-        ]
+        values = layout(self.config)
+        return [f"{section}.{key}={str(values[key]).lower()}" for key, section in _LAYOUT.items()]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,13 +103,11 @@ def _ranked(choices: list[Choice]) -> list[Choice]:
 
 
 def _variants(config: RunConfig) -> Iterator[RunConfig]:
-    for stage, policy in itertools.product(_STAGES, _POLICIES):
+    for stage, policy in itertools.product(_STAGES, POLICIES):
         yield replace(
             config,
-            precision=replace(config.precision, zero_stage=cast(Literal[1, 2, 3], stage)),
-            parallel=replace(
-                config.parallel, recompute=cast(Literal["none", "selective", "full"], policy)
-            ),
+            precision=replace(config.precision, zero_stage=stage),
+            parallel=replace(config.parallel, recompute=policy),
         )
 
 
@@ -139,13 +139,18 @@ def rank_memory(config: RunConfig, machine: Machine, dp_size: int) -> MemoryEsti
     return estimate_memory(config, dp_size, attention=machine.device.attention)
 
 
+def layout(config: RunConfig) -> dict[str, Any]:
+    """Return the values of the keys that the search varies."""
+    return {key: getattr(getattr(config, section), key) for key, section in _LAYOUT.items()}
+
+
 def _with_rows(config: RunConfig, rows: int) -> RunConfig:
     return replace(config, train=replace(config.train, micro_batch_size=rows))
 
 
 def _complexity(config: RunConfig) -> tuple[int, int, int]:
     parallel = config.parallel
-    policy = _POLICIES.index(parallel.recompute)
+    policy = POLICIES.index(parallel.recompute)
     return (config.precision.zero_stage, parallel.tensor_parallel_size, policy)
 
 

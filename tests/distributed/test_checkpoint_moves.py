@@ -17,7 +17,7 @@ from megatron_deberta.checkpoint import store, writer
 from megatron_deberta.checkpoint.layout import step_dir
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.cli.main import main
-from megatron_deberta.config import (
+from megatron_deberta.config.schema import (
     DataConfig,
     GuardConfig,
     OptimizerConfig,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_deberta.config import GuardConfig, RunConfig
+from megatron_deberta.config.schema import GuardConfig, RunConfig
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.distributed.parallelize import ShardedModel
 from megatron_deberta.distributed.topology import single_process_groups

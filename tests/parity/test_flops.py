@@ -15,7 +15,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.planning.ranks import reference_extra
-from megatron_deberta.config import ModelConfig
+from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.model import RuntimeOptions
 from megatron_deberta.model.flops import forward_flops, recomputed_flops, training_flops_per_token

@@ -5,14 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_deberta.config import (
-    RunConfig,
-    TrainConfig,
-    config_from_dict,
-    config_to_dict,
-    load_config,
-    save_config,
-)
+from megatron_deberta.config import config_from_dict, config_to_dict, load_config, save_config
+from megatron_deberta.config.schema import RunConfig, TrainConfig
 from megatron_deberta.errors import ConfigError
 
 

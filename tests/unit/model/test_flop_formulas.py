@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_deberta.config import ModelConfig, load_config
+from megatron_deberta.config import load_config
+from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.model.flops import forward_flops, training_flops_per_token
 
 XXLARGE = load_config(Path(__file__).parents[3] / "configs/models/1.5b.yaml").model

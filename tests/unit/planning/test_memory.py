@@ -13,14 +13,14 @@ import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from benchmarks.planning.memory import table
-from megatron_deberta.config import (
+from megatron_deberta.config import load_config
+from megatron_deberta.config.schema import (
     ModelConfig,
     ObjectiveConfig,
     ParallelConfig,
     PrecisionConfig,
     RunConfig,
     TrainConfig,
-    load_config,
 )
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.distributed.parallelize import build_model

@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 import pytest
 
-from megatron_deberta.config import GuardConfig
+from megatron_deberta.config.schema import GuardConfig
 from megatron_deberta.engine.base import StepOutcome
 from megatron_deberta.train.stability.guard import Guard, GuardState, Skip
 

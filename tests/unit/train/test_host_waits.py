@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_deberta.config import ModelConfig, ParallelConfig, RunConfig
+from megatron_deberta.config.schema import ModelConfig, ParallelConfig, RunConfig
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.distributed.parallelize import build_model
 from megatron_deberta.distributed.topology import single_process_groups

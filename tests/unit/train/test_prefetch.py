@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_deberta.config import RunConfig, TrainConfig
+from megatron_deberta.config.schema import RunConfig, TrainConfig
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.engine.base import StepOutcome
 from megatron_deberta.errors import DataError

@@ -13,8 +13,14 @@ import pytest
 
 from megatron_deberta.checkpoint.layout import step_dir
 from megatron_deberta.checkpoint.store import save_weights
-from megatron_deberta.config import CheckpointConfig, DataConfig, ModelConfig, RunConfig
-from megatron_deberta.config.schema import PrecisionConfig, TrainConfig
+from megatron_deberta.config.schema import (
+    CheckpointConfig,
+    DataConfig,
+    ModelConfig,
+    PrecisionConfig,
+    RunConfig,
+    TrainConfig,
+)
 from megatron_deberta.data.shards.writer import write_shard
 from megatron_deberta.errors import (
     EXIT_FAILURE,

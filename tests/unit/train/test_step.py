@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_deberta.config import (
+from megatron_deberta.config.schema import (
     GuardConfig,
     OptimizerConfig,
     PrecisionConfig,
