@@ -15,13 +15,10 @@ class Range(NamedTuple):
     text: str
     low: float
     high: float = math.inf
-    open_low: bool = False
-    open_high: bool = False
 
     def contains(self, value: float) -> bool:
         """Return whether the value is allowed."""
-        above = value > self.low if self.open_low else value >= self.low
-        return above and (value < self.high if self.open_high else value <= self.high)
+        return self.low <= value <= self.high
 
 
 NOT_NEGATIVE = Range("0 or more", 0)
@@ -30,7 +27,8 @@ NOT_NEGATIVE = Range("0 or more", 0)
 
 def positive(default: _Number) -> _Number:
     """Declare a config key above 0."""
-    return field(default=default, metadata={"range": Range("a number above 0", 0, open_low=True)})
+    allowed = Range("a number above 0", math.nextafter(0, 1))
+    return field(default=default, metadata={"range": allowed})
 
 
 def fraction(default: float) -> float:
@@ -40,5 +38,5 @@ def fraction(default: float) -> float:
 
 def below_one(default: float, limit: float = 1) -> float:
     """Declare a config key from 0 to below 1, or another limit."""
-    allowed = Range(f"a number from 0 to below {limit:g}", 0, limit, open_high=True)
+    allowed = Range(f"a number from 0 to below {limit:g}", 0, math.nextafter(limit, 0))
     return field(default=default, metadata={"range": allowed})

@@ -14,7 +14,6 @@ from megatron_deberta.config.schema import (
     GuardConfig,
     ModelConfig,
     ObjectiveConfig,
-    OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,
     RunConfig,
@@ -23,14 +22,11 @@ from megatron_deberta.errors import ConfigError, TopologyError
 
 
 class BatchArithmetic(NamedTuple):
-    """Distribution of one optimizer step's sequences."""
+    """Distribution of one optimizer step's sequences over ranks and micro batches."""
 
     dp_size: int
-    """Number of data-parallel ranks."""
     micro_batch_size: int
-    """Sequences per rank and forward pass."""
     accumulation_steps: int
-    """Forward passes per rank and optimizer step."""
     tokens_per_step: int
     """Tokens per optimizer step, padding included."""
     short_tokens_per_step: int
@@ -51,7 +47,6 @@ def validate(config: RunConfig) -> None:
     _check_parallel(config.model, config.data, config.parallel)
     _check_precision(config.precision)
     _check_schedule(config)
-    _check_optimizer(config.optimizer)
     _check_guard(config.guard)
     _check_checkpoint(config.checkpoint)
     _check_cluster(config)
@@ -99,7 +94,7 @@ def batch_arithmetic(config: RunConfig, dp_size: int) -> BatchArithmetic:
     unit = micro * dp_size
     if total % unit:
         below = total // unit * unit
-        near = _join([size for size in (below, below + unit) if size > 0])
+        near = ", ".join(str(size) for size in (below, below + unit) if size > 0)
         remedy = f"nearest train.global_batch_size: {near}"
         if total % dp_size == 0:
             remedy += f"; or train.micro_batch_size={_nearest_divisor(total // dp_size, micro)}"
@@ -283,12 +278,10 @@ def _check_schedule(config: RunConfig) -> None:
             f"train.exit_step={config.train.exit_step} exceeds train.steps={steps}; "
             "use 0 to run to the end"
         )
-
-
-def _check_optimizer(optimizer: OptimizerConfig) -> None:
-    if optimizer.learning_rate > 1:
+    if config.optimizer.learning_rate > 1:
         raise ConfigError(
-            f"optimizer.learning_rate={optimizer.learning_rate:g} is above 1; the paper uses 2e-4"
+            f"optimizer.learning_rate={config.optimizer.learning_rate:g} is above 1; the paper "
+            "uses 2e-4"
         )
 
 
@@ -323,13 +316,6 @@ def _check_cluster(config: RunConfig) -> None:
         )
 
 
-def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
-
-
 def _nearest_divisor(number: int, target: int) -> int:
-    return min(_divisors(number), key=lambda size: (abs(size - target), size))
-
-
-def _join(sizes: list[int]) -> str:
-    return ", ".join(map(str, sizes))
+    divisors = [size for size in range(1, number + 1) if number % size == 0]
+    return min(divisors, key=lambda size: (abs(size - target), size))

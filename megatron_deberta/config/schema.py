@@ -58,8 +58,7 @@ class ModelConfig:
     absolute_positions: AbsolutePositions = "decoder"
     """Where absolute positions are added: ``decoder`` (DeBERTa), ``input`` (RoBERTa), ``none``."""
     hidden_dropout: float = below_one(0.1, 0.998)
-    """Dropout of hidden states and of the position table. Dropout bits have a resolution of 1/256,
-    so the probability is limited."""
+    """Dropout of hidden states and of the position table, in multiples of 1/256."""
     attention_dropout: float = below_one(0.1, 0.998)
     """Dropout of attention probabilities."""
     type_vocab_size: int = 0
@@ -199,15 +198,13 @@ class GuardConfig:
     non_finite: Literal["skip", "stop"] = "skip"
     """Nonfinite loss or gradient: ``skip`` the update or ``stop`` the run."""
     spike_sigmas: float = 6.0
-    """Skip updates whose loss, or logarithm of the gradient norm, is this many standard deviations
-    above the mean of the last updates; 0: never."""
+    """Skip updates whose loss or log gradient norm is this many sigmas above the mean; 0: never."""
     spike_window: int = positive(128)
     """Number of last updates in that mean."""
     spike_warmup: int = positive(64)
     """Minimum number of updates in the window before spikes are detected."""
     max_skips: int = positive(5)
-    """Skips within ``spike_window`` steps after which the run rolls back to the last good
-    checkpoint and skips the data since then."""
+    """Skips within ``spike_window`` steps that cause a rollback; the data since then is skipped."""
     max_rollbacks: int = 3
     """Maximum consecutive rollbacks without progress; then the run ends. 0: no rollbacks."""
     replica_check_every: int = 100

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 
@@ -75,8 +74,7 @@ _NEXT_SENTENCE_FIELDS = {
 }
 
 
-@dataclass(frozen=True)
-class SpecialIds:
+class SpecialIds(NamedTuple):
     """Special token ids in ``config.json``."""
 
     pad: int = 0
@@ -112,20 +110,16 @@ def choose_model_type(config: ModelConfig) -> tuple[ModelType, str]:
 
 def _beyond_v1(config: ModelConfig, relative: bool) -> list[str]:
     """Settings that the class of the first release does not support."""
-    extras = []
-    if config.conv_kernel_size > 0:
-        extras.append(f"conv_kernel_size: {config.conv_kernel_size}")
-    if not relative:
-        return extras
-    if config.share_position_projections:
-        extras.append("share_position_projections: true")
-    elif config.position_key_bias and config.position_terms in _WITH_C2P:
-        extras.append("position_key_bias: true")
-    if config.position_buckets > 0:
-        extras.append(f"position_buckets: {config.position_buckets}")
-    if config.normalize_position_table:
-        extras.append("normalize_position_table: true")
-    return extras
+    shared, buckets = config.share_position_projections, config.position_buckets
+    biased = config.position_key_bias and config.position_terms in _WITH_C2P
+    settings = {
+        f"conv_kernel_size: {config.conv_kernel_size}": config.conv_kernel_size > 0,
+        "share_position_projections: true": relative and shared,
+        "position_key_bias: true": relative and not shared and biased,
+        f"position_buckets: {buckets}": relative and buckets > 0,
+        "normalize_position_table: true": relative and config.normalize_position_table,
+    }
+    return [setting for setting, is_set in settings.items() if is_set]
 
 
 def to_hf_config(

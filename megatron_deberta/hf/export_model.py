@@ -51,7 +51,6 @@ def export_model(
     output: Path,
     *,
     dtype: str = "fp32",
-    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> ExportResult:
     """Write weights, config, tokenizer and modeling file, verify them, then publish the folder.
 
@@ -61,7 +60,6 @@ def export_model(
         tokenizer: the tokenizer used in training.
         output: folder to create; must not exist, or be empty.
         dtype: fp32, fp16 or bf16.
-        max_shard_bytes: maximum size of a weight file.
 
     Raises:
         CheckpointError: the exported model computes different values than the training model.
@@ -76,7 +74,7 @@ def export_model(
     ids = SpecialIds(tokenizer.pad_id, tokenizer.cls_id, tokenizer.sep_id)
     with output_folder(output) as folder:
         tokenizer.save(str(folder))
-        write_hf_model(folder, config, model_type, read, ids, dtype, max_shard_bytes)
+        write_hf_model(folder, config, model_type, read, ids, dtype)
         if model_type != "roberta":
             source = Path(__file__).with_name(f"{MODELING_MODULE}.py")
             shutil.copyfile(source, folder / source.name)
@@ -114,7 +112,6 @@ def write_hf_model(
     read: Callable[[str], Tensor],
     ids: SpecialIds,
     dtype: str = "fp32",
-    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write ``config.json`` and safetensors files, holding one file's tensors in memory at a time.
 
@@ -125,13 +122,12 @@ def write_hf_model(
         read: returns the logical fp32 tensor of a canonical name, unpadded and unsplit.
         ids: special token ids of the tokenizer.
         dtype: fp32, fp16 or bf16.
-        max_shard_bytes: maximum size of a weight file.
 
     Raises:
         CheckpointError: a weight is beyond fp16's range or has another shape than its config says.
     """
     entries = hf_tensors(config, model_type, ids.pad)
-    shards = _split_into_shards(entries, DTYPES[dtype].itemsize, max_shard_bytes)
+    shards = _split_into_shards(entries, DTYPES[dtype].itemsize)
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         suffix = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
@@ -163,14 +159,12 @@ def _convert(entry: HFTensor, read: Callable[[str], Tensor], dtype: str) -> Tens
     return converted
 
 
-def _split_into_shards(
-    entries: list[HFTensor], itemsize: int, max_bytes: int
-) -> list[list[HFTensor]]:
+def _split_into_shards(entries: list[HFTensor], itemsize: int) -> list[list[HFTensor]]:
     shards: list[list[HFTensor]] = [[]]
     shard_bytes = 0
     for entry in entries:
         size = math.prod(entry.shape) * itemsize
-        if shards[-1] and shard_bytes + size > max_bytes:
+        if shards[-1] and shard_bytes + size > MAX_SHARD_BYTES:
             shards.append([])
             shard_bytes = 0
         shards[-1].append(entry)

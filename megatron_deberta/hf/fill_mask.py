@@ -24,16 +24,16 @@ from megatron_deberta.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Prediction:
-    """A candidate token for a [MASK]."""
+    """A candidate token for a [MASK], as vocabulary piece and decoded to text."""
 
     token_id: int
     piece: str
     """Token as spelled in the vocabulary."""
     text: str
-    """Token decoded to text."""
     probability: float
 
 
+@dataclass(frozen=True)
 class MaskFiller:
     """A masked language model with its tokenizer.
 
@@ -43,17 +43,14 @@ class MaskFiller:
         max_tokens: maximum input length; 0: unlimited.
     """
 
-    def __init__(
-        self, logits: Callable[[Tensor], Tensor], tokenizer: Tokenizer, max_tokens: int
-    ) -> None:
-        self._logits = logits
-        self._tokenizer = tokenizer
-        self._max_tokens = max_tokens
+    logits: Callable[[Tensor], Tensor]
+    tokenizer: Tokenizer
+    max_tokens: int
 
     @property
     def mask_token(self) -> str:
         """The tokenizer's mask token, usually ``[MASK]``."""
-        return self._tokenizer.special.mask
+        return self.tokenizer.special.mask
 
     @torch.no_grad()
     def fill(self, text: str, top_k: int = 5) -> list[list[Prediction]]:
@@ -64,17 +61,17 @@ class MaskFiller:
         Raises:
             ConfigError: the text has no [MASK], or is longer than the model's positions.
         """
-        tokenizer = self._tokenizer
+        tokenizer = self.tokenizer
         ids = [tokenizer.cls_id, *tokenizer.encode(text, parse_special=True), tokenizer.sep_id]
         masked = [position for position, token in enumerate(ids) if token == tokenizer.mask_id]
         if not masked:
             raise ConfigError(f"text {text[:60]!r} has no {self.mask_token}; add one")
-        if self._max_tokens and len(ids) > self._max_tokens:
+        if self.max_tokens and len(ids) > self.max_tokens:
             raise ConfigError(
                 f"text {text[:60]!r} has {len(ids)} tokens, but the model has "
-                f"{self._max_tokens} positions; shorten it"
+                f"{self.max_tokens} positions; shorten it"
             )
-        logits = self._logits(torch.tensor([ids]))[0, masked, : tokenizer.num_tokens].float()
+        logits = self.logits(torch.tensor([ids]))[0, masked, : tokenizer.num_tokens].float()
         best = logits.softmax(-1).topk(min(top_k, tokenizer.num_tokens))
         return [
             [

@@ -30,13 +30,7 @@ from megatron_deberta.hf.config import from_hf_config, padding_id
 from megatron_deberta.hf.export_model import output_folder
 from megatron_deberta.hf.legacy_bin import convert_bin
 from megatron_deberta.hf.loading import load_model_tokenizer
-from megatron_deberta.hf.names import (
-    TOKEN_TYPES,
-    HFTensor,
-    ModelType,
-    hf_tensors,
-    standard_names,
-)
+from megatron_deberta.hf.names import TOKEN_TYPES, HFTensor, ModelType, hf_tensors, standard_names
 from megatron_deberta.model.shapes import parameter_shapes
 from megatron_deberta.model.weight_init import fill_initial
 
@@ -143,7 +137,6 @@ class Release:
 
     config: ModelConfig
     notes: tuple[str, ...]
-    """Parameters that will be newly initialised or ignored."""
     _tensors: tuple[tuple[HFTensor, StoredTensor], ...]
     _token_types: StoredTensor | None
     _seed: int

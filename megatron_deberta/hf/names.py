@@ -23,27 +23,26 @@ Layout: TypeAlias = Literal["same", "per_head", "after_padding", "zeros"]
 TOKEN_TYPES = "roberta.embeddings.token_type_embeddings.weight"
 """RoBERTa's token-type table; a single row is part of our position table."""
 
-_DEBERTA_STEMS = {
-    "embeddings.token": "deberta.embeddings.word_embeddings",
-    "embeddings.position": "deberta.embeddings.position_embeddings",
-    "mask_decoder.position": "deberta.embeddings.position_embeddings",
-    "embeddings.token_type": "deberta.embeddings.token_type_embeddings",
-    "embeddings.norm": "deberta.embeddings.LayerNorm",
-    "encoder.relative_positions": "deberta.encoder.rel_embeddings",
-    "encoder.relative_positions.norm": "deberta.encoder.LayerNorm",
-    "encoder.conv.conv": "deberta.encoder.conv.conv",
-    "encoder.conv.norm": "deberta.encoder.conv.LayerNorm",
+_BODY_STEMS = {
+    "embeddings.token": "embeddings.word_embeddings",
+    "embeddings.position": "embeddings.position_embeddings",
+    "mask_decoder.position": "embeddings.position_embeddings",
+    "embeddings.token_type": "embeddings.token_type_embeddings",
+    "embeddings.norm": "embeddings.LayerNorm",
+    "encoder.relative_positions": "encoder.rel_embeddings",
+    "encoder.relative_positions.norm": "encoder.LayerNorm",
+    "encoder.conv.conv": "encoder.conv.conv",
+    "encoder.conv.norm": "encoder.conv.LayerNorm",
+}
+"""Stems below the prefix ``deberta.`` or ``roberta.``."""
+_DEBERTA_HEAD_STEMS = {
     "head.transform": "lm_predictions.lm_head.dense",
     "head.norm": "lm_predictions.lm_head.LayerNorm",
     "head": "lm_predictions.lm_head",
     "next_sentence.dense": "pooler.dense",
     "next_sentence.classifier": "classifier",
 }
-_ROBERTA_STEMS = {
-    "embeddings.token": "roberta.embeddings.word_embeddings",
-    "embeddings.position": "roberta.embeddings.position_embeddings",
-    "embeddings.token_type": "roberta.embeddings.token_type_embeddings",
-    "embeddings.norm": "roberta.embeddings.LayerNorm",
+_ROBERTA_HEAD_STEMS = {
     "head.transform": "lm_head.dense",
     "head.norm": "lm_head.layer_norm",
     "head": "lm_head",
@@ -57,24 +56,18 @@ _LAYER_STEMS = {
     "ffn.down": "output.dense",
     "ffn.norm": "output.LayerNorm",
 }
-_V2_ATTENTION_STEMS = {
-    "attention.query": "attention.self.query_proj",
-    "attention.key": "attention.self.key_proj",
-    "attention.value": "attention.self.value_proj",
-    "attention.position_key": "attention.self.pos_key_proj",
-    "attention.position_query": "attention.self.pos_query_proj",
-}
-_V1_ATTENTION_STEMS = {
-    "attention.position_key": "attention.self.pos_proj",
-    "attention.position_query": "attention.self.pos_q_proj",
-}
-_ROBERTA_ATTENTION_STEMS = {
-    "attention.query": "attention.self.query",
-    "attention.key": "attention.self.key",
-    "attention.value": "attention.self.value",
-}
-_LAYER = re.compile(r"encoder\.layers\.(\d+)\.(.+)")
 _QKV = ("query", "key", "value")
+_ATTENTION_STEMS: dict[ModelType, dict[str, str]] = {
+    "deberta": {"position_key": "pos_proj", "position_query": "pos_q_proj"},
+    "deberta-v2": {
+        **{name: f"{name}_proj" for name in _QKV},
+        "position_key": "pos_key_proj",
+        "position_query": "pos_query_proj",
+    },
+    "roberta": {name: name for name in _QKV},
+}
+"""Stems below ``attention.`` and ``attention.self.``; ``megatron-deberta`` is like v2."""
+_LAYER = re.compile(r"encoder\.layers\.(\d+)\.(.+)")
 
 
 @dataclass(frozen=True)
@@ -171,16 +164,17 @@ def _standard_name(name: str) -> str:
 
 def _hf_name(name: str, model_type: ModelType) -> str:
     stem, _, kind = name.rpartition(".")
+    prefix = "roberta" if model_type == "roberta" else "deberta"
     layer = _LAYER.fullmatch(stem)
     if layer is None:
-        stems = _ROBERTA_STEMS if model_type == "roberta" else _DEBERTA_STEMS
-        return f"{stems[stem]}.{kind}"
-    attention = {
-        "deberta": _V1_ATTENTION_STEMS,
-        "roberta": _ROBERTA_ATTENTION_STEMS,
-    }.get(model_type, _V2_ATTENTION_STEMS)
-    prefix = "roberta" if model_type == "roberta" else "deberta"
-    inner = (_LAYER_STEMS | attention)[layer[2]]
+        if stem in _BODY_STEMS:
+            return f"{prefix}.{_BODY_STEMS[stem]}.{kind}"
+        heads = _ROBERTA_HEAD_STEMS if model_type == "roberta" else _DEBERTA_HEAD_STEMS
+        return f"{heads[stem]}.{kind}"
+    inner = _LAYER_STEMS.get(layer[2])
+    if inner is None:
+        stems = _ATTENTION_STEMS.get(model_type, _ATTENTION_STEMS["deberta-v2"])
+        inner = f"attention.self.{stems[layer[2].removeprefix('attention.')]}"
     return f"{prefix}.encoder.layer.{layer[1]}.{inner}.{kind}"
 
 

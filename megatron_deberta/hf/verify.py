@@ -13,11 +13,7 @@ from torch import Tensor
 
 from megatron_deberta.errors import CheckpointError
 from megatron_deberta.hf.config import DTYPES
-from megatron_deberta.hf.loading import (
-    load_pretrained,
-    quiet_transformers,
-    temporary_module_cache,
-)
+from megatron_deberta.hf.loading import load_pretrained, quiet_transformers, temporary_module_cache
 from megatron_deberta.hf.names import ModelType
 from megatron_deberta.model import DebertaForPretraining
 from megatron_deberta.tokenizer import Tokenizer
@@ -54,6 +50,7 @@ class ExportCheck:
     """Relative (Frobenius) error of the logits in the export's own dtype; 0 for fp32."""
 
 
+@temporary_module_cache()
 def check_export(
     directory: Path,
     model_type: ModelType,
@@ -75,17 +72,6 @@ def check_export(
     Raises:
         CheckpointError: token ids, logits or encoder states differ.
     """
-    with temporary_module_cache():
-        return _check(directory, model_type, build_ours, tokenizer, dtype)
-
-
-def _check(
-    directory: Path,
-    model_type: ModelType,
-    build_ours: Callable[[], DebertaForPretraining],
-    tokenizer: Tokenizer,
-    dtype: str,
-) -> ExportCheck:
     ours = build_ours()
     batches = _make_batches(directory, tokenizer, ours)
     expected = [_our_outputs(ours, batch) for batch in batches]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -14,34 +14,30 @@ from rich.table import Table
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
-    """Metrics of the steps since the last record."""
+    """Metrics of the steps since the last record, rates of all ranks together.
+
+    Learning rate, gradient norm, loss scale and pair metrics are those of the last step.
+    """
 
     step: int
-    """Completed optimizer steps."""
     loss: float
     """Mean loss over the steps since the last record, in nats per masked token."""
     learning_rate: float
-    """Learning rate of the last step."""
     grad_norm: float
     """Global gradient norm of the last step, before clipping."""
     loss_scale: float
-    """Loss scale of the last step; 1 without fp16."""
     tokens_per_second: float
-    """Tokens of all ranks, padding included."""
     utilization: float
     """MFU: model FLOP/s over the measured matrix rate; NaN if not measured."""
     hardware_utilization: float
     """The same, including recomputed FLOPs."""
     flops_per_second: float
-    """Model FLOP/s of all ranks."""
     matmul_flops_per_second: float
     """Matrix rate of all ranks, measured at start-up."""
     seconds_left: float
-    """Estimated time to the last step."""
     next_sentence_loss: float | None = None
     """Mean pair loss of the last step, in nats; None where rows are not pairs."""
     next_sentence_accuracy: float | None = None
-    """Fraction of the last step's pairs classified correctly."""
 
 
 def describe_record(record: StepRecord) -> list[tuple[str, str]]:
@@ -76,6 +72,7 @@ def format_duration(seconds: float | None) -> str:
     return f"{days}d {clock}" if days else clock
 
 
+@dataclass
 class LiveConsole:
     """Shows training records; a context manager, used by rank 0 only.
 
@@ -83,30 +80,28 @@ class LiveConsole:
         total_steps: last step of the run.
         first_step: steps completed before this process started.
         title: shown above the progress bar, such as the run folder.
-        console: console to draw on; None: standard output.
+        console: console to draw on; by default standard output.
     """
 
-    def __init__(
-        self,
-        total_steps: int,
-        *,
-        first_step: int = 0,
-        title: str = "",
-        console: Console | None = None,
-    ) -> None:
-        self.console = console if console is not None else Console(file=sys.stdout)
-        self._total_steps = total_steps
-        self._title = title
+    total_steps: int
+    first_step: int = 0
+    title: str = ""
+    console: Console = field(default_factory=lambda: Console(file=sys.stdout))
+    _record: StepRecord | None = field(default=None, init=False)
+    _note: str = field(default="", init=False)
+    _live: Live | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        """Create the progress bar."""
         self._progress = Progress(
             TextColumn("step {task.completed}/{task.total}"),
             BarColumn(bar_width=None),
             TaskProgressColumn(),
             expand=True,
         )
-        self._task = self._progress.add_task("train", total=total_steps, completed=first_step)
-        self._record: StepRecord | None = None
-        self._note = ""
-        self._live: Live | None = None
+        self._task = self._progress.add_task(
+            "train", total=self.total_steps, completed=self.first_step
+        )
 
     def __enter__(self) -> LiveConsole:
         """Start the live panel, if the console is a terminal."""
@@ -133,7 +128,7 @@ class LiveConsole:
             self._live.update(self._draw())
             return
         cells = " | ".join(f"{name} {value}" for name, value in describe_record(record))
-        self._print(f"step {record.step}/{self._total_steps} | {cells}")
+        self._print(f"step {record.step}/{self.total_steps} | {cells}")
 
     def note(self, text: str) -> None:
         """Show a line, such as a validation result, until the next one."""
@@ -149,7 +144,7 @@ class LiveConsole:
         self.console.file.flush()
 
     def _draw(self) -> Group:
-        parts: list[Table | Progress | str] = [self._title] if self._title else []
+        parts: list[Table | Progress | str] = [self.title] if self.title else []
         if self._record is not None:
             table = Table.grid(padding=(0, 3))
             cells = describe_record(self._record)

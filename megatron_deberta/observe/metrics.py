@@ -70,14 +70,6 @@ class MetricsWriter:
         if self._events is not None:
             self._events.close()
 
-    def __enter__(self) -> MetricsWriter:
-        """Return the writer."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Close the writer."""
-        self.close()
-
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Read the records of a run; an incomplete last line is ignored.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -45,31 +46,26 @@ def measure_matmul_rate(
 
 
 class Throughput(NamedTuple):
-    """Speed over some steps."""
+    """Speed over some steps, of all ranks together."""
 
     tokens_per_second: float
-    """Tokens of all ranks."""
     utilization: float
     """MFU: model FLOP/s, without recomputation, over the matrix rate."""
     hardware_utilization: float
     """The same, including recomputation."""
     flops_per_second: float
-    """Model FLOP/s of all ranks."""
     seconds_per_step: float
-    """Wall time of one optimizer step."""
 
 
 class StepWork(NamedTuple):
     """Work of an optimizer step."""
 
     tokens: int
-    """Tokens of all ranks."""
     flops_per_token: float
-    """From ``training_flops_per_token``."""
     recomputed_per_token: float = 0.0
-    """From ``recomputed_flops``."""
 
 
+@dataclass(kw_only=True)
 class ThroughputMeter:
     """Times steps between records; ``paused`` excludes time that is not training.
 
@@ -81,30 +77,27 @@ class ThroughputMeter:
         clock: returns seconds.
     """
 
-    def __init__(
-        self,
-        *,
-        work: StepWork,
-        matmul_rate: float,
-        first_work: StepWork | None = None,
-        first_steps: int = 0,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._work = work
-        self._first_work = first_work
-        self._first_steps = first_steps
-        self.matmul_rate = matmul_rate
-        self._clock = clock
-        self._start = clock()
+    work: StepWork
+    matmul_rate: float
+    first_work: StepWork | None = None
+    first_steps: int = 0
+    clock: Callable[[], float] = time.perf_counter
+
+    def __post_init__(self) -> None:
+        """Start the first lap."""
+        self._start_lap(self.clock())
+
+    def _start_lap(self, now: float) -> None:
+        self._start = now
         self._steps = self._tokens = 0
         self._flops = self._recomputed = 0.0
 
     def step_done(self) -> None:
         """Count one optimizer step."""
-        work = self._work
-        if self._first_steps > 0 and self._first_work is not None:
-            work = self._first_work
-            self._first_steps -= 1
+        work = self.work
+        if self.first_steps > 0 and self.first_work is not None:
+            work = self.first_work
+            self.first_steps -= 1
         self._steps += 1
         self._tokens += work.tokens
         self._flops += work.tokens * work.flops_per_token
@@ -113,9 +106,9 @@ class ThroughputMeter:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Exclude the time spent in the context, such as a validation or a checkpoint."""
-        before = self._clock()
+        before = self.clock()
         yield
-        self._start += self._clock() - before
+        self._start += self.clock() - before
 
     def lap(self) -> Throughput:
         """Return the speed since the last lap and start the next one.
@@ -125,7 +118,7 @@ class ThroughputMeter:
         """
         if self._steps == 0:
             raise ValueError("no step since the last lap")
-        now = self._clock()
+        now = self.clock()
         seconds = max(now - self._start, 1e-9)
         flops = self._flops / seconds
         throughput = Throughput(
@@ -135,6 +128,5 @@ class ThroughputMeter:
             flops_per_second=flops,
             seconds_per_step=seconds / self._steps,
         )
-        self._start, self._steps, self._tokens = now, 0, 0
-        self._flops = self._recomputed = 0.0
+        self._start_lap(now)
         return throughput

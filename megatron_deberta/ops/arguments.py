@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,10 +21,14 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTEGERS = (torch.int16, torch.int32, torch.int64)
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionRules:
-    """Arguments of ``disentangled_attention`` other than its five differentiable tensors."""
+class AttentionArguments(NamedTuple):
+    """Arguments of ``disentangled_attention``, documented there; the first five differentiable."""
 
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    pos_key: Tensor | None
+    pos_query: Tensor | None
     positions: RelativePositions
     q_positions: Tensor | None
     key_padding: Tensor | None
@@ -38,18 +41,6 @@ class AttentionRules:
     scale: float
     p2c_index: P2CIndex
     return_lse: bool
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionArguments:
-    """Arguments of ``disentangled_attention``, documented there."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    pos_key: Tensor | None
-    pos_query: Tensor | None
-    rules: AttentionRules
 
 
 def default_scale(head_dim: int, pos_key: Tensor | None, pos_query: Tensor | None) -> float:
@@ -92,10 +83,10 @@ def check_arguments(a: AttentionArguments) -> None:
     """
     _check_heads(a)
     _check_rows(a)
-    if a.rules.p2c_index not in ("released", "paper"):
-        raise ValueError(f"p2c_index: got {a.rules.p2c_index!r}, expected 'released' or 'paper'")
-    if a.rules.head_offset < 0:
-        raise ValueError(f"head_offset: got {a.rules.head_offset}, expected at least 0")
+    if a.p2c_index not in ("released", "paper"):
+        raise ValueError(f"p2c_index: got {a.p2c_index!r}, expected 'released' or 'paper'")
+    if a.head_offset < 0:
+        raise ValueError(f"head_offset: got {a.head_offset}, expected at least 0")
     if a.q.device.type == "cpu" or os.environ.get("MEGATRON_DEBERTA_CHECK") == "1":
         _check_values(a)
 
@@ -108,25 +99,30 @@ def without_idle_masks(a: AttentionArguments) -> AttentionArguments:
     """
     if a.q.device.type != "cpu":
         return a
-    padding, documents = a.rules.key_padding, a.rules.document_ids
+    padding, documents = a.key_padding, a.document_ids
     if padding is not None and bool(padding.all()):
         padding = None
     if documents is not None and bool((documents == documents[:, :1]).all()):
         documents = None
-    return replace(a, rules=replace(a.rules, key_padding=padding, document_ids=documents))
+    return a._replace(key_padding=padding, document_ids=documents)
 
 
-def _check(name: str, tensor: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
-    """Check shape and device of one tensor."""
+def _check(
+    name: str,
+    tensor: Tensor | None,
+    shape: tuple[int, ...],
+    dtypes: tuple[torch.dtype, ...],
+    like: Tensor,
+) -> None:
+    """Check shape, device and dtype of one tensor, if it is given."""
+    if tensor is None:
+        return
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name}: got shape {list(tensor.shape)}, expected {list(shape)}")
     if tensor.device != like.device:
         raise ValueError(f"{name}: got device {tensor.device}, expected {like.device} like q")
-
-
-def _check_dtype(name: str, tensor: Tensor, allowed: tuple[torch.dtype, ...]) -> None:
-    if tensor.dtype not in allowed:
-        expected = " or ".join(str(dtype) for dtype in allowed)
+    if tensor.dtype not in dtypes:
+        expected = " or ".join(map(str, dtypes))
         raise ValueError(f"{name}: got dtype {tensor.dtype}, expected {expected}")
 
 
@@ -139,60 +135,46 @@ def _check_heads(a: AttentionArguments) -> None:
             )
     batch, heads, q_len, head_dim = a.q.shape
     k_len = a.k.shape[2]
-    _check_dtype("q", a.q, _FLOATS)
-    _check("k", a.k, (batch, heads, k_len, head_dim), a.q)
-    _check("v", a.v, (batch, heads, k_len, head_dim), a.q)
-    if a.rules.q_positions is None and q_len != k_len:
+    _check("q", a.q, (batch, heads, q_len, head_dim), _FLOATS, a.q)
+    for name, tensor in (("k", a.k), ("v", a.v)):
+        _check(name, tensor, (batch, heads, k_len, head_dim), (a.q.dtype,), a.q)
+    if a.q_positions is None and q_len != k_len:
         raise ValueError(
             f"q: got {q_len} queries for {k_len} keys, expected equal lengths or q_positions"
         )
-    table = (heads, 2 * a.rules.positions.span, head_dim)
-    tables = [("pos_key", a.pos_key), ("pos_query", a.pos_query)]
-    for name, maybe in tables:
-        if maybe is not None:
-            _check(name, maybe, table, a.q)
-    for name, maybe in [("k", a.k), ("v", a.v), *tables]:
-        if maybe is not None:
-            _check_dtype(name, maybe, (a.q.dtype,))
+    for name, table in (("pos_key", a.pos_key), ("pos_query", a.pos_query)):
+        _check(name, table, (heads, 2 * a.positions.span, head_dim), (a.q.dtype,), a.q)
 
 
 def _check_rows(a: AttentionArguments) -> None:
     """Check the tensors with one entry per batch row."""
-    batch, _, q_len, _ = a.q.shape
-    k_len = a.k.shape[2]
-    if a.rules.q_positions is not None:
-        _check("q_positions", a.rules.q_positions, (batch, q_len), a.q)
-        _check_dtype("q_positions", a.rules.q_positions, _INTEGERS)
-    if a.rules.key_padding is not None:
-        _check("key_padding", a.rules.key_padding, (batch, k_len), a.q)
-        _check_dtype("key_padding", a.rules.key_padding, (torch.bool,))
-    if a.rules.document_ids is not None:
-        _check("document_ids", a.rules.document_ids, (batch, k_len), a.q)
-        _check_dtype("document_ids", a.rules.document_ids, _INTEGERS)
-    if a.rules.seed is not None:
-        _check("seed", a.rules.seed, (batch,), a.q)
-        _check_dtype("seed", a.rules.seed, (torch.int64,))
+    batch, q_len, k_len = a.q.shape[0], a.q.shape[2], a.k.shape[2]
+    _check("q_positions", a.q_positions, (batch, q_len), _INTEGERS, a.q)
+    _check("key_padding", a.key_padding, (batch, k_len), (torch.bool,), a.q)
+    _check("document_ids", a.document_ids, (batch, k_len), _INTEGERS, a.q)
+    _check("seed", a.seed, (batch,), (torch.int64,), a.q)
 
 
 def _check_values(a: AttentionArguments) -> None:
     """Check the values of positions and masks."""
-    if a.rules.q_positions is not None and a.rules.q_positions.numel():
-        low, high = (int(x) for x in torch.aminmax(a.rules.q_positions))
+    positions, padding, documents = a.q_positions, a.key_padding, a.document_ids
+    if positions is not None and positions.numel():
+        low, high = (int(x) for x in torch.aminmax(positions))
         if low < -1 or high >= a.k.shape[2]:
             raise ValueError(
                 f"q_positions: got values in [{low}, {high}], expected -1 or "
                 f"[0, {a.k.shape[2]}), the positions of the keys"
             )
-    if a.rules.key_padding is not None and a.rules.key_padding.shape[1]:
-        edges = (a.rules.key_padding[:, 1:] != a.rules.key_padding[:, :-1]).sum(1)
-        edges = edges + a.rules.key_padding[:, 0].int() + a.rules.key_padding[:, -1].int()
-        if bool((edges > 2).any()):
-            row = int(torch.nonzero(edges > 2)[0])
+    if padding is not None and padding.shape[1]:
+        edges = (padding[:, 1:] != padding[:, :-1]).sum(1)
+        wrong = edges + padding[:, 0].int() + padding[:, -1].int() > 2
+        if bool(wrong.any()):
+            row = int(torch.nonzero(wrong)[0])
             raise ValueError(
                 f"key_padding: got a gap between real keys in row {row}, expected one run of True"
             )
-    if a.rules.document_ids is not None and bool((a.rules.document_ids.diff(dim=1) < 0).any()):
-        row = int(torch.nonzero((a.rules.document_ids.diff(dim=1) < 0).any(1))[0])
+    if documents is not None and bool((wrong := (documents.diff(dim=1) < 0).any(1)).any()):
+        row = int(torch.nonzero(wrong)[0])
         raise ValueError(
             f"document_ids: got decreasing ids in row {row}, expected non-decreasing ones"
         )

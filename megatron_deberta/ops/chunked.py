@@ -14,7 +14,6 @@ Products and softmax are float32 (float64 for float64 inputs), whatever the inpu
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +23,13 @@ from torch.autograd.function import once_differentiable
 from megatron_deberta.ops.arguments import AttentionArguments
 from megatron_deberta.ops.dropout_bits import drop_threshold, keep_scale, random_bytes, row_keys
 from megatron_deberta.ops.head_threads import for_heads
-from megatron_deberta.ops.position_terms import ConsecutiveTerms, GatheredTerms, ScoreBlock, Scratch
+from megatron_deberta.ops.position_terms import (
+    ConsecutiveTerms,
+    GatheredTerms,
+    PositionTerms,
+    ScoreBlock,
+    Scratch,
+)
 from megatron_deberta.ops.visibility import hides_keys, query_positions, visible_keys
 
 _BLOCK_ELEMENTS = {"cpu": 1 << 18}
@@ -42,7 +47,7 @@ def attend(a: AttentionArguments) -> tuple[Tensor, Tensor | None]:
         Output like ``q``, and if requested the log-sum-exp of the scores, float32
         ``[batch, heads, q_len]``.
     """
-    output, lse = _ChunkedAttention.apply(a.q, a.k, a.v, a.pos_key, a.pos_query, a.rules)
+    output, lse = _ChunkedAttention.apply(*a)
     return output, lse
 
 
@@ -53,7 +58,7 @@ class _ChunkedAttention(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor | None]:
         a = AttentionArguments(*args)
         ctx.save_for_backward(*args[:5])
-        ctx.rules = a.rules
+        ctx.options = args[5:]
         output, lse = _forward(a)
         if lse is not None:
             ctx.mark_non_differentiable(lse)
@@ -62,9 +67,8 @@ class _ChunkedAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_output: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, pos_key, pos_query = ctx.saved_tensors
-        a = AttentionArguments(q, k, v, pos_key, pos_query, ctx.rules)
-        return (*_backward(a, d_output), None)
+        a = AttentionArguments(*ctx.saved_tensors, *ctx.options)
+        return (*_backward(a, d_output), *(None for _ in ctx.options))
 
 
 class _Blocks:
@@ -76,15 +80,15 @@ class _Blocks:
         self.k_len = a.k.shape[2]
         self.dtype = _score_dtype(a)
         self.scratch = Scratch(a.q, self.dtype)
-        self.at = query_positions(a.rules, self.q_len, a.q.device)
-        self.terms: ConsecutiveTerms | GatheredTerms
-        if a.rules.q_positions is None:
+        self.at = query_positions(a)
+        self.terms: PositionTerms
+        if a.q_positions is None:
             self.terms = ConsecutiveTerms(a, self.dtype, self.scratch)
         else:
             self.terms = GatheredTerms(a, self.dtype, self.scratch, self.at)
         self.rows = None
-        if a.rules.seed is not None:
-            self.rows = row_keys(a.rules.seed, self.at, self.heads, a.rules.head_offset)
+        if a.seed is not None:
+            self.rows = row_keys(a.seed, self.at, self.heads, a.head_offset)
         self.bias: Tensor | None = None
         self.fully_masked: Tensor | None = None
 
@@ -103,10 +107,10 @@ class _Blocks:
 
     def _set_masks(self, rows: slice, queries: slice) -> None:
         """Set the additive mask of some queries, and which of them see no key."""
-        if not hides_keys(self.a.rules):
+        if not hides_keys(self.a):
             return
         at = self.at[rows, queries] if self.at.shape[0] > 1 else self.at[:, queries]
-        visible = visible_keys(self.a.rules, at, rows, self.k_len)
+        visible = visible_keys(self.a, at, rows)
         self.fully_masked = ~visible.any(-1, keepdim=True)
         lowest = torch.finfo(self.dtype).min
         self.bias = torch.zeros(visible.shape, dtype=self.dtype, device=at.device)
@@ -136,7 +140,7 @@ class _Blocks:
         if self.rows is None:
             return None
         rows = self.rows[block.rows, block.head, block.queries]
-        threshold = drop_threshold(self.a.rules.dropout_p)
+        threshold = drop_threshold(self.a.dropout_p)
         return torch.ge(random_bytes(rows, self.k_len), threshold, out=self.buffer("keep", block))
 
     def zero_masked(self, x: Tensor) -> Tensor:
@@ -148,7 +152,7 @@ def _forward(a: AttentionArguments) -> tuple[Tensor, Tensor | None]:
     """Return output and log-sum-exp."""
     output = torch.empty_like(a.q)
     lse = None
-    if a.rules.return_lse:
+    if a.return_lse:
         lse = torch.empty(a.q.shape[:3], dtype=torch.float32, device=a.q.device)
 
     def work(heads: slice) -> None:
@@ -170,15 +174,13 @@ def _backward(a: AttentionArguments, d_output: Tensor) -> tuple[Tensor | None, .
     )
 
     def work(heads: slice) -> None:
-        part = _select_heads(a, heads)
-        blocks = _Blocks(part)
-        gradients = (d_q[:, heads], d_k[:, heads], d_v[:, heads])
-        _backward_heads(part, blocks, d_output[:, heads], *gradients)
+        blocks = _Blocks(_select_heads(a, heads))
+        _backward_heads(blocks, *(x[:, heads] for x in (d_output, d_q, d_k, d_v)))
         c2p, p2c = blocks.terms.c2p, blocks.terms.p2c
         if d_pos_key is not None and c2p is not None:
             d_pos_key[heads] = c2p.folded_gradient(d_pos_key.shape[1], 1.0)
         if d_pos_query is not None and p2c is not None:
-            d_pos_query[heads] = p2c.folded_gradient(d_pos_query.shape[1], a.rules.scale)
+            d_pos_query[heads] = p2c.folded_gradient(d_pos_query.shape[1], a.scale)
 
     for_heads(work, a.q.shape[1], _score_count(a), a.q.device.type)
     return d_q, d_k.to(a.k.dtype), d_v.to(a.v.dtype), d_pos_key, d_pos_query
@@ -194,22 +196,18 @@ def _score_count(a: AttentionArguments) -> int:
 
 def _select_heads(a: AttentionArguments, heads: slice) -> AttentionArguments:
     """Return the same call for a slice of its heads."""
-    return AttentionArguments(
-        q=a.q[:, heads],
-        k=a.k[:, heads],
-        v=a.v[:, heads],
-        pos_key=None if a.pos_key is None else a.pos_key[heads],
-        pos_query=None if a.pos_query is None else a.pos_query[heads],
-        rules=replace(a.rules, head_offset=a.rules.head_offset + heads.start),
-    )
+    key, query = (None if x is None else x[heads] for x in (a.pos_key, a.pos_query))
+    q, k, v = (x[:, heads] for x in (a.q, a.k, a.v))
+    offset = a.head_offset + heads.start
+    return a._replace(q=q, k=k, v=v, pos_key=key, pos_query=query, head_offset=offset)
 
 
 def _forward_heads(a: AttentionArguments, output: Tensor, lse: Tensor | None) -> None:
     """Write output and log-sum-exp."""
     blocks = _Blocks(a)
-    factor = keep_scale(a.rules.dropout_p)
+    factor = keep_scale(a.dropout_p)
     for block in blocks:
-        q = blocks.queries(a.q, block) * a.rules.scale
+        q = blocks.queries(a.q, block) * a.scale
         scores = blocks.scores(q, blocks.keys(a.k, block), block)
         if lse is not None:
             value = torch.logsumexp(scores, -1, keepdim=True)
@@ -225,17 +223,13 @@ def _forward_heads(a: AttentionArguments, output: Tensor, lse: Tensor | None) ->
 
 
 def _backward_heads(
-    a: AttentionArguments,
-    blocks: _Blocks,
-    d_output: Tensor,
-    d_q: Tensor,
-    d_k: Tensor,
-    d_v: Tensor,
+    blocks: _Blocks, d_output: Tensor, d_q: Tensor, d_k: Tensor, d_v: Tensor
 ) -> None:
     """Write ``d_q`` and add to ``d_k``, ``d_v`` and the tables' gradients in ``blocks.terms``."""
-    factor = keep_scale(a.rules.dropout_p)
+    a = blocks.a
+    factor = keep_scale(a.dropout_p)
     for block in blocks:
-        q = blocks.queries(a.q, block) * a.rules.scale
+        q = blocks.queries(a.q, block) * a.scale
         k = blocks.keys(a.k, block)
         d_o = blocks.zero_masked(blocks.queries(d_output, block) * factor)
         scores = blocks.scores(q, k, block)
@@ -250,4 +244,4 @@ def _backward_heads(
         d_query = torch.bmm(d_scores, k)
         d_key = d_k[block.rows, block.head].baddbmm_(d_scores.transpose(1, 2), q)
         blocks.terms.add_gradients(d_scores, q, k, d_query, d_key, block)
-        d_q[block.rows, block.head, block.queries] = d_query.mul_(a.rules.scale)
+        d_q[block.rows, block.head, block.queries] = d_query.mul_(a.scale)

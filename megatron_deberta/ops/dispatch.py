@@ -15,7 +15,6 @@ from torch import Tensor
 from megatron_deberta.ops import chunked, reference
 from megatron_deberta.ops.arguments import (
     AttentionArguments,
-    AttentionRules,
     P2CIndex,
     check_arguments,
     default_scale,
@@ -137,26 +136,12 @@ def disentangled_attention(
 
     Source: He et al. 2021, arXiv:2006.03654, section 3.1 and Algorithm 1.
     """
+    if scale is None:
+        scale = default_scale(q.shape[-1], pos_key, pos_query)
     arguments = AttentionArguments(
-        q=q,
-        k=k,
-        v=v,
-        pos_key=pos_key,
-        pos_query=pos_query,
-        rules=AttentionRules(
-            positions=positions,
-            q_positions=q_positions,
-            key_padding=key_padding,
-            document_ids=document_ids,
-            causal=causal,
-            dropout_p=dropout_p,
-            seed=row_seeds(seed, dropout_p, q),
-            head_offset=head_offset,
-            scale=default_scale(q.shape[-1], pos_key, pos_query) if scale is None else scale,
-            p2c_index=p2c_index,
-            return_lse=return_lse,
-        ),
-    )
+        q, k, v, pos_key, pos_query, positions, q_positions, key_padding, document_ids, causal,
+        dropout_p, row_seeds(seed, dropout_p, q), head_offset, scale, p2c_index, return_lse,
+    )  # fmt: skip
     check_arguments(arguments)
     chosen = choose_backend(backend, q)
     if not torch.compiler.is_compiling():

@@ -13,22 +13,24 @@ positions; their terms are gathered from a product with the table.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from megatron_deberta.ops.arguments import AttentionArguments
 
+_T = TypeVar("_T")
+
 STRIP = 128
 """Queries (keys) multiplied at once by a window of the c2p (p2c) table. A window is longer than the
 distances of a query by this much: larger strips waste arithmetic, smaller ones take more calls."""
-
-
 _KEY_STRIP = 2048
 """Keys multiplied at once by the p2c table for gathered queries; bounds memory on long rows."""
 
 
+@dataclass
 class Scratch:
     """Buffers reused from block to block; most blocks of a call have the same shape.
 
@@ -37,16 +39,15 @@ class Scratch:
         dtype: of the buffers.
     """
 
-    def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
-        """See the class."""
-        self._device, self._dtype = like.device, dtype
-        self._buffers: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+    like: Tensor
+    dtype: torch.dtype
+    _buffers: dict[tuple[str, tuple[int, ...]], Tensor] = field(default_factory=dict, init=False)
 
     def get(self, name: str, *shape: int) -> Tensor:
         """Return a contiguous buffer: zeros at first, later as its last user left it."""
         key = (name, shape)
         if key not in self._buffers:
-            self._buffers[key] = torch.zeros(shape, device=self._device, dtype=self._dtype)
+            self._buffers[key] = torch.zeros(shape, device=self.like.device, dtype=self.dtype)
         return self._buffers[key]
 
 
@@ -59,7 +60,6 @@ class Table:
     slots: Tensor
     """int64 ``[columns]``, the slot of each row."""
     falling: bool
-    """Whether slots decrease along the columns; otherwise they increase."""
     grad: Tensor | None = None
 
     @staticmethod
@@ -108,30 +108,49 @@ class ScoreBlock:
     queries: slice
 
 
-class ConsecutiveTerms:
-    """Position terms of consecutive queries: query i is at position i.
+class _Strip(NamedTuple):
+    """Vectors (queries or keys) and the columns of their table that they are multiplied by."""
+
+    vectors: slice
+    columns: slice
+    index: Tensor | None = None
+    """Column of each score ``[rows, vectors, scores]``; None: they are on the diagonals."""
+
+
+class PositionTerms:
+    """Both position terms of a call, computed in the strips that the subclasses choose.
 
     Args:
         a: checked arguments.
         dtype: of the scores.
         scratch: buffers of the call.
+        c2p: slots of the columns of that table, and whether they decrease.
+        p2c: the same of the other table.
     """
 
-    def __init__(self, a: AttentionArguments, dtype: torch.dtype, scratch: Scratch) -> None:
+    largest_product: int
+    """Elements of a batch row's largest product with a table."""
+
+    def __init__(
+        self,
+        a: AttentionArguments,
+        dtype: torch.dtype,
+        scratch: Scratch,
+        *,
+        c2p: tuple[Tensor, bool],
+        p2c: tuple[Tensor, bool],
+    ) -> None:
         """See the class."""
         self._length, self._scratch = a.k.shape[2], scratch
-        rising = torch.arange(1 - self._length, self._length, device=a.q.device)
-        positions, sign = a.rules.positions, 1 if a.rules.p2c_index == "released" else -1
         self.c2p = self.p2c = None
-        if a.pos_key is not None:  # distances decrease along a score row
-            self.c2p = Table.lay_out(a.pos_key, positions.slots(-rising), dtype, falling=True)
-        if a.pos_query is not None:  # and increase along a score column
-            slots = positions.slots(sign * rising)
-            self.p2c = Table.lay_out(
-                a.pos_query, slots, dtype, factor=a.rules.scale, falling=sign < 0
-            )
-        strip = min(STRIP, self._length)
-        self.largest_product = strip * (self._length + strip)
+        if a.pos_key is not None:
+            self.c2p = Table.lay_out(a.pos_key, c2p[0], dtype, falling=c2p[1])
+        if a.pos_query is not None:
+            self.p2c = Table.lay_out(a.pos_query, p2c[0], dtype, factor=a.scale, falling=p2c[1])
+
+    def _strips(self, term: str, block: ScoreBlock) -> Iterator[_Strip]:
+        """Yield strips of the block's queries for ``c2p``, of its keys for ``p2c``."""
+        raise NotImplementedError
 
     def add_to(self, scores: Tensor, q: Tensor, k: Tensor, block: ScoreBlock) -> None:
         """Add the terms to a block of scores.
@@ -142,17 +161,16 @@ class ConsecutiveTerms:
             k: keys ``[rows, k_len, head_dim]``.
             block: the block.
         """
-        if self.c2p is not None:
-            for strip, window in self._query_strips(block):
-                table = self.c2p.rows[block.head, window]
-                product = self._product("c2p", q[:, strip], table)
-                scores[:, strip].add_(_diagonals(product, self._length))
-        if self.p2c is not None:
-            transposed, size = scores.transpose(1, 2), scores.shape[1]
-            for strip, window in self._key_strips(block):
-                table = self.p2c.rows[block.head, window]
-                product = self._product("p2c", k[:, strip], table)
-                transposed[:, strip].add_(_diagonals(product, size))
+        for term, table, x, by_x in self._terms(scores, q, k):
+            for strip in self._strips(term, block):
+                vectors, rows = x[:, strip.vectors], table.rows[block.head, strip.columns]
+                out = self._scratch.get(term, *vectors.shape[:2], len(rows))
+                product = torch.bmm(vectors, rows.t().expand(len(x), -1, -1), out=out)
+                if strip.index is None:
+                    values = _diagonals(product, by_x.shape[2])
+                else:
+                    values = product.gather(-1, strip.index)
+                by_x[:, strip.vectors].add_(values)
 
     def add_gradients(
         self, d_scores: Tensor, q: Tensor, k: Tensor, d_q: Tensor, d_k: Tensor, block: ScoreBlock
@@ -167,121 +185,86 @@ class ConsecutiveTerms:
             d_k: gradient of the keys.
             block: the block.
         """
+        for term, table, (x, d_x), by_x in self._terms(d_scores, (q, d_q), (k, d_k)):
+            for strip in self._strips(term, block):
+                vectors, rows = x[:, strip.vectors], table.rows[block.head, strip.columns]
+                d_strip = by_x[:, strip.vectors]
+                d_product = self._scratch.get(f"{term} gradient", *vectors.shape[:2], len(rows))
+                if strip.index is None:  # only the diagonals are ever written: the rest stays zero
+                    _diagonals(d_product, by_x.shape[2]).copy_(d_strip)
+                else:
+                    d_product.zero_().scatter_add_(-1, strip.index, d_strip)
+                d_x[:, strip.vectors].baddbmm_(d_product, rows.expand(len(x), -1, -1))
+                gradient = table.gradient()[block.head, strip.columns]
+                gradient.addmm_(d_product.flatten(0, 1).t(), vectors.flatten(0, 1))
+
+    def _terms(self, scores: Tensor, q: _T, k: _T) -> Iterator[tuple[str, Table, _T, Tensor]]:
+        """Yield each term's name, table, vectors and the scores with these vectors as rows."""
         if self.c2p is not None:
-            for strip, window in self._query_strips(block):
-                self._strip_gradients("c2p", self.c2p, d_scores, q, d_q, block.head, strip, window)
+            yield "c2p", self.c2p, q, scores
         if self.p2c is not None:
-            transposed = d_scores.transpose(1, 2)
-            for strip, window in self._key_strips(block):
-                self._strip_gradients(
-                    "p2c", self.p2c, transposed, k, d_k, block.head, strip, window
-                )
-
-    def _strip_gradients(
-        self,
-        name: str,
-        table: Table,
-        d_scores: Tensor,
-        x: Tensor,
-        d_x: Tensor,
-        head: int,
-        strip: slice,
-        window: slice,
-    ) -> None:
-        """Add the gradients of one strip's product: of its vectors and of the table's window."""
-        d_strip, x_strip = d_scores[:, strip], x[:, strip]
-        rows, size, length = d_strip.shape
-        # Only the diagonals are ever written; the rest of the buffer stays zero.
-        d_product = self._scratch.get(name + " gradient", rows, size, window.stop - window.start)
-        _diagonals(d_product, length).copy_(d_strip)
-        d_x[:, strip].baddbmm_(d_product, table.rows[head, window].expand(rows, -1, -1))
-        flat = d_product.view(rows * size, -1)
-        table.gradient()[head, window].addmm_(flat.t(), x_strip.reshape(rows * size, -1))
-
-    def _product(self, name: str, x: Tensor, window: Tensor) -> Tensor:
-        """Return the products ``[rows, size, columns]`` of vectors with a window of a table."""
-        rows, size, _ = x.shape
-        out = self._scratch.get(name, rows, size, window.shape[0])
-        return torch.bmm(x, window.t().expand(rows, -1, -1), out=out)
-
-    def _query_strips(self, block: ScoreBlock) -> Iterator[tuple[slice, slice]]:
-        """Yield strips of queries (within the block) and their windows of the c2p table."""
-        first, last = block.queries.start, block.queries.stop
-        for start in range(first, last, STRIP):
-            stop = min(start + STRIP, last)
-            window = slice(self._length - stop, 2 * self._length - 1 - start)
-            yield slice(start - first, stop - first), window
-
-    def _key_strips(self, block: ScoreBlock) -> Iterator[tuple[slice, slice]]:
-        """Yield strips of keys and their windows of the p2c table."""
-        first, last = block.queries.start, block.queries.stop
-        for start in range(0, self._length, STRIP):
-            stop = min(start + STRIP, self._length)
-            window = slice(self._length + first - stop, self._length + last - start - 1)
-            yield slice(start, stop), window
+            yield "p2c", self.p2c, k, scores.transpose(1, 2)
 
 
-class GatheredTerms:
-    """Position terms of gathered queries.
+class ConsecutiveTerms(PositionTerms):
+    """Position terms of consecutive queries: query i is at position i."""
 
-    Args:
-        a: checked arguments.
-        dtype: of the scores.
-        scratch: buffers of the call.
-        at: positions of the queries, int64 ``[batch, q_len]``.
-    """
+    def __init__(self, a: AttentionArguments, dtype: torch.dtype, scratch: Scratch) -> None:
+        """See the base class."""
+        length, slots = a.k.shape[2], a.positions.slots
+        rising = torch.arange(1 - length, length, device=a.q.device)
+        sign = 1 if a.p2c_index == "released" else -1
+        # Distances decrease along a score row and increase along a score column.
+        c2p, p2c = (slots(-rising), True), (slots(sign * rising), sign < 0)
+        super().__init__(a, dtype, scratch, c2p=c2p, p2c=p2c)
+        strip = min(STRIP, length)
+        self.largest_product = strip * (length + strip)
+
+    def _strips(self, term: str, block: ScoreBlock) -> Iterator[_Strip]:
+        first, last, length = block.queries.start, block.queries.stop, self._length
+        if term == "c2p":
+            for start in range(first, last, STRIP):
+                stop = min(start + STRIP, last)
+                columns = slice(length - stop, 2 * length - 1 - start)
+                yield _Strip(slice(start - first, stop - first), columns)
+            return
+        for start in range(0, length, STRIP):
+            stop = min(start + STRIP, length)
+            yield _Strip(
+                slice(start, stop), slice(length + first - stop, length + last - start - 1)
+            )
+
+
+class GatheredTerms(PositionTerms):
+    """Position terms of gathered queries, at positions ``at``, int64 ``[batch, q_len]``."""
 
     def __init__(
         self, a: AttentionArguments, dtype: torch.dtype, scratch: Scratch, at: Tensor
     ) -> None:
-        """See the class."""
-        self._at, self._length, self._scratch = at, a.k.shape[2], scratch
-        self._positions = a.rules.positions
-        self._sign = 1 if a.rules.p2c_index == "released" else -1
-        distances = 2 * self._length - 1
+        """See the base class."""
+        self._at, self._positions, length = at, a.positions, a.k.shape[2]
+        self._sign = 1 if a.p2c_index == "released" else -1
         # By slot there are fewer columns for long rows; by distance no two keys of a query share
         # a column, so sums with CUDA's atomics are deterministic.
-        self._by_slot = a.q.device.type == "cpu" and 2 * self._positions.span < distances
-        slots = torch.arange(2 * self._positions.span, device=a.q.device)
-        if not self._by_slot:
-            rising = torch.arange(1 - self._length, self._length, device=a.q.device)
-            slots = self._positions.slots(rising)
-        self.c2p = self.p2c = None
-        if a.pos_key is not None:
-            self.c2p = Table.lay_out(a.pos_key, slots, dtype, falling=False)
-        if a.pos_query is not None:
-            self.p2c = Table.lay_out(a.pos_query, slots, dtype, factor=a.rules.scale, falling=False)
-        self.largest_product = min(self._length, _KEY_STRIP) * slots.numel()
+        num_slots = 2 * self._positions.span
+        self._by_slot = a.q.device.type == "cpu" and num_slots < 2 * length - 1
+        if self._by_slot:
+            slots = torch.arange(num_slots, device=a.q.device)
+        else:
+            slots = self._positions.slots(torch.arange(1 - length, length, device=a.q.device))
+        super().__init__(a, dtype, scratch, c2p=(slots, False), p2c=(slots, False))
+        self.largest_product = min(length, _KEY_STRIP) * slots.numel()
         self._cached: tuple[slice, slice] | None = None
 
-    def add_to(self, scores: Tensor, q: Tensor, k: Tensor, block: ScoreBlock) -> None:
-        """As ``ConsecutiveTerms.add_to``."""
+    def _strips(self, term: str, block: ScoreBlock) -> Iterator[_Strip]:
         self._set_columns(block)
-        if self.c2p is not None:
-            product = self._product("c2p", q, self.c2p, block.head)
-            scores.add_(product.gather(-1, self._c2p_columns))
-        if self.p2c is not None:
-            for strip in self._key_strips():
-                product = self._product("p2c", k[:, strip], self.p2c, block.head)
-                term = product.gather(-1, self._p2c_columns[:, strip])
-                scores[:, :, strip].transpose(1, 2).add_(term)
-
-    def add_gradients(
-        self, d_scores: Tensor, q: Tensor, k: Tensor, d_q: Tensor, d_k: Tensor, block: ScoreBlock
-    ) -> None:
-        """As ``ConsecutiveTerms.add_gradients``."""
-        self._set_columns(block)
-        if self.c2p is not None:
-            self._gradients(self.c2p, d_scores, self._c2p_columns, q, d_q, block.head)
-        if self.p2c is not None:
-            for strip in self._key_strips():
-                d_strip = d_scores[:, :, strip].transpose(1, 2)
-                columns = self._p2c_columns[:, strip]
-                self._gradients(self.p2c, d_strip, columns, k[:, strip], d_k[:, strip], block.head)
-
-    def _key_strips(self) -> Iterator[slice]:
+        every = slice(None)
+        if term == "c2p":
+            yield _Strip(every, every, self._c2p_columns)
+            return
         for start in range(0, self._length, _KEY_STRIP):
-            yield slice(start, min(start + _KEY_STRIP, self._length))
+            keys = slice(start, min(start + _KEY_STRIP, self._length))
+            yield _Strip(keys, every, self._p2c_columns[:, keys])
 
     def _set_columns(self, block: ScoreBlock) -> None:
         """Set the columns of a block's distances, which its heads share."""
@@ -296,20 +279,6 @@ class GatheredTerms:
 
     def _columns(self, distance: Tensor) -> Tensor:
         return self._positions.slots(distance) if self._by_slot else distance + self._length - 1
-
-    def _product(self, name: str, x: Tensor, table: Table, head: int) -> Tensor:
-        out = self._scratch.get(name, x.shape[0], x.shape[1], table.rows.shape[1])
-        return torch.bmm(x, table.rows[head].t().expand(x.shape[0], -1, -1), out=out)
-
-    def _gradients(
-        self, table: Table, d_scores: Tensor, columns: Tensor, x: Tensor, d_x: Tensor, head: int
-    ) -> None:
-        rows, size, _ = x.shape
-        d_product = self._scratch.get("gathered gradient", rows, size, table.rows.shape[1])
-        d_product.zero_().scatter_add_(-1, columns, d_scores)
-        d_x.baddbmm_(d_product, table.rows[head].expand(rows, -1, -1))
-        flat = d_product.view(rows * size, -1)
-        table.gradient()[head].addmm_(flat.t(), x.reshape(rows * size, -1))
 
 
 def _diagonals(product: Tensor, length: int) -> Tensor:

@@ -5,50 +5,44 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_deberta.ops.arguments import AttentionRules
+from megatron_deberta.ops.arguments import AttentionArguments
 
 
-def query_positions(rules: AttentionRules, q_len: int, device: torch.device) -> Tensor:
+def query_positions(a: AttentionArguments) -> Tensor:
     """Return the positions of the queries.
-
-    Args:
-        rules: of the call.
-        q_len: number of queries.
-        device: device of the result.
 
     Returns:
         int64 ``[batch, q_len]``, -1 for padding; ``[1, q_len]`` if all rows are equal.
     """
-    if rules.q_positions is None:
-        return torch.arange(q_len, device=device)[None]
-    return rules.q_positions.long()
+    if a.q_positions is None:
+        return torch.arange(a.q.shape[2], device=a.q.device)[None]
+    return a.q_positions.long()
 
 
-def hides_keys(rules: AttentionRules) -> bool:
+def hides_keys(a: AttentionArguments) -> bool:
     """Return whether any key may be hidden from any query."""
-    masks = (rules.key_padding, rules.document_ids, rules.q_positions)
-    return rules.causal or any(mask is not None for mask in masks)
+    masks = (a.key_padding, a.document_ids, a.q_positions)
+    return a.causal or any(mask is not None for mask in masks)
 
 
-def visible_keys(rules: AttentionRules, at: Tensor, rows: slice, k_len: int) -> Tensor:
+def visible_keys(a: AttentionArguments, at: Tensor, rows: slice) -> Tensor:
     """Return which keys a block of queries sees.
 
     Args:
-        rules: of the call.
+        a: arguments of the call.
         at: positions of the block's queries, ``[batch rows or 1, queries]``.
         rows: batch rows of the block.
-        k_len: number of keys.
 
     Returns:
         bool, broadcastable to ``[batch rows, queries, k_len]``, three-dimensional.
     """
     visible = (at >= 0)[:, :, None]
-    if rules.key_padding is not None:
-        visible = visible & rules.key_padding[rows, None, :]
-    if rules.document_ids is not None:
-        documents = rules.document_ids[rows]
+    if a.key_padding is not None:
+        visible = visible & a.key_padding[rows, None, :]
+    if a.document_ids is not None:
+        documents = a.document_ids[rows]
         own = documents.gather(1, at.clamp(min=0).expand(documents.shape[0], -1))
         visible = visible & (own[:, :, None] == documents[:, None, :])
-    if rules.causal:
-        visible = visible & (torch.arange(k_len, device=at.device) <= at[:, :, None])
+    if a.causal:
+        visible = visible & (torch.arange(a.k.shape[2], device=at.device) <= at[:, :, None])
     return visible

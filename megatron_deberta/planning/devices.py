@@ -16,19 +16,16 @@ class Device:
     name: str
     """As in cluster profiles."""
     memory_gb: float
-    """Device memory, in units of 1e9 bytes."""
     half_tflops: float
     """Dense matrix rate in fp16 and, where supported, bf16."""
     single_tflops: float
     """Matrix rate in fp32 (not TF32)."""
     memory_gb_per_second: float
-    """Bandwidth of the device memory."""
     link_gb_per_second: float
     """NVLink bandwidth of one device, one way."""
     achieved: float
     """Share of the matrix rate that forward and backward are assumed to reach."""
     achieved_source: str
-    """Source of that share."""
     attention: Literal["triton", "chunked"]
     """Attention backend: ``triton`` from sm_80 on, ``chunked`` before."""
 

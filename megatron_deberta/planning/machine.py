@@ -21,7 +21,6 @@ class Machine:
     """Devices and links of a cluster."""
 
     device: Device
-    """Device of each rank."""
     ranks_per_node: int
     network_gb_per_second: float
     """Bandwidth of all of a node's adapters, one way."""

@@ -42,9 +42,7 @@ class MemoryEstimate(NamedTuple):
     vocabulary: int
     """Gradient of the vocabulary projection, and a chunk of logits or the embedding's gradient."""
     workspace: int
-    """Temporary tensors of a layer's backward pass."""
     kernels: int
-    """Temporary tensors of the attention kernels."""
 
     @property
     def total(self) -> int:
@@ -159,14 +157,12 @@ def largest_micro_batch(
 
 
 class _Kept(NamedTuple):
-    """Bytes of a micro batch without kernels and vocabulary."""
+    """Bytes of activations, and of temporary tensors in the backward pass of a layer's parts."""
 
     encoder: int
-    """Activations of the encoder."""
     decoder: int
     """Activations of the mask decoder and the head."""
     ffn: int
-    """Temporary tensors of the backward pass of a layer's FFN."""
     attention: int
     """The same of a layer's attention, less the activations that its FFN has freed."""
 

@@ -19,13 +19,7 @@ from megatron_deberta.planning.machine import (
     Machine,
 )
 from megatron_deberta.planning.memory import MemoryEstimate, local_parameters
-from megatron_deberta.planning.search import (
-    POLICIES,
-    Search,
-    layout,
-    rank_memory,
-    search_layouts,
-)
+from megatron_deberta.planning.search import POLICIES, Search, layout, rank_memory, search_layouts
 from megatron_deberta.planning.timing import (
     StepTime,
     crosses_nodes,
@@ -50,26 +44,21 @@ class LinkVolume:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunPlan:
-    """Predicted costs of a run on a machine."""
+    """Predicted costs of a run on a machine; memory by recomputation policy, FLOPs per rank."""
 
     config: RunConfig
     machine: Machine
     world_size: int
     batch: BatchArithmetic
     parameters: int
-    """Of the whole model."""
     rank_parameters: int
     """Per rank before ZeRO, including padding of the vocabulary."""
     memory: dict[str, MemoryEstimate]
-    """Per rank, by recomputation policy."""
     flops_per_token: float
-    """Of the model, forward and backward."""
     micro_batch_flops: RankFlops
-    """Per rank."""
     volumes: list[LinkVolume]
     step: StepTime
     seconds: float
-    """Duration of the run."""
     search: Search | None
 
     @property
@@ -125,7 +114,7 @@ class RunPlan:
             "micro_batch_flops": self.micro_batch_flops._asdict(),
             "communication": [
                 {
-                    **asdict(volume.traffic),
+                    **volume.traffic._asdict(),
                     "nvlink_bytes": volume.nvlink_bytes,
                     "network_bytes": volume.network_bytes,
                 }

@@ -34,13 +34,11 @@ _LAYOUT = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """A layout that fits."""
+    """A layout that fits, with the duration of the run and the memory per rank."""
 
     config: RunConfig
     seconds: float
-    """Duration of the run."""
     memory_bytes: int
-    """Per rank."""
 
     def overrides(self) -> list[str]:
         """Return the overrides that select this layout."""

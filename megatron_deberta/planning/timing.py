@@ -24,16 +24,17 @@ _BACKWARD_SHARE = 2 / 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTime:
-    """Seconds of an optimizer step by part; of communication only the exposed time."""
+    """Seconds of an optimizer step by part.
+
+    Of tensor-parallel collectives, the reduction of gradients and the gathering of weights only the
+    exposed (blocking) time.
+    """
 
     compute: float
     """Matrix products, including recomputation, and what runs between them."""
     tensor_parallel: float
-    """Exposed (blocking) tensor-parallel communication."""
     gradients: float
-    """Exposed reduction of gradients between data-parallel ranks."""
     weights: float
-    """Exposed gathering of weights between data-parallel ranks."""
     optimizer: float
     """Adam, bound by memory bandwidth."""
 

@@ -8,8 +8,7 @@ exchanged.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from megatron_deberta.config.rules import batch_arithmetic
 from megatron_deberta.config.schema import RunConfig
@@ -25,8 +24,7 @@ Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all"]
 Group = Literal["tensor", "data"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Traffic:
+class Traffic(NamedTuple):
     """Collectives of one kind and purpose in an optimizer step."""
 
     kind: Kind
@@ -36,7 +34,6 @@ class Traffic:
     calls: int
     """Number of calls; all buckets of DeepSpeed count as one."""
     num_bytes: int
-    """Of all calls."""
 
     def wire_bytes(self, group_size: int) -> float:
         """Return the bytes that a rank sends, and receives, with ring algorithms."""
@@ -81,13 +78,8 @@ def tensor_parallel_traffic(
     ]
     for kind, purpose, calls, num_bytes in purposes:
         if calls:
-            yield Traffic(
-                kind=kind,
-                group="tensor",
-                purpose=purpose,
-                calls=calls * micro_batches,
-                num_bytes=num_bytes * micro_batches,
-            )
+            total = num_bytes * micro_batches
+            yield Traffic(kind, "tensor", purpose, calls * micro_batches, total)
 
 
 _Purpose = tuple[Kind, str, int, int]
@@ -193,23 +185,19 @@ def data_parallel_traffic(config: RunConfig, dp_size: int, micro_batches: int) -
     if stage < 3:
         reduced = sum(groups)
         times = micro_batches if stage == 2 else 1
-        yield _data("all-reduce", "gradients", times, times * 4 * reduced)
+        yield Traffic("all-reduce", "data", "gradients", times, times * 4 * reduced)
         if stage:
-            yield _data("all-gather", "weights", 1, element * padded)
+            yield Traffic("all-gather", "data", "weights", 1, element * padded)
         return
     each = {name: _round_up(size, dp_size) for name, size in sizes.items()}
     total = sum(each.values())
-    yield _data("reduce-scatter", "gradients", micro_batches, micro_batches * 4 * total)
+    yield Traffic("reduce-scatter", "data", "gradients", micro_batches, micro_batches * 4 * total)
     kept = sum(each[name] for name, size in sizes.items() if size <= PERSISTENCE_THRESHOLD)
-    yield _data("all-gather", "small weights", 1, element * kept)
+    yield Traffic("all-gather", "data", "small weights", 1, element * kept)
     gathered = total - kept
     again = max(0, gathered - LIVE_ELEMENTS // 2)
     volume = micro_batches * element * (gathered + again)
-    yield _data("all-gather", "weights", micro_batches * (2 if again else 1), volume)
-
-
-def _data(kind: Kind, purpose: str, calls: int, num_bytes: int) -> Traffic:
-    return Traffic(kind=kind, group="data", purpose=purpose, calls=calls, num_bytes=num_bytes)
+    yield Traffic("all-gather", "data", "weights", micro_batches * (2 if again else 1), volume)
 
 
 def _round_up(size: int, multiple: int) -> int:

@@ -15,12 +15,10 @@ from megatron_deberta.model.flops import BACKWARD_FACTOR, forward_flops, recompu
 
 
 class RankFlops(NamedTuple):
-    """FLOPs of one rank and micro batch."""
+    """FLOPs of one rank and micro batch: forward only, forward and backward, and recomputed."""
 
     forward: float
-    """Forward pass."""
     training: float
-    """Forward and backward."""
     recomputed: float
     """Recomputed in backward under ``parallel.recompute=full``."""
 

@@ -399,9 +399,12 @@ def test_output_in_use_raises(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["kept.txt"]
 
 
-def test_weights_are_split_into_files_of_bounded_size(tmp_path: Path) -> None:
+def test_weights_are_split_into_files_of_bounded_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weights = random_weights(V2)
-    export_model(V2, reader(weights), tiny_tokenizer(), tmp_path / "out", max_shard_bytes=40_000)
+    monkeypatch.setattr("megatron_deberta.hf.export_model.MAX_SHARD_BYTES", 40_000)
+    export_model(V2, reader(weights), tiny_tokenizer(), tmp_path / "out")
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     files = set(index["weight_map"].values())
     assert len(files) > 3

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_deberta.ops.arguments import AttentionArguments, AttentionRules
-from megatron_deberta.ops.relative_positions import RelativePositions
+from megatron_deberta.ops.arguments import AttentionArguments
 from megatron_deberta.ops.triton import gathered_launch, launch
-from megatron_deberta.ops.triton.launch import LOG2_E, KernelCall, VisibleRanges
+from megatron_deberta.ops.triton.launch import LOG2_E, KernelCall
 
 
 def attend(a: AttentionArguments) -> tuple[Tensor, Tensor | None]:
@@ -29,42 +28,39 @@ def attend(a: AttentionArguments) -> tuple[Tensor, Tensor | None]:
         Output like ``q``, and if requested the log-sum-exp of the scores, float32
         ``[batch, heads, q_len]``.
     """
-    rules = a.rules
-    ranges = visible_ranges(rules, a.k)
-    if rules.q_positions is not None:
-        ranges = gathered_ranges(rules.q_positions, ranges, a.k.shape[2])
+    ranges = visible_ranges(a)
+    if a.q_positions is not None:
+        ranges = gathered_ranges(a.q_positions, ranges, a.k.shape[2])
     output, lse2 = _forward_op(
-        a.q, a.k, a.v, a.pos_key, a.pos_query, ranges, rules.seed, rules.q_positions is not None,
-        rules.positions.max_distance, rules.positions.buckets, rules.p2c_index == "paper",
-        rules.dropout_p, rules.head_offset, rules.scale,
+        a.q, a.k, a.v, a.pos_key, a.pos_query, ranges, a.seed, a.q_positions is not None,
+        a.positions.max_distance, a.positions.buckets, a.p2c_index == "paper",
+        a.dropout_p, a.head_offset, a.scale,
     )  # fmt: skip
-    return output, lse2 / LOG2_E if rules.return_lse else None
+    return output, lse2 / LOG2_E if a.return_lse else None
 
 
-def visible_ranges(rules: AttentionRules, k: Tensor) -> Tensor | None:
+def visible_ranges(a: AttentionArguments) -> Tensor | None:
     """Return which keys each query sees, and which queries see each key.
 
-    Args:
-        rules: of the call.
-        k: keys ``[batch, heads, length, head_dim]``.
-
     Returns:
-        int32 ``[4, batch, length]``, the fields of ``VisibleRanges``; None if nothing is hidden.
+        int32 ``[4, batch, length]``, non-decreasing along a row: first key that a query sees and
+        one past the last, first query that sees a key and one past the last. None if nothing is
+        hidden.
     """
-    batch, _, length, _ = k.shape
-    if rules.key_padding is None and rules.document_ids is None and not rules.causal:
+    batch, _, length, _ = a.k.shape
+    if a.key_padding is None and a.document_ids is None and not a.causal:
         return None
-    at = torch.arange(length, device=k.device).expand(batch, length)
+    at = torch.arange(length, device=a.k.device).expand(batch, length)
     begin, end = torch.zeros_like(at), torch.full_like(at, length)
-    if rules.document_ids is not None:
-        ids = rules.document_ids.contiguous()
+    if a.document_ids is not None:
+        ids = a.document_ids.contiguous()
         begin, end = torch.searchsorted(ids, ids), torch.searchsorted(ids, ids, right=True)
-    if rules.key_padding is not None:
-        real = rules.key_padding.long()
+    if a.key_padding is not None:
+        real = a.key_padding.long()
         first = real.argmax(1, keepdim=True)
         begin = begin.maximum(first)
         end = end.minimum(first + real.sum(1, keepdim=True))
-    if rules.causal:
+    if a.causal:
         end = end.minimum(at + 1)
     # Key j is seen by the queries from the first with end > j to the last with begin <= j.
     query_begin = torch.searchsorted(end.contiguous(), at.contiguous(), right=True)
@@ -100,31 +96,8 @@ _ARGUMENTS = (
 )
 
 
-def _kernel_call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pos_key: Tensor | None,
-    pos_query: Tensor | None,
-    ranges: Tensor | None,
-    seed: Tensor | None,
-    gathered: bool,
-    max_distance: int,
-    buckets: int,
-    paper: bool,
-    dropout_p: float,
-    head_offset: int,
-    scale: float,
-) -> tuple[KernelCall, Tensor | None]:
-    """Return the call and, for gathered queries, where they stand and what they see."""
-    visible = None if gathered or ranges is None else VisibleRanges(*ranges.unbind())
-    q, k, v = (_last_contiguous(x) for x in (q, k, v))
-    positions, p2c_sign = RelativePositions(max_distance, buckets), -1 if paper else 1
-    call = KernelCall(
-        q, k, v, pos_key, pos_query, visible, seed, positions, p2c_sign, dropout_p, head_offset,
-        scale,
-    )  # fmt: skip
-    return call, ranges if gathered else None
+def _kernel_call(arguments: tuple[Any, ...]) -> KernelCall:
+    return KernelCall(*map(_last_contiguous, arguments[:3]), *arguments[3:])
 
 
 def _last_contiguous(x: Tensor) -> Tensor:
@@ -137,11 +110,9 @@ def _last_contiguous(x: Tensor) -> Tensor:
     schema=f"({_ARGUMENTS}) -> (Tensor, Tensor)",
 )
 def _forward_op(*arguments: Any) -> tuple[Tensor, Tensor]:
-    call, placement = _kernel_call(*arguments)
+    call = _kernel_call(arguments)
     with torch.cuda.device_of(call.q):  # Triton launches on the current device
-        if placement is not None:
-            return gathered_launch.forward(call, placement)
-        return launch.forward(call)
+        return (gathered_launch if call.gathered else launch).forward(call)
 
 
 @_forward_op.register_fake
@@ -155,13 +126,10 @@ def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     schema=f"(Tensor d_output, Tensor output, Tensor lse2, {_ARGUMENTS}) -> Tensor[]",
 )
 def _backward_op(d_output: Tensor, output: Tensor, lse2: Tensor, *arguments: Any) -> list[Tensor]:
-    call, placement = _kernel_call(*arguments)
-    d_output = _last_contiguous(d_output)
+    call = _kernel_call(arguments)
     with torch.cuda.device_of(call.q):
-        if placement is not None:
-            gradients = gathered_launch.backward(call, placement, output, lse2, d_output)
-        else:
-            gradients = launch.backward(call, output, lse2, d_output)
+        backward = (gathered_launch if call.gathered else launch).backward
+        gradients = backward(call, output, lse2, _last_contiguous(d_output))
     return [x for x in gradients if x is not None]
 
 

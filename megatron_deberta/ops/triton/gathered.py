@@ -27,7 +27,9 @@ from megatron_deberta.ops.triton.tiles import (
     band_tile,
     dot,
     head_pointer,
+    load_head_rows,
     load_rows,
+    opaque_zero,
     program_tile,
     store_rows,
     table_product,
@@ -140,8 +142,7 @@ def gathered_forward_kernel(
     KEY_TABLE += head * (2 * near * BLOCK) * HEAD_DIM
     QUERY_TABLE += head * (2 * near * BLOCK) * HEAD_DIM
     first_query = tile * BLOCK
-    q_pointer = head_pointer(Q, batch, head)
-    q = load_rows(q_pointer, Q.row_stride, first_query, queries, False, BLOCK, HEAD_DIM)
+    q = load_head_rows(Q, batch, head, first_query, queries, False, BLOCK, HEAD_DIM)
     position, key_begin, key_end = gathered_positions(
         POSITIONS, KEY_BEGIN, KEY_END, batch, first_query, queries, BLOCK
     )
@@ -194,10 +195,8 @@ def gathered_query_kernel(
     QUERY_TABLE += head * table_rows * HEAD_DIM
     first_query = tile * BLOCK
     row = pair * queries
-    pointer = head_pointer(Q, batch, head)
-    q = load_rows(pointer, Q.row_stride, first_query, queries, False, BLOCK, HEAD_DIM)
-    pointer = head_pointer(D_OUT, batch, head)
-    d_out = load_rows(pointer, D_OUT.row_stride, first_query, queries, False, BLOCK, HEAD_DIM)
+    q = load_head_rows(Q, batch, head, first_query, queries, False, BLOCK, HEAD_DIM)
+    d_out = load_head_rows(D_OUT, batch, head, first_query, queries, False, BLOCK, HEAD_DIM)
     position, key_begin, key_end = gathered_positions(
         POSITIONS, KEY_BEGIN, KEY_END, batch, first_query, queries, BLOCK
     )
@@ -236,7 +235,7 @@ def gathered_query_kernel(
             tl.store(by_row + (row_offset + clamped), d_scores, mask=inside)
             after += tl.sum(tl.where(t >= table_rows - 1, d_scores, 0.0), 1)
             before += tl.sum(tl.where(t <= 0, d_scores, 0.0), 1)
-    query = first_query + tl.arange(0, BLOCK)
+    query = first_query + tl.arange(0, BLOCK) + opaque_zero(length, end)
     if C2P:
         ends = BY_ROW + (row + query) * table_rows
         tl.store(ends, before, mask=query < queries)
@@ -270,12 +269,8 @@ def gathered_key_kernel(
     dtype = Q.pointer.dtype.element_ty
     first = tile * BLOCK
     key = first + tl.arange(0, BLOCK)
-    k = load_rows(
-        head_pointer(K, batch, head), K.row_stride, first, length, False, BLOCK, HEAD_DIM
-    )  # fmt: skip
-    v = load_rows(
-        head_pointer(V, batch, head), V.row_stride, first, length, False, BLOCK, HEAD_DIM
-    )  # fmt: skip
+    k = load_head_rows(K, batch, head, first, length, False, BLOCK, HEAD_DIM)
+    v = load_head_rows(V, batch, head, first, length, False, BLOCK, HEAD_DIM)
 
     d_v = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
     d_k = tl.zeros([BLOCK, HEAD_DIM], tl.float32)

@@ -6,8 +6,6 @@ needs few blocks of the tables. Any order, and repeated positions, give the same
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -24,38 +22,28 @@ from megatron_deberta.ops.triton.tiles import gathered_tensor, head_tensor
 
 
 class _GatheredPlan(LaunchPlan):
-    """The plan of a call with gathered queries.
+    """The plan of a call with gathered queries."""
 
-    Args:
-        call: arguments of the call, without ranges.
-        placement: int32 ``[3, batch, queries]``: position, first visible key, one past the last.
-    """
-
-    def __init__(self, call: KernelCall, placement: Tensor) -> None:
-        """See the class."""
-        super().__init__(call, gathered=True)
-        self.placement = placement.unbind()
+    def __init__(self, call: KernelCall) -> None:
+        super().__init__(call)
+        assert call.ranges is not None
+        self.placement = call.ranges.unbind()
         self.queries = call.q.shape[2]
         self.tables = [self.key_table, self.query_table]
         if call.pos_query is not None:  # these kernels do not negate distances
-            slots = self.linear_form(call.p2c_sign).slots
+            slots = self.linear_form(self.p2c_sign).slots
             self.tables[1] = call.pos_query.index_select(1, slots)
         self.query_grid = (-(-self.queries // self.tile) * self.batch * self.heads,)
         self.shape = (self.heads, self.queries, self.length, self.near)
 
 
-def forward(call: KernelCall, placement: Tensor) -> tuple[Tensor, Tensor]:
+def forward(call: KernelCall) -> tuple[Tensor, Tensor]:
     """Run the forward pass.
-
-    Args:
-        call: as for ``launch.forward``, with gathered queries and no ranges.
-        placement: int32 ``[3, batch, queries]``: position (-1: padding), first visible key, one
-            past the last.
 
     Returns:
         Output like ``q``, and the log2-sum-exp2 of the scores, float32 ``[batch, heads, queries]``.
     """
-    plan = _GatheredPlan(call, placement)
+    plan = _GatheredPlan(call)
     output = torch.empty_like(call.q)
     lse2 = plan.empty(*call.q.shape[:3])
     if plan.queries:
@@ -67,19 +55,9 @@ def forward(call: KernelCall, placement: Tensor) -> tuple[Tensor, Tensor]:
     return output, lse2
 
 
-def backward(
-    call: KernelCall, placement: Tensor, output: Tensor, lse2: Tensor, d_output: Tensor
-) -> Gradients:
-    """Run the backward pass.
-
-    Args:
-        call: as in the forward pass.
-        placement: as in the forward pass.
-        output: of the forward pass.
-        lse2: of the forward pass.
-        d_output: gradient of the output; its last dimension is contiguous.
-    """
-    plan = _GatheredPlan(call, placement)
+def backward(call: KernelCall, output: Tensor, lse2: Tensor, d_output: Tensor) -> Gradients:
+    """Run the backward pass; arguments as for ``launch.backward``."""
+    plan = _GatheredPlan(call)
     q, k, v = call.q, call.k, call.v
     if not plan.queries:
         d_pos_key, d_pos_query = (
@@ -144,10 +122,10 @@ def _key_side(
     if plan.query_form is None:
         return d_k.copy_(d_k_part * call.scale), d_v, None
     # The band is by position, as if every position had a query. The kernel does not read Q.
-    flags = {**plan.flags("key_gradient", "P2C", "EVEN"), "FAR": True, "RANGES": False}
+    flags = {**plan.flags("key_gradient", "P2C", "RANGES", "EVEN"), "FAR": True}
     backward_kernels.key_gradient_kernel[plan.grid](
         head_tensor(k), plan.query_table, k, k, band, d_k_part, head_tensor(d_k), plan.heads,
         plan.length, plan.near, plan.width, call.scale, CONTENT=False, **flags,
     )  # fmt: skip
-    by_position = LaunchPlan(replace(call, q=k, pos_key=None), gathered=True)
+    by_position = LaunchPlan(call._replace(q=k, pos_key=None))
     return d_k, d_v, table_gradients(by_position, band, k_sums, k_sums)[1]

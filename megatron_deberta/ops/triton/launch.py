@@ -6,8 +6,7 @@ Nothing is read from the device, so the host never synchronises.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,34 +32,22 @@ Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 """Gradients of q, k, v, pos_key and pos_query."""
 
 
-@dataclass(frozen=True, slots=True)
-class VisibleRanges:
-    """Visibility as ranges that are non-decreasing along a row; int32 ``[batch, length]`` each."""
-
-    key_begin: Tensor
-    """First key that a query sees."""
-    key_end: Tensor
-    """One past the last key that a query sees."""
-    query_begin: Tensor
-    """First query that sees a key."""
-    query_end: Tensor
-    """One past the last query that sees a key."""
-
-
-@dataclass(frozen=True, slots=True)
-class KernelCall:
-    """Arguments of one attention call; the last dimension of all tensors is contiguous."""
+class KernelCall(NamedTuple):
+    """Arguments of the custom operators; the last dimension of q, k and v is contiguous."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     pos_key: Tensor | None
     pos_query: Tensor | None
-    ranges: VisibleRanges | None
+    ranges: Tensor | None
+    """Result of ``backend.visible_ranges``, or of ``backend.gathered_ranges``."""
     seed: Tensor | None
-    positions: RelativePositions
-    p2c_sign: int
-    """1 if the position-to-content term takes delta(i - j), -1 for delta(j - i)."""
+    gathered: bool
+    max_distance: int
+    buckets: int
+    paper: bool
+    """The position-to-content term takes delta(j - i) instead of delta(i - j)."""
     dropout_p: float
     head_offset: int
     scale: float
@@ -71,23 +58,24 @@ class LaunchPlan:
 
     Args:
         call: arguments of the call.
-        gathered: choose tiles for gathered queries.
 
     Raises:
         ValueError: there are too many positions.
     """
 
-    def __init__(self, call: KernelCall, gathered: bool = False) -> None:
+    def __init__(self, call: KernelCall) -> None:
         """See the class."""
         q = call.q
         self.call = call
+        self.positions = RelativePositions(call.max_distance, call.buckets)
+        self.p2c_sign = -1 if call.paper else 1
         self.batch, self.heads, self.length, self.head_dim = call.k.shape
         if self.length >= MAX_POSITIONS:
             raise ValueError(f"k: got {self.length} positions, expected below {MAX_POSITIONS}")
         self.capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else None
-        self.tile = tile_size(q.dtype, gathered, self.capability)
+        self.tile = tile_size(q.dtype, call.gathered, self.capability)
         self.tiles = -(-self.length // self.tile)
-        self.near = near_tiles(call.positions, self.length, self.tile)
+        self.near = near_tiles(self.positions, self.length, self.tile)
         self.far = self.tiles > self.near
         self.width = min(self.tiles, 2 * self.near - 1)
         self.key_form = self.query_form = None
@@ -97,7 +85,7 @@ class LaunchPlan:
             self.key_form = self.linear_form(1)
             self.key_table = call.pos_key.index_select(1, self.key_form.slots)
         if call.pos_query is not None:
-            self.query_form = self.linear_form(-call.p2c_sign)
+            self.query_form = self.linear_form(-self.p2c_sign)
             self.query_table = call.pos_query.index_select(1, self.query_form.slots)
         self.half = q.dtype != torch.float32
         # The largest power of two within the scale. Multiplying by it changes no rounding, except
@@ -107,8 +95,7 @@ class LaunchPlan:
 
     def linear_form(self, sign: int) -> LinearTable:
         """Return the linear form of a table; ``sign`` is -1 for negated distances."""
-        positions, device = self.call.positions, self.call.q.device
-        return linear_table(positions, self.near, self.tile, sign, device)
+        return linear_table(self.positions, self.near, self.tile, sign, self.call.q.device)
 
     @property
     def grid(self) -> tuple[int]:
@@ -130,7 +117,7 @@ class LaunchPlan:
             "P2C": self.query_form is not None,
             "HALF": self.half,
             "FAR": self.far,
-            "RANGES": self.call.ranges is not None,
+            "RANGES": self.call.ranges is not None and not self.call.gathered,
             "EVEN": self.length % self.tile == 0,
             "DROP": self.call.seed is not None,
         }
@@ -138,14 +125,10 @@ class LaunchPlan:
         shape = {"BLOCK": self.tile, "HEAD_DIM": self.head_dim}
         return {**shape, **{name: flags[name] for name in names}, **launch}
 
-    def packed_tables(self) -> tuple[Tensor, Tensor]:
+    def packed_tables(self) -> tuple[Tensor, ...]:
         """Return the tables times ``pack_scale``, so that scaled products fit float16."""
-        if self.pack_scale == 1.0:
-            return self.key_table, self.query_table
-        return (
-            self.key_table if self.key_form is None else self.key_table * self.pack_scale,
-            self.query_table if self.query_form is None else self.query_table * self.pack_scale,
-        )
+        scale, tables = self.pack_scale, (self.key_table, self.query_table)
+        return tuple(x if scale == 1 or x is self.call.q else x * scale for x in tables)
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Allocate a buffer on the call's device."""
@@ -171,12 +154,10 @@ class LaunchPlan:
             products.append(out)
         return products
 
-    def ranges(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the fields of ``VisibleRanges``, or placeholders."""
-        ranges, q = self.call.ranges, self.call.q
-        if ranges is None:
-            return q, q, q, q
-        return ranges.key_begin, ranges.key_end, ranges.query_begin, ranges.query_end
+    def ranges(self) -> tuple[Tensor, ...]:
+        """Return the visible keys' begin and end and the queries', or placeholders."""
+        call = self.call
+        return (call.q,) * 4 if call.gathered or call.ranges is None else call.ranges.unbind()
 
     @property
     def dropout(self) -> DropoutArguments:

@@ -36,16 +36,15 @@ class HeadTensor(NamedTuple):
 
 
 class DropoutArguments(NamedTuple):
-    """Dropout as a kernel argument; without dropout ``seeds`` is not read."""
+    """Dropout as a kernel argument: int64 seeds ``[batch]``, not read without dropout.
+
+    Threshold and scale as in ``dropout_bits``; ``head_offset`` is the first head's global index.
+    """
 
     seeds: Tensor
-    """int64 ``[batch]``"""
     threshold: int
-    """``dropout_bits.drop_threshold``"""
     keep_scale: float
-    """``dropout_bits.keep_scale``"""
     head_offset: int
-    """Global index of the first local head."""
 
 
 def head_tensor(x: Tensor) -> HeadTensor:
@@ -101,6 +100,15 @@ def load_rows(
     if EVEN:
         return tl.load(pointers)
     return tl.load(pointers, mask=(row < length)[:, None], other=0.0)
+
+
+@triton.jit
+def load_head_rows(
+    x, batch, head, first, length, EVEN: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """As ``load_rows`` from one batch row and head of a ``HeadTensor``."""
+    pointer = head_pointer(x, batch, head)
+    return load_rows(pointer, x.row_stride, first, length, EVEN, BLOCK, COLUMNS)
 
 
 @triton.jit

@@ -1,6 +1,7 @@
 """Metrics files: appended, cut on resume, never half-written."""
 
 import json
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -15,13 +16,13 @@ from megatron_deberta.observe.metrics import (
 
 
 def write_steps(folder: Path, first: int, last: int, resume_step: int = 0) -> None:
-    with MetricsWriter(folder, resume_step=resume_step, tensorboard=False) as writer:
+    with closing(MetricsWriter(folder, resume_step=resume_step, tensorboard=False)) as writer:
         for step in range(first, last + 1):
             writer.write(step, {"loss": 10 / step})
 
 
 def test_records_are_json_lines_in_order(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path / "run", tensorboard=False) as writer:
+    with closing(MetricsWriter(tmp_path / "run", tensorboard=False)) as writer:
         writer.write(1, {"loss": 2.5, "lr": 1e-4})
         writer.write(1, {"loss": 2.75}, kind="validation")
         lines = writer.path.read_text().splitlines()
@@ -32,7 +33,7 @@ def test_records_are_json_lines_in_order(tmp_path: Path) -> None:
 
 
 def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+    with closing(MetricsWriter(tmp_path, tensorboard=False)) as writer:
         writer.write(1, {"grad_norm": float("inf"), "loss": float("nan")})
     assert read_metrics(writer.path)[0] == {
         "step": 1,
@@ -72,7 +73,7 @@ def test_foreign_lines_are_named_and_kept(tmp_path: Path, line: str) -> None:
 def test_tensorboard_events_hold_the_same(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    with MetricsWriter(tmp_path) as writer:
+    with closing(MetricsWriter(tmp_path)) as writer:
         writer.write(5, {"loss": 1.5})
         writer.write(5, {"loss": 1.75}, kind="validation")
     events = EventAccumulator(str(tmp_path / "tensorboard"))
@@ -82,7 +83,7 @@ def test_tensorboard_events_hold_the_same(tmp_path: Path) -> None:
 
 
 def test_loss_curve_is_a_picture(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+    with closing(MetricsWriter(tmp_path, tensorboard=False)) as writer:
         for step in (1, 2, 3):
             writer.write(step, {"loss": 5.0 / step})
         writer.write(3, {"loss": 2.0}, kind="validation")
@@ -96,7 +97,7 @@ def test_loss_curve_is_a_picture(tmp_path: Path) -> None:
 
 
 def test_nothing_to_draw_is_an_error(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+    with closing(MetricsWriter(tmp_path, tensorboard=False)) as writer:
         writer.write(1, {"loss": float("nan")})
     with pytest.raises(DataError, match="no finite loss"):
         plot_loss(writer.path, tmp_path / "loss.png")

@@ -66,7 +66,7 @@ def test_rows_too_long_for_the_kernels_raise() -> None:
     from megatron_deberta.ops.triton.launch import KernelCall, LaunchPlan
 
     q = torch.empty(1, 1, triton_settings.MAX_POSITIONS, 32, device="meta")
-    call = KernelCall(q, q, q, None, None, None, None, LINEAR, 1, 0.0, 0, 1.0)
+    call = KernelCall(q, q, q, None, None, None, None, False, 512, 0, False, 0.0, 0, 1.0)
     with pytest.raises(ValueError, match="k: got 16777216 positions"):
         LaunchPlan(call)
 
@@ -85,15 +85,15 @@ def test_nothing_is_larger_than_the_band(gathered: bool, monkeypatch: pytest.Mon
         backward,
         far,
         forward,
-        gathered,
         gathered_launch,
         launch,
         table_gradients,
     )
+    from megatron_deberta.ops.triton import gathered as gathered_kernels
 
     stubs = set()
     for module in (
-        backward, far, forward, gathered, table_gradients
+        backward, far, forward, gathered_kernels, table_gradients
     ):  # fmt: skip
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, NoKernel())
@@ -104,14 +104,15 @@ def test_nothing_is_larger_than_the_band(gathered: bool, monkeypatch: pytest.Mon
     table = torch.zeros(1, 2 * positions.span, 32, dtype=torch.float16)
     at = torch.arange(0, length, 1000)
     q = k[:, :, at] if gathered else k
+    ranges = torch.stack([at, at * 0, at * 0 + length])[:, None].int() if gathered else None
+    seed = torch.zeros(1, dtype=torch.int64)
     call = launch.KernelCall(
-        q, k, k, table, table, None, torch.zeros(1, dtype=torch.int64), positions, 1, 0.1, 0, 0.1
+        q, k, k, table, table, ranges, seed, gathered, 512, 256, False, 0.1, 0, 0.1
     )
-    extra = (torch.stack([at, at * 0, at * 0 + length])[:, None].int(),) if gathered else ()
     module = gathered_launch if gathered else launch
     with LargestTensor() as largest:
-        output, lse2 = module.forward(call, *extra)
-        module.backward(call, *extra, output, lse2, output)
+        output, lse2 = module.forward(call)
+        module.backward(call, output, lse2, output)
     tile = 32 if gathered else 64
     assert length * 1000 < largest.elements <= (length + tile) * (2 * 512 + tile)
 
