@@ -13,8 +13,13 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_deberta.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron_deberta.hf.loading import TrainedModel
+    from megatron_deberta.hf.model_card import TrainingFacts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,10 +66,18 @@ def run(args: argparse.Namespace) -> int:
 def _export(args: argparse.Namespace) -> int:
     from megatron_deberta.hf.export_model import export_model
     from megatron_deberta.hf.loading import open_trained_model
+    from megatron_deberta.hf.model_card import loading_lines
 
     trained = open_trained_model(Path(args.checkpoint), args.tokenizer)
     weights, output = trained.reader.tensor, Path(args.output)
-    export = export_model(trained.config, weights, trained.tokenizer, output, dtype=args.dtype)
+    export = export_model(
+        trained.config,
+        weights,
+        trained.tokenizer,
+        output,
+        dtype=args.dtype,
+        facts=_training_facts(trained),
+    )
     print(f"{args.output}: {trained.reader.path} as {export.model_type}, {args.dtype}")
     if export.reason:
         print(
@@ -76,7 +89,35 @@ def _export(args: argparse.Namespace) -> int:
     print(
         f"Verified on real text: largest difference of logits {export.check.max_error:.1e}{also}."
     )
+    for what, line in loading_lines(trained.config, export.model_type, args.output).items():
+        print(f"Load the {what} in Python: {line}")
+    print(f'Or fill masks here: megatron-deberta fill-mask {args.output} "A [MASK] text."')
     return 0
+
+
+def _training_facts(trained: TrainedModel) -> TrainingFacts:
+    """Collect what the model card says about the training."""
+    from megatron_deberta.data.build import parse_prefixes
+    from megatron_deberta.hf.model_card import TrainingFacts
+    from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
+
+    run, step = trained.run, trained.reader.metadata.step
+    if not run.data.train:  # imported, not trained here
+        return TrainingFacts()
+    components, _ = parse_prefixes(run.data.train, "data.train")
+    metrics = trained.reader.path.parents[1] / FILE_NAME
+    records = read_metrics(metrics) if metrics.is_file() else []
+    losses = [
+        record["loss"]
+        for record in records
+        if record["kind"] == "validation" and record["step"] <= step
+    ]
+    return TrainingFacts(
+        data=tuple(Path(prefix).name for part in components for prefix in part),
+        step=step,
+        total_steps=run.train.steps,
+        validation_loss=losses[-1] if losses else None,
+    )
 
 
 def _import(args: argparse.Namespace) -> int:

@@ -1,6 +1,7 @@
 """Predict the [MASK] tokens of one or more texts.
 
-MODEL is an exported folder, a run, or one of its checkpoints.
+MODEL is an export, a downloaded model in the format of Hugging Face or Microsoft, a run, or one of
+its checkpoints.
 
 Example:
   megatron-deberta fill-mask exports/base "The capital of France is [MASK]."
@@ -20,7 +21,9 @@ from megatron_deberta.cli.arguments import number
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the subcommand's arguments."""
-    parser.add_argument("model", metavar="MODEL", help="exported folder, run or checkpoint")
+    parser.add_argument(
+        "model", metavar="MODEL", help="export, downloaded model, run or checkpoint"
+    )
     parser.add_argument("text", nargs="+", metavar="TEXT", help="text with at least one [MASK]")
     parser.add_argument(
         "--top-k", type=number(int, 1), default=5, metavar="K", help="predictions per mask"

@@ -26,10 +26,14 @@ from megatron_deberta.hf.config import (
     to_hf_config,
 )
 from megatron_deberta.hf.loading import build_model
+from megatron_deberta.hf.model_card import TrainingFacts, model_card
 from megatron_deberta.hf.names import HFTensor, ModelType, hf_tensors
 from megatron_deberta.hf.verify import ExportCheck, check_export
+from megatron_deberta.model import count_parameters
 from megatron_deberta.tokenizer import Tokenizer
+from megatron_deberta.tokenizer.tokenizer import CONFIG_FILE
 
+UNKNOWN_TRAINING = TrainingFacts()
 MAX_SHARD_BYTES = 4 << 30
 """Maximum size of a weight file, and of the memory used while writing."""
 
@@ -51,8 +55,9 @@ def export_model(
     output: Path,
     *,
     dtype: str = "fp32",
+    facts: TrainingFacts = UNKNOWN_TRAINING,
 ) -> ExportResult:
-    """Write weights, config, tokenizer and modeling file, verify them, then publish the folder.
+    """Write weights, config, tokenizer, code and model card, verify them, publish the folder.
 
     Args:
         config: the architecture.
@@ -60,6 +65,7 @@ def export_model(
         tokenizer: the tokenizer used in training.
         output: folder to create; must not exist, or be empty.
         dtype: fp32, fp16 or bf16.
+        facts: training of the model, for the model card.
 
     Raises:
         CheckpointError: the exported model computes different values than the training model.
@@ -73,11 +79,14 @@ def export_model(
     model_type, reason = choose_model_type(config)
     ids = SpecialIds(tokenizer.pad_id, tokenizer.cls_id, tokenizer.sep_id)
     with output_folder(output) as folder:
-        tokenizer.save(str(folder))
+        _save_tokenizer(tokenizer, folder, config.max_position_embeddings)
         write_hf_model(folder, config, model_type, read, ids, dtype)
         if model_type != "roberta":
             source = Path(__file__).with_name(f"{MODELING_MODULE}.py")
             shutil.copyfile(source, folder / source.name)
+        parameters = count_parameters(config)
+        card = model_card(output.name, config, model_type, parameters, facts)
+        (folder / "README.md").write_text(card, encoding="utf-8")
         check = check_export(
             folder,
             model_type,
@@ -86,6 +95,14 @@ def export_model(
             dtype,
         )
     return ExportResult(model_type, reason, check)
+
+
+def _save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
+    """Save the tokenizer with the length at which ``truncation=True`` cuts."""
+    tokenizer.save(str(folder))
+    path = folder / CONFIG_FILE
+    fields = json.loads(path.read_text(encoding="utf-8"))
+    _write_json(path, {**fields, "model_max_length": max_length})
 
 
 @contextmanager

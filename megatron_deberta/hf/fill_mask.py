@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import transformers
 from torch import Tensor
 
+from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.errors import CheckpointError, ConfigError
+from megatron_deberta.hf.import_model import CONFIG_FILES, open_release
 from megatron_deberta.hf.loading import (
     build_model,
+    check_folder,
     load_model_tokenizer,
-    load_pretrained,
     open_trained_model,
 )
-from megatron_deberta.hf.modeling_megatron_deberta import DebertaForMaskedLM
 from megatron_deberta.tokenizer import Tokenizer
 
 
@@ -83,38 +82,40 @@ class MaskFiller:
 
 
 def open_filler(path: Path, tokenizer_path: str = "") -> MaskFiller:
-    """Open an exported folder, a run or a checkpoint.
+    """Open an export, a published model, a run or a checkpoint.
 
     Args:
         path: the folder.
         tokenizer_path: tokenizer; empty: the model's own.
 
     Raises:
-        CheckpointError: the folder holds no model, or a damaged one.
+        CheckpointError: the folder holds no model, or a damaged one, or one without trained head.
         DataError: the tokenizer is missing or differs from the model's.
     """
-    if not path.is_dir():
-        raise CheckpointError(f"{path}: no such folder; give an export, a run or a checkpoint")
-    if (path / "config.json").is_file():
-        return _open_export(path, tokenizer_path)
-    trained = open_trained_model(path, tokenizer_path)
-    config = trained.config
-    model = build_model(config, trained.reader.tensor)
+    check_folder(path, "an export, a downloaded model, a run or a checkpoint")
+    if any((path / name).is_file() for name in CONFIG_FILES):
+        config, read, tokenizer = _read_published(path, tokenizer_path)
+    else:
+        trained = open_trained_model(path, tokenizer_path)
+        config, read, tokenizer = trained.config, trained.reader.tensor, trained.tokenizer
     max_tokens = 0 if config.absolute_positions == "none" else config.max_position_embeddings
-    return MaskFiller(model.logits, trained.tokenizer, max_tokens)
+    return MaskFiller(build_model(config, read).logits, tokenizer, max_tokens)
 
 
-def _open_export(directory: Path, tokenizer_path: str) -> MaskFiller:
-    try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        roberta = config.get("model_type") == "roberta"
-        max_tokens = config["max_position_embeddings"]
-        max_tokens -= config["pad_token_id"] + 1 if roberta else 0
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{directory}/config.json: {error!r}; export it again") from error
-    if config.get("absolute_positions") == "none":
-        max_tokens = 0
-    model_class = transformers.RobertaForMaskedLM if roberta else DebertaForMaskedLM
-    model = load_pretrained(model_class, directory)
-    tokenizer = load_model_tokenizer(tokenizer_path or directory)
-    return MaskFiller(lambda ids: model(ids).logits, tokenizer, max_tokens)
+def _read_published(
+    path: Path, tokenizer_path: str
+) -> tuple[ModelConfig, Callable[[str], Tensor], Tokenizer]:
+    """Read a folder in the format of Hugging Face or Microsoft, such as an export."""
+    if not any(path.glob("*.safetensors")) and any(path.glob("*.bin")):
+        raise CheckpointError(
+            f"{path} has pickled weights; import them first: megatron-deberta convert --from hf "
+            f"{path} --output NEW --allow-pickle-weights-only --sha256 HEX"
+        )
+    release = open_release(path, None, path)
+    if release.missing:
+        raise CheckpointError(
+            f"{path} lacks {release.missing[0].name}, so predictions would come from random "
+            "weights; give a model trained for masked language modelling"
+        )
+    # Each tensor is released when it has been copied into the model.
+    return release.config, dict(release.tensors()).pop, load_model_tokenizer(tokenizer_path or path)

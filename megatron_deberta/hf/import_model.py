@@ -29,7 +29,7 @@ from megatron_deberta.files import sha256_file
 from megatron_deberta.hf.config import from_hf_config, padding_id
 from megatron_deberta.hf.export_model import output_folder
 from megatron_deberta.hf.legacy_bin import convert_bin
-from megatron_deberta.hf.loading import load_model_tokenizer
+from megatron_deberta.hf.loading import check_folder, load_model_tokenizer
 from megatron_deberta.hf.names import TOKEN_TYPES, HFTensor, ModelType, hf_tensors, standard_names
 from megatron_deberta.model.shapes import parameter_shapes
 from megatron_deberta.model.weight_init import fill_initial
@@ -37,6 +37,8 @@ from megatron_deberta.model.weight_init import fill_initial
 Source: TypeAlias = Literal["hf", "microsoft"]
 
 RUN_FILE = "run.yaml"
+CONFIG_FILES = ("config.json", "model_config.json")
+"""Of a published model; the first that exists is read."""
 _TOKENIZER_FOLDER = "tokenizer"
 _OPTIONAL_PREFIXES = ("head.", "mask_decoder.")
 _IGNORED = re.compile(
@@ -86,6 +88,7 @@ def import_model(
             architecture violates a config rule.
         DataError: there is no usable tokenizer.
     """
+    check_folder(directory, "one with config.json and weights")
     tokenizer = load_model_tokenizer(tokenizer_path or directory)
     output = output.absolute()
     with output_folder(output) as folder, tempfile.TemporaryDirectory(dir=folder) as scratch:
@@ -136,10 +139,23 @@ class Release:
     """A published model, read one tensor at a time."""
 
     config: ModelConfig
-    notes: tuple[str, ...]
+    missing: tuple[HFTensor, ...]
+    """Tensors that the file lacks; ``tensors`` initialises them."""
+    ignored: tuple[str, ...]
+    """Tensors that are not part of the model."""
     _tensors: tuple[tuple[HFTensor, StoredTensor], ...]
     _token_types: StoredTensor | None
     _seed: int
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Messages about parameters that are newly initialised or ignored."""
+        parts = [part for entry in self.missing for part in entry.parts]
+        notes = {
+            "missing in the file, newly initialised": parts,
+            "ignored, not part of the model": self.ignored,
+        }
+        return tuple(f"{what}: {', '.join(names)}" for what, names in notes.items() if names)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield canonical name and fp32 tensor of every parameter."""
@@ -166,7 +182,7 @@ class Release:
 
 def open_release(
     directory: Path,
-    source: Source,
+    source: Source | None,
     scratch: Path,
     *,
     allow_pickle: bool = False,
@@ -178,6 +194,7 @@ def open_release(
     Args:
         directory: a folder with ``config.json`` (or ``model_config.json``) and weights.
         source: format; Microsoft's configs have no ``model_type``, tensor names determine it.
+            None: Hugging Face's if the config has one.
         scratch: folder for the safetensors copy of a ``.bin`` file.
         allow_pickle: read a ``.bin`` file with ``weights_only`` in a separate process.
         sha256: expected digest of the weight file; empty: unchecked.
@@ -186,9 +203,9 @@ def open_release(
     Raises:
         CheckpointError: a file is missing or damaged, or the architecture is not supported.
     """
-    if not directory.is_dir():
-        raise CheckpointError(f"{directory} is not a folder; give one with config.json and weights")
+    check_folder(directory, "one with config.json and weights")
     fields = _read_config(directory)
+    source = source or ("hf" if "model_type" in fields else "microsoft")
     in_files = _stored_tensors(_weight_files(directory, scratch, allow_pickle, sha256))
     model_type = _model_type(fields, source, in_files)
     names = standard_names(in_files, model_type)
@@ -202,7 +219,7 @@ def _match(
     config: ModelConfig, expected: list[HFTensor], stored: dict[str, StoredTensor], seed: int
 ) -> Release:
     tensors: list[tuple[HFTensor, StoredTensor]] = []
-    missing: list[str] = []
+    missing: list[HFTensor] = []
     for entry in expected:
         tensor = stored.get(entry.name)
         if tensor is None:
@@ -210,7 +227,8 @@ def _match(
                 raise CheckpointError(
                     f"the weights lack {entry.name}; the file is damaged or of another model"
                 )
-            missing += entry.parts
+            if entry.parts:
+                missing.append(entry)
         elif tensor.shape != entry.shape:
             raise CheckpointError(
                 f"{tensor.name}: shape {tensor.shape} is not {entry.shape} of config.json; "
@@ -220,13 +238,8 @@ def _match(
             tensors.append((entry, tensor))
     ignored = sorted(stored.keys() - {entry.name for entry in expected})
     _check_ignored(ignored, stored)
-    notes = []
-    if missing:
-        notes.append(f"missing in the file, newly initialised: {', '.join(missing)}")
-    if ignored:
-        notes.append(f"ignored, not part of the model: {', '.join(ignored)}")
     token_types = stored.get(TOKEN_TYPES) if config.type_vocab_size == 0 else None
-    return Release(config, tuple(notes), tuple(tensors), token_types, seed)
+    return Release(config, tuple(missing), tuple(ignored), tuple(tensors), token_types, seed)
 
 
 def _check_ignored(names: list[str], stored: dict[str, StoredTensor]) -> None:
@@ -267,7 +280,7 @@ def _infer_from_tensors(
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
-    for name in ("config.json", "model_config.json"):
+    for name in CONFIG_FILES:
         if (directory / name).is_file():
             return _read_json(directory / name)
     raise CheckpointError(f"{directory} has neither config.json nor model_config.json; add one")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from megatron_deberta.checkpoint.layout import COMMITTED_FILE
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.checkpoint.store import find_newest
 from megatron_deberta.config import config_from_dict
-from megatron_deberta.config.schema import ModelConfig
+from megatron_deberta.config.schema import ModelConfig, RunConfig
 from megatron_deberta.errors import CheckpointError, DataError
 from megatron_deberta.model import DebertaForPretraining, RuntimeOptions
 from megatron_deberta.tokenizer import Tokenizer, load_tokenizer
@@ -27,11 +28,37 @@ from megatron_deberta.tokenizer import Tokenizer, load_tokenizer
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A verified training checkpoint with its architecture and tokenizer."""
+    """A verified training checkpoint with its run's config and tokenizer."""
 
     reader: CheckpointReader
-    config: ModelConfig
+    run: RunConfig
     tokenizer: Tokenizer
+
+    @property
+    def config(self) -> ModelConfig:
+        """The architecture."""
+        return self.run.model
+
+
+def check_folder(path: Path, expected: str) -> None:
+    """Check that a model's folder exists.
+
+    Args:
+        path: the folder.
+        expected: the folders that are accepted, for the message.
+
+    Raises:
+        CheckpointError: it does not exist; says how to get a model of that name from the Hub.
+    """
+    if path.is_dir():
+        return
+    hint = ""
+    if re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", str(path)):
+        hint = (
+            "; nothing is downloaded from the Hugging Face Hub, get a model there with: "
+            f"hf download {path} --local-dir {path.name}"
+        )
+    raise CheckpointError(f"{path}: no such folder; give {expected}{hint}")
 
 
 def open_trained_model(path: Path, tokenizer_path: str = "") -> TrainedModel:
@@ -62,7 +89,7 @@ def open_trained_model(path: Path, tokenizer_path: str = "") -> TrainedModel:
             f"tokenizer {location} has fingerprint {tokenizer.fingerprint}, but the run was "
             f"trained with {metadata.tokenizer_fingerprint}; give that one with --tokenizer"
         )
-    return TrainedModel(reader, config_from_dict(metadata.config, str(step)).model, tokenizer)
+    return TrainedModel(reader, config_from_dict(metadata.config, str(step)), tokenizer)
 
 
 def load_model_tokenizer(path: str | Path) -> Tokenizer:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from megatron_deberta.checkpoint.store import find_newest, save_weights
 from megatron_deberta.cli.main import main
 from megatron_deberta.config import config_to_dict, load_config
 from megatron_deberta.config.schema import DataConfig, ModelConfig, RunConfig
+from megatron_deberta.hf.loading import temporary_module_cache
 from megatron_deberta.model import parameter_shapes
 from tests.support.tiny_models import V2, random_weights, tiny_tokenizer
 
@@ -27,7 +29,7 @@ TEXT = "The quick brown [MASK] jumps"
 def save_run(config: ModelConfig, run_dir: Path, tokenizer_dir: Path, step: int = 3) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.save(str(tokenizer_dir))
-    run = RunConfig(model=config, data=DataConfig(sequence_length=32))
+    run = RunConfig(model=config, data=DataConfig(train=("1", "shards/books"), sequence_length=32))
     metadata = CheckpointMetadata(
         step=step,
         consumed_samples=0,
@@ -74,6 +76,28 @@ def test_export_says_that_it_is_our_own_type(
     assert "when computed in bf16" in output
 
 
+def test_the_export_says_how_to_load_it(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = [{"step": step, "kind": "validation", "loss": 9 - step} for step in (2, 3, 4)]
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    (run_dir / "metrics.jsonl").write_text(lines)
+    out = tmp_path / "out"
+    main(["convert", "--checkpoint", str(run_dir), "--output", str(out)])
+    printed = re.findall(r"^Load .+ in Python: (.+)$", capsys.readouterr().out, re.MULTILINE)
+    card = (out / "README.md").read_text()
+    loaded: dict[str, Any] = {}
+    with temporary_module_cache():
+        for line in printed:
+            assert line.replace(str(out), "out") in card
+            exec(line, loaded)
+    assert type(loaded["model"]).__name__ == "DebertaV2Model"
+    long = loaded["fill"](TEXT + " fox" * 99, tokenizer_kwargs={"truncation": True})
+    assert len(long) == 5
+    assert "| data | books |\n| optimizer steps | 3 of 100,000 |" in card
+    assert "| validation loss | 6.0000 nats per masked token |" in card
+
+
 def predictions(output: str) -> list[tuple[str, str]]:
     return re.findall(r"^\s*(\d\.\d{4})\s+(\S+)", output, re.MULTILINE)
 
@@ -93,6 +117,28 @@ def test_fill_mask_answers_alike_from_run_step_and_export(
     assert answers[0] == answers[1] == answers[2]
     probabilities = [float(probability) for probability, _ in answers[0]]
     assert probabilities == sorted(probabilities, reverse=True)
+
+
+def test_fill_mask_takes_a_published_model(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In Microsoft's format, as ``convert --from microsoft`` reads it."""
+    out = tmp_path / "out"
+    main(["convert", "--checkpoint", str(run_dir), "--output", str(out)])
+    fields = json.loads((out / "config.json").read_text())
+    (out / "config.json").unlink()
+    del fields["model_type"]
+    (out / "model_config.json").write_text(json.dumps(fields))
+    tensors = load_file(out / "model.safetensors")
+    renamed = {name.replace("deberta.", "bert."): tensor for name, tensor in tensors.items()}
+    save_file(renamed, out / "model.safetensors")
+    answers = []
+    capsys.readouterr()
+    for model in (run_dir, out):
+        assert main(["fill-mask", str(model), TEXT]) == 0
+        answers.append(predictions(capsys.readouterr().out))
+    assert len(answers[0]) == 5
+    assert answers[0] == answers[1]
 
 
 def test_fill_mask_takes_several_texts_and_masks(
@@ -127,6 +173,14 @@ def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int
     return captured.err
 
 
+def test_a_name_on_the_hub_says_how_to_get_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+    name = "microsoft/deberta-v3-base"
+    for command in (["fill-mask", name, TEXT], ["convert", "--from", "hf", name, "--output", "x"]):
+        message = error_of(command, capsys, 1)
+        assert "nothing is downloaded" in message
+        assert f"hf download {name} --local-dir deberta-v3-base" in message
+
+
 def test_fill_mask_refuses_in_one_line(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -137,6 +191,12 @@ def test_fill_mask_refuses_in_one_line(
         ["fill-mask", model, TEXT, "--top-k", "0"], capsys, 2
     )
     assert "no such folder" in error_of(["fill-mask", model + "x", TEXT], capsys, 1)
+    (tmp_path / "weights.bin").touch()
+    (tmp_path / "config.json").touch()
+    message = error_of(["fill-mask", str(tmp_path), TEXT], capsys, 1)
+    assert f"import them first: megatron-deberta convert --from hf {tmp_path}" in message
+    (tmp_path / "weights.bin").unlink()
+    (tmp_path / "config.json").unlink()
     assert "no committed checkpoint" in error_of(["fill-mask", str(tmp_path), TEXT], capsys, 1)
     (tmp_path / "config.json").write_text("{")
     assert "config.json" in error_of(["fill-mask", str(tmp_path), TEXT], capsys, 1)

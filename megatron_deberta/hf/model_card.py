@@ -1,0 +1,113 @@
+"""Model card (``README.md``) of an export, and the lines that load it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_deberta.__version__ import __version__
+from megatron_deberta.config.schema import ModelConfig
+from megatron_deberta.hf.names import ModelType
+
+_CARD = """\
+---
+library_name: transformers
+pipeline_tag: fill-mask
+license: unknown
+---
+
+# {name}
+
+{family} encoder of {parameters:,} parameters, pretrained by masked language modelling with
+megatron-deberta {version}. Type in transformers: `{model_type}`.
+
+| architecture | |
+|---|---|
+{architecture}
+
+| training | |
+|---|---|
+{training}
+
+## Use
+
+```python
+{lines}
+```
+
+## License
+
+Not stated. Before publishing, name a license here and in the first lines of this file.
+"""
+_KEYS = (
+    "num_layers", "hidden_size", "num_heads", "ffn_hidden_size", "vocab_size",
+    "max_position_embeddings", "position_terms", "position_buckets", "absolute_positions",
+    "mask_decoder_passes", "conv_kernel_size",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TrainingFacts:
+    """Training of an exported model; empty or None where unknown."""
+
+    data: tuple[str, ...] = ()
+    step: int | None = None
+    total_steps: int | None = None
+    validation_loss: float | None = None
+
+
+def loading_lines(config: ModelConfig, model_type: ModelType, folder: str) -> dict[str, str]:
+    """Return the Python lines that load an export correctly, by what they load.
+
+    Args:
+        config: the architecture.
+        model_type: type of the export.
+        folder: where the export is.
+    """
+    own_code = ", trust_remote_code=True"
+    encoder = {"roberta": ", add_pooling_layer=False", "megatron-deberta": own_code}
+    # transformers' own masked-LM classes have no mask decoder.
+    decoder = model_type == "megatron-deberta" or config.mask_decoder_passes > 0
+    return {
+        "encoder": "from transformers import AutoModel; "
+        f'model = AutoModel.from_pretrained("{folder}"{encoder.get(model_type, "")})',
+        "fill-mask": "from transformers import pipeline; "
+        f'fill = pipeline("fill-mask", model="{folder}"{own_code if decoder else ""})',
+    }
+
+
+def model_card(
+    name: str, config: ModelConfig, model_type: ModelType, parameters: int, facts: TrainingFacts
+) -> str:
+    """Return the content of ``README.md``.
+
+    Args:
+        name: name of the model.
+        config: the architecture.
+        model_type: type of the export.
+        parameters: number of parameters.
+        facts: its training.
+    """
+    training = {
+        "objective": "masked language modelling",
+        "data": ", ".join(facts.data) or "unknown",
+        "optimizer steps": "unknown" if facts.step is None else f"{facts.step:,}",
+        "validation loss": "unknown"
+        if facts.validation_loss is None
+        else f"{facts.validation_loss:.4f} nats per masked token",
+    }
+    if facts.total_steps is not None and facts.total_steps != facts.step:
+        training["optimizer steps"] += f" of {facts.total_steps:,}"
+    return _CARD.format(
+        name=name,
+        family="RoBERTa" if model_type == "roberta" else "DeBERTa",
+        parameters=parameters,
+        version=__version__,
+        model_type=model_type,
+        architecture=_rows({key: getattr(config, key) for key in _KEYS}),
+        training=_rows(training),
+        lines="\n".join(loading_lines(config, model_type, name).values()),
+    )
+
+
+def _rows(cells: dict[str, object]) -> str:
+    return "\n".join(f"| {name} | {value} |" for name, value in cells.items())
