@@ -39,6 +39,7 @@ from megatron_deberta.errors import EXIT_DONE, EXIT_USAGE, ConfigError, Megatron
 from megatron_deberta.model.shapes import parameter_shapes
 from megatron_deberta.tokenizer import load_tokenizer
 from megatron_deberta.train.fingerprint import data_fingerprint
+from megatron_deberta.train.vocab_size import with_vocab_size
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,7 +81,7 @@ INSTALLATION: Checks = (
 
 def run_checks(args: argparse.Namespace) -> Checks:
     """Return the checks of a run, and with ``--cluster`` those of the cluster."""
-    config = load_config(args.config, args.overrides)
+    config = with_vocab_size(load_config(args.config, args.overrides))
     checks = [
         ("torch", installation.check_torch),
         ("run folder", lambda: check_folder(Path(config.train.run_dir))),

@@ -35,6 +35,7 @@ from megatron_deberta.planning.devices import DEVICES, Device
 from megatron_deberta.planning.machine import machine_of
 from megatron_deberta.planning.plan import RunPlan, make_plan
 from megatron_deberta.planning.search import NEAR, Search
+from megatron_deberta.train.vocab_size import with_vocab_size
 
 DEFAULT_PROFILE = "dgx_h100"
 
@@ -75,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
     config = load_config(
         None if is_override else args.config, [args.config] * is_override + args.overrides
     )
+    config = with_vocab_size(config)
     profile = load_profile(args.cluster) if args.cluster else default_profile()
     machine = machine_of(profile, args.device, args.achieved or 0.0)
     world_size = args.world_size

@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megatron_deberta.config.renamed_keys import use_new_names
 from megatron_deberta.config.rules import validate
-from megatron_deberta.config.schema import RunConfig
+from megatron_deberta.config.schema import AUTO, RunConfig
 from megatron_deberta.config.yaml_reader import parse_yaml, read_yaml
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.files import write_atomically
@@ -156,6 +156,8 @@ def _set(config: DictConfig, section: str, key: str, value: Any, source: str) ->
     if isinstance(value, str) and isinstance(getattr(getattr(RunConfig(), section), key), tuple):
         # A single item stands for a list of one, as in data.train=shards/books_text_document.
         value = [value] if value else []
+    if (name, value) == ("model.vocab_size", "auto"):
+        value = AUTO
     try:
         OmegaConf.update(config, name, value)
     except OmegaConfBaseException as error:

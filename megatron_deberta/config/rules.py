@@ -9,6 +9,7 @@ from typing import NamedTuple
 from megatron_deberta.config.divisibility import check_tensor_parallel_divides
 from megatron_deberta.config.ranges import NOT_NEGATIVE
 from megatron_deberta.config.schema import (
+    AUTO,
     CheckpointConfig,
     DataConfig,
     GuardConfig,
@@ -40,7 +41,7 @@ def validate(config: RunConfig) -> None:
         ConfigError: names the first wrong key, its value and a remedy.
     """
     _check_ranges(config)
-    check_model(config.model)
+    _check_architecture(config.model)
     _check_lengths(config.model, config.data)
     _check_pairs(config.model, config.data)
     _check_objective(config.objective)
@@ -130,11 +131,17 @@ def _check_ranges(config: RunConfig) -> None:
 
 
 def check_model(model: ModelConfig) -> None:
-    """Check the architecture on its own.
+    """Check that a model of this architecture can be built.
 
     Raises:
-        ConfigError: its values contradict each other.
+        ConfigError: its values contradict each other, or the vocabulary's size is not known yet.
     """
+    if model.vocab_size == AUTO:
+        raise ConfigError("model.vocab_size=auto needs a tokenizer; set the number of rows")
+    _check_architecture(model)
+
+
+def _check_architecture(model: ModelConfig) -> None:
     if model.hidden_size % model.num_heads:
         raise ConfigError(
             f"model.num_heads={model.num_heads} does not divide model.hidden_size="
@@ -265,23 +272,23 @@ def _check_precision(precision: PrecisionConfig) -> None:
 
 
 def _check_schedule(config: RunConfig) -> None:
-    steps = config.train.steps
+    steps, optimizer = config.train.steps, config.optimizer
     if not config.train.run_dir:
         raise ConfigError("train.run_dir is empty; set the run folder")
-    if config.optimizer.warmup_steps > steps:
+    if not optimizer.warmup_fraction and optimizer.warmup_steps > steps:
         raise ConfigError(
-            f"optimizer.warmup_steps={config.optimizer.warmup_steps} exceeds train.steps={steps}, "
-            f"so the peak learning rate is never reached; use {max(steps // 10, 1)}"
+            f"optimizer.warmup_steps={optimizer.warmup_steps} exceeds train.steps={steps}, so the "
+            f"peak learning rate is never reached; use {max(steps // 10, 1)}, or "
+            "optimizer.warmup_fraction=0.1"
         )
     if config.train.exit_step > steps:
         raise ConfigError(
             f"train.exit_step={config.train.exit_step} exceeds train.steps={steps}; "
             "use 0 to run to the end"
         )
-    if config.optimizer.learning_rate > 1:
+    if optimizer.learning_rate > 1:
         raise ConfigError(
-            f"optimizer.learning_rate={config.optimizer.learning_rate:g} is above 1; the paper "
-            "uses 2e-4"
+            f"optimizer.learning_rate={optimizer.learning_rate:g} is above 1; the paper uses 2e-4"
         )
 
 

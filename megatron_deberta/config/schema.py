@@ -15,6 +15,8 @@ P2CIndex = Literal["released", "paper"]
 AbsolutePositions = Literal["decoder", "input", "none"]
 Packing = Literal["full_sentences", "doc_sentences", "segment_pair", "sentence_pair"]
 AttentionBackend = Literal["auto", "reference", "chunked", "triton"]
+AUTO = 0
+"""Value of ``model.vocab_size: auto`` until the tokenizer is known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,8 +31,9 @@ class ModelConfig:
     """Attention heads; ``hidden_size / num_heads`` is the head size."""
     ffn_hidden_size: int = positive(3072)
     """Inner width of the feed-forward block."""
-    vocab_size: int = positive(128100)
-    """Rows of the embedding table, without padding for tensor parallelism."""
+    vocab_size: int = 128100
+    """Rows of the embedding table, without padding for tensor parallelism; ``auto`` (0): as many as
+    the tokenizer needs, rounded up to a multiple of 128."""
     max_position_embeddings: int = positive(512)
     """Rows of the absolute-position table."""
     max_relative_positions: int = positive(512)
@@ -155,6 +158,8 @@ class OptimizerConfig:
     """Peak learning rate."""
     warmup_steps: int = 10000
     """Steps of linear warm-up from 0."""
+    warmup_fraction: float = fraction(0.0)
+    """Warm-up as a fraction of ``train.steps``, used instead of ``warmup_steps`` if above 0."""
     schedule: Literal["linear", "constant"] = "linear"
     """Decay after warm-up: to 0 at ``train.steps``, or none."""
     weight_decay: float = 0.01

@@ -10,7 +10,7 @@ def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float
 
     Linear warm-up, whose last step runs at the peak, then linear decay to 0 at ``total_steps``. No
     update has rate 0: the first one uses ``peak / warmup_steps``, the last one
-    ``peak / (total_steps - warmup_steps)``.
+    ``peak / (total_steps - warmup_steps)``. ``warmup_fraction`` of all steps replaces the number.
 
     Source: He et al. 2021, arXiv:2006.03654, Table 8 ("Learning Rate Decay: Linear").
 
@@ -22,7 +22,8 @@ def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float
     Returns:
         The learning rate, 0 from ``total_steps`` on with the linear schedule.
     """
-    peak, warmup = config.learning_rate, config.warmup_steps
+    peak = config.learning_rate
+    warmup = round(config.warmup_fraction * total_steps) or config.warmup_steps
     if step < warmup:
         return peak * (step + 1) / warmup
     if config.schedule == "constant":

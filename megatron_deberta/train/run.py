@@ -50,6 +50,7 @@ from megatron_deberta.train.state import Ending, Outcome, TrainState
 from megatron_deberta.train.step import TrainStep
 from megatron_deberta.train.summary import describe_end, describe_nothing_left, describe_start
 from megatron_deberta.train.trainer import Trainer, last_step
+from megatron_deberta.train.vocab_size import with_vocab_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,7 @@ def pretrain(
         world_size=environment.world_size,
         console=terminal,
     )
+    config = with_vocab_size(config)
     validate_for_world(config, environment.world_size)
     device = choose_device(config)
     set_determinism(device, environment)

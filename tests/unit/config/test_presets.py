@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_deberta.config import load_config, validate_for_world
+from megatron_deberta.config.yaml_reader import parse_yaml
 from megatron_deberta.model.shapes import parameter_shapes
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -68,6 +69,15 @@ ABLATIONS = {
 def test_model_presets_stand_alone(name: str) -> None:
     config = load_config(CONFIGS / "models" / f"{name}.yaml")
     assert config.model.hidden_size // config.model.num_heads in (16, 64)
+
+
+def test_v3_configs_name_the_objective_that_trains_them() -> None:
+    """The release was trained by replaced token detection."""
+    for name in [name for name in MODELS if name.startswith("v3_")]:
+        path = CONFIGS / "models" / f"{name}.yaml"
+        text = path.read_text(encoding="utf-8")
+        assert "not by replaced token detection" in text
+        assert parse_yaml(text, name)["objective"]["name"] == load_config(path).objective.name
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_deberta.config import load_config
 from megatron_deberta.config.schema import OptimizerConfig
 from megatron_deberta.engine.schedule import learning_rate
 
@@ -24,6 +25,13 @@ PAPER = OptimizerConfig(learning_rate=2e-4, warmup_steps=10_000)
 )
 def test_linear_warmup_and_decay_to_zero_at_the_last_step(step: int, rate: float) -> None:
     assert learning_rate(step, PAPER, 1_000_000) == pytest.approx(rate, rel=1e-12)
+
+
+def test_warmup_as_a_fraction_of_the_steps() -> None:
+    fraction, steps = OptimizerConfig(warmup_fraction=0.06), OptimizerConfig(warmup_steps=12)
+    for step in range(200):
+        assert learning_rate(step, fraction, 200) == learning_rate(step, steps, 200)
+    assert load_config(None, ["train.steps=100", "optimizer.warmup_fraction=0.06"])
 
 
 def test_rate_rises_then_falls_and_never_leaves_the_peak() -> None:
