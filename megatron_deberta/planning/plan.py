@@ -21,25 +21,14 @@ from megatron_deberta.planning.machine import (
 from megatron_deberta.planning.memory import MemoryEstimate, local_parameters
 from megatron_deberta.planning.search import POLICIES, Search, layout, rank_memory, search_layouts
 from megatron_deberta.planning.timing import (
+    LinkVolume,
     StepTime,
-    crosses_nodes,
+    link_volume,
     run_seconds,
-    stays_in_node,
     step_time,
 )
-from megatron_deberta.planning.traffic import Traffic, step_traffic
+from megatron_deberta.planning.traffic import step_traffic
 from megatron_deberta.planning.work import RankFlops, rank_flops
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LinkVolume:
-    """Traffic of an optimizer step, and its bytes on each kind of link."""
-
-    traffic: Traffic
-    nvlink_bytes: float
-    """Sent per rank inside its node."""
-    network_bytes: float
-    """Sent per node to other nodes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,7 +166,7 @@ def make_plan(config: RunConfig, machine: Machine, world_size: int, *, search: b
         ),
         micro_batch_flops=rank_flops(config),
         volumes=[
-            _volume(part, config, machine, batch.dp_size)
+            link_volume(part, config, machine, batch.dp_size)
             for part in step_traffic(config, batch.dp_size)
         ],
         step=step_time(config, machine, batch.dp_size),
@@ -205,16 +194,4 @@ def check_machine(config: RunConfig, machine: Machine, world_size: int) -> None:
         )
     check_tensor_parallel_divides(
         config.parallel.tensor_parallel_size, {"ranks_per_node": per_node}, error=TopologyError
-    )
-
-
-def _volume(part: Traffic, config: RunConfig, machine: Machine, dp_size: int) -> LinkVolume:
-    tp_size = config.parallel.tensor_parallel_size
-    wire = part.wire_bytes(tp_size if part.group == "tensor" else dp_size)
-    across = crosses_nodes(part.group, config, machine, dp_size)
-    return LinkVolume(
-        traffic=part,
-        nvlink_bytes=wire if stays_in_node(part.group, config, machine) else 0.0,
-        # A ring leaves each node once; a node is part of one ring per tensor-parallel rank.
-        network_bytes=wire * tp_size if across else 0.0,
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from megatron_deberta.config.rules import batch_arithmetic
 from megatron_deberta.config.schema import RunConfig
@@ -44,15 +45,26 @@ class StepTime:
         return self.compute + self.tensor_parallel + self.gradients + self.weights + self.optimizer
 
 
-def crosses_nodes(group: str, config: RunConfig, machine: Machine, dp_size: int) -> bool:
-    """Return whether a group's collectives leave a node; tensor parallelism never does."""
-    world = dp_size * config.parallel.tensor_parallel_size
-    return group == "data" and world > machine.ranks_per_node
+class LinkVolume(NamedTuple):
+    """Traffic of an optimizer step, and its bytes on each kind of link."""
+
+    traffic: Traffic
+    wire_bytes: float
+    """Sent per rank."""
+    nvlink_bytes: float
+    """Sent per rank inside its node."""
+    network_bytes: float
+    """Sent per node to other nodes."""
 
 
-def stays_in_node(group: str, config: RunConfig, machine: Machine) -> bool:
-    """Return whether a group has several ranks on a node, so that its rings use NVLink."""
-    return group == "tensor" or machine.ranks_per_node > config.parallel.tensor_parallel_size
+def link_volume(part: Traffic, config: RunConfig, machine: Machine, dp_size: int) -> LinkVolume:
+    """Divide traffic over NVLink and network; tensor parallelism never leaves a node."""
+    tp_size, between_replicas = config.parallel.tensor_parallel_size, part.group == "data"
+    wire = part.wire_bytes(dp_size if between_replicas else tp_size)
+    on_nvlink = not between_replicas or machine.ranks_per_node > tp_size
+    across = between_replicas and dp_size * tp_size > machine.ranks_per_node
+    # A ring leaves each node once; a node is part of one ring per tensor-parallel rank.
+    return LinkVolume(part, wire, wire if on_nvlink else 0.0, wire * tp_size if across else 0.0)
 
 
 def link_seconds(
@@ -60,21 +72,18 @@ def link_seconds(
 ) -> float:
     """Return the time of consecutive collectives, each on the slower of its links.
 
-    A ring that crosses nodes leaves each node once; as many rings share a node's adapters as there
-    are tensor-parallel ranks.
+    As many rings share a node's adapters as there are tensor-parallel ranks.
     """
-    tp_size = config.parallel.tensor_parallel_size
     seconds = 0.0
     for part in traffic:
-        size = tp_size if part.group == "tensor" else dp_size
-        wire = part.wire_bytes(size)
+        volume = link_volume(part, config, machine, dp_size)
         rates = []
-        if stays_in_node(part.group, config, machine):
+        if volume.nvlink_bytes:
             rates.append(machine.device.link_gb_per_second)
-        if crosses_nodes(part.group, config, machine, dp_size):
-            rates.append(machine.network_gb_per_second / tp_size)
+        if volume.network_bytes:
+            rates.append(machine.network_gb_per_second / config.parallel.tensor_parallel_size)
         rate = 1e9 * LINK_EFFICIENCY * min(rates, default=machine.device.link_gb_per_second)
-        seconds += wire / rate + part.calls * CALL_SECONDS
+        seconds += volume.wire_bytes / rate + part.calls * CALL_SECONDS
     return seconds
 
 
