@@ -31,7 +31,6 @@ from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.environment import RankEnvironment, read_environment
 from megatron_deberta.errors import EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE
 from megatron_deberta.processes import raise_open_file_limit
-from megatron_deberta.train.vocab_size import with_vocab_size
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -121,6 +120,8 @@ def describe_run(config: RunConfig) -> str:
         ConfigError: the batch does not divide.
         TopologyError: the ranks do not divide.
     """
+    from megatron_deberta.train.vocab_size import with_vocab_size
+
     config = with_vocab_size(config)
     environment = read_environment()
     world_size = environment.world_size
