@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_deberta.__version__ import __version__
+from megatron_deberta import __version__
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.hf.names import ModelType
 
