@@ -121,7 +121,7 @@ def test_damaged_weights_are_refused(model: Path) -> None:
 
 
 def test_missing_parts_are_named(model: Path) -> None:
-    with pytest.raises(CheckpointError, match="not a folder"):
+    with pytest.raises(CheckpointError, match="no such folder"):
         read(model / "nothing")
     (model / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match="found none"):

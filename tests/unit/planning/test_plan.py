@@ -33,7 +33,7 @@ def large() -> RunConfig:
 def test_a_ring_sends_all_but_its_own_part() -> None:
     reduced = Traffic(kind="all-reduce", group="data", purpose="x", calls=1, num_bytes=800)
     assert reduced.wire_bytes(4) == 2 * 600
-    assert replace(reduced, kind="all-gather").wire_bytes(4) == 600
+    assert reduced._replace(kind="all-gather").wire_bytes(4) == 600
     assert reduced.wire_bytes(1) == 0
 
 

@@ -16,6 +16,7 @@ from megatron_deberta.train.preemption import StopSignal
 from tests.support.tiny_models import tiny_tokenizer
 
 AUTO = "model.vocab_size=auto"
+SMALL = "configs/runs/small.yaml"
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,7 @@ def test_a_run_replaces_auto_and_says_so(
     with (
         caplog.at_level(logging.INFO),
         StopSignal() as stop,
-        pytest.raises(StoppedError, match="^384$"),
+        pytest.raises(StoppedError, match="^128$"),
     ):
         run.pretrain(config, stop, stop)
     assert "rounded up to a multiple of 128" in caplog.text
@@ -48,8 +49,8 @@ def test_a_run_replaces_auto_and_says_so(
 def test_a_dry_run_shows_the_number(
     tokenizer_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["pretrain", "--dry-run", AUTO, f"tokenizer.path={tokenizer_dir}"]) == 0
-    assert "vocab_size: 384\n" in capsys.readouterr().out
+    assert main(["pretrain", SMALL, "--dry-run", f"tokenizer.path={tokenizer_dir}"]) == 0
+    assert "vocab_size: 128\n" in capsys.readouterr().out
 
 
 def test_auto_needs_a_tokenizer() -> None:
