@@ -110,7 +110,7 @@ def _training_facts(trained: TrainedModel) -> TrainingFacts:
     losses = [
         record["loss"]
         for record in records
-        if record["kind"] == "validation" and record["step"] <= step
+        if record["kind"] == "validation" and record["step"] <= step and record.get("loss")
     ]
     return TrainingFacts(
         data=tuple(Path(prefix).name for part in components for prefix in part),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_deberta import __version__
@@ -109,5 +110,5 @@ def model_card(
     )
 
 
-def _rows(cells: dict[str, object]) -> str:
+def _rows(cells: Mapping[str, object]) -> str:
     return "\n".join(f"| {name} | {value} |" for name, value in cells.items())

@@ -113,7 +113,7 @@ class _Strip(NamedTuple):
 
     vectors: slice
     columns: slice
-    index: Tensor | None = None
+    score_columns: Tensor | None = None
     """Column of each score ``[rows, vectors, scores]``; None: they are on the diagonals."""
 
 
@@ -166,10 +166,10 @@ class PositionTerms:
                 vectors, rows = x[:, strip.vectors], table.rows[block.head, strip.columns]
                 out = self._scratch.get(term, *vectors.shape[:2], len(rows))
                 product = torch.bmm(vectors, rows.t().expand(len(x), -1, -1), out=out)
-                if strip.index is None:
+                if strip.score_columns is None:
                     values = _diagonals(product, by_x.shape[2])
                 else:
-                    values = product.gather(-1, strip.index)
+                    values = product.gather(-1, strip.score_columns)
                 by_x[:, strip.vectors].add_(values)
 
     def add_gradients(
@@ -190,10 +190,12 @@ class PositionTerms:
                 vectors, rows = x[:, strip.vectors], table.rows[block.head, strip.columns]
                 d_strip = by_x[:, strip.vectors]
                 d_product = self._scratch.get(f"{term} gradient", *vectors.shape[:2], len(rows))
-                if strip.index is None:  # only the diagonals are ever written: the rest stays zero
+                if (
+                    strip.score_columns is None
+                ):  # only the diagonals are ever written: the rest stays zero
                     _diagonals(d_product, by_x.shape[2]).copy_(d_strip)
                 else:
-                    d_product.zero_().scatter_add_(-1, strip.index, d_strip)
+                    d_product.zero_().scatter_add_(-1, strip.score_columns, d_strip)
                 d_x[:, strip.vectors].baddbmm_(d_product, rows.expand(len(x), -1, -1))
                 gradient = table.gradient()[block.head, strip.columns]
                 gradient.addmm_(d_product.flatten(0, 1).t(), vectors.flatten(0, 1))

@@ -97,7 +97,8 @@ _ARGUMENTS = (
 
 
 def _kernel_call(arguments: tuple[Any, ...]) -> KernelCall:
-    return KernelCall(*map(_last_contiguous, arguments[:3]), *arguments[3:])
+    q, k, v = map(_last_contiguous, arguments[:3])
+    return KernelCall(q, k, v, *arguments[3:])
 
 
 def _last_contiguous(x: Tensor) -> Tensor:
@@ -112,7 +113,7 @@ def _last_contiguous(x: Tensor) -> Tensor:
 def _forward_op(*arguments: Any) -> tuple[Tensor, Tensor]:
     call = _kernel_call(arguments)
     with torch.cuda.device_of(call.q):  # Triton launches on the current device
-        return (gathered_launch if call.gathered else launch).forward(call)
+        return gathered_launch.forward(call) if call.gathered else launch.forward(call)
 
 
 @_forward_op.register_fake
@@ -128,7 +129,7 @@ def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 def _backward_op(d_output: Tensor, output: Tensor, lse2: Tensor, *arguments: Any) -> list[Tensor]:
     call = _kernel_call(arguments)
     with torch.cuda.device_of(call.q):
-        backward = (gathered_launch if call.gathered else launch).backward
+        backward = gathered_launch.backward if call.gathered else launch.backward
         gradients = backward(call, output, lse2, _last_contiguous(d_output))
     return [x for x in gradients if x is not None]
 

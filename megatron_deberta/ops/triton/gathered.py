@@ -29,6 +29,7 @@ from megatron_deberta.ops.triton.tiles import (
     head_pointer,
     load_head_rows,
     load_rows,
+    opaque_zero,
     program_tile,
     store_rows,
     table_product,
@@ -234,7 +235,10 @@ def gathered_query_kernel(
             tl.store(by_row + (row_offset + clamped), d_scores, mask=inside)
             after += tl.sum(tl.where(t >= table_rows - 1, d_scores, 0.0), 1)
             before += tl.sum(tl.where(t <= 0, d_scores, 0.0), 1)
-    query = first_query + tl.arange(0, BLOCK)
+    # Computed again: kept across the loop, the indices would take registers.
+    tile, pair, batch, head = program_tile(queries + opaque_zero(length, end), heads, BLOCK)
+    query = tile * BLOCK + tl.arange(0, BLOCK)
+    row = pair * queries
     if C2P:
         ends = BY_ROW + (row + query) * table_rows
         tl.store(ends, before, mask=query < queries)
