@@ -31,7 +31,6 @@ from megatron_deberta.ops.triton.tiles import (
     far_tiles,
     head_pointer,
     in_high_block,
-    load_head_rows,
     load_rows,
     load_vector,
     opaque_zero,
@@ -58,8 +57,10 @@ def output_products_kernel(
     """
     tile, pair, batch, head = program_tile(length, heads, BLOCK)
     first = tile * BLOCK
-    out = load_head_rows(OUT, batch, head, first, length, False, BLOCK, HEAD_DIM)
-    d_out = load_head_rows(D_OUT, batch, head, first, length, False, BLOCK, HEAD_DIM)
+    pointer = head_pointer(OUT, batch, head)
+    out = load_rows(pointer, OUT.row_stride, first, length, False, BLOCK, HEAD_DIM)
+    pointer = head_pointer(D_OUT, batch, head)
+    d_out = load_rows(pointer, D_OUT.row_stride, first, length, False, BLOCK, HEAD_DIM)
     delta = tl.sum(out.to(tl.float32) * d_out.to(tl.float32), 1)
     query = first + tl.arange(0, BLOCK)
     tl.store(DELTA + pair * length + query, delta, mask=query < length)
@@ -111,8 +112,12 @@ def key_kernel(
 
     offsets = tl.arange(0, BLOCK)
     first = tile * BLOCK
-    k = load_head_rows(K, batch, head, first, length, EVEN, BLOCK, HEAD_DIM)
-    v = load_head_rows(V, batch, head, first, length, EVEN, BLOCK, HEAD_DIM)
+    k = load_rows(
+        head_pointer(K, batch, head), K.row_stride, first, length, EVEN, BLOCK, HEAD_DIM
+    )  # fmt: skip
+    v = load_rows(
+        head_pointer(V, batch, head), V.row_stride, first, length, EVEN, BLOCK, HEAD_DIM
+    )  # fmt: skip
     query_begin, query_end = visible_range(QUERY_BEGIN, QUERY_END, first + offsets, length, RANGES)
     _, _, near_begin, near_end = visible_tiles(
         QUERY_BEGIN, QUERY_END, tile, length, near, RANGES, BLOCK
@@ -273,8 +278,10 @@ def query_gradient_kernel(
     if FAR:
         first_query = tile * BLOCK
         query = first_query + tl.arange(0, BLOCK)
-        q = load_head_rows(Q, batch, head, first_query, length, EVEN, BLOCK, HEAD_DIM)
-        d_out = load_head_rows(D_OUT, batch, head, first_query, length, EVEN, BLOCK, HEAD_DIM)
+        pointer = head_pointer(Q, batch, head)
+        q = load_rows(pointer, Q.row_stride, first_query, length, EVEN, BLOCK, HEAD_DIM)
+        pointer = head_pointer(D_OUT, batch, head)
+        d_out = load_rows(pointer, D_OUT.row_stride, first_query, length, EVEN, BLOCK, HEAD_DIM)
         v_pointer = head_pointer(V, batch, head)
         lse2 = load_vector(LSE2 + pair * length, first_query, length, EVEN, BLOCK)
         delta = load_vector(DELTA + pair * length, first_query, length, EVEN, BLOCK)

@@ -20,7 +20,6 @@ from megatron_deberta.ops.triton.tiles import (
     dot,
     far_tiles,
     head_pointer,
-    load_head_rows,
     load_rows,
     load_vector,
     opaque_zero,
@@ -43,7 +42,8 @@ def end_products_kernel(
         last: index of the table's last row.
     """
     tile, pair, batch, head = program_tile(length, heads, BLOCK)
-    x = load_head_rows(X, batch, head, tile * BLOCK, length, False, BLOCK, HEAD_DIM)
+    pointer = head_pointer(X, batch, head)
+    x = load_rows(pointer, X.row_stride, tile * BLOCK, length, False, BLOCK, HEAD_DIM)
     x = x.to(tl.float32)
     position = tile * BLOCK + tl.arange(0, BLOCK)
     for side in tl.static_range(2):
@@ -83,8 +83,12 @@ def far_key_kernel(
 
     first = tile * BLOCK
     key = first + tl.arange(0, BLOCK)
-    k = load_head_rows(K, batch, head, first, length, EVEN, BLOCK, HEAD_DIM)
-    v = load_head_rows(V, batch, head, first, length, EVEN, BLOCK, HEAD_DIM)
+    k = load_rows(
+        head_pointer(K, batch, head), K.row_stride, first, length, EVEN, BLOCK, HEAD_DIM
+    )  # fmt: skip
+    v = load_rows(
+        head_pointer(V, batch, head), V.row_stride, first, length, EVEN, BLOCK, HEAD_DIM
+    )  # fmt: skip
     query_begin, query_end = visible_range(QUERY_BEGIN, QUERY_END, key, length, RANGES)
     begin, end, near_begin, near_end = visible_tiles(
         QUERY_BEGIN, QUERY_END, tile, length, near, RANGES, BLOCK
@@ -163,7 +167,8 @@ def end_gradient_kernel(
     for step in range(split, batches * tiles, splits):
         batch = (step // tiles).to(tl.int64)
         first = (step % tiles) * BLOCK
-        x = load_head_rows(X, batch, head, first, length, False, BLOCK, HEAD_DIM).to(tl.float32)
+        pointer = head_pointer(X, batch, head)
+        x = load_rows(pointer, X.row_stride, first, length, False, BLOCK, HEAD_DIM).to(tl.float32)
         sums = SUMS + (batch * heads + head) * 2 * length
         first_row += tl.sum(load_vector(sums, first, length, False, BLOCK)[:, None] * x, 0)
         last_row += tl.sum(load_vector(sums + length, first, length, False, BLOCK)[:, None] * x, 0)

@@ -19,7 +19,6 @@ from megatron_deberta.ops.triton.tiles import (
     dot,
     far_tiles,
     head_pointer,
-    load_head_rows,
     load_rows,
     load_vector,
     opaque_zero,
@@ -74,7 +73,8 @@ def forward_kernel(
     ends = pair * 2 * length
 
     query = tile * BLOCK + tl.arange(0, BLOCK)
-    q = load_head_rows(Q, batch, head, tile * BLOCK, length, EVEN, BLOCK, HEAD_DIM)
+    q_pointer = head_pointer(Q, batch, head)
+    q = load_rows(q_pointer, Q.row_stride, tile * BLOCK, length, EVEN, BLOCK, HEAD_DIM)
     key_begin, key_end = visible_range(KEY_BEGIN, KEY_END, query, length, RANGES)
     row_key = dropout_row_key(DROPOUT, query, batch, head, DROP)
     begin, end, near_begin, near_end = visible_tiles(

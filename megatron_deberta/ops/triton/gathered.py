@@ -27,7 +27,6 @@ from megatron_deberta.ops.triton.tiles import (
     band_tile,
     dot,
     head_pointer,
-    load_head_rows,
     load_rows,
     opaque_zero,
     program_tile,
@@ -142,7 +141,8 @@ def gathered_forward_kernel(
     KEY_TABLE += head * (2 * near * BLOCK) * HEAD_DIM
     QUERY_TABLE += head * (2 * near * BLOCK) * HEAD_DIM
     first_query = tile * BLOCK
-    q = load_head_rows(Q, batch, head, first_query, queries, False, BLOCK, HEAD_DIM)
+    q_pointer = head_pointer(Q, batch, head)
+    q = load_rows(q_pointer, Q.row_stride, first_query, queries, False, BLOCK, HEAD_DIM)
     position, key_begin, key_end = gathered_positions(
         POSITIONS, KEY_BEGIN, KEY_END, batch, first_query, queries, BLOCK
     )
@@ -195,14 +195,15 @@ def gathered_query_kernel(
     QUERY_TABLE += head * table_rows * HEAD_DIM
     first_query = tile * BLOCK
     row = pair * queries
-    q = load_head_rows(Q, batch, head, first_query, queries, False, BLOCK, HEAD_DIM)
-    d_out = load_head_rows(D_OUT, batch, head, first_query, queries, False, BLOCK, HEAD_DIM)
+    pointer = head_pointer(Q, batch, head)
+    q = load_rows(pointer, Q.row_stride, first_query, queries, False, BLOCK, HEAD_DIM)
+    pointer = head_pointer(D_OUT, batch, head)
+    d_out = load_rows(pointer, D_OUT.row_stride, first_query, queries, False, BLOCK, HEAD_DIM)
     position, key_begin, key_end = gathered_positions(
         POSITIONS, KEY_BEGIN, KEY_END, batch, first_query, queries, BLOCK
     )
     query = first_query + tl.arange(0, BLOCK)
     lse2 = tl.load(LSE2 + row + query, mask=query < queries, other=0.0)
-    delta = tl.load(DELTA + row + query, mask=query < queries, other=0.0)
     row_key = dropout_row_key(DROPOUT, position, batch, head, DROP)
     by_row = BY_ROW + (row + first_query) * table_rows
     row_offset = tl.arange(0, BLOCK)[:, None] * table_rows
@@ -225,6 +226,9 @@ def gathered_query_kernel(
         signed = signed_probabilities(
             scores, lse2, visible, row_key, first, log2_scale, DROPOUT, False, True, DROP, BLOCK
         )
+        # Loaded where it is used: earlier, it would take registers from the products above.
+        at = query + opaque_zero(length, key_tile)
+        delta = tl.load(DELTA + row + at, mask=at < queries, other=0.0)
         d_scores = score_gradient(signed, products, delta[:, None], DROPOUT.keep_scale, DROP)
         d_q = dot(d_scores.to(k.dtype), k, d_q)
         if C2P:
@@ -272,8 +276,12 @@ def gathered_key_kernel(
     dtype = Q.pointer.dtype.element_ty
     first = tile * BLOCK
     key = first + tl.arange(0, BLOCK)
-    k = load_head_rows(K, batch, head, first, length, False, BLOCK, HEAD_DIM)
-    v = load_head_rows(V, batch, head, first, length, False, BLOCK, HEAD_DIM)
+    k = load_rows(
+        head_pointer(K, batch, head), K.row_stride, first, length, False, BLOCK, HEAD_DIM
+    )  # fmt: skip
+    v = load_rows(
+        head_pointer(V, batch, head), V.row_stride, first, length, False, BLOCK, HEAD_DIM
+    )  # fmt: skip
 
     d_v = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
     d_k = tl.zeros([BLOCK, HEAD_DIM], tl.float32)

@@ -103,15 +103,6 @@ def load_rows(
 
 
 @triton.jit
-def load_head_rows(
-    x, batch, head, first, length, EVEN: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """As ``load_rows`` from one batch row and head of a ``HeadTensor``."""
-    pointer = head_pointer(x, batch, head)
-    return load_rows(pointer, x.row_stride, first, length, EVEN, BLOCK, COLUMNS)
-
-
-@triton.jit
 def store_rows(pointer, stride, row, length, value, COLUMNS: tl.constexpr):
     """Store a ``[BLOCK, COLUMNS]`` tile to the rows ``row`` of a ``[length, COLUMNS]`` matrix."""
     pointers = pointer + row[:, None] * stride + tl.arange(0, COLUMNS)[None, :]
