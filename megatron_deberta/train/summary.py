@@ -146,7 +146,7 @@ def _next_steps(config: RunConfig, outcome: Outcome) -> list[str]:
     if outcome.ending is Ending.FINISHED:
         return _uses(config.train.run_dir)
     if outcome.ending is Ending.PREEMPTED and "SLURM_JOB_ID" in os.environ:
-        return ["the requeued job resumes from this checkpoint"]
+        return ["the next attempt of the job resumes from this checkpoint"]
     return ["start the same command again: it resumes from this checkpoint"]
 
 

@@ -80,7 +80,7 @@ def test_end_of_a_run(tmp_path: Path) -> None:
         (Ending.INTERRUPTED, signal.SIGINT, True, "Ctrl-C", "start the same command again"),
         (Ending.STOPPED, None, False, "the file stop", "start the same command again"),
         (Ending.PREEMPTED, signal.SIGTERM, False, "SIGTERM", "start the same command again"),
-        (Ending.PREEMPTED, None, True, "a signal", "the requeued job"),
+        (Ending.PREEMPTED, None, True, "a signal", "the next attempt of the job"),
     ],
 )
 def test_only_a_slurm_job_is_requeued(
