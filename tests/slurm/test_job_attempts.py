@@ -38,8 +38,11 @@ class Runs:
 @pytest.fixture(scope="module")
 def runs(cluster: VirtualCluster, run_yaml: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("runs")
-    missing = f"tokenizer.path={folder / 'tokenizer'}"
-    failing = submit(cluster, run_yaml, folder / "failing", missing, max_attempts=2, **ON_NODE4)
+    # A file in place of a folder, so that every start fails in a way that might have been mended.
+    (folder / "failing").mkdir()
+    (folder / "failing" / "ledger").touch()
+    plain = "precision.engine=plain"
+    failing = submit(cluster, run_yaml, folder / "failing", plain, max_attempts=2, **ON_NODE4)
     return Runs(
         uninterrupted=submit(cluster, run_yaml, folder / "uninterrupted", *ENDLESS, **ON_NODE4),
         killed=submit(
