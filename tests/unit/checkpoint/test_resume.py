@@ -46,7 +46,7 @@ def mutated(key: str) -> RunConfig:
     elif isinstance(value, str):
         other = "elsewhere"
     else:
-        other = value / 2 if isinstance(value, float) else value + 1
+        other = (value or 1.0) / 2 if isinstance(value, float) else value + 1
     return replace(config, **{section_name: replace(section, **{name: other})})
 
 
