@@ -173,6 +173,7 @@ def _prepare(staged: StagedCheckpoint) -> None:
     """Delete leftovers of killed saves, check free space, and create the staging folder."""
     folder = checkpoints_dir(staged.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
+    fsync_path(folder.parent)
     delete_leftovers(staged.run_dir)
     for path in foreign_folders(staged.run_dir):
         logger.warning(

@@ -17,6 +17,7 @@ from megatron_deberta.files import (
     temporary_name,
     write_atomically,
 )
+from tests.support.disk_calls import DiskCalls
 
 
 @pytest.fixture(params=[0o022, 0o027, 0o002])
@@ -93,3 +94,32 @@ def test_existing_folder_is_kept(tmp_path: Path) -> None:
     fill(replace=True)
     assert (out / "a").read_text() == "second"
     assert list(tmp_path.iterdir()) == [out]
+
+
+def test_atomic_write_flushes_before_and_after_the_rename(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = DiskCalls(monkeypatch, tmp_path)
+    write_atomically(tmp_path / "a", b"content")
+    temporary = temporary_name("a")
+    assert disk.calls == [f"fsync {temporary}", f"rename {temporary} -> a", "fsync ."]
+    disk.assert_flushed(tmp_path)
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_published_folder_is_flushed_before_and_after_the_rename(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replace: bool
+) -> None:
+    (tmp_path / "out").mkdir()
+    disk = DiskCalls(monkeypatch, tmp_path)
+    with published_folder(tmp_path / "out", replace=replace) as folder:
+        (folder / "sub").mkdir()
+        (folder / "sub" / "a").write_text("content")
+        fresh = folder.relative_to(tmp_path)
+    assert disk.calls == [
+        *(f"fsync {fresh / name}" for name in ("sub", "sub/a", ".")),
+        *([f"rename out -> {fresh.with_name('old')}"] if replace else []),
+        f"rename {fresh} -> out",
+        "fsync .",
+    ]
+    disk.assert_flushed(tmp_path / "out")

@@ -188,6 +188,29 @@ def test_damaged_checkpoint_is_refused_and_the_one_before_taken(
     assert "step_00000014" in caplog.text
 
 
+@pytest.mark.parametrize("hashes", [True, False])
+def test_every_file_is_in_the_share_of_one_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hashes: bool
+) -> None:
+    monkeypatch.setattr(writer, "FILE_BYTES", 1)
+    path = on_threads(monkeypatch, 1, 3, save_on(tmp_path))[0]
+    files = sorted(path.glob("*.safetensors"))
+    assert len(files) >= 6
+
+    def work(groups: ProcessGroups) -> Any:
+        return store.open_intact(path, groups, hashes=hashes)
+
+    for number, file in enumerate(files):
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] + (bytes([content[-1] ^ 1]) if hashes else b""))
+        results = on_threads(monkeypatch, 1, 3, work)
+        assert [isinstance(result, CheckpointError) for result in results] == [True] * 3
+        finders = [rank for rank, error in enumerate(results) if file.name in str(error)]
+        assert finders == [number % 3]
+        file.write_bytes(content)
+    assert not any(isinstance(result, Exception) for result in on_threads(monkeypatch, 1, 3, work))
+
+
 def test_nothing_intact_is_an_error_not_a_fresh_start(tmp_path: Path) -> None:
     damage(save_alone(tmp_path, 7), "cut")
     damage(save_alone(tmp_path, 14), "flipped bit")

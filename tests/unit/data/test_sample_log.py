@@ -8,6 +8,7 @@ import torch
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.data.sample_log import SampleLog, check_sample_log, read_sample_log
 from megatron_deberta.errors import DataError
+from tests.support.disk_calls import DiskCalls
 
 
 def batch(samples):
@@ -98,3 +99,15 @@ def test_missing_and_unwritable_places_are_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="cannot write the sample log"):
         SampleLog(tmp_path / "file", 0, 1, 0)
+
+
+def test_records_are_flushed(tmp_path, monkeypatch):
+    disk = DiskCalls(monkeypatch, tmp_path)
+    sample_log = SampleLog(tmp_path, 0, 1, 0)
+    sample_log.append(1, [batch([0, 1])])
+    sample_log.sync()
+    assert disk.calls == ["fsync rank-00000.jsonl"]
+    disk.assert_flushed(tmp_path)
+    sample_log.append(2, [batch([2, 3])])
+    sample_log.close()
+    disk.assert_flushed(tmp_path)

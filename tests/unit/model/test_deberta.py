@@ -11,6 +11,7 @@ import torch
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.model import DropoutSeeds, RuntimeOptions
+from megatron_deberta.model.dropout import site_id
 from megatron_deberta.objectives import MaskedLanguageModel
 from tests.support.stock_weights import randomize
 from tests.support.tolerances import FP64
@@ -90,6 +91,26 @@ def test_dropout_is_a_function_of_sample_step_and_seed() -> None:
                   DropoutSeeds(1, 2, torch.tensor([9]))):  # fmt: skip
         assert not torch.equal(first, loss(model, other, ids))
     assert not torch.equal(first, loss(model, None, ids))
+
+
+def test_every_dropout_uses_a_site_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [
+        f"encoder.layers.{index}.{part}"
+        for index in range(CONFIG.num_layers)
+        for part in ("attention", "attention.probabilities", "attention.table", "ffn")
+    ]
+    used: set[int] = set()
+    for name in ("per_row", "shared"):
+        original = getattr(DropoutSeeds, name)
+
+        def noting(self: DropoutSeeds, site: int, original: Any = original) -> torch.Tensor:
+            used.add(site)
+            seed: torch.Tensor = original(self, site)
+            return seed
+
+        monkeypatch.setattr(DropoutSeeds, name, noting)
+    loss(make(), DropoutSeeds(1, 2, torch.tensor([3])), tokens(12))
+    assert used == {site_id(name) for name in (*names, "embeddings", "encoder.conv")}
 
 
 def test_dropout_does_not_depend_on_the_batch() -> None:

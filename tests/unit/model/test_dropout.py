@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_deberta.model.dropout import Dropout, DropoutExecution, DropoutSeeds
-from megatron_deberta.ops.dropout_bits import keep_mask, keep_scale
+from megatron_deberta.model.dropout import Dropout, DropoutExecution, DropoutSeeds, site_id
+from megatron_deberta.model.fused import PendingResidual
+from megatron_deberta.ops.dropout_bits import keep_mask, keep_scale, mix_seed
 
 SEEDS = DropoutSeeds(3, 5, torch.tensor([7, 2**40]))
 EXECUTIONS = {
@@ -79,3 +82,50 @@ def test_saved_tensors() -> None:
         sizes[name] = sum(t.numel() * t.element_size() for t in saved)
     assert sizes["saved"] == 2 * 64 * 256
     assert sizes["recomputed"] <= 2 * 64 * 8 + 16
+
+
+KEYS_OF_ROWS = {
+    "run_seed": 4,
+    "step": 6,
+    "decoder_pass": 1,
+    "samples": torch.tensor([8, 2**40 + 1]),
+}
+
+
+@pytest.mark.parametrize("key", [*KEYS_OF_ROWS, "site"])
+@pytest.mark.parametrize("shape", [(2, 32, 16), (32, 16)], ids=["rows", "table"])
+def test_dropped_elements_depend_on_every_key(shape: tuple[int, ...], key: str) -> None:
+    """A table is shared by samples and by passes of the mask decoder, and by nothing else."""
+
+    def dropped_by(site: str, seeds: DropoutSeeds) -> Tensor:
+        positions = torch.arange(32) if len(shape) == 2 else torch.arange(32).expand(2, 32)
+        return Dropout(0.5, site)(torch.ones(shape), positions, seeds) == 0
+
+    first = dropped_by("site", SEEDS)
+    if key == "site":
+        other = dropped_by("other", SEEDS)
+    else:
+        other = dropped_by("site", replace(SEEDS, **{key: KEYS_OF_ROWS[key]}))  # type: ignore[arg-type]
+    if len(shape) == 2 and key in ("samples", "decoder_pass"):
+        assert torch.equal(first, other)
+        return
+    # Independent masks differ in half of the elements, in every row of the batch.
+    for a, b in zip(first.view(-1, 512), other.view(-1, 512), strict=True):
+        assert 156 < int((a != b).sum()) < 356
+
+
+def test_seeds_are_hashes_of_all_keys() -> None:
+    """The formula is part of the format: a resumed run drops what the first would have."""
+    expected = [int(mix_seed(3, 5, 9, 1, sample)) for sample in (7, 2**40)]
+    assert SEEDS.at_pass(1).per_row(9).tolist() == expected
+    assert SEEDS.shared(9).tolist() == [int(mix_seed(3, 5, 9, 0))]
+
+
+def test_fused_dropout_depends_on_its_site() -> None:
+    x, positions = torch.ones(2, 5, 16), torch.arange(5).expand(2, 5)
+    for site in ("one", "other"):
+        layer = Dropout(0.1, site)
+        layer.execution = EXECUTIONS["compiled"]
+        pending = layer.before_norm(x, positions, SEEDS, x)
+        assert isinstance(pending, PendingResidual)
+        assert torch.equal(pending.seed, SEEDS.per_row(site_id(site)))

@@ -23,6 +23,7 @@ from megatron_deberta.distributed.topology import ProcessGroups, single_process_
 from megatron_deberta.engine.base import Engine, StepOutcome
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.errors import NumericsError
+from megatron_deberta.model import DropoutSeeds
 from megatron_deberta.train.evaluate import evaluate
 from megatron_deberta.train.step import TrainStep
 from tests.support.tiny_models import V2
@@ -159,3 +160,18 @@ def test_a_gradient_that_is_not_finite_stops_too_but_in_fp16_lowers_the_scale() 
     fp16 = replace(CONFIG, precision=replace(CONFIG.precision, dtype="fp16"))
     result = step_of(Recorded(1.0, skipped), fp16)(0, [rows()])
     assert (result.outcome, result.skip) == (skipped, "overflow")
+
+
+def test_dropout_has_the_seeds_of_its_step() -> None:
+    engine = Recorded(1.0)
+    config = replace(CONFIG, train=replace(CONFIG.train, seed=17))
+    seen: list[tuple[int, int, list[int]]] = []
+
+    def forward(batch: Batch, seeds: DropoutSeeds) -> tuple[Tensor, Tensor]:
+        seen.append((seeds.run_seed, seeds.step, seeds.samples.tolist()))
+        return torch.tensor(1.0), torch.tensor(0)
+
+    engine.module.forward = forward  # type: ignore[method-assign]
+    for number in (0, 1):
+        step_of(engine, config)(number, [rows(4 * number)])
+    assert seen == [(17, 0, [0, 1, 2, 3]), (17, 1, [4, 5, 6, 7])]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -220,6 +221,17 @@ def test_a_failed_save_ends_the_run_or_not_but_always_one_that_was_asked_for() -
     assert saver.calls == ["save 1", "save 2", "save 3"]
     with pytest.raises(CheckpointError):
         saves(config, saver, [event(4, Ending.PREEMPTED)])
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_sample_log_is_flushed_before_a_save_begins(asynchronous: bool) -> None:
+    saver = FakeSaver()
+    sample_log: Any = SimpleNamespace(sync=lambda: saver.calls.append("sync"))
+    config = CheckpointConfig(save_every=1, asynchronous=asynchronous)
+    typed: Any = saver
+    hook = SaveHook(config, saver.begin, typed, meter(), sample_log, None)
+    hook.after_step(event(1))
+    assert saver.calls == ["sync", "start 1" if asynchronous else "save 1"]
 
 
 @pytest.mark.parametrize("ending", list(Ending))
