@@ -23,6 +23,7 @@ fail() {
 
 case "${1:-}" in
   "") kind=run requirements=requirements.txt ;;
+  -h | --help) sed -n '2,10s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit 0 ;;
   --dev) kind=dev requirements=requirements-dev.txt ;;
   *)
     echo "setup_venv: error: unknown argument '$1'; the only one is --dev" >&2
@@ -83,5 +84,8 @@ pip -r "$requirements"
 if [[ "$kind" == dev ]]; then
   pip --no-deps "$megatron_core"
 fi
-pip --no-deps --no-build-isolation --editable .
+# Compatible mode adds a path instead of an import hook: from the folder above a clone of the same
+# name, Python would import the clone as a namespace package.
+pip --no-deps --no-build-isolation --config-settings editable_mode=compat --editable .
 echo "$wanted" >"$venv/.stamp-$kind"
+echo "Done. Next: source .venv/bin/activate; megatron-deberta --help"

@@ -46,7 +46,8 @@ def train_sentencepiece(
         output: directory to create, atomically.
         vocab_size: number of pieces without [MASK].
         model_type: ``unigram`` or ``bpe``.
-        character_coverage: share of the text's characters that become pieces.
+        character_coverage: share of the text's characters that become pieces. Printable ASCII
+            characters that occur in the text always do, from 1,000 pieces on.
         sample_bytes: UTF-8 bytes of text to train on, sampled evenly; 0: all.
         force: replace an existing tokenizer directory.
 
@@ -144,6 +145,11 @@ def _lines(text: str) -> Iterator[str]:
         yield line
 
 
+def _required_characters(lines: list[str]) -> str:
+    """Return the printable ASCII characters of the text: rare digits are not [UNK]."""
+    return "".join(sorted(set().union(*lines) & {chr(code) for code in range(0x21, 0x7F)}))
+
+
 def _train(
     lines: list[str], vocab_size: int, model_type: ModelType, character_coverage: float
 ) -> bytes:
@@ -157,6 +163,7 @@ def _train(
             model_type=model_type,
             vocab_size=vocab_size,
             character_coverage=character_coverage,
+            required_chars=_required_characters(lines) if vocab_size >= 1000 else "",
             byte_fallback=model_type == "bpe",
             pad_id=0,
             bos_id=1,

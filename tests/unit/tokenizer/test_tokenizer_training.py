@@ -42,6 +42,15 @@ def test_no_text_is_refused(texts: list[str], tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_rare_ascii_characters_are_pieces(tmp_path: Path) -> None:
+    texts = [*documents(), "One ^ and one ` and 7 ~ and \u4e2d."]
+    tokenizer = train_sentencepiece(texts, str(tmp_path / "out"), vocab_size=1000)
+    used = {character for text in texts for character in text if "!" <= character <= "~"}
+    unknown = {character for character in used if tokenizer.unk_id in tokenizer.encode(character)}
+    assert unknown == set()
+    assert tokenizer.unk_id in tokenizer.encode("\u4e2d")
+
+
 def test_settings_out_of_range_are_refused(tmp_path: Path) -> None:
     output = str(tmp_path / "out")
     with pytest.raises(ConfigError, match="--vocab-size 4"):
