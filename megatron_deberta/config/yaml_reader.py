@@ -5,6 +5,7 @@ Tags, anchors, aliases, duplicate keys, files over 1 MB and nesting over 20 leve
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Any, cast
@@ -87,7 +88,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise ConfigError(f"{path}: cannot read the config: {error.strerror}") from error
+        similar = difflib.get_close_matches(
+            path.name, (file.name for file in path.parent.glob("*"))
+        )
+        hint = f"; did you mean {path.with_name(similar[0])}?" if similar else ""
+        raise ConfigError(f"{path}: cannot read the config: {error.strerror}{hint}") from error
     if len(raw) > MAX_BYTES:
         raise ConfigError(f"{path}: larger than {MAX_BYTES:,} bytes; is it a config file?")
     try:

@@ -123,6 +123,9 @@ def test_wrong_files_name_the_place(tmp_path: Path, text: str, parts: list[str])
 
 def test_unreadable_files(tmp_path: Path) -> None:
     assert "No such file" in refusal(tmp_path / "absent.yaml")
+    present = write(tmp_path, "train: {}")
+    misspelled = present.with_name(present.name.replace("yaml", "yml"))
+    assert refusal(misspelled).endswith(f"; did you mean {present}?")
     assert "directory" in refusal(tmp_path)
     binary = tmp_path / "binary.yaml"
     binary.write_bytes(b"train: \xff\xfe")
