@@ -86,7 +86,7 @@ def run_checks(args: argparse.Namespace) -> Checks:
         ("torch", installation.check_torch),
         ("run folder", lambda: check_folder(Path(config.train.run_dir))),
         ("space", lambda: check_space(config)),
-        ("tokenizer and data", lambda: check_data(config, args.allow_config_change)),
+        ("tokenizer, data and resume", lambda: check_data(config, args.allow_config_change)),
     ]
     if args.cluster is not None:
         profile = load_profile(args.cluster)

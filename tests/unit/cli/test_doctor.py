@@ -47,7 +47,7 @@ def test_sound(examine) -> None:
     assert time.monotonic() - began < 10
     assert code == 0, lines
     assert [line.split(":")[0] for line in lines] == [
-        "ok      torch", "ok      run folder", "ok      space", "ok      tokenizer and data",
+        "ok      torch", "ok      run folder", "ok      space", "ok      tokenizer, data and resume",
     ]  # fmt: skip
     assert "no checkpoint yet" in lines[3]
 
@@ -137,14 +137,16 @@ def test_space(examine, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_data(examine, override: str, message: str) -> None:
-    assert message in only_wrong(examine(override), "tokenizer and data")
+    assert message in only_wrong(examine(override), "tokenizer, data and resume")
 
 
 def test_another_tokenizer(examine, run_yaml: Path, tmp_path: Path) -> None:
     text, other = run_yaml.parent / "docs.jsonl", tmp_path / "other"
     made = ["train-tokenizer", "--input", str(text), "--vocab-size", "400", "--output", str(other)]
     assert main(made) == 0
-    assert "tokenizer" in only_wrong(examine(f"tokenizer.path={other}"), "tokenizer and data")
+    assert "tokenizer" in only_wrong(
+        examine(f"tokenizer.path={other}"), "tokenizer, data and resume"
+    )
 
 
 def test_checkpoint_of_another_run(examine, run_yaml: Path, tmp_path: Path) -> None:
@@ -155,7 +157,7 @@ def test_checkpoint_of_another_run(examine, run_yaml: Path, tmp_path: Path) -> N
     code, lines = examine()
     assert code == 0, lines
     assert "goes on from" in lines[3]
-    found = only_wrong(examine("train.seed=9"), "tokenizer and data")
+    found = only_wrong(examine("train.seed=9"), "tokenizer, data and resume")
     assert "train.seed=9 but the checkpoint of step 1 was trained with 1234" in found
 
 
