@@ -122,14 +122,14 @@ def test_stock_encoder_and_exported_fill_mask_load(name: str, exported: Exported
     encoder, report = transformers.AutoModel.from_pretrained(folder, output_loading_info=True)
     assert type(encoder).__module__.startswith("transformers.models.")
     assert not report["missing_keys"]
-    model, report = DebertaForMaskedLM.from_pretrained(folder, output_loading_info=True)
+    filler, report = DebertaForMaskedLM.from_pretrained(folder, output_loading_info=True)
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     ids, mask = make_batch()
     model = build_model(config, reader(random_weights(config)), "reference")
     with torch.no_grad():
         states = encoder.eval()(ids, attention_mask=mask.long()).last_hidden_state
-        logits = model.eval()(ids, attention_mask=mask.long()).logits
+        logits = filler.eval()(ids, attention_mask=mask.long()).logits
         torch.testing.assert_close(logits[mask], model.logits(ids, mask)[mask], **FP32_MODEL)
         expected = model.encode(ids, mask)
         torch.testing.assert_close(states[mask], expected[mask], **FP32_MODEL)

@@ -47,8 +47,11 @@ def test_sound(examine) -> None:
     assert time.monotonic() - began < 10
     assert code == 0, lines
     assert [line.split(":")[0] for line in lines] == [
-        "ok      torch", "ok      run folder", "ok      space", "ok      tokenizer, data and resume",
-    ]  # fmt: skip
+        "ok      torch",
+        "ok      run folder",
+        "ok      space",
+        "ok      tokenizer, data and resume",
+    ]
     assert "no checkpoint yet" in lines[3]
 
 

@@ -54,12 +54,13 @@ def test_start_of_a_run(tmp_path: Path) -> None:
 
 
 def test_end_of_a_run(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path, tensorboard=False) as writer:
-        writer.write(0, {"unigram_loss": 6.5}, kind="validation")
-        for step, loss in ((200, 3.0), (400, 2.75), (500, 2.8)):
-            writer.write(step, {"loss": loss - 0.1})
-            writer.write(step, {"loss": loss}, kind="validation")
-        writer.write(501, {"loss": float("nan")})
+    writer = MetricsWriter(tmp_path, tensorboard=False)
+    writer.write(0, {"unigram_loss": 6.5}, kind="validation")
+    for step, loss in ((200, 3.0), (400, 2.75), (500, 2.8)):
+        writer.write(step, {"loss": loss - 0.1})
+        writer.write(step, {"loss": loss}, kind="validation")
+    writer.write(501, {"loss": float("nan")})
+    writer.close()
     config, state = config_of(tmp_path), TrainState(500, 4000)
     text = describe_end(config, Outcome(Ending.FINISHED, state), 3723.4, None)
     assert text.splitlines() == [
