@@ -21,9 +21,9 @@ def load_tool(name: str) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "tools").glob("*.py")), ids=lambda path: path.name)
-def test_tools_are_executable(path: Path) -> None:
-    assert os.access(path, os.X_OK)
+@pytest.mark.parametrize("name", ["gather_machine_text.py", "fill_held_out.py"])
+def test_tools_are_executable(name: str) -> None:
+    assert os.access(ROOT / "tools" / name, os.X_OK)
 
 
 gather = load_tool("gather_machine_text")
