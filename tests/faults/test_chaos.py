@@ -50,6 +50,7 @@ def test_failed_save_removes_its_files(saves: SaveCases, seed: int) -> None:
     assert outcome["ok"], outcome
 
 
+@pytest.mark.slow
 def test_four_ranks_resume_after_a_kill_and_a_signal(tmp_path: Path) -> None:
     corpus = tmp_path / "corpus"
     corpus.mkdir()

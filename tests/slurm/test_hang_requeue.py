@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import psutil
+import pytest
 
 from megatron_deberta.cluster.bad_nodes import BadNodes
 from tests.slurm.submitted_run import command, submit
@@ -33,6 +34,7 @@ def rank_on(run_dir: Path, node: str) -> psutil.Process:
     raise AssertionError(f"no rank on {node}")
 
 
+@pytest.mark.slow
 def test_a_hang_moves_the_job_to_other_nodes(
     cluster: VirtualCluster, run_yaml: Path, tmp_path: Path
 ) -> None:
