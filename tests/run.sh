@@ -8,7 +8,8 @@ set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # Two pytest workers keep two cores busy: most tests wait for something.
-workers="$(($(nproc) < 2 ? 1 : 2))"
+# nproc would answer with OMP_NUM_THREADS where that is set.
+workers="$(($(env -u OMP_NUM_THREADS nproc) < 2 ? 1 : 2))"
 parallel=(-n "$workers" --dist loadfile --no-loadscope-reorder)
 case "${1:-}" in
   "") set -- "${parallel[@]}" -m "not slow" ;;
