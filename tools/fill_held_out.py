@@ -46,7 +46,7 @@ def sentences(paths: list[Path]) -> list[str]:
 
 
 def answer(filler: MaskFiller, one_piece: set[str], sentence: str, seed: str) -> Answer | None:
-    """Mask a word and fill it; ``None`` if no word is one piece of the vocabulary."""
+    """Mask a random word that is one piece of the vocabulary and predict it; None: no such word."""
     words = [match for match in WORD.finditer(sentence) if match[0] in one_piece]
     if not words:
         return None

@@ -91,7 +91,7 @@ _TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """One kernel, compiled for one GPU architecture.
+    """Kernel compiled for one GPU architecture.
 
     Attributes:
         flags: ``plain``: dense rows. ``dropout``: with dropout. ``masked``: also with padding or

@@ -1,4 +1,4 @@
-"""Implementations of disentangled attention with one interface, and plain attention as a floor.
+"""Implementations of disentangled attention with one interface, and plain attention as a baseline.
 
 A variant takes a case and the five tensors of ``disentangled_attention`` and returns the output
 ``[batch, heads, length, head size]``. ``refusal`` returns the reason why a variant cannot run a
@@ -290,7 +290,7 @@ class FlashDeberta(Variant):
     packed_from = 1024
 
     def refusal(self, case: Case) -> str | None:
-        """Refuse without the package or a GPU, and with dropout, which it lacks."""
+        """Return the reason: the package or a GPU is missing, or dropout, which is unsupported."""
         if importlib.util.find_spec("flashdeberta") is None:
             return "flashdeberta==0.0.8 is not installed"
         if case.device != "cuda":

@@ -157,7 +157,7 @@ def _ancestors(event: Any) -> Iterable[Any]:
 
 
 def _parts_of_nodes(events: list[Any]) -> dict[int, str]:
-    """Return the part of the last operator before each autograd node, by sequence number."""
+    """Map autograd sequence numbers to the part of the model whose forward pass made the node."""
     last: dict[int, tuple[float, str]] = {}
     for event in events:
         number = event.sequence_nr

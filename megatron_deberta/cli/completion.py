@@ -1,4 +1,4 @@
-"""Print a script that completes commands, options and configuration keys in a shell.
+"""Print a shell completion script for commands, options and configuration keys.
 
 Examples:
   megatron-deberta completion bash > ~/.local/share/bash-completion/completions/megatron-deberta

@@ -29,5 +29,5 @@ def add_jobs_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def shard_names(args: argparse.Namespace, *, each_once: bool = True) -> list[str]:
-    """Return the prefixes of the given shards; see ``shard_prefixes``."""
+    """Return the prefixes of the shards named on the command line."""
     return shard_prefixes([*args.prefix, *args.shards], each_once=each_once)

@@ -49,7 +49,7 @@ class Corpora:
 
 
 class Phase(NamedTuple):
-    """Training samples of one row length.
+    """Part of a training run with one row length.
 
     Attributes:
         first: index of the first sample.

@@ -115,7 +115,7 @@ class Dropout(nn.Module):
 
 @dataclass(frozen=True)
 class DropoutExecution:
-    """How dropout is computed; the dropped elements are always the same.
+    """Options for computing dropout; they do not change which elements are dropped.
 
     Attributes:
         keep_masks: save each mask for backward (one byte per element) instead of recomputing it.

@@ -212,7 +212,7 @@ class ConsecutiveTerms(PositionTerms):
     """Position terms of consecutive queries: query i is at position i."""
 
     def __init__(self, a: AttentionArguments, dtype: torch.dtype, scratch: Scratch) -> None:
-        """See the base class."""
+        """Initialize as the base class does."""
         length, slots = a.k.shape[2], a.positions.slots
         rising = torch.arange(1 - length, length, device=a.q.device)
         sign = 1 if a.p2c_index == "released" else -1
@@ -243,7 +243,7 @@ class GatheredTerms(PositionTerms):
     def __init__(
         self, a: AttentionArguments, dtype: torch.dtype, scratch: Scratch, at: Tensor
     ) -> None:
-        """See the base class."""
+        """Initialize as the base class does."""
         self._at, self._positions, length = at, a.positions, a.k.shape[2]
         self._sign = 1 if a.p2c_index == "released" else -1
         # By slot there are fewer columns for long rows; by distance no two keys of a query share

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,6 +16,7 @@ import torch.distributed as dist
 
 from megatron_deberta.distributed.environment import read_environment
 from megatron_deberta.distributed.topology import init_process_groups, shutdown
+from tests.support.jobs import free_port
 from tests.support.ranks import RankPool, grid, run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,9 +95,7 @@ def run_as_srun(rank: int, port: int) -> list[int]:
 
 
 def test_srun_variables() -> None:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     assert run_ranks(run_as_srun, 2, port, start_distributed=False) == [[0, 2, 3], [1, 2, 3]]
 
 

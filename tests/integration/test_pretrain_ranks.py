@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,7 +16,7 @@ import pytest
 from megatron_deberta.checkpoint.layout import committed_steps, step_dir
 from megatron_deberta.errors import EXIT_REQUEUE, EXIT_USAGE
 from megatron_deberta.observe.metrics import FILE_NAME
-from tests.support.jobs import ROOT, TIMEOUT, losses, run_to_end, start
+from tests.support.jobs import ROOT, TIMEOUT, free_port, losses, run_to_end, start
 
 OF_LAUNCHERS = re.compile(r"(RANK|LOCAL_|WORLD_SIZE|MASTER_|SLURM_|OMPI_|PMI)")
 TWO_STEPS = ("train.exit_step=2", "train.eval_every=0", "precision.zero_stage=2")
@@ -60,9 +59,7 @@ def test_started_by_mpirun(run_yaml: Path, uninterrupted: Path, tmp_path: Path) 
 
 
 def test_started_by_srun(run_yaml: Path, uninterrupted: Path, tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     run_dir = tmp_path / "run"
     ranks = [
         subprocess.Popen(

@@ -34,7 +34,7 @@ class DiskCalls:
             monkeypatch.setattr(owner, name, self._recording_rename(getattr(owner, name)))
 
     def assert_flushed(self, folder: Path) -> None:
-        """Assert that every file of a folder was flushed with the content that it has now."""
+        """Assert that the current content of every file in a folder was passed to fsync."""
         for path in folder.rglob("*"):
             if path.is_file():
                 assert (path.stat().st_ino, path.read_bytes()) in self._flushed, path

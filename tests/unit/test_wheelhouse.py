@@ -35,7 +35,7 @@ def make_source(folder, name, version):
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory):
-    """Make the available packages."""
+    """Build a package index with small wheels."""
     folder = tmp_path_factory.mktemp("index")
     make_wheel(folder, "alpha", "1.0", needs=["beta>=2", "torch>=2.0"])
     for version, minor in (("cp310", 17), ("cp312", 17), ("cp312", 39)):
