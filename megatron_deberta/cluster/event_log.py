@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Mapping
@@ -11,10 +12,19 @@ from typing import Any
 
 
 def append_event(path: Path, event: Mapping[str, Any]) -> None:
-    """Append a line durably, and as a whole beside those of other processes."""
+    """Append a line durably, and as a whole beside those of other processes.
+
+    Raises:
+        OSError: the disk is full or the file cannot be written.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab", buffering=0) as stream:
-        stream.write(json.dumps(event).encode() + b"\n")
+    with path.open("a+b", buffering=0) as stream:
+        line = json.dumps(event).encode() + b"\n"
+        if stream.tell() and os.pread(stream.fileno(), 1, stream.tell() - 1) != b"\n":
+            # A former line was cut short, such as by a full disk; it must not spoil this one.
+            line = b"\n" + line
+        if stream.write(line) != len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         os.fsync(stream.fileno())
 
 

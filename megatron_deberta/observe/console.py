@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from rich.console import Console, Group
@@ -140,8 +141,10 @@ class LiveConsole:
 
     def _print(self, line: str) -> None:
         # Not through rich, which would wrap the line at an assumed width.
-        self.console.file.write(line + "\n")
-        self.console.file.flush()
+        # The line is lost if standard output is on a full disk.
+        with suppress(OSError):
+            self.console.file.write(line + "\n")
+            self.console.file.flush()
 
     def _draw(self) -> Group:
         parts: list[Table | Progress | str] = [self.title] if self.title else []

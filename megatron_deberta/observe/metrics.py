@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +15,8 @@ import orjson
 from megatron_deberta.errors import DataError
 from megatron_deberta.files import write_atomically
 
+logger = logging.getLogger(__name__)
+
 RecordKind = Literal["train", "validation", "guard", "checkpoint"]
 
 FILE_NAME = "metrics.jsonl"
@@ -20,6 +24,8 @@ FILE_NAME = "metrics.jsonl"
 
 class MetricsWriter:
     """Appends one record per call; nonfinite numbers are written as null.
+
+    On a full disk, records are kept in memory until there is space; training goes on.
 
     Args:
         run_dir: run folder.
@@ -39,7 +45,11 @@ class MetricsWriter:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / FILE_NAME
         _cut_after(self.path, resume_step)
-        self._file = self.path.open("ab")
+        # Without a buffer: after a failed write, no part of a record remains to be written later.
+        self._file = self.path.open("ab", buffering=0)
+        self._size = os.fstat(self._file.fileno()).st_size
+        self._pending: list[bytes] = []
+        self._has_warned = False
         self._events: Any = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -55,20 +65,49 @@ class MetricsWriter:
             kind: source of the metrics; ``guard`` reports skipped updates and rollbacks.
         """
         record = {"step": step, "kind": kind, **values}
-        self._file.write(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
-        self._file.flush()
-        if self._events is not None:
-            for name, value in values.items():
-                if isinstance(value, int | float):
-                    self._events.add_scalar(f"{kind}/{name}", value, step)
+        self._pending.append(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
+        try:
+            self._write_pending()
+            if self._events is not None:
+                for name, value in values.items():
+                    if isinstance(value, int | float):
+                        self._events.add_scalar(f"{kind}/{name}", value, step)
+        except OSError as error:
+            self._warn(error)
 
     def close(self) -> None:
         """Flush everything to disk and close."""
-        if not self._file.closed:
-            os.fsync(self._file.fileno())
+        try:
+            if not self._file.closed:
+                self._write_pending()
+                os.fsync(self._file.fileno())
+            if self._events is not None:
+                self._events.close()
+        except OSError as error:
+            self._warn(error)
+        finally:
             self._file.close()
-        if self._events is not None:
-            self._events.close()
+
+    def _write_pending(self) -> None:
+        """Write the records that are not in the file yet; after a failure none of them is.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        content = b"".join(self._pending)
+        try:
+            if content and self._file.write(content) != len(content):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            os.ftruncate(self._file.fileno(), self._size)
+            raise
+        self._size += len(content)
+        self._pending = []
+
+    def _warn(self, error: OSError) -> None:
+        if not self._has_warned:
+            logger.warning("%s: %s; training goes on", self.path, error)
+        self._has_warned = True
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:

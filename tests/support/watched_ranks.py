@@ -23,7 +23,7 @@ from tests.support.jobs import ROOT
 
 ATTEMPT = "7.0"
 RUN = """
-cluster: {{startup_timeout_seconds: 20,
+cluster: {{startup_timeout_seconds: {startup},
   data_timeout_seconds: {limit}, step_timeout_seconds: {limit},
   save_timeout_seconds: {limit}, evaluation_timeout_seconds: {limit}, straggler_window_steps: 10}}
 """
@@ -98,13 +98,14 @@ class WatchedRanks:
         nodes: number of supervisors.
         ranks_per_node: ranks of each.
         limit: time-out in seconds of every section except start-up.
+        startup: time-out in seconds of the start-up.
         exit_wait: seconds that ranks may run after the first exit.
         plan: ``steps``; and ``rank``, ``place``, ``step``, ``how`` of a fault.
     """
 
     def __init__(
         self, folder: Path, *, nodes: int = 1, ranks_per_node: int = 2, limit: float = 1.0,
-        exit_wait: int = 1, **plan: Any,
+        startup: float = 20.0, exit_wait: int = 1, **plan: Any,
     ) -> None:  # fmt: skip
         self.folder, self.run_dir, self.nodes = folder, folder / "run", nodes
         os.mkfifo(folder / "fifo")
@@ -112,7 +113,7 @@ class WatchedRanks:
         place.mkdir(parents=True)
         (place / "barrier_of_a_test.py").write_text(BARRIER)
         (folder / "plan.json").write_text(json.dumps({"steps": 20, **plan}))
-        (folder / "run.yaml").write_text(RUN.format(limit=limit))
+        (folder / "run.yaml").write_text(RUN.format(limit=limit, startup=startup))
         (folder / "rank.py").write_text(RANK)
         python = folder / "python"
         python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{folder}/rank.py"\n')

@@ -13,7 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_deberta.cluster.watchdog.hang import STOPPED_STATES
-from megatron_deberta.cluster.watchdog.heartbeat import DUMP_SIGNAL, beat_path, stacks_path
+from megatron_deberta.cluster.watchdog.heartbeat import (
+    DUMP_SIGNAL,
+    beat_path,
+    read_beat,
+    stacks_path,
+)
 
 DUMP_SECONDS = 1.5
 """Time for ranks to write their stacks."""
@@ -45,7 +50,7 @@ def collect(folder: Path, pids: Mapping[int, int]) -> dict[int, ProcessDiagnosti
     for rank, pid in pids.items():
         path = stacks_path(beat_path(folder, rank))
         # The signal would kill a process without a handler, and a stopped one does not get it.
-        ready = path.exists() and beat_path(folder, rank).exists()
+        ready = read_beat(beat_path(folder, rank)) is not None
         if ready and process_state(pid) not in STOPPED_STATES:
             sizes[rank] = path.stat().st_size
             with suppress(ProcessLookupError):

@@ -7,6 +7,7 @@ the smallest position are compared with the time-out of their section.
 
 from __future__ import annotations
 
+import signal
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,6 +46,8 @@ class RankView:
     ended: float = 0.0
     """End, in seconds since the epoch."""
     killed: bool = False
+    cause: str = ""
+    """Cause of its end other than the program or the node; empty: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,10 @@ class Limits:
         # Rank 0's files, closed after the last step, are on the disk of checkpoints.
         return config.save_timeout_seconds
 
+    def longest(self) -> float:
+        """Return the longest time-out of any section."""
+        return max(self.of(section, steps_done=FIRST_STEPS) for section in Section)
+
 
 def find_hang(views: Sequence[RankView], limits: Mapping[int, float]) -> str:
     """Return what is overdue as text, empty if nothing is.
@@ -105,16 +112,31 @@ def find_hang(views: Sequence[RankView], limits: Mapping[int, float]) -> str:
     )
 
 
-def diagnose_hang(views: Sequence[RankView], overdue: str) -> Diagnosis:
+def diagnose_hang(views: Sequence[RankView], overdue: str, silent: Sequence[str] = ()) -> Diagnosis:
     """Diagnose which rank the others wait for.
 
     Args:
-        views: all ranks, with the diagnostics of all nodes that answered.
+        views: the ranks of all nodes that answered, with diagnostics.
         overdue: result of ``find_hang``.
+        silent: hosts that did not answer. The state of their ranks is unknown, so a rank is named
+            only if it does not itself wait in a collective.
     """
     alive = [view for view in views if view.code is None]
     # Stopped from outside, a rank does not continue by itself.
     suspects = [view for view in alive if view.state in STOPPED_STATES]
+    if not suspects and silent:
+        last = min((view.position for view in alive), default=0)
+        suspects = [
+            view
+            for view in alive
+            if view.position == last and any(symptom(view) for symptom in _SYMPTOMS)
+        ]
+        if not suspects:
+            reason = (
+                f"{overdue}; no report from {', '.join(silent)}: node, supervisor or its mount of "
+                "the run folder; the ranks there are unknown"
+            )
+            return Diagnosis("hang", (), (), reason)
     if not suspects:
         last = min((view.position for view in alive), default=0)
         suspects = [view for view in alive if view.position == last]
@@ -178,9 +200,12 @@ def diagnose_deaths(views: Sequence[RankView]) -> Diagnosis | None:
     first = min(failed, key=lambda view: ((view.code or 0) > 0, view.ended))
     code = first.code or 0
     how = f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
-    memory = " (out of memory?)" if code == -9 else ""
+    guess = "out of memory?" if code == -signal.SIGKILL else ""
+    cause = f" ({first.cause or guess})" if first.cause or guess else ""
     reason = (
-        f"rank {first.rank} on {first.host} {how}{memory} in {first.section.label} "
+        f"rank {first.rank} on {first.host} {how}{cause} in {first.section.label} "
         f"at step {first.step}"
     )
-    return Diagnosis("death", (first.rank,), (first.host,), reason)
+    # A node is not excluded for what another one would have suffered as well.
+    hosts = () if first.cause else (first.host,)
+    return Diagnosis("death", (first.rank,), hosts, reason)

@@ -12,20 +12,28 @@ the writer is writing, or was stopped while writing, the other one.
 from __future__ import annotations
 
 import faulthandler
+import logging
 import mmap
 import os
+import shutil
 import signal
 import struct
+import tempfile
 import time
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from megatron_deberta.errors import MegatronDebertaError
 from megatron_deberta.observe.progress import ProgressObserver, Section
 
+logger = logging.getLogger("supervisor")
+
+MEMORY_FOLDER = "/dev/shm"
+"""File system in memory."""
 FOLDER_VARIABLE = "MEGATRON_DEBERTA_HEARTBEATS"
 """Environment variable with the folder of heartbeats; without it none are written."""
 DUMP_SIGNAL = signal.SIGRTMIN + 6
@@ -71,8 +79,8 @@ class Heartbeat(ProgressObserver):
         self._stacks: BinaryIO | None = None
         if path is None:
             return
-        with path.open("w+b") as stream:
-            stream.truncate(2 * _SLOT)
+        allocate_beat(path)
+        with path.open("r+b") as stream:
             self._map = mmap.mmap(stream.fileno(), 2 * _SLOT)
         # Kept open, because a hanging rank cannot open files.
         self._stacks = stacks_path(path).open("wb")
@@ -139,6 +147,51 @@ class Heartbeat(ProgressObserver):
 def beat_path(folder: Path, rank: int) -> Path:
     """Return the file of a rank's heartbeat."""
     return folder / f"rank_{rank}"
+
+
+def allocate_beat(path: Path) -> None:
+    """Create the file of a heartbeat with its memory.
+
+    Without it, the first beat on a full ``/dev/shm`` would end the rank with SIGBUS.
+
+    Raises:
+        OSError: there is no space.
+    """
+    with path.open("ab") as stream:
+        os.posix_fallocate(stream.fileno(), 0, 2 * _SLOT)
+
+
+def beats_folder(ranks: Iterable[int]) -> Path:
+    """Return a new folder with allocated heartbeats: in memory, or on disk if that is full.
+
+    Args:
+        ranks: ranks of this node.
+
+    Raises:
+        MegatronDebertaError: neither has space.
+    """
+    places = [MEMORY_FOLDER] if os.access(MEMORY_FOLDER, os.W_OK) else []
+    numbers, errors = list(ranks), []
+    for place in (*places, tempfile.gettempdir()):
+        folder = None
+        try:
+            folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=place))
+            for rank in numbers:
+                allocate_beat(beat_path(folder, rank))
+            return folder
+        except OSError as error:
+            errors.append(f"{place}: {error.strerror}")
+            logger.warning("%s; no heartbeats there", errors[-1])
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+    raise MegatronDebertaError(f"no space for heartbeats ({', '.join(errors)}); free some")
+
+
+def is_memory_full() -> bool:
+    """Return whether ``/dev/shm`` is full, so that writes to shared memory end with SIGBUS."""
+    with suppress(OSError):
+        return shutil.disk_usage(MEMORY_FOLDER).free < mmap.PAGESIZE * 16
+    return False
 
 
 def stacks_path(path: Path) -> Path:

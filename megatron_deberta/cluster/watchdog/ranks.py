@@ -54,6 +54,8 @@ class RankProcess:
     ended: float = 0.0
     """Monotonic time in seconds."""
     killed: bool = False
+    cause: str = ""
+    """As in :class:`RankView`."""
     diagnostics: ProcessDiagnostics = ProcessDiagnostics("", None, "", "")
 
     def view(self, plan: NodePlan, resumed: float) -> RankView:
@@ -79,6 +81,7 @@ class RankProcess:
             code=self.code,
             ended=time.time() - now + self.ended if self.ended else 0.0,
             killed=self.killed,
+            cause=self.cause,
         )
 
     def times(self) -> Times:

@@ -7,14 +7,17 @@ report gives ages, and a reader adds the time since it saw the file change.
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_deberta.cluster.watchdog.hang import Diagnosis, RankView, diagnose_deaths
 from megatron_deberta.cluster.watchdog.straggler import Times
+from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE
 from megatron_deberta.files import temporary_name
 from megatron_deberta.observe.progress import Section
 
@@ -97,10 +100,10 @@ class ReportStore:
         temporary.write_bytes(report.to_json())
         os.replace(temporary, path)
 
-    def read(self, num_nodes: int) -> dict[int, NodeReport]:
-        """Return the newest report of each node that has one, with ages as of now."""
+    def read(self, nodes: Iterable[int]) -> dict[int, NodeReport]:
+        """Return the newest report of each of the nodes that has one, with ages as of now."""
         reports: dict[int, NodeReport] = {}
-        for node in range(num_nodes):
+        for node in nodes:
             try:
                 report = NodeReport.from_json(self._path(node).read_bytes())
             except (OSError, ValueError):
@@ -114,15 +117,25 @@ class ReportStore:
             reports[node] = replace(report, views=aged)
         return reports
 
+    def silence(self, node: int) -> float:
+        """Return the seconds since a new report of the node was read; infinite if none was."""
+        _, since = self._seen.get(node, (-1, -math.inf))
+        return time.monotonic() - since
+
     def diagnose(self, num_nodes: int) -> Diagnosis | None:
         """Return why an attempt failed: a hang, a silent node, or the first rank that died."""
-        reports = list(self.read(num_nodes).values())
+        reports = list(self.read(range(num_nodes)).values())
         hangs = [report.diagnosis for report in reports if report.diagnosis is not None]
-        if hangs:
-            return hangs[0]
         silent = [report for report in reports if report.code is None]
-        if len(silent) == 1 and len(reports) > 1:
-            # The state of its ranks is unknown; ranks of other nodes failed because of it.
+        is_one_silent = len(silent) == 1 and len(reports) > 1
+        if hangs and (hangs[0].ranks or not is_one_silent):
+            return hangs[0]
+        if is_one_silent and all(r.code in (None, EXIT_DONE, EXIT_REQUEUE) for r in reports):
+            # The others ended as they should, so it did, too, and could not write.
+            return None
+        if is_one_silent:
+            # The state of its ranks is unknown; it is named, but not excluded: its supervisor may
+            # have been unable to write.
             host, step = silent[0].host, max(view.step for view in silent[0].views)
             reason = f"{host} stopped reporting at step {step}"
             return Diagnosis("death", (), (host,), reason)

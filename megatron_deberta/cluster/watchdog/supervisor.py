@@ -14,12 +14,11 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
+from dataclasses import replace
 from types import FrameType
 
 from megatron_deberta.cluster.affinity import divide
@@ -34,8 +33,15 @@ from megatron_deberta.cluster.watchdog.hang import (
     diagnose_missing_node,
     find_hang,
 )
-from megatron_deberta.cluster.watchdog.heartbeat import beat_path, read_beat
+from megatron_deberta.cluster.watchdog.heartbeat import (
+    MEMORY_FOLDER,
+    beat_path,
+    beats_folder,
+    is_memory_full,
+    read_beat,
+)
 from megatron_deberta.cluster.watchdog.ranks import NodePlan, RankProcess, rank_environment
+from megatron_deberta.cluster.watchdog.report_exchange import ReportExchange
 from megatron_deberta.cluster.watchdog.report_store import NodeReport, ReportStore
 from megatron_deberta.cluster.watchdog.straggler import StragglerWatch
 from megatron_deberta.config import load_config
@@ -57,6 +63,12 @@ REPORT_SECONDS = 0.5
 """Interval of reports to the other nodes."""
 DIAGNOSTICS_SECONDS = 2.5
 """Time to wait for other nodes' diagnostics after this node's own."""
+FINAL_REPORT_SECONDS = 10.0
+"""Time to wait for the disk at the end."""
+FROZEN_SECONDS = 5.0
+"""If the run folder has not answered for so long, ranks may be waiting for it, too."""
+MIN_NEWS_SECONDS = 3.0
+"""A node that has sent no report for this time, or half a time-out, is silent."""
 PAUSE_SECONDS = 2.0
 """After a gap of this length between polls, node and ranks are taken to have been suspended."""
 
@@ -71,8 +83,9 @@ class Supervisor:
     def __init__(self, plan: NodePlan) -> None:
         self._plan = plan
         self._store = ReportStore(plan.run_dir, plan.attempt)
-        in_memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-        self._folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=in_memory))
+        self._exchange = ReportExchange(self._store, plan.node, plan.num_nodes)
+        first = plan.node * plan.ranks_per_node
+        self._folder = beats_folder(range(first, first + plan.ranks_per_node))
         self._ranks: list[RankProcess] = []
         self._step_times: deque[float] = deque(maxlen=50)
         self._serial = self._shown = 0
@@ -104,6 +117,8 @@ class Supervisor:
                         os.sched_setaffinity(self._ranks[-1].process.pid, cores[local_rank])
             code = self._watch()
             self._report(code)
+            if not self._exchange.flush(FINAL_REPORT_SECONDS):
+                logger.warning("the run folder does not answer: no final report")
             return code
         finally:
             self._kill()
@@ -170,7 +185,7 @@ class Supervisor:
             if now >= next_report:
                 next_report = now + REPORT_SECONDS
                 self._report(None)
-                reports = self._store.read(self._plan.num_nodes)
+                reports = self._exchange.others()
                 codes = [r.code for r in reports.values() if r.code is not None]
                 # An alarm counts also if its node has already ended because of it.
                 alarmed = any(report.alarm for report in reports.values())
@@ -189,7 +204,11 @@ class Supervisor:
     def _poll(self) -> None:
         """Read the heartbeats and exit codes of the ranks."""
         now = time.monotonic()
-        if now - self._polled > PAUSE_SECONDS:
+        is_frozen = self._exchange.blocked_seconds() > FROZEN_SECONDS
+        if is_frozen and not self._has_warned_of_disk:
+            logger.warning("the run folder does not answer; until it does, nothing counts as hang")
+        self._has_warned_of_disk = is_frozen
+        if is_frozen or now - self._polled > PAUSE_SECONDS:
             self._resumed = now
         self._polled = now
         self._show_rank_zero()
@@ -203,6 +222,8 @@ class Supervisor:
                     self._step_times.append(seconds / steps)
             if rank.code is None and (code := rank.process.poll()) is not None:
                 rank.code, rank.ended = code, time.monotonic()
+                if code == -signal.SIGBUS and is_memory_full():
+                    rank.cause = f"{MEMORY_FOLDER} is full"
                 # Its last lines come before the message about its end.
                 self._show_rank_zero()
                 level = logging.INFO if code in (EXIT_DONE, EXIT_REQUEUE) else logging.WARNING
@@ -210,11 +231,15 @@ class Supervisor:
 
     def _report(self, code: int | None) -> None:
         """Publish this node's report; ``code`` is its exit code, None while it trains."""
-        limits = Limits(self._plan.config, tuple(self._step_times))
+        self._serial += 1
+        self._exchange.publish(replace(self._own_report(), code=code))
+
+    def _own_report(self) -> NodeReport:
+        """Return this node's report as of now, which does not depend on any disk."""
+        limits = self._limits()
         views = tuple(rank.view(self._plan, self._resumed) for rank in self._ranks)
         times = tuple(rank.times() for rank in self._ranks)
-        self._serial += 1
-        report = NodeReport(
+        return NodeReport(
             node=self._plan.node,
             host=self._plan.host,
             serial=self._serial,
@@ -227,15 +252,10 @@ class Supervisor:
             alarm=self._alarm,
             has_diagnostics=self._has_diagnostics,
             diagnosis=self._diagnosis,
-            code=code,
         )
-        try:
-            self._store.publish(report)
-        except OSError as error:
-            # Training goes on with a full disk; the other nodes see no new reports.
-            if not self._has_warned_of_disk:
-                logger.warning("%s", error)
-            self._has_warned_of_disk = True
+
+    def _limits(self) -> Limits:
+        return Limits(self._plan.config, tuple(self._step_times))
 
     def _detect_hang(self, reports: Mapping[int, NodeReport]) -> bool:
         """Detect a hang and diagnose its cause, which takes seconds."""
@@ -256,58 +276,79 @@ class Supervisor:
         return True
 
     def _wait_for_diagnostics(self) -> dict[int, NodeReport]:
-        """Return the reports once all have diagnostics, or the time for that is over."""
+        """Return the others' reports once all have diagnostics, or the time for that is over."""
         deadline = time.monotonic() + DIAGNOSTICS_SECONDS
         while True:
-            reports = self._store.read(self._plan.num_nodes)
+            reports = self._exchange.others()
             complete = all(report.has_diagnostics for report in reports.values())
             if complete or time.monotonic() > deadline:
                 return reports
             time.sleep(POLL_SECONDS)
+            self._report(None)
 
     def _diagnose(self, reports: Mapping[int, NodeReport], overdue: str) -> Diagnosis:
         # The first node's diagnosis counts, so that all logs name the same rank.
         known = [report.diagnosis for report in reports.values() if report.diagnosis is not None]
         if known:
             return known[0]
-        if absent := self._absent(reports):
+        absent = self._absent(reports)
+        if absent and not self._has_stepped():
             return diagnose_missing_node(absent, self._plan.num_nodes)
-        views = [view for report in reports.values() for view in report.views]
-        own = [rank.view(self._plan, self._resumed) for rank in self._ranks]
-        return diagnose_hang(views or own, overdue)
+        answered = [
+            report
+            for report in reports.values()
+            if report.has_diagnostics or report.code is not None
+        ]
+        silent = [report.host for report in reports.values() if report not in answered]
+        silent += [f"node {node} of the job" for node in absent]
+        views = [view for report in (self._own_report(), *answered) for view in report.views]
+        return diagnose_hang(views, overdue, silent)
 
     def _overdue(self, reports: Mapping[int, NodeReport]) -> str:
-        """Return which nodes or ranks are overdue, empty if none are."""
-        seconds = time.monotonic() - self._started
-        absent = self._absent(reports)
-        if absent and seconds > self._plan.config.startup_timeout_seconds:
-            return diagnose_missing_node(absent, self._plan.num_nodes).reason
-        pairs = [
-            pair
-            for report in reports.values()
-            for pair in zip(report.views, report.limits, strict=True)
-        ]
-        return find_hang([view for view, _ in pairs], {view.rank: limit for view, limit in pairs})
+        """Return which nodes or ranks are overdue, empty if none are.
+
+        All ranks soon stop if one hangs, so there is no hang while the ranks of this node progress,
+        whatever the reports of others say, or do not say.
+        """
+        own, absent = self._own_report(), self._absent(reports)
+        if absent and not self._has_stepped():
+            startup = self._plan.config.startup_timeout_seconds
+            is_late = time.monotonic() - self._started > startup
+            capped = replace(own, limits=tuple(min(limit, startup) for limit in own.limits))
+            missing = diagnose_missing_node(absent, self._plan.num_nodes)
+            return missing.reason if is_late and _find_overdue([capped]) else ""
+        if not _find_overdue([own]):
+            return ""
+        if absent or self._exchange.silent(max(MIN_NEWS_SECONDS, min(own.limits) / 2)):
+            # A rank there may rightly be in the slowest section.
+            longest = self._limits().longest()
+            return _find_overdue([replace(own, limits=(longest,) * len(own.limits))])
+        return _find_overdue([own, *reports.values()])
 
     def _absent(self, reports: Mapping[int, NodeReport]) -> list[int]:
         """Return the other nodes that never reported; this one may be unable to write."""
         others = (node for node in range(self._plan.num_nodes) if node != self._plan.node)
         return [node for node in others if node not in reports]
 
+    def _has_stepped(self) -> bool:
+        """Return whether a rank of this node has done a step, which takes the ranks of all."""
+        return any(rank.beat.steps_timed for rank in self._ranks)
+
     def _log_stacks(self, number: int, found: diagnostics.ProcessDiagnostics) -> None:
         logger.error("rank %d: state %s, %s", number, found.state, found.detail or "no stack")
         if found.stacks:
-            with suppress(OSError):
-                (self._store.folder / f"stacks_rank_{number}.txt").write_text(found.stacks)
+            path = self._store.folder / f"stacks_rank_{number}.txt"
+            self._exchange.submit(functools.partial(path.write_text, found.stacks))
 
     def _compare(self, reports: Mapping[int, NodeReport]) -> None:
         """Report changes of the set of stragglers, on the first node only."""
-        if self._plan.node or len(reports) < self._plan.num_nodes:
+        if self._plan.node or self._absent(reports):
             return
-        views = {view.rank: view for report in reports.values() for view in report.views}
+        everyone = (self._own_report(), *reports.values())
+        views = {view.rank: view for report in everyone for view in report.views}
         sums = {
             view.rank: times
-            for report in reports.values()
+            for report in everyone
             for view, times in zip(report.views, report.times, strict=True)
         }
         slow = self._watch_stragglers.update(sums)
@@ -331,8 +372,10 @@ class Supervisor:
                 "%(lost_seconds).3f s per step",
                 record,
             )
-        with suppress(OSError):
-            JobHistory(self._plan.run_dir).append("slow", link=self._plan.attempt, ranks=records)
+        history = JobHistory(self._plan.run_dir)
+        self._exchange.submit(
+            functools.partial(history.append, "slow", link=self._plan.attempt, ranks=records)
+        )
 
     def _kill(self) -> None:
         for rank in self._ranks:
@@ -355,6 +398,12 @@ class Supervisor:
         if codes - {EXIT_DONE, EXIT_REQUEUE}:
             return EXIT_FAILURE
         return EXIT_REQUEUE if EXIT_REQUEUE in codes else EXIT_DONE
+
+
+def _find_overdue(reports: Sequence[NodeReport]) -> str:
+    """Return what is overdue by some nodes' reports, empty if nothing is."""
+    pairs = [pair for report in reports for pair in zip(report.views, report.limits, strict=True)]
+    return find_hang([view for view, _ in pairs], {view.rank: limit for view, limit in pairs})
 
 
 def node_plan(spec: JobSpec, attempt: str, variables: Mapping[str, str]) -> NodePlan:

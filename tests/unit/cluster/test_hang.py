@@ -131,3 +131,26 @@ def test_deaths() -> None:
     first = diagnose_deaths([view(0, code=1, ended=5.2), view(1, code=1, ended=5.1)])
     assert first is not None
     assert "rank 1 on node0 ended with 1" in first.reason
+
+
+def test_while_a_node_is_silent_only_evidence_names_a_rank() -> None:
+    # All wait, perhaps for a rank of the silent node: none of them is at fault.
+    waiting = [view(0, 99), view(1, 100)]
+    found = diagnose_hang(waiting, "no progress", ["node1"])
+    assert (found.ranks, found.hosts) == ((), ())
+    assert "no report from node1" in found.reason
+    outside = view(0, 99, waiting=False)
+    assert diagnose_hang([outside, waiting[1]], "no progress", ["node1"]).ranks == (0,)
+    stopped = view(1, state="T")
+    assert diagnose_hang([waiting[0], stopped], "no progress", ["node1"]).ranks == (1,)
+
+
+def test_a_death_with_a_known_cause_blames_no_node() -> None:
+    found = diagnose_deaths([view(0, code=-7, cause="/dev/shm is full"), view(1)])
+    assert found is not None
+    assert (found.ranks, found.hosts) == ((0,), ())
+    assert "was killed by signal 7 (/dev/shm is full) in step" in found.reason
+
+
+def test_the_longest_time_out() -> None:
+    assert Limits(ClusterConfig(save_timeout_seconds=9999)).longest() == 9999

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,9 +20,11 @@ from megatron_deberta.cluster.watchdog.heartbeat import (
     Beat,
     Heartbeat,
     beat_path,
+    beats_folder,
     read_beat,
     stacks_path,
 )
+from megatron_deberta.errors import MegatronDebertaError
 from megatron_deberta.observe.progress import Section
 from tests.support.jobs import ROOT
 
@@ -160,3 +164,63 @@ with Heartbeat.of_this_rank(0):
             assert time.monotonic() < deadline
             time.sleep(0.02)
         assert process.poll() is None
+
+
+def on_a_full_disk(folder: Path, program: str) -> subprocess.CompletedProcess[str]:
+    """Run a Python program with ``folder`` on a full file system in memory."""
+    script = f"""
+mount -t tmpfs -o size=64k none {folder} || exit 99
+head -c 200000 /dev/zero > {folder}/filler 2> /dev/null
+exec {sys.executable} -c "$PROGRAM"
+"""
+    options = ["--mount"] if os.geteuid() == 0 else ["--user", "--map-root-user", "--mount"]
+    done = subprocess.run(
+        ["unshare", *options, "bash", "-c", script],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PROGRAM": program},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    if done.returncode in (1, 99) and ("unshare" in done.stderr or "mount" in done.stderr):
+        pytest.skip(f"cannot mount: {done.stderr}")
+    return done
+
+
+def test_first_beat_on_a_full_memory_disk_is_an_error_and_no_sigbus(tmp_path: Path) -> None:
+    program = f"""
+from pathlib import Path
+from megatron_deberta.cluster.watchdog.heartbeat import Heartbeat, beat_path
+try:
+    Heartbeat(beat_path(Path("{tmp_path}"), 0))
+except OSError as error:
+    print(error)
+"""
+    done = on_a_full_disk(tmp_path, program)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "No space left on device" in done.stdout
+
+
+def test_heartbeats_are_on_disk_if_memory_is_full(tmp_path: Path) -> None:
+    (tmp_path / "shm").mkdir()
+    (tmp_path / "disk").mkdir()
+    program = f"""
+import tempfile
+from megatron_deberta.cluster.watchdog import heartbeat
+heartbeat.MEMORY_FOLDER, tempfile.tempdir = "{tmp_path}/shm", "{tmp_path}/disk"
+print(heartbeat.is_memory_full(), heartbeat.beats_folder([0, 1]))
+"""
+    done = on_a_full_disk(tmp_path / "shm", program)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"True {tmp_path}/disk/ranks-")
+    assert len(list((tmp_path / "disk").glob("ranks-*/rank_*"))) == 2
+
+
+def test_without_any_space_the_supervisor_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(MegatronDebertaError, match="no space for heartbeats"):
+        beats_folder([0])
+    assert list(tmp_path.iterdir()) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -13,7 +14,15 @@ from typing import Any
 
 import pytest
 
+from megatron_deberta.cluster.bad_nodes import BadNodes
 from megatron_deberta.cluster.slurm.history import JobHistory
+from megatron_deberta.cluster.watchdog.hang import RankView
+from megatron_deberta.cluster.watchdog.heartbeat import Beat
+from megatron_deberta.cluster.watchdog.ranks import NodePlan, RankProcess
+from megatron_deberta.cluster.watchdog.report_store import NodeReport
+from megatron_deberta.cluster.watchdog.supervisor import FROZEN_SECONDS, Supervisor
+from megatron_deberta.config.schema import ClusterConfig
+from megatron_deberta.observe.progress import Section
 from tests.support.watched_ranks import ATTEMPT, WatchedRanks
 
 LIMIT = 1.0
@@ -138,7 +147,7 @@ def test_ranks_do_not_outlive_their_supervisor(ranks_of: Any) -> None:
 
 
 def test_silent_node_is_named(ranks_of: Any) -> None:
-    ranks = ranks_of(nodes=2, steps=100_000)
+    ranks = ranks_of(nodes=2, steps=100_000, startup=8)
     ranks.start()
     wait_for(lambda: len(ranks.processes()) == 4)
     wait_for(lambda: len(list((ranks.run_dir / "supervision" / ATTEMPT).glob("node_?.json"))) == 2)
@@ -146,6 +155,10 @@ def test_silent_node_is_named(ranks_of: Any) -> None:
     assert ranks.end()[0] == 1
     # Its ranks died with it; the others waited for them until their time-out.
     assert ranks.diagnosis().hosts == ("node1",)
+    # Silence is no proof: nothing excludes the node.
+    bad_nodes = BadNodes(ranks.run_dir, hours=24)
+    bad_nodes.record_failure(ranks.diagnosis())
+    assert bad_nodes.current() == {}
 
 
 def test_suspended_job_continues(ranks_of: Any) -> None:
@@ -193,3 +206,103 @@ def test_run_continues_if_reports_cannot_be_written(ranks_of: Any, tmp_path: Pat
     (ranks.run_dir / "supervision").write_text("a file where the folder should be")
     assert ranks.run() == [0], ranks.logs
     assert "supervision" in ranks.logs[0]
+
+
+def stop_reports(ranks: WatchedRanks, node: int, obstacle: Any) -> None:
+    """Put something in the place of a node's next temporary file; its report stays as it is."""
+    report = ranks.run_dir / "supervision" / ATTEMPT / f"node_{node}.json"
+    wait_for(report.exists)
+    temporary = Path(f"{report}.{ranks.supervisors[node].pid}.tmp")
+    while True:
+        try:
+            return obstacle(temporary)
+        except FileExistsError:
+            time.sleep(0.001)
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_frozen_report_of_a_healthy_node_ends_nothing(ranks_of: Any, node: int) -> None:
+    ranks = ranks_of(nodes=2, steps=400)
+    ranks.start()
+    stop_reports(ranks, node, os.mkdir)
+    begin = time.monotonic()
+    assert ranks.end() == [0, 0], ranks.logs
+    assert time.monotonic() - begin > 2 * LIMIT
+    assert ranks.diagnosis() is None
+
+
+def test_hang_is_named_although_another_node_is_silent(ranks_of: Any) -> None:
+    fault = {"rank": 0, "place": "step", "step": 100, "how": "stop"}
+    ranks = ranks_of(nodes=2, steps=100_000, startup=8, **fault)
+    ranks.start()
+    stop_reports(ranks, 1, os.mkdir)
+    assert ranks.end() == [1, 1]
+    diagnosis = ranks.diagnosis()
+    assert (diagnosis.ranks, diagnosis.hosts) == ((0,), ("node0",)), ranks.logs
+
+
+def test_disk_without_answer_does_not_block_the_supervisor(ranks_of: Any) -> None:
+    ranks = started(ranks_of(steps=100_000))
+    # Opening a FIFO for writing blocks until there is a reader.
+    stop_reports(ranks, 0, os.mkfifo)
+    time.sleep(2 * LIMIT)
+    ranks.supervisors[0].send_signal(signal.SIGTERM)
+    assert ranks.end() == [75], ranks.logs
+    assert "the run folder does not answer: no final report" in ranks.logs[0]
+
+
+def own_supervisor(tmp_path: Path, nodes: int, age: float) -> Supervisor:
+    """Return a supervisor of one rank in a step, which has not progressed for ``age`` seconds."""
+    plan = NodePlan(
+        run_dir=str(tmp_path), attempt=ATTEMPT, node=0, num_nodes=nodes, host="node0",
+        ranks_per_node=1, command=("true",), environment={}, logs=tmp_path,
+        exit_wait_seconds=1, config=ClusterConfig(step_timeout_seconds=120),
+    )  # fmt: skip
+    supervisor = Supervisor(plan)
+    last = time.monotonic_ns() - int(age * 1e9)
+    beat = Beat(100, Section.STEP, 9, last, pid=1, steps_timed=9)
+    process = subprocess.Popen(["sleep", "60"])
+    supervisor._ranks = [RankProcess(0, process, beat)]
+    supervisor._started = supervisor._resumed = time.monotonic() - 10_000
+    return supervisor
+
+
+@pytest.fixture
+def supervisor_of(tmp_path: Path) -> Iterator[Any]:
+    made = []
+
+    def make(**values: Any) -> Supervisor:
+        made.append(own_supervisor(tmp_path, **values))
+        return made[-1]
+
+    yield make
+    for supervisor in made:
+        supervisor._kill()
+        shutil.rmtree(supervisor._folder)
+
+
+def test_nothing_is_overdue_while_the_disk_does_not_answer(supervisor_of: Any) -> None:
+    supervisor = supervisor_of(nodes=1, age=500)
+    assert "no progress in step at step 9" in supervisor._overdue({})
+    supervisor._exchange.blocked_seconds = lambda: FROZEN_SECONDS + 1
+    supervisor._poll()
+    assert supervisor._overdue({}) == ""
+
+
+@pytest.mark.parametrize(
+    ("age", "other_age", "other_silence", "is_overdue"),
+    [
+        (1, 9000, 0, False),  # this node's rank progresses
+        (500, 9000, 0, True),
+        (500, 9000, 500, False),  # a silent node's rank may be in a save
+        (4000, 9000, 500, True),
+    ],
+)
+def test_other_nodes_are_judged_by_news_only(
+    supervisor_of: Any, age: float, other_age: float, other_silence: float, is_overdue: bool
+) -> None:
+    supervisor = supervisor_of(nodes=2, age=age)
+    other = RankView(1, 1, "node1", Section.STEP, 9, 99, other_age)
+    report = NodeReport(1, "node1", 1, (other,), (120.0,), ((9, 0, 0, 0),))
+    supervisor._store._seen[1] = (1, time.monotonic() - other_silence)
+    assert bool(supervisor._overdue({1: report})) == is_overdue

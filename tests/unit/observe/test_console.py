@@ -2,7 +2,9 @@
 
 import io
 import math
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -77,3 +79,11 @@ def test_recomputation_is_told_apart_from_useful_work() -> None:
     out = io.StringIO()
     LiveConsole(600, console=Console(file=out)).update(replace(RECORD, hardware_utilization=0.549))
     assert "MFU 41.2% of 1.25 TFLOP/s | with recomputation 54.9%" in out.getvalue()
+
+
+def test_a_full_disk_loses_lines_and_does_not_end_the_run() -> None:
+    full = Path("/dev/full").open("w")
+    LiveConsole(10, console=Console(file=full)).note("a line")
+    # The line is still in the buffer of this file.
+    with suppress(OSError):
+        full.close()

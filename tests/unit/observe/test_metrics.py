@@ -1,5 +1,7 @@
 """Metrics files: appended, cut on resume, never half-written."""
 
+import errno
+import io
 import json
 from contextlib import closing
 from pathlib import Path
@@ -102,3 +104,32 @@ def test_nothing_to_draw_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no finite loss"):
         plot_loss(writer.path, tmp_path / "loss.png")
     assert not (tmp_path / "loss.png").exists()
+
+
+def test_records_survive_a_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class FullDisk(io.FileIO):
+        """Writes part of the bytes and then fails, as a disk without space does."""
+
+        free = 30
+
+        def write(self, content: bytes) -> int:
+            part = content[: self.free]
+            self.free -= len(part)
+            if content and not part:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(part)
+
+    writer = MetricsWriter(tmp_path, tensorboard=False)
+    writer._file.close()
+    writer._file = disk = FullDisk(writer.path, "ab")
+    for step in range(1, 4):
+        writer.write(step, {"loss": 2.5})
+        assert read_metrics(writer.path) == []
+    assert caplog.text.count("training goes on") == 1
+    disk.free = 1 << 20
+    writer.write(4, {"loss": 2.25})
+    assert [record["step"] for record in read_metrics(writer.path)] == [1, 2, 3, 4]
+    disk.free = 0
+    writer.write(5, {"loss": 2.0})
+    writer.close()
+    assert writer.path.read_bytes().count(b"\n") == 4
