@@ -142,6 +142,53 @@ class Tokenizer:
         lengths = np.fromiter((array.size for array in arrays), np.int64, len(arrays))
         return np.concatenate([np.empty(0, np.int32), *arrays]), lengths
 
+    def encode_with_offsets(
+        self, texts: Sequence[str]
+    ) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]]:
+        """Encode texts as ``encode_array`` does, with the characters of each piece.
+
+        Returns:
+            For each text ids, int32 ``[tokens]``, and offsets, int32 ``[tokens, 2]``: the first
+            character of the piece and the one after its last, without the white space around
+            it. A piece that is only white space has an empty span.
+
+        Raises:
+            DataError: a text contains a lone surrogate.
+        """
+        try:
+            found = self._backend.encode_batch(list(texts), add_special_tokens=False)
+        except (UnicodeEncodeError, TypeError) as error:
+            raise DataError(f"a text is not valid Unicode: {error}") from error
+        return [
+            (np.array(item.ids, np.int32), self._trimmed(text, item.ids, item.offsets))
+            for text, item in zip(texts, found, strict=True)
+        ]
+
+    def _trimmed(
+        self, text: str, ids: Sequence[int], offsets: Sequence[tuple[int, int]]
+    ) -> npt.NDArray[np.int32]:
+        """Remove white space from the spans of pieces, and the span of a piece without text."""
+        spans = np.array(offsets, np.int32).reshape(-1, 2)
+        for index, (token_id, (start, end)) in enumerate(zip(ids, offsets, strict=True)):
+            if self._is_blank[token_id]:
+                # SentencePiece's space before a text has the span of the first character.
+                spans[index] = end if text[start:end].isspace() else start
+                continue
+            while start < end and text[start].isspace():
+                start += 1
+            while start < end and text[end - 1].isspace():
+                end -= 1
+            spans[index] = start, end
+        return spans
+
+    @cached_property
+    def _is_blank(self) -> npt.NDArray[np.bool_]:
+        """Which pieces consist of spaces only."""
+        blank = np.zeros(self.vocab_size, np.bool_)
+        for piece, token_id in self._backend.get_vocab().items():
+            blank[token_id] = not piece.strip("".join(_WORD_STARTS))
+        return blank
+
     def decode(self, ids: Sequence[int]) -> str:
         """Decode ids; special tokens appear by name, unused ids not at all."""
         return self._backend.decode(list(ids), skip_special_tokens=False)

@@ -1,0 +1,123 @@
+"""Encoded examples: flat arrays of tokens and labels."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_deberta.errors import DataError
+from megatron_deberta.files import published_folder
+
+IGNORED = -100
+"""Integer label of what is not labelled or not scored."""
+_EMPTY_BYTES = 128
+"""Size of an empty array's file, which is only a header."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedDataset:
+    """Encoded examples: rows of tokens behind each other, with labels.
+
+    A row is an example (classification, regression), a window of one (spans, tokens), or one of its
+    choices. Rows of one example are contiguous.
+
+    Attributes:
+        input_ids: int32 ``[total]``, [CLS] and [SEP] included, without padding.
+        token_type_ids: uint8 ``[total]``, 1 in the second segment.
+        row_offsets: int64 ``[rows + 1]``; row i is ``row_offsets[i] : row_offsets[i + 1]``.
+        example_index: int64 ``[rows]``, non-decreasing.
+        labels: classification int64 ``[rows]``; regression float32 ``[rows]``; spans int64
+            ``[rows, 2]``, first and last token of the answer in the row, 0 0 without an answer in
+            this window; tokens int32 ``[total]``; choices int64 ``[examples]``. -100 (NaN for
+            regression) is not scored.
+        char_offsets: spans: int32 ``[total, 2]``, characters of the passage that a token stands
+            for, -1 outside the passage; otherwise ``[0, 2]``.
+        word_index: tokens: int32 ``[total]``, index of the word whose label is read at this token,
+            else -1; otherwise ``[0]``.
+    """
+
+    input_ids: npt.NDArray[np.int32]
+    token_type_ids: npt.NDArray[np.uint8]
+    row_offsets: npt.NDArray[np.int64]
+    example_index: npt.NDArray[np.int64]
+    labels: npt.NDArray[np.int64] | npt.NDArray[np.int32] | npt.NDArray[np.float32]
+    char_offsets: npt.NDArray[np.int32]
+    word_index: npt.NDArray[np.int32]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all examples."""
+        return len(self.example_index)
+
+    @property
+    def num_examples(self) -> int:
+        """Number of examples."""
+        return int(self.example_index[-1]) + 1 if self.num_rows else 0
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Tokens per row, int64 ``[rows]``."""
+        return np.diff(self.row_offsets)
+
+    @property
+    def example_offsets(self) -> npt.NDArray[np.int64]:
+        """Rows of each example: int64 ``[examples + 1]``, as ``row_offsets`` for tokens."""
+        return np.searchsorted(self.example_index, np.arange(self.num_examples + 1))
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) of the arrays."""
+        digest = hashlib.sha256()
+        for name, array in self.arrays().items():
+            digest.update(f"{name} {array.dtype} {array.shape}".encode())
+            digest.update(np.ascontiguousarray(array).tobytes())
+        return digest.hexdigest()
+
+    def row(self, index: int) -> slice:
+        """Return the slice of a row in the arrays of tokens."""
+        return slice(int(self.row_offsets[index]), int(self.row_offsets[index + 1]))
+
+    def arrays(self) -> dict[str, npt.NDArray[np.generic]]:
+        """Return the arrays by name."""
+        return {item.name: getattr(self, item.name) for item in fields(self)}
+
+    def save(self, folder: Path) -> None:
+        """Write the arrays as ``.npy`` files into a new folder, atomically.
+
+        Raises:
+            DataError: the folder cannot be written.
+        """
+        try:
+            with published_folder(folder) as staging:
+                for name, array in self.arrays().items():
+                    np.save(staging / f"{name}.npy", array, allow_pickle=False)
+        except OSError as error:
+            # Another process may have published the same content meanwhile.
+            if not folder.is_dir():
+                raise DataError(f"{folder}: cannot be written: {error}") from error
+
+    @classmethod
+    def load(cls, folder: Path) -> EncodedDataset:
+        """Map the arrays of a saved dataset into memory.
+
+        Raises:
+            DataError: the folder is damaged.
+        """
+        try:
+            loaded = cls(**{f.name: _load_array(folder / f"{f.name}.npy") for f in fields(cls)})
+        except (OSError, ValueError, EOFError) as error:
+            raise DataError(f"{folder}: damaged ({error}); remove this folder") from error
+        if loaded.row_offsets[-1] != len(loaded.input_ids):
+            raise DataError(f"{folder}: its arrays do not fit together; remove this folder")
+        return loaded
+
+
+def _load_array(path: Path) -> Any:
+    # Mapped, so that the processes of a node share its pages; an empty array cannot be.
+    mode: Any = "r" if path.stat().st_size > _EMPTY_BYTES else None
+    return np.load(path, mmap_mode=mode, allow_pickle=False)

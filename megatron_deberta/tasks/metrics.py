@@ -1,0 +1,102 @@
+"""Metrics by scikit-learn, SciPy and seqeval."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_deberta.tasks.task import TaskConfig
+
+Classes = npt.NDArray[np.int64]
+Scores = npt.NDArray[np.float64]
+_MOST_GROUPS = 20
+"""Groups up to which the accuracy of each is reported (RACE has middle and high)."""
+
+
+def class_metrics(
+    task: TaskConfig, truth: Classes, found: Classes, groups: Sequence[str]
+) -> dict[str, float]:
+    """Return the metrics of classes or choices.
+
+    Args:
+        task: names the metrics and the positive label of F1.
+        truth: right class per example.
+        found: predicted class per example.
+        groups: group per example; empty strings if there are none.
+    """
+    from sklearn import metrics
+
+    labels = task.labels
+    positive = labels.index(task.positive_label) if task.positive_label else len(labels) - 1
+
+    def f1() -> Any:
+        # Of one class against the others, so that tasks may have more than two.
+        return metrics.f1_score(truth == positive, found == positive, zero_division=0)
+
+    compute: Mapping[str, Callable[[], Any]] = {
+        "accuracy": lambda: metrics.accuracy_score(truth, found),
+        "f1": f1,
+        "f1a": f1,
+        "macro_f1": lambda: metrics.f1_score(
+            truth, found, labels=range(len(labels)), average="macro", zero_division=0
+        ),
+        "matthews": lambda: metrics.matthews_corrcoef(truth, found),
+        "group_exact": lambda: _group_mean(groups, truth == found),
+        "gender_parity": lambda: _share_of_equal_pairs(groups, found),
+    }
+    result: dict[str, float] = {name: float(compute[name]()) for name in task.metrics}
+    if task.head == "choices" and 2 <= len(set(groups)) <= _MOST_GROUPS:
+        for group in sorted(set(groups)):
+            members = np.array([name == group for name in groups])
+            result[f"accuracy_{group}"] = float(np.mean(truth[members] == found[members]))
+    return result
+
+
+def _group_mean(groups: Sequence[str], right: npt.NDArray[np.bool_]) -> float:
+    """Return the share of groups whose members are all right (MultiRC's exact match)."""
+    whole: dict[str, bool] = {}
+    for group, is_right in zip(groups, right.tolist(), strict=True):
+        whole[group] = whole.get(group, True) and is_right
+    return float(np.mean(list(whole.values())))
+
+
+def _share_of_equal_pairs(groups: Sequence[str], found: Classes) -> float:
+    """Return the share of groups with a single prediction (Winogender's gender parity)."""
+    classes: dict[str, set[int]] = defaultdict(set)
+    for group, index in zip(groups, found.tolist(), strict=True):
+        classes[group].add(index)
+    return float(np.mean([len(members) == 1 for members in classes.values()]))
+
+
+def regression_metrics(names: Sequence[str], truth: Scores, found: Scores) -> dict[str, float]:
+    """Return correlations; 0 where one side is constant and none is defined."""
+    from scipy import stats
+
+    is_constant = len(truth) < 2 or np.ptp(truth) == 0 or np.ptp(found) == 0
+    pearson = 0.0 if is_constant else float(stats.pearsonr(truth, found).statistic)
+    spearman = 0.0 if is_constant else float(stats.spearmanr(truth, found).statistic)
+    values = {
+        "pearson": pearson,
+        "spearman": spearman,
+        "pearson_spearman": (pearson + spearman) / 2,
+    }
+    return {name: values[name] for name in names}
+
+
+def tag_metrics(
+    names: Sequence[str], truth: Sequence[list[str]], found: Sequence[list[str]]
+) -> dict[str, float]:
+    """Return metrics of labelled spans as conlleval counts them, and the accuracy of words."""
+    from seqeval import metrics
+
+    compute = {
+        "precision": lambda: metrics.precision_score(truth, found, zero_division=0),
+        "recall": lambda: metrics.recall_score(truth, found, zero_division=0),
+        "f1": lambda: metrics.f1_score(truth, found, zero_division=0),
+        "accuracy": lambda: metrics.accuracy_score(truth, found),
+    }
+    return {name: float(compute[name]()) for name in names}

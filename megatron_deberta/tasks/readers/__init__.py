@@ -1,0 +1,1 @@
+"""Readers of labelled files, and the examples built from their records."""

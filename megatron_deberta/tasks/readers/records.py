@@ -1,0 +1,115 @@
+"""Records of labelled files: values by column, with the place they were read from."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from megatron_deberta.errors import DataError
+
+
+class Record(NamedTuple):
+    """One record.
+
+    Attributes:
+        line: line (or row of a table) where it begins, from 1.
+        values: values by column.
+    """
+
+    line: int
+    values: dict[str, Any]
+
+
+def fail(path: Path, line: int, problem: str) -> NoReturn:
+    """Raise a ``DataError`` that names file and line."""
+    raise DataError(f"{path}:{line}: {problem}")
+
+
+def read_bytes(path: Path) -> bytes:
+    """Read a file, decompressed if its name ends in ``.gz``.
+
+    Raises:
+        DataError: it cannot be read or is damaged.
+    """
+    try:
+        content = path.read_bytes()
+        return gzip.decompress(content) if path.suffix == ".gz" else content
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise DataError(f"{path}: cannot be read: {reason}") from error
+
+
+def read_text(path: Path) -> str:
+    r"""Read a UTF-8 file without its byte-order mark.
+
+    Raises:
+        DataError: it cannot be read, is empty, is not UTF-8 or contains a NUL character.
+    """
+    content = read_bytes(path)
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        fail(path, line, f"not UTF-8 (byte {content[error.start]:#04x})")
+    if "\0" in text:
+        fail(path, text.count("\n", 0, text.index("\0")) + 1, "contains a NUL character")
+    if not text.strip():
+        fail(path, 1, "the file is empty")
+    return text
+
+
+def numbered_lines(text: str) -> Iterator[tuple[int, str]]:
+    r"""Yield number and content of each line; only ``\n`` and ``\r\n`` end a line."""
+    for number, line in enumerate(io.StringIO(text, newline="\n"), 1):
+        yield number, line.rstrip("\n").removesuffix("\r")
+
+
+def string_of(path: Path, line: int, values: dict[str, Any], key: str) -> str:
+    """Return a string of a JSON object.
+
+    Raises:
+        DataError: the key is missing or its value is not a string.
+    """
+    value = value_of(path, line, values, key)
+    if not isinstance(value, str):
+        fail(path, line, f"{key!r} is {kind_of(value)}, not a string")
+    return value
+
+
+def value_of(path: Path, line: int, values: Any, key: str) -> Any:
+    """Return a value of a JSON object.
+
+    Raises:
+        DataError: ``values`` is not an object, or the key is missing.
+    """
+    if not isinstance(values, dict):
+        fail(path, line, f"expected an object with {key!r}, found {kind_of(values)}")
+    if key not in values:
+        fail(
+            path,
+            line,
+            f"no {key!r} (there are {', '.join(map(str, list(values)[:12])) or 'no keys'})",
+        )
+    return values[key]
+
+
+def list_of(path: Path, line: int, values: Any, key: str) -> list[Any]:
+    """Return a list of a JSON object.
+
+    Raises:
+        DataError: the key is missing or its value is not a list.
+    """
+    value = value_of(path, line, values, key)
+    if not isinstance(value, list):
+        fail(path, line, f"{key!r} is {kind_of(value)}, not a list")
+    return value
+
+
+def kind_of(value: object) -> str:
+    """Name the kind of a JSON value."""
+    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false"}
+    return "null" if value is None else names.get(type(value), "a number")

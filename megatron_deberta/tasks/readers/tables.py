@@ -1,0 +1,190 @@
+"""Tables: TSV, CSV, JSON Lines, Parquet, and folders of ``datasets.save_to_disk``."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from megatron_deberta.errors import DataError
+from megatron_deberta.tasks.readers.records import (
+    Record,
+    fail,
+    kind_of,
+    list_of,
+    numbered_lines,
+    read_text,
+    value_of,
+)
+
+
+def read_delimited(
+    path: Path, delimiter: str, *, header: bool, quoting: bool, skip_short_rows: bool
+) -> Iterator[Record]:
+    """Read a TSV or CSV file; without a header, columns are named 1, 2, ...
+
+    Args:
+        path: the file.
+        delimiter: a tab or a comma.
+        header: whether the first line names the columns.
+        quoting: whether quotation marks delimit fields; False: they are text.
+        skip_short_rows: skip rows with too few columns.
+
+    Raises:
+        DataError: the file is malformed; the message names file and line.
+    """
+    rows = _rows(path, delimiter, quoting)
+    number, first = next(rows)
+    names = first if header else [str(column) for column in range(1, len(first) + 1)]
+    for name in names:
+        if names.count(name) > 1:
+            fail(path, number, f"{names.count(name)} columns are named {name!r}")
+    if not header:
+        yield Record(number, dict(zip(names, first, strict=True)))
+    for number, row in rows:
+        if len(row) < len(names) and skip_short_rows:
+            continue
+        if len(row) != len(names):
+            fail(path, number, f"{len(row)} columns instead of {len(names)}")
+        yield Record(number, dict(zip(names, row, strict=True)))
+
+
+def _rows(path: Path, delimiter: str, quoting: bool) -> Iterator[tuple[int, list[str]]]:
+    text = read_text(path)
+    if not quoting:
+        for number, line in numbered_lines(text):
+            if line:
+                yield number, line.split(delimiter)
+        return
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    number = 1
+    try:
+        for row in reader:
+            if row:
+                yield number, row
+            number = reader.line_num + 1
+    except csv.Error as error:
+        fail(path, number, f"not valid {'TSV' if delimiter == chr(9) else 'CSV'}: {error}")
+
+
+def read_jsonl(path: Path) -> Iterator[Record]:
+    """Read JSON Lines.
+
+    Raises:
+        DataError: a line is not a JSON object; the message names file and line.
+    """
+    for number, line in numbered_lines(read_text(path)):
+        if not line.strip():
+            continue
+        try:
+            record = orjson.loads(line)
+        except orjson.JSONDecodeError as error:
+            fail(path, number, f"not valid JSON: {error.msg} at character {error.colno}")
+        if not isinstance(record, dict):
+            fail(path, number, f"expected a JSON object, found {kind_of(record)}")
+        yield Record(number, record)
+
+
+def read_parquet(path: Path) -> Iterator[Record]:
+    """Read a Parquet file; records are numbered by row.
+
+    Raises:
+        DataError: the file is damaged.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as table:
+            names = _class_names(table.schema_arrow.metadata)
+            yield from _batches(table.iter_batches(), names, 1)
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        raise DataError(f"{path}: damaged Parquet file ({_one_line(error)})") from error
+
+
+def read_datasets(path: Path) -> Iterator[Record]:
+    """Read a split that ``datasets`` saved with ``save_to_disk``; class ids become names.
+
+    Raises:
+        DataError: the folder is not one, or a file is damaged.
+    """
+    import pyarrow
+
+    state = path / "state.json"
+    if not state.is_file():
+        raise DataError(f"{path}: no state.json; expected a split saved by datasets.save_to_disk")
+    content = next(read_jsonl_document(state))
+    row = 1
+    for entry in list_of(state, 1, content.values, "_data_files"):
+        name = value_of(state, 1, entry, "filename")
+        # A file name only: nothing outside the folder is opened.
+        file = path / Path(str(name)).name
+        try:
+            with pyarrow.memory_map(str(file)) as source:
+                reader = pyarrow.ipc.open_stream(source)
+                for record in _batches(reader, _class_names(reader.schema.metadata), row):
+                    row = record.line + 1
+                    yield record
+        except (pyarrow.ArrowException, OSError) as error:
+            raise DataError(f"{file}: damaged Arrow file ({_one_line(error)})") from error
+
+
+def read_jsonl_document(path: Path) -> Iterator[Record]:
+    """Read a file that is one JSON object.
+
+    Raises:
+        DataError: it is not; the message names file and line.
+    """
+    text = read_text(path)
+    try:
+        document = json.loads(text)
+    except json.JSONDecodeError as error:
+        fail(path, error.lineno, f"not valid JSON: {error.msg} at character {error.colno}")
+    except RecursionError:
+        fail(path, 1, "not valid JSON: nested too deeply")
+    if not isinstance(document, dict):
+        fail(path, 1, f"expected a JSON object, found {kind_of(document)}")
+    yield Record(1, document)
+
+
+def _batches(batches: Any, names: dict[str, Sequence[str]], row: int) -> Iterator[Record]:
+    """Yield the rows of Arrow batches; integers of class columns become their names."""
+    for batch in batches:
+        for values in batch.to_pylist():
+            for column, classes in names.items():
+                if column in values:
+                    values[column] = _class_name(values[column], classes)
+            yield Record(row, values)
+            row += 1
+
+
+def _class_name(value: Any, classes: Sequence[str]) -> Any:
+    if isinstance(value, list):
+        return [_class_name(item, classes) for item in value]
+    if isinstance(value, int) and 0 <= value < len(classes):
+        return classes[value]
+    return value
+
+
+def _class_names(metadata: dict[bytes, bytes] | None) -> dict[str, Sequence[str]]:
+    """Return the names of ``ClassLabel`` columns that ``datasets`` notes in Arrow's metadata."""
+    try:
+        info = orjson.loads((metadata or {}).get(b"huggingface", b"{}"))
+        features = info.get("info", {}).get("features", {})
+        found: dict[str, Sequence[str]] = {}
+        for column, feature in features.items():
+            inner = feature.get("feature", feature)
+            if isinstance(inner, dict) and inner.get("_type") == "ClassLabel":
+                found[column] = [str(name) for name in inner["names"]]
+        return found
+    except (orjson.JSONDecodeError, AttributeError, KeyError, TypeError):
+        return {}
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]

@@ -1,0 +1,66 @@
+"""Reading of a task's splits."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+from megatron_deberta.errors import ConfigError, DataError
+from megatron_deberta.tasks.examples import Example
+from megatron_deberta.tasks.readers.build import build_examples
+from megatron_deberta.tasks.readers.registry import read_records
+from megatron_deberta.tasks.task import TaskConfig
+
+
+def read_examples(task: TaskConfig, data: str | os.PathLike[str], split: str) -> list[Example]:
+    """Read the examples of a split.
+
+    Args:
+        task: the task.
+        data: folder of the data.
+        split: name of one of the task's splits; labels are optional if it begins with ``test``.
+
+    Raises:
+        ConfigError: the task has no such split.
+        DataError: a file is missing or malformed; the message names file and line.
+    """
+    examples = [
+        example
+        for path in split_files(task, data, split)
+        for example in build_examples(task, split, read_records(task, split, path), path)
+    ]
+    if not (part := task.splits[split].part):
+        return examples
+    return [example for example in examples if part[0] <= _fraction(example) < part[1]]
+
+
+def _fraction(example: Example) -> float:
+    """Return a number in [0, 1) that is a hash of the example's group or else id."""
+    digest = hashlib.sha256((example.group or example.id).encode()).digest()
+    return int.from_bytes(digest[:7], "big") / 2**56
+
+
+def split_files(task: TaskConfig, data: str | os.PathLike[str], split: str) -> list[Path]:
+    """Return the files of a split; folders (RACE, ``datasets``) count as one.
+
+    Raises:
+        ConfigError: the task has no such split.
+        DataError: a file is missing.
+    """
+    if split not in task.splits:
+        raise ConfigError(f"task {task.name}: no split {split!r}; it has {', '.join(task.splits)}")
+    return [_find(Path(data), name) for name in task.splits[split].files]
+
+
+def _find(data: Path, name: str) -> Path:
+    for path in (data / name, data / f"{name}.gz"):
+        if path.exists():
+            return path
+    present = sorted(path.name for path in data.iterdir()) if data.is_dir() else []
+    where = (
+        f"the folder has {', '.join(present[:12]) or 'no files'}"
+        if data.is_dir()
+        else ("no such folder")
+    )
+    raise DataError(f"{data / name}: no such file; {where}")

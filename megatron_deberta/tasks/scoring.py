@@ -1,0 +1,223 @@
+"""Metrics and predictions from a model's outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_deberta.errors import DataError
+from megatron_deberta.tasks.encoded import EncodedDataset
+from megatron_deberta.tasks.examples import Example
+from megatron_deberta.tasks.metrics import class_metrics, regression_metrics, tag_metrics
+from megatron_deberta.tasks.spans import best_spans, span_metrics
+from megatron_deberta.tasks.task import TaskConfig
+
+Outputs = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """The prediction for one example.
+
+    Attributes:
+        id: identifier of the example.
+        index: class index, or index of the choice; -1 for other heads.
+        value: label as written in the files, score, answer text (empty: no answer), or a label
+            per word.
+        probabilities: one per class or choice; empty for other heads.
+        null_score: spans: score of no answer minus that of the best answer.
+        group: the example's group.
+    """
+
+    id: str
+    index: int = -1
+    value: str | float | tuple[str, ...]
+    probabilities: tuple[float, ...] = ()
+    null_score: float = 0.0
+    group: str = ""
+
+
+def predict(
+    task: TaskConfig,
+    examples: Sequence[Example],
+    encoded: EncodedDataset,
+    outputs: Outputs,
+    *,
+    null_threshold: float = 0.0,
+) -> list[Prediction]:
+    """Turn outputs into one prediction per example.
+
+    Args:
+        task: the task.
+        examples: the examples, in the order in which they were encoded.
+        encoded: their encoding.
+        outputs: float32: classification ``[rows, classes]``, regression ``[rows]``, spans
+            ``[total, 2]`` (logits of start and end), tokens ``[total, classes]``, choices
+            ``[rows]``.
+        null_threshold: spans: predict no answer if ``null_score`` is above it; ``score`` finds the
+            best one on a dev split as ``null_threshold``.
+
+    Raises:
+        ValueError: the outputs have another shape.
+    """
+    _check_shape(task, examples, encoded, outputs)
+    if task.head == "spans":
+        return [
+            Prediction(
+                id=example.id,
+                value="" if task.unanswerable and best.null_score > null_threshold else best.text,
+                null_score=best.null_score,
+                group=example.group,
+            )
+            for example, best in zip(
+                examples, best_spans(task, examples, encoded, outputs), strict=True
+            )
+        ]
+    return _PREDICT[task.head](task, examples, encoded, outputs)
+
+
+def score(
+    task: TaskConfig, examples: Sequence[Example], encoded: EncodedDataset, outputs: Outputs
+) -> dict[str, float]:
+    """Compute the task's metrics.
+
+    Args:
+        task: the task.
+        examples: labelled examples, in the order in which they were encoded.
+        encoded: their encoding.
+        outputs: see ``predict``.
+
+    Returns:
+        Metrics in [0, 1] (correlations in [-1, 1]) in the task's order, then further figures such
+        as ``null_threshold``.
+
+    Raises:
+        DataError: examples have no labels.
+        ValueError: the outputs have another shape.
+    """
+    _check_shape(task, examples, encoded, outputs)
+    if task.head == "spans":
+        return span_metrics(task, examples, best_spans(task, examples, encoded, outputs))
+    unlabelled = [e.id for e in examples if not e.tags and e.label is None]
+    if unlabelled:
+        raise DataError(
+            f"task {task.name}: {len(unlabelled)} of {len(examples)} examples have no label "
+            f"(first: {unlabelled[0]}); predict them instead"
+        )
+    predictions = predict(task, examples, encoded, outputs)
+    if task.head == "tokens":
+        found = [list(_tags(prediction)) for prediction in predictions]
+        truth = [[task.labels[tag] for tag in example.tags] for example in examples]
+        return tag_metrics(task.metrics, truth, found)
+    if task.head == "regression":
+        truth_scores = np.array([example.label for example in examples], np.float64)
+        return regression_metrics(task.metrics, truth_scores, outputs.astype(np.float64))
+    labels = np.array([example.label for example in examples], np.int64)
+    indices = np.array([prediction.index for prediction in predictions], np.int64)
+    groups = [example.group for example in examples]
+    return class_metrics(task, labels, indices, groups)
+
+
+def _tags(prediction: Prediction) -> tuple[str, ...]:
+    assert isinstance(prediction.value, tuple)
+    return prediction.value
+
+
+def _check_shape(
+    task: TaskConfig, examples: Sequence[Example], encoded: EncodedDataset, outputs: Outputs
+) -> None:
+    rows, total, classes = encoded.num_rows, len(encoded.input_ids), len(task.labels)
+    shapes: dict[str, tuple[int, ...]] = {
+        "classification": (rows, classes),
+        "regression": (rows,),
+        "spans": (total, 2),
+        "tokens": (total, classes),
+        "choices": (rows,),
+    }
+    if outputs.shape != shapes[task.head]:
+        raise ValueError(
+            f"head {task.head}: outputs are {list(outputs.shape)}, not {list(shapes[task.head])}"
+        )
+    if encoded.num_examples != len(examples):
+        raise ValueError(f"{len(examples)} examples, but {encoded.num_examples} were encoded")
+
+
+def softmax(logits: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """Return probabilities over the last dimension."""
+    shifted = np.exp(logits.astype(np.float64) - logits.max(axis=-1, keepdims=True))
+    result: npt.NDArray[np.float64] = shifted / shifted.sum(axis=-1, keepdims=True)
+    return result
+
+
+def _predict_classes(
+    task: TaskConfig, examples: Sequence[Example], encoded: EncodedDataset, outputs: Outputs
+) -> list[Prediction]:
+    probabilities = softmax(outputs)
+    indices = outputs.argmax(axis=1).tolist()
+    return [
+        Prediction(
+            id=example.id,
+            index=index,
+            value=task.labels[index],
+            probabilities=tuple(row.tolist()),
+            group=example.group,
+        )
+        for example, index, row in zip(examples, indices, probabilities, strict=True)
+    ]
+
+
+def _predict_scores(
+    task: TaskConfig, examples: Sequence[Example], encoded: EncodedDataset, outputs: Outputs
+) -> list[Prediction]:
+    low, high = task.label_range or (-np.inf, np.inf)
+    values = np.clip(outputs.astype(np.float64), low, high).tolist()
+    return [Prediction(id=e.id, value=value) for e, value in zip(examples, values, strict=True)]
+
+
+def _predict_choices(
+    task: TaskConfig, examples: Sequence[Example], encoded: EncodedDataset, outputs: Outputs
+) -> list[Prediction]:
+    found = []
+    for example, logits in zip(
+        examples, np.split(outputs, encoded.example_offsets[1:-1]), strict=True
+    ):
+        index = int(logits.argmax())
+        found.append(
+            Prediction(
+                id=example.id,
+                index=index,
+                value=task.labels[index] if task.labels else str(index),
+                probabilities=tuple(softmax(logits).tolist()),
+                group=example.group,
+            )
+        )
+    return found
+
+
+def _predict_tags(
+    task: TaskConfig, examples: Sequence[Example], encoded: EncodedDataset, outputs: Outputs
+) -> list[Prediction]:
+    at = np.flatnonzero(encoded.word_index >= 0)
+    classes = outputs[at].argmax(axis=1)
+    rows = np.searchsorted(encoded.row_offsets, at, side="right") - 1
+    owners, words = encoded.example_index[rows], encoded.word_index[at]
+    order = np.lexsort((words, owners))
+    names = np.array(task.labels, dtype=object)[classes[order]]
+    sizes = [len(example.words) for example in examples]
+    parts = np.split(names, np.cumsum(sizes)[:-1])
+    return [
+        Prediction(id=example.id, value=tuple(part.tolist()))
+        for example, part in zip(examples, parts, strict=True)
+    ]
+
+
+_PREDICT: Mapping[str, Callable[..., list[Prediction]]] = {
+    "classification": _predict_classes,
+    "regression": _predict_scores,
+    "tokens": _predict_tags,
+    "choices": _predict_choices,
+}

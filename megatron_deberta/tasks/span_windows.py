@@ -1,0 +1,83 @@
+"""Encoding of questions and passages, in windows where a passage is too long for one row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_deberta.errors import DataError
+from megatron_deberta.tasks.encoded import EncodedDataset
+from megatron_deberta.tasks.examples import Example
+from megatron_deberta.tasks.rows import Ids, RowBuilder, encode_each
+from megatron_deberta.tasks.spans import pieces_of
+from megatron_deberta.tasks.task import TaskConfig
+from megatron_deberta.tokenizer import Tokenizer
+
+_LEAST_PASSAGE = 16
+"""Tokens of the passage that a row has at least; longer questions are cut."""
+
+
+def encode_spans(
+    task: TaskConfig, examples: Sequence[Example], tokenizer: Tokenizer, length: int
+) -> EncodedDataset:
+    """Encode ``[CLS] question [SEP] window [SEP]`` rows; windows share ``task.stride`` tokens.
+
+    The label of a row is the first answer that lies wholly in its window.
+
+    Raises:
+        DataError: ``length`` leaves no room for a passage.
+    """
+    if length < 2 * _LEAST_PASSAGE:
+        raise DataError(f"max_length={length}: spans need at least {2 * _LEAST_PASSAGE} tokens")
+    questions = _encode_questions(task, examples, tokenizer)
+    contexts = list(dict.fromkeys(example.text_pair or "" for example in examples))
+    passages = dict(zip(contexts, tokenizer.encode_with_offsets(contexts), strict=True))
+    rows = RowBuilder(tokenizer)
+    chars: list[npt.NDArray[np.int32]] = []
+    labels = []
+    for index, example in enumerate(examples):
+        question = questions[index][: length - 3 - _LEAST_PASSAGE]
+        ids, offsets = passages[example.text_pair or ""]
+        for begin, end in windows(len(ids), length - 3 - len(question), task.stride):
+            size = rows.add(index, question, ids[begin:end])
+            row = np.full((size, 2), -1, np.int32)
+            row[len(question) + 2 : size - 1] = offsets[begin:end]
+            chars.append(row)
+            labels.append(_label(example, row))
+    arrays = {**rows.arrays(), "char_offsets": np.concatenate(chars)}
+    return EncodedDataset(labels=np.array(labels, np.int64), **arrays)
+
+
+def windows(size: int, width: int, stride: int) -> list[tuple[int, int]]:
+    """Return begin and end of windows of ``width`` tokens that share ``stride`` tokens.
+
+    The stride is at most half a window, so that windows advance whatever the question's length.
+    """
+    step = width - min(stride, width // 2)
+    begins = [0]
+    while begins[-1] + width < size:
+        begins.append(begins[-1] + step)
+    return [(begin, min(begin + width, size)) for begin in begins]
+
+
+def _label(example: Example, chars: npt.NDArray[np.int32]) -> tuple[int, int]:
+    for answer in example.answers:
+        if pieces := pieces_of(chars, answer.start, answer.end):
+            return pieces
+    return 0, 0
+
+
+def _encode_questions(
+    task: TaskConfig, examples: Sequence[Example], tokenizer: Tokenizer
+) -> list[Ids]:
+    """Encode questions; ``task.mask_text`` in them becomes [MASK]."""
+    if not task.mask_text:
+        return encode_each(tokenizer, [example.text for example in examples])
+    parts = [example.text.split(task.mask_text) for example in examples]
+    encoded = iter(encode_each(tokenizer, [part.strip() for found in parts for part in found]))
+    mask = np.array([tokenizer.mask_id], np.int32)
+    return [
+        np.concatenate([ids for _ in found for ids in (mask, next(encoded))][1:]) for found in parts
+    ]

@@ -1,0 +1,223 @@
+"""Extractive question answering: best spans, answer normalisation, exact match and F1.
+
+Source: the evaluation scripts of SQuAD 1.1 and 2.0 (Rajpurkar et al. 2016 and 2018) and of ReCoRD
+(Zhang et al. 2018), which normalise answers alike.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_deberta.tasks.encoded import EncodedDataset
+from megatron_deberta.tasks.examples import Example
+from megatron_deberta.tasks.task import TaskConfig
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b", re.UNICODE)
+_WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+class BestSpan(NamedTuple):
+    """The best answer of a question.
+
+    Attributes:
+        text: its text.
+        score: sum of its start and end logits; -inf if no span is possible.
+        null_score: score of no answer minus ``score``.
+    """
+
+    text: str
+    score: float
+    null_score: float
+
+
+def normalize_answer(text: str) -> str:
+    """Lower-case, and remove punctuation, articles and superfluous white space."""
+    lowered = text.lower().translate(_WITHOUT_PUNCTUATION)
+    return " ".join(_ARTICLES.sub(" ", lowered).split())
+
+
+def exact_match(found: str, truth: str) -> float:
+    """Return 1 if two answers are equal after normalisation, else 0."""
+    return float(normalize_answer(found) == normalize_answer(truth))
+
+
+def token_f1(found: str, truth: str) -> float:
+    """Return the F1 of the words that two answers share after normalisation."""
+    found_words, truth_words = normalize_answer(found).split(), normalize_answer(truth).split()
+    if not found_words or not truth_words:
+        # Without words on one side, the answers agree only if both have none.
+        return float(found_words == truth_words)
+    shared = sum((Counter(found_words) & Counter(truth_words)).values())
+    if not shared:
+        return 0.0
+    precision, recall = shared / len(found_words), shared / len(truth_words)
+    return 2 * precision * recall / (precision + recall)
+
+
+def best_spans(
+    task: TaskConfig,
+    examples: Sequence[Example],
+    encoded: EncodedDataset,
+    outputs: npt.NDArray[np.float32],
+) -> list[BestSpan]:
+    """Return the best span of each question over all its windows."""
+    offsets = encoded.example_offsets
+    found = []
+    for index, example in enumerate(examples):
+        context = example.text_pair or ""
+        null, best, place = np.inf, -np.inf, (0, 0)
+        for row in range(int(offsets[index]), int(offsets[index + 1])):
+            tokens = encoded.row(row)
+            logits, chars = outputs[tokens].astype(np.float64), encoded.char_offsets[tokens]
+            # The first token stands for "no answer in this window"; so does the example's score
+            # for the window where that is least likely.
+            null = min(null, float(logits[0].sum()))
+            if example.candidates:
+                value, span = _best_candidate(logits, chars, example)
+            else:
+                value, span = _best_pieces(logits, chars, task.max_answer_length)
+            if value > best:
+                best, place = value, span
+        found.append(BestSpan(context[place[0] : place[1]], float(best), float(null - best)))
+    return found
+
+
+def _best_pieces(
+    logits: npt.NDArray[np.float64], chars: npt.NDArray[np.int32], longest: int
+) -> tuple[float, tuple[int, int]]:
+    """Return score and characters of the best span of at most ``longest`` tokens."""
+    inside = np.flatnonzero(chars[:, 0] >= 0)
+    if not len(inside):
+        return -np.inf, (0, 0)
+    # The passage's tokens are contiguous in a row.
+    first, last = inside[0], inside[-1] + 1
+    starts, ends = logits[first:last, 0], logits[first:last, 1]
+    padded = np.concatenate([ends, np.full(longest - 1, -np.inf)])
+    windows = np.lib.stride_tricks.sliding_window_view(padded, longest)
+    lengths = windows.argmax(axis=1)
+    scores = starts + windows[np.arange(len(starts)), lengths]
+    start = int(scores.argmax())
+    end = start + int(lengths[start])
+    span = int(chars[first + start, 0]), int(chars[first + end, 1])
+    return float(scores[start]), span
+
+
+def _best_candidate(
+    logits: npt.NDArray[np.float64], chars: npt.NDArray[np.int32], example: Example
+) -> tuple[float, tuple[int, int]]:
+    """Return score and characters of the best candidate that lies in this window."""
+    best, place = -np.inf, (0, 0)
+    for candidate in example.candidates:
+        pieces = pieces_of(chars, candidate.start, candidate.end)
+        if pieces is None:
+            continue
+        value = float(logits[pieces[0], 0] + logits[pieces[1], 1])
+        if value > best:
+            best, place = value, (candidate.start, candidate.end)
+    return best, place
+
+
+def pieces_of(chars: npt.NDArray[np.int32], start: int, end: int) -> tuple[int, int] | None:
+    """Return the first and last token of a row that cover the characters of a span.
+
+    Args:
+        chars: characters of each token, -1 outside the passage.
+        start: first character.
+        end: character after the last one.
+
+    Returns:
+        Indices of the tokens; None if the span is not wholly in this row.
+    """
+    inside = np.flatnonzero(chars[:, 0] >= 0)
+    if not len(inside) or chars[inside, 0].min() > start or chars[inside, 1].max() < end:
+        return None
+    after = inside[chars[inside, 1] > start]
+    before = inside[chars[inside, 0] < end]
+    if not len(after) or not len(before) or before[-1] < after[0]:
+        return None
+    return int(after[0]), int(before[-1])
+
+
+def span_metrics(
+    task: TaskConfig, examples: Sequence[Example], found: Sequence[BestSpan]
+) -> dict[str, float]:
+    """Return exact match and F1, and for SQuAD 2.0 the best threshold of no answer.
+
+    Each answer is compared with all right ones, and the best counts.
+    """
+    exact = _scores(examples, found, exact_match)
+    f1 = _scores(examples, found, token_f1)
+    values: dict[str, float] = {}
+    nulls = np.array([span.null_score for span in found])
+    if task.unanswerable:
+        empty = np.array([not example.answers for example in examples], np.float64)
+        answered = nulls <= 0
+        values["exact"] = float(np.where(answered, exact, empty).mean())
+        values["f1"] = float(np.where(answered, f1, empty).mean())
+        values["best_exact"], _ = best_threshold(nulls, exact, empty)
+        values["best_f1"], threshold = best_threshold(nulls, f1, empty)
+        values["null_threshold"] = threshold
+    else:
+        values["exact"], values["f1"] = float(exact.mean()), float(f1.mean())
+        values["best_exact"], values["best_f1"] = values["exact"], values["f1"]
+    extra = ["null_threshold"] if task.unanswerable else []
+    return {name: values[name] for name in [*task.metrics, *extra]}
+
+
+def best_threshold(
+    null_scores: npt.NDArray[np.float64],
+    scores: npt.NDArray[np.float64],
+    empty_scores: npt.NDArray[np.float64],
+) -> tuple[float, float]:
+    """Return the best mean score over all thresholds of no answer, and that threshold.
+
+    Args:
+        null_scores: score of no answer minus that of the best answer, per question.
+        scores: score of the best answer.
+        empty_scores: score of no answer.
+
+    Returns:
+        The best mean, and the threshold: no answer is given where ``null_scores`` is above it.
+    """
+    order = np.argsort(null_scores, kind="stable")
+    ordered = null_scores[order]
+    gains = np.concatenate([[0.0], np.cumsum(scores[order] - empty_scores[order])])
+    # Questions of equal scores are answered together or not at all.
+    is_border = np.concatenate([[True], ordered[1:] > ordered[:-1], [True]])
+    gains[~is_border] = -np.inf
+    answered = int(gains.argmax())
+    mean = (empty_scores.sum() + gains[answered]) / len(scores)
+    if answered == 0:
+        return float(mean), float(ordered[0] - 1.0)
+    return float(mean), float(ordered[answered - 1])
+
+
+def _scores(
+    examples: Sequence[Example],
+    found: Sequence[BestSpan],
+    compare: Callable[[str, str], float],
+) -> npt.NDArray[np.float64]:
+    """Return each answer's best score; 0 for unanswerable questions.
+
+    As in SQuAD 2.0's script, right answers without words after normalisation do not count.
+    """
+    return np.array(
+        [
+            max(
+                (
+                    compare(span.text, answer.text)
+                    for answer in example.answers
+                    if normalize_answer(answer.text) or len(example.answers) == 1
+                ),
+                default=0.0,
+            )
+            for example, span in zip(examples, found, strict=True)
+        ]
+    )

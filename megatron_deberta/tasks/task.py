@@ -1,0 +1,347 @@
+"""Task configs: one YAML file per task, ``configs/tasks/NAME.yaml``."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from megatron_deberta.config.loader import CONFIG_ROOTS
+from megatron_deberta.config.yaml_reader import parse_yaml, read_yaml
+from megatron_deberta.errors import ConfigError
+
+Head = Literal["classification", "regression", "spans", "tokens", "choices"]
+Reader = Literal[
+    "tsv", "csv", "jsonl", "parquet", "datasets", "conll", "squad", "record", "multirc", "wic",
+    "wsc", "race", "quail", "copa_xml",
+]  # fmt: skip
+Metric = Literal[
+    "accuracy", "f1", "macro_f1", "matthews", "pearson", "spearman", "pearson_spearman",
+    "exact", "best_f1", "best_exact", "precision", "recall", "f1a", "group_exact",
+    "gender_parity",
+]  # fmt: skip
+Leaderboard = Literal["", "glue", "superglue", "squad", "conll"]
+
+METRICS: Mapping[str, tuple[str, ...]] = {
+    "classification": (
+        "accuracy", "f1", "macro_f1", "matthews", "f1a", "group_exact", "gender_parity",
+    ),
+    "regression": ("pearson", "spearman", "pearson_spearman"),
+    "spans": ("f1", "exact", "best_f1", "best_exact"),
+    "tokens": ("f1", "precision", "recall", "accuracy"),
+    "choices": ("accuracy",),
+}  # fmt: skip
+COLUMNS: Mapping[str, tuple[str, ...]] = {
+    "classification": ("text", "text_pair", "label", "id", "group"),
+    "regression": ("text", "text_pair", "label", "id"),
+    "spans": ("question", "context", "answers", "id"),
+    "tokens": ("words", "tags", "id"),
+    "choices": ("text", "question", "choices", "label", "id", "group"),
+}
+REQUIRED_COLUMNS: Mapping[str, tuple[str, ...]] = {
+    "classification": ("text",),
+    "regression": ("text",),
+    "spans": ("question", "context"),
+    "tokens": ("words",),
+    "choices": ("choices",),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SplitConfig:
+    """Files of one split and where they differ from the task's other files."""
+
+    files: tuple[str, ...] = ()
+    """Files or folders below the data folder; ``NAME.gz`` is read if ``NAME`` is missing."""
+    columns: dict[str, Any] = field(default_factory=dict)
+    """Columns of these files; empty: those of the task."""
+    part: tuple[float, ...] = ()
+    """Part of the examples, such as 0, 0.8, chosen by a hash of each one's group or id; empty: all
+    of them. For data without a split of its own."""
+    header: bool | None = None
+    """Whether these files have a header line; None: as the task says."""
+    leaderboard_file: str = ""
+    """File name in a leaderboard submission, such as ``MNLI-m.tsv``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskConfig:
+    """A labelled task."""
+
+    name: str
+    """Name in reports and folders."""
+    description: str = ""
+    """One line: what is to be predicted, and the source of the data."""
+    head: Head
+    """Kind of output: one class or number per example, a span, a class per word, or a choice."""
+    reader: Reader
+    """File format."""
+    splits: dict[str, SplitConfig]
+    """Files by split: ``train``, ``dev``, ``test`` and others such as ``dev_mismatched``. Labels
+    are optional in splits whose name begins with ``test``."""
+    columns: dict[str, Any] = field(default_factory=dict)
+    """Column (or key, or 1-based column number without a header) of each role: ``text``,
+    ``text_pair``, ``label``, ... A value with braces is a template: ``"{word}: {sentence1}"``."""
+    values: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Replacements of values by column, made before templates are filled."""
+    header: bool = True
+    """Whether TSV and CSV files begin with a line of column names."""
+    quoting: bool = True
+    """Whether quotation marks in TSV and CSV files delimit fields; False: they are text."""
+    skip_short_rows: bool = False
+    """Skip rows with too few columns (QQP has some) instead of an error."""
+    skip_labels: tuple[str, ...] = ()
+    """Labels of rows to skip, such as ``-`` for no consensus."""
+    labels: tuple[str, ...] = ()
+    """Labels as written in the files, in the order of the classes; for choices the names of the
+    positions (empty: 0, 1, ...); for regression empty."""
+    label_names: tuple[str, ...] = ()
+    """Readable names of ``labels`` for exports; empty: ``labels``."""
+    label_range: tuple[float, ...] = ()
+    """Lowest and highest score (regression); predictions are clipped to it."""
+    positive_label: str = ""
+    """Label that ``f1`` refers to; empty: the last one."""
+    metrics: tuple[Metric, ...]
+    """Metrics to report; the first selects the best checkpoint. Larger is better."""
+    max_length: int
+    """Tokens per row, special tokens included."""
+    stride: int = 128
+    """Tokens that neighbouring windows of a long passage share, at most half a window (spans,
+    tokens)."""
+    truncate: Literal["longest", "first", "second"] = "longest"
+    """Segment that is cut at its end if a pair is too long."""
+    max_answer_length: int = 30
+    """Tokens of the longest answer (spans)."""
+    unanswerable: bool = False
+    """Whether questions may have no answer (SQuAD 2.0)."""
+    mask_text: str = ""
+    """Text in the question that is encoded as [MASK] (ReCoRD's ``@placeholder``)."""
+    merge_sentences: bool = False
+    """Join a document's sentences up to ``max_length`` tokens (CoNLL, as released)."""
+    transfer_from: str = ""
+    """Task whose fine-tuned model this one starts from."""
+    leaderboard: Leaderboard = ""
+    """Format of prediction files."""
+    settings: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Published settings by source, such as ``release_base`` or ``paper_large``: run keys with
+    their value, or with a list of values to search."""
+    default_settings: str = ""
+    """Settings of a run that names none; empty: none."""
+
+    @property
+    def num_labels(self) -> int:
+        """Outputs of the classifier per row or token."""
+        return {"regression": 1, "choices": 1, "spans": 2}.get(self.head, len(self.labels))
+
+    @property
+    def id2label(self) -> dict[int, str]:
+        """Names of the classes for exports."""
+        return dict(enumerate(self.label_names or self.labels))
+
+
+def load_task(name: str | os.PathLike[str], overrides: Sequence[str] = ()) -> TaskConfig:
+    """Load a task's config.
+
+    Args:
+        name: name of a packaged task (``sst2``) or path of a YAML file, which may extend others
+            with ``base: FILE``.
+        overrides: ``key=value`` or ``key.key=value`` with YAML values.
+
+    Raises:
+        ConfigError: unreadable file, unknown key, wrong type, or inconsistent values.
+    """
+    path = _find_task(os.fspath(name))
+    data = _expand_shorthands(_read_layers(path, ()))
+    for override in overrides:
+        _apply_override(data, override)
+    return task_from_dict(data, str(path))
+
+
+def task_from_dict(data: Mapping[str, Any], source: str) -> TaskConfig:
+    """Build a task's config from plain data, such as a checkpoint's metadata.
+
+    Args:
+        data: values by key.
+        source: origin of the data, for messages.
+
+    Raises:
+        ConfigError: unknown key, wrong type, or inconsistent values.
+    """
+    expanded = _expand_shorthands(data)
+    _check_names(expanded, source)
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(TaskConfig), expanded)
+        task = cast(TaskConfig, OmegaConf.to_object(merged))
+    except OmegaConfBaseException as error:
+        problem = str(error).split("\n")[0]
+        key = getattr(error, "full_key", "") or getattr(error, "key", "")
+        raise ConfigError(f"{source}: {key}: {problem}") from error
+    _check(task, source)
+    return task
+
+
+def task_names() -> list[str]:
+    """Return the names of the packaged tasks."""
+    for root in CONFIG_ROOTS:
+        if found := sorted(path.stem for path in (root / "configs/tasks").glob("*.yaml")):
+            return found
+    return []
+
+
+def _find_task(name: str) -> Path:
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml"):
+        if not path.exists() and path.parts[:1] == ("configs",):
+            return next((root / path for root in CONFIG_ROOTS if (root / path).is_file()), path)
+        return path
+    for root in CONFIG_ROOTS:
+        if (root / "configs/tasks" / f"{name}.yaml").is_file():
+            return root / "configs/tasks" / f"{name}.yaml"
+    close = difflib.get_close_matches(name, task_names(), n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(task_names())}"
+    raise ConfigError(f"no task {name!r}{hint} (a file of your own ends in .yaml)")
+
+
+def _read_layers(path: Path, ancestors: tuple[Path, ...]) -> dict[str, Any]:
+    """Read a file over the file that it names as ``base``; mappings are merged key by key."""
+    if path.resolve() in ancestors:
+        raise ConfigError(f"{path}: extends itself through `base`; remove one of the references")
+    data = read_yaml(path)
+    base = data.pop("base", None)
+    if base is None:
+        return data
+    if not isinstance(base, str):
+        raise ConfigError(f"{path}: base={base!r} is not a file name")
+    # Beside the file, or a packaged one.
+    beside = path.parent / base
+    below = _read_layers(
+        beside if beside.exists() else _find_task(base), (*ancestors, path.resolve())
+    )
+    return _merge(below, data)
+
+
+def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for key, value in above.items():
+        old = merged.get(key)
+        both = isinstance(old, Mapping) and isinstance(value, Mapping)
+        # A task's own columns and splits replace those of its base.
+        replaces = key in ("columns", "splits")
+        merged[key] = _merge(old, value) if both and not replaces else value  # type: ignore[arg-type]
+    return merged
+
+
+def _apply_override(data: dict[str, Any], override: str) -> None:
+    name, equals, value = override.partition("=")
+    if not equals or not name:
+        raise ConfigError(f"command line: {override!r} is not key=value, as in max_length=128")
+    *parents, last = name.strip().split(".")
+    for parent in parents:
+        data[parent] = dict(data[parent]) if isinstance(data.get(parent), Mapping) else {}
+        data = data[parent]
+    data[last] = parse_yaml(value, "command line") if value.strip() else ""
+
+
+def _expand_shorthands(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Expand ``dev: dev.tsv`` in splits; write labels as text."""
+    expanded = dict(data)
+    if isinstance(splits := data.get("splits"), Mapping):
+        expanded["splits"] = {str(name): _split(value) for name, value in splits.items()}
+    for key in ("labels", "label_names", "metrics", "skip_labels"):
+        if isinstance(value := data.get(key), (list, tuple)):
+            expanded[key] = [_label(item) for item in value]
+    return expanded
+
+
+def _split(value: Any) -> Any:
+    if isinstance(value, str):
+        return {"files": [value]}
+    if isinstance(value, (list, tuple)):
+        return {"files": list(value)}
+    if isinstance(value, Mapping) and isinstance(value.get("files"), str):
+        return {**value, "files": [value["files"]]}
+    return value
+
+
+def _label(value: Any) -> Any:
+    """Write YAML's booleans and numbers as the files do."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value) if isinstance(value, (int, float)) else value
+
+
+def _check_names(data: Mapping[str, Any], source: str) -> None:
+    known = [item.name for item in fields(TaskConfig)]
+    for key in data:
+        if key not in known:
+            close = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else f"; the keys are {', '.join(known)}"
+            raise ConfigError(f"{source}: no key {key!r}{hint}")
+    missing = [
+        key for key in ("name", "head", "reader", "splits", "metrics", "max_length")
+        if key not in data
+    ]  # fmt: skip
+    if missing:
+        raise ConfigError(f"{source}: {', '.join(missing)} missing; every task states them")
+
+
+def _check(task: TaskConfig, source: str) -> None:
+    def require(holds: object, problem: str) -> None:
+        if not holds:
+            raise ConfigError(f"{source}: {problem}")
+
+    require(task.splits, "splits is empty; name the files of at least one split")
+    for split, value in task.splits.items():
+        require(value.files, f"splits.{split}.files is empty")
+        part = value.part
+        require(
+            not part or (len(part) == 2 and 0 <= part[0] < part[1] <= 1),
+            f"splits.{split}.part={list(part)}: write two fractions, as in [0, 0.8]",
+        )
+    allowed, required = COLUMNS[task.head], REQUIRED_COLUMNS[task.head]
+    for split, columns in _columns_by_split(task):
+        for role in columns:
+            require(
+                role in allowed,
+                f"{split}columns.{role}: head {task.head} has the columns {', '.join(allowed)}",
+            )
+        missing = [role for role in required if role not in columns]
+        require(not missing, f"{split}columns: {', '.join(missing)} missing for head {task.head}")
+    default = task.default_settings
+    require(
+        not default or default in task.settings, f"default_settings={default!r}: not in settings"
+    )
+    require(task.metrics, "metrics is empty")
+    for metric in task.metrics:
+        require(
+            metric in METRICS[task.head],
+            f"metrics: {metric} is none of head {task.head}'s: {', '.join(METRICS[task.head])}",
+        )
+    if task.head in ("classification", "tokens"):
+        require(len(task.labels) >= 2, f"labels: head {task.head} needs at least two")
+    require(len(set(task.labels)) == len(task.labels), "labels: one occurs twice")
+    names = task.label_names
+    require(not names or len(names) == len(task.labels), "label_names: not as many as labels")
+    positive = task.positive_label
+    require(not positive or positive in task.labels, f"positive_label={positive!r}: not in labels")
+    require(
+        not task.label_range
+        or (len(task.label_range) == 2 and task.label_range[0] < task.label_range[1]),
+        "label_range: write the lowest and the highest score",
+    )
+    require(task.max_length >= 8, f"max_length={task.max_length}: must be at least 8")
+    require(task.stride >= 0, f"stride={task.stride}: is negative")
+    require(task.max_answer_length > 0, f"max_answer_length={task.max_answer_length}: not positive")
+
+
+def _columns_by_split(task: TaskConfig) -> list[tuple[str, Mapping[str, Any]]]:
+    own = [
+        (f"splits.{name}.", split.columns) for name, split in task.splits.items() if split.columns
+    ]
+    return [("", task.columns), *own]

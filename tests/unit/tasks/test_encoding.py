@@ -1,0 +1,171 @@
+"""Encoding of segments, choices and words, and the cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_deberta.errors import DataError
+from megatron_deberta.tasks import EncodedDataset, Example, encode
+from megatron_deberta.tasks.rows import first_and_second_lengths
+from megatron_deberta.tasks.task import TaskConfig, task_from_dict
+from megatron_deberta.tokenizer import Tokenizer
+
+
+def make_task(head: str, **changes: Any) -> TaskConfig:
+    columns = {
+        "tokens": {"words": "w"},
+        "choices": {"choices": "c"},
+        "spans": {"question": "q", "context": "c"},
+    }
+    metrics = {"regression": "pearson", "tokens": "f1", "spans": "f1"}
+    return task_from_dict(
+        {
+            "name": head,
+            "head": head,
+            "reader": "jsonl",
+            "splits": {"train": "train.jsonl"},
+            "columns": columns.get(head, {"text": "t"}),
+            "labels": ["O", "B-X", "I-X"] if head in ("classification", "tokens") else [],
+            "metrics": [metrics.get(head, "accuracy")],
+            "max_length": 32,
+            **changes,
+        },
+        "test",
+    )
+
+
+def rows_of(encoded: EncodedDataset) -> list[list[int]]:
+    return [encoded.input_ids[encoded.row(i)].tolist() for i in range(encoded.num_rows)]
+
+
+def test_pairs_have_two_token_types(tokenizer: Tokenizer) -> None:
+    examples = [
+        Example(id="0", text="the fox", text_pair="a dog", label=1),
+        Example(id="1", text="the fox"),
+    ]
+    encoded = encode(make_task("classification"), examples, tokenizer)
+    first, second = tokenizer.encode("the fox"), tokenizer.encode("a dog")
+    cls, sep = tokenizer.cls_id, tokenizer.sep_id
+    assert rows_of(encoded) == [[cls, *first, sep, *second, sep], [cls, *first, sep]]
+    types = [0] * (len(first) + 2) + [1] * (len(second) + 1)
+    assert encoded.token_type_ids[encoded.row(0)].tolist() == types
+    assert not encoded.token_type_ids[encoded.row(1)].any()
+    assert encoded.labels.tolist() == [1, -100]
+    kinds = [array.dtype for array in encoded.arrays().values()]
+    assert kinds == [np.int32, np.uint8, np.int64, np.int64, np.int64, np.int32, np.int32]
+
+
+def test_a_score_that_is_missing_is_not_a_number(tokenizer: Tokenizer) -> None:
+    examples = [Example(id="0", text="the fox", label=2.5), Example(id="1", text="a dog")]
+    encoded = encode(make_task("regression"), examples, tokenizer)
+    assert encoded.labels.dtype == np.float32
+    assert encoded.labels[0] == 2.5
+    assert np.isnan(encoded.labels[1])
+
+
+@pytest.mark.parametrize("truncate", ["longest", "first", "second"])
+def test_the_named_segment_is_cut(truncate: str) -> None:
+    for first in range(12):
+        for second in range(12):
+            kept = first_and_second_lengths(first, second, 9, truncate)
+            assert sum(kept) == min(first + second, 9)
+            assert kept[0] <= first
+            assert kept[1] <= second
+            if truncate == "longest" and first + second > 9:
+                # Only what is longer than the other segment was cut.
+                assert kept[0] == first or kept[1] == second or abs(kept[0] - kept[1]) <= 1
+                assert (kept[0] == first) or kept[0] >= kept[1]
+                assert (kept[1] == second) or kept[1] + 1 >= kept[0]
+    cut = {"first": (3, 6), "second": (5, 4), "longest": (5, 4)}
+    assert first_and_second_lengths(5, 6, 9, truncate) == cut[truncate]
+
+
+def test_long_pairs_keep_their_separators(tokenizer: Tokenizer) -> None:
+    example = Example(id="0", text="quick brown fox " * 9, text_pair="lazy dog " * 9)
+    encoded = encode(make_task("classification"), [example], tokenizer, 16)
+    (row,) = rows_of(encoded)
+    assert len(row) == 16
+    assert row.count(tokenizer.sep_id) == 2
+    assert row[-1] == tokenizer.sep_id
+
+
+def test_choices_vary_in_number(tokenizer: Tokenizer) -> None:
+    examples = [
+        Example(id="0", text="the fox", choices=("runs", "jumps", "reads"), label=2),
+        Example(id="1", choices=("a dog", "a river")),
+    ]
+    encoded = encode(make_task("choices"), examples, tokenizer)
+    assert encoded.example_index.tolist() == [0, 0, 0, 1, 1]
+    assert encoded.example_offsets.tolist() == [0, 3, 5]
+    assert encoded.labels.tolist() == [2, -100]
+    # Without a passage the choice is the first segment.
+    assert not encoded.token_type_ids[encoded.row(3)].any()
+
+
+def test_words_are_labelled_on_their_first_piece(tokenizer: Tokenizer) -> None:
+    words = ("lazy", "\x07", "children")
+    encoded = encode(make_task("tokens"), [Example(id="0", words=words, tags=(1, 0, 2))], tokenizer)
+    sizes = [len(tokenizer.encode(words[0])), 1, len(tokenizer.encode(words[2]))]
+    assert sizes[2] > 1
+    expected = [-100, 1, *[-100] * (sizes[0] - 1), 0, 2, *[-100] * (sizes[2] - 1), -100]
+    assert encoded.labels.tolist() == expected
+    # A word without a piece is [UNK], so that every word has a label.
+    assert encoded.input_ids[1 + sizes[0]] == tokenizer.unk_id
+    assert encoded.word_index[encoded.word_index >= 0].tolist() == [0, 1, 2]
+
+
+def test_each_word_of_a_long_sentence_is_labelled_once(tokenizer: Tokenizer) -> None:
+    words = tuple(f"fox{i}" for i in range(60))
+    tags = tuple(i % 3 for i in range(60))
+    task = make_task("tokens", stride=12)
+    encoded = encode(task, [Example(id="0", words=words, tags=tags)], tokenizer)
+    assert encoded.num_rows > 3
+    assert encoded.lengths.max() == 32
+    at = encoded.word_index >= 0
+    assert encoded.word_index[at].tolist() == list(range(60))
+    assert encoded.labels[at].tolist() == list(tags)
+    # Away from the ends of the sentence, a labelled word has tokens on both sides.
+    for row in range(1, encoded.num_rows - 1):
+        inner = np.flatnonzero(encoded.word_index[encoded.row(row)] >= 0)
+        assert inner[0] >= 5
+        assert inner[-1] <= 32 - 5
+
+
+def test_words_of_byte_level_bpe_begin_with_a_space(byte_level: Tokenizer) -> None:
+    words = ("lazy", "dog")
+    encoded = encode(make_task("tokens"), [Example(id="0", words=words)], byte_level)
+    assert encoded.input_ids[1:-1].tolist() == byte_level.encode("lazy dog")
+
+
+def test_the_cache_depends_on_everything(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    task = make_task("classification")
+    examples = [Example(id="0", text="the fox", text_pair="a dog", label=1)]
+    direct = encode(task, examples, tokenizer)
+    for _ in range(2):
+        cached = encode(task, examples, tokenizer, cache=tmp_path)
+        assert cached.fingerprint == direct.fingerprint
+    assert len(list(tmp_path.iterdir())) == 1
+    encode(task, examples, tokenizer, 16, cache=tmp_path)
+    encode(make_task("classification", truncate="first"), examples, tokenizer, cache=tmp_path)
+    encode(task, [Example(id="0", text="the fox", label=1)], tokenizer, cache=tmp_path)
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_a_damaged_cache_is_named(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    task = make_task("classification")
+    examples = [Example(id="0", text="the fox", label=1)]
+    encode(task, examples, tokenizer, cache=tmp_path)
+    (folder,) = tmp_path.iterdir()
+    ids = folder / "input_ids.npy"
+    ids.write_bytes(ids.read_bytes()[:-2])
+    with pytest.raises(DataError, match="damaged .* remove this folder"):
+        encode(task, examples, tokenizer, cache=tmp_path)
+
+
+def test_no_examples(tokenizer: Tokenizer) -> None:
+    with pytest.raises(DataError, match="no examples to encode"):
+        encode(make_task("classification"), [], tokenizer)

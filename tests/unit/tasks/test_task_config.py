@@ -1,0 +1,88 @@
+"""Task configs: packaged ones load, and mistakes are named."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_deberta.errors import ConfigError
+from megatron_deberta.tasks import load_task
+from megatron_deberta.tasks.task import task_from_dict, task_names
+
+PLAIN: dict[str, Any] = {
+    "name": "mine",
+    "head": "classification",
+    "reader": "csv",
+    "splits": {"train": "train.csv"},
+    "columns": {"text": "sentence", "label": "label"},
+    "labels": [0, 1],
+    "metrics": ["accuracy"],
+    "max_length": 64,
+}
+
+
+@pytest.mark.parametrize("name", task_names())
+def test_packaged_tasks_load_under_their_file_name(name: str) -> None:
+    task = load_task(name)
+    assert task.name == name
+    assert task.description
+    assert "dev" in task.splits
+    assert not task.transfer_from or load_task(task.transfer_from)
+
+
+def test_the_settings_of_the_release_and_the_paper() -> None:
+    task = load_task("mrpc")
+    assert task.default_settings == "release_base"
+    assert task.settings["release_v3_large"] == {
+        "optimizer.learning_rate": 6e-6,
+        "optimizer.warmup_steps": 50,
+        "train.global_batch_size": 32,
+        "finetune.epochs": 6,
+        "model.head_dropout": 0.2,
+    }
+    assert task.settings["paper_large"]["optimizer.learning_rate"] == [5e-6, 8e-6, 9e-6, 1e-5]
+    assert task.transfer_from == "mnli"
+
+
+def test_labels_are_written_as_in_the_files() -> None:
+    task = task_from_dict({**PLAIN, "labels": [False, True], "label_names": ["no", "yes"]}, "x")
+    assert task.labels == ("false", "true")
+    assert task.id2label == {0: "no", 1: "yes"}
+
+
+def test_overrides_and_a_base_of_ones_own(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("base: configs/tasks/sst2.yaml\nname: mine\nsplits: {dev: my.tsv}\n")
+    task = load_task(path, ["max_length=32", "splits.dev.part=[0.5, 1]"])
+    assert (task.name, task.max_length, task.columns["text"]) == ("mine", 32, "sentence")
+    assert list(task.splits) == ["dev"]
+    assert task.splits["dev"].files == ("my.tsv",)
+    assert task.splits["dev"].part == (0.5, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"colums": {}}, "x: no key 'colums'; did you mean columns?"),
+        ({"head": "span"}, "x: head: Invalid value 'span'"),
+        ({"columns": {"label": "label"}}, "x: columns: text missing for head classification"),
+        ({"columns": {"text": "a", "words": "b"}}, "x: columns.words: head classification has"),
+        ({"metrics": ["exact"]}, "x: metrics: exact is none of head classification's"),
+        ({"labels": [0, 0]}, "x: labels: one occurs twice"),
+        ({"labels": []}, "x: labels: head classification needs at least two"),
+        ({"positive_label": "2"}, "x: positive_label='2': not in labels"),
+        ({"splits": {"train": {"files": "a", "part": [1, 0]}}}, r"x: splits.train.part=\[1.0, 0"),
+        ({"splits": {"train": {"file": "a"}}}, "x: .*file"),
+        ({"default_settings": "best"}, "x: default_settings='best': not in settings"),
+        ({"max_length": "long"}, "x: max_length: "),
+    ],
+)
+def test_mistakes_are_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        task_from_dict({**PLAIN, **change}, "x")
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unknown_task_suggests_a_name() -> None:
+    with pytest.raises(ConfigError, match="no task 'sst3'; did you mean 'sst2'"):
+        load_task("sst3")
