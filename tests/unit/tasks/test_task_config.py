@@ -63,7 +63,7 @@ def test_overrides_and_a_base_of_ones_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"colums": {}}, "x: no key 'colums'; did you mean columns?"),
+        ({"metric": []}, "x: no key 'metric'; did you mean metrics?"),
         ({"head": "span"}, "x: head: Invalid value 'span'"),
         ({"columns": {"label": "label"}}, "x: columns: text missing for head classification"),
         ({"columns": {"text": "a", "words": "b"}}, "x: columns.words: head classification has"),
