@@ -98,6 +98,7 @@ setup(
         "scikit-learn",
         "scipy",
         "seqeval",
+        "prometheus_client",
     ],
     extras_require={"mpi": MPI, "dev": DEV, "all": MPI},
     entry_points={"console_scripts": ["megatron-deberta = megatron_deberta.cli.main:main"]},

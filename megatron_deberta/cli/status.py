@@ -1,4 +1,4 @@
-"""Show the status of a run: queue, step, loss, tokens/s, ETA, last event and job attempts.
+"""Show the status of a run: condition, queue, step, loss, speed, ETA, last event and attempts.
 
 Reads the run folder and SLURM's queue; works without SLURM, too. `next` is the command that one
 would usually give next.
@@ -38,6 +38,7 @@ def describe(status: RunStatus) -> str:
     speed = status.tokens_per_second
     rows = [
         ("run", status.run_dir),
+        ("condition", f"{status.condition}: {status.reason}".removesuffix(": ")),
         ("queue", status.state + (f", job {', '.join(status.jobs)}" if status.jobs else "")),
         ("running", status.holder or "no"),
         (

@@ -59,17 +59,23 @@ class BadNodes:
         failure = NodeFailure(node, reason, round(self._clock(), 3), weight)
         append_event(self.path, asdict(failure))
 
-    def record_failure(self, diagnosis: Diagnosis) -> None:
+    def record_failure(self, diagnosis: Diagnosis) -> str:
         """Record the failure of a job attempt if it is clear which node caused it.
 
         All ranks run the same code, so a hang of one is most often its node's fault, and a spare
         node costs little. A rank that a signal killed counts half; one that ended with an error
         does not count.
+
+        Returns:
+            The node, if it is bad now; else an empty string.
         """
         if len(diagnosis.hosts) != 1:
-            return
+            return ""
+        node = diagnosis.hosts[0]
         if diagnosis.kind == "hang" or " was killed by signal " in diagnosis.reason:
-            self.add(diagnosis.hosts[0], diagnosis.reason, certain=diagnosis.kind == "hang")
+            self.add(node, diagnosis.reason, certain=diagnosis.kind == "hang")
+            return node if node in self.current() else ""
+        return ""
 
     def current(self) -> dict[str, NodeFailure]:
         """Return the last failure of each bad node, oldest first."""

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import fields
+from datetime import datetime
 from typing import NamedTuple
 
 from megatron_deberta.config.divisibility import check_tensor_parallel_divides
 from megatron_deberta.config.ranges import NOT_NEGATIVE
 from megatron_deberta.config.schema import (
     AUTO,
+    NOTIFY_EVENTS,
     CheckpointConfig,
+    ClusterConfig,
     DataConfig,
     GuardConfig,
     ModelConfig,
@@ -320,6 +324,36 @@ def _check_cluster(config: RunConfig) -> None:
     if ranks:
         check_tensor_parallel_divides(
             config.parallel.tensor_parallel_size, {"cluster.ranks_per_node": ranks}
+        )
+    _check_notifications(config.cluster)
+
+
+def _check_notifications(cluster: ClusterConfig) -> None:
+    for event in cluster.notify_events:
+        if event not in NOTIFY_EVENTS:
+            known = ", ".join(NOTIFY_EVENTS)
+            raise ConfigError(f"cluster.notify_events: no event {event!r}; use {known}")
+    for target in cluster.notify:
+        if not re.fullmatch(r"https?://\S+|\w[\w.-]*", target):
+            raise ConfigError(
+                f"cluster.notify={target!r} is neither a URL nor the name of a program; put the "
+                "program into ~/.config/megatron_deberta/notify"
+            )
+    try:
+        datetime.fromisoformat(cluster.deadline or "2026-01-01")
+    except ValueError:
+        raise ConfigError(
+            f"cluster.deadline={cluster.deadline!r} is no date and time; write it as "
+            "2026-12-31T18:00"
+        ) from None
+    if cluster.prometheus_port > 65535:
+        raise ConfigError(
+            f"cluster.prometheus_port={cluster.prometheus_port} is no port; use 1024 to 65535"
+        )
+    if cluster.prometheus_file and not cluster.prometheus_file.endswith(".prom"):
+        raise ConfigError(
+            f"cluster.prometheus_file={cluster.prometheus_file}: node_exporter reads only names "
+            "that end with .prom"
         )
 
 

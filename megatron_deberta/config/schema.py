@@ -6,7 +6,7 @@ Paths are strings, because they must survive a round trip through YAML.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from megatron_deberta.config.ranges import below_one, fraction, positive
 
@@ -15,6 +15,8 @@ P2CIndex = Literal["released", "paper"]
 AbsolutePositions = Literal["decoder", "input", "none"]
 Packing = Literal["full_sentences", "doc_sentences", "segment_pair", "sentence_pair"]
 AttentionBackend = Literal["auto", "reference", "chunked", "triton"]
+NotifyEvent = Literal["ended", "stalled", "rollback", "node_lost", "deadline"]
+NOTIFY_EVENTS: tuple[str, ...] = get_args(NotifyEvent)
 AUTO = 0
 """Value of ``model.vocab_size: auto`` until the tokenizer is known."""
 
@@ -303,6 +305,19 @@ class ClusterConfig:
     """Steps per comparison of ranks; a straggler is reported after two consecutive windows."""
     bad_node_hours: float = positive(24.0)
     """How long a run excludes a node that blocked it."""
+    notify: tuple[str, ...] = ()
+    """Webhooks (URLs), to which an event is posted as JSON, and names of programs in
+    ``~/.config/megatron_deberta/notify``, which get it on standard input."""
+    notify_events: tuple[str, ...] = NOTIFY_EVENTS
+    """Events to tell about: the run ends, makes no progress, rolls back, loses a node, or its ETA
+    passes ``cluster.deadline``."""
+    deadline: str = ""
+    """Local date and time at which the run should be finished, as in 2026-12-31T18:00."""
+    prometheus_file: str = ""
+    """Write metrics of the run for node_exporter's textfile collector to this file (.prom)."""
+    prometheus_port: int = 0
+    """Serve metrics of the run to Prometheus on this port of localhost of the first node; 0: do
+    not."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

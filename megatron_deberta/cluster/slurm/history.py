@@ -109,10 +109,14 @@ class JobHistory:
         ends = [record for record in self.current() if record["event"] == "end"]
         return "" if not ends or ends[-1]["goes_on"] else str(ends[-1]["reason"])
 
+    def unfinished_attempt(self) -> dict[str, Any] | None:
+        """Return the start of the newest attempt if it has not recorded its end."""
+        records = [r for r in self.current() if r["event"] in ("start", "end")]
+        return records[-1] if records and records[-1]["event"] == "start" else None
+
     def is_running(self) -> bool:
         """Return whether the newest attempt has started and not recorded its end."""
-        records = [r for r in self.current() if r["event"] in ("start", "end")]
-        return bool(records) and records[-1]["event"] == "start"
+        return self.unfinished_attempt() is not None
 
     def start_attempt(self, attempt: str, nodes: str) -> None:
         """Record the start of an attempt."""

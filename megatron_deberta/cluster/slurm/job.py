@@ -23,6 +23,7 @@ import psutil
 from megatron_deberta.cluster import node_check
 from megatron_deberta.cluster.bad_nodes import BadNodes
 from megatron_deberta.cluster.entry_point import run_logged
+from megatron_deberta.cluster.notify import Notifier
 from megatron_deberta.cluster.run_lock import raise_if_locked
 from megatron_deberta.cluster.slurm import commands as slurm
 from megatron_deberta.cluster.slurm.history import MAX_STALLED_ATTEMPTS, Decision, JobHistory
@@ -35,6 +36,7 @@ from megatron_deberta.cluster.slurm.submit import (
     srun_command,
     stop_signal,
 )
+from megatron_deberta.cluster.watchdog.hang import Diagnosis
 from megatron_deberta.cluster.watchdog.report_store import ReportStore
 from megatron_deberta.config import load_config
 from megatron_deberta.config.schema import ClusterConfig
@@ -65,7 +67,9 @@ class JobAttempt:
         self._history = JobHistory(spec.run_dir)
         self._name = attempt_name(self._job, self._restarts)
         self._node_failure = ""
-        self._bad_nodes = BadNodes(spec.run_dir, _bad_node_hours(spec))
+        config = _cluster_config(spec)
+        self._bad_nodes = BadNodes(spec.run_dir, config.bad_node_hours)
+        self._notifier = Notifier(config, spec.run_dir)
 
     def run(self) -> int:
         """Train until the ranks end, then requeue the job or end the run.
@@ -83,6 +87,11 @@ class JobAttempt:
             raise_if_locked(self._spec.run_dir)
         except ConfigError as error:
             return self._end(Decision(False, error.exit_code, str(error)), None)
+        if (lost := self._history.unfinished_attempt()) is not None:
+            self._notifier.send(
+                "node_lost",
+                f"attempt {lost['link']} on {lost['nodes']} was lost: its node or job was killed",
+            )
         self._history.start_attempt(self._name, self._variables.get("SLURM_JOB_NODELIST", ""))
         code = self._train()
         info = slurm.job_info(self._job)
@@ -96,9 +105,10 @@ class JobAttempt:
         diagnosis = ReportStore(self._spec.run_dir, self._name).diagnose(self._spec.nodes)
         if diagnosis is not None:
             logger.warning("%s: %s", self._name, diagnosis.reason)
-            self._bad_nodes.record_failure(diagnosis)
+            if node := self._bad_nodes.record_failure(diagnosis):
+                self._notifier.send("node_lost", f"{node} is excluded: {diagnosis.reason}")
         reason = diagnosis.reason if diagnosis is not None else self._node_failure
-        return self._end(self._history.decide(code, reason), code)
+        return self._end(self._history.decide(code, reason), code, diagnosis)
 
     def _train(self) -> int:
         """Run srun and return its exit code; signals to this process go to the ranks instead."""
@@ -126,6 +136,7 @@ class JobAttempt:
         failures = node_check.failures(self._spec.run_dir, self._name, self._spec.nodes)
         for node, text in failures.items():
             self._bad_nodes.add(node, text, certain=True)
+            self._notifier.send("node_lost", f"{node} failed the node check: {text}")
         listed = "; ".join(f"{node}: {text}" for node, text in failures.items())
         return f"the node check failed: {listed or f'see {logs}/check_*.log'}"
 
@@ -154,9 +165,10 @@ class JobAttempt:
             f"use one of {', '.join(sorted(addresses))}"
         )
 
-    def _end(self, decision: Decision, code: int | None) -> int:
+    def _end(self, decision: Decision, code: int | None, diagnosis: Diagnosis | None = None) -> int:
         """Record the end of the attempt, and requeue the job or cancel its successors."""
         self._history.end_attempt(self._name, decision, code)
+        self._notifier.send_attempt_end(diagnosis, decision)
         logger.info("%s: %s", self._name, decision.reason)
         if not decision.continues:
             self._cancel_pending()
@@ -241,12 +253,12 @@ def _is_cancelled(info: Mapping[str, str]) -> bool:
     return completing or info.get("JobState") == "CANCELLED"
 
 
-def _bad_node_hours(spec: JobSpec) -> float:
-    """Return ``cluster.bad_node_hours``; the ranks report a config that cannot be read."""
+def _cluster_config(spec: JobSpec) -> ClusterConfig:
+    """Return the section ``cluster``; the ranks report a config that cannot be read."""
     try:
-        return load_config(spec.config).cluster.bad_node_hours
+        return load_config(spec.config).cluster
     except (ConfigError, OSError):
-        return ClusterConfig().bad_node_hours
+        return ClusterConfig()
 
 
 def rank_environment(spec: JobSpec, variables: Mapping[str, str]) -> dict[str, str]:

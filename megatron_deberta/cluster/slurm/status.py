@@ -7,6 +7,7 @@ import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ from megatron_deberta.checkpoint.layout import COMMITTED_FILE, committed_steps, 
 from megatron_deberta.cluster.bad_nodes import BadNodes
 from megatron_deberta.cluster.run_lock import DEAD_SECONDS, newest_lock, read_lock
 from megatron_deberta.cluster.slurm import commands as slurm
+from megatron_deberta.cluster.slurm.condition import Activity, Word, find_condition
 from megatron_deberta.cluster.slurm.history import FINISHED, JobHistory
 from megatron_deberta.cluster.slurm.submit import LOGS, SUBMISSIONS
+from megatron_deberta.config import load_config
 from megatron_deberta.config.schema import ClusterConfig
 from megatron_deberta.config.yaml_reader import read_yaml
-from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE
+from megatron_deberta.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_REQUEUE, ConfigError
 from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
 
 
@@ -43,6 +46,10 @@ class RunStatus:
     """Status of a run."""
 
     run_dir: str
+    condition: Word
+    """``finished``, ``failed``, ``stalled``, ``running``, ``queued`` or ``stopped``."""
+    reason: str
+    """Why, unless it is finished or running."""
     state: str
     """SLURM's state, such as ``RUNNING`` or ``PENDING (reason)``; or ``not queued``."""
     jobs: tuple[str, ...]
@@ -51,6 +58,8 @@ class RunStatus:
     step: int
     """Last step in the metrics."""
     committed_step: int
+    checkpoint_time: float | None
+    """When that checkpoint was committed, in seconds since the epoch."""
     target_step: int
     skipped_updates: int
     """Updates that the guard has skipped, without overflows of fp16."""
@@ -60,6 +69,8 @@ class RunStatus:
     seconds_left: float | None
     """Until ``target_step``; None: unknown, or the run does not go on by itself."""
     attempts: tuple[JobAttemptStatus, ...]
+    faults: int
+    """Attempts that failed, or were killed or lost."""
     over: str
     """Why the run has ended; empty: it has not."""
     slow_ranks: tuple[str, ...]
@@ -71,8 +82,12 @@ class RunStatus:
     """What to do next; empty: wait."""
 
 
-def gather(run_dir: str | os.PathLike[str]) -> RunStatus:
+def gather(run_dir: str | os.PathLike[str], *, ask_slurm: bool = True) -> RunStatus:
     """Read the status of a run from its folder and SLURM.
+
+    Args:
+        run_dir: folder of the run.
+        ask_slurm: whether to ask for the state of its jobs.
 
     Raises:
         ConfigError, DataError: a file of the folder is damaged.
@@ -85,19 +100,36 @@ def gather(run_dir: str | os.PathLike[str]) -> RunStatus:
     records = [record for record in all_records if record["kind"] == "train"]
     skipped, rollbacks = guard_events(all_records)
     last = records[-1] if records else {}
-    state, jobs = queue_state(history.submitted_jobs())
+    state, jobs = queue_state(history.submitted_jobs()) if ask_slurm else ("not asked", ())
     step, target = int(last.get("step", 0)), target_step(folder)
     over = history.end_reason() or (FINISHED if 0 < target <= step else "")
     holder = present_holder(folder)
     is_alive = bool(holder or jobs)
     has_eta = not over and (is_alive or history.is_running())
+    saved = checkpoint_time(folder)
+    activity = Activity(
+        holder=holder,
+        is_lost=is_lost(folder),
+        state=state if jobs else "",
+        last_progress=max(
+            saved or 0.0,
+            metrics.stat().st_mtime if metrics.exists() else 0.0,
+            *(event["time"] for event in events if event["event"] == "start"),
+            _locked_since(folder),
+        ),
+        record_seconds=_record_seconds(records, target),
+    )
+    condition = find_condition(folder, events, over, activity, _cluster_config(folder))
     return RunStatus(
         run_dir=str(run_dir),
+        condition=condition.word,
+        reason=condition.reason,
         state=state,
         jobs=jobs,
         holder=holder,
         step=step,
         committed_step=history.committed_step(),
+        checkpoint_time=saved,
         target_step=target,
         skipped_updates=skipped,
         rollbacks=rollbacks,
@@ -105,6 +137,7 @@ def gather(run_dir: str | os.PathLike[str]) -> RunStatus:
         tokens_per_second=last.get("tokens_per_second"),
         seconds_left=seconds_left(events, records, target) if has_eta else None,
         attempts=attempt_statuses(events),
+        faults=count_faults(events),
         over=over,
         slow_ranks=slow_ranks(events),
         bad_nodes=tuple(
@@ -135,6 +168,37 @@ def present_holder(folder: Path) -> str:
     return "" if silent else str(holder)
 
 
+def is_lost(folder: Path) -> bool:
+    """Return whether the last process to train in a folder ended without releasing the lock."""
+    lock = newest_lock(folder / "lock")
+    holder = read_lock(lock) if lock is not None else None
+    return holder is not None and not holder.released and not present_holder(folder)
+
+
+def _locked_since(folder: Path) -> float:
+    """Return when the lock of a folder was last taken, in seconds since the epoch; 0: never."""
+    lock = newest_lock(folder / "lock")
+    holder = read_lock(lock) if lock is not None else None
+    return datetime.fromisoformat(holder.since).timestamp() if holder is not None else 0.0
+
+
+def checkpoint_time(folder: Path) -> float | None:
+    """Return when the newest checkpoint was committed, in seconds since the epoch."""
+    steps = committed_steps(folder)
+    if not steps:
+        return None
+    return (step_dir(folder, steps[-1]) / COMMITTED_FILE).stat().st_mtime
+
+
+def count_faults(events: Sequence[Mapping[str, Any]]) -> int:
+    """Count the attempts that failed, or were killed or lost."""
+    harmless = (None, EXIT_DONE, EXIT_REQUEUE, EXIT_INTERRUPTED)
+    ends = {event["link"]: event.get("code") for event in events if event["event"] == "end"}
+    starts = [event["link"] for event in events if event["event"] == "start"]
+    lost = [link for link in starts[:-1] if link not in ends]
+    return len(lost) + sum(code not in harmless for code in ends.values())
+
+
 def last_event(folder: Path, events: Sequence[Mapping[str, Any]]) -> str:
     """Describe what happened last to a run, and when; empty if nothing has."""
     found = []
@@ -148,9 +212,8 @@ def last_event(folder: Path, events: Sequence[Mapping[str, Any]]) -> str:
         }
         if event["event"] in texts:
             found.append((event["time"], texts[event["event"]]))
-    if steps := committed_steps(folder):
-        saved = (step_dir(folder, steps[-1]) / COMMITTED_FILE).stat().st_mtime
-        found.append((saved, f"saved the checkpoint of step {steps[-1]:,}"))
+    if (saved := checkpoint_time(folder)) is not None:
+        found.append((saved, f"saved the checkpoint of step {committed_steps(folder)[-1]:,}"))
     lock = newest_lock(folder / "lock")
     holder = read_lock(lock) if lock is not None else None
     if lock is not None and holder is not None and not present_holder(folder):
@@ -260,6 +323,23 @@ def _config(folder: Path) -> dict[str, Any]:
     """Return the resolved configuration, empty if there is none."""
     path = _config_path(folder)
     return read_yaml(path) if path.exists() else {}
+
+
+def _cluster_config(folder: Path) -> ClusterConfig:
+    """Return the section ``cluster`` of a run's configuration; defaults if it cannot be read."""
+    try:
+        return load_config(_config_path(folder)).cluster
+    except (ConfigError, OSError):
+        return ClusterConfig()
+
+
+def _record_seconds(records: Sequence[Mapping[str, Any]], target: int) -> float:
+    """Return the seconds between the last two records, by the speed of the last one."""
+    if len(records) < 2 or not records[-1].get("seconds_left"):
+        return 0.0
+    last = int(records[-1]["step"])
+    steps = last - int(records[-2]["step"])
+    return float(records[-1]["seconds_left"]) * steps / max(1, target - last)
 
 
 def seconds_left(

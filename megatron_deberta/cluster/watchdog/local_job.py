@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from megatron_deberta.cluster.notify import Notifier
 from megatron_deberta.cluster.slurm.history import Decision, JobHistory
 from megatron_deberta.cluster.slurm.submit import attempt_name, log_folder
 from megatron_deberta.cluster.watchdog.ranks import NodePlan
@@ -34,6 +35,7 @@ def run_local_job(config: RunConfig, arguments: Sequence[str], ranks: int, resta
     """
     run_dir = config.train.run_dir
     history = JobHistory(run_dir)
+    notifier = Notifier(config.cluster, run_dir)
     # In place of SLURM's job number; that of a later job is larger.
     job = str(int(time.time()))
     before = history.path.stat().st_size if history.path.exists() else 0
@@ -52,7 +54,9 @@ def run_local_job(config: RunConfig, arguments: Sequence[str], ranks: int, resta
         decision = history.decide(code, diagnosis.reason if diagnosis else "")
         # 75: a signal to this process asked for the end; its sender starts it again.
         again = decision.continues and code != EXIT_REQUEUE and restart < restarts
-        history.end_attempt(attempt, Decision(again, decision.code, decision.reason), code)
+        decided = Decision(again, decision.code, decision.reason)
+        history.end_attempt(attempt, decided, code)
+        notifier.send_attempt_end(diagnosis, decided)
         logger.warning("%s: %s%s", attempt, decision.reason, "; starting again" * again)
         if not again:
             return code if decision.continues else decision.code

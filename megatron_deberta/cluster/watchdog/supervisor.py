@@ -17,7 +17,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from types import FrameType
 
@@ -40,6 +40,7 @@ from megatron_deberta.cluster.watchdog.heartbeat import (
     is_memory_full,
     read_beat,
 )
+from megatron_deberta.cluster.watchdog.monitor import RunMonitor
 from megatron_deberta.cluster.watchdog.ranks import NodePlan, RankProcess, rank_environment
 from megatron_deberta.cluster.watchdog.report_exchange import ReportExchange
 from megatron_deberta.cluster.watchdog.report_store import NodeReport, ReportStore
@@ -107,15 +108,17 @@ class Supervisor:
             75 if one exited with it, or 0.
         """
         handlers = {number: signal.signal(number, self._forward) for number in FORWARDED}
-        cores = divide(os.sched_getaffinity(0), self._plan.ranks_per_node)
+        plan = self._plan
+        cores = divide(os.sched_getaffinity(0), plan.ranks_per_node)
         try:
-            for local_rank in range(self._plan.ranks_per_node):
+            for local_rank in range(plan.ranks_per_node):
                 self._ranks.append(self._start(local_rank, len(cores[local_rank])))
-                if self._plan.binds_cores:
+                if plan.binds_cores:
                     # Before it starts a second thread.
                     with suppress(ProcessLookupError):
                         os.sched_setaffinity(self._ranks[-1].process.pid, cores[local_rank])
-            code = self._watch()
+            with RunMonitor(plan.config, plan.run_dir) if plan.node == 0 else nullcontext():
+                code = self._watch()
             self._report(code)
             if not self._exchange.flush(FINAL_REPORT_SECONDS):
                 logger.warning("the run folder does not answer: no final report")

@@ -27,10 +27,10 @@ def test_failures_expire(tmp_path: Path) -> None:
 
 def test_two_killed_ranks_make_a_node_bad(tmp_path: Path) -> None:
     nodes = BadNodes(tmp_path, hours=24)
-    nodes.record_failure(Diagnosis("death", (1,), ("node2",), KILLED))
+    assert nodes.record_failure(Diagnosis("death", (1,), ("node2",), KILLED)) == ""
     assert nodes.current() == {}
     nodes.record_failure(Diagnosis("death", (3,), ("node3",), KILLED))
-    nodes.record_failure(Diagnosis("death", (0,), ("node2",), KILLED))
+    assert nodes.record_failure(Diagnosis("death", (0,), ("node2",), KILLED)) == "node2"
     assert list(nodes.current()) == ["node2"]
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron_deberta.cluster.bad_nodes import BadNodes
+from megatron_deberta.cluster.notify import PROGRAMS
 from megatron_deberta.cluster.profile import load_profile
 from megatron_deberta.cluster.run_lock import RunLock
 from megatron_deberta.cluster.slurm.history import JobHistory
@@ -129,6 +130,25 @@ def test_requeue_excludes_a_node_that_hung(place: Place) -> None:
     end = place.ends()[0]
     assert (end["goes_on"], end["reason"]) == (True, hung.reason)
     assert list(BadNodes(place.run_dir, 24).current()) == ["n2"]
+
+
+def test_a_lost_attempt_a_hang_and_the_end_are_told(place: Place) -> None:
+    script = place.folder / PROGRAMS / "append"
+    script.parent.mkdir(parents=True)
+    script.write_text('#!/bin/sh\ncat >> "$HOME/told"\necho >> "$HOME/told"\n')
+    script.chmod(0o755)
+    config = JobSpec.read(place.folder / "job.json").config
+    Path(config).write_text("cluster: {notify: [append]}\n")
+    JobHistory(place.run_dir).start_attempt("6.0", "n[1-2]")
+    hung = Diagnosis("hang", (1,), ("n2",), "rank 1 on n2 hangs in step at step 7")
+    report = NodeReport(1, "n2", 1, (), (), (), diagnosis=hung, code=1)
+    ReportStore(place.run_dir, "7.0").publish(report)
+    assert place.run("exit 93") == 93, place.errors
+    told = [json.loads(line) for line in (place.folder / "told").read_text().splitlines()]
+    assert [message["event"] for message in told] == ["node_lost", "node_lost", "stalled", "ended"]
+    assert "attempt 6.0 on n[1-2] was lost" in told[0]["text"]
+    assert "n2 is excluded: rank 1 on n2 hangs" in told[1]["text"]
+    assert told[3]["text"].endswith("see the logs (exit code 93)")
 
 
 def test_bad_node_without_a_spare_is_used_again(place: Place) -> None:

@@ -51,5 +51,14 @@ def test_ctrl_c_is_the_end(launch: Any, tmp_path: Path) -> None:
     assert "Ctrl-C" in JobHistory(tmp_path).end_reason()
 
 
+def test_the_end_is_told_and_a_restart_is_not(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(
+        "megatron_deberta.cluster.notify.Notifier.send", lambda self, *message: told.extend(message)
+    )
+    launch(1, 1, 0)
+    assert told == ["ended", "finished (exit code 0)"]
+
+
 def test_a_failure_is_repeated(launch: Any) -> None:
     assert launch(1, 1, 0) == (0, 3)

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,9 +21,12 @@ from megatron_deberta.cluster.profile import load_profile
 from megatron_deberta.cluster.run_lock import Holder, RunLock
 from megatron_deberta.cluster.slurm import commands as slurm
 from megatron_deberta.cluster.slurm.history import JobHistory
-from megatron_deberta.cluster.slurm.status import present_holder
+from megatron_deberta.cluster.slurm.status import gather, present_holder
 from megatron_deberta.cluster.slurm.submit import make_spec
+from megatron_deberta.cluster.watchdog.hang import RankView
+from megatron_deberta.cluster.watchdog.report_store import NodeReport, ReportStore
 from megatron_deberta.observe.metrics import FILE_NAME
+from megatron_deberta.observe.progress import Section
 
 
 class Slurm:
@@ -40,8 +48,10 @@ class Slurm:
 def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run with three job attempts, the last of which runs: 300 of 1,000 steps in 600 s."""
     history = JobHistory(tmp_path)
-    clock = iter((0.0, 1.0, 10.0, 290.0, 310.0, 610.0))
-    monkeypatch.setattr("megatron_deberta.cluster.slurm.history.time.time", lambda: next(clock))
+    clock, now = iter((0.0, 1.0, 10.0, 290.0, 310.0, 610.0)), time.time
+    monkeypatch.setattr(
+        "megatron_deberta.cluster.slurm.history.time.time", lambda: next(clock, now())
+    )
     history.append("submit", links=1)
     history.append("jobs", jobs=["7"])
     history.append("start", link="7.0", step=0, nodes="node[1-2]")
@@ -284,3 +294,111 @@ def test_cancel(
 
 def test_cancel_of_nothing(tmp_path: Path) -> None:
     assert main(["cancel", str(tmp_path)]) == 2
+
+
+@contextmanager
+def locked_long_ago(run_dir: Path) -> Iterator[None]:
+    lock = run_dir / "lock" / "00000001.json"
+    lock.parent.mkdir()
+    holder = replace(Holder.this_process(), since="2026-01-01T00:00:00+00:00")
+    lock.write_bytes(holder.to_json())
+    yield
+    lock.unlink()
+
+
+def read_condition(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
+    assert main(["status", str(run_dir), "--json"]) == 0
+    shown = capsys.readouterr().out
+    status = json.loads(shown)
+    # One line, for grep.
+    assert f' "condition": "{status["condition"]}",\n' in shown
+    return status["condition"], status["reason"]
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "word"),
+    [
+        (0, "finished", "finished"),
+        (93, "3 consecutive job attempts made no new checkpoint", "failed"),
+        (2, "configuration, data or checkpoint are refused", "failed"),
+        (1, "rank 1 on node1 was killed by signal 9", "failed"),
+        (130, "stopped by Ctrl-C (SIGINT)", "stopped"),
+        (75, "stopped with a checkpoint", "stopped"),
+        (-15, "cancelled by scancel", "stopped"),
+    ],
+)
+def test_condition_of_a_run_that_ended(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    code: int, reason: str, word: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(slurm, "call", Slurm())
+    JobHistory(run_dir).append("end", link="7.2", step=300, code=code, goes_on=False, reason=reason)
+    shown = "" if word == "finished" else reason
+    assert read_condition(run_dir, capsys) == (word, shown)
+
+
+def test_condition_of_a_run_that_goes_on(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(slurm, "call", Slurm(squeue="RUNNING None\n"))
+    assert read_condition(run_dir, capsys) == ("running", "")
+    monkeypatch.setattr(slurm, "call", Slurm(squeue="PENDING BeginTime\n"))
+    assert read_condition(run_dir, capsys) == ("queued", "PENDING (BeginTime)")
+    monkeypatch.setattr(slurm, "call", Slurm())
+    with locked_long_ago(run_dir):
+        assert read_condition(run_dir, capsys) == ("running", "")
+    # Its attempt has not recorded its end; soon, nobody can be starting it any more.
+    for path in (run_dir / FILE_NAME, step_dir(run_dir, 300) / COMMITTED_FILE):
+        os.utime(path, (700, 700))
+    lost = "attempt 7.2 was killed or lost; nothing continues it"
+    assert read_condition(run_dir, capsys) == ("stalled", lost)
+
+
+def test_condition_of_a_run_without_progress(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(slurm, "call", Slurm(squeue="RUNNING None\n"))
+    for path in (run_dir / FILE_NAME, step_dir(run_dir, 300) / COMMITTED_FILE):
+        os.utime(path, (700, 700))
+    waiting = RankView(0, 0, "node3", Section.STEP, 321, 900, age=5.0)
+    report = NodeReport(0, "node3", 1, (waiting,), (120.0,), ((9, 0, 0, 0),))
+    store = ReportStore(run_dir, "7.2")
+    store.publish(report)
+    with locked_long_ago(run_dir):
+        # Its supervisor knows that it progresses.
+        assert read_condition(run_dir, capsys) == ("running", "")
+        store.publish(replace(report, views=(replace(waiting, age=500.0),)))
+        word, reason = read_condition(run_dir, capsys)
+        assert word == "stalled"
+        assert reason.startswith("no progress in step at step 321 for 500.")
+        # Without reports: after the longest time-out of any section.
+        shutil.rmtree(store.folder)
+        word, reason = read_condition(run_dir, capsys)
+        assert word == "stalled"
+        assert reason.startswith("no new record for ")
+        os.utime(run_dir / FILE_NAME)
+        assert read_condition(run_dir, capsys) == ("running", "")
+
+
+def test_condition_without_supervisor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(slurm, "call", Slurm())
+    (tmp_path / "config.yaml").write_text("train: {steps: 60}\n")
+    assert read_condition(tmp_path, capsys) == ("stopped", "")
+    with RunLock(tmp_path):
+        assert read_condition(tmp_path, capsys) == ("running", "")
+    assert read_condition(tmp_path, capsys) == ("stopped", "")
+    lock = tmp_path / "lock" / "00000009.json"
+    lock.write_bytes(Holder.this_process().to_json())
+    os.utime(lock, (0, 0))
+    assert read_condition(tmp_path, capsys) == ("failed", "its process was killed or lost")
+    (tmp_path / FILE_NAME).write_text('{"step": 60, "kind": "train", "loss": 2.5}\n')
+    assert read_condition(tmp_path, capsys) == ("finished", "")
+
+
+def test_faults_are_counted(run_dir: Path) -> None:
+    # 7.1 was lost.
+    assert gather(run_dir, ask_slurm=False).faults == 1
+    JobHistory(run_dir).append("end", link="7.2", step=300, code=1, goes_on=True, reason="hangs")
+    assert gather(run_dir, ask_slurm=False).faults == 2

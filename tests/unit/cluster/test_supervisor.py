@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from megatron_deberta.cluster.bad_nodes import BadNodes
+from megatron_deberta.cluster.notify import PROGRAMS
 from megatron_deberta.cluster.slurm.history import JobHistory
 from megatron_deberta.cluster.watchdog.hang import RankView
 from megatron_deberta.cluster.watchdog.heartbeat import Beat
@@ -306,3 +307,22 @@ def test_other_nodes_are_judged_by_news_only(
     report = NodeReport(1, "node1", 1, (other,), (120.0,), ((9, 0, 0, 0),))
     supervisor._store._seen[1] = (1, time.monotonic() - other_silence)
     assert bool(supervisor._overdue({1: report})) == is_overdue
+
+
+def test_first_node_tells_that_the_run_will_be_late(
+    ranks_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    script = tmp_path / PROGRAMS / "append"
+    script.parent.mkdir(parents=True)
+    script.write_text(f"#!/bin/sh\ncat >> {tmp_path}/told\n")
+    script.chmod(0o755)
+    ranks = ranks_of(nodes=2, steps=10)
+    (tmp_path / "run.yaml").write_text("cluster: {notify: [append], deadline: 2020-01-01}\n")
+    ranks.run_dir.mkdir()
+    JobHistory(ranks.run_dir).start_attempt(ATTEMPT, "node[0-1]")
+    (ranks.run_dir / "config.yaml").write_text("train: {steps: 10}\n")
+    record = {"step": 1, "kind": "train", "seconds_left": 90.0}
+    (ranks.run_dir / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    assert ranks.run() == [0, 0], ranks.logs
+    assert json.loads((tmp_path / "told").read_text())["event"] == "deadline"

@@ -1,0 +1,160 @@
+"""What the monitor of a run exports and tells."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+import urllib.request
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_deberta.checkpoint.layout import COMMITTED_FILE, step_dir
+from megatron_deberta.cluster.prometheus import PREFIX, PrometheusExporter, metrics_of
+from megatron_deberta.cluster.run_lock import Holder
+from megatron_deberta.cluster.slurm.history import JobHistory
+from megatron_deberta.cluster.slurm.status import gather
+from megatron_deberta.cluster.watchdog import monitor as monitor_module
+from megatron_deberta.cluster.watchdog.monitor import RunMonitor
+from megatron_deberta.config.schema import ClusterConfig
+from megatron_deberta.observe.metrics import FILE_NAME
+from tests.support.jobs import ROOT, free_port
+
+
+class Run:
+    """A run folder to which events are added."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.history = JobHistory(folder)
+        self.history.append("submit", links=1)
+        self.history.append("start", link="1.0", step=0, nodes="here")
+        (folder / "config.yaml").write_text("train: {steps: 100}\n")
+        self.record("train", loss=2.5, tokens_per_second=1e4, seconds_left=50.0)
+        committed = step_dir(folder, 10) / COMMITTED_FILE
+        committed.parent.mkdir(parents=True)
+        committed.touch()
+        os.utime(committed, (time.time() - 30, time.time() - 30))
+
+    def record(self, kind: str, **values: Any) -> None:
+        with (self.folder / FILE_NAME).open("a") as stream:
+            stream.write(json.dumps({"step": 20, "kind": kind, **values}) + "\n")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path)
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    messages: list[tuple[str, str]] = []
+    monkeypatch.setattr(
+        monitor_module.Notifier, "send", lambda self, event, text: messages.append((event, text))
+    )
+    return messages
+
+
+def test_rollbacks_are_told_once_each(run: Run, told: list[tuple[str, str]]) -> None:
+    watching = RunMonitor(ClusterConfig(), run.folder)
+    run.record("guard", event="rollback", skipped=3)
+    watching.look()
+    assert told == []
+    for number in (2, 3):
+        run.record("guard", event="rollback", skipped=3)
+        watching.look()
+        watching.look()
+        assert told[-1] == ("rollback", f"rolled back, now at step 20 ({number} in all)")
+    assert len(told) == 2
+
+
+def test_an_eta_beyond_the_deadline_is_told_when_it_becomes_so(
+    run: Run, told: list[tuple[str, str]]
+) -> None:
+    deadline = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + 3600))
+    watching = RunMonitor(ClusterConfig(deadline=deadline), run.folder)
+    watching.look()
+    assert told == []
+    for seconds, count in ((7200.0, 1), (7300.0, 1), (60.0, 1), (9000.0, 2)):
+        run.record("train", seconds_left=seconds)
+        watching.look()
+        assert len(told) == count
+    assert told[0] == ("deadline", f"2:00:00 left, beyond the deadline {deadline}")
+
+
+def test_a_stalled_run_is_told_once(run: Run, told: list[tuple[str, str]]) -> None:
+    watching = RunMonitor(ClusterConfig(), run.folder)
+    (run.folder / "chain.jsonl").write_text(
+        '{"event": "start", "time": 1.0, "link": "1.0", "step": 0, "nodes": "here"}\n'
+    )
+    for path in (run.folder / FILE_NAME, step_dir(run.folder, 10) / COMMITTED_FILE):
+        os.utime(path, (1, 1))
+    lock = run.folder / "lock" / "00000001.json"
+    lock.parent.mkdir()
+    holder = replace(Holder.this_process(), since="2026-01-01T00:00:00+00:00")
+    lock.write_bytes(holder.to_json())
+    watching.look()
+    watching.look()
+    assert [event for event, _ in told] == ["stalled"]
+    assert "no new record for" in told[0][1]
+
+
+def test_without_anybody_to_tell_nothing_is_read(run: Run) -> None:
+    with RunMonitor(ClusterConfig(), run.folder) as watching:
+        assert watching._thread.ident is None
+
+
+def test_a_damaged_run_folder_does_not_end_the_monitor(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    (run.folder / FILE_NAME).write_text("nonsense\n")
+    with RunMonitor(ClusterConfig(notify=("absent",)), run.folder):
+        pass
+    assert "monitor: " in caplog.text
+
+
+def test_file_and_endpoint_of_prometheus(run: Run) -> None:
+    pytest.importorskip("prometheus_client")
+    file, port = run.folder / "export" / "run.prom", free_port()
+    with PrometheusExporter(run.folder, str(file), port) as exporter:
+        exporter.update(gather(run.folder, ask_slurm=False))
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+            served = answer.read().decode()
+    shown = {
+        name: float(value)
+        for name, value in re.findall(r"^(\w+)\{run=\"[^\"]*\"\} (\S+)$", file.read_text(), re.M)
+    }
+    assert shown[f"{PREFIX}_step"] == 20
+    assert shown[f"{PREFIX}_loss"] == 2.5
+    assert shown[f"{PREFIX}_tokens_per_second"] == 1e4
+    assert shown[f"{PREFIX}_restarts_total"] == shown[f"{PREFIX}_faults_total"] == 0
+    assert 30 <= shown[f"{PREFIX}_checkpoint_age_seconds"] < 60
+    assert f'{PREFIX}_condition{{condition="running",run="{run.folder}"}} 1.0' in served
+    assert {line.split("{")[0] for line in served.splitlines()} == {
+        line.split("{")[0] for line in file.read_text().splitlines()
+    }
+
+
+def test_a_port_in_use_is_a_warning(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("prometheus_client")
+    port = free_port()
+    with RunMonitor(ClusterConfig(prometheus_port=port), run.folder):
+        with RunMonitor(ClusterConfig(prometheus_port=port), run.folder):
+            pass
+    assert "no metrics for Prometheus" in caplog.text
+
+
+def test_the_dashboard_shows_exported_metrics(run: Run) -> None:
+    dashboard = json.loads((ROOT / "launch" / "grafana.json").read_text())
+    shown = {
+        name
+        for panel in dashboard["panels"]
+        for target in panel["targets"]
+        for name in re.findall(rf"{PREFIX}_(\w+)", target["expr"])
+    }
+    exported = {metric.name for metric in metrics_of(gather(run.folder, ask_slurm=False))}
+    assert shown == exported | {"condition"}
