@@ -6,6 +6,7 @@ and arrays of logits into metrics and predictions.
 
 from megatron_deberta.tasks.encoding import EncodedDataset, encode
 from megatron_deberta.tasks.examples import Answer, Example
+from megatron_deberta.tasks.leaderboard import write_predictions
 from megatron_deberta.tasks.reading import read_examples
 from megatron_deberta.tasks.scoring import Prediction, predict, score
 from megatron_deberta.tasks.task import TaskConfig, load_task
@@ -21,4 +22,5 @@ __all__ = [
     "predict",
     "read_examples",
     "score",
+    "write_predictions",
 ]

@@ -30,7 +30,9 @@ class Example:
         choices: second segments, one per choice (choices).
         label: class index, score or index of the right choice; None: unlabelled.
         tags: class index per word (tokens); empty: unlabelled.
-        answers: correct spans of ``text_pair`` (spans); empty: unanswerable.
+        breaks: indices of words that begin a sentence, other than the first (tokens); empty: the
+            words are one sentence.
+        answers: correct spans of ``text_pair`` (spans); empty: unanswerable; None: unlabelled.
         candidates: the only spans that may be predicted (ReCoRD's entities); empty: any.
         group: name of the group that group metrics refer to, such as a MultiRC question.
     """
@@ -42,6 +44,7 @@ class Example:
     choices: tuple[str, ...] = ()
     label: int | float | None = None
     tags: tuple[int, ...] = ()
-    answers: tuple[Answer, ...] = ()
+    breaks: tuple[int, ...] = ()
+    answers: tuple[Answer, ...] | None = None
     candidates: tuple[Answer, ...] = ()
     group: str = ""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.tasks.examples import Example
 from megatron_deberta.tasks.readers.build import build_examples
-from megatron_deberta.tasks.readers.registry import read_records
+from megatron_deberta.tasks.readers.registry import TABLE_SUFFIXES, read_records
 from megatron_deberta.tasks.task import TaskConfig
 
 
@@ -25,11 +27,11 @@ def read_examples(task: TaskConfig, data: str | os.PathLike[str], split: str) ->
         ConfigError: the task has no such split.
         DataError: a file is missing or malformed; the message names file and line.
     """
-    examples = [
-        example
-        for path in split_files(task, data, split)
-        for example in build_examples(task, split, read_records(task, split, path), path)
-    ]
+    paths = split_files(task, data, split)
+    records = chain.from_iterable(read_records(task, split, path) for path in paths)
+    examples = list(build_examples(task, split, records))
+    if not examples:
+        raise DataError(f"{', '.join(map(str, paths))}: no examples")
     if not (part := task.splits[split].part):
         return examples
     return [example for example in examples if part[0] <= _fraction(example) < part[1]]
@@ -50,17 +52,16 @@ def split_files(task: TaskConfig, data: str | os.PathLike[str], split: str) -> l
     """
     if split not in task.splits:
         raise ConfigError(f"task {task.name}: no split {split!r}; it has {', '.join(task.splits)}")
-    return [_find(Path(data), name) for name in task.splits[split].files]
+    suffixes = ("", *TABLE_SUFFIXES) if task.reader == "table" else ("",)
+    return [_find(Path(data), name, suffixes) for name in task.splits[split].files]
 
 
-def _find(data: Path, name: str) -> Path:
-    for path in (data / name, data / f"{name}.gz"):
-        if path.exists():
-            return path
-    present = sorted(path.name for path in data.iterdir()) if data.is_dir() else []
-    where = (
-        f"the folder has {', '.join(present[:12]) or 'no files'}"
-        if data.is_dir()
-        else ("no such folder")
-    )
-    raise DataError(f"{data / name}: no such file; {where}")
+def _find(data: Path, name: str, suffixes: Sequence[str]) -> Path:
+    for suffix in suffixes:
+        for path in (data / f"{name}{suffix}", data / f"{name}{suffix}.gz"):
+            if path.exists():
+                return path
+    if not data.is_dir():
+        raise DataError(f"{data}: no such folder")
+    present = sorted(path.name for path in data.iterdir())[:12]
+    raise DataError(f"{data / name}: no such file; there are {', '.join(present) or 'none'}")

@@ -100,31 +100,39 @@ def score(
         ValueError: the outputs have another shape.
     """
     _check_shape(task, examples, encoded, outputs)
+    _require_labels(task, examples)
     if task.head == "spans":
         return span_metrics(task, examples, best_spans(task, examples, encoded, outputs))
-    unlabelled = [e.id for e in examples if not e.tags and e.label is None]
+    if task.head == "regression":
+        scores = np.array([example.label for example in examples], np.float64)
+        return regression_metrics(task.metrics, scores, outputs.astype(np.float64))
+    predictions = predict(task, examples, encoded, outputs)
+    if task.head == "tokens":
+        truth, found = [], []
+        for example, prediction in zip(examples, predictions, strict=True):
+            assert isinstance(prediction.value, tuple)
+            tags = tuple(task.labels[tag] for tag in example.tags)
+            truth += sentences(example, tags)
+            found += sentences(example, prediction.value)
+        return tag_metrics(task.metrics, truth, found)
+    labels = np.array([example.label for example in examples], np.int64)
+    indices = np.array([prediction.index for prediction in predictions], np.int64)
+    return class_metrics(task, labels, indices, [example.group for example in examples])
+
+
+def sentences(example: Example, values: tuple[str, ...]) -> list[list[str]]:
+    """Split values per word at the sentence breaks of an example."""
+    borders = [0, *example.breaks, len(values)]
+    return [list(values[a:b]) for a, b in zip(borders, borders[1:], strict=False)]
+
+
+def _require_labels(task: TaskConfig, examples: Sequence[Example]) -> None:
+    unlabelled = [e.id for e in examples if e.label is None and not e.tags and e.answers is None]
     if unlabelled:
         raise DataError(
             f"task {task.name}: {len(unlabelled)} of {len(examples)} examples have no label "
             f"(first: {unlabelled[0]}); predict them instead"
         )
-    predictions = predict(task, examples, encoded, outputs)
-    if task.head == "tokens":
-        found = [list(_tags(prediction)) for prediction in predictions]
-        truth = [[task.labels[tag] for tag in example.tags] for example in examples]
-        return tag_metrics(task.metrics, truth, found)
-    if task.head == "regression":
-        truth_scores = np.array([example.label for example in examples], np.float64)
-        return regression_metrics(task.metrics, truth_scores, outputs.astype(np.float64))
-    labels = np.array([example.label for example in examples], np.int64)
-    indices = np.array([prediction.index for prediction in predictions], np.int64)
-    groups = [example.group for example in examples]
-    return class_metrics(task, labels, indices, groups)
-
-
-def _tags(prediction: Prediction) -> tuple[str, ...]:
-    assert isinstance(prediction.value, tuple)
-    return prediction.value
 
 
 def _check_shape(

@@ -63,7 +63,7 @@ def windows(size: int, width: int, stride: int) -> list[tuple[int, int]]:
 
 
 def _label(example: Example, chars: npt.NDArray[np.int32]) -> tuple[int, int]:
-    for answer in example.answers:
+    for answer in example.answers or ():
         if pieces := pieces_of(chars, answer.start, answer.end):
             return pieces
     return 0, 0

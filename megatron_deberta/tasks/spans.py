@@ -152,23 +152,28 @@ def span_metrics(
 
     Each answer is compared with all right ones, and the best counts.
     """
-    exact = _scores(examples, found, exact_match)
-    f1 = _scores(examples, found, token_f1)
-    values: dict[str, float] = {}
+    truth = [_right_answers(task, example) for example in examples]
+    exact = _scores(truth, found, exact_match)
+    f1 = _scores(truth, found, token_f1)
+    if not task.unanswerable:
+        means = {"exact": float(exact.mean()), "f1": float(f1.mean())}
+        values = {**means, "best_exact": means["exact"], "best_f1": means["f1"]}
+        return {name: values[name] for name in task.metrics}
     nulls = np.array([span.null_score for span in found])
-    if task.unanswerable:
-        empty = np.array([not example.answers for example in examples], np.float64)
-        answered = nulls <= 0
-        values["exact"] = float(np.where(answered, exact, empty).mean())
-        values["f1"] = float(np.where(answered, f1, empty).mean())
-        values["best_exact"], _ = best_threshold(nulls, exact, empty)
-        values["best_f1"], threshold = best_threshold(nulls, f1, empty)
-        values["null_threshold"] = threshold
-    else:
-        values["exact"], values["f1"] = float(exact.mean()), float(f1.mean())
-        values["best_exact"], values["best_f1"] = values["exact"], values["f1"]
-    extra = ["null_threshold"] if task.unanswerable else []
-    return {name: values[name] for name in [*task.metrics, *extra]}
+    empty = np.array([not answers for answers in truth], np.float64)
+    values = {
+        "exact": float(np.where(nulls > 0, empty, exact).mean()),
+        "f1": float(np.where(nulls > 0, empty, f1).mean()),
+        "best_exact": best_threshold(nulls, exact, empty)[0],
+    }
+    values["best_f1"], values["null_threshold"] = best_threshold(nulls, f1, empty)
+    return {name: values[name] for name in [*task.metrics, "null_threshold"]}
+
+
+def _right_answers(task: TaskConfig, example: Example) -> list[str]:
+    """Return the texts of right answers; SQuAD 2.0's script ignores those without words."""
+    texts = [answer.text for answer in example.answers or ()]
+    return [text for text in texts if not task.unanswerable or normalize_answer(text)]
 
 
 def best_threshold(
@@ -200,24 +205,14 @@ def best_threshold(
 
 
 def _scores(
-    examples: Sequence[Example],
+    truth: Sequence[Sequence[str]],
     found: Sequence[BestSpan],
     compare: Callable[[str, str], float],
 ) -> npt.NDArray[np.float64]:
-    """Return each answer's best score; 0 for unanswerable questions.
-
-    As in SQuAD 2.0's script, right answers without words after normalisation do not count.
-    """
+    """Return each answer's best score over the right ones; 0 for unanswerable questions."""
     return np.array(
         [
-            max(
-                (
-                    compare(span.text, answer.text)
-                    for answer in example.answers
-                    if normalize_answer(answer.text) or len(example.answers) == 1
-                ),
-                default=0.0,
-            )
-            for example, span in zip(examples, found, strict=True)
+            max((compare(span.text, answer) for answer in answers), default=0.0)
+            for answers, span in zip(truth, found, strict=True)
         ]
     )

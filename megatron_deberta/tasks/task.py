@@ -18,8 +18,8 @@ from megatron_deberta.errors import ConfigError
 
 Head = Literal["classification", "regression", "spans", "tokens", "choices"]
 Reader = Literal[
-    "tsv", "csv", "jsonl", "parquet", "datasets", "conll", "squad", "record", "multirc", "wic",
-    "wsc", "race", "quail", "copa_xml",
+    "table", "tsv", "csv", "jsonl", "parquet", "datasets", "conll", "squad", "record", "multirc",
+    "wic", "wsc", "race", "quail", "copa_xml",
 ]  # fmt: skip
 Metric = Literal[
     "accuracy", "f1", "macro_f1", "matthews", "pearson", "spearman", "pearson_spearman",
@@ -40,7 +40,15 @@ METRICS: Mapping[str, tuple[str, ...]] = {
 COLUMNS: Mapping[str, tuple[str, ...]] = {
     "classification": ("text", "text_pair", "label", "id", "group"),
     "regression": ("text", "text_pair", "label", "id"),
-    "spans": ("question", "context", "answers", "id"),
+    "spans": (
+        "question",
+        "context",
+        "answers",
+        "answer_text",
+        "answer_start",
+        "candidates",
+        "id",
+    ),
     "tokens": ("words", "tags", "id"),
     "choices": ("text", "question", "choices", "label", "id", "group"),
 }
@@ -81,7 +89,8 @@ class TaskConfig:
     head: Head
     """Kind of output: one class or number per example, a span, a class per word, or a choice."""
     reader: Reader
-    """File format."""
+    """File format; ``table`` takes CSV, TSV, JSON Lines, Parquet and ``datasets`` folders by their
+    suffix."""
     splits: dict[str, SplitConfig]
     """Files by split: ``train``, ``dev``, ``test`` and others such as ``dev_mismatched``. Labels
     are optional in splits whose name begins with ``test``."""
@@ -127,7 +136,9 @@ class TaskConfig:
     transfer_from: str = ""
     """Task whose fine-tuned model this one starts from."""
     leaderboard: Leaderboard = ""
-    """Format of prediction files."""
+    """Format of prediction files; empty: JSON Lines."""
+    leaderboard_labels: tuple[str, ...] = ()
+    """Labels as a leaderboard wants them; empty: ``labels``."""
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Published settings by source, such as ``release_base`` or ``paper_large``: run keys with
     their value, or with a list of values to search."""
@@ -253,7 +264,7 @@ def _expand_shorthands(data: Mapping[str, Any]) -> dict[str, Any]:
     expanded = dict(data)
     if isinstance(splits := data.get("splits"), Mapping):
         expanded["splits"] = {str(name): _split(value) for name, value in splits.items()}
-    for key in ("labels", "label_names", "metrics", "skip_labels"):
+    for key in ("labels", "label_names", "leaderboard_labels", "metrics", "skip_labels"):
         if isinstance(value := data.get(key), (list, tuple)):
             expanded[key] = [_label(item) for item in value]
     return expanded
@@ -326,8 +337,11 @@ def _check(task: TaskConfig, source: str) -> None:
     if task.head in ("classification", "tokens"):
         require(len(task.labels) >= 2, f"labels: head {task.head} needs at least two")
     require(len(set(task.labels)) == len(task.labels), "labels: one occurs twice")
-    names = task.label_names
-    require(not names or len(names) == len(task.labels), "label_names: not as many as labels")
+    for key, names in (
+        ("label_names", task.label_names),
+        ("leaderboard_labels", task.leaderboard_labels),
+    ):
+        require(not names or len(names) == len(task.labels), f"{key}: not as many as labels")
     positive = task.positive_label
     require(not positive or positive in task.labels, f"positive_label={positive!r}: not in labels")
     require(

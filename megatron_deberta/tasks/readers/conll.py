@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_deberta.tasks.readers.records import Record, fail, numbered_lines, read_text
+from megatron_deberta.tasks.readers.records import Place, Record, numbered_lines, read_text
 
 DOCUMENT_START = "-DOCSTART-"
 
 
-def read_conll(path: Path, *, labelled: bool) -> Iterator[Record]:
+def read_conll(path: Path, *, labelled: bool, merge: bool) -> Iterator[Record]:
     """Read sentences.
 
     Columns are separated by tabs if a line has one, else by spaces. Lines of white space only end a
@@ -19,52 +19,73 @@ def read_conll(path: Path, *, labelled: bool) -> Iterator[Record]:
     Args:
         path: the file.
         labelled: whether the last column is the label; False: lines may be the word alone.
+        merge: join the sentences of each document that begins with ``-DOCSTART-``.
 
     Yields:
-        Records with ``words`` and ``tags`` (lists), ``id`` and ``document`` (its number).
+        Records with ``words`` and ``tags`` (lists), ``id``, and ``breaks``, the indices of words
+        that begin a sentence other than the first one.
 
     Raises:
         DataError: the file is malformed; the message names file and line.
     """
-    words: list[str] = []
-    tags: list[str] = []
-    first = width = sentence = document = 0
-
-    def finish() -> Record:
-        return Record(
-            first,
-            {
-                "words": words,
-                "tags": tags,
-                "id": str(sentence),
-                "document": document,
-                "line": first,
-            },
-        )
-
+    collected = _Sentences(path)
+    width = 0
+    in_document = False
     for number, line in numbered_lines(read_text(path)):
-        if line.strip() and not line.startswith(DOCUMENT_START):
+        is_start = line.startswith(DOCUMENT_START)
+        if line.strip() and not is_start:
             columns = line.rstrip().split("\t") if "\t" in line.rstrip() else line.split()
             width = width or len(columns)
-            _check_columns(path, number, columns, width, labelled)
-            if not words:
-                first = number
-            words.append(columns[0])
-            tags += [columns[-1]] if len(columns) > 1 else []
-            continue
-        if words:
-            yield finish()
-            words, tags = [], []
-            sentence += 1
-        document += line.startswith(DOCUMENT_START)
-    if words:
-        yield finish()
+            _check_columns(Place(path, number), columns, width, labelled)
+            collected.add(number, columns)
+        elif is_start or not (merge and in_document):
+            yield from collected.finish()
+        else:
+            collected.end_sentence()
+        in_document |= is_start
+    yield from collected.finish()
 
 
-def _check_columns(path: Path, number: int, columns: list[str], width: int, labelled: bool) -> None:
+class _Sentences:
+    """The words of the record that is being read."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._count = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        self._line = 0
+        self._words: list[str] = []
+        self._tags: list[str] = []
+        self._breaks: list[int] = []
+
+    def add(self, line: int, columns: list[str]) -> None:
+        self._line = self._line or line
+        self._words.append(columns[0])
+        self._tags += columns[-1:] if len(columns) > 1 else []
+
+    def end_sentence(self) -> None:
+        if self._words and self._breaks[-1:] != [len(self._words)]:
+            self._breaks.append(len(self._words))
+
+    def finish(self) -> Iterator[Record]:
+        """Yield the record, if there is one, and begin the next."""
+        if not self._words:
+            return
+        breaks = [at for at in self._breaks if at < len(self._words)]
+        values = {"words": self._words, "id": str(self._count), "breaks": breaks}
+        if self._tags:
+            values["tags"] = self._tags
+        yield Record(Place(self._path, self._line), values)
+        self._count += 1
+        self._reset()
+
+
+def _check_columns(place: Place, columns: list[str], width: int, labelled: bool) -> None:
     if len(columns) != width:
-        fail(path, number, f"{len(columns)} columns instead of {width}")
+        place.fail(f"{len(columns)} columns instead of {width}")
     if labelled and width < 2:
-        fail(path, number, f"word {columns[0]!r} has no label")
+        place.fail(f"word {columns[0]!r} has no label")
     if not columns[0].strip():
-        fail(path, number, "the word is empty")
+        place.fail("the word is empty")

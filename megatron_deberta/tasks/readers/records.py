@@ -5,28 +5,40 @@ from __future__ import annotations
 import gzip
 import io
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from megatron_deberta.errors import DataError
 
 
+class Place(NamedTuple):
+    """Where a record or a part of one was read.
+
+    Attributes:
+        path: the file.
+        line: line (or row of a table), from 1, or a function that finds it when it is needed.
+    """
+
+    path: Path
+    line: int | Callable[[], int]
+
+    def fail(self, problem: str) -> NoReturn:
+        """Raise a ``DataError`` that names file and line."""
+        line = self.line if isinstance(self.line, int) else self.line()
+        raise DataError(f"{self.path}:{line}: {problem}")
+
+
 class Record(NamedTuple):
     """One record.
 
     Attributes:
-        line: line (or row of a table) where it begins, from 1.
+        place: where it begins.
         values: values by column.
     """
 
-    line: int
+    place: Place
     values: dict[str, Any]
-
-
-def fail(path: Path, line: int, problem: str) -> NoReturn:
-    """Raise a ``DataError`` that names file and line."""
-    raise DataError(f"{path}:{line}: {problem}")
 
 
 def read_bytes(path: Path) -> bytes:
@@ -54,11 +66,12 @@ def read_text(path: Path) -> str:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        fail(path, line, f"not UTF-8 (byte {content[error.start]:#04x})")
+        Place(path, line).fail(f"not UTF-8 (byte {content[error.start]:#04x})")
     if "\0" in text:
-        fail(path, text.count("\n", 0, text.index("\0")) + 1, "contains a NUL character")
+        line = text.count("\n", 0, text.index("\0")) + 1
+        Place(path, line).fail("contains a NUL character")
     if not text.strip():
-        fail(path, 1, "the file is empty")
+        Place(path, 1).fail("the file is empty")
     return text
 
 
@@ -68,44 +81,55 @@ def numbered_lines(text: str) -> Iterator[tuple[int, str]]:
         yield number, line.rstrip("\n").removesuffix("\r")
 
 
-def string_of(path: Path, line: int, values: dict[str, Any], key: str) -> str:
-    """Return a string of a JSON object.
-
-    Raises:
-        DataError: the key is missing or its value is not a string.
-    """
-    value = value_of(path, line, values, key)
-    if not isinstance(value, str):
-        fail(path, line, f"{key!r} is {kind_of(value)}, not a string")
-    return value
-
-
-def value_of(path: Path, line: int, values: Any, key: str) -> Any:
+def value_of(place: Place, values: Any, key: str) -> Any:
     """Return a value of a JSON object.
 
     Raises:
         DataError: ``values`` is not an object, or the key is missing.
     """
     if not isinstance(values, dict):
-        fail(path, line, f"expected an object with {key!r}, found {kind_of(values)}")
+        place.fail(f"expected an object with {key!r}, found {kind_of(values)}")
     if key not in values:
-        fail(
-            path,
-            line,
-            f"no {key!r} (there are {', '.join(map(str, list(values)[:12])) or 'no keys'})",
-        )
+        there = ", ".join(repr(name) for name in list(values)[:12]) or "no keys"
+        place.fail(f"no {key!r} (there are {there})")
     return values[key]
 
 
-def list_of(path: Path, line: int, values: Any, key: str) -> list[Any]:
+def string_of(place: Place, values: Any, key: str) -> str:
+    """Return a string of a JSON object that is not blank.
+
+    Raises:
+        DataError: the key is missing or its value is not such a string.
+    """
+    value = value_of(place, values, key)
+    if not isinstance(value, str):
+        place.fail(f"{key!r} is {kind_of(value)}, not a string")
+    if not value.strip():
+        place.fail(f"{key!r} is empty")
+    return value
+
+
+def integer_of(place: Place, values: Any, key: str) -> int:
+    """Return an integer of a JSON object.
+
+    Raises:
+        DataError: the key is missing or its value is not an integer.
+    """
+    value = value_of(place, values, key)
+    if type(value) is not int:
+        place.fail(f"{key!r} is {value!r}, not an integer")
+    return value
+
+
+def list_of(place: Place, values: Any, key: str) -> list[Any]:
     """Return a list of a JSON object.
 
     Raises:
         DataError: the key is missing or its value is not a list.
     """
-    value = value_of(path, line, values, key)
+    value = value_of(place, values, key)
     if not isinstance(value, list):
-        fail(path, line, f"{key!r} is {kind_of(value)}, not a list")
+        place.fail(f"{key!r} is {kind_of(value)}, not a list")
     return value
 
 

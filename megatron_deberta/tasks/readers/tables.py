@@ -13,13 +13,13 @@ import orjson
 
 from megatron_deberta.errors import DataError
 from megatron_deberta.tasks.readers.records import (
+    Place,
     Record,
-    fail,
     kind_of,
     list_of,
     numbered_lines,
     read_text,
-    value_of,
+    string_of,
 )
 
 
@@ -43,15 +43,15 @@ def read_delimited(
     names = first if header else [str(column) for column in range(1, len(first) + 1)]
     for name in names:
         if names.count(name) > 1:
-            fail(path, number, f"{names.count(name)} columns are named {name!r}")
+            Place(path, number).fail(f"{names.count(name)} columns are named {name!r}")
     if not header:
-        yield Record(number, dict(zip(names, first, strict=True)))
+        yield Record(Place(path, number), dict(zip(names, first, strict=True)))
     for number, row in rows:
         if len(row) < len(names) and skip_short_rows:
             continue
         if len(row) != len(names):
-            fail(path, number, f"{len(row)} columns instead of {len(names)}")
-        yield Record(number, dict(zip(names, row, strict=True)))
+            Place(path, number).fail(f"{len(row)} columns instead of {len(names)}")
+        yield Record(Place(path, number), dict(zip(names, row, strict=True)))
 
 
 def _rows(path: Path, delimiter: str, quoting: bool) -> Iterator[tuple[int, list[str]]]:
@@ -69,7 +69,7 @@ def _rows(path: Path, delimiter: str, quoting: bool) -> Iterator[tuple[int, list
                 yield number, row
             number = reader.line_num + 1
     except csv.Error as error:
-        fail(path, number, f"not valid {'TSV' if delimiter == chr(9) else 'CSV'}: {error}")
+        Place(path, number).fail(f"not valid {'TSV' if delimiter == chr(9) else 'CSV'}: {error}")
 
 
 def read_jsonl(path: Path) -> Iterator[Record]:
@@ -84,10 +84,10 @@ def read_jsonl(path: Path) -> Iterator[Record]:
         try:
             record = orjson.loads(line)
         except orjson.JSONDecodeError as error:
-            fail(path, number, f"not valid JSON: {error.msg} at character {error.colno}")
+            Place(path, number).fail(f"not valid JSON: {error.msg} at character {error.colno}")
         if not isinstance(record, dict):
-            fail(path, number, f"expected a JSON object, found {kind_of(record)}")
-        yield Record(number, record)
+            Place(path, number).fail(f"expected a JSON object, found {kind_of(record)}")
+        yield Record(Place(path, number), record)
 
 
 def read_parquet(path: Path) -> Iterator[Record]:
@@ -102,7 +102,7 @@ def read_parquet(path: Path) -> Iterator[Record]:
     try:
         with pyarrow.parquet.ParquetFile(path) as table:
             names = _class_names(table.schema_arrow.metadata)
-            yield from _batches(table.iter_batches(), names, 1)
+            yield from _batches(path, table.iter_batches(), names, 1)
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise DataError(f"{path}: damaged Parquet file ({_one_line(error)})") from error
 
@@ -118,48 +118,57 @@ def read_datasets(path: Path) -> Iterator[Record]:
     state = path / "state.json"
     if not state.is_file():
         raise DataError(f"{path}: no state.json; expected a split saved by datasets.save_to_disk")
-    content = next(read_jsonl_document(state))
+    content = read_document(state)
     row = 1
-    for entry in list_of(state, 1, content.values, "_data_files"):
-        name = value_of(state, 1, entry, "filename")
+    for entry in list_of(Place(state, 1), content, "_data_files"):
         # A file name only: nothing outside the folder is opened.
-        file = path / Path(str(name)).name
+        file = path / Path(string_of(Place(state, 1), entry, "filename")).name
         try:
             with pyarrow.memory_map(str(file)) as source:
                 reader = pyarrow.ipc.open_stream(source)
-                for record in _batches(reader, _class_names(reader.schema.metadata), row):
-                    row = record.line + 1
+                for record in _batches(file, reader, _class_names(reader.schema.metadata), row):
+                    row += 1
                     yield record
         except (pyarrow.ArrowException, OSError) as error:
             raise DataError(f"{file}: damaged Arrow file ({_one_line(error)})") from error
 
 
-def read_jsonl_document(path: Path) -> Iterator[Record]:
+def read_document(path: Path) -> dict[str, Any]:
     """Read a file that is one JSON object.
 
     Raises:
         DataError: it is not; the message names file and line.
     """
-    text = read_text(path)
-    try:
-        document = json.loads(text)
-    except json.JSONDecodeError as error:
-        fail(path, error.lineno, f"not valid JSON: {error.msg} at character {error.colno}")
-    except RecursionError:
-        fail(path, 1, "not valid JSON: nested too deeply")
+    document = parse_json(path, read_text(path))
     if not isinstance(document, dict):
-        fail(path, 1, f"expected a JSON object, found {kind_of(document)}")
-    yield Record(1, document)
+        Place(path, 1).fail(f"expected a JSON object, found {kind_of(document)}")
+    return document
 
 
-def _batches(batches: Any, names: dict[str, Sequence[str]], row: int) -> Iterator[Record]:
+def parse_json(path: Path, text: str) -> Any:
+    """Parse a JSON document.
+
+    Raises:
+        DataError: it is not valid; the message names file and line.
+    """
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        Place(path, error.lineno).fail(f"not valid JSON: {error.msg} at character {error.colno}")
+    except RecursionError:
+        Place(path, 1).fail("not valid JSON: nested too deeply")
+
+
+def _batches(
+    path: Path, batches: Any, names: dict[str, Sequence[str]], row: int
+) -> Iterator[Record]:
     """Yield the rows of Arrow batches; integers of class columns become their names."""
     for batch in batches:
         for values in batch.to_pylist():
             for column, classes in names.items():
                 if column in values:
                     values[column] = _class_name(values[column], classes)
-            yield Record(row, values)
+            yield Record(Place(path, row), values)
             row += 1
 
 

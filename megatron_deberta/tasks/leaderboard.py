@@ -1,0 +1,159 @@
+"""Prediction files: GLUE, SuperGLUE, SQuAD and CoNLL, and JSON Lines for other tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from megatron_deberta.errors import ConfigError
+from megatron_deberta.files import write_atomically
+from megatron_deberta.tasks.examples import Example
+from megatron_deberta.tasks.scoring import Prediction, sentences
+from megatron_deberta.tasks.task import TaskConfig
+
+Files = dict[str, bytes]
+
+
+def write_predictions(
+    task: TaskConfig,
+    split: str,
+    examples: Sequence[Example],
+    predictions: Sequence[Prediction],
+    folder: Path,
+) -> list[Path]:
+    """Write predictions in the format that the task names.
+
+    Args:
+        task: the task.
+        split: names the file where the split has no ``leaderboard_file``.
+        examples: the examples.
+        predictions: their predictions, in the same order.
+        folder: the folder of the files, created if it does not exist.
+
+    Returns:
+        The files, each complete or unchanged.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    name = task.splits[split].leaderboard_file if split in task.splits else ""
+    files = _FORMATS[task.leaderboard](task, name or split, examples, predictions)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, content in files.items():
+            write_atomically(folder / path, content)
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot write predictions: {error}") from error
+    return [folder / path for path in files]
+
+
+def _glue(
+    task: TaskConfig, name: str, examples: Sequence[Example], predictions: Sequence[Prediction]
+) -> Files:
+    """Return a table of index and prediction; scores have three decimals."""
+    rows = [
+        f"{p.id}\t{p.value:.3f}" if isinstance(p.value, float) else f"{p.id}\t{p.value}"
+        for p in predictions
+    ]
+    return {_with_suffix(name, ".tsv"): _lines(["index\tprediction", *rows])}
+
+
+def _superglue(
+    task: TaskConfig, name: str, examples: Sequence[Example], predictions: Sequence[Prediction]
+) -> Files:
+    """Return one JSON object per example, or for MultiRC per passage."""
+    if "group_exact" in task.metrics:
+        objects: Iterable[Any] = _multirc_passages(predictions)
+    else:
+        objects = [{"idx": _number(p.id), "label": _superglue_label(task, p)} for p in predictions]
+    return {_with_suffix(name, ".jsonl"): _json_lines(objects)}
+
+
+def _superglue_label(task: TaskConfig, prediction: Prediction) -> Any:
+    if task.head == "choices":
+        return prediction.index
+    if task.leaderboard_labels:
+        return task.leaderboard_labels[prediction.index]
+    return prediction.value
+
+
+def _multirc_passages(predictions: Sequence[Prediction]) -> list[Any]:
+    passages: dict[int, dict[int, list[Any]]] = {}
+    for prediction in predictions:
+        passage, question, answer = map(int, prediction.id.split("-"))
+        answers = passages.setdefault(passage, {}).setdefault(question, [])
+        answers.append({"idx": answer, "label": prediction.index})
+    return [
+        {
+            "idx": passage,
+            "passage": {
+                "questions": [{"idx": q, "answers": answers} for q, answers in questions.items()]
+            },
+        }
+        for passage, questions in passages.items()
+    ]
+
+
+def _squad(
+    task: TaskConfig, name: str, examples: Sequence[Example], predictions: Sequence[Prediction]
+) -> Files:
+    """Return answers by id, and for SQuAD 2.0 the scores that its script takes as ``--na-prob``."""
+    answers = {p.id: p.value for p in predictions}
+    files = {f"{name}_predictions.json": orjson.dumps(answers, option=orjson.OPT_INDENT_2)}
+    if task.unanswerable:
+        odds = {p.id: p.null_score for p in predictions}
+        files[f"{name}_null_odds.json"] = orjson.dumps(odds, option=orjson.OPT_INDENT_2)
+    return files
+
+
+def _conll(
+    task: TaskConfig, name: str, examples: Sequence[Example], predictions: Sequence[Prediction]
+) -> Files:
+    """Return lines of word, right label (if known) and prediction, as conlleval reads them."""
+    lines = []
+    for example, prediction in zip(examples, predictions, strict=True):
+        assert isinstance(prediction.value, tuple)
+        columns = [example.words, prediction.value]
+        if example.tags:
+            columns.insert(1, tuple(task.labels[tag] for tag in example.tags))
+        rows = tuple(" ".join(row) for row in zip(*columns, strict=True))
+        for sentence in sentences(example, rows):
+            lines += [*sentence, ""]
+    return {_with_suffix(name, ".conll"): _lines(lines)}
+
+
+def _plain(
+    task: TaskConfig, name: str, examples: Sequence[Example], predictions: Sequence[Prediction]
+) -> Files:
+    """Return one JSON object per example, with the probabilities of classes and choices."""
+    objects = []
+    for prediction in predictions:
+        entry: dict[str, Any] = {"id": prediction.id, "prediction": prediction.value}
+        if prediction.probabilities:
+            entry["probabilities"] = prediction.probabilities
+        objects.append(entry)
+    return {_with_suffix(name, ".jsonl"): _json_lines(objects)}
+
+
+_FORMATS: Mapping[
+    str, Callable[[TaskConfig, str, Sequence[Example], Sequence[Prediction]], Files]
+] = {"glue": _glue, "superglue": _superglue, "squad": _squad, "conll": _conll, "": _plain}
+
+
+def _with_suffix(name: str, suffix: str) -> str:
+    return name if name.endswith(suffix) else name + suffix
+
+
+def _number(identifier: str) -> int | str:
+    return int(identifier) if identifier.isascii() and identifier.isdigit() else identifier
+
+
+def _lines(lines: Iterable[str]) -> bytes:
+    return "".join(f"{line}\n" for line in lines).encode()
+
+
+def _json_lines(objects: Iterable[Any]) -> bytes:
+    return b"".join(orjson.dumps(item) + b"\n" for item in objects)

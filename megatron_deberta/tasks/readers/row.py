@@ -1,0 +1,152 @@
+"""A record as seen through the columns that a task's config names."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from megatron_deberta.tasks.readers.records import Record, kind_of
+from megatron_deberta.tasks.task import TaskConfig
+
+_UNLABELLED = ("", "-1", "None")
+"""Labels that test files have instead of the hidden ones."""
+_OPTIONAL = ("label", "tags", "answers", "answer_text", "answer_start")
+"""Roles that files may lack where labels are optional."""
+
+
+class Row:
+    """A record with the roles of its columns.
+
+    Args:
+        task: the task.
+        columns: column, template or list of columns by role.
+        record: the record.
+        labelled: whether labels are required.
+
+    Attributes:
+        task: see above.
+        labelled: see above.
+    """
+
+    def __init__(
+        self, task: TaskConfig, columns: Mapping[str, Any], record: Record, *, labelled: bool
+    ) -> None:
+        """See the class."""
+        self.task = task
+        self.labelled = labelled
+        self._columns = columns
+        self._place, self._values = record
+
+    def fail(self, problem: str) -> NoReturn:
+        """Raise a ``DataError`` that names file and line."""
+        self._place.fail(problem)
+
+    def is_skipped(self) -> bool:
+        """Tell whether the record's label is one of those to skip."""
+        if not self.task.skip_labels or "label" not in self._columns:
+            return False
+        return str(self._values.get(str(self._columns["label"]))) in self.task.skip_labels
+
+    def has(self, role: str) -> bool:
+        """Tell whether the role has a column, and in optional labels whether the file has it."""
+        name = self._columns.get(role)
+        if name is None:
+            return False
+        return self.labelled or role not in _OPTIONAL or name in self._values
+
+    def require(self, role: str) -> None:
+        """Check that a role has a column where labels are not optional.
+
+        Raises:
+            DataError: it has none.
+        """
+        if self.labelled and role not in self._columns:
+            self.fail(f"columns: no column is named as {role}")
+
+    def raw(self, role: str) -> Any:
+        """Return the value of a role's column."""
+        return self._value(str(self._columns[role]))
+
+    def text(self, role: str) -> str:
+        """Return the text of a role: its column's, or a template filled in."""
+        return self._text_of(self._columns[role])
+
+    def filled_text(self, role: str) -> str:
+        """Return the text of a role, which may not be blank."""
+        text = self.text(role)
+        if not text.strip():
+            self.fail(f"{role} is empty")
+        return text
+
+    def texts(self, role: str) -> tuple[str, ...]:
+        """Return the texts of several columns, or of one column that holds a list.
+
+        The words of a sentence may also be a string that has spaces between them.
+        """
+        name = self._columns[role]
+        if isinstance(name, list):
+            return tuple(self._text_of(item) for item in name)
+        value = self._value(str(name))
+        if isinstance(value, str) and role == "words":
+            value = value.split()
+        if not isinstance(value, list):
+            self.fail(f"{name!r} is {kind_of(value)}, not a list")
+        for item in value:
+            if not isinstance(item, str):
+                self.fail(f"{name!r} contains {kind_of(item)}, not a string")
+        return tuple(value)
+
+    def class_index(self, value: Any) -> int | None:
+        """Return the index of a label; None for the placeholder of a hidden one."""
+        label = written_label(value)
+        if label in self.task.labels:
+            return self.task.labels.index(label)
+        if self.is_hidden(value):
+            return None
+        self.fail(f"label {label!r} is not one of {', '.join(self.task.labels)}")
+
+    def is_hidden(self, value: Any) -> bool:
+        """Tell whether a label is the placeholder of one that is not published."""
+        return not self.labelled and written_label(value) in _UNLABELLED
+
+    def breaks(self) -> tuple[int, ...]:
+        """Return the words that begin a sentence, other than the first, in a merged document."""
+        return tuple(self._values.get("breaks", ()))
+
+    def _text_of(self, name: Any) -> str:
+        template = str(name)
+        if "{" not in template:
+            return self._string(template)
+        try:
+            parts = list(string.Formatter().parse(template))
+        except ValueError as error:
+            self.fail(f"columns: template {template!r}: {error}")
+        return "".join(
+            before + (self._string(column) if column is not None else "")
+            for before, column, _, _ in parts
+        )
+
+    def _string(self, name: str) -> str:
+        value = self._value(name)
+        if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+            self.fail(f"{name!r} is {kind_of(value)}, not a string")
+        text = str(value)
+        return self.task.values.get(name, {}).get(text, text)
+
+    def _value(self, name: str) -> Any:
+        value: Any = self._values
+        # A name that contains a full stop is tried before the path that it could be.
+        for part in [name] if name in self._values else name.split("."):
+            if not isinstance(value, dict) or part not in value:
+                there = ", ".join(map(repr, list(self._values)[:12]))
+                self.fail(f"no column {name!r} (there are {there})")
+            value = value[part]
+        return value
+
+
+def written_label(value: Any) -> str:
+    """Write a label as text files do: 1, true."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)

@@ -1,0 +1,157 @@
+"""Readers on small files in the published formats of data that is not at hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_deberta.tasks import Answer, Example, encode, load_task, read_examples
+from megatron_deberta.tokenizer import Tokenizer
+from tests.support.task_files import PUBLISHED, write_published
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_published(tmp_path_factory.mktemp("published"))
+
+
+def read(data: Path, task: str, split: str = "dev") -> list[Example]:
+    return read_examples(load_task(task), data / task, split)
+
+
+def pairs(examples: list[Example]) -> list[tuple[str | None, ...]]:
+    return [(example.text, example.text_pair) for example in examples]
+
+
+def test_every_task_without_real_files_has_one_here() -> None:
+    here = {name.split("/")[0] for name in PUBLISHED}
+    assert here >= {
+        "mnli", "qqp", "rte", "ax", "boolq", "cb", "copa", "multirc", "record", "superglue_rte",
+        "wic", "wsc", "axb", "axg", "squad1", "squad2", "race", "swag", "conll2003",
+    }  # fmt: skip
+
+
+def test_mnli(data: Path) -> None:
+    train = read(data, "mnli", "train")
+    assert [example.label for example in train] == [2, 0, 1]
+    assert train[1].text == 'He said "so.'
+    # The second row of the dev file has no consensus.
+    assert [example.label for example in read(data, "mnli")] == [0]
+    (test,) = read(data, "mnli", "test")
+    assert (test.id, test.label, test.text_pair) == ("0", None, "It is dark.")
+
+
+def test_qqp_skips_its_broken_rows(data: Path) -> None:
+    assert [(e.id, e.label) for e in read(data, "qqp", "train")] == [("133273", 1), ("360472", 0)]
+    assert pairs(read(data, "qqp", "test")) == [("Who?", "Where?")]
+
+
+def test_other_glue_files(data: Path) -> None:
+    assert [example.label for example in read(data, "rte")] == [1, 0]
+    assert [(e.id, e.text) for e in read(data, "cola", "test")] == [
+        ("0", "The fox ran."),
+        ("1", "Fox the ran."),
+    ]
+    assert read(data, "stsb", "test")[0].text_pair == "A girl is brushing."
+    assert [example.label for example in read(data, "ax")] == [0]
+    assert read(data, "ax", "test")[0].label is None
+
+
+def test_superglue_tables(data: Path) -> None:
+    assert [example.label for example in read(data, "boolq")] == [1, 0]
+    assert read(data, "boolq", "test")[0].label is None
+    assert read(data, "cb")[0].label == 1
+    assert read(data, "superglue_rte")[0].label == 1
+    assert read(data, "axb")[0].label == 0
+    assert [example.group for example in read(data, "axg")] == ["1", "1"]
+    assert pairs(read(data, "wic")) == [
+        ('bank: The "bank" was steep.', 'bank: A "bank" lends.'),
+    ]
+
+
+def test_copa_joins_the_alternatives_by_what_is_asked(data: Path) -> None:
+    cause, effect = read(data, "copa")
+    assert (cause.text, cause.choices) == (
+        "The man fell.",
+        ("because He slipped.", "because He slept."),
+    )
+    assert (effect.choices[1], effect.label) == ("so It was wet.", 1)
+
+
+def test_wsc_marks_the_pronoun_and_puts_the_noun_in_its_place(data: Path) -> None:
+    first, second = read(data, "wsc")
+    assert first.text.endswith("printed. *He* should have been careful.")
+    assert first.text_pair is not None
+    assert first.text_pair.endswith("printed. Pete should have been careful.")
+    assert second.text == "Jim saw Kevin because *his* hat was red."
+    assert second.text_pair == "Jim saw Kevin because Jim's hat was red."
+    assert (first.label, second.label) == (1, 0)
+
+
+def test_multirc_has_an_example_per_answer(data: Path) -> None:
+    examples = read(data, "multirc")
+    assert [example.id for example in examples] == ["0-0-0", "0-0-1", "0-1-2", "0-1-3", "0-1-4"]
+    assert [example.group for example in examples] == ["0-0", "0-0", "0-1", "0-1", "0-1"]
+    assert [example.label for example in examples] == [1, 0, 1, 0, 0]
+    assert examples[3].text_pair == "Who was met? The moon"
+
+
+def test_record_restricts_spans_to_entities(data: Path, tokenizer: Tokenizer) -> None:
+    examples = read(data, "record")
+    entities = (Answer("Anna", 0), Answer("Bob", 9), Answer("Rome", 16), Answer("Bob", 33))
+    assert [example.candidates for example in examples] == [entities, entities]
+    assert examples[1].answers == (Answer("Bob", 9), Answer("Bob", 33))
+    encoded = encode(load_task("record"), examples, tokenizer)
+    row = encoded.input_ids[encoded.row(0)].tolist()
+    # The gap is the mask token.
+    assert row.count(tokenizer.mask_id) == 1
+    before = tokenizer.encode("In her mail")
+    assert row[: len(before) + 2] == [tokenizer.cls_id, *before, tokenizer.mask_id]
+
+
+def test_squad(data: Path) -> None:
+    (example,) = read(data, "squad1")
+    assert (example.id, example.text) == ("q1", "Whom did it meet?")
+    assert example.answers == (Answer("a dog", 26),)
+    answered, impossible = read(data, "squad2")
+    assert answered.answers == (Answer("a dog", 26),)
+    # Plausible answers are not right answers.
+    assert impossible.answers == ()
+
+
+def test_race(data: Path) -> None:
+    examples = read(data, "race")
+    assert [example.id for example in examples] == [
+        "high-1-0",
+        "high-1-1",
+        "middle-7-0",
+        "middle-7-1",
+    ]
+    assert [example.group for example in examples] == ["high", "high", "middle", "middle"]
+    assert examples[0].choices[1] == "The fox met _ . a dog"
+    assert [example.label for example in examples] == [1, 0, 1, 0]
+
+
+def test_swag(data: Path) -> None:
+    (example,) = read(data, "swag")
+    assert example.text == "Students, in a row, lower their eyes."
+    assert example.choices == (
+        "He pats her shoulder.",
+        "He wheels around, and runs.",
+        "He walks off.",
+        'He sits "down".',
+    )
+    assert example.label == 1
+    assert read(data, "swag", "test")[0].label is None
+
+
+def test_conll2003_joins_the_sentences_of_a_document(data: Path) -> None:
+    task = load_task("conll2003")
+    first, second = read(data, "conll2003")
+    assert first.words == ("EU", "rejects", "German", "call", "Peter", "Blackburn")
+    assert first.breaks == (4,)
+    assert [task.labels[tag] for tag in first.tags][:3] == ["I-ORG", "O", "I-MISC"]
+    assert second.words == ("BRUSSELS",)
+    separate = load_task("conll2003", ["merge_sentences=false"])
+    assert len(read_examples(separate, data / "conll2003", "dev")) == 3
