@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from megatron_deberta.checkpoint import store, writer
+from megatron_deberta.checkpoint.fence import UNLOCKED, Fence
 from megatron_deberta.checkpoint.layout import CheckpointMetadata
 from megatron_deberta.checkpoint.retention import Retention, delete_expired
 from megatron_deberta.distributed.control import all_reduce_max
@@ -33,12 +34,14 @@ class Saved:
         step: completed steps.
         seconds: time from start to commit.
         blocked_seconds: time that training waited.
+        consumed_samples: position in the data after those steps.
     """
 
     path: Path
     step: int
     seconds: float
     blocked_seconds: float
+    consumed_samples: int = 0
 
 
 @dataclass
@@ -50,12 +53,14 @@ class Saver:
         engine: engine whose state is saved.
         specs: this rank's part of every parameter.
         groups: the rank grid.
+        fence: lock of the run folder.
     """
 
     run_dir: str | os.PathLike[str]
     engine: Engine
     specs: Mapping[str, ParameterSpec]
     groups: ProcessGroups
+    fence: Fence = UNLOCKED
     _thread: _WriterThread | None = field(default=None, init=False)
 
     @property
@@ -72,9 +77,9 @@ class Saver:
         assert self._thread is None, "call finish() first"
         start = time.monotonic()
         source = self.run_dir, self.engine, self.specs, self.groups
-        path = store.save(*source, metadata, retention=retention)
+        path = store.save(*source, metadata, retention=retention, fence=self.fence)
         seconds = time.monotonic() - start
-        return Saved(path, metadata.step, seconds, seconds)
+        return Saved(path, metadata.step, seconds, seconds, metadata.consumed_samples)
 
     def start(self, metadata: CheckpointMetadata, retention: Retention) -> None:
         """Copy the state to host memory and start writing it. Collective: all ranks.
@@ -87,7 +92,7 @@ class Saver:
         assert self._thread is None, "call finish() first"
         start = time.monotonic()
         source = self.run_dir, self.engine, self.specs, self.groups
-        staged, states = store.stage(*source, metadata)
+        staged, states = store.stage(*source, metadata, self.fence)
         self._thread = _WriterThread(staged, list(states), retention, start)
 
     def poll(self) -> Saved | None:
@@ -106,13 +111,14 @@ class Saver:
             return None
         thread.join()
         self._thread = None
-        step = thread.staged.metadata.step
+        metadata = thread.staged.metadata
         path = writer.commit(thread.staged, thread.error)
         if self.groups.rank == 0:
-            delete_expired(self.run_dir, step, thread.retention)
+            delete_expired(self.run_dir, metadata.step, thread.retention)
         now = time.monotonic()
         blocked = thread.blocked_seconds + now - start
-        return Saved(path, step, now - thread.start_time, blocked)
+        seconds = now - thread.start_time
+        return Saved(path, metadata.step, seconds, blocked, metadata.consumed_samples)
 
     def finish(self) -> Saved | None:
         """Wait for the save in flight and commit it. Collective: all ranks.

@@ -29,7 +29,7 @@ UNCOMMITTED_FILE = f".{COMMITTED_FILE}"
 STAGING_PREFIX = ".staging-"
 DELETING_PREFIX = ".deleting-"
 _STEP_NAME = re.compile(r"step_(\d{8})")
-_HIDDEN_NAME = re.compile(r"\.(staging|deleting)-step_\d{8}")
+_HIDDEN_NAME = re.compile(r"\.(staging|deleting)-step_\d{8}(\.\d+)?")
 _TENSOR_FILE = re.compile(r"part-\d{5}-\d{4}\.safetensors")
 
 

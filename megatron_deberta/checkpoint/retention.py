@@ -9,11 +9,13 @@ import logging
 import math
 import os
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_deberta.checkpoint.layout import (
     DELETING_PREFIX,
+    STAGING_PREFIX,
     committed_steps,
     leftovers,
     step_dir,
@@ -74,7 +76,7 @@ def delete_after(run_dir: str | os.PathLike[str], step: int) -> None:
 
 def delete(path: Path) -> None:
     """Delete a checkpoint, renaming it first so that a partial deletion is recognised."""
-    hidden = path.with_name(DELETING_PREFIX + path.name)
+    hidden = path.with_name(DELETING_PREFIX + path.name.removeprefix(STAGING_PREFIX))
     path.rename(hidden)
     _remove(hidden)
 
@@ -82,14 +84,19 @@ def delete(path: Path) -> None:
 def delete_leftovers(run_dir: str | os.PathLike[str]) -> None:
     """Delete the folders left by killed saves and deletions.
 
+    A process that has lost the run's lock may still rename its folder, so they are listed again.
+
     Raises:
         OSError: a folder cannot be deleted.
     """
-    for path in leftovers(run_dir):
-        logger.info("deleting %s, left by a killed save", path)
-        # A step folder is recognised by its content, of which a kill may leave anything.
-        remove = _remove if path.name.startswith(".") else delete
-        remove(path)
+    while found := leftovers(run_dir):
+        for path in found:
+            logger.info("deleting %s, left by a killed save", path)
+            # A step folder is recognised by its content, of which a kill may leave anything, and a
+            # staging folder must not be committed any more.
+            remove = _remove if path.name.startswith(DELETING_PREFIX) else delete
+            with suppress(FileNotFoundError):
+                remove(path)
 
 
 def _remove(path: Path) -> None:

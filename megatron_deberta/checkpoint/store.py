@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from megatron_deberta.checkpoint import writer
+from megatron_deberta.checkpoint.fence import UNLOCKED, Fence
 from megatron_deberta.checkpoint.layout import (
     KINDS,
     WEIGHT,
@@ -41,6 +42,7 @@ def save(
     metadata: CheckpointMetadata,
     *,
     retention: Retention | None = None,
+    fence: Fence = UNLOCKED,
 ) -> Path:
     """Save and commit a checkpoint, then delete expired ones. Collective: all ranks.
 
@@ -55,6 +57,7 @@ def save(
         groups: the rank grid.
         metadata: metadata of the run; engine scalars and layout are filled in here.
         retention: which older checkpoints are kept; None: all.
+        fence: lock of the run folder.
 
     Returns:
         The committed folder.
@@ -63,7 +66,7 @@ def save(
         CheckpointError: the disk is full or cannot be written on any rank; the staged files are
             deleted and older checkpoints are intact.
     """
-    path = _write_and_commit(*stage(run_dir, engine, specs, groups, metadata))
+    path = _write_and_commit(*stage(run_dir, engine, specs, groups, metadata, fence))
     if groups.rank == 0 and retention is not None:
         delete_expired(run_dir, metadata.step, retention)
     return path
@@ -105,6 +108,7 @@ def stage(
     specs: Mapping[str, ParameterSpec],
     groups: ProcessGroups,
     metadata: CheckpointMetadata,
+    fence: Fence = UNLOCKED,
 ) -> tuple[writer.StagedCheckpoint, Iterator[writer.OwnedState]]:
     """Begin a checkpoint and return the states that this rank writes. Collective: all ranks.
 
@@ -115,7 +119,7 @@ def stage(
     """
     layout = {"tp_size": groups.tp_size, "dp_size": groups.dp_size}
     metadata = replace(metadata, scalars=engine.state_dict(), layout=layout)
-    staged = writer.begin(run_dir, specs, groups, metadata)
+    staged = writer.begin(run_dir, specs, groups, metadata, fence=fence)
     states = (
         (name, {kind: getattr(state, kind) for kind in KINDS})
         for name, state in engine.gather_states()

@@ -16,6 +16,7 @@ from typing import TypeAlias
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron_deberta.checkpoint.fence import UNLOCKED, Fence
 from megatron_deberta.checkpoint.layout import (
     COMMITTED_FILE,
     KINDS,
@@ -65,6 +66,7 @@ class StagedCheckpoint:
     kinds: tuple[str, ...]
     shapes: dict[str, tuple[int, ...]]
     groups: ProcessGroups
+    fence: Fence = UNLOCKED
 
     @property
     def final(self) -> Path:
@@ -74,7 +76,8 @@ class StagedCheckpoint:
     @property
     def staging(self) -> Path:
         """Hidden folder used until the commit."""
-        return self.final.with_name(STAGING_PREFIX + self.final.name)
+        suffix = f".{self.fence.number}" if self.fence.number else ""
+        return self.final.with_name(f"{STAGING_PREFIX}{self.final.name}{suffix}")
 
 
 def begin(
@@ -83,6 +86,7 @@ def begin(
     groups: ProcessGroups,
     metadata: CheckpointMetadata,
     kinds: tuple[str, ...] = KINDS,
+    fence: Fence = UNLOCKED,
 ) -> StagedCheckpoint:
     """Check free disk space and create the staging folder. Collective: all ranks.
 
@@ -90,7 +94,7 @@ def begin(
         CheckpointError: there is too little space, or the folder cannot be created.
     """
     shapes = {name: spec.logical_shape for name, spec in specs.items()}
-    staged = StagedCheckpoint(run_dir, metadata, kinds, shapes, groups)
+    staged = StagedCheckpoint(run_dir, metadata, kinds, shapes, groups, fence)
     with _discard_on_failure(staged):
         if groups.rank == 0:
             _prepare(staged)
@@ -163,6 +167,8 @@ def _discard_on_failure(staged: StagedCheckpoint) -> Iterator[None]:
         # No rank writes any more: all have agreed on the failure.
         if staged.groups.rank == 0:
             with suppress(OSError):
+                # Those of the next holder of the lock must stay.
+                staged.fence.check()
                 delete_leftovers(staged.run_dir)
         raise CheckpointError(
             f"{staged.final} was not saved: {error}; older checkpoints are intact"
@@ -172,6 +178,7 @@ def _discard_on_failure(staged: StagedCheckpoint) -> Iterator[None]:
 def _prepare(staged: StagedCheckpoint) -> None:
     """Delete leftovers of killed saves, check free space, and create the staging folder."""
     folder = checkpoints_dir(staged.run_dir)
+    staged.fence.check()
     folder.mkdir(parents=True, exist_ok=True)
     fsync_path(folder.parent)
     delete_leftovers(staged.run_dir)
@@ -249,6 +256,7 @@ def _publish(staged: StagedCheckpoint) -> None:
     # Written before the rename, so that nothing after it needs disk space.
     write_durably(staging / UNCOMMITTED_FILE, commit_mark(content))
     fsync_path(staging)
+    staged.fence.check()
     if (final / COMMITTED_FILE).exists():
         # The run fell back to an older checkpoint and has reached this step again.
         delete(final)

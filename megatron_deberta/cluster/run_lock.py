@@ -2,17 +2,19 @@
 
 The lock is a numbered file, and the highest number counts. The file is created by ``link``, which
 is atomic and exclusive on local disks and NFS, complete and already locked by ``flock``. It is
-removed only once there is a higher one, so each number is taken once, and if two jobs find a dead
-holder, one of them gets the lock. A holder is alive according to
+removed only once there is a higher one, and its creator looks for a higher one before it goes on,
+so if two jobs find a dead holder, one of them gets the lock. A holder is alive according to
 
-- ``flock``, on the same machine and on file systems that share such locks. The kernel releases it
-  with the process.
-- the file's modification time, which the holder updates every ``HEARTBEAT_SECONDS``. Others check
-  whether it *changes*, so clocks need not agree.
+- ``flock``, on the same machine. The kernel releases it with the process. A file server may keep
+  the lock of a dead client, and some file systems have no such locks.
 - SLURM, which knows whether the holder's job still runs.
+- otherwise the file's modification time, which the holder updates every ``HEARTBEAT_SECONDS``.
+  Others check whether it *changes*, so clocks need not agree.
 
 A requeued job takes the lock from its own former attempt at once and waits until that is silent: a
-holder that finds a higher number than its own ends its process.
+holder that finds a higher number than its own ends its process. It looks before each commit
+(``check``), and the new holder deletes what a former one has staged, so that of two processes only
+the one with the higher number can commit (``checkpoint.fence``).
 """
 
 from __future__ import annotations
@@ -25,13 +27,15 @@ import secrets
 import socket
 import threading
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
 from megatron_deberta.cluster.slurm.commands import job_has_ended
-from megatron_deberta.errors import EXIT_FAILURE, ConfigError
-from megatron_deberta.files import write_atomically, write_durably
+from megatron_deberta.cluster.slurm.history import JobHistory, ProgressEvent
+from megatron_deberta.errors import EXIT_FAILURE, ConfigError, MegatronDebertaError
+from megatron_deberta.files import write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +43,7 @@ HEARTBEAT_SECONDS = 2.0
 SILENT_SECONDS = 8.0
 """After this time without a heartbeat, a superseded holder has ended."""
 DEAD_SECONDS = 30.0
-"""After this time without a heartbeat, a holder on another machine is dead."""
+"""After this time without a heartbeat, a holder is dead if ``flock`` does not say more."""
 _POLL_SECONDS = 0.25
 
 
@@ -58,6 +62,8 @@ class Holder:
     restarts: int = 0
     token: str = field(default_factory=lambda: secrets.token_hex(8))
     released: bool = False
+    flocked: bool = True
+    """Whether it has locked the file by ``flock``; not every file system can."""
 
     @classmethod
     def this_process(cls) -> Holder:
@@ -79,6 +85,17 @@ class Holder:
     def supersedes(self, other: Holder) -> bool:
         """Return whether the other is an earlier attempt of the same job."""
         return bool(self.job) and self.job == other.job and other.restarts < self.restarts
+
+    def knows_ended(self, other: Holder) -> bool:
+        """Return whether SLURM reports that the other's job, if it has one, has ended."""
+        return bool(other.job) and other.job != self.job and job_has_ended(other.job)
+
+    def is_locked(self, other: Holder, path: Path) -> bool | None:
+        """Return whether the other process holds ``flock``; None if that shows nothing.
+
+        Only the kernel on which it runs knows: a file server may keep a dead client's lock.
+        """
+        return _is_locked(path) if other.flocked and other.boot == self.boot else None
 
     def to_json(self) -> bytes:
         """Return the content of a lock file."""
@@ -105,6 +122,11 @@ class RunLock:
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._update, name="run-lock", daemon=True)
 
+    @property
+    def number(self) -> int:
+        """Number of the lock, higher than those of all earlier holders; 0: not held."""
+        return 0 if self._path is None else int(self._path.stem)
+
     def __enter__(self) -> RunLock:
         """Take the lock."""
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -113,8 +135,13 @@ class RunLock:
             former = None if path is None else self._wait_for_holder(path)
             number = 1 if path is None else int(path.stem) + 1
             own = self._folder / f"{number:08d}.json"
-            if self._create(own):
+            if not self._create(own):
+                continue
+            if newest_lock(self._folder) == own:
                 break
+            # Others have taken, used and removed this number since.
+            own.unlink(missing_ok=True)
+            self._close()
         self._path = own
         # Forked loader processes would keep the lock after the holder's death.
         os.register_at_fork(after_in_child=self._close)
@@ -138,6 +165,26 @@ class RunLock:
             write_atomically(self._path, replace(self._holder, released=True).to_json())
         self._close()
 
+    def check(self) -> None:
+        """End this process if another one has taken the lock; call it before each commit.
+
+        Raises:
+            OSError: the file system is not available.
+        """
+        newest = newest_lock(self._folder)
+        if newest != self._path:
+            taker = read_lock(newest) if newest is not None else None
+            logger.error("%s was taken by %s; ending", self._path, taker)
+            # An exception would not reach a main thread that waits in a collective.
+            os._exit(EXIT_FAILURE)
+
+    def record(self, event: ProgressEvent, *, step: int, samples: int) -> None:
+        """Add the position of training to the job history, if the run has one."""
+        history = JobHistory(self._run_dir)
+        if history.path.exists():
+            self.check()
+            history.append(event, step=step, samples=samples)
+
     def _close(self) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)
@@ -146,25 +193,27 @@ class RunLock:
     def _create(self, path: Path) -> bool:
         """Create the file, complete and locked; return False if another process was first."""
         draft = self._folder / f".{self._holder.token}.tmp"
-        write_durably(draft, self._holder.to_json())
         try:
-            descriptor = os.open(draft, os.O_RDWR | os.O_CLOEXEC)
-            _lock(descriptor, fcntl.LOCK_EX)
-            try:
+            with draft.open("xb") as stream:
+                flocked = _lock(stream.fileno(), fcntl.LOCK_EX) is True
+                self._holder = replace(self._holder, flocked=flocked)
+                stream.write(self._holder.to_json())
+                stream.flush()
+                os.fsync(stream.fileno())
                 os.link(draft, path)
-            except FileExistsError:
-                os.close(descriptor)
-                return False
+                self._descriptor = os.dup(stream.fileno())
+        except FileExistsError:
+            return False
         finally:
-            draft.unlink()
-        self._descriptor = descriptor
+            draft.unlink(missing_ok=True)
         return True
 
     def _wait_for_holder(self, path: Path) -> Holder | None:
         """Wait until it is known whether the present holder is alive.
 
         Returns:
-            The holder if it is an earlier attempt of this job, which may be alive; else None.
+            The holder if its job has been requeued or has ended and its process may be alive; else
+            None.
 
         Raises:
             ConfigError: it is alive.
@@ -177,36 +226,34 @@ class RunLock:
                 return None
             if self._holder.supersedes(holder):
                 return holder
-            if _is_locked(path):
-                break
-            if holder.boot == self._holder.boot:
+            is_locked = self._holder.is_locked(holder, path)
+            if is_locked is False:
                 return None
-            if heartbeat is None and holder.job and job_has_ended(holder.job):
-                return None
+            if heartbeat is None and self._holder.knows_ended(holder):
+                return holder if is_locked else None
             last, heartbeat = heartbeat, _heartbeat(path)
-            if last is not None and heartbeat != last:
-                break
+            if is_locked or (last is not None and heartbeat != last):
+                raise _in_use(self._run_dir, holder)
             if time.monotonic() - started > DEAD_SECONDS:
                 logger.warning("taking the lock of %s, silent for %.0f s", holder, DEAD_SECONDS)
                 return None
             time.sleep(_POLL_SECONDS)
-        raise _in_use(self._run_dir, holder)
 
     def _wait_for_silence(self, path: Path, holder: Holder) -> None:
-        """Wait until a superseded holder has ended.
+        """Wait until a former holder has ended.
 
         Raises:
-            ConfigError: it does not end.
+            MegatronDebertaError: it does not end; a later attempt may find that it has.
         """
         started = changed = time.monotonic()
         heartbeat = _heartbeat(path)
         while heartbeat is not None and time.monotonic() - changed < SILENT_SECONDS:
-            if holder.boot == self._holder.boot and not _is_locked(path):
+            if self._holder.is_locked(holder, path) is False:
                 return
             if time.monotonic() - started > DEAD_SECONDS:
-                raise ConfigError(
-                    f"train.run_dir={self._run_dir} is still in use by an earlier attempt of "
-                    f"this job, {holder}, which does not end; stop it"
+                raise MegatronDebertaError(
+                    f"train.run_dir={self._run_dir} is still in use by an earlier job attempt, "
+                    f"{holder}, which does not end; stop it"
                 )
             time.sleep(_POLL_SECONDS)
             last, heartbeat = heartbeat, _heartbeat(path)
@@ -218,32 +265,40 @@ class RunLock:
         while not self._done.wait(HEARTBEAT_SECONDS):
             assert self._path is not None
             try:
-                os.utime(self._path)
-                newest = newest_lock(self._folder)
-            except FileNotFoundError:
-                newest = None
+                with suppress(FileNotFoundError):
+                    os.utime(self._path)
+                self.check()
             except OSError:
                 # The file system is not available; check again later.
                 continue
-            if newest != self._path:
-                taker = read_lock(newest) if newest is not None else None
-                logger.error("%s was taken by %s; ending", self._path, taker)
-                # An exception would not reach a main thread that waits in a collective.
-                os._exit(EXIT_FAILURE)
 
 
 def raise_if_locked(run_dir: str | os.PathLike[str]) -> None:
     """Check the lock early; it may still be taken later.
 
     Raises:
-        ConfigError: a process known to this machine has it.
+        ConfigError: a live process has it.
     """
     path = newest_lock(Path(run_dir) / "lock")
     holder = None if path is None else read_lock(path)
     if path is None or holder is None or holder.released:
         return
-    if _is_locked(path) and not Holder.this_process().supersedes(holder):
+    own = Holder.this_process()
+    if own.supersedes(holder) or own.knows_ended(holder):
+        return
+    is_locked = own.is_locked(holder, path)
+    if is_locked or (is_locked is None and _beats(path)):
         raise _in_use(run_dir, holder)
+
+
+def _beats(path: Path) -> bool:
+    """Return whether a holder updates its file within ``SILENT_SECONDS``."""
+    before, deadline = _heartbeat(path), time.monotonic() + SILENT_SECONDS
+    while time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+        if (now := _heartbeat(path)) != before:
+            return now is not None
+    return False
 
 
 def _in_use(run_dir: str | os.PathLike[str], holder: Holder) -> ConfigError:
@@ -274,25 +329,27 @@ def read_lock(path: Path) -> Holder | None:
         ) from error
 
 
-def _lock(descriptor: int, kind: int) -> bool:
-    """Lock a file; return False if another process has it, True without support for locks."""
+def _lock(descriptor: int, kind: int) -> bool | None:
+    """Lock a file; return False if another process has it, None without support for locks."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
         logger.debug("flock: %s", error)
+        return None
     return True
 
 
-def _is_locked(path: Path) -> bool:
-    """Return whether a process known to this kernel or file system has the lock."""
+def _is_locked(path: Path) -> bool | None:
+    """Return whether a process has locked a file; None without support for locks."""
     try:
         with path.open("rb") as stream:
             # Shared, so that two processes that check at once do not see each other.
-            return not _lock(stream.fileno(), fcntl.LOCK_SH)
+            taken = _lock(stream.fileno(), fcntl.LOCK_SH)
     except FileNotFoundError:
         return False
+    return None if taken is None else not taken
 
 
 def _heartbeat(path: Path) -> int | None:

@@ -95,9 +95,7 @@ def test_run_without_progress_stops(runs: Runs, cluster: VirtualCluster) -> None
     assert job["ExitCode"] == "93:0", run.diagnostics()
     assert job["Restarts"] == "2"
     assert [end["code"] for end in run.events("end")] == [1, 1, 1]
-    assert run.events("end")[-1]["reason"].startswith(
-        "3 consecutive job attempts made no new checkpoint"
-    )
+    assert run.events("end")[-1]["reason"].startswith("3 consecutive job attempts made no progress")
     waiting = run.jobs[1]
     assert cluster.job(waiting)["JobState"] == "CANCELLED"
     assert command(cluster, "status", str(run.run_dir)).returncode == 0

@@ -1,14 +1,16 @@
 """Job history of a run (``chain.jsonl`` in the run folder), and whether another attempt follows.
 
 A job attempt is one start of a SLURM job; a requeued job starts again under the same number. The
-file has one line per event: a submission, its job numbers, the start and end of each attempt, a
-cancellation, a change of the stragglers.
+file has one line per event: a submission, its job numbers, the start and end of each attempt, the
+position from which its ranks resume and that of each checkpoint, a stop signal, a cancellation, a
+change of the stragglers.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +27,9 @@ from megatron_deberta.errors import (
 
 FILE_NAME = "chain.jsonl"
 MAX_STALLED_ATTEMPTS = 3
-"""A run ends after this many consecutive attempts without a new checkpoint."""
+"""A run ends after this many consecutive attempts without progress."""
+MAX_STARTUP_STOPS = 20
+"""A run ends after this many consecutive attempts that were told to stop during start-up."""
 
 FINISHED = "finished"
 _FINAL = {
@@ -34,7 +38,8 @@ _FINAL = {
     EXIT_USAGE: "configuration, data or checkpoint are refused; see the logs",
     EXIT_INTERRUPTED: "stopped by Ctrl-C (SIGINT)",
 }
-Event = Literal["submit", "jobs", "start", "end", "cancel", "slow"]
+ProgressEvent = Literal["resume", "checkpoint"]
+Event = Literal["submit", "jobs", "start", "end", "cancel", "slow", "signal"] | ProgressEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,39 @@ class Decision:
     continues: bool
     code: int
     reason: str
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """What the history says about an attempt; positions count samples, None: unknown."""
+
+    step: int
+    """Newest committed step at its start."""
+    resumed: int | None = None
+    saved: int | None = None
+    code: int | None = None
+    was_starting: bool = False
+    """A stop signal came before its first step."""
+
+    def stopped_early(self) -> bool:
+        """Return whether it was told to stop before its first step, if it has not progressed."""
+        return self.was_starting or self.code == EXIT_REQUEUE
+
+    def has_progressed(self, following: Sequence[_Attempt], step: int) -> bool:
+        """Return whether the run got further than the state from which this attempt started.
+
+        A rollback lowers the step, but not the number of samples. A checkpoint counts only if a
+        later attempt, if there is one, could resume from it.
+
+        Args:
+            following: the later attempts.
+            step: the newest committed step.
+        """
+        if self.resumed is None:
+            return (following[0].step if following else step) > self.step
+        later = [attempt.resumed for attempt in following if attempt.resumed is not None]
+        reached = later[0] if later else self.saved
+        return reached is not None and reached > self.resumed
 
 
 class JobHistory:
@@ -73,10 +111,22 @@ class JobHistory:
         return [record for record in read_events(self.path) if "event" in record]
 
     def current(self) -> list[dict[str, Any]]:
-        """Return the events since the last submission, including it."""
+        """Return the events since the last submission, including it.
+
+        The end of an attempt that was recorded after the start of its successor does not count:
+        SLURM had taken its node for dead.
+        """
         records = self.records()
         submissions = [i for i, record in enumerate(records) if record["event"] == "submit"]
-        return records[submissions[-1] if submissions else 0 :]
+        starts: list[str] = []
+        current = []
+        for record in records[submissions[-1] if submissions else 0 :]:
+            if record["event"] == "start":
+                starts.append(record["link"])
+            is_late = record["event"] == "end" and record["link"] in starts
+            if not is_late or record["link"] == starts[-1]:
+                current.append(record)
+        return current
 
     def submitted_jobs(self) -> list[str]:
         """Return the job numbers of the last submission."""
@@ -87,16 +137,65 @@ class JobHistory:
         """Return the step of the newest committed checkpoint, 0 if there is none."""
         return max(committed_steps(self.run_dir), default=0)
 
-    def stalled_attempts(self) -> int:
-        """Count the consecutive attempts, up to the newest, that started at the present step."""
-        step, count = self.committed_step(), 0
-        for record in reversed(self.current()):
-            if record["event"] != "start":
-                continue
-            if record["step"] < step:
+    def stalled_attempts(self, code: int | None = None) -> int:
+        """Count the consecutive attempts, up to the newest, that failed without progress.
+
+        Args:
+            code: exit code of the ranks of the newest attempt; None: unknown, or recorded.
+        """
+        return self._count_stalled(code)[0]
+
+    def _count_stalled(self, code: int | None) -> tuple[int, int]:
+        """Count consecutive attempts without progress: failed ones, and those stopped early."""
+        attempts, step = self._attempts(), self.committed_step()
+        if attempts and code is not None:
+            attempts[-1].code = code
+        failed = stopped = 0
+        for number in reversed(range(len(attempts))):
+            if attempts[number].has_progressed(attempts[number + 1 :], step):
                 break
-            count += 1
-        return count
+            stopped += attempts[number].stopped_early()
+            failed += not attempts[number].stopped_early()
+        return failed, stopped
+
+    def _attempts(self) -> list[_Attempt]:
+        """Return the attempts of the last submission."""
+        attempts: list[_Attempt] = []
+        for record in self.current():
+            if record["event"] == "start":
+                attempts.append(_Attempt(record["step"]))
+            elif not attempts:
+                continue
+            elif record["event"] == "resume":
+                attempts[-1].resumed = record["samples"]
+            elif record["event"] == "checkpoint":
+                attempts[-1].saved = record["samples"]
+            elif record["event"] == "signal":
+                attempts[-1].was_starting |= record["starting"]
+            elif record["event"] == "end":
+                attempts[-1].code = record["code"]
+        return attempts
+
+    def is_superseded(self, attempt: str) -> bool:
+        """Return whether another attempt has started after this one."""
+        starts = [record["link"] for record in self.current() if record["event"] == "start"]
+        return bool(starts) and starts[-1] != attempt
+
+    def stall_reason(self, code: int | None = None) -> str:
+        """Return why the run ends for lack of progress, empty if it goes on.
+
+        Args:
+            code: see ``stalled_attempts``.
+        """
+        failed, stopped = self._count_stalled(code)
+        if failed >= MAX_STALLED_ATTEMPTS:
+            return f"{failed} consecutive job attempts made no progress"
+        if stopped >= MAX_STARTUP_STOPS:
+            return (
+                f"{stopped} consecutive job attempts were told to stop before their first step; "
+                "raise the time limit"
+            )
+        return ""
 
     def is_cancelled(self) -> bool:
         """Return whether the last submission was cancelled."""
@@ -146,13 +245,12 @@ class JobHistory:
             return Decision(False, code, _FINAL[code])
         if self.is_cancelled():
             return Decision(False, EXIT_DONE, "cancelled")
-        if (stalled := self.stalled_attempts()) >= MAX_STALLED_ATTEMPTS:
+        if stalled := self.stall_reason(code):
             last = f" (last: {diagnosis})" if diagnosis else ""
-            reason = (
-                f"{stalled} consecutive job attempts made no new checkpoint{last}; see the logs, "
-                "then submit again"
-            )
+            reason = f"{stalled}{last}; see the logs, then submit again"
             return Decision(False, EXIT_NEVER_REQUEUE, reason)
         if code == EXIT_REQUEUE:
-            return Decision(True, EXIT_REQUEUE, "stopped with a checkpoint")
+            _, stopped = self._count_stalled(code)
+            how = "before the first step" if stopped else "with a checkpoint"
+            return Decision(True, EXIT_REQUEUE, f"stopped {how}")
         return Decision(True, EXIT_REQUEUE, diagnosis or f"failed with exit code {code}")

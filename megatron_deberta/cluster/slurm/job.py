@@ -26,7 +26,7 @@ from megatron_deberta.cluster.entry_point import run_logged
 from megatron_deberta.cluster.notify import Notifier
 from megatron_deberta.cluster.run_lock import raise_if_locked
 from megatron_deberta.cluster.slurm import commands as slurm
-from megatron_deberta.cluster.slurm.history import MAX_STALLED_ATTEMPTS, Decision, JobHistory
+from megatron_deberta.cluster.slurm.history import Decision, JobHistory
 from megatron_deberta.cluster.slurm.submit import (
     JobSpec,
     attempt_name,
@@ -80,8 +80,7 @@ class JobAttempt:
         if reason := self._history.end_reason():
             logger.info("nothing to do: %s", reason)
             return EXIT_DONE
-        if (stalled := self._history.stalled_attempts()) >= MAX_STALLED_ATTEMPTS:
-            reason = f"{stalled} consecutive job attempts exited silently without a new checkpoint"
+        if reason := self._history.stall_reason():
             return self._end(Decision(False, EXIT_NEVER_REQUEUE, reason), None)
         try:
             raise_if_locked(self._spec.run_dir)
@@ -95,7 +94,8 @@ class JobAttempt:
         self._history.start_attempt(self._name, self._variables.get("SLURM_JOB_NODELIST", ""))
         code = self._train()
         info = slurm.job_info(self._job)
-        if int(info.get("Restarts", 0)) > self._restarts:
+        has_successor = self._history.is_superseded(self._name)
+        if int(info.get("Restarts", 0)) > self._restarts or has_successor:
             # SLURM lost this node and restarted the job elsewhere; that attempt goes on.
             logger.warning("%s: superseded", self._name)
             return EXIT_FAILURE

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import re
@@ -25,11 +27,16 @@ from megatron_deberta.cluster.run_lock import (
     raise_if_locked,
     read_lock,
 )
+from megatron_deberta.cluster.slurm.history import JobHistory
 from megatron_deberta.errors import ConfigError
 from tests.support.jobs import ROOT
 
 HOLD = """
-import os, sys, time
+import errno, fcntl, os, sys, time
+if len(sys.argv) > 3:
+    def flock(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+    fcntl.flock = flock
 from megatron_deberta.cluster.run_lock import RunLock
 from megatron_deberta.errors import ConfigError
 try:
@@ -46,10 +53,12 @@ except ConfigError as error:
 
 
 @contextmanager
-def started(run_dir: Path, seconds: float, **variables: str) -> Iterator[subprocess.Popen[str]]:
+def started(
+    run_dir: Path, seconds: float, *options: str, **variables: str
+) -> Iterator[subprocess.Popen[str]]:
     """Start a process that takes the lock, in a new session that is killed at the end."""
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(run_dir), str(seconds)],
+        [sys.executable, "-c", HOLD, str(run_dir), str(seconds), *options],
         env=os.environ | {"PYTHONPATH": str(ROOT)} | variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -87,7 +96,7 @@ def test_lock_is_exclusive_and_released(tmp_path: Path) -> None:
     assert len(list((tmp_path / "lock").iterdir())) == 1
 
 
-def test_raise_if_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_raise_if_locked(tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
     raise_if_locked(tmp_path)
     with RunLock(tmp_path):
         with pytest.raises(ConfigError, match=f"in use by process {os.getpid()} on "):
@@ -166,7 +175,7 @@ def write_foreign_lock(run_dir: Path, **values: object) -> Path:
     """Write the lock of another machine, as seen on a shared disk."""
     holder = replace(Holder.this_process(), host="elsewhere", boot="other", pid=7)
     path = run_dir / "lock" / "00000041.json"
-    path.parent.mkdir(parents=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(asdict(holder) | values))
     return path
 
@@ -227,6 +236,116 @@ def test_requeued_job_takes_over_from_its_earlier_attempt(
         with RunLock(tmp_path):
             assert earlier.wait(1) == 1
         assert "was taken by process" in first_line(earlier)
+
+
+def without_flock(*_: object) -> None:
+    raise OSError(errno.ENOSYS, "Function not implemented")
+
+
+def test_live_holder_without_flock_keeps_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with started(tmp_path, 60, "without flock") as holder:
+        assert first_line(holder) == f"held {holder.pid}"
+        # Also if the locks of the file server have come back since.
+        with pytest.raises(ConfigError, match=f"in use by process {holder.pid} on "):
+            RunLock(tmp_path).__enter__()
+        monkeypatch.setattr(fcntl, "flock", without_flock)
+        for take in (raise_if_locked, RunLock.__enter__):
+            began = time.monotonic()
+            with pytest.raises(ConfigError, match=f"in use by process {holder.pid} on "):
+                take(RunLock(tmp_path) if take is RunLock.__enter__ else tmp_path)  # type: ignore[arg-type]
+            assert time.monotonic() - began < 10
+        assert holder.poll() is None
+
+
+def test_dead_holder_without_flock_is_silent(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with started(tmp_path, 60, "without flock") as holder:
+        assert first_line(holder) == f"held {holder.pid}"
+    monkeypatch.setattr(fcntl, "flock", without_flock)
+    raise_if_locked(tmp_path)
+    with RunLock(tmp_path) as lock:
+        assert lock.number == 2
+
+
+def test_dead_clients_flock_is_no_sign_of_life(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file server keeps the lock of a machine that has gone."""
+    path = write_foreign_lock(tmp_path, job="123")
+    with path.open("rb") as stream:
+        fcntl.flock(stream.fileno(), fcntl.LOCK_EX)
+        raise_if_locked(tmp_path)
+        with RunLock(tmp_path):
+            pass
+        monkeypatch.setattr(run_lock, "job_has_ended", lambda job: job == "123")
+        monkeypatch.setattr(run_lock, "DEAD_SECONDS", 1000.0)
+        path = write_foreign_lock(tmp_path, job="123")
+        raise_if_locked(tmp_path)
+        with RunLock(tmp_path):
+            pass
+
+
+def test_number_that_was_taken_and_removed_is_not_taken_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RunLock(tmp_path):
+        pass
+    holders: list[RunLock] = []
+    create = RunLock._create
+
+    def delayed(lock: RunLock, path: Path) -> bool:
+        """Let others take the lock twice before the first attempt to create a file."""
+        monkeypatch.setattr(RunLock, "_create", create)
+        with RunLock(tmp_path):
+            pass
+        holders.append(RunLock(tmp_path).__enter__())
+        return create(lock, path)
+
+    monkeypatch.setattr(RunLock, "_create", delayed)
+    with pytest.raises(ConfigError, match=f"in use by process {os.getpid()} on "):
+        RunLock(tmp_path).__enter__()
+    assert [lock.number for lock in holders] == [3]
+    assert [path.name for path in (tmp_path / "lock").iterdir()] == ["00000003.json"]
+    holders[0].__exit__()
+
+
+class Ended(BaseException):
+    """In place of the end of the process."""
+
+
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Raise where the loser's process would end, and keep heartbeats from noticing first."""
+
+    def end(code: int) -> None:
+        raise Ended(code)
+
+    monkeypatch.setattr(os, "_exit", end)
+    monkeypatch.setattr(run_lock, "HEARTBEAT_SECONDS", 1000.0)
+
+
+def test_loser_cannot_commit(tmp_path: Path, ends: None) -> None:
+    JobHistory(tmp_path).append("submit")
+    with RunLock(tmp_path) as lock:
+        assert lock.number == 1
+        lock.check()
+        lock.record("resume", step=3, samples=24)
+        (tmp_path / "lock" / "00000002.json").write_bytes(Holder.this_process().to_json())
+        with pytest.raises(Ended):
+            lock.check()
+        with pytest.raises(Ended):
+            lock.record("checkpoint", step=4, samples=32)
+    events = [record["event"] for record in JobHistory(tmp_path).records()]
+    assert events == ["submit", "resume"]
+
+
+def test_runs_without_a_job_history_get_none(tmp_path: Path) -> None:
+    with RunLock(tmp_path) as lock:
+        lock.record("resume", step=3, samples=24)
+    assert not JobHistory(tmp_path).path.exists()
 
 
 def test_invalid_lock_file(tmp_path: Path) -> None:
