@@ -6,7 +6,7 @@ import errno
 import io
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,6 +32,8 @@ class MetricsWriter:
         resume_step: step of the checkpoint that the run resumes from; records of later steps are
             removed, because these steps are repeated.
         tensorboard: also write TensorBoard events.
+        check: called before each change of the file; does not return if another process now
+            writes it.
 
     Raises:
         DataError: ``metrics.jsonl`` contains something other than records.
@@ -39,12 +41,19 @@ class MetricsWriter:
     """
 
     def __init__(
-        self, run_dir: str | os.PathLike[str], *, resume_step: int = 0, tensorboard: bool = True
+        self,
+        run_dir: str | os.PathLike[str],
+        *,
+        resume_step: int = 0,
+        tensorboard: bool = True,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         folder = Path(run_dir)
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / FILE_NAME
-        _cut_after(self.path, resume_step)
+        self._check = check
+        # A new file: what a former writer, which still has the old one open, adds to that is lost.
+        _cut_after(self.path, resume_step, check)
         # Without a buffer: after a failed write, no part of a record remains to be written later.
         self._file = self.path.open("ab", buffering=0)
         self._size = os.fstat(self._file.fileno()).st_size
@@ -95,6 +104,7 @@ class MetricsWriter:
             OSError: the disk is full.
         """
         content = b"".join(self._pending)
+        self._check()
         try:
             if content and self._file.write(content) != len(content):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -129,13 +139,15 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return records
 
 
-def _cut_after(path: Path, step: int) -> None:
+def _cut_after(path: Path, step: int, check: Callable[[], None]) -> None:
     """Remove records of later steps; replaces the file atomically."""
     if not path.exists():
         return
     kept = [record for record in read_metrics(path) if record["step"] <= step]
     lines = (orjson.dumps(item, option=orjson.OPT_APPEND_NEWLINE) for item in kept)
-    write_atomically(path, b"".join(lines))
+    content = b"".join(lines)
+    check()
+    write_atomically(path, content)
 
 
 def plot_loss(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -35,18 +35,35 @@ class Evaluation:
     next_sentence_accuracy: float | None = None
 
 
-def evaluate(module: nn.Module, batches: Iterable[Batch], groups: ProcessGroups) -> Evaluation:
+def never() -> bool:
+    """Return that nobody has asked to stop."""
+    return False
+
+
+def evaluate(
+    module: nn.Module,
+    batches: Iterable[Batch],
+    groups: ProcessGroups,
+    must_stop: Callable[[], bool] = never,
+) -> Evaluation | None:
     """Validate without dropout. Collective over all ranks.
 
     Args:
         module: a model with its loss.
         batches: this rank's batches; the same number on every rank.
         groups: the rank grid.
+        must_stop: called before each batch, with the same result on every rank.
+
+    Returns:
+        The metrics; None: told to stop before the last batch.
     """
     sums = torch.zeros(6, dtype=torch.float64, device=groups.device)
     module.eval()
     with torch.no_grad():
         for batch in batches:
+            if must_stop():
+                module.train()
+                return None
             batch = batch.to(groups.device)
             result = forward(module, batch)
             targets = (batch.labels != IGNORED_LABEL).sum()

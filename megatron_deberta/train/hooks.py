@@ -32,9 +32,17 @@ class Hook(Protocol):
 
     section: ClassVar[Section]
 
-    def after_step(self, event: StepEvent) -> None:
-        """Act on the step, if due."""
+    def after_step(self, event: StepEvent) -> bool:
+        """Act on the step, if due.
+
+        Returns:
+            Whether it took so long that the caller has to look for new stop requests; the same on
+            every rank.
+        """
         ...
+
+    def late_end(self, event: StepEvent) -> None:
+        """Complete what ``after_step`` would have done had it known of ``event.ending``."""
 
 
 @dataclass(slots=True)
@@ -50,10 +58,14 @@ class PeriodicHook:
     call: Callable[[StepEvent], None]
     section: ClassVar[Section] = Section.AFTER
 
-    def after_step(self, event: StepEvent) -> None:
+    def after_step(self, event: StepEvent) -> bool:
         """Call the function, if due."""
         if event.state.step % self.every == 0:
             self.call(event)
+        return False
+
+    def late_end(self, event: StepEvent) -> None:
+        """Do nothing."""
 
 
 @dataclass(slots=True)
@@ -76,7 +88,7 @@ class LogHook:
     _losses: list[float] = field(default_factory=list, init=False)
     section: ClassVar[Section] = Section.AFTER
 
-    def after_step(self, event: StepEvent) -> None:
+    def after_step(self, event: StepEvent) -> bool:
         """Record the mean loss since the last record and the other metrics of this step."""
         self.meter.step_done()
         if event.result.skip in (None, "overflow"):
@@ -85,8 +97,17 @@ class LogHook:
         self.console.advance(step)
         if event.result.skip is not None:
             self._record_skip(step, event.result)
-        if step % self.every and event.ending is None:
-            return
+        if step % self.every == 0 or event.ending is not None:
+            self._write(event)
+        return False
+
+    def late_end(self, event: StepEvent) -> None:
+        """Record the last step, unless it was due."""
+        if event.state.step % self.every:
+            self._write(event)
+
+    def _write(self, event: StepEvent) -> None:
+        step = event.state.step
         record = self._record(step, event.result)
         self._losses = []
         self.console.update(record)
@@ -131,33 +152,38 @@ class EvaluateHook:
 
     Args:
         every: steps between validations; 0: at the end only.
-        evaluate: computes the validation metrics; collective.
+        evaluate: computes the validation metrics, None if told to stop meanwhile; collective.
         meter: paused meanwhile.
         report: called with step and result; None on ranks that do not report.
     """
 
     every: int
-    evaluate: Callable[[], Evaluation]
+    evaluate: Callable[[], Evaluation | None]
     meter: ThroughputMeter
     report: Callable[[int, Evaluation], None] | None
     section: ClassVar[Section] = Section.EVALUATION
 
-    def after_step(self, event: StepEvent) -> None:
+    def after_step(self, event: StepEvent) -> bool:
         """Validate, if due; not when interrupted, because time is limited then."""
         step = event.state.step
         if event.ending is Ending.FINISHED or (event.ending is None and self.is_due(step)):
-            self.validate(step)
+            return not self.validate(step)
+        return False
+
+    def late_end(self, event: StepEvent) -> None:
+        """Do nothing: the next start of the run repeats a validation that was interrupted."""
 
     def is_due(self, step: int) -> bool:
         """Return whether a validation is due after ``step``, unless the process ends there."""
         return self.every > 0 and step > 0 and step % self.every == 0
 
-    def validate(self, step: int) -> None:
-        """Validate now. Collective over all ranks."""
+    def validate(self, step: int) -> bool:
+        """Validate now; return whether it was completed. Collective over all ranks."""
         with self.meter.paused():
             evaluation = self.evaluate()
-            if self.report is not None:
+            if evaluation is not None and self.report is not None:
                 self.report(step, evaluation)
+        return evaluation is not None
 
 
 @dataclass(slots=True)
@@ -181,29 +207,53 @@ class SaveHook:
     report: Callable[[int, Saved], None] | None
     section: ClassVar[Section] = Section.SAVE
 
-    def after_step(self, event: StepEvent) -> None:
+    def after_step(self, event: StepEvent) -> bool:
         """Save, if due, and commit a background save that has completed."""
         every, step = self.config.save_every, event.state.step
+        if event.ending is Ending.PREEMPTED and self._finish(step):
+            return False
         # A process that ends and a requested save wait for completion.
         now = event.save or event.ending is not None
         due = now or (every > 0 and step % every == 0)
         if not due and not self.saver.in_flight:
-            return
+            return False
+        is_saved = False
         try:
             self._log_saved(step, self.saver.poll())
             if due:
                 with self.meter.paused():
-                    self._save(event.state, now)
+                    is_saved = self._save(event.state, now)
         except CheckpointError as error:
             if self.config.on_failure == "stop" or now:
                 raise
             logger.error("%s; training continues without this checkpoint", error)
+        # A process that was told to stop meanwhile has its checkpoint.
+        return is_saved and event.ending is None
 
-    def _save(self, state: TrainState, now: bool) -> None:
+    def late_end(self, event: StepEvent) -> None:
+        """Do nothing: if the end is known after this hook, it has saved."""
+
+    def _finish(self, step: int) -> bool:
+        """Complete the background save in flight; return whether there is a new checkpoint.
+
+        It spares a process that is to stop soon a second save.
+        """
+        try:
+            saved = self.saver.finish()
+        except CheckpointError as error:
+            logger.error("%s; saving again", error)
+            return False
+        self._log_saved(step, saved)
+        return saved is not None
+
+    def _save(self, state: TrainState, now: bool) -> bool:
+        """Save, and return whether the checkpoint is complete."""
         self._log_saved(state.step, self.saver.finish())
         if self.sample_log is not None:
             self.sample_log.sync()
-        self._log_saved(state.step, self.begin(state, now or not self.config.asynchronous))
+        saved = self.begin(state, now or not self.config.asynchronous)
+        self._log_saved(state.step, saved)
+        return saved is not None
 
     def _log_saved(self, step: int, saved: Saved | None) -> None:
         if saved is not None:

@@ -100,8 +100,8 @@ class Requests:
     def poll(self) -> Request:
         """Return the requests to any rank. Collective over all ranks.
 
-        Called once per step, so that all ranks act after the same step: signals arrive at different
-        times, and some on one rank only.
+        Called at the same places of the program, so that all ranks act after the same step:
+        signals arrive at different times, and some on one rank only.
         """
         checks_files = self._groups.rank == 0
         received = self._signals.received
@@ -113,6 +113,11 @@ class Requests:
         )
         numbers = torch.tensor(flags, dtype=torch.int64, device=self._groups.device)
         return Request(*(bool(number) for number in all_reduce_max(numbers, self._groups).tolist()))
+
+    def must_stop(self) -> bool:
+        """Return whether a signal asks the process to end soon. Collective over all ranks."""
+        request = self.poll()
+        return request.preempt or request.interrupt
 
     def acknowledge(self, request: Request) -> None:
         """Remove the files of completed requests, on rank 0."""

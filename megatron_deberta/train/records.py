@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_deberta.checkpoint.background import Saved
+from megatron_deberta.checkpoint.fence import UNLOCKED, Fence
 from megatron_deberta.config import save_config
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.data.build import Corpora, validation_loader
@@ -34,6 +35,7 @@ class RunRecords:
         first_step: completed optimizer steps; later records are dropped.
         last_step: last step of this process.
         terminal: console to draw on.
+        fence: lock of the run folder.
 
     Attributes:
         writer: writer of ``metrics.jsonl``.
@@ -41,14 +43,23 @@ class RunRecords:
     """
 
     def __init__(
-        self, config: RunConfig, first_step: int, last_step: int, terminal: Console
+        self,
+        config: RunConfig,
+        first_step: int,
+        last_step: int,
+        terminal: Console,
+        fence: Fence = UNLOCKED,
     ) -> None:
         self._config = config
         self._run_dir = Path(config.train.run_dir)
         self._run_dir.mkdir(parents=True, exist_ok=True)
+        fence.check()
         save_config(config, self._run_dir / "config.yaml")
         self.writer = MetricsWriter(
-            self._run_dir, resume_step=first_step, tensorboard=config.log.tensorboard
+            self._run_dir,
+            resume_step=first_step,
+            tensorboard=config.log.tensorboard,
+            check=fence.check,
         )
         self.console = LiveConsole(
             last_step, first_step=first_step, title=str(self._run_dir), console=terminal

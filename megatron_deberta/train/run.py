@@ -6,20 +6,25 @@ import functools
 import math
 import sys
 import time
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
 
 from megatron_deberta.checkpoint.background import Saved, Saver
+from megatron_deberta.checkpoint.fence import Fence
 from megatron_deberta.checkpoint.layout import CheckpointMetadata
-from megatron_deberta.checkpoint.retention import Retention
+from megatron_deberta.checkpoint.retention import Retention, delete_leftovers
 from megatron_deberta.config import config_to_dict, validate_for_world
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.data.build import build_loaders
 from megatron_deberta.data.sample_log import SampleLog
-from megatron_deberta.distributed.control import all_reduce_any, raise_on_all_ranks
+from megatron_deberta.distributed.control import (
+    all_reduce_any,
+    broadcast_from_rank_zero,
+    raise_on_all_ranks,
+)
 from megatron_deberta.distributed.environment import read_environment
 from megatron_deberta.distributed.parallelize.build import ShardedModel
 from megatron_deberta.distributed.topology import ProcessGroups, init_process_groups, shutdown
@@ -46,7 +51,7 @@ from megatron_deberta.train.stability.guard import Guard
 from megatron_deberta.train.stability.replicas import check_replicas
 from megatron_deberta.train.stability.rollback import Rollback, rollback
 from megatron_deberta.train.start import choose_start, load_start, refusals
-from megatron_deberta.train.state import Ending, Outcome, TrainState
+from megatron_deberta.train.state import Ending, FolderLock, Outcome, TrainState
 from megatron_deberta.train.step import TrainStep
 from megatron_deberta.train.summary import describe_end, describe_nothing_left, describe_start
 from megatron_deberta.train.trainer import Trainer, last_step
@@ -66,12 +71,13 @@ class _Components:
     observer: ProgressObserver
     stop: StopSignal
     terminal: Console
+    lock: FolderLock
 
 
 def pretrain(
     config: RunConfig,
     stop: StopSignal,
-    run_lock: AbstractContextManager[object],
+    run_lock: FolderLock,
     observer: ProgressObserver | None = None,
     *,
     allow_config_change: bool = False,
@@ -118,9 +124,7 @@ def pretrain(
         # Before the lock, so that a run with unusable data creates no folder.
         with raise_on_all_ranks(groups), refusals():
             data = open_data(config, groups.rank)
-        with raise_on_all_ranks(groups):
-            if groups.rank == 0:
-                stack.enter_context(run_lock)
+        fence = _enter_folder(config, groups, run_lock, stack)
         with refusals():
             start = choose_start(config, groups, data.identity, allow_config_change)
         model = build_rank_model(config, groups)
@@ -133,8 +137,12 @@ def pretrain(
         stack.callback(engine.destroy)
         with refusals():
             load_start(start, engine, model.specs)
-        saver = Saver(config.train.run_dir, engine, model.specs, groups)
-        run = _Components(config, groups, data, model, engine, saver, observer, stop, terminal)
+        saver = Saver(config.train.run_dir, engine, model.specs, groups, fence)
+        if groups.rank == 0:
+            run_lock.record("resume", step=start.state.step, samples=start.state.consumed_samples)
+        run = _Components(
+            config, groups, data, model, engine, saver, observer, stop, terminal, run_lock
+        )
         outcome = _train_with_rollbacks(run, start.state, Guard.of_run(config, start.guard))
         if groups.rank == 0 and is_finished:
             terminal.out(describe_nothing_left(config), highlight=False)
@@ -145,6 +153,18 @@ def pretrain(
         observer.enter(Section.END)
     codes = {Ending.PREEMPTED: EXIT_REQUEUE, Ending.INTERRUPTED: EXIT_INTERRUPTED}
     return codes.get(outcome.ending, EXIT_DONE)
+
+
+def _enter_folder(
+    config: RunConfig, groups: ProcessGroups, run_lock: FolderLock, stack: ExitStack
+) -> Fence:
+    """Take the run folder's lock on rank 0. Collective over all ranks."""
+    with raise_on_all_ranks(groups):
+        if groups.rank == 0:
+            stack.enter_context(run_lock)
+            # A former holder that still runs cannot commit what it has staged.
+            delete_leftovers(config.train.run_dir)
+    return Fence(broadcast_from_rank_zero(run_lock.number, groups), run_lock.check)
 
 
 def _train_with_rollbacks(run: _Components, state: TrainState, guard: Guard) -> Outcome:
@@ -159,7 +179,13 @@ def _train_with_rollbacks(run: _Components, state: TrainState, guard: Guard) -> 
             run.saver.finish()
         with run.observer.section(Section.STARTUP):
             state, guard_state, done = rollback(
-                run.config, run.groups, run.engine, run.model.specs, outcome.state, guard
+                run.config,
+                run.groups,
+                run.engine,
+                run.model.specs,
+                outcome.state,
+                guard,
+                run.saver.fence,
             )
         guard = Guard.of_run(run.config, guard_state)
 
@@ -188,7 +214,7 @@ def _train(run: _Components, state: TrainState, guard: Guard, done: Rollback | N
             )
             if groups.rank == 0:
                 records = stack.enter_context(
-                    RunRecords(config, state.step, last_step(config), run.terminal)
+                    RunRecords(config, state.step, last_step(config), run.terminal, run.saver.fence)
                 )
                 if done is not None:
                     records.record_rollback(done)
@@ -198,13 +224,16 @@ def _train(run: _Components, state: TrainState, guard: Guard, done: Rollback | N
                 sample_log = SampleLog(folder, groups.dp_rank, groups.dp_size, state.step)
                 stack.callback(sample_log.close)
         meter = build_meter(config, groups, state.step)
+        requests = Requests(run.stop, config.train.run_dir, groups)
         evaluation: EvaluateHook | None = None
         if validation is not None:
-            compute = functools.partial(evaluate, run.engine.module, validation, groups)
+            compute = functools.partial(
+                evaluate, run.engine.module, validation, groups, requests.must_stop
+            )
             report = None if records is None else records.report
             evaluation = EvaluateHook(config.train.eval_every, compute, meter, report)
             # An interrupted process did not validate its last step.
-            due = evaluation.is_due(state.step)
+            due = evaluation.is_due(state.step) or state.step >= last_step(config)
             missing = due and records is not None and records.lacks_validation(state.step)
             if due and all_reduce_any(missing, groups):
                 with run.observer.section(Section.EVALUATION):
@@ -215,7 +244,7 @@ def _train(run: _Components, state: TrainState, guard: Guard, done: Rollback | N
             InputQueue(train_loader, groups.device),
             TrainStep(run.engine, config, groups, guard, run.observer.mark),
             _hooks(run, meter, guard, evaluation, records, sample_log),
-            Requests(run.stop, config.train.run_dir, groups),
+            requests,
             run.observer,
         ).run()
     if outcome.ending in (Ending.FINISHED, Ending.STOPPED) and records is not None:
@@ -246,9 +275,14 @@ def _hooks(
     if every := config.guard.replica_check_every:
         hooks.append(PeriodicHook(every, lambda event: _check_replicas(run, event.state.step)))
     begin = functools.partial(_save, run, guard)
-    report = records.record_checkpoint if records is not None else None
+    report = functools.partial(_record_saved, run, records) if records is not None else None
     hooks.append(SaveHook(config.checkpoint, begin, run.saver, meter, sample_log, report))
     return hooks
+
+
+def _record_saved(run: _Components, records: RunRecords, step: int, saved: Saved) -> None:
+    records.record_checkpoint(step, saved)
+    run.lock.record("checkpoint", step=saved.step, samples=saved.consumed_samples)
 
 
 def _check_replicas(run: _Components, step: int) -> None:

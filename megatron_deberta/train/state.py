@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Literal, Protocol
 
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.engine.base import StepOutcome
@@ -26,6 +27,31 @@ class TrainState:
     def advanced(self, num_samples: int) -> TrainState:
         """Return the state after one more step of ``num_samples`` samples."""
         return TrainState(self.step + 1, self.consumed_samples + num_samples)
+
+
+class FolderLock(Protocol):
+    """Lock of a run folder, and the job history in it (``cluster.run_lock``)."""
+
+    @property
+    def number(self) -> int:
+        """Number of the lock, higher than those of all earlier holders; 0: not held."""
+        ...
+
+    def __enter__(self) -> object:
+        """Take the lock."""
+        ...
+
+    def __exit__(self, *_: object) -> None:
+        """Release the lock."""
+        ...
+
+    def check(self) -> None:
+        """End this process if another one has taken the lock."""
+        ...
+
+    def record(self, event: Literal["resume", "checkpoint"], *, step: int, samples: int) -> None:
+        """Add the position of training to the job history, if the run has one."""
+        ...
 
 
 class Ending(Enum):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_deberta.checkpoint.layout import step_dir
+from megatron_deberta.checkpoint.layout import committed_steps, step_dir
 from megatron_deberta.config.rules import batch_arithmetic
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.data.build import Corpora
@@ -103,9 +103,10 @@ def describe_end(
     plots = [path / "loss.png"] if (path / "loss.png").exists() else []
     rows = [("run", reached)]
     rows += _losses(run_dir)
-    rows.append(("checkpoint", str(step_dir(run_dir, step))))
+    saved = [known for known in committed_steps(run_dir) if known <= step]
+    rows.append(("checkpoint", str(step_dir(run_dir, saved[-1])) if saved else "none yet"))
     rows.append(("log", ", ".join(map(str, [path / FILE_NAME, *plots]))))
-    return _table([*rows, *(("next", text) for text in _next_steps(config, outcome))])
+    return _table([*rows, *(("next", text) for text in _next_steps(config, outcome, bool(saved)))])
 
 
 def describe_nothing_left(config: RunConfig) -> str:
@@ -142,12 +143,12 @@ def _losses(run_dir: str) -> list[tuple[str, str]]:
     return rows
 
 
-def _next_steps(config: RunConfig, outcome: Outcome) -> list[str]:
+def _next_steps(config: RunConfig, outcome: Outcome, is_saved: bool) -> list[str]:
     if outcome.ending is Ending.FINISHED:
         return _uses(config.train.run_dir)
     if outcome.ending is Ending.PREEMPTED and "SLURM_JOB_ID" in os.environ:
-        return ["the next attempt of the job resumes from this checkpoint"]
-    return ["start the same command again: it resumes from this checkpoint"]
+        return ["the next attempt of the job" + " resumes from this checkpoint" * is_saved]
+    return ["start the same command again" + ": it resumes from this checkpoint" * is_saved]
 
 
 def _uses(run_dir: str) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.observe.progress import ProgressObserver, Section
@@ -52,6 +52,11 @@ class Trainer:
         """
         if self.state.step >= last_step(self.config):
             return Outcome(Ending.FINISHED, self.state)
+        request = self.requests.poll()
+        if ending := _requested(request):
+            # Told during start-up: there is nothing new to save.
+            self.requests.acknowledge(replace(request, save=False))
+            return Outcome(ending, self.state)
         observer = self.observer
         while True:
             begin = time.perf_counter_ns()
@@ -67,19 +72,26 @@ class Trainer:
             request = self.requests.poll()
             observer.add_times(steps=1, whole=time.perf_counter_ns() - begin)
             event = StepEvent(self.state, batches.host, result, self._ending(request), request.save)
-            self._call_hooks(event)
-            self.requests.acknowledge(request)
-            if event.ending is not None:
-                return Outcome(event.ending, self.state)
+            ending = self._call_hooks(event)
+            stop = request.stop or ending is Ending.STOPPED
+            self.requests.acknowledge(replace(request, stop=stop))
+            if ending is not None:
+                return Outcome(ending, self.state)
 
-    def _call_hooks(self, event: StepEvent) -> None:
+    def _call_hooks(self, event: StepEvent) -> Ending | None:
+        """Call the hooks; return why the process ends, which may become known meanwhile."""
         section = Section.AFTER
         self.observer.enter(section, event.state.step)
         for hook in self.hooks:
             if hook.section is not section:
                 section = hook.section
                 self.observer.enter(section)
-            hook.after_step(event)
+            if hook.after_step(event) and (ending := _requested(self.requests.poll())):
+                is_late = event.ending is None
+                event = replace(event, ending=ending)
+                for earlier in self.hooks if is_late else ():
+                    earlier.late_end(event)
+        return event.ending
 
     def _prefetch(self) -> None:
         """Start copying the next step's batches to the device, if there is a next step."""
@@ -92,8 +104,13 @@ class Trainer:
     def _ending(self, request: Request) -> Ending | None:
         if self.state.step >= last_step(self.config):
             return Ending.FINISHED
-        if request.interrupt:
-            return Ending.INTERRUPTED
-        if request.stop:
-            return Ending.STOPPED
-        return Ending.PREEMPTED if request.preempt else None
+        return _requested(request)
+
+
+def _requested(request: Request) -> Ending | None:
+    """Return the ending that a request asks for."""
+    if request.interrupt:
+        return Ending.INTERRUPTED
+    if request.stop:
+        return Ending.STOPPED
+    return Ending.PREEMPTED if request.preempt else None

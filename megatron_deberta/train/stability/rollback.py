@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from megatron_deberta.checkpoint import store
+from megatron_deberta.checkpoint.fence import UNLOCKED, Fence
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.checkpoint.retention import delete_after
 from megatron_deberta.config.schema import RunConfig
@@ -59,6 +60,7 @@ def rollback(
     specs: Mapping[str, ParameterSpec],
     state: TrainState,
     guard: Guard,
+    fence: Fence = UNLOCKED,
 ) -> tuple[TrainState, GuardState, Rollback]:
     """Load the last checkpoint before the skipped updates. Collective over all ranks.
 
@@ -69,6 +71,7 @@ def rollback(
         specs: this rank's shard of every parameter.
         state: current position.
         guard: the guard at that position.
+        fence: lock of the run folder.
 
     Returns:
         The new position, the new guard state, and the rollback.
@@ -96,6 +99,7 @@ def rollback(
     )
     with raise_on_all_ranks(groups):
         if groups.rank == 0:
+            fence.check()
             # Delete first: after a kill in between, the run repeats the skipped steps.
             delete_after(run_dir, done.step)
             write_atomically(Path(run_dir) / FILE_NAME, json.dumps(asdict(done)).encode())

@@ -128,7 +128,8 @@ class Requests:
     """A signal during a step."""
 
     def __init__(self, at: int) -> None:
-        self.left = at
+        # The first poll comes before the first step.
+        self.left = at + 1 if at else 0
 
     def poll(self) -> Request:
         self.left -= 1
@@ -161,9 +162,10 @@ class Run:
         self.ahead.append(len(self.log) - (number + 1 - self.first // 2))
         return StepResult(1.0, 0.1, StepOutcome(0.5, False, 1.0))
 
-    def after_step(self, event: StepEvent) -> None:
+    def after_step(self, event: StepEvent) -> bool:
         self.events.append(event)
         self.state = event.state
+        return False
 
 
 def unbroken() -> list[torch.Tensor]:

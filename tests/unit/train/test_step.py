@@ -102,6 +102,9 @@ def test_validation_has_no_dropout_and_counts_no_fillers() -> None:
         sample_index=torch.tensor([-1]),
     )
     once = evaluate(model.module, [batch], GROUPS)
+    left = [False, True]
+    assert evaluate(model.module, [batch, batch], GROUPS, lambda: left.pop(0)) is None
+    assert model.module.training
     split = evaluate(model.module, [part(batch, 0, 3), part(batch, 3, 4), filler], GROUPS)
     assert split.num_targets == once.num_targets == 10
     assert split.loss == pytest.approx(once.loss, rel=1e-6)

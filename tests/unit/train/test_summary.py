@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_deberta.checkpoint.layout import COMMITTED_FILE, step_dir
 from megatron_deberta.config.schema import RunConfig, TrainConfig
 from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.observe.metrics import MetricsWriter
@@ -53,6 +54,25 @@ def test_start_of_a_run(tmp_path: Path) -> None:
     assert "memory" not in text
 
 
+def commit(run_dir: Path, step: int) -> None:
+    step_dir(run_dir, step).mkdir(parents=True)
+    (step_dir(run_dir, step) / COMMITTED_FILE).touch()
+
+
+def test_end_before_or_after_the_last_checkpoint(tmp_path: Path) -> None:
+    """A process that is preempted completes the save in flight, which is of an earlier step."""
+    MetricsWriter(tmp_path, tensorboard=False).close()
+    outcome = Outcome(Ending.PREEMPTED, TrainState(23, 184))
+    text = describe_end(config_of(tmp_path), outcome, 5, None)
+    assert "checkpoint  none yet\n" in text
+    assert text.endswith("start the same command again")
+    for step in (14, 21, 28):
+        commit(tmp_path, step)
+    text = describe_end(config_of(tmp_path), outcome, 5, None)
+    assert f"checkpoint  {step_dir(tmp_path, 21)}\n" in text
+    assert text.endswith("start the same command again: it resumes from this checkpoint")
+
+
 def test_end_of_a_run(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path, tensorboard=False)
     writer.write(0, {"unigram_loss": 6.5}, kind="validation")
@@ -62,6 +82,7 @@ def test_end_of_a_run(tmp_path: Path) -> None:
     writer.write(501, {"loss": float("nan")})
     writer.close()
     config, state = config_of(tmp_path), TrainState(500, 4000)
+    commit(tmp_path, 500)
     text = describe_end(config, Outcome(Ending.FINISHED, state), 3723.4, None)
     assert text.splitlines() == [
         "run         finished at step 500 of 500 after 1:02:03",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ from megatron_deberta.train.evaluate import Evaluation
 from megatron_deberta.train.hooks import EvaluateHook, LogHook, SaveHook
 from megatron_deberta.train.preemption import Request
 from megatron_deberta.train.prefetch import InputQueue
-from megatron_deberta.train.state import Ending, StepEvent, StepResult, TrainState
+from megatron_deberta.train.state import Ending, Outcome, StepEvent, StepResult, TrainState
 from megatron_deberta.train.trainer import Trainer
 
 PREEMPT = Request(preempt=True)
@@ -30,10 +31,11 @@ CONFIG = RunConfig(train=TrainConfig(steps=6, global_batch_size=4))
 
 
 class OneRequest:
-    """Something that is asked for during a step."""
+    """Something that is asked for during a step; 0: never."""
 
     def __init__(self, at: int, asked: Request) -> None:
-        self.left, self.asked = at, asked
+        # The first poll comes before the first step.
+        self.left, self.asked = at + 1 if at else 0, asked
         self.answers: list[Request] = []
 
     def poll(self) -> Request:
@@ -50,8 +52,12 @@ class Recorder:
     def __init__(self) -> None:
         self.events: list[StepEvent] = []
 
-    def after_step(self, event: StepEvent) -> None:
+    def after_step(self, event: StepEvent) -> bool:
         self.events.append(event)
+        return False
+
+    def late_end(self, event: StepEvent) -> None:
+        raise AssertionError("the end was known")
 
 
 def batch(sample: int) -> Batch:
@@ -108,6 +114,15 @@ def test_a_signal_ends_after_the_step_it_came_in() -> None:
     assert [event.ending for event in events] == [None, Ending.INTERRUPTED]
 
 
+def test_a_signal_during_start_up_ends_before_the_first_step() -> None:
+    requests = OneRequest(0, PREEMPT)
+    requests.left = 1
+    nothing: Any = None
+    typed: Any = requests
+    trainer = Trainer(CONFIG, TrainState(2, 8), nothing, nothing, [], typed)
+    assert trainer.run() == Outcome(Ending.PREEMPTED, TrainState(2, 8))
+
+
 def test_a_signal_in_the_last_step_is_the_end() -> None:
     ending, events = run(CONFIG, TrainState(0, 0), at=6)
     assert ending is Ending.FINISHED
@@ -140,6 +155,7 @@ class FakeSaver:
         self.left = 0
         self.step = 0
         self.fails = fails
+        self.fails_to_commit = False
 
     @property
     def in_flight(self) -> bool:
@@ -159,6 +175,9 @@ class FakeSaver:
 
     def finish(self) -> Saved | None:
         self.left = 0
+        if self.step and self.fails_to_commit:
+            self.fails_to_commit, self.step = False, 0
+            raise CheckpointError("the disk is full")
         return self._commit()
 
     def _commit(self) -> Saved | None:
@@ -202,7 +221,7 @@ def test_saves_when_due_and_once_at_the_end(every: int, saved: list[int]) -> Non
 def test_in_the_background_the_next_save_and_the_end_wait_for_the_one_before() -> None:
     saver, config = FakeSaver(), CheckpointConfig(save_every=3, asynchronous=True)
     events = [event(step) for step in range(1, 8)]
-    assert saves(config, saver, [*events, event(8, Ending.PREEMPTED)]) == [3, 6, 8]
+    assert saves(config, saver, [*events, event(8, Ending.INTERRUPTED)]) == [3, 6, 8]
     assert saver.calls == ["start 3", "commit 3", "start 6", "commit 6", "save 8"]
     saver, config = FakeSaver(), CheckpointConfig(save_every=1, asynchronous=True)
     assert saves(config, saver, [event(1), event(2), event(3, Ending.FINISHED)]) == [1, 2, 3]
@@ -221,6 +240,90 @@ def test_a_failed_save_ends_the_run_or_not_but_always_one_that_was_asked_for() -
     assert saver.calls == ["save 1", "save 2", "save 3"]
     with pytest.raises(CheckpointError):
         saves(config, saver, [event(4, Ending.PREEMPTED)])
+
+
+def test_preempted_process_completes_the_save_in_flight_and_makes_no_second_one() -> None:
+    saver, config = FakeSaver(), CheckpointConfig(save_every=3, asynchronous=True)
+    steps = [event(1), event(2), event(3), event(4, Ending.PREEMPTED)]
+    assert saves(config, saver, steps) == [3]
+    assert saver.calls == ["start 3", "commit 3"]
+    # Without a deadline the last step is saved, too.
+    for ending in (Ending.INTERRUPTED, Ending.STOPPED, Ending.FINISHED):
+        saver = FakeSaver()
+        assert saves(config, saver, [*steps[:3], event(4, ending)]) == [3, 4]
+    saver = FakeSaver()
+    saver.fails_to_commit = True
+    assert saves(config, saver, steps) == [4]
+    assert saver.calls == ["start 3", "save 4"]
+
+
+def train(
+    hooks: list[Any], request: Request, arrived: Callable[[], bool]
+) -> tuple[Outcome, list[Request]]:
+    """Train two steps with a request that arrives in a hook."""
+    answers: list[Request] = []
+
+    def poll() -> Request:
+        return request if arrived() else Request()
+
+    requests: Any = SimpleNamespace(poll=poll, acknowledge=answers.append)
+    loader = ([batch(number)] for number in itertools.count())
+    config = replace(CONFIG, train=replace(CONFIG.train, exit_step=2))
+    step: Any = lambda *_: result()  # noqa: E731
+    inputs = InputQueue(loader, torch.device("cpu"))
+    return Trainer(config, TrainState(0, 0), inputs, step, hooks, requests).run(), answers
+
+
+@pytest.mark.parametrize(
+    ("request_", "ending"),
+    [
+        (PREEMPT, Ending.PREEMPTED),
+        (Request(interrupt=True), Ending.INTERRUPTED),
+        (Request(stop=True), Ending.STOPPED),
+    ],
+)
+def test_save_during_which_a_signal_arrives_is_the_last(request_: Request, ending: Ending) -> None:
+    saver: Any = FakeSaver()
+    written: Any = Written()
+    config = CheckpointConfig(save_every=1)
+    hooks = [
+        LogHook(5, 9, meter(), written, written),
+        SaveHook(config, saver.begin, saver, meter(), None, None),
+    ]
+    outcome, answers = train(hooks, request_, lambda: bool(saver.calls))
+    assert outcome == Outcome(ending, TrainState(1, 4))
+    assert saver.calls == ["save 1"]
+    assert [request.stop for request in answers] == [request_.stop]
+    # The last step of a process is always recorded.
+    assert [step for step, _ in written.records] == [1]
+
+
+def test_failed_save_during_which_a_signal_arrives_is_not_the_last() -> None:
+    saver: Any = FakeSaver(fails=True)
+    config = CheckpointConfig(save_every=1, on_failure="continue")
+    hook = SaveHook(config, saver.begin, saver, meter(), None, None)
+    with pytest.raises(CheckpointError):
+        train([hook], PREEMPT, lambda: bool(saver.calls))
+    assert saver.calls == ["save 1", "save 2"]
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_interrupted_validation_ends_with_a_save(every: int) -> None:
+    """Also that of the last step, which the next start repeats."""
+    saver: Any = FakeSaver()
+    reports: list[Any] = []
+    asked: list[int] = []
+
+    def evaluate() -> None:
+        asked.append(1)
+
+    hooks = [
+        EvaluateHook(every, evaluate, meter(), lambda *report: reports.append(report)),
+        SaveHook(CheckpointConfig(save_every=0), saver.begin, saver, meter(), None, None),
+    ]
+    outcome, _ = train(hooks, PREEMPT, lambda: bool(asked))
+    assert outcome == Outcome(Ending.PREEMPTED, TrainState(every, 4 * every))
+    assert (saver.calls, reports) == ([f"save {every}"], [])
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -1,0 +1,100 @@
+"""Stop signals during a save, a validation and start-up: no more work than is needed to resume."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_deberta.checkpoint.layout import committed_steps
+from megatron_deberta.cluster.slurm.history import JobHistory
+from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE
+from megatron_deberta.train.preemption import STOP_SIGNALS
+from tests.support.jobs import Run, losses, records
+
+VALIDATED = ("train.eval_every=1", "train.exit_step=2")
+
+
+@pytest.fixture(autouse=True)
+def _own_signals() -> Iterator[None]:
+    """Restore the handlers that the command leaves when it was told to stop."""
+    handlers = {n: signal.getsignal(n) for n in (*STOP_SIGNALS, signal.SIGINT)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def signal_in(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Make the n-th call of a function send SIGTERM to this process."""
+
+    def arm(target: str, call: int = 1) -> None:
+        module, name = target.rsplit(".", 1)
+        original: Any = getattr(__import__(module, fromlist=[name]), name)
+        left = [call]
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(target, wrapped)
+
+    return arm
+
+
+def history(run_dir: Path) -> list[tuple[str, int]]:
+    return [(record["event"], record.get("samples", 0)) for record in JobHistory(run_dir).records()]
+
+
+def test_signal_during_a_save_ends_with_that_save(
+    pretrain: Run, tmp_path: Path, signal_in: Any
+) -> None:
+    run_dir = tmp_path / "run"
+    JobHistory(run_dir).append("submit")
+    signal_in("megatron_deberta.checkpoint.writer.save_file")
+    assert pretrain("checkpoint.save_every=1")[0] == EXIT_REQUEUE
+    assert committed_steps(run_dir) == [1]
+    assert list(records(run_dir)) == [1]
+    assert history(run_dir) == [("submit", 0), ("resume", 0), ("checkpoint", 8)]
+    assert pretrain("checkpoint.save_every=1")[0] == EXIT_DONE
+    assert history(run_dir)[3:] == [("resume", 8), ("checkpoint", 16)]
+
+
+# The second validation is that of the last step.
+@pytest.mark.parametrize("number", [1, 2])
+def test_interrupted_validation_is_repeated_by_the_next_start(
+    pretrain: Run, tmp_path: Path, signal_in: Any, number: int
+) -> None:
+    assert pretrain(*VALIDATED, run_dir="whole")[0] == EXIT_DONE
+    run_dir = tmp_path / "run"
+    # Eight batches per validation: the signal comes in the first one.
+    signal_in("megatron_deberta.train.evaluate.forward", 8 * number - 7)
+    assert pretrain(*VALIDATED)[0] == EXIT_REQUEUE
+    assert committed_steps(run_dir) == [number]
+    assert number not in records(run_dir, "validation")
+    assert pretrain(*VALIDATED)[0] == EXIT_DONE
+    whole = tmp_path / "whole"
+    assert losses(run_dir) == losses(whole)
+    assert records(run_dir, "validation") == records(whole, "validation")
+    # A finished run is not validated again.
+    before = (run_dir / "metrics.jsonl").read_bytes()
+    assert pretrain(*VALIDATED)[0] == EXIT_DONE
+    assert (run_dir / "metrics.jsonl").read_bytes() == before
+
+
+def test_signal_during_start_up_ends_before_the_first_step(
+    pretrain: Run, tmp_path: Path, signal_in: Any
+) -> None:
+    signal_in("megatron_deberta.train.run.build_engine")
+    assert pretrain()[0] == EXIT_REQUEUE
+    run_dir = tmp_path / "run"
+    assert committed_steps(run_dir) == []
+    assert records(run_dir) == {}
+    assert pretrain()[0] == EXIT_DONE
+    assert len(losses(run_dir)) == 2
