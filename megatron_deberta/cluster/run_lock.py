@@ -181,9 +181,12 @@ class RunLock:
     def record(self, event: ProgressEvent, *, step: int, samples: int) -> None:
         """Add the position of training to the job history, if the run has one."""
         history = JobHistory(self._run_dir)
-        if history.path.exists():
-            self.check()
-            history.append(event, step=step, samples=samples)
+        try:
+            if history.path.exists():
+                self.check()
+                history.append(event, step=step, samples=samples)
+        except OSError as error:
+            logger.warning("%s; training goes on", error)
 
     def _close(self) -> None:
         if self._descriptor >= 0:

@@ -92,6 +92,7 @@ class Supervisor:
         self._serial = self._shown = 0
         self._started = self._polled = self._resumed = time.monotonic()
         self._has_warned_of_disk = self._interrupted = False
+        self._stop_signal: signal.Signals | None = None
         self._alarm = ""
         self._has_diagnostics = False
         self._diagnosis: Diagnosis | None = None
@@ -165,6 +166,7 @@ class Supervisor:
         """Pass a signal on; a second SIGINT kills."""
         passed_on = signal.SIGKILL if number == signal.SIGINT and self._interrupted else number
         self._interrupted = self._interrupted or number == signal.SIGINT
+        self._stop_signal = signal.Signals(number)
         for rank in self._ranks:
             if rank.process.returncode is None:
                 with suppress(ProcessLookupError):
@@ -177,6 +179,7 @@ class Supervisor:
         wait = self._plan.exit_wait_seconds
         while True:
             self._poll()
+            self._record_stop()
             if all(rank.code is not None for rank in self._ranks):
                 return self._code()
             now = time.monotonic()
@@ -231,6 +234,18 @@ class Supervisor:
                 self._show_rank_zero()
                 level = logging.INFO if code in (EXIT_DONE, EXIT_REQUEUE) else logging.WARNING
                 logger.log(level, "rank %d ended with exit code %d", rank.number, code)
+
+    def _record_stop(self) -> None:
+        """Record at which stage a stop signal came: the node may be gone before the ranks end."""
+        number, self._stop_signal = self._stop_signal, None
+        if number is None or self._plan.node:
+            return
+        record = {
+            "link": self._plan.attempt, "signal": number.name,
+            "starting": self._ranks[0].beat.steps_timed == 0,
+        }  # fmt: skip
+        history = JobHistory(self._plan.run_dir)
+        self._exchange.submit(functools.partial(history.append, "signal", **record))
 
     def _report(self, code: int | None) -> None:
         """Publish this node's report; ``code`` is its exit code, None while it trains."""

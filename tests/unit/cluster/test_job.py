@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -16,7 +17,7 @@ import pytest
 from megatron_deberta.cluster.bad_nodes import BadNodes
 from megatron_deberta.cluster.notify import PROGRAMS
 from megatron_deberta.cluster.profile import load_profile
-from megatron_deberta.cluster.run_lock import RunLock
+from megatron_deberta.cluster.run_lock import Holder, RunLock
 from megatron_deberta.cluster.slurm.history import JobHistory
 from megatron_deberta.cluster.slurm.job import rank_environment
 from megatron_deberta.cluster.slurm.submit import JobSpec, make_spec
@@ -201,6 +202,45 @@ def test_folder_in_use(place: Place) -> None:
         assert place.run("exit 0") == 2
     assert not any(call.startswith("srun") for call in place.calls())
     assert f"in use by process {os.getpid()}" in str(place.ends()[0]["reason"])
+
+
+def test_dead_clients_flock_does_not_end_the_run(place: Place) -> None:
+    """The file server keeps the lock of a node that has gone; SLURM knows that its job ended."""
+    lock = place.run_dir / "lock" / "00000004.json"
+    lock.parent.mkdir(parents=True)
+    holder = replace(Holder.this_process(), host="n9", boot="other", job="6")
+    lock.write_bytes(holder.to_json())
+    # squeue knows no job 6.
+    squeue = place.folder / "bin" / "squeue"
+    squeue.write_text("#!/bin/bash\nexit 0\n")
+    squeue.chmod(0o755)
+    with lock.open("rb") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        assert place.run("exit 0") == 0, place.errors
+    assert place.ends()[0]["reason"] == "finished"
+
+
+def test_attempt_whose_node_was_taken_for_dead_records_nothing(place: Place) -> None:
+    """Also if SLURM does not answer: the history shows that another attempt has started."""
+    (place.folder / "bin" / "scontrol").unlink()
+    later = '\'{"event": "start", "link": "7.1", "step": 0, "nodes": "n3"}\''
+    assert place.run(f"echo {later} >> {place.run_dir}/chain.jsonl; exit 93") == 1
+    assert place.ends() == []
+    assert not any(call.startswith("scancel") for call in place.calls())
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_preemptions_during_start_up_do_not_end_the_run(place: Place, stopped: bool) -> None:
+    for restarts in range(5):
+        link = f"7.{restarts}"
+        JobHistory(place.run_dir).append("start", link=link, step=0, nodes="n")
+        if stopped:
+            JobHistory(place.run_dir).append("end", link=link, step=0, code=75, goes_on=True)
+        else:
+            JobHistory(place.run_dir).append("signal", link=link, signal="TERM", starting=True)
+    assert place.run("exit 75", SLURM_RESTART_COUNT="5") == -signal.SIGTERM, place.errors
+    assert place.ends()[-1]["goes_on"] is True
+    assert place.ends()[-1]["reason"] == "stopped before the first step"
 
 
 # SLURM shows COMPLETING from scancel until the batch script has ended.

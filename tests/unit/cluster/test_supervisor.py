@@ -124,8 +124,24 @@ def test_signals_reach_every_rank(ranks_of: Any, number: int, code: int) -> None
     ranks = started(ranks_of(steps=100_000))
     ranks.supervisors[0].send_signal(number)
     assert ranks.end() == [code]
+    assert stops(ranks) == [(ATTEMPT, signal.Signals(number).name, False)]
     # Some ranks may get it after the step at which all agree to stop.
     assert any(f"received {int(number)}" in ranks.log(rank) for rank in range(2))
+
+
+def stops(ranks: WatchedRanks) -> list[tuple[str, str, bool]]:
+    records = [r for r in JobHistory(ranks.run_dir).records() if r["event"] == "signal"]
+    return [(record["link"], record["signal"], record["starting"]) for record in records]
+
+
+def test_stop_signal_during_start_up_is_recorded_at_once(ranks_of: Any) -> None:
+    ranks = ranks_of(steps=100_000, rank=1, place="startup", step=0, how="read", limit=60)
+    ranks.start()
+    wait_for((ranks.folder / "fault").exists)
+    ranks.supervisors[0].send_signal(signal.SIGTERM)
+    wait_for(lambda: stops(ranks) == [(ATTEMPT, "SIGTERM", True)])
+    ranks.supervisors[0].kill()
+    wait_for(lambda: ranks.processes() == [])
 
 
 def test_second_ctrl_c_kills(ranks_of: Any) -> None:
