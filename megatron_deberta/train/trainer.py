@@ -52,10 +52,8 @@ class Trainer:
         """
         if self.state.step >= last_step(self.config):
             return Outcome(Ending.FINISHED, self.state)
-        request = self.requests.poll()
-        if ending := _requested(request):
-            # Told during start-up: there is nothing new to save.
-            self.requests.acknowledge(replace(request, save=False))
+        if ending := _requested(replace(self.requests.poll(), stop=False)):
+            # A signal during start-up: there is nothing new to save.
             return Outcome(ending, self.state)
         observer = self.observer
         while True:

@@ -63,8 +63,9 @@ def test_killed_and_signalled_run_equals_the_uninterrupted_one(
     job.ranks[0].send_signal(signal.SIGUSR2)
     assert job.wait() == [EXIT_REQUEUE] * 2, job.output()
     stopped_at = committed_steps(run_dir)[-1]
-    assert 40 <= stopped_at < STEPS
-    assert len(losses(run_dir)) == stopped_at
+    # A save in flight when the signal comes is the last one; the steps after it are repeated.
+    assert 35 <= stopped_at < STEPS
+    assert stopped_at <= len(losses(run_dir)) < STEPS
 
     job = run_to_end(run_yaml, run_dir, 2, BACKGROUND)
     assert f"resuming from {step_dir(run_dir, stopped_at)}" in job.output()
