@@ -27,6 +27,10 @@ def _packages(names: Iterable[str]) -> tuple[str, ...]:
 HANGS_CODE = (
     *_packages(("cluster", "train")), "tests/faults/forked_ranks.py", "tests/faults/hangs.py",
 )  # fmt: skip
+FROZEN_DISKS_CODE = (
+    "megatron_deberta/cluster/event_log.py", "megatron_deberta/cluster/watchdog",
+    "megatron_deberta/observe", "tests/faults/forked_ranks.py", "tests/faults/frozen_disks.py",
+)  # fmt: skip
 SLURM_CODE = (
     *_packages(_SLURM), "megatron_deberta/cluster/slurm/job.sbatch",
     "tests/faults/slurm_campaign.py", "tests/slurm/submitted_run.py",
@@ -104,6 +108,17 @@ def _hang_title(line: Line) -> str:
     if line["how"] == "slow":
         return f"a rank slow in {line['part']}"
     return {"kill": "SIGKILL", "nothing": "no fault, no alarm"}[str(line["how"])]
+
+
+def frozen_disks(lines: list[Line]) -> str:
+    """Passed and completed cases by fault of the shared disk."""
+    code = code_digest(FROZEN_DISKS_CODE)
+    rows = []
+    for kind in dict.fromkeys(line["kind"] for line in lines):
+        found = [x for x in lines if x["kind"] == kind and x["code_digest"] == code]
+        seconds = [x["fault_seconds"] for x in found]
+        rows.append((kind, *_counts(found, f"{max(seconds):.0f} s" if found else "")))
+    return markdown(("fault", "passed / done", "longest fault", "revision"), rows)
 
 
 def slurm(lines: list[Line]) -> str:

@@ -82,6 +82,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "sketches": _of(text.sketches, "sketches"),
     "faults": _of_lines(faults.chaos, "chaos"),
     "hangs": _of_lines(faults.hangs, "hangs"),
+    "frozen-disks": _of_lines(faults.frozen_disks, "frozen_disks"),
     "slurm": _of_lines(faults.slurm, "slurm_campaign"),
 }
 

@@ -15,6 +15,7 @@ import time
 import urllib.request
 from http.client import HTTPException
 from pathlib import Path
+from subprocess import SubprocessError
 from urllib.parse import urlsplit
 
 from megatron_deberta.cluster.slurm.history import Decision
@@ -58,7 +59,8 @@ class Notifier:
                     _post(target, json.dumps(message).encode())
                 else:
                     _run(target, json.dumps(message).encode())
-            except (OSError, ValueError, HTTPException, subprocess.SubprocessError) as error:
+            # RuntimeError: there is no home directory.
+            except (OSError, ValueError, RuntimeError, HTTPException, SubprocessError) as error:
                 # Without its path, in which services put secrets.
                 name = urlsplit(target).hostname if is_url(target) else target
                 logger.warning("cluster.notify: %s: %s", name, type(error).__name__)

@@ -57,7 +57,8 @@ def find_condition(
         activity: its processes and progress.
         config: its time-outs.
     """
-    if over:
+    # A process may have been started after the end of a submission.
+    if over == FINISHED or (over and not activity.holder):
         return _ended(events, over)
     attempts = [event for event in events if event["event"] in ("start", "end")]
     attempt = attempts[-1]["link"] if attempts and attempts[-1]["event"] == "start" else ""

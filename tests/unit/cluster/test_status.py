@@ -335,6 +335,10 @@ def test_condition_of_a_run_that_ended(
     JobHistory(run_dir).append("end", link="7.2", step=300, code=code, goes_on=False, reason=reason)
     shown = "" if word == "finished" else reason
     assert read_condition(run_dir, capsys) == (word, shown)
+    with locked_long_ago(run_dir):
+        now = ("finished", "") if word == "finished" else ("running", "")
+        os.utime(run_dir / FILE_NAME)
+        assert read_condition(run_dir, capsys) == now
 
 
 def test_condition_of_a_run_that_goes_on(

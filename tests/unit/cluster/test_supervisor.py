@@ -17,7 +17,7 @@ import pytest
 from megatron_deberta.cluster.bad_nodes import BadNodes
 from megatron_deberta.cluster.notify import PROGRAMS
 from megatron_deberta.cluster.slurm.history import JobHistory
-from megatron_deberta.cluster.watchdog.hang import RankView
+from megatron_deberta.cluster.watchdog.hang import RankView, diagnose_deaths
 from megatron_deberta.cluster.watchdog.heartbeat import Beat
 from megatron_deberta.cluster.watchdog.ranks import NodePlan, RankProcess
 from megatron_deberta.cluster.watchdog.report_store import NodeReport
@@ -304,6 +304,26 @@ def test_nothing_is_overdue_while_the_disk_does_not_answer(supervisor_of: Any) -
     supervisor._exchange.blocked_seconds = lambda: FROZEN_SECONDS + 1
     supervisor._poll()
     assert supervisor._overdue({}) == ""
+
+
+@pytest.mark.parametrize("is_full", [True, False])
+def test_sigbus_on_a_full_memory_disk_blames_no_node(
+    supervisor_of: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_full: bool
+) -> None:
+    monkeypatch.setattr(
+        "megatron_deberta.cluster.watchdog.supervisor.is_memory_full", lambda: is_full
+    )
+    supervisor = supervisor_of(nodes=1, age=1)
+    supervisor._ranks[0].process.send_signal(signal.SIGBUS)
+    supervisor._ranks[0].process.wait()
+    supervisor._poll()
+    diagnosis = diagnose_deaths(supervisor._own_report().views)
+    assert diagnosis is not None
+    assert ("/dev/shm is full" in diagnosis.reason) == is_full
+    bad_nodes = BadNodes(tmp_path, hours=24)
+    for _ in range(2):
+        bad_nodes.record_failure(diagnosis)
+    assert bool(bad_nodes.current()) != is_full
 
 
 @pytest.mark.parametrize(
