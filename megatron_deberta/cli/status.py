@@ -50,6 +50,7 @@ def describe(status: RunStatus) -> str:
         ("tokens/s", "-" if speed is None else f"{speed:,.0f}"),
         *([("ETA", format_duration(status.seconds_left))] if status.seconds_left else []),
         ("restarts", str(max(0, len(status.attempts) - 1))),
+        *([("stop takes", f"up to {status.stop_time}")] if status.stop_time else []),
     ]
     if status.skipped_updates:
         rollbacks = f", rollbacks: {status.rollbacks}" if status.rollbacks else ""

@@ -30,6 +30,7 @@ from megatron_deberta.cluster.slurm import names
 from megatron_deberta.cluster.slurm.history import JobHistory
 from megatron_deberta.cluster.slurm.names import checked
 from megatron_deberta.cluster.slurm.status import queue_state
+from megatron_deberta.cluster.slurm.stop_time import check_stop_time, measured_stop_time
 from megatron_deberta.cluster.slurm.submit import (
     BATCH_SCRIPT,
     LOGS,
@@ -103,6 +104,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--min-nodes {min_nodes} must be between 1 and --nodes {nodes}")
     validate_for_world(config, min_nodes * profile.ranks_per_node)
     run_dir = Path(config.train.run_dir)
+    check_stop_time(profile, measured_stop_time(JobHistory(run_dir).current()))
     submission = run_dir / SUBMISSIONS / time.strftime("%Y%m%dT%H%M%S")
     spec = make_spec(
         profile,

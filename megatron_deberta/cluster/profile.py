@@ -88,6 +88,8 @@ class ClusterProfile(NodeSettings):
     """Time limit of a job attempt."""
     signal_seconds: int = 600
     """Seconds before the limit at which ranks are told to save; SLURM may be a minute early."""
+    preemption_grace_seconds: int = 0
+    """Seconds from SIGTERM to SIGKILL at preemption: SLURM's ``GraceTime``; 0: not specified."""
 
     def __post_init__(self) -> None:
         """Check numbers, and strings that reach a command line.

@@ -178,13 +178,21 @@ class RunLock:
             # An exception would not reach a main thread that waits in a collective.
             os._exit(EXIT_FAILURE)
 
-    def record(self, event: ProgressEvent, *, step: int, samples: int) -> None:
-        """Add the position of training to the job history, if the run has one."""
+    def record(self, event: ProgressEvent, *, step: int, samples: int, **measured: float) -> None:
+        """Add the position of training to the job history, if the run has one.
+
+        Args:
+            event: what has happened.
+            step: completed steps.
+            samples: position in the data after those steps.
+            measured: durations in seconds.
+        """
         history = JobHistory(self._run_dir)
         try:
             if history.path.exists():
                 self.check()
-                history.append(event, step=step, samples=samples)
+                seconds = {name: round(value, 3) for name, value in measured.items()}
+                history.append(event, step=step, samples=samples, **seconds)
         except OSError as error:
             logger.warning("%s; training goes on", error)
 

@@ -20,6 +20,7 @@ from megatron_deberta.observe.console import LiveConsole
 from megatron_deberta.observe.metrics import MetricsWriter, plot_loss, read_metrics
 from megatron_deberta.train.evaluate import Evaluation
 from megatron_deberta.train.stability.rollback import Rollback
+from megatron_deberta.train.state import StepEvent
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ class RunRecords:
     Attributes:
         writer: writer of ``metrics.jsonl``.
         console: terminal view.
+        longest_step: duration of the longest step of this process, in seconds.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class RunRecords:
         self.console = LiveConsole(
             last_step, first_step=first_step, title=str(self._run_dir), console=terminal
         )
+        self.longest_step = 0.0
         self._unigram: float | None = None
 
     def __enter__(self) -> RunRecords:
@@ -128,6 +131,10 @@ class RunRecords:
             f"{evaluation.perplexity:.2f} | masked accuracy {evaluation.masked_accuracy:.1%}"
             f"{baseline}{pairs}"
         )
+
+    def note_step(self, event: StepEvent) -> None:
+        """Measure the longest step."""
+        self.longest_step = max(self.longest_step, event.seconds)
 
     def record_checkpoint(self, step: int, saved: Saved) -> None:
         """Record the time that a checkpoint took."""

@@ -267,6 +267,7 @@ def _hooks(
         append = sample_log.append
         hooks.append(PeriodicHook(1, lambda event: append(event.state.step, event.batches)))
     if records is not None:
+        hooks.append(PeriodicHook(1, records.note_step))
         hooks.append(
             LogHook(config.log.every, last_step(config), meter, records.writer, records.console)
         )
@@ -282,7 +283,13 @@ def _hooks(
 
 def _record_saved(run: _Components, records: RunRecords, step: int, saved: Saved) -> None:
     records.record_checkpoint(step, saved)
-    run.lock.record("checkpoint", step=saved.step, samples=saved.consumed_samples)
+    run.lock.record(
+        "checkpoint",
+        step=saved.step,
+        samples=saved.consumed_samples,
+        save_seconds=saved.seconds,
+        step_seconds=records.longest_step,
+    )
 
 
 def _check_replicas(run: _Components, step: int) -> None:

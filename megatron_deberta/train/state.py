@@ -49,8 +49,22 @@ class FolderLock(Protocol):
         """End this process if another one has taken the lock."""
         ...
 
-    def record(self, event: Literal["resume", "checkpoint"], *, step: int, samples: int) -> None:
-        """Add the position of training to the job history, if the run has one."""
+    def record(
+        self,
+        event: Literal["resume", "checkpoint"],
+        *,
+        step: int,
+        samples: int,
+        **measured: float,
+    ) -> None:
+        """Add the position of training to the job history, if the run has one.
+
+        Args:
+            event: what has happened.
+            step: completed steps.
+            samples: position in the data after those steps.
+            measured: durations in seconds.
+        """
         ...
 
 
@@ -129,6 +143,7 @@ class StepEvent:
         batches: this rank's micro batches of the step.
         ending: set after the last step of this process.
         save: the save file requests a checkpoint.
+        seconds: duration of the step on this rank.
     """
 
     state: TrainState
@@ -136,3 +151,4 @@ class StepEvent:
     result: StepResult
     ending: Ending | None
     save: bool = False
+    seconds: float = field(default=0.0, compare=False)

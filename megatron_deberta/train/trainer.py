@@ -68,8 +68,10 @@ class Trainer:
             if result.rollback:
                 return Outcome(Ending.ROLLBACK, self.state)
             request = self.requests.poll()
-            observer.add_times(steps=1, whole=time.perf_counter_ns() - begin)
-            event = StepEvent(self.state, batches.host, result, self._ending(request), request.save)
+            whole = time.perf_counter_ns() - begin
+            observer.add_times(steps=1, whole=whole)
+            ending = self._ending(request)
+            event = StepEvent(self.state, batches.host, result, ending, request.save, whole / 1e9)
             ending = self._call_hooks(event)
             stop = request.stop or ending is Ending.STOPPED
             self.requests.acknowledge(replace(request, stop=stop))

@@ -12,6 +12,7 @@ import pytest
 
 from megatron_deberta.checkpoint.layout import committed_steps
 from megatron_deberta.cluster.slurm.history import JobHistory
+from megatron_deberta.cluster.slurm.stop_time import measured_stop_time
 from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE
 from megatron_deberta.train.preemption import STOP_SIGNALS
 from tests.support.jobs import Run, losses, records
@@ -64,6 +65,10 @@ def test_signal_during_a_save_ends_with_that_save(
     assert history(run_dir) == [("submit", 0), ("resume", 0), ("checkpoint", 8)]
     assert pretrain("checkpoint.save_every=1")[0] == EXIT_DONE
     assert history(run_dir)[3:] == [("resume", 8), ("checkpoint", 16)]
+    measured = measured_stop_time(JobHistory(run_dir).current())
+    assert measured is not None
+    assert 0 < measured.step < 60
+    assert 0 < measured.save < 60
 
 
 # The second validation is that of the last step.

@@ -17,6 +17,7 @@ from megatron_deberta.cluster.run_lock import DEAD_SECONDS, newest_lock, read_lo
 from megatron_deberta.cluster.slurm import commands as slurm
 from megatron_deberta.cluster.slurm.condition import Activity, Word, find_condition
 from megatron_deberta.cluster.slurm.history import FINISHED, JobHistory
+from megatron_deberta.cluster.slurm.stop_time import StopTime, measured_stop_time
 from megatron_deberta.cluster.slurm.submit import LOGS, SUBMISSIONS
 from megatron_deberta.config import load_config
 from megatron_deberta.config.schema import ClusterConfig
@@ -68,6 +69,8 @@ class RunStatus:
     tokens_per_second: float | None
     seconds_left: float | None
     """Until ``target_step``; None: unknown, or the run does not go on by itself."""
+    stop_time: StopTime | None
+    """Longest time from a stop signal to the end of an attempt; None: nothing is measured yet."""
     attempts: tuple[JobAttemptStatus, ...]
     faults: int
     """Attempts that failed, or were killed or lost."""
@@ -136,6 +139,7 @@ def gather(run_dir: str | os.PathLike[str], *, ask_slurm: bool = True) -> RunSta
         loss=last.get("loss"),
         tokens_per_second=last.get("tokens_per_second"),
         seconds_left=seconds_left(events, records, target) if has_eta else None,
+        stop_time=measured_stop_time(events),
         attempts=attempt_statuses(events),
         faults=count_faults(events),
         over=over,

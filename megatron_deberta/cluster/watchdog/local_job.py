@@ -31,7 +31,7 @@ def run_local_job(config: RunConfig, arguments: Sequence[str], ranks: int, resta
         restarts: number of restarts after failures.
 
     Returns:
-        The exit code of the ranks; 93 after three attempts without a new checkpoint.
+        The exit code of the ranks; 93 after three attempts without progress.
     """
     run_dir = config.train.run_dir
     history = JobHistory(run_dir)

@@ -87,6 +87,21 @@ def test_status(
     assert "7.2          node[3-4]            step 300: running" in shown
 
 
+def test_worst_case_of_a_stop_is_shown(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(slurm, "call", Slurm(squeue="RUNNING None\n"))
+    position = {"step": 320, "samples": 2560}
+    JobHistory(run_dir).append("checkpoint", **position, save_seconds=20.5, step_seconds=1.25)
+    assert main(["status", str(run_dir)]) == 0
+    line = "stop takes:     up to 31.8 s (longest step 1.2 s, save 20.5 s, exit 10.0 s)\n"
+    assert line in capsys.readouterr().out
+    assert main(["status", "--json", str(run_dir)]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["stop_time"] == {"step": 1.25, "save": 20.5, "exit": 10.0}
+
+
 def test_slow_ranks_and_bad_nodes_are_shown(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -92,6 +92,7 @@ def test_runs_to_the_last_step() -> None:
     assert [event.state for event in events] == [TrainState(n, 4 * n) for n in range(1, 7)]
     assert [event.ending for event in events] == [None] * 5 + [Ending.FINISHED]
     assert [event.result.loss for event in events] == [0, 1, 2, 3, 4, 5]
+    assert all(event.seconds > 0 for event in events)
 
 
 def test_resumes_where_it_was_and_stops_after() -> None:
