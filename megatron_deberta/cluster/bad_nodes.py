@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -11,6 +12,8 @@ from pathlib import Path
 
 from megatron_deberta.cluster.event_log import append_event, read_events
 from megatron_deberta.cluster.watchdog.hang import Diagnosis
+
+logger = logging.getLogger("job")
 
 FILE_NAME = "bad_nodes.jsonl"
 BAD_WEIGHT = 2
@@ -48,7 +51,7 @@ class BadNodes:
         self._clock = clock
 
     def add(self, node: str, reason: str, *, certain: bool) -> None:
-        """Record a failure.
+        """Record a failure, unless the disk is full.
 
         Args:
             node: SLURM's name of the node.
@@ -57,7 +60,10 @@ class BadNodes:
         """
         weight = BAD_WEIGHT if certain else 1
         failure = NodeFailure(node, reason, round(self._clock(), 3), weight)
-        append_event(self.path, asdict(failure))
+        try:
+            append_event(self.path, asdict(failure))
+        except OSError as error:
+            logger.warning("%s: not recorded: %s", self.path, error)
 
     def record_failure(self, diagnosis: Diagnosis) -> str:
         """Record the failure of a job attempt if it is clear which node caused it.

@@ -8,6 +8,7 @@ change of the stragglers.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ from megatron_deberta.errors import (
     EXIT_REQUEUE,
     EXIT_USAGE,
 )
+
+logger = logging.getLogger("job")
 
 FILE_NAME = "chain.jsonl"
 MAX_STALLED_ATTEMPTS = 3
@@ -218,21 +221,27 @@ class JobHistory:
         return self.unfinished_attempt() is not None
 
     def start_attempt(self, attempt: str, nodes: str) -> None:
-        """Record the start of an attempt."""
-        self.append("start", link=attempt, step=self.committed_step(), nodes=nodes)
+        """Record the start of an attempt, unless the disk is full."""
+        self._try_append("start", link=attempt, step=self.committed_step(), nodes=nodes)
 
     def end_attempt(self, attempt: str, decision: Decision, code: int | None) -> None:
-        """Record the end of an attempt.
+        """Record the end of an attempt, unless the disk is full; what follows is done anyway.
 
         Args:
             attempt: its name.
             decision: what follows.
             code: exit code of its ranks; None: they were not started.
         """
-        self.append(
+        self._try_append(
             "end", link=attempt, step=self.committed_step(), code=code,
             goes_on=decision.continues, reason=decision.reason,
         )  # fmt: skip
+
+    def _try_append(self, event: Event, **values: Any) -> None:
+        try:
+            self.append(event, **values)
+        except OSError as error:
+            logger.warning("%s: not recorded: %s", self.path, error)
 
     def decide(self, code: int, diagnosis: str = "") -> Decision:
         """Decide what follows an attempt.

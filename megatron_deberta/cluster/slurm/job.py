@@ -92,7 +92,11 @@ class JobAttempt:
                 f"attempt {lost['link']} on {lost['nodes']} was lost: its node or job was killed",
             )
         self._history.start_attempt(self._name, self._variables.get("SLURM_JOB_NODELIST", ""))
-        code = self._train()
+        try:
+            code = self._train()
+        except OSError as error:
+            # Such as a full disk, which may have space when the job starts again.
+            code, self._node_failure = EXIT_FAILURE, f"the attempt cannot start: {error}"
         info = slurm.job_info(self._job)
         has_successor = self._history.is_superseded(self._name)
         if int(info.get("Restarts", 0)) > self._restarts or has_successor:

@@ -60,10 +60,10 @@ class Place:
     def job(self, text: str) -> None:
         (self.folder / "job").write_text(text)
 
-    def start(self, ranks: str, **variables: str) -> subprocess.Popen[str]:
+    def start(self, ranks: str, *prefix: str, **variables: str) -> subprocess.Popen[str]:
         (self.folder / "ranks").write_text(ranks)
         return subprocess.Popen(
-            [sys.executable, "-m", JOB_MODULE, str(self.folder / "job.json")],
+            [*prefix, sys.executable, "-m", JOB_MODULE, str(self.folder / "job.json")],
             env={
                 "PATH": f"{self.folder}/bin:/usr/bin:/bin", "HOME": str(self.folder),
                 "PYTHONPATH": str(ROOT), "SLURM_JOB_ID": "7", "SLURM_EXPORT_ENV": "NONE",
@@ -73,8 +73,8 @@ class Place:
             text=True,
         )  # fmt: skip
 
-    def run(self, ranks: str, **variables: str) -> int:
-        process = self.start(ranks, **variables)
+    def run(self, ranks: str, *prefix: str, **variables: str) -> int:
+        process = self.start(ranks, *prefix, **variables)
         _, self.errors = process.communicate(timeout=60)
         return process.returncode
 
@@ -115,6 +115,27 @@ def test_requeues_itself(place: Place, code: int) -> None:
     assert place.run(f"exit {code}") == -signal.SIGTERM, place.errors
     assert place.calls()[-1] == "scontrol requeue 7"
     assert place.ends()[0]["goes_on"] is True
+
+
+@pytest.mark.parametrize("part", ["history", "bad nodes", "logs"])
+def test_requeues_itself_on_a_full_disk(place: Place, part: str) -> None:
+    hung = Diagnosis("hang", (1,), ("n2",), "rank 1 on n2 hangs in step at step 7")
+    ReportStore(place.run_dir, "7.0").publish(
+        NodeReport(1, "n2", 1, (), (), (), diagnosis=hung, code=1)
+    )
+    if part == "logs":
+        (place.run_dir / "logs").write_text("a file where the folder should be")
+    else:
+        # The process may not write beyond the first MiB of any file.
+        path = place.run_dir / {"history": "chain.jsonl", "bad nodes": "bad_nodes.jsonl"}[part]
+        with path.open("a") as stream:
+            stream.write("x" * (1 << 20) + "\n")
+    assert place.run("exit 1", "prlimit", f"--fsize={1 << 20}") in (-signal.SIGTERM, 75)
+    assert "scontrol requeue 7" in place.calls(), place.errors
+    if part == "logs":
+        assert place.ends()[0]["reason"] == hung.reason
+    else:
+        assert "not recorded: " in place.errors
 
 
 def test_requeue_excludes_a_node_that_hung(place: Place) -> None:
