@@ -179,7 +179,8 @@ class Tokenizer:
             while start < end and text[end - 1].isspace():
                 end -= 1
             spans[index] = start, end
-        return spans
+        # One character may become several words; the space between them would lead back.
+        return np.maximum.accumulate(spans, axis=0)
 
     @cached_property
     def _is_blank(self) -> npt.NDArray[np.bool_]:

@@ -81,7 +81,7 @@ def _words(row: Row, identifier: str) -> Example:
         row.fail("the sentence has no words" if not words else "a word is empty")
     tags: tuple[int, ...] = ()
     if row.has("tags"):
-        indices = [row.class_index(tag) for tag in _tags(row)]
+        indices = [row.class_index(tag, word) for word, tag in enumerate(_tags(row))]
         tags = tuple(index for index in indices if index is not None)
     if len(tags) != len(words) and (row.labelled or tags):
         row.fail(f"{len(tags)} labels for {len(words)} words")

@@ -22,8 +22,8 @@ def read_conll(path: Path, *, labelled: bool, merge: bool) -> Iterator[Record]:
         merge: join the sentences of each document that begins with ``-DOCSTART-``.
 
     Yields:
-        Records with ``words`` and ``tags`` (lists), ``id``, and ``breaks``, the indices of words
-        that begin a sentence other than the first one.
+        Records with ``words``, ``tags`` and ``lines`` (of the file, one per word), ``id``, and
+        ``breaks``, the indices of words that begin a sentence other than the first one.
 
     Raises:
         DataError: the file is malformed; the message names file and line.
@@ -55,13 +55,13 @@ class _Sentences:
         self._reset()
 
     def _reset(self) -> None:
-        self._line = 0
         self._words: list[str] = []
         self._tags: list[str] = []
+        self._lines: list[int] = []
         self._breaks: list[int] = []
 
     def add(self, line: int, columns: list[str]) -> None:
-        self._line = self._line or line
+        self._lines.append(line)
         self._words.append(columns[0])
         self._tags += columns[-1:] if len(columns) > 1 else []
 
@@ -74,10 +74,15 @@ class _Sentences:
         if not self._words:
             return
         breaks = [at for at in self._breaks if at < len(self._words)]
-        values = {"words": self._words, "id": str(self._count), "breaks": breaks}
+        values = {
+            "words": self._words,
+            "lines": self._lines,
+            "id": str(self._count),
+            "breaks": breaks,
+        }
         if self._tags:
             values["tags"] = self._tags
-        yield Record(Place(self._path, self._line), values)
+        yield Record(Place(self._path, self._lines[0]), values)
         self._count += 1
         self._reset()
 

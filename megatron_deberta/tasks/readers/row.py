@@ -6,7 +6,7 @@ import string
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from megatron_deberta.tasks.readers.records import Record, kind_of
+from megatron_deberta.tasks.readers.records import Place, Record, kind_of
 from megatron_deberta.tasks.task import TaskConfig
 
 _UNLABELLED = ("", "-1", "None")
@@ -97,14 +97,21 @@ class Row:
                 self.fail(f"{name!r} contains {kind_of(item)}, not a string")
         return tuple(value)
 
-    def class_index(self, value: Any) -> int | None:
-        """Return the index of a label; None for the placeholder of a hidden one."""
+    def class_index(self, value: Any, word: int = 0) -> int | None:
+        """Return the index of a label; None for the placeholder of a hidden one.
+
+        Args:
+            value: the label.
+            word: index of its word, whose line an error names if the file has a line per word.
+        """
         label = written_label(value)
         if label in self.task.labels:
             return self.task.labels.index(label)
         if self.is_hidden(value):
             return None
-        self.fail(f"label {label!r} is not one of {', '.join(self.task.labels)}")
+        lines = self._values.get("lines") if self.task.reader == "conll" else None
+        place = Place(self._place.path, lines[word]) if lines else self._place
+        place.fail(f"label {label!r} is not one of {', '.join(self.task.labels)}")
 
     def is_hidden(self, value: Any) -> bool:
         """Tell whether a label is the placeholder of one that is not published."""

@@ -1,0 +1,185 @@
+"""A user's own data: every table format gives the same examples, for every head."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from megatron_deberta.errors import DataError
+from megatron_deberta.tasks import Answer, Example, load_task, read_examples
+
+Rows = list[dict[str, Any]]
+CLASSES: Rows = [
+    {"text": 'A "good" film, mostly', "label": "positive"},
+    {"text": "Bad.\nVery bad.", "label": "negative"},
+]
+
+
+def write(folder: Path, form: str, rows: Rows) -> None:
+    """Write rows as ``train``; lists become strings of words in CSV and TSV."""
+    if form == "jsonl":
+        (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif form == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "train.parquet")
+    elif form == "datasets":
+        write_dataset(folder / "train", rows, {})
+    else:
+        with (folder / f"train.{form}").open("w", newline="") as stream:
+            writer = csv.DictWriter(stream, list(rows[0]), delimiter="\t" if form == "tsv" else ",")
+            writer.writeheader()
+            for row in rows:
+                writer.writerow(
+                    {k: " ".join(v) if isinstance(v, list) else v for k, v in row.items()}
+                )
+
+
+def write_dataset(folder: Path, rows: Rows, features: dict[str, Any]) -> None:
+    """Write a split as ``datasets.Dataset.save_to_disk`` does, in two files."""
+    folder.mkdir()
+    info = json.dumps({"info": {"features": features}}).encode()
+    files = []
+    for number, part in enumerate((rows[:1], rows[1:])):
+        table = pyarrow.Table.from_pylist(part)
+        table = table.replace_schema_metadata({b"huggingface": info})
+        name = f"data-{number:05}-of-00002.arrow"
+        with pyarrow.OSFile(str(folder / name), "wb") as sink:
+            with pyarrow.ipc.new_stream(sink, table.schema) as writer:
+                writer.write_table(table)
+        files.append({"filename": name})
+    (folder / "state.json").write_text(json.dumps({"_data_files": files, "_split": "train"}))
+    (folder / "dataset_info.json").write_text("{}")
+
+
+FORMS = ["csv", "tsv", "jsonl", "parquet", "datasets"]
+
+
+def read(folder: Path, head: str, *overrides: str) -> list[Example]:
+    return read_examples(load_task(f"custom_{head}", overrides), folder, "train")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_classes(form: str, tmp_path: Path) -> None:
+    write(tmp_path, form, CLASSES)
+    assert read(tmp_path, "classification") == [
+        Example(id="0", text='A "good" film, mostly', label=1),
+        Example(id="1", text="Bad.\nVery bad.", label=0),
+    ]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_scores(form: str, tmp_path: Path) -> None:
+    write(tmp_path, form, [{"text": "a", "score": 0.5}, {"text": "b", "score": -2.0}])
+    assert [example.label for example in read(tmp_path, "regression")] == [0.5, -2.0]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_words(form: str, tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        form,
+        [{"tokens": ["Bob", "ran"], "tags": ["B-PER", "O"]}, {"tokens": ["Hi"], "tags": ["O"]}],
+    )
+    first, second = read(tmp_path, "tokens")
+    assert (first.words, first.tags) == (("Bob", "ran"), (1, 0))
+    assert (second.words, second.tags) == (("Hi",), (0,))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_spans(form: str, tmp_path: Path) -> None:
+    rows = [
+        {"question": "Who?", "context": "Bob ran. Bob sat.", "answer": "Bob", "answer_start": 9},
+        {"question": "What?", "context": "It rains.", "answer": "rains", "answer_start": 3},
+    ]
+    write(tmp_path, form, rows)
+    assert [e.answers for e in read(tmp_path, "spans")] == [
+        (Answer("Bob", 9),),
+        (Answer("rains", 3),),
+    ]
+    # Without the column, the first occurrence is the answer.
+    columns = "columns={question: question, context: context, answer_text: answer}"
+    assert read(tmp_path, "spans", columns)[0].answers == (Answer("Bob", 0),)
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet", "datasets"])
+def test_nested_answers(form: str, tmp_path: Path) -> None:
+    answers = {"text": ["Bob"], "answer_start": [9]}
+    row = {"question": "Who?", "context": "Bob ran. Bob sat.", "answers": answers}
+    write(tmp_path, form, [row, row])
+    columns = "columns={question: question, context: context, answers: answers}"
+    assert read(tmp_path, "spans", columns)[0].answers == (Answer("Bob", 9),)
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet", "datasets"])
+def test_choices_in_a_list(form: str, tmp_path: Path) -> None:
+    rows: Rows = [
+        {"passage": "It rains.", "question": "It is", "choices": ["wet", "dry", "red"], "label": 2},
+        {"passage": "Sun.", "question": "It is", "choices": ["warm", "cold"], "label": 0},
+    ]
+    write(tmp_path, form, rows)
+    first, second = read(tmp_path, "choices")
+    assert (first.choices, first.label) == (("It is wet", "It is dry", "It is red"), 2)
+    assert (second.choices, second.label) == (("It is warm", "It is cold"), 0)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_choices_in_columns(form: str, tmp_path: Path) -> None:
+    write(tmp_path, form, [{"passage": "Sun.", "a": "warm sun", "b": "cold", "label": 1}] * 2)
+    columns = "columns={text: passage, choices: [a, b], label: label}"
+    assert read(tmp_path, "choices", columns)[0].choices == ("warm sun", "cold")
+
+
+def test_class_ids_of_datasets_become_names(tmp_path: Path) -> None:
+    features = {
+        "tags": {"feature": {"names": ["O", "B-PER"], "_type": "ClassLabel"}, "_type": "Sequence"},
+        "kind": {"names": ["x", "y"], "_type": "ClassLabel"},
+    }
+    rows: Rows = [{"tokens": ["Bob", "ran"], "tags": [1, 0], "kind": 1}]
+    write_dataset(tmp_path / "train", rows * 2, features)
+    first, _ = read(tmp_path, "tokens")
+    assert first.tags == (1, 0)
+    columns = ["columns={text: kind, label: kind}", "labels=[y, x]"]
+    assert [example.label for example in read(tmp_path, "classification", *columns)] == [0, 0]
+
+
+def test_templates_and_nested_columns(tmp_path: Path) -> None:
+    write(tmp_path, "jsonl", [{"title": "Tea", "body": {"text": "Hot."}, "label": True}] * 2)
+    columns = 'columns={text: "{title}: {body.text}", label: label}'
+    first, _ = read(tmp_path, "classification", columns, "labels=[false, true]")
+    assert (first.text, first.label) == ("Tea: Hot.", 1)
+
+
+@pytest.mark.parametrize("form", ["parquet", "datasets"])
+@pytest.mark.parametrize("cut", [0.0, 0.5, 0.99])
+def test_damaged_tables(form: str, cut: float, tmp_path: Path) -> None:
+    write(tmp_path, form, CLASSES)
+    name = "train.parquet" if form == "parquet" else "train/data-00000-of-00002.arrow"
+    path = tmp_path / name
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * cut)])
+    with pytest.raises(DataError, match="damaged|cannot|no examples") as caught:
+        read(tmp_path, "classification")
+    assert "\n" not in str(caught.value)
+    assert path.name in str(caught.value)
+
+
+@pytest.mark.parametrize("form", ["csv", "parquet", "datasets"])
+def test_wrong_values_name_their_row(form: str, tmp_path: Path) -> None:
+    write(tmp_path, form, [CLASSES[0], {"text": "x", "label": "odd"}])
+    with pytest.raises(DataError, match=r"train.*: label 'odd' is not one of") as caught:
+        read(tmp_path, "classification")
+    # Lines of a CSV file count its header; rows of tables count from 1.
+    assert (":3: " if form == "csv" else ":2: ") in str(caught.value)
+
+
+def test_a_dataset_cannot_name_files_elsewhere(tmp_path: Path) -> None:
+    write(tmp_path, "datasets", CLASSES)
+    state = {"_data_files": [{"filename": "../../secret.arrow"}]}
+    (tmp_path / "train/state.json").write_text(json.dumps(state))
+    with pytest.raises(DataError, match=r"train/secret.arrow: damaged"):
+        read(tmp_path, "classification")

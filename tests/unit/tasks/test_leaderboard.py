@@ -1,0 +1,100 @@
+"""Prediction files of leaderboards, to the byte."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_deberta.errors import ConfigError
+from megatron_deberta.tasks import Example, Prediction, load_task, write_predictions
+
+
+def written(folder: Path, task: str, found: list[Prediction], split: str = "test") -> str:
+    examples = [Example(id=p.id) for p in found]
+    (path,) = write_predictions(load_task(task), split, examples, found, folder)
+    return f"{path.name}\n{path.read_text()}"
+
+
+def test_glue(tmp_path: Path) -> None:
+    found = [Prediction(id="0", index=1, value="1"), Prediction(id="1", index=0, value="0")]
+    assert written(tmp_path, "cola", found) == "CoLA.tsv\nindex\tprediction\n0\t1\n1\t0\n"
+    found = [Prediction(id="0", index=2, value="entailment")]
+    expected = "MNLI-mm.tsv\nindex\tprediction\n0\tentailment\n"
+    assert written(tmp_path, "mnli", found, "test_mismatched") == expected
+    found = [Prediction(id="0", value=4.98765)]
+    assert written(tmp_path, "stsb", found) == "STS-B.tsv\nindex\tprediction\n0\t4.988\n"
+    found = [Prediction(id="0", index=2, value="entailment")]
+    assert written(tmp_path, "ax", found) == "AX.tsv\nindex\tprediction\n0\tentailment\n"
+
+
+@pytest.mark.parametrize(
+    ("task", "index", "value", "line"),
+    [
+        ("boolq", 1, "true", '{"idx":3,"label":"true"}'),
+        ("cb", 2, "entailment", '{"idx":3,"label":"entailment"}'),
+        ("copa", 1, "1", '{"idx":3,"label":1}'),
+        ("record", -1, "New York", '{"idx":3,"label":"New York"}'),
+        ("superglue_rte", 0, "not_entailment", '{"idx":3,"label":"not_entailment"}'),
+        ("wic", 0, "false", '{"idx":3,"label":"false"}'),
+        # WSC alone is written with a capital.
+        ("wsc", 0, "false", '{"idx":3,"label":"False"}'),
+    ],
+)
+def test_superglue(tmp_path: Path, task: str, index: int, value: str, line: str) -> None:
+    names = {"superglue_rte": "RTE", "record": "ReCoRD", "boolq": "BoolQ", "wic": "WiC"}
+    name = names.get(task, task.upper())
+    found = [Prediction(id="3", index=index, value=value)]
+    assert written(tmp_path, task, found) == f"{name}.jsonl\n{line}\n"
+
+
+def test_multirc_is_nested(tmp_path: Path) -> None:
+    labels = {"0-0-0": 1, "0-0-1": 0, "0-1-2": 1, "1-2-5": 0}
+    found = [Prediction(id=name, index=at, value=str(at)) for name, at in labels.items()]
+    _, *lines = written(tmp_path, "multirc", found).splitlines()
+    first = {"idx": 0, "answers": [{"idx": 0, "label": 1}, {"idx": 1, "label": 0}]}
+    second = {"idx": 1, "answers": [{"idx": 2, "label": 1}]}
+    assert [json.loads(line) for line in lines] == [
+        {"idx": 0, "passage": {"questions": [first, second]}},
+        {"idx": 1, "passage": {"questions": [{"idx": 2, "answers": [{"idx": 5, "label": 0}]}]}},
+    ]
+
+
+def test_squad(tmp_path: Path) -> None:
+    found = [
+        Prediction(id="q1", value="New York", null_score=-3.5),
+        Prediction(id="q2", value="", null_score=2.0),
+    ]
+    examples = [Example(id="q1"), Example(id="q2")]
+    paths = write_predictions(load_task("squad2"), "dev", examples, found, tmp_path / "new")
+    assert [path.name for path in paths] == ["dev_predictions.json", "dev_null_odds.json"]
+    assert json.loads(paths[0].read_text()) == {"q1": "New York", "q2": ""}
+    assert json.loads(paths[1].read_text()) == {"q1": -3.5, "q2": 2.0}
+    paths = write_predictions(load_task("squad1"), "dev", examples, found, tmp_path)
+    assert [path.name for path in paths] == ["dev_predictions.json"]
+
+
+def test_conll(tmp_path: Path) -> None:
+    task = load_task("conll2003")
+    examples = [Example(id="0", words=("Anna", "ran", "Bob"), tags=(4, 0, 4), breaks=(2,))]
+    found = [Prediction(id="0", value=("I-PER", "O", "O"))]
+    (path,) = write_predictions(task, "dev", examples, found, tmp_path)
+    assert path.name == "dev.conll"
+    assert path.read_text() == "Anna I-PER I-PER\nran O O\n\nBob I-PER O\n\n"
+    examples = [Example(id="0", words=("Anna", "ran", "Bob"))]
+    (path,) = write_predictions(task, "test", examples, found, tmp_path)
+    assert path.read_text() == "Anna I-PER\nran O\nBob O\n\n"
+
+
+def test_other_tasks_have_json_lines(tmp_path: Path) -> None:
+    found = [Prediction(id="a", index=1, value="positive", probabilities=(0.25, 0.75))]
+    assert written(tmp_path, "custom_classification", found, "predict") == (
+        'predict.jsonl\n{"id":"a","prediction":"positive","probabilities":[0.25,0.75]}\n'
+    )
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot write predictions"):
+        written(tmp_path / "file", "cola", [Prediction(id="0", value="1")])

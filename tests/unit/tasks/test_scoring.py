@@ -1,0 +1,194 @@
+"""Metrics and predictions, compared with values worked out by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_deberta.errors import DataError
+from megatron_deberta.tasks import EncodedDataset, Example, TaskConfig, encode, predict, score
+from megatron_deberta.tasks.task import task_from_dict
+from megatron_deberta.tokenizer import Tokenizer
+
+COLUMNS = {"tokens": {"words": "w"}, "choices": {"choices": "c"}}
+
+
+def make_task(head: str, *metrics: str, **changes: Any) -> TaskConfig:
+    return task_from_dict(
+        {
+            "name": head,
+            "head": head,
+            "reader": "jsonl",
+            "splits": {"dev": "dev.jsonl"},
+            "columns": COLUMNS.get(head, {"text": "t"}),
+            "metrics": list(metrics),
+            "max_length": 32,
+            **changes,
+        },
+        "test",
+    )
+
+
+def logits_of(classes: list[int], width: int) -> Any:
+    return np.eye(width, dtype=np.float32)[classes] * 3
+
+
+def classified(
+    task: TaskConfig, tokenizer: Tokenizer, truth: list[int], found: list[int], groups: str = ""
+) -> dict[str, float]:
+    examples = [
+        Example(id=str(i), text="the fox", label=label, group=groups[i : i + 1])
+        for i, label in enumerate(truth)
+    ]
+    encoded = encode(task, examples, tokenizer)
+    return score(task, examples, encoded, logits_of(found, len(task.labels)))
+
+
+def test_classes(tokenizer: Tokenizer) -> None:
+    task = make_task("classification", "f1", "accuracy", "matthews", labels=[0, 1])
+    # 2 true positives, 1 false positive, 1 false negative, 2 true negatives.
+    values = classified(task, tokenizer, [1, 1, 1, 0, 0, 0], [1, 1, 0, 1, 0, 0])
+    assert list(values) == ["f1", "accuracy", "matthews"]
+    assert values["f1"] == pytest.approx(2 / 3)
+    assert values["accuracy"] == pytest.approx(4 / 6)
+    assert values["matthews"] == pytest.approx((2 * 2 - 1 * 1) / 9)
+
+
+def test_f1_of_the_positive_label(tokenizer: Tokenizer) -> None:
+    labels = ["entailment", "other"]
+    task = make_task("classification", "f1", labels=labels, positive_label="entailment")
+    # Class 0: 1 true positive, 2 false positives, no false negative.
+    assert classified(task, tokenizer, [0, 1, 1, 1], [0, 0, 0, 1])["f1"] == pytest.approx(0.5)
+
+
+def test_macro_f1_counts_classes_that_do_not_occur(tokenizer: Tokenizer) -> None:
+    task = make_task("classification", "macro_f1", labels=["a", "b", "c"])
+    # F1 of a is 2/3, of b 0, of c 0, which neither side has.
+    values = classified(task, tokenizer, [0, 1], [0, 0])
+    assert values["macro_f1"] == pytest.approx((2 / 3) / 3)
+
+
+def test_group_metrics_of_multirc(tokenizer: Tokenizer) -> None:
+    task = make_task("classification", "f1a", "group_exact", labels=[0, 1])
+    # Questions x (right), y (one of three wrong) and z (right): F1 of answers is 2*2/(2*2+1).
+    values = classified(task, tokenizer, [1, 0, 1, 0, 0, 0], [1, 0, 1, 1, 0, 0], "xxyyyz")
+    assert values["group_exact"] == pytest.approx(2 / 3)
+    assert values["f1a"] == pytest.approx(4 / 5)
+
+
+def test_gender_parity_of_winogender(tokenizer: Tokenizer) -> None:
+    task = make_task("classification", "gender_parity", "accuracy", labels=[0, 1])
+    values = classified(task, tokenizer, [1, 1, 0, 0], [0, 0, 1, 0], "xxyy")
+    assert values == {"gender_parity": 0.5, "accuracy": 0.25}
+
+
+def test_correlations(tokenizer: Tokenizer) -> None:
+    task = make_task("regression", "pearson_spearman", "pearson", "spearman", label_range=[0, 5])
+    examples = [Example(id=str(i), text="the fox", label=float(i)) for i in (0, 1, 2, 3)]
+    encoded = encode(task, examples, tokenizer)
+    outputs = np.array([-1, 1, 0, 6], np.float32)
+    values = score(task, examples, encoded, outputs)
+    # Deviations -1.5, -.5, .5, 1.5 and -2.5, -.5, -1.5, 4.5: 10 / sqrt(5 * 29).
+    assert values["pearson"] == pytest.approx(10 / np.sqrt(145))
+    # Ranks 1 2 3 4 and 1 3 2 4: 1 - 6 * 2 / (4 * 15).
+    assert values["spearman"] == pytest.approx(0.8)
+    assert values["pearson_spearman"] == pytest.approx((10 / np.sqrt(145) + 0.8) / 2)
+    # Correlations are of the raw scores; predictions are clipped to the range.
+    assert [p.value for p in predict(task, examples, encoded, outputs)] == [0, 1, 0, 5]
+    assert score(task, examples, encoded, np.ones(4, np.float32))["pearson"] == 0
+
+
+def test_choices_vary_in_number(tokenizer: Tokenizer) -> None:
+    task = make_task("choices", "accuracy")
+    examples = [
+        Example(id="a", choices=("fox", "dog", "river"), label=2, group="high"),
+        Example(id="b", choices=("fox", "dog"), label=0, group="high"),
+        Example(id="c", choices=("fox", "dog"), label=1, group="middle"),
+    ]
+    encoded = encode(task, examples, tokenizer)
+    outputs = np.array([0, 1, 2, 5, 6, 0, 1], np.float32)
+    values = score(task, examples, encoded, outputs)
+    assert values == {
+        "accuracy": pytest.approx(2 / 3),
+        "accuracy_high": 0.5,
+        "accuracy_middle": 1,
+    }
+    first = predict(task, examples, encoded, outputs)[0]
+    assert (first.index, first.value) == (2, "2")
+    assert sum(first.probabilities) == pytest.approx(1)
+    assert len(first.probabilities) == 3
+
+
+LABELS = ["O", "B-PER", "I-PER", "B-LOC", "I-LOC"]
+
+
+def token_outputs(encoded: EncodedDataset, tags: list[list[int]]) -> Any:
+    """Return logits of the tags at first pieces, and of the wrong class everywhere else."""
+    outputs = logits_of([4] * len(encoded.input_ids), len(LABELS))
+    at = np.flatnonzero(encoded.word_index >= 0)
+    outputs[at] = logits_of([tag for sentence in tags for tag in sentence], len(LABELS))
+    return outputs
+
+
+def test_tags(tokenizer: Tokenizer) -> None:
+    task = make_task("tokens", "f1", "precision", "recall", "accuracy", labels=LABELS)
+    words = ("Anna", "Lee", "met", "Bob", "in", "Rome")
+    examples = [
+        Example(id="0", words=words, tags=(1, 2, 0, 1, 0, 3)),
+        Example(id="1", words=("fox",), tags=(0,)),
+    ]
+    encoded = encode(task, examples, tokenizer)
+    # Found: "Anna Lee" and "Rome"; "Bob" as a place; and one that is none.
+    outputs = token_outputs(encoded, [[1, 2, 0, 3, 0, 3], [3]])
+    values = score(task, examples, encoded, outputs)
+    assert values["precision"] == pytest.approx(2 / 4)
+    assert values["recall"] == pytest.approx(2 / 3)
+    assert values["f1"] == pytest.approx(4 / 7)
+    assert values["accuracy"] == pytest.approx(5 / 7)
+    found = predict(task, examples, encoded, outputs)
+    assert found[0].value == ("B-PER", "I-PER", "O", "B-LOC", "O", "B-LOC")
+
+
+def test_tags_of_a_sentence_in_several_windows(tokenizer: Tokenizer) -> None:
+    task = make_task("tokens", "accuracy", labels=LABELS, stride=8)
+    tags = [i % 5 for i in range(50)]
+    examples = [
+        Example(id=str(n), words=tuple(f"w{i}" for i in range(50)), tags=tuple(tags))
+        for n in range(2)
+    ]
+    encoded = encode(task, examples, tokenizer)
+    assert encoded.num_rows > 4
+    values = score(task, examples, encoded, token_outputs(encoded, [tags, tags]))
+    assert values == {"accuracy": 1.0}
+
+
+def test_entities_end_with_their_sentence(tokenizer: Tokenizer) -> None:
+    labels = ["O", "B-PER", "I-PER"]
+    task = make_task("tokens", "f1", labels=labels)
+    # In IOB1, which CoNLL-2003 has, one sentence may end and the next begin with I-PER.
+    example = Example(id="0", words=("met", "Bob", "Anna"), tags=(0, 2, 2), breaks=(2,))
+    encoded = encode(task, [example], tokenizer)
+    outputs = logits_of([0] * len(encoded.input_ids), 3)
+    outputs[np.flatnonzero(encoded.word_index >= 0)] = logits_of([0, 2, 0], 3)
+    # One of two entities is found, so that F1 is 2/3; as one sentence it would be 0.
+    assert score(task, [example], encoded, outputs)["f1"] == pytest.approx(2 / 3)
+
+
+def test_unlabelled_examples_have_no_score(tokenizer: Tokenizer) -> None:
+    task = make_task("classification", "accuracy", labels=[0, 1])
+    examples = [Example(id="7", text="the fox")]
+    encoded = encode(task, examples, tokenizer)
+    outputs = np.zeros((1, 2), np.float32)
+    assert predict(task, examples, encoded, outputs)[0].probabilities == (0.5, 0.5)
+    with pytest.raises(DataError, match="1 of 1 examples have no label .*7"):
+        score(task, examples, encoded, outputs)
+
+
+def test_outputs_of_another_shape(tokenizer: Tokenizer) -> None:
+    task = make_task("classification", "accuracy", labels=[0, 1])
+    examples = [Example(id="0", text="the fox", label=1)]
+    encoded = encode(task, examples, tokenizer)
+    with pytest.raises(ValueError, match=r"outputs are \[1, 3\], not \[1, 2\]"):
+        score(task, examples, encoded, np.zeros((1, 3), np.float32))
