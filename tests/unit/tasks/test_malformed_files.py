@@ -95,7 +95,7 @@ TSV = [
     ("columns instead of", in_last_line(rb"\t[^\t]*$", b"")),
     ("is not one of", in_last_line(rb"\t[^\t]*$", b"\tmaybe")),
     ("is empty", in_last_line(rb"\t[^\t]+(?=\t[^\t]*$)", b"\t ")),
-    ("no column", in_first_line(rb"[^\t]+$", b"lable", line=2)),
+    ("no column", in_first_line(rb"[^\t]+$", b"renamed", line=2)),
     *UNREADABLE,
 ]
 JSONL = [
