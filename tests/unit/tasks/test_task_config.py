@@ -86,3 +86,17 @@ def test_mistakes_are_named(change: dict[str, Any], message: str) -> None:
 def test_an_unknown_task_suggests_a_name() -> None:
     with pytest.raises(ConfigError, match="no task 'sst3'; did you mean 'sst2'"):
         load_task("sst3")
+
+
+def test_the_page_lists_every_task() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "tasks.md").read_text()
+    assert [name for name in task_names() if f"`{name}`" not in page] == []
+
+
+def test_the_example_of_the_page_loads(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "tasks.md").read_text()
+    path = tmp_path / "tickets.yaml"
+    path.write_text(page.split("```yaml\n")[1].split("```")[0])
+    task = load_task(path, ["max_length=128"])
+    assert (task.reader, task.max_length, task.metrics[0]) == ("table", 128, "macro_f1")
+    assert task.columns["text"] == "{subject}: {body}"
