@@ -17,6 +17,7 @@ _TRAINING = ("checkpoint", "data", "engine", "model", "objectives", "ops", "dist
 _CHECKPOINT = ("checkpoint", "distributed")
 _SLURM = ("checkpoint", "cluster", "data", "engine", "train")
 _LAYOUTS = ("checkpoint", "data", "engine", "model", "objectives", "distributed", "train")
+_SUPERVISION = ("hang", "heartbeat", "ranks", "report_exchange", "report_store", "supervisor")
 ALL_POINTS = 0
 
 
@@ -28,7 +29,8 @@ HANGS_CODE = (
     *_packages(("cluster", "train")), "tests/faults/forked_ranks.py", "tests/faults/hangs.py",
 )  # fmt: skip
 FROZEN_DISKS_CODE = (
-    "megatron_deberta/cluster/event_log.py", "megatron_deberta/cluster/watchdog",
+    "megatron_deberta/cluster/event_log.py",
+    *(f"megatron_deberta/cluster/watchdog/{name}.py" for name in _SUPERVISION),
     "megatron_deberta/observe", "tests/faults/forked_ranks.py", "tests/faults/frozen_disks.py",
 )  # fmt: skip
 SLURM_CODE = (

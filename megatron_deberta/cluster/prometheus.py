@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Iterator
@@ -10,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_deberta.cluster.slurm.condition import WORDS
-from megatron_deberta.cluster.slurm.status import RunStatus
-from megatron_deberta.errors import ConfigError
+from megatron_deberta.cluster.slurm.status import RunStatus, gather
+from megatron_deberta.config.schema import ClusterConfig
+from megatron_deberta.errors import ConfigError, MegatronDebertaError
+
+logger = logging.getLogger("supervisor")
 
 PREFIX = "megatron_deberta"
 HTTP_ADDRESS = "127.0.0.1"
@@ -123,3 +127,13 @@ class PrometheusExporter:
     def _filled(self, family: Any, value: float) -> Any:
         family.add_metric([self._run], value)
         return family
+
+
+def export_once(config: ClusterConfig, run_dir: str | os.PathLike[str]) -> None:
+    """Update the file for Prometheus after the end of an attempt, when no monitor runs."""
+    if config.prometheus_file:
+        try:
+            with PrometheusExporter(run_dir, config.prometheus_file, port=0) as exporter:
+                exporter.update(gather(run_dir, ask_slurm=False))
+        except (OSError, MegatronDebertaError) as error:
+            logger.warning("no metrics for Prometheus: %s", error)

@@ -37,8 +37,8 @@ class Activity(NamedTuple):
     """Process that trains; empty: none."""
     is_lost: bool
     """Whether the last process to train ended without releasing the lock."""
-    state: str
-    """State of its SLURM job; empty: none, or not asked for."""
+    state: str | None
+    """State of its SLURM job; empty: there is none; None: unknown."""
     last_progress: float
     """Time of its last record, checkpoint or start, in seconds since the epoch."""
     record_seconds: float
@@ -61,17 +61,24 @@ def find_condition(
     if over == FINISHED or (over and not activity.holder):
         return _ended(events, over)
     attempts = [event for event in events if event["event"] in ("start", "end")]
-    attempt = attempts[-1]["link"] if attempts and attempts[-1]["event"] == "start" else ""
+    last = attempts[-1] if attempts else {}
+    attempt = last["link"] if last.get("event") == "start" else ""
     reports = ReportFiles(folder, attempt)
     if activity.holder:
         late = _stalled_reason(reports, activity, config)
         return Condition("stalled", late) if late else Condition("running")
-    if activity.state.startswith("PENDING"):
-        return Condition("queued", activity.state)
-    if activity.state or (attempt and _is_starting(reports, activity)):
+    state = activity.state or ""
+    if state.startswith("PENDING"):
+        return Condition("queued", state)
+    if state or (attempt and _is_starting(reports, activity)):
         return Condition("running")
     if attempt:
         return Condition("stalled", f"attempt {attempt} was killed or lost; nothing continues it")
+    if last.get("goes_on"):
+        is_recent = time.time() - last["time"] < FRESH_SECONDS
+        if activity.state is None or is_recent:
+            return Condition("queued", "between two attempts")
+        return Condition("stalled", f"nothing continues it after attempt {last['link']}")
     if activity.is_lost:
         return Condition("failed", "its process was killed or lost")
     return Condition("stopped")

@@ -24,6 +24,7 @@ from megatron_deberta.cluster import node_check
 from megatron_deberta.cluster.bad_nodes import BadNodes
 from megatron_deberta.cluster.entry_point import run_logged
 from megatron_deberta.cluster.notify import Notifier
+from megatron_deberta.cluster.prometheus import export_once
 from megatron_deberta.cluster.run_lock import raise_if_locked
 from megatron_deberta.cluster.slurm import commands as slurm
 from megatron_deberta.cluster.slurm.history import Decision, JobHistory
@@ -67,9 +68,9 @@ class JobAttempt:
         self._history = JobHistory(spec.run_dir)
         self._name = attempt_name(self._job, self._restarts)
         self._node_failure = ""
-        config = _cluster_config(spec)
-        self._bad_nodes = BadNodes(spec.run_dir, config.bad_node_hours)
-        self._notifier = Notifier(config, spec.run_dir)
+        self._config = _cluster_config(spec)
+        self._bad_nodes = BadNodes(spec.run_dir, self._config.bad_node_hours)
+        self._notifier = Notifier(self._config, spec.run_dir)
 
     def run(self) -> int:
         """Train until the ranks end, then requeue the job or end the run.
@@ -172,6 +173,7 @@ class JobAttempt:
     def _end(self, decision: Decision, code: int | None, diagnosis: Diagnosis | None = None) -> int:
         """Record the end of the attempt, and requeue the job or cancel its successors."""
         self._history.end_attempt(self._name, decision, code)
+        export_once(self._config, self._spec.run_dir)
         self._notifier.send_attempt_end(diagnosis, decision)
         logger.info("%s: %s", self._name, decision.reason)
         if not decision.continues:

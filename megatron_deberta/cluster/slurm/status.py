@@ -25,6 +25,8 @@ from megatron_deberta.config.yaml_reader import read_yaml
 from megatron_deberta.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_REQUEUE, ConfigError
 from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
 
+NOT_QUEUED = "not queued"
+
 
 @dataclass(frozen=True, slots=True)
 class JobAttemptStatus:
@@ -113,7 +115,7 @@ def gather(run_dir: str | os.PathLike[str], *, ask_slurm: bool = True) -> RunSta
     activity = Activity(
         holder=holder,
         is_lost=is_lost(folder),
-        state=state if jobs else "",
+        state=state if jobs else "" if state == NOT_QUEUED else None,
         last_progress=max(
             saved or 0.0,
             metrics.stat().st_mtime if metrics.exists() else 0.0,
@@ -274,7 +276,7 @@ def queue_state(jobs: Sequence[str]) -> tuple[str, tuple[str, ...]]:
             state, _, reason = line.partition(" ")
             found[job] = f"{state} ({reason})" if state == "PENDING" else state
     running = [state for state in found.values() if not state.startswith("PENDING")]
-    return next(iter([*running, *found.values()]), "not queued"), tuple(found)
+    return next(iter([*running, *found.values()]), NOT_QUEUED), tuple(found)
 
 
 def attempt_statuses(records: Sequence[Mapping[str, Any]]) -> tuple[JobAttemptStatus, ...]:

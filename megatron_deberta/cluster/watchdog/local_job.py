@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 
 from megatron_deberta.cluster.notify import Notifier
+from megatron_deberta.cluster.prometheus import export_once
 from megatron_deberta.cluster.slurm.history import Decision, JobHistory
 from megatron_deberta.cluster.slurm.submit import attempt_name, log_folder
 from megatron_deberta.cluster.watchdog.ranks import NodePlan
@@ -56,6 +57,7 @@ def run_local_job(config: RunConfig, arguments: Sequence[str], ranks: int, resta
         again = decision.continues and code != EXIT_REQUEUE and restart < restarts
         decided = Decision(again, decision.code, decision.reason)
         history.end_attempt(attempt, decided, code)
+        export_once(config.cluster, run_dir)
         notifier.send_attempt_end(diagnosis, decided)
         logger.warning("%s: %s%s", attempt, decision.reason, "; starting again" * again)
         if not again:

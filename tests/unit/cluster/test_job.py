@@ -160,7 +160,8 @@ def test_a_lost_attempt_a_hang_and_the_end_are_told(place: Place) -> None:
     script.write_text('#!/bin/sh\ncat >> "$HOME/told"\necho >> "$HOME/told"\n')
     script.chmod(0o755)
     config = JobSpec.read(place.folder / "job.json").config
-    Path(config).write_text("cluster: {notify: [append]}\n")
+    file = place.folder / "run.prom"
+    Path(config).write_text(f"cluster: {{notify: [append], prometheus_file: {file}}}\n")
     JobHistory(place.run_dir).start_attempt("6.0", "n[1-2]")
     hung = Diagnosis("hang", (1,), ("n2",), "rank 1 on n2 hangs in step at step 7")
     report = NodeReport(1, "n2", 1, (), (), (), diagnosis=hung, code=1)
@@ -171,6 +172,7 @@ def test_a_lost_attempt_a_hang_and_the_end_are_told(place: Place) -> None:
     assert "attempt 6.0 on n[1-2] was lost" in told[0]["text"]
     assert "n2 is excluded: rank 1 on n2 hangs" in told[1]["text"]
     assert told[3]["text"].endswith("see the logs (exit code 93)")
+    assert file.exists() or "need prometheus_client" in place.errors
 
 
 def test_bad_node_without_a_spare_is_used_again(place: Place) -> None:

@@ -14,9 +14,14 @@ from typing import Any
 import pytest
 
 from megatron_deberta.checkpoint.layout import COMMITTED_FILE, step_dir
-from megatron_deberta.cluster.prometheus import PREFIX, PrometheusExporter, metrics_of
+from megatron_deberta.cluster.prometheus import (
+    PREFIX,
+    PrometheusExporter,
+    export_once,
+    metrics_of,
+)
 from megatron_deberta.cluster.run_lock import Holder
-from megatron_deberta.cluster.slurm.history import JobHistory
+from megatron_deberta.cluster.slurm.history import Decision, JobHistory
 from megatron_deberta.cluster.slurm.status import gather
 from megatron_deberta.cluster.watchdog import monitor as monitor_module
 from megatron_deberta.cluster.watchdog.monitor import RunMonitor
@@ -137,6 +142,17 @@ def test_file_and_endpoint_of_prometheus(run: Run) -> None:
     assert {line.split("{")[0] for line in served.splitlines()} == {
         line.split("{")[0] for line in file.read_text().splitlines()
     }
+
+
+def test_the_file_says_that_the_run_has_failed(run: Run) -> None:
+    pytest.importorskip("prometheus_client")
+    config = ClusterConfig(prometheus_file=str(run.folder / "run.prom"))
+    export_once(ClusterConfig(), run.folder)
+    assert not Path(config.prometheus_file).exists()
+    run.history.end_attempt("1.0", Decision(False, 93, "no progress"), 1)
+    export_once(config, run.folder)
+    failed = f'{PREFIX}_condition{{condition="failed",run="{run.folder}"}} 1.0'
+    assert failed in Path(config.prometheus_file).read_text()
 
 
 def test_a_port_in_use_is_a_warning(run: Run, caplog: pytest.LogCaptureFixture) -> None:

@@ -373,6 +373,20 @@ def test_condition_of_a_run_that_goes_on(
     assert read_condition(run_dir, capsys) == ("stalled", lost)
 
 
+def test_condition_between_two_attempts(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(slurm, "call", Slurm())
+    end = {"link": "7.2", "step": 300, "code": 75, "goes_on": True, "reason": "stopped"}
+    JobHistory(run_dir).append("end", **end)
+    assert read_condition(run_dir, capsys) == ("queued", "between two attempts")
+    with JobHistory(run_dir).path.open("a") as stream:
+        stream.write(json.dumps({"event": "end", "time": 700.0, **end}) + "\n")
+    lost = "nothing continues it after attempt 7.2"
+    assert read_condition(run_dir, capsys) == ("stalled", lost)
+    assert gather(run_dir, ask_slurm=False).condition == "queued"
+
+
 def test_condition_of_a_run_without_progress(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
