@@ -83,6 +83,8 @@ setup(
         "orjson",
         "packaging",
         "psutil",
+        # Validates what is read; `extra` of `validate_json` is new in 2.12.
+        "pydantic>=2.12,<3",
         "pyyaml",
         "rensa",
         "zstandard",
@@ -99,6 +101,7 @@ setup(
         "scipy",
         "seqeval",
         "prometheus_client",
+        "typing-extensions",
     ],
     extras_require={"mpi": MPI, "dev": DEV, "all": MPI},
     entry_points={"console_scripts": ["megatron-deberta = megatron_deberta.cli.main:main"]},

@@ -56,3 +56,11 @@ class LossScaleError(NumericsError):
 
 class ReplicaError(MegatronDebertaError):
     """Replicated tensors differ between ranks, because of faulty computation or memory."""
+
+
+def printable(text: str) -> str:
+    """Replace characters that control a terminal or cannot be printed, except for newlines.
+
+    File names, configs and logs of other people reach messages.
+    """
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)

@@ -59,8 +59,13 @@ def write_durably(path: Path, content: bytes) -> None:
         os.fsync(stream.fileno())
 
 
-def write_atomically(final: str | Path, content: bytes) -> None:
-    """Write ``content`` to ``final`` atomically.
+def write_atomically(final: str | Path, content: bytes, *, durable: bool = True) -> None:
+    """Write ``content`` to ``final`` atomically; symbolic links are replaced, not followed.
+
+    Args:
+        final: the file.
+        content: its new content.
+        durable: flush it to disk, so that it outlives a power failure.
 
     Raises:
         OSError: the disk is full or the folder not writable; ``final`` is then unchanged.
@@ -69,11 +74,16 @@ def write_atomically(final: str | Path, content: bytes) -> None:
     # A killed process with the same id may have left one.
     temporary.unlink(missing_ok=True)
     try:
-        write_durably(temporary, content)
+        if durable:
+            write_durably(temporary, content)
+        else:
+            with temporary.open("xb") as stream:
+                stream.write(content)
         os.replace(temporary, final)
     finally:
         temporary.unlink(missing_ok=True)
-    fsync_path(Path(final).parent)
+    if durable:
+        fsync_path(Path(final).parent)
 
 
 @contextmanager

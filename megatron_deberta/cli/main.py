@@ -17,7 +17,12 @@ from typing import NamedTuple, Protocol, cast
 
 from megatron_deberta import __version__
 from megatron_deberta.cli.arguments import CommandParser, HelpFormatter, with_current_names
-from megatron_deberta.errors import EXIT_FAILURE, EXIT_INTERRUPTED, MegatronDebertaError
+from megatron_deberta.errors import (
+    EXIT_FAILURE,
+    EXIT_INTERRUPTED,
+    MegatronDebertaError,
+    printable,
+)
 
 # Exit code of a shell for a command ended by SIGPIPE.
 EXIT_PIPE_CLOSED = 141
@@ -152,4 +157,4 @@ def describe(error: MegatronDebertaError | OSError) -> str:
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     else:
         text = str(error) or type(error).__name__
-    return " ".join(text.split())
+    return printable(" ".join(text.split()))

@@ -15,7 +15,7 @@ from dataclasses import asdict
 
 from megatron_deberta.cli.arguments import add_run_dir_argument, run_folder
 from megatron_deberta.cluster.slurm.status import RunStatus, gather
-from megatron_deberta.errors import EXIT_DONE
+from megatron_deberta.errors import EXIT_DONE, printable
 from megatron_deberta.observe.console import format_duration
 
 
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the status."""
     status = gather(run_folder(args))
-    print(json.dumps(asdict(status), indent=1) if args.json else describe(status))
+    print(json.dumps(asdict(status), indent=1) if args.json else printable(describe(status)))
     return EXIT_DONE
 
 

@@ -6,12 +6,15 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from megatron_deberta.cluster.event_log import append_event, read_events
 from megatron_deberta.cluster.watchdog.hang import Diagnosis
+from megatron_deberta.parsing import Seconds
 
 logger = logging.getLogger("job")
 
@@ -24,11 +27,11 @@ BAD_WEIGHT = 2
 class NodeFailure:
     """One failure of a node; a line of the file."""
 
-    node: str
+    node: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,255}$")]
     reason: str
-    time: float
-    """Seconds since the epoch."""
-    weight: int
+    time: Seconds
+    """Since the epoch."""
+    weight: Literal[1, 2]
 
 
 class BadNodes:
@@ -58,8 +61,7 @@ class BadNodes:
             reason: for people.
             certain: this failure alone makes the node bad.
         """
-        weight = BAD_WEIGHT if certain else 1
-        failure = NodeFailure(node, reason, round(self._clock(), 3), weight)
+        failure = NodeFailure(node, reason, round(self._clock(), 3), 2 if certain else 1)
         try:
             append_event(self.path, asdict(failure))
         except OSError as error:
@@ -87,16 +89,9 @@ class BadNodes:
         """Return the last failure of each bad node, oldest first."""
         weights: dict[str, int] = {}
         last: dict[str, NodeFailure] = {}
-        for failure in self._read():
+        for failure in read_events(self.path, NodeFailure):
             if failure.time + self._seconds > self._clock():
                 weights[failure.node] = weights.get(failure.node, 0) + failure.weight
                 last.pop(failure.node, None)
                 last[failure.node] = failure
         return {node: failure for node, failure in last.items() if weights[node] >= BAD_WEIGHT}
-
-    def _read(self) -> list[NodeFailure]:
-        failures = []
-        for event in read_events(self.path):
-            with suppress(TypeError):
-                failures.append(NodeFailure(**event))
-        return failures

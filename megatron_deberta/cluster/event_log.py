@@ -1,14 +1,21 @@
-"""JSON lines that outlive a crash: each is flushed, and one that was cut short is skipped."""
+"""JSON lines that outlive a crash: each is flushed, and damaged ones are skipped."""
 
 from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from megatron_deberta.errors import DataError
+from megatron_deberta.parsing import parse_json
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
 def append_event(path: Path, event: Mapping[str, Any]) -> None:
@@ -28,11 +35,23 @@ def append_event(path: Path, event: Mapping[str, Any]) -> None:
         os.fsync(stream.fileno())
 
 
-def read_events(path: Path) -> list[dict[str, Any]]:
-    """Return the JSON objects of a file in order; an empty list without the file."""
+def read_events(path: Path, schema: type[T]) -> list[T]:
+    """Return the events of a file in order, without lines that a crash has cut short.
+
+    Args:
+        path: the file; without it there are no events.
+        schema: type of an event; other lines are skipped.
+    """
     events = []
     if path.exists():
-        for line in path.read_text(errors="replace").splitlines():
-            with suppress(ValueError):
-                events.append(json.loads(line))
-    return [event for event in events if isinstance(event, dict)]
+        for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+            try:
+                event = parse_json(
+                    line, schema, f"{path}:{number}", "an event",
+                    remedy="the line is ignored", ignore_unknown=True,
+                )  # fmt: skip
+            except DataError as error:
+                logger.debug("%s", error)
+                continue
+            events.append(event)
+    return events

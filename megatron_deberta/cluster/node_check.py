@@ -8,6 +8,7 @@ can make the process that uses it hang.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import selectors
 import socket
@@ -18,11 +19,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from megatron_deberta.cluster.entry_point import run_logged
 from megatron_deberta.cluster.node_checks import ACROSS, CHECKS
 from megatron_deberta.cluster.slurm.submit import JobSpec
 from megatron_deberta.cluster.watchdog.report_store import FOLDER
-from megatron_deberta.errors import EXIT_DONE, EXIT_FAILURE
+from megatron_deberta.errors import EXIT_DONE, EXIT_FAILURE, DataError
 from megatron_deberta.files import write_atomically
+from megatron_deberta.parsing import Seconds, parse_json, read_json, whole_number
+
+logger = logging.getLogger("node_check")
 
 LIMITS = {name: seconds for name, (_, seconds) in CHECKS.items()}
 
@@ -35,7 +40,23 @@ class Finding:
     ok: bool
     text: str
     """What was measured; for a failure also what to do."""
-    seconds: float = 0.0
+    seconds: Seconds = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the process of the checks prints about each of them."""
+
+    ok: bool
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Report of a node; the content of its file."""
+
+    host: str
+    findings: tuple[Finding, ...]
 
 
 def check_node(job_file: str, variables: dict[str, str], checks: Sequence[str]) -> list[Finding]:
@@ -74,8 +95,12 @@ def _in_one_process(
                     how = "exited silently" if ready else f"no answer in {LIMITS[check]:.0f} s"
                     yield Finding(check, False, f"{how}; inspect the node", seconds)
                     return
-                answer = json.loads(line)
-                yield Finding(check, bool(answer["ok"]), str(answer["text"]), seconds)
+                try:
+                    answer = parse_json(line, Answer, check, "an answer", remedy="see the log")
+                except DataError as error:
+                    yield Finding(check, False, str(error), seconds)
+                    return
+                yield Finding(check, answer.ok, answer.text, seconds)
     finally:
         process.kill()
         process.wait()
@@ -91,12 +116,12 @@ def failures(run_dir: str, attempt: str, num_nodes: int) -> dict[str, str]:
     failed: dict[str, dict[str, str]] = {}
     for node in range(num_nodes):
         try:
-            report = json.loads(report_path(run_dir, attempt, node).read_bytes())
-        except (OSError, ValueError):
+            report = read_json(
+                report_path(run_dir, attempt, node), Report, "a report", remedy="it is ignored"
+            )
+        except (OSError, DataError):
             continue
-        failed[str(report["host"])] = {
-            item["check"]: item["text"] for item in report["findings"] if not item["ok"]
-        }
+        failed[report.host] = {item.check: item.text for item in report.findings if not item.ok}
     if sum(ACROSS in checks for checks in failed.values()) > 1:
         # One bad node makes this check fail on all; it does not show which.
         for checks in failed.values():
@@ -110,17 +135,19 @@ def failures(run_dir: str, attempt: str, num_nodes: int) -> dict[str, str]:
 
 def main(arguments: Sequence[str]) -> int:
     """Check this node, print one line per check, and write the report."""
-    job_file, attempt = arguments
+    return run_logged(lambda: _check_this_node(*arguments), logger)
+
+
+def _check_this_node(job_file: str, attempt: str) -> int:
     spec = JobSpec.read(job_file)
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     findings = check_node(job_file, dict(os.environ), list(LIMITS))
     for finding in findings:
         status = "ok   " if finding.ok else "WRONG"
         sys.stdout.write(f"{status} {host} {finding.check}: {finding.text}\n")
-    path = report_path(spec.run_dir, attempt, int(os.environ["SLURM_NODEID"]))
+    path = report_path(spec.run_dir, attempt, whole_number(os.environ, "SLURM_NODEID", 0))
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"host": host, "findings": [asdict(finding) for finding in findings]}
-    write_atomically(path, json.dumps(content).encode())
+    write_atomically(path, json.dumps(asdict(Report(host, tuple(findings)))).encode())
     return EXIT_DONE if all(finding.ok for finding in findings) else EXIT_FAILURE
 
 

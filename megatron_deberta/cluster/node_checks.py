@@ -24,6 +24,7 @@ from megatron_deberta.cluster.installation import (
 )
 from megatron_deberta.cluster.slurm.submit import JobSpec
 from megatron_deberta.errors import ConfigError, MegatronDebertaError
+from megatron_deberta.parsing import whole_number
 
 SLOW_DEVICE = 0.85
 """A device below this share of its node's median rate is broken, hot or throttled."""
@@ -122,7 +123,7 @@ def all_reduce_across(spec: JobSpec) -> str:
     # Not the ranks' port, which might still be closing when they start.
     port = int(os.environ["MASTER_PORT"]) + 1
     rendezvous = f"tcp://{os.environ['MASTER_ADDR']}:{port}"
-    rate = _all_reduce([(rendezvous, int(os.environ["SLURM_NODEID"]), spec.nodes)])
+    rate = _all_reduce([(rendezvous, whole_number(os.environ, "SLURM_NODEID", 0), spec.nodes)])
     return _check_rate(rate, spec.least_network_gb_per_second)
 
 

@@ -36,6 +36,7 @@ from megatron_deberta.cluster.slurm.commands import job_has_ended
 from megatron_deberta.cluster.slurm.history import JobHistory, ProgressEvent
 from megatron_deberta.errors import EXIT_FAILURE, ConfigError, MegatronDebertaError
 from megatron_deberta.files import write_atomically
+from megatron_deberta.parsing import read_json, whole_number
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ class Holder:
             pid=os.getpid(),
             since=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             job=os.environ.get("SLURM_JOB_ID", ""),
-            restarts=int(os.environ.get("SLURM_RESTART_COUNT") or 0),
+            restarts=whole_number(os.environ, "SLURM_RESTART_COUNT", 0),
         )
 
     def __str__(self) -> str:
@@ -321,7 +322,7 @@ def _in_use(run_dir: str | os.PathLike[str], holder: Holder) -> ConfigError:
 
 def newest_lock(folder: Path) -> Path | None:
     """Return the lock file with the highest number, None if there is none."""
-    return max(folder.glob("[0-9]*.json"), default=None)
+    return max(folder.glob(f"{'[0-9]' * 8}.json"), default=None)
 
 
 def read_lock(path: Path) -> Holder | None:
@@ -331,13 +332,11 @@ def read_lock(path: Path) -> Holder | None:
         ConfigError: the file is not a lock.
     """
     try:
-        return Holder(**json.loads(path.read_bytes()))
+        return read_json(
+            path, Holder, "a lock", error=ConfigError, remedy="remove it if no job uses the folder"
+        )
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError) as error:
-        raise ConfigError(
-            f"{path}: not a lock ({error}); remove it if no job uses the folder"
-        ) from error
 
 
 def _lock(descriptor: int, kind: int) -> bool | None:

@@ -10,11 +10,22 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.errors import DataError
-from megatron_deberta.files import write_atomically
+from megatron_deberta.files import fsync_path, write_atomically
+from megatron_deberta.parsing import Count, parse_json
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """A line of the file."""
+
+    step: Count
+    rank: Count
+    samples: list[Count]
 
 
 class SampleLog:
@@ -47,7 +58,11 @@ class SampleLog:
                 for other in sorted(folder.glob("rank-*.jsonl")):
                     if int(other.stem.removeprefix("rank-")) >= dp_size:
                         _cut(other, completed_steps)
+            is_new = not path.exists()
             self._stream = path.open("ab", buffering=0)
+            if is_new:
+                # Otherwise a power failure may take the file away, flushed or not.
+                fsync_path(folder)
         except OSError as error:
             raise DataError(f"{path}: cannot write the sample log: {error}") from error
 
@@ -139,8 +154,5 @@ def _cut(path: Path, completed_steps: int) -> None:
 
 
 def _parse(path: Path, line: bytes) -> tuple[int, int, list[int]]:
-    try:
-        record = json.loads(line)
-        return int(record["step"]), int(record["rank"]), [int(item) for item in record["samples"]]
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path}: damaged record {line[:60]!r}; remove it") from error
+    record = parse_json(line, _Record, path, "a damaged record", remedy=f"remove {line[:60]!r}")
+    return record.step, record.rank, record.samples

@@ -11,13 +11,30 @@ from pathlib import Path
 from typing import Any, Literal
 
 import orjson
+from typing_extensions import Required, TypedDict
 
 from megatron_deberta.errors import DataError
 from megatron_deberta.files import write_atomically
+from megatron_deberta.parsing import Count, Number, Scalar, Seconds, parse_json
 
 logger = logging.getLogger(__name__)
 
 RecordKind = Literal["train", "validation", "guard", "checkpoint"]
+
+
+class _Record(TypedDict, total=False):
+    """A line of ``metrics.jsonl``; other keys are metrics, too."""
+
+    step: Required[Count]
+    kind: RecordKind
+    loss: Number | None
+    tokens_per_second: Number | None
+    seconds_left: Seconds | None
+    unigram_loss: Number
+    event: str
+    skip: str | None
+    skipped: Count
+
 
 FILE_NAME = "metrics.jsonl"
 
@@ -127,16 +144,14 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         DataError: a line is not a record; names the line.
     """
     *lines, _incomplete = Path(path).read_bytes().split(b"\n")
-    records = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = orjson.loads(line)
-            records.append({**record, "step": int(record["step"])})
-        except (ValueError, TypeError, KeyError) as error:
-            raise DataError(
-                f"{path}:{number}: not a metrics record ({error}); move the file away to continue"
-            ) from error
-    return records
+    return [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
+
+
+def _parse(line: bytes, place: str) -> dict[str, Any]:
+    what, remedy = "a metrics record", "move the file away to continue"
+    parse_json(line, _Record, place, what, remedy=remedy, ignore_unknown=True)
+    # Metrics without a type of their own are numbers or text.
+    return parse_json(line, dict[str, Scalar], place, what, remedy=remedy)
 
 
 def _cut_after(path: Path, step: int, check: Callable[[], None]) -> None:

@@ -14,7 +14,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
+
+from typing_extensions import Required, TypedDict
 
 from megatron_deberta.checkpoint.layout import committed_steps
 from megatron_deberta.cluster.event_log import append_event, read_events
@@ -25,6 +27,7 @@ from megatron_deberta.errors import (
     EXIT_REQUEUE,
     EXIT_USAGE,
 )
+from megatron_deberta.parsing import Count, Number, Seconds
 
 logger = logging.getLogger("job")
 
@@ -43,6 +46,46 @@ _FINAL = {
 }
 ProgressEvent = Literal["resume", "checkpoint"]
 Event = Literal["submit", "jobs", "start", "end", "cancel", "slow", "signal"] | ProgressEvent
+
+
+class SlowRank(TypedDict):
+    """A straggler in a ``slow`` event."""
+
+    rank: int
+    host: str
+    part: str
+    factor: Number
+    lost_seconds: Number
+
+
+class EventRecord(TypedDict, total=False):
+    """A line of the file; which keys it has depends on the event."""
+
+    event: Required[Event]
+    time: Required[Seconds]
+    link: str
+    step: Count
+    nodes: str | Count
+    links: Count
+    jobs: list[str]
+    code: int | None
+    goes_on: bool
+    reason: str
+    ranks: list[SlowRank]
+    samples: Count
+    starting: bool
+
+
+_REQUIRED: dict[Event, set[str]] = {
+    "jobs": {"jobs"},
+    "start": {"link", "step", "nodes"},
+    "end": {"link", "goes_on", "reason"},
+    "resume": {"samples"},
+    "checkpoint": {"samples"},
+    "signal": {"starting"},
+    "slow": {"link", "ranks"},
+}
+"""Keys that are read from events of a kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +154,11 @@ class JobHistory:
 
     def records(self) -> list[dict[str, Any]]:
         """Return all events, oldest first, without lines that a crash has cut short."""
-        return [record for record in read_events(self.path) if "event" in record]
+        return [
+            cast(dict[str, Any], record)
+            for record in read_events(self.path, EventRecord)
+            if _REQUIRED.get(record["event"], set()) <= record.keys()
+        ]
 
     def current(self) -> list[dict[str, Any]]:
         """Return the events since the last submission, including it.
@@ -176,7 +223,7 @@ class JobHistory:
             elif record["event"] == "signal":
                 attempts[-1].was_starting |= record["starting"]
             elif record["event"] == "end":
-                attempts[-1].code = record["code"]
+                attempts[-1].code = record.get("code")
         return attempts
 
     def is_superseded(self, attempt: str) -> bool:

@@ -43,6 +43,7 @@ from megatron_deberta.config import load_config
 from megatron_deberta.config.schema import ClusterConfig
 from megatron_deberta.errors import EXIT_DONE, EXIT_FAILURE, EXIT_NEVER_REQUEUE, ConfigError
 from megatron_deberta.files import write_atomically
+from megatron_deberta.parsing import whole_number
 
 logger = logging.getLogger("job")
 
@@ -64,7 +65,7 @@ class JobAttempt:
         self._spec = _for_allocated_nodes(spec, variables)
         self._variables = variables
         self._job = variables["SLURM_JOB_ID"]
-        self._restarts = int(variables.get("SLURM_RESTART_COUNT") or 0)
+        self._restarts = whole_number(variables, "SLURM_RESTART_COUNT", 0)
         self._history = JobHistory(spec.run_dir)
         self._name = attempt_name(self._job, self._restarts)
         self._node_failure = ""
@@ -100,7 +101,7 @@ class JobAttempt:
             code, self._node_failure = EXIT_FAILURE, f"the attempt cannot start: {error}"
         info = slurm.job_info(self._job)
         has_successor = self._history.is_superseded(self._name)
-        if int(info.get("Restarts", 0)) > self._restarts or has_successor:
+        if whole_number(info, "Restarts", 0) > self._restarts or has_successor:
             # SLURM lost this node and restarted the job elsewhere; that attempt goes on.
             logger.warning("%s: superseded", self._name)
             return EXIT_FAILURE
@@ -241,7 +242,7 @@ class JobAttempt:
 
 def _for_allocated_nodes(spec: JobSpec, variables: Mapping[str, str]) -> JobSpec:
     """Return the job for the nodes that SLURM has allocated, which may be fewer than asked for."""
-    allocated = int(variables.get("SLURM_JOB_NUM_NODES") or spec.nodes)
+    allocated = whole_number(variables, "SLURM_JOB_NUM_NODES", spec.nodes)
     if allocated >= spec.nodes:
         return spec
     smaller = for_nodes(spec, load_config(spec.config), allocated)

@@ -11,6 +11,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import TypedDict
+
 from megatron_deberta.checkpoint.layout import COMMITTED_FILE, committed_steps, step_dir
 from megatron_deberta.cluster.bad_nodes import BadNodes
 from megatron_deberta.cluster.run_lock import DEAD_SECONDS, newest_lock, read_lock
@@ -24,6 +26,25 @@ from megatron_deberta.config.schema import ClusterConfig
 from megatron_deberta.config.yaml_reader import read_yaml
 from megatron_deberta.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_REQUEUE, ConfigError
 from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
+from megatron_deberta.parsing import Count, Seconds, conform
+
+
+class _TrainSection(TypedDict, total=False):
+    steps: Count | None
+    exit_step: Count | None
+    stop_after: Count | None
+    """Former name of ``exit_step``."""
+
+
+class _ClusterSection(TypedDict, total=False):
+    bad_node_hours: Seconds | None
+
+
+class _Config(TypedDict, total=False):
+    """What is read from a run's resolved configuration, which an older release may have written."""
+
+    train: _TrainSection
+    cluster: _ClusterSection
 
 NOT_QUEUED = "not queued"
 
@@ -244,7 +265,7 @@ def next_command(
     """
     run_dir, config = shlex.quote(str(folder)), shlex.quote(str(_config_path(folder)))
     logs = sorted(folder.glob(f"{LOGS}/*.*/rank_*.log"), key=lambda log: log.stat().st_mtime)
-    ends = [event["code"] for event in events if event["event"] == "end"]
+    ends = [event.get("code") for event in events if event["event"] == "end"]
     if is_alive:
         return f"megatron-deberta logs -f {run_dir}" if logs else ""
     if over == FINISHED:
@@ -281,7 +302,7 @@ def queue_state(jobs: Sequence[str]) -> tuple[str, tuple[str, ...]]:
 
 def attempt_statuses(records: Sequence[Mapping[str, Any]]) -> tuple[JobAttemptStatus, ...]:
     """Return the job attempts in order."""
-    ends = {record["link"]: record for record in records if record["event"] == "end"}
+    ends = {record.get("link"): record for record in records if record["event"] == "end"}
     starts = [record for record in records if record["event"] == "start"]
     attempts = []
     for start in starts:
@@ -290,7 +311,12 @@ def attempt_statuses(records: Sequence[Mapping[str, Any]]) -> tuple[JobAttemptSt
         seconds = None if end["time"] is None else end["time"] - start["time"]
         attempts.append(
             JobAttemptStatus(
-                start["link"], start["nodes"], start["step"], end["step"], seconds, end["reason"]
+                start["link"],
+                str(start["nodes"]),
+                start["step"],
+                end.get("step"),
+                seconds,
+                end["reason"],
             )
         )
     return tuple(attempts)
@@ -310,13 +336,13 @@ def slow_ranks(records: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
 def bad_node_hours(folder: Path) -> float:
     """Return ``cluster.bad_node_hours`` of a run."""
     given = _config(folder).get("cluster", {}).get("bad_node_hours")
-    return ClusterConfig().bad_node_hours if given is None else float(given)
+    return ClusterConfig().bad_node_hours if given is None else given
 
 
 def target_step(folder: Path) -> int:
     """Return the last step by the run's resolved configuration; 0 without one."""
     train = _config(folder).get("train", {})
-    return int(train.get("exit_step") or train.get("stop_after") or train.get("steps") or 0)
+    return train.get("exit_step") or train.get("stop_after") or train.get("steps") or 0
 
 
 def _config_path(folder: Path) -> Path:
@@ -325,10 +351,15 @@ def _config_path(folder: Path) -> Path:
     return path if path.exists() else max(folder.glob(f"{SUBMISSIONS}/*/run.yaml"), default=path)
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def _config(folder: Path) -> _Config:
     """Return the resolved configuration, empty if there is none."""
     path = _config_path(folder)
-    return read_yaml(path) if path.exists() else {}
+    if not path.exists():
+        return {}
+    return conform(
+        read_yaml(path), _Config, path, "the config of a run", error=ConfigError,
+        remedy="restore it; the next start of the run writes it anew", ignore_unknown=True,
+    )  # fmt: skip
 
 
 def _cluster_config(folder: Path) -> ClusterConfig:

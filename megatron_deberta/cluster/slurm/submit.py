@@ -7,7 +7,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 from megatron_deberta.cluster.profile import CODE_ROOT, ClusterProfile, NodeSettings
 from megatron_deberta.cluster.slurm import names
@@ -15,6 +14,7 @@ from megatron_deberta.cluster.slurm.names import checked
 from megatron_deberta.config import validate_for_world
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.errors import ConfigError, MegatronDebertaError
+from megatron_deberta.parsing import read_json
 
 SUPERVISOR_EXIT_SECONDS = 30
 """Time for supervisors to notice that another node has ended, and to report it."""
@@ -47,15 +47,16 @@ class JobSpec(NodeSettings):
         Raises:
             ConfigError: the file is missing or invalid.
         """
+        remedy = "submit the run again"
         try:
-            data: dict[str, Any] = json.loads(Path(path).read_bytes())
-            if set(data) != {item.name for item in fields(cls)}:
-                raise ValueError(f"keys {sorted(data)}")
-            return cls(**{**data, "container_mounts": tuple(data["container_mounts"])})
-        except (OSError, ValueError, TypeError) as error:
-            raise ConfigError(
-                f"{path}: not a job of this release ({error}); submit the run again"
-            ) from None
+            job = read_json(
+                Path(path), cls, "a job of this release", error=ConfigError, remedy=remedy
+            )
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}; {remedy}") from None
+        if job.nodes < 1 or job.ranks_per_node < 1:
+            raise ConfigError(f"{path}: no nodes or no ranks; {remedy}")
+        return job
 
     def to_json(self) -> bytes:
         """Return the content of ``job.json``."""

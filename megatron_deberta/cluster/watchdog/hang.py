@@ -15,6 +15,7 @@ from typing import Literal
 
 from megatron_deberta.config.schema import ClusterConfig
 from megatron_deberta.observe.progress import Section
+from megatron_deberta.parsing import Number
 
 FIRST_STEPS = 2
 """The first steps of a process compile and allocate; they have the time-out of start-up."""
@@ -34,7 +35,7 @@ class RankView:
     section: Section
     step: int
     position: int
-    age: float
+    age: Number
     """Seconds since its position changed."""
     pid: int = 0
     state: str = ""
@@ -43,7 +44,7 @@ class RankView:
     """Whether its stack ends in a collective; None: no stack."""
     detail: str = ""
     code: int | None = None
-    ended: float = 0.0
+    ended: Number = 0.0
     """End, in seconds since the epoch."""
     killed: bool = False
     cause: str = ""

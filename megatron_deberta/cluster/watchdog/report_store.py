@@ -6,25 +6,24 @@ report gives ages, and a reader adds the time since it saw the file change.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+from pydantic import Field
 
 from megatron_deberta.cluster.watchdog.hang import Diagnosis, RankView, diagnose_deaths
 from megatron_deberta.cluster.watchdog.straggler import Times
-from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE
-from megatron_deberta.files import temporary_name
-from megatron_deberta.observe.progress import Section
+from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE, DataError
+from megatron_deberta.files import write_atomically
+from megatron_deberta.parsing import Number, dump_json, parse_json
 
 FOLDER = "supervision"
 """Folder in the run folder with a folder per job attempt."""
-_KEYS = {"diagnosis": "verdict", "has_diagnostics": "evidence"}
-"""Keys in the file that differ from the field's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,45 +34,31 @@ class NodeReport:
     host: str
     serial: int
     views: tuple[RankView, ...]
-    limits: tuple[float, ...]
+    limits: tuple[Number, ...]
     """Their time-outs in seconds, in the same order, as are their times."""
     times: tuple[Times, ...]
     alarm: str = ""
     """What is overdue according to this node; empty: nothing."""
-    has_diagnostics: bool = False
+    has_diagnostics: Annotated[bool, Field(alias="evidence")] = False
     """Whether the views include the states of processes."""
-    diagnosis: Diagnosis | None = None
+    diagnosis: Annotated[Diagnosis | None, Field(alias="verdict")] = None
     code: int | None = None
 
     def to_json(self) -> bytes:
         """Return the content of its file."""
-        data = {_KEYS.get(name, name): value for name, value in asdict(self).items()}
-        return json.dumps(data).encode()
+        return dump_json(self)
 
     @classmethod
     def from_json(cls, content: bytes) -> NodeReport:
         """Read the content of a report's file.
 
         Raises:
-            ValueError: it is not a report.
+            DataError: it is not a report.
         """
-        names = {key: name for name, key in _KEYS.items()}
-        try:
-            data: dict[str, Any] = {
-                names.get(key, key): value for key, value in json.loads(content).items()
-            }
-            data["views"] = tuple(
-                RankView(**{**view, "section": Section(view["section"])}) for view in data["views"]
-            )
-            if data["diagnosis"] is not None:
-                found = data["diagnosis"]
-                lists = {key: tuple(found[key]) for key in ("ranks", "hosts")}
-                data["diagnosis"] = Diagnosis(**{**found, **lists})
-            data["times"] = tuple(tuple(item) for item in data["times"])
-            data["limits"] = tuple(data["limits"])
-            return cls(**data)
-        except (TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"not a node's report: {error}") from None
+        report = parse_json(content, cls, "report", "a node's report", remedy="it is ignored")
+        if {len(report.limits), len(report.times)} != {len(report.views)}:
+            raise DataError("report: another number of time-outs or times than of ranks")
+        return report
 
 
 class ReportStore:
@@ -95,10 +80,7 @@ class ReportStore:
             OSError: the folder cannot be written.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = self._path(report.node)
-        temporary = temporary_name(path)
-        temporary.write_bytes(report.to_json())
-        os.replace(temporary, path)
+        write_atomically(self._path(report.node), report.to_json(), durable=False)
 
     def read(self, nodes: Iterable[int]) -> dict[int, NodeReport]:
         """Return the newest report of each of the nodes that has one, with ages as of now."""
@@ -106,7 +88,7 @@ class ReportStore:
         for node in nodes:
             try:
                 report = NodeReport.from_json(self._path(node).read_bytes())
-            except (OSError, ValueError):
+            except (OSError, DataError):
                 continue
             now = time.monotonic()
             serial, since = self._seen.get(node, (-1, now))
@@ -136,7 +118,7 @@ class ReportStore:
         if is_one_silent:
             # The state of its ranks is unknown; it is named, but not excluded: its supervisor may
             # have been unable to write.
-            host, step = silent[0].host, max(view.step for view in silent[0].views)
+            host, step = silent[0].host, max((view.step for view in silent[0].views), default=0)
             reason = f"{host} stopped reporting at step {step}"
             return Diagnosis("death", (), (host,), reason)
         return diagnose_deaths([view for report in reports for view in report.views])

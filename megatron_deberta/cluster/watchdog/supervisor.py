@@ -54,6 +54,8 @@ from megatron_deberta.errors import (
     EXIT_REQUEUE,
     EXIT_USAGE,
 )
+from megatron_deberta.files import write_atomically
+from megatron_deberta.parsing import whole_number
 from megatron_deberta.processes import die_with_parent
 
 logger = logging.getLogger("supervisor")
@@ -356,7 +358,8 @@ class Supervisor:
         logger.error("rank %d: state %s, %s", number, found.state, found.detail or "no stack")
         if found.stacks:
             path = self._store.folder / f"stacks_rank_{number}.txt"
-            self._exchange.submit(functools.partial(path.write_text, found.stacks))
+            content = found.stacks.encode(errors="replace")
+            self._exchange.submit(functools.partial(write_atomically, path, content, durable=False))
 
     def _compare(self, reports: Mapping[int, NodeReport]) -> None:
         """Report changes of the set of stragglers, on the first node only."""
@@ -438,7 +441,7 @@ def node_plan(spec: JobSpec, attempt: str, variables: Mapping[str, str]) -> Node
     return NodePlan(
         run_dir=spec.run_dir,
         attempt=attempt,
-        node=int(variables["SLURM_NODEID"]),
+        node=whole_number(variables, "SLURM_NODEID", 0),
         num_nodes=spec.nodes,
         host=variables.get("SLURMD_NODENAME") or socket.gethostname(),
         ranks_per_node=spec.ranks_per_node,

@@ -20,14 +20,17 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
 
 from megatron_deberta.errors import DataError
 from megatron_deberta.files import fsync_path, write_durably
+from megatron_deberta.parsing import Count, read_json
 
 T = TypeVar("T")
 Arrays = dict[str, npt.NDArray[Any]]
@@ -37,6 +40,20 @@ FORMAT = 1
 # Minimum number of entries of an index kept on disk.
 WORTH_KEEPING = 1 << 20
 _DESCRIPTION = "index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class _ArrayDescription:
+    dtype: Annotated[str, Field(pattern=r"^[<|][buif][1248]$")]
+    size: Count
+
+
+@dataclass(frozen=True, slots=True)
+class _Description:
+    """Content of ``index.json``."""
+
+    digest: str
+    arrays: dict[Annotated[str, Field(pattern=r"^\w+$")], _ArrayDescription]
 
 
 class LatestTwo(Generic[T]):
@@ -167,14 +184,16 @@ def _write(folder: Path, digest: str, parts: Parts) -> None:
 
 def _read(folder: Path, digest: str) -> Arrays:
     try:
-        description = json.loads((folder / _DESCRIPTION).read_bytes())
-        if description["digest"] != digest:
+        description = read_json(
+            folder / _DESCRIPTION, _Description, "an index", remedy="remove the folder"
+        )
+        if description.digest != digest:
             raise ValueError("another index under this name")
         return {
-            name: _map(folder / f"{name}.bin", np.dtype(array["dtype"]), array["size"])
-            for name, array in description["arrays"].items()
+            name: _map(folder / f"{name}.bin", np.dtype(array.dtype), array.size)
+            for name, array in description.arrays.items()
         }
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, TypeError) as error:
         raise DataError(f"{folder}: damaged index ({error}); remove the folder") from error
 
 

@@ -14,6 +14,7 @@ from typing import Literal
 
 from megatron_deberta.config.schema import GuardConfig, RunConfig
 from megatron_deberta.engine.base import StepOutcome
+from megatron_deberta.parsing import Count
 
 # Reason for skipping an update; ``overflow`` is the regular adjustment of fp16's loss scale
 Skip = Literal["loss not finite", "gradient not finite", "loss spike", "gradient spike", "overflow"]
@@ -39,10 +40,10 @@ class GuardState:
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
-    skips: list[int] = field(default_factory=list)
-    rollbacks: int = 0
-    vain_rollbacks: int = 0
-    trouble_step: int = 0
+    skips: list[Count] = field(default_factory=list)
+    rollbacks: Count = 0
+    vain_rollbacks: Count = 0
+    trouble_step: Count = 0
 
 
 @dataclass(slots=True)

@@ -24,6 +24,7 @@ from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.engine.base import Engine
 from megatron_deberta.errors import CheckpointError, NumericsError
 from megatron_deberta.files import write_atomically
+from megatron_deberta.parsing import Count, conform, read_json
 from megatron_deberta.train.stability.guard import Guard, GuardState
 from megatron_deberta.train.state import TrainState
 
@@ -45,12 +46,12 @@ class Rollback:
         vain_rollbacks: consecutive rollbacks without progress, this one included.
     """
 
-    step: int
-    consumed_samples: int
-    trouble_step: int
-    skipped: int
-    rollbacks: int
-    vain_rollbacks: int
+    step: Count
+    consumed_samples: Count
+    trouble_step: Count
+    skipped: Count
+    rollbacks: Count
+    vain_rollbacks: Count
 
 
 def rollback(
@@ -121,17 +122,17 @@ def resumed_position(
     saved = reader.metadata
     with raise_on_all_ranks(groups):
         recorded = _read(config.train.run_dir) if groups.rank == 0 else None
+    guard = guard_state(reader)
     numbers = [0] * len(fields(Rollback)) if recorded is None else list(asdict(recorded).values())
     last = Rollback(*(broadcast_from_rank_zero(number, groups) for number in numbers))
-    if last.step == saved.step and last.rollbacks > saved.guard.get("rollbacks", 0):
+    if last.step == saved.step and last.rollbacks > guard.rollbacks:
         return TrainState(saved.step, last.consumed_samples), _guard_after(reader, last)
-    state = TrainState(saved.step, saved.consumed_samples)
-    return state, GuardState(**saved.guard)
+    return TrainState(saved.step, saved.consumed_samples), guard
 
 
 def _guard_after(reader: CheckpointReader, done: Rollback) -> GuardState:
     return replace(
-        GuardState(**reader.metadata.guard),
+        guard_state(reader),
         skips=[],
         rollbacks=done.rollbacks,
         vain_rollbacks=done.vain_rollbacks,
@@ -142,10 +143,21 @@ def _guard_after(reader: CheckpointReader, done: Rollback) -> GuardState:
 def _read(run_dir: str | os.PathLike[str]) -> Rollback | None:
     path = Path(run_dir) / FILE_NAME
     try:
-        return Rollback(**{key: int(n) for key, n in json.loads(path.read_bytes()).items()})
+        return read_json(
+            path, Rollback, "a rollback", error=CheckpointError,
+            remedy="remove it to repeat the data of the last rollback",
+        )  # fmt: skip
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{path} is damaged ({error}); remove it to repeat the data of the last rollback"
-        ) from error
+
+
+def guard_state(reader: CheckpointReader) -> GuardState:
+    """Return the guard's state in a checkpoint; a new one if it has none.
+
+    Raises:
+        CheckpointError: it is damaged, or of another release.
+    """
+    return conform(
+        reader.metadata.guard, GuardState, reader.path, "a guard's state", error=CheckpointError,
+        remedy="use the release that wrote it",
+    )  # fmt: skip

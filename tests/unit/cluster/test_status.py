@@ -281,7 +281,7 @@ def test_logs(
 
 def test_logs_end_with_the_run(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     JobHistory(run_dir).path.open("a").write(
-        '{"event": "end", "link": "7.2", "goes_on": false, "reason": "finished"}\n'
+        '{"event": "end", "time": 1.0, "link": "7.2", "goes_on": false, "reason": "finished"}\n'
     )
     assert main(["logs", "-f", str(run_dir)]) == 0
     assert capsys.readouterr().out == "attempt 2\n"

@@ -106,7 +106,7 @@ def test_records_are_flushed(tmp_path, monkeypatch):
     sample_log = SampleLog(tmp_path, 0, 1, 0)
     sample_log.append(1, [batch([0, 1])])
     sample_log.sync()
-    assert disk.calls == ["fsync rank-00000.jsonl"]
+    assert disk.calls == ["fsync .", "fsync rank-00000.jsonl"]
     disk.assert_flushed(tmp_path)
     sample_log.append(2, [batch([2, 3])])
     sample_log.close()
