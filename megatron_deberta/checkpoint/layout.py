@@ -9,9 +9,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from megatron_deberta.errors import CheckpointError
+from megatron_deberta.parsing import Count, parse_json, read_json
 
 FORMAT = "megatron_deberta checkpoint"
 FORMAT_VERSION = 1
@@ -33,6 +37,9 @@ _HIDDEN_NAME = re.compile(r"\.(staging|deleting)-step_\d{8}(\.\d+)?")
 _TENSOR_FILE = re.compile(r"part-\d{5}-\d{4}\.safetensors")
 
 
+EngineScalar = Annotated[int | float, Field(ge=-(1 << 53), le=1 << 53, allow_inf_nan=False)]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointMetadata:
     """State of a run besides its tensors.
@@ -49,13 +56,13 @@ class CheckpointMetadata:
         guard: state of the numeric guard; empty in older checkpoints.
     """
 
-    step: int
-    consumed_samples: int
-    config: dict[str, Any]
+    step: Count
+    consumed_samples: Count
+    config: dict[str, dict[str, Any]]
     tokenizer_fingerprint: str
     tokenizer_path: str
     data_fingerprint: str = ""
-    scalars: dict[str, int | float] = field(default_factory=dict)
+    scalars: dict[str, EngineScalar] = field(default_factory=dict)
     layout: dict[str, int] = field(default_factory=dict)
     guard: dict[str, Any] = field(default_factory=dict)
 
@@ -65,7 +72,7 @@ class FileEntry:
     """Tensor file of a checkpoint."""
 
     name: str
-    size: int
+    size: Count
     sha256: str
 
 
@@ -78,9 +85,9 @@ class Fragment:
 
     parameter: str
     file: str
-    dim: int
-    offset: int
-    length: int
+    dim: Count
+    offset: Count
+    length: Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +104,7 @@ class CheckpointManifest:
 
     metadata: CheckpointMetadata
     kinds: tuple[str, ...]
-    parameters: dict[str, tuple[int, ...]]
+    parameters: dict[str, tuple[Count, ...]]
     files: tuple[FileEntry, ...]
     fragments: tuple[Fragment, ...]
 
@@ -114,22 +121,20 @@ class CheckpointManifest:
             CheckpointError: it is not a manifest, has another version, names a file outside the
                 checkpoint, or its fragments do not tile the parameters.
         """
-        try:
-            data = json.loads(content)
-            if (data["format"], data["version"]) != (FORMAT, FORMAT_VERSION):
-                raise CheckpointError(
-                    f"{source}: format {data['format']!r} version {data['version']!r} is not "
-                    f"{FORMAT!r} version {FORMAT_VERSION}; use the release that wrote it"
-                )
-            manifest = cls(
-                metadata=CheckpointMetadata(**data["metadata"]),
-                kinds=tuple(data["kinds"]),
-                parameters={name: tuple(shape) for name, shape in data["parameters"].items()},
-                files=tuple(FileEntry(**entry) for entry in data["files"]),
-                fragments=tuple(Fragment(**entry) for entry in data["fragments"]),
+        what, remedy = "a checkpoint manifest", "use the release that wrote it"
+        header = parse_json(
+            content, _Header, source, what, error=CheckpointError, remedy=remedy,
+            ignore_unknown=True,
+        )  # fmt: skip
+        if (header["format"], header["version"]) != (FORMAT, FORMAT_VERSION):
+            raise CheckpointError(
+                f"{source}: format {header['format']!r} version {header['version']!r} is not "
+                f"{FORMAT!r} version {FORMAT_VERSION}; {remedy}"
             )
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"{source}: not a checkpoint manifest ({error!r})") from error
+        file = parse_json(
+            content, _ManifestFile, source, what, error=CheckpointError, remedy=remedy
+        )
+        manifest = cls(file.metadata, file.kinds, file.parameters, file.files, file.fragments)
         manifest._check(source)
         return manifest
 
@@ -150,6 +155,29 @@ class CheckpointManifest:
         for name, parts in fragments.items():
             if not _covers(parts, self.parameters[name]):
                 raise CheckpointError(f"{source}: fragments of {name} do not cover its shape")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _ManifestFile(CheckpointManifest):
+    """Content of ``manifest.json`` with its header."""
+
+    format: str
+    version: int
+
+
+class _Header(TypedDict):
+    """What is read first of ``manifest.json``."""
+
+    format: str
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class _PartIndex:
+    """Content of a rank's index."""
+
+    files: list[FileEntry]
+    fragments: list[Fragment]
 
 
 def _covers(fragments: Sequence[Fragment], shape: tuple[int, ...]) -> bool:
@@ -236,6 +264,10 @@ def part_index_json(files: Sequence[FileEntry], fragments: Sequence[Fragment]) -
 
 
 def read_part_index(path: Path) -> tuple[list[FileEntry], list[Fragment]]:
-    """Read a rank's index; inverse of ``part_index_json``."""
-    data = json.loads(path.read_bytes())
-    return [FileEntry(**f) for f in data["files"]], [Fragment(**f) for f in data["fragments"]]
+    """Read a rank's index; inverse of ``part_index_json``.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    index = read_json(path, _PartIndex, "an index", error=CheckpointError, remedy="save again")
+    return index.files, index.fragments

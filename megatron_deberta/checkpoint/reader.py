@@ -120,15 +120,27 @@ class CheckpointReader:
                     f"not {first} to {last}; it is of another model"
                 )
             requested[dim] = range(first, last)
+        key = tensor_key(kind, name)
+        # Files first: their headers are checked against the manifest's shapes before any memory
+        # is allocated for these.
+        parts = [
+            part
+            for fragment in self._fragments[name]
+            if (part := self._open_overlap(fragment, key, requested)) is not None
+        ]
         result = torch.empty([len(indices) for indices in requested], dtype=torch.float32)
-        for fragment in self._fragments[name]:
-            self._copy_overlap(fragment, tensor_key(kind, name), requested, result)
+        for tensor, source, target in parts:
+            result[target] = tensor[source]
         return result
 
-    def _copy_overlap(
-        self, fragment: Fragment, key: str, requested: list[range], result: Tensor
-    ) -> None:
-        """Copy the part of the requested index ranges that a fragment contains to the result."""
+    def _open_overlap(
+        self, fragment: Fragment, key: str, requested: list[range]
+    ) -> tuple[Any, tuple[slice, ...], tuple[slice, ...]] | None:
+        """Open the part of the requested index ranges that a fragment contains.
+
+        Returns:
+            Its tensor, the indices in it, and those in the result; None: it contains none.
+        """
         stored = [range(extent) for extent in self.shapes[fragment.parameter]]
         stored[fragment.dim] = range(fragment.offset, fragment.offset + fragment.length)
         overlap = [
@@ -136,11 +148,11 @@ class CheckpointReader:
             for s, r in zip(stored, requested, strict=True)
         ]
         if not all(overlap):
-            return
+            return None
         tensor = self._open_tensor(fragment, key, tuple(map(len, stored)))
         source = tuple(_relative(o, s) for o, s in zip(overlap, stored, strict=True))
         target = tuple(_relative(o, r) for o, r in zip(overlap, requested, strict=True))
-        result[target] = tensor[source]
+        return tensor, source, target
 
     def _open_tensor(self, fragment: Fragment, key: str, shape: tuple[int, ...]) -> Any:
         file = self.path / fragment.file

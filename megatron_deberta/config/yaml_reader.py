@@ -6,6 +6,7 @@ Tags, anchors, aliases, duplicate keys, files over 1 MB and nesting over 20 leve
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +17,7 @@ from megatron_deberta.errors import ConfigError
 
 MAX_BYTES = 1_000_000
 MAX_DEPTH = 20
+_UNSAFE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 class PlainLoader(yaml.SafeLoader):
@@ -37,10 +39,19 @@ class PlainLoader(yaml.SafeLoader):
         self.depth -= 1
         return node
 
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
+        """Construct a scalar; reject text that no path or message may contain."""
+        value = super().construct_scalar(node)
+        if isinstance(value, str) and _UNSAFE.search(value):
+            raise _error(f"{value!r} contains control characters or surrogates", node)
+        return value
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         """Construct a mapping; reject duplicate keys."""
         seen: set[str] = set()
         for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise _error("a list or mapping cannot be a key; write text", key_node)
             if key_node.value in seen:
                 raise _error(f"key {key_node.value!r} is duplicated; keep one", key_node)
             seen.add(str(key_node.value))
@@ -74,7 +85,7 @@ def parse_yaml(text: str, source: str) -> Any:
     except yaml.YAMLError as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"{source}: not valid YAML: {reason}") from error
-    except ValueError as error:  # an invalid date or number
+    except (ValueError, OverflowError) as error:  # an invalid date or number
         raise ConfigError(f"{source}: {error}; quote it if it is a string") from error
 
 

@@ -15,6 +15,7 @@ from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.engine.loss_scale import DynamicLossScale
 from megatron_deberta.engine.optimizer import adam_step, set_adam_step
+from megatron_deberta.errors import CheckpointError
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +128,13 @@ class Engine(ABC):
 
     def load_state_dict(self, scalars: Mapping[str, int | float]) -> None:
         """Restore the values of ``state_dict``; call it after ``load_states``."""
-        set_adam_step(self._adam, self._masters, int(scalars["adam_step"]))
-        self._loss_scale.load_state_dict(scalars)
+        try:
+            set_adam_step(self._adam, self._masters, int(scalars["adam_step"]))
+            self._loss_scale.load_state_dict(scalars)
+        except KeyError as error:
+            raise CheckpointError(
+                f"the checkpoint's engine state lacks {error}; resume from another one"
+            ) from error
 
     @abstractmethod
     def destroy(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple, cast, get_args
 
@@ -20,6 +19,8 @@ _MASKED_LM_CLASS = {
     "megatron-deberta": "MegatronDebertaForMaskedLM",
 }
 _WITH_C2P = ("c2p+p2c", "c2p")
+_LARGEST = (1 << 31) - 1
+_MAX_LAYERS = 10_000
 _SIZES = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -47,8 +48,8 @@ _BOOLEANS = (
 _CHOICES = {"p2c_index": get_args(P2CIndex), "absolute_positions": get_args(AbsolutePositions)}
 
 
-def _is_integer(value: Any, minimum: float = -math.inf) -> bool:
-    return type(value) is int and value >= minimum
+def _is_integer(value: Any, minimum: float = -_LARGEST, maximum: int = _LARGEST) -> bool:
+    return type(value) is int and minimum <= value <= maximum
 
 
 def _is_text(value: Any) -> bool:
@@ -57,10 +58,11 @@ def _is_text(value: Any) -> bool:
 
 _VALUE_CHECKS: tuple[tuple[Iterable[str], Callable[[Any], bool], str], ...] = (
     ((*_SIZES, "max_position_embeddings"), lambda v: _is_integer(v, 1), "a positive integer"),
+    (("num_hidden_layers",), lambda v: _is_integer(v, 1, _MAX_LAYERS), "a number of layers"),
     (_INTEGERS, _is_integer, "an integer"),
     (("type_vocab_size",), lambda v: _is_integer(v, 0), "a non-negative integer"),
     (("pad_token_id",), lambda v: v is None or _is_integer(v, 0), "a token id or null"),
-    (_FLOATS, lambda v: type(v) in (int, float) and v >= 0, "a non-negative number"),
+    (_FLOATS, lambda v: type(v) in (int, float) and 0 <= v < 1e30, "a non-negative number"),
     (_BOOLEANS, lambda v: isinstance(v, bool), "true or false"),
     (("pos_att_type",), _is_text, "a string or a list of strings"),
     *(((key,), choices.__contains__, " or ".join(choices)) for key, choices in _CHOICES.items()),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import tempfile
 from collections.abc import Iterator
@@ -33,6 +32,7 @@ from megatron_deberta.hf.loading import check_folder, load_model_tokenizer
 from megatron_deberta.hf.names import TOKEN_TYPES, HFTensor, ModelType, hf_tensors, standard_names
 from megatron_deberta.model.shapes import parameter_shapes
 from megatron_deberta.model.weight_init import fill_initial
+from megatron_deberta.parsing import read_json
 
 Source: TypeAlias = Literal["hf", "microsoft"]
 
@@ -287,13 +287,9 @@ def _read_config(directory: Path) -> dict[str, Any]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}; download it again") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is not a JSON object; download it again")
-    return content
+    return read_json(
+        path, dict[str, Any], "a JSON object", error=CheckpointError, remedy="download it again"
+    )
 
 
 def _model_type(

@@ -8,7 +8,6 @@ document keeps its side when the corpus grows.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 from bisect import bisect_left
 from collections import Counter
@@ -22,6 +21,7 @@ import orjson
 
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.files import sha256_file
+from megatron_deberta.parsing import read_json
 from megatron_deberta.text.deduplicate.output import (
     CLUSTERS,
     add_counts,
@@ -114,7 +114,7 @@ def split(
 def _check_clusters(folder: Path, options: ReadOptions) -> None:
     path = folder / CLUSTERS
     try:
-        summary = json.loads((folder / SUMMARY).read_bytes())
+        summary = read_json(folder / SUMMARY, dict[str, Any], "a summary", remedy="remove it")
         clusters = load_array(path)
     except (OSError, ValueError, EOFError) as error:
         raise DataError(

@@ -6,15 +6,18 @@ plain text, are rejected.
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import orjson
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
+from typing_extensions import TypedDict
 
 from megatron_deberta.errors import DataError
+from megatron_deberta.parsing import Count, Number, parse_json
 from megatron_deberta.tokenizer.sentencepiece_model import build_backend, rows_for
 from megatron_deberta.tokenizer.special_tokens import (
     USUAL_NAMES,
@@ -29,10 +32,31 @@ from megatron_deberta.tokenizer.special_tokens import (
 from megatron_deberta.tokenizer.tokenizer import (
     CONFIG_FILE,
     JSON_FILE,
+    MAX_ROWS,
     SENTENCEPIECE_FILE,
     SIZE_KEY,
     Tokenizer,
 )
+
+
+class _AddedToken(TypedDict):
+    id: Count
+    content: str
+    special: bool
+
+
+class _Model(TypedDict):
+    type: str
+    vocab: list[tuple[str, Number]] | dict[str, Count]
+
+
+class _Spec(TypedDict):
+    """What is read from a ``tokenizer.json`` besides what the library reads."""
+
+    model: _Model
+    added_tokens: list[_AddedToken]
+    pre_tokenizer: dict[str, Any] | None
+
 
 _LAYOUTS = "tokenizer.json, spm.model (or one other *.model), or vocab.json with merges.txt"
 
@@ -49,6 +73,11 @@ def load_tokenizer(path: str) -> Tokenizer:
         DataError: no tokenizer is found, a file is damaged, two tokens share an id, or a special
             token is missing, shared, or the encoding of plain text.
     """
+    with _errors_of_the_library(f"tokenizer {path}: damaged"):
+        return _load(path)
+
+
+def _load(path: str) -> Tokenizer:
     location = Path(path)
     if location.is_dir():
         if (location / JSON_FILE).is_file():
@@ -105,11 +134,9 @@ def _load_sentencepiece(path: Path) -> Tokenizer:
 def _load_byte_level(folder: Path) -> Tokenizer:
     """Load GPT-2's or RoBERTa's files; missing special tokens are appended after the pieces."""
     where = f"tokenizer {folder}"
-    try:
+    with _errors_of_the_library(f"{where}: vocab.json and merges.txt do not match"):
         model = models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
-    except Exception as error:  # the library raises bare Exception
-        raise DataError(f"{where}: vocab.json and merges.txt do not match ({error})") from error
-    backend = Backend(model)
+        backend = Backend(model)
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     vocabulary = backend.get_vocab()
@@ -128,11 +155,12 @@ def _load_byte_level(folder: Path) -> Tokenizer:
 def _load_json(path: Path) -> Tokenizer:
     where = f"tokenizer {path}"
     text = _read(path)
-    try:
-        spec = orjson.loads(text)
+    parse_json(
+        text, _Spec, where, "a tokenizer.json", remedy="download it again", ignore_unknown=True
+    )
+    spec = orjson.loads(text)
+    with _errors_of_the_library(f"{where}: not a tokenizer.json"):
         backend = Backend.from_str(text.decode())
-    except Exception as error:  # the library raises bare Exception
-        raise DataError(f"{where}: not a tokenizer.json ({error})") from error
     backend.no_truncation()
     backend.no_padding()
     vocabulary = _unambiguous_vocabulary(spec, backend, where)
@@ -153,6 +181,17 @@ def _load_json(path: Path) -> Tokenizer:
     )
 
 
+@contextmanager
+def _errors_of_the_library(message: str) -> Iterator[None]:
+    """Turn errors of ``tokenizers``, which are bare exceptions or panics, into ``DataError``."""
+    try:
+        yield
+    except (DataError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise DataError(f"{message} ({error})") from error
+
+
 def _guard(backend: Backend) -> None:
     """Guard special tokens that are pieces of a unigram model against plain text."""
     spec = orjson.loads(backend.to_str())
@@ -167,10 +206,10 @@ def _guard(backend: Backend) -> None:
 
 def _rows(config: dict[str, Any], backend: Backend, where: str) -> int | None:
     rows, tokens = config.get(SIZE_KEY), max(backend.get_vocab().values()) + 1
-    if rows is not None and (type(rows) is not int or rows < tokens):
+    if rows is not None and (type(rows) is not int or not tokens <= rows <= MAX_ROWS):
         raise DataError(
-            f"{where}: {SIZE_KEY} {rows!r} in {CONFIG_FILE} is below the {tokens} ids; "
-            "remove the key"
+            f"{where}: {SIZE_KEY} {rows!r} in {CONFIG_FILE} is below the {tokens} ids, or above "
+            f"{MAX_ROWS:,}; remove the key"
         )
     return rows
 
@@ -194,13 +233,9 @@ def _unambiguous_vocabulary(spec: dict[str, Any], backend: Backend, where: str) 
 def _read_config(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    try:
-        config = json.loads(_read(path))
-    except ValueError as error:
-        raise DataError(f"{path}: not JSON ({error})") from error
-    if not isinstance(config, dict):
-        raise DataError(f"{path}: expected a JSON object")
-    return config
+    return parse_json(
+        _read(path), dict[str, Any], path, "a tokenizer's config", remedy="download it again"
+    )
 
 
 def _name(config: dict[str, Any], key: str) -> str | None:

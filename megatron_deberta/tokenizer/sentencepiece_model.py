@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -94,10 +95,9 @@ def _check_supported(proto: Any, where: str) -> None:
             f"{where}: treat_whitespace_as_suffix=true and escape_whitespaces=false are not "
             "supported; train with SentencePiece's defaults"
         )
-    names = [piece.piece for piece in proto.pieces]
-    if len(set(names)) != len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise DataError(f"{where}: piece {twice!r} occurs twice")
+    name, count = Counter(piece.piece for piece in proto.pieces).most_common(1)[0]
+    if count > 1:
+        raise DataError(f"{where}: piece {name!r} occurs twice")
 
 
 def _special_tokens(proto: Any) -> SpecialTokens:

@@ -25,6 +25,8 @@ JSON_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 # Our key in ``tokenizer_config.json``: rows of the embedding table meant for this tokenizer.
 SIZE_KEY = "model_vocab_size"
+# Largest size of a vocabulary; tables of this many entries fit into any machine's memory.
+MAX_ROWS = 1 << 24
 # SentencePiece's space, and byte-level BPE's space, newline, tab and carriage return.
 _WORD_STARTS = ("\u2581", "Ġ", "Ċ", "ĉ", "č")
 
@@ -70,6 +72,11 @@ class Tokenizer:
         self.special = special
         ids = self._backend.get_vocab()
         self.num_tokens = max(ids.values()) + 1
+        if self.num_tokens > MAX_ROWS:
+            raise DataError(
+                f"tokenizer: id {self.num_tokens - 1:,} is above {MAX_ROWS - 1:,}; the vocabulary "
+                "is damaged"
+            )
         self.vocab_size = self.num_tokens if vocab_size is None else vocab_size
         self.pad_id, self.cls_id = ids[special.pad], ids[special.cls]
         self.sep_id, self.unk_id = ids[special.sep], ids[special.unk]

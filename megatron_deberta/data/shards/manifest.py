@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 from megatron_deberta.data.shards.format import bin_path, idx_path, manifest_path
 from megatron_deberta.data.shards.reader import IndexedDataset
 from megatron_deberta.errors import DataError
 from megatron_deberta.files import sha256_file
+from megatron_deberta.parsing import Count, read_json
 
 FORMAT_VERSION = 1
 CONTENT_COUNTS = ("num_documents", "num_sequences", "num_tokens")
@@ -45,18 +47,18 @@ class ShardManifest:
 
     tokenizer_fingerprint: str
     tokenizer_path: str
-    vocab_size: int
+    vocab_size: Count
     dtype: str
-    num_documents: int
-    num_sequences: int
-    num_tokens: int
+    num_documents: Count
+    num_sequences: Count
+    num_tokens: Count
     bin_sha256: str
     idx_sha256: str
     sources: tuple[str, ...]
-    documents_in: int = 0
-    documents_empty: int = 0
-    documents_quarantined: int = 0
-    quarantine: dict[str, int] = field(default_factory=dict)
+    documents_in: Count = 0
+    documents_empty: Count = 0
+    documents_quarantined: Count = 0
+    quarantine: dict[str, Count] = field(default_factory=dict)
     quarantine_sha256: str = ""
     plan_sha256: str = ""
     format_version: int = FORMAT_VERSION
@@ -78,18 +80,13 @@ def read_manifest(prefix: str) -> ShardManifest | None:
     if not os.path.exists(path):
         return None
     try:
-        with open(path, encoding="utf-8") as stream:
-            content = json.load(stream)
-        manifest = ShardManifest(**{**content, "sources": tuple(content["sources"])})
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise DataError(f"{path}: not a shard manifest ({error}); preprocess again") from error
+        manifest = read_json(
+            Path(path), ShardManifest, "a shard manifest", remedy="preprocess again"
+        )
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}; preprocess again") from error
     if manifest.format_version != FORMAT_VERSION:
         raise DataError(f"{path}: format_version {manifest.format_version} is not {FORMAT_VERSION}")
-    kinds = {"str": str, "int": int, "tuple[str, ...]": tuple, "dict[str, int]": dict}
-    for each in fields(ShardManifest):
-        value, expected = getattr(manifest, each.name), kinds[str(each.type)]
-        if type(value) is not expected:
-            raise DataError(f"{path}: {each.name} is {value!r}, not {expected.__name__}")
     return manifest
 
 

@@ -7,7 +7,6 @@ not add up.
 from __future__ import annotations
 
 import gzip
-import json
 import shutil
 from bisect import bisect_right
 from collections import Counter
@@ -20,6 +19,7 @@ import orjson
 import zstandard
 
 from megatron_deberta.errors import DataError
+from megatron_deberta.parsing import read_json
 from megatron_deberta.text.deduplicate.candidates import unit_starts
 from megatron_deberta.text.deduplicate.resolve import EXACT, KEPT
 from megatron_deberta.text.deduplicate.sign import map_signature
@@ -77,7 +77,7 @@ class _Reporter:
             work.load("resolve", 0, name) for name in ("decision", "kept", "jaccard")
         )
         path = work.task_folder("resolve", 0) / "lines.json"
-        self._lines: list[dict[str, int]] = json.loads(path.read_text(encoding="utf-8"))
+        self._lines = read_json(path, list[dict[str, int]], "a list", remedy="remove its folder")
 
     def describe_removed(self, number: int, record: Record) -> dict[str, Any]:
         """Say where a document was, why it goes and what stays in its place."""

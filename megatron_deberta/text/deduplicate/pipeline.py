@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.files import fsync_path
+from megatron_deberta.parsing import read_json
 from megatron_deberta.text.deduplicate import candidates, compare
 from megatron_deberta.text.deduplicate.output import gather_output, write_unit
 from megatron_deberta.text.deduplicate.resolve import resolve
@@ -172,10 +173,10 @@ def _publish(
 def _finished(output: Path, plan: bytes) -> dict[str, Any] | None:
     """Return the summary of a result that is there, if it is this plan's."""
     try:
-        summary: dict[str, Any] = json.loads((output / SUMMARY).read_text(encoding="utf-8"))
-        return summary if summary["plan_sha256"] == hashlib.sha256(plan).hexdigest() else None
-    except (OSError, ValueError, KeyError, TypeError):
+        summary = read_json(output / SUMMARY, dict[str, Any], "a summary", remedy="remove it")
+    except (OSError, DataError):
         return None
+    return summary if summary.get("plan_sha256") == hashlib.sha256(plan).hexdigest() else None
 
 
 def unfinished_folder(output: Path) -> Path:

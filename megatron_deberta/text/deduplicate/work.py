@@ -28,6 +28,7 @@ import numpy.typing as npt
 
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.files import fsync_path, temporary_name, write_atomically
+from megatron_deberta.parsing import read_json
 from megatron_deberta.processes import die_with_parent
 from megatron_deberta.text.deduplicate.settings import Settings
 from megatron_deberta.text.deduplicate.units import WorkUnit
@@ -105,8 +106,7 @@ class Work:
     def info(self, stage: str, task: int) -> dict[str, Any]:
         """Read a task's numbers."""
         path = self.task_folder(stage, task) / "info.json"
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return content
+        return read_json(path, dict[str, Any], "a record", remedy="remove its folder")
 
 
 def save_array(folder: Path, name: str, array: Array) -> None:

@@ -24,6 +24,7 @@ from megatron_deberta.data.shards.manifest import ShardManifest, encode_manifest
 from megatron_deberta.data.shards.writer import PartSize, ShardLayout
 from megatron_deberta.errors import DataError
 from megatron_deberta.files import fsync_path, write_durably
+from megatron_deberta.parsing import parse_json
 from megatron_deberta.text.preprocess import direct_io
 from megatron_deberta.text.preprocess.progress import ProgressCounters
 from megatron_deberta.text.preprocess.units import WorkUnit
@@ -149,7 +150,10 @@ class Merger:
     def _quarantined(self, unit: WorkUnit, bases: list[int]) -> Iterator[bytes]:
         with (self._folder.parts / f"{unit.name}.bad").open("rb") as stream:
             for entry in stream:
-                source, piece, line, offset, reason, detail = json.loads(entry)
+                source, piece, line, offset, reason, detail = parse_json(
+                    entry, tuple[int, int, int, int, str, str], unit.name, "a bad record",
+                    remedy="begin again with --restart",
+                )  # fmt: skip
                 content = {
                     "file": self._job.sources[source].name,
                     "line": bases[piece] + line,

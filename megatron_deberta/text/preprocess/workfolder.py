@@ -19,9 +19,34 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import TypedDict
+
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.files import fsync_path, write_durably
+from megatron_deberta.parsing import Count, read_json
 from megatron_deberta.text.readers.sources import PLAN, SPOOLED_INPUT
+
+_RESTART = "begin again with --restart"
+
+
+class _UnitRecord(TypedDict):
+    """Record of a unit."""
+
+    last: bool
+    documents: Count
+    reasons: dict[str, Count]
+    sizes: list[list[Count]]
+    pieces: list[tuple[Count, Count, Count]]
+
+
+class _StepRecord(TypedDict, total=False):
+    """Record of a step after the units."""
+
+    documents: Count
+    reasons: dict[str, Count]
+    sizes: list[list[list[Count]]]
+    sha256: str
+
 
 HEARTBEAT_SECONDS = 5.0
 # A claim that has not been renewed for so long belongs to a process that is gone.
@@ -85,7 +110,7 @@ class WorkFolder:
         self._refuse_another(plan)
 
     def _refuse_another(self, plan: dict[str, Any]) -> None:
-        found = json.loads((self.path / PLAN).read_bytes())
+        found = read_json(self.path / PLAN, dict[str, Any], "a plan", remedy=_RESTART)
         for name in {**found, **plan}:
             if found.get(name) == plan.get(name):
                 continue
@@ -137,10 +162,12 @@ class WorkFolder:
     def recorded(self, name: str) -> dict[str, Any] | None:
         """Return a record; None where there is none yet."""
         try:
-            content: dict[str, Any] = json.loads((self._done / f"{name}.json").read_bytes())
+            schema: Any = _UnitRecord if name[:8].isdigit() else _StepRecord
+            path = self._done / f"{name}.json"
+            record: dict[str, Any] = read_json(path, schema, "a record", remedy=_RESTART)
         except FileNotFoundError:
             return None
-        return content
+        return record
 
     def records(self) -> set[str]:
         """Names of all records."""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
 import orjson
+from typing_extensions import TypedDict
 
 from megatron_deberta.errors import ConfigError
+from megatron_deberta.parsing import parse_json
 from megatron_deberta.text.readers.reading import DocumentReader
 from megatron_deberta.text.readers.records import DAMAGED, DEFAULT_ALLOW_BAD, ReadOptions
 from megatron_deberta.text.readers.sources import SUMMARY, TABLES, Source
@@ -85,10 +86,23 @@ def refuse_both_sides(sources: Sequence[Source], output: str) -> None:
             )
 
 
+class _Quarantined(TypedDict):
+    """What is read from a line of a quarantine list."""
+
+    file: str
+    reason: str
+
+
 def name_damaged(quarantine: Path) -> str:
     """Name the damaged files in a list of quarantined records, the first few of many."""
     with quarantine.open(encoding="utf-8") as stream:
-        entries = (json.loads(line) for line in stream)
+        entries = (
+            parse_json(
+                line, _Quarantined, quarantine, "a quarantined record", remedy="preprocess again",
+                ignore_unknown=True,
+            )
+            for line in stream
+        )  # fmt: skip
         names = sorted({entry["file"] for entry in entries if entry["reason"] == DAMAGED})
     more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
     return ", ".join(names[:_NAMES]) + more

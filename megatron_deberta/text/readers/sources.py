@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import glob
 import hashlib
-import json
 import os
 import stat
 import sys
@@ -17,7 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from typing_extensions import TypedDict
+
 from megatron_deberta.errors import ConfigError, DataError
+from megatron_deberta.parsing import read_json
 from megatron_deberta.text.readers.compression import (
     COMPRESSED_SUFFIXES,
     Compression,
@@ -251,15 +253,26 @@ def _raise_unreadable(error: OSError) -> None:
     raise DataError(f"{error.filename}: {error.strerror}; check --input") from error
 
 
+class _DatasetFile(TypedDict):
+    filename: str
+
+
+class _DatasetState(TypedDict):
+    """What is read from a saved dataset's ``state.json``."""
+
+    _data_files: list[_DatasetFile]
+
+
 def _dataset_files(folder: Path) -> list[str]:
     """Return a dataset's own files; what ``map`` cached beside them is not part of it."""
     try:
-        entries = json.loads((folder / _DATASET_STATE).read_bytes())["_data_files"]
-        return [str(folder / entry["filename"]) for entry in entries]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"{folder / _DATASET_STATE}: not a Hugging Face dataset ({error}); save it again"
-        ) from error
+        state = read_json(
+            folder / _DATASET_STATE, _DatasetState, "a Hugging Face dataset", remedy="save it again",
+            ignore_unknown=True,
+        )  # fmt: skip
+    except OSError as error:
+        raise DataError(f"{folder / _DATASET_STATE}: {error.strerror}; save it again") from error
+    return [str(folder / entry["filename"]) for entry in state["_data_files"]]
 
 
 def _is_text(name: str) -> bool:
