@@ -53,7 +53,7 @@ def parse_json(
         what: what it should be, with its article, for messages.
         remedy: what to do about a wrong one, for messages.
         error: type of the error.
-        ignore_unknown: permit keys that the schema does not have; a ``TypedDict`` keeps them.
+        ignore_unknown: keep keys that the schema, a ``TypedDict``, does not have.
 
     Raises:
         MegatronDebertaError: of type ``error``; names the first wrong value.

@@ -44,6 +44,11 @@ PREPROCESS_CODE = (
 )  # fmt: skip
 
 
+HOSTILE_FILES_CODE = (
+    "megatron_deberta", "tests/faults/hostile_files.py", "tests/faults/hostile_kinds.py",
+)  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class ChaosCase:
     """A kind of fault of ``tests.faults.chaos``.

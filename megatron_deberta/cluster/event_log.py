@@ -35,12 +35,13 @@ def append_event(path: Path, event: Mapping[str, Any]) -> None:
         os.fsync(stream.fileno())
 
 
-def read_events(path: Path, schema: type[T]) -> list[T]:
+def read_events(path: Path, schema: type[T], *, ignore_unknown: bool = False) -> list[T]:
     """Return the events of a file in order, without lines that a crash has cut short.
 
     Args:
         path: the file; without it there are no events.
         schema: type of an event; other lines are skipped.
+        ignore_unknown: keep events with keys that a ``TypedDict`` does not have.
     """
     events = []
     if path.exists():
@@ -48,7 +49,7 @@ def read_events(path: Path, schema: type[T]) -> list[T]:
             try:
                 event = parse_json(
                     line, schema, f"{path}:{number}", "an event",
-                    remedy="the line is ignored", ignore_unknown=True,
+                    remedy="the line is ignored", ignore_unknown=ignore_unknown,
                 )  # fmt: skip
             except DataError as error:
                 logger.debug("%s", error)

@@ -26,7 +26,7 @@ class _Record(TypedDict, total=False):
     """A line of ``metrics.jsonl``; other keys are metrics, too."""
 
     step: Required[Count]
-    kind: RecordKind
+    kind: Required[RecordKind]
     loss: Number | None
     tokens_per_second: Number | None
     seconds_left: Seconds | None

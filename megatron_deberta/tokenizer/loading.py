@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import orjson
+from pydantic import Field
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from typing_extensions import TypedDict
 
 from megatron_deberta.errors import DataError
-from megatron_deberta.parsing import Count, Number, parse_json
+from megatron_deberta.parsing import Number, parse_json
 from megatron_deberta.tokenizer.sentencepiece_model import build_backend, rows_for
 from megatron_deberta.tokenizer.special_tokens import (
     USUAL_NAMES,
@@ -39,15 +40,19 @@ from megatron_deberta.tokenizer.tokenizer import (
 )
 
 
+Id = Annotated[int, Field(ge=0, lt=MAX_ROWS)]
+"""Libraries allocate tables of as many rows as the largest id."""
+
+
 class _AddedToken(TypedDict):
-    id: Count
+    id: Id
     content: str
     special: bool
 
 
 class _Model(TypedDict):
     type: str
-    vocab: list[tuple[str, Number]] | dict[str, Count]
+    vocab: list[tuple[str, Number]] | dict[str, Id]
 
 
 class _Spec(TypedDict):
@@ -134,18 +139,22 @@ def _load_sentencepiece(path: Path) -> Tokenizer:
 def _load_byte_level(folder: Path) -> Tokenizer:
     """Load GPT-2's or RoBERTa's files; missing special tokens are appended after the pieces."""
     where = f"tokenizer {folder}"
+    vocabulary = folder / "vocab.json"
+    parse_json(
+        _read(vocabulary), dict[str, Id], vocabulary, "a vocabulary", remedy="download it again"
+    )
     with _errors_of_the_library(f"{where}: vocab.json and merges.txt do not match"):
-        model = models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
+        model = models.BPE.from_file(str(vocabulary), str(folder / "merges.txt"))
         backend = Backend(model)
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    vocabulary = backend.get_vocab()
-    special = usual_special_tokens(vocabulary)
+    pieces = backend.get_vocab()
+    special = usual_special_tokens(pieces)
     others = [name for name in special.by_role().values() if name != special.mask]
     add_special_tokens(backend, others)
     # Pieces include the space before them, so the mask token does, as RoBERTa's.
     add_special_tokens(backend, [special.mask], lstrip=True)
-    if "<|endoftext|>" in vocabulary:
+    if "<|endoftext|>" in pieces:
         add_special_tokens(backend, ["<|endoftext|>"])
     declare_special_tokens(backend, special)
     refuse_leaks(backend, special, where)

@@ -14,8 +14,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
+from pydantic import Field
 from typing_extensions import Required, TypedDict
 
 from megatron_deberta.checkpoint.layout import committed_steps
@@ -48,6 +49,10 @@ ProgressEvent = Literal["resume", "checkpoint"]
 Event = Literal["submit", "jobs", "start", "end", "cancel", "slow", "signal"] | ProgressEvent
 
 
+JobNumber = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.+]{1,64}$")]
+"""SLURM's number of a job, as commands take it."""
+
+
 class SlowRank(TypedDict):
     """A straggler in a ``slow`` event."""
 
@@ -67,7 +72,7 @@ class EventRecord(TypedDict, total=False):
     step: Count
     nodes: str | Count
     links: Count
-    jobs: list[str]
+    jobs: list[JobNumber]
     code: int | None
     goes_on: bool
     reason: str
@@ -156,7 +161,7 @@ class JobHistory:
         """Return all events, oldest first, without lines that a crash has cut short."""
         return [
             cast(dict[str, Any], record)
-            for record in read_events(self.path, EventRecord)
+            for record in read_events(self.path, EventRecord, ignore_unknown=True)
             if _REQUIRED.get(record["event"], set()) <= record.keys()
         ]
 

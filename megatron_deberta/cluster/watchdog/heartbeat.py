@@ -220,4 +220,6 @@ def _unpack(slot: bytes) -> Beat | None:
     if _CHECKSUM.pack(zlib.crc32(values)) != slot[_VALUES.size :]:
         return None
     position, section, *others = _VALUES.unpack(values)
+    if section not in set(Section):
+        return None
     return Beat(position, Section(section), *others)

@@ -17,16 +17,22 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
 from typing_extensions import TypedDict
 
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.files import fsync_path, write_durably
-from megatron_deberta.parsing import Count, read_json
+from megatron_deberta.parsing import Count, Scalar, read_json
 from megatron_deberta.text.readers.sources import PLAN, SPOOLED_INPUT
 
 _RESTART = "begin again with --restart"
+
+
+_File = Annotated[list[Scalar], Field(min_length=1)]
+_Plan = TypedDict("_Plan", {"--input": list[_File]})
+"""What is read from a plan besides its equality with another one."""
 
 
 class _UnitRecord(TypedDict):
@@ -110,7 +116,10 @@ class WorkFolder:
         self._refuse_another(plan)
 
     def _refuse_another(self, plan: dict[str, Any]) -> None:
-        found = read_json(self.path / PLAN, dict[str, Any], "a plan", remedy=_RESTART)
+        schema: Any = _Plan
+        found: dict[str, Any] = read_json(
+            self.path / PLAN, schema, "a plan", remedy=_RESTART, ignore_unknown=True
+        )
         for name in {**found, **plan}:
             if found.get(name) == plan.get(name):
                 continue

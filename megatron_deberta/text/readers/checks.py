@@ -95,7 +95,7 @@ class _Quarantined(TypedDict):
 
 def name_damaged(quarantine: Path) -> str:
     """Name the damaged files in a list of quarantined records, the first few of many."""
-    with quarantine.open(encoding="utf-8") as stream:
+    with quarantine.open("rb") as stream:
         entries = (
             parse_json(
                 line, _Quarantined, quarantine, "a quarantined record", remedy="preprocess again",

@@ -267,8 +267,8 @@ def _dataset_files(folder: Path) -> list[str]:
     """Return a dataset's own files; what ``map`` cached beside them is not part of it."""
     try:
         state = read_json(
-            folder / _DATASET_STATE, _DatasetState, "a Hugging Face dataset", remedy="save it again",
-            ignore_unknown=True,
+            folder / _DATASET_STATE, _DatasetState, "a Hugging Face dataset",
+            remedy="save it again", ignore_unknown=True,
         )  # fmt: skip
     except OSError as error:
         raise DataError(f"{folder / _DATASET_STATE}: {error.strerror}; save it again") from error
