@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megatron_deberta.cluster.slurm import names
 from megatron_deberta.cluster.slurm.names import checked
+from megatron_deberta.config.loader import mentions_interpolation
 from megatron_deberta.config.yaml_reader import read_yaml
 from megatron_deberta.errors import ConfigError
 
@@ -172,13 +173,13 @@ def load_profile(name: str) -> ClusterProfile:
     schema = OmegaConf.structured(ClusterProfile)
     OmegaConf.set_readonly(schema, False)
     for key, value in data.items():
-        if "${" in str(value):
+        if mentions_interpolation(value):
             raise ConfigError(
-                f"{path}: {key}={value!r}: '${{' is not interpolated here; write it out"
+                f"{path}: {key}={value!r}: '${{' and '???' are not supported; write the value"
             )
         try:
             OmegaConf.update(schema, key, value, merge=False)
-        except OmegaConfBaseException as error:
+        except (OmegaConfBaseException, OverflowError) as error:
             raise ConfigError(f"{path}: {key}={value!r} is not of type {known[key]}") from error
     try:
         return cast(ClusterProfile, OmegaConf.to_object(schema))

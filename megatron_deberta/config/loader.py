@@ -149,7 +149,7 @@ def _apply(config: DictConfig, data: Mapping[str, Any], source: str) -> None:
 
 def _set(config: DictConfig, section: str, key: str, value: Any, source: str) -> None:
     name = f"{section}.{key}"
-    if _mentions_interpolation(value):
+    if mentions_interpolation(value):
         raise ConfigError(
             f"{source}: {name}={value!r}: '${{' and '???' are not supported; write the value"
         )
@@ -160,14 +160,17 @@ def _set(config: DictConfig, section: str, key: str, value: Any, source: str) ->
         value = AUTO
     try:
         OmegaConf.update(config, name, value)
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, OverflowError) as error:
         remedy = _expected(section, key)
         raise ConfigError(f"{source}: {name}={value!r} has the wrong type; {remedy}") from error
 
 
-def _mentions_interpolation(value: Any) -> bool:
+def mentions_interpolation(value: Any) -> bool:
+    """Return whether OmegaConf would replace a value, or a part of it, by something else."""
     if isinstance(value, list):
-        return any(_mentions_interpolation(item) for item in value)
+        return any(mentions_interpolation(item) for item in value)
+    if isinstance(value, dict):
+        return any(mentions_interpolation(item) for item in (*value, *value.values()))
     return isinstance(value, str) and ("${" in value or value == "???")
 
 

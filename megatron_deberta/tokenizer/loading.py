@@ -39,7 +39,6 @@ from megatron_deberta.tokenizer.tokenizer import (
     Tokenizer,
 )
 
-
 Id = Annotated[int, Field(ge=0, lt=MAX_ROWS)]
 """Libraries allocate tables of as many rows as the largest id."""
 
