@@ -189,7 +189,7 @@ def _make_report(folder: Path) -> Path:
 
 def _read_report(folder: Path) -> None:
     store = ReportStore(folder, "7.0")
-    store.read(1)
+    store.read([0])
     store.diagnose(1)
     NodeReport.from_json((store.folder / "node_0.json").read_bytes())
 

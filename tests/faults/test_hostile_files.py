@@ -1,4 +1,4 @@
-"""A small part of the campaign ``tests.faults.hostile_files``: some changes of each kind of file."""
+"""A small part of the campaign ``tests.faults.hostile_files``: changes of each kind of file."""
 
 from __future__ import annotations
 

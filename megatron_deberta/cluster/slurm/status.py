@@ -181,7 +181,7 @@ def guard_events(records: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
     events = [record for record in records if record["kind"] == "guard"]
     rollbacks = [record for record in events if record.get("event") == "rollback"]
     skipped = [record for record in events if record.get("skip", "overflow") != "overflow"]
-    return len(skipped) + sum(int(record["skipped"]) for record in rollbacks), len(rollbacks)
+    return len(skipped) + sum(record.get("skipped", 0) for record in rollbacks), len(rollbacks)
 
 
 def present_holder(folder: Path) -> str:
