@@ -209,8 +209,18 @@ def part_index_file(rank: int) -> str:
 
 
 def checkpoints_dir(run_dir: str | os.PathLike[str]) -> Path:
-    """Return the folder of a run's checkpoints."""
-    return Path(run_dir) / "checkpoints"
+    """Return the folder of a run's checkpoints.
+
+    Raises:
+        CheckpointError: it is a symbolic link, through which files elsewhere would be deleted.
+    """
+    folder = Path(run_dir) / "checkpoints"
+    if folder.is_symlink():
+        raise CheckpointError(
+            f"{folder} is a symbolic link, which is not followed; set train.run_dir to a folder on "
+            "the other disk"
+        )
+    return folder
 
 
 def step_dir(run_dir: str | os.PathLike[str], step: int) -> Path:

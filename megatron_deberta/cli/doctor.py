@@ -89,7 +89,7 @@ def run_checks(args: argparse.Namespace) -> Checks:
         ("tokenizer, data and resume", lambda: check_data(config, args.allow_config_change)),
     ]
     if args.cluster is not None:
-        profile = load_profile(args.cluster)
+        profile = load_profile(args.cluster, trusted=True)
         nodes = config.cluster.nodes if args.nodes is None else args.nodes
         checks += [
             ("cluster", lambda: check_cluster(config, profile, nodes)),

@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         None if is_override else args.config, [args.config] * is_override + args.overrides
     )
     config = with_vocab_size(config)
-    profile = load_profile(args.cluster) if args.cluster else default_profile()
+    profile = load_profile(args.cluster, trusted=True) if args.cluster else default_profile()
     machine = machine_of(profile, args.device, args.achieved or 0.0)
     world_size = args.world_size
     if world_size is None:

@@ -87,6 +87,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--time-limit-minutes", type=int, metavar="MINUTES",
         help="time limit of a job (default: the profile's)",
     )  # fmt: skip
+    parser.add_argument(
+        "--trust-profile", action="store_true",
+        help="allow the profile to run code: an interpreter, a container, or environment variables "
+        "besides the usual ones for tuning",
+    )  # fmt: skip
     parser.add_argument(FLAG, action="store_true", help=CONFIG_CHANGE_HELP)
     parser.add_argument(
         "--dry-run", action="store_true", help="print all commands and files, and submit nothing"
@@ -141,7 +146,7 @@ def exported_variables(options: Sequence[str], environment: Mapping[str, str]) -
     variables = {}
     for option in options:
         name, has_value, value = option.partition("=")
-        checked(name, names.EXPORTED, "--export")
+        checked(name, names.VARIABLE, "--export")
         if not has_value and name not in environment:
             raise ConfigError(f"--export {name}: no such variable here; give --export {name}=VALUE")
         value = value if has_value else environment[name]
@@ -188,7 +193,7 @@ def queue(
 def _profile(args: argparse.Namespace) -> ClusterProfile:
     keys = ("partition", "account", "qos", "exclude", "time_limit_minutes")
     given = {key: value for key in keys if (value := getattr(args, key)) is not None}
-    return replace(load_profile(args.cluster), **given)
+    return replace(load_profile(args.cluster, trusted=args.trust_profile), **given)
 
 
 def check_fit(config: RunConfig, profile: ClusterProfile, nodes: int) -> RunConfig:

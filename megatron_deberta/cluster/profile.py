@@ -146,11 +146,13 @@ def check_dtype(dtype: str, supported: Sequence[str]) -> None:
         )
 
 
-def load_profile(name: str) -> ClusterProfile:
+def load_profile(name: str, *, trusted: bool = False) -> ClusterProfile:
     """Read a cluster profile.
 
     Args:
         name: name in ``cluster/profiles/``, or path of a YAML file.
+        trusted: allow what can run code: an interpreter, a container, and environment variables
+            other than ``names.TUNING``.
 
     Raises:
         ConfigError: no such profile, an unknown or missing key, or a value that is not allowed.
@@ -182,6 +184,20 @@ def load_profile(name: str) -> ClusterProfile:
         except (OmegaConfBaseException, OverflowError) as error:
             raise ConfigError(f"{path}: {key}={value!r} is not of type {known[key]}") from error
     try:
-        return cast(ClusterProfile, OmegaConf.to_object(schema))
+        profile = cast(ClusterProfile, OmegaConf.to_object(schema))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
+    if not trusted and (setting := _runs_code(profile)):
+        raise ConfigError(
+            f"{path}: {setting} can run other code as you; check the file, then add --trust-profile"
+        )
+    return profile
+
+
+def _runs_code(profile: ClusterProfile) -> str:
+    """Return the first setting that can run code of the profile's author; empty: none."""
+    for key in ("python", "container_image"):
+        if value := getattr(profile, key):
+            return f"{key}={value}"
+    unlisted = sorted(profile.environment.keys() - names.TUNING)
+    return f"environment={unlisted[0]!r}" if unlisted else ""

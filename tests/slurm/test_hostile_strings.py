@@ -77,8 +77,9 @@ def submit(place: Path, *arguments: str, **profile: object) -> int:
     cluster = [] if "--cluster" in arguments else ["--cluster", str(profile_of(place, **profile))]
     run_dir = [] if any("run_dir" in text for text in arguments) else [f"train.run_dir={place}/run"]
     run = str(ROOT / "configs" / "runs" / "small.yaml")
+    options = ["--nodes", "1", "--trust-profile"]
     try:
-        return main(["submit", run, *cluster, "--nodes", "1", *run_dir, *arguments])
+        return main(["submit", run, *cluster, *options, *run_dir, *arguments])
     except (SystemExit, ValueError) as error:
         # From argparse, or for strings that are invalid in a command line or environment.
         return error.code if isinstance(error, SystemExit) else 2  # type: ignore[return-value]

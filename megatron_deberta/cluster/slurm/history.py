@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from typing_extensions import Required, TypedDict
@@ -67,7 +67,7 @@ class EventRecord(TypedDict, total=False):
     """A line of the file; which keys it has depends on the event."""
 
     event: Required[Event]
-    time: Required[Seconds]
+    time: Seconds
     link: str
     step: Count
     nodes: str | Count
@@ -84,7 +84,7 @@ class EventRecord(TypedDict, total=False):
 _REQUIRED: dict[Event, set[str]] = {
     "jobs": {"jobs"},
     "start": {"link", "step", "nodes"},
-    "end": {"link", "goes_on", "reason"},
+    "end": {"link", "goes_on"},
     "resume": {"samples"},
     "checkpoint": {"samples"},
     "signal": {"starting"},
@@ -160,7 +160,7 @@ class JobHistory:
     def records(self) -> list[dict[str, Any]]:
         """Return all events, oldest first, without lines that a crash has cut short."""
         return [
-            cast(dict[str, Any], record)
+            {"time": 0.0, **record}
             for record in read_events(self.path, EventRecord, ignore_unknown=True)
             if _REQUIRED.get(record["event"], set()) <= record.keys()
         ]
@@ -261,7 +261,7 @@ class JobHistory:
         if self.is_cancelled():
             return "cancelled"
         ends = [record for record in self.current() if record["event"] == "end"]
-        return "" if not ends or ends[-1]["goes_on"] else str(ends[-1]["reason"])
+        return "" if not ends or ends[-1]["goes_on"] else str(ends[-1].get("reason"))
 
     def unfinished_attempt(self) -> dict[str, Any] | None:
         """Return the start of the newest attempt if it has not recorded its end."""

@@ -316,7 +316,7 @@ def attempt_statuses(records: Sequence[Mapping[str, Any]]) -> tuple[JobAttemptSt
                 start["step"],
                 end.get("step"),
                 seconds,
-                end["reason"],
+                str(end.get("reason")),
             )
         )
     return tuple(attempts)

@@ -148,7 +148,7 @@ def test_job_file_round_trip(tmp_path: Path) -> None:
         ("ranks_per_node: 1\nenvironment: {HF_TOKEN: x}", "environment='HF_TOKEN'"),
         ("ranks_per_node: 1\ntime_limit_minutes: 1\nsignal_seconds: 60", "leave time to train"),
         ("ranks_per_node: 1\ncontainer: pyxis", "set both a runtime and an image"),
-        ("ranks_per_node: 1\npython: ${HOME}/python", "write it out"),
+        ("ranks_per_node: 1\npython: ${HOME}/python", "write the value"),
         ("ranks_per_node: 1\nranks_per_node: 2", "is duplicated"),
     ],
 )
@@ -158,6 +158,38 @@ def test_profiles_are_parsed_strictly(tmp_path: Path, text: str, message: str) -
     with pytest.raises(ConfigError, match=re.escape(str(path))) as caught:
         load_profile(str(path))
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "python: /home/colleague/python",
+        "container: pyxis\ncontainer_image: /home/colleague/image.sqsh",
+        *(
+            f"environment: {{{name}: /home/colleague/x}}"
+            for name in (
+                "LD_LIBRARY_PATH", "NCCL_NET_PLUGIN", "CUDA_INJECTION64_PATH", "NCCL_TUNER_PLUGIN",
+                "TRITON_CACHE_DIR", "TRITON_PTXAS_PATH", "HF_HOME", "TORCHINDUCTOR_CACHE_DIR",
+                "OMP_TOOL_LIBRARIES", "FI_PROVIDER_PATH", "UCX_MODULE_DIR", "PYTHONPATH",
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_profile_that_can_run_code_needs_trust(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], setting: str
+) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(f"ranks_per_node: 1\n{setting}\n")
+    with pytest.raises(ConfigError, match=f"{re.escape(str(path))}: .*--trust-profile"):
+        load_profile(str(path))
+    load_profile(str(path), trusted=True)
+    run = str(ROOT / "configs" / "runs" / "small.yaml")
+    arguments = (run, "--cluster", str(path), f"train.run_dir={tmp_path}/run", "--nodes", "1")
+    code, printed, error = dry_run(capsys, *arguments)
+    assert (code, printed) == (2, "")
+    assert "--trust-profile" in error
+    code, _, error = dry_run(capsys, *arguments, "--trust-profile")
+    assert code == 0, error
 
 
 def test_unknown_profile() -> None:
