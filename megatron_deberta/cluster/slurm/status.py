@@ -46,6 +46,7 @@ class _Config(TypedDict, total=False):
     train: _TrainSection
     cluster: _ClusterSection
 
+
 NOT_QUEUED = "not queued"
 
 
