@@ -15,6 +15,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from megatron_deberta.errors import CheckpointError
+from megatron_deberta.files import write_atomically
 from megatron_deberta.parsing import Count, parse_json, read_json
 
 FORMAT = "megatron_deberta checkpoint"
@@ -29,6 +30,9 @@ MANIFEST_FILE = "manifest.json"
 COMMITTED_FILE = "COMMITTED"
 # Its name until the commit: a step folder that contains it was left by a killed save.
 UNCOMMITTED_FILE = f".{COMMITTED_FILE}"
+
+# In the run folder: step and score of the checkpoint with the best validation score.
+BEST_FILE = "best.json"
 
 STAGING_PREFIX = ".staging-"
 DELETING_PREFIX = ".deleting-"
@@ -236,6 +240,22 @@ def commit_mark(manifest: bytes) -> bytes:
 def committed_steps(run_dir: str | os.PathLike[str]) -> list[int]:
     """List the steps of a run's committed checkpoints, ascending."""
     return [step for step in _steps(run_dir) if (step_dir(run_dir, step) / COMMITTED_FILE).exists()]
+
+
+def record_best(run_dir: str | os.PathLike[str], step: int, score: float) -> None:
+    """Record the step of a run's best checkpoint, atomically."""
+    content = json.dumps({"step": step, "score": score})
+    write_atomically(Path(run_dir) / BEST_FILE, content.encode())
+
+
+def find_best(run_dir: str | os.PathLike[str]) -> Path | None:
+    """Return a run's best checkpoint, if it is recorded and committed."""
+    try:
+        step = int(json.loads((Path(run_dir) / BEST_FILE).read_bytes())["step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    path = step_dir(run_dir, step)
+    return path if (path / COMMITTED_FILE).exists() else None
 
 
 def leftovers(run_dir: str | os.PathLike[str]) -> list[Path]:

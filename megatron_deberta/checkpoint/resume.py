@@ -41,6 +41,7 @@ FREE = _keys(
     train="micro_batch_size device run_dir exit_step eval_every eval_steps",
     log="every tensorboard level",
     cluster=" ".join(field.name for field in fields(ClusterConfig)),
+    finetune="task data validations_per_epoch patience keep_best cache",
 )
 # Keys that change the experiment; they need the flag.
 WITH_FLAG = _keys(
@@ -49,6 +50,7 @@ WITH_FLAG = _keys(
     guard="non_finite spike_sigmas spike_window spike_warmup max_skips",
     precision="dtype initial_loss_scale_power loss_scale_window min_loss_scale",
     train="steps",
+    finetune="epochs",
 )
 
 
@@ -125,6 +127,17 @@ def check_same_architecture(reader: CheckpointReader, config: RunConfig) -> None
         CheckpointError: a key of the architecture differs.
     """
     training_keys = {"model.hidden_dropout", "model.attention_dropout", "model.initializer_range"}
+    if config.finetune.task:
+        # Another head than the checkpoint's starts from new weights.
+        training_keys |= {
+            "model.head",
+            "model.labels",
+            "model.head_dropout",
+            "model.next_sentence_head",
+            "model.mask_decoder_passes",
+        }
+        if config.model.absolute_positions == "none":
+            training_keys.add("model.absolute_positions")
     for key, (old, new) in changes(reader.metadata.config, config).items():
         if key.startswith("model.") and key not in training_keys:
             raise CheckpointError(

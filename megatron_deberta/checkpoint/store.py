@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -32,6 +33,9 @@ from megatron_deberta.engine.base import Engine, ParameterState
 from megatron_deberta.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
+
+HEAD_PREFIXES = ("pooler.", "classifier.", "qa_outputs.")
+"""Parameters of the heads of labelled tasks."""
 
 
 def save(
@@ -201,6 +205,66 @@ def open_intact(path: Path, groups: ProcessGroups, *, hashes: bool = True) -> Ch
     return reader
 
 
+class WeightSource(Protocol):
+    """Weights by canonical name, such as those of a checkpoint."""
+
+    @property
+    def path(self) -> Path:
+        """Where they are stored."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Logical shape by canonical name."""
+
+    def tensor(
+        self,
+        name: str,
+        kind: str = WEIGHT,
+        dim: int | None = None,
+        start: int | None = None,
+        stop: int | None = None,
+    ) -> Tensor:
+        """Read a parameter, or indices ``[start, stop)`` of one dimension, in fp32."""
+
+
+def load_initial(
+    source: WeightSource,
+    engine: Engine,
+    specs: Mapping[str, ParameterSpec],
+    initial: Callable[[ParameterSpec], Tensor],
+) -> list[str]:
+    """Load an encoder into a new engine of a model with another head. Collective: all ranks.
+
+    Args:
+        source: the weights; those that the model lacks are ignored.
+        engine: a new engine.
+        specs: this rank's part of every parameter.
+        initial: returns this rank's part of a new parameter.
+
+    Returns:
+        Names of the parameters of the head that start from new weights.
+
+    Raises:
+        CheckpointError: a parameter of the encoder is missing or has another shape.
+    """
+    new = [name for name, spec in specs.items() if source.shapes.get(name) != spec.logical_shape]
+    for name in new:
+        if not name.startswith(HEAD_PREFIXES):
+            raise CheckpointError(
+                f"{source.path} is of another model: {name} has shape {source.shapes.get(name)} "
+                f"there and {specs[name].logical_shape} in this config"
+            )
+
+    def fetch(name: str) -> ParameterState:
+        spec = specs[name]
+        weight = initial(spec) if name in new else _local_part(source, spec, WEIGHT)
+        zeros = torch.zeros(spec.local_shape)
+        return ParameterState(weight, zeros, zeros.clone())
+
+    engine.load_states(fetch)
+    return new
+
+
 def load(
     reader: CheckpointReader,
     engine: Engine,
@@ -237,10 +301,18 @@ def load(
         engine.load_state_dict(reader.metadata.scalars)
 
 
-def _local_part(reader: CheckpointReader, spec: ParameterSpec, kind: str) -> Tensor:
+def local_part(whole: Tensor, spec: ParameterSpec) -> Tensor:
+    """Return this rank's part of a logical tensor, zero-padded to its local shape."""
+    return _padded(whole.narrow(spec.split_dim, spec.offset, spec.length), spec)
+
+
+def _local_part(reader: WeightSource, spec: ParameterSpec, kind: str) -> Tensor:
     """Read this rank's part of a parameter, zero-padded to its local shape."""
     stop = spec.offset + spec.length
-    part = reader.tensor(spec.name, kind, spec.split_dim, spec.offset, stop)
+    return _padded(reader.tensor(spec.name, kind, spec.split_dim, spec.offset, stop), spec)
+
+
+def _padded(part: Tensor, spec: ParameterSpec) -> Tensor:
     if part.shape == spec.local_shape:
         return part
     padded = torch.zeros(spec.local_shape)

@@ -67,6 +67,7 @@ def _export(args: argparse.Namespace) -> int:
     from megatron_deberta.hf.export_model import export_model
     from megatron_deberta.hf.loading import open_trained_model
     from megatron_deberta.hf.model_card import loading_lines
+    from megatron_deberta.objectives import build_objective
 
     trained = open_trained_model(Path(args.checkpoint), args.tokenizer)
     weights, output = trained.reader.tensor, Path(args.output)
@@ -91,6 +92,9 @@ def _export(args: argparse.Namespace) -> int:
     )
     for what, line in loading_lines(trained.config, export.model_type, args.output).items():
         print(f"Load the {what} in Python: {line}")
+    if trained.config.head != "mlm":
+        print(f"Or predict here: {build_objective(trained.run).commands(args.output)[0]}")
+        return 0
     print(f'Or fill masks here: megatron-deberta fill-mask {args.output} "A [MASK] text."')
     return 0
 
@@ -102,9 +106,12 @@ def _training_facts(trained: TrainedModel) -> TrainingFacts:
     from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
 
     run, step = trained.run, trained.reader.metadata.step
-    if not run.data.train:  # imported, not trained here
-        return TrainingFacts()
-    components, _ = parse_prefixes(run.data.train, "data.train")
+    data: tuple[str, ...] = (run.finetune.task,)
+    if not run.finetune.task:
+        if not run.data.train:  # imported, not trained here
+            return TrainingFacts()
+        components, _ = parse_prefixes(run.data.train, "data.train")
+        data = tuple(Path(prefix).name for part in components for prefix in part)
     metrics = trained.reader.path.parents[1] / FILE_NAME
     records = read_metrics(metrics) if metrics.is_file() else []
     losses = [
@@ -113,7 +120,7 @@ def _training_facts(trained: TrainedModel) -> TrainingFacts:
         if record["kind"] == "validation" and record["step"] <= step and record.get("loss")
     ]
     return TrainingFacts(
-        data=tuple(Path(prefix).name for part in components for prefix in part),
+        data=data,
         step=step,
         total_steps=run.train.steps,
         validation_loss=losses[-1] if losses else None,

@@ -18,6 +18,7 @@ import re
 import signal
 from collections import Counter
 from contextlib import ExitStack
+from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -54,6 +55,11 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         print(describe_run(config))
         return EXIT_DONE
+    return train(config, args.allow_config_change)
+
+
+def train(config: RunConfig, allow_config_change: bool = False) -> int:
+    """Train as one rank of a run; of a fine-tuning run if it has a task."""
     raise_open_file_limit()
     environment = read_environment()
     if environment.rank == 0 and environment.launcher != "srun":
@@ -77,8 +83,9 @@ def run(args: argparse.Namespace) -> int:
                     stop,
                     RunLock(config.train.run_dir),
                     heartbeat,
-                    allow_config_change=args.allow_config_change,
+                    allow_config_change=allow_config_change,
                     predicted_bytes=predicted_bytes(config, environment),
+                    **task_functions(config),
                 )
             finally:
                 launched = environment.launcher != "none"
@@ -89,6 +96,16 @@ def run(args: argparse.Namespace) -> int:
                         signal.signal(number, signal.SIG_IGN)
                     stack.pop_all()
             return code
+
+
+def task_functions(config: RunConfig) -> dict[str, Any]:
+    """Return the functions that open data and initial weights of a fine-tuning run."""
+    if not config.finetune.task:
+        return {}
+    from megatron_deberta.finetune.data import open_task_data
+    from megatron_deberta.finetune.models import open_release_weights
+
+    return {"open_data": open_task_data, "open_weights": open_release_weights}
 
 
 def predicted_bytes(config: RunConfig, environment: RankEnvironment) -> int:

@@ -216,6 +216,15 @@ def check_fit(config: RunConfig, profile: ClusterProfile, nodes: int) -> RunConf
     return replace(
         config,
         train=replace(train, run_dir=os.path.abspath(train.run_dir)),
+        finetune=replace(
+            config.finetune,
+            # A name of a packaged task stays.
+            task=_absolute(config.finetune.task)
+            if config.finetune.task.endswith((".yaml", ".yml"))
+            else config.finetune.task,
+            data=_absolute(config.finetune.data),
+            cache=_absolute(config.finetune.cache),
+        ),
         tokenizer=replace(config.tokenizer, path=_absolute(config.tokenizer.path)),
         checkpoint=replace(config.checkpoint, load_from=_absolute(config.checkpoint.load_from)),
         data=replace(

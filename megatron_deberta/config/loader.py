@@ -66,6 +66,21 @@ def config_from_dict(data: Mapping[str, Any], source: str) -> RunConfig:
     return _build([(source, data)])
 
 
+def config_from_layers(
+    layers: Sequence[tuple[str, Mapping[str, Any]]], overrides: Sequence[str] = ()
+) -> RunConfig:
+    """Build a config from plain data; later layers win, the overrides last.
+
+    Args:
+        layers: origin of the data, for messages, and sections of keys.
+        overrides: ``section.key=value`` with YAML values.
+
+    Raises:
+        ConfigError: unknown key, wrong type, or a broken rule.
+    """
+    return _build([*layers, (OVERRIDES, _parse_overrides(overrides))])
+
+
 def config_to_dict(config: DataclassInstance) -> dict[str, Any]:
     """Convert a config or one of its sections to JSON types (tuples become lists)."""
     return cast(dict[str, Any], json.loads(json.dumps(asdict(config))))

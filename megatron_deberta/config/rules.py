@@ -49,6 +49,7 @@ def validate(config: RunConfig) -> None:
     _check_lengths(config.model, config.data)
     _check_pairs(config.model, config.data)
     _check_objective(config.objective)
+    _check_head(config)
     _check_parallel(config.model, config.data, config.parallel)
     _check_precision(config.precision)
     _check_schedule(config)
@@ -191,6 +192,8 @@ def _check_lengths(model: ModelConfig, data: DataConfig) -> None:
 
 
 def _check_pairs(model: ModelConfig, data: DataConfig) -> None:
+    if model.head != "mlm":
+        return
     pairs = data.packing in ("segment_pair", "sentence_pair")
     if pairs != model.next_sentence_head:
         raise ConfigError(
@@ -219,6 +222,29 @@ def _check_objective(objective: ObjectiveConfig) -> None:
             f"objective.mask_token_probability={objective.mask_token_probability} and "
             f"objective.random_token_probability={objective.random_token_probability} add up to "
             f"{replaced:g}; the sum must not exceed 1"
+        )
+
+
+def _check_head(config: RunConfig) -> None:
+    model, objective = config.model, config.objective
+    if model.head != objective.name:
+        raise ConfigError(
+            f"objective.name={objective.name} does not fit model.head={model.head}; use the same "
+            "for both"
+        )
+    if model.head in ("classification", "tokens") and len(model.labels) < 2:
+        raise ConfigError(
+            f"model.labels={list(model.labels)} has fewer than two classes for model.head="
+            f"{model.head}; name the classes"
+        )
+    if model.head == "mlm" and objective.sift_weight:
+        raise ConfigError(
+            f"objective.sift_weight={objective.sift_weight:g} needs a labelled task; set it to 0"
+        )
+    if (model.head == "mlm") != (not config.finetune.task):
+        raise ConfigError(
+            f"finetune.task={config.finetune.task!r} does not fit model.head={model.head}; use "
+            "megatron-deberta finetune, which sets both"
         )
 
 
@@ -279,7 +305,9 @@ def _check_schedule(config: RunConfig) -> None:
     steps, optimizer = config.train.steps, config.optimizer
     if not config.train.run_dir:
         raise ConfigError("train.run_dir is empty; set the run folder")
-    if not optimizer.warmup_fraction and optimizer.warmup_steps > steps:
+    # With ``finetune.epochs``, the number of steps is known with the data only.
+    is_open = bool(config.finetune.task) and config.finetune.epochs > 0
+    if not is_open and not optimizer.warmup_fraction and optimizer.warmup_steps > steps:
         raise ConfigError(
             f"optimizer.warmup_steps={optimizer.warmup_steps} exceeds train.steps={steps}, so the "
             f"peak learning rate is never reached; use {max(steps // 10, 1)}, or "

@@ -17,6 +17,7 @@ Packing = Literal["full_sentences", "doc_sentences", "segment_pair", "sentence_p
 AttentionBackend = Literal["auto", "reference", "chunked", "triton"]
 NotifyEvent = Literal["ended", "stalled", "rollback", "node_lost", "deadline"]
 NOTIFY_EVENTS: tuple[str, ...] = get_args(NotifyEvent)
+Head = Literal["mlm", "classification", "regression", "spans", "tokens", "choices"]
 AUTO = 0
 """Value of ``model.vocab_size: auto`` until the tokenizer is known."""
 
@@ -70,6 +71,13 @@ class ModelConfig:
     """Rows of the token-type embedding; 2 for pairs of segments, 0: none."""
     next_sentence_head: bool = False
     """Add a head on [CLS] that predicts whether the second segment follows the first."""
+    head: Head = "mlm"
+    """Head of the model: ``mlm`` for pretraining, or that of a labelled task (docs/finetuning.md),
+    which ``finetune`` sets."""
+    labels: tuple[str, ...] = ()
+    """Names of the classes, for the heads ``classification`` and ``tokens``."""
+    head_dropout: float = below_one(0.1, 0.998)
+    """Dropout before the last projection of a task's head."""
     initializer_range: float = positive(0.02)
     """Standard deviation of initial weights."""
     layer_norm_eps: float = positive(1e-7)
@@ -118,10 +126,10 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ObjectiveConfig:
-    """Masked language modelling with dynamic span masking."""
+    """Masked language modelling with dynamic span masking, or the loss of a labelled task."""
 
-    name: Literal["mlm"] = "mlm"
-    """The training task."""
+    name: Head = "mlm"
+    """The training task; the same as ``model.head``."""
     mask_probability: float = fraction(0.15)
     """Fraction of a row's tokens that are predicted."""
     mask_token_probability: float = fraction(0.8)
@@ -134,6 +142,16 @@ class ObjectiveConfig:
     """``released`` is Microsoft's left-to-right generator, which undermasks a row's end."""
     static_masks: int = 0
     """Number of fixed masks per row, used in turn (10 in BERT); 0: a new mask each epoch."""
+    sift_weight: float = 0.0
+    """Labelled tasks: weight of SiFT's loss (paper, section 4); 0: none. The release uses 5."""
+    sift_noise: float = positive(0.01)
+    """SiFT: standard deviation of the initial perturbation, which is cut off at twice this."""
+    sift_step: float = 1e-4
+    """SiFT: largest change of a token's perturbation by the gradient step."""
+    sift_inner: Literal["symmetric_kl", "kl"] = "symmetric_kl"
+    """SiFT: divergence that the perturbation raises; always the squared error in regression."""
+    sift_clean_gradient: bool = True
+    """SiFT: the loss changes the prediction without perturbation too, as in the release."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -266,6 +284,28 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FinetuneConfig:
+    """Fine-tuning on a labelled task; ``megatron-deberta finetune`` sets these keys."""
+
+    task: str = ""
+    """Task file, or the name of a packaged task such as ``sst2``; empty: pretraining."""
+    data: str = ""
+    """Folder with the task's files."""
+    epochs: float = 0.0
+    """Passes over the training examples, which determine ``train.steps``; 0: ``train.steps``."""
+    validations_per_epoch: float = 0.0
+    """Validations per pass, which determine ``train.eval_every``; 0: ``train.eval_every``."""
+    batch_by_length: bool = True
+    """Batches of rows of similar length, in random order; False: random rows."""
+    patience: int = 0
+    """Validations without a better score after which the run ends; 0: never."""
+    keep_best: bool = True
+    """Save a checkpoint at each better score, and keep the best one."""
+    cache: str = ""
+    """Folder of encoded examples; empty: ``encoded`` in the run folder."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LogConfig:
     """Console output and metrics."""
 
@@ -334,5 +374,6 @@ class RunConfig:
     guard: GuardConfig = field(default_factory=GuardConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
     log: LogConfig = field(default_factory=LogConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -11,12 +12,55 @@ from torch import Tensor
 # Label of a padding position.
 IGNORED_LABEL = -100
 
+_Self = TypeVar("_Self", bound="MicroBatch")
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """One micro batch of packed, masked rows; on the CPU until ``to``.
+
+class MicroBatch:
+    """Base class of micro batches: dataclasses of tensors, on the CPU until ``to``.
 
     Every tensor-parallel rank of a data-parallel rank holds the same batch.
+
+    Attributes:
+        sample_index: int64 global sample indices, -1 = padding sample without labels.
+    """
+
+    __slots__ = ()
+    sample_index: Tensor
+
+    @property
+    def dropout_keys(self) -> Tensor:
+        """[B] int64: number of each row in the run, part of the dropout key."""
+        return self.sample_index
+
+    def to(self: _Self, device: torch.device | str, non_blocking: bool = False) -> _Self:
+        """Return the batch on ``device``; ``non_blocking`` needs pinned memory."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self: _Self) -> _Self:
+        """Return the batch in page-locked memory; torch's ``DataLoader`` calls this method."""
+        return self._map(lambda tensor: tensor.pin_memory())
+
+    def clone(self: _Self) -> _Self:
+        """Return a copy in this process's own memory."""
+        return self._map(Tensor.clone)
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Prevent reuse of the batch's device memory before ``stream`` is past this point."""
+        for tensor in self._tensors().values():
+            tensor.record_stream(stream)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        items = ((item.name, getattr(self, item.name)) for item in fields(cast(Any, self)))
+        return {name: tensor for name, tensor in items if tensor is not None}
+
+    def _map(self: _Self, transform: Callable[[Tensor], Tensor]) -> _Self:
+        changed = {name: transform(tensor) for name, tensor in self._tensors().items()}
+        return cast(_Self, replace(cast(Any, self), **changed))
+
+
+@dataclass(frozen=True, slots=True)
+class Batch(MicroBatch):
+    """One micro batch of packed, masked rows.
 
     Attributes:
         input_ids: [B, N] int64 tokens after masking; padding at the end of a row.
@@ -45,29 +89,40 @@ class Batch:
     token_type_ids: Tensor | None = None
     next_sentence_labels: Tensor | None = None
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """Return the batch on ``device``; ``non_blocking`` needs pinned memory."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
-
-    def pin_memory(self) -> Batch:
-        """Return the batch in page-locked memory; torch's ``DataLoader`` calls this method."""
-        return self._map(lambda tensor: tensor.pin_memory())
-
-    def clone(self) -> Batch:
-        """Return a copy in this process's own memory."""
-        return self._map(Tensor.clone)
-
-    def record_stream(self, stream: torch.Stream) -> None:
-        """Prevent reuse of the batch's device memory before ``stream`` is past this point."""
-        for item in fields(self):
-            if (tensor := getattr(self, item.name)) is not None:
-                tensor.record_stream(stream)
-
     @property
     def num_targets(self) -> int:
         """Number of masked positions to predict; synchronizes with the device."""
         return int((self.masked_positions >= 0).sum())
 
-    def _map(self, transform: Callable[[Tensor], Tensor]) -> Batch:
-        tensors = {item.name: getattr(self, item.name) for item in fields(self)}
-        return replace(self, **{k: transform(v) for k, v in tensors.items() if v is not None})
+
+@dataclass(frozen=True, slots=True)
+class TaskBatch(MicroBatch):
+    """One micro batch of a labelled task.
+
+    Attributes:
+        input_ids: [B, N] int64 tokens; N is the length of the longest row.
+        attention_mask: [B, N] bool, True = real token.
+        token_type_ids: [B, N] int64, 0 in the first segment and at padding, 1 in the second.
+        labels: int64 class [B], or fp32 score [B], or int64 first and last token of the answer
+            [B, 2], or int64 class of each token [B, N], or int64 right choice [E]. -100 and NaN
+            are not scored.
+        sample_index: [B] or [E] int64 global sample index, -1 = padding sample.
+        row_index: [B] int64 row of the encoded data, -1 = padding row.
+        choice_rows: [E, C] int64 rows of this batch that are the choices of each example, -1 =
+            padding; None in other tasks than multiple choice.
+        row_keys: [B] int64 dropout keys of the rows of choices; None: ``sample_index``.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    token_type_ids: Tensor
+    labels: Tensor
+    sample_index: Tensor
+    row_index: Tensor
+    choice_rows: Tensor | None = None
+    row_keys: Tensor | None = None
+
+    @property
+    def dropout_keys(self) -> Tensor:
+        """[B] int64: number of each row in the run, part of the dropout key."""
+        return self.sample_index if self.row_keys is None else self.row_keys

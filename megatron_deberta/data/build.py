@@ -12,6 +12,7 @@ import torch
 
 from megatron_deberta.config.rules import short_samples
 from megatron_deberta.config.schema import DataConfig, RunConfig
+from megatron_deberta.data.batch import Batch
 from megatron_deberta.data.collate import BatchBuilder, Builder, PhasedBuilder
 from megatron_deberta.data.dataset.blend import BlendedRows
 from megatron_deberta.data.dataset.corpus import Corpus, open_shard, split_validation
@@ -164,7 +165,7 @@ def build_loaders(
     dp_size: int,
     consumed_samples: int,
     corpora: Corpora | None = None,
-) -> tuple[TrainLoader, ValidationLoader | None]:
+) -> tuple[TrainLoader[Batch], ValidationLoader[Batch] | None]:
     """Build the loaders of one data-parallel rank, the same on all its tensor-parallel ranks.
 
     Args:
@@ -205,7 +206,7 @@ def build_loaders(
 
 def validation_loader(
     config: RunConfig, vocabulary: Vocabulary, dp_rank: int, dp_size: int, corpora: Corpora
-) -> ValidationLoader | None:
+) -> ValidationLoader[Batch] | None:
     """Build the validation loader of one data-parallel rank.
 
     Args:
@@ -284,7 +285,9 @@ def _training_rows(
     return sources[0] if len(sources) == 1 else BlendedRows(sources, corpora.weights)
 
 
-def _training_builder(config: RunConfig, vocabulary: Vocabulary, corpora: Corpora) -> Builder:
+def _training_builder(
+    config: RunConfig, vocabulary: Vocabulary, corpora: Corpora
+) -> Builder[Batch]:
     phases = training_phases(config, vocabulary, corpora)
     builders = [_builder(config, vocabulary, phase.rows, phase.length) for phase in phases]
     return (

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from megatron_deberta.data.arrays import Integers
-from megatron_deberta.data.batch import IGNORED_LABEL, Batch
+from megatron_deberta.data.batch import IGNORED_LABEL, Batch, MicroBatch
 from megatron_deberta.data.dataset.rows import RowBatch, RowSource
 from megatron_deberta.data.masking import MaskedRows, Masker
 from megatron_deberta.data.vocabulary import Vocabulary
@@ -20,10 +20,13 @@ from megatron_deberta.data.vocabulary import Vocabulary
 FILLER = -1
 
 
-class Builder(Protocol):
+_AnyBatch = TypeVar("_AnyBatch", bound=MicroBatch, covariant=True)
+
+
+class Builder(Protocol[_AnyBatch]):
     """Builder of batches."""
 
-    def build(self, samples: Sequence[int]) -> Batch:
+    def build(self, samples: Sequence[int]) -> _AnyBatch:
         """Return the batch of the given samples, in that order."""
 
 
@@ -105,8 +108,8 @@ class PhasedBuilder:
         first_long: a multiple of the global batch size, so no batch mixes lengths.
     """
 
-    short: Builder
-    long: Builder
+    short: Builder[Batch]
+    long: Builder[Batch]
     first_long: int
 
     def build(self, samples: Sequence[int]) -> Batch:

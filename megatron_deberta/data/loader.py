@@ -15,12 +15,12 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from megatron_deberta.data.batch import Batch
+from megatron_deberta.data.batch import MicroBatch
 from megatron_deberta.data.collate import FILLER, Builder
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.processes import die_with_parent
@@ -30,6 +30,9 @@ from megatron_deberta.processes import die_with_parent
 _IN_FLIGHT = 32
 # Part of torch's message when a worker process has died.
 _WORKER_DIED = "exited unexpectedly"
+
+
+_Batch = TypeVar("_Batch", bound=MicroBatch)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,13 +92,13 @@ class _Failure:
     message: str
 
 
-class _MicroBatches(Dataset["Batch | _Failure"]):
+class _MicroBatches(Dataset[Any], Generic[_Batch]):
     """Map-style dataset whose keys are the sample indices of a micro batch."""
 
-    def __init__(self, builder: Builder) -> None:
+    def __init__(self, builder: Builder[_Batch]) -> None:
         self._builder = builder
 
-    def __getitem__(self, samples: Sequence[int]) -> Batch | _Failure:
+    def __getitem__(self, samples: Sequence[int]) -> _Batch | _Failure:
         try:
             return self._builder.build(samples)
         except DataError as error:
@@ -107,7 +110,7 @@ class _MicroBatches(Dataset["Batch | _Failure"]):
             )
 
 
-class TrainLoader:
+class TrainLoader(Generic[_Batch]):
     """Endless iterator over steps of a data-parallel rank; yields the micro batches of each.
 
     Batches do not depend on the number of workers. Worker processes are forked when iteration
@@ -126,7 +129,7 @@ class TrainLoader:
 
     def __init__(
         self,
-        builder: Builder,
+        builder: Builder[_Batch],
         sampler: StepSampler,
         consumed_samples: int,
         num_workers: int,
@@ -139,7 +142,7 @@ class TrainLoader:
         self._num_workers = num_workers
         self._pin_memory = pin_memory
 
-    def __iter__(self) -> Iterator[list[Batch]]:
+    def __iter__(self) -> Iterator[list[_Batch]]:
         """Yield the micro batches of each step, endlessly.
 
         Raises:
@@ -156,12 +159,12 @@ class TrainLoader:
             _end(batches, workers)
             atexit.unregister(kill)
 
-    def _next(self, batches: Iterator[Batch | _Failure]) -> Batch:
+    def _next(self, batches: Iterator[_Batch | _Failure]) -> _Batch:
         batch = _next_batch(batches)
         # A whole step of shared memory would exceed the limit of open files and fill /dev/shm.
         return batch.clone() if self._num_workers and not self._pin_memory else batch
 
-    def _start(self) -> tuple[Iterator[Batch | _Failure], list[BaseProcess]]:
+    def _start(self) -> tuple[Iterator[_Batch | _Failure], list[BaseProcess]]:
         """Start the workers; return the iterator over batches and the worker processes."""
         workers = self._num_workers
         # Prefetch one whole step beyond the current one, if that is not too much.
@@ -193,7 +196,7 @@ class TrainLoader:
 
 
 @dataclass(frozen=True, slots=True)
-class ValidationLoader:
+class ValidationLoader(Generic[_Batch]):
     """Iterable over a rank's validation batches, the same at every validation.
 
     All ranks yield the same number of micro batches, as collectives require; the last one is
@@ -207,7 +210,7 @@ class ValidationLoader:
         dp_size: number of data-parallel ranks.
     """
 
-    builder: Builder
+    builder: Builder[_Batch]
     num_samples: int
     micro_batch_size: int
     dp_rank: int
@@ -217,7 +220,7 @@ class ValidationLoader:
         """Return the number of micro batches per rank."""
         return -(-self.num_samples // (self.micro_batch_size * self.dp_size))
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[_Batch]:
         """Yield this rank's micro batches.
 
         Raises:
@@ -229,7 +232,7 @@ class ValidationLoader:
             yield self.builder.build([s if s < self.num_samples else FILLER for s in samples])
 
 
-def _next_batch(batches: Iterator[Batch | _Failure]) -> Batch:
+def _next_batch(batches: Iterator[_Batch | _Failure]) -> _Batch:
     """Return the next batch; raise ``DataError`` if its worker failed or died."""
     try:
         batch = next(batches)

@@ -32,6 +32,8 @@ class Purpose(IntEnum):
     PAIR_PARTNER = 7
     STATIC_MASK = 8
     SHORT_ROWS = 9
+    EXAMPLE_ORDER = 10
+    BATCH_ORDER = 11
 
 
 def mix64(*parts: int) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_deberta.data.batch import Batch
+from megatron_deberta.data.batch import MicroBatch
 from megatron_deberta.errors import DataError
 from megatron_deberta.files import fsync_path, write_atomically
 from megatron_deberta.parsing import Count, parse_json
@@ -66,7 +66,7 @@ class SampleLog:
         except OSError as error:
             raise DataError(f"{path}: cannot write the sample log: {error}") from error
 
-    def append(self, step: int, batches: Sequence[Batch]) -> None:
+    def append(self, step: int, batches: Sequence[MicroBatch]) -> None:
         """Record a step's rows in order.
 
         Args:

@@ -40,6 +40,16 @@ def broadcast_from_rank_zero(value: int, groups: ProcessGroups) -> int:
     return _max(value if groups.rank == 0 else torch.iinfo(torch.int64).min, groups)
 
 
+def broadcast_text(text: str, groups: ProcessGroups) -> str:
+    """Rank 0's text, on every rank. Collective over all ranks."""
+    content = text.encode() if groups.rank == 0 else b""
+    size = broadcast_from_rank_zero(len(content), groups)
+    numbers = torch.zeros(size, dtype=torch.int32, device=groups.device)
+    if groups.rank == 0:
+        numbers += torch.tensor(list(content), dtype=torch.int32, device=groups.device)
+    return bytes(all_reduce_max(numbers, groups).tolist()).decode()
+
+
 @contextmanager
 def raise_on_all_ranks(groups: ProcessGroups) -> Iterator[None]:
     """Run a block without collectives; if it fails on one rank, raise on all ranks.

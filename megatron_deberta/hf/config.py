@@ -7,8 +7,14 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 
-from megatron_deberta.config.schema import AbsolutePositions, ModelConfig, P2CIndex, PositionTerms
-from megatron_deberta.errors import CheckpointError
+from megatron_deberta.config.schema import (
+    AbsolutePositions,
+    Head,
+    ModelConfig,
+    P2CIndex,
+    PositionTerms,
+)
+from megatron_deberta.errors import CheckpointError, ConfigError
 from megatron_deberta.hf.names import ModelType
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -18,6 +24,16 @@ _MASKED_LM_CLASS = {
     "deberta-v2": "DebertaV2ForMaskedLM",
     "megatron-deberta": "MegatronDebertaForMaskedLM",
 }
+_TASK_CLASS = {
+    "classification": "SequenceClassification",
+    "regression": "SequenceClassification",
+    "spans": "QuestionAnswering",
+    "tokens": "TokenClassification",
+    "choices": "MultipleChoice",
+}
+"""End of the class for a head; ``AutoModelFor`` and the type's name stand before it."""
+_CLASS_PREFIX = {"deberta": "Deberta", "deberta-v2": "DebertaV2", "roberta": "Roberta"}
+_PROBLEM_TYPE = {"classification": "single_label_classification", "regression": "regression"}
 _WITH_C2P = ("c2p+p2c", "c2p")
 _LARGEST = (1 << 31) - 1
 _MAX_LAYERS = 10_000
@@ -151,13 +167,55 @@ def to_hf_config(
     }
     if config.next_sentence_head:
         fields |= _NEXT_SENTENCE_FIELDS
+    if config.head != "mlm":
+        task = _task_fields(config, model_type)
+        body = _roberta_fields(config, ids) if model_type == "roberta" else {}
+        if not body:
+            body = _deberta_fields(config, model_type)
+            del body["auto_map"]
+        return fields | body | task
     if model_type == "roberta":
-        return fields | {
-            "architectures": ["RobertaForMaskedLM"],
-            "max_position_embeddings": config.max_position_embeddings + ids.pad + 1,
-            "type_vocab_size": max(config.type_vocab_size, 1),
-        }
+        return fields | _roberta_fields(config, ids)
     return fields | _deberta_fields(config, model_type)
+
+
+def auto_class_name(config: ModelConfig) -> str:
+    """Return the name of transformers' Auto class that loads a fine-tuned model."""
+    return f"AutoModelFor{_TASK_CLASS[config.head]}"
+
+
+def _task_fields(config: ModelConfig, model_type: ModelType) -> dict[str, Any]:
+    """Return the fields of a head: class, labels and ``problem_type``.
+
+    Raises:
+        ConfigError: transformers has no class for this head and architecture.
+    """
+    kind = _TASK_CLASS[config.head]
+    if model_type not in _CLASS_PREFIX or (model_type, config.head) == ("deberta", "choices"):
+        raise ConfigError(
+            f"transformers has no class for model.head={config.head} of type {model_type}; use "
+            "megatron-deberta predict"
+        )
+    fields: dict[str, Any] = {
+        "architectures": [f"{_CLASS_PREFIX[model_type]}For{kind}"],
+        "cls_dropout": config.head_dropout,
+        "classifier_dropout": config.head_dropout,
+    }
+    if problem := _PROBLEM_TYPE.get(config.head):
+        fields["problem_type"] = problem
+    if config.head != "spans":
+        names = config.labels or ("LABEL_0",)
+        fields["id2label"] = {str(number): name for number, name in enumerate(names)}
+        fields["label2id"] = {name: number for number, name in enumerate(names)}
+    return fields
+
+
+def _roberta_fields(config: ModelConfig, ids: SpecialIds) -> dict[str, Any]:
+    return {
+        "architectures": ["RobertaForMaskedLM"],
+        "max_position_embeddings": config.max_position_embeddings + ids.pad + 1,
+        "type_vocab_size": max(config.type_vocab_size, 1),
+    }
 
 
 def _deberta_fields(config: ModelConfig, model_type: ModelType) -> dict[str, Any]:
@@ -240,6 +298,26 @@ def from_hf_config(fields: dict[str, Any], model_type: ModelType) -> ModelConfig
             absolute_positions="input",
         )
     return _deberta_config(fields, model_type, shared, length)
+
+
+def task_head(fields: dict[str, Any]) -> tuple[Head, tuple[str, ...]]:
+    """Return the head of a labelled task that ``config.json`` names, and its classes.
+
+    Returns:
+        ``mlm`` and no classes where the model has none.
+    """
+    names = {int(number): name for number, name in (fields.get("id2label") or {}).items()}
+    labels = tuple(str(names[number]) for number in sorted(names))
+    for architecture in fields.get("architectures") or ():
+        kind = str(architecture).rpartition("For")[2]
+        if kind == "SequenceClassification":
+            is_score = fields.get("problem_type") == "regression" or len(labels) == 1
+            return ("regression", ()) if is_score else ("classification", labels)
+        if kind == "TokenClassification":
+            return "tokens", labels
+        if kind in ("QuestionAnswering", "MultipleChoice"):
+            return ("spans" if kind == "QuestionAnswering" else "choices"), ()
+    return "mlm", ()
 
 
 def padding_id(fields: dict[str, Any], model_type: ModelType) -> int:

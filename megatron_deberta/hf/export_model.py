@@ -25,10 +25,10 @@ from megatron_deberta.hf.config import (
     choose_model_type,
     to_hf_config,
 )
-from megatron_deberta.hf.loading import build_model
+from megatron_deberta.hf.loading import build_model, build_task_model
 from megatron_deberta.hf.model_card import TrainingFacts, model_card
 from megatron_deberta.hf.names import HFTensor, ModelType, hf_tensors
-from megatron_deberta.hf.verify import ExportCheck, check_export
+from megatron_deberta.hf.verify import ExportCheck, check_export, check_task_export
 from megatron_deberta.model import count_parameters
 from megatron_deberta.tokenizer import Tokenizer
 from megatron_deberta.tokenizer.tokenizer import CONFIG_FILE
@@ -81,19 +81,23 @@ def export_model(
     with output_folder(output) as folder:
         _save_tokenizer(tokenizer, folder, config.max_position_embeddings)
         write_hf_model(folder, config, model_type, read, ids, dtype)
-        if model_type != "roberta":
+        if model_type != "roberta" and config.head == "mlm":
             source = Path(__file__).with_name(f"{MODELING_MODULE}.py")
             shutil.copyfile(source, folder / source.name)
         parameters = count_parameters(config)
         card = model_card(output.name, config, model_type, parameters, facts)
         (folder / "README.md").write_text(card, encoding="utf-8")
-        check = check_export(
-            folder,
-            model_type,
-            lambda: build_model(config, lambda name: read(name).to(DTYPES[dtype]), "reference"),
-            tokenizer,
-            dtype,
-        )
+        if config.head == "mlm":
+            check = check_export(
+                folder,
+                model_type,
+                lambda: build_model(config, lambda name: read(name).to(DTYPES[dtype]), "reference"),
+                tokenizer,
+                dtype,
+            )
+        else:
+            ours = build_task_model(config, lambda name: read(name).to(DTYPES[dtype]), "reference")
+            check = check_task_export(folder, ours, tokenizer, dtype)
     return ExportResult(model_type, reason, check)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_deberta.checkpoint.layout import CheckpointMetadata, step_dir
-from megatron_deberta.checkpoint.store import save_weights
+from megatron_deberta.checkpoint.store import HEAD_PREFIXES, save_weights
 from megatron_deberta.config import config_to_dict, save_config, validate
 from megatron_deberta.config.schema import (
     CheckpointConfig,
@@ -40,9 +40,12 @@ RUN_FILE = "run.yaml"
 CONFIG_FILES = ("config.json", "model_config.json")
 """Of a published model; the first that exists is read."""
 _TOKENIZER_FOLDER = "tokenizer"
-_OPTIONAL_PREFIXES = ("head.", "mask_decoder.")
+_OPTIONAL_PREFIXES = ("head.", "mask_decoder.", *HEAD_PREFIXES)
 _IGNORED = re.compile(
     r"(mask_predictions|(roberta\.)?pooler|classifier)\.|.*position_ids$|.*\._weight$"
+)
+_PRETRAINING_HEAD = re.compile(
+    r"lm_predictions\.|cls\.predictions\.|lm_head\.|deberta\.embeddings\.position_embeddings\."
 )
 _TIED = re.compile(r"(cls\.predictions\.decoder|lm_head\.decoder)\.(weight|bias)")
 _TOKEN_TABLE = re.compile(r"(deberta|roberta)\.embeddings\.word_embeddings\.weight")
@@ -138,6 +141,7 @@ class StoredTensor(NamedTuple):
 class Release:
     """A published model, read one tensor at a time."""
 
+    path: Path
     config: ModelConfig
     missing: tuple[HFTensor, ...]
     """Tensors that the file lacks; ``tensors`` initialises them."""
@@ -156,6 +160,28 @@ class Release:
             "ignored, not part of the model": self.ignored,
         }
         return tuple(f"{what}: {', '.join(names)}" for what, names in notes.items() if names)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Logical shape of every parameter that the file has, by canonical name."""
+        missing = {part for entry in self.missing for part in entry.parts}
+        shapes = parameter_shapes(self.config)
+        return {name: shape for name, shape in shapes.items() if name not in missing}
+
+    def tensor(
+        self,
+        name: str,
+        kind: str = "weight",
+        dim: int | None = None,
+        start: int | None = None,
+        stop: int | None = None,
+    ) -> Tensor:
+        """Read a parameter, or indices ``[start, stop)`` of one dimension, in fp32."""
+        entry, stored = next(pair for pair in self._tensors if name in pair[0].parts)
+        tensor = entry.unpack(stored.load().float())[name]
+        if name == "embeddings.position.weight":
+            tensor = self._add_token_type(tensor)
+        return tensor if dim is None else tensor.narrow(dim, start or 0, (stop or 0) - (start or 0))
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield canonical name and fp32 tensor of every parameter."""
@@ -188,6 +214,7 @@ def open_release(
     allow_pickle: bool = False,
     sha256: str = "",
     seed: int = 0,
+    adapt: Callable[[ModelConfig], ModelConfig] | None = None,
 ) -> Release:
     """Read the config of a published model and match its tensors to our architecture.
 
@@ -199,6 +226,7 @@ def open_release(
         allow_pickle: read a ``.bin`` file with ``weights_only`` in a separate process.
         sha256: expected digest of the weight file; empty: unchecked.
         seed: seed of parameters that the file lacks.
+        adapt: changes the head of the architecture; None: the one that the model has.
 
     Raises:
         CheckpointError: a file is missing or damaged, or the architecture is not supported.
@@ -211,12 +239,18 @@ def open_release(
     names = standard_names(in_files, model_type)
     stored = {names[name]: tensor for name, tensor in in_files.items()}
     config = _infer_from_tensors(from_hf_config(fields, model_type), fields, stored)
+    if adapt is not None:
+        config = adapt(config)
     expected = hf_tensors(config, model_type, padding_id(fields, model_type))
-    return _match(config, expected, stored, seed)
+    return _match(directory, config, expected, stored, seed)
 
 
 def _match(
-    config: ModelConfig, expected: list[HFTensor], stored: dict[str, StoredTensor], seed: int
+    directory: Path,
+    config: ModelConfig,
+    expected: list[HFTensor],
+    stored: dict[str, StoredTensor],
+    seed: int,
 ) -> Release:
     tensors: list[tuple[HFTensor, StoredTensor]] = []
     missing: list[HFTensor] = []
@@ -229,6 +263,9 @@ def _match(
                 )
             if entry.parts:
                 missing.append(entry)
+        elif tensor.shape != entry.shape and all(p.startswith(HEAD_PREFIXES) for p in entry.parts):
+            # The head of another task
+            missing.append(entry)
         elif tensor.shape != entry.shape:
             raise CheckpointError(
                 f"{tensor.name}: shape {tensor.shape} is not {entry.shape} of config.json; "
@@ -237,9 +274,12 @@ def _match(
         elif entry.parts:
             tensors.append((entry, tensor))
     ignored = sorted(stored.keys() - {entry.name for entry in expected})
-    _check_ignored(ignored, stored)
+    others = [name for name in ignored if config.head == "mlm" or not _PRETRAINING_HEAD.match(name)]
+    _check_ignored(others, stored)
     token_types = stored.get(TOKEN_TYPES) if config.type_vocab_size == 0 else None
-    return Release(config, tuple(missing), tuple(ignored), tuple(tensors), token_types, seed)
+    return Release(
+        directory, config, tuple(missing), tuple(ignored), tuple(tensors), token_types, seed
+    )
 
 
 def _check_ignored(names: list[str], stored: dict[str, StoredTensor]) -> None:

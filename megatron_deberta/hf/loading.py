@@ -9,21 +9,29 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import dynamic_module_utils
 from transformers.utils import logging
 
-from megatron_deberta.checkpoint.layout import COMMITTED_FILE
+from megatron_deberta.checkpoint.layout import COMMITTED_FILE, find_best
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.checkpoint.store import find_newest
 from megatron_deberta.config import config_from_dict
 from megatron_deberta.config.schema import ModelConfig, RunConfig
 from megatron_deberta.errors import CheckpointError, DataError
-from megatron_deberta.model import DebertaForPretraining, RuntimeOptions
+from megatron_deberta.model import (
+    DebertaBackbone,
+    DebertaForPretraining,
+    DebertaForTask,
+    RuntimeOptions,
+    task_model,
+)
 from megatron_deberta.tokenizer import Tokenizer, load_tokenizer
+
+_Model = TypeVar("_Model", bound=DebertaBackbone)
 
 
 @dataclass(frozen=True)
@@ -65,14 +73,17 @@ def open_trained_model(path: Path, tokenizer_path: str = "") -> TrainedModel:
     """Open a training checkpoint and verify the hashes of its files and its tokenizer.
 
     Args:
-        path: folder of one step, or of a run (its newest committed checkpoint is used).
+        path: folder of one step, or of a run (its best checkpoint is used if one is recorded,
+            else the newest).
         tokenizer_path: current location of the run's tokenizer; empty: the recorded one.
 
     Raises:
         CheckpointError: there is no committed checkpoint, or it is damaged.
         DataError: the tokenizer is missing or differs from the one used in training.
     """
-    step = path if (path / COMMITTED_FILE).exists() else find_newest(path)
+    step: Path | None = path
+    if not (path / COMMITTED_FILE).exists():
+        step = find_best(path) or find_newest(path)
     if step is None:
         raise CheckpointError(
             f"{path} holds no committed checkpoint; give the folder of a run or of one of its steps"
@@ -114,8 +125,24 @@ def build_model(
         read: returns the logical tensor of a canonical name.
         attention_backend: backend of the attention operator; None: automatic.
     """
+    return _build(DebertaForPretraining, config, read, attention_backend)
+
+
+def build_task_model(
+    config: ModelConfig, read: Callable[[str], Tensor], attention_backend: str | None = None
+) -> DebertaForTask:
+    """Build the model of a labelled task; otherwise like `build_model`."""
+    return _build(task_model(config), config, read, attention_backend)
+
+
+def _build(
+    model_class: type[_Model],
+    config: ModelConfig,
+    read: Callable[[str], Tensor],
+    attention_backend: str | None,
+) -> _Model:
     with torch.device("meta"):
-        model = DebertaForPretraining(config, RuntimeOptions(attention_backend=attention_backend))
+        model = model_class(config, RuntimeOptions(attention_backend=attention_backend))
     model.to_empty(device="cpu")
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -7,18 +7,19 @@ from dataclasses import dataclass
 
 from megatron_deberta import __version__
 from megatron_deberta.config.schema import ModelConfig
+from megatron_deberta.hf.config import auto_class_name
 from megatron_deberta.hf.names import ModelType
 
 _CARD = """\
 ---
 library_name: transformers
-pipeline_tag: fill-mask
+pipeline_tag: {pipeline}
 license: unknown
 ---
 
 # {name}
 
-{family} encoder of {parameters:,} parameters, pretrained by masked language modelling with
+{family} encoder of {parameters:,} parameters, {trained} with
 megatron-deberta {version}. Type in transformers: `{model_type}`.
 
 | architecture | |
@@ -39,6 +40,12 @@ megatron-deberta {version}. Type in transformers: `{model_type}`.
 
 Not stated. Before publishing, name a license here and in the first lines of this file.
 """
+_PIPELINES = {
+    "classification": "text-classification",
+    "regression": "text-classification",
+    "spans": "question-answering",
+    "tokens": "token-classification",
+}
 _KEYS = (
     "num_layers", "hidden_size", "num_heads", "ffn_hidden_size", "vocab_size",
     "max_position_embeddings", "position_terms", "position_buckets", "absolute_positions",
@@ -64,6 +71,17 @@ def loading_lines(config: ModelConfig, model_type: ModelType, folder: str) -> di
         model_type: type of the export.
         folder: where the export is.
     """
+    if config.head != "mlm":
+        pipeline = _PIPELINES.get(config.head)
+        lines = {
+            "model": f"from transformers import {auto_class_name(config)}; "
+            f'model = {auto_class_name(config)}.from_pretrained("{folder}")'
+        }
+        if pipeline:
+            lines[pipeline] = (
+                f'from transformers import pipeline; run = pipeline("{pipeline}", model="{folder}")'
+            )
+        return lines
     own_code = ", trust_remote_code=True"
     encoder = {"roberta": ", add_pooling_layer=False", "megatron-deberta": own_code}
     # transformers' own masked-LM classes have no mask decoder.
@@ -89,17 +107,24 @@ def model_card(
         facts: its training.
     """
     training = {
-        "objective": "masked language modelling",
+        "objective": "masked language modelling"
+        if config.head == "mlm"
+        else f"fine-tuned, head {config.head}",
         "data": ", ".join(facts.data) or "unknown",
         "optimizer steps": "unknown" if facts.step is None else f"{facts.step:,}",
         "validation loss": "unknown"
         if facts.validation_loss is None
-        else f"{facts.validation_loss:.4f} nats per masked token",
+        else f"{facts.validation_loss:.4f}"
+        + (" nats per masked token" if config.head == "mlm" else ""),
     }
     if facts.total_steps is not None and facts.total_steps != facts.step:
         training["optimizer steps"] += f" of {facts.total_steps:,}"
     return _CARD.format(
         name=name,
+        pipeline="fill-mask"
+        if config.head == "mlm"
+        else _PIPELINES.get(config.head, config.head.replace("choices", "multiple-choice")),
+        trained="pretrained by masked language modelling" if config.head == "mlm" else "fine-tuned",
         family="RoBERTa" if model_type == "roberta" else "DeBERTa",
         parameters=parameters,
         version=__version__,

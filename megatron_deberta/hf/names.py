@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from megatron_deberta.config.schema import ModelConfig
+from megatron_deberta.config.schema import Head, ModelConfig
 from megatron_deberta.model.shapes import parameter_shapes
 
 ModelType: TypeAlias = Literal["deberta", "deberta-v2", "roberta", "megatron-deberta"]
@@ -41,6 +41,9 @@ _DEBERTA_HEAD_STEMS = {
     "head": "lm_predictions.lm_head",
     "next_sentence.dense": "pooler.dense",
     "next_sentence.classifier": "classifier",
+    "pooler.dense": "pooler.dense",
+    "classifier": "classifier",
+    "qa_outputs": "qa_outputs",
 }
 _ROBERTA_HEAD_STEMS = {
     "head.transform": "lm_head.dense",
@@ -48,6 +51,12 @@ _ROBERTA_HEAD_STEMS = {
     "head": "lm_head",
     "next_sentence.dense": "classifier.dense",
     "next_sentence.classifier": "classifier.out_proj",
+    "qa_outputs": "qa_outputs",
+}
+_ROBERTA_TASK_STEMS = {
+    "tokens": {"classifier": "classifier"},
+    "choices": {"pooler.dense": "roberta.pooler.dense", "classifier": "classifier"},
+    "classification": {"pooler.dense": "classifier.dense", "classifier": "classifier.out_proj"},
 }
 _LAYER_STEMS = {
     "attention.output": "attention.output.dense",
@@ -125,10 +134,10 @@ def hf_tensors(config: ModelConfig, model_type: ModelType, pad_token_id: int = 0
         elif model_type == "roberta" and name == "embeddings.position.weight":
             padding = pad_token_id + 1
             padded = (shape[0] + padding, shape[1])
-            hf_name = _hf_name(name, model_type)
+            hf_name = _hf_name(name, model_type, config.head)
             tensors.append(HFTensor(hf_name, padded, (name,), "after_padding", padding))
         else:
-            tensors.append(HFTensor(_hf_name(name, model_type), shape, (name,)))
+            tensors.append(HFTensor(_hf_name(name, model_type, config.head), shape, (name,)))
     if model_type == "roberta" and config.type_vocab_size == 0:
         tensors.append(HFTensor(TOKEN_TYPES, (1, config.hidden_size), (), "zeros"))
     return tensors
@@ -162,14 +171,17 @@ def _standard_name(name: str) -> str:
     return name
 
 
-def _hf_name(name: str, model_type: ModelType) -> str:
+def _hf_name(name: str, model_type: ModelType, head: Head) -> str:
     stem, _, kind = name.rpartition(".")
     prefix = "roberta" if model_type == "roberta" else "deberta"
     layer = _LAYER.fullmatch(stem)
     if layer is None:
         if stem in _BODY_STEMS:
             return f"{prefix}.{_BODY_STEMS[stem]}.{kind}"
-        heads = _ROBERTA_HEAD_STEMS if model_type == "roberta" else _DEBERTA_HEAD_STEMS
+        heads = _DEBERTA_HEAD_STEMS
+        if model_type == "roberta":
+            sequence = _ROBERTA_TASK_STEMS["classification"]
+            heads = _ROBERTA_HEAD_STEMS | _ROBERTA_TASK_STEMS.get(head, sequence)
         return f"{heads[stem]}.{kind}"
     inner = _LAYER_STEMS.get(layer[2])
     if inner is None:

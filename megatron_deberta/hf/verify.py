@@ -12,10 +12,10 @@ import transformers
 from torch import Tensor
 
 from megatron_deberta.errors import CheckpointError
-from megatron_deberta.hf.config import DTYPES
+from megatron_deberta.hf.config import DTYPES, auto_class_name
 from megatron_deberta.hf.loading import load_pretrained, quiet_transformers, temporary_module_cache
 from megatron_deberta.hf.names import ModelType
-from megatron_deberta.model import DebertaForPretraining
+from megatron_deberta.model import DebertaBackbone, DebertaForPretraining, DebertaForTask
 from megatron_deberta.tokenizer import Tokenizer
 
 FP32_TOLERANCE = 1e-4
@@ -91,11 +91,73 @@ def check_export(
     compare("encoder states", transformers.AutoModel, **options)
     if has_classifier:
         compare("next-sentence logits", transformers.AutoModelForSequenceClassification)
+    auto_class = transformers.AutoModelForMaskedLM
+    return _check_dtype(
+        directory, auto_class, batches[-1], expected[-1]["logits"], dtype, max_error
+    )
+
+
+@temporary_module_cache()
+def check_task_export(
+    directory: Path, ours: DebertaForTask, tokenizer: Tokenizer, dtype: str
+) -> ExportCheck:
+    """Load a fine-tuned model's export as users do and compare its logits with our model's.
+
+    Args:
+        directory: the export.
+        ours: our fp32 model with the exported weights, rounded to ``dtype``.
+        tokenizer: the tokenizer used in training.
+        dtype: dtype of the exported weights.
+
+    Raises:
+        CheckpointError: token ids, logits, or the names of the classes differ.
+    """
+    batches = _make_batches(directory, tokenizer, ours)
+    expected = [_task_logits(ours, batch) for batch in batches]
+    is_choices = ours.config.head == "choices"
+    if is_choices:
+        # transformers expects [examples, choices, N].
+        batches = [{name: rows.unsqueeze(0) for name, rows in b.items()} for b in batches]
+        expected = [logits.view(1, -1) for logits in expected]
+    auto_class = getattr(transformers, auto_class_name(ours.config))
+    model = _load(auto_class, directory, torch.float32)
+    names = tuple(model.config.id2label[n] for n in sorted(model.config.id2label))
+    if ours.config.labels and names != ours.config.labels:
+        raise CheckpointError(f"the export names the classes {names}, not {ours.config.labels}")
+    error = 0.0
+    for batch, logits in zip(batches, expected, strict=True):
+        per_token = logits.dim() == 3
+        error = max(
+            error,
+            _compare("logits", _their_output(model, batch), logits, batch if per_token else {}),
+        )
+    mask = batches[-1] if expected[-1].dim() == 3 else {}
+    return _check_dtype(directory, auto_class, batches[-1], expected[-1], dtype, error, mask)
+
+
+@torch.no_grad()
+def _task_logits(ours: DebertaForTask, batch: _Tensors) -> Tensor:
+    mask = batch.get("attention_mask")
+    mask = None if mask is None else mask.bool()
+    return ours.logits(batch["input_ids"], mask, batch.get("token_type_ids"))
+
+
+def _check_dtype(
+    directory: Path,
+    auto_class: Any,
+    batch: _Tensors,
+    expected: Tensor,
+    dtype: str,
+    max_error: float,
+    mask: _Tensors | None = None,
+) -> ExportCheck:
+    """Compare the logits computed in the export's own dtype with fp32 ones."""
     if dtype == "fp32":
         return ExportCheck(max_error, 0.0)
-    model = _load(transformers.AutoModelForMaskedLM, directory, DTYPES[dtype])
-    logits = _real_tokens(_their_output(model, batches[-1]), batches[-1])
-    reference = _real_tokens(expected[-1]["logits"], batches[-1])
+    mask = batch if mask is None else mask
+    model = _load(auto_class, directory, DTYPES[dtype])
+    logits = _real_tokens(_their_output(model, batch), mask)
+    reference = _real_tokens(expected, mask)
     error = ((logits - reference).norm() / reference.norm()).item()
     if not error <= LOW_PRECISION_TOLERANCE[dtype]:
         raise CheckpointError(
@@ -105,9 +167,7 @@ def check_export(
     return ExportCheck(max_error, error)
 
 
-def _make_batches(
-    directory: Path, tokenizer: Tokenizer, ours: DebertaForPretraining
-) -> list[_Tensors]:
+def _make_batches(directory: Path, tokenizer: Tokenizer, ours: DebertaBackbone) -> list[_Tensors]:
     """Encode the texts as one single row and one padded batch, with two segments if supported.
 
     Raises:
@@ -163,6 +223,8 @@ def _load(auto_class: Any, directory: Path, dtype: torch.dtype, **options: Any) 
 def _their_output(model: Any, batch: _Tensors) -> Tensor:
     """Return logits, or the last hidden state of a model without a head."""
     output = model(**batch)
+    if "start_logits" in output:
+        return torch.stack([output.start_logits, output.end_logits], -1)
     result: Tensor = output.logits if "logits" in output else output.last_hidden_state
     return result
 

@@ -19,11 +19,13 @@ from megatron_deberta.model.deberta import (
 )
 from megatron_deberta.model.dropout import DropoutSeeds
 from megatron_deberta.model.shapes import count_parameters, parameter_shapes
+from megatron_deberta.model.task_models import DebertaForTask, task_model
 
 __all__ = [
     "DebertaBackbone",
     "DebertaForMaskedLM",
     "DebertaForPretraining",
+    "DebertaForTask",
     "DebertaModel",
     "DropoutSeeds",
     "EncoderOutput",
@@ -31,4 +33,5 @@ __all__ = [
     "RuntimeOptions",
     "count_parameters",
     "parameter_shapes",
+    "task_model",
 ]

@@ -6,7 +6,7 @@ Shapes: B batch, N sequence length, M selected positions, D hidden size, V vocab
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,10 @@ from megatron_deberta.config.rules import check_model
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.model.attention import AttentionContext
 from megatron_deberta.model.dropout import Dropout, DropoutExecution, DropoutSeeds
-from megatron_deberta.model.embeddings import Embeddings
+from megatron_deberta.model.embeddings import Embeddings, Perturbation
 from megatron_deberta.model.encoder import Encoder
 from megatron_deberta.model.heads import MaskedLanguageModelHead, NextSentenceHead
+from megatron_deberta.model.layers import Layer
 from megatron_deberta.model.mask_decoder import EnhancedMaskDecoder, gather_tokens
 from megatron_deberta.model.tp_hooks import SequenceExit, TokenLayout
 from megatron_deberta.model.weight_init import draw_seed, fill_initial
@@ -124,6 +125,7 @@ class DebertaBackbone(nn.Module):
         document_ids: Tensor | None = None,
         seeds: DropoutSeeds | None = None,
         token_type_ids: Tensor | None = None,
+        perturbation: Perturbation | None = None,
     ) -> Tensor:
         """Run all layers.
 
@@ -135,6 +137,7 @@ class DebertaBackbone(nn.Module):
                 stay inside a document. None: each row is one sequence.
             seeds: dropout keys; None: no dropout.
             token_type_ids: int64 ``[B, N]`` segments of a pair; None: all 0.
+            perturbation: of the normalised embeddings (SiFT).
 
         Returns:
             ``[B, N, D]`` hidden states of the last layer, replicated on all ranks.
@@ -142,8 +145,54 @@ class DebertaBackbone(nn.Module):
         layout = TokenLayout.of_sequence(
             _token_mask(input_ids, attention_mask), position_ids, token_type_ids
         )
-        hidden, _ = self._run_layers(input_ids, layout, document_ids, seeds, self.config.num_layers)
+        num_layers = self.config.num_layers
+        hidden, _ = self._run_layers(
+            input_ids, layout, document_ids, seeds, num_layers, perturbation
+        )
         return hidden
+
+    def encode_selected(
+        self,
+        input_ids: Tensor,
+        selected: Tensor,
+        attention_mask: Tensor | None = None,
+        seeds: DropoutSeeds | None = None,
+        token_type_ids: Tensor | None = None,
+        perturbation: Perturbation | None = None,
+    ) -> Tensor:
+        """Run all layers, the last one at selected positions only.
+
+        Args:
+            input_ids: int64 ``[B, N]``.
+            selected: int64 ``[B, M]`` positions, -1 = padding.
+            attention_mask: as in `encode`, like the following.
+            seeds: dropout keys.
+            token_type_ids: segments of a pair.
+            perturbation: of the normalised embeddings.
+
+        Returns:
+            ``[B, M, D]`` hidden states of the last layer, replicated on all ranks.
+        """
+        config = self.config
+        if config.num_layers == 1 and config.conv_kernel_size:
+            # The convolution is added to the first layer's output at every token.
+            states = self.encode(
+                input_ids, attention_mask, None, None, seeds, token_type_ids, perturbation
+            )
+            return gather_tokens(states, selected)
+        layout = TokenLayout.of_sequence(
+            _token_mask(input_ids, attention_mask), token_types=token_type_ids
+        )
+        hidden, context = self._run_layers(
+            input_ids, layout, None, seeds, config.num_layers - 1, perturbation
+        )
+        last_layer = cast(Layer, self.encoder.layers[-1])
+        attention = last_layer.attention
+        replicated = layout.replicated()
+        key_value = attention.project_key_value(attention.input(hidden, replicated), context)
+        states = gather_tokens(hidden, selected)
+        out: Tensor = last_layer(states, replicated.select(selected), context, key_value)
+        return out
 
     def _run_layers(
         self,
@@ -152,6 +201,7 @@ class DebertaBackbone(nn.Module):
         document_ids: Tensor | None,
         seeds: DropoutSeeds | None,
         num_layers: int,
+        perturbation: Perturbation | None = None,
     ) -> tuple[Tensor, AttentionContext]:
         context = AttentionContext(
             position_table=self.encoder.position_table(),
@@ -161,7 +211,7 @@ class DebertaBackbone(nn.Module):
             backend=self.options.attention_backend,
             recompute_cheap=self.options.recompute == "selective" and self.training,
         )
-        embedded, local_layout = self.embeddings(input_ids, layout, seeds)
+        embedded, local_layout = self.embeddings(input_ids, layout, seeds, perturbation)
         hidden: Tensor = self.exit(self.encoder(embedded, local_layout, context, num_layers))
         return hidden, context
 

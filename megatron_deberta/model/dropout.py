@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron_deberta.model.fused import PendingResidual, compiled
-from megatron_deberta.model.weight_init import draw_seed
+from megatron_deberta.model.weight_init import draw_seed, standard_normal
 from megatron_deberta.ops.dropout_bits import keep_mask, keep_scale, mix_seed
 
 
@@ -48,6 +48,12 @@ class DropoutSeeds:
     def per_row(self, site: int) -> Tensor:
         """Return the seeds of a dropout site, int64 ``[B]``, one per row of the batch."""
         return mix_seed(self.run_seed, self.step, site, self.decoder_pass, self.samples)
+
+    def standard_normal(self, site: int, positions: Tensor, size: int) -> Tensor:
+        """Return N(0, 1) values of a site, fp64 ``[B, R, size]``, by row, position and feature."""
+        features = torch.arange(size, device=positions.device)
+        index = positions.unsqueeze(-1) * size + features
+        return standard_normal(mix_seed(self.per_row(site)[:, None, None], index))
 
     def shared(self, site: int) -> Tensor:
         """Return the seed of a site without samples (the position table), int64 ``[1]``."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.model.dropout import Dropout, DropoutSeeds
@@ -15,6 +18,35 @@ from megatron_deberta.model.tp_hooks import (
     TokenLayout,
     TokenTypeEmbedding,
 )
+
+# Epsilon of the normalisation before a perturbation, as in the release
+_PERTURBATION_EPS = 1e-7
+
+
+@dataclass
+class Perturbation:
+    """Normalisation, and perturbation if given, of the sum of embeddings before their LayerNorm.
+
+    Source: He et al. 2021, arXiv:2006.03654, section 4 (SiFT), and the release's
+    ``PerturbationLayer``. The perturbed input is detached: no gradient reaches the embeddings.
+
+    Attributes:
+        delta: ``[B, R, D]``; None: normalise only.
+        shape: shape of the (local) embeddings, after a forward pass.
+        positions: int64 ``[B, R]`` of the (local) tokens, after a forward pass.
+    """
+
+    delta: Tensor | None = None
+    shape: torch.Size = field(default_factory=torch.Size, init=False)
+    positions: Tensor | None = field(default=None, init=False)
+
+    def __call__(self, hidden: Tensor, layout: TokenLayout) -> Tensor:
+        """Return the normalised, perturbed embeddings."""
+        self.shape, self.positions = hidden.shape, layout.positions
+        normalised = F.layer_norm(hidden, hidden.shape[-1:], eps=_PERTURBATION_EPS)
+        if self.delta is None:
+            return normalised
+        return (normalised.detach().to(self.delta.dtype) + self.delta).to(hidden.dtype)
 
 
 class Embeddings(nn.Module):
@@ -41,7 +73,11 @@ class Embeddings(nn.Module):
         self.dropout = Dropout(config.hidden_dropout, "embeddings")
 
     def forward(
-        self, input_ids: Tensor, layout: TokenLayout, seeds: DropoutSeeds | None
+        self,
+        input_ids: Tensor,
+        layout: TokenLayout,
+        seeds: DropoutSeeds | None,
+        perturbation: Perturbation | None = None,
     ) -> tuple[Tensor, TokenLayout]:
         """Return hidden states ``[B, R, D]`` and the layout of their (local) rows.
 
@@ -49,6 +85,7 @@ class Embeddings(nn.Module):
             input_ids: int64 ``[B, N]``.
             layout: all N tokens of the batch.
             seeds: dropout keys; None: no dropout.
+            perturbation: of the normalised embeddings (SiFT).
         """
         local_layout = self.entry(layout)
         hidden = self.token(input_ids)
@@ -56,6 +93,8 @@ class Embeddings(nn.Module):
             hidden = hidden + self.position(local_layout)
         if self.token_type is not None:
             hidden = hidden + self.token_type(local_layout)
+        if perturbation is not None:
+            hidden = perturbation(hidden, local_layout)
         hidden = self.norm(hidden, local_layout) * local_layout.real.unsqueeze(-1)
         return self.dropout(hidden, local_layout.positions, seeds), local_layout
 

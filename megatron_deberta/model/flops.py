@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from megatron_deberta.config.schema import ModelConfig
+from megatron_deberta.model.heads import num_outputs
 
 # FLOPs of forward and backward together, relative to forward
 BACKWARD_FACTOR = 3.0
@@ -75,6 +76,18 @@ def forward_flops(
     decoded = model.mask_decoder_passes > 0
     passes = model.mask_decoder_passes * mask_probability
     table_tokens = sequence_length * micro_batch_size
+    if model.head != "mlm":
+        # Heads on rows read the last layer's output at the first token only.
+        read = 1.0 if model.head in ("spans", "tokens") else 1 / sequence_length
+        return ForwardFlops(
+            layers=(model.num_layers - 1) * (keys_values + query_side)
+            + keys_values
+            + read * query_side,
+            position_projections=model.num_layers * terms * 2 * d * d * slots / table_tokens,
+            convolution=2.0 * model.conv_kernel_size * d * d,
+            mask_decoder=0.0,
+            head=read * 2 * d * (num_outputs(model) + (d if read < 1 else 0)),
+        )
     return ForwardFlops(
         layers=(model.num_layers - decoded) * (keys_values + query_side),
         position_projections=model.num_layers * terms * 2 * d * d * slots / table_tokens,
@@ -112,6 +125,6 @@ def recomputed_flops(
     if recompute != "full":
         return 0.0
     forward = forward_flops(model, sequence_length, micro_batch_size)
-    decoded = model.mask_decoder_passes > 0
+    decoded = model.mask_decoder_passes > 0 or model.head not in ("mlm", "spans", "tokens")
     repeated_layers = (model.num_layers - decoded) / model.num_layers
     return forward.layers + repeated_layers * forward.position_projections

@@ -62,3 +62,32 @@ class NextSentenceHead(nn.Module):
         """Map [CLS] states ``[B, D]`` to logits ``[B, 2]``: is next, is random."""
         out: Tensor = self.classifier(torch.tanh(self.dense(first)))
         return out
+
+
+class ContextPooler(nn.Module):
+    """Dense layer with activation on the state of the first token.
+
+    Source: the release's ``ContextPooler`` (GELU); for the architecture of RoBERTa, the first half
+    of its classification head (tanh).
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.is_roberta = is_roberta(config)
+
+    def forward(self, first: Tensor) -> Tensor:
+        """Map ``[B, 1, D]`` to ``[B, 1, D]``."""
+        projected = self.dense(first)
+        return torch.tanh(projected) if self.is_roberta else F.gelu(projected)
+
+
+def is_roberta(config: ModelConfig) -> bool:
+    """Return whether the architecture is that of RoBERTa: absolute positions at the input only."""
+    return config.absolute_positions == "input" and config.position_terms == "none"
+
+
+def num_outputs(config: ModelConfig) -> int:
+    """Return the number of values that a task's head computes for a row, or for a token."""
+    fixed = {"regression": 1, "choices": 1, "spans": 2}
+    return fixed.get(config.head, len(config.labels))

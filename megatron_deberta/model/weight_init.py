@@ -57,7 +57,7 @@ def fill_initial(
         stop = min(start + _CHUNK_ELEMENTS, flat.numel())
         local = torch.arange(start, stop, device=out.device)
         index = (local // local_block) * logical_block + offset * inner + local % local_block
-        values = _standard_normal(seed, key, index)
+        values = standard_normal(mix_seed(seed, key, index))
         flat[start:stop] = (values * config.initializer_range).to(out.dtype)
 
 
@@ -66,9 +66,11 @@ def draw_seed() -> int:
     return int(torch.randint(2**62, (), device="cpu"))
 
 
-def _standard_normal(seed: int, key: int, index: Tensor) -> Tensor:
-    """Box-Muller on 48 hashed bits per index, in float64 so that devices agree after rounding."""
-    bits = mix_seed(seed, key, index)
+def standard_normal(bits: Tensor) -> Tensor:
+    """Box-Muller on 48 of each element's 64 random bits.
+
+    In float64, so that devices agree after rounding.
+    """
     radius_bits = (bits >> 40) & 0xFFFFFF
     angle_bits = (bits >> 16) & 0xFFFFFF
     radius = torch.sqrt(-2.0 * torch.log((radius_bits.double() + 0.5) / (1 << 24)))

@@ -1,5 +1,43 @@
 """Training objectives: models with their loss."""
 
-from megatron_deberta.objectives.mlm import MaskedBatch, MaskedLanguageModel, TokenLoss
+from __future__ import annotations
 
-__all__ = ["MaskedBatch", "MaskedLanguageModel", "TokenLoss"]
+from megatron_deberta.config.schema import RunConfig
+from megatron_deberta.objectives.choices import Choices
+from megatron_deberta.objectives.classification import Classification
+from megatron_deberta.objectives.mlm import (
+    MaskedBatch,
+    MaskedLanguageModel,
+    MaskedLanguageModelling,
+    TokenLoss,
+)
+from megatron_deberta.objectives.objective import LossPart, Mean, Objective, Sums
+from megatron_deberta.objectives.regression import Regression
+from megatron_deberta.objectives.spans import Spans
+from megatron_deberta.objectives.tokens import Tokens
+
+_OBJECTIVES: dict[str, type[Objective]] = {
+    "mlm": MaskedLanguageModelling,
+    "classification": Classification,
+    "regression": Regression,
+    "spans": Spans,
+    "tokens": Tokens,
+    "choices": Choices,
+}
+
+
+def build_objective(config: RunConfig) -> Objective:
+    """Return the objective that ``objective.name`` names."""
+    return _OBJECTIVES[config.objective.name](config)
+
+
+__all__ = [
+    "LossPart",
+    "MaskedBatch",
+    "MaskedLanguageModel",
+    "Mean",
+    "Objective",
+    "Sums",
+    "TokenLoss",
+    "build_objective",
+]

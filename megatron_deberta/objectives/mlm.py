@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -9,6 +13,11 @@ from torch.nn import functional as F
 
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.model import DebertaForPretraining, DropoutSeeds
+from megatron_deberta.model.flops import training_flops_per_token
+from megatron_deberta.objectives.objective import LossPart, Mean, Objective
+
+# Label of a padding position
+IGNORED_LABEL = -100
 
 
 class MaskedBatch(Protocol):
@@ -111,3 +120,62 @@ class MaskedLanguageModel(DebertaForPretraining):
             return sums
         pair_loss = F.cross_entropy(pair_logits.float(), is_random, reduction="sum")
         return (*sums, pair_loss, (pair_logits.argmax(-1) == is_random).sum())
+
+
+class MaskedLanguageModelling(Objective):
+    """Masked language modelling, plus next-sentence prediction where rows are pairs."""
+
+    model_class = MaskedLanguageModel
+
+    @property
+    def parts(self) -> tuple[LossPart, ...]:
+        """The loss of masked tokens and, for pairs, of the next-sentence head."""
+        pairs = self.config.model.next_sentence_head
+        return (LossPart(), LossPart("next_sentence")) if pairs else (LossPart(),)
+
+    def count_targets(self, batch: MaskedBatch) -> list[Tensor]:
+        """Return the number of masked tokens and, for pairs, of labelled rows."""
+        counts = [(batch.labels != IGNORED_LABEL).sum()]
+        if batch.next_sentence_labels is not None:
+            counts.append((batch.next_sentence_labels != IGNORED_LABEL).sum())
+        return counts
+
+    def validation_metrics(self, means: Sequence[Mean]) -> dict[str, float]:
+        """Return loss, perplexity and accuracy per masked token, and those of pairs."""
+        tokens = means[0]
+        metrics: dict[str, float] = {
+            "loss": tokens.loss,
+            # inf where exp overflows
+            "perplexity": math.exp(tokens.loss) if tokens.loss < 700 else math.inf,
+            "masked_accuracy": tokens.accuracy,
+            "num_targets": tokens.num_targets,
+        }
+        return metrics | self.step_metrics(means)
+
+    def describe(self, metrics: dict[str, float]) -> str:
+        """Format the metrics of a validation as one line."""
+        text = (
+            f"loss {metrics['loss']:.4f} | perplexity {metrics['perplexity']:.2f} | "
+            f"masked accuracy {metrics['masked_accuracy']:.1%}"
+        )
+        if "next_sentence_loss" in metrics:
+            text += (
+                f" | next-sentence loss {metrics['next_sentence_loss']:.4f} | "
+                f"accuracy {metrics['next_sentence_accuracy']:.1%}"
+            )
+        return text
+
+    def training_flops(self, sequence_length: float, micro_batch_size: int) -> float:
+        """Count the FLOPs of forward and backward per token, without recomputation."""
+        masked = self.config.objective.mask_probability
+        return training_flops_per_token(
+            self.config.model, int(sequence_length), micro_batch_size, masked
+        )
+
+    def commands(self, run_dir: str) -> list[str]:
+        """Return the commands that fill masks and export."""
+        folder, export = shlex.quote(run_dir), shlex.quote(str(Path(run_dir) / "hf"))
+        return [
+            f'megatron-deberta fill-mask {folder} "Paris is the [MASK] of France."',
+            f"megatron-deberta convert --checkpoint {folder} --to hf --output {export}",
+        ]

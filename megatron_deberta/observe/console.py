@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -17,12 +18,12 @@ from rich.table import Table
 class StepRecord:
     """Metrics of the steps since the last record, rates of all ranks together.
 
-    Learning rate, gradient norm, loss scale and pair metrics are those of the last step.
+    Learning rate, gradient norm, loss scale and further metrics are those of the last step.
     """
 
     step: int
     loss: float
-    """Mean loss over the steps since the last record, in nats per masked token."""
+    """Mean loss over the steps since the last record, in nats per target."""
     learning_rate: float
     grad_norm: float
     """Global gradient norm of the last step, before clipping."""
@@ -36,9 +37,8 @@ class StepRecord:
     matmul_flops_per_second: float
     """Matrix rate of all ranks, measured at start-up."""
     seconds_left: float
-    next_sentence_loss: float | None = None
-    """Mean pair loss of the last step, in nats; None where rows are not pairs."""
-    next_sentence_accuracy: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Further losses and accuracies of the objective, by name."""
 
 
 def describe_record(record: StepRecord) -> list[tuple[str, str]]:
@@ -50,8 +50,13 @@ def describe_record(record: StepRecord) -> list[tuple[str, str]]:
     ]
     if record.loss_scale != 1:
         cells.append(("loss scale", f"{record.loss_scale:g}"))
-    if record.next_sentence_accuracy is not None:
-        cells.append(("next sentence", f"{record.next_sentence_accuracy:.1%}"))
+    for name, value in record.metrics.items():
+        kind = name.rpartition("_")[2]
+        label = name.removesuffix(f"_{kind}").replace("_", " ")
+        if kind == "accuracy":
+            cells.append((label, f"{value:.1%}"))
+        elif f"{name.removesuffix('_loss')}_accuracy" not in record.metrics:
+            cells.append((label, f"{value:.4f}"))
     cells.append(("tokens/s", f"{record.tokens_per_second:,.0f}"))
     if not math.isnan(record.utilization):
         rate = f"{record.matmul_flops_per_second / 1e12:,.3g} TFLOP/s"

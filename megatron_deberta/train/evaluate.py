@@ -1,38 +1,30 @@
-"""Validation: loss, perplexity and masked accuracy over a fixed set of batches."""
+"""Validation: mean losses and accuracies over a fixed set of batches."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from megatron_deberta.data.batch import IGNORED_LABEL, Batch
+from megatron_deberta.data.batch import MicroBatch
 from megatron_deberta.distributed.topology import ProcessGroups
+from megatron_deberta.objectives import Mean, Objective
 from megatron_deberta.train.step import forward, sum_over_batch_ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Validation metrics; the same on every rank.
+    """Result of a validation; the same on every rank.
 
     Attributes:
-        loss: mean cross-entropy per masked token, in nats.
-        perplexity: exp(loss); inf where that overflows.
-        masked_accuracy: fraction of masked tokens whose most likely prediction is correct.
-        num_targets: number of masked tokens.
-        next_sentence_loss: mean cross-entropy per pair, in nats; None where rows are not pairs.
-        next_sentence_accuracy: fraction of pairs classified correctly.
+        metrics: by name, as recorded in ``metrics.jsonl``.
+        text: what is shown.
     """
 
-    loss: float
-    perplexity: float
-    masked_accuracy: float
-    num_targets: int
-    next_sentence_loss: float | None = None
-    next_sentence_accuracy: float | None = None
+    metrics: dict[str, float]
+    text: str = ""
 
 
 def never() -> bool:
@@ -42,22 +34,27 @@ def never() -> bool:
 
 def evaluate(
     module: nn.Module,
-    batches: Iterable[Batch],
+    batches: Iterable[MicroBatch],
     groups: ProcessGroups,
+    objective: Objective,
     must_stop: Callable[[], bool] = never,
+    collect: Callable[[MicroBatch, Tensor], None] | None = None,
 ) -> Evaluation | None:
     """Validate without dropout. Collective over all ranks.
 
     Args:
-        module: a model with its loss.
+        module: the objective's model with its loss.
         batches: this rank's batches; the same number on every rank.
         groups: the rank grid.
+        objective: the training task.
         must_stop: called before each batch, with the same result on every rank.
+        collect: called with each batch and the outputs of the model's head.
 
     Returns:
         The metrics; None: told to stop before the last batch.
     """
-    sums = torch.zeros(6, dtype=torch.float64, device=groups.device)
+    num_parts = len(objective.parts)
+    sums = torch.zeros(3, num_parts, dtype=torch.float64, device=groups.device)
     module.eval()
     with torch.no_grad():
         for batch in batches:
@@ -65,23 +62,17 @@ def evaluate(
                 module.train()
                 return None
             batch = batch.to(groups.device)
-            result = forward(module, batch)
-            targets = (batch.labels != IGNORED_LABEL).sum()
-            numbers = [result.loss, result.correct, targets]
-            if result.pair_loss is not None and result.pair_correct is not None:
-                assert batch.next_sentence_labels is not None
-                rows = (batch.next_sentence_labels != IGNORED_LABEL).sum()
-                numbers += [result.pair_loss, result.pair_correct, rows]
-            sums[: len(numbers)] += torch.stack([number.double() for number in numbers])
+            result = forward(module, batch, None, objective)
+            counts = objective.count_targets(batch)
+            rows = (result.losses, result.correct, counts)
+            sums += torch.stack([torch.stack([x.double() for x in row]) for row in rows])
+            if collect is not None and result.outputs is not None:
+                collect(batch, result.outputs)
     module.train()
-    loss_sum, correct, targets, *pairs = sum_over_batch_ranks(sums, groups).tolist()
-    loss = loss_sum / max(targets, 1.0)
-    pair_loss, pairs_correct, num_pairs = pairs
-    return Evaluation(
-        loss=loss,
-        perplexity=math.exp(loss) if loss < 700 else math.inf,
-        masked_accuracy=correct / max(targets, 1.0),
-        num_targets=int(targets),
-        next_sentence_loss=pair_loss / num_pairs if num_pairs else None,
-        next_sentence_accuracy=pairs_correct / num_pairs if num_pairs else None,
-    )
+    table = sum_over_batch_ranks(sums, groups).tolist()
+    means = [
+        Mean(loss / max(count, 1.0), correct / max(count, 1.0), int(count))
+        for loss, correct, count in zip(*table, strict=True)
+    ]
+    metrics = objective.validation_metrics(means)
+    return Evaluation(metrics, objective.describe(metrics))

@@ -16,6 +16,7 @@ from megatron_deberta.observe.metrics import MetricsWriter
 from megatron_deberta.observe.progress import Section
 from megatron_deberta.observe.throughput import ThroughputMeter
 from megatron_deberta.train.evaluate import Evaluation
+from megatron_deberta.train.selection import SCORE, Selection
 from megatron_deberta.train.state import Ending, StepEvent, StepResult, TrainState
 
 logger = logging.getLogger(__name__)
@@ -111,7 +112,8 @@ class LogHook:
         record = self._record(step, event.result)
         self._losses = []
         self.console.update(record)
-        values = {name: value for name, value in asdict(record).items() if value is not None}
+        values = asdict(record)
+        values |= values.pop("metrics")
         values.pop("step")
         values["consumed_samples"] = event.state.consumed_samples
         self.writer.write(step, values)
@@ -141,8 +143,7 @@ class LogHook:
             flops_per_second=speed.flops_per_second,
             matmul_flops_per_second=self.meter.matmul_rate,
             seconds_left=(self.total_steps - step) * speed.seconds_per_step,
-            next_sentence_loss=None if result.pairs is None else result.pairs.loss,
-            next_sentence_accuracy=None if result.pairs is None else result.pairs.accuracy,
+            metrics=result.metrics,
         )
 
 
@@ -155,12 +156,14 @@ class EvaluateHook:
         evaluate: computes the validation metrics, None if told to stop meanwhile; collective.
         meter: paused meanwhile.
         report: called with step and result; None on ranks that do not report.
+        selection: updated with each score.
     """
 
     every: int
     evaluate: Callable[[], Evaluation | None]
     meter: ThroughputMeter
     report: Callable[[int, Evaluation], None] | None
+    selection: Selection = field(default_factory=Selection)
     section: ClassVar[Section] = Section.EVALUATION
 
     def after_step(self, event: StepEvent) -> bool:
@@ -181,6 +184,8 @@ class EvaluateHook:
         """Validate now; return whether it was completed. Collective over all ranks."""
         with self.meter.paused():
             evaluation = self.evaluate()
+            if evaluation is not None and SCORE in evaluation.metrics:
+                self.selection.update(step, evaluation.metrics[SCORE])
             if evaluation is not None and self.report is not None:
                 self.report(step, evaluation)
         return evaluation is not None
@@ -197,6 +202,7 @@ class SaveHook:
         meter: paused meanwhile.
         sample_log: flushed first, so that it contains every step of the checkpoint.
         report: called with step and committed checkpoint; None on ranks that do not report.
+        selection: a new best step is saved; None: no selection.
     """
 
     config: CheckpointConfig
@@ -205,6 +211,7 @@ class SaveHook:
     meter: ThroughputMeter
     sample_log: SampleLog | None
     report: Callable[[int, Saved], None] | None
+    selection: Selection | None = None
     section: ClassVar[Section] = Section.SAVE
 
     def after_step(self, event: StepEvent) -> bool:
@@ -214,7 +221,8 @@ class SaveHook:
             return False
         # A process that ends and a requested save wait for completion.
         now = event.save or event.ending is not None
-        due = now or (every > 0 and step % every == 0)
+        is_best = self.selection is not None and self.selection.best_step == step
+        due = now or is_best or (every > 0 and step % every == 0)
         if not due and not self.saver.in_flight:
             return False
         is_saved = False

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_deberta.data.batch import Batch
+from megatron_deberta.data.batch import MicroBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,8 @@ class StepInput:
         device: on the device.
     """
 
-    host: Sequence[Batch]
-    device: Sequence[Batch]
+    host: Sequence[MicroBatch]
+    device: Sequence[MicroBatch]
 
 
 class InputQueue:
@@ -39,9 +39,9 @@ class InputQueue:
     """
 
     def __init__(
-        self, steps: Iterable[Sequence[Batch]], device: torch.device, streams: Any = None
+        self, steps: Iterable[Sequence[MicroBatch]], device: torch.device, streams: Any = None
     ) -> None:
-        self._steps: Iterator[Sequence[Batch]] = iter(steps)
+        self._steps: Iterator[Sequence[MicroBatch]] = iter(steps)
         self._device = device
         self._streams = torch.cuda if streams is None and device.type == "cuda" else streams
         self._copy_stream = None if self._streams is None else self._streams.Stream(device)

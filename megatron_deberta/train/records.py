@@ -39,6 +39,7 @@ class RunRecords:
         fence: lock of the run folder.
 
     Attributes:
+        run_dir: the run folder.
         writer: writer of ``metrics.jsonl``.
         console: terminal view.
         longest_step: duration of the longest step of this process, in seconds.
@@ -53,7 +54,7 @@ class RunRecords:
         fence: Fence = UNLOCKED,
     ) -> None:
         self._config = config
-        self._run_dir = Path(config.train.run_dir)
+        self.run_dir = self._run_dir = Path(config.train.run_dir)
         self._run_dir.mkdir(parents=True, exist_ok=True)
         fence.check()
         save_config(config, self._run_dir / "config.yaml")
@@ -117,20 +118,9 @@ class RunRecords:
 
     def report(self, step: int, evaluation: Evaluation) -> None:
         """Record and show a validation."""
-        values = {name: value for name, value in asdict(evaluation).items() if value is not None}
-        self.writer.write(step, values, kind="validation")
-        pairs = ""
-        if evaluation.next_sentence_accuracy is not None:
-            pairs = (
-                f" | next-sentence loss {evaluation.next_sentence_loss:.4f} | "
-                f"accuracy {evaluation.next_sentence_accuracy:.1%}"
-            )
+        self.writer.write(step, evaluation.metrics, kind="validation")
         baseline = "" if self._unigram is None else f" | unigram loss {self._unigram:.4f}"
-        self.console.note(
-            f"validation at step {step} | loss {evaluation.loss:.4f} | perplexity "
-            f"{evaluation.perplexity:.2f} | masked accuracy {evaluation.masked_accuracy:.1%}"
-            f"{baseline}{pairs}"
-        )
+        self.console.note(f"validation at step {step} | {evaluation.text}{baseline}")
 
     def note_step(self, event: StepEvent) -> None:
         """Measure the longest step."""

@@ -1,4 +1,4 @@
-"""Pretraining run of one rank: builds all components, trains, and closes them."""
+"""Training run of one rank: builds all components, trains, and closes them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ from rich.console import Console
 
 from megatron_deberta.checkpoint.background import Saved, Saver
 from megatron_deberta.checkpoint.fence import Fence
-from megatron_deberta.checkpoint.layout import CheckpointMetadata
+from megatron_deberta.checkpoint.layout import (
+    COMMITTED_FILE,
+    CheckpointMetadata,
+    record_best,
+    step_dir,
+)
 from megatron_deberta.checkpoint.retention import Retention, delete_leftovers
 from megatron_deberta.config import config_to_dict, validate_for_world
 from megatron_deberta.config.schema import RunConfig
-from megatron_deberta.data.build import build_loaders
 from megatron_deberta.data.sample_log import SampleLog
 from megatron_deberta.distributed.control import (
     all_reduce_any,
@@ -26,31 +30,31 @@ from megatron_deberta.distributed.control import (
     raise_on_all_ranks,
 )
 from megatron_deberta.distributed.environment import read_environment
-from megatron_deberta.distributed.parallelize.build import ShardedModel
+from megatron_deberta.distributed.parallelize.build import ShardedModel, initial_weights
 from megatron_deberta.distributed.topology import ProcessGroups, init_process_groups, shutdown
 from megatron_deberta.engine.base import Engine
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_REQUEUE
 from megatron_deberta.observe.logs import setup_logging
+from megatron_deberta.observe.metrics import read_metrics
 from megatron_deberta.observe.progress import ProgressObserver, Section
 from megatron_deberta.observe.throughput import ThroughputMeter
-from megatron_deberta.train.evaluate import evaluate
+from megatron_deberta.train.data import OpenData, RunData, open_pretraining_data
 from megatron_deberta.train.hooks import EvaluateHook, Hook, LogHook, PeriodicHook, SaveHook
 from megatron_deberta.train.preemption import Requests, StopSignal
 from megatron_deberta.train.prefetch import InputQueue
 from megatron_deberta.train.records import RunRecords
+from megatron_deberta.train.selection import Selection
 from megatron_deberta.train.setup import (
-    RunData,
     build_meter,
     build_rank_model,
     choose_device,
-    open_data,
     set_determinism,
 )
 from megatron_deberta.train.stability.guard import Guard
 from megatron_deberta.train.stability.replicas import check_replicas
 from megatron_deberta.train.stability.rollback import Rollback, rollback
-from megatron_deberta.train.start import choose_start, load_start, refusals
+from megatron_deberta.train.start import OpenWeights, choose_start, load_start, refusals
 from megatron_deberta.train.state import Ending, FolderLock, Outcome, TrainState
 from megatron_deberta.train.step import TrainStep
 from megatron_deberta.train.summary import describe_end, describe_nothing_left, describe_start
@@ -82,6 +86,8 @@ def pretrain(
     *,
     allow_config_change: bool = False,
     predicted_bytes: int = 0,
+    open_data: OpenData = open_pretraining_data,
+    open_weights: OpenWeights | None = None,
 ) -> int:
     """Train as one rank of a run. Collective over all ranks of the job.
 
@@ -92,6 +98,8 @@ def pretrain(
         observer: notified of this rank's progress.
         allow_config_change: resume with other optimizer settings than the checkpoint's.
         predicted_bytes: predicted peak memory of a rank, to be shown; 0: not predicted.
+        open_data: opens the run's data.
+        open_weights: opens ``checkpoint.load_from`` if it is no checkpoint.
 
     Returns:
         The exit code of ``errors``: done, or stopped by a signal with a committed checkpoint.
@@ -123,20 +131,21 @@ def pretrain(
         )
         # Before the lock, so that a run with unusable data creates no folder.
         with raise_on_all_ranks(groups), refusals():
-            data = open_data(config, groups.rank)
+            config, data = open_data(config, groups)
         fence = _enter_folder(config, groups, run_lock, stack)
         with refusals():
-            start = choose_start(config, groups, data.identity, allow_config_change)
+            start = choose_start(config, groups, data.identity, allow_config_change, open_weights)
         model = build_rank_model(config, groups)
         is_finished = start.state.step >= last_step(config)
         if groups.rank == 0 and not is_finished:
             size = sum(math.prod(spec.logical_shape) for spec in model.specs.values())
-            text = describe_start(config, groups, data.corpora, start, size, predicted_bytes)
+            amount = data.describe(config, groups.dp_size)
+            text = describe_start(config, groups, amount, start, size, predicted_bytes)
             terminal.out(text, highlight=False)
         engine = build_engine(config, model.module, model.specs, groups)
         stack.callback(engine.destroy)
         with refusals():
-            load_start(start, engine, model.specs)
+            load_start(start, engine, model.specs, functools.partial(initial_weights, config))
         saver = Saver(config.train.run_dir, engine, model.specs, groups, fence)
         if groups.rank == 0:
             run_lock.record("resume", step=start.state.step, samples=start.state.consumed_samples)
@@ -204,34 +213,26 @@ def _train(run: _Components, state: TrainState, guard: Guard, done: Rollback | N
         records: RunRecords | None = None
         sample_log: SampleLog | None = None
         with raise_on_all_ranks(groups), refusals():
-            train_loader, validation = build_loaders(
-                config,
-                data.vocabulary,
-                groups.dp_rank,
-                groups.dp_size,
-                state.consumed_samples,
-                data.corpora,
-            )
+            train_loader, validate = data.build_loaders(config, groups, state.consumed_samples)
             if groups.rank == 0:
                 records = stack.enter_context(
                     RunRecords(config, state.step, last_step(config), run.terminal, run.saver.fence)
                 )
                 if done is not None:
                     records.record_rollback(done)
-                records.measure_unigram(data.vocabulary, data.corpora)
+                data.prepare_records(records)
             if config.data.sample_log and groups.tp_rank == 0:
                 folder = Path(config.train.run_dir) / "ledger"
                 sample_log = SampleLog(folder, groups.dp_rank, groups.dp_size, state.step)
                 stack.callback(sample_log.close)
-        meter = build_meter(config, groups, state.step)
+        meter = build_meter(config, groups, state.step, data.step_work(config))
         requests = Requests(run.stop, config.train.run_dir, groups)
         evaluation: EvaluateHook | None = None
-        if validation is not None:
-            compute = functools.partial(
-                evaluate, run.engine.module, validation, groups, requests.must_stop
-            )
+        selection = _selection(config, groups, records)
+        if validate is not None:
+            compute = functools.partial(validate, run.engine.module, must_stop=requests.must_stop)
             report = None if records is None else records.report
-            evaluation = EvaluateHook(config.train.eval_every, compute, meter, report)
+            evaluation = EvaluateHook(config.train.eval_every, compute, meter, report, selection)
             # An interrupted process did not validate its last step.
             due = evaluation.is_due(state.step) or state.step >= last_step(config)
             missing = due and records is not None and records.lacks_validation(state.step)
@@ -243,9 +244,10 @@ def _train(run: _Components, state: TrainState, guard: Guard, done: Rollback | N
             state,
             InputQueue(train_loader, groups.device),
             TrainStep(run.engine, config, groups, guard, run.observer.mark),
-            _hooks(run, meter, guard, evaluation, records, sample_log),
+            _hooks(run, meter, guard, evaluation, records, sample_log, selection),
             requests,
             run.observer,
+            lambda: 0 < config.finetune.patience <= selection.num_worse,
         ).run()
     if outcome.ending in (Ending.FINISHED, Ending.STOPPED) and records is not None:
         records.plot()
@@ -259,6 +261,7 @@ def _hooks(
     evaluation: EvaluateHook | None,
     records: RunRecords | None,
     sample_log: SampleLog | None,
+    selection: Selection,
 ) -> list[Hook]:
     """Build this rank's hooks, in the order in which they are called."""
     config = run.config
@@ -275,13 +278,30 @@ def _hooks(
         hooks.append(evaluation)
     if every := config.guard.replica_check_every:
         hooks.append(PeriodicHook(every, lambda event: _check_replicas(run, event.state.step)))
-    begin = functools.partial(_save, run, guard)
-    report = functools.partial(_record_saved, run, records) if records is not None else None
-    hooks.append(SaveHook(config.checkpoint, begin, run.saver, meter, sample_log, report))
+    best = selection if config.finetune.task and config.finetune.keep_best else None
+    begin = functools.partial(_save, run, guard, best)
+    report = functools.partial(_record_saved, run, records, best) if records is not None else None
+    hooks.append(SaveHook(config.checkpoint, begin, run.saver, meter, sample_log, report, best))
     return hooks
 
 
-def _record_saved(run: _Components, records: RunRecords, step: int, saved: Saved) -> None:
+def _selection(config: RunConfig, groups: ProcessGroups, records: RunRecords | None) -> Selection:
+    """Return the best validation so far. Collective over all ranks of a fine-tuning run."""
+    selection = Selection()
+    if not config.finetune.task:
+        return selection
+    if records is not None:
+        selection = Selection.of_records(read_metrics(records.writer.path))
+        best = selection.best_step
+        if best is not None and (step_dir(records.run_dir, best) / COMMITTED_FILE).exists():
+            # A killed process may not have recorded it.
+            record_best(records.run_dir, best, selection.best_score)
+    return selection.on_all_ranks(groups)
+
+
+def _record_saved(
+    run: _Components, records: RunRecords, selection: Selection | None, step: int, saved: Saved
+) -> None:
     records.record_checkpoint(step, saved)
     run.lock.record(
         "checkpoint",
@@ -290,13 +310,17 @@ def _record_saved(run: _Components, records: RunRecords, step: int, saved: Saved
         save_seconds=saved.seconds,
         step_seconds=records.longest_step,
     )
+    if selection is not None and selection.best_step == saved.step:
+        record_best(records.run_dir, saved.step, selection.best_score)
 
 
 def _check_replicas(run: _Components, step: int) -> None:
     check_replicas(run.engine.module, run.model.specs, run.groups, step)
 
 
-def _save(run: _Components, guard: Guard, state: TrainState, wait: bool) -> Saved | None:
+def _save(
+    run: _Components, guard: Guard, selection: Selection | None, state: TrainState, wait: bool
+) -> Saved | None:
     if run.config.guard.replica_check_every:
         # A checkpoint must not contain weights that a faulty rank has corrupted.
         _check_replicas(run, state.step)
@@ -311,7 +335,12 @@ def _save(run: _Components, guard: Guard, state: TrainState, wait: bool) -> Save
         guard=asdict(guard.state),
     )
     checkpoint = run.config.checkpoint
-    retention = Retention(checkpoint.keep_last, checkpoint.keep_every, guard.last_good_step)
+    retention = Retention(
+        checkpoint.keep_last,
+        checkpoint.keep_every,
+        guard.last_good_step,
+        None if selection is None else selection.best_step,
+    )
     if wait:
         return run.saver.save(metadata, retention)
     run.saver.start(metadata, retention)

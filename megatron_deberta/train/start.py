@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from torch import Tensor
+
 from megatron_deberta.checkpoint import store
-from megatron_deberta.checkpoint.layout import COMMITTED_FILE, committed_steps
+from megatron_deberta.checkpoint.layout import COMMITTED_FILE, committed_steps, find_best
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.checkpoint.resume import check_resume, check_same_architecture
+from megatron_deberta.checkpoint.store import WeightSource
 from megatron_deberta.config.schema import RunConfig
-from megatron_deberta.distributed.control import broadcast_from_rank_zero
+from megatron_deberta.distributed.control import broadcast_from_rank_zero, raise_on_all_ranks
 from megatron_deberta.distributed.parallelize.spec import ParameterSpec
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.engine.base import Engine
@@ -50,6 +53,7 @@ class Start:
         weights_only: load only the weights, for a new run.
         other_dtype: the checkpoint has another ``precision.dtype``, so its loss scale is not
             loaded.
+        encoder: weights for a new run with the head of a labelled task.
     """
 
     state: TrainState
@@ -57,6 +61,11 @@ class Start:
     reader: CheckpointReader | None = None
     weights_only: bool = False
     other_dtype: bool = False
+    encoder: WeightSource | None = None
+
+
+# Opens weights for another head, from a folder that is no checkpoint.
+OpenWeights = Callable[[Path, RunConfig], WeightSource]
 
 
 @contextmanager
@@ -75,7 +84,11 @@ def refusals() -> Iterator[None]:
 
 
 def choose_start(
-    config: RunConfig, groups: ProcessGroups, identity: Identity, allow_config_change: bool
+    config: RunConfig,
+    groups: ProcessGroups,
+    identity: Identity,
+    allow_config_change: bool,
+    open_weights: OpenWeights | None = None,
 ) -> Start:
     """Choose the starting point. Collective over all ranks.
 
@@ -84,6 +97,7 @@ def choose_start(
         groups: the rank grid.
         identity: tokenizer and data of the run.
         allow_config_change: resume with other optimizer settings.
+        open_weights: opens ``checkpoint.load_from`` if it is no checkpoint.
 
     Raises:
         ConfigError: ``checkpoint.resume=never`` and the run folder has checkpoints.
@@ -117,18 +131,42 @@ def choose_start(
             f"checkpoint.resume=must but train.run_dir={run_dir} has no committed checkpoint; "
             "use checkpoint.resume=auto to start a new run"
         )
+    if config.finetune.task and config.checkpoint.load_from:
+        path = Path(config.checkpoint.load_from)
+        is_checkpoint = (path / COMMITTED_FILE).exists() or store.find_newest(path) is not None
+        if open_weights is None or is_checkpoint:
+            return Start(TrainState(0, 0), encoder=_open_weights(config, groups, identity))
+        with raise_on_all_ranks(groups):
+            encoder = open_weights(path, config)
+        return Start(TrainState(0, 0), encoder=encoder)
     if config.checkpoint.load_from:
         weights = _open_weights(config, groups, identity)
         return Start(TrainState(0, 0), reader=weights, weights_only=True)
     return Start(TrainState(0, 0))
 
 
-def load_start(start: Start, engine: Engine, specs: Mapping[str, ParameterSpec]) -> None:
+def load_start(
+    start: Start,
+    engine: Engine,
+    specs: Mapping[str, ParameterSpec],
+    initial: Callable[[ParameterSpec], Tensor] | None = None,
+) -> None:
     """Load the starting point into a new engine. Collective over all ranks.
+
+    Args:
+        start: the starting point.
+        engine: a new engine.
+        specs: this rank's part of every parameter.
+        initial: returns the initial weights of this rank's part of a parameter; needed for
+            another head than the weights have.
 
     Raises:
         CheckpointError: the checkpoint is of another model or damaged.
     """
+    if start.encoder is not None:
+        assert initial is not None
+        new = store.load_initial(start.encoder, engine, specs, initial)
+        logger.info("the head starts from new weights: %s", ", ".join(new) or "none")
     if start.reader is None:
         return
     fresh = engine.state_dict()
@@ -141,7 +179,7 @@ def _open_weights(config: RunConfig, groups: ProcessGroups, identity: Identity) 
     """Open ``checkpoint.load_from``: a checkpoint, or the newest one of a run folder."""
     path = Path(config.checkpoint.load_from)
     if not (path / COMMITTED_FILE).exists():
-        path = store.find_newest(path) or path
+        path = find_best(path) or store.find_newest(path) or path
     reader = store.open_intact(path, groups, hashes=config.checkpoint.verify)
     check_same_architecture(reader, config)
     if reader.metadata.tokenizer_fingerprint != identity.tokenizer_fingerprint:

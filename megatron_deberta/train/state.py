@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal, Protocol
 
-from megatron_deberta.data.batch import Batch
+from megatron_deberta.data.batch import MicroBatch
 from megatron_deberta.engine.base import StepOutcome
 from megatron_deberta.train.stability.guard import Skip
 
@@ -99,27 +99,14 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class PairResult:
-    """Next-sentence prediction on a global batch.
-
-    Attributes:
-        loss: mean cross-entropy per pair, in nats; the objective adds it to the masked tokens'.
-        accuracy: fraction of pairs classified correctly.
-    """
-
-    loss: float
-    accuracy: float
-
-
-@dataclass(frozen=True, slots=True)
 class StepResult:
     """Result of one optimizer step; the same on every rank, apart from ``forward_time``.
 
     Attributes:
-        loss: mean cross-entropy over the masked tokens of the global batch, in nats.
+        loss: the objective's first loss: mean over its targets in the global batch, in nats.
         learning_rate: learning rate of the update.
         outcome: result of the engine's step.
-        pairs: None where rows are not pairs.
+        metrics: the objective's further losses and accuracies, by name.
         skip: why the update was skipped; None if it was made.
         rollback: too many updates were skipped: the run has to return to a checkpoint.
         forward_time: this rank's forward passes completed since the last step, in nanoseconds.
@@ -128,7 +115,7 @@ class StepResult:
     loss: float
     learning_rate: float
     outcome: StepOutcome
-    pairs: PairResult | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
     skip: Skip | None = None
     rollback: bool = False
     forward_time: int = field(default=0, compare=False)
@@ -147,7 +134,7 @@ class StepEvent:
     """
 
     state: TrainState
-    batches: Sequence[Batch]
+    batches: Sequence[MicroBatch]
     result: StepResult
     ending: Ending | None
     save: bool = False

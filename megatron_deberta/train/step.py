@@ -5,52 +5,39 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_deberta.config.schema import RunConfig
-from megatron_deberta.data.batch import IGNORED_LABEL, Batch
+from megatron_deberta.data.batch import MicroBatch
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.engine.base import Engine
 from megatron_deberta.engine.schedule import learning_rate
 from megatron_deberta.errors import LossScaleError, NumericsError
 from megatron_deberta.model.dropout import DropoutSeeds
+from megatron_deberta.objectives import Mean, Objective, Sums, build_objective
 from megatron_deberta.train.forward_timer import ForwardTimer
 from megatron_deberta.train.stability.guard import Guard, Skip
 from megatron_deberta.train.stability.nonfinite_gradients import NonfiniteGradients
-from megatron_deberta.train.state import PairResult, StepResult
+from megatron_deberta.train.state import StepResult
 
 logger = logging.getLogger(__name__)
 
 
-class Sums(NamedTuple):
-    """Objective of a micro batch, summed over targets.
-
-    Attributes:
-        loss: fp32 scalar: cross-entropy of masked tokens, in nats.
-        correct: int64 scalar: masked tokens predicted correctly.
-        pair_loss: fp32 scalar: cross-entropy of next-sentence labels, in nats; None without pairs.
-        pair_correct: int64 scalar: labels predicted correctly.
-    """
-
-    loss: Tensor
-    correct: Tensor
-    pair_loss: Tensor | None = None
-    pair_correct: Tensor | None = None
-
-
-def forward(module: nn.Module, batch: Batch, seeds: DropoutSeeds | None = None) -> Sums:
+def forward(
+    module: nn.Module, batch: MicroBatch, seeds: DropoutSeeds | None, objective: Objective
+) -> Sums:
     """Compute the objective of a micro batch.
 
     Args:
-        module: a model with its loss, such as ``objectives.MaskedLanguageModel``.
+        module: the objective's model with its loss.
         batch: on the model's device.
         seeds: dropout seeds; None disables dropout.
+        objective: the training task.
     """
-    return Sums(*module(batch, seeds))
+    return objective.sums(module(batch, seeds))
 
 
 def sum_over_batch_ranks(numbers: Tensor, groups: ProcessGroups) -> Tensor:
@@ -63,9 +50,8 @@ def sum_over_batch_ranks(numbers: Tensor, groups: ProcessGroups) -> Tensor:
 class TrainStep:
     """Executes optimizer steps.
 
-    The objective is the mean loss over all masked tokens of the **global** batch, plus the mean
-    next-sentence loss where rows are pairs. So it does not depend on data-parallel size, micro
-    batch size or gradient accumulation.
+    The objective is the sum of its losses, each the mean over all targets of the **global** batch.
+    So it does not depend on data-parallel size, micro batch size or gradient accumulation.
 
     Args:
         engine: backward and update.
@@ -85,6 +71,7 @@ class TrainStep:
     ) -> None:
         self._engine = engine
         self._config = config
+        self._objective = build_objective(config)
         self._groups = groups
         self._is_fp16 = config.precision.dtype == "fp16"
         self._guard = guard or Guard.of_run(config)
@@ -96,7 +83,7 @@ class TrainStep:
     def __call__(
         self,
         step: int,
-        batches: Sequence[Batch],
+        batches: Sequence[MicroBatch],
         prefetch: Callable[[], None] = lambda: None,
     ) -> StepResult:
         """Execute one step. Collective over all ranks.
@@ -121,9 +108,9 @@ class TrainStep:
         ) as gradients:
             totals = self._accumulate(step, batches, num_targets)
         prefetch()
-        loss_sum, pair_loss_sum, pairs_correct, count = self._reduce(totals, num_targets)
+        means = self._reduce(totals, num_targets)
         self._on_progress()
-        mean_loss = loss_sum / count
+        mean_loss = means[0].loss
         skip = self._guard.check_loss(mean_loss)
         if skip == "loss not finite":
             self._report_nonfinite_loss(step, totals, batches)
@@ -140,50 +127,46 @@ class TrainStep:
         self._watch_gradients = not math.isfinite(outcome.grad_norm) or (
             self._is_fp16 and outcome.loss_scale <= self._config.precision.min_loss_scale
         )
-        pairs = None
-        if self._config.model.next_sentence_head:
-            num_rows = self._config.train.global_batch_size
-            pairs = PairResult(pair_loss_sum / num_rows, pairs_correct / num_rows)
         return StepResult(
             loss=mean_loss,
             learning_rate=rate,
             outcome=outcome,
-            pairs=pairs,
+            metrics=self._objective.step_metrics(means),
             skip=skip,
             rollback=self._guard.too_many_skips,
             forward_time=self._forward_timer.take(),
         )
 
-    def _accumulate(self, step: int, batches: Sequence[Batch], num_targets: Tensor) -> Tensor:
+    def _accumulate(self, step: int, batches: Sequence[MicroBatch], num_targets: Tensor) -> Tensor:
         """Run forward and backward of all micro batches.
 
         Returns:
-            fp64 [3]: this rank's sums of masked-token losses, pair losses and correct pairs.
+            fp64 [2 P]: this rank's sums of each of the P losses, then of correct predictions.
         """
-        groups, num_rows = self._groups, self._config.train.global_batch_size
-        totals = torch.zeros(3, dtype=torch.float64, device=groups.device)
+        groups, parts = self._groups, self._objective.parts
+        totals = torch.zeros(2 * len(parts), dtype=torch.float64, device=groups.device)
         for batch in batches:
-            seeds = DropoutSeeds(self._config.train.seed, step, batch.sample_index)
+            seeds = DropoutSeeds(self._config.train.seed, step, batch.dropout_keys)
             with self._forward_timer.measure():
-                sums = forward(self._engine.module, batch, seeds)
+                sums = forward(self._engine.module, batch, seeds, self._objective)
             # The engine averages over data-parallel ranks; the factor turns that into a sum.
-            loss = sums.loss * (groups.dp_size / num_targets)
-            totals[0] += sums.loss.detach()
-            if sums.pair_loss is not None and sums.pair_correct is not None:
-                loss = loss + sums.pair_loss * (groups.dp_size / num_rows)
-                totals[1] += sums.pair_loss.detach()
-                totals[2] += sums.pair_correct
+            factors = [groups.dp_size / count for count in num_targets]
+            loss = sums.losses[0] * factors[0]
+            for part, summed, factor in zip(parts[1:], sums.losses[1:], factors[1:], strict=True):
+                loss = loss + summed * factor * part.weight
+            totals += torch.stack([x.detach().double() for x in (*sums.losses, *sums.correct)])
             self._engine.backward(loss)
             self._on_progress()
         return totals
 
-    def _count_targets(self, batches: Sequence[Batch]) -> Tensor:
-        """Count the masked tokens of the global batch, without a host synchronization."""
-        count = torch.stack([(batch.labels != IGNORED_LABEL).sum() for batch in batches]).sum()
-        return sum_over_batch_ranks(count.to(torch.float32), self._groups).clamp_min(1.0)
+    def _count_targets(self, batches: Sequence[MicroBatch]) -> Tensor:
+        """Count the targets of each loss in the global batch, without a host synchronization."""
+        counts = [torch.stack(self._objective.count_targets(batch)) for batch in batches]
+        total = torch.stack(counts).sum(0).to(torch.float32)
+        return sum_over_batch_ranks(total, self._groups).clamp_min(1.0)
 
-    def _reduce(self, totals: Tensor, num_targets: Tensor) -> list[float]:
-        """Reduce totals over all ranks; NaN if any is not finite. The last item is the count.
+    def _reduce(self, totals: Tensor, num_targets: Tensor) -> list[Mean]:
+        """Compute the mean of each loss over all ranks; NaN if any sum is not finite.
 
         The result is the same on every rank, so all ranks make the same decision. This is the only
         host synchronization of a step besides the engine's gradient norm.
@@ -193,14 +176,23 @@ class TrainStep:
         # Sent separately, because a maximum may lose NaN.
         nonfinite = torch.isfinite(totals).all().logical_not()
         totals = totals.masked_fill(nonfinite, 0.0)
-        numbers = torch.cat([totals, torch.stack([num_targets, nonfinite]).double()])
+        numbers = torch.cat([totals, num_targets.double(), nonfinite.double().unsqueeze(0)])
         if groups.tp_group is not None:
             # Tensor-parallel ranks compute the same loss, unless one of them is faulty.
             dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=groups.tp_group)
-        *sums, count, is_nonfinite = numbers.tolist()
-        return [*([math.nan] * len(sums) if is_nonfinite else sums), count]
+        *sums, is_nonfinite = numbers.tolist()
+        size = len(num_targets)
+        rows = zip(sums[:size], sums[size : 2 * size], sums[2 * size :], strict=True)
+        return [
+            Mean(math.nan, math.nan, int(count))
+            if is_nonfinite
+            else Mean(loss / count, correct / count, int(count))
+            for loss, correct, count in rows
+        ]
 
-    def _report_nonfinite_loss(self, step: int, totals: Tensor, batches: Sequence[Batch]) -> None:
+    def _report_nonfinite_loss(
+        self, step: int, totals: Tensor, batches: Sequence[MicroBatch]
+    ) -> None:
         """Log this rank's samples; raise with ``guard.non_finite=stop``."""
         if not torch.isfinite(totals).all():
             samples = [index for batch in batches for index in batch.sample_index.tolist()]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import signal
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,10 +10,9 @@ from pathlib import Path
 import torch
 
 from megatron_deberta.checkpoint.layout import committed_steps, step_dir
-from megatron_deberta.config.rules import batch_arithmetic
 from megatron_deberta.config.schema import RunConfig
-from megatron_deberta.data.build import Corpora
 from megatron_deberta.distributed.topology import ProcessGroups
+from megatron_deberta.objectives import build_objective
 from megatron_deberta.observe.console import format_duration
 from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
 from megatron_deberta.train.preemption import STOP_FILE
@@ -28,7 +26,7 @@ _LABEL_WIDTH = 12
 def describe_start(
     config: RunConfig,
     groups: ProcessGroups,
-    corpora: Corpora,
+    amount: Iterable[tuple[str, str]],
     start: Start,
     num_parameters: int,
     predicted_bytes: int,
@@ -38,17 +36,12 @@ def describe_start(
     Args:
         config: the run.
         groups: the rank grid.
-        corpora: training documents.
+        amount: labels and text about batches and amount of training.
         start: starting point.
         num_parameters: size of the model.
         predicted_bytes: predicted peak memory of a rank; 0: not predicted.
     """
     model, precision, train = config.model, config.precision, config.train
-    batch = batch_arithmetic(config, groups.dp_size)
-    short_steps = min(config.data.short_steps, train.steps)
-    tokens = short_steps * batch.short_tokens_per_step
-    tokens += (train.steps - short_steps) * batch.tokens_per_step
-    epochs = tokens / sum(int(corpus.lengths.sum()) for corpus in corpora.train)
     origin = "a new run"
     if start.reader is not None:
         origin = f"a new run with the weights of {start.reader.path}"
@@ -61,13 +54,7 @@ def describe_start(
             f"{num_parameters:,} parameters: {model.num_layers} layers, hidden size "
             f"{model.hidden_size}, {model.num_heads} heads, vocabulary {model.vocab_size:,}",
         ),
-        (
-            "batch",
-            f"{train.global_batch_size:,} sequences of {config.data.sequence_length:,} = "
-            f"{batch.tokens_per_step:,} tokens per step ({batch.micro_batch_size} per micro batch "
-            f"x {batch.accumulation_steps} accumulated x {batch.dp_size} data-parallel)",
-        ),
-        ("training", f"{train.steps:,} steps = {tokens:,} tokens = {epochs:.3g} epochs"),
+        *amount,
         (
             "layout",
             f"{groups.world_size} {'rank' if groups.world_size == 1 else 'ranks'} = "
@@ -118,7 +105,7 @@ def describe_nothing_left(config: RunConfig) -> str:
     value = train.exit_step or train.steps
     rows = [("run", f"nothing left to train: {train.run_dir} has reached {key}={value}")]
     rows.append(("next", f"raise {key}{flag} to train on"))
-    rows += [("", command) for command in _uses(train.run_dir)]
+    rows += [("", command) for command in _uses(config)]
     return _table(rows)
 
 
@@ -145,19 +132,15 @@ def _losses(run_dir: str) -> list[tuple[str, str]]:
 
 def _next_steps(config: RunConfig, outcome: Outcome, is_saved: bool) -> list[str]:
     if outcome.ending is Ending.FINISHED:
-        return _uses(config.train.run_dir)
+        return _uses(config)
     if outcome.ending is Ending.PREEMPTED and "SLURM_JOB_ID" in os.environ:
         return ["the next attempt of the job" + " resumes from this checkpoint" * is_saved]
     return ["start the same command again" + ": it resumes from this checkpoint" * is_saved]
 
 
-def _uses(run_dir: str) -> list[str]:
+def _uses(config: RunConfig) -> list[str]:
     """Return the commands that use a trained model."""
-    folder, export = shlex.quote(run_dir), shlex.quote(str(Path(run_dir) / "hf"))
-    return [
-        f'megatron-deberta fill-mask {folder} "Paris is the [MASK] of France."',
-        f"megatron-deberta convert --checkpoint {folder} --to hf --output {export}",
-    ]
+    return build_objective(config).commands(config.train.run_dir)
 
 
 def _device(device: torch.device) -> str:

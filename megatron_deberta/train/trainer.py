@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron_deberta.config.schema import RunConfig
@@ -32,6 +32,7 @@ class Trainer:
         hooks: called after every step, in this order.
         requests: signals and request files.
         observer: notified of this rank's progress.
+        is_finished: called after each hook: whether the run ends before its last step.
     """
 
     config: RunConfig
@@ -41,6 +42,7 @@ class Trainer:
     hooks: Sequence[Hook]
     requests: Requests
     observer: ProgressObserver = field(default_factory=ProgressObserver)
+    is_finished: Callable[[], bool] = lambda: False
 
     def run(self) -> Outcome:
         """Train. Collective over all ranks.
@@ -50,7 +52,7 @@ class Trainer:
             CheckpointError: a checkpoint cannot be written.
             DataError: the data is damaged.
         """
-        if self.state.step >= last_step(self.config):
+        if self.state.step >= last_step(self.config) or self.is_finished():
             return Outcome(Ending.FINISHED, self.state)
         if ending := _requested(replace(self.requests.poll(), stop=False)):
             # A signal during start-up: there is nothing new to save.
@@ -86,7 +88,12 @@ class Trainer:
             if hook.section is not section:
                 section = hook.section
                 self.observer.enter(section)
-            if hook.after_step(event) and (ending := _requested(self.requests.poll())):
+            ending = None
+            if hook.after_step(event):
+                ending = _requested(self.requests.poll())
+            if event.ending is None and ending is None and self.is_finished():
+                ending = Ending.FINISHED
+            if ending is not None:
                 is_late = event.ending is None
                 event = replace(event, ending=ending)
                 for earlier in self.hooks if is_late else ():

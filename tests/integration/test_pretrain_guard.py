@@ -37,7 +37,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, samples: range) -> None:
     def spoiled(module: Any, batch: Any, *rest: Any) -> Any:
         sums = forward(module, batch, *rest)
         bad = any(sample in samples for sample in batch.sample_index.tolist())
-        return sums._replace(loss=sums.loss * float("inf")) if bad else sums
+        return sums._replace(losses=(sums.losses[0] * float("inf"),)) if bad else sums
 
     monkeypatch.setattr("megatron_deberta.train.step.forward", spoiled)
 
@@ -152,8 +152,9 @@ def test_nonfinite_gradient_is_skipped(
         sums = forward(module, batch, *rest)
         if 20 not in batch.sample_index.tolist():
             return sums
-        wrong = sums.loss * float("inf")
-        return sums._replace(loss=torch.where(torch.tensor(True), sums.loss, wrong))
+        loss = sums.losses[0]
+        wrong = torch.where(torch.tensor(True), loss, loss * float("inf"))
+        return sums._replace(losses=(wrong,))
 
     monkeypatch.setattr("megatron_deberta.train.step.forward", spoiled)
     assert pretrain(*GUARDED, "train.exit_step=4")[0] == EXIT_DONE

@@ -163,7 +163,7 @@ def test_nonfinite_loss_requests_no_restart(
     assert pretrain(strict, "train.exit_step=1") == (EXIT_DONE, "")
     monkeypatch.setattr(
         "megatron_deberta.train.step.forward",
-        lambda *args: (sums := forward(*args))._replace(loss=sums.loss * math.nan),
+        lambda *args: (sums := forward(*args))._replace(losses=(sums.losses[0] * math.nan,)),
     )
     # A restart would repeat the same steps.
     for _ in range(2):

@@ -180,8 +180,8 @@ def run_layout(
     for step in range(steps):
         result = take_step(step, micro_batches(step, groups, segments, micro_batch))
         losses.append(result.loss)
-        if result.pairs is not None:
-            losses.append(result.pairs.loss)
+        if segments:
+            losses.append(result.metrics["next_sentence_loss"])
         norms.append(result.outcome.grad_norm)
         if step == 0:  # The moments started at zero, so they contain this step's gradient only.
             first = moments(engine, model.specs)

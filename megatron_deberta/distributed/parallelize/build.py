@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_deberta.config.divisibility import check_tensor_parallel_divides
 from megatron_deberta.config.schema import RunConfig
@@ -21,7 +21,7 @@ from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.errors import TopologyError
 from megatron_deberta.model import DebertaBackbone, RuntimeOptions
 from megatron_deberta.model.weight_init import fill_initial
-from megatron_deberta.objectives import MaskedLanguageModel
+from megatron_deberta.objectives import build_objective
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def build_model(
     groups: ProcessGroups,
     dtype: torch.dtype = torch.float32,
     *,
-    model_class: type[DebertaBackbone] = MaskedLanguageModel,
+    model_class: type[DebertaBackbone] | None = None,
     partition: Callable[[nn.Module], None] | None = None,
 ) -> ShardedModel:
     """Build and initialise this rank's part of the model.
@@ -53,7 +53,7 @@ def build_model(
         config: the run.
         groups: process groups.
         dtype: of the parameters.
-        model_class: takes ``(ModelConfig, RuntimeOptions)``.
+        model_class: takes ``(ModelConfig, RuntimeOptions)``; None: the objective's model.
         partition: called with each module after its own parameters are filled (ZeRO-3).
 
     Raises:
@@ -67,7 +67,10 @@ def build_model(
         config.parallel.recompute, None if backend == "auto" else backend, config.parallel.fuse
     )
     with torch.device("meta"):
-        model = model_class(config.model, options)
+        if model_class is None:
+            model = build_objective(config).build_model(options)
+        else:
+            model = model_class(config.model, options)
     specs = {
         name: shard_spec(name, tuple(parameter.shape), groups.tp_rank, groups.tp_size)
         for name, parameter in model.named_parameters()
@@ -98,15 +101,33 @@ def _fill_own_parameters(
     for leaf, empty in own:
         spec = specs[f"{path}.{leaf}"]
         # Padding rows stay zero: no token uses them and the loss excludes them.
-        data = torch.zeros(spec.local_shape, dtype=empty.dtype, device=device)
-        fill_initial(
-            spec.true_part(data),
-            spec.name,
-            spec.logical_shape,
-            config.model,
-            config.train.seed,
-            dim=spec.dim,
-            offset=spec.offset,
-        )
+        data = initial_weights(config, spec, empty.dtype, device)
         setattr(module, leaf, nn.Parameter(data))
     return bool(own)
+
+
+def initial_weights(
+    config: RunConfig,
+    spec: ParameterSpec,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """Return this rank's part of a parameter's initial weights, padding included.
+
+    Args:
+        config: the run.
+        spec: this rank's part.
+        dtype: of the result.
+        device: where it is computed.
+    """
+    data = torch.zeros(spec.local_shape, dtype=dtype, device=device)
+    fill_initial(
+        spec.true_part(data),
+        spec.name,
+        spec.logical_shape,
+        config.model,
+        config.train.seed,
+        dim=spec.dim,
+        offset=spec.offset,
+    )
+    return data

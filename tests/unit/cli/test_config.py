@@ -82,7 +82,7 @@ def test_completion(capsys: pytest.CaptureFixture[str]) -> None:
         )  # fmt: skip
         return done.stdout.split()
 
-    assert complete("pre") == ["preprocess", "pretrain"]
+    assert complete("pre") == ["preprocess", "pretrain", "predict"]
     assert complete("pretrain", "--dry") == ["--dry-run"]
     assert complete("pretrain", "RUN.yaml", "train.st") == ["train.steps="]
     assert complete("status", "train.st") == []
@@ -95,4 +95,5 @@ def test_completion(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_commands_with_overrides_complete_keys() -> None:
     known = {command.name for command, parser in parsers().items() if takes_keys(parser)}
-    assert known == {"config", "doctor", "launch", "plan", "pretrain", "submit"}
+    tasks = {"finetune", "predict", "evaluate"}
+    assert known == {"config", "doctor", "launch", "plan", "pretrain", "submit"} | tasks

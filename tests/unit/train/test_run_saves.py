@@ -38,7 +38,7 @@ def test_replicas_are_compared_before_a_save(
     calls: list[str] = []
     monkeypatch.setattr(run, "check_replicas", lambda *args: calls.append(f"check {args[-1]}"))
     of_run = components(calls, check_every)
-    run._save(of_run, Guard.of_run(of_run.config), TrainState(7, 28), wait)
+    run._save(of_run, Guard.of_run(of_run.config), None, TrainState(7, 28), wait)
     check = ["check 7"] if check_every else []
     assert calls == [*check, "save 7" if wait else "start 7"]
 
@@ -52,5 +52,5 @@ def test_differing_replicas_are_not_saved(monkeypatch: pytest.MonkeyPatch, wait:
     monkeypatch.setattr(run, "check_replicas", differing)
     of_run = components(calls, 50)
     with pytest.raises(ReplicaError, match="step 7"):
-        run._save(of_run, Guard.of_run(of_run.config), TrainState(7, 28), wait)
+        run._save(of_run, Guard.of_run(of_run.config), None, TrainState(7, 28), wait)
     assert calls == []

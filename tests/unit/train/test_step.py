@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,12 +19,13 @@ from megatron_deberta.config.schema import (
     TrainConfig,
 )
 from megatron_deberta.data.batch import IGNORED_LABEL, Batch
-from megatron_deberta.distributed.parallelize import build_model
+from megatron_deberta.distributed.parallelize import ShardedModel, build_model
 from megatron_deberta.distributed.topology import ProcessGroups, single_process_groups
 from megatron_deberta.engine.base import Engine, StepOutcome
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.errors import NumericsError
 from megatron_deberta.model import DropoutSeeds
+from megatron_deberta.objectives import build_objective
 from megatron_deberta.train.evaluate import evaluate
 from megatron_deberta.train.step import TrainStep
 from tests.support.tiny_models import V2
@@ -60,6 +62,12 @@ def part(batch: Batch, begin: int, end: int) -> Batch:
     return batch._map(lambda tensor: tensor[begin:end])
 
 
+def validated(model: ShardedModel, batches: list[Batch]) -> dict[str, float]:
+    evaluation = evaluate(model.module, batches, GROUPS, build_objective(CONFIG))
+    assert evaluation is not None
+    return evaluation.metrics
+
+
 def trained(split: Sequence[tuple[int, int]]) -> tuple[list[float], dict[str, Tensor]]:
     """Losses of three steps and the weights after them, dropout on."""
     model = build_model(CONFIG, GROUPS)
@@ -84,11 +92,11 @@ def test_micro_batches_with_unequal_targets_change_nothing(split: list[tuple[int
 def test_loss_is_the_mean_over_targets() -> None:
     config = replace(CONFIG, model=replace(V2, hidden_dropout=0.0, attention_dropout=0.0))
     model = build_model(config, GROUPS)
-    expected = evaluate(model.module, [rows()], GROUPS)
+    expected = validated(model, [rows()])
     engine = build_engine(config, model.module, model.specs, GROUPS)
     result = TrainStep(engine, config, GROUPS)(0, [rows()])
-    assert expected.num_targets == 10
-    assert result.loss == pytest.approx(expected.loss, rel=1e-6)
+    assert expected["num_targets"] == 10
+    assert result.loss == pytest.approx(expected["loss"], rel=1e-6)
     assert result.learning_rate == CONFIG.optimizer.learning_rate / 2
 
 
@@ -101,15 +109,17 @@ def test_validation_has_no_dropout_and_counts_no_fillers() -> None:
         labels=torch.full((1, 4), IGNORED_LABEL),
         sample_index=torch.tensor([-1]),
     )
-    once = evaluate(model.module, [batch], GROUPS)
+    once = validated(model, [batch])
     left = [False, True]
-    assert evaluate(model.module, [batch, batch], GROUPS, lambda: left.pop(0)) is None
+    objective = build_objective(CONFIG)
+    stopped = evaluate(model.module, [batch, batch], GROUPS, objective, lambda: left.pop(0))
+    assert stopped is None
     assert model.module.training
-    split = evaluate(model.module, [part(batch, 0, 3), part(batch, 3, 4), filler], GROUPS)
-    assert split.num_targets == once.num_targets == 10
-    assert split.loss == pytest.approx(once.loss, rel=1e-6)
-    assert split.masked_accuracy == once.masked_accuracy
-    assert once.perplexity == pytest.approx(torch.tensor(once.loss).exp().item(), rel=1e-5)
+    split = validated(model, [part(batch, 0, 3), part(batch, 3, 4), filler])
+    assert split["num_targets"] == once["num_targets"] == 10
+    assert split["loss"] == pytest.approx(once["loss"], rel=1e-6)
+    assert split["masked_accuracy"] == once["masked_accuracy"]
+    assert once["perplexity"] == pytest.approx(math.exp(once["loss"]), rel=1e-5)
     assert model.module.training
 
 

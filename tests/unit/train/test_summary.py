@@ -16,6 +16,7 @@ from megatron_deberta.checkpoint.layout import COMMITTED_FILE, step_dir
 from megatron_deberta.config.schema import RunConfig, TrainConfig
 from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.observe.metrics import MetricsWriter
+from megatron_deberta.train.data import describe_tokens
 from megatron_deberta.train.start import Start
 from megatron_deberta.train.state import Ending, Outcome, TrainState
 from megatron_deberta.train.summary import describe_end, describe_nothing_left, describe_start
@@ -32,7 +33,8 @@ def config_of(run_dir: Path, **train: Any) -> RunConfig:
 def test_start_of_a_run(tmp_path: Path) -> None:
     groups = single_process_groups(torch.device("cpu"))
     config = config_of(tmp_path)
-    text = describe_start(config, groups, CORPORA, Start(TrainState(0, 0)), 1_234_567, 3 << 29)
+    amount = describe_tokens(config, 1, CORPORA)
+    text = describe_start(config, groups, amount, Start(TrainState(0, 0)), 1_234_567, 3 << 29)
     lines = dict(line.split(maxsplit=1) for line in text.splitlines())
     assert lines["run"] == f"{tmp_path}, a new run"
     assert lines["model"].startswith("1,234,567 parameters: ")
@@ -47,9 +49,9 @@ def test_start_of_a_run(tmp_path: Path) -> None:
     assert len({line.index(line.split()[1]) for line in text.splitlines()}) == 1
     reader: Any = SimpleNamespace(path="elsewhere/step_9")
     resumed = Start(TrainState(40, 320), reader=reader)
-    assert "resuming from step 40\n" in describe_start(config, groups, CORPORA, resumed, 1, 0)
+    assert "resuming from step 40\n" in describe_start(config, groups, amount, resumed, 1, 0)
     weights = replace(resumed, weights_only=True)
-    text = describe_start(config, groups, CORPORA, weights, 1, 0)
+    text = describe_start(config, groups, amount, weights, 1, 0)
     assert "a new run with the weights of elsewhere/step_9\n" in text
     assert "memory" not in text
 

@@ -343,9 +343,9 @@ def test_validates_when_due_and_when_finished_but_not_against_a_deadline(ending:
     reports: list[tuple[int, float]] = []
     hook = EvaluateHook(
         2,
-        lambda: Evaluation(1.0, 2.7, 0.5, 9),
+        lambda: Evaluation({"loss": 1.0}),
         meter(),
-        lambda step, evaluation: reports.append((step, evaluation.loss)),
+        lambda step, evaluation: reports.append((step, evaluation.metrics["loss"])),
     )
     for step in range(1, 4):
         hook.after_step(event(step))

@@ -1,0 +1,99 @@
+"""Fine-tune a model on a labelled task, as one rank of a run, alone, or with several ranks here.
+
+MODEL is a run, one of its checkpoints, an export, or a downloaded model in the format of Hugging
+Face or Microsoft. TASK is a task file or the name of a packaged one. The task's published settings
+for this size of model are used unless --settings names others; a run resumes like `pretrain`.
+
+Examples:
+  megatron-deberta finetune sst2 --model exports/base --data glue/SST-2 train.run_dir=runs/sst2
+  megatron-deberta finetune task.yaml --model runs/base --data data --ranks 8 train.seed=2
+  megatron-deberta finetune rte --model runs/mnli --data glue/RTE --save-config rte.yaml
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megatron_deberta.checkpoint.resume import FLAG
+from megatron_deberta.cli.arguments import CONFIG_CHANGE_HELP, number
+from megatron_deberta.config import save_config, validate_for_world
+from megatron_deberta.config.schema import RunConfig
+from megatron_deberta.errors import EXIT_DONE
+
+RUN_FILE = "finetune.yaml"
+"""In the run folder: the resolved run, which ranks started by ``--ranks`` read."""
+
+
+def add_task_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments that name task, model and data."""
+    parser.add_argument("task", metavar="TASK", help="task file, or name such as sst2")
+    parser.add_argument(
+        "--model", required=True, metavar="MODEL", help="run, checkpoint, export or release"
+    )
+    parser.add_argument("--data", required=True, metavar="DIR", help="folder of the task's files")
+    parser.add_argument(
+        "--tokenizer", default="", metavar="DIR", help="tokenizer (default: the model's own)"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="section.key=value",
+        help="replaces a value of the configuration, such as train.steps=1000",
+    )  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    add_task_arguments(parser)
+    parser.add_argument(
+        "--settings", default="", metavar="NAME",
+        help="the task's settings to use, or none (default: the release's for this size of model)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--ranks", type=number(int, 1), metavar="N",
+        help="start and supervise this many ranks here, as launch does",
+    )  # fmt: skip
+    parser.add_argument(
+        "--restarts", type=number(int, 0), default=10, metavar="N", help="restarts after failures"
+    )
+    parser.add_argument(
+        "--save-config", default="", metavar="RUN.yaml",
+        help="write the run for launch, submit and pretrain, and exit",
+    )  # fmt: skip
+    parser.add_argument("--dry-run", action="store_true", help="print the run, and exit")
+    parser.add_argument(FLAG, action="store_true", help=CONFIG_CHANGE_HELP)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Fine-tune, start ranks, or describe the run."""
+    from megatron_deberta.cli.pretrain import describe_run, train
+    from megatron_deberta.finetune.models import open_source_model
+    from megatron_deberta.finetune.settings import finetune_config
+
+    model = open_source_model(Path(args.model), args.tokenizer)
+    config = finetune_config(args.task, model, args.data, args.overrides, settings=args.settings)
+    if args.dry_run:
+        print(describe_run(config))
+        return EXIT_DONE
+    if args.save_config:
+        save_config(config, args.save_config)
+        print(f"{args.save_config}: start it with megatron-deberta launch, submit or pretrain")
+        return EXIT_DONE
+    if args.ranks:
+        return _launch(config, args)
+    return train(config, args.allow_config_change)
+
+
+def _launch(config: RunConfig, args: argparse.Namespace) -> int:
+    from megatron_deberta.cluster.entry_point import log_times
+    from megatron_deberta.cluster.run_lock import raise_if_locked
+    from megatron_deberta.cluster.watchdog.local_job import run_local_job
+
+    validate_for_world(config, args.ranks)
+    raise_if_locked(config.train.run_dir)
+    log_times()
+    run_dir = Path(config.train.run_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    run_file = run_dir / RUN_FILE
+    save_config(config, run_file)
+    arguments = [str(run_file), *([FLAG] if args.allow_config_change else [])]
+    return run_local_job(config, arguments, args.ranks, args.restarts)

@@ -1,0 +1,52 @@
+"""Predict the examples of a task with a fine-tuned model.
+
+MODEL is the run or checkpoint of `finetune`, or an export of it; of a run, the best checkpoint is
+used. Writes one JSON object per example: id, prediction and probabilities.
+
+Example:
+  megatron-deberta predict sst2 --model runs/sst2 --data glue/SST-2 --split test --output out.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import orjson
+
+from megatron_deberta.cli.finetune import add_task_arguments
+from megatron_deberta.errors import EXIT_DONE
+from megatron_deberta.files import write_atomically
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    add_task_arguments(parser)
+    parser.add_argument("--split", default="test", metavar="NAME", help="split to predict")
+    parser.add_argument(
+        "--output", default="", metavar="FILE", help="file to write (default: standard output)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Predict and write the predictions."""
+    from megatron_deberta.finetune.predict import open_predictor
+    from megatron_deberta.tasks.scoring import predict
+
+    with open_predictor(
+        args.task, Path(args.model), args.data, tuple(args.overrides), args.tokenizer
+    ) as predictor:
+        split, outputs, _ = predictor.run(args.split)
+        if predictor.groups.rank == 0:
+            predictions = predict(predictor.task, split.examples, split.encoded, outputs)
+            lines = [
+                orjson.dumps(asdict(prediction), option=orjson.OPT_APPEND_NEWLINE)
+                for prediction in predictions
+            ]
+            if args.output:
+                write_atomically(Path(args.output), b"".join(lines))
+            else:
+                sys.stdout.write(b"".join(lines).decode())
+    return EXIT_DONE

@@ -1,0 +1,1 @@
+"""Fine-tuning on labelled tasks: runs, prediction and evaluation."""

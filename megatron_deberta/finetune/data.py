@@ -1,0 +1,286 @@
+"""Data of fine-tuning runs: examples, batches and validation by the task's metrics."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from megatron_deberta.config import validate_for_world
+from megatron_deberta.config.rules import batch_arithmetic
+from megatron_deberta.config.schema import RunConfig
+from megatron_deberta.data.batch import TaskBatch
+from megatron_deberta.data.loader import StepSampler, TrainLoader
+from megatron_deberta.distributed.control import broadcast_text, raise_on_all_ranks
+from megatron_deberta.distributed.topology import ProcessGroups
+from megatron_deberta.errors import ConfigError
+from megatron_deberta.finetune.batches import (
+    OutputCollector,
+    TaskBatchBuilder,
+    TaskBatches,
+    TaskRows,
+)
+from megatron_deberta.finetune.order import EpochOrder
+from megatron_deberta.model.heads import num_outputs
+from megatron_deberta.objectives import build_objective
+from megatron_deberta.observe.throughput import StepWork
+from megatron_deberta.tasks.encoded import EncodedDataset
+from megatron_deberta.tasks.encoding import encode
+from megatron_deberta.tasks.examples import Example
+from megatron_deberta.tasks.reading import read_examples
+from megatron_deberta.tasks.scoring import Outputs, score
+from megatron_deberta.tasks.task import TaskConfig, load_task
+from megatron_deberta.tokenizer import Tokenizer, load_tokenizer
+from megatron_deberta.train.data import Validator, rows_work
+from megatron_deberta.train.evaluate import Evaluation, evaluate, never
+from megatron_deberta.train.records import RunRecords
+from megatron_deberta.train.selection import SCORE
+from megatron_deberta.train.start import Identity
+from megatron_deberta.train.step import sum_over_batch_ranks
+
+TRAIN, DEV = "train", "dev"
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Examples of one split and their encoding."""
+
+    examples: Sequence[Example]
+    encoded: EncodedDataset
+
+
+@dataclass(frozen=True, slots=True)
+class TaskData:
+    """Training and validation examples of a run.
+
+    Attributes:
+        config: the run.
+        task: the task.
+        identity: of tokenizer and training examples.
+        tokenizer: the model's tokenizer.
+        train: training examples.
+        dev: examples for validation; None: the task has none.
+    """
+
+    config: RunConfig
+    task: TaskConfig
+    identity: Identity
+    tokenizer: Tokenizer
+    train: Split
+    dev: Split | None
+
+    def build_loaders(
+        self, config: RunConfig, groups: ProcessGroups, consumed_samples: int
+    ) -> tuple[TrainLoader[TaskBatch], Validator | None]:
+        """Build this rank's training loader, and the validation."""
+        train, rows = config.train, task_rows(config, self.train.encoded, self.tokenizer)
+        sampler = StepSampler(
+            global_batch_size=train.global_batch_size,
+            micro_batch_size=train.micro_batch_size,
+            dp_rank=groups.dp_rank,
+            dp_size=groups.dp_size,
+        )
+        loader = TrainLoader(
+            TaskBatchBuilder(rows, epoch_order(config, rows).examples),
+            sampler,
+            consumed_samples,
+            num_workers=config.data.num_workers,
+            pin_memory=torch.cuda.is_available() and train.device != "cpu",
+        )
+        if self.dev is None:
+            return loader, None
+        validate = functools.partial(
+            validate_split,
+            config=config,
+            task=self.task,
+            split=self.dev,
+            tokenizer=self.tokenizer,
+            groups=groups,
+        )
+        return loader, validate
+
+    def prepare_records(self, records: RunRecords) -> None:
+        """Do nothing: there is no baseline to record."""
+
+    def step_work(self, config: RunConfig) -> tuple[StepWork, StepWork]:
+        """Return the work of a step of examples of mean length."""
+        encoded = self.train.encoded
+        samples = task_rows(config, encoded, self.tokenizer).num_samples
+        work = rows_work(config, len(encoded.input_ids) / samples)
+        return work, work
+
+    def describe(self, config: RunConfig, dp_size: int) -> list[tuple[str, str]]:
+        """Return the examples per step, and the number of steps and epochs."""
+        train, batch = config.train, batch_arithmetic(config, dp_size)
+        encoded = self.train.encoded
+        rows = task_rows(config, encoded, self.tokenizer)
+        epochs = train.steps / epoch_order(config, rows).steps_per_epoch
+        dev = "" if self.dev is None else f", {len(self.dev.examples):,} for validation"
+        return [
+            (
+                "task",
+                f"{self.task.name}: {len(self.train.examples):,} examples = {encoded.num_rows:,} "
+                f"rows of {encoded.lengths.mean():.0f} tokens (mean){dev}",
+            ),
+            (
+                "batch",
+                f"{train.global_batch_size:,} examples per step ({batch.micro_batch_size} per "
+                f"micro batch x {batch.accumulation_steps} accumulated x {batch.dp_size} "
+                "data-parallel)",
+            ),
+            ("training", f"{train.steps:,} steps = {epochs:.3g} epochs"),
+        ]
+
+
+def open_task_data(config: RunConfig, groups: ProcessGroups) -> tuple[RunConfig, TaskData]:
+    """Read and encode a run's examples; set the steps that depend on their number.
+
+    Rank 0 encodes, the others read its cache.
+
+    Raises:
+        ConfigError: the task's head or labels are not the model's, or ``train.steps`` is too small
+            for ``optimizer.warmup_steps``.
+        DataError: a file is missing or malformed, or the tokenizer cannot be loaded.
+    """
+    task = load_task(config.finetune.task)
+    check_task(config, task)
+    tokenizer = load_tokenizer(config.tokenizer.path)
+    splits: dict[str, Split] = {}
+    for is_turn in (groups.rank == 0, groups.rank != 0):
+        # The second pass finds the files of the first.
+        with raise_on_all_ranks(groups):
+            if is_turn:
+                names = [name for name in (TRAIN, DEV) if name in task.splits]
+                splits = {name: read_split(config, task, name, tokenizer) for name in names}
+    if TRAIN not in splits:
+        raise ConfigError(f"task {task.name} has no split {TRAIN!r}; name its files")
+    train = splits[TRAIN]
+    identity = Identity(
+        tokenizer_path=str(Path(config.tokenizer.path).resolve()),
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        data_fingerprint=train.encoded.fingerprint,
+    )
+    config = with_steps(config, task_rows(config, train.encoded, tokenizer))
+    validate_for_world(config, groups.world_size)
+    return config, TaskData(config, task, identity, tokenizer, train, splits.get(DEV))
+
+
+def with_steps(config: RunConfig, rows: TaskRows) -> RunConfig:
+    """Set the numbers of steps that ``finetune`` states in epochs."""
+    settings, train = config.finetune, config.train
+    per_epoch = epoch_order(config, rows).steps_per_epoch
+    if settings.epochs:
+        train = replace(train, steps=math.ceil(settings.epochs * per_epoch))
+    if settings.validations_per_epoch:
+        every = max(1, round(per_epoch / settings.validations_per_epoch))
+        train = replace(train, eval_every=every)
+    return replace(config, train=train, finetune=replace(settings, epochs=0.0))
+
+
+def check_task(config: RunConfig, task: TaskConfig) -> None:
+    """Check that a run's model has the head and the classes of a task.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    labels = class_names(task)
+    if (task.head, labels) != (config.model.head, config.model.labels):
+        raise ConfigError(
+            f"task {task.name} has the head {task.head} with labels {list(labels)}, the model "
+            f"{config.model.head} with {list(config.model.labels)}; use the task that the model "
+            "was fine-tuned on, or fine-tune it again"
+        )
+
+
+def class_names(task: TaskConfig) -> tuple[str, ...]:
+    """Return the names of a model's classes; empty for heads without classes."""
+    if task.head not in ("classification", "tokens"):
+        return ()
+    return tuple(task.id2label.values())
+
+
+def read_split(config: RunConfig, task: TaskConfig, name: str, tokenizer: Tokenizer) -> Split:
+    """Read and encode a split; encoded examples are cached."""
+    examples = read_examples(task, config.finetune.data, name)
+    cache = config.finetune.cache or Path(config.train.run_dir) / "encoded"
+    length = config.data.sequence_length
+    return Split(examples, encode(task, examples, tokenizer, length, cache=Path(cache)))
+
+
+def task_rows(config: RunConfig, encoded: EncodedDataset, tokenizer: Tokenizer) -> TaskRows:
+    """Return the samples of encoded examples."""
+    parallel = config.parallel
+    return TaskRows(
+        config.model.head,
+        encoded,
+        (tokenizer.cls_id, tokenizer.sep_id),
+        tokenizer.pad_id,
+        parallel.tensor_parallel_size if parallel.sequence_parallel else 1,
+    )
+
+
+def epoch_order(config: RunConfig, rows: TaskRows) -> EpochOrder:
+    """Return the order of a run's training samples."""
+    return EpochOrder(
+        rows.lengths,
+        config.train.global_batch_size,
+        config.train.seed,
+        by_length=config.finetune.batch_by_length,
+    )
+
+
+def validate_split(
+    module: nn.Module,
+    *,
+    config: RunConfig,
+    task: TaskConfig,
+    split: Split,
+    tokenizer: Tokenizer,
+    groups: ProcessGroups,
+    must_stop: Callable[[], bool] = never,
+) -> Evaluation | None:
+    """Compute the loss and the task's metrics; None: told to stop. Collective over all ranks."""
+    found = run_split(module, config, split.encoded, tokenizer, groups, must_stop)
+    if found is None:
+        return None
+    outputs, evaluation = found
+    metrics: dict[str, float] = {}
+    with raise_on_all_ranks(groups):
+        if groups.rank == 0:
+            metrics = score(task, split.examples, split.encoded, outputs)
+    metrics = json.loads(broadcast_text(json.dumps(metrics), groups))
+    values = {"loss": evaluation.metrics["loss"], **metrics, SCORE: metrics[task.metrics[0]]}
+    shown = [f"{name.replace('_', ' ')} {values[name]:.4f}" for name in ("loss", *task.metrics)]
+    return Evaluation(values, " | ".join(shown))
+
+
+def run_split(
+    module: nn.Module,
+    config: RunConfig,
+    encoded: EncodedDataset,
+    tokenizer: Tokenizer,
+    groups: ProcessGroups,
+    must_stop: Callable[[], bool] = never,
+) -> tuple[Outputs, Evaluation] | None:
+    """Compute a model's outputs for all rows, and its loss; None: told to stop.
+
+    Collective over all ranks.
+    """
+    rows = task_rows(config, encoded, tokenizer)
+    collector = OutputCollector(
+        config.model.head, encoded, num_outputs(config.model), groups.device
+    )
+    batches = TaskBatches(rows, config.train.micro_batch_size, groups.dp_rank, groups.dp_size)
+    objective = build_objective(config)
+    evaluation = evaluate(module, batches, groups, objective, must_stop, collector.add)
+    if evaluation is None:
+        return None
+    # Every row was computed by one data-parallel rank; the others hold zeros.
+    outputs: Outputs = sum_over_batch_ranks(collector.outputs, groups).cpu().numpy()
+    return outputs, evaluation

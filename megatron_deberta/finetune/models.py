@@ -1,0 +1,94 @@
+"""The model that fine-tuning or prediction starts from: run, checkpoint, export or release."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from megatron_deberta.checkpoint.layout import COMMITTED_FILE, find_best
+from megatron_deberta.checkpoint.reader import CheckpointReader
+from megatron_deberta.checkpoint.store import WeightSource, find_newest
+from megatron_deberta.config import config_from_dict
+from megatron_deberta.config.schema import ModelConfig, RunConfig
+from megatron_deberta.config.task_head import with_task_head
+from megatron_deberta.errors import CheckpointError
+from megatron_deberta.hf.config import task_head
+from megatron_deberta.hf.import_model import CONFIG_FILES, open_release
+from megatron_deberta.hf.loading import check_folder
+
+
+@dataclass(frozen=True, slots=True)
+class SourceModel:
+    """A pretrained or fine-tuned model on disk.
+
+    Attributes:
+        path: its folder; of a run, its best or else its newest checkpoint.
+        config: architecture, with the head that the model has.
+        tokenizer_path: where its tokenizer is.
+        run: config of the run that trained it; None: unknown.
+        read: returns a logical fp32 tensor by canonical name.
+    """
+
+    path: Path
+    config: ModelConfig
+    tokenizer_path: str
+    run: RunConfig | None
+    read: Callable[[str], Tensor]
+
+
+def open_source_model(path: Path, tokenizer_path: str = "") -> SourceModel:
+    """Open a model.
+
+    Args:
+        path: run, checkpoint, export, or release of Hugging Face or Microsoft.
+        tokenizer_path: its tokenizer; empty: its own.
+
+    Raises:
+        CheckpointError: the folder holds no model, or a damaged one.
+    """
+    check_folder(path, "an export, a downloaded model, a run or a checkpoint")
+    config_file = next((path / name for name in CONFIG_FILES if (path / name).is_file()), None)
+    if config_file is None:
+        return _open_checkpoint(path, tokenizer_path)
+    if not any(path.glob("*.safetensors")) and any(path.glob("*.bin")):
+        raise CheckpointError(
+            f"{path} has pickled weights; import them first: megatron-deberta convert --from hf "
+            f"{path} --output NEW --allow-pickle-weights-only --sha256 HEX"
+        )
+    head, labels = task_head(json.loads(config_file.read_bytes()))
+    adapt = None if head == "mlm" else lambda model: with_task_head(model, head, labels)
+    release = open_release(path, None, path, adapt=adapt)
+    return SourceModel(path, release.config, tokenizer_path or str(path), None, release.tensor)
+
+
+def _open_checkpoint(path: Path, tokenizer_path: str) -> SourceModel:
+    step = path
+    if not (path / COMMITTED_FILE).exists():
+        found = find_best(path) or find_newest(path)
+        if found is None:
+            raise CheckpointError(f"{path} holds neither config.json nor a committed checkpoint")
+        step = found
+    reader = CheckpointReader(step)
+    run = config_from_dict(reader.metadata.config, str(step))
+    location = tokenizer_path or reader.metadata.tokenizer_path
+    if not location:
+        raise CheckpointError(f"{step} records no tokenizer; give --tokenizer")
+    return SourceModel(step, run.model, location, run, reader.tensor)
+
+
+def open_release_weights(path: Path, config: RunConfig) -> WeightSource:
+    """Open the encoder of an export or release for a run with another head.
+
+    Raises:
+        CheckpointError: it is damaged or of another architecture.
+    """
+    model = config.model
+
+    def adapt(own: ModelConfig) -> ModelConfig:
+        return with_task_head(own, model.head, model.labels, model.head_dropout)
+
+    return open_release(path, None, path, adapt=adapt)

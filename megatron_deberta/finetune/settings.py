@@ -1,0 +1,104 @@
+"""Run config of fine-tuning a model on a task."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_deberta.config import config_to_dict
+from megatron_deberta.config.loader import config_from_layers
+from megatron_deberta.config.schema import ModelConfig, RunConfig
+from megatron_deberta.config.task_head import with_task_head
+from megatron_deberta.errors import ConfigError
+from megatron_deberta.finetune.data import class_names
+from megatron_deberta.finetune.models import SourceModel
+from megatron_deberta.tasks.task import TaskConfig, load_task
+
+_MICRO_BATCH = 8
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "optimizer": {"learning_rate": 2e-5, "warmup_fraction": 0.1},
+    "train": {"global_batch_size": 32},
+    "finetune": {"epochs": 3.0, "validations_per_epoch": 1.0},
+    "data": {"num_workers": 0},
+    # Losses of small batches vary too much to be compared.
+    "guard": {"spike_sigmas": 0.0},
+    "checkpoint": {"keep_last": 1, "save_every": 500},
+}
+
+
+def finetune_config(
+    task_name: str,
+    model: SourceModel,
+    data: str,
+    overrides: Sequence[str] = (),
+    *,
+    settings: str = "",
+) -> RunConfig:
+    """Return the config of a fine-tuning run.
+
+    Later layers win: defaults, the task's published settings, the overrides.
+
+    Args:
+        task_name: task file or name of a packaged task.
+        model: the model to start from.
+        data: folder of the task's files.
+        overrides: ``section.key=value``; ``train.steps`` replaces the number of epochs, and
+            ``train.eval_every`` that of validations per epoch.
+        settings: name of the task's settings; empty: those of the release for this size of model;
+            ``none``: none.
+
+    Raises:
+        ConfigError: the task, its settings or a value is wrong.
+    """
+    task = load_task(task_name)
+    layers = {section: dict(values) for section, values in _DEFAULTS.items()}
+    chosen = choose_settings(task, model.config, settings)
+    for name, value in chosen.items():
+        section, _, key = name.partition(".")
+        layers.setdefault(section, {})[key] = value
+    given = {override.partition("=")[0].strip() for override in overrides}
+    for name, replaced in (("steps", "epochs"), ("eval_every", "validations_per_epoch")):
+        if f"train.{name}" in given:
+            layers["finetune"][replaced] = 0.0
+    if given & {"optimizer.warmup_steps"}:
+        layers["optimizer"]["warmup_fraction"] = 0.0
+    dropout = layers.pop("model", {}).get("head_dropout", model.config.head_dropout)
+    architecture = with_task_head(model.config, task.head, class_names(task), dropout)
+    layers["model"] = config_to_dict(architecture)
+    layers["objective"] = {"name": task.head}
+    layers["tokenizer"] = {"path": model.tokenizer_path}
+    layers["data"].setdefault("sequence_length", task.max_length)
+    layers["checkpoint"]["load_from"] = str(model.path)
+    layers["train"].setdefault("run_dir", os.path.join("runs", task.name))
+    layers["finetune"] |= {"task": task_name, "data": data}
+    config = config_from_layers([(f"task {task.name}", layers)], overrides)
+    if "train.micro_batch_size" in given:
+        return config
+    micro = math.gcd(config.train.global_batch_size, _MICRO_BATCH)
+    return config_from_layers(
+        [(f"task {task.name}", layers)], [*overrides, f"train.micro_batch_size={micro}"]
+    )
+
+
+def choose_settings(task: TaskConfig, model: ModelConfig, name: str = "") -> dict[str, Any]:
+    """Return the settings of a name, or of the release for a model of this size, as run keys.
+
+    Of a grid, the first value is used.
+
+    Raises:
+        ConfigError: the task has no settings of that name.
+    """
+    if name == "none":
+        return {}
+    if name and name not in task.settings:
+        known = ", ".join([*task.settings, "none"])
+        raise ConfigError(f"--settings {name}: task {task.name} has {known}")
+    size = "base" if model.hidden_size <= 768 else "large" if model.hidden_size <= 1024 else "1.5b"
+    names = (name, f"release_{size}", f"paper_{size}", task.default_settings)
+    found = next((task.settings[each] for each in names if each in task.settings), {})
+    keys = {key: v[0] if isinstance(v, list) else v for key, v in found.items()}
+    if keys.get("optimizer.warmup_steps"):
+        keys.setdefault("optimizer.warmup_fraction", 0.0)
+    return keys

@@ -1,0 +1,38 @@
+"""Multiple choice: cross-entropy over one logit per choice; examples may differ in their number."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megatron_deberta.objectives.labelled import (
+    IGNORED_LABEL,
+    MASKED_LOGIT,
+    LabelledBatch,
+    LabelledObjective,
+    RowsModel,
+    cross_entropy,
+)
+
+
+class Choices(LabelledObjective):
+    """The right one of an example's rows."""
+
+    model_class = RowsModel
+
+    def loss(self, logits: Tensor, batch: LabelledBatch) -> tuple[Tensor, Tensor]:
+        """Return the sum of cross-entropies and the number of correct examples."""
+        return cross_entropy(self.distributions(logits, batch)[0], batch.labels)
+
+    def scored(self, batch: LabelledBatch) -> Tensor:
+        """Return which examples have a label."""
+        return batch.labels != IGNORED_LABEL
+
+    def distributions(self, logits: Tensor, batch: LabelledBatch) -> list[Tensor]:
+        """Return the logits of each example's choices, ``[E, C]``."""
+        rows = batch.choice_rows
+        assert rows is not None
+        return [logits[:, 0].float()[rows.clamp(min=0)].masked_fill(rows < 0, MASKED_LOGIT)]
+
+    def outputs(self, logits: Tensor, batch: LabelledBatch) -> Tensor:
+        """Return the logit of each row, ``[B]``."""
+        return super().outputs(logits[:, 0], batch)

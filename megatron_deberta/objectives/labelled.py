@@ -1,0 +1,180 @@
+"""Common part of the objectives of labelled tasks: model with loss, SiFT, FLOPs, commands."""
+
+from __future__ import annotations
+
+import shlex
+from abc import abstractmethod
+from pathlib import Path
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from megatron_deberta.model import DebertaForTask, DropoutSeeds, RuntimeOptions
+from megatron_deberta.model.embeddings import Perturbation
+from megatron_deberta.model.flops import training_flops_per_token
+from megatron_deberta.model.task_models import DebertaForRows, DebertaForSpans, DebertaForTokens
+from megatron_deberta.objectives.objective import LossPart, Objective
+from megatron_deberta.objectives.sift import Sift
+
+# Label of a place that is not scored
+IGNORED_LABEL = -100
+
+# Logit of what cannot be chosen. Finite, because its probability of 0 is multiplied with it.
+MASKED_LOGIT = -1e9
+
+
+class LabelledBatch(Protocol):
+    """A micro batch of a labelled task; `data.batch.TaskBatch` is one and describes the fields."""
+
+    @property
+    def input_ids(self) -> Tensor:
+        """Tokens."""
+
+    @property
+    def attention_mask(self) -> Tensor:
+        """True = token."""
+
+    @property
+    def token_type_ids(self) -> Tensor:
+        """Segments."""
+
+    @property
+    def labels(self) -> Tensor:
+        """What is to be predicted."""
+
+    @property
+    def choice_rows(self) -> Tensor | None:
+        """Rows of each example's choices."""
+
+
+class LabelledObjective(Objective):
+    """Objective of a labelled task; SiFT adds a second loss."""
+
+    model_class: ClassVar[type[DebertaForTask]]
+    squared_error: ClassVar[bool] = False
+
+    @property
+    def parts(self) -> tuple[LossPart, ...]:
+        """The task's loss and, with SiFT, the divergence under perturbation."""
+        first, weight = LossPart("", not self.squared_error), self.config.objective.sift_weight
+        return (first, LossPart("sift", False, weight)) if weight else (first,)
+
+    @abstractmethod
+    def loss(self, logits: Tensor, batch: LabelledBatch) -> tuple[Tensor, Tensor]:
+        """Return the sum of the losses (fp32) and the number of correct predictions."""
+
+    @abstractmethod
+    def scored(self, batch: LabelledBatch) -> Tensor:
+        """Return which targets have a label, bool ``[T]``."""
+
+    @abstractmethod
+    def distributions(self, logits: Tensor, batch: LabelledBatch) -> list[Tensor]:
+        """Return the logits of the predicted distributions, one or more of ``[T, K]``."""
+
+    def outputs(self, logits: Tensor, batch: LabelledBatch) -> Tensor:
+        """Return the predictions for `tasks.scoring`, fp32."""
+        return logits.detach().float()
+
+    def build_model(self, options: RuntimeOptions) -> DebertaForTask:
+        """Build the model with this objective's loss."""
+        model = super().build_model(options)
+        assert isinstance(model, TaskModel)
+        model.objective = self
+        model.sift = Sift.of_run(self.config)
+        return model
+
+    def count_targets(self, batch: LabelledBatch) -> list[Tensor]:
+        """Return the number of labelled targets, for each loss."""
+        return [self.scored(batch).sum()] * len(self.parts)
+
+    def training_flops(self, sequence_length: float, micro_batch_size: int) -> float:
+        """Count the FLOPs of forward and backward per token, without recomputation.
+
+        SiFT repeats both twice, the first time without the gradients of weights.
+        """
+        flops = training_flops_per_token(
+            self.config.model, max(1, round(sequence_length)), micro_batch_size
+        )
+        return flops * (1 + 2 / 3 + 1) if len(self.parts) > 1 else flops
+
+    def commands(self, run_dir: str) -> list[str]:
+        """Return the commands that predict and export."""
+        folder, export = shlex.quote(run_dir), shlex.quote(str(Path(run_dir) / "hf"))
+        finetune = self.config.finetune
+        task, data = shlex.quote(finetune.task), shlex.quote(finetune.data)
+        return [
+            f"megatron-deberta predict {task} --model {folder} --data {data} --split test",
+            f"megatron-deberta convert --checkpoint {folder} --to hf --output {export}",
+        ]
+
+
+class TaskModel(DebertaForTask):
+    """Base class of models with the loss of a labelled task."""
+
+    objective: LabelledObjective
+    sift: Sift | None = None
+
+    def forward(
+        self, batch: LabelledBatch, seeds: DropoutSeeds | None = None
+    ) -> tuple[Tensor, ...]:
+        """Compute the losses of a micro batch.
+
+        Args:
+            batch: on the model's device.
+            seeds: dropout keys; None: no dropout and no SiFT, though its loss is returned as 0.
+
+        Returns:
+            For each loss, its **sum** (fp32 scalar) and the number of correct predictions; then
+            the outputs of the head.
+        """
+
+        def logits_of(seeds: DropoutSeeds | None, perturbation: Perturbation | None) -> Tensor:
+            return self.logits(
+                batch.input_ids, batch.attention_mask, batch.token_type_ids, seeds, perturbation
+            )
+
+        task, sift = self.objective, self.sift
+        is_sift = sift is not None and seeds is not None
+        logits = logits_of(seeds, Perturbation() if is_sift else None)
+        loss, correct = task.loss(logits, batch)
+        outputs = task.outputs(logits, batch)
+        if sift is None:
+            return loss, correct, outputs
+        zero = torch.zeros_like(correct)
+        if seeds is None:
+            return loss, correct, torch.zeros_like(loss), zero, outputs
+        divergence = sift(
+            logits_of,
+            lambda logits: task.distributions(logits, batch),
+            logits,
+            task.scored(batch),
+            seeds,
+            squared_error=task.squared_error,
+        )
+        return loss, correct, divergence, zero, outputs
+
+
+class RowsModel(TaskModel, DebertaForRows):
+    """Head on the first token, with loss."""
+
+
+class TokensModel(TaskModel, DebertaForTokens):
+    """Head on every token, with loss."""
+
+
+class SpansModel(TaskModel, DebertaForSpans):
+    """Head for answer spans, with loss."""
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sum of cross-entropies (fp32) and the number of correct predictions.
+
+    Args:
+        logits: ``[T, K]``.
+        labels: int64 ``[T]``, -100 = not scored.
+    """
+    logits = logits.float()
+    loss = F.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")
+    return loss, (logits.argmax(-1) == labels).sum()

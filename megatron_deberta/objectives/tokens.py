@@ -1,0 +1,31 @@
+"""Classification of tokens: cross-entropy at labelled tokens, as transformers' token head."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megatron_deberta.objectives.labelled import (
+    IGNORED_LABEL,
+    LabelledBatch,
+    LabelledObjective,
+    TokensModel,
+    cross_entropy,
+)
+
+
+class Tokens(LabelledObjective):
+    """One class per token, such as the first piece of each word."""
+
+    model_class = TokensModel
+
+    def loss(self, logits: Tensor, batch: LabelledBatch) -> tuple[Tensor, Tensor]:
+        """Return the sum of cross-entropies and the number of correct tokens."""
+        return cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
+
+    def scored(self, batch: LabelledBatch) -> Tensor:
+        """Return which tokens have a label."""
+        return batch.labels.flatten() != IGNORED_LABEL
+
+    def distributions(self, logits: Tensor, batch: LabelledBatch) -> list[Tensor]:
+        """Return the logits of the classes of all tokens, ``[B * N, K]``."""
+        return [logits.flatten(0, 1)]

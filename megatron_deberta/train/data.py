@@ -1,0 +1,154 @@
+"""Data of a run as the trainer uses it, and the data of pretraining runs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import nn
+
+from megatron_deberta.config.rules import batch_arithmetic
+from megatron_deberta.config.schema import RunConfig
+from megatron_deberta.data.build import Corpora, build_loaders, open_corpora, tokenizer_path
+from megatron_deberta.data.loader import TrainLoader
+from megatron_deberta.data.vocabulary import Vocabulary
+from megatron_deberta.distributed.topology import ProcessGroups
+from megatron_deberta.errors import ConfigError
+from megatron_deberta.model.flops import recomputed_flops
+from megatron_deberta.objectives import build_objective
+from megatron_deberta.observe.throughput import StepWork
+from megatron_deberta.tokenizer import load_tokenizer
+from megatron_deberta.train.evaluate import Evaluation, evaluate
+from megatron_deberta.train.fingerprint import data_fingerprint
+from megatron_deberta.train.records import RunRecords
+from megatron_deberta.train.start import Identity
+
+
+class Validator(Protocol):
+    """Validates a model."""
+
+    def __call__(self, module: nn.Module, *, must_stop: Callable[[], bool]) -> Evaluation | None:
+        """Return the metrics; None if told to stop meanwhile. Collective over all ranks."""
+
+
+class RunData(Protocol):
+    """Training and validation data of a run."""
+
+    @property
+    def identity(self) -> Identity:
+        """Identity of tokenizer and training data."""
+
+    def build_loaders(
+        self, config: RunConfig, groups: ProcessGroups, consumed_samples: int
+    ) -> tuple[TrainLoader[Any], Validator | None]:
+        """Build this rank's training loader, and its validation if the run has one."""
+
+    def prepare_records(self, records: RunRecords) -> None:
+        """Record what is known of the data, such as a baseline; rank 0 only."""
+
+    def step_work(self, config: RunConfig) -> tuple[StepWork, StepWork]:
+        """Return the work of a step, and of those of the first ``data.short_steps`` steps."""
+
+    def describe(self, config: RunConfig, dp_size: int) -> list[tuple[str, str]]:
+        """Return labels and text about batches and amount of training."""
+
+
+# Opens the data of a run; values of the config that depend on the data are filled in.
+OpenData = Callable[[RunConfig, ProcessGroups], tuple[RunConfig, RunData]]
+
+
+@dataclass(frozen=True, slots=True)
+class PretrainingData:
+    """Vocabulary, documents and their identity."""
+
+    vocabulary: Vocabulary
+    corpora: Corpora
+    identity: Identity
+
+    def build_loaders(
+        self, config: RunConfig, groups: ProcessGroups, consumed_samples: int
+    ) -> tuple[TrainLoader[Any], Validator | None]:
+        """Build this rank's training loader, and its validation if there are documents for it."""
+        loader, validation = build_loaders(
+            config, self.vocabulary, groups.dp_rank, groups.dp_size, consumed_samples, self.corpora
+        )
+        if validation is None:
+            return loader, None
+        validate = functools.partial(
+            evaluate, batches=validation, groups=groups, objective=build_objective(config)
+        )
+        return loader, validate
+
+    def prepare_records(self, records: RunRecords) -> None:
+        """Record the unigram baseline."""
+        records.measure_unigram(self.vocabulary, self.corpora)
+
+    def step_work(self, config: RunConfig) -> tuple[StepWork, StepWork]:
+        """Return the work of a step with full rows, and with short ones."""
+        data = config.data
+        return (
+            rows_work(config, data.sequence_length),
+            rows_work(config, data.short_sequence_length),
+        )
+
+    def describe(self, config: RunConfig, dp_size: int) -> list[tuple[str, str]]:
+        """Return tokens per step, and the number of tokens and epochs."""
+        return describe_tokens(config, dp_size, self.corpora)
+
+
+def open_pretraining_data(
+    config: RunConfig, groups: ProcessGroups
+) -> tuple[RunConfig, PretrainingData]:
+    """Open the tokenizer and the shards.
+
+    Raises:
+        ConfigError: the tokenizer has more tokens than ``model.vocab_size``.
+        DataError: a shard is damaged or was made with another tokenizer.
+    """
+    path = tokenizer_path(config)
+    tokenizer = load_tokenizer(path)
+    vocabulary = Vocabulary.of(tokenizer)
+    if vocabulary.size > config.model.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size={config.model.vocab_size} is smaller than the {vocabulary.size} ids "
+            f"of tokenizer.path={path}; set model.vocab_size={vocabulary.size}"
+        )
+    corpora = open_corpora(config, vocabulary, config.data.verify_hashes and groups.rank == 0)
+    identity = Identity(
+        tokenizer_path=str(Path(path).resolve()),
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        data_fingerprint=data_fingerprint(config.data),
+    )
+    return config, PretrainingData(vocabulary, corpora, identity)
+
+
+def rows_work(config: RunConfig, length: float) -> StepWork:
+    """Return the work of a step whose rows have ``length`` tokens."""
+    model, train = config.model, config.train
+    micro = train.micro_batch_size
+    return StepWork(
+        int(train.global_batch_size * length),
+        build_objective(config).training_flops(length, micro),
+        recomputed_flops(model, int(length), micro, config.parallel.recompute),
+    )
+
+
+def describe_tokens(config: RunConfig, dp_size: int, corpora: Corpora) -> list[tuple[str, str]]:
+    """Describe batches, and the amount of training in tokens and epochs."""
+    train, batch = config.train, batch_arithmetic(config, dp_size)
+    short_steps = min(config.data.short_steps, train.steps)
+    tokens = short_steps * batch.short_tokens_per_step
+    tokens += (train.steps - short_steps) * batch.tokens_per_step
+    epochs = tokens / sum(int(corpus.lengths.sum()) for corpus in corpora.train)
+    return [
+        (
+            "batch",
+            f"{train.global_batch_size:,} sequences of {config.data.sequence_length:,} = "
+            f"{batch.tokens_per_step:,} tokens per step ({batch.micro_batch_size} per micro batch "
+            f"x {batch.accumulation_steps} accumulated x {batch.dp_size} data-parallel)",
+        ),
+        ("training", f"{train.steps:,} steps = {tokens:,} tokens = {epochs:.3g} epochs"),
+    ]
