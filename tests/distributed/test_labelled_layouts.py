@@ -1,0 +1,52 @@
+"""Fine-tuning with dropout and SiFT has the same losses on every layout as in one process."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_deberta.config.schema import Head
+from tests.support.labelled_layouts import run_labelled
+from tests.support.layout_matrix import Layout
+from tests.support.ranks import RankPool
+from tests.support.tolerances import LAYOUT_LOSS
+
+SIFT = 5.0
+CASES: list[tuple[Head, Layout, float]] = [
+    ("classification", Layout(2, 1, False, "none"), SIFT),
+    ("spans", Layout(2, 2, True, "full"), 0.0),
+    ("tokens", Layout(1, 3, False, "none"), SIFT),
+    ("choices", Layout(2, 3, False, "selective"), 0.0),
+    ("regression", Layout(4, 1, True, "none"), SIFT),
+]
+MORE: list[tuple[Head, Layout, float]] = [
+    ("classification", Layout(2, 3, True, "full"), SIFT),
+    ("spans", Layout(2, 3, False, "none"), SIFT),
+    ("tokens", Layout(2, 2, True, "selective"), SIFT),
+    ("choices", Layout(2, 1, True, "none"), SIFT),
+    ("regression", Layout(2, 2, False, "full"), 0.0),
+]
+
+
+def check(ranks: RankPool, head: Head, layout: Layout, sift: float, steps: int) -> None:
+    micro_batch = max(1, 8 // (4 // layout.tp_size) // 2)
+    expected = run_labelled(0, head, None, steps, sift, 8)
+    assert len(expected) == steps * (2 if sift else 1)
+    for losses in ranks.run(run_labelled, head, layout, steps, sift, micro_batch):
+        assert losses == pytest.approx(expected, rel=LAYOUT_LOSS)
+
+
+@pytest.mark.parametrize(
+    ("head", "layout", "sift"), CASES, ids=lambda case: getattr(case, "name", case)
+)
+def test_layouts_agree(four_ranks: RankPool, head: Head, layout: Layout, sift: float) -> None:
+    check(four_ranks, head, layout, sift, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("head", "layout", "sift"), [*CASES, *MORE], ids=lambda case: getattr(case, "name", case)
+)
+def test_layouts_agree_over_twenty_steps(
+    four_ranks: RankPool, head: Head, layout: Layout, sift: float
+) -> None:
+    check(four_ranks, head, layout, sift, 20)

@@ -1,0 +1,55 @@
+"""Runs of labelled tasks on gloo ranks, to be compared with one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_deberta.config.schema import Head, ParallelConfig, PrecisionConfig
+from megatron_deberta.distributed.topology import single_process_groups
+from megatron_deberta.engine import deepspeed_config
+from megatron_deberta.engine.factory import build_engine
+from megatron_deberta.train.setup import build_rank_model
+from megatron_deberta.train.step import TrainStep
+from tests.support.labelled import labelled_run, labelled_steps
+from tests.support.layout_matrix import MODEL, Layout
+from tests.support.ranks import grid
+
+
+def run_labelled(
+    rank: int, head: Head, layout: Layout | None, steps: int, sift: float, micro_batch: int = 2
+) -> list[float]:
+    """Return the losses of a run with dropout on this rank; ``layout`` None: one process."""
+    deepspeed_config.PERSISTENCE_THRESHOLD = 0
+    chosen = layout or Layout(1, 0, False, "none")
+    groups = grid(layout.tp_size) if layout else single_process_groups(torch.device("cpu"))
+    config = labelled_run(
+        head,
+        dropout=0.1,
+        sift=sift,
+        model=MODEL,
+        parallel=ParallelConfig(
+            tensor_parallel_size=chosen.tp_size,
+            sequence_parallel=chosen.sequence_parallel,
+            recompute=chosen.recompute,  # type: ignore[arg-type]
+        ),
+        precision=PrecisionConfig(
+            engine="deepspeed" if layout else "plain",
+            zero_stage=chosen.zero_stage,  # type: ignore[arg-type]
+        ),
+        micro_batch_size=micro_batch,
+    )
+    model = build_rank_model(config, groups)
+    model.module.train()
+    engine = build_engine(config, model.module, model.specs, groups)
+    take_step = TrainStep(engine, config, groups)
+    losses: list[float] = []
+    batches: Any
+    for step, batches in enumerate(labelled_steps(config, groups)):
+        if step == steps:
+            break
+        result = take_step(step, batches)
+        losses += [result.loss, *result.metrics.values()]
+    engine.destroy()
+    return losses
