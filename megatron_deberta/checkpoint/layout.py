@@ -44,6 +44,11 @@ _TENSOR_FILE = re.compile(r"part-\d{5}-\d{4}\.safetensors")
 EngineScalar = Annotated[int | float, Field(ge=-(1 << 53), le=1 << 53, allow_inf_nan=False)]
 
 
+class _Best(TypedDict):
+    step: Count
+    score: float | None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointMetadata:
     """State of a run besides its tensors.
@@ -250,11 +255,13 @@ def record_best(run_dir: str | os.PathLike[str], step: int, score: float) -> Non
 
 def find_best(run_dir: str | os.PathLike[str]) -> Path | None:
     """Return a run's best checkpoint, if it is recorded and committed."""
-    try:
-        step = int(json.loads((Path(run_dir) / BEST_FILE).read_bytes())["step"])
-    except (OSError, ValueError, KeyError, TypeError):
+    file = Path(run_dir) / BEST_FILE
+    if not file.exists():
         return None
-    path = step_dir(run_dir, step)
+    best = read_json(
+        file, _Best, "a record of the best checkpoint", remedy="remove it", error=CheckpointError
+    )
+    path = step_dir(run_dir, best["step"])
     return path if (path / COMMITTED_FILE).exists() else None
 
 

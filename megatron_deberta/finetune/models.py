@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from megatron_deberta.config.schema import ModelConfig, RunConfig
 from megatron_deberta.config.task_head import with_task_head
 from megatron_deberta.errors import CheckpointError
 from megatron_deberta.hf.config import task_head
-from megatron_deberta.hf.import_model import CONFIG_FILES, open_release
+from megatron_deberta.hf.import_model import CONFIG_FILES, open_release, read_config
 from megatron_deberta.hf.loading import check_folder
 
 
@@ -51,15 +50,14 @@ def open_source_model(path: Path, tokenizer_path: str = "") -> SourceModel:
         CheckpointError: the folder holds no model, or a damaged one.
     """
     check_folder(path, "an export, a downloaded model, a run or a checkpoint")
-    config_file = next((path / name for name in CONFIG_FILES if (path / name).is_file()), None)
-    if config_file is None:
+    if not any((path / name).is_file() for name in CONFIG_FILES):
         return _open_checkpoint(path, tokenizer_path)
     if not any(path.glob("*.safetensors")) and any(path.glob("*.bin")):
         raise CheckpointError(
             f"{path} has pickled weights; import them first: megatron-deberta convert --from hf "
             f"{path} --output NEW --allow-pickle-weights-only --sha256 HEX"
         )
-    head, labels = task_head(json.loads(config_file.read_bytes()))
+    head, labels = task_head(read_config(path))
     adapt = None if head == "mlm" else lambda model: with_task_head(model, head, labels)
     release = open_release(path, None, path, adapt=adapt)
     return SourceModel(path, release.config, tokenizer_path or str(path), None, release.tensor)

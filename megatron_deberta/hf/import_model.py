@@ -232,7 +232,7 @@ def open_release(
         CheckpointError: a file is missing or damaged, or the architecture is not supported.
     """
     check_folder(directory, "one with config.json and weights")
-    fields = _read_config(directory)
+    fields = read_config(directory)
     source = source or ("hf" if "model_type" in fields else "microsoft")
     in_files = _stored_tensors(_weight_files(directory, scratch, allow_pickle, sha256))
     model_type = _model_type(fields, source, in_files)
@@ -319,7 +319,12 @@ def _infer_from_tensors(
     return config
 
 
-def _read_config(directory: Path) -> dict[str, Any]:
+def read_config(directory: Path) -> dict[str, Any]:
+    """Return the content of a published model's config file.
+
+    Raises:
+        CheckpointError: it has none, or a damaged one.
+    """
     for name in CONFIG_FILES:
         if (directory / name).is_file():
             return _read_json(directory / name)
