@@ -136,7 +136,7 @@ def _adapter(schema: Hashable) -> TypeAdapter[Any]:
 def _describe(failure: ValidationError) -> str:
     """Return the first problem as text of one line."""
     first = failure.errors(include_url=False, include_context=False)[0]
-    place = printable(".".join(map(str, first["loc"])))
+    place = " ".join(printable(".".join(map(str, first["loc"]))).split())
     if first["type"] == "json_invalid":
         return first["msg"]
     if first["type"] in _MISSING:

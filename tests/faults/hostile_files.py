@@ -188,8 +188,18 @@ class Case:
 
     def run(self, number: int) -> str:
         """Apply a change and read the file."""
-        self._path.write_bytes(mutate(self._content, self.kind, number))
+        return self.read_content(mutate(self._content, self.kind, number))
+
+    def read_content(self, content: bytes) -> str:
+        """Replace the file's content and read it."""
+        self._path.write_bytes(content)
         return self.read()
+
+    def replaced(self, old: str, new: str) -> bytes:
+        """Return the valid content with the first of a part replaced."""
+        text = self._content.decode()
+        assert old in text, (old, text[:200])
+        return text.replace(old, new, 1).encode()
 
 
 def run_thousand(case: Case, first: int, count: int = PER_LINE) -> dict[str, Any]:

@@ -406,7 +406,7 @@ KINDS = (
     Kind("hf_weights", "binary", _hf_file("model.safetensors"), _read_hf),
     Kind(
         "cluster_profile", "yaml", _make_profile,
-        lambda folder: profile.load_profile(str(folder / "cluster.yaml")),
+        lambda folder: profile.load_profile(str(folder / "cluster.yaml"), trusted=True),
     ),
     Kind("config", "yaml", _make_config, lambda folder: load_config(folder / "run.yaml")),
     Kind(

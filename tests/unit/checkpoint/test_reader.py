@@ -115,6 +115,13 @@ FORGERIES = {
     "unlisted file": lambda m: m["fragments"][0].update(file="part-00099-0000.safetensors"),
     "unlisted parameter": lambda m: m["fragments"][0].update(parameter="other"),
     "dimension beyond shape": lambda m: [f.update(dim=5) for f in m["fragments"]] and None,
+    "list for the config": lambda m: m["metadata"].update(config=[]),
+    "text for the step": lambda m: m["metadata"].update(step="3"),
+    "a step beyond 64 bits": lambda m: m["metadata"].update(step=10**30),
+    "text for lengths": lambda m: [f.update(length="4") for f in m["fragments"]] and None,
+    "text for dimensions": lambda m: [f.update(dim="0") for f in m["fragments"]] and None,
+    "text for scalars": lambda m: m["metadata"]["scalars"].update(adam_step="7"),
+    "infinite scalar": lambda m: m["metadata"]["scalars"].update(loss_scale=float("inf")),
     "kinds": lambda m: m.update(kinds=["exp_avg"]),
     "no kinds": lambda m: m.update(kinds=[]),
 }
@@ -146,4 +153,18 @@ def test_shapes_are_checked_against_the_file_before_use(tmp_path: Path) -> None:
 
     forge(path, widen)
     with pytest.raises(CheckpointError, match="damaged"):
+        CheckpointReader(path).tensor("embeddings.norm.weight")
+
+
+def test_nothing_is_allocated_for_shapes_that_the_file_lacks(tmp_path: Path) -> None:
+    path = save_alone(tmp_path, 1)
+
+    def widen(manifest: Any) -> None:
+        manifest["parameters"]["embeddings.norm.weight"] = [10**15]
+        for fragment in manifest["fragments"]:
+            if fragment["parameter"] == "embeddings.norm.weight":
+                fragment["length"] = 10**15
+
+    forge(path, widen)
+    with pytest.raises(CheckpointError, match="is not fp32 of shape"):
         CheckpointReader(path).tensor("embeddings.norm.weight")

@@ -369,3 +369,16 @@ def test_a_kill_anywhere_in_a_save_leaves_a_good_checkpoint(
             break
         points += 1
     assert points >= 20
+
+
+def test_linked_checkpoints_folder_is_not_followed(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    save_alone(elsewhere, 1)
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "checkpoints").symlink_to(elsewhere / "checkpoints")
+    with pytest.raises(CheckpointError, match="checkpoints is a symbolic link"):
+        save_alone(run, 2, keep_last=1)
+    with pytest.raises(CheckpointError, match="checkpoints is a symbolic link"):
+        store.find_newest(run)
+    assert [path.name for path in (elsewhere / "checkpoints").iterdir()] == ["step_00000001"]

@@ -14,4 +14,8 @@ def test_a_line_that_was_cut_short_does_not_spoil_the_next(tmp_path: Path) -> No
         stream.write('{"event": "se')
     append_event(path, {"event": "third"})
     append_event(path, {"event": "fourth"})
-    assert [event["event"] for event in read_events(path)] == ["first", "third", "fourth"]
+    assert [event["event"] for event in read_events(path, dict[str, str])] == [
+        "first",
+        "third",
+        "fourth",
+    ]

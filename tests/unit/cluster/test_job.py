@@ -18,11 +18,13 @@ from megatron_deberta.cluster.bad_nodes import BadNodes
 from megatron_deberta.cluster.notify import PROGRAMS
 from megatron_deberta.cluster.profile import load_profile
 from megatron_deberta.cluster.run_lock import Holder, RunLock
+from megatron_deberta.cluster.slurm import job
 from megatron_deberta.cluster.slurm.history import JobHistory
 from megatron_deberta.cluster.slurm.job import rank_environment
 from megatron_deberta.cluster.slurm.submit import JobSpec, make_spec
 from megatron_deberta.cluster.watchdog.hang import Diagnosis
 from megatron_deberta.cluster.watchdog.report_store import NodeReport, ReportStore
+from megatron_deberta.errors import ConfigError
 from tests.support.jobs import ROOT
 
 JOB_MODULE = "megatron_deberta.cluster.slurm.job"
@@ -318,3 +320,26 @@ def test_environment_of_job_json_takes_precedence(place: Place) -> None:
     )  # fmt: skip
     seen = rank_environment(spec, {"NCCL_IB_HCA": "x", "NCCL_DEBUG": "WARN", "LC_ALL": "C"})
     assert (seen["NCCL_IB_HCA"], seen["NCCL_DEBUG"], seen["LC_ALL"]) == ("mlx5", "INFO", "C")
+
+
+def test_odd_number_of_restarts_is_named(
+    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "abc")
+    assert job.main([str(place.folder / "job.json")]) == 2
+    assert "SLURM_RESTART_COUNT='abc' is not a whole number" in caplog.text
+    with pytest.raises(ConfigError, match="SLURM_RESTART_COUNT='abc'"):
+        Holder.this_process()
+
+
+def test_report_does_not_follow_a_planted_link(tmp_path: Path) -> None:
+    store, elsewhere = ReportStore(tmp_path, "7.0"), tmp_path / "mine"
+    elsewhere.write_text("mine")
+    store.folder.mkdir(parents=True)
+    for name in ("node_1.json", f"node_1.json.{os.getpid()}.tmp"):
+        (store.folder / name).symlink_to(elsewhere)
+    store.publish(NodeReport(1, "n2", 1, (), (), ()))
+    assert elsewhere.read_text() == "mine"
+    assert not (store.folder / "node_1.json").is_symlink()
+    assert store.read([1])[1].host == "n2"

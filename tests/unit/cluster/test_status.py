@@ -435,3 +435,24 @@ def test_faults_are_counted(run_dir: Path) -> None:
     assert gather(run_dir, ask_slurm=False).faults == 1
     JobHistory(run_dir).append("end", link="7.2", step=300, code=1, goes_on=True, reason="hangs")
     assert gather(run_dir, ask_slurm=False).faults == 2
+
+
+def test_control_characters_of_other_people_are_not_printed(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    history = JobHistory(run_dir)
+    history.path.unlink()
+    history.append("start", link="7.0\x1b[2J", step=0, nodes="node\u202e1")
+    history.append("end", link="7.0\x1b[2J", step=0, code=1, goes_on=False, reason="\x1b]0;x\x07")
+    BadNodes(run_dir, 24).add("node1", "\x1b[31mhangs\ud800", certain=True)
+    assert main(["status", str(run_dir)]) == 0
+    shown = capsys.readouterr().out
+    assert "]0;x" in shown
+    assert shown.replace("\n", "").isprintable()
+
+
+def test_odd_configuration_is_named(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run_dir / "config.yaml").write_text("train: [steps]\n")
+    assert main(["status", str(run_dir)]) == 2
+    error = capsys.readouterr().err
+    assert "config.yaml: not the config of a run (train=['steps']" in error

@@ -99,6 +99,11 @@ def test_a_single_item_stands_for_a_list(tmp_path: Path) -> None:
     [
         ("train: {steps: 1, steps: 2}", ["run.yaml:1", "'steps' is duplicated"]),
         ("train: {}\ntrain: {}", ["run.yaml:2", "'train' is duplicated"]),
+        ("[train]: {}", ["run.yaml:1", "a list or mapping cannot be a key"]),
+        ("train: {{steps: 1}: 2}", ["run.yaml:1", "a list or mapping cannot be a key"]),
+        ('train: {run_dir: "a\\0b"}', ["run.yaml:1", "control characters"]),
+        ('train: {run_dir: "a\\ud800"}', ["run.yaml:1", "surrogates"]),
+        (f"optimizer: {{learning_rate: {10**400}}}", ["optimizer.learning_rate", "float"]),
         ("train: &x {steps: 1}\nlog: *x", ["run.yaml:1", "aliases"]),
         ("train: !!map {}", ["run.yaml:1", "tag"]),
         ("a: " + "[" * 25 + "]" * 25, ["run.yaml:1", "20 levels"]),
