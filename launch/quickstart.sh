@@ -58,12 +58,17 @@ for part in train validation; do
     --output "$out/shards/$part"
 done
 
+# Processors that multiply bfloat16 train twice as many tokens in the same time.
+precision=()
+if grep -qsE 'avx512_bf16|amx_bf16' /proc/cpuinfo; then
+  precision=(precision.dtype=bf16 train.steps=1000 train.eval_every=250 checkpoint.save_every=250)
+fi
 pretrain() {
   # torchrun's own log has nothing to say here unless a rank fails.
   torchrun --nproc-per-node 2 --log-dir "$out/torchrun" -m megatron_deberta pretrain \
     configs/runs/quickstart.yaml "train.run_dir=$out/run" "tokenizer.path=$out/tokenizer" \
     "data.train=[$out/shards/train_text_document]" \
-    "data.validation=[$out/shards/validation_text_document]"
+    "data.validation=[$out/shards/validation_text_document]" "${precision[@]}"
 }
 
 say "5/7 Pretraining on two ranks; the job will be killed once, on purpose"

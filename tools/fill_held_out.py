@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Mask one word in each of several held-out sentences and show what a model fills in.
 
-The seed selects the sentences and, in each, a word that is one piece of the model's vocabulary.
+The seed selects the sentences and, in each, one of the most frequent words of the model's
+vocabulary. No word is masked in more than 8 % of them. Answers are whole words of the vocabulary.
 
     tools/fill_held_out.py --model exported --input text/validation/part-*.jsonl
 """
@@ -9,11 +10,13 @@ The seed selects the sentences and, in each, a word that is one piece of the mod
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import re
 import sys
 from collections import Counter
+from collections.abc import Container
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,13 +25,17 @@ from rich.table import Table
 
 from megatron_deberta.hf.fill_mask import MaskFiller, open_filler
 from megatron_deberta.hf.loading import load_model_tokenizer
+from megatron_deberta.tokenizer import Tokenizer
 
 SENTENCE = re.compile(r"[A-Z][^.?!]{30,150}[.?!]")
 WORD = re.compile(r"(?<= )[a-z]+(?=[ ,.;:?!])")
+MAX_SHARE = 0.08
+"""Of the sentences, for one masked word."""
+SHOWN = 5
 
 
 class Answer(NamedTuple):
-    """A masked sentence, its word, and the five most probable words."""
+    """A masked sentence, its word, and the most probable words."""
 
     sentence: str
     word: str
@@ -45,15 +52,26 @@ def sentences(paths: list[Path]) -> list[str]:
     return sorted(found)
 
 
-def answer(filler: MaskFiller, one_piece: set[str], sentence: str, seed: str) -> Answer | None:
-    """Mask a random word that is one piece of the vocabulary and predict it; None: no such word."""
-    words = [match for match in WORD.finditer(sentence) if match[0] in one_piece]
-    if not words:
-        return None
-    word = random.Random(f"{seed} {sentence}").choice(words)
-    masked = f"{sentence[: word.start()]}{filler.mask_token}{sentence[word.end() :]}"
-    candidates = filler.fill(masked, top_k=5)[0]
-    return Answer(masked, word[0], [candidate.text.strip() for candidate in candidates])
+def frequent_words(tokenizer: Tokenizer, number: int) -> list[str]:
+    """Return the words that are one piece, the most frequent ones first, as pieces are ordered."""
+    pieces = (tokenizer.piece(token) for token in range(tokenizer.num_tokens))
+    words = (piece[1:] for piece in pieces if re.fullmatch("\u2581[a-z]+", piece))
+    return list(itertools.islice(words, number))
+
+
+def choose_word(sentence: str, words: Container[str], seed: str) -> re.Match[str] | None:
+    """Return the place of a random one of the words in a sentence; None: it has none."""
+    found = [match for match in WORD.finditer(sentence) if match[0] in words]
+    return random.Random(f"{seed} {sentence}").choice(found) if found else None
+
+
+def answer(filler: MaskFiller, candidates: Container[str], place: re.Match[str]) -> Answer:
+    """Mask a word and predict it."""
+    sentence = place.string
+    masked = f"{sentence[: place.start()]}{filler.mask_token}{sentence[place.end() :]}"
+    predictions = filler.fill(masked, top_k=100)[0]
+    filled = [p.text.strip() for p in predictions if p.text.strip() in candidates]
+    return Answer(masked, place[0], filled[:SHOWN])
 
 
 def main() -> int:
@@ -64,33 +82,41 @@ def main() -> int:
     parser.add_argument("--model", type=Path, required=True, help="exported folder")
     parser.add_argument("--input", type=Path, nargs="+", required=True, help="held-out JSON Lines")
     parser.add_argument("--sentences", type=int, default=40, help="how many (default 40)")
+    parser.add_argument(
+        "--words", type=int, default=500, help="the most frequent words to choose from (500)"
+    )
     parser.add_argument("--seed", type=int, default=2021, help="selects them (default 2021)")
     args = parser.parse_args()
 
     filler = open_filler(args.model)
     tokenizer = load_model_tokenizer(args.model)
-    pieces = [tokenizer.piece(token) for token in range(tokenizer.num_tokens)]
-    one_piece = {piece[1:] for piece in pieces if piece.startswith("\u2581")}
-    candidates = sentences(args.input)
-    random.Random(args.seed).shuffle(candidates)
+    candidates = set(frequent_words(tokenizer, tokenizer.num_tokens))
+    words = set(frequent_words(tokenizer, args.words))
+    found = sentences(args.input)
+    random.Random(args.seed).shuffle(found)
     answers: list[Answer] = []
-    for sentence in candidates:
-        if len(answers) < args.sentences:
-            filled = answer(filler, one_piece, sentence, str(args.seed))
-            answers += [filled] if filled else []
+    repeats: Counter[str] = Counter()
+    for sentence in found:
+        place = choose_word(sentence, words, str(args.seed))
+        if len(answers) == args.sentences:
+            break
+        if place and repeats[place[0]] < int(MAX_SHARE * args.sentences):
+            repeats[place[0]] += 1
+            answers.append(answer(filler, candidates, place))
     if not answers:
         print("fill_held_out: error: no sentence of 30 to 150 characters found", file=sys.stderr)
         return 2
 
     table = Table("held-out sentence", "word", "five most probable", show_lines=False)
     for sentence, word, filled in answers:
-        style = "green" if filled[0] == word else ""
+        style = "green" if filled[:1] == [word] else ""
         shown = sentence.replace("[", r"\[")
         table.add_row(shown, word, " ".join(filled), style=style)
     Console(width=None if sys.stdout.isatty() else 140).print(table)
-    first = sum(filled[0] == word for _, word, filled in answers)
+    first = sum(filled[:1] == [word] for _, word, filled in answers)
     five = sum(word in filled for _, word, filled in answers)
-    common, times = Counter(filled[0] for _, _, filled in answers).most_common(1)[0]
+    given = Counter(filled[0] for _, _, filled in answers if filled)
+    common, times = given.most_common(1)[0]
     frequent = Counter(word for _, word, _ in answers).most_common(1)[0][1]
     print(f"masked words            {len(answers)} (seed {args.seed})")
     print(f"right in first place    {first} ({first / len(answers):.0%})")
