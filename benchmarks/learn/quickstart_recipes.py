@@ -16,7 +16,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -58,13 +57,11 @@ RECIPES: dict[str, tuple[str, ...]] = {
 def train(quickstart: Path, folder: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
     """Train and export one recipe and fill 400 held-out words; return its row."""
     parts = {part: f"{quickstart}/shards/{part}_text_document" for part in ("train", "validation")}
-    started = time.monotonic()
     _run(
         "-m", "megatron_deberta", "pretrain", CONFIG, f"train.run_dir={folder}",
         f"tokenizer.path={quickstart}/tokenizer", *(f"data.{k}=[{v}]" for k, v in parts.items()),
         *COMMON, *overrides,
     )  # fmt: skip
-    seconds = time.monotonic() - started
     exported = f"{folder}/exported"
     shutil.rmtree(exported, ignore_errors=True)
     _run(
@@ -86,7 +83,6 @@ def train(quickstart: Path, folder: Path, overrides: tuple[str, ...]) -> dict[st
         "unigram_loss": unigram,
         "accuracy": last["masked_accuracy"],
         "right_of_400": int(right[1]) if right else None,
-        "seconds": seconds,
     }
 
 

@@ -31,6 +31,25 @@ def same_batches(record: Result) -> str:
     return markdown(header, rows) + unigram
 
 
+def quickstart_recipes(record: Result) -> str:
+    """Validation loss and held-out words of the quickstart's recipes."""
+    rows = [
+        (
+            name,
+            f"{row['loss']:.3f}",
+            f"{row['unigram_loss'] - row['loss']:.2f}",
+            f"{row['right_of_400'] / 400:.0%}",
+            f"`{' '.join(row['overrides'])}`" if row["overrides"] else "",
+        )
+        for name, row in record["recipes"].items()
+    ]
+    header = ("recipe", "validation loss", "below the unigram", "held-out words right", "changed")
+    common = (
+        f"\nCommon overrides of `configs/runs/quickstart.yaml`: `{' '.join(record['common'])}`.\n"
+    )
+    return markdown(header, rows) + common
+
+
 def learn(record: Result) -> str:
     """Final validation loss of the ablations beside the paper's fine-tuning results."""
     header = ("model", "seeds", "validation loss", "difference", "s per step",

@@ -88,7 +88,7 @@ def test_sentences_are_taken_from_documents(tmp_path: Path) -> None:
     assert held_out.sentences([file]) == [sentence]
 
 
-def test_a_word_of_one_piece_is_masked() -> None:
+def test_a_frequent_word_is_masked_and_answers_are_words() -> None:
     class Filler:
         mask_token = "[MASK]"
 
@@ -98,9 +98,20 @@ def test_a_word_of_one_piece_is_masked() -> None:
 
     filler = Filler()
     sentence = "The second sentence is long."
-    answer = held_out.answer(filler, {"second", "unused"}, sentence, "7")
-    assert answer == held_out.Answer(
-        "The [MASK] sentence is long.", "second", [f"word{k}" for k in range(5)]
-    )
+    place = held_out.choose_word(sentence, {"second", "unused"}, "7")
+    assert place is not None
+    answer = held_out.answer(filler, {"word3", "word50", "word500"}, place)
+    assert answer == held_out.Answer("The [MASK] sentence is long.", "second", ["word3", "word50"])
     assert filler.text == answer.sentence
-    assert held_out.answer(filler, {"first"}, sentence, "7") is None
+    assert held_out.choose_word(sentence, {"first"}, "7") is None
+
+
+def test_frequent_words_are_whole_lower_case_pieces_in_order() -> None:
+    class Pieces:
+        num_tokens = 5
+
+        def piece(self, token: int) -> str:
+            return ["[CLS]", "\u2581the", "s", "\u2581The", "\u2581of"][token]
+
+    assert held_out.frequent_words(Pieces(), 9) == ["the", "of"]
+    assert held_out.frequent_words(Pieces(), 1) == ["the"]
