@@ -15,6 +15,7 @@ from benchmarks.tables.common import markdown
 Line = dict[str, Any]
 _TRAINING = ("checkpoint", "data", "engine", "model", "objectives", "ops", "distributed", "train")
 _CHECKPOINT = ("checkpoint", "distributed")
+_STARTS = ("cluster/run_lock.py", "checkpoint/fence.py", "checkpoint/writer.py", "train/run.py")
 _SLURM = ("checkpoint", "cluster", "data", "engine", "train")
 _LAYOUTS = ("checkpoint", "data", "engine", "model", "objectives", "distributed", "train")
 _SUPERVISION = ("hang", "heartbeat", "ranks", "report_exchange", "report_store", "supervisor")
@@ -75,6 +76,7 @@ CHAOS_CASES = {
     "save-crash": ChaosCase("SIGKILL at a system call of a save", ALL_POINTS, _CHECKPOINT),
     "save-failure": ChaosCase("ENOSPC, EIO or EDQUOT at a system call", 100, _CHECKPOINT),
     "damage": ChaosCase("checkpoint flipped, cut, swapped, deleted, emptied", 1000, _CHECKPOINT),
+    "double-start": ChaosCase("two starts in one folder without `flock`", 20, _STARTS),
 }
 
 
@@ -85,7 +87,7 @@ def chaos(lines: list[Line]) -> str:
         code = case.digest()
         found = {x["seed"]: x for x in lines if x["case"] == name and x["code"] == code}
         title, planned = f"{case.title} (`{name}`)", str(case.count or "every call")
-        keys = ("survivors_seconds", "stop_seconds")
+        keys = ("survivors_seconds", "stop_seconds", "refused_seconds")
         slowest = _slowest(list(found.values()), keys, lambda key: key.removesuffix("_seconds"))
         rows.append((title, *_counts(list(found.values()), planned, slowest)))
     return markdown(("fault", "passed / done", "of", "slowest", "revision"), rows)

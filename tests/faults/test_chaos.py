@@ -11,6 +11,7 @@ import pytest
 from benchmarks.tables import faults
 from benchmarks.tables.faults import CHAOS_CASES
 from tests.faults.chaos.saves import SaveCases
+from tests.faults.chaos.starts import StartCases
 from tests.faults.chaos.training import TrainingCases
 from tests.support.jobs import fork_server, prepare
 
@@ -47,6 +48,13 @@ def test_killed_save_keeps_an_intact_checkpoint(saves: SaveCases, part: int) -> 
 @pytest.mark.parametrize("seed", range(4))
 def test_failed_save_removes_its_files(saves: SaveCases, seed: int) -> None:
     outcome = saves.failure(seed)
+    assert outcome["ok"], outcome
+
+
+def test_second_start_without_flock_is_refused(tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    outcome = StartCases(tmp_path, prepare(corpus)).double(0)
     assert outcome["ok"], outcome
 
 

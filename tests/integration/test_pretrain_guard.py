@@ -11,6 +11,7 @@ import torch
 from megatron_deberta.checkpoint.layout import committed_steps
 from megatron_deberta.checkpoint.store import find_newest
 from megatron_deberta.cli.status import describe
+from megatron_deberta.cluster.slurm.history import JobHistory
 from megatron_deberta.cluster.slurm.status import gather
 from megatron_deberta.data.sample_log import read_sample_log
 from megatron_deberta.errors import EXIT_DONE, EXIT_NEVER_REQUEUE
@@ -97,6 +98,8 @@ def test_repeated_skips_roll_back_and_exclude_the_data(
 
     # Killed before the next checkpoint, it resumes from the same one with the same data excluded.
     broken = tmp_path / "broken"
+    history = JobHistory(broken)
+    history.append("submit")
     with monkeypatch.context() as patch:
         killed_at(patch, 5)
         with pytest.raises(Killed):
@@ -104,6 +107,11 @@ def test_repeated_skips_roll_back_and_exclude_the_data(
     assert pretrain(*GUARDED, run_dir=broken.name)[0] == EXIT_DONE
     assert losses(broken) == losses(run_dir)
     assert read_sample_log(broken / "ledger") == sample_log
+    # The rollback lowers the step, not the samples, by which progress is counted.
+    resumed = [(r["step"], r["samples"]) for r in history.records() if r["event"] == "resume"]
+    saved = [(r["step"], r["samples"]) for r in history.records() if r["event"] == "checkpoint"]
+    assert resumed == [(0, 0), (4, 7 * BATCH)]
+    assert saved[:4] == [(2, 2 * BATCH), (4, 4 * BATCH), (6, 6 * BATCH), (6, 9 * BATCH)]
     assert_same_checkpoints(broken, run_dir, 12)
 
 

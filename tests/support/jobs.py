@@ -6,7 +6,9 @@ Ranks are forked from a server process that has imported all modules, which save
 from __future__ import annotations
 
 import atexit
+import errno
 import faulthandler
+import fcntl
 import json
 import multiprocessing
 import os
@@ -42,6 +44,8 @@ Run = Callable[..., tuple[int, str]]
 """Runs ``pretrain`` in this process; returns its exit code and standard error."""
 TIMEOUT = 240.0
 """Maximum seconds of a run; on a busy machine the start alone may take half a minute."""
+WITHOUT_FLOCK = "MEGATRON_DEBERTA_TEST_WITHOUT_FLOCK"
+"""Environment variable that makes ``flock`` fail in forked ranks."""
 STACK_SECONDS = 1.0
 """Time to dump the stacks of ranks that hang."""
 
@@ -138,6 +142,8 @@ def _run_rank(environment: dict[str, str], arguments: list[str], log: str) -> No
     faulthandler.register(signal.SIGQUIT)
     # The fork server ignores SIGINT.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if WITHOUT_FLOCK in environment:
+        fcntl.flock = _unsupported  # type: ignore[assignment]
     import torch
 
     torch.set_num_threads(1)
@@ -154,6 +160,10 @@ def _run_rank(environment: dict[str, str], arguments: list[str], log: str) -> No
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _unsupported(*_: Any) -> None:
+    raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
 
 @dataclass

@@ -25,6 +25,7 @@ from benchmarks.lib.provenance import provenance
 from benchmarks.tables import faults
 from benchmarks.tables.faults import CHAOS_CASES
 from tests.faults.chaos.saves import SaveCases
+from tests.faults.chaos.starts import StartCases
 from tests.faults.chaos.training import TrainingCases
 from tests.support.jobs import fork_server, prepare
 
@@ -41,7 +42,8 @@ class Campaign:
         corpus = folder / "corpus"
         corpus.mkdir()
         self._saves = SaveCases(folder, fork_server())
-        self._training = TrainingCases(folder, prepare(corpus))
+        run_yaml = prepare(corpus)
+        self._training = TrainingCases(folder, run_yaml)
         self._functions: dict[str, Callable[[int], dict[str, Any]]] = {
             "kill-one": self._training.kill_one,
             "kill-all": self._training.kill_all,
@@ -49,6 +51,7 @@ class Campaign:
             "save-crash": self._saves.crash,
             "save-failure": self._saves.failure,
             "damage": self._saves.damage,
+            "double-start": StartCases(folder, run_yaml).double,
         }
 
     def count(self, name: str) -> int:
