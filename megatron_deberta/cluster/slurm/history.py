@@ -79,6 +79,9 @@ class EventRecord(TypedDict, total=False):
     ranks: list[SlowRank]
     samples: Count
     starting: bool
+    signal: str
+    save_seconds: Seconds
+    step_seconds: Seconds
 
 
 _REQUIRED: dict[Event, set[str]] = {
@@ -234,7 +237,8 @@ class JobHistory:
     def is_superseded(self, attempt: str) -> bool:
         """Return whether another attempt has started after this one."""
         starts = [record["link"] for record in self.current() if record["event"] == "start"]
-        return bool(starts) and starts[-1] != attempt
+        # Its own start may be missing because the disk was full.
+        return attempt in starts[:-1] and starts[-1] != attempt
 
     def stall_reason(self, code: int | None = None) -> str:
         """Return why the run ends for lack of progress, empty if it goes on.

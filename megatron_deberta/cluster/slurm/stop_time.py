@@ -40,13 +40,14 @@ class StopTime:
 
 def measured_stop_time(events: Sequence[Mapping[str, Any]]) -> StopTime | None:
     """Return the worst case according to a job history; None before the first checkpoint."""
-    saves = [event for event in events if event["event"] == "checkpoint"]
+    measured = ("save_seconds", "step_seconds")
+    saves = [event for event in events if all(key in event for key in measured)]
     if not saves:
         return None
     exits = []
     saved_at: float | None = None
     for event in events:
-        if event["event"] == "end" and event["code"] == EXIT_REQUEUE and saved_at is not None:
+        if event["event"] == "end" and event.get("code") == EXIT_REQUEUE and saved_at is not None:
             exits.append(event["time"] - saved_at)
         if event["event"] in ("start", "checkpoint"):
             saved_at = event["time"] if event["event"] == "checkpoint" else None

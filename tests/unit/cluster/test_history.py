@@ -153,6 +153,8 @@ def test_late_end_of_a_superseded_attempt_does_not_count(tmp_path: Path) -> None
     assert history.is_running()
     assert history.is_superseded("7.0")
     assert not history.is_superseded("7.1")
+    # An attempt whose start could not be recorded on a full disk is the newest.
+    assert not history.is_superseded("7.2")
     history.end_attempt("7.1", Decision(False, 0, "finished"), 0)
     assert history.end_reason() == "finished"
 

@@ -53,6 +53,33 @@ def test_resume_cuts_what_comes_again(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
+class LostLock(BaseException):
+    """In place of the end of the process that has lost the run folder's lock."""
+
+
+def test_loser_of_the_lock_writes_nothing(tmp_path: Path) -> None:
+    held = [True]
+
+    def check() -> None:
+        if not held[0]:
+            raise LostLock
+
+    writer = MetricsWriter(tmp_path, tensorboard=False, check=check)
+    writer.write(1, {"loss": 1.0})
+    held[0] = False
+    with pytest.raises(LostLock):
+        writer.write(2, {"loss": 1.0})
+    with pytest.raises(LostLock):
+        MetricsWriter(tmp_path, tensorboard=False, check=check)
+    assert [record["step"] for record in read_metrics(writer.path)] == [1]
+    # What it wrote after its successor had started is in a file without a name.
+    write_steps(tmp_path, 2, 3, resume_step=1)
+    held[0] = True
+    writer.write(2, {"loss": 9.0})
+    writer.close()
+    assert [record["step"] for record in read_metrics(writer.path)] == [1, 2, 3]
+
+
 def test_a_torn_last_line_is_cut(tmp_path: Path) -> None:
     write_steps(tmp_path, 1, 3)
     path = tmp_path / "metrics.jsonl"
@@ -65,7 +92,7 @@ def test_a_torn_last_line_is_cut(tmp_path: Path) -> None:
 @pytest.mark.parametrize("line", ["not json", "[1]", '{"loss": 1}', '{"step": "x"}'])
 def test_foreign_lines_are_named_and_kept(tmp_path: Path, line: str) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text(f'{{"step": 1}}\n{line}\n')
+    path.write_text(f'{{"step": 1, "kind": "train"}}\n{line}\n')
     before = path.read_bytes()
     with pytest.raises(DataError, match=r"metrics\.jsonl:2: not a metrics record"):
         MetricsWriter(tmp_path, tensorboard=False)
