@@ -42,7 +42,7 @@ CONFIG_FILES = ("config.json", "model_config.json")
 _TOKENIZER_FOLDER = "tokenizer"
 _OPTIONAL_PREFIXES = ("head.", "mask_decoder.", *HEAD_PREFIXES)
 _IGNORED = re.compile(
-    r"(mask_predictions|(roberta\.)?pooler|classifier)\.|.*position_ids$|.*\._weight$"
+    r"(mask_predictions|(roberta\.)?pooler|classifier|qa_outputs)\.|.*position_ids$|.*\._weight$"
 )
 _PRETRAINING_HEAD = re.compile(
     r"lm_predictions\.|cls\.predictions\.|lm_head\.|deberta\.embeddings\.position_embeddings\."

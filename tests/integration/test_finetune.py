@@ -1,0 +1,155 @@
+"""``finetune``, ``evaluate`` and ``predict`` of a tiny model: resumed runs, best checkpoints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_deberta.checkpoint.layout import KINDS, committed_steps, find_best, step_dir
+from megatron_deberta.checkpoint.reader import CheckpointReader
+from megatron_deberta.cli.main import main
+from megatron_deberta.errors import EXIT_DONE, EXIT_USAGE
+from megatron_deberta.observe.metrics import read_metrics
+from megatron_deberta.train.step import TrainStep
+
+pytest.importorskip("sklearn")
+MODEL = Path(__file__).parents[1] / "golden" / "c6955b0" / "hf"
+WORDS = "the cat sat on a mat and saw one dog run far from its home in the rain".split()
+TASK = """\
+name: tiny
+head: classification
+reader: tsv
+splits: {train: train.tsv, dev: dev.tsv, test: test.tsv}
+columns: {text: text, label: label}
+labels: [bad, good]
+metrics: [accuracy]
+max_length: 24
+"""
+Finetune = Callable[..., int]
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing may catch it."""
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """A task file and its data: the label says whether the first word comes early in WORDS."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name, size in (("train", 37), ("dev", 11), ("test", 5)):
+        lines = ["text\tlabel"]
+        for number in range(size):
+            first = (number * 7 + size) % len(WORDS)
+            text = " ".join(WORDS[first : first + 1 + number % 6] or WORDS[:2])
+            lines.append(f"{text}\t{'good' if first < 9 else 'bad'}")
+        (folder / f"{name}.tsv").write_text("\n".join(lines) + "\n")
+    (folder / "task.yaml").write_text(TASK)
+    return folder
+
+
+@pytest.fixture
+def finetune(data: Path) -> Finetune:
+    """Run ``finetune`` in this process."""
+
+    def run(run_dir: Path, *overrides: str, model: Path = MODEL) -> int:
+        return main(
+            [
+                "finetune", str(data / "task.yaml"), "--model", str(model), "--data", str(data),
+                f"train.run_dir={run_dir}", "precision.engine=plain", "log.tensorboard=false",
+                "train.global_batch_size=8", "train.device=cpu", "log.every=1",
+                "optimizer.learning_rate=3e-3", *overrides,
+            ]
+        )  # fmt: skip
+
+    return run
+
+
+def state(path: Path) -> dict[str, torch.Tensor]:
+    reader = CheckpointReader(path)
+    return {f"{kind}/{n}": reader.tensor(n, kind) for kind in KINDS for n in reader.shapes}
+
+
+def losses(run_dir: Path) -> list[Any]:
+    records = read_metrics(run_dir / "metrics.jsonl")
+    kept = ("step", "kind", "loss", "sift_loss", "accuracy", "score")
+    return [
+        [record.get(key) for key in kept]
+        for record in records
+        if record["kind"] in ("train", "validation")
+    ]
+
+
+def test_a_killed_run_resumes_bit_for_bit(
+    tmp_path: Path, finetune: Finetune, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ("finetune.epochs=2", "objective.sift_weight=5", "checkpoint.save_every=3")
+    assert finetune(tmp_path / "whole", *options) == EXIT_DONE
+    call = TrainStep.__call__
+
+    def killed(self: Any, step: int, *args: Any) -> Any:
+        if step == 8:
+            raise Killed
+        return call(self, step, *args)
+
+    monkeypatch.setattr(TrainStep, "__call__", killed)
+    with pytest.raises(Killed):
+        finetune(tmp_path / "killed", *options)
+    monkeypatch.setattr(TrainStep, "__call__", call)
+    assert finetune(tmp_path / "killed", *options) == EXIT_DONE
+    assert committed_steps(tmp_path / "killed") == committed_steps(tmp_path / "whole")
+    whole, resumed = (state(step_dir(tmp_path / name, 10)) for name in ("whole", "killed"))
+    assert whole.keys() == resumed.keys()
+    assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+    # 37 examples in batches of 8 are five steps per epoch, each followed by a validation.
+    assert [row[0] for row in losses(tmp_path / "whole") if row[1] == "validation"] == [5, 10]
+
+
+def test_the_best_checkpoint_is_kept_and_used(
+    tmp_path: Path, finetune: Finetune, data: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_dir = tmp_path / "run"
+    options = ("train.steps=30", "train.eval_every=3", "finetune.patience=2")
+    assert finetune(run_dir, *options, "optimizer.warmup_steps=0") == EXIT_DONE
+    scored = [
+        (r["score"], r["step"])
+        for r in read_metrics(run_dir / "metrics.jsonl")
+        if r["kind"] == "validation"
+    ]
+    best_score = max(score for score, _ in scored)
+    best_step = min(step for score, step in scored if score == best_score)
+    assert find_best(run_dir) == step_dir(run_dir, best_step)
+    # Ended two validations after the best one.
+    assert scored[-1][1] == best_step + 6 < 30
+    assert committed_steps(run_dir) == [best_step, best_step + 6]
+
+    task = [str(data / "task.yaml"), "--model", str(run_dir), "--data", str(data)]
+    report, output = tmp_path / "metrics.json", tmp_path / "predictions.jsonl"
+    assert main(["evaluate", *task, "--output", str(report)]) == EXIT_DONE
+    assert json.loads(report.read_text())["accuracy"] == pytest.approx(best_score)
+    assert main(["predict", *task, "--output", str(output)]) == EXIT_DONE
+    predictions = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [sorted(p) for p in predictions][0][0] == "group"
+    assert {p["value"] for p in predictions} <= {"good", "bad"}
+    assert len(predictions) == 5
+
+    # The fine-tuned model starts another run; its head is taken over.
+    caplog.clear()
+    assert (
+        finetune(tmp_path / "next", "train.steps=1", "optimizer.warmup_steps=0", model=run_dir) == 0
+    )
+    assert "the head starts from new weights: none" in caplog.text
+
+
+def test_a_model_without_the_head_cannot_predict(
+    data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = [str(data / "task.yaml"), "--model", str(MODEL), "--data", str(data)]
+    assert main(["predict", *task]) == EXIT_USAGE
+    assert "is not fine-tuned" in capsys.readouterr().err

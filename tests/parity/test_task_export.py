@@ -1,0 +1,102 @@
+"""Exports of fine-tuned models open in transformers' Auto classes with equal logits and labels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from megatron_deberta.config.schema import Head, ModelConfig
+from megatron_deberta.config.task_head import with_task_head
+from megatron_deberta.errors import ConfigError
+from megatron_deberta.finetune.models import open_release_weights, open_source_model
+from megatron_deberta.hf.config import SpecialIds, auto_class_name, choose_model_type
+from megatron_deberta.hf.export_model import write_hf_model
+from megatron_deberta.hf.loading import build_task_model
+from megatron_deberta.model import parameter_shapes
+from tests.support.labelled import HEADS, LABELS, SMALL, labelled_rows, labelled_run
+
+V1 = replace(
+    SMALL, key_bias=False, share_position_projections=False, normalize_position_table=False,
+    position_buckets=0, position_key_bias=False,
+)  # fmt: skip
+ROBERTA = replace(
+    SMALL, absolute_positions="input", position_terms="none", mask_decoder_passes=0,
+    position_buckets=0, share_position_projections=False, normalize_position_table=False,
+)  # fmt: skip
+ARCHITECTURES = {"deberta-v2": SMALL, "deberta": V1, "roberta": ROBERTA}
+
+
+def weights(config: ModelConfig) -> Callable[[str], Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    tensors = {
+        name: torch.randn(shape, generator=generator) / 10 + name.endswith("norm.weight")
+        for name, shape in parameter_shapes(config).items()
+    }
+    return tensors.__getitem__
+
+
+def fine_tuned(head: Head, base: ModelConfig = SMALL) -> ModelConfig:
+    return with_task_head(base, head, LABELS if head in ("classification", "tokens") else ())
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_logits_and_labels(kind: str, head: Head, tmp_path: Path) -> None:
+    config = fine_tuned(head, ARCHITECTURES[kind])
+    assert choose_model_type(config)[0] == kind
+    read = weights(config)
+    if (kind, head) == ("deberta", "choices"):
+        with pytest.raises(ConfigError, match="transformers has no class"):
+            write_hf_model(tmp_path, config, "deberta", read, SpecialIds())
+        return
+    write_hf_model(tmp_path, config, choose_model_type(config)[0], read, SpecialIds())
+    ours = build_task_model(config, read)
+    auto_class = getattr(transformers, auto_class_name(config))
+    theirs, report = auto_class.from_pretrained(tmp_path, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    if head in ("classification", "tokens"):
+        assert tuple(theirs.config.id2label.values()) == LABELS
+        assert theirs.config.label2id == {name: number for number, name in enumerate(LABELS)}
+    if head == "regression":
+        assert (theirs.config.problem_type, theirs.config.num_labels) == ("regression", 1)
+
+    rows = labelled_rows(labelled_run(head))
+    batch = rows.batch(*[torch.arange(4).numpy()] * 2)
+    ids, mask = batch.input_ids, batch.attention_mask
+    assert not mask.all()
+    with torch.no_grad():
+        logits = ours.logits(ids, mask)
+        if head == "choices":
+            out = theirs.eval()(input_ids=ids[None], attention_mask=mask[None].long())
+            logits = logits.view(1, -1)
+        else:
+            out = theirs.eval()(input_ids=ids, attention_mask=mask.long())
+    expected = (
+        torch.stack([out.start_logits, out.end_logits], -1) if head == "spans" else out.logits
+    )
+    if logits.dim() == 3:
+        logits, expected = logits[mask], expected[mask]
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_an_export_is_a_model_to_predict_with_or_to_fine_tune(head: Head, tmp_path: Path) -> None:
+    config = fine_tuned(head)
+    read = weights(config)
+    write_hf_model(tmp_path, config, "deberta-v2", read, SpecialIds())
+    source = open_source_model(tmp_path)
+    assert (source.config.head, source.config.labels) == (config.head, config.labels)
+    for name in parameter_shapes(config):
+        torch.testing.assert_close(source.read(name), read(name), rtol=0, atol=0)
+    other = labelled_run("tokens" if head != "tokens" else "classification")
+    encoder = open_release_weights(tmp_path, other)
+    new = {name for name in parameter_shapes(other.model) if name not in encoder.shapes}
+    assert new <= {f"{part}.{kind}" for part in ("pooler.dense", "classifier", "qa_outputs")
+                   for kind in ("weight", "bias")}  # fmt: skip
