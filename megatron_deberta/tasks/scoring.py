@@ -209,12 +209,10 @@ def _predict_choices(
 def _predict_tags(
     task: TaskConfig, examples: Sequence[Example], encoded: EncodedDataset, outputs: Outputs
 ) -> list[Prediction]:
+    # Each word is labelled once, and windows are in the order of the text.
     at = np.flatnonzero(encoded.word_index >= 0)
     classes = outputs[at].argmax(axis=1)
-    rows = np.searchsorted(encoded.row_offsets, at, side="right") - 1
-    owners, words = encoded.example_index[rows], encoded.word_index[at]
-    order = np.lexsort((words, owners))
-    names = np.array(task.labels, dtype=object)[classes[order]]
+    names = np.array(task.labels, dtype=object)[classes]
     sizes = [len(example.words) for example in examples]
     parts = np.split(names, np.cumsum(sizes)[:-1])
     return [

@@ -61,6 +61,8 @@ def _question(place: Place, question: Any, context: str, article: Any) -> dict[s
     if not isinstance(is_impossible, bool):
         place.fail(f"'is_impossible' is {kind_of(is_impossible)}, not true or false")
     if is_impossible:
+        if question.get("answers"):
+            place.fail("'is_impossible' is true, but there are answers")
         values["answers"] = []
     elif "answers" in question:
         values["answers"] = question["answers"]

@@ -177,6 +177,7 @@ CASES: dict[str, list[tuple[str, Damage]]] = {
     "squad2/dev-v2.0.json": [
         *SQUAD[3:],
         ("occurs twice", replaced(b'"id": "q2"', b'"id": "q1"')),
+        ("but there are answers", replaced(b'"is_impossible": false', b'"is_impossible": true')),
         ("'is_impossible' is a string", replaced(b"true", b'"yes"')),
     ],
     # A file among others of a folder.

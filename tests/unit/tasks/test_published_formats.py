@@ -8,7 +8,7 @@ import pytest
 
 from megatron_deberta.tasks import Answer, Example, encode, load_task, read_examples
 from megatron_deberta.tokenizer import Tokenizer
-from tests.support.task_files import PUBLISHED, write_published
+from tests.support.task_files import PUBLISHED, squad, write_published
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +118,13 @@ def test_squad(data: Path) -> None:
     assert answered.answers == (Answer("a dog", 26),)
     # Plausible answers are not right answers.
     assert impossible.answers == ()
+
+
+def test_an_impossible_question_may_lack_answers(tmp_path: Path) -> None:
+    bare = {"question": "Who?", "id": 7, "is_impossible": True}
+    (tmp_path / "dev-v2.0.json").write_text(squad("v2.0", [bare]))
+    (example,) = read_examples(load_task("squad2"), tmp_path, "dev")
+    assert (example.id, example.answers) == ("7", ())
 
 
 def test_race(data: Path) -> None:

@@ -31,6 +31,8 @@ def read(task: str, split: str, folder: str) -> list[Example]:
         ("wnut17", "train", "tasks/ner", 3394),
         ("wnut17", "dev", "tasks/ner", 1009),
         ("wnut17", "test", "tasks/ner", 1287),
+        ("policyqa", "train", "tasks/qa", 3809),
+        ("policyqa", "dev", "tasks/qa", 4152),
         ("chunking", "train", "conll2000", 8936),
         ("chunking", "dev", "conll2000", 2012),
     ],
@@ -39,7 +41,7 @@ def test_examples_of_real_files(task: str, split: str, folder: str, count: int) 
     examples = read(task, split, folder)
     assert len(examples) == count
     assert len({example.id for example in examples}) == count
-    labelled = [example for example in examples if example.label is not None or example.tags]
+    labelled = [e for e in examples if e.label is not None or e.tags or e.answers]
     assert len(labelled) == (0 if (task, split) == ("mrpc", "test") else count)
 
 
@@ -78,3 +80,27 @@ def test_a_split_of_one_file() -> None:
     assert not {example.id for example in train} & {example.id for example in dev}
     shares = [np.mean([example.label for example in part]) for part in (train, dev)]
     assert abs(shares[0] - shares[1]) < 0.04
+
+
+@pytest.mark.parametrize(
+    ("task", "count", "groups"), [("quail", 2164, 120), ("balanced_copa", 1000, 500)]
+)
+def test_choices_of_one_file_are_split_by_group(task: str, count: int, groups: int) -> None:
+    train, dev = (read(task, split, "tasks/choice") for split in ("train", "dev"))
+    assert len(train) + len(dev) == count
+    assert 0.7 < len(train) / count < 0.9
+    members = [{example.group for example in part} for part in (train, dev)]
+    assert not members[0] & members[1]
+    assert sum(map(len, members)) == groups
+    assert all(example.label is not None for example in train + dev)
+    sizes = {len(example.choices) for example in train + dev}
+    assert sizes == {4 if task == "quail" else 2}
+
+
+def test_chinese_answers_stand_where_they_say() -> None:
+    task = load_task("xquad", ["splits.dev=xquad.zh.json"])
+    examples = read_examples(task, corpus_path("tasks/qa"), "dev")
+    assert len(examples) == 1190
+    for example in examples:
+        for answer in example.answers or ():
+            assert (example.text_pair or "")[answer.start : answer.end] == answer.text

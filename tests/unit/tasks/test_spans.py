@@ -250,6 +250,19 @@ def test_the_threshold_is_that_of_an_exhaustive_search() -> None:
         assert np.where(nulls > threshold, empty, scores).mean() == pytest.approx(best)
 
 
+def test_right_answers_without_words_do_not_count_in_squad2(tokenizer: Tokenizer) -> None:
+    task = make_task(unanswerable=True, metrics=["exact"])
+
+    def exact(example: Example, null: float) -> float:
+        encoded = encode(task, [example], tokenizer)
+        return score(task, [example], encoded, oracle(encoded, null))["exact"]
+
+    # "The" is predicted, but only "fox" counts.
+    assert exact(question("a", Answer("The", 0), Answer("fox", 10)), -4) == 0
+    # No right answer is left, so that no answer is right.
+    assert exact(question("b", Answer("The", 0)), 9) == 1
+
+
 def test_only_candidates_are_predicted(tokenizer: Tokenizer) -> None:
     context = "Anna met Bob in Rome."
     entities = (Answer("Anna", 0), Answer("Bob", 9), Answer("Rome", 16))
