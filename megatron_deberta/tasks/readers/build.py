@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from megatron_deberta.tasks.examples import Answer, Example
-from megatron_deberta.tasks.readers.records import Record, kind_of
+from megatron_deberta.tasks.readers.records import Record, kind_of, whole_number
 from megatron_deberta.tasks.readers.registry import is_labelled
 from megatron_deberta.tasks.readers.row import Row, written_label
 from megatron_deberta.tasks.task import TaskConfig
@@ -120,7 +120,7 @@ def _choice_label(row: Row, choices: int) -> int | None:
         label = row.class_index(value)
     else:
         text = written_label(value)
-        label = int(text) if text.isascii() and text.isdigit() else None
+        label = whole_number(text)
         if label is None and not row.is_hidden(value):
             row.fail(f"label {text!r} is not the number of a choice, from 0")
     if label is not None and label >= choices:
@@ -155,8 +155,7 @@ def _answer_in_columns(row: Row, context: str) -> tuple[Answer, ...]:
         return ()
     start: Any = context.find(text)
     if row.has("answer_start"):
-        start = written_label(row.raw("answer_start"))
-        start = int(start) if start.isascii() and start.isdigit() else start
+        start = whole_number(written_label(row.raw("answer_start")))
     elif start < 0:
         row.fail(f"answer {text[:40]!r} does not occur in the passage")
     return answers_in(row.fail, [{"text": text, "answer_start": start}], context)

@@ -16,6 +16,7 @@ from megatron_deberta.tasks.readers.records import (
     list_of,
     read_bytes,
     string_of,
+    whole_number,
 )
 from megatron_deberta.tasks.readers.tables import read_document, read_jsonl
 
@@ -114,9 +115,9 @@ def read_copa_xml(path: Path) -> Iterator[Record]:
     root, lines = parse_xml(path)
     for item in root.iter("item"):
         place = Place(path, lines[item])
-        number = item.get("id", "")
-        if not number.isascii() or not number.isdigit():
-            place.fail(f"<item> has the id {number!r}, not a number")
+        number = whole_number(item.get("id", ""))
+        if number is None:
+            place.fail(f"<item> has the id {item.get('id')!r}, not a number")
         asked = item.get("asks-for")
         if asked not in ("cause", "effect"):
             place.fail(f"asks-for is {asked!r}, not cause or effect")
@@ -125,8 +126,8 @@ def read_copa_xml(path: Path) -> Iterator[Record]:
             "choice1": _content(place, item.find("a1"), "a1"),
             "choice2": _content(place, item.find("a2"), "a2"),
             "question": asked,
-            "id": number,
-            "group": str(int(number) % _MIRRORED),
+            "id": str(number),
+            "group": str(number % _MIRRORED),
         }
         if (label := item.get("most-plausible-alternative")) is not None:
             values["label"] = label

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, NoReturn
 
 from megatron_deberta.errors import DataError
 
+_MOST_DIGITS = 20
+
 
 class Place(NamedTuple):
     """Where a record or a part of one was read.
@@ -137,3 +139,9 @@ def kind_of(value: object) -> str:
     """Name the kind of a JSON value."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "true or false"}
     return "null" if value is None else names.get(type(value), "a number")
+
+
+def whole_number(text: str) -> int | None:
+    """Return the number that a text writes in digits; None for any other text."""
+    # Python refuses to convert thousands of digits, and no index has twenty.
+    return int(text) if text.isascii() and text.isdigit() and len(text) < _MOST_DIGITS else None

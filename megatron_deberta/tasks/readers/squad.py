@@ -120,7 +120,7 @@ def read_record(path: Path) -> Iterator[Record]:
             record = {
                 "query": string_of(place, query, "query"),
                 "passage": text,
-                "id": str(value_of(place, query, "idx")),
+                "id": str(integer_of(place, query, "idx")),
                 "candidates": candidates,
             }
             if "answers" in query:

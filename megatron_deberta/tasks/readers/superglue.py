@@ -33,13 +33,13 @@ def read_multirc(path: Path) -> Iterator[Record]:
         passage = value_of(place, values, "passage")
         text = string_of(place, passage, "text")
         for question in list_of(place, passage, "questions"):
-            group = f"{value_of(place, values, 'idx')}-{value_of(place, question, 'idx')}"
+            group = f"{integer_of(place, values, 'idx')}-{integer_of(place, question, 'idx')}"
             for answer in list_of(place, question, "answers"):
                 record = {
                     "passage": text,
                     "question": string_of(place, question, "question"),
                     "answer": string_of(place, answer, "text"),
-                    "id": f"{group}-{value_of(place, answer, 'idx')}",
+                    "id": f"{group}-{integer_of(place, answer, 'idx')}",
                     "group": group,
                 }
                 if "label" in answer:

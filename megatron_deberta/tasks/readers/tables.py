@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,12 @@ from megatron_deberta.tasks.readers.records import (
     read_text,
     string_of,
 )
+
+_LONE_SURROGATE = re.compile(
+    r"(?<!\\)(?:\\\\)*(?:\\u[dD][89abAB]..(?!\\u[dD][c-fC-F])"
+    r"|(?<!\\u[dD][89abAB]..)\\u[dD][c-fC-F]..)"
+)
+"""Half of a pair of escapes, which Python's JSON reader accepts and UTF-8 has no form for."""
 
 
 def read_delimited(
@@ -152,11 +159,16 @@ def parse_json(path: Path, text: str) -> Any:
         DataError: it is not valid; the message names file and line.
     """
     try:
-        return json.loads(text)
+        document = json.loads(text)
     except json.JSONDecodeError as error:
         Place(path, error.lineno).fail(f"not valid JSON: {error.msg} at character {error.colno}")
-    except RecursionError:
-        Place(path, 1).fail("not valid JSON: nested too deeply")
+    except (RecursionError, ValueError) as error:
+        # Nested too deeply, or a number of more digits than Python converts.
+        Place(path, 1).fail(f"not valid JSON: {_one_line(error)}")
+    if lone := _LONE_SURROGATE.search(text):
+        line = text.count("\n", 0, lone.start()) + 1
+        Place(path, line).fail(f"not valid JSON: lone surrogate {lone[0]}")
+    return document
 
 
 def _batches(

@@ -114,6 +114,7 @@ SQUAD = [
     ("needs text", replaced(b'"answer_start": ', b'"answer_start": -0.')),
     ("no 'question'", replaced(b'"question": ', b'"Question": ')),
     ("no 'data'", replaced(b'"data"', b'"Data"')),
+    ("lone surrogate", replaced(b'"question": "', b'"question": "\\udc00')),
     *UNREADABLE,
 ]
 CASES: dict[str, list[tuple[str, Damage]]] = {
