@@ -28,6 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", default="", metavar="FILE", help="file to write (default: standard output)"
     )
+    parser.add_argument(
+        "--null-threshold", type=float, default=0.0, metavar="X",
+        help="SQuAD 2.0: predict no answer above this score; evaluate finds it as null_threshold",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -40,7 +44,13 @@ def run(args: argparse.Namespace) -> int:
     ) as predictor:
         split, outputs, _ = predictor.run(args.split)
         if predictor.groups.rank == 0:
-            predictions = predict(predictor.task, split.examples, split.encoded, outputs)
+            predictions = predict(
+                predictor.task,
+                split.examples,
+                split.encoded,
+                outputs,
+                null_threshold=args.null_threshold,
+            )
             lines = [
                 orjson.dumps(asdict(prediction), option=orjson.OPT_APPEND_NEWLINE)
                 for prediction in predictions

@@ -42,7 +42,9 @@ INPUTS = {
 SMALLER = {"--vocab-size": "300"}
 """Values of options that would need a large corpus."""
 DRY_RUN = ("pretrain", "submit")
-PARSED_ONLY = ("launch", "cancel", "doctor")
+PARSED_ONLY = ("launch", "cancel", "doctor", "finetune", "evaluate", "predict")
+WRITTEN_BY_THEM = ("runs/sst2", "mnli.yaml")
+"""Inputs of other commands that those which are only parsed write."""
 DOCUMENTS = 120
 
 
@@ -147,7 +149,8 @@ def check_command(arguments: list[str]) -> None:
     name, *options = arguments
     is_following = name == "logs" and "-f" in options
     is_elsewhere = name in ("status", "logs") and not Path(options[0]).exists()
-    if name in PARSED_ONLY or is_following or is_elsewhere:
+    is_missing = any(word in WRITTEN_BY_THEM for word in options)
+    if name in PARSED_ONLY or is_following or is_elsewhere or is_missing:
         command = next(command for command in COMMANDS if command.name == name)
         build_parser(command, import_command(command)).parse_intermixed_args(options)
         return
