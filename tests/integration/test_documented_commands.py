@@ -1,7 +1,7 @@
 """Every command in the bash blocks of README.md and docs/ runs as printed.
 
 Each page has a folder with small inputs, in which its commands run in order and in this process.
-Training runs with ``--dry-run``. Commands that need SLURM, several ranks or a GPU, and the programs
+Pretraining runs with ``--dry-run``, fine-tuning for one step. Commands that need SLURM, several ranks or a GPU, and the programs
 of benchmarks and campaigns (see ``tests/unit/benchmarks/test_commands.py``) are only parsed.
 """
 
@@ -30,21 +30,35 @@ PAGES = [
     if BASH.search(path.read_text())
 ]
 INPUTS = {
-    "README.md": ("runs/first", "runs/xxl"),
+    "README.md": ("runs/first", "runs/xxl", "glue/SST-2"),
     "docs/config.md": ("shards/a", "shards/b"),
     "docs/data.md": (
         "data/books_text_document", "data/part-0_text_document", "data/part-1_text_document",
     ),
+    "docs/finetuning.md": ("exports/base", "runs/large", "glue/SST-2", "glue/MNLI"),
     "docs/export.md": ("runs/first", "shards/corpus_text_document"),
     "docs/preprocess.md": ("tokenizer",),
 }  # fmt: skip
-"""Run folders, shards and tokenizers that a page's commands read and no earlier one writes."""
+"""Runs, shards, tokenizers, labelled data that a page's commands read and no earlier one writes."""
+LABELLED = {
+    "glue/SST-2": ("sentence\tlabel", "index\tsentence", "a fine film\t1", "0\ta fine film"),
+    "glue/MNLI": (
+        "sentence1\tsentence2\tgold_label", "index\tsentence1\tsentence2",
+        "It rains.\tIt is wet.\tentailment", "0\tIt rains.\tIt is wet.",
+    ),
+}  # fmt: skip
+"""Header with and without labels, row with and without a label."""
+ONE_STEP = (
+    "train.steps=1",
+    "optimizer.warmup_steps=0",
+    "train.eval_every=0",
+    "data.num_workers=0",
+    "precision.engine=plain",
+)
 SMALLER = {"--vocab-size": "300"}
 """Values of options that would need a large corpus."""
 DRY_RUN = ("pretrain", "submit")
-PARSED_ONLY = ("launch", "cancel", "doctor", "finetune", "evaluate", "predict")
-WRITTEN_BY_THEM = ("runs/sst2", "mnli.yaml")
-"""Inputs of other commands that those which are only parsed write."""
+PARSED_ONLY = ("launch", "cancel", "doctor")
 DOCUMENTS = 120
 
 
@@ -79,11 +93,16 @@ def folder(
     (tmp_path / "RUN.yaml").write_text(text)
     for name in INPUTS.get(request.node.callspec.params["page"], ()):
         target = tmp_path / name
-        target.parent.mkdir(exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
         if name.startswith("runs/"):
             shutil.copytree(run_dir, target)
             (target / "logs" / "1.0").mkdir(parents=True)
             (target / "logs" / "1.0" / "rank_0.log").write_text("step 1/60\n")
+        elif name in LABELLED:
+            write_labelled(target, *LABELLED[name])
+        elif name.startswith("exports/"):
+            arguments = ["--checkpoint", str(run_dir), "--to", "hf", "--output", str(target)]
+            assert main(["convert", *arguments]) == 0
         elif name == "tokenizer":
             shutil.copytree(run_yaml.parent / name, target)
         else:
@@ -93,6 +112,15 @@ def folder(
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     return tmp_path
+
+
+def write_labelled(folder: Path, header: str, test_header: str, row: str, unlabelled: str) -> None:
+    """Write the files of a GLUE task: eight labelled rows per split, one without label."""
+    folder.mkdir()
+    for split in ("train", "dev", "dev_matched", "dev_mismatched"):
+        (folder / f"{split}.tsv").write_text("\n".join([header, *[row] * 8, ""]))
+    for split in ("test", "test_matched", "test_mismatched"):
+        (folder / f"{split}.tsv").write_text("\n".join([test_header, unlabelled, ""]))
 
 
 def commands(page: str) -> Iterator[list[str]]:
@@ -149,13 +177,14 @@ def check_command(arguments: list[str]) -> None:
     name, *options = arguments
     is_following = name == "logs" and "-f" in options
     is_elsewhere = name in ("status", "logs") and not Path(options[0]).exists()
-    is_missing = any(word in WRITTEN_BY_THEM for word in options)
-    if name in PARSED_ONLY or is_following or is_elsewhere or is_missing:
+    if name in PARSED_ONLY or is_following or is_elsewhere or "--ranks" in options:
         command = next(command for command in COMMANDS if command.name == name)
         build_parser(command, import_command(command)).parse_intermixed_args(options)
         return
     if name in DRY_RUN and "--dry-run" not in options:
         arguments = [*arguments, "--dry-run"]
+    if name == "finetune" and "--save-config" not in options:
+        arguments = [*arguments, *ONE_STEP]
     assert main(arguments) == 0, " ".join(arguments)
 
 
