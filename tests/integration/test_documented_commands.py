@@ -1,8 +1,9 @@
 """Every command in the bash blocks of README.md and docs/ runs as printed.
 
 Each page has a folder with small inputs, in which its commands run in order and in this process.
-Pretraining runs with ``--dry-run``, fine-tuning for one step. Commands that need SLURM, several ranks or a GPU, and the programs
-of benchmarks and campaigns (see ``tests/unit/benchmarks/test_commands.py``) are only parsed.
+Pretraining runs with ``--dry-run``, fine-tuning for one step. Commands that need SLURM, several
+ranks or a GPU, and the programs of benchmarks and campaigns (see
+``tests/unit/benchmarks/test_commands.py``) are only parsed.
 """
 
 from __future__ import annotations
