@@ -149,6 +149,8 @@ def check_data(config: RunConfig, allow_change: bool) -> str:
     Raises:
         MegatronDebertaError: no, and which two do not.
     """
+    if config.finetune.task:
+        return check_task_data(config)
     path = tokenizer_path(config)
     tokenizer = load_tokenizer(path)
     vocabulary = Vocabulary.of(tokenizer)
@@ -172,6 +174,30 @@ def check_data(config: RunConfig, allow_change: bool) -> str:
         allow_change=allow_change,
     )
     return f"{len(prefixes)} shards of {path}; goes on from {newest}"
+
+
+def check_task_data(config: RunConfig) -> str:
+    """Do task, model and files of a fine-tuning run belong together?
+
+    Raises:
+        MegatronDebertaError: no, and which file or key is wrong.
+    """
+    from megatron_deberta.finetune.data import DEV, TRAIN, check_task
+    from megatron_deberta.finetune.models import open_source_model
+    from megatron_deberta.tasks.reading import read_examples
+    from megatron_deberta.tasks.task import load_task
+
+    task = load_task(config.finetune.task)
+    check_task(config, task)
+    load_tokenizer(config.tokenizer.path)
+    sizes = [
+        f"{len(read_examples(task, config.finetune.data, split)):,} {split} examples"
+        for split in (TRAIN, DEV)
+        if split in task.splits
+    ]
+    if config.checkpoint.load_from:
+        open_source_model(Path(config.checkpoint.load_from), config.tokenizer.path)
+    return f"task {task.name}, {', '.join(sizes)}"
 
 
 def check_cluster(config: RunConfig, profile: ClusterProfile, nodes: int) -> str:

@@ -147,6 +147,21 @@ def test_the_best_checkpoint_is_kept_and_used(
     assert "the head starts from new weights: none" in caplog.text
 
 
+def test_a_saved_run_is_checked_and_trained_by_other_commands(
+    tmp_path: Path, finetune: Finetune, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved, run_dir = tmp_path / "run.yaml", tmp_path / "run"
+    steps = ("train.steps=2", "optimizer.warmup_steps=1")
+    assert finetune(run_dir, *steps, "--save-config", str(saved)) == EXIT_DONE
+    assert not run_dir.exists()
+    main(["doctor", str(saved)])
+    assert "task tiny, 37 train examples, 11 dev examples" in capsys.readouterr().out
+    assert main(["pretrain", str(saved)]) == EXIT_DONE
+    assert committed_steps(run_dir) == [2]
+    submit = ["submit", str(saved), "--cluster", "local", "--nodes", "1", "--dry-run"]
+    assert main(submit) == EXIT_DONE
+
+
 def test_a_model_without_the_head_cannot_predict(
     data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
