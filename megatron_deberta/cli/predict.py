@@ -1,7 +1,8 @@
 """Predict the examples of a task with a fine-tuned model.
 
 MODEL is the run or checkpoint of `finetune`, or an export of it; of a run, the best checkpoint is
-used. Writes one JSON object per example: id, prediction and probabilities.
+used. Writes one JSON object per example: id, prediction and probabilities. With --leaderboard, it
+also writes the files of the task's leaderboard (GLUE, SuperGLUE, SQuAD, CoNLL).
 
 Example:
   megatron-deberta predict sst2 --model runs/sst2 --data glue/SST-2 --split test --output out.jsonl
@@ -29,6 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output", default="", metavar="FILE", help="file to write (default: standard output)"
     )
     parser.add_argument(
+        "--leaderboard", default="", metavar="DIR", help="folder for the leaderboard's files"
+    )
+    parser.add_argument(
         "--null-threshold", type=float, default=0.0, metavar="X",
         help="SQuAD 2.0: predict no answer above this score; evaluate finds it as null_threshold",
     )  # fmt: skip
@@ -37,24 +41,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Predict and write the predictions."""
     from megatron_deberta.finetune.predict import open_predictor
-    from megatron_deberta.tasks.scoring import predict
+    from megatron_deberta.tasks import predict, write_predictions
 
     with open_predictor(
         args.task, Path(args.model), args.data, tuple(args.overrides), args.tokenizer
     ) as predictor:
         split, outputs, _ = predictor.run(args.split)
         if predictor.groups.rank == 0:
+            task, examples = predictor.task, split.examples
             predictions = predict(
-                predictor.task,
-                split.examples,
-                split.encoded,
-                outputs,
-                null_threshold=args.null_threshold,
+                task, examples, split.encoded, outputs, null_threshold=args.null_threshold
             )
             lines = [
                 orjson.dumps(asdict(prediction), option=orjson.OPT_APPEND_NEWLINE)
                 for prediction in predictions
             ]
+            if args.leaderboard:
+                folder = Path(args.leaderboard)
+                write_predictions(task, args.split, examples, predictions, folder)
             if args.output:
                 write_atomically(Path(args.output), b"".join(lines))
             else:

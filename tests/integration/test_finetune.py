@@ -133,7 +133,11 @@ def test_the_best_checkpoint_is_kept_and_used(
     report, output = tmp_path / "metrics.json", tmp_path / "predictions.jsonl"
     assert main(["evaluate", *task, "--output", str(report)]) == EXIT_DONE
     assert json.loads(report.read_text())["accuracy"] == pytest.approx(best_score)
-    assert main(["predict", *task, "--output", str(output)]) == EXIT_DONE
+    board = tmp_path / "board"
+    options = ["--output", str(output), "--leaderboard", str(board)]
+    assert main(["predict", *task, *options]) == EXIT_DONE
+    (submission,) = board.iterdir()
+    assert len(submission.read_text().splitlines()) == 5
     predictions = [json.loads(line) for line in output.read_text().splitlines()]
     assert [sorted(p) for p in predictions][0][0] == "group"
     assert {p["value"] for p in predictions} <= {"good", "bad"}
