@@ -188,3 +188,19 @@ def test_dropout_has_the_seeds_of_its_step() -> None:
     for number in (0, 1):
         step_of(engine, config)(number, [rows(4 * number)])
     assert seen == [(17, 0, [0, 1, 2, 3]), (17, 1, [4, 5, 6, 7])]
+
+
+def test_the_sum_of_all_ranks_is_divided_by_the_targets_of_all_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Four data-parallel ranks with equal rows: the engine averages gradients over them."""
+    given: list[float] = []
+    engine = Recorded(7.0)
+    monkeypatch.setattr(engine, "backward", lambda loss: given.append(loss.item()))
+    monkeypatch.setattr(
+        "megatron_deberta.train.step.sum_over_batch_ranks", lambda numbers, _: 4 * numbers
+    )
+    result = step_of(engine, groups=replace(GROUPS, dp_size=4))(0, [rows()])
+    # 10 targets on each rank.
+    assert given == [pytest.approx(4 * 7.0 / 40)]
+    assert result.loss == pytest.approx(4 * 7.0 / 40)

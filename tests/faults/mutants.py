@@ -1,0 +1,261 @@
+"""Break one line of the package at a time; the test named beside it must fail.
+
+Each mutant is applied to a copy of the checkout, in which its test is run. Lines are appended as by
+the other campaigns; mutants whose line is there are skipped, unless the code has changed.
+
+  python -m tests.faults.mutants
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.lib.campaigns import RESULTS, append_line, code_digest, read_lines
+from benchmarks.lib.provenance import ROOT, provenance
+
+OUTPUT = RESULTS / "mutants.jsonl"
+TIMEOUT_SECONDS = 600
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """A fault of the code.
+
+    Attributes:
+        name: what the fault does.
+        file: in ``megatron_deberta/``.
+        old: text that occurs once in the file.
+        new: its replacement.
+        test: in ``tests/``; fails with the fault, and passes without.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+    def code(self) -> str:
+        """Return a digest of the file and its test."""
+        return code_digest((f"megatron_deberta/{self.file}", f"tests/{self.test.split('::')[0]}"))
+
+    def apply(self, root: Path) -> None:
+        """Change the file in a checkout."""
+        path = root / "megatron_deberta" / self.file
+        text = path.read_text(encoding="utf-8")
+        assert text.count(self.old) == 1, f"{self.name}: {text.count(self.old)} places"
+        path.write_text(text.replace(self.old, self.new), encoding="utf-8")
+
+
+_ORDER = "unit/checkpoint/test_durable_order.py::test_save_flushes_before_each_rename"
+_FIRST = "unit/checkpoint/test_durable_order.py::test_first_save_flushes_the_name_of_its_folder"
+_STEP = "unit/train/test_step.py"
+MUTANTS = (
+    Mutant(
+        "every rank verifies the share of rank 0", "checkpoint/store.py",
+        "share=groups.rank, num_shares", "share=0, num_shares",
+        "unit/checkpoint/test_store.py::test_every_file_is_in_the_share_of_one_rank",
+    ),
+    Mutant(
+        "tensor files are not flushed", "checkpoint/writer.py",
+        "        adopt_mode(path)\n        fsync_path(path)\n", "        adopt_mode(path)\n",
+        _ORDER,
+    ),
+    Mutant(
+        "the staging folder is not flushed", "checkpoint/writer.py",
+        "    fsync_path(staging)\n", "", _ORDER,
+    ),
+    Mutant(
+        "the committed folder is not flushed", "checkpoint/writer.py",
+        "/ COMMITTED_FILE)\n    fsync_path(final)\n", "/ COMMITTED_FILE)\n", _ORDER,
+    ),
+    Mutant(
+        "the folder of checkpoints is not flushed", "checkpoint/writer.py",
+        "    staging.rename(final)\n    fsync_path(final.parent)\n",
+        "    staging.rename(final)\n", _ORDER,
+    ),
+    Mutant(
+        "the folder of an atomically written file is not flushed", "files.py",
+        "        fsync_path(Path(final).parent)\n", "        pass\n",
+        "unit/test_files.py::test_atomic_write_flushes_before_and_after_the_rename",
+    ),
+    Mutant(
+        "the sample log is not flushed", "data/sample_log.py",
+        "        os.fsync(self._stream.fileno())\n", "        return\n",
+        "unit/data/test_sample_log.py::test_records_are_flushed",
+    ),
+    Mutant(
+        "the name of a new sample log is not flushed", "data/sample_log.py",
+        "                fsync_path(folder)\n", "                pass\n",
+        "unit/data/test_sample_log.py::test_records_are_flushed",
+    ),
+    Mutant(
+        "replicas are not compared before a save", "train/run.py",
+        "        _check_replicas(run, state.step)\n", "        pass\n",
+        "unit/train/test_run_saves.py::test_replicas_are_compared_before_a_save",
+    ),
+    Mutant(
+        "dropout ignores its site", "model/dropout.py",
+        "self.step, site, self.decoder_pass", "self.step, 0, self.decoder_pass",
+        "unit/model/test_dropout.py::test_dropped_elements_depend_on_every_key",
+    ),
+    Mutant(
+        "dropout ignores the step", "model/dropout.py",
+        "self.run_seed, self.step, site, self.decoder_pass",
+        "self.run_seed, 0, site, self.decoder_pass",
+        "unit/model/test_dropout.py::test_dropped_elements_depend_on_every_key",
+    ),
+    Mutant(
+        "the position-to-content term is subtracted", "ops/reference.py",
+        "scores = scores + by_slot.gather(-1, slots).transpose(-1, -2)",
+        "scores = scores - by_slot.gather(-1, slots).transpose(-1, -2)",
+        "unit/ops/test_reference.py::test_reference_is_the_definition",
+    ),
+    Mutant(
+        "released and paper's index of that term are swapped", "ops/reference.py",
+        'a.p2c_index == "released"', 'a.p2c_index != "released"',
+        "unit/ops/test_reference.py::test_reference_is_the_definition",
+    ),
+    Mutant(
+        "padding is visible", "ops/visibility.py",
+        "    if a.key_padding is not None:\n", "    if False:\n",
+        "unit/ops/test_attention.py",
+    ),
+    Mutant(
+        "SHA-256 of tensor files is not compared", "checkpoint/reader.py",
+        "if digest != entry.sha256:", "if False:",
+        "unit/checkpoint/test_reader.py::test_verification_can_be_divided",
+    ),
+    Mutant(
+        "biases and norms are decayed", "engine/optimizer.py",
+        "groups = ((decaying, weight_decay), (exempt, 0.0))",
+        "groups = ((decaying, weight_decay), (exempt, weight_decay))",
+        "unit/engine/test_optimizer.py::test_biases_and_norms_alone_are_exempt_from_decay",
+    ),
+    Mutant(
+        "the sampler is off by one", "data/loader.py",
+        "begin = first_sample + self.dp_rank * share",
+        "begin = first_sample + self.dp_rank * share + 1",
+        "unit/data/test_data_loader.py::test_any_layout_and_cut_gives_the_same_samples",
+    ),
+    Mutant(
+        "all data-parallel ranks read the samples of rank 0", "data/loader.py",
+        "begin = first_sample + self.dp_rank * share", "begin = first_sample",
+        "unit/data/test_data_loader.py::test_any_layout_and_cut_gives_the_same_samples",
+    ),
+    Mutant(
+        "the loss ignores the number of ranks", "train/step.py",
+        "factors = [groups.dp_size / count", "factors = [1 / count",
+        f"{_STEP}::test_the_sum_of_all_ranks_is_divided_by_the_targets_of_all_ranks",
+    ),
+    Mutant(
+        "the loss is divided by this rank's targets", "train/step.py",
+        "return sum_over_batch_ranks(total, self._groups).clamp_min(1.0)",
+        "return total.clamp_min(1.0)",
+        f"{_STEP}::test_the_sum_of_all_ranks_is_divided_by_the_targets_of_all_ranks",
+    ),
+    Mutant(
+        "the loss is divided by the targets of the first micro batch", "train/step.py",
+        "torch.stack(counts).sum(0)", "torch.stack(counts)[0]",
+        f"{_STEP}::test_micro_batches_with_unequal_targets_change_nothing",
+    ),
+    Mutant(
+        "a claim of a living process is ignored", "text/preprocess/workfolder.py",
+        "if not self._is_abandoned(path):", "if False:",
+        "unit/text/preprocess/test_preprocess_workfolder.py",
+    ),
+    Mutant(
+        "the warm-up begins at a rate of 0", "engine/schedule.py",
+        "peak * (step + 1) / warmup", "peak * step / warmup", "unit/engine/test_schedule.py",
+    ),
+    Mutant(
+        "an overflow does not lower the loss scale", "engine/loss_scale.py",
+        "            self._shrink()\n", "", "unit/engine/test_loss_scale.py",
+    ),
+    Mutant(
+        "retention deletes the target of a rollback", "checkpoint/retention.py",
+        "kept = {*steps[-self.keep_last :], *good[-1:], ", "kept = {*steps[-self.keep_last :], ",
+        "unit/checkpoint/test_retention.py",
+    ),
+    Mutant(
+        "random tokens take the place of [MASK]", "data/masking.py",
+        "self._vocabulary.mask_id, unmasked)", "random_tokens, unmasked)",
+        "unit/data/test_masking.py::test_eighty_ten_ten",
+    ),
+    Mutant(
+        "a rollback repeats the data", "train/stability/rollback.py",
+        "return TrainState(saved.step, last.consumed_samples), _guard_after(reader, last)",
+        "return TrainState(saved.step, saved.consumed_samples), _guard_after(reader, last)",
+        "distributed/test_roll_back.py",
+    ),
+)  # fmt: skip
+
+
+def copy_checkout(target: Path) -> None:
+    """Copy what tests need."""
+    for name in ("megatron_deberta", "tests", "benchmarks", "configs", "docs"):
+        ignored = shutil.ignore_patterns("__pycache__", "results")
+        shutil.copytree(ROOT / name, target / name, ignore=ignored)
+    shutil.copy(ROOT / "pyproject.toml", target)
+
+
+def run_test(root: Path, test: str) -> bool:
+    """Return whether a test of a checkout passes."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+    ]
+    done = subprocess.run(
+        [*command, f"tests/{test}"], cwd=root, capture_output=True, timeout=TIMEOUT_SECONDS,
+        env={**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"},
+    )  # fmt: skip
+    if done.returncode not in (0, 1):
+        raise RuntimeError(f"{test}: {done.stdout.decode()[-1000:]}")
+    return done.returncode == 0
+
+
+def run_mutant(mutant: Mutant) -> dict[str, Any]:
+    """Run a mutant's test without and with the fault."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        copy_checkout(root)
+        passes = run_test(root, mutant.test)
+        mutant.apply(root)
+        killed = not run_test(root, mutant.test)
+    return {"mutant": mutant.name, "test": mutant.test, "ok": passes and killed}
+
+
+def main() -> int:
+    """Run the missing mutants; return 0 if all were killed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, default=OUTPUT)
+    args = parser.parse_args()
+    done = {(line["mutant"], line["code_digest"]) for line in read_lines(args.output)}
+    survivors = 0
+    for mutant in MUTANTS:
+        if (mutant.name, mutant.code()) in done:
+            continue
+        line = run_mutant(mutant) | {"code_digest": mutant.code()} | provenance()
+        append_line(args.output, line)
+        survivors += not line["ok"]
+        print(f"{mutant.name}: {'killed' if line['ok'] else 'SURVIVED'}", flush=True)
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
