@@ -46,7 +46,15 @@ PREPROCESS_CODE = (
 
 
 HOSTILE_FILES_CODE = (
-    "megatron_deberta", "tests/faults/hostile_files.py", "tests/faults/hostile_kinds.py",
+    "megatron_deberta/parsing.py", *_packages((
+        "config/yaml_reader.py", "config/loader.py", "checkpoint/layout.py", "checkpoint/reader.py",
+        "cluster/event_log.py", "cluster/bad_nodes.py", "cluster/profile.py",
+        "cluster/slurm/history.py", "cluster/slurm/status.py", "cluster/watchdog/report_store.py",
+        "data/sample_log.py", "data/shards", "hf/config.py", "hf/import_model.py",
+        "observe/metrics.py", "text/preprocess/workfolder.py", "tokenizer",
+        "train/stability/rollback.py",
+    )),
+    "tests/faults/hostile_files.py", "tests/faults/hostile_kinds.py",
 )  # fmt: skip
 
 
@@ -139,6 +147,30 @@ def slurm(lines: list[Line]) -> str:
         keys = sorted(key for key in found[0] if key.endswith("_seconds")) if found else []
         rows.append((case, *_counts(found, _slowest(found, keys, str))))
     return markdown(("case", "passed / done", "slowest", "revision"), rows)
+
+
+def hostile_files(lines: list[Line]) -> str:
+    """Changed files that were read, refused, or ended in a traceback."""
+    code = code_digest(HOSTILE_FILES_CODE)
+    found = [x for x in lines if x["code_digest"] == code]
+    kinds = {x["kind"] for x in found}
+    columns = (("changes", "changes"), ("read", "read"), ("refused", "refused"))
+    sums = [f"{sum(x[key] for x in found):,}" for _, key in columns]
+    failed = str(sum(x["num_failed"] for x in found)) if found else "not run"
+    revision = str(found[-1]["revision"]) if found else ""
+    header = ("kinds of files", *(title for title, _ in columns), "tracebacks", "revision")
+    return markdown(header, [(str(len(kinds)), *sums, failed, revision)])
+
+
+def mutants(lines: list[Line]) -> str:
+    """Faults of the code, and the test that fails with each."""
+    rows = []
+    for line in {x["mutant"]: x for x in lines}.values():
+        test = line["test"].split("::")[0]
+        code = code_digest((f"megatron_deberta/{line['file']}", f"tests/{test}"))
+        state = "not run" if code != line["code_digest"] else "yes" if line["ok"] else "no"
+        rows.append((line["mutant"], f"`{line['test']}`", state))
+    return markdown(("fault", "test", "fails"), rows)
 
 
 def _counts(found: list[Line], *middle: str) -> tuple[str, ...]:

@@ -84,6 +84,8 @@ TABLES: dict[str, Callable[[str], str]] = {
     "faults": _of_lines(faults.chaos, "chaos"),
     "hangs": _of_lines(faults.hangs, "hangs"),
     "frozen-disks": _of_lines(faults.frozen_disks, "frozen_disks"),
+    "hostile-files": _of_lines(faults.hostile_files, "hostile_files"),
+    "mutants": _of_lines(faults.mutants, "mutants"),
     "slurm": _of_lines(faults.slurm, "slurm_campaign"),
 }
 

@@ -169,6 +169,12 @@ def _read_checkpoint(folder: Path) -> None:
     torch.tensor([metadata.step, metadata.consumed_samples])
 
 
+def _make_best(folder: Path) -> Path:
+    layout.checkpoints_dir(folder).mkdir()
+    layout.record_best(folder, 3, 0.5)
+    return folder / layout.BEST_FILE
+
+
 def _make_part_index(folder: Path) -> Path:
     path = folder / layout.part_index_file(0)
     files = [layout.FileEntry("part-00000-0000.safetensors", 10, "0" * 64)]
@@ -385,6 +391,7 @@ KINDS = (
         "checkpoint_index", "json", _make_part_index,
         lambda folder: layout.read_part_index(folder / layout.part_index_file(0)),
     ),
+    Kind("best", "json", _make_best, layout.find_best),
     Kind("node_report", "json", _make_report, _read_report),
     Kind(
         "node_check", "json", _make_check,

@@ -237,7 +237,8 @@ def run_mutant(mutant: Mutant) -> dict[str, Any]:
         passes = run_test(root, mutant.test)
         mutant.apply(root)
         killed = not run_test(root, mutant.test)
-    return {"mutant": mutant.name, "test": mutant.test, "ok": passes and killed}
+    ok = passes and killed
+    return {"mutant": mutant.name, "file": mutant.file, "test": mutant.test, "ok": ok}
 
 
 def main() -> int:
