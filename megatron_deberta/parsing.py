@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Hashable, Mapping
+from datetime import datetime
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from megatron_deberta.errors import ConfigError, DataError, MegatronDebertaError, printable
 
@@ -28,6 +29,18 @@ Scalar = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | float | str | bool |
 """Any JSON value without structure."""
 Seconds = Annotated[float, Field(allow_inf_nan=False, ge=0, le=1e11)]
 """Seconds since the epoch, or a duration; ``time.localtime`` accepts all of them."""
+
+
+def _check_time(text: str) -> str:
+    try:
+        datetime.fromisoformat(text).timestamp()
+    except OverflowError as error:
+        raise ValueError(str(error)) from error
+    return text
+
+
+IsoTime = Annotated[str, AfterValidator(_check_time)]
+"""ISO 8601, as ``datetime.fromisoformat`` and ``timestamp`` accept it."""
 
 _SHOWN = 60
 _MISSING = ("missing", "missing_argument", "missing_keyword_only_argument")

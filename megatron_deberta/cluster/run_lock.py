@@ -36,7 +36,7 @@ from megatron_deberta.cluster.slurm.commands import job_has_ended
 from megatron_deberta.cluster.slurm.history import JobHistory, ProgressEvent
 from megatron_deberta.errors import EXIT_FAILURE, ConfigError, MegatronDebertaError
 from megatron_deberta.files import write_atomically
-from megatron_deberta.parsing import read_json, whole_number
+from megatron_deberta.parsing import IsoTime, read_json, whole_number
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Holder:
     boot: str
     """Boot identifier of its machine; containers share it."""
     pid: int
-    since: str
+    since: IsoTime
     """When it took the lock, UTC."""
     job: str = ""
     """Its SLURM job; empty outside SLURM."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import fields
 from datetime import datetime
@@ -127,8 +126,10 @@ def _check_ranges(config: RunConfig) -> None:
         values = getattr(config, section.name)
         for key in fields(values):
             value, allowed = getattr(values, key.name), key.metadata.get("range", NOT_NEGATIVE)
+            # Comparisons are exact, also where an integer has no floating-point number.
+            largest = (1 << 63) - 1 if isinstance(value, int) else 1e300
             if isinstance(value, int | float) and not (
-                math.isfinite(value) and allowed.contains(value)
+                -largest <= value <= largest and allowed.contains(value)
             ):
                 raise ConfigError(
                     f"{section.name}.{key.name}={value} is out of range; write {allowed.text}"
@@ -368,8 +369,8 @@ def _check_notifications(cluster: ClusterConfig) -> None:
                 "program into ~/.config/megatron_deberta/notify"
             )
     try:
-        datetime.fromisoformat(cluster.deadline or "2026-01-01")
-    except ValueError:
+        datetime.fromisoformat(cluster.deadline or "2026-01-01").timestamp()
+    except (ValueError, OverflowError):
         raise ConfigError(
             f"cluster.deadline={cluster.deadline!r} is no date and time; write it as "
             "2026-12-31T18:00"

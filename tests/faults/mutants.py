@@ -138,7 +138,7 @@ MUTANTS = (
         "biases and norms are decayed", "engine/optimizer.py",
         "groups = ((decaying, weight_decay), (exempt, 0.0))",
         "groups = ((decaying, weight_decay), (exempt, weight_decay))",
-        "unit/engine/test_optimizer.py::test_biases_and_norms_alone_are_exempt_from_decay",
+        "unit/engine/test_optimizer.py::test_groups_keep_the_order_and_leave_frozen_parameters_out",
     ),
     Mutant(
         "the sampler is off by one", "data/loader.py",
