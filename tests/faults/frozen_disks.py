@@ -319,7 +319,7 @@ def main(arguments: list[str] | None = None) -> int:
         # Mounts of its own, which end with it.
         os.environ["MEGATRON_DEBERTA_TEST_MOUNTS"] = "private"
         command = [sys.executable, "-m", "tests.faults.frozen_disks", *(arguments or sys.argv[1:])]
-        os.execvp("unshare", ["unshare", "--mount", *command])
+        return subprocess.run(["unshare", "--mount", *command]).returncode
     # Not a TemporaryDirectory: every forked rank would remove it on exit.
     folder = Path(tempfile.mkdtemp(prefix="disks."))
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 from collections.abc import Iterator
@@ -35,7 +36,7 @@ def signal_in(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def arm(target: str, call: int = 1) -> None:
         module, name = target.rsplit(".", 1)
-        original: Any = getattr(__import__(module, fromlist=[name]), name)
+        original: Any = getattr(importlib.import_module(module), name)
         left = [call]
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
