@@ -8,7 +8,7 @@ EXIT_DONE = 0
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
 EXIT_REQUEUE = 75
-"""Stopped with a committed checkpoint: requeue the job."""
+"""Stopped by a signal, with a checkpoint or before the first step: requeue the job."""
 EXIT_NEVER_REQUEUE = 93
 """Running again would fail at the same step in the same way."""
 EXIT_INTERRUPTED = 130

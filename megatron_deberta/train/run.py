@@ -102,7 +102,7 @@ def pretrain(
         open_weights: opens ``checkpoint.load_from`` if it is no checkpoint.
 
     Returns:
-        The exit code of ``errors``: done, or stopped by a signal with a committed checkpoint.
+        The exit code of ``errors``: done, or stopped by a signal.
 
     Raises:
         MegatronDebertaError: see ``errors``.
