@@ -58,6 +58,10 @@ def fault(place, step):
     pathlib.Path(folder, "fault").write_text(str(time.time()))
     if plan["how"] == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
+    if plan["how"] == "import":
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+        time.sleep(100)
     if plan["how"] == "read":
         os.read(os.open(folder + "/fifo", os.O_RDWR), 1)
     if plan["how"] == "kill":

@@ -95,6 +95,7 @@ class Supervisor:
         self._started = self._polled = self._resumed = time.monotonic()
         self._has_warned_of_disk = self._interrupted = False
         self._stop_signal: signal.Signals | None = None
+        self._passed_on: set[int] = set()
         self._alarm = ""
         self._has_diagnostics = False
         self._diagnosis: Diagnosis | None = None
@@ -169,6 +170,7 @@ class Supervisor:
         passed_on = signal.SIGKILL if number == signal.SIGINT and self._interrupted else number
         self._interrupted = self._interrupted or number == signal.SIGINT
         self._stop_signal = signal.Signals(number)
+        self._passed_on.add(number)
         for rank in self._ranks:
             if rank.process.returncode is None:
                 with suppress(ProcessLookupError):
@@ -230,6 +232,8 @@ class Supervisor:
                     self._step_times.append(seconds / steps)
             if rank.code is None and (code := rank.process.poll()) is not None:
                 rank.code, rank.ended = code, time.monotonic()
+                # Before it handles signals, a stop signal ends a rank; that is no failure.
+                rank.killed = rank.killed or -code in self._passed_on
                 if code == -signal.SIGBUS and is_memory_full():
                     rank.cause = f"{MEMORY_FOLDER} is full"
                 # Its last lines come before the message about its end.
@@ -416,6 +420,8 @@ class Supervisor:
             return EXIT_DONE
         if self._interrupted or EXIT_INTERRUPTED in codes:
             return EXIT_INTERRUPTED
+        if codes & {-number for number in self._passed_on}:
+            return EXIT_REQUEUE
         if codes - {EXIT_DONE, EXIT_REQUEUE}:
             return EXIT_FAILURE
         return EXIT_REQUEUE if EXIT_REQUEUE in codes else EXIT_DONE

@@ -145,6 +145,20 @@ def test_stop_signal_during_start_up_is_recorded_at_once(ranks_of: Any) -> None:
     wait_for(lambda: ranks.processes() == [])
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 75), (signal.SIGINT, 130)])
+def test_rank_that_a_stop_signal_ends_before_it_handles_it(
+    ranks_of: Any, number: int, code: int
+) -> None:
+    """Torch is being imported: neither a failure nor the fault of the node."""
+    ranks = ranks_of(steps=100_000, rank=1, place="startup", step=0, how="import", limit=60)
+    ranks.start()
+    wait_for((ranks.folder / "fault").exists)
+    time.sleep(0.2)
+    ranks.supervisors[0].send_signal(number)
+    assert ranks.end() == [code]
+    assert ranks.diagnosis() is None
+
+
 def test_second_ctrl_c_kills(ranks_of: Any) -> None:
     # Rank 1 does not answer, as one that waits in a collective.
     ranks = started(ranks_of(steps=100_000, rank=1, place="step", step=5, how="read", limit=60))
