@@ -29,7 +29,7 @@ from megatron_deberta.cluster.run_lock import RunLock, raise_if_locked
 from megatron_deberta.cluster.watchdog.heartbeat import Heartbeat
 from megatron_deberta.config import BatchArithmetic, load_config, validate_for_world
 from megatron_deberta.config.schema import RunConfig
-from megatron_deberta.distributed.environment import RankEnvironment, read_environment
+from megatron_deberta.distributed.environment import read_environment
 from megatron_deberta.errors import EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE
 from megatron_deberta.processes import raise_open_file_limit
 
@@ -84,7 +84,7 @@ def train(config: RunConfig, allow_config_change: bool = False) -> int:
                     RunLock(config.train.run_dir),
                     heartbeat,
                     allow_config_change=allow_config_change,
-                    predicted_bytes=predicted_bytes(config, environment),
+                    predict_bytes=predict_bytes,
                     **task_functions(config),
                 )
             finally:
@@ -108,10 +108,8 @@ def task_functions(config: RunConfig) -> dict[str, Any]:
     return {"open_data": open_task_data, "open_weights": open_release_weights}
 
 
-def predicted_bytes(config: RunConfig, environment: RankEnvironment) -> int:
-    """Predict the peak memory of a rank, on rank 0; 0 on the others, which do not show it."""
-    if environment.rank:
-        return 0
+def predict_bytes(config: RunConfig) -> int:
+    """Predict the peak memory of a rank of this job."""
     import torch
 
     from megatron_deberta.planning.memory import estimate_memory
@@ -119,7 +117,7 @@ def predicted_bytes(config: RunConfig, environment: RankEnvironment) -> int:
     on_gpu = torch.cuda.is_available() and config.train.device != "cpu"
     has_triton = on_gpu and torch.cuda.get_device_capability() >= (8, 0)
     chunked = config.parallel.attention_backend == "chunked" or not has_triton
-    dp_size = validate_for_world(config, environment.world_size).dp_size
+    dp_size = validate_for_world(config, read_environment().world_size).dp_size
     return estimate_memory(
         config,
         dp_size,

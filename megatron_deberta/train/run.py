@@ -6,6 +6,7 @@ import functools
 import math
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -85,7 +86,7 @@ def pretrain(
     observer: ProgressObserver | None = None,
     *,
     allow_config_change: bool = False,
-    predicted_bytes: int = 0,
+    predict_bytes: Callable[[RunConfig], int] = lambda config: 0,
     open_data: OpenData = open_pretraining_data,
     open_weights: OpenWeights | None = None,
 ) -> int:
@@ -97,7 +98,7 @@ def pretrain(
         run_lock: entered on rank 0 before anything is written to the run folder.
         observer: notified of this rank's progress.
         allow_config_change: resume with other optimizer settings than the checkpoint's.
-        predicted_bytes: predicted peak memory of a rank, to be shown; 0: not predicted.
+        predict_bytes: predicts the peak memory of a rank, to be shown; 0: not predicted.
         open_data: opens the run's data.
         open_weights: opens ``checkpoint.load_from`` if it is no checkpoint.
 
@@ -140,7 +141,7 @@ def pretrain(
         if groups.rank == 0 and not is_finished:
             size = sum(math.prod(spec.logical_shape) for spec in model.specs.values())
             amount = data.describe(config, groups.dp_size)
-            text = describe_start(config, groups, amount, start, size, predicted_bytes)
+            text = describe_start(config, groups, amount, start, size, predict_bytes(config))
             terminal.out(text, highlight=False)
         engine = build_engine(config, model.module, model.specs, groups)
         stack.callback(engine.destroy)

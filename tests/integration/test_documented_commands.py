@@ -68,7 +68,8 @@ def run_dir(run_yaml: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train two steps; return the run folder."""
     folder = tmp_path_factory.mktemp("documented") / "run"
     settings = ("train.exit_step=2", "precision.engine=plain", "train.eval_every=0")
-    workers = ("data.num_workers=0", "log.level=warning")
+    # As in configs/runs/small.yaml, which README's command trains.
+    workers = ("data.num_workers=0", "log.level=warning", "model.vocab_size=auto")
     command = ["pretrain", str(run_yaml), f"train.run_dir={folder}", *settings, *workers]
     assert main(command) == 0
     return folder
