@@ -31,9 +31,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Literal
 
 from megatron_deberta.cluster.slurm.commands import job_has_ended
-from megatron_deberta.cluster.slurm.history import JobHistory, ProgressEvent
+from megatron_deberta.cluster.slurm.history import JobHistory, JobNumber, ProgressEvent
 from megatron_deberta.errors import EXIT_FAILURE, ConfigError, MegatronDebertaError
 from megatron_deberta.files import write_atomically
 from megatron_deberta.parsing import IsoTime, read_json, whole_number
@@ -58,7 +59,7 @@ class Holder:
     pid: int
     since: IsoTime
     """When it took the lock, UTC."""
-    job: str = ""
+    job: JobNumber | Literal[""] = ""
     """Its SLURM job; empty outside SLURM."""
     restarts: int = 0
     token: str = field(default_factory=lambda: secrets.token_hex(8))

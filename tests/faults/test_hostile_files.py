@@ -27,6 +27,7 @@ _DEEP = "[" * 100_000
     [
         ("rollback", '"step": 5', '"step": Infinity'),
         ("metrics", '"kind":"validation"', '"kind":["validation"]'),
+        ("lock", '"job": "', '"job": "1\\u0000'),
         ("lock", '"pid": ', '"pid": "1" , "x": '),
         ("checkpoint_manifest", '"guard": {}', '"guard": {"novel": 1}'),
         ("checkpoint_manifest", '"guard": {}', '"guard": {"losses": "1.0"}'),
