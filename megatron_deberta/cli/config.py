@@ -73,8 +73,11 @@ def run(args: argparse.Namespace) -> int:
     if args.markdown:
         print(markdown(keys), end="")
         return EXIT_DONE
-    # Without a terminal one line per key, for grep.
-    console = Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else 500)
+    if not sys.stdout.isatty():
+        # For grep and cut.
+        print("\n".join("\t".join(key) for key in keys))
+        return EXIT_DONE
+    console = Console(file=sys.stdout, highlight=False)
     table = Table("key", "type", "default", "meaning", box=SIMPLE)
     for key in keys:
         table.add_row(*map(escape, key))

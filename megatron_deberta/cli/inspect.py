@@ -108,7 +108,8 @@ def _describe(sample: int, row: Row, masked: MaskedRows) -> str:
     """Return a sample's headline."""
     size = row.tokens.size
     if row.is_random_next is None:
-        parts = f"{len(row.document_starts)} documents"
+        number = len(row.document_starts)
+        parts = f"{number} document{'s' if number > 1 else ''}"
     else:
         first = row.document_starts[1]
         parts = f"segments of {first} and {size - first}, " + (

@@ -88,8 +88,8 @@ def _tokenizer(prefixes: Sequence[str], path: str) -> Tokenizer | None:
     if tokenizer.fingerprint != manifest.tokenizer_fingerprint:
         raise DataError(
             f"{prefix}: the shard was made with another tokenizer: fingerprint "
-            f"{tokenizer.fingerprint} ({path or manifest.tokenizer_path}), manifest "
-            f"{manifest.tokenizer_fingerprint} ({manifest.tokenizer_path}); give that as "
+            f"{tokenizer.fingerprint[:12]} ({path or manifest.tokenizer_path}), manifest "
+            f"{manifest.tokenizer_fingerprint[:12]} ({manifest.tokenizer_path}); give that as "
             "--tokenizer, or preprocess again"
         )
     return tokenizer

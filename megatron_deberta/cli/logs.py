@@ -40,10 +40,11 @@ def run(args: argparse.Namespace) -> int:
     """Print the log."""
     run_dir = run_folder(args)
     if not attempt_logs(run_dir / LOGS, args.rank) and not args.follow:
-        raise ConfigError(
-            f"{run_dir / LOGS}: no log of rank {args.rank} yet; wait, or use --follow (a run that "
-            "pretrain started without launch or submit has no logs)"
-        )
+        ranks = sorted({int(log.stem[5:]) for log in (run_dir / LOGS).glob("*.*/rank_*.log")})
+        remedy = "wait, or use --follow (pretrain without launch or submit writes no logs)"
+        if ranks:
+            remedy = f"there are those of ranks {ranks[0]} to {ranks[-1]}"
+        raise ConfigError(f"{run_dir / LOGS}: no log of rank {args.rank}; {remedy}")
     for text in read(run_dir, args.rank, follow=args.follow, all_attempts=args.all_attempts):
         sys.stdout.write(text)
         sys.stdout.flush()

@@ -7,6 +7,7 @@ imported only when it is called, so that ``--help`` does not import torch.
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import os
 import select
@@ -89,11 +90,25 @@ def build_overview() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"megatron-deberta {__version__}")
     parser.add_argument("--debug", action="store_true", help="print the traceback of an error")
-    parser.add_argument(
-        "command", choices=[command.name for command in COMMANDS], metavar="COMMAND"
-    )
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.add_argument("command", type=command_name, metavar="COMMAND")
+    rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    # Otherwise argparse names it when COMMAND is missing.
+    rest.required = False
     return parser
+
+
+def command_name(text: str) -> str:
+    """Return a command's name as it was typed.
+
+    Raises:
+        argparse.ArgumentTypeError: there is no such command.
+    """
+    names = [command.name for command in COMMANDS]
+    if text in names:
+        return text
+    similar = difflib.get_close_matches(text, names, 1)
+    hint = f"did you mean {similar[0]}?" if similar else "--help lists them"
+    raise argparse.ArgumentTypeError(f"there is no command {text!r}; {hint}")
 
 
 def build_parser(command: Command, module: CommandModule) -> argparse.ArgumentParser:

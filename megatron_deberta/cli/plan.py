@@ -103,7 +103,8 @@ def default_profile() -> ClusterProfile:
             dtypes = ("fp16", "fp32") if device.attention == "chunked" else profile.dtypes
             profile = replace(profile, ranks_per_node=len(gpus), device=device.name, dtypes=dtypes)
     print(
-        f"no --cluster: planning for {where}, {profile.ranks_per_node} x {profile.device} per node",
+        f"no --cluster: planning for {where}, {profile.ranks_per_node} x {profile.device} per "
+        "node; --world-size sets the number of devices",
         file=sys.stderr,
     )
     return profile

@@ -43,8 +43,12 @@ def describe(status: RunStatus) -> str:
         ("running", status.holder or "no"),
         (
             "step",
-            f"{status.step:,} of {status.target_step:,}{percent}; checkpoint at "
-            f"{status.committed_step:,}",
+            f"{status.step:,} of {status.target_step:,}{percent}; "
+            + (
+                f"checkpoint at {status.committed_step:,}"
+                if status.committed_step
+                else "no checkpoint"
+            ),
         ),
         ("loss", "-" if status.loss is None else f"{status.loss:.4f}"),
         ("tokens/s", "-" if speed is None else f"{speed:,.0f}"),

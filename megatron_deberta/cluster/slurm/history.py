@@ -312,7 +312,7 @@ class JobHistory:
             return Decision(False, EXIT_DONE, "cancelled")
         if stalled := self.stall_reason(code):
             last = f" (last: {diagnosis})" if diagnosis else ""
-            reason = f"{stalled}{last}; see the logs, then submit again"
+            reason = f"{stalled}{last}; see the logs, then start the run again"
             return Decision(False, EXIT_NEVER_REQUEUE, reason)
         if code == EXIT_REQUEUE:
             _, stopped = self._count_stalled(code)

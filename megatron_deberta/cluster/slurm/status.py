@@ -272,7 +272,7 @@ def next_command(
     if over == FINISHED:
         export = shlex.quote(f"exports/{folder.name}")
         return f"megatron-deberta convert --checkpoint {run_dir} --to hf --output {export}"
-    if over and logs and ends and ends[-1] not in (EXIT_DONE, EXIT_REQUEUE):
+    if over and logs and ends and ends[-1] not in (EXIT_DONE, EXIT_REQUEUE, EXIT_INTERRUPTED):
         return f"megatron-deberta logs {run_dir}"
     if (folder / SUBMISSIONS).exists():
         return f"megatron-deberta submit {config} --cluster PROFILE"

@@ -232,7 +232,7 @@ def open_shard(prefix: str, vocabulary: Vocabulary, hashes: bool = False) -> Ind
     if manifest.tokenizer_fingerprint != vocabulary.fingerprint:
         raise DataError(
             f"{prefix}: the shard was made with another tokenizer: fingerprint "
-            f"{vocabulary.fingerprint}, manifest {manifest.tokenizer_fingerprint} "
+            f"{vocabulary.fingerprint[:12]}, manifest {manifest.tokenizer_fingerprint[:12]} "
             f"({manifest.tokenizer_path}); set tokenizer.path to that, or preprocess again"
         )
     if manifest.vocab_size > vocabulary.size:

@@ -189,6 +189,8 @@ def _map_file(path: str, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
         # ``preprocess --output books`` makes books_text_document.
         similar = sorted(glob.glob(f"{glob.escape(os.path.splitext(path)[0])}_*.idx"))
         remedy = f"did you mean {similar[0]}?" if similar else "give the shard's prefix"
+        if os.path.isfile(source := path.removesuffix(".idx")):
+            remedy = f"{source} is no shard; make one of text with preprocess"
         raise DataError(f"{path}: {error.strerror}; {remedy}") from error
     except ValueError as error:
         raise DataError(f"{path}: {error}; preprocess again") from error

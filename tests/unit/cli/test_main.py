@@ -57,6 +57,17 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"megatron-deberta {__version__}\n"
 
 
+def test_a_misspelled_command_is_named_with_a_similar_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["pretrian"])
+    assert "no command 'pretrian'; did you mean pretrain?" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main([])
+    assert "required: COMMAND\n" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("argv", [[], ["fly"], ["--fly"]])
 def test_wrong_usage_exits_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:

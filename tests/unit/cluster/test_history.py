@@ -117,7 +117,9 @@ def test_checkpoint_that_no_attempt_can_resume_is_no_progress(tmp_path: Path) ->
     history.start_attempt("7.5", "n")
     history.append("resume", step=100, samples=800)
     assert history.decide(1) == Decision(
-        False, 93, "6 consecutive job attempts made no progress; see the logs, then submit again"
+        False,
+        93,
+        "6 consecutive job attempts made no progress; see the logs, then start the run again",
     )
 
 

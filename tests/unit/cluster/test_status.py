@@ -197,7 +197,7 @@ def test_status_before_the_first_step(
     (tmp_path / "config.yaml").write_text("train: {}\n")
     assert main(["status", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
-    assert "step:           0 of 0; checkpoint at 0" in shown
+    assert "step:           0 of 0; no checkpoint" in shown
     assert "last event:     none\n" in shown
 
 
@@ -241,6 +241,8 @@ def test_last_event_and_next_command(
     assert command == f"megatron-deberta logs {run_dir}"
     history.append("end", **failed, code=75, reason="stopped with a checkpoint")
     assert last_rows()[1].startswith("megatron-deberta launch ")
+    history.append("end", **failed, code=130, reason="stopped by Ctrl-C")
+    assert last_rows()[1].startswith("megatron-deberta launch ")
     (run_dir / "submissions").mkdir()
     assert last_rows()[1] == f"megatron-deberta submit {run_dir}/config.yaml --cluster PROFILE"
     history.append("end", **failed, code=0, reason="finished")
@@ -276,7 +278,7 @@ def test_logs(
     assert main(["logs", str(run_dir), *options]) == 0
     assert capsys.readouterr().out == printed.format(*paths)
     assert main(["logs", str(run_dir), "--rank", "9"]) == 2
-    assert "no log of rank 9" in capsys.readouterr().err
+    assert "no log of rank 9; there are those of ranks 0 to " in capsys.readouterr().err
 
 
 def test_logs_end_with_the_run(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

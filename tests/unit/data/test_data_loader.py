@@ -379,6 +379,14 @@ def test_a_missing_shard_is_named_with_a_similar_one(config):
         tokenizer_path(config)
 
 
+def test_text_in_place_of_a_shard_is_named(config, tmp_path):
+    book = tmp_path / "book.txt"
+    book.write_text("Call me Ishmael.")
+    config = with_(config, data={"train": [str(book)]})
+    with pytest.raises(DataError, match=r"book\.txt is no shard; make one of text with preprocess"):
+        tokenizer_path(config)
+
+
 def test_hashes_are_checked_on_request(config, vocabulary):
     config = with_(config, data={"verify_hashes": True})
     build_loaders(config, vocabulary, 0, 1, 0)

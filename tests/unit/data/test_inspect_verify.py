@@ -168,8 +168,8 @@ def test_inspect_shards_refuses_another_tokenizer(shard, tmp_path, tokenizer_fil
     assert mine != another
     assert main(["inspect", "shards", shard, "--tokenizer", str(other)]) == 1
     message = capsys.readouterr().err
-    assert f"the shard was made with another tokenizer: fingerprint {another} " in message
-    assert f"manifest {mine} " in message
+    assert f"the shard was made with another tokenizer: fingerprint {another[:12]} " in message
+    assert f"manifest {mine[:12]} " in message
     second = write_lines(tmp_path / "second", str(other), [[line] for line in TEXT])
     for given in ([], ["--tokenizer", tokenizer_file]):
         assert main(["inspect", "shards", shard, second, *given]) == 1

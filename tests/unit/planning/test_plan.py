@@ -166,7 +166,7 @@ def test_command_without_options(
         program.chmod(0o755)
     assert main(["plan", "--layouts", "0", "--json"]) == 0
     printed = capsys.readouterr()
-    assert f"planning for {planned} per node\n" in printed.err
+    assert f"planning for {planned} per node; --world-size sets" in printed.err
     assert f"{json.loads(printed.out)['world_size']} x" in planned
     assert main(["plan", "train.steps=50000", "--layouts", "0"]) == 0
     assert "; 50,000 steps in" in capsys.readouterr().out
