@@ -84,7 +84,7 @@ def test_bytes_of_recorded_units(tmp_path: Path) -> None:
     sources = find_sources([str(plain), str(stream)])
     segments = plan_segments(sources, 4_000)
     folder = WorkFolder(str(tmp_path / "out"))
-    folder.begin({})
+    folder.begin({"--input": [["plain.jsonl", 1, 2]]})
 
     def done() -> int:
         return recorded_bytes(folder, segments, sources, 4_000)
