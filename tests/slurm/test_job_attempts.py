@@ -88,6 +88,7 @@ def test_node_failure_requeues_on_other_nodes(runs: Runs, cluster: VirtualCluste
     assert "step:           60 of 60 (100.0%); checkpoint at 60\n" in shown
 
 
+@pytest.mark.slow
 def test_run_without_progress_stops(runs: Runs, cluster: VirtualCluster) -> None:
     run = runs.failing
     assert run.wait_for_end() == "FAILED", run.diagnostics()

@@ -75,6 +75,7 @@ def jobs(
     return jobs
 
 
+@pytest.mark.slow
 def test_jobs_save_requeue_and_resume(jobs: dict[str, Job]) -> None:
     for job in jobs.values():
         job.wait_for_step(5)
@@ -94,6 +95,7 @@ def test_jobs_save_requeue_and_resume(jobs: dict[str, Job]) -> None:
     assert losses(jobs["srun"].run_dir) == losses(jobs["torchrun"].run_dir)
 
 
+@pytest.mark.slow
 def test_failed_or_cancelled_job_is_not_requeued(
     cluster: VirtualCluster, run_yaml: Path, tmp_path: Path
 ) -> None:
