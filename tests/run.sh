@@ -7,9 +7,10 @@
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-# Half of a test's time is waiting for processes to start and end, so three pytest workers for two cores.
+# Half of a test's time is waiting for processes to start and end, so two pytest workers for each core.
 # nproc would answer with OMP_NUM_THREADS where that is set.
-workers="$(($(env -u OMP_NUM_THREADS nproc) < 2 ? 1 : 3))"
+workers="$((2 * $(env -u OMP_NUM_THREADS nproc)))"
+workers="$((workers > 4 ? 4 : workers))"
 parallel=(-n "$workers" --dist loadfile --no-loadscope-reorder)
 case "${1:-}" in
   "") set -- "${parallel[@]}" -m "not slow" ;;

@@ -32,12 +32,12 @@ from megatron_deberta.cluster.slurm import commands as slurm
 from megatron_deberta.cluster.slurm.status import present_holder
 from megatron_deberta.config import load_config
 from megatron_deberta.config.schema import RunConfig
-from megatron_deberta.data.build import parse_prefixes, tokenizer_path, validation_prefixes
+from megatron_deberta.data.build import parse_prefixes, validation_prefixes
 from megatron_deberta.data.dataset.corpus import open_shard
-from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.errors import EXIT_DONE, EXIT_USAGE, ConfigError, MegatronDebertaError
 from megatron_deberta.model.shapes import parameter_shapes
 from megatron_deberta.tokenizer import load_tokenizer
+from megatron_deberta.train.data import open_vocabulary
 from megatron_deberta.train.fingerprint import data_fingerprint
 from megatron_deberta.train.vocab_size import with_vocab_size
 
@@ -151,14 +151,7 @@ def check_data(config: RunConfig, allow_change: bool) -> str:
     """
     if config.finetune.task:
         return check_task_data(config)
-    path = tokenizer_path(config)
-    tokenizer = load_tokenizer(path)
-    vocabulary = Vocabulary.of(tokenizer)
-    if vocabulary.size > config.model.vocab_size:
-        raise ConfigError(
-            f"model.vocab_size={config.model.vocab_size} is smaller than the {vocabulary.size} ids "
-            f"of tokenizer.path={path}; set model.vocab_size={vocabulary.size}"
-        )
+    path, tokenizer, vocabulary = open_vocabulary(config)
     components, _ = parse_prefixes(config.data.train, "data.train")
     prefixes = [*itertools.chain(*components), *validation_prefixes(config.data)]
     for prefix in prefixes:

@@ -77,6 +77,11 @@ class DebertaForTokens(DebertaForTask):
         self.dropout = Dropout(config.head_dropout, "head")
         self.classifier = nn.Linear(config.hidden_size, num_outputs(config))
 
+    def _project(self, states: Tensor, positions: Tensor, seeds: DropoutSeeds | None) -> Tensor:
+        """Return the outputs for ``states`` ``[B, N, H]`` at ``positions`` ``[B, N]``."""
+        out: Tensor = self.classifier(self.dropout(states, positions, seeds))
+        return out
+
     def logits(
         self,
         input_ids: Tensor,
@@ -94,33 +99,16 @@ class DebertaForTokens(DebertaForTask):
             perturbation=perturbation,
         )
         positions = torch.arange(input_ids.size(1), device=input_ids.device)
-        states = self.dropout(states, positions.expand(input_ids.shape), seeds)
-        out: Tensor = self.classifier(states)
-        return out
+        return self._project(states, positions.expand(input_ids.shape), seeds)
 
 
-class DebertaForSpans(DebertaForTask):
+class DebertaForSpans(DebertaForTokens):
     """Head on every token: logits of being the first and the last token of the answer."""
 
     def _build_heads(self, config: ModelConfig) -> None:
         self.qa_outputs = nn.Linear(config.hidden_size, num_outputs(config))
 
-    def logits(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        seeds: DropoutSeeds | None = None,
-        perturbation: Perturbation | None = None,
-    ) -> Tensor:
-        """Compute ``[B, N, 2]``; arguments as in the base class."""
-        states = self.encode(
-            input_ids,
-            attention_mask,
-            seeds=seeds,
-            token_type_ids=token_type_ids,
-            perturbation=perturbation,
-        )
+    def _project(self, states: Tensor, positions: Tensor, seeds: DropoutSeeds | None) -> Tensor:
         out: Tensor = self.qa_outputs(states)
         return out
 

@@ -28,7 +28,7 @@ class Choices(LabelledObjective):
         return batch.labels != IGNORED_LABEL
 
     def distributions(self, logits: Tensor, batch: LabelledBatch) -> list[Tensor]:
-        """Return the logits of each example's choices, ``[E, C]``."""
+        """Return the logits of the choices of each example, ``[E, C]``."""
         rows = batch.choice_rows
         assert rows is not None
         return [logits[:, 0].float()[rows.clamp(min=0)].masked_fill(rows < 0, MASKED_LOGIT)]

@@ -134,7 +134,7 @@ class MaskedLanguageModelling(Objective):
         return (LossPart(), LossPart("next_sentence")) if pairs else (LossPart(),)
 
     def count_targets(self, batch: MaskedBatch) -> list[Tensor]:
-        """Return the number of masked tokens and, for pairs, of labelled rows."""
+        """Return the number of masked tokens and, for text pairs, the number of labelled rows."""
         counts = [(batch.labels != IGNORED_LABEL).sum()]
         if batch.next_sentence_labels is not None:
             counts.append((batch.next_sentence_labels != IGNORED_LABEL).sum())

@@ -57,7 +57,7 @@ class RowBuilder:
         return length
 
     def arrays(self) -> dict[str, Any]:
-        """Return the arrays of ``EncodedDataset`` except labels, without offsets and words."""
+        """Return the arrays of ``EncodedDataset`` but labels, offsets and word indices."""
         return {
             "input_ids": np.concatenate(self._ids),
             "token_type_ids": np.concatenate(self._types),

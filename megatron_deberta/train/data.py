@@ -20,7 +20,7 @@ from megatron_deberta.errors import ConfigError
 from megatron_deberta.model.flops import recomputed_flops
 from megatron_deberta.objectives import build_objective
 from megatron_deberta.observe.throughput import StepWork
-from megatron_deberta.tokenizer import load_tokenizer
+from megatron_deberta.tokenizer import Tokenizer, load_tokenizer
 from megatron_deberta.train.evaluate import Evaluation, evaluate
 from megatron_deberta.train.fingerprint import data_fingerprint
 from megatron_deberta.train.records import RunRecords
@@ -99,14 +99,12 @@ class PretrainingData:
         return describe_tokens(config, dp_size, self.corpora)
 
 
-def open_pretraining_data(
-    config: RunConfig, groups: ProcessGroups
-) -> tuple[RunConfig, PretrainingData]:
-    """Open the tokenizer and the shards.
+def open_vocabulary(config: RunConfig) -> tuple[str, Tokenizer, Vocabulary]:
+    """Return the tokenizer's path, the tokenizer and its vocabulary.
 
     Raises:
         ConfigError: the tokenizer has more tokens than ``model.vocab_size``.
-        DataError: a shard is damaged or was made with another tokenizer.
+        DataError: the tokenizer is missing or damaged.
     """
     path = tokenizer_path(config)
     tokenizer = load_tokenizer(path)
@@ -116,6 +114,19 @@ def open_pretraining_data(
             f"model.vocab_size={config.model.vocab_size} is smaller than the {vocabulary.size} ids "
             f"of tokenizer.path={path}; set model.vocab_size={vocabulary.size}"
         )
+    return path, tokenizer, vocabulary
+
+
+def open_pretraining_data(
+    config: RunConfig, groups: ProcessGroups
+) -> tuple[RunConfig, PretrainingData]:
+    """Open the tokenizer and the shards.
+
+    Raises:
+        ConfigError: the tokenizer has more tokens than ``model.vocab_size``.
+        DataError: a shard is damaged or was made with another tokenizer.
+    """
+    path, tokenizer, vocabulary = open_vocabulary(config)
     corpora = open_corpora(config, vocabulary, config.data.verify_hashes and groups.rank == 0)
     identity = Identity(
         tokenizer_path=str(Path(path).resolve()),

@@ -28,7 +28,7 @@ class Evaluation:
 
 
 def never() -> bool:
-    """Return that nobody has asked to stop."""
+    """Return False: the default where no stop can be requested."""
     return False
 
 

@@ -109,27 +109,10 @@ def pretrain(
         MegatronDebertaError: see ``errors``.
     """
     began = time.monotonic()
-    environment = read_environment()
     terminal = Console(file=sys.stdout)
-    setup_logging(
-        config.log.level,
-        rank=environment.rank,
-        world_size=environment.world_size,
-        console=terminal,
-    )
-    config = with_vocab_size(config)
-    validate_for_world(config, environment.world_size)
-    device = choose_device(config)
-    set_determinism(device, environment)
     observer = observer or ProgressObserver()
     with ExitStack() as stack:
-        stack.callback(shutdown)
-        groups = init_process_groups(
-            config.parallel.tensor_parallel_size,
-            device,
-            config.cluster.collective_timeout_minutes,
-            environment,
-        )
+        config, groups = _init_rank(config, terminal, stack)
         # Before the lock, so that a run with unusable data creates no folder.
         with raise_on_all_ranks(groups), refusals():
             config, data = open_data(config, groups)
@@ -154,15 +137,38 @@ def pretrain(
             config, groups, data, model, engine, saver, observer, stop, terminal, run_lock
         )
         outcome = _train_with_rollbacks(run, start.state, Guard.of_run(config, start.guard))
-        if groups.rank == 0 and is_finished:
-            terminal.out(describe_nothing_left(config), highlight=False)
-        elif groups.rank == 0:
+        if groups.rank == 0:
             seconds = time.monotonic() - began
             text = describe_end(config, outcome, seconds, stop.received)
-            terminal.out(text, highlight=False)
+            terminal.out(describe_nothing_left(config) if is_finished else text, highlight=False)
         observer.enter(Section.END)
     codes = {Ending.PREEMPTED: EXIT_REQUEUE, Ending.INTERRUPTED: EXIT_INTERRUPTED}
     return codes.get(outcome.ending, EXIT_DONE)
+
+
+def _init_rank(
+    config: RunConfig, terminal: Console, stack: ExitStack
+) -> tuple[RunConfig, ProcessGroups]:
+    """Set up logging, determinism and process groups; return the config without ``auto``."""
+    environment = read_environment()
+    setup_logging(
+        config.log.level,
+        rank=environment.rank,
+        world_size=environment.world_size,
+        console=terminal,
+    )
+    config = with_vocab_size(config)
+    validate_for_world(config, environment.world_size)
+    device = choose_device(config)
+    set_determinism(device, environment)
+    stack.callback(shutdown)
+    groups = init_process_groups(
+        config.parallel.tensor_parallel_size,
+        device,
+        config.cluster.collective_timeout_minutes,
+        environment,
+    )
+    return config, groups
 
 
 def _enter_folder(

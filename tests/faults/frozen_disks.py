@@ -201,7 +201,7 @@ class Nodes:
 
 
 def _ignore(pids: list[int], folder: Path) -> None:
-    """Do nothing once the ranks run."""
+    """Add nothing to the fault."""
 
 
 def _fork(run: Callable[[], int], log: Path) -> int:
@@ -229,7 +229,7 @@ def count_records(run_dir: Path) -> int:
 
 @contextmanager
 def fault_of(plan: dict[str, Any], run_dir: Path, nodes: Nodes) -> Iterator[None]:
-    """Have the fault; at the end it is over."""
+    """Keep the fault in force; remove it at the end."""
     place = run_dir if plan["kind"] in ("frozen disk", "full disk") else run_dir / FOLDER
     if plan["kind"] in ("frozen disk", "frozen reports"):
         call("fsfreeze", "--freeze", place)

@@ -11,7 +11,7 @@ from tests.support.jobs import Run, losses
 
 
 def attempt(history: JobHistory, pretrain: Run, number: int, last_step: int) -> bool:
-    """Train up to a step; the history is told that the node died then. Return if it goes on."""
+    """Train up to a step and record a node failure there; return whether the job continues."""
     history.start_attempt(f"7.{number}", "n")
     assert pretrain("checkpoint.save_every=2", f"train.exit_step={last_step}")[0] == EXIT_DONE
     decision = history.decide(EXIT_FAILURE)

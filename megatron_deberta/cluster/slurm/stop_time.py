@@ -31,7 +31,7 @@ class StopTime:
         return self.step + self.save + self.exit
 
     def __str__(self) -> str:
-        """Return the sum and its parts."""
+        """Return the total and its parts in seconds."""
         return (
             f"{self.total:.1f} s (longest step {self.step:.1f} s, save {self.save:.1f} s, exit "
             f"{self.exit:.1f} s)"

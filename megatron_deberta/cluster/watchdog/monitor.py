@@ -61,7 +61,7 @@ class RunMonitor:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Look once more, and stop."""
+        """Check once more, then stop the thread."""
         self._end.set()
         if self._thread.ident is not None:
             # Not longer: the run folder may not answer.

@@ -1,4 +1,4 @@
-"""A record as seen through the columns that a task's config names."""
+"""A record of a data file, with its values read by the columns in the task's config."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Row:
         return self._value(str(self._columns[role]))
 
     def text(self, role: str) -> str:
-        """Return the text of a role: its column's, or a template filled in."""
+        """Return the text of a role: a column, or a template filled with columns."""
         return self._text_of(self._columns[role])
 
     def filled_text(self, role: str) -> str:

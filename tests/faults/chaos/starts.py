@@ -44,7 +44,7 @@ class StartCases:
         return start(self._run_yaml, run_dir, 1, *OVERRIDES, LONG, *overrides)
 
     def expected(self) -> list[float]:
-        """Return the losses of a run that nobody disturbed."""
+        """Return the losses of an undisturbed run."""
         if not self._expected:
             run_dir = self._folder / "undisturbed"
             shutil.rmtree(run_dir, ignore_errors=True)

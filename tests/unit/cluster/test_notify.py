@@ -21,7 +21,7 @@ from megatron_deberta.errors import ConfigError
 
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file to which the user's program ``append`` appends what it is told."""
+    """The file to which the user's program ``append`` writes its input."""
     monkeypatch.setenv("HOME", str(tmp_path))
     script = tmp_path / PROGRAMS / "append"
     script.parent.mkdir(parents=True)

@@ -28,7 +28,8 @@ from megatron_deberta.observe.progress import Section
 from tests.support.watched_ranks import ATTEMPT, WatchedRanks
 
 LIMIT = 1.0
-WITHIN = LIMIT + 5
+# Far below every other time-out; twelve processes may share one processor meanwhile.
+WITHIN = LIMIT + 15
 
 
 @pytest.fixture
@@ -241,7 +242,7 @@ def test_run_continues_if_reports_cannot_be_written(ranks_of: Any, tmp_path: Pat
 
 
 def stop_reports(ranks: WatchedRanks, node: int) -> None:
-    """Put a folder in the place of a node's next temporary file; its report stays as it is."""
+    """Stop a node's report from being replaced, by a folder with its temporary file's name."""
     report = ranks.run_dir / "supervision" / ATTEMPT / f"node_{node}.json"
     wait_for(report.exists)
     temporary = Path(f"{report}.{ranks.supervisors[node].pid}.tmp")

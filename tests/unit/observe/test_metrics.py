@@ -54,7 +54,7 @@ def test_resume_cuts_what_comes_again(tmp_path: Path) -> None:
 
 
 class LostLock(BaseException):
-    """In place of the end of the process that has lost the run folder's lock."""
+    """Raised where a process that has lost the run folder's lock would exit."""
 
 
 def test_loser_of_the_lock_writes_nothing(tmp_path: Path) -> None:
