@@ -48,7 +48,7 @@ PREPROCESS_CODE = (
 HOSTILE_FILES_CODE = (
     "megatron_deberta/parsing.py", *_packages((
         "config/yaml_reader.py", "config/loader.py", "checkpoint/layout.py", "checkpoint/reader.py",
-        "cluster/event_log.py", "cluster/bad_nodes.py", "cluster/profile.py",
+        "cluster/event_log.py", "cluster/bad_nodes.py", "cluster/profile.py", "cluster/run_lock.py",
         "cluster/slurm/history.py", "cluster/slurm/status.py", "cluster/watchdog/report_store.py",
         "data/sample_log.py", "data/shards", "hf/config.py", "hf/import_model.py",
         "observe/metrics.py", "text/preprocess/workfolder.py", "tokenizer",
