@@ -43,6 +43,7 @@ class RunRecords:
         writer: writer of ``metrics.jsonl``.
         console: terminal view.
         longest_step: duration of the longest step of this process, in seconds.
+        longest_check: duration of the longest check of replicas of this process, in seconds.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class RunRecords:
             last_step, first_step=first_step, title=str(self._run_dir), console=terminal
         )
         self.longest_step = 0.0
+        self.longest_check = 0.0
         self._unigram: float | None = None
 
     def __enter__(self) -> RunRecords:

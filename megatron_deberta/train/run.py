@@ -284,9 +284,11 @@ def _hooks(
     if evaluation is not None:
         hooks.append(evaluation)
     if every := config.guard.replica_check_every:
-        hooks.append(PeriodicHook(every, lambda event: _check_replicas(run, event.state.step)))
+        hooks.append(
+            PeriodicHook(every, lambda event: _check_replicas(run, records, event.state.step))
+        )
     best = selection if config.finetune.task and config.finetune.keep_best else None
-    begin = functools.partial(_save, run, guard, best)
+    begin = functools.partial(_save, run, guard, records, best)
     report = functools.partial(_record_saved, run, records, best) if records is not None else None
     hooks.append(SaveHook(config.checkpoint, begin, run.saver, meter, sample_log, report, best))
     return hooks
@@ -314,23 +316,32 @@ def _record_saved(
         "checkpoint",
         step=saved.step,
         samples=saved.consumed_samples,
-        save_seconds=saved.seconds,
-        step_seconds=records.longest_step,
+        # A check of replicas may follow a step, and precedes each save.
+        save_seconds=saved.seconds + records.longest_check,
+        step_seconds=records.longest_step + records.longest_check,
     )
     if selection is not None and selection.best_step == saved.step:
         record_best(records.run_dir, saved.step, selection.best_score)
 
 
-def _check_replicas(run: _Components, step: int) -> None:
+def _check_replicas(run: _Components, records: RunRecords | None, step: int) -> None:
+    began = time.monotonic()
     check_replicas(run.engine.module, run.model.specs, run.groups, step)
+    if records is not None:
+        records.longest_check = max(records.longest_check, time.monotonic() - began)
 
 
 def _save(
-    run: _Components, guard: Guard, selection: Selection | None, state: TrainState, wait: bool
+    run: _Components,
+    guard: Guard,
+    records: RunRecords | None,
+    selection: Selection | None,
+    state: TrainState,
+    wait: bool,
 ) -> Saved | None:
     if run.config.guard.replica_check_every:
         # A checkpoint must not contain weights that a faulty rank has corrupted.
-        _check_replicas(run, state.step)
+        _check_replicas(run, records, state.step)
     identity = run.data.identity
     metadata = CheckpointMetadata(
         step=state.step,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,7 +39,7 @@ def test_replicas_are_compared_before_a_save(
     calls: list[str] = []
     monkeypatch.setattr(run, "check_replicas", lambda *args: calls.append(f"check {args[-1]}"))
     of_run = components(calls, check_every)
-    run._save(of_run, Guard.of_run(of_run.config), None, TrainState(7, 28), wait)
+    run._save(of_run, Guard.of_run(of_run.config), None, None, TrainState(7, 28), wait)
     check = ["check 7"] if check_every else []
     assert calls == [*check, "save 7" if wait else "start 7"]
 
@@ -52,5 +53,24 @@ def test_differing_replicas_are_not_saved(monkeypatch: pytest.MonkeyPatch, wait:
     monkeypatch.setattr(run, "check_replicas", differing)
     of_run = components(calls, 50)
     with pytest.raises(ReplicaError, match="step 7"):
-        run._save(of_run, Guard.of_run(of_run.config), None, TrainState(7, 28), wait)
+        run._save(of_run, Guard.of_run(of_run.config), None, None, TrainState(7, 28), wait)
     assert calls == []
+
+
+def test_worst_case_of_a_stop_contains_the_check_of_replicas(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(run, "check_replicas", lambda *_: time.sleep(0.01))
+    records: Any = SimpleNamespace(
+        longest_step=2.0, longest_check=0.0, record_checkpoint=lambda *_: None
+    )
+    of_run = components([], 50)
+    run._save(of_run, Guard.of_run(of_run.config), records, None, TrainState(7, 28), True)
+    assert records.longest_check >= 0.01
+    events: list[dict[str, Any]] = []
+    of_run.lock = SimpleNamespace(record=lambda event, **values: events.append(values))
+    saved = SimpleNamespace(step=7, consumed_samples=28, seconds=3.0)
+    run._record_saved(of_run, records, None, 7, saved)  # type: ignore[arg-type]
+    assert events[0]["save_seconds"] == 3.0 + records.longest_check
+    # The step after the signal may end with a check of its own.
+    assert events[0]["step_seconds"] == 2.0 + records.longest_check
