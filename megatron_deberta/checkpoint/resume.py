@@ -38,7 +38,8 @@ FREE = _keys(
     data="train validation index_cache num_workers sample_log verify_hashes",
     guard="max_rollbacks replica_check_every",
     checkpoint="save_every keep_last keep_every asynchronous on_failure resume load_from verify",
-    train="micro_batch_size device run_dir exit_step eval_every eval_steps",
+    train="micro_batch_size device run_dir exit_step eval_every eval_steps "
+    "blimp_every blimp_data blimp_pairs",
     log="every tensorboard level",
     cluster=" ".join(field.name for field in fields(ClusterConfig)),
     finetune="task data validations_per_epoch patience keep_best cache",

@@ -54,6 +54,7 @@ def validate(config: RunConfig) -> None:
     _check_schedule(config)
     _check_guard(config.guard)
     _check_checkpoint(config.checkpoint)
+    _check_minimal_pairs(config)
     _check_cluster(config)
 
 
@@ -345,6 +346,19 @@ def _check_checkpoint(checkpoint: CheckpointConfig) -> None:
         raise ConfigError(
             f"checkpoint.keep_every={kept} is not a multiple of checkpoint.save_every={every}, so "
             f"most of those steps have no checkpoint; use {kept // every * every + every}"
+        )
+
+
+def _check_minimal_pairs(config: RunConfig) -> None:
+    every, data = config.train.blimp_every, config.train.blimp_data
+    if every and not data:
+        raise ConfigError(
+            f"train.blimp_every={every} needs train.blimp_data; set the folder of BLiMP's files"
+        )
+    if every and config.model.head != "mlm":
+        raise ConfigError(
+            f"train.blimp_every={every} needs a masked language model, but model.head="
+            f"{config.model.head}; set it to 0"
         )
 
 

@@ -279,6 +279,12 @@ class TrainConfig:
     """Steps between validations; 0: at the end only."""
     eval_steps: int = positive(20)
     """Global batches per validation."""
+    blimp_every: int = 0
+    """Steps between evaluations of minimal pairs, also at the end of the run; 0: none."""
+    blimp_data: str = ""
+    """Folder with BLiMP's JSON Lines, or other minimal pairs in that format."""
+    blimp_pairs: int = 50
+    """First pairs of each paradigm to evaluate; 0: all."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device; ``auto``: CUDA if available."""
 

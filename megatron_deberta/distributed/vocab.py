@@ -105,20 +105,56 @@ def vocab_parallel_loss(
     Raises:
         ValueError: on CPU, a label is neither -100 nor below ``vocab_size_unpadded``.
     """
-    if labels.device.type == "cpu":
-        wrong = (labels != IGNORED_LABEL) & ((labels < 0) | (labels >= vocab_size_unpadded))
-        if bool(wrong.any()):
-            raise ValueError(
-                f"label {int(labels[wrong][0])} is outside model.vocab_size={vocab_size_unpadded}; "
-                "use the tokenizer with which the shards were made"
-            )
-    num_columns = min(max(vocab_size_unpadded - vocab_start, 0), len(weight_local))
-    vocabulary = _Vocabulary(vocab_start, num_columns, group)
+    _check_labels(labels, vocab_size_unpadded)
+    vocabulary = _Vocabulary.of_rank(vocab_start, vocab_size_unpadded, len(weight_local), group)
     differentiate = torch.is_grad_enabled()
     loss, correct = _ProjectedCrossEntropy.apply(
         states, weight_local, bias_local, labels, vocabulary, differentiate
     )
     return cast(Tensor, loss), cast(Tensor, correct)
+
+
+@torch.no_grad()
+def vocab_parallel_token_losses(
+    states: Tensor,
+    weight_local: Tensor,
+    bias_local: Tensor,
+    labels: Tensor,
+    vocab_start: int,
+    vocab_size_unpadded: int,
+    group: ProcessGroup | None,
+) -> tuple[Tensor, Tensor]:
+    """Compute the cross-entropy of each token, without gradients. Collective over ``group``.
+
+    Args, errors and number of correct predictions are those of `vocab_parallel_loss`.
+
+    Returns:
+        ``[T]`` losses in nats (fp32; fp64 for fp64 states), 0 for label -100, and the number of
+        correct predictions. Both are equal on all ranks.
+    """
+    _check_labels(labels, vocab_size_unpadded)
+    vocabulary = _Vocabulary.of_rank(vocab_start, vocab_size_unpadded, len(weight_local), group)
+    losses = states.new_zeros(len(states), dtype=torch.promote_types(states.dtype, torch.float32))
+    correct = labels.new_zeros(())
+    chunk = chunk_rows(len(states), len(weight_local), states.device.type)
+    for first in range(0, len(states), max(1, chunk)):
+        rows = slice(first, first + chunk)
+        logits = torch.addmm(bias_local, states[rows], weight_local.t())
+        losses[rows], hits, _ = _chunk_loss(logits, labels[rows], vocabulary, False)
+        correct += hits
+    return losses, correct
+
+
+def _check_labels(labels: Tensor, vocab_size: int) -> None:
+    """Check labels on CPU; on GPU it would wait for the device."""
+    if labels.device.type != "cpu":
+        return
+    wrong = (labels != IGNORED_LABEL) & ((labels < 0) | (labels >= vocab_size))
+    if bool(wrong.any()):
+        raise ValueError(
+            f"label {int(labels[wrong][0])} is outside model.vocab_size={vocab_size}; use the "
+            "tokenizer with which the shards were made"
+        )
 
 
 class _Vocabulary(NamedTuple):
@@ -127,6 +163,11 @@ class _Vocabulary(NamedTuple):
     start: int
     num_columns: int
     group: ProcessGroup | None
+
+    @staticmethod
+    def of_rank(start: int, size: int, num_rows: int, group: ProcessGroup | None) -> _Vocabulary:
+        """Return the part of a rank that holds ``num_rows`` rows from ``start``."""
+        return _Vocabulary(start, min(max(size - start, 0), num_rows), group)
 
 
 class _ProjectedCrossEntropy(torch.autograd.Function):
@@ -150,7 +191,7 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
             rows = slice(first, first + chunk)
             logits = torch.addmm(bias, states[rows], weight.t())
             part, hits, d_logits = _chunk_loss(logits, labels[rows], vocabulary, differentiate)
-            loss += part
+            loss += part.sum()
             correct += hits
             if gradients is not None and d_logits is not None:
                 gradients.add(rows, d_logits)
@@ -222,7 +263,7 @@ def chunk_rows(num_rows: int, num_columns: int, device_type: str) -> int:
 def _chunk_loss(
     logits: Tensor, labels: Tensor, vocabulary: _Vocabulary, differentiate: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Loss, number of correct predictions and gradient of a chunk; overwrites ``logits``."""
+    """Losses ``[R]``, number of correct predictions and gradient; overwrites ``logits``."""
     start, num_columns, group = vocabulary
     maximum, best = _row_maximum(logits[:, :num_columns])
     maxima = maximum.unsqueeze(0) if group is None else all_gather(maximum, group)
@@ -244,17 +285,17 @@ def _chunk_loss(
         dist.all_reduce(parts, group=group)
     sum_exp, label_logits, hits = parts
     counted = labels != IGNORED_LABEL
-    loss = torch.where(counted, sum_exp.log() - label_logits, 0).sum()
+    losses = torch.where(counted, sum_exp.log() - label_logits, 0)
     correct = (counted & (hits > 0)).sum()
     if not differentiate:
-        return loss, correct, None
+        return losses, correct, None
 
     real.mul_(torch.where(counted, sum_exp.reciprocal(), 0).unsqueeze(1))
     if num_columns:
         ones = -(owned & counted).to(top.dtype)
         real.scatter_add_(1, columns.unsqueeze(1), ones.unsqueeze(1))
     work[:, num_columns:] = 0
-    return loss, correct, work
+    return losses, correct, work
 
 
 def _row_maximum(logits: Tensor) -> tuple[Tensor, Tensor]:

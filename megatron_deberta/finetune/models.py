@@ -30,6 +30,7 @@ class SourceModel:
         tokenizer_path: where its tokenizer is.
         run: config of the run that trained it; None: unknown.
         read: returns a logical fp32 tensor by canonical name.
+        missing: canonical names of the parameters that the folder lacks, such as a head.
     """
 
     path: Path
@@ -37,6 +38,7 @@ class SourceModel:
     tokenizer_path: str
     run: RunConfig | None
     read: Callable[[str], Tensor]
+    missing: tuple[str, ...] = ()
 
 
 def open_source_model(path: Path, tokenizer_path: str = "") -> SourceModel:
@@ -60,7 +62,9 @@ def open_source_model(path: Path, tokenizer_path: str = "") -> SourceModel:
     head, labels = task_head(read_config(path))
     adapt = None if head == "mlm" else lambda model: with_task_head(model, head, labels)
     release = open_release(path, None, path, adapt=adapt)
-    return SourceModel(path, release.config, tokenizer_path or str(path), None, release.tensor)
+    missing = tuple(part for tensor in release.missing for part in tensor.parts)
+    location = tokenizer_path or str(path)
+    return SourceModel(path, release.config, location, None, release.tensor, missing)
 
 
 def _open_checkpoint(path: Path, tokenizer_path: str) -> SourceModel:

@@ -76,6 +76,18 @@ def open_predictor(
     config = prediction_config(task_name, source, data, overrides)
     task = load_task(task_name)
     check_task(config, task)
+    with open_ranks(config, source) as (module, groups):
+        loaded = load_model_tokenizer(config.tokenizer.path)
+        yield Predictor(config, task, loaded, module, groups)
+
+
+@contextmanager
+def open_ranks(config: RunConfig, source: SourceModel) -> Iterator[tuple[nn.Module, ProcessGroups]]:
+    """Build this rank's part of a trained model. Collective over the ranks of the launcher.
+
+    Yields:
+        The model in evaluation mode, and the rank grid, which ends with the context.
+    """
     environment = read_environment()
     validate_for_world(config, environment.world_size)
     try:
@@ -89,9 +101,7 @@ def open_predictor(
         with torch.no_grad():
             for name, parameter in sharded.module.named_parameters():
                 parameter.copy_(local_part(source.read(name), sharded.specs[name]))
-        sharded.module.eval()
-        loaded = load_model_tokenizer(config.tokenizer.path)
-        yield Predictor(config, task, loaded, sharded.module, groups)
+        yield sharded.module.eval(), groups
     finally:
         shutdown()
 

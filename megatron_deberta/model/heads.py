@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ class MaskedLanguageModelHead(nn.Module):
         self,
         hidden: Tensor,
         token_weight: Tensor,
-        loss: nn.Module | None = None,
+        loss: Callable[..., Any] | None = None,
         labels: Tensor | None = None,
     ) -> Any:
         """Compute logits, or a loss that projects to the vocabulary itself.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -18,6 +19,7 @@ from megatron_deberta.objectives.objective import LossPart, Mean, Objective
 
 # Label of a padding position
 IGNORED_LABEL = -100
+Reduction = Literal["sum", "none"]
 
 
 class MaskedBatch(Protocol):
@@ -64,7 +66,12 @@ class TokenLoss(nn.Module):
     """
 
     def forward(
-        self, states: Tensor, weight: Tensor, bias: Tensor, labels: Tensor
+        self,
+        states: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        labels: Tensor,
+        reduction: Reduction = "sum",
     ) -> tuple[Tensor, Tensor]:
         """Compute the loss and the number of correct predictions.
 
@@ -73,13 +80,14 @@ class TokenLoss(nn.Module):
             weight: ``[V, D]``.
             bias: ``[V]``.
             labels: int64 ``[T]``, -100 = not scored.
+            reduction: ``none`` returns the losses of the tokens, without gradients.
 
         Returns:
-            fp32 scalar, the sum of the losses in nats, and int64 scalar, the number of tokens
-            whose most likely prediction is the label.
+            fp32 scalar, the sum of the losses in nats, or ``[T]``; and int64 scalar, the number
+            of tokens whose most likely prediction is the label.
         """
         logits = F.linear(states, weight, bias)
-        loss = F.cross_entropy(logits.float(), labels, ignore_index=-100, reduction="sum")
+        loss = F.cross_entropy(logits.float(), labels, ignore_index=-100, reduction=reduction)
         return loss, (logits.argmax(-1) == labels).sum()
 
 
@@ -90,17 +98,23 @@ class MaskedLanguageModel(DebertaForPretraining):
         super()._build_heads(config)
         self.token_loss = TokenLoss()
 
-    def forward(self, batch: MaskedBatch, seeds: DropoutSeeds | None = None) -> tuple[Tensor, ...]:
+    def forward(
+        self,
+        batch: MaskedBatch,
+        seeds: DropoutSeeds | None = None,
+        reduction: Reduction = "sum",
+    ) -> tuple[Tensor, ...]:
         """Compute the losses of a micro batch.
 
         Args:
             batch: on the model's device.
             seeds: dropout keys; None: no dropout.
+            reduction: ``none`` returns the losses of the tokens, without gradients.
 
         Returns:
-            fp32 scalar, the **sum** of the losses in nats, and int64 scalar, the number of correct
-            predictions; for pairs, the same for the next-sentence head. The caller divides by the
-            number of labels of the global batch.
+            fp32 scalar, the **sum** of the losses in nats, or ``[B * M]``; and int64 scalar, the
+            number of correct predictions; for pairs, the same for the next-sentence head. The
+            caller divides by the number of labels of the global batch.
         """
         decoded, pair_logits = self.decode(
             batch.input_ids,
@@ -112,9 +126,8 @@ class MaskedLanguageModel(DebertaForPretraining):
             batch.token_type_ids,
         )
         weight, labels = self.embeddings.token.weight, batch.labels.flatten()
-        sums: tuple[Tensor, Tensor] = self.head(
-            decoded.flatten(0, 1), weight, self.token_loss, labels
-        )
+        token_loss = functools.partial(self.token_loss, reduction=reduction)
+        sums: tuple[Tensor, Tensor] = self.head(decoded.flatten(0, 1), weight, token_loss, labels)
         is_random = batch.next_sentence_labels
         if is_random is None or pair_logits is None:
             return sums

@@ -19,7 +19,7 @@ from megatron_deberta.parsing import Count, Number, Scalar, Seconds, parse_json
 
 logger = logging.getLogger(__name__)
 
-RecordKind = Literal["train", "validation", "guard", "checkpoint"]
+RecordKind = Literal["train", "validation", "minimal_pairs", "guard", "checkpoint"]
 
 
 class _Record(TypedDict, total=False):

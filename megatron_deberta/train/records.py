@@ -17,7 +17,12 @@ from megatron_deberta.data.build import Corpora, validation_loader
 from megatron_deberta.data.dataset.unigram import unigram_cross_entropy, unigram_log_probabilities
 from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.observe.console import LiveConsole
-from megatron_deberta.observe.metrics import MetricsWriter, plot_loss, read_metrics
+from megatron_deberta.observe.metrics import (
+    MetricsWriter,
+    RecordKind,
+    plot_loss,
+    read_metrics,
+)
 from megatron_deberta.train.evaluate import Evaluation
 from megatron_deberta.train.stability.rollback import Rollback
 from megatron_deberta.train.state import StepEvent
@@ -111,12 +116,20 @@ class RunRecords:
         values = {UNIGRAM_METRIC: self._unigram, "num_targets": targets}
         self.writer.write(0, values, kind="validation")
 
-    def lacks_validation(self, step: int) -> bool:
-        """Return whether no validation after ``step`` is recorded."""
+    def lacks(self, kind: RecordKind, step: int) -> bool:
+        """Return whether no validation, or evaluation of minimal pairs, after ``step`` is recorded.
+
+        The unigram baseline is not one.
+        """
         return not any(
-            record["kind"] == "validation" and record["step"] == step and "loss" in record
+            record["kind"] == kind and record["step"] == step and UNIGRAM_METRIC not in record
             for record in read_metrics(self.writer.path)
         )
+
+    def report_minimal_pairs(self, step: int, evaluation: Evaluation) -> None:
+        """Record and show an evaluation of minimal pairs."""
+        self.writer.write(step, evaluation.metrics, kind="minimal_pairs")
+        self.console.note(f"minimal pairs at step {step} | {evaluation.text}")
 
     def report(self, step: int, evaluation: Evaluation) -> None:
         """Record and show a validation."""

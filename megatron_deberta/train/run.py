@@ -6,7 +6,7 @@ import functools
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,11 +37,12 @@ from megatron_deberta.engine.base import Engine
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_REQUEUE
 from megatron_deberta.observe.logs import setup_logging
-from megatron_deberta.observe.metrics import read_metrics
+from megatron_deberta.observe.metrics import RecordKind, read_metrics
 from megatron_deberta.observe.progress import ProgressObserver, Section
 from megatron_deberta.observe.throughput import ThroughputMeter
-from megatron_deberta.train.data import OpenData, RunData, open_pretraining_data
+from megatron_deberta.train.data import OpenData, RunData, Validator, open_pretraining_data
 from megatron_deberta.train.hooks import EvaluateHook, Hook, LogHook, PeriodicHook, SaveHook
+from megatron_deberta.train.minimal_pairs import MinimalPairTask, open_minimal_pairs
 from megatron_deberta.train.preemption import Requests, StopSignal
 from megatron_deberta.train.prefetch import InputQueue
 from megatron_deberta.train.records import RunRecords
@@ -70,6 +71,7 @@ class _Components:
     config: RunConfig
     groups: ProcessGroups
     data: RunData
+    minimal_pairs: MinimalPairTask | None
     model: ShardedModel
     engine: Engine
     saver: Saver
@@ -116,6 +118,8 @@ def pretrain(
         # Before the lock, so that a run with unusable data creates no folder.
         with raise_on_all_ranks(groups), refusals():
             config, data = open_data(config, groups)
+            path = data.identity.tokenizer_path
+            minimal_pairs = open_minimal_pairs(config, path)
         fence = _enter_folder(config, groups, run_lock, stack)
         with refusals():
             start = choose_start(config, groups, data.identity, allow_config_change, open_weights)
@@ -134,8 +138,9 @@ def pretrain(
         if groups.rank == 0:
             run_lock.record("resume", step=start.state.step, samples=start.state.consumed_samples)
         run = _Components(
-            config, groups, data, model, engine, saver, observer, stop, terminal, run_lock
-        )
+            config, groups, data, minimal_pairs, model, engine, saver, observer, stop, terminal,
+            run_lock,
+        )  # fmt: skip
         outcome = _train_with_rollbacks(run, start.state, Guard.of_run(config, start.guard))
         if groups.rank == 0:
             seconds = time.monotonic() - began
@@ -234,24 +239,21 @@ def _train(run: _Components, state: TrainState, guard: Guard, done: Rollback | N
                 stack.callback(sample_log.close)
         meter = build_meter(config, groups, state.step, data.step_work(config))
         requests = Requests(run.stop, config.train.run_dir, groups)
-        evaluation: EvaluateHook | None = None
         selection = _selection(config, groups, records)
-        if validate is not None:
-            compute = functools.partial(validate, run.engine.module, must_stop=requests.must_stop)
-            report = None if records is None else records.report
-            evaluation = EvaluateHook(config.train.eval_every, compute, meter, report, selection)
+        evaluations = _evaluations(run, validate, requests, meter, records, selection)
+        for kind, hook in evaluations.items():
             # An interrupted process did not validate its last step.
-            due = evaluation.is_due(state.step) or state.step >= last_step(config)
-            missing = due and records is not None and records.lacks_validation(state.step)
+            due = hook.is_due(state.step) or state.step >= last_step(config)
+            missing = due and records is not None and records.lacks(kind, state.step)
             if due and all_reduce_any(missing, groups):
                 with run.observer.section(Section.EVALUATION):
-                    evaluation.validate(state.step)
+                    hook.validate(state.step)
         outcome = Trainer(
             config,
             state,
             InputQueue(train_loader, groups.device),
             TrainStep(run.engine, config, groups, guard, run.observer.mark),
-            _hooks(run, meter, guard, evaluation, records, sample_log, selection),
+            _hooks(run, meter, guard, evaluations.values(), records, sample_log, selection),
             requests,
             run.observer,
             lambda: 0 < config.finetune.patience <= selection.num_worse,
@@ -261,11 +263,33 @@ def _train(run: _Components, state: TrainState, guard: Guard, done: Rollback | N
     return outcome
 
 
+def _evaluations(
+    run: _Components,
+    validate: Validator | None,
+    requests: Requests,
+    meter: ThroughputMeter,
+    records: RunRecords | None,
+    selection: Selection,
+) -> dict[RecordKind, EvaluateHook]:
+    """Return the validation and the evaluation of minimal pairs, if the run has them."""
+    train, module, must_stop = run.config.train, run.engine.module, requests.must_stop
+    hooks: dict[RecordKind, EvaluateHook] = {}
+    if validate is not None:
+        compute = functools.partial(validate, module, must_stop=must_stop)
+        report = None if records is None else records.report
+        hooks["validation"] = EvaluateHook(train.eval_every, compute, meter, report, selection)
+    if run.minimal_pairs is not None:
+        score = functools.partial(run.minimal_pairs.evaluate, module, run.groups, must_stop)
+        show = None if records is None else records.report_minimal_pairs
+        hooks["minimal_pairs"] = EvaluateHook(train.blimp_every, score, meter, show)
+    return hooks
+
+
 def _hooks(
     run: _Components,
     meter: ThroughputMeter,
     guard: Guard,
-    evaluation: EvaluateHook | None,
+    evaluations: Iterable[EvaluateHook],
     records: RunRecords | None,
     sample_log: SampleLog | None,
     selection: Selection,
@@ -281,8 +305,7 @@ def _hooks(
         hooks.append(
             LogHook(config.log.every, last_step(config), meter, records.writer, records.console)
         )
-    if evaluation is not None:
-        hooks.append(evaluation)
+    hooks.extend(evaluations)
     if every := config.guard.replica_check_every:
         hooks.append(
             PeriodicHook(every, lambda event: _check_replicas(run, records, event.state.step))

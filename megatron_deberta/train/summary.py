@@ -110,7 +110,7 @@ def describe_nothing_left(config: RunConfig) -> str:
 
 
 def _losses(run_dir: str) -> list[tuple[str, str]]:
-    """Return the last training loss, and the last and the best validation."""
+    """Return the last training loss, the last and best validation, and minimal pairs."""
     records = read_metrics(Path(run_dir) / FILE_NAME)
     # A loss that is not finite is recorded as null.
     scored = [record for record in records if record.get("loss") is not None]
@@ -127,6 +127,9 @@ def _losses(run_dir: str) -> list[tuple[str, str]]:
         unigram = [record[UNIGRAM_METRIC] for record in records if UNIGRAM_METRIC in record]
         text += f"; unigram baseline {unigram[-1]:.4f}" if unigram else ""
         rows.append(("validation", text))
+    pairs = [record for record in records if record["kind"] == "minimal_pairs"]
+    if pairs:
+        rows.append(("BLiMP", f"{pairs[-1]['accuracy']:.1%} at step {pairs[-1]['step']:,}"))
     return rows
 
 

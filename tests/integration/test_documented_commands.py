@@ -22,6 +22,7 @@ from torch.distributed.run import get_args_parser
 
 from megatron_deberta.cli.main import COMMANDS, build_parser, import_command, main
 from tests.support.jobs import ROOT, rank_variables
+from tests.support.minimal_pairs import write_pairs
 
 BASH = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 UNMARKED = re.compile(r"^```\n(?:megatron-deberta|python -m|torchrun|launch/) ", re.MULTILINE)
@@ -36,7 +37,7 @@ INPUTS = {
     "docs/data.md": (
         "data/books_text_document", "data/part-0_text_document", "data/part-1_text_document",
     ),
-    "docs/finetuning.md": ("exports/base", "runs/large", "glue/SST-2", "glue/MNLI"),
+    "docs/finetuning.md": ("exports/base", "runs/large", "glue/SST-2", "glue/MNLI", "blimp"),
     "docs/export.md": ("runs/first", "shards/corpus_text_document"),
     "docs/preprocess.md": ("tokenizer",),
 }  # fmt: skip
@@ -100,6 +101,8 @@ def folder(
             shutil.copytree(run_dir, target)
             (target / "logs" / "1.0").mkdir(parents=True)
             (target / "logs" / "1.0" / "rank_0.log").write_text("step 1/60\n")
+        elif name == "blimp":
+            write_pairs(target)
         elif name in LABELLED:
             write_labelled(target, *LABELLED[name])
         elif name.startswith("exports/"):

@@ -37,12 +37,16 @@ from megatron_deberta.distributed.collectives import (
 )
 from megatron_deberta.distributed.linear import row_parallel
 from megatron_deberta.distributed.topology import ProcessGroups
-from megatron_deberta.distributed.vocab import vocab_parallel_embedding, vocab_parallel_loss
+from megatron_deberta.distributed.vocab import (
+    vocab_parallel_embedding,
+    vocab_parallel_loss,
+    vocab_parallel_token_losses,
+)
 from megatron_deberta.model import tp_hooks
 from megatron_deberta.model.attention import DisentangledSelfAttention
 from megatron_deberta.model.fused import PendingResidual, layer_norm
 from megatron_deberta.model.tp_hooks import TokenLayout
-from megatron_deberta.objectives.mlm import TokenLoss
+from megatron_deberta.objectives.mlm import Reduction, TokenLoss
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,11 +163,15 @@ class _TokenEmbedding(_ParallelHook):
 
 class _TokenLoss(_ParallelHook):
     def forward(
-        self, states: Tensor, weight: Tensor, bias: Tensor, labels: Tensor
+        self,
+        states: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        labels: Tensor,
+        reduction: Reduction = "sum",
     ) -> tuple[Tensor, Tensor]:
-        return vocab_parallel_loss(
-            states, weight, bias, labels, self.vocab_start, self.vocab_size, self.group
-        )
+        compute = vocab_parallel_loss if reduction == "sum" else vocab_parallel_token_losses
+        return compute(states, weight, bias, labels, self.vocab_start, self.vocab_size, self.group)
 
 
 _PARALLEL_HOOKS: dict[type[nn.Module], type[_ParallelHook]] = {

@@ -1,0 +1,161 @@
+"""Pseudo-log-likelihood of sentences under a masked language model.
+
+Sources: Salazar et al. 2020, arXiv:1910.14659, equation 1 (``original``); Kauf and Ivanova 2023,
+arXiv:2305.10588 (``within_word_l2r``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from megatron_deberta.data.arrays import Booleans, Integers
+from megatron_deberta.data.batch import Batch
+from megatron_deberta.data.vocabulary import Vocabulary
+from megatron_deberta.distributed.topology import ProcessGroups
+from megatron_deberta.train.evaluate import never
+from megatron_deberta.train.step import sum_over_batch_ranks
+
+Metric = Literal["original", "within_word_l2r"]
+"""``original`` masks the scored token only; ``within_word_l2r`` also the later tokens of its word,
+which otherwise reveal it and favour words of many pieces."""
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedRows:
+    """One row per token of each sentence: the sentence with that token masked.
+
+    Attributes:
+        sentences: int64 ``[tokens]`` of each sentence, without [CLS] and [SEP].
+        vocabulary: ids and word starts of the tokenizer.
+        metric: what is masked.
+        sentence: int64 ``[rows]``, the sentence of each row.
+        place: int64 ``[rows]``, the scored token in its sentence.
+    """
+
+    sentences: Sequence[Integers]
+    vocabulary: Vocabulary
+    metric: Metric
+    sentence: Integers
+    place: Integers
+
+    @staticmethod
+    def of(
+        sentences: Sequence[Integers], vocabulary: Vocabulary, metric: Metric = "original"
+    ) -> MaskedRows:
+        """Return the rows of sentences."""
+        sizes = np.array([len(ids) for ids in sentences], np.int64)
+        places = [np.arange(size) for size in sizes]
+        sentence = np.repeat(np.arange(len(sizes)), sizes)
+        place = np.concatenate([np.empty(0, np.int64), *places])
+        return MaskedRows(sentences, vocabulary, metric, sentence, place)
+
+    def batches(self, tokens: int, dp_size: int) -> list[Integers]:
+        """Divide the rows into batches of equal length.
+
+        Args:
+            tokens: maximum tokens of a batch, unless one row has more.
+            dp_size: the number of batches is a multiple of this; extra ones are empty.
+
+        Returns:
+            Row numbers of each batch.
+        """
+        sizes = np.array([len(ids) for ids in self.sentences], np.int64)[self.sentence]
+        found: list[Integers] = []
+        for size in np.unique(sizes):
+            rows = np.flatnonzero(sizes == size)
+            most = max(1, tokens // (int(size) + 2))
+            found += [rows[first : first + most] for first in range(0, len(rows), most)]
+        found += [np.empty(0, np.int64)] * (-len(found) % dp_size)
+        return found
+
+    def batch(self, rows: Integers, multiple: int = 1) -> Batch:
+        """Build the batch of some rows of equal length; of no rows, one without labels.
+
+        Args:
+            rows: row numbers.
+            multiple: N is a multiple of this.
+        """
+        words, numbers = self.vocabulary, rows if rows.size else np.zeros(1, np.int64)
+        texts = np.stack([self.sentences[number] for number in self.sentence[numbers]])
+        places = self.place[numbers]
+        labels = texts[np.arange(len(texts)), places]
+        masked = self._masked(texts, places)
+        length = texts.shape[1] + 2
+        ids = np.full((len(texts), -(-length // multiple) * multiple), words.pad_id, np.int64)
+        ids[:, 0], ids[:, length - 1] = words.cls_id, words.sep_id
+        ids[:, 1 : length - 1] = np.where(masked, words.mask_id, texts)
+        mask = np.broadcast_to(np.arange(ids.shape[1]) < length, ids.shape).copy()
+        return Batch(
+            input_ids=torch.from_numpy(ids),
+            attention_mask=torch.from_numpy(mask),
+            masked_positions=torch.from_numpy(places[:, None] + 1),
+            labels=torch.from_numpy(labels[:, None].astype(np.int64)),
+            sample_index=torch.from_numpy(numbers),
+        )
+
+    def _masked(self, texts: Integers, places: Integers) -> Booleans:
+        """Return which tokens ``[rows, tokens]`` are masked."""
+        columns = np.arange(texts.shape[1])
+        is_scored: Booleans = columns == places[:, None]
+        if self.metric == "original":
+            return is_scored
+        word = np.cumsum(self.vocabulary.word_starts[texts], axis=1)
+        same: Booleans = word == word[np.arange(len(texts)), places][:, None]
+        return same & (columns >= places[:, None])
+
+
+def score_sentences(
+    module: nn.Module,
+    rows: MaskedRows,
+    groups: ProcessGroups,
+    tokens_per_batch: int,
+    *,
+    multiple: int = 1,
+    must_stop: Callable[[], bool] = never,
+    advance: Callable[[int, int], None] = lambda done, total: None,
+) -> npt.NDArray[np.float64] | None:
+    """Sum the log-probabilities of each sentence's tokens. Collective over all ranks.
+
+    Only the masked position of a row is decoded. Data-parallel ranks divide the rows; the batches
+    do not depend on the layout.
+
+    Args:
+        module: `objectives.MaskedLanguageModel`.
+        rows: the masked sentences.
+        groups: the rank grid.
+        tokens_per_batch: maximum tokens of a forward pass.
+        multiple: row lengths are padded to a multiple of this (sequence parallelism).
+        must_stop: called before each batch, with the same result on every rank.
+        advance: called with the batches done and their number.
+
+    Returns:
+        ``[sentences]`` in nats; None: told to stop.
+    """
+    scores = torch.zeros(len(rows.place), dtype=torch.float64, device=groups.device)
+    batches = rows.batches(tokens_per_batch, groups.dp_size)
+    own = batches[groups.dp_rank :: groups.dp_size]
+    was_training = module.training
+    module.eval()
+    try:
+        with torch.no_grad():
+            for done, numbers in enumerate(own, start=1):
+                if must_stop():
+                    return None
+                batch = rows.batch(numbers, multiple).to(groups.device)
+                losses = module(batch, None, "none")[0]
+                if numbers.size:
+                    scores[batch.sample_index] = -losses.double()
+                advance(done, len(own))
+    finally:
+        module.train(was_training)
+    values = sum_over_batch_ranks(scores, groups).cpu().numpy()
+    sums: npt.NDArray[np.float64] = np.zeros(len(rows.sentences))
+    np.add.at(sums, rows.sentence, values)
+    return sums

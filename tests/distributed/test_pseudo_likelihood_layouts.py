@@ -1,0 +1,52 @@
+"""Pseudo-log-likelihoods are the same on every layout, in a training engine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_deberta.distributed.topology import single_process_groups
+from megatron_deberta.engine import deepspeed_config
+from megatron_deberta.engine.factory import build_engine
+from megatron_deberta.tasks.minimal_pairs import MinimalPair
+from megatron_deberta.train.minimal_pairs import build_minimal_pairs
+from megatron_deberta.train.pseudo_likelihood import score_sentences
+from megatron_deberta.train.setup import build_rank_model
+from tests.support.layout_matrix import Layout, run_config
+from tests.support.minimal_pairs import PAIRS
+from tests.support.ranks import RankPool, grid
+from tests.support.tiny_models import tiny_tokenizer
+
+
+def scores_of(rank: int, layout: Layout | None) -> list[float]:
+    """Return the scores of all sentences and the accuracies, on this rank."""
+    deepspeed_config.PERSISTENCE_THRESHOLD = 0
+    groups = grid(layout.tp_size) if layout else single_process_groups(torch.device("cpu"))
+    config = run_config(layout, micro_batch=2)
+    config = replace(
+        config, model=replace(config.model, vocab_size=208, max_position_embeddings=96)
+    )
+    model = build_rank_model(config, groups)
+    engine = build_engine(config, model.module, model.specs, groups)
+    pairs = [MinimalPair(*pair) for pair in PAIRS]
+    task = build_minimal_pairs(config, tiny_tokenizer(), pairs)
+    found = score_sentences(engine.module, task.rows, groups, 60, multiple=task.multiple)
+    evaluation = task.evaluate(engine.module, groups, lambda: False)
+    engine.destroy()
+    assert found is not None
+    assert evaluation is not None
+    return [*found.tolist(), *evaluation.metrics.values()]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(2, 3, True, "none"), Layout(4, 1, False, "full"), Layout(1, 2, False, "selective")],
+    ids=lambda layout: layout.name,
+)
+def test_layouts_agree(four_ranks: RankPool, layout: Layout) -> None:
+    expected = scores_of(0, None)
+    for scores in four_ranks.run(scores_of, layout):
+        np.testing.assert_allclose(scores, expected, rtol=1e-5)
