@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from benchmarks.learn.ablations import VARIANTS, mean_curves
 from benchmarks.tables.common import UNMEASURED, Result, markdown
+from megatron_deberta.tasks.task import load_task
 
 # MNLI-m/mm, SQuAD 1.1, SQuAD 2.0, RACE of He et al. 2021, Tables 4 and 13.
 PAPER = {
@@ -79,4 +80,31 @@ def learn(record: Result) -> str:
         f"\n({record['layers']} layers x {record['width']}, {tokens:.2f} million tokens; "
         f"unigram cross-entropy of the same targets {record['unigram_loss']:.3f} nat; "
         f"{record['hardware']}, torch {record['torch']}{timed}.)\n"
+    )
+
+
+def finetune_study(record: Result) -> str:
+    """Scores of fine-tuned tasks from pretrained and random weights, and BLiMP by step."""
+    rows = []
+    for row in record["comparison"]:
+        sides = [row["pretrained"], row["random"]]
+        spread = ["" if side["stdev"] is None else f" ± {side['stdev']:.3f}" for side in sides]
+        p = row["p"]
+        rows.append((
+            row["task"], load_task(row["task"]).metrics[0].replace("_", " "),
+            str(min(side["seeds"] for side in sides)),
+            *(f"{side['mean']:.3f}{s}" for side, s in zip(sides, spread, strict=True)),
+            f"{row['difference']:+.3f}", "" if p is None else f"{p:.1g}",
+        ))  # fmt: skip
+    header = ("task", "score", "seeds", "pretrained", "random weights", "difference", "p")
+    scores = [f"{row['accuracy']:.1%} at step {step}" for step, row in record["blimp"].items()]
+    blimp = f"\nBLiMP, 50 pairs per paradigm: {', '.join(scores)}.\n" if scores else ""
+    return (
+        markdown(header, rows)
+        + blimp
+        + (
+            f"\n({record['layers']} layers x {record['width']}, pretrained on "
+            f"{record['pretraining_tokens'] / 1e6:.1f} million tokens; mean ± standard deviation "
+            f"over seeds, Welch's t-test; {record['hardware']}, revision {record['revision']}.)\n"
+        )
     )

@@ -188,7 +188,7 @@ def check_command(arguments: list[str]) -> None:
         return
     if name in DRY_RUN and "--dry-run" not in options:
         arguments = [*arguments, "--dry-run"]
-    if name == "finetune" and "--save-config" not in options:
+    if name in ("finetune", "finetune-checkpoints") and "--save-config" not in options:
         arguments = [*arguments, *ONE_STEP]
     assert main(arguments) == 0, " ".join(arguments)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -172,3 +173,49 @@ def test_a_model_without_the_head_cannot_predict(
     task = [str(data / "task.yaml"), "--model", str(MODEL), "--data", str(data)]
     assert main(["predict", *task]) == EXIT_USAGE
     assert "is not fine-tuned" in capsys.readouterr().err
+
+
+def test_checkpoints_of_a_run_give_a_curve(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "pretrained"
+    shutil.copytree(MODEL.parent / "run", run_dir)
+    *_, last = steps = committed_steps(run_dir)
+    output = tmp_path / "curve"
+    command = [
+        "finetune-checkpoints", str(run_dir), "--task", str(data / "task.yaml"),
+        "--data", str(data), "--output", str(output), "--seeds", "2", "--every", str(len(steps)),
+        "--tokenizer", str(MODEL.parent / "tokenizer"),
+    ]  # fmt: skip
+    settings = (
+        "precision.engine=plain", "log.tensorboard=false", "train.global_batch_size=8",
+        "train.device=cpu", "train.steps=2", "optimizer.warmup_steps=0",
+    )  # fmt: skip
+    call, calls = TrainStep.__call__, []
+
+    def killed(self: Any, step: int, *args: Any) -> Any:
+        calls.append(step)
+        if len(calls) == 4:
+            raise Killed
+        return call(self, step, *args)
+
+    monkeypatch.setattr(TrainStep, "__call__", killed)
+    with pytest.raises(Killed):
+        main([*command, *settings])
+    # The first seed has finished and is shown; it is not repeated.
+    curve = json.loads((output / "curve.json").read_text())
+    assert [len(point["scores"]) for point in curve["points"]] == [1]
+    calls.clear()
+    assert main([*command, *settings]) == EXIT_DONE
+    assert calls == [0, 1]
+    (point,) = json.loads((output / "curve.json").read_text())["points"]
+    assert (point["step"], len(point["scores"])) == (last, 2)
+    assert point["mean"] == pytest.approx(sum(point["scores"]) / 2)
+    assert (output / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().out.splitlines()[-2].split()[0] == f"{last:,}"
+
+    capsys.readouterr()
+    assert main([*command, *settings[:-1], "optimizer.warmup_steps=1"]) == EXIT_USAGE
+    assert "use another --output" in capsys.readouterr().err
+    assert main([*command, "train.seed=3"]) == EXIT_USAGE
+    assert "use --seeds" in capsys.readouterr().err

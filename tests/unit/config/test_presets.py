@@ -47,6 +47,9 @@ WORLD_SIZES = {
     "table2_sentence_pair_h100": 8,
     "small": 0,
 }
+# Runs of the paper's Tables 4 and 13, as the changes of the ablation model.
+SHARED = ["model.share_position_projections=true", "model.key_bias=true"]
+CONVOLUTION = [*SHARED, "model.conv_kernel_size=3"]
 # Rows of the paper's Table 4 that leave something out, as overrides of the ablation model.
 ABLATIONS = {
     "-EMD": ["model.mask_decoder_passes=0", "model.absolute_positions=none"],
@@ -62,6 +65,21 @@ ABLATIONS = {
         "model.absolute_positions=none",
         "model.position_terms=c2p",
     ],
+}
+NAMED_ABLATIONS = {
+    "no_emd": ABLATIONS["-EMD"],
+    "no_c2p": ABLATIONS["-C2P"],
+    "no_p2c": ABLATIONS["-P2C"],
+    "no_emd_c2p": ABLATIONS["-(EMD+C2P)"],
+    "no_emd_p2c": ABLATIONS["-(EMD+P2C)"],
+    "shared": SHARED,
+    "shared_conv": CONVOLUTION,
+    "shared_conv_128k": [*CONVOLUTION, "model.vocab_size=128100"],
+}
+WORLD_SIZES |= {
+    f"ablation_{name}_{hardware}": ranks
+    for name in NAMED_ABLATIONS
+    for hardware, ranks in (("dgx2", 16), ("h100", 8))
 }
 
 
@@ -111,6 +129,16 @@ def test_roberta_has_no_relative_positions() -> None:
 @pytest.mark.parametrize("hardware", ["dgx2", "h100"])
 def test_ablations_are_overrides(hardware: str, overrides: list[str]) -> None:
     load_config(CONFIGS / "runs" / f"ablation_{hardware}.yaml", overrides)
+
+
+@pytest.mark.parametrize("name", NAMED_ABLATIONS)
+@pytest.mark.parametrize("hardware", ["dgx2", "h100"])
+def test_named_ablations_differ_in_their_overrides_only(hardware: str, name: str) -> None:
+    path = CONFIGS / "runs" / f"ablation_{name}_{hardware}.yaml"
+    overrides = [*NAMED_ABLATIONS[name], f"train.run_dir=runs/{path.stem}"]
+    base = load_config(CONFIGS / "runs" / f"ablation_{hardware}.yaml")
+    assert load_config(path) == load_config(path.with_name(f"ablation_{hardware}.yaml"), overrides)
+    assert load_config(path).model != base.model
 
 
 def test_documented_ablations_are_these() -> None:

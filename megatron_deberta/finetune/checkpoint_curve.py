@@ -1,0 +1,203 @@
+"""Score of a labelled task against pretraining steps.
+
+Source: He et al. 2021, arXiv:2006.03654, Figure 1 (MNLI accuracy of DeBERTa and RoBERTa against
+pretraining steps).
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from typing_extensions import TypedDict
+
+from megatron_deberta.checkpoint.layout import committed_steps, step_dir
+from megatron_deberta.checkpoint.reader import CheckpointReader
+from megatron_deberta.errors import CheckpointError, ConfigError
+from megatron_deberta.files import write_atomically
+from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
+from megatron_deberta.parsing import Count, Number, read_json
+from megatron_deberta.train.selection import Selection
+
+RESULT_FILE = "result.json"
+"""In the folder of a fine-tuning run: its score, written when it has finished."""
+SETTINGS_FILE = "settings.json"
+CURVE_FILE = "curve.json"
+PICTURE_FILE = "curve.png"
+
+
+class _Result(TypedDict):
+    step: Count
+    samples: Count
+    seed: Count
+    score: Number
+    best_step: Count
+
+
+@dataclass(frozen=True, slots=True)
+class CurveRun:
+    """One fine-tuning run of a checkpoint.
+
+    Attributes:
+        checkpoint: the pretrained checkpoint.
+        step: its step.
+        samples: sequences that it was trained on.
+        seed: ``train.seed`` of the fine-tuning run.
+        folder: of the fine-tuning run.
+    """
+
+    checkpoint: Path
+    step: int
+    samples: int
+    seed: int
+    folder: Path
+
+    def record_result(self) -> None:
+        """Write the best score of the finished run."""
+        selection = Selection.of_records(read_metrics(self.folder / FILE_NAME))
+        if selection.best_step is None:
+            raise ConfigError(
+                f"{self.folder}: the run has no validation; use a task with a dev split"
+            )
+        values = _Result(
+            step=self.step,
+            samples=self.samples,
+            seed=self.seed,
+            score=selection.best_score,
+            best_step=selection.best_step,
+        )
+        write_atomically(self.folder / RESULT_FILE, (json.dumps(values) + "\n").encode())
+
+    @property
+    def score(self) -> float | None:
+        """The recorded score; None: the run has not finished."""
+        path = self.folder / RESULT_FILE
+        if not path.exists():
+            return None
+        remedy = "remove it, and the command writes it again"
+        return read_json(path, _Result, "a result", remedy=remedy)["score"]
+
+
+def plan_runs(run_dir: Path, output: Path, every: int, seeds: int) -> list[CurveRun]:
+    """Return the fine-tuning runs, by step and seed.
+
+    Args:
+        run_dir: the pretraining run.
+        output: folder of the fine-tuning runs.
+        every: use every n-th kept checkpoint, and the last one.
+        seeds: runs per checkpoint, with the seeds 1, 2, ...
+
+    Raises:
+        CheckpointError: the run has no checkpoint.
+    """
+    steps = committed_steps(run_dir)
+    if not steps:
+        raise CheckpointError(f"{run_dir} has no committed checkpoint; give a pretraining run")
+    chosen = sorted({*steps[every - 1 :: every], steps[-1]})
+    runs = []
+    for step in chosen:
+        path = step_dir(run_dir, step)
+        samples = CheckpointReader(path).metadata.consumed_samples
+        folders = [(seed, output / f"{path.name}-seed_{seed}") for seed in range(1, seeds + 1)]
+        runs += [CurveRun(path, step, samples, seed, folder) for seed, folder in folders]
+    return runs
+
+
+def check_settings(output: Path, settings: dict[str, Any]) -> None:
+    """Record what all runs have in common; they are comparable only if it is the same.
+
+    Raises:
+        ConfigError: the folder has runs with other settings.
+    """
+    path = output / SETTINGS_FILE
+    known = settings
+    if path.exists():
+        remedy = "use another --output"
+        known = read_json(path, dict[str, Any], "settings of runs", remedy=remedy)
+    for name, value in settings.items():
+        if known.get(name) != value:
+            raise ConfigError(
+                f"{output} has runs with {name}={known.get(name)!r}, not {value!r}; use another "
+                "--output"
+            )
+    output.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, (json.dumps(settings, indent=1) + "\n").encode())
+
+
+@dataclass(frozen=True, slots=True)
+class CurvePoint:
+    """Scores of one checkpoint, by seed."""
+
+    step: int
+    samples: int
+    scores: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        """Mean score."""
+        return mean(self.scores)
+
+
+def curve_of(runs: Sequence[CurveRun]) -> list[CurvePoint]:
+    """Return the points of the checkpoints with at least one finished run."""
+    found: dict[tuple[int, int], list[float]] = {}
+    for run in runs:
+        if (score := run.score) is not None:
+            found.setdefault((run.step, run.samples), []).append(score)
+    return [CurvePoint(step, samples, tuple(scores)) for (step, samples), scores in found.items()]
+
+
+def write_curve(output: Path, points: Sequence[CurvePoint], task: str, metric: str) -> None:
+    """Write ``curve.json`` and ``curve.png``.
+
+    Args:
+        output: folder of the files.
+        points: at least one.
+        task: name of the task.
+        metric: name of the score.
+    """
+    content = {
+        "task": task,
+        "metric": metric,
+        "points": [{**asdict(point), "mean": point.mean} for point in points],
+    }
+    write_atomically(output / CURVE_FILE, (json.dumps(content, indent=1) + "\n").encode())
+    plot_curve(output / PICTURE_FILE, points, task, metric)
+
+
+def plot_curve(
+    path: str | os.PathLike[str], points: Sequence[CurvePoint], task: str, metric: str
+) -> None:
+    """Draw mean and range of the score over pretraining steps as PNG."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    steps = [point.step for point in points]
+    axes.plot(steps, [point.mean for point in points], marker="o", label="mean over seeds")
+    if any(len(point.scores) > 1 for point in points):
+        lowest, highest = ([f(point.scores) for point in points] for f in (min, max))
+        axes.fill_between(steps, lowest, highest, alpha=0.2, label="range")
+        axes.legend()
+    axes.set(xlabel="pretraining step", ylabel=f"{task}: {metric.replace('_', ' ')} (dev)")
+    axes.grid(alpha=0.3)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=120, format="png")
+    write_atomically(Path(path), picture.getvalue())
+
+
+def describe_curve(points: Sequence[CurvePoint], metric: str) -> str:
+    """Format a table of the points."""
+    lines = [f"{'step':>10}{'sequences':>14}{'seeds':>7}{metric:>20}{'min':>9}{'max':>9}"]
+    lines += [
+        f"{point.step:>10,}{point.samples:>14,}{len(point.scores):>7}{point.mean:>20.4f}"
+        f"{min(point.scores):>9.4f}{max(point.scores):>9.4f}"
+        for point in points
+    ]
+    return "\n".join(lines)
