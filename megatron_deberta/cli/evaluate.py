@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -126,12 +127,5 @@ def as_json(scores: MinimalPairScores, metric: str) -> dict[str, object]:
         "num_pairs": scores.num_pairs,
         "accuracy": scores.accuracy,
         "fields": scores.fields,
-        "paradigms": {
-            score.paradigm: {
-                "field": score.field,
-                "num_pairs": score.num_pairs,
-                "accuracy": score.accuracy,
-            }
-            for score in scores.paradigms
-        },
+        "paradigms": [asdict(score) for score in scores.paradigms],
     }

@@ -79,24 +79,24 @@ def run(args: argparse.Namespace) -> int:
     task = load_task(args.task)
     output = Path(args.output or run_folder(args) / "finetuned" / task.name)
     runs = plan_runs(run_folder(args), output, args.every, args.seeds)
-    check_settings(
-        output,
-        {
-            "run": str(Path(args.run_dir).resolve()),
-            "task": task.name,
-            "settings": args.settings,
-            "overrides": args.overrides,
-        },
-    )
-    for number_, planned in enumerate(runs, start=1):
-        if planned.score is None:
-            title = f"step {planned.step:,}, seed {planned.seed}"
-            print(f"fine-tuning {number_} of {len(runs)}: {title}", flush=True)
-            code = _finetune(args, planned, output)
-            if code != EXIT_DONE:
-                return code
-            planned.record_result()
+    settings = {
+        "run": str(Path(args.run_dir).resolve()),
+        "task": task.name,
+        "settings": args.settings,
+        "overrides": args.overrides,
+    }
+    check_settings(output, runs, settings)
+    for count, planned in enumerate(runs, start=1):
+        if planned.score is not None:
+            continue
+        title = f"step {planned.step:,}, seed {planned.seed}"
+        print(f"fine-tuning {count} of {len(runs)}: {title}", flush=True)
+        code = _finetune(args, planned, output)
+        if code != EXIT_DONE:
+            return code
+        planned.record_result()
         write_curve(output, curve_of(runs), task.name, task.metrics[0])
+    write_curve(output, curve_of(runs), task.name, task.metrics[0])
     print(describe_curve(curve_of(runs), task.metrics[0]))
     print(f"{output / CURVE_FILE}, {output / PICTURE_FILE}")
     return EXIT_DONE

@@ -58,7 +58,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("launch", "pretrain with several ranks on this machine"),
     Command("finetune", "fine-tune a model on a labelled task"),
     Command("predict", "predict the examples of a task with a fine-tuned model"),
-    Command("evaluate", "compute a task's metrics with a fine-tuned model"),
+    Command("evaluate", "compute a task's metrics with a fine-tuned model, or BLiMP's"),
     Command("finetune-checkpoints", "score of a task against pretraining steps"),
     Command("plan", "predict memory, FLOPs, traffic and time of a run on a cluster"),
     Command("config", "list the configuration keys, or print a run's resolved configuration"),

@@ -109,15 +109,20 @@ def plan_runs(run_dir: Path, output: Path, every: int, seeds: int) -> list[Curve
     return runs
 
 
-def check_settings(output: Path, settings: dict[str, Any]) -> None:
+def check_settings(output: Path, runs: Sequence[CurveRun], settings: dict[str, Any]) -> None:
     """Record what all runs have in common; they are comparable only if it is the same.
+
+    Args:
+        output: folder of the runs.
+        runs: the planned runs; if none has begun, the settings may be replaced.
+        settings: by name.
 
     Raises:
         ConfigError: the folder has runs with other settings.
     """
     path = output / SETTINGS_FILE
     known = settings
-    if path.exists():
+    if path.exists() and any(run.folder.exists() for run in runs):
         remedy = "use another --output"
         known = read_json(path, dict[str, Any], "settings of runs", remedy=remedy)
     for name, value in settings.items():

@@ -74,9 +74,11 @@ class MinimalPairTask:
         scores = self.score(module, groups, must_stop)
         if scores is None:
             return None
-        values = {"accuracy": scores.accuracy, **scores.fields}
+        values = {"all": scores.accuracy, **scores.fields}
         text = " | ".join(f"{name.replace('_', ' ')} {value:.1%}" for name, value in values.items())
-        return Evaluation({**values, "num_pairs": scores.num_pairs}, text)
+        metrics = {"accuracy": scores.accuracy, "num_pairs": float(scores.num_pairs)}
+        metrics |= {f"accuracy_{name}": value for name, value in scores.fields.items()}
+        return Evaluation(metrics, text)
 
 
 def build_minimal_pairs(
