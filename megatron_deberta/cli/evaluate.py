@@ -18,13 +18,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
 from megatron_deberta.cli.arguments import number
 from megatron_deberta.cli.finetune import add_task_arguments
 from megatron_deberta.errors import EXIT_DONE, ConfigError
 from megatron_deberta.files import write_atomically
+from megatron_deberta.text.deduplicate.progress import StageDisplay
 
 if TYPE_CHECKING:
     # These import torch, which --help does not need.
@@ -82,11 +80,13 @@ def _run_minimal_pairs(args: argparse.Namespace) -> int:
     if args.split is not None:
         raise ConfigError(f"--split {args.split}: {MINIMAL_PAIRS} has no splits; remove it")
     metric: Metric = args.metric or "original"
-    console = Console(stderr=True)
-    hidden = not console.is_terminal or read_environment().rank != 0
-    columns = TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console, disable=hidden) as bar:
-        shown = bar.add_task(MINIMAL_PAIRS, total=None)
+    shows = read_environment().rank == 0
+    with StageDisplay(title="evaluate") as display:
+
+        def advance(done: int, total: int) -> None:
+            if shows:
+                display.advance(MINIMAL_PAIRS, total, done)
+
         scores, is_first = evaluate_minimal_pairs(
             Path(args.model),
             args.data,
@@ -94,7 +94,7 @@ def _run_minimal_pairs(args: argparse.Namespace) -> int:
             metric=metric,
             tokenizer=args.tokenizer,
             overrides=args.overrides,
-            advance=lambda done, total: bar.update(shown, completed=done, total=total),
+            advance=advance,
         )
     if is_first:
         print(describe(scores))
