@@ -46,11 +46,12 @@ FREE = _keys(
 )
 # Keys that change the experiment; they need the flag.
 WITH_FLAG = _keys(
-    optimizer="learning_rate warmup_steps warmup_fraction schedule weight_decay beta1 beta2 eps "
-    "bias_correction clip_grad_norm",
+    optimizer="learning_rate warmup_steps warmup_fraction warmup_tokens schedule decay_steps "
+    "decay_fraction decay_tokens decay_shape weight_decay beta1 beta2 eps bias_correction "
+    "clip_grad_norm",
     guard="non_finite spike_sigmas spike_window spike_warmup max_skips",
     precision="dtype initial_loss_scale_power loss_scale_window min_loss_scale",
-    train="steps",
+    train="steps tokens",
     finetune="epochs",
 )
 

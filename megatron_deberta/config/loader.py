@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, cast
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import OmegaConf
 
-from megatron_deberta.config.renamed_keys import use_new_names
+from megatron_deberta.config.merge import OVERRIDES, merge_layers, parse_overrides
+from megatron_deberta.config.phases import PHASES_KEY, phase_lines, resolve_durations
 from megatron_deberta.config.rules import validate
-from megatron_deberta.config.schema import AUTO, RunConfig
-from megatron_deberta.config.yaml_reader import parse_yaml, read_yaml
+from megatron_deberta.config.schema import RunConfig
+from megatron_deberta.config.yaml_reader import read_yaml
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.files import write_atomically
 
@@ -25,10 +24,6 @@ if TYPE_CHECKING:
 
 BASE_KEY = "base"
 """Top-level key that names the file or files that a file extends, relative to it."""
-
-OVERRIDES = "command line"
-"""Source of ``section.key=value`` in messages."""
-
 
 CONFIG_ROOTS = tuple(Path(__file__).resolve().parents[1:3])
 """Folders that hold ``configs/``: the installed package, or else the checkout."""
@@ -49,7 +44,7 @@ def load_config(path: str | os.PathLike[str] | None, overrides: Sequence[str] = 
         ConfigError: unreadable file, unknown or duplicate key, wrong type, or a broken rule.
     """
     layers = list(_layers(_find(Path(), os.fspath(path)), ())) if path is not None else []
-    layers.append((OVERRIDES, _parse_overrides(overrides)))
+    layers.append((OVERRIDES, parse_overrides(overrides)))
     return _build(layers)
 
 
@@ -78,7 +73,7 @@ def config_from_layers(
     Raises:
         ConfigError: unknown key, wrong type, or a broken rule.
     """
-    return _build([*layers, (OVERRIDES, _parse_overrides(overrides))])
+    return _build([*layers, (OVERRIDES, parse_overrides(overrides))])
 
 
 def config_to_dict(config: DataclassInstance) -> dict[str, Any]:
@@ -93,13 +88,8 @@ def save_config(config: RunConfig, path: str | os.PathLike[str]) -> None:
 
 
 def _build(layers: Iterable[tuple[str, Mapping[str, Any]]]) -> RunConfig:
-    merged: DictConfig = OmegaConf.structured(RunConfig)
-    for section in merged:
-        # Frozen dataclasses arrive read-only. Layers are applied key by key, to name wrong keys.
-        OmegaConf.set_readonly(merged[section], False)
-    for source, data in layers:
-        _apply(merged, data, source)
-    config = cast(RunConfig, OmegaConf.to_object(merged))
+    layers = list(layers)
+    config = resolve_durations(merge_layers(layers), layers[-1])
     validate(config)
     return config
 
@@ -112,6 +102,9 @@ def _layers(path: Path, ancestors: tuple[Path, ...]) -> Iterator[tuple[str, dict
             f"{path}: extends itself through `{BASE_KEY}`; remove one of the references"
         )
     data = read_yaml(path)
+    if PHASES_KEY in data:
+        lines = phase_lines(data.pop(PHASES_KEY), str(path))
+        data["train"] = {**(data.get("train") or {}), PHASES_KEY: lines}
     bases = data.pop(BASE_KEY, [])
     if isinstance(bases, str):
         bases = [bases]
@@ -130,95 +123,3 @@ def _find(folder: Path, name: str) -> Path:
     if not path.exists() and Path(name).parts[:1] == ("configs",):
         return next((root / name for root in CONFIG_ROOTS if (root / name).is_file()), path)
     return path
-
-
-def _parse_overrides(overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
-    sections: dict[str, dict[str, Any]] = {}
-    for override in overrides:
-        name, equals, value = override.partition("=")
-        section, dot, key = name.strip().partition(".")
-        if not equals or not dot or not section or not key:
-            raise ConfigError(
-                f"{OVERRIDES}: {override!r} is not section.key=value, as in train.steps=1000"
-            )
-        # `checkpoint.load_from=` sets an empty string; YAML alone would read it as null.
-        parsed = parse_yaml(value, OVERRIDES) if value.strip() else ""
-        sections.setdefault(section, {})[key] = parsed
-    return sections
-
-
-def _apply(config: DictConfig, data: Mapping[str, Any], source: str) -> None:
-    """Check the names of one layer and apply it to the config."""
-    for section, values in data.items():
-        known = _section_keys().get(section)
-        if known is None:
-            raise ConfigError(f"{source}: no section {section!r}{_suggest_section(section)}")
-        if not isinstance(values, Mapping):
-            raise ConfigError(f"{source}: {section}={values!r} is not a section; set {section}.key")
-        for key, value in use_new_names(section, values, source).items():
-            if key not in known:
-                meant = _suggest_key(str(key), section)
-                raise ConfigError(f"{source}: no key {section}.{key}{meant}")
-            _set(config, section, str(key), value, source)
-
-
-def _set(config: DictConfig, section: str, key: str, value: Any, source: str) -> None:
-    name = f"{section}.{key}"
-    if mentions_interpolation(value):
-        raise ConfigError(
-            f"{source}: {name}={value!r}: '${{' and '???' are not supported; write the value"
-        )
-    if isinstance(value, str) and isinstance(getattr(getattr(RunConfig(), section), key), tuple):
-        # A single item stands for a list of one, as in data.train=shards/books_text_document.
-        value = [value] if value else []
-    if (name, value) == ("model.vocab_size", "auto"):
-        value = AUTO
-    try:
-        OmegaConf.update(config, name, value)
-    except (OmegaConfBaseException, OverflowError) as error:
-        remedy = _expected(section, key)
-        raise ConfigError(f"{source}: {name}={value!r} has the wrong type; {remedy}") from error
-
-
-def mentions_interpolation(value: Any) -> bool:
-    """Return whether OmegaConf would replace a value, or a part of it, by something else."""
-    if isinstance(value, list):
-        return any(mentions_interpolation(item) for item in value)
-    if isinstance(value, dict):
-        return any(mentions_interpolation(item) for item in (*value, *value.values()))
-    return isinstance(value, str) and ("${" in value or value == "???")
-
-
-def _section_keys() -> dict[str, tuple[str, ...]]:
-    default = RunConfig()
-    sections = ((item.name, getattr(default, item.name)) for item in fields(RunConfig))
-    return {name: tuple(key.name for key in fields(section)) for name, section in sections}
-
-
-def _suggest_section(wrong: object) -> str:
-    keys = _section_keys()
-    close = difflib.get_close_matches(str(wrong), keys, n=1)
-    if close:
-        return f"; did you mean {close[0]!r}?"
-    owner = next((f"{name}.{wrong}" for name, known in keys.items() if wrong in known), None)
-    return f"; did you mean {owner}?" if owner else f"; the sections are {', '.join(keys)}"
-
-
-def _suggest_key(wrong: str, section: str) -> str:
-    """Suggest a key of the same name in another section, or a similar one in this section."""
-    keys = _section_keys()
-    close = [f"{name}.{wrong}" for name, known in keys.items() if wrong in known]
-    close += [f"{section}.{key}" for key in difflib.get_close_matches(wrong, keys[section], n=1)]
-    return f"; did you mean {close[0]}?" if close else f"; {section} has {', '.join(keys[section])}"
-
-
-def _expected(section: str, key: str) -> str:
-    """Describe the values that a key accepts."""
-    values = getattr(RunConfig(), section)
-    hint = get_type_hints(type(values))[key]
-    default = getattr(values, key)
-    if get_origin(hint) is Literal:
-        return f"write one of {', '.join(map(str, get_args(hint)))}"
-    if isinstance(default, tuple):
-        return f"write a list, as in {section}.{key}=[first,second]"
-    return f"write a value of type {hint.__name__}, such as {json.dumps(default)}"

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import field
-from typing import NamedTuple, TypeVar
+from dataclasses import field, fields
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+from megatron_deberta.errors import ConfigError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 _Number = TypeVar("_Number", int, float)
 
@@ -40,3 +45,23 @@ def below_one(default: float, limit: float = 1) -> float:
     """Declare a config key from 0 to below 1, or another limit."""
     allowed = Range(f"a number from 0 to below {limit:g}", 0, math.nextafter(limit, 0))
     return field(default=default, metadata={"range": allowed})
+
+
+def check_ranges(config: DataclassInstance) -> None:
+    """Check that every number of a run's config is in its range.
+
+    Raises:
+        ConfigError: names the key, its value and the range.
+    """
+    for section in fields(config):
+        values = getattr(config, section.name)
+        for key in fields(values):
+            value, allowed = getattr(values, key.name), key.metadata.get("range", NOT_NEGATIVE)
+            # Comparisons are exact, also where an integer has no floating-point number.
+            largest = (1 << 63) - 1 if isinstance(value, int) else 1e300
+            if isinstance(value, int | float) and not (
+                -largest <= value <= largest and allowed.contains(value)
+            ):
+                raise ConfigError(
+                    f"{section.name}.{key.name}={value} is out of range; write {allowed.text}"
+                )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields
 from datetime import datetime
 from typing import NamedTuple
 
 from megatron_deberta.config.divisibility import check_tensor_parallel_divides
-from megatron_deberta.config.ranges import NOT_NEGATIVE
+from megatron_deberta.config.phases import check_durations, segments
+from megatron_deberta.config.ranges import check_ranges
 from megatron_deberta.config.schema import (
     AUTO,
     NOTIFY_EVENTS,
@@ -18,6 +18,7 @@ from megatron_deberta.config.schema import (
     GuardConfig,
     ModelConfig,
     ObjectiveConfig,
+    OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,
     RunConfig,
@@ -43,7 +44,14 @@ def validate(config: RunConfig) -> None:
     Raises:
         ConfigError: names the first wrong key, its value and a remedy.
     """
-    _check_ranges(config)
+    _validate_alone(config)
+    check_durations(config)
+    _check_phases(config)
+
+
+def _validate_alone(config: RunConfig) -> None:
+    """Check a config without its phases, or that of a segment."""
+    check_ranges(config)
     _check_architecture(config.model)
     _check_lengths(config.model, config.data)
     _check_pairs(config.model, config.data)
@@ -66,10 +74,10 @@ def validate_for_world(config: RunConfig, world_size: int) -> BatchArithmetic:
         world_size: number of ranks; tensor-parallel times data-parallel size.
 
     Returns:
-        The batch arithmetic on those ranks.
+        The batch arithmetic on those ranks, of the first steps where it changes.
 
     Raises:
-        ConfigError: the batch does not divide, or ``validate`` fails.
+        ConfigError: a batch does not divide, or ``validate`` fails.
         TopologyError: the ranks do not divide into tensor-parallel groups.
     """
     validate(config)
@@ -80,7 +88,8 @@ def validate_for_world(config: RunConfig, world_size: int) -> BatchArithmetic:
         {"world_size": world_size, "model.num_heads": config.model.num_heads},
         error=TopologyError,
     )
-    return batch_arithmetic(config, world_size // tp_size)
+    dp_size = world_size // tp_size
+    return [batch_arithmetic(part.config, dp_size) for part in segments(config)][0]
 
 
 def batch_arithmetic(config: RunConfig, dp_size: int) -> BatchArithmetic:
@@ -122,19 +131,22 @@ def short_samples(config: RunConfig) -> int:
     return config.data.short_steps * config.train.global_batch_size
 
 
-def _check_ranges(config: RunConfig) -> None:
-    for section in fields(config):
-        values = getattr(config, section.name)
-        for key in fields(values):
-            value, allowed = getattr(values, key.name), key.metadata.get("range", NOT_NEGATIVE)
-            # Comparisons are exact, also where an integer has no floating-point number.
-            largest = (1 << 63) - 1 if isinstance(value, int) else 1e300
-            if isinstance(value, int | float) and not (
-                -largest <= value <= largest and allowed.contains(value)
-            ):
-                raise ConfigError(
-                    f"{section.name}.{key.name}={value} is out of range; write {allowed.text}"
-                )
+def _check_phases(config: RunConfig) -> None:
+    parts = segments(config)
+    if len(parts) == 1 and not config.train.phases:
+        return
+    for part in parts:
+        try:
+            _validate_alone(part.config)
+        except ConfigError as error:
+            raise ConfigError(f"phase {part.phase}: {error}") from error
+        data = part.config.data
+        if data.train != config.data.train and data.validation_fraction and not data.validation:
+            raise ConfigError(
+                f"phase {part.phase} changes data.train, but validation is split off it "
+                f"(data.validation_fraction={data.validation_fraction:g}), so that documents held "
+                "out in one phase could be trained on in another; set data.validation"
+            )
 
 
 def check_model(model: ModelConfig) -> None:
@@ -315,6 +327,7 @@ def _check_schedule(config: RunConfig) -> None:
             f"peak learning rate is never reached; use {max(steps // 10, 1)}, or "
             "optimizer.warmup_fraction=0.1"
         )
+    _check_decay(optimizer, steps)
     if config.train.exit_step > steps:
         raise ConfigError(
             f"train.exit_step={config.train.exit_step} exceeds train.steps={steps}; "
@@ -323,6 +336,23 @@ def _check_schedule(config: RunConfig) -> None:
     if optimizer.learning_rate > 1:
         raise ConfigError(
             f"optimizer.learning_rate={optimizer.learning_rate:g} is above 1; the paper uses 2e-4"
+        )
+
+
+def _check_decay(optimizer: OptimizerConfig, steps: int) -> None:
+    decay = round(optimizer.decay_fraction * steps) or optimizer.decay_steps
+    if optimizer.schedule != "wsd":
+        if decay:
+            raise ConfigError(
+                f"optimizer.decay_steps={decay} with optimizer.schedule={optimizer.schedule}, "
+                "which has no such phase; use schedule=wsd, or 0"
+            )
+        return
+    warmup = round(optimizer.warmup_fraction * steps) or optimizer.warmup_steps
+    if not 1 <= decay <= steps - warmup:
+        raise ConfigError(
+            f"optimizer.decay_steps={decay} is not between 1 and the {steps - warmup} steps after "
+            "the warm-up; set decay_steps, decay_tokens or decay_fraction of optimizer.schedule=wsd"
         )
 
 

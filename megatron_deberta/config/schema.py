@@ -180,8 +180,21 @@ class OptimizerConfig:
     """Steps of linear warm-up from 0."""
     warmup_fraction: float = fraction(0.0)
     """Warm-up as a fraction of ``train.steps``, used instead of ``warmup_steps`` if above 0."""
-    schedule: Literal["linear", "constant"] = "linear"
-    """Decay after warm-up: to 0 at ``train.steps``, or none."""
+    warmup_tokens: int = 0
+    """Warm-up in tokens, padding included, which determines ``warmup_steps``; 0: ``warmup_steps``.
+    """
+    schedule: Literal["linear", "cosine", "wsd", "constant", "release"] = "linear"
+    """Decay after warm-up: to 0 at ``train.steps``, linearly or as a half cosine; ``wsd``: in the
+    last steps only; ``constant``: none; ``release``: Microsoft's 1 - step / ``train.steps``, which
+    drops below the peak when the warm-up ends."""
+    decay_steps: int = 0
+    """``wsd``: number of last steps with a decaying rate."""
+    decay_fraction: float = fraction(0.0)
+    """``wsd``: the same as a fraction of ``train.steps``, used instead if above 0."""
+    decay_tokens: int = 0
+    """``wsd``: the same in tokens, which determines ``decay_steps``; 0: ``decay_steps``."""
+    decay_shape: Literal["1-sqrt", "linear"] = "1-sqrt"
+    """``wsd``: decay to 0 as 1 - sqrt(x) or 1 - x, with x from 0 to 1."""
     weight_decay: float = 0.01
     """Decoupled weight decay; biases and LayerNorm weights are exempt."""
     beta1: float = below_one(0.9)
@@ -267,10 +280,24 @@ class TrainConfig:
     """Run folder: checkpoints, logs, metrics, resolved config."""
     steps: int = positive(100000)
     """Number of optimizer steps."""
+    tokens: int = 0
+    """Length of the run in tokens, padding included, which determines ``steps``; 0: ``steps``."""
+    phases: tuple[str, ...] = ()
+    """Phases of the run, written as ``phases:`` in a run file (docs/recipes.md): duration and
+    overrides of each, as in ``tokens=1000000 data.sequence_length=128``; they determine ``steps``.
+    """
     exit_step: int = 0
     """Exit with a checkpoint after this step; the schedule is unchanged. 0: ``steps``."""
     global_batch_size: int = positive(256)
     """Sequences per optimizer step."""
+    ramp_from: int = 0
+    """Batch ramp: sequences per step at its start; 0: no ramp."""
+    ramp_increment: int = 0
+    """Batch ramp: sequences added per level, up to ``global_batch_size``."""
+    ramp_steps: int = 0
+    """Batch ramp: number of steps below ``global_batch_size``, equally many per level."""
+    ramp_tokens: int = 0
+    """The same in tokens, equally many per level; 0: ``ramp_steps``."""
     micro_batch_size: int = positive(8)
     """Sequences per rank and forward pass."""
     seed: int = 1234

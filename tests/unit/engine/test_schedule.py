@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 
 from megatron_deberta.config import load_config
@@ -55,3 +58,32 @@ def test_no_warmup_starts_at_the_peak() -> None:
 def test_a_run_of_warmup_alone_never_divides_by_zero() -> None:
     config = OptimizerConfig(learning_rate=1.0, warmup_steps=4)
     assert learning_rate(4, config, 4) == 0.0
+
+
+def rates(**keys: Any) -> list[float]:
+    config = OptimizerConfig(learning_rate=1.0, warmup_steps=2, **keys)
+    return [learning_rate(step, config, 10) for step in range(10)]
+
+
+def test_cosine_is_half_a_period_after_the_warmup() -> None:
+    expected = [(1 + math.cos(math.pi * x / 8)) / 2 for x in range(8)]
+    assert rates(schedule="cosine") == pytest.approx([0.5, 1.0, *expected], rel=1e-12)
+
+
+def test_wsd_is_stable_until_the_decay() -> None:
+    linear = rates(schedule="wsd", decay_steps=4, decay_shape="linear")
+    assert linear == pytest.approx([0.5, *[1.0] * 5, 1.0, 0.75, 0.5, 0.25])
+    root = rates(schedule="wsd", decay_steps=4)
+    assert root[6:] == pytest.approx([1 - math.sqrt(x / 4) for x in range(4)])
+    assert rates(schedule="wsd", decay_fraction=0.4) == root
+
+
+def test_the_stable_part_of_wsd_is_the_constant_schedule() -> None:
+    assert rates(schedule="wsd", decay_steps=4)[:6] == rates(schedule="constant")[:6]
+
+
+def test_release_is_not_rescaled_after_the_warmup() -> None:
+    # microsoft/DeBERTa's warmup_linear: 1 - x with x = step / total.
+    assert rates(schedule="release") == pytest.approx(
+        [0.5, 1.0, *[1 - s / 10 for s in range(2, 10)]]
+    )

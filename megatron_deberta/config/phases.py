@@ -1,0 +1,332 @@
+"""Phases, batch ramps and durations in tokens, resolved to segments with one config each.
+
+A segment is a range of steps with one batch size, row length and peak learning rate. Every
+duration is a function of the config alone, so segments are the same on every layout and resume.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from megatron_deberta.config.merge import merge_layers, parse_overrides
+from megatron_deberta.config.ranges import check_ranges
+from megatron_deberta.config.schema import RunConfig
+from megatron_deberta.errors import ConfigError
+
+PHASES_KEY = "phases"
+"""Top-level key of a run file: a list of phases."""
+
+DURATIONS = ("steps", "tokens")
+
+PHASE_KEYS = frozenset(
+    f"{section}.{key}"
+    for section, keys in {
+        "data": "train validation sequence_length packing attend_across_documents",
+        "objective": "mask_probability mask_token_probability random_token_probability "
+        "max_span_words masking",
+        "optimizer": "learning_rate",
+        "train": "global_batch_size micro_batch_size ramp_from ramp_increment ramp_steps "
+        "ramp_tokens",
+    }.items()
+    for key in keys.split()
+)
+"""Keys that a phase may change."""
+
+_ORDER_KEYS = ("train", "sequence_length", "packing")
+"""Keys of ``data`` with which the order of rows begins anew."""
+
+
+class Stage(NamedTuple):
+    """Consecutive segments that read the same sequence of rows.
+
+    Attributes:
+        number: from 0; extends the key of the order.
+        first_sample: global index of the first sample.
+    """
+
+    number: int = 0
+    first_sample: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Consecutive steps with the same config.
+
+    Attributes:
+        phase: number of the phase, from 0.
+        first_step: completed steps at its start.
+        steps: number of steps.
+        first_sample: samples of all earlier steps.
+        stage: sequence of rows that it reads.
+        config: config of these steps, without phases; ``train.steps`` is that of the run.
+        phase_config: the same with the batch size after the phase's ramp.
+    """
+
+    phase: int
+    first_step: int
+    steps: int
+    first_sample: int
+    stage: Stage
+    config: RunConfig
+    phase_config: RunConfig
+
+    @property
+    def end(self) -> int:
+        """Completed steps at its end."""
+        return self.first_step + self.steps
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of its steps, padding included."""
+        config = self.config
+        short = min(config.data.short_steps, self.steps)
+        full_rows = (self.steps - short) * config.data.sequence_length
+        rows = full_rows + short * config.data.short_sequence_length
+        return rows * config.train.global_batch_size
+
+
+def phase_lines(phases: Any, source: str) -> list[str]:
+    """Convert the phases of a run file to the values of ``train.phases``.
+
+    Args:
+        phases: a list of mappings, with ``steps`` or ``tokens``, and ``section.key`` to value.
+        source: the file, for messages.
+
+    Raises:
+        ConfigError: not such a list.
+    """
+    if not isinstance(phases, list) or not all(isinstance(phase, Mapping) for phase in phases):
+        raise ConfigError(
+            f"{source}: {PHASES_KEY} is not a list of mappings; write `- steps: 1000` with lines "
+            "such as `data.sequence_length: 128` below"
+        )
+    for phase in phases:
+        for key, value in phase.items():
+            if isinstance(value, Mapping):
+                raise ConfigError(
+                    f"{source}: {PHASES_KEY}: {key} is a section; write {key}.KEY: VALUE"
+                )
+    return [shlex.join(f"{k}={_text(v)}" for k, v in phase.items()) for phase in phases]
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def resolve_durations(config: RunConfig, last_layer: tuple[str, Mapping[str, Any]]) -> RunConfig:
+    """Replace durations in tokens, and those of phases, by steps.
+
+    Args:
+        config: a merged config.
+        last_layer: its last source and layer; it may not set ``train.steps`` to another value.
+
+    Returns:
+        The config with ``train.steps``, ``optimizer.warmup_steps`` and ``optimizer.decay_steps``.
+
+    Raises:
+        ConfigError: durations are missing, or contradict each other.
+    """
+    train, optimizer = config.train, config.optimizer
+    if not (train.phases or train.tokens or optimizer.warmup_tokens or optimizer.decay_tokens):
+        return config
+    check_ranges(config)
+    check_durations(config)
+    parts = segments(config)
+    steps = parts[-1].end
+    source, layer = last_layer
+    given = (layer.get("train") or {}).get("steps", steps)
+    if given != steps:
+        raise ConfigError(
+            f"{source}: train.steps={given}, but train.{'phases' if train.phases else 'tokens'} "
+            f"give {steps} steps; remove it, or end earlier with train.exit_step"
+        )
+    warmup, decay = optimizer.warmup_steps, optimizer.decay_steps
+    if optimizer.warmup_tokens:
+        warmup = steps_of_tokens(parts, optimizer.warmup_tokens)
+    if optimizer.decay_tokens:
+        total = sum(part.tokens for part in parts)
+        decay = steps - steps_of_tokens(parts, total - optimizer.decay_tokens, round_up=False)
+    return replace(
+        config,
+        train=replace(train, steps=steps),
+        optimizer=replace(optimizer, warmup_steps=warmup, decay_steps=decay),
+    )
+
+
+def check_durations(config: RunConfig) -> None:
+    """Check that durations do not contradict each other.
+
+    Raises:
+        ConfigError: names the keys.
+    """
+    train, optimizer, data = config.train, config.optimizer, config.data
+    variable = [
+        name
+        for name, value in (
+            ("phases", train.phases), ("tokens", train.tokens), ("ramp_from", train.ramp_from)
+        )
+        if value
+    ]  # fmt: skip
+    if variable and config.finetune.task:
+        raise ConfigError(f"train.{variable[0]} is for pretraining; use finetune.epochs")
+    if variable and data.short_steps:
+        raise ConfigError(
+            f"data.short_steps={data.short_steps} with train.{variable[0]}; write a phase with a "
+            "shorter data.sequence_length instead"
+        )
+    for name in ("warmup", "decay"):
+        tokens, share = (getattr(optimizer, f"{name}_{unit}") for unit in ("tokens", "fraction"))
+        if tokens and share:
+            raise ConfigError(
+                f"optimizer.{name}_tokens={tokens} and optimizer.{name}_fraction={share:g} "
+                "contradict each other; set one of them to 0"
+            )
+    if train.phases and train.ramp_from:
+        raise ConfigError(
+            f"train.ramp_from={train.ramp_from} with phases; write the ramp into a phase"
+        )
+    if train.phases and train.tokens:
+        raise ConfigError(f"train.tokens={train.tokens} with phases; give each phase its tokens")
+
+
+@functools.lru_cache(maxsize=16)
+def segments(config: RunConfig) -> tuple[Segment, ...]:
+    """Return the segments of a run, in order; one without phases and batch ramp.
+
+    Raises:
+        ConfigError: a phase is malformed, or its ramp does not fit.
+    """
+    parts: list[Segment] = []
+    for number, (phase, steps, tokens) in enumerate(_phases(config)):
+        for level, length in _levels(phase, steps, tokens, number):
+            parts.append(_next_segment(parts, number, length, level, phase))
+    total = parts[-1].end
+    return tuple(
+        replace(part, config=_ending_at(part.config, total), phase_config=_ending_at(
+            part.phase_config, total
+        ))
+        for part in parts
+    )  # fmt: skip
+
+
+def segment_at(config: RunConfig, step: int) -> Segment:
+    """Return the segment of the step after ``step`` completed steps; the last one at the end."""
+    parts = segments(config)
+    return next((part for part in parts if step < part.end), parts[-1])
+
+
+def steps_of_tokens(parts: tuple[Segment, ...], tokens: int, *, round_up: bool = True) -> int:
+    """Return the first step at which ``tokens`` are consumed, or the last one at which not more."""
+    before = 0
+    for part in parts:
+        if tokens <= before + part.tokens:
+            per_step = part.tokens // part.steps
+            left = max(0, tokens - before)
+            return part.first_step + (-(-left // per_step) if round_up else left // per_step)
+        before += part.tokens
+    return parts[-1].end
+
+
+def _phases(config: RunConfig) -> list[tuple[RunConfig, int, int]]:
+    """Return config, steps and tokens of each phase; one of the two is 0."""
+    train = config.train
+    plain = replace(config, train=replace(train, phases=(), tokens=0))
+    if not train.phases:
+        return [(plain, 0 if train.tokens else train.steps, train.tokens)]
+    return [_phase(plain, text, number) for number, text in enumerate(train.phases)]
+
+
+def _phase(config: RunConfig, text: str, number: int) -> tuple[RunConfig, int, int]:
+    source = f"{PHASES_KEY}[{number}]"
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"{source}: {text!r}: {error}") from error
+    durations = {name: 0 for name in DURATIONS}
+    overrides = []
+    for word in words:
+        name, _, value = word.partition("=")
+        if name in DURATIONS:
+            if not value.replace("_", "").isdigit() or int(value) < 1:
+                raise ConfigError(f"{source}: {word} is not a number above 0")
+            durations[name] = int(value)
+        elif name in PHASE_KEYS:
+            overrides.append(word)
+        else:
+            raise ConfigError(
+                f"{source}: {name} cannot change in a phase; these can: steps, tokens, "
+                f"{', '.join(sorted(PHASE_KEYS))}"
+            )
+    if bool(durations["steps"]) == bool(durations["tokens"]):
+        raise ConfigError(f"{source}: give either steps or tokens, as in steps: 1000")
+    phase = merge_layers([(source, parse_overrides(overrides, source))], config)
+    check_ranges(phase)
+    return phase, durations["steps"], durations["tokens"]
+
+
+def _levels(phase: RunConfig, steps: int, tokens: int, number: int) -> list[tuple[RunConfig, int]]:
+    """Return config and steps of each level of a phase's ramp, and of the rest of the phase."""
+    train, length = phase.train, phase.data.sequence_length
+    full = train.global_batch_size * length
+    if not train.ramp_from:
+        return [(phase, steps or -(-tokens // full))]
+    sizes = _ramp_sizes(phase, number)
+    if train.ramp_tokens:
+        counts = [-(-train.ramp_tokens // (len(sizes) * size * length)) for size in sizes]
+    else:
+        ends = [train.ramp_steps * level // len(sizes) for level in range(len(sizes) + 1)]
+        counts = [end - begin for begin, end in zip(ends, ends[1:], strict=False)]
+    left = tokens - sum(size * count for size, count in zip(sizes, counts, strict=True)) * length
+    rest = steps - sum(counts) if steps else -(-left // full)
+    if rest < 1 or min(counts) < 1:
+        raise ConfigError(
+            f"train.ramp_steps={train.ramp_steps}, train.ramp_tokens={train.ramp_tokens} of phase "
+            f"{number} need at least {len(sizes)} steps and must be shorter than the phase"
+        )
+    ramp = [
+        (replace(phase, train=replace(train, global_batch_size=size)), count)
+        for size, count in zip(sizes, counts, strict=True)
+    ]
+    return [*ramp, (phase, rest)]
+
+
+def _ramp_sizes(phase: RunConfig, number: int) -> range:
+    train = phase.train
+    first, increment, last = train.ramp_from, train.ramp_increment, train.global_batch_size
+    if first >= last or increment < 1 or (last - first) % increment:
+        raise ConfigError(
+            f"train.ramp_from={first} does not reach train.global_batch_size={last} of phase "
+            f"{number} by steps of train.ramp_increment={increment}; use an increment that divides "
+            "the difference"
+        )
+    if bool(train.ramp_steps) == bool(train.ramp_tokens):
+        raise ConfigError(
+            f"train.ramp_from={first}: set either train.ramp_steps or train.ramp_tokens"
+        )
+    return range(first, last, increment)
+
+
+def _next_segment(
+    parts: list[Segment], number: int, steps: int, level: RunConfig, phase: RunConfig
+) -> Segment:
+    if not parts:
+        return Segment(number, 0, steps, 0, Stage(), level, phase)
+    before = parts[-1]
+    first = before.first_sample + before.steps * before.config.train.global_batch_size
+    same = all(getattr(before.config.data, key) == getattr(level.data, key) for key in _ORDER_KEYS)
+    stage = before.stage if same else Stage(before.stage.number + 1, first)
+    return Segment(number, before.end, steps, first, stage, level, phase)
+
+
+def _ending_at(config: RunConfig, total: int) -> RunConfig:
+    return replace(
+        config,
+        train=replace(
+            config.train, steps=total, ramp_from=0, ramp_increment=0, ramp_steps=0, ramp_tokens=0
+        ),
+    )
