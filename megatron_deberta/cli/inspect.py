@@ -24,7 +24,14 @@ import numpy as np
 
 from megatron_deberta.cli.inspect_shards import add_shard_statistics_arguments, inspect_shards
 from megatron_deberta.config import RunConfig, load_config
-from megatron_deberta.data.build import open_corpora, tokenizer_path, training_phases
+from megatron_deberta.config.phases import segments
+from megatron_deberta.data.build import (
+    Corpora,
+    Phase,
+    open_corpora,
+    tokenizer_path,
+    training_phases,
+)
 from megatron_deberta.data.dataset.index_cache import IndexCache
 from megatron_deberta.data.dataset.rows import Row, RowBatch
 from megatron_deberta.data.masking import MaskedRows, Masker
@@ -75,9 +82,7 @@ def run(args: argparse.Namespace) -> int:
     # Without a run, write no index files.
     cache = IndexCache(config.data.index_cache) if args.prefix else None
     corpora = open_corpora(config, vocabulary, config.data.verify_hashes, cache)
-    phases = training_phases(config, vocabulary, corpora)
-    seed, purpose = config.train.seed, Purpose.TRAINING_MASK
-    maskers = [Masker(config.objective, vocabulary, each.length, seed, purpose) for each in phases]
+    phases, maskers = _phases(config, vocabulary, corpora, cache)
     statistics = [_Statistics(each.length) for each in phases]
     documents = sum(len(corpus) for corpus in corpora.train)
     tokens = sum(corpus.num_tokens for corpus in corpora.train)
@@ -102,6 +107,22 @@ def run(args: argparse.Namespace) -> int:
             print(f"\nover {each.tokens_at[0]} samples:")
             print(each.report())
     return 0
+
+
+def _phases(
+    config: RunConfig, vocabulary: Vocabulary, corpora: Corpora, cache: IndexCache | None
+) -> tuple[list[Phase], list[Masker]]:
+    """Return the rows of each part of a run, and what masks them."""
+    phases, maskers = [], []
+    for part in segments(config):
+        if part.config.data.train != config.data.train:
+            corpora = open_corpora(part.config, vocabulary, config.data.verify_hashes, cache)
+        for phase in training_phases(part.config, vocabulary, corpora, part.stage):
+            seed, purpose = config.train.seed, Purpose.TRAINING_MASK
+            objective = part.config.objective
+            phases.append(phase._replace(first=max(phase.first, part.first_sample)))
+            maskers.append(Masker(objective, vocabulary, phase.length, seed, purpose))
+    return phases, maskers
 
 
 def _describe(sample: int, row: Row, masked: MaskedRows) -> str:

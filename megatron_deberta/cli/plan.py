@@ -142,6 +142,8 @@ def show(plan: RunPlan, console: Console, num_layouts: int) -> None:
         f"{plan.tokens_per_second:,.0f} tokens/s, {plan.utilization:.1%} of the data sheet's "
         f"matrix rate; {config.train.steps:,} steps in {format_duration(plan.seconds)}"
     )
+    for line, seconds in plan.phase_seconds.items():
+        console.print(f"- {line}: {format_duration(seconds)}")
     console.print("Predicted, not measured. Assumptions:")
     for assumption in plan.assumptions:
         console.print(f"- {assumption}")

@@ -28,6 +28,7 @@ from megatron_deberta.cluster import preflight
 from megatron_deberta.cluster.run_lock import RunLock, raise_if_locked
 from megatron_deberta.cluster.watchdog.heartbeat import Heartbeat
 from megatron_deberta.config import BatchArithmetic, load_config, validate_for_world
+from megatron_deberta.config.phases import describe_phases, segments
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.environment import read_environment
 from megatron_deberta.errors import EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE
@@ -118,12 +119,15 @@ def predict_bytes(config: RunConfig) -> int:
     has_triton = on_gpu and torch.cuda.get_device_capability() >= (8, 0)
     chunked = config.parallel.attention_backend == "chunked" or not has_triton
     dp_size = validate_for_world(config, read_environment().world_size).dp_size
-    return estimate_memory(
-        config,
-        dp_size,
-        attention="chunked" if chunked else "triton",
-        device_type="cuda" if on_gpu else "cpu",
-    ).total
+    return max(
+        estimate_memory(
+            part.config,
+            dp_size,
+            attention="chunked" if chunked else "triton",
+            device_type="cuda" if on_gpu else "cpu",
+        ).total
+        for part in segments(config)
+    )
 
 
 def describe_run(config: RunConfig) -> str:
@@ -149,13 +153,22 @@ def describe_run(config: RunConfig) -> str:
             OmegaConf.to_yaml(OmegaConf.structured(config)),
             f"ranks: {world_size} = {batch.dp_size} data-parallel x {tp_size} tensor-parallel, "
             "rank = dp_rank * tp_size + tp_rank",
-            f"batch: {config.train.global_batch_size} sequences = {batch.dp_size} data-parallel x "
-            f"{batch.micro_batch_size} per micro batch x {batch.accumulation_steps} accumulated; "
-            f"{_tokens(config, batch)} in {config.train.steps:,} steps",
+            *_batches(config, batch),
             "",
             *_parameter_table(config, tp_size),
         )
     )
+
+
+def _batches(config: RunConfig, batch: BatchArithmetic) -> list[str]:
+    """Format the batch arithmetic, or the phases."""
+    if len(segments(config)) > 1:
+        return [f"phase {n}: {line}" for n, line in enumerate(describe_phases(config), 1)]
+    return [
+        f"batch: {config.train.global_batch_size} sequences = {batch.dp_size} data-parallel x "
+        f"{batch.micro_batch_size} per micro batch x {batch.accumulation_steps} accumulated; "
+        f"{_tokens(config, batch)} in {config.train.steps:,} steps"
+    ]
 
 
 def _tokens(config: RunConfig, batch: BatchArithmetic) -> str:

@@ -7,6 +7,7 @@ duration is a function of the config alone, so segments are the same on every la
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import shlex
 from collections.abc import Mapping
@@ -51,6 +52,10 @@ class Stage(NamedTuple):
 
     number: int = 0
     first_sample: int = 0
+
+
+FIRST_STAGE = Stage()
+"""The rows of a run without phases, and of a run's first phase."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,7 +320,7 @@ def _next_segment(
     parts: list[Segment], number: int, steps: int, level: RunConfig, phase: RunConfig
 ) -> Segment:
     if not parts:
-        return Segment(number, 0, steps, 0, Stage(), level, phase)
+        return Segment(number, 0, steps, 0, FIRST_STAGE, level, phase)
     before = parts[-1]
     first = before.first_sample + before.steps * before.config.train.global_batch_size
     same = all(getattr(before.config.data, key) == getattr(level.data, key) for key in _ORDER_KEYS)
@@ -330,3 +335,21 @@ def _ending_at(config: RunConfig, total: int) -> RunConfig:
             config.train, steps=total, ramp_from=0, ramp_increment=0, ramp_steps=0, ramp_tokens=0
         ),
     )
+
+
+def describe_phases(config: RunConfig) -> list[str]:
+    """Describe each phase of a run in a line."""
+    lines = []
+    for _, group in itertools.groupby(segments(config), key=lambda part: part.phase):
+        parts = list(group)
+        last, train = parts[-1].config, parts[-1].config.train
+        sizes = f"{train.global_batch_size:,}"
+        if len(parts) > 1:
+            sizes = f"{parts[0].config.train.global_batch_size:,} to {sizes}"
+        lines.append(
+            f"steps {parts[0].first_step + 1:,} to {parts[-1].end:,}: {sizes} sequences of "
+            f"{last.data.sequence_length:,} tokens, masking {last.objective.mask_probability:g}, "
+            f"peak rate {last.optimizer.learning_rate:g}, "
+            f"{sum(part.tokens for part in parts):,} tokens"
+        )
+    return lines

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import psutil
 import torch
 
+from megatron_deberta.config.phases import FIRST_STAGE, Stage
 from megatron_deberta.config.rules import short_samples
 from megatron_deberta.config.schema import DataConfig, RunConfig
 from megatron_deberta.data.batch import Batch
@@ -165,6 +166,7 @@ def build_loaders(
     dp_size: int,
     consumed_samples: int,
     corpora: Corpora | None = None,
+    stage: Stage = FIRST_STAGE,
 ) -> tuple[TrainLoader[Batch], ValidationLoader[Batch] | None]:
     """Build the loaders of one data-parallel rank, the same on all its tensor-parallel ranks.
 
@@ -175,6 +177,7 @@ def build_loaders(
         dp_size: number of data-parallel ranks.
         consumed_samples: global samples of completed steps.
         corpora: from ``open_corpora``; None: open them.
+        stage: sequence of rows to train on, of a run with phases.
 
     Returns:
         Training and validation loader; the latter is None where ``data.validation`` is empty and
@@ -195,7 +198,7 @@ def build_loaders(
         dp_size=dp_size,
     )
     train = TrainLoader(
-        _training_builder(config, vocabulary, corpora),
+        _training_builder(config, vocabulary, corpora, stage),
         sampler,
         consumed_samples,
         num_workers=config.data.num_workers,
@@ -239,9 +242,23 @@ def validation_loader(
     )
 
 
-def training_phases(config: RunConfig, vocabulary: Vocabulary, corpora: Corpora) -> list[Phase]:
-    """Return unmasked training rows: one phase, or short rows followed by full ones."""
+def training_phases(
+    config: RunConfig, vocabulary: Vocabulary, corpora: Corpora, stage: Stage = FIRST_STAGE
+) -> list[Phase]:
+    """Return unmasked training rows: one phase, or short rows followed by full ones.
+
+    Args:
+        config: the run, or a segment of it.
+        vocabulary: of the run's tokenizer.
+        corpora: from ``open_corpora``.
+        stage: sequence of rows of the segment; the first one is that of a run without phases.
+    """
     data = config.data
+    if stage.number:
+        key = (int(Purpose.PHASE_ROWS), stage.number)
+        rows = _training_rows(config, vocabulary, corpora, data.sequence_length, *key)
+        shifted = ShiftedRows(rows, stage.first_sample)
+        return [Phase(stage.first_sample, shifted, data.sequence_length)]
     rows = _training_rows(config, vocabulary, corpora, data.sequence_length)
     first_long = short_samples(config)
     if first_long == 0:
@@ -286,9 +303,9 @@ def _training_rows(
 
 
 def _training_builder(
-    config: RunConfig, vocabulary: Vocabulary, corpora: Corpora
+    config: RunConfig, vocabulary: Vocabulary, corpora: Corpora, stage: Stage
 ) -> Builder[Batch]:
-    phases = training_phases(config, vocabulary, corpora)
+    phases = training_phases(config, vocabulary, corpora, stage)
     builders = [_builder(config, vocabulary, phase.rows, phase.length) for phase in phases]
     return (
         builders[0]

@@ -34,6 +34,7 @@ class Purpose(IntEnum):
     SHORT_ROWS = 9
     EXAMPLE_ORDER = 10
     BATCH_ORDER = 11
+    PHASE_ROWS = 12
 
 
 def mix64(*parts: int) -> int:

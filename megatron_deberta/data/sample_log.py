@@ -118,8 +118,15 @@ def read_sample_log(directory: str | Path) -> dict[int, list[int]]:
     }
 
 
-def check_sample_log(directory: str | Path, global_batch_size: int, num_steps: int) -> None:
+def check_sample_log(
+    directory: str | Path, global_batch_size: int | Sequence[int], num_steps: int
+) -> None:
     """Check that steps 1..num_steps read every sample exactly once, in order.
+
+    Args:
+        directory: the run's ``ledger`` folder.
+        global_batch_size: of every step, or of each step.
+        num_steps: number of steps.
 
     Raises:
         DataError: a step is missing or after the last, or its samples are not those of the
@@ -129,13 +136,17 @@ def check_sample_log(directory: str | Path, global_batch_size: int, num_steps: i
     if list(steps) != list(range(1, num_steps + 1)):
         wrong = sorted({*steps} ^ {*range(1, num_steps + 1)})
         raise DataError(f"{directory}: steps {wrong[:5]} are missing or beyond {num_steps}")
-    for step, samples in steps.items():
-        first = (step - 1) * global_batch_size
-        if samples != list(range(first, first + global_batch_size)):
+    sizes = global_batch_size
+    if isinstance(sizes, int):
+        sizes = [sizes] * num_steps
+    first = 0
+    for (step, samples), size in zip(steps.items(), sizes, strict=True):
+        if samples != list(range(first, first + size)):
             raise DataError(
                 f"{directory}: step {step} read {samples[:5]}..., not samples {first} to "
-                f"{first + global_batch_size - 1}"
+                f"{first + size - 1}"
             )
+        first += size
 
 
 def _rank_file(folder: Path, rank: int) -> Path:

@@ -105,6 +105,15 @@ class Engine(ABC):
             LossScaleError: the gradient overflows fp16 at the smallest loss scale.
         """
 
+    def set_accumulation_steps(self, accumulation_steps: int) -> None:
+        """Set the number of micro batches of the following steps; call it between steps.
+
+        Raises:
+            ValueError: not at least one.
+        """
+        if accumulation_steps < 1:
+            raise ValueError(f"{accumulation_steps} accumulation steps; use at least 1")
+
     @abstractmethod
     def gather_states(self) -> Iterator[tuple[str, ParameterState]]:
         """Yield every parameter's state, one at a time, in the module's order.

@@ -38,7 +38,7 @@ from megatron_deberta.engine.optimizer import build_optimizer, parameter_groups,
 class DeepSpeedZeroEngine(Engine):
     """Engine on DeepSpeed; see :class:`~megatron_deberta.engine.base.Engine`.
 
-    Every step has the run's number of micro batches, because DeepSpeed must know the last one
+    Every step has the given number of micro batches, because DeepSpeed must know the last one
     before its backward.
 
     Raises:
@@ -124,6 +124,21 @@ class DeepSpeedZeroEngine(Engine):
         # After the step, which divides the gradients by the scale their loss was multiplied by.
         self._loss_scale.update(overflow=math.isinf(grad_norm))
         return StepOutcome(grad_norm, skipped, scale)
+
+    def set_accumulation_steps(self, accumulation_steps: int) -> None:
+        """Set the number of micro batches of the following steps.
+
+        Raises:
+            RuntimeError: in the middle of a step.
+        """
+        super().set_accumulation_steps(accumulation_steps)
+        if self._accumulated:
+            raise RuntimeError("set_accumulation_steps: a step is not complete")
+        self._micro_batches = accumulation_steps
+        # Like DeepSpeed's set_train_batch_size, which leaves its ZeRO optimizer's copy unchanged.
+        self._engine._config.gradient_accumulation_steps = accumulation_steps
+        if self._stage:
+            self._engine.optimizer.gradient_accumulation_steps = accumulation_steps
 
     def gather_states(self) -> Iterator[tuple[str, ParameterState]]:
         """Assemble one parameter at a time from the partitions of the data-parallel ranks."""

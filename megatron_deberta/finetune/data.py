@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from megatron_deberta.config import validate_for_world
+from megatron_deberta.config.phases import FIRST_STAGE, Stage
 from megatron_deberta.config.rules import batch_arithmetic
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.data.batch import TaskBatch
@@ -76,7 +77,11 @@ class TaskData:
     dev: Split | None
 
     def build_loaders(
-        self, config: RunConfig, groups: ProcessGroups, consumed_samples: int
+        self,
+        config: RunConfig,
+        groups: ProcessGroups,
+        consumed_samples: int,
+        stage: Stage = FIRST_STAGE,
     ) -> tuple[TrainLoader[TaskBatch], Validator | None]:
         """Build this rank's training loader, and the validation."""
         train, rows = config.train, task_rows(config, self.train.encoded, self.tokenizer)

@@ -7,7 +7,8 @@ from typing import Any
 
 from megatron_deberta.cluster.profile import check_dtype
 from megatron_deberta.config.divisibility import check_tensor_parallel_divides
-from megatron_deberta.config.rules import BatchArithmetic, validate_for_world
+from megatron_deberta.config.phases import describe_phases, segments
+from megatron_deberta.config.rules import BatchArithmetic, batch_arithmetic, validate_for_world
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.errors import TopologyError
 from megatron_deberta.model import count_parameters
@@ -25,6 +26,7 @@ from megatron_deberta.planning.timing import (
     StepTime,
     link_volume,
     run_seconds,
+    segment_seconds,
     step_time,
 )
 from megatron_deberta.planning.traffic import step_traffic
@@ -49,6 +51,8 @@ class RunPlan:
     step: StepTime
     seconds: float
     search: Search | None
+    phase_seconds: dict[str, float]
+    """Time of each phase by its description; empty without phases."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -113,6 +117,7 @@ class RunPlan:
             "tokens_per_second": self.tokens_per_second,
             "utilization": self.utilization,
             "days": self.seconds / 86400,
+            **({"phase_days": _days(self.phase_seconds)} if self.phase_seconds else {}),
             "assumptions": self.assumptions,
             "layouts": [
                 {
@@ -128,20 +133,24 @@ class RunPlan:
 
 
 def make_plan(config: RunConfig, machine: Machine, world_size: int, *, search: bool) -> RunPlan:
-    """Plan a run.
+    """Plan a run; of a run with phases, the step with the largest micro batch.
 
     Args:
         config: the run.
         machine: its machine.
         world_size: number of ranks.
-        search: search the layouts as well.
+        search: search the layouts as well, unless the run has phases.
 
     Raises:
         ConfigError: the batch does not divide, or the device does not support the number format.
         TopologyError: tensor parallelism or nodes do not divide the ranks.
     """
     check_machine(config, machine, world_size)
-    batch = validate_for_world(config, world_size)
+    dp_size = validate_for_world(config, world_size).dp_size
+    parts, seconds = segments(config), run_seconds(config, machine, dp_size)
+    phases = _phase_seconds(config, machine, dp_size) if len(parts) > 1 else {}
+    config = max(parts, key=lambda part: _micro_batch_tokens(part.config)).config
+    batch = batch_arithmetic(config, dp_size)
     model, data, train = config.model, config.data, config.train
     return RunPlan(
         config=config,
@@ -170,9 +179,27 @@ def make_plan(config: RunConfig, machine: Machine, world_size: int, *, search: b
             for part in step_traffic(config, batch.dp_size)
         ],
         step=step_time(config, machine, batch.dp_size),
-        seconds=run_seconds(config, machine, batch.dp_size),
-        search=search_layouts(config, machine, world_size) if search else None,
+        seconds=seconds,
+        search=search_layouts(config, machine, world_size) if search and not phases else None,
+        phase_seconds=phases,
     )
+
+
+def _micro_batch_tokens(config: RunConfig) -> tuple[int, int]:
+    length, train = config.data.sequence_length, config.train
+    return train.micro_batch_size * length, train.global_batch_size
+
+
+def _phase_seconds(config: RunConfig, machine: Machine, dp_size: int) -> dict[str, float]:
+    lines = describe_phases(config)
+    seconds = dict.fromkeys(lines, 0.0)
+    for part in segments(config):
+        seconds[lines[part.phase]] += segment_seconds(part, machine, dp_size)
+    return seconds
+
+
+def _days(seconds: dict[str, float]) -> dict[str, float]:
+    return {name: value / 86400 for name, value in seconds.items()}
 
 
 def check_machine(config: RunConfig, machine: Machine, world_size: int) -> None:

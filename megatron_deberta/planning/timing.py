@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from megatron_deberta.config.phases import Segment, segments
 from megatron_deberta.config.rules import batch_arithmetic
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.planning.machine import CALL_SECONDS, LINK_EFFICIENCY, Machine
@@ -130,9 +131,14 @@ def step_time(config: RunConfig, machine: Machine, dp_size: int) -> StepTime:
 
 
 def run_seconds(config: RunConfig, machine: Machine, dp_size: int) -> float:
-    """Predict the time to the last step, including the steps with shorter rows."""
-    short = config.data.short_steps
-    seconds = (config.train.steps - short) * step_time(config, machine, dp_size).total
+    """Predict the time to the last step, including phases and the steps with shorter rows."""
+    return sum(segment_seconds(part, machine, dp_size) for part in segments(config))
+
+
+def segment_seconds(part: Segment, machine: Machine, dp_size: int) -> float:
+    """Predict the time of a segment."""
+    config, short = part.config, part.config.data.short_steps
+    seconds = (part.steps - short) * step_time(config, machine, dp_size).total
     if short:
         rows = replace(config.data, sequence_length=config.data.short_sequence_length)
         seconds += short * step_time(replace(config, data=rows), machine, dp_size).total

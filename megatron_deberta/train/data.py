@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch import nn
 
+from megatron_deberta.config.phases import FIRST_STAGE, Stage, describe_phases, segments
 from megatron_deberta.config.rules import batch_arithmetic
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.data.build import Corpora, build_loaders, open_corpora, tokenizer_path
@@ -22,9 +23,12 @@ from megatron_deberta.objectives import build_objective
 from megatron_deberta.observe.throughput import StepWork
 from megatron_deberta.tokenizer import Tokenizer, load_tokenizer
 from megatron_deberta.train.evaluate import Evaluation, evaluate
-from megatron_deberta.train.fingerprint import data_fingerprint
+from megatron_deberta.train.fingerprint import run_fingerprint
 from megatron_deberta.train.records import RunRecords
 from megatron_deberta.train.start import Identity
+
+# ``data.train`` and ``data.validation``
+_DataKey = tuple[tuple[str, ...], tuple[str, ...]]
 
 
 class Validator(Protocol):
@@ -42,9 +46,20 @@ class RunData(Protocol):
         """Identity of tokenizer and training data."""
 
     def build_loaders(
-        self, config: RunConfig, groups: ProcessGroups, consumed_samples: int
+        self,
+        config: RunConfig,
+        groups: ProcessGroups,
+        consumed_samples: int,
+        stage: Stage = FIRST_STAGE,
     ) -> tuple[TrainLoader[Any], Validator | None]:
-        """Build this rank's training loader, and its validation if the run has one."""
+        """Build this rank's training loader, and its validation if the run has one.
+
+        Args:
+            config: the run, or a segment of it.
+            groups: the rank grid.
+            consumed_samples: global samples of completed steps.
+            stage: sequence of rows that the segment reads.
+        """
 
     def prepare_records(self, records: RunRecords) -> None:
         """Record what is known of the data, such as a baseline; rank 0 only."""
@@ -62,18 +77,34 @@ OpenData = Callable[[RunConfig, ProcessGroups], tuple[RunConfig, RunData]]
 
 @dataclass(frozen=True, slots=True)
 class PretrainingData:
-    """Vocabulary, documents and their identity."""
+    """Vocabulary, documents and their identity.
+
+    Attributes:
+        vocabulary: of the run's tokenizer.
+        corpora: documents by ``data.train`` and ``data.validation``, which phases may change.
+        identity: of tokenizer and training data.
+    """
 
     vocabulary: Vocabulary
-    corpora: Corpora
+    corpora: Mapping[_DataKey, Corpora]
     identity: Identity
 
     def build_loaders(
-        self, config: RunConfig, groups: ProcessGroups, consumed_samples: int
+        self,
+        config: RunConfig,
+        groups: ProcessGroups,
+        consumed_samples: int,
+        stage: Stage = FIRST_STAGE,
     ) -> tuple[TrainLoader[Any], Validator | None]:
         """Build this rank's training loader, and its validation if there are documents for it."""
         loader, validation = build_loaders(
-            config, self.vocabulary, groups.dp_rank, groups.dp_size, consumed_samples, self.corpora
+            config,
+            self.vocabulary,
+            groups.dp_rank,
+            groups.dp_size,
+            consumed_samples,
+            self.corpora[_data_key(config)],
+            stage,
         )
         if validation is None:
             return loader, None
@@ -84,7 +115,7 @@ class PretrainingData:
 
     def prepare_records(self, records: RunRecords) -> None:
         """Record the unigram baseline."""
-        records.measure_unigram(self.vocabulary, self.corpora)
+        records.measure_unigram(self.vocabulary, self.corpora[_data_key(records.config)])
 
     def step_work(self, config: RunConfig) -> tuple[StepWork, StepWork]:
         """Return the work of a step with full rows, and with short ones."""
@@ -96,7 +127,17 @@ class PretrainingData:
 
     def describe(self, config: RunConfig, dp_size: int) -> list[tuple[str, str]]:
         """Return tokens per step, and the number of tokens and epochs."""
-        return describe_tokens(config, dp_size, self.corpora)
+        parts = segments(config)
+        batches, training = describe_tokens(
+            parts[-1].config, dp_size, self.corpora[_data_key(parts[-1].config)]
+        )
+        if len(parts) == 1:
+            return [batches, training]
+        tokens = sum(part.tokens for part in parts)
+        return [
+            *(("phases", line) for line in describe_phases(config)),
+            ("training", f"{config.train.steps:,} steps = {tokens:,} tokens"),
+        ]
 
 
 def open_vocabulary(config: RunConfig) -> tuple[str, Tokenizer, Vocabulary]:
@@ -127,13 +168,19 @@ def open_pretraining_data(
         DataError: a shard is damaged or was made with another tokenizer.
     """
     path, tokenizer, vocabulary = open_vocabulary(config)
-    corpora = open_corpora(config, vocabulary, config.data.verify_hashes and groups.rank == 0)
+    hashes = config.data.verify_hashes and groups.rank == 0
+    configs = {_data_key(part.config): part.config for part in segments(config)}
+    corpora = {key: open_corpora(part, vocabulary, hashes) for key, part in configs.items()}
     identity = Identity(
         tokenizer_path=str(Path(path).resolve()),
         tokenizer_fingerprint=tokenizer.fingerprint,
-        data_fingerprint=data_fingerprint(config.data),
+        data_fingerprint=run_fingerprint([part.data for part in configs.values()]),
     )
     return config, PretrainingData(vocabulary, corpora, identity)
+
+
+def _data_key(config: RunConfig) -> _DataKey:
+    return config.data.train, config.data.validation
 
 
 def rows_work(config: RunConfig, length: float) -> StepWork:

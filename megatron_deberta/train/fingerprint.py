@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_deberta.config.schema import DataConfig
@@ -30,6 +31,14 @@ def data_fingerprint(data: DataConfig) -> str:
     is_split = not data.validation and data.validation_fraction > 0
     content = [shards, weights, is_split]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def run_fingerprint(parts: Sequence[DataConfig]) -> str:
+    """Compute the fingerprint of a run whose phases have these data, in order."""
+    hashes = list(dict.fromkeys(data_fingerprint(part) for part in parts))
+    if len(hashes) == 1:
+        return hashes[0]
+    return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
 
 
 def _shard_identity(prefix: str) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import ClassVar, Protocol
 
@@ -79,6 +79,9 @@ class LogHook:
         meter: throughput meter.
         writer: writer of ``metrics.jsonl``.
         console: terminal view.
+        segment_end: a step that is always recorded, at the end of a phase; 0: none.
+        remaining_flops: returns the work after a step, where steps differ; None: they are equal.
+        labels: added to every record.
     """
 
     every: int
@@ -86,6 +89,9 @@ class LogHook:
     meter: ThroughputMeter
     writer: MetricsWriter
     console: LiveConsole
+    segment_end: int = 0
+    remaining_flops: Callable[[int], float] | None = None
+    labels: Mapping[str, float] = field(default_factory=dict)
     _losses: list[float] = field(default_factory=list, init=False)
     section: ClassVar[Section] = Section.AFTER
 
@@ -98,14 +104,17 @@ class LogHook:
         self.console.advance(step)
         if event.result.skip is not None:
             self._record_skip(step, event.result)
-        if step % self.every == 0 or event.ending is not None:
+        if self._is_due(step) or event.ending is not None:
             self._write(event)
         return False
 
     def late_end(self, event: StepEvent) -> None:
         """Record the last step, unless it was due."""
-        if event.state.step % self.every:
+        if not self._is_due(event.state.step):
             self._write(event)
+
+    def _is_due(self, step: int) -> bool:
+        return step % self.every == 0 or step == self.segment_end
 
     def _write(self, event: StepEvent) -> None:
         step = event.state.step
@@ -116,6 +125,7 @@ class LogHook:
         values |= values.pop("metrics")
         values.pop("step")
         values["consumed_samples"] = event.state.consumed_samples
+        values |= self.labels
         self.writer.write(step, values)
 
     def _record_skip(self, step: int, result: StepResult) -> None:
@@ -131,6 +141,9 @@ class LogHook:
         speed = self.meter.lap()
         # If all updates since the last record were skipped, report the loss of this step.
         losses = self._losses or [result.loss]
+        seconds_left = (self.total_steps - step) * speed.seconds_per_step
+        if self.remaining_flops is not None:
+            seconds_left = self.remaining_flops(step) / speed.flops_per_second
         return StepRecord(
             step=step,
             loss=sum(losses) / len(losses),
@@ -142,7 +155,7 @@ class LogHook:
             hardware_utilization=speed.hardware_utilization,
             flops_per_second=speed.flops_per_second,
             matmul_flops_per_second=self.meter.matmul_rate,
-            seconds_left=(self.total_steps - step) * speed.seconds_per_step,
+            seconds_left=seconds_left,
             metrics=result.metrics,
         )
 

@@ -42,8 +42,10 @@ class RunRecords:
         last_step: last step of this process.
         terminal: console to draw on.
         fence: lock of the run folder.
+        resolved: config to save; None: ``config``, which may be that of a phase.
 
     Attributes:
+        config: as given.
         run_dir: the run folder.
         writer: writer of ``metrics.jsonl``.
         console: terminal view.
@@ -58,12 +60,13 @@ class RunRecords:
         last_step: int,
         terminal: Console,
         fence: Fence = UNLOCKED,
+        resolved: RunConfig | None = None,
     ) -> None:
-        self._config = config
+        self.config = self._config = config
         self.run_dir = self._run_dir = Path(config.train.run_dir)
         self._run_dir.mkdir(parents=True, exist_ok=True)
         fence.check()
-        save_config(config, self._run_dir / "config.yaml")
+        save_config(resolved or config, self._run_dir / "config.yaml")
         self.writer = MetricsWriter(
             self._run_dir,
             resume_step=first_step,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -22,7 +23,8 @@ from megatron_deberta.checkpoint.layout import (
     step_dir,
 )
 from megatron_deberta.checkpoint.retention import Retention, delete_leftovers
-from megatron_deberta.config import config_to_dict, validate_for_world
+from megatron_deberta.config import batch_arithmetic, config_to_dict, validate_for_world
+from megatron_deberta.config.phases import Segment, segment_at, segments
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.data.sample_log import SampleLog
 from megatron_deberta.distributed.control import (
@@ -62,6 +64,8 @@ from megatron_deberta.train.step import TrainStep
 from megatron_deberta.train.summary import describe_end, describe_nothing_left, describe_start
 from megatron_deberta.train.trainer import Trainer, last_step
 from megatron_deberta.train.vocab_size import with_vocab_size
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +134,8 @@ def pretrain(
             amount = data.describe(config, groups.dp_size)
             text = describe_start(config, groups, amount, start, size, predict_bytes(config))
             terminal.out(text, highlight=False)
-        engine = build_engine(config, model.module, model.specs, groups)
+        first = segment_at(config, start.state.step).config
+        engine = build_engine(first, model.module, model.specs, groups)
         stack.callback(engine.destroy)
         with refusals():
             load_start(start, engine, model.specs, functools.partial(initial_weights, config))
@@ -189,10 +194,14 @@ def _enter_folder(
 
 
 def _train_with_rollbacks(run: _Components, state: TrainState, guard: Guard) -> Outcome:
-    """Train, returning to a checkpoint whenever skipped updates do not help."""
+    """Train phase by phase, returning to a checkpoint whenever skipped updates do not help."""
     done: Rollback | None = None
+    first_step = state.step
     while True:
-        outcome = _train(run, state, guard, done)
+        outcome = _train(run, state, guard, done, is_start=state.step == first_step)
+        if outcome.ending is Ending.PHASE:
+            state, done = outcome.state, None
+            continue
         if outcome.ending is not Ending.ROLLBACK:
             return outcome
         with run.observer.section(Section.SAVE):
@@ -211,25 +220,33 @@ def _train_with_rollbacks(run: _Components, state: TrainState, guard: Guard) -> 
         guard = Guard.of_run(run.config, guard_state)
 
 
-def _train(run: _Components, state: TrainState, guard: Guard, done: Rollback | None) -> Outcome:
-    """Train from a state to the end, a stop request or a rollback.
+def _train(
+    run: _Components, state: TrainState, guard: Guard, done: Rollback | None, *, is_start: bool
+) -> Outcome:
+    """Train from a state to the end of its segment or of the run, a stop request or a rollback.
 
     Args:
         run: the components.
         state: the position to train from.
         guard: the numeric guard at that position.
         done: the rollback that led to this position, if any.
+        is_start: this process has not trained yet.
     """
-    config, groups, data = run.config, run.groups, run.data
+    segment = segment_at(run.config, state.step)
+    config, groups, data = segment.config, run.groups, run.data
+    accumulation = batch_arithmetic(config, groups.dp_size).accumulation_steps
+    run.engine.set_accumulation_steps(accumulation)
     with ExitStack() as stack:
         records: RunRecords | None = None
         sample_log: SampleLog | None = None
         with raise_on_all_ranks(groups), refusals():
-            train_loader, validate = data.build_loaders(config, groups, state.consumed_samples)
+            consumed = state.consumed_samples
+            train_loader, validate = data.build_loaders(config, groups, consumed, segment.stage)
+            if segment.phase_config != config:
+                rest = segment.phase_config
+                _, validate = data.build_loaders(rest, groups, consumed, segment.stage)
             if groups.rank == 0:
-                records = stack.enter_context(
-                    RunRecords(config, state.step, last_step(config), run.terminal, run.saver.fence)
-                )
+                records = stack.enter_context(_open_records(run, segment, state))
                 if done is not None:
                     records.record_rollback(done)
                 data.prepare_records(records)
@@ -242,25 +259,63 @@ def _train(run: _Components, state: TrainState, guard: Guard, done: Rollback | N
         selection = _selection(config, groups, records)
         evaluations = _evaluations(run, validate, requests, meter, records, selection)
         for kind, hook in evaluations.items():
-            # An interrupted process did not validate its last step.
-            due = hook.is_due(state.step) or state.step >= last_step(config)
-            missing = due and records is not None and records.lacks(kind, state.step)
-            if due and all_reduce_any(missing, groups):
-                with run.observer.section(Section.EVALUATION):
-                    hook.validate(state.step)
+            _evaluate_if_missing(run, state, kind, hook, records, requests)
         outcome = Trainer(
             config,
             state,
             InputQueue(train_loader, groups.device),
             TrainStep(run.engine, config, groups, guard, run.observer.mark),
-            _hooks(run, meter, guard, evaluations.values(), records, sample_log, selection),
+            _hooks(
+                run, segment, meter, guard, evaluations.values(), records, sample_log, selection
+            ),
             requests,
             run.observer,
+            segment.end if segment.end < run.config.train.steps else 0,
+            is_start,
             lambda: 0 < config.finetune.patience <= selection.num_worse,
         ).run()
     if outcome.ending in (Ending.FINISHED, Ending.STOPPED) and records is not None:
         records.plot()
     return outcome
+
+
+def _open_records(run: _Components, segment: Segment, state: TrainState) -> RunRecords:
+    """Open the records of a segment on rank 0."""
+    config = run.config
+    if len(segments(config)) > 1:
+        now = segment.config
+        logger.info(
+            "phase %d from step %d: %d sequences of %d tokens", segment.phase + 1, state.step + 1,
+            now.train.global_batch_size, now.data.sequence_length,
+        )  # fmt: skip
+    return RunRecords(
+        segment.phase_config, state.step, last_step(config), run.terminal, run.saver.fence, config
+    )
+
+
+def _evaluate_if_missing(
+    run: _Components,
+    state: TrainState,
+    kind: RecordKind,
+    hook: EvaluateHook,
+    records: RunRecords | None,
+    requests: Requests,
+) -> None:
+    """Evaluate the last step if an interrupted process did not. Collective over all ranks."""
+    config, groups = run.config, run.groups
+    due = hook.is_due(state.step) or state.step >= last_step(config)
+    missing = due and records is not None and records.lacks(kind, state.step)
+    if not (due and all_reduce_any(missing, groups)):
+        return
+    before, now = (segment_at(config, step) for step in (max(0, state.step - 1), state.step))
+    if kind == "validation" and before.phase != now.phase:
+        _, validate = run.data.build_loaders(before.phase_config, groups, state.consumed_samples)
+        if validate is None:
+            return
+        compute = functools.partial(validate, run.engine.module, must_stop=requests.must_stop)
+        hook = replace(hook, evaluate=compute)
+    with run.observer.section(Section.EVALUATION):
+        hook.validate(state.step)
 
 
 def _evaluations(
@@ -287,6 +342,7 @@ def _evaluations(
 
 def _hooks(
     run: _Components,
+    segment: Segment,
     meter: ThroughputMeter,
     guard: Guard,
     evaluations: Iterable[EvaluateHook],
@@ -302,9 +358,7 @@ def _hooks(
         hooks.append(PeriodicHook(1, lambda event: append(event.state.step, event.batches)))
     if records is not None:
         hooks.append(PeriodicHook(1, records.note_step))
-        hooks.append(
-            LogHook(config.log.every, last_step(config), meter, records.writer, records.console)
-        )
+        hooks.append(_log_hook(run, segment, meter, records))
     hooks.extend(evaluations)
     if every := config.guard.replica_check_every:
         hooks.append(
@@ -315,6 +369,31 @@ def _hooks(
     report = functools.partial(_record_saved, run, records, best) if records is not None else None
     hooks.append(SaveHook(config.checkpoint, begin, run.saver, meter, sample_log, report, best))
     return hooks
+
+
+def _log_hook(
+    run: _Components, segment: Segment, meter: ThroughputMeter, records: RunRecords
+) -> LogHook:
+    config, parts = run.config, segments(run.config)
+    last = last_step(config)
+    hook = LogHook(config.log.every, last, meter, records.writer, records.console)
+    if len(parts) == 1:
+        return hook
+    flops = [
+        (part.first_step, min(part.end, last), work.tokens * work.flops_per_token)
+        for part in parts
+        for work in [run.data.step_work(part.config)[0]]
+    ]
+    hook.segment_end = segment.end
+    hook.labels = {
+        "phase": segment.phase + 1,
+        "global_batch_size": segment.config.train.global_batch_size,
+        "sequence_length": segment.config.data.sequence_length,
+    }
+    hook.remaining_flops = lambda step: sum(
+        max(0, end - max(first, step)) * each for first, end, each in flops
+    )
+    return hook
 
 
 def _selection(config: RunConfig, groups: ProcessGroups, records: RunRecords | None) -> Selection:

@@ -76,6 +76,7 @@ class Ending(Enum):
         PREEMPTED: a scheduler's signal arrived; another job resumes.
         INTERRUPTED: the user pressed Ctrl-C; the run resumes only when started again.
         STOPPED: the stop file was found; the run resumes only when started again.
+        PHASE: the segment of a run with phases or batch ramp ends; training continues.
         ROLLBACK: too many updates were skipped: the run has to return to a checkpoint.
     """
 
@@ -83,6 +84,7 @@ class Ending(Enum):
     PREEMPTED = "preempted"
     INTERRUPTED = "interrupted"
     STOPPED = "stopped"
+    PHASE = "phase"
     ROLLBACK = "rollback"
 
 

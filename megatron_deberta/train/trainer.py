@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,6 +33,8 @@ class Trainer:
         hooks: called after every step, in this order.
         requests: signals and request files.
         observer: notified of this rank's progress.
+        end: step at which the segment of a run with phases ends; 0: the run's last step.
+        is_start: a signal before the first step ends the process without a checkpoint.
         is_finished: called after each hook: whether the run ends before its last step.
     """
 
@@ -42,6 +45,8 @@ class Trainer:
     hooks: Sequence[Hook]
     requests: Requests
     observer: ProgressObserver = field(default_factory=ProgressObserver)
+    end: int = 0
+    is_start: bool = True
     is_finished: Callable[[], bool] = lambda: False
 
     def run(self) -> Outcome:
@@ -54,7 +59,7 @@ class Trainer:
         """
         if self.state.step >= last_step(self.config) or self.is_finished():
             return Outcome(Ending.FINISHED, self.state)
-        if ending := _requested(replace(self.requests.poll(), stop=False)):
+        if self.is_start and (ending := _requested(replace(self.requests.poll(), stop=False))):
             # A signal during start-up: there is nothing new to save.
             return Outcome(ending, self.state)
         observer = self.observer
@@ -79,6 +84,8 @@ class Trainer:
             self.requests.acknowledge(replace(request, stop=stop))
             if ending is not None:
                 return Outcome(ending, self.state)
+            if self.state.step == self.end:
+                return Outcome(Ending.PHASE, self.state)
 
     def _call_hooks(self, event: StepEvent) -> Ending | None:
         """Call the hooks; return why the process ends, which may become known meanwhile."""
@@ -102,7 +109,7 @@ class Trainer:
 
     def _prefetch(self) -> None:
         """Start copying the next step's batches to the device, if there is a next step."""
-        if self.state.step + 1 < last_step(self.config):
+        if self.state.step + 1 < min(last_step(self.config), self.end or math.inf):
             begin = time.perf_counter_ns()
             with self.observer.section(Section.DATA):
                 self.inputs.fetch()

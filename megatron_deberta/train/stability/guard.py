@@ -6,12 +6,14 @@ ranks, and resumed runs, make the same decisions.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from megatron_deberta.config.phases import segments
 from megatron_deberta.config.schema import GuardConfig, RunConfig
 from megatron_deberta.engine.base import StepOutcome
 from megatron_deberta.parsing import Count
@@ -54,6 +56,7 @@ class Guard:
         config: limits.
         short_steps: ``data.short_steps``; the window is cleared then, because losses depend on the
             row length.
+        change_steps: last steps of phases, at which the window is cleared for the same reason.
         is_fp16: nonfinite gradients count as overflows of the loss scale.
         state: state to continue from; modified by ``record``.
     """
@@ -61,13 +64,17 @@ class Guard:
     config: GuardConfig
     short_steps: int = 0
     is_fp16: bool = False
+    change_steps: frozenset[int] = frozenset()
     state: GuardState = field(default_factory=GuardState)
 
     @classmethod
     def of_run(cls, config: RunConfig, state: GuardState | None = None) -> Guard:
         """Build the guard of a run."""
         is_fp16 = config.precision.dtype == "fp16"
-        return cls(config.guard, config.data.short_steps, is_fp16, state or GuardState())
+        parts = itertools.pairwise(segments(config))
+        changes = frozenset(part.end for part, after in parts if part.phase != after.phase)
+        short_steps = config.data.short_steps
+        return cls(config.guard, short_steps, is_fp16, changes, state or GuardState())
 
     def check_loss(self, loss: float) -> Skip | None:
         """Return the reason to skip the update of a step with this loss, or None."""
@@ -105,7 +112,7 @@ class Guard:
         if skip is None:
             state.losses = [*state.losses, loss][-window:]
             state.norms = [*state.norms, outcome.grad_norm][-window:]
-        if step == self.short_steps:
+        if step == self.short_steps or step in self.change_steps:
             state.losses, state.norms = [], []
         state.skips = [skipped for skipped in state.skips if skipped > step - window]
         if skip not in (None, "overflow"):
