@@ -10,6 +10,7 @@ Examples:
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 def attempt_logs(folder: Path, rank: int) -> list[Path]:
     """Return the logs of a rank, one per job attempt, in order."""
     found = folder.glob(f"*.*/rank_{rank}.log")
-    return sorted(found, key=lambda path: tuple(map(int, path.parent.name.split("."))))
+    return sorted(found, key=lambda path: tuple(map(int, re.split("[._]", path.parent.name))))
 
 
 def read(run_dir: Path, rank: int, *, follow: bool, all_attempts: bool) -> Iterator[str]:

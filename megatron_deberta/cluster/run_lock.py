@@ -33,7 +33,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Literal
 
-from megatron_deberta.cluster.slurm.commands import job_has_ended
+from megatron_deberta.cluster.slurm.commands import current_job, job_has_ended
 from megatron_deberta.cluster.slurm.history import JobHistory, JobNumber, ProgressEvent
 from megatron_deberta.errors import EXIT_FAILURE, ConfigError, MegatronDebertaError
 from megatron_deberta.files import write_atomically
@@ -75,7 +75,7 @@ class Holder:
             boot=_boot_id(),
             pid=os.getpid(),
             since=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            job=os.environ.get("SLURM_JOB_ID", ""),
+            job=current_job(os.environ),
             restarts=whole_number(os.environ, "SLURM_RESTART_COUNT", 0),
         )
 

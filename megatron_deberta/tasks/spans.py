@@ -152,7 +152,7 @@ def span_metrics(
 
     Each answer is compared with all right ones, and the best counts.
     """
-    truth = [_right_answers(task, example) for example in examples]
+    truth = [right_answers(task, example) for example in examples]
     exact = _scores(truth, found, exact_match)
     f1 = _scores(truth, found, token_f1)
     if not task.unanswerable:
@@ -170,7 +170,7 @@ def span_metrics(
     return {name: values[name] for name in [*task.metrics, "null_threshold"]}
 
 
-def _right_answers(task: TaskConfig, example: Example) -> list[str]:
+def right_answers(task: TaskConfig, example: Example) -> list[str]:
     """Return the texts of right answers; SQuAD 2.0's script ignores those without words."""
     texts = [answer.text for answer in example.answers or ()]
     return [text for text in texts if not task.unanswerable or normalize_answer(text)]

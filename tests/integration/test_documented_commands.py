@@ -16,15 +16,20 @@ import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed.run import get_args_parser
 
 from megatron_deberta.cli.main import COMMANDS, build_parser, import_command, main
+from megatron_deberta.finetune.search import local
+from megatron_deberta.finetune.search.cells import ConfiguredRun
 from tests.support.jobs import ROOT, rank_variables
 from tests.support.minimal_pairs import write_pairs
 
 BASH = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NAMED_YAML = re.compile(r"^```yaml\n# (\w+\.yaml)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+"""Files that a page shows with their names, which its commands read."""
 UNMARKED = re.compile(r"^```\n(?:megatron-deberta|python -m|torchrun|launch/) ", re.MULTILINE)
 PAGES = [
     str(path.relative_to(ROOT))
@@ -38,6 +43,7 @@ INPUTS = {
         "data/books_text_document", "data/part-0_text_document", "data/part-1_text_document",
     ),
     "docs/finetuning.md": ("exports/base", "runs/large", "glue/SST-2", "glue/MNLI", "blimp"),
+    "docs/search.md": ("exports/base", "glue/SST-2"),
     "docs/export.md": ("runs/first", "shards/corpus_text_document"),
     "docs/preprocess.md": ("tokenizer",),
 }  # fmt: skip
@@ -55,6 +61,14 @@ ONE_STEP = (
     "optimizer.warmup_steps=0",
     "train.eval_every=0",
     "data.num_workers=0",
+    "precision.engine=plain",
+)
+ONE_CELL = (
+    "sample=1",
+    "seeds=2",
+    "finetune.epochs=1",
+    "optimizer.warmup_steps=0",
+    "train.device=cpu",
     "precision.engine=plain",
 )
 SMALLER = {"--vocab-size": "300"}
@@ -92,6 +106,10 @@ def folder(
     for number in range(2):
         with gzip.open(tmp_path / "corpus" / f"{number}.jsonl.gz", "wt") as stream:
             stream.writelines(lines[number::2])
+    for name, content in NAMED_YAML.findall(
+        (ROOT / request.node.callspec.params["page"]).read_text()
+    ):
+        (tmp_path / name).write_text(content)
     text = run_yaml.read_text().replace("global_batch_size: 8", "global_batch_size: 512")
     (tmp_path / "RUN.yaml").write_text(text)
     for name in INPUTS.get(request.node.callspec.params["page"], ()):
@@ -113,10 +131,19 @@ def folder(
         else:
             for source in run_yaml.parent.glob("docs_text_document.*"):
                 shutil.copy(source, f"{target}{source.name.removeprefix('docs_text_document')}")
+    monkeypatch.setattr(local, "run_all", run_all_here)
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     return tmp_path
+
+
+def run_all_here(runs: list[ConfiguredRun], slots: Any, on_end: Any, *_: Any) -> bool:
+    """Run the runs of a search one after another in this process."""
+    for run in runs:
+        assert main(["pretrain", str(run.write_config())]) == 0
+        on_end(local.Outcome(run, 0, 1.0))
+    return True
 
 
 def write_labelled(folder: Path, header: str, test_header: str, row: str, unlabelled: str) -> None:
@@ -190,6 +217,8 @@ def check_command(arguments: list[str]) -> None:
         arguments = [*arguments, "--dry-run"]
     if name in ("finetune", "finetune-checkpoints") and "--save-config" not in options:
         arguments = [*arguments, *ONE_STEP]
+    if name == "search" and "--dry-run" not in options:
+        arguments = [*arguments, *ONE_CELL, *(["--dry-run"] if "--cluster" in options else [])]
     assert main(arguments) == 0, " ".join(arguments)
 
 

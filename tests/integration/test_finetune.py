@@ -17,20 +17,9 @@ from megatron_deberta.cli.main import main
 from megatron_deberta.errors import EXIT_DONE, EXIT_USAGE
 from megatron_deberta.observe.metrics import read_metrics
 from megatron_deberta.train.step import TrainStep
+from tests.support.tiny_task import MODEL, write_task
 
 pytest.importorskip("sklearn")
-MODEL = Path(__file__).parents[1] / "golden" / "c6955b0" / "hf"
-WORDS = "the cat sat on a mat and saw one dog run far from its home in the rain".split()
-TASK = """\
-name: tiny
-head: classification
-reader: tsv
-splits: {train: train.tsv, dev: dev.tsv, test: test.tsv}
-columns: {text: text, label: label}
-labels: [bad, good]
-metrics: [accuracy]
-max_length: 24
-"""
 Finetune = Callable[..., int]
 
 
@@ -40,18 +29,8 @@ class Killed(BaseException):
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """A task file and its data: the label says whether the first word comes early in WORDS."""
-    folder = tmp_path / "data"
-    folder.mkdir()
-    for name, size in (("train", 37), ("dev", 11), ("test", 5)):
-        lines = ["text\tlabel"]
-        for number in range(size):
-            first = (number * 7 + size) % len(WORDS)
-            text = " ".join(WORDS[first : first + 1 + number % 6] or WORDS[:2])
-            lines.append(f"{text}\t{'good' if first < 9 else 'bad'}")
-        (folder / f"{name}.tsv").write_text("\n".join(lines) + "\n")
-    (folder / "task.yaml").write_text(TASK)
-    return folder
+    """A task file and its data."""
+    return write_task(tmp_path / "data")
 
 
 @pytest.fixture

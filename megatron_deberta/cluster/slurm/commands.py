@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from megatron_deberta.errors import MegatronDebertaError
 
@@ -48,6 +48,27 @@ def queue_entry(job: str) -> str:
         if "Invalid job id" in str(error):
             return ""
         raise
+
+
+def current_job(variables: Mapping[str, str]) -> str:
+    """Return the number of the job to which a process belongs, empty outside SLURM.
+
+    For an element of a job array this is ``ARRAY_INDEX``: the array's number, which is also
+    ``SLURM_JOB_ID`` of one of its elements, stands for all of them in commands.
+    """
+    array = variables.get("SLURM_ARRAY_JOB_ID")
+    if array:
+        return f"{array}_{variables.get('SLURM_ARRAY_TASK_ID', '')}"
+    return variables.get("SLURM_JOB_ID", "")
+
+
+def queued_jobs() -> set[str]:
+    """Return the user's jobs that are queued or running, elements of arrays as ``ARRAY_INDEX``.
+
+    Raises:
+        SlurmError: ``squeue`` failed.
+    """
+    return set(call(["squeue", "--noheader", "--array", "--me", "--format=%i"]).split())
 
 
 def job_has_ended(job: str) -> bool:

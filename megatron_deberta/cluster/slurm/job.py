@@ -27,6 +27,7 @@ from megatron_deberta.cluster.notify import Notifier
 from megatron_deberta.cluster.prometheus import export_once
 from megatron_deberta.cluster.run_lock import raise_if_locked
 from megatron_deberta.cluster.slurm import commands as slurm
+from megatron_deberta.cluster.slurm.array import job_file
 from megatron_deberta.cluster.slurm.history import Decision, JobHistory
 from megatron_deberta.cluster.slurm.submit import (
     JobSpec,
@@ -64,7 +65,7 @@ class JobAttempt:
     def __init__(self, spec: JobSpec, variables: Mapping[str, str]) -> None:
         self._spec = _for_allocated_nodes(spec, variables)
         self._variables = variables
-        self._job = variables["SLURM_JOB_ID"]
+        self._job = slurm.current_job(variables)
         self._restarts = whole_number(variables, "SLURM_RESTART_COUNT", 0)
         self._history = JobHistory(spec.run_dir)
         self._name = attempt_name(self._job, self._restarts)
@@ -282,9 +283,13 @@ def rank_environment(spec: JobSpec, variables: Mapping[str, str]) -> dict[str, s
     return kept | spec.environment
 
 
+def _read_spec(argument: str) -> JobSpec:
+    return JobSpec.read(job_file(argument, os.environ))
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run a job attempt; an error becomes one line in the log and an exit code."""
-    return run_logged(lambda: JobAttempt(JobSpec.read(arguments[0]), os.environ).run(), logger)
+    return run_logged(lambda: JobAttempt(_read_spec(arguments[0]), os.environ).run(), logger)
 
 
 if __name__ == "__main__":

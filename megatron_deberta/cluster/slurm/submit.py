@@ -113,6 +113,8 @@ def sbatch_command(
     *,
     after: str = "",
     bad_nodes: Sequence[str] = (),
+    array: str = "",
+    output: str = "",
 ) -> list[str]:
     """Return the command that queues a job.
 
@@ -122,6 +124,8 @@ def sbatch_command(
         job_file: path of ``job.json``.
         after: number of a job that must have ended before this one starts.
         bad_nodes: nodes to exclude besides the profile's.
+        array: indices of a job array; empty: a single job.
+        output: log file of the batch script; empty: ``job_%j.log`` in the run folder's logs.
     """
     command = [
         "sbatch", "--parsable",
@@ -140,10 +144,12 @@ def sbatch_command(
         f"--time={profile.time_limit_minutes}",
         f"--signal={stop_signal(spec)}@{profile.signal_seconds}",
         "--requeue" if profile.requeue else "--no-requeue",
-        "--open-mode=append", f"--output={spec.run_dir}/{LOGS}/job_%j.log",
+        "--open-mode=append", f"--output={output or f'{spec.run_dir}/{LOGS}/job_%j.log'}",
     ]  # fmt: skip
     if excluded := ",".join(dict.fromkeys([spec.exclude, *bad_nodes])).strip(","):
         command.append(f"--exclude={checked(excluded, names.NAMES, 'exclude')}")
+    if array:
+        command.append(f"--array={array}")
     if after:
         command.append(f"--dependency=afterany:{after}")
     if profile.gpus_per_node:

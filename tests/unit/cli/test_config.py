@@ -93,5 +93,5 @@ def test_completion(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_commands_with_overrides_complete_keys() -> None:
     known = {command.name for command, parser in parsers().items() if takes_keys(parser)}
-    tasks = {"finetune", "predict", "evaluate", "finetune-checkpoints"}
+    tasks = {"finetune", "predict", "evaluate", "finetune-checkpoints", "search"}
     assert known == {"config", "doctor", "launch", "plan", "pretrain", "submit"} | tasks

@@ -1,0 +1,64 @@
+"""Test whether two models differ on a task: over examples, and over seeds.
+
+A and B are runs, folders of runs, or searches (of which the best cell counts); every task of both
+is compared. Or they are files of `predict`, or folders of them, with --task and --data. The table
+is that of the paper's Table 14: minimum, maximum and mean over runs, and the p-value of Welch's
+t-test; below are paired bootstrap and approximate randomisation over examples.
+
+Examples:
+  megatron-deberta compare runs/roberta runs/deberta --output compare.json
+  megatron-deberta compare a.jsonl b.jsonl --task sst2 --data glue/SST-2 --split dev
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megatron_deberta.cli.arguments import number
+from megatron_deberta.errors import EXIT_DONE, ConfigError
+from megatron_deberta.files import write_atomically
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    for name in ("a", "b"):
+        parser.add_argument(name, metavar=name.upper(), help="run, folder of runs, or predictions")
+    parser.add_argument("--split", default="dev", metavar="NAME", help="labelled split")
+    parser.add_argument(
+        "--data", default="", metavar="DIR", help="folder of the task's files (default: the runs')"
+    )
+    parser.add_argument("--task", default="", metavar="TASK", help="task of prediction files")
+    parser.add_argument(
+        "--resamples", type=number(int, 100), default=10_000, metavar="N",
+        help="resamples of each test over examples",
+    )  # fmt: skip
+    parser.add_argument(
+        "--seed", type=number(int, 0), default=0, metavar="N", help="seed of the resamples"
+    )
+    parser.add_argument("--output", default="", metavar="FILE", help="also write JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compare, and print the table."""
+    from megatron_deberta.finetune.compare import sides
+    from megatron_deberta.finetune.compare.table import format_comparison
+
+    a, b = Path(args.a), Path(args.b)
+    for path in (a, b):
+        if not path.exists():
+            raise ConfigError(f"{path}: no such file or folder; give runs or prediction files")
+    options = {"split": args.split, "resamples": args.resamples, "seed": args.seed}
+    are_files = [sides.holds_predictions(path) for path in (a, b)]
+    if are_files[0] != are_files[1]:
+        raise ConfigError(f"{a} and {b}: give two folders of runs, or prediction files twice")
+    if are_files[0]:
+        if not args.task or not args.data:
+            raise ConfigError("prediction files need --task and --data, which have the labels")
+        found = sides.compare_files(a, b, task_name=args.task, data=args.data, **options)
+    else:
+        found = sides.compare_runs(a, b, data=args.data, **options)
+    print(format_comparison((args.a, args.b), found))
+    if args.output:
+        write_atomically(Path(args.output), sides.to_json(found))
+    return EXIT_DONE

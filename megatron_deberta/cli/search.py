@@ -1,0 +1,262 @@
+"""Search hyper-parameters of a task: a fine-tuning run per cell of a grid and per seed.
+
+SEARCH.yaml has task, model, data, grid and seeds; arguments replace its keys. Finished runs are
+never run again, and a killed one resumes: start the same command again. The table has median, mean,
+minimum and maximum over the seeds of each cell on the split for validation. Ctrl-C saves
+checkpoints and ends; a second one ends at once. See docs/search.md.
+
+Examples:
+  megatron-deberta search search.yaml --dry-run
+  megatron-deberta search configs/searches/paper_base.yaml task=sst2 model=exports/base data=SST-2
+  megatron-deberta search search.yaml --cluster dgx2 --jobs 8
+  megatron-deberta search search.yaml --table
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_deberta.cli.arguments import number
+from megatron_deberta.errors import EXIT_DONE, EXIT_FAILURE, ConfigError, printable
+
+if TYPE_CHECKING:
+    from megatron_deberta.finetune.search.cells import ConfiguredRun, SearchRun
+    from megatron_deberta.finetune.search.config import SearchConfig
+    from megatron_deberta.finetune.search.local import Outcome
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument(
+        "search", metavar="SEARCH.yaml",
+        help="search; packaged ones are called configs/searches/NAME.yaml",
+    )  # fmt: skip
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value",
+        help="replaces a key of the search (seeds=3), or of its grid "
+        "(optimizer.learning_rate=[1e-5,2e-5], finetune.epochs=3)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--jobs", type=number(int, 1), metavar="N",
+        help="runs at a time (default: as many as the GPUs, or the cores and the memory, allow; "
+        "with --cluster: no limit)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--cluster", default="", metavar="PROFILE",
+        help="submit the runs as a SLURM job array: dgx2, dgx_h100, local, or a YAML file",
+    )  # fmt: skip
+    parser.add_argument(
+        "--trust-profile", action="store_true",
+        help="allow the profile to run code, as for submit",
+    )  # fmt: skip
+    parser.add_argument("--table", action="store_true", help="print the table, and exit")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the cells, and the command of --cluster"
+    )
+    parser.add_argument(
+        "--prune", action="store_true",
+        help="delete the checkpoints of complete cells other than the best; results remain",
+    )  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run, submit, or show the search."""
+    from megatron_deberta.finetune.models import open_source_model
+    from megatron_deberta.finetune.search.cells import configure_runs, list_runs
+    from megatron_deberta.finetune.search.config import load_search
+    from megatron_deberta.finetune.search.results import read_result
+    from megatron_deberta.tasks.task import load_task
+
+    search = load_search(args.search, args.overrides)
+    task = load_task(search.task)
+    if args.table:
+        return _show(search, list_runs(search, task), task.metrics[0], prunes=args.prune)
+    runs = configure_runs(search, task, open_source_model(Path(search.model), search.tokenizer))
+    pending = [run for run in runs if read_result(run.folder, task.metrics[0]) is None]
+    if args.dry_run:
+        print(_describe(search, runs, pending))
+    if args.cluster and pending:
+        return _submit(search, pending, args)
+    if args.dry_run:
+        return EXIT_DONE
+    code = _run_locally(search, pending, task.metrics[0], args.jobs) if pending else EXIT_DONE
+    _show(search, runs, task.metrics[0], prunes=args.prune)
+    return code
+
+
+def _show(search: SearchConfig, runs: Sequence[SearchRun], metric: str, *, prunes: bool) -> int:
+    """Print and write the table; delete checkpoints if asked to."""
+    from megatron_deberta.finetune.search import results
+
+    if not any(run.folder.exists() for run in runs):
+        raise ConfigError(f"{search.output}: no run has begun; start the search without --table")
+    found = results.collect(runs, metric)
+    files = results.write_results(search, metric, found)
+    print(results.format_table(search, metric, found))
+    print(f"written: {', '.join(map(str, files))}")
+    if prunes:
+        print(f"--prune: checkpoints of {results.prune(found, search.select)} runs deleted")
+    return EXIT_DONE
+
+
+def _describe(search: SearchConfig, runs: Sequence[SearchRun], pending: Sequence[SearchRun]) -> str:
+    """Format the cells, one per line."""
+    cells = list(dict.fromkeys(run.cell.name for run in runs))
+    waiting = {run.name for run in pending}
+    lines = [
+        f"{search.output}: {len(cells)} cells x {len(search.seeds)} seeds = {len(runs)} runs, "
+        f"{len(runs) - len(pending)} finished"
+    ]
+    for name in cells:
+        left = sum(run.cell.name == name and run.name in waiting for run in runs)
+        lines.append(f"  {name}{f'  ({left} to run)' if left else '  (finished)'}")
+    return "\n".join(lines)
+
+
+def _run_locally(
+    search: SearchConfig, pending: Sequence[ConfiguredRun], metric: str, jobs: int | None
+) -> int:
+    """Run the pending runs here; return the exit code of the search."""
+    from megatron_deberta.finetune.search import local
+
+    slots = _slots(search, pending[0], jobs)
+    with (
+        _folder_lock(search),
+        local.stop_signals() as stop,
+        _Report(len(pending), metric) as report,
+    ):
+        all_started = local.run_all(
+            pending,
+            slots,
+            lambda outcome: report.add(outcome, is_stopping=bool(stop.numbers)),
+            stop,
+            lambda run: local.run_command(run, search.ranks),
+        )
+    if stop.numbers:
+        return stop.exit_code
+    if not report.failed:
+        return EXIT_DONE
+    rest = "" if all_started else "; the first ones all failed, so no more were started"
+    print(f"{report.failed} runs failed{rest}", file=sys.stderr)
+    return EXIT_FAILURE
+
+
+class _Report:
+    """Prints a line per run that ends; with a progress bar on a terminal.
+
+    Args:
+        total: number of runs.
+        metric: name of the score.
+    """
+
+    def __init__(self, total: int, metric: str) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+        self.failed = 0
+        self._metric, self._total, self._ended = metric, total, 0
+        self._console = Console(stderr=True)
+        columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        is_shown = self._console.is_terminal
+        self._bar = Progress(*columns, console=self._console, disable=not is_shown)
+        self._task = self._bar.add_task("", total=total)
+
+    def __enter__(self) -> _Report:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def add(self, outcome: Outcome, *, is_stopping: bool) -> None:
+        """Print the end of a run."""
+        from megatron_deberta.finetune.search.local import LOG_FILE
+        from megatron_deberta.finetune.search.results import read_result
+
+        result = read_result(outcome.run.folder, self._metric)
+        self._ended += 1
+        self._bar.update(self._task, completed=self._ended)
+        if result is not None:
+            text = f"{self._metric} {result.score:.4f}, {outcome.seconds:.0f} s"
+        elif is_stopping:
+            text = "stopped; it resumes when the search is started again"
+        else:
+            self.failed += 1
+            log = outcome.run.folder / LOG_FILE
+            text = f"failed with exit code {outcome.code}: {outcome.reason} ({log})"
+        line = printable(f"[{self._ended}/{self._total}] {outcome.run.name}: {text}")
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def _folder_lock(search: SearchConfig) -> Iterator[None]:
+    from megatron_deberta.finetune.search.local import lock_folder
+
+    try:
+        descriptor = lock_folder(Path(search.output))
+    except BlockingIOError:
+        raise ConfigError(
+            f"output={search.output}: another search runs in this folder; wait, or use --table"
+        ) from None
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _slots(search: SearchConfig, first: ConfiguredRun, jobs: int | None) -> list[dict[str, str]]:
+    """Return the environments of the runs at a time."""
+    import psutil
+
+    from megatron_deberta.cli.pretrain import predict_bytes
+    from megatron_deberta.finetune.search.local import slot_environments, visible_gpus
+
+    devices = [] if first.config.train.device == "cpu" else visible_gpus()
+    if devices:
+        fit = len(devices) // search.ranks
+        if fit < max(1, jobs or 0):
+            raise ConfigError(
+                f"{len(devices)} GPUs do not suffice for {jobs or 1} runs of {search.ranks} ranks; "
+                "lower --jobs or ranks"
+            )
+    else:
+        cores = len(os.sched_getaffinity(0)) // search.ranks
+        memory = psutil.virtual_memory().available // (predict_bytes(first.config) * search.ranks)
+        fit = max(1, min(cores, memory))
+    return slot_environments(jobs or fit, search.ranks, devices)
+
+
+def _submit(
+    search: SearchConfig, pending: Sequence[ConfiguredRun], args: argparse.Namespace
+) -> int:
+    """Submit the pending runs that are not queued already as job arrays."""
+    from megatron_deberta.cli.submit import check_fit
+    from megatron_deberta.cluster import preflight
+    from megatron_deberta.cluster.profile import load_profile
+    from megatron_deberta.cluster.slurm import array
+
+    profile = load_profile(args.cluster, trusted=args.trust_profile)
+    profile, nodes = array.profile_of_ranks(profile, search.ranks)
+    configs = [check_fit(run.config, profile, nodes) for run in pending]
+    at_most = args.jobs or 0
+    if args.dry_run:
+        print(array.describe(profile, configs, Path(search.output), at_most))
+        return EXIT_DONE
+    if (problem := preflight.torch_problem(profile.gpu_architecture, profile.torch_builds)) and (
+        profile.container == "none"
+    ):
+        raise ConfigError(problem)
+    for run in pending:
+        run.write_config()
+    jobs, skipped = array.submit(profile, configs, Path(search.output), at_most)
+    if skipped:
+        print(f"{skipped} runs are queued or running already")
+    if jobs:
+        print(f"submitted {', '.join(jobs)}; see the results with --table")
+    return EXIT_DONE

@@ -1,0 +1,1 @@
+"""Comparison of two models: significance over examples and over seeds."""

@@ -1,0 +1,1 @@
+"""Hyper-parameter searches: cells of a grid, each a fine-tuning run per seed."""

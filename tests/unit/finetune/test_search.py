@@ -1,0 +1,330 @@
+"""Searches: config, cells, results and table, and the runs of a machine."""
+
+from __future__ import annotations
+
+import csv
+import json
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_deberta.checkpoint.layout import checkpoints_dir
+from megatron_deberta.cli.main import main
+from megatron_deberta.config.loader import CONFIG_ROOTS
+from megatron_deberta.errors import EXIT_DONE, EXIT_USAGE, ConfigError
+from megatron_deberta.finetune.models import open_source_model
+from megatron_deberta.finetune.search.cells import Cell, ConfiguredRun, configure_runs, list_cells
+from megatron_deberta.finetune.search.config import SearchConfig, load_search
+from megatron_deberta.finetune.search.local import (
+    LOG_FILE,
+    Outcome,
+    StopRequest,
+    run_all,
+    slot_environments,
+)
+from megatron_deberta.finetune.search.results import (
+    RESULT_FILE,
+    best_cell,
+    collect,
+    format_table,
+    prune,
+    write_results,
+)
+from megatron_deberta.tasks.task import load_task
+from tests.support.tiny_task import MODEL, write_task
+
+GRID = {"optimizer.learning_rate": [1e-3, 3e-3], "model.head_dropout": [0, 0.1]}
+
+
+@pytest.fixture
+def search_file(tmp_path: Path) -> Path:
+    """A search of four cells and three seeds."""
+    data = write_task(tmp_path / "data")
+    values = {
+        "task": str(data / "task.yaml"), "model": str(MODEL), "data": str(data), "seeds": 3,
+        "output": str(tmp_path / "out"), "grid": {**GRID, "train.steps": 2, "train.device": "cpu"},
+    }  # fmt: skip
+    path = tmp_path / "search.yaml"
+    path.write_text(json.dumps(values))
+    return path
+
+
+@pytest.fixture
+def search(search_file: Path) -> SearchConfig:
+    return load_search(str(search_file))
+
+
+@pytest.fixture
+def runs(search: SearchConfig) -> list[ConfiguredRun]:
+    return configure_runs(search, load_task(search.task), open_source_model(MODEL))
+
+
+def finish(run: ConfiguredRun, score: float) -> None:
+    """Write the result of a run."""
+    run.folder.mkdir(parents=True, exist_ok=True)
+    result = {
+        "split": "dev", "metric": "accuracy", "score": score, "step": 2, "steps": 2, "metrics": {},
+    }  # fmt: skip
+    (run.folder / RESULT_FILE).write_text(json.dumps(result))
+
+
+def test_grids_are_those_of_the_papers_table_9(tmp_path: Path) -> None:
+    given = ("task=mnli", "model=m", "data=d")
+    sizes = {}
+    for name in ("base", "large", "1.5b"):
+        search = load_search(f"configs/searches/paper_{name}.yaml", given)
+        cells = list_cells(search, load_task("mnli"))
+        sizes[name] = len(cells)
+        rates = sorted({cell.values["optimizer.learning_rate"] for cell in cells})
+        batches = sorted({cell.values["train.global_batch_size"] for cell in cells})
+        dropout = sorted({cell.values["model.head_dropout"] for cell in cells})
+        warmup = sorted({cell.values["optimizer.warmup_steps"] for cell in cells})
+        assert warmup == [50, 100, 500, 1000]
+        assert search.seeds == (1, 2, 3, 4, 5)
+        expected = {
+            "base": ([1.5e-5, 2e-5, 3e-5, 4e-5], [16, 32, 48, 64], [0, 0.1, 0.15]),
+            "large": ([5e-6, 8e-6, 9e-6, 1e-5], [16, 32, 48, 64], [0, 0.1, 0.15]),
+            "1.5b": ([1e-6, 3e-6, 5e-6], [16, 32, 64], [0, 0.15, 0.3]),
+        }
+        assert (rates, batches, dropout) == expected[name]
+    assert sizes == {"base": 192, "large": 192, "1.5b": 108}
+    files = next(r for r in CONFIG_ROOTS if (r / "configs").is_dir()) / "configs" / "searches"
+    assert {path.stem.removeprefix("paper_") for path in files.glob("*.yaml")} == set(sizes)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("sedes=3", "no key 'sedes'; did you mean seeds?"),
+        ("seeds=[1,1]", "seeds=[1, 1]: give different seeds"),
+        ("seeds=many", "seeds='many'"),
+        ("select=best", "select='best'"),
+        ("train.seed=3", "grid.train.seed: set the key seeds instead"),
+        ("model.head_dropout=[]", "grid.model.head_dropout=[]: give different values"),
+        ("optimizer.learning_rate=[1e-5,1.0e-5]", "give different values"),
+        ("optimizer.learning_rat=[1e-5]", "optimizer.learning_rat"),
+        ("settings=paper", "settings='paper': task tiny has none"),
+        ("data=", "data is missing"),
+        ("finetune.epochs=2", "grid has train.steps and finetune.epochs"),
+        ("nothing", "'nothing' is not key=value"),
+    ],
+)
+def test_wrong_keys_and_values_are_errors_of_one_line(
+    search_file: Path, argument: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["search", str(search_file), argument]) == EXIT_USAGE
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not (search_file.parent / "out").exists()
+
+
+def test_runs_have_the_values_of_their_cells(
+    search: SearchConfig, runs: list[ConfiguredRun]
+) -> None:
+    assert len(runs) == 12
+    last = runs[-1]
+    assert last.name == "learning_rate=0.003,head_dropout=0.1 seed 3"
+    assert last.config.optimizer.learning_rate == 3e-3
+    assert last.config.model.head_dropout == 0.1
+    assert (last.config.train.seed, last.config.train.steps) == (3, 2)
+    assert last.folder == Path(search.output, "cells", last.cell.name, "seed_3")
+    assert {run.config.finetune.cache for run in runs} == {f"{search.output}/encoded"}
+    # The folder depends on the values only, so a longer list finds finished runs again.
+    longer = replace(search, grid={**search.grid, "optimizer.learning_rate": [2e-3, 1e-3, 3e-3]})
+    names = {cell.name for cell in list_cells(longer, load_task(search.task))}
+    assert {run.cell.name for run in runs} < names
+    assert Cell({"tokenizer.kind": "a/b"}).name != Cell({"tokenizer.kind": "a_b"}).name
+
+
+def test_a_sample_of_cells_is_always_the_same(search: SearchConfig) -> None:
+    task = load_task(search.task)
+    sampled = [list_cells(replace(search, sample=2), task) for _ in range(2)]
+    assert sampled[0] == sampled[1]
+    assert len(sampled[0]) == 2
+    assert len(list_cells(replace(search, sample=9), task)) == 4
+
+
+def test_a_run_is_not_continued_with_other_values(
+    search_file: Path, runs: list[ConfiguredRun], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = runs[0]
+    run.write_config()
+    run.check_config()
+    changed = replace(run.config, optimizer=replace(run.config.optimizer, weight_decay=0.5))
+    with pytest.raises(ConfigError, match=r"optimizer.weight_decay was 0.01 and is now 0.5"):
+        replace(run, config=changed).write_config()
+    # Nor is the result of a finished one shown beside others.
+    finish(run, 0.5)
+    assert main(["search", str(search_file), "optimizer.weight_decay=0.5"]) == EXIT_USAGE
+    assert "optimizer.weight_decay was 0.01 and is now 0.5" in capsys.readouterr().err
+
+
+def test_table_and_files_have_the_statistics_of_each_cell(
+    search: SearchConfig, runs: list[ConfiguredRun]
+) -> None:
+    scores = ([0.5, 0.7, 0.9], [0.8, 0.8, 0.2], [0.9, 0.9], [])
+    for number, cell_scores in enumerate(scores):
+        for run, score in zip(runs[3 * number :], cell_scores, strict=False):
+            finish(run, score)
+    found = collect(runs, "accuracy")
+    best = best_cell(found, "median")
+    assert best is found[1]
+    assert best_cell(found, "mean") is found[0]
+    text = format_table(search, "accuracy", found)
+    assert "8 of 12 runs finished" in text
+    assert "accuracy on the split dev" in text
+    assert "no test result" in text
+    rows = [line.split() for line in text.splitlines()]
+    assert ["0.001", "0.1", "3/3", "0.8000", "0.6000", "0.2000", "0.8000"] in rows
+    assert ["0.001", "0", "3/3", "0.7000", "0.7000", "0.5000", "0.9000"] in rows
+    assert ["0.003", "0", "2/3", "0.9000", "0.9000", "0.9000", "0.9000"] in rows
+    assert ["0.003", "0.1", "0/3", "-", "-", "-", "-"] in rows
+    assert f"best cell by median: {best.cell.name}" in text
+
+    as_json, as_csv = write_results(search, "accuracy", found)
+    content = json.loads(as_json.read_text())
+    assert (content["split"], content["metric"]) == ("dev", "accuracy")
+    assert content["best"] == f"cells/{best.cell.name}"
+    assert content["cells"][1]["scores"] == {"1": 0.8, "2": 0.8, "3": 0.2}
+    lines = list(csv.DictReader(as_csv.open()))
+    assert [line["finished"] for line in lines] == ["3", "3", "2", "0"]
+    assert lines[0]["max"] == "0.9"
+    assert lines[2]["seed_3"] == lines[3]["median"] == ""
+
+
+def test_prune_keeps_the_best_cell_and_unfinished_ones(
+    search: SearchConfig, runs: list[ConfiguredRun]
+) -> None:
+    for run, score in zip(runs, [0.5] * 3 + [0.7] * 3 + [0.9] * 2, strict=False):
+        finish(run, score)
+    for run in runs:
+        checkpoints_dir(run.folder).mkdir(parents=True)
+    found = collect(runs, "accuracy")
+    assert prune(found, search.select) == 3
+    left = [run for run in runs if checkpoints_dir(run.folder).exists()]
+    assert left == runs[3:]
+    assert collect(runs, "accuracy") == found
+
+
+def test_dry_run_and_table_of_a_search(
+    search_file: Path, runs: list[ConfiguredRun], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["search", str(search_file), "--table"]) == EXIT_USAGE
+    assert "no run has begun" in capsys.readouterr().err
+    assert main(["search", str(search_file), "--dry-run"]) == EXIT_DONE
+    shown = capsys.readouterr().out
+    assert "4 cells x 3 seeds = 12 runs, 0 finished" in shown
+    assert "learning_rate=0.003,head_dropout=0.1  (3 to run)" in shown
+    assert not runs[0].folder.exists()
+    for run in runs:
+        finish(run, 0.5)
+    # Everything is finished: nothing is started.
+    assert main(["search", str(search_file)]) == EXIT_DONE
+    assert "12 of 12 runs finished" in capsys.readouterr().out
+
+
+def test_submission_as_job_array(search_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--cluster", "dgx2", "--jobs", "5", "--dry-run", "ranks=2"]
+    assert main(["search", str(search_file), *arguments]) == EXIT_DONE
+    shown = capsys.readouterr().out
+    assert "--array=0-11%5" in shown
+    # Two of a node's 16 GPUs per run.
+    assert "--gres=gpu:2" in shown
+    assert "--nodes=1" in shown
+    assert "--exclusive" not in shown
+
+
+Command = Callable[[ConfiguredRun], Sequence[str]]
+
+
+def script(text: str) -> Command:
+    """Return the command of runs that execute Python code in their folder."""
+
+    def command(run: ConfiguredRun) -> Sequence[str]:
+        run.folder.mkdir(parents=True, exist_ok=True)
+        code = f"import os, pathlib, signal, sys, time; os.chdir({str(run.folder)!r})\n{text}"
+        return [sys.executable, "-S", "-c", code]
+
+    return command
+
+
+def test_as_many_runs_at_a_time_as_slots(runs: list[ConfiguredRun]) -> None:
+    code = """
+print("device", os.environ["CUDA_VISIBLE_DEVICES"], time.monotonic())
+time.sleep(0.3)
+print("end", time.monotonic())
+"""
+    ended: list[Outcome] = []
+    slots = slot_environments(2, 2, ["4", "5", "6", "7"])
+    assert slots == [{"CUDA_VISIBLE_DEVICES": "4,5"}, {"CUDA_VISIBLE_DEVICES": "6,7"}]
+    assert run_all(runs[:5], slots, ended.append, StopRequest(), script(code))
+    assert [outcome.code for outcome in ended] == [0] * 5
+    events = []
+    for run in runs[:5]:
+        first, last = (run.folder / LOG_FILE).read_text().splitlines()
+        assert first.split()[1] in ("4,5", "6,7")
+        events += [(float(first.split()[2]), 1), (float(last.split()[1]), -1)]
+    active = most = 0
+    for _, change in sorted(events):
+        active += change
+        most = max(most, active)
+    assert most == 2
+
+
+def test_failures_end_a_search_only_before_the_first_success(runs: list[ConfiguredRun]) -> None:
+    ended: list[Outcome] = []
+    failing = script("print('no memory'); sys.exit(1)")
+    assert not run_all(runs, [{}], ended.append, StopRequest(), failing)
+    assert [(outcome.code, outcome.reason) for outcome in ended] == [(1, "no memory")] * 3
+    ended.clear()
+    fails = {run.folder for run in runs[1:6]}
+
+    def mixed(run: ConfiguredRun) -> Sequence[str]:
+        return failing(run) if run.folder in fails else script("pass")(run)
+
+    assert run_all(runs[:8], [{}], ended.append, StopRequest(), mixed)
+    assert [outcome.code for outcome in ended] == [0, 1, 1, 1, 1, 1, 0, 0]
+
+
+def test_a_signal_lets_runs_save_and_a_second_kills_them(runs: list[ConfiguredRun]) -> None:
+    stop = StopRequest()
+    saves = """
+def save(*_):
+    pathlib.Path("saved").touch()
+    sys.exit(75) if not pathlib.Path("stubborn").exists() else None
+signal.signal(signal.SIGTERM, save)
+pathlib.Path("started").touch()
+while True: time.sleep(0.05)
+"""
+
+    ended: list[Outcome] = []
+    folder = runs[0].folder
+    previous = signal.signal(signal.SIGALRM, lambda *_: poke())
+
+    def poke() -> None:
+        if (folder / "started").exists() and not stop.numbers:
+            stop.numbers.append(signal.SIGINT)
+        elif (folder / "saved").exists():
+            stop.numbers.append(signal.SIGINT)
+
+    signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
+    try:
+        assert not run_all(runs, [{}], ended.append, stop, script(saves))
+        assert [outcome.code for outcome in ended] == [75]
+        assert (folder / "saved").exists()
+        for name in ("saved", "started"):
+            (folder / name).unlink()
+        (folder / "stubborn").touch()
+        stop.numbers.clear()
+        ended.clear()
+        assert not run_all(runs, [{}], ended.append, stop, script(saves))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    assert [outcome.code for outcome in ended] == [-signal.SIGKILL]
+    assert (stop.exit_code, len(stop.numbers) >= 2) == (130, True)
