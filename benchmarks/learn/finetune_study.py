@@ -174,6 +174,7 @@ class Study:
             "finetune", str(self.task_file(task)), "--model", str(self.run),
             "--data", str(self.corpus / task.data), "--settings", "none", *COMMON,
             f"finetune.epochs={task.epochs}", f"train.global_batch_size={task.batch}",
+            f"train.micro_batch_size={task.batch}",
             f"finetune.cache={self.work / 'encoded'}", f"train.seed={cell.seed}",
             f"train.run_dir={self.work / cell.key}", *random_weights, *self.overrides,
         ]  # fmt: skip
@@ -197,11 +198,18 @@ class Processes:
 
     def __init__(self, study: Study, deadline: float) -> None:
         self._study, self._deadline = study, deadline
+        self._running: set[subprocess.Popen[bytes]] = set()
 
     @property
     def is_late(self) -> bool:
         """Whether the time is up."""
         return time.monotonic() >= self._deadline
+
+    def stop(self) -> None:
+        """Stop the running commands at a checkpoint, and start no more."""
+        self._deadline = -math.inf
+        for process in list(self._running):
+            process.send_signal(signal.SIGTERM)
 
     def _seconds_left(self) -> float | None:
         left = self._deadline - time.monotonic()
@@ -222,12 +230,14 @@ class Processes:
                 [sys.executable, "-m", "megatron_deberta", *arguments],
                 stdout=stream, stderr=stream, env=environment,
             )  # fmt: skip
+            self._running.add(process)
             try:
                 code = process.wait(self._seconds_left())
             except subprocess.TimeoutExpired:
                 process.send_signal(signal.SIGTERM)
                 code = process.wait()
             finally:
+                self._running.discard(process)
                 process.kill()
         is_stopped = self.is_late and code in (EXIT_REQUEUE, -signal.SIGTERM)
         if code != EXIT_DONE and not is_stopped:
@@ -307,6 +317,7 @@ def execute(study: Study, jobs: int, budget_seconds: float) -> dict[str, Any]:
             for future in futures:
                 future.result()
         except BaseException:
+            processes.stop()
             pool.shutdown(wait=True, cancel_futures=True)
             raise
     write_json(study.output, result := summarize(study, record))
@@ -447,6 +458,8 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Run the study, or estimate its time."""
     args = parse_arguments()
+    # As Ctrl-C: the running commands are stopped, too.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     tasks = [task for task in TASKS if not args.task or task.name in args.task]
     run, corpus, work = (path.resolve() for path in (args.run, args.corpus, args.work))
     study = Study(
