@@ -85,7 +85,7 @@ TASKS = (
     Task("sst2", "tasks/glue/SST-2", 5, 3, changes={
         "splits": {"train": {"files": "train.tsv", "part": [0, 0.1485]}, "dev": "dev.tsv"}}),
     Task("cola", "tasks/glue/CoLA", 5, 4),
-    Task("wnut17", "tasks/ner", 5, 5, 16),
+    Task("wnut17", "tasks/ner", 5, 3, 16),
     Task("chunking", "conll2000", 5, 2),
     Task("policyqa", "tasks/qa", 5, 2, 16, changes={
         "max_length": 256, "stride": 64,

@@ -19,7 +19,8 @@ RUNS = sorted(path.stem for path in (ROOT / "configs" / "runs").glob("ablation_*
 TINY = (
     "model.num_layers=2", "model.hidden_size=32", "model.num_heads=2", "model.ffn_hidden_size=64",
     "model.vocab_size=auto", "model.max_position_embeddings=64",
-    "model.max_relative_positions=64", "data.sequence_length=48", "data.num_workers=0",
+    "model.max_relative_positions=64", "model.position_buckets=0", "data.sequence_length=48",
+    "data.num_workers=0",
     "precision.dtype=fp32", "precision.engine=plain", "train.device=cpu", "log.tensorboard=false",
     "log.level=warning", "train.global_batch_size=4", "train.micro_batch_size=4", "train.steps=2",
     "optimizer.warmup_steps=1", "train.eval_every=0",
