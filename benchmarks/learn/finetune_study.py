@@ -84,9 +84,9 @@ TASKS = (
     # 10,000 of the 67,349 phrases
     Task("sst2", "tasks/glue/SST-2", 5, 3, changes={
         "splits": {"train": {"files": "train.tsv", "part": [0, 0.1485]}, "dev": "dev.tsv"}}),
-    Task("cola", "tasks/glue/CoLA", 5, 4),
+    Task("cola", "tasks/glue/CoLA", 5, 3),
     Task("wnut17", "tasks/ner", 5, 3, 16),
-    Task("chunking", "conll2000", 5, 2),
+    Task("chunking", "conll2000", 5, 1.5),
     Task("policyqa", "tasks/qa", 5, 2, 16, changes={
         "max_length": 256, "stride": 64,
         "splits": {"train": "policyqa.dev.json",
