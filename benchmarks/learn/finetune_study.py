@@ -90,7 +90,7 @@ TASKS = (
     Task("policyqa", "tasks/qa", 5, 2, 16, changes={
         "max_length": 256, "stride": 64,
         "splits": {"train": "policyqa.dev.json",
-                   "dev": {"files": "policyqa.test.json", "part": [0, 0.4]}}}),
+                   "dev": {"files": "policyqa.test.json", "part": [0, 0.25]}}}),
     Task("mrpc", "tasks/glue/MRPC", 1, 3),
     Task("stsb", "tasks/glue/STS-B", 1, 3),
     Task("qnli_dev", "tasks/glue/QNLI", 1, 3),
