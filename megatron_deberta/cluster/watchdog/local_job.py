@@ -13,11 +13,13 @@ from megatron_deberta.cluster.notify import Notifier
 from megatron_deberta.cluster.prometheus import export_once
 from megatron_deberta.cluster.slurm.history import Decision, JobHistory
 from megatron_deberta.cluster.slurm.submit import attempt_name, log_folder
+from megatron_deberta.cluster.watchdog.hang import Diagnosis
+from megatron_deberta.cluster.watchdog.log_tail import last_error, same_error
 from megatron_deberta.cluster.watchdog.ranks import NodePlan
 from megatron_deberta.cluster.watchdog.report_store import ReportStore
 from megatron_deberta.cluster.watchdog.supervisor import Supervisor
 from megatron_deberta.config.schema import RunConfig
-from megatron_deberta.errors import EXIT_REQUEUE, EXIT_USAGE
+from megatron_deberta.errors import EXIT_NEVER_REQUEUE, EXIT_REQUEUE, EXIT_USAGE
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +34,8 @@ def run_local_job(config: RunConfig, arguments: Sequence[str], ranks: int, resta
         restarts: number of restarts after failures.
 
     Returns:
-        The exit code of the ranks; 93 after three attempts without progress.
+        The exit code of the ranks; 93 after three attempts without progress, or two that failed
+        before the first step with the same error.
     """
     run_dir = config.train.run_dir
     history = JobHistory(run_dir)
@@ -41,7 +44,7 @@ def run_local_job(config: RunConfig, arguments: Sequence[str], ranks: int, resta
     job = str(int(time.time()))
     before = history.path.stat().st_size if history.path.exists() else 0
     history.append("submit", links=restarts + 1, nodes=1)
-    restart = 0
+    restart, former_error = 0, ""
     while True:
         attempt = attempt_name(job, restart)
         plan = _node_plan(config, arguments, ranks, attempt)
@@ -52,7 +55,14 @@ def run_local_job(config: RunConfig, arguments: Sequence[str], ranks: int, resta
             history.forget(before)
             return code
         diagnosis = ReportStore(run_dir, attempt).diagnose(1)
-        decision = history.decide(code, diagnosis.reason if diagnosis else "")
+        error = last_error(plan.logs / f"rank_{_first_failed(diagnosis)}.log") if code else ""
+        reason = diagnosis.reason if diagnosis else ""
+        decision = history.decide(code, ": ".join(filter(None, (reason, error))))
+        startup_error = "" if _has_stepped(run_dir, attempt) else error
+        if decision.continues and same_error(startup_error, former_error):
+            repeated = f"two starts failed before the first step with the same error: {error}"
+            decision = Decision(False, EXIT_NEVER_REQUEUE, repeated)
+        former_error = startup_error
         # 75: a signal to this process asked for the end; its sender starts it again.
         again = decision.continues and code != EXIT_REQUEUE and restart < restarts
         decided = Decision(again, decision.code, decision.reason)
@@ -63,6 +73,16 @@ def run_local_job(config: RunConfig, arguments: Sequence[str], ranks: int, resta
         if not again:
             return code if decision.continues else decision.code
         restart += 1
+
+
+def _first_failed(diagnosis: Diagnosis | None) -> int:
+    return diagnosis.ranks[0] if diagnosis and diagnosis.ranks else 0
+
+
+def _has_stepped(run_dir: str, attempt: str) -> bool:
+    """Return whether a rank of an attempt did a step, or whether that is unknown."""
+    reports = ReportStore(run_dir, attempt).read([0])
+    return not reports or any(steps for steps, *_ in reports[0].times)
 
 
 def _node_plan(config: RunConfig, arguments: Sequence[str], ranks: int, attempt: str) -> NodePlan:

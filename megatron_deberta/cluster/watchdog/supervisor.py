@@ -60,6 +60,7 @@ from megatron_deberta.processes import die_with_parent
 
 logger = logging.getLogger("supervisor")
 
+HARMLESS = (EXIT_DONE, EXIT_REQUEUE, EXIT_INTERRUPTED)
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 POLL_SECONDS = 0.2
 REPORT_SECONDS = 0.5
@@ -72,6 +73,9 @@ FROZEN_SECONDS = 5.0
 """If the run folder has not answered for so long, ranks may be waiting for it, too."""
 MIN_NEWS_SECONDS = 3.0
 """A node that has sent no report for this time, or half a time-out, is silent."""
+STARTUP_EXIT_SECONDS = 5.0
+"""Time that the others get to log their errors when a rank failed before the first step: no rank
+has anything to save then."""
 PAUSE_SECONDS = 2.0
 """After a gap of this length between polls, node and ranks are taken to have been suspended."""
 
@@ -188,8 +192,8 @@ class Supervisor:
                 return self._code()
             now = time.monotonic()
             ended = [rank.ended for rank in self._ranks if rank.code is not None]
-            if ended and now - min(ended) > wait:
-                logger.warning("killing ranks that run %.0f s after another has ended", wait)
+            if ended and now - min(ended) > (limit := self._exit_wait()):
+                logger.warning("killing ranks that run %.0f s after another has ended", limit)
                 self._kill()
                 continue
             if now >= next_report:
@@ -210,6 +214,12 @@ class Supervisor:
                     return max([*final, EXIT_FAILURE])
                 self._compare(reports)
             time.sleep(POLL_SECONDS)
+
+    def _exit_wait(self) -> float:
+        """Return the seconds that ranks may run after another has ended."""
+        wait = self._plan.exit_wait_seconds
+        codes = {rank.code for rank in self._ranks} - {None, *HARMLESS}
+        return min(wait, STARTUP_EXIT_SECONDS) if codes and not self._has_stepped() else wait
 
     def _poll(self) -> None:
         """Read the heartbeats and exit codes of the ranks."""

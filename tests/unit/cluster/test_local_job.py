@@ -9,8 +9,12 @@ import pytest
 
 from megatron_deberta.cluster.slurm.history import JobHistory
 from megatron_deberta.cluster.watchdog import local_job
+from megatron_deberta.cluster.watchdog.hang import RankView
+from megatron_deberta.cluster.watchdog.ranks import NodePlan
+from megatron_deberta.cluster.watchdog.report_store import NodeReport, ReportStore
 from megatron_deberta.config.schema import RunConfig, TrainConfig
-from megatron_deberta.errors import EXIT_INTERRUPTED, EXIT_USAGE
+from megatron_deberta.errors import EXIT_INTERRUPTED, EXIT_NEVER_REQUEUE, EXIT_USAGE
+from megatron_deberta.observe.progress import Section
 
 
 @pytest.fixture
@@ -58,6 +62,71 @@ def test_the_end_is_told_and_a_restart_is_not(launch: Any, monkeypatch: pytest.M
     )
     launch(1, 1, 0)
     assert told == ["ended", "finished (exit code 0)"]
+
+
+@pytest.fixture
+def launch_with_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Run a job whose attempts fail at these (steps, error of rank 1); return code and starts."""
+
+    def run(*attempts: tuple[int, str]) -> tuple[int, int]:
+        left = list(attempts)
+
+        class Fails:
+            def __init__(self, plan: NodePlan) -> None:
+                self.plan = plan
+
+            def run(self) -> int:
+                steps, error = left.pop(0)
+                plan = self.plan
+                plan.logs.mkdir(parents=True)
+                (plan.logs / "rank_0.log").write_text("RuntimeError: connection closed by peer\n")
+                text = f"Traceback (most recent call last):\n{error}\nnanobind: leaked 1 instance\n"
+                (plan.logs / "rank_1.log").write_text(text)
+                views = tuple(
+                    RankView(rank=rank, node=0, host="here", section=Section.STARTUP, step=steps,
+                             position=0, age=0.0, pid=1, code=1, ended=2.0 - rank)
+                    for rank in range(2)
+                )  # fmt: skip
+                report = NodeReport(
+                    node=0, host="here", serial=1, views=views, limits=(1.0, 1.0),
+                    times=((steps, 0, 0, 0),) * 2, code=1,
+                )  # fmt: skip
+                ReportStore(plan.run_dir, plan.attempt).publish(report)
+                return 1
+
+        monkeypatch.setattr(local_job, "Supervisor", Fails)
+        config = RunConfig(train=TrainConfig(run_dir=str(tmp_path)))
+        code = local_job.run_local_job(config, [], 2, 9)
+        return code, len(attempts) - len(left)
+
+    return run
+
+
+def test_a_start_that_fails_twice_alike_is_not_tried_again(
+    launch_with_errors: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    errors = [(0, f"ValueError: port {port} at 0x7f{port}") for port in (1, 2, 3)]
+    assert launch_with_errors(*errors) == (EXIT_NEVER_REQUEUE, 2)
+    assert "rank 1 on here ended with 1 in start-up at step 0: ValueError: port 1" in caplog.text
+    reason = JobHistory(tmp_path).end_reason()
+    assert reason == (
+        "two starts failed before the first step with the same error: ValueError: port 2 at 0x7f2"
+    )
+
+
+@pytest.mark.parametrize(
+    "attempts",
+    [
+        [(0, "ValueError: one"), (0, "OSError: another"), (0, "ValueError: one")],
+        [(3, "ValueError: one"), (3, "ValueError: one"), (3, "ValueError: one")],
+        [(0, "no error is named"), (0, "no error is named"), (0, "no error is named")],
+    ],
+    ids=["other errors", "after a step", "no error"],
+)
+def test_other_failures_are_tried_three_times(
+    launch_with_errors: Any, attempts: list[tuple[int, str]]
+) -> None:
+    assert launch_with_errors(*attempts) == (EXIT_NEVER_REQUEUE, 3)
 
 
 def test_a_failure_is_repeated(launch: Any) -> None:

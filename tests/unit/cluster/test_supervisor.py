@@ -22,7 +22,11 @@ from megatron_deberta.cluster.watchdog.hang import RankView, diagnose_deaths
 from megatron_deberta.cluster.watchdog.heartbeat import Beat
 from megatron_deberta.cluster.watchdog.ranks import NodePlan, RankProcess
 from megatron_deberta.cluster.watchdog.report_store import NodeReport
-from megatron_deberta.cluster.watchdog.supervisor import FROZEN_SECONDS, Supervisor
+from megatron_deberta.cluster.watchdog.supervisor import (
+    FROZEN_SECONDS,
+    STARTUP_EXIT_SECONDS,
+    Supervisor,
+)
 from megatron_deberta.config.schema import ClusterConfig
 from megatron_deberta.observe.progress import Section
 from tests.support.watched_ranks import ATTEMPT, WatchedRanks
@@ -104,6 +108,13 @@ def test_killed_rank_is_named_and_the_others_end(ranks_of: Any) -> None:
 def test_node_has_the_exit_code_of_its_rank(ranks_of: Any, code: int) -> None:
     ranks = ranks_of(rank=0, place="startup", step=0, how=code)
     assert ranks.run() == [code]
+
+
+def test_after_a_failed_start_the_other_ranks_are_ended_soon(ranks_of: Any) -> None:
+    # Rank 1 waits for rank 0 in the first step.
+    ranks = ranks_of(exit_wait=60, limit=60, rank=0, place="startup", step=0, how=1)
+    assert ranks.run() == [1]
+    assert STARTUP_EXIT_SECONDS <= ranks.seconds_since_fault() < STARTUP_EXIT_SECONDS + 4
 
 
 def test_final_exit_code_of_another_node_ends_the_job(ranks_of: Any) -> None:
