@@ -82,7 +82,7 @@ def train(config: RunConfig, allow_config_change: bool = False) -> int:
                 code = pretrain(
                     config,
                     stop,
-                    RunLock(config.train.run_dir),
+                    RunLock(config.train.run_dir, lambda: stop.received),
                     heartbeat,
                     allow_config_change=allow_config_change,
                     predict_bytes=predict_bytes,

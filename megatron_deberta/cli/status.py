@@ -14,7 +14,7 @@ import json
 from dataclasses import asdict
 
 from megatron_deberta.cli.arguments import add_run_dir_argument, run_folder
-from megatron_deberta.cluster.slurm.status import RunStatus, gather
+from megatron_deberta.cluster.slurm.status import JobAttemptStatus, RunStatus, gather
 from megatron_deberta.errors import EXIT_DONE, printable
 from megatron_deberta.observe.console import format_duration
 
@@ -67,11 +67,18 @@ def describe(status: RunStatus) -> str:
     if status.next_command:
         rows.append(("next", status.next_command))
     lines = [f"{name + ':':<16}{value}" for name, value in rows]
-    for attempt in status.attempts:
-        end = "" if attempt.last_step is None else f" to {attempt.last_step:,}"
-        spent = "" if attempt.seconds is None else f", {format_duration(attempt.seconds)}"
-        lines.append(
-            f"  {attempt.name:<12} {attempt.nodes:<20} step {attempt.first_step:,}{end}{spent}: "
-            f"{attempt.outcome}"
-        )
+    if status.earlier_attempts:
+        lines.append("attempts of earlier submissions:")
+        lines += map(_describe_attempt, status.earlier_attempts)
+        lines.append("attempts of the last submission:" + " none yet" * (not status.attempts))
+    lines += map(_describe_attempt, status.attempts)
     return "\n".join(lines)
+
+
+def _describe_attempt(attempt: JobAttemptStatus) -> str:
+    end = "" if attempt.last_step is None else f" to {attempt.last_step:,}"
+    spent = "" if attempt.seconds is None else f", {format_duration(attempt.seconds)}"
+    return (
+        f"  {attempt.name:<12} {attempt.nodes:<20} step {attempt.first_step:,}{end}{spent}: "
+        f"{attempt.outcome}"
+    )

@@ -24,9 +24,11 @@ import json
 import logging
 import os
 import secrets
+import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
@@ -66,6 +68,9 @@ class Holder:
     released: bool = False
     flocked: bool = True
     """Whether it has locked the file by ``flock``; not every file system can."""
+    ended: str = ""
+    """How its work ended: the name of the signal that stopped it, or its error; empty: as it
+    should, or unknown."""
 
     @classmethod
     def this_process(cls) -> Holder:
@@ -101,7 +106,11 @@ class Holder:
 
     def to_json(self) -> bytes:
         """Return the content of a lock file."""
-        return json.dumps(asdict(self)).encode()
+        fields = asdict(self)
+        if not self.ended:
+            # Earlier releases do not know the key.
+            del fields["ended"]
+        return json.dumps(fields).encode()
 
 
 class RunLock:
@@ -109,13 +118,19 @@ class RunLock:
 
     Args:
         run_dir: folder of the run; created if it does not exist.
+        received: returns the signal that stops the work; None: there is none.
 
     Raises:
         ConfigError: on entering, if another live process has the lock.
         OSError: on entering, if the folder cannot be written.
     """
 
-    def __init__(self, run_dir: str | os.PathLike[str]) -> None:
+    def __init__(
+        self,
+        run_dir: str | os.PathLike[str],
+        received: Callable[[], signal.Signals | None] = lambda: None,
+    ) -> None:
+        self._received = received
         self._folder = Path(run_dir) / "lock"
         self._run_dir = run_dir
         self._holder = Holder.this_process()
@@ -159,12 +174,15 @@ class RunLock:
                 stale.unlink(missing_ok=True)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object = None, error: object = None, traceback: object = None) -> None:
         """Release the lock."""
         self._done.set()
         self._thread.join()
         if self._path is not None and newest_lock(self._folder) == self._path:
-            write_atomically(self._path, replace(self._holder, released=True).to_json())
+            number = self._received()
+            ended = number.name if number is not None else describe_error(error)
+            released = replace(self._holder, released=True, ended=ended)
+            write_atomically(self._path, released.to_json())
         self._close()
 
     def check(self) -> None:
@@ -324,6 +342,11 @@ def _in_use(run_dir: str | os.PathLike[str], holder: Holder) -> ConfigError:
 def newest_lock(folder: Path) -> Path | None:
     """Return the lock file with the highest number, None if there is none."""
     return max(folder.glob(f"{'[0-9]' * 8}.json"), default=None)
+
+
+def describe_error(error: object) -> str:
+    """Return an exception's kind and text in one line of at most 300 characters; empty: None."""
+    return "" if error is None else " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def read_lock(path: Path) -> Holder | None:

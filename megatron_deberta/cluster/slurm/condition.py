@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -37,6 +38,8 @@ class Activity(NamedTuple):
     """Process that trains; empty: none."""
     is_lost: bool
     """Whether the last process to train ended without releasing the lock."""
+    ended: str
+    """As in :class:`Holder`, of the last process."""
     state: str | None
     """State of its SLURM job; empty: there is none; None: unknown."""
     last_progress: float
@@ -81,7 +84,9 @@ def find_condition(
         return Condition("stalled", f"nothing continues it after attempt {last['link']}")
     if activity.is_lost:
         return Condition("failed", "its process was killed or lost")
-    return Condition("stopped")
+    if activity.ended in signal.Signals.__members__:
+        return Condition("stopped", f"stopped by {activity.ended}")
+    return Condition("failed", activity.ended) if activity.ended else Condition("stopped")
 
 
 class ReportFiles:

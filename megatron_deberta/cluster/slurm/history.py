@@ -169,16 +169,27 @@ class JobHistory:
         ]
 
     def current(self) -> list[dict[str, Any]]:
-        """Return the events since the last submission, including it.
+        """Return the events since the last submission, including it."""
+        return self.submissions()[-1]
+
+    def submissions(self) -> list[list[dict[str, Any]]]:
+        """Return the events of each submission, oldest first; at least one list.
 
         The end of an attempt that was recorded after the start of its successor does not count:
         SLURM had taken its node for dead.
         """
-        records = self.records()
-        submissions = [i for i, record in enumerate(records) if record["event"] == "submit"]
+        found: list[list[dict[str, Any]]] = [[]]
+        for record in self.records():
+            if record["event"] == "submit" and found[-1]:
+                found.append([])
+            found[-1].append(record)
+        return [self._without_late_ends(records) for records in found]
+
+    @staticmethod
+    def _without_late_ends(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         starts: list[str] = []
         current = []
-        for record in records[submissions[-1] if submissions else 0 :]:
+        for record in records:
             if record["event"] == "start":
                 starts.append(record["link"])
             is_late = record["event"] == "end" and record["link"] in starts
@@ -299,6 +310,16 @@ class JobHistory:
         except OSError as error:
             logger.warning("%s: not recorded: %s", self.path, error)
 
+    def _stop_signals(self) -> list[str]:
+        """Return the signals that the newest attempt has received."""
+        names: list[str] = []
+        for record in self.current():
+            if record["event"] == "start":
+                names = []
+            elif record["event"] == "signal" and record.get("signal"):
+                names.append(str(record["signal"]))
+        return names
+
     def decide(self, code: int, diagnosis: str = "") -> Decision:
         """Decide what follows an attempt.
 
@@ -317,5 +338,6 @@ class JobHistory:
         if code == EXIT_REQUEUE:
             _, stopped = self._count_stalled(code)
             how = "before the first step" if stopped else "with a checkpoint"
-            return Decision(True, EXIT_REQUEUE, f"stopped {how}")
+            by = "".join(f" by {name}" for name in self._stop_signals()[-1:])
+            return Decision(True, EXIT_REQUEUE, f"stopped{by} {how}")
         return Decision(True, EXIT_REQUEUE, diagnosis or f"failed with exit code {code}")

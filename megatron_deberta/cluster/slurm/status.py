@@ -96,6 +96,9 @@ class RunStatus:
     stop_time: StopTime | None
     """Longest time from a stop signal to the end of an attempt; None: nothing is measured yet."""
     attempts: tuple[JobAttemptStatus, ...]
+    """Those of the last submission."""
+    earlier_attempts: tuple[JobAttemptStatus, ...]
+    """Those of earlier submissions, oldest first."""
     faults: int
     """Attempts that failed, or were killed or lost."""
     over: str
@@ -121,7 +124,7 @@ def gather(run_dir: str | os.PathLike[str], *, ask_slurm: bool = True) -> RunSta
     """
     folder = Path(run_dir)
     history = JobHistory(folder)
-    events = history.current()
+    *earlier, events = history.submissions()
     metrics = folder / FILE_NAME
     all_records = read_metrics(metrics) if metrics.exists() else []
     records = [record for record in all_records if record["kind"] == "train"]
@@ -137,6 +140,7 @@ def gather(run_dir: str | os.PathLike[str], *, ask_slurm: bool = True) -> RunSta
     activity = Activity(
         holder=holder,
         is_lost=is_lost(folder),
+        ended=how_ended(folder),
         state=state if jobs else "" if state == NOT_QUEUED else None,
         last_progress=max(
             saved or 0.0,
@@ -165,6 +169,9 @@ def gather(run_dir: str | os.PathLike[str], *, ask_slurm: bool = True) -> RunSta
         seconds_left=seconds_left(events, records, target) if has_eta else None,
         stop_time=measured_stop_time(events),
         attempts=attempt_statuses(events),
+        earlier_attempts=tuple(
+            attempt for events in earlier for attempt in attempt_statuses(events, is_current=False)
+        ),
         faults=count_faults(events),
         over=over,
         slow_ranks=slow_ranks(events),
@@ -201,6 +208,13 @@ def is_lost(folder: Path) -> bool:
     lock = newest_lock(folder / "lock")
     holder = read_lock(lock) if lock is not None else None
     return holder is not None and not holder.released and not present_holder(folder)
+
+
+def how_ended(folder: Path) -> str:
+    """Return what ended the last process to train, see ``Holder.ended``."""
+    lock = newest_lock(folder / "lock")
+    holder = read_lock(lock) if lock is not None else None
+    return "" if holder is None else holder.ended
 
 
 def _locked_since(folder: Path) -> float:
@@ -246,6 +260,7 @@ def last_event(folder: Path, events: Sequence[Mapping[str, Any]]) -> str:
     holder = read_lock(lock) if lock is not None else None
     if lock is not None and holder is not None and not present_holder(folder):
         how = "ended" if holder.released else "was killed or lost"
+        how += f": {holder.ended}" if holder.ended else ""
         found.append((lock.stat().st_mtime, f"process {holder.pid} on {holder.host} {how}"))
     if not found:
         return ""
@@ -301,13 +316,21 @@ def queue_state(jobs: Sequence[str]) -> tuple[str, tuple[str, ...]]:
     return next(iter([*running, *found.values()]), NOT_QUEUED), tuple(found)
 
 
-def attempt_statuses(records: Sequence[Mapping[str, Any]]) -> tuple[JobAttemptStatus, ...]:
-    """Return the job attempts in order."""
+def attempt_statuses(
+    records: Sequence[Mapping[str, Any]], *, is_current: bool = True
+) -> tuple[JobAttemptStatus, ...]:
+    """Return the job attempts of a submission in order.
+
+    Args:
+        records: its events.
+        is_current: it is the last one, so its last attempt may be running.
+    """
     ends = {record.get("link"): record for record in records if record["event"] == "end"}
     starts = [record for record in records if record["event"] == "start"]
     attempts = []
     for start in starts:
-        unknown = "running" if start is starts[-1] else "lost: the node or the job was killed"
+        is_last = is_current and start is starts[-1]
+        unknown = "running" if is_last else "lost: the node or the job was killed"
         end = ends.get(start["link"], {"step": None, "time": None, "reason": unknown})
         seconds = None if end["time"] is None else end["time"] - start["time"]
         attempts.append(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -85,6 +86,42 @@ def test_status(
     assert "7.0          node[1-2]            step 0 to 140, 0:04:40: stopped" in shown
     assert "7.1          node[1-2]            step 140: lost: the node or the job" in shown
     assert "7.2          node[3-4]            step 300: running" in shown
+
+
+def test_attempts_of_earlier_submissions_are_listed(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(slurm, "call", Slurm())
+    history = JobHistory(run_dir)
+    history.append("submit", links=1)
+    assert main(["status", str(run_dir)]) == 0
+    shown = capsys.readouterr().out
+    earlier, _, now = shown.partition("attempts of earlier submissions:\n")[2].partition("attempts")
+    assert [line.split()[0] for line in earlier.splitlines()] == ["7.0", "7.1", "7.2"]
+    assert earlier.count("lost: the node or the job was killed") == 2
+    assert now == " of the last submission: none yet\n"
+    assert "restarts:       0\n" in shown
+    history.append("start", link="8.0", step=300, nodes="node1")
+    assert main(["status", str(run_dir)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith("step 300: running")
+
+
+def test_the_end_of_a_process_without_supervisor_has_a_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(slurm, "call", Slurm())
+    with RunLock(tmp_path, lambda: signal.SIGTERM):
+        pass
+    assert read_condition(tmp_path, capsys) == ("stopped", "stopped by SIGTERM")
+    assert main(["status", str(tmp_path)]) == 0
+    assert " ended: SIGTERM\n" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="one"), RunLock(tmp_path):
+        raise ValueError("one\ntwo")
+    assert read_condition(tmp_path, capsys) == ("failed", "ValueError: one two")
+    with RunLock(tmp_path):
+        pass
+    assert read_condition(tmp_path, capsys) == ("stopped", "")
 
 
 def test_worst_case_of_a_stop_is_shown(
