@@ -31,6 +31,12 @@ class DataError(MegatronDebertaError):
     """Text, shards or a tokenizer are missing, damaged or inconsistent."""
 
 
+class MissingInputError(DataError):
+    """A file or folder that was named does not exist or cannot be opened."""
+
+    exit_code = EXIT_USAGE
+
+
 class TopologyError(MegatronDebertaError):
     """Ranks, process groups and parallel sizes are inconsistent."""
 
@@ -39,6 +45,12 @@ class TopologyError(MegatronDebertaError):
 
 class CheckpointError(MegatronDebertaError):
     """A checkpoint is missing, damaged, or from another model."""
+
+
+class MissingModelError(CheckpointError):
+    """The folder of a model that was named does not exist."""
+
+    exit_code = EXIT_USAGE
 
 
 class NumericsError(MegatronDebertaError):

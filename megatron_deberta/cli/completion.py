@@ -1,4 +1,4 @@
-"""Print a shell completion script for commands, options and configuration keys.
+"""Print a shell completion script for commands, options, configuration keys and their values.
 
 Examples:
   megatron-deberta completion bash > ~/.local/share/bash-completion/completions/megatron-deberta
@@ -12,20 +12,28 @@ import argparse
 import shlex
 
 from megatron_deberta.cli import main
-from megatron_deberta.cli.config import list_keys
+from megatron_deberta.cli.config import choices, list_keys
 from megatron_deberta.errors import EXIT_DONE
 
 _BASH = """\
 _megatron_deberta() {{
-  local word=${{COMP_WORDS[COMP_CWORD]}} flags= keys=
+  local word=${{COMP_WORDS[COMP_CWORD]}} key=${{COMP_WORDS[COMP_CWORD-1]}} flags= keys= values=
   if ((COMP_CWORD == 1)); then
     COMPREPLY=($(compgen -W "{commands}" -- "$word"))
     return
   fi
+  # The shell makes a word of its own of "=".
+  if [[ $word == "=" ]]; then word=
+  elif [[ $key == "=" ]]; then key=${{COMP_WORDS[COMP_CWORD-2]}}; fi
   case ${{COMP_WORDS[1]}} in
 {cases}
   esac
-  if [[ $word == -* ]]; then
+  case ${{COMP_WORDS[1]}}:${{keys:+key}}:$key in
+{values}
+  esac
+  if [[ -n $values ]]; then
+    COMPREPLY=($(compgen -W "$values" -- "$word"))
+  elif [[ $word == -* ]]; then
     COMPREPLY=($(compgen -W "$flags" -- "$word"))
   else
     COMPREPLY=($(compgen -W "$keys" -- "$word"))
@@ -36,7 +44,7 @@ complete -F _megatron_deberta megatron-deberta
 """
 _ZSH = """\
 #compdef megatron-deberta
-local flags keys
+local flags keys values key=$words[CURRENT-1]
 if ((CURRENT == 2)); then
   compadd -- {commands}
   return
@@ -44,7 +52,14 @@ fi
 case $words[2] in
 {cases}
 esac
-if [[ $PREFIX == -* ]]; then
+if [[ $PREFIX == *=* ]]; then key=${{PREFIX%%=*}}; fi
+case $words[2]:${{keys:+key}}:$key in
+{values}
+esac
+if [[ -n $values ]]; then
+  compset -P '*='
+  compadd -- ${{=values}}
+elif [[ $PREFIX == -* ]]; then
   compadd -- ${{=flags}}
 else
   _files
@@ -87,6 +102,18 @@ def _keys() -> str:
     return " ".join(f"{key.name}=" for key in list_keys())
 
 
+def _value_cases() -> str:
+    """Return the cases of options and configuration keys that take one of a few values."""
+    cases = {f"*:key:{key}": values for key, values in choices().items()}
+    for command, parser in parsers().items():
+        for action in parser._actions:
+            for name in action.option_strings if action.choices else ():
+                cases[f"{command.name}:*:{name}"] = list(map(str, action.choices))
+    return "\n".join(
+        f"    {case}) values={shlex.quote(' '.join(values))} ;;" for case, values in cases.items()
+    )
+
+
 def script(shell: str) -> str:
     """Return the script for bash or zsh."""
     cases = "\n".join(
@@ -95,7 +122,9 @@ def script(shell: str) -> str:
         for command, parser in parsers().items()
     )
     commands = " ".join(command.name for command in main.COMMANDS)
-    return (_BASH if shell == "bash" else _ZSH).format(commands=commands, cases=cases)
+    return (_BASH if shell == "bash" else _ZSH).format(
+        commands=commands, cases=cases, values=_value_cases()
+    )
 
 
 def fish_script() -> str:
@@ -109,7 +138,10 @@ def fish_script() -> str:
         for action in parser._actions:
             names = [name for name in action.option_strings if name.startswith("--")]
             text = (action.help or "").partition(";")[0].partition(" (")[0]
-            lines += [f"{seen} -l {name[2:]} -d {shlex.quote(text)}" for name in names]
+            values = shlex.quote(" ".join(map(str, action.choices or ())))
+            taken = f" -x -a {values}" if action.choices else ""
+            lines += [f"{seen} -l {name[2:]} -d {shlex.quote(text)}{taken}" for name in names]
         if takes_keys(parser):
-            lines.append(f"{seen} -a {shlex.quote(_keys())}")
+            pairs = [f"{key}={value}" for key, values in choices().items() for value in values]
+            lines.append(f"{seen} -a {shlex.quote(' '.join([_keys(), *pairs]))}")
     return "".join(f"complete -c megatron-deberta {line}\n" for line in lines)

@@ -28,7 +28,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from megatron_deberta.cli.arguments import add_run_arguments
-from megatron_deberta.config import RunConfig, load_config, schema
+from megatron_deberta.config import RunConfig, config_to_dict, load_config, schema
 from megatron_deberta.errors import EXIT_DONE, ConfigError
 
 _TITLE = """\
@@ -64,7 +64,10 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("give either RUN.yaml, to print what it resolves to, or --list [SECTION]")
     if args.config:
         config = load_config(args.config, args.overrides)
-        print(OmegaConf.to_yaml(OmegaConf.structured(config)), end="")
+        values = config_to_dict(config)
+        if config.model.vocab_size == schema.AUTO:
+            values["model"]["vocab_size"] = "auto"
+        print(OmegaConf.to_yaml(OmegaConf.create(values)), end="")
         return EXIT_DONE
     sections = {section.name for section in fields(RunConfig)}
     if args.section not in {"all", *sections}:
@@ -105,6 +108,18 @@ def list_keys() -> list[Key]:
                         Key(f"{section.name}.{name}", type_text(hints[name]), default, meaning)
                     )
     return keys
+
+
+def choices() -> dict[str, list[str]]:
+    """Return the keys that take one of a few values, and these."""
+    found = {}
+    for section in fields(RunConfig):
+        for name, hint in get_type_hints(type(getattr(RunConfig(), section.name))).items():
+            if get_origin(hint) is Literal:
+                found[f"{section.name}.{name}"] = list(map(str, get_args(hint)))
+            elif hint is bool:
+                found[f"{section.name}.{name}"] = ["true", "false"]
+    return found
 
 
 def type_text(hint: Any) -> str:

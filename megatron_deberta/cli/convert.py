@@ -60,6 +60,10 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             "give either --checkpoint DIR (export) or --from hf|microsoft DIR (import)"
         )
+    from megatron_deberta.hf.export_model import refuse_existing
+
+    # Before the work, which takes minutes.
+    refuse_existing(Path(args.output))
     return _export(args) if args.checkpoint else _import(args)
 
 

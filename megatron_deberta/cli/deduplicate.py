@@ -43,7 +43,7 @@ from megatron_deberta.text.deduplicate.pipeline import (
 )
 from megatron_deberta.text.deduplicate.progress import StageDisplay
 from megatron_deberta.text.deduplicate.settings import Settings
-from megatron_deberta.text.readers.checks import name_damaged
+from megatron_deberta.text.readers.checks import find_both_sides, name_damaged
 from megatron_deberta.text.readers.records import DAMAGED, DEFAULT_ALLOW_BAD, EMPTY
 from megatron_deberta.text.readers.sources import STANDARD_INPUT
 
@@ -96,6 +96,11 @@ def run(args: argparse.Namespace) -> int:
         open_input(args, unfinished_folder(output), output=output) as (sources, options),
         StageDisplay() as display,
     ):
+        if sides := find_both_sides(sources):
+            raise ConfigError(
+                f"--input: {sides[0]} and {sides[1]} are the two sides of a split, which the "
+                "output would mix; deduplicate the whole corpus first and split the result"
+            )
         summary = deduplicate(
             sources,
             output,

@@ -2,7 +2,9 @@
 
 MODEL is a run, one of its checkpoints, an export, or a downloaded model in the format of Hugging
 Face or Microsoft. TASK is a task file or the name of a packaged one. The task's published settings
-for this size of model are used unless --settings names others; a run resumes like `pretrain`.
+for this size of model are used unless --settings names others; a run resumes like `pretrain`. For
+your own data (CSV, TSV, JSON Lines, Parquet with columns text and label in DIR/train.csv, dev.csv):
+custom_classification, or a task file with `base: configs/tasks/custom_classification.yaml`.
 
 Examples:
   megatron-deberta finetune sst2 --model exports/base --data glue/SST-2 train.run_dir=runs/sst2

@@ -7,6 +7,7 @@ docs/planning.md.
 
 Examples:
   megatron-deberta plan RUN.yaml
+  megatron-deberta plan RUN.yaml --cluster cpu --world-size 2
   megatron-deberta plan configs/runs/1.5b_dgx2.yaml --cluster dgx2
   megatron-deberta plan configs/runs/1.5b_h100.yaml --cluster dgx_h100 --world-size 128
   megatron-deberta plan RUN.yaml --cluster dgx_h100 --device H200 --achieved 0.42 --json
@@ -26,6 +27,8 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_deberta.cli.arguments import add_run_arguments
+from megatron_deberta.cli.plan_cpu import NAME as CPU
+from megatron_deberta.cli.plan_cpu import report_cpu_plan
 from megatron_deberta.cluster.installation import query_gpus
 from megatron_deberta.cluster.profile import ClusterProfile, load_profile
 from megatron_deberta.config import load_config
@@ -45,8 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser, required=False)
     parser.add_argument(
         "--cluster", metavar="PROFILE",
-        help="cluster profile: dgx2, dgx_h100, or a YAML file of the same form (default: this "
-        f"machine's GPUs, or else {DEFAULT_PROFILE})",
+        help="cluster profile: dgx2, dgx_h100, or a YAML file of the same form; cpu: this "
+        "machine's CPU, without times (default: cpu with train.device=cpu, else this machine's "
+        f"GPUs, or {DEFAULT_PROFILE})",
     )  # fmt: skip
     parser.add_argument(
         "--world-size", type=int, metavar="N",
@@ -77,6 +81,9 @@ def run(args: argparse.Namespace) -> int:
         None if is_override else args.config, [args.config] * is_override + args.overrides
     )
     config = with_vocab_size(config)
+    if args.cluster == CPU or (not args.cluster and config.train.device == CPU):
+        print(report_cpu_plan(config, args))
+        return EXIT_DONE
     profile = load_profile(args.cluster, trusted=True) if args.cluster else default_profile()
     machine = machine_of(profile, args.device, args.achieved or 0.0)
     world_size = args.world_size
@@ -104,7 +111,7 @@ def default_profile() -> ClusterProfile:
             profile = replace(profile, ranks_per_node=len(gpus), device=device.name, dtypes=dtypes)
     print(
         f"no --cluster: planning for {where}, {profile.ranks_per_node} x {profile.device} per "
-        "node; --world-size sets the number of devices",
+        "node; --world-size sets the number of devices, --cluster cpu plans for this machine's CPU",
         file=sys.stderr,
     )
     return profile

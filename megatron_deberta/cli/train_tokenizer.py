@@ -12,12 +12,16 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import logging
 import tempfile
 from pathlib import Path
 
 from megatron_deberta.cli.text_input import add_input_arguments, open_input
+from megatron_deberta.text.readers.checks import find_both_sides
 from megatron_deberta.text.readers.reading import read_texts
 from megatron_deberta.tokenizer.training import refuse_existing, train_sentencepiece
+
+logger = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,6 +54,11 @@ def run(args: argparse.Namespace) -> int:
         tempfile.TemporaryDirectory() as folder,
         open_input(args, Path(folder), is_first=False) as (sources, options),
     ):
+        if sides := find_both_sides(sources):
+            logger.warning(
+                "warning: the vocabulary is also trained on validation text (%s); to leave it out, "
+                "give --input %s", sides[1], sides[0],
+            )  # fmt: skip
         tokenizer = train_sentencepiece(
             itertools.chain.from_iterable(read_texts(sources, options)),
             args.output,
@@ -60,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
             force=args.force,
         )
     print(
-        f"{args.output}: {tokenizer.num_tokens:,} tokens, "
-        f"model.vocab_size={tokenizer.vocab_size}, fingerprint {tokenizer.fingerprint}"
+        f"{args.output}: {tokenizer.num_tokens:,} tokens = {args.vocab_size:,} pieces and [MASK], "
+        f"model.vocab_size={tokenizer.vocab_size} (rounded up to hundreds, as in the release), "
+        f"fingerprint {tokenizer.fingerprint}"
     )
     return 0

@@ -174,13 +174,13 @@ class RunLock:
                 stale.unlink(missing_ok=True)
         return self
 
-    def __exit__(self, kind: object = None, error: object = None, traceback: object = None) -> None:
+    def __exit__(self, *exception: object) -> None:
         """Release the lock."""
         self._done.set()
         self._thread.join()
         if self._path is not None and newest_lock(self._folder) == self._path:
             number = self._received()
-            ended = number.name if number is not None else describe_error(error)
+            ended = number.name if number is not None else describe_error(*exception[1:2])
             released = replace(self._holder, released=True, ended=ended)
             write_atomically(self._path, released.to_json())
         self._close()
@@ -344,7 +344,7 @@ def newest_lock(folder: Path) -> Path | None:
     return max(folder.glob(f"{'[0-9]' * 8}.json"), default=None)
 
 
-def describe_error(error: object) -> str:
+def describe_error(error: object = None) -> str:
     """Return an exception's kind and text in one line of at most 300 characters; empty: None."""
     return "" if error is None else " ".join(f"{type(error).__name__}: {error}".split())[:300]
 

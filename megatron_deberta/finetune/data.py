@@ -171,9 +171,31 @@ def open_task_data(config: RunConfig, groups: ProcessGroups) -> tuple[RunConfig,
         tokenizer_fingerprint=tokenizer.fingerprint,
         data_fingerprint=train.encoded.fingerprint,
     )
+    epochs = config.finetune.epochs
     config = with_steps(config, task_rows(config, train.encoded, tokenizer))
+    if epochs:
+        check_warmup(config, f"finetune.epochs={epochs:g} of {len(train.examples):,} examples")
     validate_for_world(config, groups.world_size)
     return config, TaskData(config, task, identity, tokenizer, train, splits.get(DEV))
+
+
+def check_warmup(config: RunConfig, origin: str) -> None:
+    """Check that the warm-up ends before the run.
+
+    Args:
+        config: the run with its number of steps.
+        origin: epochs and examples that this number comes from, for the message.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    steps, optimizer = config.train.steps, config.optimizer
+    if not optimizer.warmup_fraction and optimizer.warmup_steps > steps:
+        raise ConfigError(
+            f"optimizer.warmup_steps={optimizer.warmup_steps} exceeds the {steps} steps of {origin}"
+            "; published settings are meant for the whole data set: add "
+            "optimizer.warmup_fraction=0.1"
+        )
 
 
 def with_steps(config: RunConfig, rows: TaskRows) -> RunConfig:

@@ -109,6 +109,16 @@ def _save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None
     _write_json(path, {**fields, "model_max_length": max_length})
 
 
+def refuse_existing(output: Path) -> None:
+    """Check that an output folder can be created.
+
+    Raises:
+        ConfigError: ``output`` exists and is not an empty folder.
+    """
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError(f"{output} exists and is not empty; remove it or choose another --output")
+
+
 @contextmanager
 def output_folder(output: Path) -> Iterator[Path]:
     """Yield a temporary folder that is published as ``output`` if no error occurs.
@@ -117,8 +127,7 @@ def output_folder(output: Path) -> Iterator[Path]:
         CheckpointError: it cannot be written.
         ConfigError: ``output`` exists and is not an empty folder.
     """
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ConfigError(f"{output} exists and is not empty; remove it or choose another --output")
+    refuse_existing(output)
     try:
         with published_folder(output) as folder:
             yield folder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import sys
 import tempfile
@@ -21,7 +22,7 @@ from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.checkpoint.store import find_newest
 from megatron_deberta.config import config_from_dict
 from megatron_deberta.config.schema import ModelConfig, RunConfig
-from megatron_deberta.errors import CheckpointError, DataError
+from megatron_deberta.errors import CheckpointError, DataError, MissingModelError
 from megatron_deberta.model import (
     DebertaBackbone,
     DebertaForPretraining,
@@ -56,17 +57,21 @@ def check_folder(path: Path, expected: str) -> None:
         expected: the folders that are accepted, for the message.
 
     Raises:
-        CheckpointError: it does not exist; says how to get a model of that name from the Hub.
+        MissingModelError: it does not exist; names a similar folder, or else, if the name may be
+            one of the Hub, says how to get the model from there.
     """
     if path.is_dir():
         return
     hint = ""
-    if re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", str(path)):
+    siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    if similar := difflib.get_close_matches(path.name, siblings, 1):
+        hint = f"; did you mean {path.parent / similar[0]}?"
+    elif re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(path)) and not path.parent.is_dir():
         hint = (
             "; nothing is downloaded from the Hugging Face Hub, get a model there with: "
             f"hf download {path} --local-dir {path.name}"
         )
-    raise CheckpointError(f"{path}: no such folder; give {expected}{hint}")
+    raise MissingModelError(f"{path}: no such folder; give {expected}{hint}")
 
 
 def open_trained_model(path: Path, tokenizer_path: str = "") -> TrainedModel:
@@ -112,7 +117,7 @@ def load_model_tokenizer(path: str | Path) -> Tokenizer:
     try:
         return load_tokenizer(str(path))
     except DataError as error:
-        raise DataError(f"{error}; give the model's tokenizer with --tokenizer") from error
+        raise type(error)(f"{error}; give the model's tokenizer with --tokenizer") from error
 
 
 def build_model(

@@ -180,7 +180,8 @@ def _make_batches(directory: Path, tokenizer: Tokenizer, ours: DebertaBackbone) 
     rows = []
     for text in _TEXTS:
         ids = [tokenizer.cls_id, *tokenizer.encode(text), tokenizer.sep_id]
-        if exported(text)["input_ids"] != ids:
+        # verbose: texts that are longer than the model's positions are cut below.
+        if exported(text, verbose=False)["input_ids"] != ids:
             raise CheckpointError(
                 f"the exported tokenizer gives other ids than training for {text[:40]!r}"
             )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
-from megatron_deberta.errors import ConfigError, DataError
+from megatron_deberta.errors import ConfigError, DataError, MissingInputError
 from megatron_deberta.tasks.examples import Example
 from megatron_deberta.tasks.readers.build import build_examples
 from megatron_deberta.tasks.readers.registry import TABLE_SUFFIXES, read_records
@@ -62,6 +62,7 @@ def _find(data: Path, name: str, suffixes: Sequence[str]) -> Path:
             if path.exists():
                 return path
     if not data.is_dir():
-        raise DataError(f"{data}: no such folder")
+        raise MissingInputError(f"{data}: no such folder")
     present = sorted(path.name for path in data.iterdir())[:12]
-    raise DataError(f"{data / name}: no such file; there are {', '.join(present) or 'none'}")
+    listed = ", ".join(present) or "none"
+    raise MissingInputError(f"{data / name}: no such file; there are {listed}")

@@ -21,7 +21,7 @@ from megatron_deberta.data.shards.format import (
     bin_path,
     idx_path,
 )
-from megatron_deberta.errors import DataError
+from megatron_deberta.errors import DataError, MissingInputError
 
 _CHECK_CHUNK = 1 << 22
 
@@ -191,7 +191,8 @@ def _map_file(path: str, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
         remedy = f"did you mean {similar[0]}?" if similar else "give the shard's prefix"
         if os.path.isfile(source := path.removesuffix(".idx")):
             remedy = f"{source} is no shard; make one of text with preprocess"
-        raise DataError(f"{path}: {error.strerror}; {remedy}") from error
+        kind = MissingInputError if isinstance(error, FileNotFoundError) else DataError
+        raise kind(f"{path}: {error.strerror}; {remedy}") from error
     except ValueError as error:
         raise DataError(f"{path}: {error}; preprocess again") from error
 

@@ -69,21 +69,29 @@ def check_input(
         )
 
 
+def find_both_sides(sources: Sequence[Source]) -> tuple[Path, Path] | None:
+    """Return the folders of training and validation documents if the input has both of a split."""
+    folders = {Path(source.path).parent for source in sources}
+    for folder in sorted({path.parent for path in folders}):
+        train, validation = (folder / side for side in SIDES)
+        if {train, validation} <= folders and (folder / SUMMARY).is_file():
+            return train, validation
+    return None
+
+
 def refuse_both_sides(sources: Sequence[Source], output: str) -> None:
     """Refuse to write training and validation documents of a split into one shard.
 
     Raises:
         ConfigError: the input holds both sides of a split.
     """
-    folders = {Path(source.path).parent for source in sources}
-    for folder in sorted({path.parent for path in folders}):
-        train, validation = (folder / side for side in SIDES)
-        if {train, validation} <= folders and (folder / SUMMARY).is_file():
-            raise ConfigError(
-                f"--input: {train} and {validation} are the two sides of a split and would become "
-                f"one shard; run preprocess for each, with --input {train} --output "
-                f"{output}_train and with --input {validation} --output {output}_validation"
-            )
+    if sides := find_both_sides(sources):
+        train, validation = sides
+        raise ConfigError(
+            f"--input: {train} and {validation} are the two sides of a split and would become "
+            f"one shard; run preprocess for each, with --input {train} --output "
+            f"{output}_train and with --input {validation} --output {output}_validation"
+        )
 
 
 class _Quarantined(TypedDict):

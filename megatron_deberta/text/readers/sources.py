@@ -18,7 +18,7 @@ from typing import Literal
 
 from typing_extensions import TypedDict
 
-from megatron_deberta.errors import ConfigError, DataError
+from megatron_deberta.errors import ConfigError, DataError, MissingInputError
 from megatron_deberta.parsing import read_json
 from megatron_deberta.text.readers.compression import (
     COMPRESSED_SUFFIXES,
@@ -180,7 +180,7 @@ def _describe(path: str, file_format: FileFormat, plain: PlainFormat, label: str
                 label,
             )
     except OSError as error:
-        raise DataError(f"{path}: {error.strerror}; check --input") from error
+        raise MissingInputError(f"{path}: {error.strerror}; check --input") from error
 
 
 def _table_format(path: str, head: bytes) -> TextFormat | None:
@@ -212,7 +212,7 @@ def _expand(entry: str, output: Path | None) -> list[tuple[str, bool]]:
         found = sorted(_walk(entry, None if output is None else os.path.realpath(output)))
         if not found:
             known = ", ".join((*_JSON_SUFFIXES, *_TEXT_SUFFIXES))
-            raise DataError(
+            raise MissingInputError(
                 f"--input {entry}: no file ending in {known} "
                 f"({', '.join(COMPRESSED_SUFFIXES)}) or {', '.join(_TABLE_SUFFIXES)} in it"
             )
@@ -220,7 +220,7 @@ def _expand(entry: str, output: Path | None) -> list[tuple[str, bool]]:
     if not os.path.lexists(entry) and glob.has_magic(entry):
         matches = sorted(glob.glob(entry, recursive=True))
         if not matches:
-            raise DataError(f"--input {entry}: matches no file")
+            raise MissingInputError(f"--input {entry}: matches no file")
         if "**" in entry:
             # The files of a folder are matched themselves.
             return [(path, False) for path in matches if os.path.isfile(path)]
@@ -250,7 +250,7 @@ def _walk(root: str, output: str | None) -> Iterator[str]:
 
 
 def _raise_unreadable(error: OSError) -> None:
-    raise DataError(f"{error.filename}: {error.strerror}; check --input") from error
+    raise MissingInputError(f"{error.filename}: {error.strerror}; check --input") from error
 
 
 class _DatasetFile(TypedDict):

@@ -53,6 +53,14 @@ def test_resolved_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     assert load_config(copy) == load_config(RUN, ["train.steps=700"])
 
 
+def test_an_open_vocabulary_size_is_shown_as_auto(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert load_config(RUN).model.vocab_size == 0
+    assert main(["config", RUN]) == 0
+    assert "\n  vocab_size: auto\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -84,11 +92,19 @@ def test_completion(capsys: pytest.CaptureFixture[str]) -> None:
     assert complete("pretrain", "--dry") == ["--dry-run"]
     assert complete("pretrain", "RUN.yaml", "train.st") == ["train.steps="]
     assert complete("status", "train.st") == []
+    # bash makes words of their own of "=".
+    assert complete("pretrain", "RUN.yaml", "precision.dtype", "=") == ["fp32", "bf16", "fp16"]
+    assert complete("pretrain", "RUN.yaml", "precision.dtype", "=", "b") == ["bf16"]
+    assert complete("launch", "RUN.yaml", "parallel.sequence_parallel", "=", "t") == ["true"]
+    assert complete("convert", "precision.dtype", "=", "b") == []
+    assert complete("convert", "--dtype", "fp") == ["fp32", "fp16"]
+    assert complete("convert", "--dtype", "=", "b") == ["bf16"]
     for shell in ("zsh", "fish"):
         assert main(["completion", shell]) == 0
         script = capsys.readouterr().out
         assert all(command.name in script for command in COMMANDS)
         assert "train.steps=" in script
+        assert "fp32 fp16 bf16" in script
 
 
 def test_commands_with_overrides_complete_keys() -> None:

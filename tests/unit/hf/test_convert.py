@@ -176,9 +176,33 @@ def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int
 def test_a_name_on_the_hub_says_how_to_get_the_model(capsys: pytest.CaptureFixture[str]) -> None:
     name = "microsoft/deberta-v3-base"
     for command in (["fill-mask", name, TEXT], ["convert", "--from", "hf", name, "--output", "x"]):
-        message = error_of(command, capsys, 1)
+        message = error_of(command, capsys, 2)
         assert "nothing is downloaded" in message
         assert f"hf download {name} --local-dir deberta-v3-base" in message
+
+
+def test_a_mistyped_folder_is_not_taken_for_a_name_on_the_hub(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    for name, meant in (("rnu", "; did you mean run?"), ("runs/first", "")):
+        message = error_of(["fill-mask", name, TEXT], capsys, 2)
+        assert message.endswith(
+            f"{name}: no such folder; give an export, a downloaded model, a run or a checkpoint"
+            f"{meant}\n"
+        )
+
+
+def test_an_output_in_use_is_refused_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "file").touch()
+    for source in (["--checkpoint", "none"], ["--from", "hf", "none"]):
+        message = error_of(["convert", *source, "--output", str(tmp_path / "out")], capsys, 2)
+        assert f"{tmp_path / 'out'} exists and is not empty" in message
 
 
 def test_fill_mask_refuses_in_one_line(

@@ -16,6 +16,7 @@ from megatron_deberta.config import RunConfig, load_config
 from megatron_deberta.errors import EXIT_USAGE, ConfigError
 from megatron_deberta.planning.devices import find_device
 from megatron_deberta.planning.machine import Machine, machine_of
+from megatron_deberta.planning.memory import estimate_memory
 from megatron_deberta.planning.plan import make_plan
 from megatron_deberta.planning.search import NEAR, search_layouts
 from megatron_deberta.planning.timing import run_seconds, step_time
@@ -170,6 +171,30 @@ def test_command_without_options(
     assert f"{json.loads(printed.out)['world_size']} x" in planned
     assert main(["plan", "train.steps=50000", "--layouts", "0"]) == 0
     assert "; 50,000 steps in" in capsys.readouterr().out
+
+
+def test_a_cpu_is_planned_without_times(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "configs/models/tiny.yaml", "--cluster", "cpu", "--world-size", "2"]
+    assert main(arguments) == 0
+    done = capsys.readouterr()
+    assert done.err == ""
+    assert "GPU" not in done.out
+    assert "ranks:    2 = TP 1 x DP 2, fp32" in done.out
+    assert "fits (by recomputation: none 0.0" in done.out
+    assert "not predicted for CPUs" in done.out
+    assert main([*arguments, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    config = load_config("configs/models/tiny.yaml")
+    predicted = estimate_memory(config, 2, attention="chunked", device_type="cpu").total
+    assert plan["memory_bytes"]["none"]["total"] == predicted
+    assert main(["plan", "configs/models/tiny.yaml", "train.device=cpu"]) == 0
+    assert "not predicted for CPUs" in capsys.readouterr().out
+    assert main([*arguments, "--achieved", "0.4"]) == 2
+    assert "are about GPUs" in capsys.readouterr().err
+    assert main([*arguments, "train.micro_batch_size=200000"]) == 2
+    big = ["train.micro_batch_size=500000", "train.global_batch_size=1000000"]
+    assert main([*arguments, *big]) == 0
+    assert "does not fit, lower train.micro_batch_size" in capsys.readouterr().out
 
 
 def test_a_profile_without_a_device_needs_one() -> None:

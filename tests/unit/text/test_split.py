@@ -50,6 +50,32 @@ def test_five_percent_on_average(many, tmp_path):
     assert train == sorted(train)
 
 
+def test_other_commands_do_not_mix_the_sides_unnoticed(many, tmp_path, capsys, caplog):
+    output = tmp_path / "out"
+    parted(many, output)
+    arguments = ["--input", str(output), "--output", str(tmp_path / "other")]
+    assert main(["deduplicate", *arguments, "--workers", "0"]) == 2
+    message = capsys.readouterr().err
+    assert f"{output / 'train'} and {output / 'validation'} are the two sides of a split" in message
+    assert not list(tmp_path.glob("other*"))
+    assert main(["train-tokenizer", *arguments, "--vocab-size", "60"]) == 0
+    assert f"validation text ({output / 'validation'})" in caplog.text
+    assert "60 pieces and [MASK], model.vocab_size=100 (rounded" in capsys.readouterr().out
+    caplog.clear()
+    train = ["--input", str(output / "train"), "--output", str(tmp_path / "second")]
+    assert main(["train-tokenizer", *train, "--vocab-size", "60"]) == 0
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("command", ["deduplicate", "split", "preprocess", "train-tokenizer"])
+@pytest.mark.parametrize("name", ["absent.jsonl", "absent-*.jsonl"])
+def test_input_that_does_not_exist_is_a_usage_error(command, name, tmp_path, capsys):
+    arguments = ["--input", str(tmp_path / name), "--output", str(tmp_path / "out")]
+    arguments += ["--tokenizer", "unused"] if command == "preprocess" else []
+    assert main([command, *arguments]) == 2
+    assert name in capsys.readouterr().err
+
+
 def test_a_document_keeps_its_side(many, tmp_path):
     parted(many, tmp_path / "one")
     parted(many, tmp_path / "two", workers=2, unit_bytes=50_000)

@@ -1,0 +1,88 @@
+"""The plan of a run on this machine's CPU: batch, parameters, work and memory, but no times.
+
+No rate is assumed: it differs several-fold between processors, number formats and thread counts.
+``pretrain`` measures it within a few steps and shows the time that is left.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from typing import Any
+
+import psutil
+
+from megatron_deberta.config.rules import BatchArithmetic, validate_for_world
+from megatron_deberta.config.schema import RunConfig
+from megatron_deberta.model import count_parameters
+from megatron_deberta.model.flops import training_flops_per_token
+from megatron_deberta.planning.memory import MemoryEstimate, estimate_memory
+from megatron_deberta.planning.search import POLICIES
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CpuPlan:
+    """Predicted costs of a run on this machine; memory per rank, by recomputation policy."""
+
+    config: RunConfig
+    cores: int
+    memory_bytes: int
+    """Of the machine."""
+    world_size: int
+    batch: BatchArithmetic
+    parameters: int
+    memory: dict[str, MemoryEstimate]
+    flops_per_token: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as JSON types, with units in the names."""
+        return {
+            "cores": self.cores,
+            "machine_memory_bytes": self.memory_bytes,
+            "world_size": self.world_size,
+            "batch": self.batch._asdict(),
+            "parameters": self.parameters,
+            "memory_bytes": {
+                policy: {**estimate._asdict(), "total": estimate.total}
+                for policy, estimate in self.memory.items()
+            },
+            "flops_per_token": self.flops_per_token,
+            "flops_per_step": self.flops_per_token * self.batch.tokens_per_step,
+        }
+
+
+def make_cpu_plan(config: RunConfig, world_size: int) -> CpuPlan:
+    """Plan a run on this machine's CPU.
+
+    Args:
+        config: the run.
+        world_size: number of ranks.
+
+    Raises:
+        ConfigError: the batch does not divide.
+        TopologyError: tensor parallelism does not divide the ranks.
+    """
+    batch = validate_for_world(config, world_size)
+    return CpuPlan(
+        config=config,
+        cores=len(os.sched_getaffinity(0)),
+        memory_bytes=psutil.virtual_memory().total,
+        world_size=world_size,
+        batch=batch,
+        parameters=count_parameters(config.model),
+        memory={
+            policy: estimate_memory(
+                replace(config, parallel=replace(config.parallel, recompute=policy)),
+                batch.dp_size,
+                attention="chunked",
+                device_type="cpu",
+            )
+            for policy in POLICIES
+        },
+        flops_per_token=training_flops_per_token(
+            config.model,
+            config.data.sequence_length,
+            config.train.micro_batch_size,
+            config.objective.mask_probability,
+        ),
+    )
