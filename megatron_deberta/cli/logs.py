@@ -42,7 +42,10 @@ def run(args: argparse.Namespace) -> int:
     run_dir = run_folder(args)
     if not attempt_logs(run_dir / LOGS, args.rank) and not args.follow:
         ranks = sorted({int(log.stem[5:]) for log in (run_dir / LOGS).glob("*.*/rank_*.log")})
-        remedy = "wait, or use --follow (pretrain without launch or submit writes no logs)"
+        remedy = (
+            "pretrain without launch or submit writes to its terminal and metrics.jsonl only; "
+            "otherwise wait, or use --follow"
+        )
         if ranks:
             remedy = f"there are those of ranks {ranks[0]} to {ranks[-1]}"
         raise ConfigError(f"{run_dir / LOGS}: no log of rank {args.rank}; {remedy}")

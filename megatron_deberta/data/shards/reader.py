@@ -191,7 +191,9 @@ def _map_file(path: str, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
         remedy = f"did you mean {similar[0]}?" if similar else "give the shard's prefix"
         if os.path.isfile(source := path.removesuffix(".idx")):
             remedy = f"{source} is no shard; make one of text with preprocess"
-        kind = MissingInputError if isinstance(error, FileNotFoundError) else DataError
+        # If another file of the shard is there, it is damaged.
+        is_absent = not glob.glob(f"{glob.escape(os.path.splitext(path)[0])}.*")
+        kind = MissingInputError if is_absent else DataError
         raise kind(f"{path}: {error.strerror}; {remedy}") from error
     except ValueError as error:
         raise DataError(f"{path}: {error}; preprocess again") from error
