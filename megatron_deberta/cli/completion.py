@@ -108,7 +108,7 @@ def _value_cases() -> str:
     for command, parser in parsers().items():
         for action in parser._actions:
             for name in action.option_strings if action.choices else ():
-                cases[f"{command.name}:*:{name}"] = list(map(str, action.choices))
+                cases[f"{command.name}:*:{name}"] = list(map(str, action.choices or ()))
     return "\n".join(
         f"    {case}) values={shlex.quote(' '.join(values))} ;;" for case, values in cases.items()
     )
