@@ -52,6 +52,7 @@ WITH_FLAG = _keys(
     guard="non_finite spike_sigmas spike_window spike_warmup max_skips",
     precision="dtype initial_loss_scale_power loss_scale_window min_loss_scale",
     train="steps tokens",
+    rtd="discriminator_weight draw_special_tokens excluded_ids",
     finetune="epochs",
 )
 
@@ -137,6 +138,8 @@ def check_same_architecture(reader: CheckpointReader, config: RunConfig) -> None
             "model.head_dropout",
             "model.next_sentence_head",
             "model.mask_decoder_passes",
+            "model.generator_layers",
+            "model.embedding_sharing",
         }
         if config.model.absolute_positions == "none":
             training_keys.add("model.absolute_positions")

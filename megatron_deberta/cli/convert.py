@@ -68,20 +68,21 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from megatron_deberta.hf.export_model import export_model
+    from megatron_deberta.hf.export_model import GENERATOR_FOLDER, export_model
     from megatron_deberta.hf.loading import open_trained_model
     from megatron_deberta.hf.model_card import loading_lines
     from megatron_deberta.objectives import build_objective
 
     trained = open_trained_model(Path(args.checkpoint), args.tokenizer)
-    weights, output = trained.reader.tensor, Path(args.output)
+    config, weights = trained.open("discriminator")
     export = export_model(
-        trained.config,
+        config,
         weights,
         trained.tokenizer,
-        output,
+        Path(args.output),
         dtype=args.dtype,
         facts=_training_facts(trained),
+        generator=trained.open("generator") if config.head == "discriminator" else None,
     )
     print(f"{args.output}: {trained.reader.path} as {export.model_type}, {args.dtype}")
     if export.reason:
@@ -94,9 +95,16 @@ def _export(args: argparse.Namespace) -> int:
     print(
         f"Verified on real text: largest difference of logits {export.check.max_error:.1e}{also}."
     )
-    for what, line in loading_lines(trained.config, export.model_type, args.output).items():
+    for what, line in loading_lines(config, export.model_type, args.output).items():
         print(f"Load the {what} in Python: {line}")
-    if trained.config.head != "mlm":
+    if config.head == "discriminator":
+        generator = Path(args.output) / GENERATOR_FOLDER
+        print(
+            f'Or fill masks with the generator: megatron-deberta fill-mask {generator} "A [MASK] '
+            'text."'
+        )
+        return 0
+    if config.head != "mlm":
         print(f"Or predict here: {build_objective(trained.run).commands(args.output)[0]}")
         return 0
     print(f'Or fill masks here: megatron-deberta fill-mask {args.output} "A [MASK] text."')

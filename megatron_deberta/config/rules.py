@@ -12,6 +12,7 @@ from megatron_deberta.config.ranges import check_ranges
 from megatron_deberta.config.schema import (
     AUTO,
     NOTIFY_EVENTS,
+    PRETRAINING_HEADS,
     CheckpointConfig,
     ClusterConfig,
     DataConfig,
@@ -57,6 +58,7 @@ def _validate_alone(config: RunConfig) -> None:
     _check_pairs(config.model, config.data)
     _check_objective(config.objective)
     _check_head(config)
+    _check_replaced_tokens(config.model)
     _check_parallel(config.model, config.data, config.parallel)
     _check_precision(config.precision)
     _check_schedule(config)
@@ -206,7 +208,7 @@ def _check_lengths(model: ModelConfig, data: DataConfig) -> None:
 
 
 def _check_pairs(model: ModelConfig, data: DataConfig) -> None:
-    if model.head != "mlm":
+    if model.head not in PRETRAINING_HEADS:
         return
     pairs = data.packing in ("segment_pair", "sentence_pair")
     if pairs != model.next_sentence_head:
@@ -251,14 +253,38 @@ def _check_head(config: RunConfig) -> None:
             f"model.labels={list(model.labels)} has fewer than two classes for model.head="
             f"{model.head}; name the classes"
         )
-    if model.head == "mlm" and objective.sift_weight:
+    if model.head == "discriminator":
+        raise ConfigError(
+            "objective.name=discriminator is no training task; use rtd for it and model.head"
+        )
+    is_pretraining = model.head in PRETRAINING_HEADS
+    if is_pretraining and objective.sift_weight:
         raise ConfigError(
             f"objective.sift_weight={objective.sift_weight:g} needs a labelled task; set it to 0"
         )
-    if (model.head == "mlm") != (not config.finetune.task):
+    if is_pretraining != (not config.finetune.task):
         raise ConfigError(
             f"finetune.task={config.finetune.task!r} does not fit model.head={model.head}; use "
             "megatron-deberta finetune, which sets both"
+        )
+
+
+def _check_replaced_tokens(model: ModelConfig) -> None:
+    if model.head != "rtd":
+        if model.generator_layers:
+            raise ConfigError(
+                f"model.generator_layers={model.generator_layers} needs model.head=rtd; set it to 0"
+            )
+        return
+    if model.type_vocab_size or model.next_sentence_head:
+        raise ConfigError(
+            "model.head=rtd has no segments; set model.type_vocab_size=0, "
+            "model.next_sentence_head=false and data.packing=full_sentences"
+        )
+    if model.absolute_positions == "input" and model.embedding_sharing != "none":
+        raise ConfigError(
+            f"model.embedding_sharing={model.embedding_sharing} shares no absolute positions; use "
+            "model.absolute_positions=decoder, or model.embedding_sharing=none"
         )
 
 

@@ -17,7 +17,11 @@ Packing = Literal["full_sentences", "doc_sentences", "segment_pair", "sentence_p
 AttentionBackend = Literal["auto", "reference", "chunked", "triton"]
 NotifyEvent = Literal["ended", "stalled", "rollback", "node_lost", "deadline"]
 NOTIFY_EVENTS: tuple[str, ...] = get_args(NotifyEvent)
-Head = Literal["mlm", "classification", "regression", "spans", "tokens", "choices"]
+Head = Literal[
+    "mlm", "rtd", "discriminator", "classification", "regression", "spans", "tokens", "choices"
+]
+PRETRAINING_HEADS: tuple[Head, ...] = ("mlm", "rtd")
+"""Heads, and so objectives, that are trained on text without labels."""
 AUTO = 0
 """Value of ``model.vocab_size: auto`` until the tokenizer is known."""
 
@@ -72,8 +76,14 @@ class ModelConfig:
     next_sentence_head: bool = False
     """Add a head on [CLS] that predicts whether the second segment follows the first."""
     head: Head = "mlm"
-    """Head of the model: ``mlm`` for pretraining, or that of a labelled task (docs/finetuning.md),
-    which ``finetune`` sets."""
+    """Head of the model: ``mlm`` or ``rtd`` for pretraining, or that of a labelled task
+    (docs/finetuning.md), which ``finetune`` sets. ``discriminator``: one of the two models of
+    ``rtd``, in exports."""
+    generator_layers: int = 0
+    """``rtd``: layers of the generator, which has the discriminator's width; 0: half as many."""
+    embedding_sharing: Literal["gdes", "es", "none"] = "gdes"
+    """``rtd``: token embeddings of the discriminator: the generator's, without gradient, plus a
+    delta (``gdes``), the generator's (``es``), or its own (``none``)."""
     labels: tuple[str, ...] = ()
     """Names of the classes, for the heads ``classification`` and ``tokens``."""
     head_dropout: float = below_one(0.1, 0.998)
@@ -152,6 +162,19 @@ class ObjectiveConfig:
     """SiFT: divergence that the perturbation raises; always the squared error in regression."""
     sift_clean_gradient: bool = True
     """SiFT: the loss changes the prediction without perturbation too, as in the release."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RTDConfig:
+    """Replaced-token detection (DeBERTaV3), the objective ``rtd``."""
+
+    discriminator_weight: float = positive(50.0)
+    """Weight of the discriminator's loss beside the generator's; the released code uses 10."""
+    draw_special_tokens: bool = True
+    """The generator may draw special tokens such as [SEP], as in the release."""
+    excluded_ids: tuple[int, ...] = ()
+    """Pieces that the generator does not draw; the run sets the tokenizer's special tokens if
+    ``draw_special_tokens`` is false."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -401,6 +424,7 @@ class RunConfig:
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     data: DataConfig = field(default_factory=DataConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    rtd: RTDConfig = field(default_factory=RTDConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)

@@ -27,4 +27,6 @@ def with_task_head(
         next_sentence_head=False,
         mask_decoder_passes=0,
         absolute_positions="input" if at_input else "none",
+        generator_layers=0,
+        embedding_sharing="gdes",
     )

@@ -6,6 +6,7 @@ path. The loss is a sum; the caller divides it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -32,6 +33,10 @@ _CHUNK_ELEMENTS = {"cpu": 2**25, "cuda": 2**27}
 
 # Scales gradients of logits for fp16 products: they are near 1 / V, where fp16 has few digits
 _FP16_FACTOR = 64.0
+
+# Called with logits [R, C], the tokens that their rows stand for, and the first column's piece;
+# returns the maxima of logits plus Gumbel noise [R] and their pieces, int64 [R]
+Draw = Callable[[Tensor, slice, int], tuple[Tensor, Tensor]]
 
 
 def vocab_parallel_embedding(
@@ -105,13 +110,63 @@ def vocab_parallel_loss(
     Raises:
         ValueError: on CPU, a label is neither -100 nor below ``vocab_size_unpadded``.
     """
+    loss, correct, _ = _vocab_parallel_loss(
+        states, weight_local, bias_local, labels, vocab_start, vocab_size_unpadded, group, None
+    )
+    return loss, correct
+
+
+def vocab_parallel_sampled_loss(
+    states: Tensor,
+    weight_local: Tensor,
+    bias_local: Tensor,
+    labels: Tensor,
+    draw: Draw,
+    vocab_start: int,
+    vocab_size_unpadded: int,
+    group: ProcessGroup | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `vocab_parallel_loss`, and draw a piece from each predicted distribution.
+
+    Gumbel-max on each rank's rows, then a maximum over ranks. If the noise is a function of token
+    and piece, no layout changes a sample except by rounding of the logits.
+
+    Args:
+        states: as in `vocab_parallel_loss`, like the following.
+        weight_local: ``[V/tp, D]``.
+        bias_local: ``[V/tp]``.
+        labels: ``[T]``.
+        draw: maximum of logits plus Gumbel noise over a part of the vocabulary.
+        vocab_start: vocabulary index of this rank's first row.
+        vocab_size_unpadded: vocabulary size.
+        group: the tensor-parallel ranks.
+
+    Returns:
+        The loss and the number of correct predictions of `vocab_parallel_loss`, and the drawn
+        pieces, int64 ``[T]``, equal on all ranks.
+    """
+    return _vocab_parallel_loss(
+        states, weight_local, bias_local, labels, vocab_start, vocab_size_unpadded, group, draw
+    )
+
+
+def _vocab_parallel_loss(
+    states: Tensor,
+    weight_local: Tensor,
+    bias_local: Tensor,
+    labels: Tensor,
+    vocab_start: int,
+    vocab_size_unpadded: int,
+    group: ProcessGroup | None,
+    draw: Draw | None,
+) -> tuple[Tensor, Tensor, Tensor]:
     _check_labels(labels, vocab_size_unpadded)
     vocabulary = _Vocabulary.of_rank(vocab_start, vocab_size_unpadded, len(weight_local), group)
     differentiate = torch.is_grad_enabled()
-    loss, correct = _ProjectedCrossEntropy.apply(
-        states, weight_local, bias_local, labels, vocabulary, differentiate
+    out = _ProjectedCrossEntropy.apply(
+        states, weight_local, bias_local, labels, vocabulary, differentiate, draw
     )
-    return cast(Tensor, loss), cast(Tensor, correct)
+    return cast("tuple[Tensor, Tensor, Tensor]", out)
 
 
 @torch.no_grad()
@@ -182,14 +237,18 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
         labels: Tensor,
         vocabulary: _Vocabulary,
         differentiate: bool,
-    ) -> tuple[Tensor, Tensor]:
+        draw: Draw | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         gradients = _Gradients(states, weight, bias) if differentiate else None
         wide = torch.promote_types(states.dtype, torch.float32)
         loss, correct = states.new_zeros((), dtype=wide), labels.new_zeros(())
+        samples = torch.empty_like(labels) if draw is not None else labels.new_empty(0)
         chunk = chunk_rows(len(states), len(weight), states.device.type)
         for first in range(0, len(states), max(1, chunk)):
             rows = slice(first, first + chunk)
             logits = torch.addmm(bias, states[rows], weight.t())
+            if draw is not None:
+                samples[rows] = _sample(logits, rows, vocabulary, draw)
             part, hits, d_logits = _chunk_loss(logits, labels[rows], vocabulary, differentiate)
             loss += part.sum()
             correct += hits
@@ -197,17 +256,17 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
                 gradients.add(rows, d_logits)
             del logits, d_logits
         ctx.gradients = gradients
-        ctx.mark_non_differentiable(correct)
-        return loss, correct
+        ctx.mark_non_differentiable(correct, samples)
+        return loss, correct, samples
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         # Scaled in place and released: a copy would be as large as the embedding table.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise RuntimeError("vocab_parallel_loss: backward was called twice")
-        return (*gradients.scaled(grad), None, None, None)
+        return (*gradients.scaled(grad), None, None, None, None)
 
 
 class _Gradients:
@@ -296,6 +355,17 @@ def _chunk_loss(
         real.scatter_add_(1, columns.unsqueeze(1), ones.unsqueeze(1))
     work[:, num_columns:] = 0
     return losses, correct, work
+
+
+def _sample(logits: Tensor, rows: slice, vocabulary: _Vocabulary, draw: Draw) -> Tensor:
+    """Draw a piece from the distribution of each row of a chunk, int64 ``[R]``."""
+    start, num_columns, group = vocabulary
+    maximum, piece = draw(logits[:, :num_columns], rows, start)
+    if group is None:
+        return piece
+    # Lower ranks hold lower indices, and max returns the first of equal values.
+    winner = all_gather(maximum, group).max(dim=0, keepdim=True).indices
+    return all_gather(piece, group).gather(0, winner).squeeze(0)
 
 
 def _row_maximum(logits: Tensor) -> tuple[Tensor, Tensor]:

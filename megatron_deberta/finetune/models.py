@@ -9,6 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from megatron_deberta.checkpoint.layout import COMMITTED_FILE, find_best
+from megatron_deberta.checkpoint.parts import open_part
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.checkpoint.store import WeightSource, find_newest
 from megatron_deberta.config import config_from_dict
@@ -79,7 +80,8 @@ def _open_checkpoint(path: Path, tokenizer_path: str) -> SourceModel:
     location = tokenizer_path or reader.metadata.tokenizer_path
     if not location:
         raise CheckpointError(f"{step} records no tokenizer; give --tokenizer")
-    return SourceModel(step, run.model, location, run, reader.tensor)
+    config, weights = open_part(reader, run.model, "discriminator")
+    return SourceModel(step, config, location, run, weights.tensor)
 
 
 def open_release_weights(path: Path, config: RunConfig) -> WeightSource:

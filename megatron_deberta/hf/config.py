@@ -24,6 +24,12 @@ _MASKED_LM_CLASS = {
     "deberta-v2": "DebertaV2ForMaskedLM",
     "megatron-deberta": "MegatronDebertaForMaskedLM",
 }
+_ENCODER_CLASS = {
+    "deberta": "DebertaModel",
+    "deberta-v2": "DebertaV2Model",
+    "roberta": "RobertaModel",
+    "megatron-deberta": "MegatronDebertaModel",
+}
 _TASK_CLASS = {
     "classification": "SequenceClassification",
     "regression": "SequenceClassification",
@@ -167,6 +173,8 @@ def to_hf_config(
     }
     if config.next_sentence_head:
         fields |= _NEXT_SENTENCE_FIELDS
+    if config.head == "discriminator":
+        return fields | _encoder_fields(config, model_type, ids)
     if config.head != "mlm":
         task = _task_fields(config, model_type)
         body = _roberta_fields(config, ids) if model_type == "roberta" else {}
@@ -177,6 +185,18 @@ def to_hf_config(
     if model_type == "roberta":
         return fields | _roberta_fields(config, ids)
     return fields | _deberta_fields(config, model_type)
+
+
+def _encoder_fields(config: ModelConfig, model_type: ModelType, ids: SpecialIds) -> dict[str, Any]:
+    """Return the fields of a discriminator, which transformers loads as an encoder."""
+    if model_type == "roberta":
+        body = _roberta_fields(config, ids)
+    else:
+        body = _deberta_fields(config, model_type)
+        del body["auto_map"]["AutoModelForMaskedLM"]
+        if not body["auto_map"]:
+            del body["auto_map"]
+    return body | {"architectures": [_ENCODER_CLASS[model_type]], "replaced_token_head": True}
 
 
 def auto_class_name(config: ModelConfig) -> str:

@@ -25,15 +25,22 @@ from megatron_deberta.hf.config import (
     choose_model_type,
     to_hf_config,
 )
-from megatron_deberta.hf.loading import build_model, build_task_model
+from megatron_deberta.hf.loading import build_discriminator, build_model, build_task_model
 from megatron_deberta.hf.model_card import TrainingFacts, model_card
 from megatron_deberta.hf.names import HFTensor, ModelType, hf_tensors
-from megatron_deberta.hf.verify import ExportCheck, check_export, check_task_export
+from megatron_deberta.hf.verify import (
+    ExportCheck,
+    check_encoder_export,
+    check_export,
+    check_task_export,
+)
 from megatron_deberta.model import count_parameters
 from megatron_deberta.tokenizer import Tokenizer
 from megatron_deberta.tokenizer.tokenizer import CONFIG_FILE
 
 UNKNOWN_TRAINING = TrainingFacts()
+GENERATOR_FOLDER = "generator"
+"""Folder of the generator in the export of replaced-token detection."""
 MAX_SHARD_BYTES = 4 << 30
 """Maximum size of a weight file, and of the memory used while writing."""
 
@@ -56,6 +63,7 @@ def export_model(
     *,
     dtype: str = "fp32",
     facts: TrainingFacts = UNKNOWN_TRAINING,
+    generator: tuple[ModelConfig, Callable[[str], Tensor]] | None = None,
 ) -> ExportResult:
     """Write weights, config, tokenizer, code and model card, verify them, publish the folder.
 
@@ -66,6 +74,7 @@ def export_model(
         output: folder to create; must not exist, or be empty.
         dtype: fp32, fp16 or bf16.
         facts: training of the model, for the model card.
+        generator: of replaced-token detection, exported to the folder ``generator`` inside.
 
     Raises:
         CheckpointError: the exported model computes different values than the training model.
@@ -76,28 +85,55 @@ def export_model(
             f"the tokenizer has {tokenizer.num_tokens} ids, the model {config.vocab_size} rows; "
             "give the tokenizer that the model was trained with"
         )
+    with output_folder(output) as folder:
+        result = _write_export(folder, output.name, config, read, tokenizer, dtype, facts)
+        if generator is not None:
+            (folder / GENERATOR_FOLDER).mkdir()
+            name = f"{output.name}/{GENERATOR_FOLDER}"
+            _write_export(folder / GENERATOR_FOLDER, name, *generator, tokenizer, dtype, facts)
+    return result
+
+
+def _write_export(
+    folder: Path,
+    name: str,
+    config: ModelConfig,
+    read: Callable[[str], Tensor],
+    tokenizer: Tokenizer,
+    dtype: str,
+    facts: TrainingFacts,
+) -> ExportResult:
+    """Write one model to an existing folder, and verify it."""
     model_type, reason = choose_model_type(config)
     ids = SpecialIds(tokenizer.pad_id, tokenizer.cls_id, tokenizer.sep_id)
-    with output_folder(output) as folder:
-        _save_tokenizer(tokenizer, folder, config.max_position_embeddings)
-        write_hf_model(folder, config, model_type, read, ids, dtype)
-        if model_type != "roberta" and config.head == "mlm":
-            source = Path(__file__).with_name(f"{MODELING_MODULE}.py")
-            shutil.copyfile(source, folder / source.name)
-        parameters = count_parameters(config)
-        card = model_card(output.name, config, model_type, parameters, facts)
-        (folder / "README.md").write_text(card, encoding="utf-8")
-        if config.head == "mlm":
-            check = check_export(
-                folder,
-                model_type,
-                lambda: build_model(config, lambda name: read(name).to(DTYPES[dtype]), "reference"),
-                tokenizer,
-                dtype,
-            )
-        else:
-            ours = build_task_model(config, lambda name: read(name).to(DTYPES[dtype]), "reference")
-            check = check_task_export(folder, ours, tokenizer, dtype)
+    _save_tokenizer(tokenizer, folder, config.max_position_embeddings)
+    write_hf_model(folder, config, model_type, read, ids, dtype)
+    # Stock encoders and tasks need no code of ours.
+    own_encoder = config.head == "discriminator" and model_type == "megatron-deberta"
+    if model_type != "roberta" and (config.head == "mlm" or own_encoder):
+        source = Path(__file__).with_name(f"{MODELING_MODULE}.py")
+        shutil.copyfile(source, folder / source.name)
+    parameters = count_parameters(config)
+    card = model_card(name, config, model_type, parameters, facts)
+    (folder / "README.md").write_text(card, encoding="utf-8")
+
+    def rounded(parameter: str) -> Tensor:
+        return read(parameter).to(DTYPES[dtype])
+
+    if config.head == "mlm":
+        check = check_export(
+            folder,
+            model_type,
+            lambda: build_model(config, rounded, "reference"),
+            tokenizer,
+            dtype,
+        )
+    elif config.head == "discriminator":
+        ours = build_discriminator(config, rounded, "reference")
+        check = check_encoder_export(folder, model_type, ours, tokenizer, dtype)
+    else:
+        task = build_task_model(config, rounded, "reference")
+        check = check_task_export(folder, task, tokenizer, dtype)
     return ExportResult(model_type, reason, check)
 
 

@@ -97,7 +97,8 @@ def open_filler(path: Path, tokenizer_path: str = "") -> MaskFiller:
         config, read, tokenizer = _read_published(path, tokenizer_path)
     else:
         trained = open_trained_model(path, tokenizer_path)
-        config, read, tokenizer = trained.config, trained.reader.tensor, trained.tokenizer
+        config, read = trained.open("generator")
+        tokenizer = trained.tokenizer
     max_tokens = 0 if config.absolute_positions == "none" else config.max_position_embeddings
     return MaskFiller(build_model(config, read).logits, tokenizer, max_tokens)
 

@@ -18,6 +18,7 @@ from transformers import dynamic_module_utils
 from transformers.utils import logging
 
 from megatron_deberta.checkpoint.layout import COMMITTED_FILE, find_best
+from megatron_deberta.checkpoint.parts import Part, open_part
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.checkpoint.store import find_newest
 from megatron_deberta.config import config_from_dict
@@ -30,6 +31,7 @@ from megatron_deberta.model import (
     RuntimeOptions,
     task_model,
 )
+from megatron_deberta.model.replaced_tokens import DebertaDiscriminator
 from megatron_deberta.tokenizer import Tokenizer, load_tokenizer
 
 _Model = TypeVar("_Model", bound=DebertaBackbone)
@@ -43,10 +45,14 @@ class TrainedModel:
     run: RunConfig
     tokenizer: Tokenizer
 
-    @property
-    def config(self) -> ModelConfig:
-        """The architecture."""
-        return self.run.model
+    def open(self, part: Part = "generator") -> tuple[ModelConfig, Callable[[str], Tensor]]:
+        """Return the architecture, and the function from canonical name to logical tensor.
+
+        Args:
+            part: which model of replaced-token detection; no meaning for other objectives.
+        """
+        config, weights = open_part(self.reader, self.run.model, part)
+        return config, weights.tensor
 
 
 def check_folder(path: Path, expected: str) -> None:
@@ -138,6 +144,13 @@ def build_task_model(
 ) -> DebertaForTask:
     """Build the model of a labelled task; otherwise like `build_model`."""
     return _build(task_model(config), config, read, attention_backend)
+
+
+def build_discriminator(
+    config: ModelConfig, read: Callable[[str], Tensor], attention_backend: str | None = None
+) -> DebertaDiscriminator:
+    """Build the discriminator of replaced-token detection; otherwise like `build_model`."""
+    return _build(DebertaDiscriminator, config, read, attention_backend)
 
 
 def _build(

@@ -45,7 +45,16 @@ _PIPELINES = {
     "regression": "text-classification",
     "spans": "question-answering",
     "tokens": "token-classification",
+    "discriminator": "feature-extraction",
 }
+_TRAINING = {
+    "mlm": ("masked language modelling", "pretrained by masked language modelling"),
+    "discriminator": (
+        "replaced-token detection, the discriminator",
+        "pretrained by replaced-token detection",
+    ),
+}
+"""Objective and text of the first sentence, by head."""
 _KEYS = (
     "num_layers", "hidden_size", "num_heads", "ffn_hidden_size", "vocab_size",
     "max_position_embeddings", "position_terms", "position_buckets", "absolute_positions",
@@ -71,6 +80,14 @@ def loading_lines(config: ModelConfig, model_type: ModelType, folder: str) -> di
         model_type: type of the export.
         folder: where the export is.
     """
+    own_code = ", trust_remote_code=True"
+    encoder = {"roberta": ", add_pooling_layer=False", "megatron-deberta": own_code}
+    load_encoder = (
+        "from transformers import AutoModel; "
+        f'model = AutoModel.from_pretrained("{folder}"{encoder.get(model_type, "")})'
+    )
+    if config.head == "discriminator":
+        return {"encoder": load_encoder}
     if config.head != "mlm":
         pipeline = _PIPELINES.get(config.head)
         lines = {
@@ -82,13 +99,10 @@ def loading_lines(config: ModelConfig, model_type: ModelType, folder: str) -> di
                 f'from transformers import pipeline; run = pipeline("{pipeline}", model="{folder}")'
             )
         return lines
-    own_code = ", trust_remote_code=True"
-    encoder = {"roberta": ", add_pooling_layer=False", "megatron-deberta": own_code}
     # transformers' own masked-LM classes have no mask decoder.
     decoder = model_type == "megatron-deberta" or config.mask_decoder_passes > 0
     return {
-        "encoder": "from transformers import AutoModel; "
-        f'model = AutoModel.from_pretrained("{folder}"{encoder.get(model_type, "")})',
+        "encoder": load_encoder,
         "fill-mask": "from transformers import pipeline; "
         f'fill = pipeline("fill-mask", model="{folder}"{own_code if decoder else ""})',
     }
@@ -106,10 +120,11 @@ def model_card(
         parameters: number of parameters.
         facts: its training.
     """
+    objective, trained = _TRAINING.get(
+        config.head, (f"fine-tuned, head {config.head}", "fine-tuned")
+    )
     training = {
-        "objective": "masked language modelling"
-        if config.head == "mlm"
-        else f"fine-tuned, head {config.head}",
+        "objective": objective,
         "data": ", ".join(facts.data) or "unknown",
         "optimizer steps": "unknown" if facts.step is None else f"{facts.step:,}",
         "validation loss": "unknown"
@@ -124,7 +139,7 @@ def model_card(
         pipeline="fill-mask"
         if config.head == "mlm"
         else _PIPELINES.get(config.head, config.head.replace("choices", "multiple-choice")),
-        trained="pretrained by masked language modelling" if config.head == "mlm" else "fine-tuned",
+        trained=trained,
         family="RoBERTa" if model_type == "roberta" else "DeBERTa",
         parameters=parameters,
         version=__version__,

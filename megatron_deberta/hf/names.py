@@ -45,6 +45,12 @@ _DEBERTA_HEAD_STEMS = {
     "classifier": "classifier",
     "qa_outputs": "qa_outputs",
 }
+_DISCRIMINATOR_STEMS = {
+    "head.norm": "mask_predictions.LayerNorm",
+    "head.dense": "mask_predictions.dense",
+    "head.classifier": "mask_predictions.classifier",
+}
+"""Head of replaced-token detection, of whatever type the encoder is."""
 _ROBERTA_HEAD_STEMS = {
     "head.transform": "lm_head.dense",
     "head.norm": "lm_head.layer_norm",
@@ -165,6 +171,8 @@ def _standard_name(name: str) -> str:
         ("bert.", "deberta."),
         ("cls.predictions.transform.", "lm_predictions.lm_head."),
         ("cls.predictions.bias", "lm_predictions.lm_head.bias"),
+        # So spelled in the released code
+        ("mask_predictions.classifer.", "mask_predictions.classifier."),
     ):
         if name.startswith(old):
             return new + name.removeprefix(old)
@@ -178,8 +186,8 @@ def _hf_name(name: str, model_type: ModelType, head: Head) -> str:
     if layer is None:
         if stem in _BODY_STEMS:
             return f"{prefix}.{_BODY_STEMS[stem]}.{kind}"
-        heads = _DEBERTA_HEAD_STEMS
-        if model_type == "roberta":
+        heads = _DISCRIMINATOR_STEMS if head == "discriminator" else _DEBERTA_HEAD_STEMS
+        if model_type == "roberta" and head != "discriminator":
             sequence = _ROBERTA_TASK_STEMS["classification"]
             heads = _ROBERTA_HEAD_STEMS | _ROBERTA_TASK_STEMS.get(head, sequence)
         return f"{heads[stem]}.{kind}"

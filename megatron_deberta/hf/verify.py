@@ -98,6 +98,40 @@ def check_export(
 
 
 @temporary_module_cache()
+def check_encoder_export(
+    directory: Path,
+    model_type: ModelType,
+    ours: DebertaBackbone,
+    tokenizer: Tokenizer,
+    dtype: str,
+) -> ExportCheck:
+    """Load an export without a head that transformers knows, and compare its encoder states.
+
+    Args:
+        directory: the export.
+        model_type: type of the export.
+        ours: our fp32 model with the exported weights, rounded to ``dtype``.
+        tokenizer: the tokenizer used in training.
+        dtype: dtype of the exported weights.
+
+    Raises:
+        CheckpointError: token ids or encoder states differ.
+    """
+    batches = _make_batches(directory, tokenizer, ours)
+    with torch.no_grad():
+        expected = [
+            ours.encode(batch["input_ids"], batch.get("attention_mask")) for batch in batches
+        ]
+    options = {"add_pooling_layer": False} if model_type == "roberta" else {}
+    model = _load(transformers.AutoModel, directory, torch.float32, **options)
+    error = max(
+        _compare("encoder states", _their_output(model, batch), states, batch)
+        for batch, states in zip(batches, expected, strict=True)
+    )
+    return _check_dtype(directory, transformers.AutoModel, batches[-1], expected[-1], dtype, error)
+
+
+@temporary_module_cache()
 def check_task_export(
     directory: Path, ours: DebertaForTask, tokenizer: Tokenizer, dtype: str
 ) -> ExportCheck:

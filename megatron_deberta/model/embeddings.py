@@ -15,6 +15,7 @@ from megatron_deberta.model.tp_hooks import (
     PositionEmbedding,
     SequenceEntry,
     SharedInput,
+    TokenEmbedding,
     TokenLayout,
     TokenTypeEmbedding,
 )
@@ -58,7 +59,7 @@ class Embeddings(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.entry = SequenceEntry()
-        self.token = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.token: nn.Module = TokenEmbedding(config.vocab_size, config.hidden_size)
         self.position = (
             PositionEmbedding(config.max_position_embeddings, config.hidden_size)
             if config.absolute_positions == "input"
@@ -97,6 +98,31 @@ class Embeddings(nn.Module):
             hidden = perturbation(hidden, local_layout)
         hidden = self.norm(hidden, local_layout) * local_layout.real.unsqueeze(-1)
         return self.dropout(hidden, local_layout.positions, seeds), local_layout
+
+
+class SharedTokenEmbedding(nn.Module):
+    """Token embeddings of a model that shares those of another one.
+
+    Source: He et al. 2021, arXiv:2111.09543 (DeBERTaV3), section 3.3, Eq. 7 (gradient-disentangled
+    embedding sharing): E = stop_gradient(E_shared) + E_delta, where E_delta starts at zero. Rows
+    are looked up in both tables and added, which is the same as adding the tables.
+
+    Args:
+        shared: the other model's embeddings.
+        config: the architecture.
+        disentangled: with a delta, and no gradient to the shared table.
+    """
+
+    def __init__(self, shared: Embeddings, config: ModelConfig, *, disentangled: bool) -> None:
+        super().__init__()
+        # In a tuple, so that it is no submodule here
+        self._shared = (shared,)
+        self.delta = TokenEmbedding(config.vocab_size, config.hidden_size) if disentangled else None
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Return the embeddings ``[B, N, D]`` (of the local rows under sequence parallelism)."""
+        states: Tensor = self._shared[0].token(input_ids)
+        return states if self.delta is None else states.detach() + self.delta(input_ids)
 
 
 class RelativePositionTable(nn.Module):

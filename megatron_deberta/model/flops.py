@@ -10,6 +10,10 @@ from typing import Literal, NamedTuple
 
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.model.heads import num_outputs
+from megatron_deberta.model.replaced_tokens import single_models
+
+# Heads that read the last layer's output at every token
+TOKEN_HEADS = ("spans", "tokens", "discriminator")
 
 # FLOPs of forward and backward together, relative to forward
 BACKWARD_FACTOR = 3.0
@@ -65,8 +69,19 @@ def forward_flops(
         mask_probability: fraction of tokens at which the mask decoder and the head run.
 
     Returns:
-        FLOPs per token of the batch.
+        FLOPs per token of the batch, of both models for ``head: rtd``.
     """
+    parts = [
+        _forward_flops(part, sequence_length, micro_batch_size, mask_probability)
+        for part in single_models(model)
+    ]
+    return ForwardFlops(*(sum(values) for values in zip(*parts, strict=True)))
+
+
+def _forward_flops(
+    model: ModelConfig, sequence_length: int, micro_batch_size: int, mask_probability: float
+) -> ForwardFlops:
+    """Count the FLOPs of a forward pass of one model."""
     d = model.hidden_size
     terms, slots = num_position_terms(model), num_position_slots(model)
     attention = 4 * sequence_length * d + terms * 2 * min(sequence_length, slots) * d
@@ -78,7 +93,8 @@ def forward_flops(
     table_tokens = sequence_length * micro_batch_size
     if model.head != "mlm":
         # Heads on rows read the last layer's output at the first token only.
-        read = 1.0 if model.head in ("spans", "tokens") else 1 / sequence_length
+        read = 1.0 if model.head in TOKEN_HEADS else 1 / sequence_length
+        dense = d if read < 1 or model.head == "discriminator" else 0
         return ForwardFlops(
             layers=(model.num_layers - 1) * (keys_values + query_side)
             + keys_values
@@ -86,7 +102,7 @@ def forward_flops(
             position_projections=model.num_layers * terms * 2 * d * d * slots / table_tokens,
             convolution=2.0 * model.conv_kernel_size * d * d,
             mask_decoder=0.0,
-            head=read * 2 * d * (num_outputs(model) + (d if read < 1 else 0)),
+            head=read * 2 * d * (num_outputs(model) + dense),
         )
     return ForwardFlops(
         layers=(model.num_layers - decoded) * (keys_values + query_side),
@@ -124,7 +140,10 @@ def recomputed_flops(
     """
     if recompute != "full":
         return 0.0
-    forward = forward_flops(model, sequence_length, micro_batch_size)
-    decoded = model.mask_decoder_passes > 0 or model.head not in ("mlm", "spans", "tokens")
-    repeated_layers = (model.num_layers - decoded) / model.num_layers
-    return forward.layers + repeated_layers * forward.position_projections
+    total = 0.0
+    for part in single_models(model):
+        forward = forward_flops(part, sequence_length, micro_batch_size)
+        decoded = part.mask_decoder_passes > 0 or part.head not in ("mlm", *TOKEN_HEADS)
+        repeated_layers = (part.num_layers - decoded) / part.num_layers
+        total += forward.layers + repeated_layers * forward.position_projections
+    return total

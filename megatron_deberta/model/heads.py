@@ -65,6 +65,25 @@ class NextSentenceHead(nn.Module):
         return out
 
 
+class ReplacedTokenHead(nn.Module):
+    """Replaced-token detection at every token.
+
+    Source: the release's ``LMMaskPredictionHead``.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.classifier = nn.Linear(config.hidden_size, 1)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Map ``[B, N, D]`` to the logits ``[B, N]`` of being replaced."""
+        states = self.norm(hidden[:, :1] + hidden)
+        out: Tensor = self.classifier(F.gelu(self.dense(states)))
+        return out[..., 0]
+
+
 class ContextPooler(nn.Module):
     """Dense layer with activation on the state of the first token.
 
@@ -90,5 +109,5 @@ def is_roberta(config: ModelConfig) -> bool:
 
 def num_outputs(config: ModelConfig) -> int:
     """Return the number of values that a task's head computes for a row, or for a token."""
-    fixed = {"regression": 1, "choices": 1, "spans": 2}
+    fixed = {"regression": 1, "choices": 1, "spans": 2, "discriminator": 1}
     return fixed.get(config.head, len(config.labels))

@@ -13,6 +13,7 @@ from megatron_deberta.model.deberta import DebertaBackbone, DebertaForPretrainin
 from megatron_deberta.model.dropout import Dropout, DropoutSeeds
 from megatron_deberta.model.embeddings import Perturbation
 from megatron_deberta.model.heads import ContextPooler, num_outputs
+from megatron_deberta.model.replaced_tokens import DebertaDiscriminator, DebertaForReplacedTokens
 
 
 class DebertaForTask(DebertaBackbone):
@@ -122,6 +123,11 @@ def task_model(config: ModelConfig) -> type[DebertaForTask]:
     return classes.get(config.head, DebertaForRows)
 
 
-def model_class(config: ModelConfig) -> type[DebertaBackbone]:
+def model_class(config: ModelConfig) -> type[DebertaBackbone] | type[DebertaForReplacedTokens]:
     """Return the class of a model with the head that ``config.head`` names."""
-    return DebertaForPretraining if config.head == "mlm" else task_model(config)
+    pretraining: dict[str, type[DebertaBackbone] | type[DebertaForReplacedTokens]] = {
+        "mlm": DebertaForPretraining,
+        "rtd": DebertaForReplacedTokens,
+        "discriminator": DebertaDiscriminator,
+    }
+    return pretraining.get(config.head) or task_model(config)

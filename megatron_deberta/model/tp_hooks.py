@@ -97,6 +97,10 @@ class BlockOutput(nn.Linear):
         return F.linear(input, self.weight, self.bias)
 
 
+class TokenEmbedding(nn.Embedding):
+    """Token embedding, with one row per piece of the vocabulary."""
+
+
 class PositionEmbedding(nn.Embedding):
     """Absolute-position embedding."""
 

@@ -30,8 +30,8 @@ def fill_initial(
 ) -> None:
     """Initialise a slice of parameter ``name`` in place.
 
-    Weights are N(0, ``initializer_range``), LayerNorm weights 1, biases 0, as in the released
-    code.
+    Weights are N(0, ``initializer_range``), LayerNorm weights 1, biases and the delta of shared
+    embeddings 0, as in the released code.
 
     Args:
         out: the slice; its shape is ``logical_shape`` except along ``dim``.
@@ -45,7 +45,7 @@ def fill_initial(
     if name.endswith("norm.weight"):
         out.fill_(1.0)
         return
-    if name.endswith("bias"):
+    if name.endswith(("bias", ".delta.weight")):
         out.zero_()
         return
     key = zlib.crc32(name.encode())

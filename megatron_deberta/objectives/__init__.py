@@ -11,13 +11,15 @@ from megatron_deberta.objectives.mlm import (
     MaskedLanguageModelling,
     TokenLoss,
 )
-from megatron_deberta.objectives.objective import LossPart, Mean, Objective, Sums
+from megatron_deberta.objectives.objective import NO_COUNTS, LossPart, Mean, Objective, Sums
 from megatron_deberta.objectives.regression import Regression
+from megatron_deberta.objectives.rtd import ReplacedTokenDetection
 from megatron_deberta.objectives.spans import Spans
 from megatron_deberta.objectives.tokens import Tokens
 
 _OBJECTIVES: dict[str, type[Objective]] = {
     "mlm": MaskedLanguageModelling,
+    "rtd": ReplacedTokenDetection,
     "classification": Classification,
     "regression": Regression,
     "spans": Spans,
@@ -32,6 +34,7 @@ def build_objective(config: RunConfig) -> Objective:
 
 
 __all__ = [
+    "NO_COUNTS",
     "LossPart",
     "MaskedBatch",
     "MaskedLanguageModel",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.model import DebertaForPretraining, DropoutSeeds
 from megatron_deberta.model.flops import training_flops_per_token
-from megatron_deberta.objectives.objective import LossPart, Mean, Objective
+from megatron_deberta.objectives.objective import NO_COUNTS, LossPart, Mean, Objective
 
 # Label of a padding position
 IGNORED_LABEL = -100
@@ -40,6 +40,10 @@ class MaskedBatch(Protocol):
     @property
     def labels(self) -> Tensor:
         """Original tokens at those positions."""
+
+    @property
+    def dropout_keys(self) -> Tensor:
+        """Number of each row in the run."""
 
     @property
     def document_ids(self) -> Tensor | None:
@@ -153,7 +157,9 @@ class MaskedLanguageModelling(Objective):
             counts.append((batch.next_sentence_labels != IGNORED_LABEL).sum())
         return counts
 
-    def validation_metrics(self, means: Sequence[Mean]) -> dict[str, float]:
+    def validation_metrics(
+        self, means: Sequence[Mean], counts: Mapping[str, int] = NO_COUNTS
+    ) -> dict[str, float]:
         """Return loss, perplexity and accuracy per masked token, and those of pairs."""
         tokens = means[0]
         metrics: dict[str, float] = {

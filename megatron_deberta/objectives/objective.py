@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.model import DebertaBackbone, RuntimeOptions
+
+NO_COUNTS: Mapping[str, int] = MappingProxyType({})
+"""Counts of an objective without counters."""
 
 
 class LossPart(NamedTuple):
@@ -34,11 +39,18 @@ class Sums(NamedTuple):
         losses: fp32 scalars, one per loss: sum over its targets.
         correct: int64 scalars, one per loss: number of correct predictions.
         outputs: predictions of the model's head, without gradient; None: the objective has none.
+        counts: int64 scalars, one per counter of the objective.
     """
 
     losses: tuple[Tensor, ...]
     correct: tuple[Tensor, ...]
     outputs: Tensor | None = None
+    counts: tuple[Tensor, ...] = ()
+
+    def totals(self) -> Tensor:
+        """Return losses, correct predictions and counts as one fp64 tensor, without gradient."""
+        numbers = (*self.losses, *self.correct, *self.counts)
+        return torch.stack([number.detach().double() for number in numbers])
 
 
 class Mean(NamedTuple):
@@ -67,11 +79,14 @@ class Objective(ABC):
     Attributes:
         model_class: model with loss. Called with a micro batch and ``DropoutSeeds`` or None, it
             returns sum of losses and number of correct predictions for each of ``parts``, then
-            its outputs, if any, as a flat tuple of tensors.
+            its ``counters``, then its outputs, if any, as a flat tuple of tensors. An objective
+            without it overrides ``build_model``.
+        counters: names of further numbers that its metrics need, summed over the global batch.
         parts: the losses.
     """
 
     model_class: ClassVar[type[DebertaBackbone]]
+    counters: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config: RunConfig) -> None:
         """See the class."""
@@ -82,9 +97,17 @@ class Objective(ABC):
         """The losses of the objective."""
         return (LossPart(),)
 
-    def build_model(self, options: RuntimeOptions) -> DebertaBackbone:
+    def build_model(self, options: RuntimeOptions) -> nn.Module:
         """Build the model with its loss."""
         return self.model_class(self.config.model, options)
+
+    def complete_config(self, special_ids: Sequence[int]) -> RunConfig:
+        """Return the run's config with what the objective needs to know of the tokenizer.
+
+        Args:
+            special_ids: ids of the special tokens.
+        """
+        return self.config
 
     @abstractmethod
     def count_targets(self, batch: Any) -> list[Tensor]:
@@ -93,11 +116,20 @@ class Objective(ABC):
     def sums(self, result: Sequence[Tensor]) -> Sums:
         """Name the tensors that the model returned."""
         num = 2 * len(self.parts)
-        outputs = result[num] if len(result) > num else None
-        return Sums(tuple(result[0:num:2]), tuple(result[1:num:2]), outputs)
+        end = num + len(self.counters)
+        outputs = result[end] if len(result) > end else None
+        counts = tuple(result[num:end])
+        return Sums(tuple(result[0:num:2]), tuple(result[1:num:2]), outputs, counts)
 
-    def step_metrics(self, means: Sequence[Mean]) -> dict[str, float]:
-        """Return the metrics of a training step besides its loss, by name."""
+    def step_metrics(
+        self, means: Sequence[Mean], counts: Mapping[str, int] = NO_COUNTS
+    ) -> dict[str, float]:
+        """Return the metrics of a training step besides its loss, by name.
+
+        Args:
+            means: of each loss.
+            counts: totals of the counters; empty if a loss is not finite.
+        """
         metrics = {}
         for part, mean in zip(self.parts[1:], means[1:], strict=True):
             metrics[f"{part.name}_loss"] = mean.loss
@@ -105,7 +137,9 @@ class Objective(ABC):
                 metrics[f"{part.name}_accuracy"] = mean.accuracy
         return metrics
 
-    def validation_metrics(self, means: Sequence[Mean]) -> dict[str, float]:
+    def validation_metrics(
+        self, means: Sequence[Mean], counts: Mapping[str, int] = NO_COUNTS
+    ) -> dict[str, float]:
         """Return the metrics of a validation, by name; ``loss`` is one of them."""
         first = {"loss": means[0].loss, "accuracy": means[0].accuracy}
         if not self.parts[0].has_accuracy:

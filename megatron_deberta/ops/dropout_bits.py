@@ -67,6 +67,22 @@ def row_keys(seed: Tensor, q_positions: Tensor, num_heads: int, head_offset: int
     return _mix32_(state[:, :, None] ^ query[:, None, :])
 
 
+def random_words(rows: Tensor, num_words: int, first: int = 0) -> Tensor:
+    """Return the random word of each (row, column).
+
+    Args:
+        rows: row keys, int32, any shape.
+        num_words: columns, counted from ``first``.
+        first: index of the first column.
+
+    Returns:
+        int32 ``[*rows.shape, num_words]``.
+    """
+    last = first + num_words
+    columns = torch.arange(first, last, dtype=torch.int32, device=rows.device) * _GOLDEN_32
+    return _mix32_(rows.unsqueeze(-1) ^ columns)
+
+
 def random_bytes(rows: Tensor, num_keys: int, key_offset: int = 0) -> Tensor:
     """Return the uniform byte of each (row, key).
 
@@ -80,8 +96,7 @@ def random_bytes(rows: Tensor, num_keys: int, key_offset: int = 0) -> Tensor:
     """
     first = key_offset // 4
     last = -(-(key_offset + num_keys) // 4)
-    columns = torch.arange(first, last, dtype=torch.int32, device=rows.device) * _GOLDEN_32
-    words = _mix32_(rows.unsqueeze(-1) ^ columns)
+    words = random_words(rows, last - first, first)
     # Byte k % 4 of a word, least significant first: the memory order of little-endian machines.
     start = key_offset - 4 * first
     return words.view(torch.uint8)[..., start : start + num_keys]

@@ -19,6 +19,7 @@ from megatron_deberta.distributed.vocab import chunk_rows
 from megatron_deberta.engine.deepspeed_config import LIVE_ELEMENTS, REDUCE_BUCKET_ELEMENTS
 from megatron_deberta.model import parameter_shapes
 from megatron_deberta.model.flops import num_position_slots, num_position_terms
+from megatron_deberta.model.replaced_tokens import single_models
 from megatron_deberta.ops.chunked import GPU_BLOCK_ELEMENTS
 from megatron_deberta.ops.position_terms import STRIP
 from megatron_deberta.planning.work import masked_tokens
@@ -108,7 +109,11 @@ def estimate_memory(
         device_type: ``cuda`` or ``cpu``; chunks of logits and scores differ in size.
     """
     tokens = config.train.micro_batch_size * config.data.sequence_length
-    shape = _Shape(config, tokens, masked_tokens(config))
+    # The vocabulary is that of the first model, which comes first in forward and last in backward.
+    shape, *later = (
+        _Shape(replace(config, model=model), tokens, masked_tokens(config))
+        for model in single_models(config.model)
+    )
     kept = _activations(shape)
     columns = vocabulary_rows(config.model.vocab_size, shape.tp)
     table = columns * config.model.hidden_size
@@ -117,12 +122,20 @@ def estimate_memory(
     chunk = chunk_rows(shape.masked, columns, device_type) * columns
     chunk_bytes = chunk * (4 if shape.element == 4 else 4 + 2 * shape.element)
     kernels = _kernel_bytes(shape, attention, device_type)
-    moments = (  # activations, vocabulary, workspace, kernels
+    moments = [  # activations, vocabulary, workspace, kernels
         (kept.encoder + kept.decoder, wide + chunk_bytes, 0, 0),  # loss
         (kept.encoder, table * shape.element, kept.ffn, 0),
         (kept.encoder, table * shape.element, kept.attention, kernels),
         (0, 2 * table * shape.element, 0, 0),  # end
-    )
+    ]
+    for other in later:
+        above, both = _activations(other), kept.encoder + kept.decoder
+        both += above.encoder
+        moments += [
+            (both + above.decoder, wide, 0, 0),
+            (both, wide, above.ffn, 0),
+            (both, wide, above.attention, kernels),
+        ]
     return MemoryEstimate(*_states(config, dp_size), *max(moments, key=sum))
 
 
@@ -196,7 +209,9 @@ def _activations(shape: _Shape) -> _Kept:
     gathered = tokens * width * element * (shape.token_shards > 1)
     before_attention = tokens * 4 * width // tp * element + gathered + streams - freed
 
-    decoder = shape.tokens * width * element + shape.masked * 4 * width * element
+    # States that the head reads, and inside it: of masked tokens, or of all for a discriminator.
+    read = tokens if model.head == "discriminator" else shape.masked
+    decoder = shape.tokens * width * element + read * 4 * width * element
     if decoded:
         decoder += tokens * 2 * width // tp * element + shape.table_bytes
         one = width * element + 2 * width // tp * element + ffn + width * element + 2 * residual

@@ -8,6 +8,7 @@ exchanged.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from megatron_deberta.config.rules import batch_arithmetic
@@ -17,6 +18,7 @@ from megatron_deberta.distributed.vocab import chunk_rows
 from megatron_deberta.engine.deepspeed_config import LIVE_ELEMENTS, PERSISTENCE_THRESHOLD
 from megatron_deberta.engine.optimizer import decays
 from megatron_deberta.model.flops import num_position_slots
+from megatron_deberta.model.replaced_tokens import single_models
 from megatron_deberta.planning.memory import ELEMENT_BYTES, local_sizes
 from megatron_deberta.planning.work import masked_tokens
 
@@ -67,7 +69,11 @@ def tensor_parallel_traffic(
     tp_size = config.parallel.tensor_parallel_size
     if tp_size == 1:
         return
-    purposes = [*_layers(config), *_ends(config), *_decoder(config)]
+    models = [replace(config, model=model) for model in single_models(config.model)]
+    first, *later = models
+    purposes = [*_layers(first), *_ends(first), *_decoder(first)]
+    for part in later:
+        purposes += [*_layers(part), *_ends(part)]
     columns = vocabulary_rows(config.model.vocab_size, tp_size)
     masked = masked_tokens(config)
     chunks = -(-masked // chunk_rows(masked, columns, device_type))
@@ -76,6 +82,19 @@ def tensor_parallel_traffic(
         ("all-gather", "loss", chunks, tp_size * masked * 4),
         ("all-reduce", "loss", chunks, 3 * masked * 4),
     ]
+    if later:
+        # The maximum of every rank and its piece; the other model's embeddings, and their delta.
+        sequence = config.parallel.sequence_parallel
+        disentangled = config.model.embedding_sharing == "gdes"
+        purposes += [
+            ("all-gather", "samples", 2 * chunks, tp_size * masked * 12),
+            (
+                "reduce-scatter" if sequence else "all-reduce",
+                "embedding",
+                int(disentangled),
+                disentangled * _hidden_bytes(config),
+            ),
+        ]
     for kind, purpose, calls, num_bytes in purposes:
         if calls:
             total = num_bytes * micro_batches

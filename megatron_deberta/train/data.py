@@ -168,6 +168,7 @@ def open_pretraining_data(
         DataError: a shard is damaged or was made with another tokenizer.
     """
     path, tokenizer, vocabulary = open_vocabulary(config)
+    config = build_objective(config).complete_config(vocabulary.special_ids)
     hashes = config.data.verify_hashes and groups.rank == 0
     configs = {_data_key(part.config): part.config for part in segments(config)}
     corpora = {key: open_corpora(part, vocabulary, hashes) for key, part in configs.items()}

@@ -54,7 +54,8 @@ def evaluate(
         The metrics; None: told to stop before the last batch.
     """
     num_parts = len(objective.parts)
-    sums = torch.zeros(3, num_parts, dtype=torch.float64, device=groups.device)
+    size = 3 * num_parts + len(objective.counters)
+    sums = torch.zeros(size, dtype=torch.float64, device=groups.device)
     module.eval()
     with torch.no_grad():
         for batch in batches:
@@ -63,16 +64,17 @@ def evaluate(
                 return None
             batch = batch.to(groups.device)
             result = forward(module, batch, None, objective)
-            counts = objective.count_targets(batch)
-            rows = (result.losses, result.correct, counts)
-            sums += torch.stack([torch.stack([x.double() for x in row]) for row in rows])
+            targets = torch.stack(objective.count_targets(batch)).double()
+            sums += torch.cat([targets, result.totals()])
             if collect is not None and result.outputs is not None:
                 collect(batch, result.outputs)
     module.train()
-    table = sum_over_batch_ranks(sums, groups).tolist()
+    totals = sum_over_batch_ranks(sums, groups).tolist()
+    rows = (totals[part * num_parts : (part + 1) * num_parts] for part in range(3))
     means = [
         Mean(loss / max(count, 1.0), correct / max(count, 1.0), int(count))
-        for loss, correct, count in zip(*table, strict=True)
+        for count, loss, correct in zip(*rows, strict=True)
     ]
-    metrics = objective.validation_metrics(means)
+    counts = dict(zip(objective.counters, map(int, totals[3 * num_parts :]), strict=True))
+    metrics = objective.validation_metrics(means, counts)
     return Evaluation(metrics, objective.describe(metrics))

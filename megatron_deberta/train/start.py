@@ -12,9 +12,11 @@ from torch import Tensor
 
 from megatron_deberta.checkpoint import store
 from megatron_deberta.checkpoint.layout import COMMITTED_FILE, committed_steps, find_best
+from megatron_deberta.checkpoint.parts import open_part
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.checkpoint.resume import check_resume, check_same_architecture
 from megatron_deberta.checkpoint.store import WeightSource
+from megatron_deberta.config import config_from_dict
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.control import broadcast_from_rank_zero, raise_on_all_ranks
 from megatron_deberta.distributed.parallelize.spec import ParameterSpec
@@ -135,7 +137,10 @@ def choose_start(
         path = Path(config.checkpoint.load_from)
         is_checkpoint = (path / COMMITTED_FILE).exists() or store.find_newest(path) is not None
         if open_weights is None or is_checkpoint:
-            return Start(TrainState(0, 0), encoder=_open_weights(config, groups, identity))
+            reader = _open_weights(config, groups, identity)
+            saved = config_from_dict(reader.metadata.config, str(reader.path))
+            _, encoder = open_part(reader, saved.model, "discriminator")
+            return Start(TrainState(0, 0), encoder=encoder)
         with raise_on_all_ranks(groups):
             encoder = open_weights(path, config)
         return Start(TrainState(0, 0), encoder=encoder)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from megatron_deberta.engine.base import Engine
 from megatron_deberta.engine.schedule import learning_rate
 from megatron_deberta.errors import LossScaleError, NumericsError
 from megatron_deberta.model.dropout import DropoutSeeds
-from megatron_deberta.objectives import Mean, Objective, Sums, build_objective
+from megatron_deberta.objectives import NO_COUNTS, Mean, Objective, Sums, build_objective
 from megatron_deberta.train.forward_timer import ForwardTimer
 from megatron_deberta.train.stability.guard import Guard, Skip
 from megatron_deberta.train.stability.nonfinite_gradients import NonfiniteGradients
@@ -108,7 +108,7 @@ class TrainStep:
         ) as gradients:
             totals = self._accumulate(step, batches, num_targets)
         prefetch()
-        means = self._reduce(totals, num_targets)
+        means, counts = self._reduce(totals, num_targets)
         self._on_progress()
         mean_loss = means[0].loss
         skip = self._guard.check_loss(mean_loss)
@@ -131,7 +131,7 @@ class TrainStep:
             loss=mean_loss,
             learning_rate=rate,
             outcome=outcome,
-            metrics=self._objective.step_metrics(means),
+            metrics=self._objective.step_metrics(means, counts),
             skip=skip,
             rollback=self._guard.too_many_skips,
             forward_time=self._forward_timer.take(),
@@ -141,10 +141,12 @@ class TrainStep:
         """Run forward and backward of all micro batches.
 
         Returns:
-            fp64 [2 P]: this rank's sums of each of the P losses, then of correct predictions.
+            fp64 [2 P + C]: this rank's sums of each of the P losses, then of correct predictions,
+            then of the objective's C counters.
         """
         groups, parts = self._groups, self._objective.parts
-        totals = torch.zeros(2 * len(parts), dtype=torch.float64, device=groups.device)
+        size = 2 * len(parts) + len(self._objective.counters)
+        totals = torch.zeros(size, dtype=torch.float64, device=groups.device)
         for batch in batches:
             seeds = DropoutSeeds(self._config.train.seed, step, batch.dropout_keys)
             with self._forward_timer.measure():
@@ -154,7 +156,7 @@ class TrainStep:
             loss = sums.losses[0] * factors[0]
             for part, summed, factor in zip(parts[1:], sums.losses[1:], factors[1:], strict=True):
                 loss = loss + summed * factor * part.weight
-            totals += torch.stack([x.detach().double() for x in (*sums.losses, *sums.correct)])
+            totals += sums.totals()
             self._engine.backward(loss)
             self._on_progress()
         return totals
@@ -165,8 +167,8 @@ class TrainStep:
         total = torch.stack(counts).sum(0).to(torch.float32)
         return sum_over_batch_ranks(total, self._groups).clamp_min(1.0)
 
-    def _reduce(self, totals: Tensor, num_targets: Tensor) -> list[Mean]:
-        """Compute the mean of each loss over all ranks; NaN if any sum is not finite.
+    def _reduce(self, totals: Tensor, num_targets: Tensor) -> tuple[list[Mean], Mapping[str, int]]:
+        """Compute the mean of each loss and the counts over all ranks; NaN if a sum is not finite.
 
         The result is the same on every rank, so all ranks make the same decision. This is the only
         host synchronization of a step besides the engine's gradient norm.
@@ -182,13 +184,12 @@ class TrainStep:
             dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=groups.tp_group)
         *sums, is_nonfinite = numbers.tolist()
         size = len(num_targets)
-        rows = zip(sums[:size], sums[size : 2 * size], sums[2 * size :], strict=True)
-        return [
-            Mean(math.nan, math.nan, int(count))
-            if is_nonfinite
-            else Mean(loss / count, correct / count, int(count))
-            for loss, correct, count in rows
-        ]
+        rows = zip(sums[:size], sums[size : 2 * size], sums[-size:], strict=True)
+        if is_nonfinite:
+            return [Mean(math.nan, math.nan, int(count)) for _, _, count in rows], NO_COUNTS
+        means = [Mean(loss / count, correct / count, int(count)) for loss, correct, count in rows]
+        counts = map(int, sums[2 * size : -size])
+        return means, dict(zip(self._objective.counters, counts, strict=True))
 
     def _report_nonfinite_loss(
         self, step: int, totals: Tensor, batches: Sequence[MicroBatch]

@@ -11,8 +11,9 @@ LayerNorm          identity                            parameter gradients summe
 PositionEmbedding  identity                            table gradient summed
 ChannelExit        all-gather channels                 all-to-all channels to tokens
 SharedInput        identity; backward: all-reduce      the same
-token embedding    all-reduce                          reduce-scatter
+TokenEmbedding     all-reduce                          reduce-scatter
 TokenLoss          vocabulary-parallel                 the same
+SampledTokenLoss   vocabulary-parallel                 the same
 =================  ==================================  =====================================
 
 The right column applies to the token sequence only. The mask decoder's rows are replicated on all
@@ -41,12 +42,15 @@ from megatron_deberta.distributed.vocab import (
     vocab_parallel_embedding,
     vocab_parallel_loss,
     vocab_parallel_token_losses,
+    vocab_parallel_sampled_loss,
 )
 from megatron_deberta.model import tp_hooks
 from megatron_deberta.model.attention import DisentangledSelfAttention
 from megatron_deberta.model.fused import PendingResidual, layer_norm
+from megatron_deberta.model.sampling import GumbelMax
 from megatron_deberta.model.tp_hooks import TokenLayout
 from megatron_deberta.objectives.mlm import Reduction, TokenLoss
+from megatron_deberta.objectives.rtd import SampledTokenLoss
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +178,15 @@ class _TokenLoss(_ParallelHook):
         return compute(states, weight, bias, labels, self.vocab_start, self.vocab_size, self.group)
 
 
+class _SampledTokenLoss(_ParallelHook):
+    def forward(
+        self, states: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, draw: GumbelMax
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return vocab_parallel_sampled_loss(
+            states, weight, bias, labels, draw, self.vocab_start, self.vocab_size, self.group
+        )
+
+
 _PARALLEL_HOOKS: dict[type[nn.Module], type[_ParallelHook]] = {
     tp_hooks.SequenceEntry: _SequenceEntry,
     tp_hooks.SequenceExit: _SequenceExit,
@@ -181,10 +194,12 @@ _PARALLEL_HOOKS: dict[type[nn.Module], type[_ParallelHook]] = {
     tp_hooks.SharedInput: _SharedInput,
     tp_hooks.ChannelExit: _ChannelExit,
     tp_hooks.BlockOutput: _BlockOutput,
+    tp_hooks.TokenEmbedding: _TokenEmbedding,
     tp_hooks.PositionEmbedding: _PositionEmbedding,
     tp_hooks.TokenTypeEmbedding: _TokenTypeEmbedding,
     tp_hooks.LayerNorm: _LayerNorm,
     TokenLoss: _TokenLoss,
+    SampledTokenLoss: _SampledTokenLoss,
 }
 
 
@@ -203,8 +218,6 @@ def parallelize_module(
     parallelism = _Parallelism(groups.tp_group, sequence, vocab_start, vocab_size)
     for path, module in list(model.named_modules()):
         hook = _PARALLEL_HOOKS.get(type(module))
-        if path == "embeddings.token":
-            hook = _TokenEmbedding
         if hook is not None:
             parent, _, name = path.rpartition(".")
             setattr(model.get_submodule(parent), name, hook(module, parallelism))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megatron_deberta.config.divisibility import check_tensor_parallel_divides
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.parallelize.apply import parallelize_module, shard_parameters
-from megatron_deberta.distributed.parallelize.plan import shard_spec
+from megatron_deberta.distributed.parallelize.plan import shard_spec, vocabulary_offset
 from megatron_deberta.distributed.parallelize.spec import ParameterSpec
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.errors import TopologyError
@@ -66,6 +66,7 @@ def build_model(
     options = RuntimeOptions(
         config.parallel.recompute, None if backend == "auto" else backend, config.parallel.fuse
     )
+    model: nn.Module
     with torch.device("meta"):
         if model_class is None:
             model = build_objective(config).build_model(options)
@@ -80,7 +81,7 @@ def build_model(
         model,
         groups,
         sequence=config.parallel.sequence_parallel,
-        vocab_start=specs["embeddings.token.weight"].offset,
+        vocab_start=vocabulary_offset(config.model.vocab_size, groups.tp_rank, groups.tp_size),
         vocab_size=config.model.vocab_size,
     )
     for path, module in model.named_modules():

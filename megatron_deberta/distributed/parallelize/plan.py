@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from megatron_deberta.config.divisibility import check_tensor_parallel_divides
 from megatron_deberta.distributed.parallelize.spec import ParameterSpec
 from megatron_deberta.errors import TopologyError
+from megatron_deberta.model.replaced_tokens import DISCRIMINATOR, GENERATOR
 
 # Vocabulary rows per rank are padded to a multiple of this, for efficient matrix products
 VOCABULARY_MULTIPLE = 64
@@ -26,7 +27,7 @@ _SPLIT: tuple[tuple[str, int], ...] = (
 )
 
 # Parameters with one row per token, split with padding
-_VOCABULARY = ("embeddings.token.weight", "head.bias")
+_VOCABULARY = ("embeddings.token.weight", "embeddings.token.delta.weight", "head.bias")
 
 
 def shard_spec(name: str, shape: tuple[int, ...], tp_rank: int, tp_size: int) -> ParameterSpec:
@@ -35,12 +36,13 @@ def shard_spec(name: str, shape: tuple[int, ...], tp_rank: int, tp_size: int) ->
     Raises:
         TopologyError: the split dimension is not divisible by ``tp_size``.
     """
-    if name in _VOCABULARY:
+    part = name.removeprefix(GENERATOR).removeprefix(DISCRIMINATOR)
+    if part in _VOCABULARY:
         rows = vocabulary_rows(shape[0], tp_size)
-        offset = min(tp_rank * rows, shape[0])
+        offset = vocabulary_offset(shape[0], tp_rank, tp_size)
         length = min(rows, shape[0] - offset)
         return ParameterSpec(name, shape, 0, offset, length, (rows, *shape[1:]))
-    dim = next((dim for pattern, dim in _SPLIT if fnmatchcase(name, pattern)), -1)
+    dim = next((dim for pattern, dim in _SPLIT if fnmatchcase(part, pattern)), -1)
     if dim < 0 or tp_size == 1:
         return ParameterSpec(name, shape, None, 0, shape[0], shape)
     check_tensor_parallel_divides(
@@ -55,3 +57,8 @@ def vocabulary_rows(vocab_size: int, tp_size: int) -> int:
     """Vocabulary rows per rank, padding included."""
     even = -(-vocab_size // tp_size)
     return -(-even // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+
+
+def vocabulary_offset(vocab_size: int, tp_rank: int, tp_size: int) -> int:
+    """Vocabulary index of a rank's first row."""
+    return min(tp_rank * vocabulary_rows(vocab_size, tp_size), vocab_size)

@@ -12,14 +12,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModel
 
 from megatron_deberta.checkpoint.layout import CheckpointMetadata
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.checkpoint.store import find_newest, save_weights
 from megatron_deberta.cli.main import main
 from megatron_deberta.config import config_to_dict, load_config
-from megatron_deberta.config.schema import DataConfig, ModelConfig, RunConfig
-from megatron_deberta.hf.loading import temporary_module_cache
+from megatron_deberta.config.schema import DataConfig, ModelConfig, ObjectiveConfig, RunConfig
+from megatron_deberta.hf.loading import load_pretrained, temporary_module_cache
 from megatron_deberta.model import parameter_shapes
 from tests.support.tiny_models import V2, random_weights, tiny_tokenizer
 
@@ -29,7 +30,11 @@ TEXT = "The quick brown [MASK] jumps"
 def save_run(config: ModelConfig, run_dir: Path, tokenizer_dir: Path, step: int = 3) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.save(str(tokenizer_dir))
-    run = RunConfig(model=config, data=DataConfig(train=("1", "shards/books"), sequence_length=32))
+    run = RunConfig(
+        model=config,
+        objective=ObjectiveConfig(name=config.head),
+        data=DataConfig(train=("1", "shards/books"), sequence_length=32),
+    )
     metadata = CheckpointMetadata(
         step=step,
         consumed_samples=0,
@@ -322,3 +327,35 @@ def test_import_refuses_in_one_line_and_leaves_nothing(
     (tmp_path / "in" / "empty").mkdir()
     assert "--tokenizer" in error_of([*arguments, "hf", str(tmp_path / "in/empty")], capsys, 1)
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+@pytest.mark.parametrize("sharing", ["gdes", "es", "none"])
+def test_replaced_token_detection_is_exported_as_encoder_and_generator(
+    sharing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = replace(V2, head="rtd", embedding_sharing=sharing, generator_layers=2)
+    save_run(config, tmp_path / "run", tmp_path / "tokenizer")
+    weights = random_weights(config, seed=3)
+    out = tmp_path / "out"
+    assert main(["convert", "--checkpoint", str(tmp_path / "run"), "--output", str(out)]) == 0
+    assert f"fill-mask {out / 'generator'}" in capsys.readouterr().out
+    table = weights["generator.embeddings.token.weight"]
+    tensors = load_file(out / "model.safetensors")
+    own = {
+        "gdes": lambda: table + weights["discriminator.embeddings.token.delta.weight"],
+        "es": lambda: table,
+        "none": lambda: weights["discriminator.embeddings.token.weight"],
+    }[sharing]()
+    assert torch.equal(tensors["deberta.embeddings.word_embeddings.weight"], own)
+    head = weights["discriminator.head.classifier.weight"]
+    assert torch.equal(tensors["mask_predictions.classifier.weight"], head)
+    encoder = load_pretrained(AutoModel, out)
+    assert type(encoder).__name__ == "DebertaV2Model"
+    assert encoder.config.num_hidden_layers == V2.num_layers
+    answers = []
+    for model in (tmp_path / "run", out / "generator"):
+        assert main(["fill-mask", str(model), TEXT]) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1]
+    assert main(["fill-mask", str(out), TEXT]) == 1
+    assert "random weights" in capsys.readouterr().err

@@ -1,0 +1,232 @@
+"""Replaced-token detection: a generator fills masks, a discriminator finds what it replaced.
+
+Source: He et al. 2021, arXiv:2111.09543 (DeBERTaV3), with the released code's labels: a token is
+replaced if it was masked and the drawn piece differs from the original one. The discriminator's
+loss covers all tokens but padding.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megatron_deberta.config.schema import ModelConfig, RunConfig
+from megatron_deberta.errors import ConfigError
+from megatron_deberta.model import DebertaForPretraining, DropoutSeeds, RuntimeOptions
+from megatron_deberta.model.dropout import site_id
+from megatron_deberta.model.flops import training_flops_per_token
+from megatron_deberta.model.replaced_tokens import DebertaForReplacedTokens
+from megatron_deberta.model.sampling import GumbelMax
+from megatron_deberta.objectives.mlm import IGNORED_LABEL, MaskedBatch, TokenLoss
+from megatron_deberta.objectives.objective import NO_COUNTS, LossPart, Mean, Objective
+
+# Separate the noise of the samples, and the discriminator's dropout, from the generator's dropout.
+_SAMPLES = site_id("rtd.samples")
+_DISCRIMINATOR = site_id("rtd.discriminator")
+
+
+class SampledTokenLoss(nn.Module):
+    """Vocabulary projection, cross-entropy, and a sample of each predicted distribution.
+
+    ``distributed.parallelize`` replaces it by a vocabulary-parallel implementation.
+    """
+
+    def forward(
+        self, states: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, draw: GumbelMax
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute loss, number of correct predictions and samples, int64 ``[T]``.
+
+        Arguments and the first two results are those of `TokenLoss`; ``draw`` has T keys.
+        """
+        loss, correct = TokenLoss()(states, weight, bias, labels)
+        with torch.no_grad():
+            samples = draw(F.linear(states, weight, bias))[1]
+        return loss, correct, samples
+
+
+class _Generator(DebertaForPretraining):
+    """Masked language model that draws pieces."""
+
+    def _build_heads(self, config: ModelConfig) -> None:
+        super()._build_heads(config)
+        self.token_loss = SampledTokenLoss()
+
+    def forward(
+        self, batch: MaskedBatch, seeds: DropoutSeeds | None, draw: GumbelMax
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return loss, number of correct predictions and samples ``[B, M]``."""
+        decoded, _ = self.decode(
+            batch.input_ids,
+            batch.attention_mask,
+            batch.masked_positions,
+            batch.position_ids,
+            batch.document_ids,
+            seeds,
+        )
+
+        def sampled_loss(*arguments: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            out: tuple[Tensor, Tensor, Tensor] = self.token_loss(*arguments, draw)
+            return out
+
+        weight, labels = self.embeddings.token.weight, batch.labels.flatten()
+        loss, correct, samples = self.head(decoded.flatten(0, 1), weight, sampled_loss, labels)
+        return loss, correct, samples.view(batch.labels.shape)
+
+
+class ReplacedTokenModel(DebertaForReplacedTokens):
+    """Generator and discriminator with their losses.
+
+    Attributes:
+        sample_seed: of the samples.
+        excluded_ids: pieces that are not drawn.
+    """
+
+    generator_class = _Generator
+    sample_seed = 0
+    excluded_ids: tuple[int, ...] = ()
+
+    def forward(self, batch: MaskedBatch, seeds: DropoutSeeds | None = None) -> tuple[Tensor, ...]:
+        """Compute the losses of a micro batch.
+
+        Args:
+            batch: on the model's device.
+            seeds: dropout keys; None: no dropout, and the samples of step 0.
+
+        Returns:
+            The sum of the generator's losses (fp32 scalar) and its number of correct predictions;
+            the same of the discriminator; the numbers of replaced tokens, of tokens said to be
+            replaced, and of those that are both; then the drawn pieces, int64 ``[B, M]``.
+        """
+        step = 0 if seeds is None else seeds.step
+        keys = DropoutSeeds(self.sample_seed, step, batch.dropout_keys)
+        draw = GumbelMax.at(keys.per_row(_SAMPLES), batch.masked_positions, self.excluded_ids)
+        loss, correct, samples = self.generator(batch, seeds, draw)
+        input_ids = fill(batch.input_ids, batch.masked_positions, samples)
+        original = fill(batch.input_ids, batch.masked_positions, batch.labels)
+        return loss, correct, *self._detect(batch, input_ids, input_ids != original, seeds), samples
+
+    def _detect(
+        self, batch: MaskedBatch, input_ids: Tensor, is_replaced: Tensor, seeds: DropoutSeeds | None
+    ) -> tuple[Tensor, ...]:
+        """Return the discriminator's loss and counts."""
+        if seeds is not None:
+            seeds = replace(seeds, run_seed=seeds.run_seed ^ _DISCRIMINATOR)
+        logits = self.discriminator.logits(
+            input_ids, batch.attention_mask, batch.position_ids, batch.document_ids, seeds
+        ).float()
+        real = batch.attention_mask
+        losses = F.binary_cross_entropy_with_logits(logits, is_replaced.float(), reduction="none")
+        said = logits > 0
+        return (
+            torch.where(real, losses, 0.0).sum(),
+            (real & (said == is_replaced)).sum(),
+            (real & is_replaced).sum(),
+            (real & said).sum(),
+            (real & said & is_replaced).sum(),
+        )
+
+
+def fill(input_ids: Tensor, positions: Tensor, pieces: Tensor) -> Tensor:
+    """Return ``[B, N]`` ids with ``pieces`` ``[B, M]`` at ``positions`` (-1 = padding)."""
+    # Padding goes to a column that is cut off.
+    size = input_ids.size(1)
+    padded = F.pad(input_ids, (0, 1))
+    return padded.scatter(1, torch.where(positions < 0, size, positions), pieces)[:, :size]
+
+
+class ReplacedTokenDetection(Objective):
+    """DeBERTaV3's objective; generator and discriminator are updated in one step."""
+
+    counters = ("replaced", "detected", "true_positives")
+
+    @property
+    def parts(self) -> tuple[LossPart, ...]:
+        """The generator's loss per masked token, the discriminator's per token."""
+        weight = self.config.rtd.discriminator_weight
+        return (LossPart(), LossPart("discriminator", weight=weight))
+
+    def build_model(self, options: RuntimeOptions) -> ReplacedTokenModel:
+        """Build both models with their losses.
+
+        Raises:
+            ConfigError: ``rtd.draw_special_tokens=false``, and their ids are not known.
+        """
+        rtd = self.config.rtd
+        if not rtd.draw_special_tokens and not rtd.excluded_ids:
+            raise ConfigError(
+                "rtd.draw_special_tokens=false, but rtd.excluded_ids is empty; name the ids of the "
+                "tokenizer's special tokens, as pretrain does"
+            )
+        model = ReplacedTokenModel(self.config.model, options)
+        model.sample_seed = self.config.train.seed
+        model.excluded_ids = rtd.excluded_ids
+        return model
+
+    def complete_config(self, special_ids: Sequence[int]) -> RunConfig:
+        """Set the pieces that are not drawn."""
+        rtd = self.config.rtd
+        if rtd.draw_special_tokens:
+            return self.config
+        return replace(self.config, rtd=replace(rtd, excluded_ids=tuple(special_ids)))
+
+    def count_targets(self, batch: MaskedBatch) -> list[Tensor]:
+        """Return the number of masked tokens, and of tokens."""
+        return [(batch.labels != IGNORED_LABEL).sum(), batch.attention_mask.sum()]
+
+    def step_metrics(
+        self, means: Sequence[Mean], counts: Mapping[str, int] = NO_COUNTS
+    ) -> dict[str, float]:
+        """Return the discriminator's loss and accuracy, and how well it finds replaced tokens."""
+        metrics = super().step_metrics(means, counts)
+        if counts:
+            replaced, detected = counts["replaced"], counts["detected"]
+            hits = counts["true_positives"]
+            metrics["discriminator_precision"] = hits / max(detected, 1)
+            metrics["discriminator_recall"] = hits / max(replaced, 1)
+            metrics["discriminator_f1"] = 2 * hits / max(detected + replaced, 1)
+            metrics["replaced_fraction"] = replaced / max(means[1].num_targets, 1)
+        return metrics
+
+    def validation_metrics(
+        self, means: Sequence[Mean], counts: Mapping[str, int] = NO_COUNTS
+    ) -> dict[str, float]:
+        """Return the generator's metrics of masked language modelling, and the discriminator's."""
+        generator = means[0]
+        metrics: dict[str, float] = {
+            "loss": generator.loss,
+            "perplexity": math.exp(generator.loss) if generator.loss < 700 else math.inf,
+            "masked_accuracy": generator.accuracy,
+            "num_targets": generator.num_targets,
+        }
+        return metrics | self.step_metrics(means, counts)
+
+    def describe(self, metrics: dict[str, float]) -> str:
+        """Format the metrics of a validation as one line."""
+        return (
+            f"generator loss {metrics['loss']:.4f} | masked accuracy "
+            f"{metrics['masked_accuracy']:.1%} | discriminator loss "
+            f"{metrics['discriminator_loss']:.4f} | accuracy "
+            f"{metrics['discriminator_accuracy']:.1%} | precision "
+            f"{metrics['discriminator_precision']:.1%} | recall "
+            f"{metrics['discriminator_recall']:.1%} of "
+            f"{metrics['replaced_fraction']:.1%} replaced"
+        )
+
+    def training_flops(self, sequence_length: float, micro_batch_size: int) -> float:
+        """Count the FLOPs of forward and backward of both models per token."""
+        masked = self.config.objective.mask_probability
+        return training_flops_per_token(
+            self.config.model, int(sequence_length), micro_batch_size, masked
+        )
+
+    def commands(self, run_dir: str) -> list[str]:
+        """Return the command that exports both models."""
+        folder, export = shlex.quote(run_dir), shlex.quote(str(Path(run_dir) / "hf"))
+        return [f"megatron-deberta convert --checkpoint {folder} --to hf --output {export}"]

@@ -1,0 +1,68 @@
+"""Replaced-token detection has the same losses and samples on every layout as in one process."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron_deberta.config.schema import ModelConfig
+from tests.support.layout_matrix import Layout, compare
+from tests.support.ranks import RankPool
+from tests.support.rtd_layouts import RTD, run_rtd
+
+ES = replace(RTD, embedding_sharing="es")
+NONE = replace(RTD, embedding_sharing="none", generator_layers=2)
+CASES = [
+    (Layout(2, 1, False, "none"), RTD),
+    (Layout(2, 3, True, "full"), RTD),
+    (Layout(1, 2, False, "selective"), ES),
+]
+MORE = [
+    (Layout(2, 2, False, "full"), RTD),
+    (Layout(2, 3, False, "none"), ES),
+    (Layout(4, 1, True, "selective"), RTD),
+    (Layout(1, 3, False, "full"), NONE),
+    (Layout(2, 2, True, "none"), NONE),
+]
+
+
+@functools.cache
+def reference(model: ModelConfig, steps: int) -> dict[str, Any]:
+    return run_rtd(0, None, model, steps)
+
+
+def check(ranks: RankPool, layout: Layout, model: ModelConfig, steps: int) -> None:
+    expected = reference(model, steps)
+    assert len(expected["losses"]) == 2 * steps
+    results = ranks.run(run_rtd, layout, model, steps)
+    result = compare(layout, results, expected)
+    assert result["passed"], result
+    pairs = [
+        (ours, theirs)
+        for rank in results
+        for index, drawn in rank["samples"].items()
+        for ours, theirs in zip(drawn, expected["samples"][index], strict=True)
+    ]
+    flips = sum(ours != theirs for ours, theirs in pairs)
+    assert len(pairs) >= 20 * steps
+    assert flips <= len(pairs) / 10_000, f"{flips} of {len(pairs)} draws differ"
+
+
+def name(case: Any) -> Any:
+    return case.name if isinstance(case, Layout) else case.embedding_sharing
+
+
+@pytest.mark.parametrize(("layout", "model"), CASES, ids=name)
+def test_layouts_agree(four_ranks: RankPool, layout: Layout, model: ModelConfig) -> None:
+    check(four_ranks, layout, model, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "model"), [*CASES, *MORE], ids=name)
+def test_layouts_agree_over_twenty_steps(
+    four_ranks: RankPool, layout: Layout, model: ModelConfig
+) -> None:
+    check(four_ranks, layout, model, 20)

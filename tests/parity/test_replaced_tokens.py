@@ -1,0 +1,237 @@
+"""Replaced-token detection compared with a restatement on transformers' models, fp32.
+
+Generator (with the released mask decoder) and discriminator are transformers' modules, the tables
+are combined and the noise is drawn as the papers' formulas say.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from dataclasses import replace
+from typing import Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import DebertaV2ForMaskedLM
+
+from megatron_deberta.config.schema import ObjectiveConfig, RunConfig, TrainConfig
+from megatron_deberta.data.batch import Batch
+from megatron_deberta.hashing import GOLDEN_GAMMA, MASK64, finalize
+from megatron_deberta.model import RuntimeOptions
+from megatron_deberta.model.replaced_tokens import discriminator_config, generator_config
+from megatron_deberta.objectives import build_objective
+from megatron_deberta.objectives.rtd import ReplacedTokenModel
+from tests.parity.test_model_vs_transformers import BASE, make_batch
+from tests.support.stock_weights import (
+    copy_from_stock,
+    gradients_by_stock_name,
+    randomize,
+    stock_config,
+)
+from tests.support.tolerances import FP32_MODEL
+
+SEED = 77
+WEIGHT = 50.0
+MODEL = replace(BASE, head="rtd", mask_decoder_passes=2, absolute_positions="decoder")
+Sharing = Literal["gdes", "es", "none"]
+
+
+def mix32(x: int) -> int:
+    x ^= x >> 16
+    x = x * 0x7FEB352D & 0xFFFFFFFF
+    x ^= x >> 15
+    x = x * 0x846CA68B & 0xFFFFFFFF
+    return x ^ x >> 16
+
+
+def gumbel(seed: int, step: int, sample: int, position: int, piece: int) -> float:
+    """Noise of one piece, with Python's integers and floating-point numbers."""
+    state = 0
+    for part in (seed, step, zlib.crc32(b"rtd.samples"), 0, sample):
+        state = finalize((state ^ part) + GOLDEN_GAMMA & MASK64)
+    row = mix32(mix32(state & 0xFFFFFFFF ^ 0x9E3779B9) ^ state >> 32)
+    row = mix32(mix32(row ^ 0) ^ position)
+    word = mix32(row ^ (0x9E3779B9 * piece & 0xFFFFFFFF)) & 0x7FFFFFFF
+    return -math.log(-math.log1p(-(word + 0.5) / 2**31))
+
+
+class Restatement:
+    """Losses of both models, from transformers' modules."""
+
+    def __init__(self, model: ReplacedTokenModel, sharing: Sharing) -> None:
+        self.sharing = sharing
+        self.generator = DebertaV2ForMaskedLM(stock_config(generator_config(MODEL))).eval()
+        self.discriminator = DebertaV2ForMaskedLM(stock_config(discriminator_config(MODEL))).eval()
+        randomize(self.generator, seed=1)
+        randomize(self.discriminator, seed=2)
+        copy_from_stock(model.generator, self.generator)
+        copy_from_stock(model.discriminator, self.discriminator)
+        decoder = model.generator.mask_decoder
+        assert decoder is not None
+        assert decoder.position is not None
+        self.positions = copy_of(decoder.position.weight)
+        self.delta = None
+        if sharing == "gdes":
+            delta = model.get_parameter("discriminator.embeddings.token.delta.weight")
+            self.delta = copy_of(delta)
+        head = model.discriminator.head
+        self.norm, self.dense, self.classifier = (
+            {name: copy_of(p) for name, p in part.named_parameters()}
+            for part in (head.norm, head.dense, head.classifier)
+        )
+
+    def generator_logits(self, batch: Batch) -> Tensor:
+        """Logits at all positions, through the released mask decoder."""
+        deberta, mask = self.generator.deberta, batch.attention_mask.long()
+        encoder = deberta.encoder
+        hidden = deberta(batch.input_ids, mask, output_hidden_states=True).hidden_states[-2]
+        query = hidden + self.positions[: hidden.size(1)]
+        for _ in range(2):
+            query = encoder.layer[-1](
+                hidden,
+                encoder.get_attention_mask(mask),
+                query_states=query,
+                relative_pos=encoder.get_rel_pos(hidden),
+                rel_embeddings=encoder.get_rel_embedding(),
+            )[0]
+        logits: Tensor = self.generator.cls(query)
+        return logits
+
+    def discriminator_logits(self, batch: Batch, input_ids: Tensor) -> Tensor:
+        shared = self.generator.deberta.embeddings.word_embeddings.weight
+        tables = {} if self.sharing == "none" else {"embeddings.word_embeddings.weight": shared}
+        if self.delta is not None:
+            tables = {"embeddings.word_embeddings.weight": shared.detach() + self.delta}
+        states = torch.func.functional_call(
+            self.discriminator.deberta, tables, (input_ids, batch.attention_mask.long())
+        )[0]
+        states = F.layer_norm(
+            states[:, :1] + states, states.shape[-1:], self.norm["weight"], self.norm["bias"], 1e-7
+        )
+        states = F.gelu(F.linear(states, self.dense["weight"], self.dense["bias"]))
+        out = F.linear(states, self.classifier["weight"], self.classifier["bias"])
+        return out.squeeze(-1)
+
+    def losses(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the sums of both losses, and the drawn pieces ``[B, M]`` (-1 = padding)."""
+        logits = self.generator_logits(batch)
+        drawn = torch.full_like(batch.labels, -1)
+        input_ids, is_replaced = batch.input_ids.clone(), torch.zeros_like(batch.attention_mask)
+        loss = torch.zeros(())
+        for row, column in (batch.masked_positions >= 0).nonzero().tolist():
+            position, label = batch.masked_positions[row, column], batch.labels[row, column]
+            scores = logits[row, position]
+            loss = loss - scores.log_softmax(-1)[label]
+            sample = int(batch.sample_index[row])
+            noise = [gumbel(SEED, 0, sample, int(position), v) for v in range(MODEL.vocab_size)]
+            piece = (scores.detach().double() + torch.tensor(noise)).argmax()
+            drawn[row, column] = input_ids[row, position] = piece
+            is_replaced[row, position] = piece != label
+        detected = self.discriminator_logits(batch, input_ids)
+        real = batch.attention_mask
+        return (
+            loss,
+            F.binary_cross_entropy_with_logits(
+                detected[real], is_replaced[real].float(), reduction="sum"
+            ),
+            drawn,
+        )
+
+
+def copy_of(parameter: nn.Parameter) -> Tensor:
+    return parameter.detach().clone().requires_grad_()
+
+
+def build(sharing: Sharing, *, random: bool = True) -> ReplacedTokenModel:
+    config = RunConfig(
+        model=replace(MODEL, embedding_sharing=sharing),
+        objective=ObjectiveConfig(name="rtd"),
+        train=TrainConfig(seed=SEED),
+    )
+    model = build_objective(config).build_model(RuntimeOptions(attention_backend="reference"))
+    assert isinstance(model, ReplacedTokenModel)
+    if random:
+        randomize(model, seed=5)
+    return model
+
+
+def gradients(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.grad for name, tensor in tensors.items() if tensor.grad is not None}
+
+
+def close(actual: Tensor | None, expected: Tensor | None, name: str) -> None:
+    assert actual is not None
+    torch.testing.assert_close(actual, expected, **FP32_MODEL, msg=lambda m: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("sharing", ["gdes", "es", "none"])
+def test_losses_and_gradients(sharing: Sharing) -> None:
+    model = build(sharing)
+    restated = Restatement(model, sharing)
+    batch = make_batch(MODEL, 37, padded=True)
+    result = model(batch)
+    expected_loss, expected_detection, drawn = restated.losses(batch)
+    valid = batch.masked_positions >= 0
+    assert torch.equal(result[-1][valid], drawn[valid])
+    assert int(result[4]) == int((drawn[valid] != batch.labels[valid]).sum()) > 0
+    torch.testing.assert_close(result[0], expected_loss, **FP32_MODEL)
+    torch.testing.assert_close(result[2], expected_detection, **FP32_MODEL)
+
+    (result[0] + WEIGHT * result[2]).backward()
+    (expected_loss + WEIGHT * expected_detection).backward()
+    for ours, stock in (
+        (model.generator, restated.generator),
+        (model.discriminator, restated.discriminator),
+    ):
+        expected = gradients(dict(stock.named_parameters()))
+        actual = gradients_by_stock_name(ours)
+        if ours is model.discriminator:
+            # Its head has names of the masked language model's.
+            actual = {name: grad for name, grad in actual.items() if name.startswith("deberta.")}
+        assert actual.keys() == expected.keys() - {"cls.predictions.decoder.bias"}
+        for name, grad in actual.items():
+            close(grad, expected[name], name)
+    assert model.generator.mask_decoder is not None
+    assert model.generator.mask_decoder.position is not None
+    close(model.generator.mask_decoder.position.weight.grad, restated.positions.grad, "positions")
+    if restated.delta is not None:
+        delta = model.get_parameter("discriminator.embeddings.token.delta.weight")
+        close(delta.grad, restated.delta.grad, "delta")
+    for part in ("norm", "dense", "classifier"):
+        for name, tensor in getattr(restated, part).items():
+            parameter = model.get_parameter(f"discriminator.head.{part}.{name}")
+            close(parameter.grad, tensor.grad, f"{part}.{name}")
+
+
+@pytest.mark.parametrize("sharing", ["gdes", "es", "none"])
+def test_gradient_of_the_detection_on_the_generator(sharing: Sharing) -> None:
+    model = build(sharing)
+    detection = model(make_batch(MODEL, 21, padded=True))[2]
+    detection.backward()
+    table = model.generator.embeddings.token
+    others = [p for p in model.generator.parameters() if p is not table.weight]
+    assert all(p.grad is None for p in others)
+    if sharing == "es":
+        assert isinstance(table.weight.grad, Tensor)
+        assert table.weight.grad.abs().sum() > 0
+    else:
+        assert table.weight.grad is None
+
+
+def test_delta_starts_at_zero() -> None:
+    names = {
+        sharing: dict(build(sharing, random=False).named_parameters())
+        for sharing in ("gdes", "es", "none")
+    }
+    delta = names["gdes"].pop("discriminator.embeddings.token.delta.weight")
+    assert not delta.any()
+    assert names["gdes"].keys() == names["es"].keys()
+    own = names["none"].keys() - names["es"].keys()
+    assert own == {"discriminator.embeddings.token.weight"}
+    assert not torch.equal(
+        names["none"]["discriminator.encoder.layers.0.ffn.up.weight"],
+        names["none"]["generator.encoder.layers.0.ffn.up.weight"],
+    )

@@ -1,0 +1,226 @@
+"""Training steps, validation and resumption of replaced-token detection in one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_deberta.checkpoint import store
+from megatron_deberta.checkpoint.layout import CheckpointMetadata
+from megatron_deberta.checkpoint.parts import open_part
+from megatron_deberta.checkpoint.reader import CheckpointReader
+from megatron_deberta.config import config_to_dict, validate
+from megatron_deberta.config.schema import (
+    DataConfig,
+    ObjectiveConfig,
+    ParallelConfig,
+    RTDConfig,
+    RunConfig,
+)
+from megatron_deberta.distributed.parallelize import ShardedModel, build_model
+from megatron_deberta.distributed.topology import single_process_groups
+from megatron_deberta.engine.base import Engine
+from megatron_deberta.engine.factory import build_engine
+from megatron_deberta.errors import ConfigError
+from megatron_deberta.model import RuntimeOptions
+from megatron_deberta.model.replaced_tokens import DELTA, DISCRIMINATOR, GENERATOR, TOKENS
+from megatron_deberta.objectives import build_objective
+from megatron_deberta.objectives.rtd import ReplacedTokenModel, fill
+from megatron_deberta.train.evaluate import evaluate
+from megatron_deberta.train.step import TrainStep
+from tests.unit.train.test_step import CONFIG, part, rows
+
+GROUPS = single_process_groups(torch.device("cpu"))
+RTD = replace(
+    CONFIG,
+    model=replace(CONFIG.model, head="rtd"),
+    objective=ObjectiveConfig(name="rtd"),
+    data=DataConfig(sequence_length=64),
+)
+SPLITS = {"whole": [(0, 4)], "halves": [(0, 2), (2, 4)], "uneven": [(0, 1), (1, 4)]}
+
+
+def start(config: RunConfig = RTD) -> tuple[ShardedModel, Engine, TrainStep]:
+    model = build_model(config, GROUPS)
+    model.module.train()
+    engine = build_engine(config, model.module, model.specs, GROUPS)
+    return model, engine, TrainStep(engine, config, GROUPS)
+
+
+def losses(
+    take_step: TrainStep, steps: range, split: list[tuple[int, int]] | None = None
+) -> list[float]:
+    values = []
+    for step in steps:
+        batch = rows(4 * step)
+        result = take_step(step, [part(batch, *bounds) for bounds in split or SPLITS["whole"]])
+        values += [result.loss, result.metrics["discriminator_loss"], result.outcome.grad_norm]
+    return values
+
+
+def test_micro_batches_and_recomputation_do_not_change_the_objective() -> None:
+    expected = losses(start()[2], range(3))
+    assert len(set(expected)) == 9
+    for split in SPLITS.values():
+        assert losses(start()[2], range(3), split) == pytest.approx(expected, rel=1e-5)
+    for recompute in ("selective", "full"):
+        config = replace(RTD, parallel=ParallelConfig(recompute=recompute))  # type: ignore[arg-type]
+        assert losses(start(config)[2], range(3)) == pytest.approx(expected, rel=1e-6)
+
+
+def test_weight_of_the_discriminator() -> None:
+    """The gradient is that of the generator's mean plus the weighted mean of the other's."""
+    model, _, _ = start()
+    module, batch = model.module, rows()
+    objective = build_objective(replace(RTD, rtd=RTDConfig(discriminator_weight=3.0)))
+    assert [p.weight for p in objective.parts] == [1.0, 3.0]
+    assert [int(count) for count in objective.count_targets(batch)] == [10, 48]
+    result = module(batch, None)
+    assert len(objective.sums(result).counts) == 3
+    assert objective.sums(result).outputs is result[-1]
+
+
+def saved(run_dir: Path, model: ShardedModel, engine: Engine) -> Path:
+    metadata = CheckpointMetadata(
+        step=3,
+        consumed_samples=12,
+        config=config_to_dict(RTD),
+        tokenizer_fingerprint="",
+        tokenizer_path="",
+    )
+    return store.save(run_dir, engine, model.specs, GROUPS, metadata)
+
+
+def test_resumed_run_is_bit_identical(tmp_path: Path) -> None:
+    whole = start()
+    expected = losses(whole[2], range(5))
+    _, engine, take_step = start()
+    first = losses(take_step, range(3))
+    path = saved(tmp_path, whole[0], engine)
+    again = start()
+    store.load(CheckpointReader(path), again[1], again[0].specs)
+    assert first + losses(again[2], range(3, 5)) == expected
+    pairs = zip(whole[1].gather_states(), again[1].gather_states(), strict=True)
+    for (name, theirs), (_, ours) in pairs:
+        assert torch.equal(theirs.weight, ours.weight), name
+        assert torch.equal(theirs.exp_avg_sq, ours.exp_avg_sq), name
+
+
+def test_checkpoint_holds_both_models(tmp_path: Path) -> None:
+    model, engine, take_step = start()
+    losses(take_step, range(2))
+    reader = CheckpointReader(saved(tmp_path, model, engine))
+    weights = {name: state.weight for name, state in engine.gather_states()}
+    delta = weights[DISCRIMINATOR + DELTA]
+    assert delta.any()
+    config, generator = open_part(reader, RTD.model, "generator")
+    assert (config.head, config.num_layers) == ("mlm", RTD.model.num_layers // 2)
+    assert torch.equal(
+        generator.tensor("head.bias"),
+        model.specs[GENERATOR + "head.bias"].true_part(weights[GENERATOR + "head.bias"]),
+    )
+    config, discriminator = open_part(reader, RTD.model, "discriminator")
+    assert (config.head, config.num_layers) == ("discriminator", RTD.model.num_layers)
+    table = (weights[GENERATOR + TOKENS] + delta)[: config.vocab_size]
+    assert torch.equal(discriminator.tensor(TOKENS), table)
+    assert torch.equal(discriminator.tensor(TOKENS, dim=0, start=3, stop=9), table[3:9])
+    assert TOKENS in discriminator.shapes
+    assert DELTA not in discriminator.shapes
+
+
+@torch.no_grad()
+def test_validation_metrics_are_those_of_the_predictions() -> None:
+    model, _, take_step = start()
+    losses(take_step, range(2))
+    module, batches = model.module, [rows(100), part(rows(200), 0, 3)]
+    assert isinstance(module, ReplacedTokenModel)
+    evaluation = evaluate(module, batches, GROUPS, build_objective(RTD))
+    assert evaluation is not None
+    said, truth, missed = [], [], []
+    module.eval()
+    for batch in batches:
+        result = module(batch, None)
+        ids = fill(batch.input_ids, batch.masked_positions, result[-1])
+        original = fill(batch.input_ids, batch.masked_positions, batch.labels)
+        logits = module.discriminator.logits(ids, batch.attention_mask)
+        said.append((logits > 0).flatten())
+        truth.append((ids != original).flatten())
+        missed.append(torch.nn.functional.softplus(torch.where(ids != original, -logits, logits)))
+    found, is_replaced = torch.cat(said), torch.cat(truth)
+    hits = int((found & is_replaced).sum())
+    metrics = evaluation.metrics
+    assert metrics["discriminator_accuracy"] == pytest.approx(
+        float((found == is_replaced).double().mean())
+    )
+    assert metrics["discriminator_recall"] == pytest.approx(hits / int(is_replaced.sum()))
+    assert metrics["discriminator_precision"] == pytest.approx(hits / max(int(found.sum()), 1))
+    assert metrics["replaced_fraction"] == pytest.approx(float(is_replaced.double().mean()))
+    assert metrics["discriminator_loss"] == pytest.approx(
+        float(torch.cat([m.flatten() for m in missed]).mean()), rel=1e-5
+    )
+    assert {"loss", "perplexity", "masked_accuracy", "discriminator_f1"} <= metrics.keys()
+    assert f"recall {metrics['discriminator_recall']:.1%}" in evaluation.text
+    again = evaluate(module, batches, GROUPS, build_objective(RTD))
+    assert again == evaluation
+
+
+def test_special_tokens_are_drawn_only_if_allowed() -> None:
+    objective = build_objective(RTD)
+    assert objective.complete_config((0, 1, 2)) is RTD
+    closed = replace(RTD, rtd=RTDConfig(draw_special_tokens=False))
+    with pytest.raises(ConfigError, match="rtd.excluded_ids is empty"):
+        build_objective(closed).build_model(RuntimeOptions())
+    allowed = tuple(range(20, 30))
+    others = tuple(set(range(RTD.model.vocab_size)) - set(allowed))
+    completed = build_objective(closed).complete_config(others)
+    assert completed.rtd.excluded_ids == others
+    batch = rows()
+    samples: Tensor = build_model(completed, GROUPS).module(batch, None)[-1]
+    assert set(samples[batch.masked_positions >= 0].tolist()) <= set(allowed)
+    free: Tensor = build_model(RTD, GROUPS).module(batch, None)[-1]
+    assert not set(free[batch.masked_positions >= 0].tolist()) <= set(allowed)
+
+
+def test_bf16_trains() -> None:
+    config = replace(RTD, precision=replace(RTD.precision, dtype="bf16", zero_stage=1))
+    model = build_model(config, GROUPS, torch.bfloat16)
+    engine = build_engine(config, model.module, model.specs, GROUPS)
+    values = losses(TrainStep(engine, config, GROUPS), range(3))
+    assert values == pytest.approx(losses(start()[2], range(3)), rel=0.05)
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"type_vocab_size": 2}, "model.head=rtd has no segments"),
+    ({"absolute_positions": "input"}, "shares no absolute positions"),
+    ({"head": "mlm", "generator_layers": 3}, "objective.name=rtd does not fit"),
+]
+
+
+@pytest.mark.parametrize(("keys", "message"), WRONG)
+def test_wrong_settings_are_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        validate(replace(RTD, model=replace(RTD.model, **keys)))
+
+
+def test_settings_of_other_objectives_are_refused() -> None:
+    with pytest.raises(ConfigError, match="model.generator_layers=3 needs model.head=rtd"):
+        validate(
+            replace(
+                RTD,
+                model=replace(CONFIG.model, generator_layers=3),
+                objective=ObjectiveConfig(),
+            )
+        )
+    with pytest.raises(ConfigError, match="objective.name=discriminator is no training task"):
+        validate(
+            replace(
+                RTD,
+                model=replace(RTD.model, head="discriminator"),
+                objective=ObjectiveConfig(name="discriminator"),
+            )
+        )
