@@ -46,6 +46,7 @@ INPUTS = {
     "docs/search.md": ("exports/base", "glue/SST-2"),
     "docs/export.md": ("runs/first", "shards/corpus_text_document"),
     "docs/preprocess.md": ("tokenizer",),
+    "docs/rtd.md": ("shards/corpus_text_document", "runs/rtd"),
 }  # fmt: skip
 """Runs, shards, tokenizers, labelled data that a page's commands read and no earlier one writes."""
 LABELLED = {
@@ -82,12 +83,17 @@ DOCUMENTS = 120
 def run_dir(run_yaml: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train two steps; return the run folder."""
     folder = tmp_path_factory.mktemp("documented") / "run"
+    train(run_yaml, folder)
+    return folder
+
+
+def train(run_yaml: Path, folder: Path, *overrides: str) -> None:
+    """Train two steps."""
     settings = ("train.exit_step=2", "precision.engine=plain", "train.eval_every=0")
     # As in configs/runs/small.yaml, which README's command trains.
     workers = ("data.num_workers=0", "log.level=warning", "model.vocab_size=auto")
     command = ["pretrain", str(run_yaml), f"train.run_dir={folder}", *settings, *workers]
-    assert main(command) == 0
-    return folder
+    assert main([*command, *overrides]) == 0
 
 
 @pytest.fixture
@@ -115,7 +121,9 @@ def folder(
     for name in INPUTS.get(request.node.callspec.params["page"], ()):
         target = tmp_path / name
         target.parent.mkdir(parents=True, exist_ok=True)
-        if name.startswith("runs/"):
+        if name == "runs/rtd":
+            train(run_yaml, target, "model.head=rtd", "objective.name=rtd")
+        elif name.startswith("runs/"):
             shutil.copytree(run_dir, target)
             (target / "logs" / "1.0").mkdir(parents=True)
             (target / "logs" / "1.0" / "rank_0.log").write_text("step 1/60\n")
