@@ -42,6 +42,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="source format, and folder with config and weights",
     )  # fmt: skip
     imported.add_argument(
+        "--generator", default="", metavar="DIR",
+        help="folder with config and weights of the generator, to continue replaced-token "
+        "detection (DeBERTaV3)",
+    )  # fmt: skip
+    imported.add_argument(
+        "--generator-sha256", default="", metavar="HEX",
+        help="SHA-256 of the generator's weight file; required for pickles",
+    )  # fmt: skip
+    imported.add_argument(
         "--allow-pickle-weights-only", action="store_true",
         help="read a .bin file (pickle): tensors only, in a process without network",
     )  # fmt: skip
@@ -141,19 +150,31 @@ def _training_facts(trained: TrainedModel) -> TrainingFacts:
 
 def _import(args: argparse.Namespace) -> int:
     from megatron_deberta.hf.import_model import import_model
+    from megatron_deberta.hf.import_pair import WeightFile, import_pair
 
     source, directory = args.source
     if source not in ("hf", "microsoft"):
         raise ConfigError(f"--from {source}: must be hf or microsoft")
-    imported = import_model(
-        Path(directory),
-        source,
-        Path(args.output),
-        tokenizer_path=args.tokenizer,
-        allow_pickle=args.allow_pickle_weights_only,
-        sha256=args.sha256,
-        seed=args.seed,
-    )
+    if args.generator:
+        imported = import_pair(
+            WeightFile(Path(directory), args.sha256),
+            WeightFile(Path(args.generator), args.generator_sha256),
+            source,
+            Path(args.output),
+            tokenizer_path=args.tokenizer,
+            allow_pickle=args.allow_pickle_weights_only,
+            seed=args.seed,
+        )
+    else:
+        imported = import_model(
+            Path(directory),
+            source,
+            Path(args.output),
+            tokenizer_path=args.tokenizer,
+            allow_pickle=args.allow_pickle_weights_only,
+            sha256=args.sha256,
+            seed=args.seed,
+        )
     print(f"{imported.checkpoint}: weights of {directory}, for checkpoint.load_from")
     for note in imported.notes:
         print(note)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
@@ -20,6 +20,7 @@ from megatron_deberta.config.schema import (
     CheckpointConfig,
     DataConfig,
     ModelConfig,
+    ObjectiveConfig,
     RunConfig,
     TokenizerConfig,
 )
@@ -33,6 +34,7 @@ from megatron_deberta.hf.names import TOKEN_TYPES, HFTensor, ModelType, hf_tenso
 from megatron_deberta.model.shapes import parameter_shapes
 from megatron_deberta.model.weight_init import fill_initial
 from megatron_deberta.parsing import read_json
+from megatron_deberta.tokenizer import Tokenizer
 
 Source: TypeAlias = Literal["hf", "microsoft"]
 
@@ -98,30 +100,59 @@ def import_model(
         release = open_release(
             directory, source, Path(scratch), allow_pickle=allow_pickle, sha256=sha256, seed=seed
         )
-        model = release.config
-        if tokenizer.num_tokens > model.vocab_size:
-            raise ConfigError(
-                f"the tokenizer has {tokenizer.num_tokens} ids, the model {model.vocab_size} rows; "
-                "give the model's own with --tokenizer"
-            )
-        tokenizer.save(str(folder / _TOKENIZER_FOLDER))
-        run = RunConfig(
-            model=model,
-            tokenizer=TokenizerConfig(path=str(output / _TOKENIZER_FOLDER)),
-            data=DataConfig(sequence_length=min(512, model.max_position_embeddings)),
-            checkpoint=CheckpointConfig(load_from=str(step_dir(output, 0))),
+        return write_import(
+            folder, output, release.config, release.tensors(), tokenizer, release.notes
         )
-        validate(run)
-        metadata = CheckpointMetadata(
-            step=0,
-            consumed_samples=0,
-            config=config_to_dict(run),
-            tokenizer_fingerprint=tokenizer.fingerprint,
-            tokenizer_path=run.tokenizer.path,
+
+
+def write_import(
+    folder: Path,
+    output: Path,
+    model: ModelConfig,
+    tensors: Iterable[tuple[str, Tensor]],
+    tokenizer: Tokenizer,
+    notes: tuple[str, ...],
+    objective: ObjectiveConfig | None = None,
+) -> ImportResult:
+    """Write checkpoint, tokenizer and run file.
+
+    Args:
+        folder: existing folder, published as ``output`` later.
+        output: absolute path, which the run file names.
+        model: the architecture.
+        tensors: canonical name and tensor of every parameter.
+        tokenizer: the model's tokenizer.
+        notes: of the result.
+        objective: of the run; None: masked language modelling with our defaults.
+
+    Raises:
+        ConfigError: the tokenizer has more ids than the model, or the architecture violates a
+            config rule.
+    """
+    if tokenizer.num_tokens > model.vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {tokenizer.num_tokens} ids, the model {model.vocab_size} rows; "
+            "give the model's own with --tokenizer"
         )
-        save_weights(folder, release.tensors(), parameter_shapes(model), metadata)
-        save_config(run, str(folder / RUN_FILE))
-    return ImportResult(step_dir(output, 0), output / RUN_FILE, model, release.notes)
+    tokenizer.save(str(folder / _TOKENIZER_FOLDER))
+    run = RunConfig(
+        model=model,
+        objective=objective or ObjectiveConfig(),
+        tokenizer=TokenizerConfig(path=str(output / _TOKENIZER_FOLDER)),
+        data=DataConfig(sequence_length=min(512, model.max_position_embeddings)),
+        checkpoint=CheckpointConfig(load_from=str(step_dir(output, 0))),
+    )
+    validate(run)
+    metadata = CheckpointMetadata(
+        step=0,
+        consumed_samples=0,
+        config=config_to_dict(run),
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        tokenizer_path=run.tokenizer.path,
+    )
+    save_weights(folder, tensors, parameter_shapes(model), metadata)
+    save_config(run, str(folder / RUN_FILE))
+    return ImportResult(step_dir(output, 0), output / RUN_FILE, model, notes)
 
 
 class StoredTensor(NamedTuple):

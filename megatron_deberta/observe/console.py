@@ -52,7 +52,7 @@ def describe_record(record: StepRecord) -> list[tuple[str, str]]:
         cells.append(("loss scale", f"{record.loss_scale:g}"))
     for name, value in record.metrics.items():
         kind = name.rpartition("_")[2]
-        label = name.removesuffix(f"_{kind}").replace("_", " ")
+        label = name.removesuffix("_accuracy").removesuffix("_loss").replace("_", " ")
         if kind == "accuracy":
             cells.append((label, f"{value:.1%}"))
         elif f"{name.removesuffix('_loss')}_accuracy" not in record.metrics:

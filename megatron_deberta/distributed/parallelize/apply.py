@@ -41,8 +41,8 @@ from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.distributed.vocab import (
     vocab_parallel_embedding,
     vocab_parallel_loss,
-    vocab_parallel_token_losses,
     vocab_parallel_sampled_loss,
+    vocab_parallel_token_losses,
 )
 from megatron_deberta.model import tp_hooks
 from megatron_deberta.model.attention import DisentangledSelfAttention

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import AutoModel
 
 from megatron_deberta.checkpoint.layout import CheckpointMetadata
+from megatron_deberta.checkpoint.parts import open_part
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.checkpoint.store import find_newest, save_weights
 from megatron_deberta.cli.main import main
@@ -359,3 +361,75 @@ def test_replaced_token_detection_is_exported_as_encoder_and_generator(
     assert answers[0] == answers[1]
     assert main(["fill-mask", str(out), TEXT]) == 1
     assert "random weights" in capsys.readouterr().err
+    assert_pair_is_imported(config, weights, out, tmp_path / "new")
+
+
+def assert_pair_is_imported(
+    config: ModelConfig, weights: dict[str, Tensor], exported: Path, new: Path
+) -> None:
+    """Import both models of an export; the discriminator's table is kept, as generator + delta."""
+    models = ["--from", "hf", str(exported), "--generator", str(exported / "generator")]
+    assert main(["convert", *models, "--output", str(new)]) == 0
+    run = load_config(new / "run.yaml", ["data.train=[x]"])
+    assert run.model == replace(config, embedding_sharing="gdes")
+    assert (run.objective.name, run.objective.mask_token_probability) == ("rtd", 1.0)
+    reader = CheckpointReader(run.checkpoint.load_from)
+    assert reader.shapes == parameter_shapes(run.model)
+    delta = "discriminator.embeddings.token.delta.weight"
+    for name in reader.shapes:
+        if name != delta:
+            assert torch.equal(reader.tensor(name), weights[name]), name
+    table = open_part(reader, run.model, "discriminator")[1].tensor("embeddings.token.weight")
+    expected = load_file(exported / "model.safetensors")
+    torch.testing.assert_close(
+        table, expected["deberta.embeddings.word_embeddings.weight"], rtol=0, atol=1e-7
+    )
+
+
+def test_models_of_two_releases_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, heads in (("one", 4), ("two", 2)):
+        save_run(replace(V2, head="rtd", num_heads=heads), tmp_path / name, tmp_path / "tokenizer")
+        arguments = ["--checkpoint", str(tmp_path / name), "--output", str(tmp_path / f"{name}_hf")]
+        assert main(["convert", *arguments]) == 0
+    models = ["--from", "hf", str(tmp_path / "one_hf")]
+    models += ["--generator", str(tmp_path / "two_hf" / "generator")]
+    assert main(["convert", *models, "--output", str(tmp_path / "new")]) == 1
+    error = capsys.readouterr().err
+    assert "the generator has num_heads=2, the discriminator 4" in error
+    assert not (tmp_path / "new").exists()
+
+
+def test_released_spelling_of_the_discriminator(tmp_path: Path) -> None:
+    """The released code writes ``classifer``, keeps the delta, and a vocabulary head it ignores."""
+    config = replace(V2, head="rtd")
+    save_run(config, tmp_path / "run", tmp_path / "tokenizer")
+    out, new = tmp_path / "out", tmp_path / "new"
+    assert main(["convert", "--checkpoint", str(tmp_path / "run"), "--output", str(out)]) == 0
+    for folder in (out, out / "generator"):
+        fields = json.loads((folder / "config.json").read_text())
+        own = ("model_type", "mask_decoder_passes", "absolute_positions", "replaced_token_head")
+        released = {name: value for name, value in fields.items() if name not in own}
+        (folder / "config.json").write_text(json.dumps(released))
+    tensors = load_file(out / "model.safetensors")
+    for kind in ("weight", "bias"):
+        value = tensors.pop(f"mask_predictions.classifier.{kind}")
+        tensors[f"mask_predictions.classifer.{kind}"] = value
+    table = tensors["deberta.embeddings.word_embeddings.weight"]
+    tensors["deberta.embeddings.word_embeddings._weight"] = torch.zeros_like(table)
+    tensors["deberta.embeddings.position_embeddings.weight"] = torch.zeros(96, 32)
+    tensors["lm_predictions.lm_head.bias"] = torch.zeros(208)
+    save_file(tensors, out / "model.safetensors")
+    models = ["--from", "microsoft", str(out), "--generator", str(out / "generator")]
+    assert main(["convert", *models, "--output", str(new)]) == 0
+    assert_same_weights(new, random_weights(config, seed=3))
+
+
+def assert_same_weights(new: Path, weights: dict[str, Tensor]) -> None:
+    reader = CheckpointReader(
+        load_config(new / "run.yaml", ["data.train=[x]"]).checkpoint.load_from
+    )
+    assert reader.shapes.keys() == weights.keys()
+    for name, expected in weights.items():
+        torch.testing.assert_close(reader.tensor(name), expected, rtol=0, atol=1e-7, msg=name)
