@@ -1,12 +1,14 @@
 """Every shipped config parses, holds on the world it is sized for, and is the size it claims."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron_deberta.config import load_config, validate_for_world
 from megatron_deberta.config.yaml_reader import parse_yaml
+from megatron_deberta.model.replaced_tokens import generator_config
 from megatron_deberta.model.shapes import parameter_shapes
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -91,11 +93,22 @@ def test_model_presets_stand_alone(name: str) -> None:
 
 def test_v3_configs_name_the_objective_that_trains_them() -> None:
     """The release was trained by replaced token detection."""
-    for name in [name for name in MODELS if name.startswith("v3_")]:
+    released = [name for name in MODELS if name.startswith("v3_")]
+    for name in [name for name in released if not name.endswith("_rtd")]:
         path = CONFIGS / "models" / f"{name}.yaml"
         text = path.read_text(encoding="utf-8")
         assert "not by replaced token detection" in text
-        assert parse_yaml(text, name)["objective"]["name"] == load_config(path).objective.name
+        plain = load_config(path)
+        assert parse_yaml(text, name)["objective"]["name"] == plain.objective.name
+        assert f"{name}_rtd" in released
+        config = load_config(CONFIGS / "models" / f"{name}_rtd.yaml")
+        assert config.model == replace(plain.model, head="rtd")
+        objective = config.objective
+        assert (objective.name, objective.max_span_words) == ("rtd", 1)
+        assert objective.mask_token_probability == 1.0
+        generator = generator_config(config.model)
+        assert 2 * generator.num_layers == config.model.num_layers
+        assert generator.hidden_size == config.model.hidden_size
 
 
 @pytest.mark.parametrize("name", RUNS)
