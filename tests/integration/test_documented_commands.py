@@ -107,11 +107,7 @@ def folder(
     """Prepare the folder of a page as the working directory."""
     for name in ("configs", "launch"):
         (tmp_path / name).symlink_to(ROOT / name)
-    (tmp_path / "corpus").mkdir()
-    lines = (run_yaml.parent / "docs.jsonl").read_text().splitlines(keepends=True)[:DOCUMENTS]
-    for number in range(2):
-        with gzip.open(tmp_path / "corpus" / f"{number}.jsonl.gz", "wt") as stream:
-            stream.writelines(lines[number::2])
+    write_corpus(tmp_path / "corpus", run_yaml.parent / "docs.jsonl")
     for name, content in NAMED_YAML.findall(
         (ROOT / request.node.callspec.params["page"]).read_text()
     ):
@@ -144,6 +140,15 @@ def folder(
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     return tmp_path
+
+
+def write_corpus(folder: Path, documents: Path) -> None:
+    """Write two compressed files of documents."""
+    folder.mkdir()
+    lines = documents.read_text().splitlines(keepends=True)[:DOCUMENTS]
+    for number in range(2):
+        with gzip.open(folder / f"{number}.jsonl.gz", "wt") as stream:
+            stream.writelines(lines[number::2])
 
 
 def run_all_here(runs: list[ConfiguredRun], slots: Any, on_end: Any, *_: Any) -> bool:
