@@ -25,6 +25,8 @@ from megatron_deberta.tokenizer import load_tokenizer
 
 CONFIG_FILE = "config.yaml"
 """In the run folder: the run's resolved config."""
+SEARCH_RESULTS = "results.json"
+"""In the folder of a search: its results, which name the best cell."""
 FOLDER = "outputs"
 """In the run folder: outputs by split and examples."""
 
@@ -57,7 +59,7 @@ class SplitOutputs:
 def find_runs(folder: Path) -> list[FinetunedRun]:
     """Return the fine-tuned runs in a folder, by task, seed and name.
 
-    Of a search (``results.json``), these are the runs of the best cell.
+    Of a search (``SEARCH_RESULTS``), these are the runs of the best cell.
 
     Args:
         folder: a run, a folder of runs at any depth, or a search.
@@ -78,7 +80,7 @@ def find_runs(folder: Path) -> list[FinetunedRun]:
 
 def _best_cell(folder: Path) -> Path:
     """Return the folder of a search's best cell; other folders are unchanged."""
-    file = folder / "results.json"
+    file = folder / SEARCH_RESULTS
     if not file.is_file():
         return folder
     try:

@@ -18,6 +18,7 @@ from megatron_deberta.config.yaml_reader import read_yaml
 from megatron_deberta.errors import DataError
 from megatron_deberta.files import write_atomically
 from megatron_deberta.finetune.data import DEV
+from megatron_deberta.finetune.outputs import CONFIG_FILE, SEARCH_RESULTS
 from megatron_deberta.finetune.search.cells import Cell, SearchRun, short_names
 from megatron_deberta.finetune.search.config import SearchConfig, Statistic
 from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
@@ -26,7 +27,7 @@ from megatron_deberta.train.selection import SCORE, Selection
 
 RESULT_FILE = "result.json"
 """In the run folder: the result of a finished run; such a run is not started again."""
-RESULTS_JSON, RESULTS_CSV = "results.json", "results.csv"
+RESULTS_CSV = "results.csv"
 
 STATISTICS: Mapping[Statistic, Callable[[Sequence[float]], float]] = {
     "median": statistics.median,
@@ -119,7 +120,7 @@ def read_result(folder: Path, metric: str) -> RunResult | None:
 
 def _is_finished(folder: Path, step: int, selection: Selection) -> bool:
     """Return whether a run has saved its last step, or has ended early."""
-    path = folder / "config.yaml"
+    path = folder / CONFIG_FILE
     if not path.exists():
         return False
     config = read_yaml(path)
@@ -231,9 +232,9 @@ def write_results(search: SearchConfig, metric: str, results: Sequence[CellResul
         "best": None if best is None else f"cells/{best.cell.name}", "cells": cells,
     }  # fmt: skip
     folder = Path(search.output)
-    write_atomically(folder / RESULTS_JSON, json.dumps(content, indent=1).encode() + b"\n")
+    write_atomically(folder / SEARCH_RESULTS, json.dumps(content, indent=1).encode() + b"\n")
     write_atomically(folder / RESULTS_CSV, _csv(cells, metric, search.seeds).encode())
-    return [folder / RESULTS_JSON, folder / RESULTS_CSV]
+    return [folder / SEARCH_RESULTS, folder / RESULTS_CSV]
 
 
 def _csv(cells: Sequence[Mapping[str, Any]], metric: str, seeds: Sequence[int]) -> str:
