@@ -35,9 +35,11 @@ import yaml
 from benchmarks.lib.measuring import read_json, write_json
 from benchmarks.lib.provenance import ROOT, provenance
 from megatron_deberta.checkpoint.layout import committed_steps, step_dir
+from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.config import load_config
 from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE
 from megatron_deberta.files import write_atomically
+from megatron_deberta.finetune.compare.paired import welch_p
 from megatron_deberta.observe.metrics import read_metrics
 
 RESULT = ROOT / "benchmarks" / "results" / "cpu" / "finetune_study.json"
@@ -82,12 +84,12 @@ def _parts(file: str, train: tuple[float, float], dev: tuple[float, float]) -> d
 
 TASKS = (
     # 10,000 of the 67,349 phrases
-    Task("sst2", "tasks/glue/SST-2", 5, 3, changes={
+    Task("sst2", "tasks/glue/SST-2", 5, 2, changes={
         "splits": {"train": {"files": "train.tsv", "part": [0, 0.1485]}, "dev": "dev.tsv"}}),
     Task("cola", "tasks/glue/CoLA", 5, 3),
     Task("wnut17", "tasks/ner", 5, 3, 16),
     Task("chunking", "conll2000", 5, 1.5),
-    Task("policyqa", "tasks/qa", 5, 2, 16, changes={
+    Task("policyqa", "tasks/qa", 5, 1.5, 16, changes={
         "max_length": 256, "stride": 64,
         "splits": {"train": "policyqa.dev.json",
                    "dev": {"files": "policyqa.test.json", "part": [0, 0.25]}}}),
@@ -329,13 +331,13 @@ def summarize(study: Study, record: dict[str, Any]) -> dict[str, Any]:
     steps = committed_steps(str(study.run))
     run = load_config(study.run / "config.yaml")
     model = run.model
-    tokens = run.train.global_batch_size * run.data.sequence_length
+    last = CheckpointReader(step_dir(str(study.run), steps[-1])).metadata
     return {
         **provenance(),
         "layers": model.num_layers,
         "width": model.hidden_size,
-        "pretraining_steps": steps[-1] if steps else 0,
-        "pretraining_tokens": steps[-1] * tokens if steps else 0,
+        "pretraining_steps": last.step,
+        "pretraining_tokens": last.consumed_samples * run.data.sequence_length,
         "settings": list(COMMON),
         "comparison": list(compare(record["cells"].values())),
         "cells": record["cells"],
@@ -364,17 +366,8 @@ def compare(cells: Any) -> Iterator[dict[str, Any]]:
                 "min": min(values), "max": max(values),
             }  # fmt: skip
         row["difference"] = row["pretrained"]["mean"] - row["random"]["mean"]
-        row["p"] = welch(scores["pretrained"], scores["random"])
+        row["p"] = welch_p(scores["pretrained"], scores["random"])
         yield row
-
-
-def welch(first: Sequence[float], second: Sequence[float]) -> float | None:
-    """Return the p-value of Welch's two-sided t-test; None if it is not defined."""
-    if min(len(first), len(second)) < 2 or len({*first}) == len({*second}) == 1:
-        return None
-    from scipy.stats import ttest_ind
-
-    return float(ttest_ind(first, second, equal_var=False).pvalue)
 
 
 def table(record: dict[str, Any]) -> str:
