@@ -43,33 +43,35 @@ class ReferenceEngine(Engine):
             config.optimizer,
             allow_apex=groups.device.type == "cuda",
         )
-        # Zeros for unused parameters, as in DeepSpeed: weights and moments still decay.
-        self._gradients = [torch.zeros_like(master) for master in self._masters]
+        self._gradients: list[Tensor | None] = [None] * len(self._masters)
 
     def backward(self, loss: Tensor) -> None:
         """Backpropagate one micro batch and add its gradients in fp32."""
         (loss * self._loss_scale.scale).backward()
-        for parameter, gradient in zip(self._trainable.values(), self._gradients, strict=True):
-            if parameter.grad is not None:
-                gradient += parameter.grad.to(torch.float32)
-                parameter.grad = None
+        for index, parameter in enumerate(self._trainable.values()):
+            if parameter.grad is None:
+                continue
+            new, total = parameter.grad.to(torch.float32), self._gradients[index]
+            # The first gradient becomes the sum: a pass over all weights costs time on a CPU.
+            self._gradients[index] = new if total is None else total.add_(new)
+            parameter.grad = None
 
     def step(self, learning_rate: float, norm_limit: float = math.inf) -> StepOutcome:
         """Average over data-parallel ranks, unscale, clip and update."""
         scale = self._loss_scale.scale
-        for gradient in self._gradients:
+        gradients = self._take_gradients()
+        divisor = scale * self._groups.dp_size
+        for gradient in gradients:
             if self._groups.dp_group is not None:
                 dist.all_reduce(gradient, group=self._groups.dp_group)
-            gradient /= scale * self._groups.dp_size
-        grad_norm = global_grad_norm(
-            zip(self._gradients, self._is_sharded, strict=True), self._groups
-        )
+            if divisor != 1.0:
+                gradient /= divisor
+        grad_norm = global_grad_norm(zip(gradients, self._is_sharded, strict=True), self._groups)
         overflow = not math.isfinite(grad_norm)
         skipped = overflow or grad_norm > norm_limit
         if not skipped:
-            self._update(learning_rate, clip_coefficient(grad_norm, self._clip_grad_norm))
-        for gradient in self._gradients:
-            gradient.zero_()
+            coefficient = clip_coefficient(grad_norm, self._clip_grad_norm)
+            self._update(gradients, learning_rate, coefficient)
         self._loss_scale.update(overflow)
         return StepOutcome(grad_norm, skipped, scale)
 
@@ -100,11 +102,21 @@ class ReferenceEngine(Engine):
     def destroy(self) -> None:
         """Do nothing: this engine has no hooks and changes no process state."""
 
-    def _update(self, learning_rate: float, coefficient: float) -> None:
+    def _take_gradients(self) -> list[Tensor]:
+        """Return the summed gradients, and forget them."""
+        # Zeros for unused parameters, as in DeepSpeed: weights and moments still decay.
+        gradients = [
+            torch.zeros_like(master) if gradient is None else gradient
+            for gradient, master in zip(self._gradients, self._masters, strict=True)
+        ]
+        self._gradients = [None] * len(gradients)
+        return gradients
+
+    def _update(self, gradients: list[Tensor], learning_rate: float, coefficient: float) -> None:
         for group in self._adam.param_groups:
             group["lr"] = learning_rate
-        for master, gradient in zip(self._masters, self._gradients, strict=True):
-            master.grad = gradient.mul_(coefficient)
+        for master, gradient in zip(self._masters, gradients, strict=True):
+            master.grad = gradient if coefficient == 1.0 else gradient.mul_(coefficient)
         self._adam.step()
         self._adam.zero_grad()
         self._copy_masters_to_model()

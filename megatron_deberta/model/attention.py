@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.model.dropout import Dropout, DropoutSeeds, site_id
@@ -35,6 +36,8 @@ class AttentionContext:
         backend: backend of the operator; None: chosen automatically.
         recompute_cheap: selective recomputation: dropout masks and activations, but no matrix
             products.
+        table_slots: slots that ``position_table`` is restricted to, because a row is too short for
+            the others; None: all.
     """
 
     position_table: Tensor | None
@@ -43,6 +46,7 @@ class AttentionContext:
     seeds: DropoutSeeds | None
     backend: str | None
     recompute_cheap: bool
+    table_slots: range | None = None
 
 
 @dataclass(frozen=True)
@@ -144,13 +148,18 @@ class DisentangledSelfAttention(nn.Module):
         table = context.position_table
         if table is None:
             return None, None
+        num_slots = 2 * self.positions.span
+        used = context.table_slots or range(num_slots)
         # One mask per layer and step, shared by the passes of the mask decoder.
-        slots = torch.arange(table.size(0), device=table.device)
+        slots = torch.arange(used.start, used.stop, device=table.device)
         table = self.table_dropout(table, slots, context.seeds)
         key_projection = self.key if self.position_key is None else self.position_key
         query_projection = self.query if self.position_query is None else self.position_query
         projections = ((key_projection, self.c2p), (query_projection, self.p2c))
         projected = project_together(table, [layer for layer, enabled in projections if enabled])
+        if len(used) < num_slots:
+            unused = (0, 0, used.start, num_slots - used.stop)
+            projected = tuple(F.pad(one, unused) for one in projected)
         heads = [self._split_heads(one.unsqueeze(0))[0] for one in projected]
         return heads[0] if self.c2p else None, heads[-1] if self.p2c else None
 

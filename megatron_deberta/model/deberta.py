@@ -203,17 +203,23 @@ class DebertaBackbone(nn.Module):
         num_layers: int,
         perturbation: Perturbation | None = None,
     ) -> tuple[Tensor, AttentionContext]:
+        slots = self._table_slots(input_ids.size(1))
         context = AttentionContext(
-            position_table=self.encoder.position_table(),
+            position_table=self.encoder.position_table(slots),
             key_padding=layout.real,
             document_ids=document_ids,
             seeds=seeds,
             backend=self.options.attention_backend,
             recompute_cheap=self.options.recompute == "selective" and self.training,
+            table_slots=slots,
         )
         embedded, local_layout = self.embeddings(input_ids, layout, seeds, perturbation)
         hidden: Tensor = self.exit(self.encoder(embedded, local_layout, context, num_layers))
         return hidden, context
+
+    def _table_slots(self, length: int) -> range | None:
+        """Return the slots of the position table that rows of this length use; None: all."""
+        return None
 
     def _default_seeds(self, input_ids: Tensor) -> DropoutSeeds | None:
         """Dropout keys of a forward pass without explicit ones; None in evaluation mode."""

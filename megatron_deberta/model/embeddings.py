@@ -141,7 +141,8 @@ class RelativePositionTable(nn.Module):
         )
         self.shared = SharedInput()
 
-    def forward(self) -> Tensor:
-        """Return the normalised table ``[S, D]``."""
-        table: Tensor = self.shared(self.norm(self.weight))
+    def forward(self, slots: range | None = None) -> Tensor:
+        """Return the normalised table ``[S, D]``, or some of its rows."""
+        weight = self.weight if slots is None else self.weight[slots.start : slots.stop]
+        table: Tensor = self.shared(self.norm(weight))
         return table

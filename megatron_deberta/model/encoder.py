@@ -26,11 +26,15 @@ class Encoder(nn.Module):
         self.layers = nn.ModuleList(Layer(config, index) for index in range(config.num_layers))
         self.conv = ConvolutionBranch(config) if config.conv_kernel_size > 0 else None
 
-    def position_table(self) -> Tensor | None:
-        """Return the normalised relative-position table ``[S, D]``, or None."""
+    def position_table(self, slots: range | None = None) -> Tensor | None:
+        """Return the normalised relative-position table ``[S, D]``, or None.
+
+        Args:
+            slots: return only these rows; None: all.
+        """
         if self.relative_positions is None:
             return None
-        table: Tensor = self.relative_positions()
+        table: Tensor = self.relative_positions(slots)
         return table
 
     def forward(

@@ -11,7 +11,9 @@ from typing import Literal, NamedTuple
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.model.heads import num_outputs
 from megatron_deberta.model.replaced_tokens import single_models
+from megatron_deberta.ops import RelativePositions
 
+PRETRAINING_HEADS = ("mlm", "rtd", "discriminator")
 # Heads that read the last layer's output at every token
 TOKEN_HEADS = ("spans", "tokens", "discriminator")
 
@@ -53,6 +55,22 @@ def num_position_slots(model: ModelConfig) -> int:
     return 2 * (model.position_buckets or model.max_relative_positions)
 
 
+def num_used_slots(model: ModelConfig, sequence_length: int) -> int:
+    """Return the number of rows of the position table that are projected.
+
+    Models of labelled tasks leave out those that a row is too short for.
+    """
+    if model.head in PRETRAINING_HEADS:
+        return num_position_slots(model)
+    positions = RelativePositions(model.max_relative_positions, model.position_buckets)
+    return len(positions.slots_of_length(sequence_length))
+
+
+def reads_first_token(model: ModelConfig) -> bool:
+    """Return whether the head reads the last layer's output at the first token only."""
+    return model.head not in (*PRETRAINING_HEADS, *TOKEN_HEADS)
+
+
 def forward_flops(
     model: ModelConfig, sequence_length: int, micro_batch_size: int, mask_probability: float = 0.15
 ) -> ForwardFlops:
@@ -84,6 +102,7 @@ def _forward_flops(
     """Count the FLOPs of a forward pass of one model."""
     d = model.hidden_size
     terms, slots = num_position_terms(model), num_position_slots(model)
+    projected = num_used_slots(model, sequence_length)
     attention = 4 * sequence_length * d + terms * 2 * min(sequence_length, slots) * d
     keys_values = 2 * 2 * d * d
     query_side = 2 * 2 * d * d + attention + 2 * 2 * d * model.ffn_hidden_size
@@ -93,13 +112,13 @@ def _forward_flops(
     table_tokens = sequence_length * micro_batch_size
     if model.head != "mlm":
         # Heads on rows read the last layer's output at the first token only.
-        read = 1.0 if model.head in TOKEN_HEADS else 1 / sequence_length
+        read = 1 / sequence_length if reads_first_token(model) else 1.0
         dense = d if read < 1 or model.head == "discriminator" else 0
         return ForwardFlops(
             layers=(model.num_layers - 1) * (keys_values + query_side)
             + keys_values
             + read * query_side,
-            position_projections=model.num_layers * terms * 2 * d * d * slots / table_tokens,
+            position_projections=model.num_layers * terms * 2 * d * d * projected / table_tokens,
             convolution=2.0 * model.conv_kernel_size * d * d,
             mask_decoder=0.0,
             head=read * 2 * d * (num_outputs(model) + dense),
@@ -143,7 +162,7 @@ def recomputed_flops(
     total = 0.0
     for part in single_models(model):
         forward = forward_flops(part, sequence_length, micro_batch_size)
-        decoded = part.mask_decoder_passes > 0 or part.head not in ("mlm", *TOKEN_HEADS)
+        decoded = part.mask_decoder_passes > 0 or reads_first_token(part)
         repeated_layers = (part.num_layers - decoded) / part.num_layers
         total += forward.layers + repeated_layers * forward.position_projections
     return total

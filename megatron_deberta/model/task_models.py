@@ -14,10 +14,21 @@ from megatron_deberta.model.dropout import Dropout, DropoutSeeds
 from megatron_deberta.model.embeddings import Perturbation
 from megatron_deberta.model.heads import ContextPooler, num_outputs
 from megatron_deberta.model.replaced_tokens import DebertaDiscriminator, DebertaForReplacedTokens
+from megatron_deberta.ops import RelativePositions
 
 
 class DebertaForTask(DebertaBackbone):
     """Base class: an encoder with a head whose outputs are ``logits``."""
+
+    def _table_slots(self, length: int) -> range | None:
+        """Return the slots that rows of this length use.
+
+        Rows are often so short that projecting the whole table in every layer would cost more than
+        projecting the tokens.
+        """
+        config = self.config
+        positions = RelativePositions(config.max_relative_positions, config.position_buckets)
+        return positions.slots_of_length(length)
 
     def logits(
         self,

@@ -65,6 +65,11 @@ class RelativePositions:
         table = _slot_table(self, distance.device)
         return table[distance.clamp(-self.reach, self.reach).long() + self.reach]
 
+    def slots_of_length(self, length: int) -> range:
+        """Return all slots that distances within a row of ``length`` tokens can have."""
+        first, last = self.slots(torch.tensor([1 - length, length - 1], device="cpu")).tolist()
+        return range(first, last + 1)
+
 
 @lru_cache(maxsize=64)
 def _slot_table(positions: RelativePositions, device: torch.device) -> Tensor:
