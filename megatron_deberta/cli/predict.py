@@ -2,7 +2,8 @@
 
 MODEL is the run or checkpoint of `finetune`, or an export of it; of a run, the best checkpoint is
 used. Writes one JSON object per example: id, prediction and probabilities. With --leaderboard, it
-also writes the files of the task's leaderboard (GLUE, SuperGLUE, SQuAD, CoNLL).
+also writes the files of the task's leaderboard (GLUE, SuperGLUE, SQuAD, CoNLL), or else the same
+objects. Several ranks divide the examples under torchrun or srun, and rank 0 writes.
 
 Example:
   megatron-deberta predict sst2 --model runs/sst2 --data glue/SST-2 --split test --output out.jsonl
@@ -12,10 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import asdict
 from pathlib import Path
-
-import orjson
 
 from megatron_deberta.cli.finetune import add_task_arguments
 from megatron_deberta.errors import EXIT_DONE
@@ -41,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Predict and write the predictions."""
     from megatron_deberta.finetune.predict import open_predictor
-    from megatron_deberta.tasks import predict, write_predictions
+    from megatron_deberta.tasks import json_lines, predict, write_predictions
 
     with open_predictor(
         args.task, Path(args.model), args.data, tuple(args.overrides), args.tokenizer
@@ -52,15 +50,12 @@ def run(args: argparse.Namespace) -> int:
             predictions = predict(
                 task, examples, split.encoded, outputs, null_threshold=args.null_threshold
             )
-            lines = [
-                orjson.dumps(asdict(prediction), option=orjson.OPT_APPEND_NEWLINE)
-                for prediction in predictions
-            ]
+            lines = json_lines(task, predictions)
             if args.leaderboard:
                 folder = Path(args.leaderboard)
                 write_predictions(task, args.split, examples, predictions, folder)
             if args.output:
-                write_atomically(Path(args.output), b"".join(lines))
+                write_atomically(Path(args.output), lines)
             else:
-                sys.stdout.write(b"".join(lines).decode())
+                sys.stdout.write(lines.decode())
     return EXIT_DONE

@@ -89,6 +89,9 @@ def open_ranks(config: RunConfig, source: SourceModel) -> Iterator[tuple[nn.Modu
         The model in evaluation mode, and the rank grid, which ends with the context.
     """
     environment = read_environment()
+    # No batch has to divide over the ranks.
+    batch = config.train.micro_batch_size * environment.world_size
+    config = replace(config, train=replace(config.train, global_batch_size=batch))
     validate_for_world(config, environment.world_size)
     try:
         groups = init_process_groups(

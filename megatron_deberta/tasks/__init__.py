@@ -6,7 +6,7 @@ and arrays of logits into metrics and predictions.
 
 from megatron_deberta.tasks.encoding import EncodedDataset, encode
 from megatron_deberta.tasks.examples import Answer, Example
-from megatron_deberta.tasks.leaderboard import write_predictions
+from megatron_deberta.tasks.leaderboard import json_lines, write_predictions
 from megatron_deberta.tasks.reading import read_examples
 from megatron_deberta.tasks.scoring import Prediction, predict, score
 from megatron_deberta.tasks.task import TaskConfig, load_task
@@ -18,6 +18,7 @@ __all__ = [
     "Prediction",
     "TaskConfig",
     "encode",
+    "json_lines",
     "load_task",
     "predict",
     "read_examples",

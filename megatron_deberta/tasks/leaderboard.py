@@ -17,6 +17,25 @@ from megatron_deberta.tasks.task import TaskConfig
 Files = dict[str, bytes]
 
 
+def json_lines(task: TaskConfig, predictions: Sequence[Prediction]) -> bytes:
+    """Return one JSON object per example.
+
+    ``id`` and ``prediction``; with classes or choices also ``probabilities``, with unanswerable
+    questions ``null_score``, and with groups of examples ``group``.
+    """
+    objects = []
+    for prediction in predictions:
+        entry: dict[str, Any] = {"id": prediction.id, "prediction": prediction.value}
+        if prediction.probabilities:
+            entry["probabilities"] = prediction.probabilities
+        if task.unanswerable:
+            entry["null_score"] = prediction.null_score
+        if prediction.group:
+            entry["group"] = prediction.group
+        objects.append(entry)
+    return _json_lines(objects)
+
+
 def write_predictions(
     task: TaskConfig,
     split: str,
@@ -128,14 +147,7 @@ def _conll(
 def _plain(
     task: TaskConfig, name: str, examples: Sequence[Example], predictions: Sequence[Prediction]
 ) -> Files:
-    """Return one JSON object per example, with the probabilities of classes and choices."""
-    objects = []
-    for prediction in predictions:
-        entry: dict[str, Any] = {"id": prediction.id, "prediction": prediction.value}
-        if prediction.probabilities:
-            entry["probabilities"] = prediction.probabilities
-        objects.append(entry)
-    return {_with_suffix(name, ".jsonl"): _json_lines(objects)}
+    return {_with_suffix(name, ".jsonl"): json_lines(task, predictions)}
 
 
 _FORMATS: Mapping[

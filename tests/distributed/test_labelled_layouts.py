@@ -42,6 +42,16 @@ def test_layouts_agree(four_ranks: RankPool, head: Head, layout: Layout, sift: f
     check(four_ranks, head, layout, sift, 4)
 
 
+@pytest.mark.parametrize(
+    ("head", "stage"), [("classification", 1), ("regression", 1), ("spans", 2), ("tokens", 3)]
+)
+def test_deepspeed_in_fp16(two_ranks: RankPool, head: Head, stage: int) -> None:
+    expected = run_labelled(0, head, None, 2, SIFT, 8, "fp16")
+    layout = Layout(1, stage, False, "none")
+    for losses in two_ranks.run(run_labelled, head, layout, 2, SIFT, 2, "fp16"):
+        assert losses == pytest.approx(expected, rel=1e-2, abs=1e-3)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("head", "layout", "sift"), [*CASES, *MORE], ids=lambda case: getattr(case, "name", case)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,14 +19,17 @@ from megatron_deberta.cli.main import main
 from megatron_deberta.errors import EXIT_DONE, EXIT_USAGE
 from megatron_deberta.observe.metrics import read_metrics
 from megatron_deberta.train.step import TrainStep
+from tests.support.jobs import ForkedRank, fork_server, free_port, rank_variables
 from tests.support.tiny_task import MODEL, write_task
 
 pytest.importorskip("sklearn")
 Finetune = Callable[..., int]
+TIMEOUT = 240.0
+"""Maximum seconds of a run in another process."""
 
 
 class Killed(BaseException):
-    """Stands for SIGKILL: nothing may catch it."""
+    """Ends a run between two steps: nothing may catch it."""
 
 
 @pytest.fixture
@@ -38,16 +43,32 @@ def finetune(data: Path) -> Finetune:
     """Run ``finetune`` in this process."""
 
     def run(run_dir: Path, *overrides: str, model: Path = MODEL) -> int:
-        return main(
-            [
-                "finetune", str(data / "task.yaml"), "--model", str(model), "--data", str(data),
-                f"train.run_dir={run_dir}", "precision.engine=plain", "log.tensorboard=false",
-                "train.global_batch_size=8", "train.device=cpu", "log.every=1",
-                "optimizer.learning_rate=3e-3", *overrides,
-            ]
-        )  # fmt: skip
+        return main(arguments(data, run_dir, *overrides, model=model))
 
     return run
+
+
+def arguments(data: Path, run_dir: Path, *overrides: str, model: Path = MODEL) -> list[str]:
+    return [
+        "finetune", str(data / "task.yaml"), "--model", str(model), "--data", str(data),
+        f"train.run_dir={run_dir}", "precision.engine=plain", "log.tensorboard=false",
+        "train.global_batch_size=8", "train.device=cpu", "log.every=1",
+        "optimizer.learning_rate=3e-3", *overrides,
+    ]  # fmt: skip
+
+
+def kill_at_step(last: int, command: list[str]) -> None:
+    """Run a command that sends SIGKILL to its own process instead of step ``last``."""
+    torch.set_num_threads(1)
+    call = TrainStep.__call__
+
+    def step_or_kill(self: Any, step: int, *args: Any) -> Any:
+        if step == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return call(self, step, *args)
+
+    TrainStep.__call__ = step_or_kill  # type: ignore[method-assign]
+    main(command)
 
 
 def state(path: Path) -> dict[str, torch.Tensor]:
@@ -65,22 +86,14 @@ def losses(run_dir: Path) -> list[Any]:
     ]
 
 
-def test_a_killed_run_resumes_bit_for_bit(
-    tmp_path: Path, finetune: Finetune, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, data: Path, finetune: Finetune) -> None:
     options = ("finetune.epochs=2", "objective.sift_weight=5", "checkpoint.save_every=3")
     assert finetune(tmp_path / "whole", *options) == EXIT_DONE
-    call = TrainStep.__call__
-
-    def killed(self: Any, step: int, *args: Any) -> Any:
-        if step == 8:
-            raise Killed
-        return call(self, step, *args)
-
-    monkeypatch.setattr(TrainStep, "__call__", killed)
-    with pytest.raises(Killed):
-        finetune(tmp_path / "killed", *options)
-    monkeypatch.setattr(TrainStep, "__call__", call)
+    command = arguments(data, tmp_path / "killed", *options)
+    process = fork_server().Process(target=kill_at_step, args=(8, command))
+    process.start()
+    process.join(TIMEOUT)
+    assert process.exitcode == -signal.SIGKILL
     assert finetune(tmp_path / "killed", *options) == EXIT_DONE
     assert committed_steps(tmp_path / "killed") == committed_steps(tmp_path / "whole")
     whole, resumed = (state(step_dir(tmp_path / name, 10)) for name in ("whole", "killed"))
@@ -118,9 +131,11 @@ def test_the_best_checkpoint_is_kept_and_used(
     assert main(["predict", *task, *options]) == EXIT_DONE
     (submission,) = board.iterdir()
     assert len(submission.read_text().splitlines()) == 5
+    # Without a leaderboard of its own the task has the same file there.
+    assert submission.read_bytes() == output.read_bytes()
     predictions = [json.loads(line) for line in output.read_text().splitlines()]
-    assert [sorted(p) for p in predictions][0][0] == "group"
-    assert {p["value"] for p in predictions} <= {"good", "bad"}
+    assert {tuple(p) for p in predictions} == {("id", "prediction", "probabilities")}
+    assert {p["prediction"] for p in predictions} <= {"good", "bad"}
     assert len(predictions) == 5
 
     # The fine-tuned model starts another run; its head is taken over.
@@ -129,6 +144,32 @@ def test_the_best_checkpoint_is_kept_and_used(
         finetune(tmp_path / "next", "train.steps=1", "optimizer.warmup_steps=0", model=run_dir) == 0
     )
     assert "the head starts from new weights: none" in caplog.text
+
+
+def test_two_ranks_predict_as_one(tmp_path: Path, finetune: Finetune, data: Path) -> None:
+    run_dir, alone, together = (tmp_path / name for name in ("run", "alone", "together"))
+    assert finetune(run_dir, "train.steps=1", "optimizer.warmup_steps=0") == EXIT_DONE
+    command = ["predict", str(data / "task.yaml"), "--model", str(run_dir), "--data", str(data)]
+    assert main([*command, "--output", str(alone)]) == EXIT_DONE
+    port = free_port()
+    ranks = [
+        ForkedRank(
+            os.environ | rank_variables(rank, 2, port),
+            [*command, "--output", str(together)],
+            tmp_path / f"{rank}.log",
+        )
+        for rank in (0, 1)
+    ]
+    assert [rank.wait(TIMEOUT) for rank in ranks] == [EXIT_DONE, EXIT_DONE]
+    # Rank 1 writes nothing, not even to standard output.
+    assert "prediction" not in (tmp_path / "1.log").read_text()
+    expected, found = (
+        [json.loads(line) for line in path.read_text().splitlines()] for path in (alone, together)
+    )
+    assert len(expected) == 5
+    for one, other in zip(expected, found, strict=True):
+        assert (one["id"], one["prediction"]) == (other["id"], other["prediction"])
+        assert one["probabilities"] == pytest.approx(other["probabilities"], abs=1e-6)
 
 
 def test_a_saved_run_is_checked_and_trained_by_other_commands(

@@ -18,7 +18,13 @@ from tests.support.ranks import grid
 
 
 def run_labelled(
-    rank: int, head: Head, layout: Layout | None, steps: int, sift: float, micro_batch: int = 2
+    rank: int,
+    head: Head,
+    layout: Layout | None,
+    steps: int,
+    sift: float,
+    micro_batch: int = 2,
+    dtype: str = "fp32",
 ) -> list[float]:
     """Return the losses of a run with dropout on this rank; ``layout`` None: one process."""
     deepspeed_config.PERSISTENCE_THRESHOLD = 0
@@ -37,6 +43,8 @@ def run_labelled(
         precision=PrecisionConfig(
             engine="deepspeed" if layout else "plain",
             zero_stage=chosen.zero_stage,  # type: ignore[arg-type]
+            dtype=dtype,  # type: ignore[arg-type]
+            initial_loss_scale_power=10,
         ),
         micro_batch_size=micro_batch,
     )
@@ -50,6 +58,7 @@ def run_labelled(
         if step == steps:
             break
         result = take_step(step, batches)
+        assert not result.outcome.skipped
         losses += [result.loss, *result.metrics.values()]
     engine.destroy()
     return losses
