@@ -31,7 +31,7 @@ from megatron_deberta.planning.traffic import (
     data_parallel_traffic,
     tensor_parallel_traffic,
 )
-from megatron_deberta.planning.work import masked_tokens, rank_flops
+from megatron_deberta.planning.work import masked_tokens, micro_batch_rows, rank_flops
 
 SPLIT = ("parallel.tensor_parallel_size=4",)
 SEQUENCE = (*SPLIT, "parallel.sequence_parallel=true")
@@ -41,6 +41,16 @@ TINY = (
     "model.vocab_size=1000", "model.conv_kernel_size=3", "model.hidden_size=128",
     "model.ffn_hidden_size=512", "model.num_layers=4", "train.micro_batch_size=8",
     "precision.dtype=bf16",
+)  # fmt: skip
+NO_DECODER = ("model.mask_decoder_passes=0", "model.absolute_positions=none")
+CLASSES = (
+    *NO_DECODER, "model.head=classification", "model.labels=[no,yes]", "finetune.task=sst2",
+    "objective.name=classification",
+)  # fmt: skip
+SPANS = (*NO_DECODER, "model.head=spans", "objective.name=spans", "finetune.task=squad2")
+CHOICES = (
+    *NO_DECODER, "model.head=choices", "objective.name=choices", "finetune.task=race",
+    "train.micro_batch_size=2",
 )  # fmt: skip
 LARGE = ("train.micro_batch_size=4", "precision.dtype=fp16")
 CASES: dict[str, dict[str, tuple[str, ...]]] = {
@@ -58,6 +68,13 @@ CASES: dict[str, dict[str, tuple[str, ...]]] = {
             *SEQUENCE, "model.position_terms=none", "model.mask_decoder_passes=0",
             "model.absolute_positions=input", "model.conv_kernel_size=0",
         ),
+        "classification": CLASSES,
+        "classification, tensor parallel": (*CLASSES, *SPLIT),
+        "classification, sequence parallel, selective": (
+            *CLASSES, *SEQUENCE, "parallel.recompute=selective",
+        ),
+        "spans, sequence parallel, full": (*SPANS, *SEQUENCE, "parallel.recompute=full"),
+        "choices, sequence parallel": (*CHOICES, *SEQUENCE),
     },
     "1.5b": {
         "whole layers, selective": ("parallel.recompute=selective",),
@@ -100,7 +117,7 @@ def counted(traffic: Iterable[Traffic]) -> dict[str, dict[str, int]]:
 def planned(config: RunConfig) -> dict[str, Any]:
     """Return the plan's counts for a micro batch of any rank."""
     flops, length = rank_flops(config), config.data.sequence_length
-    tokens, tp_size = (config.train.micro_batch_size * length, config.parallel.tensor_parallel_size)
+    tokens, tp_size = micro_batch_rows(config) * length, config.parallel.tensor_parallel_size
     layers, decoder = reference_extra(config.model, length, masked_tokens(config) / tokens)
     # FLOPs of the reference backend that are not needed, which the plan does not count.
     extra = tokens * (layers + decoder) / tp_size

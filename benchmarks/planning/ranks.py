@@ -26,11 +26,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_deberta.config.schema import ModelConfig, RunConfig
-from megatron_deberta.data.batch import Batch
+from megatron_deberta.data.batch import Batch, TaskBatch
 from megatron_deberta.distributed.parallelize import build_model
 from megatron_deberta.distributed.topology import ProcessGroups, build_grid
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.model import DropoutSeeds
+from megatron_deberta.model.flops import is_task_head, reads_first_token
+from megatron_deberta.planning.work import micro_batch_rows
 from megatron_deberta.train.setup import DTYPES, build_rank_model
 
 WORLD_SIZE = 256
@@ -126,8 +128,10 @@ def fake_grid(rank: int, tp_size: int, device: str) -> Iterator[ProcessGroups]:
         os.environ.update(variables)
 
 
-def micro_batch(config: RunConfig, device: str) -> tuple[Batch, DropoutSeeds]:
+def micro_batch(config: RunConfig, device: str) -> tuple[Batch | TaskBatch, DropoutSeeds]:
     """Return inputs of a full micro batch: no padding, all masked positions used."""
+    if is_task_head(config.model):
+        return task_batch(config, device)
     rows, length = config.train.micro_batch_size, config.data.sequence_length
     masked = torch.arange(round(config.objective.mask_probability * length), device=device)
     masked = masked.expand(rows, -1).contiguous()
@@ -136,6 +140,24 @@ def micro_batch(config: RunConfig, device: str) -> tuple[Batch, DropoutSeeds]:
     real = torch.ones_like(ids, dtype=torch.bool)
     batch = Batch(ids, real, masked, torch.full_like(masked, 5), samples)
     return batch, DropoutSeeds(1, 2, samples)
+
+
+def task_batch(config: RunConfig, device: str) -> tuple[TaskBatch, DropoutSeeds]:
+    """Return inputs of a full micro batch of a labelled task."""
+    rows, samples = micro_batch_rows(config), config.train.micro_batch_size
+    ids = torch.full((rows, config.data.sequence_length), 5, device=device)
+    numbers, head = torch.arange(rows, device=device), config.model.head
+    batch = TaskBatch(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids, dtype=torch.bool),
+        token_type_ids=torch.zeros_like(ids),
+        labels=torch.zeros((samples, 2) if head == "spans" else samples, device=device).long(),
+        sample_index=numbers[:samples],
+        row_index=numbers,
+        choice_rows=numbers.view(samples, -1) if head == "choices" else None,
+        row_keys=numbers,
+    )
+    return batch, DropoutSeeds(1, 2, numbers)
 
 
 def dry_run(config: RunConfig, rank: int) -> DryRun:
@@ -238,9 +260,12 @@ def reference_extra(model: ModelConfig, length: int, masked_share: float) -> tup
     slots = 2 * (model.position_buckets or model.max_relative_positions)
     c2p, p2c = "c2p" in model.position_terms, "p2c" in model.position_terms
     needed, done = 2 * min(length, slots) * model.hidden_size, 2 * slots * model.hidden_size
-    layers = model.num_layers - (model.mask_decoder_passes > 0)
-    decoder = model.mask_decoder_passes * c2p * masked_share * (done - needed)
-    decoder += model.mask_decoder_passes * p2c * (done - masked_share * needed)
+    passes = model.mask_decoder_passes
+    if reads_first_token(model):
+        passes, masked_share = 1, 1 / length
+    layers = model.num_layers - (passes > 0)
+    decoder = passes * c2p * masked_share * (done - needed)
+    decoder += passes * p2c * (done - masked_share * needed)
     return layers * (c2p + p2c) * (done - needed), decoder
 
 

@@ -11,6 +11,7 @@ Examples:
   megatron-deberta plan configs/runs/1.5b_dgx2.yaml --cluster dgx2
   megatron-deberta plan configs/runs/1.5b_h100.yaml --cluster dgx_h100 --world-size 128
   megatron-deberta plan RUN.yaml --cluster dgx_h100 --device H200 --achieved 0.42 --json
+  megatron-deberta plan RUN.yaml --cluster dgx2 --world-size 16 --task mnli --examples 392702
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from megatron_deberta.cli.arguments import add_run_arguments
+from megatron_deberta.cli.arguments import add_run_arguments, number
 from megatron_deberta.cli.plan_cpu import NAME as CPU
 from megatron_deberta.cli.plan_cpu import report_cpu_plan
 from megatron_deberta.cluster.installation import query_gpus
 from megatron_deberta.cluster.profile import ClusterProfile, load_profile
-from megatron_deberta.config import load_config
+from megatron_deberta.config import RunConfig, load_config
 from megatron_deberta.errors import EXIT_DONE, ConfigError
+from megatron_deberta.finetune.settings import planned_config
 from megatron_deberta.observe.console import format_duration
 from megatron_deberta.planning.devices import DEVICES, Device
 from megatron_deberta.planning.machine import machine_of
@@ -71,17 +73,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="parallel layouts to print; 0: no search",
     )
+    parser.add_argument(
+        "--task", default="", metavar="TASK",
+        help="plan fine-tuning the run's model on this task: a file, or a name such as mnli",
+    )  # fmt: skip
+    parser.add_argument(
+        "--examples", type=number(int, 1), metavar="N",
+        help="with --task: number of training examples, which determines the steps",
+    )  # fmt: skip
+    parser.add_argument(
+        "--row-tokens", type=number(int, 4), metavar="N",
+        help="with --task: mean length of a micro batch's longest row, for the time of the run "
+        "(default: full rows); memory is always that of full rows",
+    )  # fmt: skip
+    parser.add_argument(
+        "--settings", default="", metavar="NAME", help="with --task: the task's settings, or none"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """Plan the run and print the result."""
     is_override = args.config is not None and "=" in args.config
-    config = load_config(
-        None if is_override else args.config, [args.config] * is_override + args.overrides
-    )
-    config = with_vocab_size(config)
+    path, overrides = args.config, list(args.overrides)
+    if is_override:
+        path, overrides = None, [args.config, *overrides]
+    config = with_vocab_size(load_config(path, [] if args.task else overrides))
     if args.cluster == CPU or (not args.cluster and config.train.device == CPU):
+        if args.task:
+            raise ConfigError("--task needs --cluster PROFILE with devices, such as dgx2")
         print(report_cpu_plan(config, args))
         return EXIT_DONE
     profile = load_profile(args.cluster, trusted=True) if args.cluster else default_profile()
@@ -89,6 +109,8 @@ def run(args: argparse.Namespace) -> int:
     world_size = args.world_size
     if world_size is None:
         world_size = max(1, config.cluster.nodes) * machine.ranks_per_node
+    if args.task:
+        config = _task_config(config, args, overrides, world_size)
     plan = make_plan(config, machine, world_size, search=args.layouts > 0)
     if args.json:
         print(json.dumps(plan.to_dict(), indent=1))
@@ -98,6 +120,24 @@ def run(args: argparse.Namespace) -> int:
     console = Console(file=sys.stdout, highlight=False, width=width)
     show(plan, console, args.layouts)
     return EXIT_DONE
+
+
+def _task_config(
+    run: RunConfig, args: argparse.Namespace, overrides: list[str], world_size: int
+) -> RunConfig:
+    """Return the fine-tuning run that ``--task`` and its options describe."""
+    if args.examples is None:
+        raise ConfigError("--task needs --examples N, the number of training examples")
+    config = planned_config(
+        run, args.task, args.examples, world_size, overrides, settings=args.settings
+    )
+    if args.row_tokens is None or args.row_tokens >= config.data.sequence_length:
+        return config
+    # All steps have such rows.
+    data = replace(
+        config.data, short_steps=config.train.steps, short_sequence_length=args.row_tokens
+    )
+    return replace(config, data=data)
 
 
 def default_profile() -> ClusterProfile:
@@ -137,9 +177,9 @@ def show(plan: RunPlan, console: Console, num_layouts: int) -> None:
     console.print(
         f"batch: {config.train.global_batch_size:,} sequences = micro batch "
         f"{batch.micro_batch_size} x accumulation {batch.accumulation_steps} x DP {batch.dp_size}; "
-        f"{batch.tokens_per_step:,} tokens per step\n"
+        f"{plan.tokens_per_step:,} tokens per step\n"
         f"work: {plan.flops_per_token / 1e9:.2f} GFLOP per token, "
-        f"{plan.flops_per_token * batch.tokens_per_step / 1e15:,.2f} PFLOP per step, "
+        f"{plan.flops_per_token * plan.tokens_per_step / 1e15:,.2f} PFLOP per step, "
         f"{plan.rank_parameters / 1e6:,.1f} million parameters per rank"
     )
     console.print(_memory_table(plan))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from megatron_deberta.config import config_to_dict
@@ -54,10 +55,7 @@ def finetune_config(
     """
     task = load_task(task_name)
     layers = {section: dict(values) for section, values in _DEFAULTS.items()}
-    chosen = choose_settings(task, model.config, settings)
-    for name, value in chosen.items():
-        section, _, key = name.partition(".")
-        layers.setdefault(section, {})[key] = value
+    _apply_settings(layers, choose_settings(task, model.config, settings))
     given = {override.partition("=")[0].strip() for override in overrides}
     for name, replaced in (("steps", "epochs"), ("eval_every", "validations_per_epoch")):
         if f"train.{name}" in given:
@@ -80,6 +78,57 @@ def finetune_config(
     return config_from_layers(
         [(f"task {task.name}", layers)], [*overrides, f"train.micro_batch_size={micro}"]
     )
+
+
+def planned_config(
+    run: RunConfig,
+    task_name: str,
+    examples: int,
+    world_size: int,
+    overrides: Sequence[str] = (),
+    *,
+    settings: str = "",
+) -> RunConfig:
+    """Return the config of fine-tuning a run's model on a task whose data is not at hand.
+
+    Args:
+        run: the run; its model, parallelism and number formats are used.
+        task_name: task file or name of a packaged task.
+        examples: number of training examples.
+        world_size: number of ranks, over which the batch is divided.
+        overrides: ``section.key=value``.
+        settings: as for `finetune_config`.
+
+    Raises:
+        ConfigError: the task, its settings or a value is wrong.
+    """
+    task = load_task(task_name)
+    layers = {section: dict(values) for section, values in _DEFAULTS.items()}
+    _apply_settings(layers, choose_settings(task, run.model, settings))
+    dropout = layers.pop("model", {}).get("head_dropout", run.model.head_dropout)
+    architecture = with_task_head(run.model, task.head, class_names(task), dropout)
+    layers["model"] = config_to_dict(architecture)
+    layers["objective"] = {"name": task.head}
+    length = layers["data"].pop("sequence_length", task.max_length)
+    layers["data"] |= {"sequence_length": length, "short_steps": 0, "train": []}
+    layers["finetune"]["task"] = task_name
+    named = [("run", config_to_dict(run)), (f"task {task.name}", layers)]
+    config = config_from_layers(named, overrides)
+    train, epochs = config.train, config.finetune.epochs
+    if epochs and not any(item.startswith("train.steps=") for item in overrides):
+        steps = math.ceil(epochs * -(-examples // train.global_batch_size))
+        train = replace(train, steps=steps)
+    if not any(item.startswith("train.micro_batch_size=") for item in overrides):
+        dp_size = max(1, world_size // config.parallel.tensor_parallel_size)
+        share = max(1, train.global_batch_size // dp_size)
+        train = replace(train, micro_batch_size=math.gcd(share, _MICRO_BATCH))
+    return replace(config, train=train)
+
+
+def _apply_settings(layers: dict[str, dict[str, Any]], settings: dict[str, Any]) -> None:
+    for name, value in settings.items():
+        section, _, key = name.partition(".")
+        layers.setdefault(section, {})[key] = value
 
 
 def choose_settings(task: TaskConfig, model: ModelConfig, name: str = "") -> dict[str, Any]:

@@ -13,7 +13,6 @@ from megatron_deberta.model.heads import num_outputs
 from megatron_deberta.model.replaced_tokens import single_models
 from megatron_deberta.ops import RelativePositions
 
-PRETRAINING_HEADS = ("mlm", "rtd", "discriminator")
 # Heads that read the last layer's output at every token
 TOKEN_HEADS = ("spans", "tokens", "discriminator")
 
@@ -60,15 +59,20 @@ def num_used_slots(model: ModelConfig, sequence_length: int) -> int:
 
     Models of labelled tasks leave out those that a row is too short for.
     """
-    if model.head in PRETRAINING_HEADS:
+    if not is_task_head(model):
         return num_position_slots(model)
     positions = RelativePositions(model.max_relative_positions, model.position_buckets)
     return len(positions.slots_of_length(sequence_length))
 
 
+def is_task_head(model: ModelConfig) -> bool:
+    """Return whether the model has the head of a labelled task."""
+    return model.head not in ("mlm", "rtd", "discriminator")
+
+
 def reads_first_token(model: ModelConfig) -> bool:
     """Return whether the head reads the last layer's output at the first token only."""
-    return model.head not in (*PRETRAINING_HEADS, *TOKEN_HEADS)
+    return is_task_head(model) and model.head not in TOKEN_HEADS
 
 
 def forward_flops(

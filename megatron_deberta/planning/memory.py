@@ -18,11 +18,16 @@ from megatron_deberta.distributed.parallelize.plan import shard_spec, vocabulary
 from megatron_deberta.distributed.vocab import chunk_rows
 from megatron_deberta.engine.deepspeed_config import LIVE_ELEMENTS, REDUCE_BUCKET_ELEMENTS
 from megatron_deberta.model import parameter_shapes
-from megatron_deberta.model.flops import num_position_slots, num_position_terms
+from megatron_deberta.model.flops import (
+    is_task_head,
+    num_position_slots,
+    num_position_terms,
+    reads_first_token,
+)
 from megatron_deberta.model.replaced_tokens import single_models
 from megatron_deberta.ops.chunked import GPU_BLOCK_ELEMENTS
 from megatron_deberta.ops.position_terms import STRIP
-from megatron_deberta.planning.work import masked_tokens
+from megatron_deberta.planning.work import masked_tokens, micro_batch_rows
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _STATISTICS = 8
@@ -108,7 +113,7 @@ def estimate_memory(
         attention: attention backend.
         device_type: ``cuda`` or ``cpu``; chunks of logits and scores differ in size.
     """
-    tokens = config.train.micro_batch_size * config.data.sequence_length
+    tokens = micro_batch_rows(config) * config.data.sequence_length
     # The vocabulary is that of the first model, which comes first in forward and last in backward.
     shape, *later = (
         _Shape(replace(config, model=model), tokens, masked_tokens(config))
@@ -122,6 +127,15 @@ def estimate_memory(
     chunk = chunk_rows(shape.masked, columns, device_type) * columns
     chunk_bytes = chunk * (4 if shape.element == 4 else 4 + 2 * shape.element)
     kernels = _kernel_bytes(shape, attention, device_type)
+    if is_task_head(config.model):
+        # Nothing is multiplied with the vocabulary; only the embedding has a gradient.
+        of_task = (
+            (kept.encoder + kept.decoder, 0, 0, 0),
+            (kept.encoder, 0, kept.ffn, 0),
+            (kept.encoder, 0, kept.attention, kernels),
+            (0, table * shape.element, 0, 0),
+        )
+        return MemoryEstimate(*_states(config, dp_size), *max(of_task, key=sum))
     moments = [  # activations, vocabulary, workspace, kernels
         (kept.encoder + kept.decoder, wide + chunk_bytes, 0, 0),  # loss
         (kept.encoder, table * shape.element, kept.ffn, 0),
@@ -183,7 +197,8 @@ class _Kept(NamedTuple):
 def _activations(shape: _Shape) -> _Kept:
     model, element, tp = shape.model, shape.element, shape.tp
     width, inner = model.hidden_size, model.ffn_hidden_size
-    decoded = model.mask_decoder_passes > 0
+    first_only = reads_first_token(model)
+    decoded = model.mask_decoder_passes > 0 or first_only
     tokens, own = shape.tokens, shape.tokens // shape.token_shards
     residual = width * (element + shape.mask_bytes) + _STATISTICS  # dropout and LayerNorm
     full = shape.config.parallel.recompute == "full"
@@ -212,6 +227,8 @@ def _activations(shape: _Shape) -> _Kept:
     # States that the head reads, and inside it: of masked tokens, or of all for a discriminator.
     read = tokens if model.head == "discriminator" else shape.masked
     decoder = shape.tokens * width * element + read * 4 * width * element
+    if model.head in ("spans", "tokens"):
+        decoder = 0
     if decoded:
         decoder += tokens * 2 * width // tp * element + shape.table_bytes
         one = width * element + 2 * width // tp * element + ffn + width * element + 2 * residual
@@ -236,7 +253,7 @@ def _chunked_bytes(shape: _Shape) -> int:
     terms = num_position_terms(shape.model)
     strip = min(STRIP, length)
     product = strip * (length + strip)
-    rows = min(shape.config.train.micro_batch_size, GPU_BLOCK_ELEMENTS // max(length**2, product))
+    rows = min(micro_batch_rows(shape.config), GPU_BLOCK_ELEMENTS // max(length**2, product))
     # Scores, dropout, gradient, a copy; a strip of each term's products and its gradient.
     block = max(rows, 1) * (4 * length**2 + 2 * terms * product)
     # Each term's table by distance and its gradient; sums of the gradients of keys and values.

@@ -30,7 +30,7 @@ from megatron_deberta.planning.timing import (
     step_time,
 )
 from megatron_deberta.planning.traffic import step_traffic
-from megatron_deberta.planning.work import RankFlops, rank_flops
+from megatron_deberta.planning.work import RankFlops, micro_batch_rows, rank_flops, rows_per_sample
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,9 +55,14 @@ class RunPlan:
     """Time of each phase by its description; empty without phases."""
 
     @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a step, in full rows."""
+        return self.batch.tokens_per_step * rows_per_sample(self.config)
+
+    @property
     def tokens_per_second(self) -> float:
         """Tokens per second of all ranks, in full rows."""
-        return self.batch.tokens_per_step / self.step.total
+        return self.tokens_per_step / self.step.total
 
     @property
     def utilization(self) -> float:
@@ -103,7 +108,7 @@ class RunPlan:
             },
             "capacity_bytes": self.machine.capacity_bytes,
             "flops_per_token": self.flops_per_token,
-            "flops_per_step": self.flops_per_token * self.batch.tokens_per_step,
+            "flops_per_step": self.flops_per_token * self.tokens_per_step,
             "micro_batch_flops": self.micro_batch_flops._asdict(),
             "communication": [
                 {
@@ -151,7 +156,7 @@ def make_plan(config: RunConfig, machine: Machine, world_size: int, *, search: b
     phases = _phase_seconds(config, machine, dp_size) if len(parts) > 1 else {}
     config = max(parts, key=lambda part: _micro_batch_tokens(part.config)).config
     batch = batch_arithmetic(config, dp_size)
-    model, data, train = config.model, config.data, config.train
+    model, data = config.model, config.data
     return RunPlan(
         config=config,
         machine=machine,
@@ -170,7 +175,7 @@ def make_plan(config: RunConfig, machine: Machine, world_size: int, *, search: b
         flops_per_token=training_flops_per_token(
             model,
             data.sequence_length,
-            train.micro_batch_size,
+            micro_batch_rows(config),
             config.objective.mask_probability,
         ),
         micro_batch_flops=rank_flops(config),

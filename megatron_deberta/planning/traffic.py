@@ -17,10 +17,10 @@ from megatron_deberta.distributed.parallelize.plan import vocabulary_rows
 from megatron_deberta.distributed.vocab import chunk_rows
 from megatron_deberta.engine.deepspeed_config import LIVE_ELEMENTS, PERSISTENCE_THRESHOLD
 from megatron_deberta.engine.optimizer import decays
-from megatron_deberta.model.flops import num_position_slots
+from megatron_deberta.model.flops import is_task_head, num_used_slots, reads_first_token
 from megatron_deberta.model.replaced_tokens import single_models
 from megatron_deberta.planning.memory import ELEMENT_BYTES, local_sizes
-from megatron_deberta.planning.work import masked_tokens
+from megatron_deberta.planning.work import masked_tokens, micro_batch_rows
 
 Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all"]
 Group = Literal["tensor", "data"]
@@ -69,36 +69,35 @@ def tensor_parallel_traffic(
     tp_size = config.parallel.tensor_parallel_size
     if tp_size == 1:
         return
-    models = [replace(config, model=model) for model in single_models(config.model)]
-    first, *later = models
-    purposes = [*_layers(first), *_ends(first), *_decoder(first)]
-    for part in later:
-        purposes += [*_layers(part), *_ends(part)]
-    columns = vocabulary_rows(config.model.vocab_size, tp_size)
-    masked = masked_tokens(config)
-    chunks = -(-masked // chunk_rows(masked, columns, device_type))
-    # Per token: the maximum of every rank; then the sum, the label's logit and its correctness.
-    purposes += [
-        ("all-gather", "loss", chunks, tp_size * masked * 4),
-        ("all-reduce", "loss", chunks, 3 * masked * 4),
-    ]
-    if later:
-        # The maximum of every rank and its piece; the other model's embeddings, and their delta.
-        sequence = config.parallel.sequence_parallel
-        disentangled = config.model.embedding_sharing == "gdes"
-        purposes += [
-            ("all-gather", "samples", 2 * chunks, tp_size * masked * 12),
-            (
-                "reduce-scatter" if sequence else "all-reduce",
-                "embedding",
-                int(disentangled),
-                disentangled * _hidden_bytes(config),
-            ),
-        ]
+    if is_task_head(config.model):
+        purposes = [*_layers(config), *_ends(config), *_decoder(config)]
+    else:
+        purposes = list(_pretraining(config, device_type))
     for kind, purpose, calls, num_bytes in purposes:
         if calls:
             total = num_bytes * micro_batches
             yield Traffic(kind, "tensor", purpose, calls * micro_batches, total)
+
+
+def _pretraining(config: RunConfig, device_type: str) -> Iterator[_Purpose]:
+    """Yield those of one model with a vocabulary loss, or of generator and discriminator."""
+    tp_size = config.parallel.tensor_parallel_size
+    first, *later = (replace(config, model=model) for model in single_models(config.model))
+    yield from (*_layers(first), *_ends(first), *_decoder(first))
+    for part in later:
+        yield from (*_layers(part), *_ends(part))
+    columns = vocabulary_rows(config.model.vocab_size, tp_size)
+    masked = masked_tokens(config)
+    chunks = -(-masked // chunk_rows(masked, columns, device_type))
+    # Per token: the maximum of every rank; then the sum, the label's logit and its correctness.
+    yield "all-gather", "loss", chunks, tp_size * masked * 4
+    yield "all-reduce", "loss", chunks, 3 * masked * 4
+    if later:
+        # The maximum of every rank and its piece; the other model's embeddings, and their delta.
+        yield "all-gather", "samples", 2 * chunks, tp_size * masked * 12
+        kind: Kind = "reduce-scatter" if config.parallel.sequence_parallel else "all-reduce"
+        disentangled = config.model.embedding_sharing == "gdes"
+        yield kind, "embedding", int(disentangled), disentangled * _hidden_bytes(config)
 
 
 _Purpose = tuple[Kind, str, int, int]
@@ -107,7 +106,7 @@ _Purpose = tuple[Kind, str, int, int]
 
 def _hidden_bytes(config: RunConfig) -> int:
     """Return the size of the hidden states of a micro batch."""
-    return config.train.micro_batch_size * config.data.sequence_length * _token_bytes(config)
+    return micro_batch_rows(config) * config.data.sequence_length * _token_bytes(config)
 
 
 def _token_bytes(config: RunConfig) -> int:
@@ -117,7 +116,8 @@ def _token_bytes(config: RunConfig) -> int:
 
 def _num_layers(config: RunConfig) -> int:
     """Return the number of layers that run over the token sequence."""
-    return config.model.num_layers - (config.model.mask_decoder_passes > 0)
+    model = config.model
+    return model.num_layers - (model.mask_decoder_passes > 0 or reads_first_token(model))
 
 
 def _layers(config: RunConfig) -> Iterator[_Purpose]:
@@ -164,19 +164,23 @@ def _ends(config: RunConfig) -> Iterator[_Purpose]:
     else:
         yield "all-reduce", "embedding", 1, hidden
     if model.position_terms != "none":
-        num_bytes = num_position_slots(model) * _token_bytes(config)
-        yield "all-reduce", "position table", 1, num_bytes
+        slots = num_used_slots(model, config.data.sequence_length)
+        yield "all-reduce", "position table", 1, slots * _token_bytes(config)
 
 
 def _decoder(config: RunConfig) -> Iterator[_Purpose]:
-    """Yield those of the mask decoder, replicated on every rank, and of the head."""
-    passes = config.model.mask_decoder_passes
-    masked = masked_tokens(config) * _token_bytes(config)
+    """Yield those of the last layer at some tokens, replicated on every rank, and of the head."""
+    model = config.model
+    passes, selected = model.mask_decoder_passes, masked_tokens(config)
+    if reads_first_token(model):
+        passes, selected = 1, micro_batch_rows(config)
     if passes:
         # Two in forward and two in backward per pass; one for the gradient of keys and values.
-        num_bytes = 4 * passes * masked + _hidden_bytes(config)
-        yield "all-reduce", "mask decoder", 4 * passes + 1, num_bytes
-    yield "all-reduce", "head", 1, masked
+        num_bytes = 4 * passes * selected * _token_bytes(config) + _hidden_bytes(config)
+        name = "last layer" if is_task_head(model) else "mask decoder"
+        yield "all-reduce", name, 4 * passes + 1, num_bytes
+    if not is_task_head(model):
+        yield "all-reduce", "head", 1, selected * _token_bytes(config)
 
 
 def data_parallel_traffic(config: RunConfig, dp_size: int, micro_batches: int) -> Iterator[Traffic]:

@@ -11,7 +11,13 @@ from typing import NamedTuple
 
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.parallelize.plan import vocabulary_rows
-from megatron_deberta.model.flops import BACKWARD_FACTOR, forward_flops, recomputed_flops
+from megatron_deberta.model.flops import (
+    BACKWARD_FACTOR,
+    forward_flops,
+    is_task_head,
+    recomputed_flops,
+)
+from megatron_deberta.tasks.task import load_task
 
 
 class RankFlops(NamedTuple):
@@ -23,8 +29,22 @@ class RankFlops(NamedTuple):
     """Recomputed in backward under ``parallel.recompute=full``."""
 
 
+def rows_per_sample(config: RunConfig) -> int:
+    """Return the number of rows per sample: 1, but in multiple choice the task's choices."""
+    if config.model.head != "choices":
+        return 1
+    return max(1, len(load_task(config.finetune.task).labels))
+
+
+def micro_batch_rows(config: RunConfig) -> int:
+    """Return the number of rows per forward pass."""
+    return config.train.micro_batch_size * rows_per_sample(config)
+
+
 def masked_tokens(config: RunConfig) -> int:
-    """Return the number of tokens per micro batch at which decoder and head run."""
+    """Return the number of tokens per micro batch at which mask decoder and vocabulary run."""
+    if is_task_head(config.model):
+        return 0
     masked = round(config.objective.mask_probability * config.data.sequence_length)
     return config.train.micro_batch_size * masked
 
@@ -33,18 +53,20 @@ def rank_flops(config: RunConfig) -> RankFlops:
     """Count by formula; every rank of a layer has the same count, padding included.
 
     Layers, position projections, convolution and vocabulary are split over tensor-parallel ranks;
-    the transform before the vocabulary runs on each of them.
+    the transform before the vocabulary and the heads of labelled tasks run on each of them.
 
     Args:
         config: the run.
     """
     tp_size, length = config.parallel.tensor_parallel_size, config.data.sequence_length
-    rows = config.train.micro_batch_size
+    rows = micro_batch_rows(config)
     tokens, masked = rows * length, masked_tokens(config)
     padded = vocabulary_rows(config.model.vocab_size, tp_size) * tp_size
     model = replace(config.model, vocab_size=padded)
-    whole = tokens * forward_flops(model, length, rows, masked / tokens).total
-    transform = masked * 2.0 * model.hidden_size**2
-    forward = (whole - transform) / tp_size + transform
+    parts = forward_flops(model, length, rows, masked / tokens)
+    whole, replicated = tokens * parts.total, masked * 2.0 * model.hidden_size**2
+    if is_task_head(model):
+        replicated = tokens * parts.head
+    forward = (whole - replicated) / tp_size + replicated
     again = tokens * recomputed_flops(model, length, rows, config.parallel.recompute) / tp_size
     return RankFlops(forward, BACKWARD_FACTOR * forward, again)

@@ -14,8 +14,11 @@ from torch import Tensor
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from benchmarks.planning.memory import table
+from benchmarks.planning.ranks import task_batch
 from megatron_deberta.config import load_config
 from megatron_deberta.config.schema import (
+    FinetuneConfig,
+    Head,
     ModelConfig,
     ObjectiveConfig,
     ParallelConfig,
@@ -23,7 +26,8 @@ from megatron_deberta.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from megatron_deberta.data.batch import Batch
+from megatron_deberta.config.task_head import with_task_head
+from megatron_deberta.data.batch import Batch, TaskBatch
 from megatron_deberta.distributed.parallelize import build_model
 from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.engine.factory import build_engine
@@ -66,7 +70,9 @@ def run_config(model: ModelConfig, recompute: Any, dtype: Any = "fp32") -> RunCo
     return replace(config, data=replace(config.data, sequence_length=128))
 
 
-def batch(config: RunConfig) -> tuple[Batch, DropoutSeeds]:
+def batch(config: RunConfig) -> tuple[Batch | TaskBatch, DropoutSeeds]:
+    if config.model.head != "mlm":
+        return task_batch(config, "cpu")
     rows, length = config.train.micro_batch_size, config.data.sequence_length
     masked = torch.arange(round(0.15 * length)).expand(rows, -1).contiguous()
     ids = torch.randint(5, config.model.vocab_size, (rows, length))
@@ -101,6 +107,21 @@ def total(tracker: MemTracker, moment: str) -> int:
 @pytest.mark.parametrize("name", MODELS)
 def test_peak_of_the_real_model(name: str, recompute: Any) -> None:
     config = run_config(MODELS[name], recompute)
+    estimate = estimate_memory(config, 1, attention="chunked", device_type="cpu")
+    predicted = estimate.activations + estimate.vocabulary + estimate.workspace
+    assert predicted == pytest.approx(measured(config), rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("head", ["classification", "spans", "choices"])
+def test_peak_of_fine_tuning(head: Head, recompute: Any) -> None:
+    labels = ("no", "yes") if head == "classification" else ()
+    config = run_config(with_task_head(MODELS["1.5B-like"], head, labels), recompute)
+    config = replace(config, objective=ObjectiveConfig(name=head))
+    # Two samples of four choices.
+    if head == "choices":
+        config = replace(config, train=TrainConfig(micro_batch_size=2))
+        config = replace(config, finetune=FinetuneConfig(task="race"))
     estimate = estimate_memory(config, 1, attention="chunked", device_type="cpu")
     predicted = estimate.activations + estimate.vocabulary + estimate.workspace
     assert predicted == pytest.approx(measured(config), rel=TOLERANCE)

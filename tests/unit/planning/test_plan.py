@@ -121,6 +121,33 @@ def test_command_prints_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Predicted, not measured" in shown
 
 
+def test_fine_tuning_is_planned_by_task(
+    capsys: pytest.CaptureFixture[str], large: RunConfig
+) -> None:
+    common = ["--json", "--layouts", "0", "--world-size", "16", "--settings", "release_xlarge"]
+    mnli = plan_json(capsys, *common, "--task", "mnli", "--examples", "392702")
+    assert mnli["batch"]["micro_batch_size"] == 4  # 64 examples over 16 ranks
+    assert mnli["parameters"] < make_plan(large, DGX2, 256, search=False).parameters
+    # 3 epochs of 6,136 steps
+    assert mnli["days"] * 86400 == pytest.approx(18408 * mnli["step_seconds"]["total"])
+    short = plan_json(
+        capsys, *common, "--task", "mnli", "--examples", "392702", "--row-tokens", "48"
+    )
+    assert short["memory_bytes"] == mnli["memory_bytes"]
+    # As docs/planning.md says.
+    hours = [24 * plan["days"] for plan in (mnli, short)]
+    assert hours == pytest.approx([1.4, 0.7], abs=0.05)
+    assert mnli["memory_bytes"]["selective"]["total"] == pytest.approx(13.0e9, rel=0.01)
+    # Every question of RACE is four rows.
+    race = plan_json(capsys, *common, "--task", "race", "--examples", "87866")
+    assert 24 * race["days"] == pytest.approx(2.9, abs=0.05)
+    assert race["memory_bytes"]["selective"]["total"] == pytest.approx(13.5e9, rel=0.01)
+    rows, length = 4 * 48, 320
+    assert race["flops_per_step"] == pytest.approx(rows * length * race["flops_per_token"])
+    assert main(["plan", str(RUNS / "1.5b_dgx2.yaml"), "--task", "mnli"]) == EXIT_USAGE
+    assert "--task needs --examples" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
