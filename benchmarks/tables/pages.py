@@ -70,6 +70,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "peers": _of(step.comparison, "peers"),
     "disentanglement": _of(step.comparison, "disentanglement"),
     "profile": _of(step.profile, "profile"),
+    "finetune-speed": _of(step.finetune, "finetune_speed"),
     "large-step": _of(step.large_step, "large_step"),
     "same-batches": _of(learn.same_batches, "same_batches"),
     "learn": _of(learn.learn, "learn"),

@@ -94,6 +94,42 @@ def large_step(record: Result) -> str:
     return markdown(header, rows) + place(record)
 
 
+FINETUNE_TITLES = {
+    "ours": "ours",
+    "ours_deepspeed": "ours, DeepSpeed",
+    "group_by_length": "`Trainer`, `group_by_length`",
+    "random": "`Trainer`, random rows",
+}
+
+
+def finetune(record: Result) -> str:
+    """Fine-tuning steps against transformers' Trainer."""
+    header = ("task", "side", "s per step", "our speed / theirs", "by processor time", "required",
+              "goal", "tokens per batch", "padding per batch", "peak memory, GiB")  # fmt: skip
+    cells = []
+    for row in record["results"]:
+        for name, side in row["sides"].items():
+            ratios = [
+                f"{row[key][name]:.2f}" if name in row[key] else ""
+                for key in ("speedup", "cpu_speedup", "required", "goal")
+            ]
+            title = (
+                f"{row['name']}, {row['layers']} layers, rows of {row['row_length']['mean']:.0f}"
+            )
+            cells.append((
+                title if name == "ours" else "", FINETUNE_TITLES[name],
+                f"{side['seconds_per_step']:.3g}", *ratios,
+                f"{side['tokens_per_batch']:,.0f}", f"{side['padding_per_batch']:,.1f}",
+                gib(side["peak_bytes"]),
+            ))  # fmt: skip
+    places = {
+        f"{row['hardware']}, {row['cores']} cores, torch {row['torch']}, transformers "
+        f"{row['transformers']}, threads: {row['threads']}, load {row['load']}"
+        for row in record["results"]
+    }
+    return markdown(header, cells) + f"\n({'; '.join(sorted(places))}.)\n"
+
+
 def _number(side: dict[str, Any], key: str, form: str, unit: float = 1.0) -> str:
     return form.format(side[key] / unit) if key in side else UNMEASURED
 
