@@ -109,6 +109,8 @@ def run(args: argparse.Namespace) -> int:
     world_size = args.world_size
     if world_size is None:
         world_size = max(1, config.cluster.nodes) * machine.ranks_per_node
+    if not args.task and (args.examples or args.row_tokens or args.settings):
+        raise ConfigError("--examples, --row-tokens and --settings need --task NAME")
     if args.task:
         config = _task_config(config, args, overrides, world_size)
     plan = make_plan(config, machine, world_size, search=args.layouts > 0)

@@ -154,6 +154,7 @@ def test_fine_tuning_is_planned_by_task(
         (["--world-size", "96"], ["train.global_batch_size=2048", "1536, 2304"]),
         (["--world-size", "100"], ["--world-size 100", "96 or 112"]),
         (["--world-size", "0"], ["--world-size 0"]),
+        (["--examples", "5"], ["need --task NAME"]),
         (["--device", "V1000"], ["V1000", "did you mean v100?"]),
         (["--achieved", "40"], ["--achieved 40"]),
         (["precision.dtype=bf16"], ["precision.dtype=bf16", "fp16 or fp32"]),
