@@ -1,7 +1,7 @@
 """Predict the examples of a task with a fine-tuned model.
 
 MODEL is the run or checkpoint of `finetune`, or an export of it; of a run, the best checkpoint is
-used. Writes one JSON object per example: id, prediction and probabilities. With --leaderboard, it
+used. Writes one JSON object per example: id, value and probabilities. With --leaderboard, it
 also writes the files of the task's leaderboard (GLUE, SuperGLUE, SQuAD, CoNLL), or else the same
 objects. Several ranks divide the examples under torchrun or srun, and rank 0 writes.
 
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
             predictions = predict(
                 task, examples, split.encoded, outputs, null_threshold=args.null_threshold
             )
-            lines = json_lines(task, predictions)
+            lines = json_lines(predictions)
             if args.leaderboard:
                 folder = Path(args.leaderboard)
                 write_predictions(task, args.split, examples, predictions, folder)

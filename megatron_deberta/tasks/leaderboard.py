@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +18,9 @@ from megatron_deberta.tasks.task import TaskConfig
 Files = dict[str, bytes]
 
 
-def json_lines(task: TaskConfig, predictions: Sequence[Prediction]) -> bytes:
-    """Return one JSON object per example.
-
-    ``id`` and ``prediction``; with classes or choices also ``probabilities``, with unanswerable
-    questions ``null_score``, and with groups of examples ``group``.
-    """
-    objects = []
-    for prediction in predictions:
-        entry: dict[str, Any] = {"id": prediction.id, "prediction": prediction.value}
-        if prediction.probabilities:
-            entry["probabilities"] = prediction.probabilities
-        if task.unanswerable:
-            entry["null_score"] = prediction.null_score
-        if prediction.group:
-            entry["group"] = prediction.group
-        objects.append(entry)
-    return _json_lines(objects)
+def json_lines(predictions: Sequence[Prediction]) -> bytes:
+    """Return one JSON object per example with the fields of `Prediction`."""
+    return _json_lines(asdict(prediction) for prediction in predictions)
 
 
 def write_predictions(
@@ -147,7 +134,7 @@ def _conll(
 def _plain(
     task: TaskConfig, name: str, examples: Sequence[Example], predictions: Sequence[Prediction]
 ) -> Files:
-    return {_with_suffix(name, ".jsonl"): json_lines(task, predictions)}
+    return {_with_suffix(name, ".jsonl"): json_lines(predictions)}
 
 
 _FORMATS: Mapping[

@@ -134,8 +134,7 @@ def test_the_best_checkpoint_is_kept_and_used(
     # Without a leaderboard of its own the task has the same file there.
     assert submission.read_bytes() == output.read_bytes()
     predictions = [json.loads(line) for line in output.read_text().splitlines()]
-    assert {tuple(p) for p in predictions} == {("id", "prediction", "probabilities")}
-    assert {p["prediction"] for p in predictions} <= {"good", "bad"}
+    assert {p["value"] for p in predictions} <= {"good", "bad"}
     assert len(predictions) == 5
 
     # The fine-tuned model starts another run; its head is taken over.
@@ -162,13 +161,13 @@ def test_two_ranks_predict_as_one(tmp_path: Path, finetune: Finetune, data: Path
     ]
     assert [rank.wait(TIMEOUT) for rank in ranks] == [EXIT_DONE, EXIT_DONE]
     # Rank 1 writes nothing, not even to standard output.
-    assert "prediction" not in (tmp_path / "1.log").read_text()
+    assert "probabilities" not in (tmp_path / "1.log").read_text()
     expected, found = (
         [json.loads(line) for line in path.read_text().splitlines()] for path in (alone, together)
     )
     assert len(expected) == 5
     for one, other in zip(expected, found, strict=True):
-        assert (one["id"], one["prediction"]) == (other["id"], other["prediction"])
+        assert (one["id"], one["value"]) == (other["id"], other["value"])
         assert one["probabilities"] == pytest.approx(other["probabilities"], abs=1e-6)
 
 
