@@ -32,6 +32,7 @@ from megatron_deberta.distributed.parallelize import build_model
 from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.model import DropoutSeeds
+from megatron_deberta.model.flops import is_task_head
 from megatron_deberta.planning.memory import estimate_memory, largest_micro_batch
 from megatron_deberta.train.setup import DTYPES
 
@@ -71,7 +72,7 @@ def run_config(model: ModelConfig, recompute: Any, dtype: Any = "fp32") -> RunCo
 
 
 def batch(config: RunConfig) -> tuple[Batch | TaskBatch, DropoutSeeds]:
-    if config.model.head != "mlm":
+    if is_task_head(config.model):
         return task_batch(config, "cpu")
     rows, length = config.train.micro_batch_size, config.data.sequence_length
     masked = torch.arange(round(0.15 * length)).expand(rows, -1).contiguous()
