@@ -78,11 +78,11 @@ class Case:
 
 CASES = {
     "sst2": Case(
-        "sst2", "glue/SST-2", 256, 32,
+        "sst2", "glue/SST-2", 800, 32,
         {"group_by_length": 1.0, "random": 1.2}, {"group_by_length": 1.3, "random": 1.6},
     ),
     "policyqa": Case(
-        "policyqa", "qa", 24, 8,
+        "policyqa", "qa", 200, 8,
         {"group_by_length": 1.35, "random": 1.35}, {"group_by_length": 1.6, "random": 1.6},
     ),
 }  # fmt: skip
@@ -239,6 +239,7 @@ def main() -> None:
     parser.add_argument("tasks", nargs="+", choices=CASES, help="tasks to measure")
     parser.add_argument("--data", type=Path, required=True, help="folder of the tasks' folders")
     parser.add_argument("--tokenizer", required=True, help="of at most 32,128 tokens")
+    parser.add_argument("--examples", type=int, help="rows of an epoch come from so many examples")
     parser.add_argument("--epochs", type=int, default=4, help="turns; the first is not counted")
     parser.add_argument("--layers", type=int, default=LAYERS, help="of the model")
     parser.add_argument(
@@ -249,14 +250,16 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     for name in args.tasks:
-        work = prepare(CASES[name], args.data, args.tokenizer, args.epochs, args.layers)
+        case = replace(CASES[name], examples=args.examples or CASES[name].examples)
+        work = prepare(case, args.data, args.tokenizer, args.epochs, args.layers)
         if args.side:
             SIDES[args.side](work)
             return
         arguments = [
             f"--{key}={getattr(args, key)}" for key in ("epochs", "layers", "tokenizer", "threads")
         ]
-        row = measure(CASES[name], work, [*arguments, "--data", str(args.data.resolve())])
+        arguments += [f"--data={args.data.resolve()}", f"--examples={case.examples}"]
+        row = measure(case, work, arguments)
         merge(args.output, row)
         print(json.dumps(row["speedup"]), flush=True)
 
