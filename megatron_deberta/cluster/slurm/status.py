@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import time
 from collections.abc import Mapping, Sequence
@@ -288,7 +289,8 @@ def next_command(
         export = shlex.quote(f"exports/{folder.name}")
         return f"megatron-deberta convert --checkpoint {run_dir} --to hf --output {export}"
     if over and logs and ends and ends[-1] not in (EXIT_DONE, EXIT_REQUEUE, EXIT_INTERRUPTED):
-        return f"megatron-deberta logs {run_dir}"
+        named = re.search(r"rank ([1-9]\d*) on ", over)
+        return f"megatron-deberta logs {run_dir}" + (f" --rank {named[1]}" if named else "")
     if (folder / SUBMISSIONS).exists():
         return f"megatron-deberta submit {config} --cluster PROFILE"
     if logs:

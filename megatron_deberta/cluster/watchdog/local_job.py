@@ -56,11 +56,11 @@ def run_local_job(config: RunConfig, arguments: Sequence[str], ranks: int, resta
             return code
         diagnosis = ReportStore(run_dir, attempt).diagnose(1)
         error = last_error(plan.logs / f"rank_{_first_failed(diagnosis)}.log") if code else ""
-        reason = diagnosis.reason if diagnosis else ""
-        decision = history.decide(code, ": ".join(filter(None, (reason, error))))
+        reason = ": ".join(filter(None, (diagnosis.reason if diagnosis else "", error)))
+        decision = history.decide(code, reason)
         startup_error = "" if _has_stepped(run_dir, attempt) else error
         if decision.continues and same_error(startup_error, former_error):
-            repeated = f"two starts failed before the first step with the same error: {error}"
+            repeated = f"two starts failed before the first step with the same error: {reason}"
             decision = Decision(False, EXIT_NEVER_REQUEUE, repeated)
         former_error = startup_error
         # 75: a signal to this process asked for the end; its sender starts it again.

@@ -110,7 +110,8 @@ def test_a_start_that_fails_twice_alike_is_not_tried_again(
     assert "rank 1 on here ended with 1 in start-up at step 0: ValueError: port 1" in caplog.text
     reason = JobHistory(tmp_path).end_reason()
     assert reason == (
-        "two starts failed before the first step with the same error: ValueError: port 2 at 0x7f2"
+        "two starts failed before the first step with the same error: rank 1 on here ended with 1 "
+        "in start-up at step 0: ValueError: port 2 at 0x7f2"
     )
 
 

@@ -275,7 +275,9 @@ def test_last_event_and_next_command(
     history.append("end", **failed, code=1, reason="rank 1 on node1 was killed by signal 9")
     event, command = last_rows()
     assert event.endswith(": ended: rank 1 on node1 was killed by signal 9")
-    assert command == f"megatron-deberta logs {run_dir}"
+    assert command == f"megatron-deberta logs {run_dir} --rank 1"
+    history.append("end", **failed, code=93, reason="3 consecutive job attempts made no progress")
+    assert last_rows()[1] == f"megatron-deberta logs {run_dir}"
     history.append("end", **failed, code=75, reason="stopped with a checkpoint")
     assert last_rows()[1].startswith("megatron-deberta launch ")
     history.append("end", **failed, code=130, reason="stopped by Ctrl-C")
