@@ -137,18 +137,12 @@ def gather(run_dir: str | os.PathLike[str], *, ask_slurm: bool = True) -> RunSta
     holder = present_holder(folder)
     is_alive = bool(holder or jobs)
     has_eta = not over and (is_alive or history.is_running())
-    saved = checkpoint_time(folder)
     activity = Activity(
         holder=holder,
         is_lost=is_lost(folder),
         ended=how_ended(folder),
         state=state if jobs else "" if state == NOT_QUEUED else None,
-        last_progress=max(
-            saved or 0.0,
-            metrics.stat().st_mtime if metrics.exists() else 0.0,
-            *(event["time"] for event in events if event["event"] == "start"),
-            _locked_since(folder),
-        ),
+        last_progress=_last_progress(folder, events),
         record_seconds=_record_seconds(records, target),
     )
     condition = find_condition(folder, events, over, activity, _cluster_config(folder))
@@ -161,7 +155,7 @@ def gather(run_dir: str | os.PathLike[str], *, ask_slurm: bool = True) -> RunSta
         holder=holder,
         step=step,
         committed_step=history.committed_step(),
-        checkpoint_time=saved,
+        checkpoint_time=checkpoint_time(folder),
         target_step=target,
         skipped_updates=skipped,
         rollbacks=rollbacks,
@@ -176,12 +170,27 @@ def gather(run_dir: str | os.PathLike[str], *, ask_slurm: bool = True) -> RunSta
         faults=count_faults(events),
         over=over,
         slow_ranks=slow_ranks(events),
-        bad_nodes=tuple(
-            f"{failure.node}, since {_local_time(failure.time)}: {failure.reason}"
-            for failure in BadNodes(folder, bad_node_hours(folder)).current().values()
-        ),
+        bad_nodes=_bad_nodes(folder),
         last_event=last_event(folder, events),
         next_command=next_command(folder, events, over, is_alive=is_alive),
+    )
+
+
+def _last_progress(folder: Path, events: Sequence[Mapping[str, Any]]) -> float:
+    """Return when the run last made progress or started, in seconds since the epoch."""
+    metrics = folder / FILE_NAME
+    return max(
+        checkpoint_time(folder) or 0.0,
+        metrics.stat().st_mtime if metrics.exists() else 0.0,
+        *(event["time"] for event in events if event["event"] == "start"),
+        _locked_since(folder),
+    )
+
+
+def _bad_nodes(folder: Path) -> tuple[str, ...]:
+    return tuple(
+        f"{failure.node}, since {_local_time(failure.time)}: {failure.reason}"
+        for failure in BadNodes(folder, bad_node_hours(folder)).current().values()
     )
 
 
