@@ -13,7 +13,7 @@ import torch
 from megatron_deberta.hf.loading import build_model, open_trained_model
 
 run = open_trained_model(Path(sys.argv[1]), *sys.argv[3:])
-model = build_model(run.config, run.reader.tensor)
+model = build_model(*run.open())
 tokenizer = run.tokenizer
 
 ids = tokenizer.encode(sys.argv[2], parse_special=True)

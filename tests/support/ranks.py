@@ -34,7 +34,7 @@ import torch.distributed as dist
 from megatron_deberta.distributed.topology import ProcessGroups, build_grid, shutdown
 from tests.support.jobs import fork_server
 
-DEFAULT_TIMEOUT = 120.0
+DEFAULT_TIMEOUT = 240.0
 """Maximum seconds of a function on all ranks."""
 _GRACE_SECONDS = 1.0
 """Seconds to wait for the failures of other ranks."""
