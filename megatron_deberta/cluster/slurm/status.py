@@ -179,12 +179,9 @@ def gather(run_dir: str | os.PathLike[str], *, ask_slurm: bool = True) -> RunSta
 def _last_progress(folder: Path, events: Sequence[Mapping[str, Any]]) -> float:
     """Return when the run last made progress or started, in seconds since the epoch."""
     metrics = folder / FILE_NAME
-    return max(
-        checkpoint_time(folder) or 0.0,
-        metrics.stat().st_mtime if metrics.exists() else 0.0,
-        *(event["time"] for event in events if event["event"] == "start"),
-        _locked_since(folder),
-    )
+    starts: list[float] = [event["time"] for event in events if event["event"] == "start"]
+    recorded = metrics.stat().st_mtime if metrics.exists() else 0.0
+    return max(checkpoint_time(folder) or 0.0, recorded, _locked_since(folder), *starts)
 
 
 def _bad_nodes(folder: Path) -> tuple[str, ...]:
