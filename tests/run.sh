@@ -7,10 +7,9 @@
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-# Half of a test's time is waiting for processes to start and end, so two pytest workers for each core.
+# Half of a test's time is waiting for processes to start and end, so three pytest workers for two cores.
 # nproc would answer with OMP_NUM_THREADS where that is set.
-workers="$((2 * $(env -u OMP_NUM_THREADS nproc)))"
-workers="$((workers > 8 ? 8 : workers))"
+workers="$(($(env -u OMP_NUM_THREADS nproc) < 2 ? 1 : 3))"
 parallel=(-n "$workers" --dist loadfile --no-loadscope-reorder)
 case "${1:-}" in
   "") set -- "${parallel[@]}" -m "not slow" ;;

@@ -27,6 +27,7 @@ def wait_until(condition: Callable[[], bool], launcher: subprocess.Popen[str]) -
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_killed_rank_is_named_and_all_ranks_restart(
     run_yaml: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:

@@ -14,6 +14,7 @@ pytest.importorskip("triton", reason="the fused kernels are written in Triton")
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.slow
 def test_kernels_compile_within_their_limits(tmp_path: Path) -> None:
     # A process of its own: in this one the kernels may be the interpreter's.
     environment = {
