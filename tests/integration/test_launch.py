@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+import pytest
 
 from megatron_deberta.checkpoint.layout import committed_steps
 from megatron_deberta.cli.main import main
