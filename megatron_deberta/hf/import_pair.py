@@ -54,7 +54,7 @@ def import_pair(
     allow_pickle: bool = False,
     seed: int = 0,
 ) -> ImportResult:
-    """Write checkpoint, tokenizer and run file to ``output``, published only when complete.
+    """Import a discriminator and its generator as a checkpoint, a tokenizer and a run file.
 
     The checkpoint shares embeddings by ``gdes``: the delta is the difference of the two tables.
 

@@ -22,7 +22,7 @@ from megatron_deberta.model.heads import MaskedLanguageModelHead, NextSentenceHe
 from megatron_deberta.model.layers import Layer
 from megatron_deberta.model.mask_decoder import EnhancedMaskDecoder, gather_tokens
 from megatron_deberta.model.tp_hooks import SequenceExit, TokenLayout
-from megatron_deberta.model.weight_init import draw_seed, fill_initial
+from megatron_deberta.model.weight_init import init_parameters
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,6 @@ class DebertaBackbone(nn.Module):
     def _build_heads(self, config: ModelConfig) -> None:
         """Add the modules of a subclass; weights are initialised afterwards."""
 
-    @torch.no_grad()
     def init_weights(self, seed: int | None = None) -> None:
         """Initialise every parameter as a function of (seed, canonical name, element index).
 
@@ -111,11 +110,7 @@ class DebertaBackbone(nn.Module):
         Args:
             seed: as in the constructor.
         """
-        parameters = {n: p for n, p in self.named_parameters() if not p.is_meta}
-        if parameters and seed is None:
-            seed = draw_seed()
-        for name, parameter in parameters.items():
-            fill_initial(parameter, name, tuple(parameter.shape), self.config, seed or 0)
+        init_parameters(self, self.config, seed)
 
     def encode(
         self,

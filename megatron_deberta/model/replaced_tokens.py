@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from megatron_deberta.config.schema import ModelConfig
@@ -13,7 +12,7 @@ from megatron_deberta.model.deberta import DebertaBackbone, DebertaForPretrainin
 from megatron_deberta.model.dropout import DropoutSeeds
 from megatron_deberta.model.embeddings import SharedTokenEmbedding
 from megatron_deberta.model.heads import ReplacedTokenHead
-from megatron_deberta.model.weight_init import draw_seed, fill_initial
+from megatron_deberta.model.weight_init import init_parameters
 
 GENERATOR, DISCRIMINATOR = "generator.", "discriminator."
 """Prefixes of the canonical parameter names of the two models."""
@@ -103,11 +102,6 @@ class DebertaForReplacedTokens(nn.Module):
             )
         self.init_weights(seed)
 
-    @torch.no_grad()
     def init_weights(self, seed: int | None = None) -> None:
         """Initialise every parameter by its name, which includes the model's prefix."""
-        parameters = {n: p for n, p in self.named_parameters() if not p.is_meta}
-        if parameters and seed is None:
-            seed = draw_seed()
-        for name, parameter in parameters.items():
-            fill_initial(parameter, name, tuple(parameter.shape), self.config, seed or 0)
+        init_parameters(self, self.config, seed)

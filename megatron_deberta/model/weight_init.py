@@ -10,7 +10,7 @@ import math
 import zlib
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.ops.dropout_bits import mix_seed
@@ -75,3 +75,19 @@ def standard_normal(bits: Tensor) -> Tensor:
     angle_bits = (bits >> 16) & 0xFFFFFF
     radius = torch.sqrt(-2.0 * torch.log((radius_bits.double() + 0.5) / (1 << 24)))
     return radius * torch.cos(2.0 * math.pi * (angle_bits.double() + 0.5) / (1 << 24))
+
+
+@torch.no_grad()
+def init_parameters(module: nn.Module, config: ModelConfig, seed: int | None) -> None:
+    """Initialise all parameters of an unsharded model; those on the ``meta`` device are skipped.
+
+    Args:
+        module: the model.
+        config: its architecture.
+        seed: as in `fill_initial`; None: drawn from torch's default generator.
+    """
+    parameters = {n: p for n, p in module.named_parameters() if not p.is_meta}
+    if parameters and seed is None:
+        seed = draw_seed()
+    for name, parameter in parameters.items():
+        fill_initial(parameter, name, tuple(parameter.shape), config, seed or 0)

@@ -139,6 +139,17 @@ class MaskedLanguageModel(DebertaForPretraining):
         return (*sums, pair_loss, (pair_logits.argmax(-1) == is_random).sum())
 
 
+def masked_metrics(tokens: Mean) -> dict[str, float]:
+    """Return loss, perplexity and accuracy per masked token, and the number of tokens."""
+    return {
+        "loss": tokens.loss,
+        # inf where exp overflows
+        "perplexity": math.exp(tokens.loss) if tokens.loss < 700 else math.inf,
+        "masked_accuracy": tokens.accuracy,
+        "num_targets": tokens.num_targets,
+    }
+
+
 class MaskedLanguageModelling(Objective):
     """Masked language modelling, plus next-sentence prediction where rows are pairs."""
 
@@ -161,15 +172,7 @@ class MaskedLanguageModelling(Objective):
         self, means: Sequence[Mean], counts: Mapping[str, int] = NO_COUNTS
     ) -> dict[str, float]:
         """Return loss, perplexity and accuracy per masked token, and those of pairs."""
-        tokens = means[0]
-        metrics: dict[str, float] = {
-            "loss": tokens.loss,
-            # inf where exp overflows
-            "perplexity": math.exp(tokens.loss) if tokens.loss < 700 else math.inf,
-            "masked_accuracy": tokens.accuracy,
-            "num_targets": tokens.num_targets,
-        }
-        return metrics | self.step_metrics(means)
+        return masked_metrics(means[0]) | self.step_metrics(means)
 
     def describe(self, metrics: dict[str, float]) -> str:
         """Format the metrics of a validation as one line."""

@@ -7,7 +7,6 @@ loss covers all tokens but padding.
 
 from __future__ import annotations
 
-import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -24,7 +23,7 @@ from megatron_deberta.model.dropout import site_id
 from megatron_deberta.model.flops import training_flops_per_token
 from megatron_deberta.model.replaced_tokens import DebertaForReplacedTokens
 from megatron_deberta.model.sampling import GumbelMax
-from megatron_deberta.objectives.mlm import IGNORED_LABEL, MaskedBatch, TokenLoss
+from megatron_deberta.objectives.mlm import IGNORED_LABEL, MaskedBatch, TokenLoss, masked_metrics
 from megatron_deberta.objectives.objective import NO_COUNTS, LossPart, Mean, Objective
 
 # Separate the noise of the samples, and the discriminator's dropout, from the generator's dropout.
@@ -197,15 +196,8 @@ class ReplacedTokenDetection(Objective):
     def validation_metrics(
         self, means: Sequence[Mean], counts: Mapping[str, int] = NO_COUNTS
     ) -> dict[str, float]:
-        """Return the generator's metrics of masked language modelling, and the discriminator's."""
-        generator = means[0]
-        metrics: dict[str, float] = {
-            "loss": generator.loss,
-            "perplexity": math.exp(generator.loss) if generator.loss < 700 else math.inf,
-            "masked_accuracy": generator.accuracy,
-            "num_targets": generator.num_targets,
-        }
-        return metrics | self.step_metrics(means, counts)
+        """Return the generator's metrics per masked token and the discriminator's per token."""
+        return masked_metrics(means[0]) | self.step_metrics(means, counts)
 
     def describe(self, metrics: dict[str, float]) -> str:
         """Format the metrics of a validation as one line."""

@@ -40,7 +40,7 @@ class PairedMetric(Protocol):
         """
 
     def swapped(self, other: Self, mask: npt.NDArray[np.bool_]) -> Floats:
-        """Return the metric with some predictions replaced, float64 ``[C]``.
+        """Return the metric after replacing some predictions by another run's, float64 ``[C]``.
 
         Args:
             other: another run on the same units.

@@ -62,7 +62,7 @@ class StopRequest:
 
     @property
     def exit_code(self) -> int:
-        """Exit code of a search that was stopped."""
+        """Exit code of the search after the first signal."""
         return EXIT_INTERRUPTED if self.numbers[0] == signal.SIGINT else EXIT_REQUEUE
 
 
@@ -157,7 +157,7 @@ def visible_gpus() -> list[str]:
 
 @contextmanager
 def stop_signals() -> Iterator[StopRequest]:
-    """Record SIGINT and SIGTERM instead of ending at once."""
+    """Record SIGINT and SIGTERM; the first one does not end the process."""
     stop = StopRequest()
 
     def record(number: int, frame: FrameType | None) -> None:
