@@ -84,6 +84,12 @@ def _export(args: argparse.Namespace) -> int:
 
     trained = open_trained_model(Path(args.checkpoint), args.tokenizer)
     config, weights = trained.open("discriminator")
+    if config.head == "autoregressive":
+        raise ConfigError(
+            f"{args.checkpoint} was trained with objective.name=autoregressive, for which "
+            "transformers has no DeBERTa class; use megatron-deberta generate, or pretrain with "
+            "objective.name=mlm+ar"
+        )
     export = export_model(
         config,
         weights,

@@ -1,19 +1,24 @@
-"""Compute a task's metrics with a fine-tuned model, or BLiMP's accuracies with a pretrained one.
+"""Compute a task's metrics, BLiMP's accuracies, or the perplexity of a text.
 
 MODEL is the run or checkpoint of `finetune`, or an export of it; of a run, the best checkpoint is
 used. Several ranks divide the examples under torchrun or srun. The task `blimp` scores minimal
-pairs of sentences by the pseudo-log-likelihood of a pretrained run, checkpoint, export or release:
-a pair is correct if its acceptable sentence has the higher one.
+pairs of sentences by the pseudo-log-likelihood of a pretrained run, checkpoint, export or release
+(of an autoregressive model, the log-likelihood): a pair is correct if its acceptable sentence has
+the higher one. The task `perplexity` measures a text file such as WikiText-103's by word; the end
+of each line counts as a word.
 
 Examples:
   megatron-deberta evaluate sst2 --model runs/sst2 --data glue/SST-2 --split dev
   megatron-deberta evaluate blimp --model runs/base --data blimp --limit 50 --output blimp.json
+  megatron-deberta evaluate perplexity --model runs/mt --data wiki.valid.tokens --stride 112
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,11 +31,21 @@ from megatron_deberta.text.deduplicate.progress import StageDisplay
 
 if TYPE_CHECKING:
     # These import torch, which --help does not need.
+    from megatron_deberta.finetune.perplexity import Perplexity
     from megatron_deberta.tasks.minimal_pairs import MinimalPairScores
     from megatron_deberta.train.pseudo_likelihood import Metric
 
 MINIMAL_PAIRS = "blimp"
-"""Name of the task that needs no fine-tuning."""
+PERPLEXITY = "perplexity"
+_OPTIONS = {
+    "split": None,
+    "limit": MINIMAL_PAIRS,
+    "metric": MINIMAL_PAIRS,
+    "form": PERPLEXITY,
+    "stride": PERPLEXITY,
+    "mask_every": PERPLEXITY,
+}
+"""Tasks of options; None: those that need fine-tuning."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,15 +62,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="blimp: mask each token in turn (original, the default), or also the later tokens "
         "of its word (Kauf and Ivanova 2023)",
     )  # fmt: skip
+    parser.add_argument(
+        "--form", choices=("autoregressive", "masked"),
+        help="perplexity: predict pieces from those before them, or masked ones from both sides "
+        "(default: autoregressive if the model was trained so)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--stride", type=number(int, 1), metavar="N",
+        help="perplexity: pieces scored per row of data.sequence_length tokens; the others are "
+        "context (default: a quarter)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--mask-every", type=number(int, 1), metavar="K",
+        help="perplexity, masked: mask one in K pieces at once (default 7)",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
     """Evaluate and print the metrics."""
-    if args.task == MINIMAL_PAIRS:
-        return _run_minimal_pairs(args)
-    for name in ("limit", "metric"):
-        if getattr(args, name) is not None:
-            raise ConfigError(f"--{name} is for the task {MINIMAL_PAIRS}, not for {args.task}")
+    own = args.task if args.task in (MINIMAL_PAIRS, PERPLEXITY) else None
+    for name, task in _OPTIONS.items():
+        if getattr(args, name) is not None and task != own:
+            owner = f"is for the task {task}, not for {args.task}"
+            reason = owner if task else f"{getattr(args, name)}: {args.task} has no splits"
+            raise ConfigError(f"--{name.replace('_', '-')} {reason}; remove it")
+    if own:
+        return (_run_minimal_pairs if own == MINIMAL_PAIRS else _run_perplexity)(args)
     from megatron_deberta.finetune.predict import open_predictor
     from megatron_deberta.tasks.scoring import score
 
@@ -74,19 +106,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_minimal_pairs(args: argparse.Namespace) -> int:
-    from megatron_deberta.distributed.environment import read_environment
     from megatron_deberta.finetune.minimal_pairs import evaluate_minimal_pairs
 
-    if args.split is not None:
-        raise ConfigError(f"--split {args.split}: {MINIMAL_PAIRS} has no splits; remove it")
     metric: Metric = args.metric or "original"
-    shows = read_environment().rank == 0
-    with StageDisplay(title="evaluate") as display:
-
-        def advance(done: int, total: int) -> None:
-            if shows:
-                display.advance(MINIMAL_PAIRS, total, done)
-
+    with _progress(MINIMAL_PAIRS) as advance:
         scores, is_first = evaluate_minimal_pairs(
             Path(args.model),
             args.data,
@@ -102,6 +125,66 @@ def _run_minimal_pairs(args: argparse.Namespace) -> int:
             content = json.dumps(as_json(scores, metric), indent=2) + "\n"
             write_atomically(Path(args.output), content.encode())
     return EXIT_DONE
+
+
+def _run_perplexity(args: argparse.Namespace) -> int:
+    from megatron_deberta.finetune.perplexity import evaluate_perplexity
+
+    with _progress(PERPLEXITY) as advance:
+        result, is_first = evaluate_perplexity(
+            Path(args.model),
+            args.data,
+            form=args.form,
+            stride=args.stride or 0,
+            mask_every=args.mask_every or 0,
+            tokenizer=args.tokenizer,
+            overrides=args.overrides,
+            advance=advance,
+        )
+    if is_first:
+        print(describe_perplexity(result))
+        if args.output:
+            content = json.dumps(perplexity_as_json(result), indent=2) + "\n"
+            write_atomically(Path(args.output), content.encode())
+    return EXIT_DONE
+
+
+@contextmanager
+def _progress(stage: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a progress bar on rank 0; yields the function that advances it."""
+    from megatron_deberta.distributed.environment import read_environment
+
+    shows = read_environment().rank == 0
+    with StageDisplay(title="evaluate") as display:
+
+        def advance(done: int, total: int) -> None:
+            if shows:
+                display.advance(stage, total, done)
+
+        yield advance
+
+
+def describe_perplexity(result: Perplexity) -> str:
+    """Format a result with how it was measured."""
+    lines = [
+        f"{'per word':<14} {result.per_word:>12,.2f}   {result.num_words:,} words",
+        f"{'per piece':<14} {result.per_piece:>12,.2f}   {result.num_pieces:,} pieces, "
+        f"{result.num_unknown:,} of them [UNK]",
+        f"{'bits per byte':<14} {result.bits_per_byte:>12.4f}   {result.num_bytes:,} bytes",
+        f"{result.form}, rows of {result.sequence_length:,} tokens, stride {result.stride:,}"
+        + (f", one in {result.mask_every} masked" if result.mask_every else ""),
+    ]
+    return "\n".join(lines)
+
+
+def perplexity_as_json(result: Perplexity) -> dict[str, object]:
+    """Return a result as JSON values."""
+    return {
+        "perplexity_per_word": result.per_word,
+        "perplexity_per_piece": result.per_piece,
+        "bits_per_byte": result.bits_per_byte,
+        **asdict(result),
+    }
 
 
 def describe(scores: MinimalPairScores) -> str:

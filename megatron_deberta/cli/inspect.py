@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,13 +29,17 @@ from megatron_deberta.config.phases import segments
 from megatron_deberta.data.build import (
     Corpora,
     Phase,
+    form_targets,
     open_corpora,
+    step_forms,
     tokenizer_path,
     training_phases,
 )
+from megatron_deberta.data.collate import Targets
 from megatron_deberta.data.dataset.index_cache import IndexCache
 from megatron_deberta.data.dataset.rows import Row, RowBatch
-from megatron_deberta.data.masking import MaskedRows, Masker
+from megatron_deberta.data.forms import StepForms
+from megatron_deberta.data.masking import MaskedRows
 from megatron_deberta.data.randomness import Purpose
 from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.errors import ConfigError
@@ -82,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     # Without a run, write no index files.
     cache = IndexCache(config.data.index_cache) if args.prefix else None
     corpora = open_corpora(config, vocabulary, config.data.verify_hashes, cache)
-    phases, maskers = _phases(config, vocabulary, corpora, cache)
+    phases, choosers = _phases(config, vocabulary, corpora, cache)
     statistics = [_Statistics(each.length) for each in phases]
     documents = sum(len(corpus) for corpus in corpora.train)
     tokens = sum(corpus.num_tokens for corpus in corpora.train)
@@ -95,34 +100,50 @@ def run(args: argparse.Namespace) -> int:
         place = max(n for n, each in enumerate(phases) if each.first <= sample[0])
         batch = phases[place].rows.rows(sample)
         mask_ids = sample if batch.mask_ids is None else batch.mask_ids
-        masked = maskers[place](batch.tokens, batch.sizes, mask_ids)
+        targets, is_causal = choosers[place](int(sample[0]))
+        masked = targets(batch.tokens, batch.sizes, mask_ids)
         if number < args.num_samples:
-            print(_describe(int(sample[0]), batch.row(0), masked))
-            print(_marked_text(masked, batch.row(0), tokenizer))
+            form = ", autoregressive" * is_causal
+            print(_describe(int(sample[0]), batch.row(0), masked) + form)
+            print(_marked_text(masked, batch.row(0), tokenizer, is_causal))
         if number < args.statistics:
-            statistics[place].add(masked, batch, vocabulary)
+            statistics[place].add(masked, batch, vocabulary, is_causal)
     for each in statistics:
         # Every row has a first token.
         if each.tokens_at[0]:
             print(f"\nover {each.tokens_at[0]} samples:")
             print(each.report())
+        if each.autoregressive:
+            print(f"\n{each.autoregressive} autoregressive samples")
     return 0
 
 
 def _phases(
     config: RunConfig, vocabulary: Vocabulary, corpora: Corpora, cache: IndexCache | None
-) -> tuple[list[Phase], list[Masker]]:
-    """Return the rows of each part of a run, and what masks them."""
-    phases, maskers = [], []
+) -> tuple[list[Phase], list[_Chooser]]:
+    """Return the rows of each part of a run, and how their targets are chosen."""
+    phases, choosers = [], []
     for part in segments(config):
         if part.config.data.train != config.data.train:
             corpora = open_corpora(part.config, vocabulary, config.data.verify_hashes, cache)
         for phase in training_phases(part.config, vocabulary, corpora, part.stage):
-            seed, purpose = config.train.seed, Purpose.TRAINING_MASK
-            objective = part.config.objective
+            purpose = Purpose.TRAINING_MASK
+            targets = form_targets(part.config, vocabulary, phase.length, purpose)
             phases.append(phase._replace(first=max(phase.first, part.first_sample)))
-            maskers.append(Masker(objective, vocabulary, phase.length, seed, purpose))
-    return phases, maskers
+            choosers.append(_Chooser(targets, step_forms(part.config, part.first_sample)))
+    return phases, choosers
+
+
+class _Chooser(NamedTuple):
+    """Choice of the targets of the rows of each form."""
+
+    targets: list[Targets]
+    forms: StepForms
+
+    def __call__(self, sample: int) -> tuple[Targets, bool]:
+        """Return what chooses a sample's targets, and whether it is autoregressive."""
+        is_causal = self.forms.is_causal(sample)
+        return self.targets[-1 if is_causal else 0], is_causal
 
 
 def _describe(sample: int, row: Row, masked: MaskedRows) -> str:
@@ -160,9 +181,11 @@ def _config(args: argparse.Namespace) -> RunConfig:
     return config
 
 
-def _marked_text(masked: MaskedRows, row: Row, tokenizer: Tokenizer) -> str:
+def _marked_text(masked: MaskedRows, row: Row, tokenizer: Tokenizer, is_causal: bool) -> str:
     """Return the text; each document, or segment of a pair, begins a line with its number."""
     originals = dict(zip(masked.positions.tolist(), masked.labels.tolist(), strict=True))
+    if is_causal:
+        originals = {}
     names = {start: number for number, start in enumerate(row.document_starts)}
     parts = []
     for position, token in enumerate(masked.tokens.tolist()):
@@ -196,6 +219,7 @@ class _Statistics:
         spans: runs of adjacent targets, by length in pieces.
         parts: documents, or segments of pairs.
         labels: labels of pairs.
+        autoregressive: number of autoregressive rows, which count nowhere else.
     """
 
     length: int
@@ -205,13 +229,19 @@ class _Statistics:
     spans: Counter[int] = field(default_factory=Counter)
     parts: int = 0
     labels: Counter[int] = field(default_factory=Counter)
+    autoregressive: int = 0
 
     def __post_init__(self) -> None:
         self.targets_at = np.zeros(self.length, np.int64)
         self.tokens_at = np.zeros(self.length, np.int64)
 
-    def add(self, masked: MaskedRows, batch: RowBatch, vocabulary: Vocabulary) -> None:
+    def add(
+        self, masked: MaskedRows, batch: RowBatch, vocabulary: Vocabulary, is_causal: bool
+    ) -> None:
         """Count a row."""
+        if is_causal:
+            self.autoregressive += 1
+            return
         self.parts += int(batch.part_counts[0])
         if batch.is_random_next is not None:
             self.labels.update(batch.is_random_next.tolist())

@@ -58,7 +58,9 @@ COMMANDS: tuple[Command, ...] = (
     Command("launch", "pretrain with several ranks on this machine"),
     Command("finetune", "fine-tune a model on a labelled task"),
     Command("predict", "predict the examples of a task with a fine-tuned model"),
-    Command("evaluate", "compute a task's metrics with a fine-tuned model, or BLiMP's"),
+    Command(
+        "evaluate", "compute a task's metrics, BLiMP's, or the perplexity of a text"
+    ),
     Command("finetune-checkpoints", "score of a task against pretraining steps"),
     Command("search", "search hyper-parameters of a task over a grid and seeds"),
     Command("compare", "test whether two models differ on a task, over examples and seeds"),
@@ -72,6 +74,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("cancel", "cancel the jobs of a run"),
     Command("convert", "export to Hugging Face format, or import a published model"),
     Command("fill-mask", "predict the [MASK] tokens of a text"),
+    Command("generate", "continue a text with an autoregressive model"),
     Command("completion", "print a completion script for bash, zsh or fish"),
 )
 

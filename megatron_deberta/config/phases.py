@@ -29,7 +29,7 @@ PHASE_KEYS = frozenset(
     for section, keys in {
         "data": "train validation sequence_length packing attend_across_documents",
         "objective": "mask_probability mask_token_probability random_token_probability "
-        "max_span_words masking",
+        "max_span_words masking autoregressive_fraction",
         "optimizer": "learning_rate",
         "train": "global_batch_size micro_batch_size ramp_from ramp_increment ramp_steps "
         "ramp_tokens",

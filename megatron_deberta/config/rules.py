@@ -58,6 +58,7 @@ def _validate_alone(config: RunConfig) -> None:
     _check_pairs(config.model, config.data)
     _check_objective(config.objective)
     _check_head(config)
+    _check_forms(config)
     _check_replaced_tokens(config.model)
     _check_parallel(config.model, config.data, config.parallel)
     _check_precision(config.precision)
@@ -243,10 +244,10 @@ def _check_objective(objective: ObjectiveConfig) -> None:
 
 def _check_head(config: RunConfig) -> None:
     model, objective = config.model, config.objective
-    if model.head != objective.name:
+    if model.head != ("mlm" if objective.name == "mlm+ar" else objective.name):
         raise ConfigError(
             f"objective.name={objective.name} does not fit model.head={model.head}; use the same "
-            "for both"
+            "for both, or objective.name=mlm+ar with model.head=mlm"
         )
     if model.head in ("classification", "tokens") and len(model.labels) < 2:
         raise ConfigError(
@@ -266,6 +267,29 @@ def _check_head(config: RunConfig) -> None:
         raise ConfigError(
             f"finetune.task={config.finetune.task!r} does not fit model.head={model.head}; use "
             "megatron-deberta finetune, which sets both"
+        )
+
+
+def _check_forms(config: RunConfig) -> None:
+    objective, guard, model = config.objective, config.guard, config.model
+    if objective.causal_fraction and model.next_sentence_head:
+        raise ConfigError(
+            f"objective.name={objective.name} has no pairs of segments; set "
+            "model.next_sentence_head=false and data.packing=full_sentences"
+        )
+    if objective.name != "mlm+ar":
+        return
+    fraction = objective.autoregressive_fraction
+    if not 0 < fraction < 1:
+        raise ConfigError(
+            f"objective.autoregressive_fraction={fraction:g} has batches of one form only; use "
+            "objective.name=mlm or =autoregressive"
+        )
+    if guard.spike_sigmas and min(fraction, 1 - fraction) < 2 / guard.spike_warmup:
+        raise ConfigError(
+            f"objective.autoregressive_fraction={fraction:g} leaves the spike guard too few "
+            f"batches of one form among guard.spike_warmup={guard.spike_warmup}; set "
+            "guard.spike_sigmas=0"
         )
 
 
@@ -411,9 +435,9 @@ def _check_minimal_pairs(config: RunConfig) -> None:
         raise ConfigError(
             f"train.blimp_every={every} needs train.blimp_data; set the folder of BLiMP's files"
         )
-    if every and config.model.head != "mlm":
+    if every and config.model.head not in ("mlm", "autoregressive"):
         raise ConfigError(
-            f"train.blimp_every={every} needs a masked language model, but model.head="
+            f"train.blimp_every={every} needs a language model, but model.head="
             f"{config.model.head}; set it to 0"
         )
 

@@ -18,10 +18,19 @@ AttentionBackend = Literal["auto", "reference", "chunked", "triton"]
 NotifyEvent = Literal["ended", "stalled", "rollback", "node_lost", "deadline"]
 NOTIFY_EVENTS: tuple[str, ...] = get_args(NotifyEvent)
 Head = Literal[
-    "mlm", "rtd", "discriminator", "classification", "regression", "spans", "tokens", "choices"
+    "mlm",
+    "autoregressive",
+    "rtd",
+    "discriminator",
+    "classification",
+    "regression",
+    "spans",
+    "tokens",
+    "choices",
 ]
-PRETRAINING_HEADS: tuple[Head, ...] = ("mlm", "rtd")
-"""Heads, and so objectives, that are trained on text without labels."""
+ObjectiveName = Literal[Head, "mlm+ar"]
+PRETRAINING_HEADS: tuple[Head, ...] = ("mlm", "autoregressive", "rtd")
+"""Heads that are trained on text without labels."""
 AUTO = 0
 """Value of ``model.vocab_size: auto`` until the tokenizer is known."""
 
@@ -76,9 +85,9 @@ class ModelConfig:
     next_sentence_head: bool = False
     """Add a head on [CLS] that predicts whether the second segment follows the first."""
     head: Head = "mlm"
-    """Head of the model: ``mlm`` or ``rtd`` for pretraining, or that of a labelled task
-    (docs/finetuning.md), which ``finetune`` sets. ``discriminator``: one of the two models of
-    ``rtd``, in exports."""
+    """Head of the model: ``mlm``, ``autoregressive`` or ``rtd`` for pretraining, or that of a
+    labelled task (docs/finetuning.md), which ``finetune`` sets. ``discriminator``: one of the two
+    models of ``rtd``, in exports."""
     generator_layers: int = 0
     """``rtd``: layers of the generator, which has the discriminator's width; 0: half as many."""
     embedding_sharing: Literal["gdes", "es", "none"] = "gdes"
@@ -138,8 +147,11 @@ class DataConfig:
 class ObjectiveConfig:
     """Masked language modelling with dynamic span masking, or the loss of a labelled task."""
 
-    name: Head = "mlm"
-    """The training task; the same as ``model.head``."""
+    name: ObjectiveName = "mlm"
+    """The training task; the same as ``model.head``. ``mlm+ar`` (DeBERTa-MT), with ``model.head:
+    mlm``: masked and autoregressive batches."""
+    autoregressive_fraction: float = fraction(0.5)
+    """``mlm+ar``: fraction of the steps whose batch is autoregressive."""
     mask_probability: float = fraction(0.15)
     """Fraction of a row's tokens that are predicted."""
     mask_token_probability: float = fraction(0.8)
@@ -162,6 +174,12 @@ class ObjectiveConfig:
     """SiFT: divergence that the perturbation raises; always the squared error in regression."""
     sift_clean_gradient: bool = True
     """SiFT: the loss changes the prediction without perturbation too, as in the release."""
+
+    @property
+    def causal_fraction(self) -> float:
+        """Fraction of the steps whose batch is autoregressive."""
+        fractions = {"autoregressive": 1.0, "mlm+ar": self.autoregressive_fraction}
+        return fractions.get(self.name, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -89,10 +89,23 @@ class Batch(MicroBatch):
     token_type_ids: Tensor | None = None
     next_sentence_labels: Tensor | None = None
 
+    is_causal: ClassVar[bool] = False
+
     @property
     def num_targets(self) -> int:
         """Number of masked positions to predict; synchronizes with the device."""
         return int((self.masked_positions >= 0).sum())
+
+
+class CausalBatch(Batch):
+    """One micro batch of autoregressive rows.
+
+    ``masked_positions`` are the positions whose state predicts the next token, and ``labels`` these
+    tokens; nothing is masked.
+    """
+
+    __slots__ = ()
+    is_causal: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, slots=True)

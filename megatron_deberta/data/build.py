@@ -14,12 +14,13 @@ from megatron_deberta.config.phases import FIRST_STAGE, Stage
 from megatron_deberta.config.rules import short_samples
 from megatron_deberta.config.schema import DataConfig, RunConfig
 from megatron_deberta.data.batch import Batch
-from megatron_deberta.data.collate import BatchBuilder, Builder, PhasedBuilder
+from megatron_deberta.data.collate import BatchBuilder, Builder, PhasedBuilder, Targets
 from megatron_deberta.data.dataset.blend import BlendedRows
 from megatron_deberta.data.dataset.corpus import Corpus, open_shard, split_validation
 from megatron_deberta.data.dataset.index_cache import IndexCache
 from megatron_deberta.data.dataset.packing import PackedRows
 from megatron_deberta.data.dataset.rows import RowSource, ShiftedRows
+from megatron_deberta.data.forms import NextTokens, StepForms, TwoFormBuilder
 from megatron_deberta.data.loader import StepSampler, TrainLoader, ValidationLoader
 from megatron_deberta.data.masking import Masker
 from megatron_deberta.data.randomness import Purpose, mix64
@@ -198,7 +199,7 @@ def build_loaders(
         dp_size=dp_size,
     )
     train = TrainLoader(
-        _training_builder(config, vocabulary, corpora, stage),
+        _training_builder(config, vocabulary, corpora, stage, consumed_samples),
         sampler,
         consumed_samples,
         num_workers=config.data.num_workers,
@@ -233,12 +234,15 @@ def validation_loader(
         mix64(config.train.seed, 0),
         cache=corpora.cache,
     )
+    length = data.sequence_length
+    builder, *others = _builders(config, vocabulary, rows, length, Purpose.VALIDATION_MASK)
     return ValidationLoader(
-        _builder(config, vocabulary, rows, data.sequence_length, Purpose.VALIDATION_MASK),
+        builder,
         min(config.train.eval_steps * config.train.global_batch_size, rows.rows_per_epoch),
         config.train.micro_batch_size,
         dp_rank,
         dp_size,
+        tuple(others),
     )
 
 
@@ -303,10 +307,18 @@ def _training_rows(
 
 
 def _training_builder(
-    config: RunConfig, vocabulary: Vocabulary, corpora: Corpora, stage: Stage
+    config: RunConfig,
+    vocabulary: Vocabulary,
+    corpora: Corpora,
+    stage: Stage,
+    consumed_samples: int,
 ) -> Builder[Batch]:
     phases = training_phases(config, vocabulary, corpora, stage)
-    builders = [_builder(config, vocabulary, phase.rows, phase.length) for phase in phases]
+    forms = step_forms(config, consumed_samples)
+    builders: list[Builder[Batch]] = []
+    for phase in phases:
+        of_forms = _builders(config, vocabulary, phase.rows, phase.length)
+        builders.append(of_forms[0] if len(of_forms) == 1 else TwoFormBuilder(*of_forms, forms))
     return (
         builders[0]
         if len(builders) == 1
@@ -314,20 +326,60 @@ def _training_builder(
     )
 
 
-def _builder(
+def _builders(
     config: RunConfig,
     vocabulary: Vocabulary,
     rows: RowSource,
     length: int,
     purpose: Purpose = Purpose.TRAINING_MASK,
-) -> BatchBuilder:
-    return BatchBuilder(
-        rows,
-        Masker(config.objective, vocabulary, length, config.train.seed, purpose),
-        vocabulary,
-        length,
-        config.data.attend_across_documents,
+) -> list[Builder[Batch]]:
+    """Return a builder of each form of the objective's batches, masked before autoregressive."""
+    return [
+        BatchBuilder(
+            rows,
+            targets,
+            vocabulary,
+            length,
+            config.data.attend_across_documents,
+            isinstance(targets, NextTokens),
+        )
+        for targets in form_targets(config, vocabulary, length, purpose)
+    ]
+
+
+def step_forms(config: RunConfig, first_sample: int) -> StepForms:
+    """Return the form of each step's batch.
+
+    Args:
+        config: the run, or a segment of it.
+        first_sample: first sample of any step.
+    """
+    return StepForms(
+        fraction=config.objective.causal_fraction,
+        seed=config.train.seed,
+        first_sample=first_sample,
+        global_batch_size=config.train.global_batch_size,
     )
+
+
+def form_targets(
+    config: RunConfig, vocabulary: Vocabulary, length: int, purpose: Purpose
+) -> list[Targets]:
+    """Return what chooses the tokens to predict, for each form of the objective's batches.
+
+    Args:
+        config: the run.
+        vocabulary: of the run's tokenizer.
+        length: maximum tokens per row.
+        purpose: training or validation masks.
+    """
+    fraction = config.objective.causal_fraction
+    found: list[Targets] = []
+    if fraction < 1:
+        found.append(Masker(config.objective, vocabulary, length, config.train.seed, purpose))
+    if fraction > 0:
+        found.append(NextTokens(vocabulary, length, not config.data.attend_across_documents))
+    return found
 
 
 def _concatenate(corpora: tuple[Corpus, ...], cache: IndexCache) -> Corpus:

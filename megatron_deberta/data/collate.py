@@ -11,9 +11,9 @@ import numpy.typing as npt
 import torch
 
 from megatron_deberta.data.arrays import Integers
-from megatron_deberta.data.batch import IGNORED_LABEL, Batch, MicroBatch
+from megatron_deberta.data.batch import IGNORED_LABEL, Batch, CausalBatch, MicroBatch
 from megatron_deberta.data.dataset.rows import RowBatch, RowSource
-from megatron_deberta.data.masking import MaskedRows, Masker
+from megatron_deberta.data.masking import MaskedRows
 from megatron_deberta.data.vocabulary import Vocabulary
 
 # Sample index of a padding row without labels.
@@ -30,23 +30,38 @@ class Builder(Protocol[_AnyBatch]):
         """Return the batch of the given samples, in that order."""
 
 
+class Targets(Protocol):
+    """Chooses the tokens to predict, such as ``Masker``."""
+
+    @property
+    def max_targets(self) -> int:
+        """M, the maximum number of targets per row."""
+
+    def __call__(
+        self, tokens: Integers, sizes: Integers, mask_ids: npt.NDArray[np.integer]
+    ) -> MaskedRows:
+        """Return rows with their targets."""
+
+
 @dataclass(frozen=True, slots=True)
 class BatchBuilder:
     """Builds micro batches as a pure function of sample indices.
 
     Attributes:
         rows: source of unmasked rows.
-        masker: masks them.
+        masker: masks them, or chooses other targets.
         vocabulary: special ids.
         sequence_length: N.
         attend_across_documents: False: add document and position ids.
+        causal: build autoregressive batches.
     """
 
     rows: RowSource
-    masker: Masker
+    masker: Targets
     vocabulary: Vocabulary
     sequence_length: int
     attend_across_documents: bool
+    causal: bool = False
 
     def build(self, samples: Sequence[int]) -> Batch:
         """Return the batch of the given samples, in that order; ``FILLER`` gives a padding row.
@@ -95,7 +110,8 @@ class BatchBuilder:
         if is_random_next is not None:
             fields["token_type_ids"] = parts
             fields["next_sentence_labels"] = is_random_next
-        return Batch(**{name: torch.from_numpy(array) for name, array in fields.items()})
+        batch_class = CausalBatch if self.causal else Batch
+        return batch_class(**{name: torch.from_numpy(array) for name, array in fields.items()})
 
 
 @dataclass(frozen=True, slots=True)

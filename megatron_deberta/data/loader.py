@@ -208,6 +208,7 @@ class ValidationLoader(Generic[_Batch]):
         micro_batch_size: samples per forward pass.
         dp_rank: data-parallel rank.
         dp_size: number of data-parallel ranks.
+        others: builders of the same samples in other forms, which follow in the same order.
     """
 
     builder: Builder[_Batch]
@@ -215,9 +216,14 @@ class ValidationLoader(Generic[_Batch]):
     micro_batch_size: int
     dp_rank: int
     dp_size: int
+    others: tuple[Builder[_Batch], ...] = ()
 
     def __len__(self) -> int:
         """Return the number of micro batches per rank."""
+        return self._batches_per_form * (1 + len(self.others))
+
+    @property
+    def _batches_per_form(self) -> int:
         return -(-self.num_samples // (self.micro_batch_size * self.dp_size))
 
     def __iter__(self) -> Iterator[_Batch]:
@@ -226,10 +232,11 @@ class ValidationLoader(Generic[_Batch]):
         Raises:
             DataError: a shard is damaged.
         """
-        for number in range(len(self)):
-            begin = (number * self.dp_size + self.dp_rank) * self.micro_batch_size
-            samples = range(begin, begin + self.micro_batch_size)
-            yield self.builder.build([s if s < self.num_samples else FILLER for s in samples])
+        for builder in (self.builder, *self.others):
+            for number in range(self._batches_per_form):
+                begin = (number * self.dp_size + self.dp_rank) * self.micro_batch_size
+                samples = range(begin, begin + self.micro_batch_size)
+                yield builder.build([s if s < self.num_samples else FILLER for s in samples])
 
 
 def _next_batch(batches: Iterator[_Batch | _Failure]) -> _Batch:

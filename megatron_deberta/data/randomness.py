@@ -35,6 +35,7 @@ class Purpose(IntEnum):
     EXAMPLE_ORDER = 10
     BATCH_ORDER = 11
     PHASE_ROWS = 12
+    STEP_FORM = 13
 
 
 def mix64(*parts: int) -> int:

@@ -47,16 +47,9 @@ def evaluate_minimal_pairs(
         DataError: the data or the tokenizer is missing or malformed.
     """
     source = open_source_model(model, tokenizer)
-    if source.config.head != "mlm":
-        raise ConfigError(
-            f"{model} is fine-tuned and predicts no masked tokens; give the pretrained model"
-        )
-    if source.missing:
-        raise CheckpointError(
-            f"{model} lacks {source.missing[0]}, so predictions would come from random weights; "
-            "give a model trained for masked language modelling"
-        )
-    config = _config(source, overrides)
+    config = language_model_config(source, overrides)
+    if config.model.head == "autoregressive" and metric != "original":
+        raise ConfigError(f"--metric {metric} is for masked language models; remove it")
     pairs = read_minimal_pairs(data, limit)
     loaded = load_model_tokenizer(config.tokenizer.path)
     task = build_minimal_pairs(config, loaded, pairs, metric)
@@ -66,8 +59,26 @@ def evaluate_minimal_pairs(
         return scores, groups.rank == 0
 
 
-def _config(source: SourceModel, overrides: Sequence[str]) -> RunConfig:
-    """Return the run of a model with one whole model per rank."""
+def language_model_config(source: SourceModel, overrides: Sequence[str]) -> RunConfig:
+    """Return the run of a pretrained model with one whole model per rank.
+
+    Args:
+        source: the model.
+        overrides: ``section.key=value``.
+
+    Raises:
+        CheckpointError: it has no trained head.
+        ConfigError: it is fine-tuned.
+    """
+    if source.config.head not in ("mlm", "autoregressive"):
+        raise ConfigError(
+            f"{source.path} is fine-tuned and predicts no tokens; give the pretrained model"
+        )
+    if source.missing:
+        raise CheckpointError(
+            f"{source.path} lacks {source.missing[0]}, so predictions would come from random "
+            "weights; give a model trained for masked language modelling"
+        )
     run = source.run or _run_of_model(source)
     run = replace(
         run,

@@ -71,7 +71,7 @@ def open_predictor(
         ConfigError: the model is not fine-tuned on this task.
     """
     source = open_source_model(model, tokenizer)
-    if source.config.head in ("mlm", "discriminator"):
+    if source.config.head in ("mlm", "autoregressive", "discriminator"):
         raise ConfigError(f"{model} is not fine-tuned; run megatron-deberta finetune first")
     config = prediction_config(task_name, source, data, overrides)
     task = load_task(task_name)

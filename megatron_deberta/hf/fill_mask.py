@@ -98,6 +98,11 @@ def open_filler(path: Path, tokenizer_path: str = "") -> MaskFiller:
     else:
         trained = open_trained_model(path, tokenizer_path)
         config, read = trained.open("generator")
+        if config.head == "autoregressive":
+            raise ConfigError(
+                f"{path} was trained with objective.name=autoregressive and fills no masks; use "
+                "megatron-deberta generate"
+            )
         tokenizer = trained.tokenizer
     max_tokens = 0 if config.absolute_positions == "none" else config.max_position_embeddings
     return MaskFiller(build_model(config, read).logits, tokenizer, max_tokens)

@@ -38,6 +38,7 @@ class AttentionContext:
             products.
         table_slots: slots that ``position_table`` is restricted to, because a row is too short for
             the others; None: all.
+        causal: attention sees no later token.
     """
 
     position_table: Tensor | None
@@ -47,6 +48,7 @@ class AttentionContext:
     backend: str | None
     recompute_cheap: bool
     table_slots: range | None = None
+    causal: bool = False
 
 
 @dataclass(frozen=True)
@@ -182,6 +184,7 @@ class DisentangledSelfAttention(nn.Module):
             q_positions=query_positions,
             key_padding=context.key_padding,
             document_ids=context.document_ids,
+            causal=context.causal,
             dropout_p=dropout_p,
             seed=seeds.per_row(self.site) if seeds is not None and dropout_p > 0 else None,
             head_offset=self.first_head,

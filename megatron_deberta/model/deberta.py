@@ -197,6 +197,7 @@ class DebertaBackbone(nn.Module):
         seeds: DropoutSeeds | None,
         num_layers: int,
         perturbation: Perturbation | None = None,
+        causal: bool = False,
     ) -> tuple[Tensor, AttentionContext]:
         slots = self._table_slots(input_ids.size(1))
         context = AttentionContext(
@@ -207,6 +208,7 @@ class DebertaBackbone(nn.Module):
             backend=self.options.attention_backend,
             recompute_cheap=self.options.recompute == "selective" and self.training,
             table_slots=slots,
+            causal=causal,
         )
         embedded, local_layout = self.embeddings(input_ids, layout, seeds, perturbation)
         hidden: Tensor = self.exit(self.encoder(embedded, local_layout, context, num_layers))
@@ -264,6 +266,7 @@ class DebertaForPretraining(DebertaBackbone):
         document_ids: Tensor | None = None,
         seeds: DropoutSeeds | None = None,
         token_type_ids: Tensor | None = None,
+        causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Compute the hidden states that the vocabulary head reads, at selected positions.
 
@@ -278,6 +281,7 @@ class DebertaForPretraining(DebertaBackbone):
             document_ids: as in `encode`.
             seeds: dropout keys; None: no dropout.
             token_type_ids: as in `encode`.
+            causal: no state depends on later tokens (attention and convolution).
 
         Returns:
             ``[B, M, D]`` decoded states, and the next-sentence head's logits ``[B, 2]`` or None.
@@ -288,7 +292,9 @@ class DebertaForPretraining(DebertaBackbone):
         if masked_positions is None:
             masked_positions = layout.positions
         num_layers = self.config.num_layers - (1 if self.mask_decoder is not None else 0)
-        hidden, context = self._run_layers(input_ids, layout, document_ids, seeds, num_layers)
+        hidden, context = self._run_layers(
+            input_ids, layout, document_ids, seeds, num_layers, causal=causal
+        )
         first: Tensor | None
         if self.mask_decoder is None:
             decoded, first = gather_tokens(hidden, masked_positions), hidden[:, 0]
@@ -312,6 +318,7 @@ class DebertaForPretraining(DebertaBackbone):
         document_ids: Tensor | None = None,
         seeds: DropoutSeeds | None = None,
         token_type_ids: Tensor | None = None,
+        causal: bool = False,
     ) -> Tensor:
         """Compute logits at selected positions; arguments as in `decode`.
 
@@ -326,6 +333,7 @@ class DebertaForPretraining(DebertaBackbone):
             document_ids,
             seeds,
             token_type_ids,
+            causal,
         )
         logits: Tensor = self.head(decoded, self.embeddings.token.weight)
         return logits

@@ -50,5 +50,5 @@ class Encoder(nn.Module):
             else:
                 hidden = layer(hidden, layout, context)
             if index == 0 and self.conv is not None:
-                hidden = self.conv(embedded, hidden, layout, context.document_ids, context.seeds)
+                hidden = self.conv(embedded, hidden, layout, context)
         return hidden

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from megatron_deberta.config.schema import ModelConfig
+from megatron_deberta.config.schema import ModelConfig, ObjectiveConfig
 from megatron_deberta.model.heads import num_outputs
 from megatron_deberta.model.replaced_tokens import single_models
 from megatron_deberta.ops import RelativePositions
@@ -67,7 +67,7 @@ def num_used_slots(model: ModelConfig, sequence_length: int) -> int:
 
 def is_task_head(model: ModelConfig) -> bool:
     """Return whether the model has the head of a labelled task."""
-    return model.head not in ("mlm", "rtd", "discriminator")
+    return model.head not in ("mlm", "autoregressive", "rtd", "discriminator")
 
 
 def reads_first_token(model: ModelConfig) -> bool:
@@ -76,7 +76,12 @@ def reads_first_token(model: ModelConfig) -> bool:
 
 
 def forward_flops(
-    model: ModelConfig, sequence_length: int, micro_batch_size: int, mask_probability: float = 0.15
+    model: ModelConfig,
+    sequence_length: int,
+    micro_batch_size: int,
+    mask_probability: float = 0.15,
+    *,
+    causal: bool = False,
 ) -> ForwardFlops:
     """Count the FLOPs of a forward pass.
 
@@ -89,32 +94,39 @@ def forward_flops(
         sequence_length: tokens per sequence.
         micro_batch_size: sequences that share one projection of the position table.
         mask_probability: fraction of tokens at which the mask decoder and the head run.
+        causal: count the scores of visible keys only, (N + 1) / 2 on average.
 
     Returns:
         FLOPs per token of the batch, of both models for ``head: rtd``.
     """
     parts = [
-        _forward_flops(part, sequence_length, micro_batch_size, mask_probability)
+        _forward_flops(part, sequence_length, micro_batch_size, mask_probability, causal)
         for part in single_models(model)
     ]
     return ForwardFlops(*(sum(values) for values in zip(*parts, strict=True)))
 
 
 def _forward_flops(
-    model: ModelConfig, sequence_length: int, micro_batch_size: int, mask_probability: float
+    model: ModelConfig,
+    sequence_length: int,
+    micro_batch_size: int,
+    mask_probability: float,
+    causal: bool,
 ) -> ForwardFlops:
     """Count the FLOPs of a forward pass of one model."""
     d = model.hidden_size
     terms, slots = num_position_terms(model), num_position_slots(model)
     projected = num_used_slots(model, sequence_length)
-    attention = 4 * sequence_length * d + terms * 2 * min(sequence_length, slots) * d
+    attention: float = 4 * sequence_length * d + terms * 2 * min(sequence_length, slots) * d
+    if causal:
+        attention *= (sequence_length + 1) / (2 * sequence_length)
     keys_values = 2 * 2 * d * d
     query_side = 2 * 2 * d * d + attention + 2 * 2 * d * model.ffn_hidden_size
 
     decoded = model.mask_decoder_passes > 0
     passes = model.mask_decoder_passes * mask_probability
     table_tokens = sequence_length * micro_batch_size
-    if model.head != "mlm":
+    if is_task_head(model) or model.head == "discriminator":
         # Heads on rows read the last layer's output at the first token only.
         read = 1 / sequence_length if reads_first_token(model) else 1.0
         dense = d if read < 1 or model.head == "discriminator" else 0
@@ -137,11 +149,32 @@ def _forward_flops(
 
 
 def training_flops_per_token(
-    model: ModelConfig, sequence_length: int, micro_batch_size: int, mask_probability: float = 0.15
+    model: ModelConfig,
+    sequence_length: int,
+    micro_batch_size: int,
+    mask_probability: float = 0.15,
+    *,
+    causal: bool = False,
 ) -> float:
     """Count the FLOPs of forward and backward per token, without recomputation."""
-    forward = forward_flops(model, sequence_length, micro_batch_size, mask_probability)
+    forward = forward_flops(
+        model, sequence_length, micro_batch_size, mask_probability, causal=causal
+    )
     return BACKWARD_FACTOR * forward.total
+
+
+def pretraining_flops_per_token(
+    model: ModelConfig, objective: ObjectiveConfig, sequence_length: int, micro_batch_size: int
+) -> float:
+    """Count the FLOPs of forward and backward per token, the mean over the forms of batches."""
+    masked = training_flops_per_token(
+        model, sequence_length, micro_batch_size, objective.mask_probability
+    )
+    causal = training_flops_per_token(
+        model, sequence_length, micro_batch_size, 1 - 1 / sequence_length, causal=True
+    )
+    fraction = objective.causal_fraction
+    return (1 - fraction) * masked + fraction * causal
 
 
 def recomputed_flops(

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.model.attention import AttentionContext, DisentangledSelfAttention, KeyValue
-from megatron_deberta.model.dropout import Dropout, DropoutSeeds
+from megatron_deberta.model.dropout import Dropout
 from megatron_deberta.model.fused import bias_gelu
 from megatron_deberta.model.tp_hooks import (
     BlockInput,
@@ -82,24 +82,29 @@ class Layer(nn.Module):
 class TokenConv1d(nn.Conv1d):
     """Convolution over tokens, zero-padded at the edges of rows and of packed documents."""
 
-    def forward(self, hidden: Tensor, document_ids: Tensor | None) -> Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, hidden: Tensor, document_ids: Tensor | None, causal: bool = False
+    ) -> Tensor:
         """Map ``[B, N, D]`` to ``[B, N, C]``.
 
         Args:
             hidden: all tokens.
             document_ids: int64 ``[B, N]``; None: each row is one sequence.
+            causal: zeros take the place of later tokens.
         """
-        if document_ids is None:
-            return F.conv1d(
-                hidden.transpose(1, 2), self.weight, self.bias, padding=self.padding
-            ).transpose(1, 2)
         radius = self.kernel_size[0] // 2
+        if document_ids is None:
+            channels = hidden.transpose(1, 2)
+            if causal:
+                weight = self.weight[:, :, : radius + 1]
+                return F.conv1d(F.pad(channels, (radius, 0)), weight, self.bias).transpose(1, 2)
+            return F.conv1d(channels, self.weight, self.bias, padding=self.padding).transpose(1, 2)
         length = hidden.size(1)
         padded = F.pad(hidden, (0, 0, radius, radius))
         # Document ids are not negative, so padding belongs to no document.
         padded_ids = F.pad(document_ids, (radius, radius), value=-1)
         out: Tensor | None = None
-        for tap in range(self.kernel_size[0]):
+        for tap in range(radius + 1 if causal else self.kernel_size[0]):
             same = padded_ids[:, tap : tap + length] == document_ids
             shifted = padded[:, tap : tap + length] * same.unsqueeze(-1)
             part = F.linear(shifted, self.weight[:, :, tap], self.bias if tap == radius else None)
@@ -130,13 +135,13 @@ class ConvolutionBranch(nn.Module):
         embedded: Tensor,
         layer_output: Tensor,
         layout: TokenLayout,
-        document_ids: Tensor | None,
-        seeds: DropoutSeeds | None,
+        context: AttentionContext,
     ) -> Tensor:
         """Return ``[B, R, D]``: LayerNorm(layer_output + act(conv(embedded))), zero at padding."""
-        convolved = self.exit(self.conv(self.input(embedded, layout), document_ids), layout)
+        convolved = self.conv(self.input(embedded, layout), context.document_ids, context.causal)
         mask = layout.real.unsqueeze(-1)
-        convolved = self.dropout(convolved * mask, layout.positions, seeds)
+        convolved = self.exit(convolved, layout) * mask
+        convolved = self.dropout(convolved, layout.positions, context.seeds)
         activated = F.gelu(convolved) if self.activation == "gelu" else torch.tanh(convolved)
         out: Tensor = self.norm(layer_output + activated, layout) * mask
         return out

@@ -20,6 +20,9 @@ class EnhancedMaskDecoder(nn.Module):
     is the last layer's input plus absolute positions, keys and values always come from that input,
     and the layer runs twice with shared weights. Decoding only the selected tokens is exact,
     because no output depends on another query.
+
+    With ``context.causal``, the output at a position depends on the tokens up to there, so that it
+    may predict the next one.
     """
 
     def __init__(self, config: ModelConfig) -> None:

@@ -138,6 +138,7 @@ def model_class(config: ModelConfig) -> type[DebertaBackbone] | type[DebertaForR
     """Return the class of a model with the head that ``config.head`` names."""
     pretraining: dict[str, type[DebertaBackbone] | type[DebertaForReplacedTokens]] = {
         "mlm": DebertaForPretraining,
+        "autoregressive": DebertaForPretraining,
         "rtd": DebertaForReplacedTokens,
         "discriminator": DebertaDiscriminator,
     }

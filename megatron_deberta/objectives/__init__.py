@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from megatron_deberta.config.schema import RunConfig
+from megatron_deberta.objectives.autoregressive import (
+    AutoregressiveModelling,
+    MaskedAndAutoregressiveModelling,
+)
 from megatron_deberta.objectives.choices import Choices
 from megatron_deberta.objectives.classification import Classification
 from megatron_deberta.objectives.mlm import (
@@ -19,6 +23,8 @@ from megatron_deberta.objectives.tokens import Tokens
 
 _OBJECTIVES: dict[str, type[Objective]] = {
     "mlm": MaskedLanguageModelling,
+    "mlm+ar": MaskedAndAutoregressiveModelling,
+    "autoregressive": AutoregressiveModelling,
     "rtd": ReplacedTokenDetection,
     "classification": Classification,
     "regression": Regression,

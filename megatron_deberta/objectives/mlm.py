@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.model import DebertaForPretraining, DropoutSeeds
-from megatron_deberta.model.flops import training_flops_per_token
+from megatron_deberta.model.flops import pretraining_flops_per_token
 from megatron_deberta.objectives.objective import NO_COUNTS, LossPart, Mean, Objective
 
 # Label of a padding position
@@ -60,6 +60,10 @@ class MaskedBatch(Protocol):
     @property
     def next_sentence_labels(self) -> Tensor | None:
         """0 = is next, 1 = is random."""
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether positions see no later tokens."""
 
 
 class TokenLoss(nn.Module):
@@ -128,6 +132,7 @@ class MaskedLanguageModel(DebertaForPretraining):
             batch.document_ids,
             seeds,
             batch.token_type_ids,
+            batch.is_causal,
         )
         weight, labels = self.embeddings.token.weight, batch.labels.flatten()
         token_loss = functools.partial(self.token_loss, reduction=reduction)
@@ -143,11 +148,15 @@ def masked_metrics(tokens: Mean) -> dict[str, float]:
     """Return loss, perplexity and accuracy per masked token, and the number of tokens."""
     return {
         "loss": tokens.loss,
-        # inf where exp overflows
-        "perplexity": math.exp(tokens.loss) if tokens.loss < 700 else math.inf,
+        "perplexity": perplexity(tokens.loss),
         "masked_accuracy": tokens.accuracy,
         "num_targets": tokens.num_targets,
     }
+
+
+def perplexity(loss: float) -> float:
+    """Return exp(loss); inf where it overflows."""
+    return math.exp(loss) if loss < 700 else math.inf
 
 
 class MaskedLanguageModelling(Objective):
@@ -189,9 +198,9 @@ class MaskedLanguageModelling(Objective):
 
     def training_flops(self, sequence_length: float, micro_batch_size: int) -> float:
         """Count the FLOPs of forward and backward per token, without recomputation."""
-        masked = self.config.objective.mask_probability
-        return training_flops_per_token(
-            self.config.model, int(sequence_length), micro_batch_size, masked
+        config = self.config
+        return pretraining_flops_per_token(
+            config.model, config.objective, int(sequence_length), micro_batch_size
         )
 
     def commands(self, run_dir: str) -> list[str]:

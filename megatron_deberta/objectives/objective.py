@@ -121,6 +121,10 @@ class Objective(ABC):
         counts = tuple(result[num:end])
         return Sums(tuple(result[0:num:2]), tuple(result[1:num:2]), outputs, counts)
 
+    def step_loss(self, means: Sequence[Mean]) -> float:
+        """Return the loss of a training step that is recorded and watched by the numeric guard."""
+        return means[0].loss
+
     def step_metrics(
         self, means: Sequence[Mean], counts: Mapping[str, int] = NO_COUNTS
     ) -> dict[str, float]:

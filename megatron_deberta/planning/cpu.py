@@ -15,7 +15,7 @@ import psutil
 from megatron_deberta.config.rules import BatchArithmetic, validate_for_world
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.model import count_parameters
-from megatron_deberta.model.flops import training_flops_per_token
+from megatron_deberta.model.flops import pretraining_flops_per_token
 from megatron_deberta.planning.memory import MemoryEstimate, estimate_memory
 from megatron_deberta.planning.search import POLICIES
 
@@ -79,10 +79,10 @@ def make_cpu_plan(config: RunConfig, world_size: int) -> CpuPlan:
             )
             for policy in POLICIES
         },
-        flops_per_token=training_flops_per_token(
+        flops_per_token=pretraining_flops_per_token(
             config.model,
+            config.objective,
             config.data.sequence_length,
             config.train.micro_batch_size,
-            config.objective.mask_probability,
         ),
     )

@@ -12,7 +12,7 @@ from megatron_deberta.config.rules import BatchArithmetic, batch_arithmetic, val
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.errors import TopologyError
 from megatron_deberta.model import count_parameters
-from megatron_deberta.model.flops import training_flops_per_token
+from megatron_deberta.model.flops import pretraining_flops_per_token
 from megatron_deberta.planning.machine import (
     CALL_SECONDS,
     LINK_EFFICIENCY,
@@ -172,11 +172,8 @@ def make_plan(config: RunConfig, machine: Machine, world_size: int, *, search: b
             )
             for policy in POLICIES
         },
-        flops_per_token=training_flops_per_token(
-            model,
-            data.sequence_length,
-            micro_batch_rows(config),
-            config.objective.mask_probability,
+        flops_per_token=pretraining_flops_per_token(
+            model, config.objective, data.sequence_length, micro_batch_rows(config)
         ),
         micro_batch_flops=rank_flops(config),
         volumes=[

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from megatron_deberta.config.schema import RunConfig
+from megatron_deberta.config.schema import ObjectiveName, RunConfig
 from megatron_deberta.distributed.parallelize.plan import vocabulary_rows
 from megatron_deberta.model.flops import (
     BACKWARD_FACTOR,
@@ -18,6 +18,9 @@ from megatron_deberta.model.flops import (
     recomputed_flops,
 )
 from megatron_deberta.tasks.task import load_task
+
+# Objectives with the batches of ``mlm+ar``
+_FORMS: tuple[ObjectiveName, ...] = ("mlm", "autoregressive")
 
 
 class RankFlops(NamedTuple):
@@ -42,15 +45,25 @@ def micro_batch_rows(config: RunConfig) -> int:
 
 
 def masked_tokens(config: RunConfig) -> int:
-    """Return the number of tokens per micro batch at which mask decoder and vocabulary run."""
+    """Return the number of tokens per micro batch at which mask decoder and vocabulary run.
+
+    Of an autoregressive micro batch if the objective has any, which takes the most memory.
+    """
     if is_task_head(config.model):
         return 0
-    masked = round(config.objective.mask_probability * config.data.sequence_length)
-    return config.train.micro_batch_size * masked
+    length = config.data.sequence_length
+    masked = round(config.objective.mask_probability * length)
+    return config.train.micro_batch_size * (length - 1 if _has_causal(config) else masked)
+
+
+def _has_causal(config: RunConfig) -> bool:
+    return config.objective.causal_fraction > 0
 
 
 def rank_flops(config: RunConfig) -> RankFlops:
     """Count by formula; every rank of a layer has the same count, padding included.
+
+    The mean over the forms of an objective's batches.
 
     Layers, position projections, convolution and vocabulary are split over tensor-parallel ranks;
     the transform before the vocabulary and the heads of labelled tasks run on each of them.
@@ -58,12 +71,20 @@ def rank_flops(config: RunConfig) -> RankFlops:
     Args:
         config: the run.
     """
+    fraction = config.objective.causal_fraction
+    if 0 < fraction < 1:
+        forms = [
+            rank_flops(replace(config, objective=replace(config.objective, name=name)))
+            for name in _FORMS
+        ]
+        pairs = zip(*forms, strict=True)
+        return RankFlops(*((1 - fraction) * masked + fraction * causal for masked, causal in pairs))
     tp_size, length = config.parallel.tensor_parallel_size, config.data.sequence_length
     rows = micro_batch_rows(config)
     tokens, masked = rows * length, masked_tokens(config)
     padded = vocabulary_rows(config.model.vocab_size, tp_size) * tp_size
     model = replace(config.model, vocab_size=padded)
-    parts = forward_flops(model, length, rows, masked / tokens)
+    parts = forward_flops(model, length, rows, masked / tokens, causal=_has_causal(config))
     whole, replicated = tokens * parts.total, masked * 2.0 * model.hidden_size**2
     if is_task_head(model):
         replicated = tokens * parts.head

@@ -21,6 +21,7 @@ from megatron_deberta.tasks.minimal_pairs import (
 from megatron_deberta.tokenizer import Tokenizer, load_tokenizer
 from megatron_deberta.train.evaluate import Evaluation, never
 from megatron_deberta.train.pseudo_likelihood import MaskedRows, Metric, score_sentences
+from megatron_deberta.train.windows import WindowRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +30,14 @@ class MinimalPairTask:
 
     Attributes:
         pairs: the pairs.
-        rows: the distinct sentences, masked.
+        rows: the distinct sentences: masked, or of an autoregressive model.
         sides: int64 ``[pairs, 2]``, the acceptable and the unacceptable sentence of each pair.
         tokens_per_batch: maximum tokens of a forward pass.
         multiple: row lengths are padded to a multiple of this.
     """
 
     pairs: Sequence[MinimalPair]
-    rows: MaskedRows
+    rows: MaskedRows | WindowRows
     sides: np.ndarray[tuple[int, int], np.dtype[np.int64]]
     tokens_per_batch: int
     multiple: int
@@ -50,8 +51,9 @@ class MinimalPairTask:
     ) -> MinimalPairScores | None:
         """Compute all accuracies; None: told to stop. Collective over all ranks.
 
-        A pair is correct if its acceptable sentence has the higher pseudo-log-likelihood; two
-        sentences of the same tokens are equal, which counts as wrong.
+        A pair is correct if its acceptable sentence has the higher pseudo-log-likelihood, or
+        log-likelihood if the model is autoregressive; two sentences of the same tokens are equal,
+        which counts as wrong.
         """
         scores = score_sentences(
             module,
@@ -89,6 +91,12 @@ def build_minimal_pairs(
 ) -> MinimalPairTask:
     """Encode minimal pairs for a run.
 
+    Args:
+        config: the run; an autoregressive model scores sentences from left to right.
+        tokenizer: of the model.
+        pairs: the pairs.
+        metric: what is masked with a scored token.
+
     Raises:
         DataError: a sentence is longer than the model's positions.
     """
@@ -100,10 +108,15 @@ def build_minimal_pairs(
     numbers: dict[bytes, int] = {}
     sides = [numbers.setdefault(part.tobytes(), len(numbers)) for part in parts]
     sentences = [np.frombuffer(key, np.int64) for key in numbers]
-    parallel = config.parallel
+    parallel, vocabulary = config.parallel, Vocabulary.of(tokenizer)
+    rows: MaskedRows | WindowRows
+    if config.model.head == "autoregressive":
+        rows = WindowRows.of_sentences(sentences, vocabulary)
+    else:
+        rows = MaskedRows.of(sentences, vocabulary, metric)
     return MinimalPairTask(
         pairs,
-        MaskedRows.of(sentences, Vocabulary.of(tokenizer), metric),
+        rows,
         np.array(sides, np.int64).reshape(-1, 2),
         config.train.micro_batch_size * config.data.sequence_length,
         parallel.tensor_parallel_size if parallel.sequence_parallel else 1,

@@ -20,7 +20,8 @@ from megatron_deberta.data.batch import Batch
 from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.train.evaluate import never
-from megatron_deberta.train.step import sum_over_batch_ranks
+from megatron_deberta.train.row_scores import batches_by_size, score_rows
+from megatron_deberta.train.windows import WindowRows
 
 Metric = Literal["original", "within_word_l2r"]
 """``original`` masks the scored token only; ``within_word_l2r`` also the later tokens of its word,
@@ -56,24 +57,15 @@ class MaskedRows:
         place = np.concatenate([np.empty(0, np.int64), *places])
         return MaskedRows(sentences, vocabulary, metric, sentence, place)
 
+    @property
+    def num_rows(self) -> int:
+        """Number of rows."""
+        return len(self.place)
+
     def batches(self, tokens: int, dp_size: int) -> list[Integers]:
-        """Divide the rows into batches of equal length.
-
-        Args:
-            tokens: maximum tokens of a batch, unless one row has more.
-            dp_size: the number of batches is a multiple of this; extra ones are empty.
-
-        Returns:
-            Row numbers of each batch.
-        """
+        """Divide the rows into batches of equal length, as `ScoredRows.batches`."""
         sizes = np.array([len(ids) for ids in self.sentences], np.int64)[self.sentence]
-        found: list[Integers] = []
-        for size in np.unique(sizes):
-            rows = np.flatnonzero(sizes == size)
-            most = max(1, tokens // (int(size) + 2))
-            found += [rows[first : first + most] for first in range(0, len(rows), most)]
-        found += [np.empty(0, np.int64)] * (-len(found) % dp_size)
-        return found
+        return batches_by_size(sizes + 2, tokens, dp_size)
 
     def batch(self, rows: Integers, multiple: int = 1) -> Batch:
         """Build the batch of some rows of equal length; of no rows, one without labels.
@@ -113,7 +105,7 @@ class MaskedRows:
 
 def score_sentences(
     module: nn.Module,
-    rows: MaskedRows,
+    rows: MaskedRows | WindowRows,
     groups: ProcessGroups,
     tokens_per_batch: int,
     *,
@@ -123,39 +115,29 @@ def score_sentences(
 ) -> npt.NDArray[np.float64] | None:
     """Sum the log-probabilities of each sentence's tokens. Collective over all ranks.
 
-    Only the masked position of a row is decoded. Data-parallel ranks divide the rows; the batches
-    do not depend on the layout.
-
     Args:
-        module: `objectives.MaskedLanguageModel`.
-        rows: the masked sentences.
+        module: as in `score_rows`, like the following.
+        rows: the sentences, masked or of an autoregressive model.
         groups: the rank grid.
         tokens_per_batch: maximum tokens of a forward pass.
-        multiple: row lengths are padded to a multiple of this (sequence parallelism).
-        must_stop: called before each batch, with the same result on every rank.
+        multiple: row lengths are padded to a multiple of this.
+        must_stop: called before each batch.
         advance: called with the batches done and their number.
 
     Returns:
         ``[sentences]`` in nats; None: told to stop.
     """
-    scores = torch.zeros(len(rows.place), dtype=torch.float64, device=groups.device)
-    batches = rows.batches(tokens_per_batch, groups.dp_size)
-    own = batches[groups.dp_rank :: groups.dp_size]
-    was_training = module.training
-    module.eval()
-    try:
-        with torch.no_grad():
-            for done, numbers in enumerate(own, start=1):
-                if must_stop():
-                    return None
-                batch = rows.batch(numbers, multiple).to(groups.device)
-                losses = module(batch, None, "none")[0]
-                if numbers.size:
-                    scores[batch.sample_index] = -losses.double()
-                advance(done, len(own))
-    finally:
-        module.train(was_training)
-    values = sum_over_batch_ranks(scores, groups).cpu().numpy()
+    values = score_rows(
+        module,
+        rows,
+        groups,
+        tokens_per_batch,
+        multiple=multiple,
+        must_stop=must_stop,
+        advance=advance,
+    )
+    if values is None or isinstance(rows, WindowRows):
+        return values
     sums: npt.NDArray[np.float64] = np.zeros(len(rows.sentences))
     np.add.at(sums, rows.sentence, values)
     return sums

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -99,7 +99,8 @@ class RunRecords:
         if batches is None:
             return
         frequencies = unigram_log_probabilities(corpora.train, corpora.weights, vocabulary.size)
-        total, targets = unigram_cross_entropy(frequencies, batches)
+        # Of the first form, to which ``loss`` belongs.
+        total, targets = unigram_cross_entropy(frequencies, replace(batches, others=()))
         self._unigram = total / max(targets, 1)
         recorded = [
             record[UNIGRAM_METRIC]

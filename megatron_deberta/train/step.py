@@ -110,7 +110,7 @@ class TrainStep:
         prefetch()
         means, counts = self._reduce(totals, num_targets)
         self._on_progress()
-        mean_loss = means[0].loss
+        mean_loss = self._objective.step_loss(means)
         skip = self._guard.check_loss(mean_loss)
         if skip == "loss not finite":
             self._report_nonfinite_loss(step, totals, batches)

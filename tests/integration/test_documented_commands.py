@@ -46,6 +46,7 @@ INPUTS = {
     "docs/search.md": ("exports/base", "glue/SST-2"),
     "docs/export.md": ("runs/first", "shards/corpus_text_document"),
     "docs/preprocess.md": ("tokenizer",),
+    "docs/autoregressive.md": ("runs/mt", "wiki.valid.tokens"),
     "docs/rtd.md": ("shards/corpus_text_document", "runs/rtd"),
 }  # fmt: skip
 """Runs, shards, tokenizers, labelled data that a page's commands read and no earlier one writes."""
@@ -119,6 +120,10 @@ def folder(
         target.parent.mkdir(parents=True, exist_ok=True)
         if name == "runs/rtd":
             train(run_yaml, target, "model.head=rtd", "objective.name=rtd")
+        elif name == "runs/mt":
+            train(run_yaml, target, "objective.name=mlm+ar", "data.sequence_length=48")
+        elif name == "wiki.valid.tokens":
+            target.write_text(" \n = A title = \n \n Some words on a line . \n")
         elif name.startswith("runs/"):
             shutil.copytree(run_dir, target)
             (target / "logs" / "1.0").mkdir(parents=True)

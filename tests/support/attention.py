@@ -75,3 +75,42 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     assert torch.equal(torch.isinf(actual), torch.isinf(expected))
     actual, expected = (x.nan_to_num(posinf=0.0, neginf=0.0) for x in (actual, expected))
     return float((actual - expected).norm() / expected.norm().clamp(min=0.1))
+
+
+def assert_later_tokens_do_not_matter(
+    inputs: Inputs,
+    positions: RelativePositions,
+    q_positions: Tensor | None,
+    dtype: torch.dtype,
+    *,
+    device: str = "cpu",
+    **options: Any,
+) -> None:
+    """Check causal attention: no output changes with later keys, nor has a gradient to them."""
+    cut = 20
+    q, k, v, pos_key, pos_query = (
+        None if x is None else x.to(device, dtype, copy=True).requires_grad_() for x in inputs
+    )
+    assert q is not None
+    assert k is not None
+    assert v is not None
+    at = torch.arange(k.shape[2]).expand(k.shape[0], -1) if q_positions is None else q_positions
+    early = ((at >= 0) & (at <= cut)).to(device)[:, None, :, None]
+    if q_positions is not None:
+        options["q_positions"] = q_positions.to(device)
+
+    def attend() -> Tensor:
+        output = disentangled_attention(
+            q, k, v, pos_key, pos_query, positions, causal=True, **options
+        )
+        return torch.where(early, output, 0)
+
+    before = attend()
+    assert before.abs().sum() > 0
+    for gradient in torch.autograd.grad(before.float().square().sum(), (k, v)):
+        assert gradient[:, :, : cut + 1].any()
+        assert not gradient[:, :, cut + 1 :].any()
+    with torch.no_grad():
+        for x in (k, v) if q_positions is not None else (q, k, v):
+            x[:, :, cut + 1 :] = 7
+        assert torch.equal(attend(), before)

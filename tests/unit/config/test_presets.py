@@ -48,6 +48,7 @@ WORLD_SIZES = {
     "table2_segment_pair_h100": 8,
     "table2_sentence_pair_h100": 8,
     "small": 0,
+    **{f"table10_{name}_h100": 16 for name in ("roberta", "deberta", "deberta_ap", "deberta_mt")},
 }
 # Runs of the paper's Tables 4 and 13, as the changes of the ablation model.
 SHARED = ["model.share_position_projections=true", "model.key_bias=true"]
@@ -118,6 +119,23 @@ def test_runs_fit_the_world_they_are_sized_for(name: str) -> None:
     assert world_size == WORLD_SIZES[name]
     validate_for_world(config, world_size or (2 if name == "quickstart" else 1))
     assert config.train.run_dir == f"runs/{name}"
+
+
+def test_rows_of_table_10_differ_in_model_and_objective_only() -> None:
+    models = {
+        "roberta": "roberta_base",
+        "deberta": "base",
+        "deberta_ap": "deberta_ap_base",
+        "deberta_mt": "base",
+    }
+    expected = load_config(CONFIGS / "runs" / "base_h100.yaml")
+    for name, model in models.items():
+        config = load_config(CONFIGS / "runs" / f"table10_{name}_h100.yaml")
+        assert config.model == load_config(CONFIGS / "models" / f"{model}.yaml").model
+        assert config.train.steps == 200_000
+        assert config.objective.name == ("mlm+ar" if name == "deberta_mt" else "mlm")
+        same = replace(config, model=expected.model, objective=expected.objective)
+        assert replace(same, train=expected.train) == expected
 
 
 @pytest.mark.parametrize(("name", "millions"), RELEASED_SIZES.items())

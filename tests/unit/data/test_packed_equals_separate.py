@@ -5,8 +5,13 @@ import itertools
 import pytest
 import torch
 
-from megatron_deberta.config.schema import DataConfig, ModelConfig, RunConfig, TrainConfig
-from megatron_deberta.data.batch import Batch
+from megatron_deberta.config.schema import (
+    DataConfig,
+    ModelConfig,
+    ObjectiveConfig,
+    RunConfig,
+    TrainConfig,
+)
 from megatron_deberta.data.build import build_loaders
 from megatron_deberta.model.weight_init import fill_initial
 from megatron_deberta.objectives import MaskedLanguageModel
@@ -34,9 +39,13 @@ def model():
     return built
 
 
-def test_packed_rows_equal_separate_documents(model, write_shard, random_documents, vocabulary):
+@pytest.mark.parametrize("objective", ["mlm", "autoregressive"])
+def test_packed_rows_equal_separate_documents(
+    model, write_shard, random_documents, vocabulary, objective
+):
     config = RunConfig(
         model=MODEL,
+        objective=ObjectiveConfig(name=objective),
         data=DataConfig(
             train=(write_shard(random_documents(60)),),
             validation_fraction=0.0,
@@ -56,6 +65,7 @@ def test_packed_rows_equal_separate_documents(model, write_shard, random_documen
                 batch.masked_positions,
                 batch.position_ids,
                 batch.document_ids,
+                causal=batch.is_causal,
             )
             loss, right = model(batch)
         alone_loss, alone_right = 0.0, 0
@@ -74,8 +84,9 @@ def test_packed_rows_equal_separate_documents(model, write_shard, random_documen
                 labels = batch.labels[row : row + 1, inside]
                 real_tokens = torch.ones_like(ids, dtype=torch.bool)
                 with torch.no_grad():
-                    alone = model.masked_logits(ids, real_tokens, at)
-                    one_loss, one_right = model(Batch(ids, real_tokens, at, labels, labels[:, 0]))
+                    alone = model.masked_logits(ids, real_tokens, at, causal=batch.is_causal)
+                    separate = type(batch)(ids, real_tokens, at, labels, labels[:, 0])
+                    one_loss, one_right = model(separate)
                 torch.testing.assert_close(alone[0], packed[row, inside], rtol=1e-9, atol=1e-9)
                 alone_loss, alone_right = alone_loss + one_loss.item(), alone_right + one_right
                 compared += int(inside.sum())

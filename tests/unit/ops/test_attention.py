@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron_deberta.ops import RelativePositions, chunked, disentangled_attention, position_terms
+from tests.support.attention import assert_later_tokens_do_not_matter
 from tests.support.memory import LargestTensor
 from tests.support.tolerances import OPERATOR
 
@@ -160,6 +161,14 @@ def test_gathered_queries_equal_the_full_ones_selected(backend: str) -> None:
     some = run([picked, *inputs[1:]], torch.float64, LINEAR, q_positions=at, **options)[0]
     expected = full.gather(2, at[:, None, :, None].expand(-1, HEADS, -1, SIZE))
     assert relative_error(some, expected) < OPERATOR[torch.float64]
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+@pytest.mark.parametrize("queries", GATHERED)
+def test_causal_outputs_do_not_depend_on_later_tokens(backend: str, queries: str) -> None:
+    q_positions = GATHERED[queries]
+    inputs = tensors(37, BUCKETS, gathered=None if q_positions is None else 6)
+    assert_later_tokens_do_not_matter(inputs, BUCKETS, q_positions, torch.float64, backend=backend)
 
 
 @pytest.mark.parametrize("backend", ["reference", "chunked"])

@@ -14,7 +14,13 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron_deberta.ops import RelativePositions, disentangled_attention
-from tests.support.attention import Inputs, random_inputs, relative_error, run_attention
+from tests.support.attention import (
+    Inputs,
+    assert_later_tokens_do_not_matter,
+    random_inputs,
+    relative_error,
+    run_attention,
+)
 from tests.support.tolerances import OPERATOR
 
 pytest.importorskip("triton", reason="the fused kernels are written in Triton")
@@ -116,7 +122,7 @@ def test_two_passes_give_the_same_bits_and_so_does_recomputation() -> None:
         assert torch.equal(a.cpu().double(), b)
 
 
-@pytest.mark.parametrize("mask", ["none", "everything", "documents"])
+@pytest.mark.parametrize("mask", ["none", "causal", "everything", "documents"])
 @pytest.mark.parametrize("positions", [LINEAR, WIDE], ids=["linear", "wide"])
 def test_gathered_queries(mask: str, positions: RelativePositions) -> None:
     """Queries in any order, repeated and padding, within and beyond the table."""
@@ -160,6 +166,15 @@ def test_causal_equals_the_row_cut_short() -> None:
     cut: Inputs = [None if x is None else x[:, :, :20] for x in inputs[:3]]
     short = run_attention([*cut, *inputs[3:]], torch.float32, LINEAR, **options)[0]
     assert relative_error(whole[:, :, :20], short) < OPERATOR[torch.float32]
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_causal_outputs_do_not_depend_on_later_tokens(gathered: bool) -> None:
+    inputs = random_inputs((2, 1, 53, 32), LINEAR, gathered=7 if gathered else None)
+    at = GATHERED if gathered else None
+    assert_later_tokens_do_not_matter(
+        inputs, LINEAR, at, torch.float32, device=DEVICE, backend="triton"
+    )
 
 
 def test_tensor_parallel_halves_equal_the_whole() -> None:

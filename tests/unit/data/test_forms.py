@@ -1,0 +1,76 @@
+"""Autoregressive rows, and the form of each step's batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_deberta.data.batch import Batch, CausalBatch
+from megatron_deberta.data.forms import NextTokens, StepForms, TwoFormBuilder
+from megatron_deberta.data.vocabulary import Vocabulary
+
+
+def forms(fraction: float, *, seed: int = 1, first: int = 0, size: int = 8) -> StepForms:
+    return StepForms(fraction=fraction, seed=seed, first_sample=first, global_batch_size=size)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.1, 1 / 3, 0.5, 0.9, 1.0])
+def test_forms_are_spread_evenly(fraction: float) -> None:
+    found = [forms(fraction).is_causal(8 * step) for step in range(3000)]
+    for window in (3000, 1000, 60):
+        counts = [sum(found[begin : begin + window]) for begin in range(0, 3000, window)]
+        assert all(abs(count - fraction * window) < 1 + 1e-9 for count in counts)
+
+
+def test_form_is_the_same_for_all_samples_of_a_step_and_after_a_resumption() -> None:
+    expected = [forms(0.3).is_causal(8 * step) for step in range(50)]
+    assert 0 < sum(expected) < 50
+    assert [forms(0.3, first=8 * 17).is_causal(8 * step + 5) for step in range(50)] == expected
+    assert [forms(0.3, seed=2).is_causal(8 * step) for step in range(50)] != expected
+
+
+def test_forms_after_a_ramp_start_at_any_sample() -> None:
+    """The first step with a larger batch starts at a sample that the batch does not divide."""
+    ramped = forms(0.5, first=13)
+    steps = [[ramped.is_causal(13 + 8 * step + place) for place in range(8)] for step in range(20)]
+    assert all(len(set(step)) == 1 for step in steps)
+    assert sum(step[0] for step in steps) == 10
+
+
+def test_next_tokens(vocabulary: Vocabulary) -> None:
+    cls, sep = vocabulary.cls_id, vocabulary.sep_id
+    tokens = np.array([cls, 7, 8, sep, 9, sep, cls, 9, sep])
+    sizes = np.array([6, 3])
+    across = NextTokens(vocabulary, 6, within_documents=False)
+    assert across.max_targets == 5
+    rows = across(tokens, sizes, sizes)
+    assert rows.tokens is tokens
+    assert rows.positions.tolist() == [0, 1, 2, 3, 4, 6, 7]
+    assert rows.labels.tolist() == [7, 8, sep, 9, sep, 9, sep]
+    assert rows.counts.tolist() == [5, 2]
+    within = NextTokens(vocabulary, 6, within_documents=True)(tokens, sizes, sizes)
+    assert within.positions.tolist() == [0, 1, 2, 4, 6, 7]
+    assert within.labels.tolist() == [7, 8, sep, sep, 9, sep]
+    assert within.counts.tolist() == [4, 2]
+
+
+class _Fixed:
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+
+    def build(self, samples: object) -> Batch:
+        return self.batch
+
+
+def test_steps_get_batches_of_their_form() -> None:
+    tensors = [torch.zeros(1, 2, dtype=torch.int64)] * 4
+    masked, causal = (kind(*tensors, torch.zeros(1)) for kind in (Batch, CausalBatch))
+    step_forms = forms(0.5)
+    builder = TwoFormBuilder(_Fixed(masked), _Fixed(causal), step_forms)
+    for step in range(20):
+        is_causal = builder.build(range(8 * step + 2, 8 * step + 4)).is_causal
+        assert is_causal == step_forms.is_causal(8 * step)
+    # Copies keep their form.
+    assert causal.to("cpu").clone().is_causal
+    assert not masked.clone().is_causal

@@ -1,0 +1,91 @@
+"""Generation: greedy and sampled continuations, and their limits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_deberta.errors import ConfigError
+from megatron_deberta.hf.generation import Sampling, TextGenerator, choose
+from megatron_deberta.hf.loading import build_model
+from tests.support.tiny_models import TEXT, V2, random_weights, reader, tiny_tokenizer
+
+PROMPT = TEXT[0][:20]
+CONFIG = replace(V2, conv_kernel_size=3)
+MODEL = build_model(CONFIG, reader(random_weights(CONFIG)))
+
+
+def next_logits(ids: Tensor) -> Tensor:
+    last = torch.tensor([[ids.size(1) - 1]])
+    return MODEL.masked_logits(ids, masked_positions=last, causal=True)[0, 0]
+
+
+def generator(max_tokens: int = 96) -> TextGenerator:
+    return TextGenerator(next_logits, tiny_tokenizer(), max_tokens)
+
+
+def prompt_ids() -> list[int]:
+    return [tiny_tokenizer().cls_id, *tiny_tokenizer().encode(PROMPT)]
+
+
+def test_greedy_tokens_are_those_of_one_pass_over_the_whole_row() -> None:
+    """Later tokens change no logit, so a pass over the result predicts each token of it."""
+    tokenizer, ids = tiny_tokenizer(), prompt_ids()
+    whole = generator().continue_ids(ids, 12)
+    assert whole[: len(ids)] == ids
+    assert len(whole) == len(ids) + 12
+    excluded = [token for token in tokenizer.special_ids if token != tokenizer.sep_id]
+    with torch.no_grad():
+        logits = MODEL.masked_logits(torch.tensor([whole]), causal=True)[0, :, :200]
+    logits[:, excluded] = -math.inf
+    assert logits.argmax(-1)[len(ids) - 1 : -1].tolist() == whole[len(ids) :]
+
+
+def test_sampling_is_a_function_of_the_seed() -> None:
+    first, again, other = (
+        generator().continue_ids(prompt_ids(), 12, Sampling(temperature=1.0, seed=seed))
+        for seed in (1, 1, 2)
+    )
+    assert first == again
+    assert first != other
+    greedy = generator().continue_ids(prompt_ids(), 12)
+    assert generator().continue_ids(prompt_ids(), 12, Sampling(1.0, top_k=1)) == greedy
+    assert generator().continue_ids(prompt_ids(), 12, Sampling(1.0, top_p=1e-9)) == greedy
+    assert not set(first[1:]) & set(tiny_tokenizer().special_ids)
+
+
+def test_a_text_ends_at_sep_and_at_the_last_position() -> None:
+    tokenizer = tiny_tokenizer()
+
+    def ends(ids: Tensor) -> Tensor:
+        logits = torch.zeros(V2.vocab_size)
+        logits[tokenizer.sep_id] = 1.0 if ids.size(1) > 30 else -1.0
+        logits[-1] = 9.0  # beyond the tokenizer's vocabulary
+        logits[tokenizer.mask_id] = 9.0
+        return logits
+
+    assert len(TextGenerator(ends, tokenizer, 96).continue_ids(prompt_ids(), 80)) == 31
+    assert len(generator(20).continue_ids(prompt_ids(), 80)) == 20
+    assert generator().generate(PROMPT, 5).startswith(PROMPT)
+    with pytest.raises(ConfigError, match="has 8 positions"):
+        generator(8).generate(PROMPT, 5)
+
+
+def test_draws_follow_the_probabilities() -> None:
+    probabilities = torch.tensor([0.1, 0.6, 0.3, 0.0], dtype=torch.float64)
+    random = torch.Generator().manual_seed(0)
+
+    def shares(sampling: Sampling) -> list[float]:
+        drawn = [choose(probabilities.log(), sampling, random) for _ in range(4000)]
+        return [drawn.count(token) / 4000 for token in range(4)]
+
+    assert shares(Sampling(1.0)) == pytest.approx([0.1, 0.6, 0.3, 0.0], abs=0.03)
+    squares = [0.01 / 0.46, 0.36 / 0.46, 0.09 / 0.46, 0.0]
+    assert shares(Sampling(0.5)) == pytest.approx(squares, abs=0.03)
+    two = [0.0, 2 / 3, 1 / 3, 0.0]
+    assert shares(Sampling(1.0, top_k=2)) == pytest.approx(two, abs=0.03)
+    assert shares(Sampling(1.0, top_p=0.7)) == pytest.approx(two, abs=0.03)
