@@ -118,8 +118,12 @@ def evaluate_perplexity(
     loaded = load_model_tokenizer(config.tokenizer.path)
     rows, num_unknown = _rows(text, loaded, length, stride, masked)
     tokens_per_batch = config.train.micro_batch_size * length
+    parallel = config.parallel
+    multiple = parallel.tensor_parallel_size if parallel.sequence_parallel else 1
     with open_ranks(config, source) as (module, groups):
-        scores = score_rows(module, rows, groups, tokens_per_batch, advance=advance)
+        scores = score_rows(
+            module, rows, groups, tokens_per_batch, multiple=multiple, advance=advance
+        )
         assert scores is not None
         result = Perplexity(
             form=form,

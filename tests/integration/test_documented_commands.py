@@ -58,6 +58,16 @@ LABELLED = {
     ),
 }  # fmt: skip
 """Header with and without labels, row with and without a label."""
+TRAINED = {
+    "runs/rtd": ("model.head=rtd", "objective.name=rtd"),
+    "runs/mt": ("objective.name=mlm+ar",),
+}
+"""Runs of other objectives, and their settings."""
+WRITERS = {
+    "blimp": write_pairs,
+    "wiki.valid.tokens": lambda path: path.write_text(" \n = A title = \n \n Some words . \n"),
+}
+"""Functions that write an input."""
 ONE_STEP = (
     "train.steps=1",
     "optimizer.warmup_steps=0",
@@ -118,18 +128,14 @@ def folder(
     for name in INPUTS.get(request.node.callspec.params["page"], ()):
         target = tmp_path / name
         target.parent.mkdir(parents=True, exist_ok=True)
-        if name == "runs/rtd":
-            train(run_yaml, target, "model.head=rtd", "objective.name=rtd")
-        elif name == "runs/mt":
-            train(run_yaml, target, "objective.name=mlm+ar", "data.sequence_length=48")
-        elif name == "wiki.valid.tokens":
-            target.write_text(" \n = A title = \n \n Some words on a line . \n")
+        if name in TRAINED:
+            train(run_yaml, target, *TRAINED[name])
         elif name.startswith("runs/"):
             shutil.copytree(run_dir, target)
             (target / "logs" / "1.0").mkdir(parents=True)
             (target / "logs" / "1.0" / "rank_0.log").write_text("step 1/60\n")
-        elif name == "blimp":
-            write_pairs(target)
+        elif name in WRITERS:
+            WRITERS[name](target)
         elif name in LABELLED:
             write_labelled(target, *LABELLED[name])
         elif name.startswith("exports/"):
