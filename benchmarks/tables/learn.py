@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.learn.ablations import VARIANTS, mean_curves
+from benchmarks.learn.forms import PAPER as PAPER_FORMS
 from benchmarks.tables.common import UNMEASURED, Result, markdown
 from megatron_deberta.tasks.task import load_task
 
@@ -49,6 +50,44 @@ def quickstart_recipes(record: Result) -> str:
         f"\nCommon overrides of `configs/runs/quickstart.yaml`: `{' '.join(record['common'])}`.\n"
     )
     return markdown(header, rows) + common
+
+
+def forms(record: Result) -> str:
+    """Perplexity and BLiMP of masked, autoregressive and mixed training, beside Table 10."""
+    header = (
+        "model", "validation loss: masked", "autoregressive", "perplexity per word: masked",
+        "autoregressive", "BLiMP", "paper, Table 10",
+    )  # fmt: skip
+    rows = []
+    for name, row in record["models"].items():
+        validation, perplexity = row["validation"], row["perplexity"]
+        losses = {"masked": validation["loss"]}
+        if "autoregressive_loss" in validation:
+            losses["autoregressive"] = validation["autoregressive_loss"]
+        elif "masked" not in perplexity:
+            losses = {"autoregressive": validation["loss"]}
+        both = ("masked", "autoregressive")
+        rows.append((
+            name,
+            *(f"{losses[form]:.3f}" if form in losses else "" for form in both),
+            *(
+                f"{perplexity[form]['perplexity_per_word']:,.0f}" if form in perplexity else ""
+                for form in both
+            ),
+            f"{row['blimp']['accuracy']:.1%}",
+            PAPER_FORMS.get(name, ""),
+        ))  # fmt: skip
+    first = next(iter(record["models"].values()))
+    text = next(iter(first["perplexity"].values()))
+    return markdown(header, rows) + (
+        f"\n({record['steps']:,} steps = {record['tokens'] / 1e6:.2f} million tokens, vocabulary "
+        f"{record['vocabulary']:,}, one seed; unigram cross-entropy of the masked targets "
+        f"{first['unigram_loss']:.3f} nat; perplexity of {text['num_words']:,} words, "
+        f"{text['num_pieces']:,} pieces, {text['num_unknown']:,} of them unknown, rows of "
+        f"{text['sequence_length']}, stride {text['stride']}; BLiMP "
+        f"{first['blimp']['num_pairs']:,} "
+        f"pairs; {record['hardware']}, torch {record['torch']}.)\n"
+    )
 
 
 def learn(record: Result) -> str:

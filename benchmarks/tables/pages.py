@@ -74,6 +74,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "large-step": _of(step.large_step, "large_step"),
     "same-batches": _of(learn.same_batches, "same_batches"),
     "learn": _of(learn.learn, "learn"),
+    "forms": _of(learn.forms, "forms"),
     "finetune-study": _of(learn.finetune_study, "finetune_study"),
     "quickstart-recipes": _of(learn.quickstart_recipes, "quickstart_recipes"),
     "attention": _of(attention.operator, "attention"),
