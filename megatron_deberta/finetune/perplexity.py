@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.data.vocabulary import Vocabulary
-from megatron_deberta.errors import ConfigError
+from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.finetune.minimal_pairs import language_model_config
 from megatron_deberta.finetune.models import open_source_model
 from megatron_deberta.finetune.predict import open_ranks
@@ -160,6 +160,8 @@ def _rows(
 ) -> tuple[WindowRows, int]:
     """Return the windows of a text, and its number of unknown pieces."""
     ids, _ = tokenizer.encode_texts(text.lines)
+    if not ids.size:
+        raise DataError("--data has no pieces of the model's tokenizer; give a text file")
     vocabulary = Vocabulary.of(tokenizer)
     rows = WindowRows.of_text(ids.astype(np.int64), vocabulary, length, stride, mask_every)
     return rows, int((ids == tokenizer.unk_id).sum())

@@ -107,13 +107,15 @@ def choose(logits: Tensor, sampling: Sampling, random: torch.Generator) -> int:
     """
     if sampling.temperature == 0:
         return int(logits.argmax())
-    ordered, tokens = (logits / sampling.temperature).sort(descending=True, stable=True)
+    # Relative to the maximum, so that a low temperature does not overflow.
+    scaled = (logits - logits.max()) / sampling.temperature
+    ordered, tokens = scaled.sort(descending=True, stable=True)
     if sampling.top_k:
         ordered[sampling.top_k :] = -math.inf
     probabilities = ordered.softmax(0)
-    # The first token is never excluded, nor the one that passes the limit.
+    # The most probable token stays, and so does the one that passes the limit.
     before = probabilities.cumsum(0) - probabilities
-    probabilities[before >= sampling.top_p] = 0
+    probabilities[1:][before[1:] >= sampling.top_p] = 0
     return int(tokens[torch.multinomial(probabilities, 1, generator=random)])
 
 
