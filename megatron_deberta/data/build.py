@@ -317,8 +317,8 @@ def _training_builder(
     forms = step_forms(config, consumed_samples)
     builders: list[Builder[Batch]] = []
     for phase in phases:
-        of_forms = _builders(config, vocabulary, phase.rows, phase.length)
-        builders.append(of_forms[0] if len(of_forms) == 1 else TwoFormBuilder(*of_forms, forms))
+        first, *others = _builders(config, vocabulary, phase.rows, phase.length)
+        builders.append(TwoFormBuilder(first, others[0], forms) if others else first)
     return (
         builders[0]
         if len(builders) == 1

@@ -105,7 +105,7 @@ class MaskedAndAutoregressiveModelling(MaskedLanguageModelling):
         self, means: Sequence[Mean], counts: Mapping[str, int] = NO_COUNTS
     ) -> dict[str, float]:
         """Return loss and accuracy under the name of the form."""
-        metrics = {}
+        metrics: dict[str, float] = {}
         for name, mean in zip(("masked", "autoregressive"), means, strict=True):
             if mean.loss != 0:
                 metrics |= {f"{name}_loss": mean.loss, f"{name}_accuracy": mean.accuracy}
