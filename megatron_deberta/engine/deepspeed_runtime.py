@@ -62,7 +62,9 @@ def import_deepspeed(device: torch.device) -> ModuleType:
     # DeepSpeed calls collectives by names that torch has renamed, with one warning per call.
     warnings.filterwarnings("ignore", r"`torch\.distributed\..* is deprecated", FutureWarning)
     # Otherwise start-up compiles a shared-memory operator that training never uses (needs ninja).
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # DeepSpeed reads nothing else of this dict, which it makes at first access by running a
+    # compiler for every operator.
+    vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
     active = deepspeed.accelerator.get_accelerator().device_name()
     if active.split(":")[0] != device.type:
         raise ConfigError(

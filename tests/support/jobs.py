@@ -37,6 +37,9 @@ RANK_IMPORTS = (
     # The compiler, which DeepSpeed's optimizers and deterministic algorithms import: most of a
     # rank's start-up time.
     "deepspeed.runtime.zero.muon.muon_optimizer", "torch._inductor.compile_fx",
+    # What engines import when they are built.
+    "deepspeed.module_inject.auto_ep_layer", "deepspeed.runtime.superoffload",
+    "torch._subclasses.schema_check_mode",
 )  # fmt: skip
 """Modules that a rank imports, to import before forking ranks."""
 ROOT = Path(__file__).parents[2]
