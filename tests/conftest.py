@@ -17,17 +17,18 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+TOGETHER = ("tests/distributed/", "tests/slurm/", "tests/integration/test_pretrain_")
+"""Beginnings of paths of files that share rank pools, a virtual cluster, or a fork server."""
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keep a file's tests, and all tests of the virtual SLURM cluster, on one pytest-xdist worker.
-
-    They share fixtures.
-    """
+    """Keep a file's tests, and those of files that share fixtures, on one pytest-xdist worker."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             path = nodeid.split("::", 1)[0]
-            return "tests/slurm" if path.startswith("tests/slurm/") else path
+            return next((start for start in TOGETHER if path.startswith(start)), path)
 
     return Scheduling(config, log)

@@ -12,30 +12,34 @@ import torch
 
 from megatron_deberta.cli.main import main
 from tests.support.jobs import ROOT, TIMEOUT, Run, prepare, without_launcher
+from tests.support.shared import shared_folder
 
 
 @pytest.fixture(scope="session")
 def run_yaml(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Prepare a run of 60 steps on real text; return its config."""
-    return prepare(tmp_path_factory.mktemp("corpus"))
+    return shared_folder(tmp_path_factory, "corpus", prepare) / "run.yaml"
 
 
 @pytest.fixture(scope="session")
 def uninterrupted(run_yaml: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of an uninterrupted run on two data-parallel ranks under torchrun."""
-    run_dir = tmp_path_factory.mktemp("uninterrupted") / "run"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    program = ["--nproc-per-node=2", "-m", "megatron_deberta", "pretrain", str(run_yaml)]
-    finished = subprocess.run(
-        [*launcher, *program, f"train.run_dir={run_dir}"],
-        env=without_launcher() | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-    )
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    (run_dir / "stdout.txt").write_text(finished.stdout)
-    return run_dir
+
+    def train(folder: Path) -> None:
+        run_dir = folder / "run"
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        program = ["--nproc-per-node=2", "-m", "megatron_deberta", "pretrain", str(run_yaml)]
+        finished = subprocess.run(
+            [*launcher, *program, f"train.run_dir={run_dir}"],
+            env=without_launcher() | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT,
+        )
+        assert finished.returncode == 0, finished.stdout + finished.stderr
+        (run_dir / "stdout.txt").write_text(finished.stdout)
+
+    return shared_folder(tmp_path_factory, "uninterrupted", train) / "run"
 
 
 @pytest.fixture(autouse=True)

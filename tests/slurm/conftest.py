@@ -13,6 +13,7 @@ import pytest
 
 from tests.slurm.virtual_cluster import VirtualCluster, missing_programs
 from tests.support.jobs import prepare
+from tests.support.shared import shared_folder
 
 REQUIRED = "MEGATRON_DEBERTA_REQUIRE_SLURM"
 """Environment variable that makes a missing SLURM a failure (set by .ci/run)."""
@@ -48,4 +49,4 @@ def cluster(slurm: None) -> Iterator[VirtualCluster]:
 @pytest.fixture(scope="session")
 def run_yaml(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Prepare a run of 60 steps on real text; return its config."""
-    return prepare(tmp_path_factory.mktemp("corpus"))
+    return shared_folder(tmp_path_factory, "corpus", prepare) / "run.yaml"
