@@ -86,7 +86,14 @@ def save_and_train(rank: int, layout: Layout, run_dir: str) -> list[float]:
     return run.losses
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(layout, marks=pytest.mark.slow if layout.zero_stage == 3 else ())
+        for layout in LAYOUTS
+    ],
+    ids=lambda layout: layout.name,
+)
 def test_state_is_that_of_the_start_of_the_save(
     four_ranks: RankPool, tmp_path: Path, layout: Layout
 ) -> None:

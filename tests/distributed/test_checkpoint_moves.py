@@ -155,6 +155,7 @@ def train_and_save_with_tokenizer(rank: int, run_dir: str, tokenizer_dir: str) -
     return [(after[name] - weight).abs().max().item() for name, weight in before.items()]
 
 
+@pytest.mark.slow
 def test_checkpoint_of_tensor_parallel_zero3_ranks_is_exported(
     four_ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -50,7 +50,7 @@ def compare_with_plain(
 
 
 @pytest.mark.parametrize(("dtype", "stage"), SHARDED)
-@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("tp_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_every_stage_and_format_equals_the_reference_engine_on_two_ranks(
     two_ranks: RankPool, tp_size: int, dtype: str, stage: int
 ) -> None:
@@ -92,9 +92,9 @@ def scale_grows_and_overflows(rank: int, tp_size: int, stage: int, clip: float) 
     return [outcome.loss_scale for outcome, _ in actual]
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.5])
+@pytest.mark.parametrize("clip", [pytest.param(0.0, marks=pytest.mark.slow), 0.5])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("tp_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_fp16_update_with_growing_loss_scale_and_overflows(
     two_ranks: RankPool, tp_size: int, stage: int, clip: float
 ) -> None:

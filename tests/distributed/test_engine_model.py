@@ -92,14 +92,19 @@ CASES = [
     ("fp32", 0, ParallelConfig()),
     ("bf16", 1, ParallelConfig(tensor_parallel_size=2, sequence_parallel=True)),
     ("fp16", 2, ParallelConfig(recompute="full")),
+    ("fp32", 3, ParallelConfig(tensor_parallel_size=2, sequence_parallel=True)),
+]
+MORE = [
     ("fp32", 3, ParallelConfig(recompute="full")),
     ("bf16", 3, ParallelConfig(tensor_parallel_size=2, sequence_parallel=True)),
-    ("fp32", 3, ParallelConfig(tensor_parallel_size=2, sequence_parallel=True)),
     ("fp32", 3, ParallelConfig(recompute="selective")),
 ]
 
 
-@pytest.mark.parametrize(("dtype", "stage", "parallel"), CASES)
+@pytest.mark.parametrize(
+    ("dtype", "stage", "parallel"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
+)
 def test_model_updates_equal_the_reference_engine(
     two_ranks: RankPool, dtype: str, stage: int, parallel: ParallelConfig
 ) -> None:

@@ -60,7 +60,7 @@ def _fields(state: ParameterState) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.parametrize(("dtype", "stage"), SHARDED)
-@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("tp_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_resumed_run_is_bit_identical(
     two_ranks: RankPool, tp_size: int, dtype: str, stage: int
 ) -> None:

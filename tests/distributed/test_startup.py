@@ -51,7 +51,7 @@ def _start(*command: str, **variables: str) -> list[str]:
         env={**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -62,6 +62,8 @@ def _expected(launcher: str) -> list[str]:
     return [f"{launcher} 0 0 3.0", f"{launcher} 1 1 3.0"]
 
 
+# ``pretrain`` under torchrun: tests/integration, fixture ``uninterrupted``.
+@pytest.mark.slow
 def test_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text(JOB)
@@ -69,7 +71,14 @@ def test_torchrun(tmp_path: Path) -> None:
     assert _start(*torchrun, "--nproc-per-node=2", str(script)) == _expected("torchrun")
 
 
-@pytest.mark.parametrize("job", [JOB, TWO_NODES], ids=["one_node", "two_nodes"])
+@pytest.mark.parametrize(
+    "job",
+    [
+        # ``pretrain`` on one node: tests/integration/test_pretrain_ranks.py.
+        pytest.param(JOB, id="one_node", marks=pytest.mark.slow),
+        pytest.param(TWO_NODES, id="two_nodes"),
+    ],
+)
 def test_mpirun(job: str) -> None:
     beside = Path(sys.executable).parent / "mpirun"
     mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
