@@ -3,7 +3,7 @@
 ``python -m tests.faults.phases --folder DIR --kills 20 --output FILE`` compares three runs of the
 same config: uninterrupted, killed on the same layout (the same bits) and killed and moved to
 another layout each time (the same losses within 1e-5). Started again, it continues in DIR; the test
-suite kills each run three times.
+suite kills each run twice.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from tests.faults.chaos.saves import SaveCases
 from tests.faults.chaos.starts import StartCases
 from tests.faults.chaos.training import TrainingCases
 from tests.support.jobs import fork_server, prepare
+from tests.support.shared import shared_folder
 
 REQUIRED = "MEGATRON_DEBERTA_REQUIRE_SLURM"
 
@@ -51,18 +52,20 @@ def test_failed_save_removes_its_files(saves: SaveCases, seed: int) -> None:
     assert outcome["ok"], outcome
 
 
-def test_second_start_without_flock_is_refused(tmp_path: Path) -> None:
-    corpus = tmp_path / "corpus"
-    corpus.mkdir()
-    outcome = StartCases(tmp_path, prepare(corpus)).double(0)
+@pytest.fixture(scope="module")
+def run_yaml(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return shared_folder(tmp_path_factory, "corpus", prepare) / "run.yaml"
+
+
+@pytest.mark.slow
+def test_second_start_without_flock_is_refused(run_yaml: Path, tmp_path: Path) -> None:
+    outcome = StartCases(tmp_path, run_yaml).double(0)
     assert outcome["ok"], outcome
 
 
 @pytest.mark.slow
-def test_four_ranks_resume_after_a_kill_and_a_signal(tmp_path: Path) -> None:
-    corpus = tmp_path / "corpus"
-    corpus.mkdir()
-    training = TrainingCases(tmp_path, prepare(corpus), steps=15)
+def test_four_ranks_resume_after_a_kill_and_a_signal(run_yaml: Path, tmp_path: Path) -> None:
+    training = TrainingCases(tmp_path, run_yaml, steps=15)
     killed, stopped = training.kill_one(2), training.preempt(0)
     assert killed["ok"], killed
     assert stopped["ok"], stopped

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.faults.layout_moves import Campaign
 
 
+@pytest.mark.slow
 def test_run_resumes_on_another_layout(tmp_path: Path) -> None:
     with Campaign(tmp_path, end=15) as campaign:
         case = campaign.run_case(3)

@@ -19,7 +19,7 @@ from megatron_deberta.observe.metrics import read_metrics
 from tests.support.jobs import ROOT
 from tests.support.tiny_task import MODEL, write_task
 
-SECONDS = 120.0
+SECONDS = 240.0
 STEPS = 40
 
 

@@ -9,14 +9,27 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
 from megatron_deberta.checkpoint.layout import committed_steps, step_dir
+from megatron_deberta.cli.main import main
 from megatron_deberta.errors import EXIT_REQUEUE, EXIT_USAGE
 from megatron_deberta.observe.metrics import FILE_NAME
-from tests.support.jobs import ROOT, TIMEOUT, free_port, losses, run_to_end, start
+from tests.support.jobs import (
+    ROOT,
+    TIMEOUT,
+    ForkedRank,
+    Job,
+    fork_server,
+    free_port,
+    losses,
+    rank_variables,
+    run_to_end,
+    start,
+)
 
 OF_LAUNCHERS = re.compile(r"(RANK|LOCAL_|WORLD_SIZE|MASTER_|SLURM_|OMPI_|PMI)")
 TWO_STEPS = ("train.exit_step=2", "train.eval_every=0", "precision.zero_stage=2")
@@ -62,28 +75,24 @@ def test_started_by_srun(run_yaml: Path, uninterrupted: Path, tmp_path: Path) ->
     port = free_port()
     run_dir = tmp_path / "run"
     ranks = [
-        subprocess.Popen(
-            command(run_yaml, run_dir),
-            env=bare_environment(
+        ForkedRank(
+            bare_environment(
                 SLURM_PROCID=str(rank), SLURM_NTASKS="2", SLURM_LOCALID=str(rank),
                 SLURM_NODEID="0", SLURM_STEP_ID="0", SLURM_JOB_ID="4",
                 SLURM_STEP_TASKS_PER_NODE="2", SLURM_STEP_NODELIST="localhost",
                 MASTER_PORT=str(port),
             ),
-            stderr=subprocess.PIPE,
-            text=True,
+            command(run_yaml, run_dir)[3:],
+            tmp_path / f"run.{rank}.log",
         )
         for rank in range(2)
     ]  # fmt: skip
-    try:
-        errors = [rank.communicate(timeout=TIMEOUT)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], errors
+    job = Job(ranks, run_dir)
+    assert job.wait() == [0, 0], job.output()
     assert_two_ranks_trained(run_dir, uninterrupted)
 
 
+@pytest.mark.slow
 def test_repeated_sigterm_saves_and_requests_a_requeue(
     run_yaml: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
@@ -108,30 +117,32 @@ def test_repeated_sigterm_saves_and_requests_a_requeue(
     assert losses(run_dir) == losses(uninterrupted)[:end]
 
 
-AFTER_TRAINING = """
-import signal, sys
-from megatron_deberta.cli.main import main
-from megatron_deberta.train import run
-run.pretrain = lambda *_, **__: 0
-code = main(["pretrain", sys.argv[1], f"train.run_dir={sys.argv[2]}"])
-print(code, signal.getsignal(signal.SIGUSR1).name)
-"""
+def exit_after_training(
+    environment: dict[str, str], arguments: list[str], result: Connection
+) -> None:
+    """Run the command without its training; send the exit code and the handler that it leaves."""
+    os.environ.update(environment)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megatron_deberta.train.run.pretrain", lambda *_, **__: 0)
+        code = main(arguments)
+    result.send((code, signal.getsignal(signal.SIGUSR1)))
 
 
-@pytest.mark.parametrize(("launched", "left"), [(True, "SIG_IGN"), (False, "SIG_DFL")])
+@pytest.mark.parametrize(("launched", "left"), [(True, signal.SIG_IGN), (False, signal.SIG_DFL)])
 def test_finished_rank_is_not_killed_while_exiting(
-    run_yaml: Path, tmp_path: Path, launched: bool, left: str
+    run_yaml: Path, tmp_path: Path, launched: bool, left: signal.Handlers
 ) -> None:
     """Regression: a signal during the exit of a stopped run made the run hang."""
-    places = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-    rank = {name: str(int("SIZE" in name)) for name in places} if launched else {}
-    rank |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"} if launched else {}
-    done = subprocess.run(
-        [sys.executable, "-c", AFTER_TRAINING, str(run_yaml), str(tmp_path / "run")],
-        capture_output=True, text=True, timeout=TIMEOUT, check=True,
-        env={**os.environ, **rank}, cwd=ROOT,
-    )  # fmt: skip
-    assert done.stdout.split()[-2:] == ["0", left], done.stdout
+    rank = rank_variables(0, 1, free_port()) if launched else {}
+    arguments = ["pretrain", str(run_yaml), f"train.run_dir={tmp_path / 'run'}"]
+    context = fork_server()
+    receive, send = context.Pipe(duplex=False)
+    process = context.Process(target=exit_after_training, args=(rank, arguments, send))
+    process.start()
+    send.close()
+    assert receive.recv() == (0, left)
+    process.join(TIMEOUT)
+    assert process.exitcode == 0
 
 
 @pytest.mark.parametrize("broken", ["metrics", "shard"])

@@ -81,6 +81,7 @@ def test_killed_and_signalled_run_equals_the_uninterrupted_one(
     assert all(record["blocked_seconds"] <= record["seconds"] for record in saves)
 
 
+@pytest.mark.slow
 def test_tensor_parallel_run_resumes_data_parallel(
     run_yaml: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
