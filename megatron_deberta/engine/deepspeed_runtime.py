@@ -65,6 +65,7 @@ def import_deepspeed(device: torch.device) -> ModuleType:
     # DeepSpeed reads nothing else of this dict, which it makes at first access by running a
     # compiler for every operator.
     vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
+    _import_muon()
     active = deepspeed.accelerator.get_accelerator().device_name()
     if active.split(":")[0] != device.type:
         raise ConfigError(
@@ -73,6 +74,22 @@ def import_deepspeed(device: torch.device) -> ModuleType:
         )
     module: ModuleType = deepspeed
     return module
+
+
+def _import_muon() -> None:
+    """Import DeepSpeed's Muon optimizer, which it imports for type checks, without compiling it.
+
+    Its functions are decorated with ``torch.compile``, which imports the compiler and takes about a
+    second. No run uses this optimizer.
+    """
+    from deepspeed.runtime import compiler
+
+    compile_decorator = compiler.compile
+    compiler.compile = lambda: compiler.dummy_decorator
+    try:
+        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+    finally:
+        compiler.compile = compile_decorator
 
 
 @contextmanager

@@ -96,6 +96,10 @@ class _BiasGelu(torch.autograd.Function):
 @cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``function`` compiled by torch.compile, at first use only (importing it is slow)."""
+    if torch.are_deterministic_algorithms_enabled():
+        # Sets the compiler's mode too, which ``train.setup.set_determinism`` does not.
+        warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+        torch.use_deterministic_algorithms(True, warn_only=warn_only)
     return torch.compile(function, dynamic=False)
 
 

@@ -97,11 +97,18 @@ class BlockOutput(nn.Linear):
         return F.linear(input, self.weight, self.bias)
 
 
-class TokenEmbedding(nn.Embedding):
+class _Embedding(nn.Embedding):
+    def reset_parameters(self) -> None:
+        # Normal values on the meta device would import the compiler, which takes seconds.
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
+
+class TokenEmbedding(_Embedding):
     """Token embedding, with one row per piece of the vocabulary."""
 
 
-class PositionEmbedding(nn.Embedding):
+class PositionEmbedding(_Embedding):
     """Absolute-position embedding."""
 
     def forward(self, layout: TokenLayout) -> Tensor:  # type: ignore[override]
@@ -109,7 +116,7 @@ class PositionEmbedding(nn.Embedding):
         return F.embedding(layout.position_ids, self.weight)
 
 
-class TokenTypeEmbedding(nn.Embedding):
+class TokenTypeEmbedding(_Embedding):
     """Token-type (segment) embedding."""
 
     def forward(self, layout: TokenLayout) -> Tensor:  # type: ignore[override]

@@ -38,7 +38,9 @@ def set_determinism(device: torch.device, environment: RankEnvironment) -> None:
     operators depends on the versions of torch and cuBLAS; bitwise repetition is not tested there.
     """
     on_gpu = device.type == "cuda"
-    torch.use_deterministic_algorithms(True, warn_only=on_gpu)
+    # As torch.use_deterministic_algorithms, without importing the compiler, which takes seconds;
+    # ``model.fused.compiled`` sets the compiler's mode.
+    torch.set_deterministic_debug_mode("warn" if on_gpu else "error")
     # Filling every new tensor is for debugging reads of uninitialized memory; it costs time.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if on_gpu:

@@ -37,7 +37,7 @@ GROUPS = single_process_groups(torch.device("cpu"))
 ROOT = Path(__file__).parents[3]
 
 PROGRAM = """
-import torch
+import sys, torch
 from tests.support.toy_engine import start, toy_config, train
 from megatron_deberta.distributed.topology import single_process_groups
 for dtype, stage in (("fp32", 0), ("bf16", 1), ("fp16", 2), ("bf16", 3)):
@@ -46,11 +46,14 @@ for dtype, stage in (("fp32", 0), ("bf16", 1), ("fp16", 2), ("bf16", 3)):
     engine = start(config, groups)
     train(engine, config, groups, range(2))
     engine.destroy()
-print("done")
+import megatron_deberta.finetune.settings  # as plan and finetune do
+slow = {"torch._inductor.compile_fx", "transformers.modeling_utils"}
+print("done", *slow & set(sys.modules))
 """
 
 
 def test_it_runs_with_nothing_in_its_environment_and_says_nothing(tmp_path: Path) -> None:
+    # Nor does it import the compiler or transformers' models, each of which takes seconds.
     bare = {"PYTHONPATH": str(ROOT), "PATH": str(tmp_path), "HOME": str(tmp_path)}
     bare["OMP_NUM_THREADS"] = "1"
     done = subprocess.run(

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_deberta.distributed.environment import RankEnvironment
+from megatron_deberta.model.fused import compiled
 from megatron_deberta.train.setup import set_determinism
 
 ALONE = RankEnvironment("none", 0, 1, 0, 1, "127.0.0.1", 12000)
@@ -24,6 +25,15 @@ def _own_process_settings() -> Iterator[None]:
 def test_cpu_refuses_what_does_not_repeat() -> None:
     set_determinism(torch.device("cpu"), ALONE)
     assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def test_the_compiler_repeats_too() -> None:
+    from torch._inductor import config
+
+    set_determinism(torch.device("cpu"), ALONE)
+    compiled(lambda x: x)
+    assert config.deterministic
     assert not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
