@@ -236,9 +236,10 @@ def test_gradcheck(queries: str) -> None:
     gathered = None
     if q_positions is not None:
         q_positions, gathered = q_positions[:, :3].clamp(max=length - 1), 3
-    small = RelativePositions(4, 0)
+    small = RelativePositions(3, 0)
+    # One head: a difference quotient per element.
     inputs = [
-        None if x is None else x[..., :3].clone().requires_grad_()
+        None if x is None else x[..., :1, :, :3].clone().requires_grad_()
         for x in tensors(length, small, gathered=gathered)
     ]
 
@@ -355,8 +356,8 @@ def test_any_strides() -> None:
 def test_memory_grows_with_the_length_not_its_square(
     gathered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(chunked._BLOCK_ELEMENTS, "cpu", 1 << 11)
-    monkeypatch.setattr(position_terms, "STRIP", 8)
+    monkeypatch.setitem(chunked._BLOCK_ELEMENTS, "cpu", 1 << 12)
+    monkeypatch.setattr(position_terms, "STRIP", 16)
     monkeypatch.setattr(position_terms, "_KEY_STRIP", 64)
     largest = {}
     for length in (256, 512):
