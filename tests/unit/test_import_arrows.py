@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megatron_deberta"
 FILES = sorted(PACKAGE.rglob("*.py"))
-IDS = [str(path.relative_to(PACKAGE)) for path in FILES]
+FOLDERS = sorted({path.relative_to(PACKAGE).parts[0] for path in FILES})
+"""Folders and modules of the package itself: a test per file would take longer to schedule."""
 EVERYTHING = {"everything"}
 SINGLE_MODULES = {"errors", "files", "hashing", "parsing", "processes", "__version__"}
 MUTABLE = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
@@ -19,10 +21,16 @@ MUTATORS = {
 }  # fmt: skip
 
 
+def files_of(folder: str) -> list[Path]:
+    return [path for path in FILES if path.relative_to(PACKAGE).parts[0] == folder]
+
+
+@cache
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
 
+@cache
 def arrows() -> dict[str, set[str]]:
     """Read the table of docs/architecture.md: folder -> folders (or modules) it may import."""
     table: dict[str, set[str]] = {}
@@ -81,8 +89,13 @@ def test_table_lists_every_folder() -> None:
     assert "cluster" not in table["train"]
 
 
-@pytest.mark.parametrize("path", FILES, ids=IDS)
-def test_imports_follow_the_arrows(path: Path) -> None:
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_imports_follow_the_arrows(folder: str) -> None:
+    for path in files_of(folder):
+        check_arrows(path)
+
+
+def check_arrows(path: Path) -> None:
     relative = path.relative_to(PACKAGE)
     if len(relative.parts) == 1:
         return
@@ -100,8 +113,13 @@ def test_imports_follow_the_arrows(path: Path) -> None:
             assert there in allowed, f"{relative} imports {module}; {here}/ may: {sorted(allowed)}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=IDS)
-def test_model_and_operator_do_not_import_distributed(path: Path) -> None:
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_model_and_operator_do_not_import_distributed(folder: str) -> None:
+    for path in files_of(folder):
+        check_distributed(path)
+
+
+def check_distributed(path: Path) -> None:
     if path.relative_to(PACKAGE).parts[0] not in {"model", "ops", "objectives"}:
         return
     tree = parse(path)
@@ -109,8 +127,13 @@ def test_model_and_operator_do_not_import_distributed(path: Path) -> None:
     assert not [node for node in ast.walk(tree) if dotted(node).startswith("torch.distributed")]
 
 
-@pytest.mark.parametrize("path", FILES, ids=IDS)
-def test_no_module_level_state(path: Path) -> None:
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_no_module_level_state(folder: str) -> None:
+    for path in files_of(folder):
+        check_state(path)
+
+
+def check_state(path: Path) -> None:
     tree = parse(path)
     containers = set()
     for node in tree.body:
@@ -130,12 +153,17 @@ def test_no_module_level_state(path: Path) -> None:
         assert changed not in containers, f"{path.name}:{node.lineno}: changes {changed}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=IDS)
-def test_folders_files_and_functions_are_small(path: Path) -> None:
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_folders_files_and_functions_are_small(folder: str) -> None:
+    for path in files_of(folder):
+        check_sizes(path)
+
+
+def check_sizes(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert path.stem not in {"utils", "helpers", "common"}
     assert text.count("\n") <= 500, f"{path.name} has {text.count(chr(10))} lines"
-    tree = ast.parse(text)
+    tree = parse(path)
     assert not text or ast.get_docstring(tree), f"{path.name} does not say what it owns"
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
