@@ -143,7 +143,11 @@ def check_same_architecture(reader: CheckpointReader, config: RunConfig) -> None
         }
         if config.model.absolute_positions == "none":
             training_keys.add("model.absolute_positions")
+    forms = {"mlm", "autoregressive"}
     for key, (old, new) in changes(reader.metadata.config, config).items():
+        if key == "model.head" and {old, new} == forms:
+            # The same weights in another form
+            continue
         if key.startswith("model.") and key not in training_keys:
             raise CheckpointError(
                 f"{key}={new!r} but the model in checkpoint.load_from, {reader.path}, has {old!r}; "

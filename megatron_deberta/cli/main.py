@@ -58,7 +58,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("launch", "pretrain with several ranks on this machine"),
     Command("finetune", "fine-tune a model on a labelled task"),
     Command("predict", "predict the examples of a task with a fine-tuned model"),
-    Command("evaluate", "compute a task's metrics, BLiMP's, or the perplexity of a text"),
+    Command("evaluate", "compute a task's metrics, BLiMP accuracies, or a text's perplexity"),
     Command("finetune-checkpoints", "score of a task against pretraining steps"),
     Command("search", "search hyper-parameters of a task over a grid and seeds"),
     Command("compare", "test whether two models differ on a task, over examples and seeds"),

@@ -19,8 +19,8 @@ NotifyEvent = Literal["ended", "stalled", "rollback", "node_lost", "deadline"]
 NOTIFY_EVENTS: tuple[str, ...] = get_args(NotifyEvent)
 Head = Literal[
     "mlm",
-    "autoregressive",
     "rtd",
+    "autoregressive",
     "discriminator",
     "classification",
     "regression",

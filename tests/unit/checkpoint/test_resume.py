@@ -144,6 +144,13 @@ def test_weights_of_another_architecture_are_refused(reader: CheckpointReader, k
             check_same_architecture(reader, config)
 
 
+def test_weights_of_a_masked_model_start_an_autoregressive_one(reader: CheckpointReader) -> None:
+    config = RunConfig()
+    check_same_architecture(
+        reader, replace(config, model=replace(config.model, head="autoregressive"))
+    )
+
+
 def test_a_saved_config_that_no_longer_fits_is_named(tmp_path: Path) -> None:
     path = save_alone(tmp_path, 1)
     reader = CheckpointReader(path)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 
+from megatron_deberta.config.schema import DataConfig, ObjectiveConfig, RunConfig, TrainConfig
 from megatron_deberta.data.batch import Batch, CausalBatch
+from megatron_deberta.data.build import build_loaders
 from megatron_deberta.data.forms import NextTokens, StepForms, TwoFormBuilder
 from megatron_deberta.data.vocabulary import Vocabulary
 
@@ -53,6 +58,52 @@ def test_next_tokens(vocabulary: Vocabulary) -> None:
     assert within.positions.tolist() == [0, 1, 2, 4, 6, 7]
     assert within.labels.tolist() == [7, 8, sep, sep, 9, sep]
     assert within.counts.tolist() == [4, 2]
+
+
+def test_loaders_of_every_layout_read_the_same_forms(
+    write_shard: Callable[..., str],
+    random_documents: Callable[..., list[np.ndarray]],
+    vocabulary: Vocabulary,
+) -> None:
+    config = RunConfig(
+        data=DataConfig(
+            train=(write_shard(random_documents(60)),),
+            validation_fraction=0.2,
+            sequence_length=32,
+            num_workers=0,
+        ),
+        objective=ObjectiveConfig(name="mlm+ar", autoregressive_fraction=0.3),
+        train=TrainConfig(global_batch_size=4, micro_batch_size=1, seed=7, eval_steps=1),
+    )
+
+    def steps(dp_rank: int, dp_size: int, consumed: int) -> list[list[Batch]]:
+        loader, _ = build_loaders(config, vocabulary, dp_rank, dp_size, consumed)
+        return list(itertools.islice(loader, 20 - consumed // 4))
+
+    whole = [[batch.is_causal for batch in step] for step in steps(0, 1, 0)]
+    assert all(len(set(step)) == 1 for step in whole)
+    assert sum(step[0] for step in whole) == 6
+    for rank in range(2):
+        for consumed in (0, 28):
+            found = [[batch.is_causal for batch in step] for step in steps(rank, 2, consumed)]
+            assert [step[0] for step in found] == [step[0] for step in whole][consumed // 4 :]
+            assert all(len(set(step)) == 1 for step in found)
+    for batch in itertools.chain.from_iterable(steps(0, 1, 0)[:5]):
+        real = batch.masked_positions >= 0
+        rows, places = real.nonzero(as_tuple=True)
+        at = batch.masked_positions[real]
+        if batch.is_causal:
+            assert batch.masked_positions.shape[1] == 31
+            assert torch.equal(batch.input_ids[rows, at + 1], batch.labels[real])
+            assert int(real.sum()) == int(batch.attention_mask.sum()) - len(batch.labels)
+        else:
+            assert batch.masked_positions.shape[1] == 5
+    _, validation = build_loaders(config, vocabulary, 0, 1, 0)
+    assert validation is not None
+    forms_found = [batch.is_causal for batch in validation]
+    assert len(forms_found) == len(validation)
+    assert forms_found == sorted(forms_found)
+    assert sum(forms_found) * 2 == len(forms_found)
 
 
 class _Fixed:
