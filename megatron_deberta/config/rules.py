@@ -134,6 +134,12 @@ def short_samples(config: RunConfig) -> int:
     return config.data.short_steps * config.train.global_batch_size
 
 
+def causal_fraction(objective: ObjectiveConfig) -> float:
+    """Return the fraction of the steps whose batch is autoregressive."""
+    fractions = {"autoregressive": 1.0, "mlm+ar": objective.autoregressive_fraction}
+    return fractions.get(objective.name, 0.0)
+
+
 def _check_phases(config: RunConfig) -> None:
     parts = segments(config)
     if len(parts) == 1 and not config.train.phases:
@@ -272,7 +278,7 @@ def _check_head(config: RunConfig) -> None:
 
 def _check_forms(config: RunConfig) -> None:
     objective, guard, model = config.objective, config.guard, config.model
-    if objective.causal_fraction and model.next_sentence_head:
+    if causal_fraction(objective) and model.next_sentence_head:
         raise ConfigError(
             f"objective.name={objective.name} has no pairs of segments; set "
             "model.next_sentence_head=false and data.packing=full_sentences"

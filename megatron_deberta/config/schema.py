@@ -175,12 +175,6 @@ class ObjectiveConfig:
     sift_clean_gradient: bool = True
     """SiFT: the loss changes the prediction without perturbation too, as in the release."""
 
-    @property
-    def causal_fraction(self) -> float:
-        """Fraction of the steps whose batch is autoregressive."""
-        fractions = {"autoregressive": 1.0, "mlm+ar": self.autoregressive_fraction}
-        return fractions.get(self.name, 0.0)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RTDConfig:

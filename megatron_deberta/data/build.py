@@ -11,7 +11,7 @@ import psutil
 import torch
 
 from megatron_deberta.config.phases import FIRST_STAGE, Stage
-from megatron_deberta.config.rules import short_samples
+from megatron_deberta.config.rules import causal_fraction, short_samples
 from megatron_deberta.config.schema import DataConfig, RunConfig
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.data.collate import BatchBuilder, Builder, PhasedBuilder, Targets
@@ -355,7 +355,7 @@ def step_forms(config: RunConfig, first_sample: int) -> StepForms:
         first_sample: first sample of any step.
     """
     return StepForms(
-        fraction=config.objective.causal_fraction,
+        fraction=causal_fraction(config.objective),
         seed=config.train.seed,
         first_sample=first_sample,
         global_batch_size=config.train.global_batch_size,
@@ -373,7 +373,7 @@ def form_targets(
         length: maximum tokens per row.
         purpose: training or validation masks.
     """
-    fraction = config.objective.causal_fraction
+    fraction = causal_fraction(config.objective)
     found: list[Targets] = []
     if fraction < 1:
         found.append(Masker(config.objective, vocabulary, length, config.train.seed, purpose))

@@ -10,6 +10,7 @@ from typing import Literal
 
 import numpy as np
 
+from megatron_deberta.config.rules import causal_fraction
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.errors import ConfigError, DataError
@@ -140,7 +141,7 @@ def evaluate_perplexity(
 
 
 def _form(config: RunConfig, form: Form | None, model: str) -> Form:
-    trained = config.objective.causal_fraction
+    trained = causal_fraction(config.objective)
     if form is None:
         return "autoregressive" if trained else "masked"
     if form == "autoregressive" and not trained:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_deberta.config.rules import causal_fraction
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.hf.loading import build_model, check_folder, open_trained_model
 from megatron_deberta.tokenizer import Tokenizer
@@ -134,7 +135,7 @@ def open_generator(path: Path, tokenizer_path: str = "") -> TextGenerator:
     check_folder(path, "a run or a checkpoint")
     trained = open_trained_model(path, tokenizer_path)
     objective = trained.run.objective
-    if not objective.causal_fraction:
+    if not causal_fraction(objective):
         raise ConfigError(
             f"{path} was trained with objective.name={objective.name}, which does not predict next "
             "tokens; give a run with objective.name=autoregressive or =mlm+ar"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+from megatron_deberta.config.rules import causal_fraction
 from megatron_deberta.config.schema import ModelConfig, ObjectiveConfig
 from megatron_deberta.model.heads import num_outputs
 from megatron_deberta.model.replaced_tokens import single_models
@@ -173,7 +174,7 @@ def pretraining_flops_per_token(
     causal = training_flops_per_token(
         model, sequence_length, micro_batch_size, 1 - 1 / sequence_length, causal=True
     )
-    fraction = objective.causal_fraction
+    fraction = causal_fraction(objective)
     return (1 - fraction) * masked + fraction * causal
 
 

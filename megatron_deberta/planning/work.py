@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
+from megatron_deberta.config.rules import causal_fraction
 from megatron_deberta.config.schema import ObjectiveName, RunConfig
 from megatron_deberta.distributed.parallelize.plan import vocabulary_rows
 from megatron_deberta.model.flops import (
@@ -57,7 +58,7 @@ def masked_tokens(config: RunConfig) -> int:
 
 
 def _has_causal(config: RunConfig) -> bool:
-    return config.objective.causal_fraction > 0
+    return causal_fraction(config.objective) > 0
 
 
 def rank_flops(config: RunConfig) -> RankFlops:
@@ -71,7 +72,7 @@ def rank_flops(config: RunConfig) -> RankFlops:
     Args:
         config: the run.
     """
-    fraction = config.objective.causal_fraction
+    fraction = causal_fraction(config.objective)
     if 0 < fraction < 1:
         forms = [
             rank_flops(replace(config, objective=replace(config.objective, name=name)))

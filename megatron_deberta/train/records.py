@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
@@ -12,6 +12,7 @@ from rich.console import Console
 from megatron_deberta.checkpoint.background import Saved
 from megatron_deberta.checkpoint.fence import UNLOCKED, Fence
 from megatron_deberta.config import save_config
+from megatron_deberta.config.rules import causal_fraction
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.data.build import Corpora, validation_loader
 from megatron_deberta.data.dataset.unigram import unigram_cross_entropy, unigram_log_probabilities
@@ -99,8 +100,10 @@ class RunRecords:
         if batches is None:
             return
         frequencies = unigram_log_probabilities(corpora.train, corpora.weights, vocabulary.size)
-        # Of the first form, to which ``loss`` belongs.
-        total, targets = unigram_cross_entropy(frequencies, replace(batches, others=()))
+        # Of the form to which ``loss`` belongs.
+        is_causal = causal_fraction(self._config.objective) == 1
+        of_loss = (batch for batch in batches if batch.is_causal == is_causal)
+        total, targets = unigram_cross_entropy(frequencies, of_loss)
         self._unigram = total / max(targets, 1)
         recorded = [
             record[UNIGRAM_METRIC]

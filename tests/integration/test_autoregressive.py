@@ -36,7 +36,7 @@ def text(tmp_path: Path) -> Path:
 
 
 def test_both_forms_are_trained_and_resumed(
-    pretrain: Run, tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+    pretrain: Run, tmp_path: Path, text: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     every = ("log.every=1", "checkpoint.save_every=1", "train.eval_every=3")
     for exit_step in (2, 3, 6):
@@ -65,14 +65,14 @@ def test_both_forms_are_trained_and_resumed(
         )
     assert found["masked"]["mask_every"] == 7
     assert main(["generate", str(run_dir), "The old", "", "--tokens", "4"]) == EXIT_DONE
-    assert "The old" in capsys.readouterr().out
+    assert "The old" in capfd.readouterr().out
     options = ["--temperature", "1", "--top-k", "20", "--seed", "3", "--tokens", "4"]
     assert main(["generate", str(run_dir), "The old", *options]) == EXIT_DONE
     assert main(["fill-mask", str(run_dir), "The [MASK] man"]) == EXIT_DONE
 
 
 def test_autoregressive_alone(
-    pretrain: Run, tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+    pretrain: Run, tmp_path: Path, text: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     pairs = write_pairs(tmp_path / "pairs")
     blimp = ("train.blimp_every=2", f"train.blimp_data={pairs}")
@@ -83,7 +83,7 @@ def test_autoregressive_alone(
     )
     assert evaluate("perplexity", run_dir, text, *OPTIONS)["form"] == "autoregressive"
     assert main(["generate", str(run_dir), "The old", "--tokens", "4"]) == EXIT_DONE
-    capsys.readouterr()
+    capfd.readouterr()
     model, data, absent = ["--model", str(run_dir)], ["--data", str(text)], tmp_path / "x"
     for words, message in (
         (["fill-mask", str(run_dir), "The [MASK]"], "fills no masks"),
@@ -100,7 +100,7 @@ def test_autoregressive_alone(
         (["generate", str(run_dir), "The", "--top-k", "3"], "needs --temperature"),
     ):  # fmt: skip
         assert main(words) == EXIT_USAGE, words
-        assert message in capsys.readouterr().err
+        assert message in capfd.readouterr().err
     assert not absent.exists()
 
 
