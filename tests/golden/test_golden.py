@@ -11,29 +11,51 @@ from typing import Any
 
 import pytest
 
-from tests.golden.freeze import ROOT, compare
+from tests.golden.freeze import FEW, ROOT, compare
 
 GOLDEN = Path(__file__).with_name("golden.json")
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TRITON_INTERPRET")
 """Variables of this process that must not reach a run."""
 
 
+PARTS = [
+    "shards",
+    "deduplication",
+    "plans",
+    f"runs/{FEW}",
+    pytest.param("runs", marks=pytest.mark.slow),
+    pytest.param("exports", marks=pytest.mark.slow),
+]
+
+
 @pytest.fixture(scope="module")
-def frozen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Compute the fingerprints of the current code."""
+def frozen(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    """Compute the fingerprints of the current code that the selected tests compare."""
     output = tmp_path_factory.mktemp("golden") / "now.json"
     variables = {key: value for key, value in os.environ.items() if key not in LAUNCHER}
     call = [sys.executable, "-m", "tests.golden.freeze", "--output", str(output)]
+    tests = [item for item in request.session.items if item.path == request.path]
+    if not any(item.get_closest_marker("slow") for item in tests):
+        call.append("--few")
     done = subprocess.run(call, env=variables, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(output.read_text())
     return found
 
 
-@pytest.mark.parametrize("part", ["shards", "deduplication", "plans", "runs", "exports"])
+@pytest.mark.parametrize("part", PARTS)
 def test_fingerprints_equal_the_golden_file(frozen: dict[str, Any], part: str) -> None:
     """Tensors and metrics are compared bit by bit on the processor that wrote the golden file."""
     golden = json.loads(GOLDEN.read_text())
     exact = golden["environment"] == frozen["environment"]
-    differences = compare({part: golden[part]}, {part: frozen[part]}, exact=exact)
+    differences = compare(section(golden, part), section(frozen, part), exact=exact)
     assert not differences, "\n".join(differences[:50])
+
+
+def section(fingerprints: dict[str, Any], part: str) -> dict[str, Any]:
+    """Return a part of the fingerprints, or one run of ``runs``."""
+    name, _, run = part.partition("/")
+    content = fingerprints[name]
+    return {name: {run: content[run]} if run else content}
