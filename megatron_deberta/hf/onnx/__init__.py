@@ -1,0 +1,1 @@
+"""Export to ONNX: a graph of its own, verified and timed before it is published."""
