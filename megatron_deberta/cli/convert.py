@@ -1,10 +1,12 @@
-"""Export a checkpoint to Hugging Face format, or import a published model.
+"""Export a checkpoint to Hugging Face format and ONNX, or import a published model.
 
-An export is verified: its logits on real text are compared with this package's model. An import
-writes a checkpoint for checkpoint.load_from, with tokenizer and run configuration.
+An export is verified: its logits on real text are compared with this package's model. --to onnx
+adds onnx/model.onnx, which is also timed, and onnx/report.json. An import writes a checkpoint for
+checkpoint.load_from, with tokenizer and run configuration.
 
 Examples:
   megatron-deberta convert --checkpoint runs/base --to hf --output exports/base --dtype bf16
+  megatron-deberta convert --checkpoint runs/sst2 --to onnx --output exports/sst2 --dtype int8
   megatron-deberta convert --from hf downloads/deberta-v3-base --output imported
   megatron-deberta convert --from microsoft downloads/deberta-base --output imported
 """
@@ -32,10 +34,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     export.add_argument(
         "--checkpoint", metavar="DIR", help="run folder (newest checkpoint) or checkpoint folder"
     )
-    export.add_argument("--to", choices=["hf"], default="hf", help="target format")
     export.add_argument(
-        "--dtype", choices=["fp32", "fp16", "bf16"], default="fp32", help="format of the weights"
+        "--to", choices=["hf", "onnx"], default="hf",
+        help="target format; onnx includes hf (default: hf)",
+    )  # fmt: skip
+    export.add_argument(
+        "--dtype", choices=["fp32", "fp16", "bf16", "int8"], default="fp32",
+        help="format of the weights: bf16 only for hf, int8 only for the ONNX graph",
+    )  # fmt: skip
+    export.add_argument(
+        "--encoder", action="store_true",
+        help="onnx: write the graph of the encoder, not of the model's own head",
+    )  # fmt: skip
+    export.add_argument(
+        "--no-timing", action="store_true", help="onnx: do not compare the speed with transformers"
     )
+    export.add_argument(
+        "--data", default="", metavar="DIR",
+        help="onnx: the task's files, to measure accuracy on dev (default with int8: the run's)",
+    )  # fmt: skip
     imported = parser.add_argument_group("import")
     imported.add_argument(
         "--from", dest="source", nargs=2, metavar=("hf|microsoft", "DIR"),
@@ -77,11 +94,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
+    from megatron_deberta.cli.convert_onnx import check_options, onnx_extension
     from megatron_deberta.hf.export_model import GENERATOR_FOLDER, export_model
     from megatron_deberta.hf.loading import open_trained_model
     from megatron_deberta.hf.model_card import loading_lines
     from megatron_deberta.objectives import build_objective
 
+    check_options(args)
     trained = open_trained_model(Path(args.checkpoint), args.tokenizer)
     config, weights = trained.open("discriminator")
     if config.head == "autoregressive":
@@ -90,23 +109,25 @@ def _export(args: argparse.Namespace) -> int:
             "transformers has no DeBERTa class; use megatron-deberta generate, or pretrain with "
             "objective.name=mlm+ar"
         )
+    dtype = "fp32" if args.dtype == "int8" else args.dtype
     export = export_model(
         config,
         weights,
         trained.tokenizer,
         Path(args.output),
-        dtype=args.dtype,
+        dtype=dtype,
         facts=_training_facts(trained),
         generator=trained.open("generator") if config.head == "discriminator" else None,
+        extend=onnx_extension(args, trained) if args.to == "onnx" else None,
     )
-    print(f"{args.output}: {trained.reader.path} as {export.model_type}, {args.dtype}")
+    print(f"{args.output}: {trained.reader.path} as {export.model_type}, {dtype}")
     if export.reason:
         print(
             f"No class of transformers implements {export.reason}: load the export with "
             "trust_remote_code=True or through megatron_deberta.hf."
         )
     running = export.check.low_precision_error
-    also = f", {running:.1e} when computed in {args.dtype}" if running else ""
+    also = f", {running:.1e} when computed in {dtype}" if running else ""
     print(
         f"Verified on real text: largest difference of logits {export.check.max_error:.1e}{also}."
     )

@@ -64,6 +64,7 @@ def export_model(
     dtype: str = "fp32",
     facts: TrainingFacts = UNKNOWN_TRAINING,
     generator: tuple[ModelConfig, Callable[[str], Tensor]] | None = None,
+    extend: Callable[[Path], object] | None = None,
 ) -> ExportResult:
     """Write weights, config, tokenizer, code and model card, verify them, publish the folder.
 
@@ -75,6 +76,7 @@ def export_model(
         dtype: fp32, fp16 or bf16.
         facts: training of the model, for the model card.
         generator: of replaced-token detection, exported to the folder ``generator`` inside.
+        extend: called with the verified folder before it is published, to add files.
 
     Raises:
         CheckpointError: the exported model computes different values than the training model.
@@ -91,6 +93,8 @@ def export_model(
             (folder / GENERATOR_FOLDER).mkdir()
             name = f"{output.name}/{GENERATOR_FOLDER}"
             _write_export(folder / GENERATOR_FOLDER, name, *generator, tokenizer, dtype, facts)
+        if extend is not None:
+            extend(folder)
     return result
 
 

@@ -27,7 +27,7 @@ Wide, because rounding grows with depth: this check detects overflow. The effect
 is excluded, since the fp32 comparison uses the same rounded weights.
 """
 _MAX_TOKENS = 256
-_TEXTS = (
+REAL_TEXTS = (
     "The library was nearly empty, and only the rustle of a page or the tick of the tall clock "
     "by the door told the reader that time was passing. She had come to find one letter, written "
     "in the spring of 1848, and had found instead a drawer full of maps; some of them showed "
@@ -212,7 +212,7 @@ def _make_batches(directory: Path, tokenizer: Tokenizer, ours: DebertaBackbone) 
             directory, local_files_only=True, trust_remote_code=True
         )
     rows = []
-    for text in _TEXTS:
+    for text in REAL_TEXTS:
         ids = [tokenizer.cls_id, *tokenizer.encode(text), tokenizer.sep_id]
         # verbose: texts that are longer than the model's positions are cut below.
         if exported(text, verbose=False)["input_ids"] != ids:

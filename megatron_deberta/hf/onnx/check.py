@@ -1,0 +1,170 @@
+"""Parity of an ONNX graph with this package's model on real text, before it is published."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from megatron_deberta.errors import CheckpointError
+from megatron_deberta.hf.onnx.graph import GraphKind, OnnxDtype
+from megatron_deberta.hf.onnx.libraries import open_session
+from megatron_deberta.hf.verify import FP32_TOLERANCE, REAL_TEXTS
+from megatron_deberta.model import DebertaBackbone, DebertaForPretraining, DebertaForTask
+from megatron_deberta.tokenizer import Tokenizer
+
+Batch: TypeAlias = dict[str, Tensor]
+Logits: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""Maps ids, mask and token types ``[B, N]`` to ``[B, K]`` or ``[B, N, K]``, like
+`DebertaForTask.logits`."""
+
+CASES = ((1, 1), (1, 2), (2, 17), (5, 64), (8, 128), (3, 333), (8, 512))
+"""Compared batch sizes and lengths; rows but the first are padded."""
+LIMITS = {"fp16": 5e-2, "int8": 0.5}
+"""Maximum relative (Frobenius) error. Wide: it detects overflow and wrong scales; the loss of
+accuracy is measured on a task."""
+_MASKED_SHARE = 7
+"""One of this many tokens is masked in the fill-mask comparison."""
+
+
+@dataclass(frozen=True)
+class OnnxParity:
+    """Differences between a graph and our fp32 model.
+
+    Attributes:
+        max_error: maximum difference, relative to the largest absolute value (or 1).
+        relative_error: relative (Frobenius) error of the worst case.
+        cases: compared batch sizes and lengths.
+    """
+
+    max_error: float
+    relative_error: float
+    cases: tuple[tuple[int, int], ...]
+
+
+def check_graph(
+    path: Path, ours: DebertaBackbone, kind: GraphKind, tokenizer: Tokenizer, dtype: OnnxDtype
+) -> OnnxParity:
+    """Compare a graph with our model at real tokens.
+
+    Args:
+        path: the graph.
+        ours: our fp32 model with the same weights.
+        kind: head of the graph.
+        tokenizer: the tokenizer used in training.
+        dtype: of the graph.
+
+    Raises:
+        CheckpointError: outputs differ by more than the limit of ``dtype``, or are not finite.
+    """
+    run = graph_runner(path, kind)
+    longest = ours.config.max_position_embeddings
+    limited = tuple(dict.fromkeys((rows, min(length, longest)) for rows, length in CASES))
+    largest = worst = 0.0
+    for rows, length in limited:
+        batch = text_batch(tokenizer, rows, length, ours.config.type_vocab_size > 0)
+        if kind == "fill-mask":
+            add_masks(batch, tokenizer)
+        expected, found = our_output(ours, kind, batch), run(batch)
+        if kind in ("encoder", "tokens", "spans"):
+            real = batch["attention_mask"].bool()
+            expected, found = expected[real], found[real]
+        difference = found - expected
+        scale = max(1.0, expected.abs().max().item())
+        largest = max(largest, difference.abs().max().item() / scale)
+        error = (difference.norm() / expected.norm().clamp(min=1e-6)).item()
+        worst = max(worst, error)
+        limit = FP32_TOLERANCE if dtype == "fp32" else LIMITS[dtype]
+        reached = largest if dtype == "fp32" else error
+        if not reached <= limit:
+            raise CheckpointError(
+                f"the ONNX graph differs from our model by {reached:.2g} for {rows} rows of "
+                f"{length} tokens (limit of {dtype}: {limit:g}); nothing was exported"
+                + ("" if dtype == "fp32" else "; export with --dtype fp32")
+            )
+    return OnnxParity(largest, worst, limited)
+
+
+def text_batch(tokenizer: Tokenizer, rows: int, length: int, with_types: bool) -> Batch:
+    """Return int64 rows of real text, the first of ``length`` tokens, the others shorter."""
+    text: list[int] = []
+    while len(text) < 2 * length:
+        text += tokenizer.encode(" ".join(REAL_TEXTS))
+    ids = torch.full((rows, length), tokenizer.pad_id)
+    for row in range(rows):
+        tokens = max(1, length * (rows - row) // rows)
+        start = row * 7 % length
+        content = [tokenizer.cls_id, *text[start : start + tokens - 2], tokenizer.sep_id]
+        ids[row, :tokens] = torch.tensor(content[:tokens])
+    batch = {"input_ids": ids, "attention_mask": (ids != tokenizer.pad_id).long()}
+    if with_types:
+        batch["token_type_ids"] = (torch.arange(length) >= length // 2).long().expand_as(ids)
+    return batch
+
+
+def add_masks(batch: Batch, tokenizer: Tokenizer) -> None:
+    """Mask several tokens of every row, and add ``masked_positions`` ``[B, M]``, -1 = none."""
+    lengths = batch["attention_mask"].sum(1)
+    count = max(1, int(lengths.max()) // _MASKED_SHARE)
+    positions = (1 + torch.arange(count) * _MASKED_SHARE).expand(len(lengths), count)
+    positions = torch.where(positions < lengths[:, None], positions, -1)
+    positions[:, 0] = positions[:, 0].clamp(min=0)
+    for row, at in enumerate(positions):
+        batch["input_ids"][row, at[at >= 0]] = tokenizer.mask_id
+    batch["masked_positions"] = positions
+
+
+@torch.no_grad()
+def our_output(ours: DebertaBackbone, kind: GraphKind, batch: Batch) -> Tensor:
+    """Return our model's output for a batch, as `graph_runner` does."""
+    ids, mask = batch["input_ids"], batch["attention_mask"].bool()
+    types = batch.get("token_type_ids")
+    if kind == "encoder":
+        return ours.encode(ids, mask, token_type_ids=types)
+    if kind == "fill-mask":
+        assert isinstance(ours, DebertaForPretraining)
+        masked = batch["masked_positions"]
+        logits = ours.masked_logits(ids, mask, masked, token_type_ids=types)
+        return logits[masked >= 0]
+    assert isinstance(ours, DebertaForTask)
+    return ours.logits(ids, mask, types)
+
+
+def graph_runner(path: Path, kind: GraphKind, threads: int = 0) -> Callable[[Batch], Tensor]:
+    """Open a graph as a function from a batch ``[B, N]`` to its output.
+
+    Returns:
+        The function; it returns ``[B, N, D]`` states, logits ``[masks, V]`` of real masks, or a
+        head's logits as `DebertaForTask.logits` does.
+    """
+    session = open_session(path, threads)
+
+    def run(batch: Batch) -> Tensor:
+        arrays = {name: value.long().numpy() for name, value in batch.items()}
+        if kind == "choices":
+            arrays = {name: value[None] for name, value in arrays.items()}
+        outputs = [torch.from_numpy(output) for output in session(arrays)]
+        if kind == "choices":
+            return outputs[0].view(-1, 1)
+        if kind == "fill-mask":
+            return outputs[0][batch["masked_positions"] >= 0]
+        return torch.stack(outputs, -1) if len(outputs) > 1 else outputs[0]
+
+    return run
+
+
+def graph_logits(path: Path, kind: GraphKind) -> Logits:
+    """Open the graph of a task as a function with the arguments of `DebertaForTask.logits`."""
+    run = graph_runner(path, kind)
+
+    def logits(ids: Tensor, mask: Tensor, types: Tensor | None) -> Tensor:
+        batch: Mapping[str, Tensor | None] = {
+            "input_ids": ids, "attention_mask": mask, "token_type_ids": types
+        }  # fmt: skip
+        return run({name: value for name, value in batch.items() if value is not None})
+
+    return logits

@@ -1,0 +1,158 @@
+"""``onnx/`` in an export: the graph, and a report of its parity, speed and accuracy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megatron_deberta.config.schema import ModelConfig
+from megatron_deberta.hf.loading import build_discriminator, build_model, build_task_model
+from megatron_deberta.hf.onnx.check import OnnxParity, check_graph
+from megatron_deberta.hf.onnx.graph import GraphKind, OnnxDtype, graph_kind, write_graph
+from megatron_deberta.hf.onnx.libraries import OPSET, count_nodes, require_libraries
+from megatron_deberta.hf.onnx.timing import time_graph
+from megatron_deberta.model import DebertaBackbone
+from megatron_deberta.tokenizer import Tokenizer
+
+FOLDER, MODEL_FILE, REPORT_FILE = "onnx", "model.onnx", "report.json"
+
+
+@dataclass(frozen=True)
+class OnnxOptions:
+    """What is exported, and how it is checked.
+
+    Attributes:
+        dtype: format of weights and computation.
+        encoder: write the graph of the encoder, not of the model's own head.
+        timing: compare the speed with transformers.
+        accuracy: called with the graph and its kind; returns the task's scores of our fp32 model
+            and of the graph. None: the model has no task.
+    """
+
+    dtype: OnnxDtype = "fp32"
+    encoder: bool = False
+    timing: bool = True
+    accuracy: Callable[[Path, GraphKind], dict[str, Any]] | None = None
+
+
+@dataclass(frozen=True)
+class OnnxReport:
+    """Content of ``report.json``.
+
+    Attributes:
+        graph: head of the graph.
+        dtype: its format.
+        opset: operator set.
+        nodes: number of nodes.
+        libraries: versions of onnx and onnxruntime.
+        parity: differences from our fp32 model on real text.
+        speed: see `time_graph`; empty: not timed.
+        accuracy: see `OnnxOptions`; empty: not measured.
+    """
+
+    graph: GraphKind
+    dtype: OnnxDtype
+    opset: int
+    nodes: int
+    libraries: dict[str, str]
+    parity: OnnxParity
+    speed: dict[str, Any] = field(default_factory=dict)
+    accuracy: dict[str, Any] = field(default_factory=dict)
+
+
+def add_onnx(
+    export: Path,
+    config: ModelConfig,
+    read: Callable[[str], Tensor],
+    tokenizer: Tokenizer,
+    options: OnnxOptions,
+) -> OnnxReport:
+    """Write ``onnx/model.onnx`` and ``onnx/report.json`` into an export, and extend its card.
+
+    Args:
+        export: folder of the same model in Hugging Face format.
+        config: the architecture.
+        read: returns the logical fp32 tensor of a canonical name.
+        tokenizer: the tokenizer used in training.
+        options: what is exported.
+
+    Raises:
+        CheckpointError: the graph computes different values than our model.
+        ConfigError: onnx or onnxruntime is not installed.
+    """
+    libraries = require_libraries()
+    kind = graph_kind(config, encoder=options.encoder)
+    folder = export / FOLDER
+    folder.mkdir()
+    path = folder / MODEL_FILE
+    write_graph(path, config, read, kind, options.dtype)
+    ours = _build(config, read)
+    parity = check_graph(path, ours, kind, tokenizer, options.dtype)
+    del ours
+    report = OnnxReport(
+        graph=kind,
+        dtype=options.dtype,
+        opset=OPSET,
+        nodes=count_nodes(path),
+        libraries=libraries,
+        parity=parity,
+        speed=time_graph(path, export, config, kind, tokenizer) if options.timing else {},
+        accuracy=options.accuracy(path, kind) if options.accuracy else {},
+    )
+    (folder / REPORT_FILE).write_text(json.dumps(asdict(report), indent=2) + "\n")
+    card = export / "README.md"
+    card.write_text(card.read_text(encoding="utf-8") + card_section(report), encoding="utf-8")
+    return report
+
+
+def card_section(report: OnnxReport) -> str:
+    """Return the section of the model card."""
+    lines = "\n".join(f"- {line}" for line in summary(report))
+    return f"\n## ONNX\n\n`{FOLDER}/{MODEL_FILE}`, measured when it was written:\n\n{lines}\n"
+
+
+def summary(report: OnnxReport) -> list[str]:
+    """Return the figures of a report as sentences."""
+    parity = report.parity
+    sizes = ", ".join(f"{rows}x{length}" for rows, length in parity.cases)
+    lines = [
+        f"Graph: {report.graph}, {report.dtype}, opset {report.opset}, {report.nodes} nodes.",
+        f"Real text, batch x length {sizes}: largest difference {parity.max_error:.1e}, relative "
+        f"error {parity.relative_error:.1e}.",
+    ]
+    for case in report.speed.get("cases", ()):
+        seconds = case["seconds"]
+        against = [
+            f"{seconds[side] / seconds['onnx']:.2f} times {name}"
+            for side, name in (
+                ("transformers", "transformers in torch"),
+                ("transformers_onnx", "torch's export of transformers' model"),
+            )
+            if side in seconds
+        ]
+        lines.append(
+            f"Speed, batch {case['batch']}, length {case['length']}, {report.speed['threads']} "
+            f"threads: {seconds['onnx'] * 1e3:.1f} ms, {', '.join(against)}."
+        )
+    if "skipped" in report.speed:
+        lines.append(f"Not timed: {report.speed['skipped']}.")
+    if report.accuracy:
+        a = report.accuracy
+        lines.append(
+            f"{a['task']}, {a['examples']} {a['split']} examples, {a['metric']}: {a['onnx']:.4f} "
+            f"({a['torch']:.4f} in torch, fp32)."
+        )
+    return lines
+
+
+def _build(config: ModelConfig, read: Callable[[str], Tensor]) -> DebertaBackbone:
+    if config.head == "mlm":
+        return build_model(config, read)
+    if config.head == "discriminator":
+        return build_discriminator(config, read)
+    return build_task_model(config, read)
