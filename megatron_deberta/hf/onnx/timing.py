@@ -45,8 +45,8 @@ def time_graph(
         tokenizer: the tokenizer used in training.
 
     Returns:
-        JSON values: threads, and median seconds by batch size and length. ``skipped`` says what
-        could not be timed.
+        JSON values: threads, load of the machine, and per case median ``seconds`` and
+        ``cpu_seconds`` (of all threads) of each side. ``skipped`` says what could not be timed.
     """
     model_type, reason = choose_model_type(config)
     result: dict[str, Any] = {"threads": torch.get_num_threads(), "load": round(_load(), 1)}
@@ -73,7 +73,7 @@ def time_graph(
             batch = _full_rows(tokenizer, rows, length)
             if kind == "fill-mask":
                 add_masks(batch, tokenizer)
-            cases.append({"batch": rows, "length": length, "seconds": _in_turns(sides, batch)})
+            cases.append({"batch": rows, "length": length, **_in_turns(sides, batch)})
     return result | {"cases": cases}
 
 
@@ -82,19 +82,26 @@ def _full_rows(tokenizer: Tokenizer, rows: int, length: int) -> Batch:
     return {name: value.repeat(rows, 1) for name, value in one.items()}
 
 
-def _in_turns(sides: dict[str, Callable[[Batch], object]], batch: Batch) -> dict[str, float]:
-    """Return the median seconds of each side."""
-    times: dict[str, list[float]] = {name: [] for name in sides}
+def _in_turns(
+    sides: dict[str, Callable[[Batch], object]], batch: Batch
+) -> dict[str, dict[str, float]]:
+    """Return the median wall-clock and processor time of each side, in seconds."""
+    clocks = {"seconds": time.perf_counter, "cpu_seconds": time.process_time}
+    times: dict[str, dict[str, list[float]]] = {c: {name: [] for name in sides} for c in clocks}
     begin = time.perf_counter()
     for turn in range(_ROUNDS + 1):
         if turn > 1 and time.perf_counter() - begin > _BUDGET_SECONDS:
             break
         for name, run in sides.items():
-            start = time.perf_counter()
+            start = {clock: now() for clock, now in clocks.items()}
             run(batch)
             if turn:  # the first one allocates
-                times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(seconds) for name, seconds in times.items()}
+                for clock, now in clocks.items():
+                    times[clock][name].append(now() - start[clock])
+    return {
+        clock: {name: statistics.median(found) for name, found in by_side.items()}
+        for clock, by_side in times.items()
+    }
 
 
 def _load_stock(export: Path, config: ModelConfig, kind: GraphKind) -> Any:
