@@ -8,14 +8,19 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
 MPI = ["mpi4py"]
+# onnxscript is torch's exporter, which `convert --to onnx` is timed against.
+ONNX = ["onnx>=1.17", "onnxruntime>=1.17", "onnxscript"]
 DEV = [
     *MPI,
+    *ONNX,
     "codespell",
     "mypy>=2",
     "openmpi; platform_system == 'Linux'",
+    "peft",
     "pytest>=9",
     "pytest-xdist",
     "ruff>=0.15",
+    "sentence-transformers",
     "triton; platform_system == 'Linux'",
     "types-PyYAML",
 ]
@@ -103,7 +108,7 @@ setup(
         "prometheus_client",
         "typing-extensions",
     ],
-    extras_require={"mpi": MPI, "dev": DEV, "all": MPI},
+    extras_require={"mpi": MPI, "onnx": ONNX, "dev": DEV, "all": [*MPI, *ONNX]},
     entry_points={"console_scripts": ["megatron-deberta = megatron_deberta.cli.main:main"]},
     classifiers=[
         "License :: OSI Approved :: Apache Software License",

@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks.lib.campaigns import read_lines
 from benchmarks.lib.provenance import ROOT
-from benchmarks.tables import attention, data, faults, learn, step, text
+from benchmarks.tables import attention, data, faults, learn, onnx, step, text
 from benchmarks.tables.common import NOTHING
 from megatron_deberta.files import write_atomically
 
@@ -80,6 +80,9 @@ TABLES: dict[str, Callable[[str], str]] = {
     "attention": _of(attention.operator, "attention"),
     "kernels": _of(attention.kernels, "kernels"),
     "interpreted": _of(attention.interpreted, "interpreted"),
+    "onnx-speed": _of(onnx.speed, "onnx"),
+    "onnx-accuracy": _of(onnx.accuracy, "onnx"),
+    "onnx-fill-mask": _of(onnx.fill_mask, "onnx"),
     "preprocess": _of(text.preprocess, "preprocess"),
     "deduplicate": _of(text.deduplicate, "deduplicate", "deduplicate_long"),
     "deduplicate-quality": _of(text.deduplicate_quality, "deduplicate_quality"),

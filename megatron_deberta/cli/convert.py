@@ -14,14 +14,20 @@ Examples:
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_deberta.errors import ConfigError
+from megatron_deberta.cli.arguments import number
+from megatron_deberta.errors import CheckpointError, ConfigError
+from megatron_deberta.files import write_atomically
 
 if TYPE_CHECKING:
     from megatron_deberta.hf.loading import TrainedModel
     from megatron_deberta.hf.model_card import TrainingFacts
+
+_PRETRAINING_SCORES = ("masked_accuracy", "perplexity")
+"""Metrics of validation that the model card of a pretrained model has."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,6 +58,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     export.add_argument(
         "--data", default="", metavar="DIR",
         help="onnx: the task's files, to measure accuracy on dev (default with int8: the run's)",
+    )  # fmt: skip
+    export.add_argument(
+        "--every", type=number(int, 1), metavar="N",
+        help="export every n-th kept checkpoint of a run, and the last one, to folders below "
+        "--output that can be pushed as revisions of one repository",
     )  # fmt: skip
     imported = parser.add_argument_group("import")
     imported.add_argument(
@@ -88,9 +99,41 @@ def run(args: argparse.Namespace) -> int:
         )
     from megatron_deberta.hf.export_model import refuse_existing
 
+    if args.every:
+        return _export_revisions(args)
     # Before the work, which takes minutes.
     refuse_existing(Path(args.output))
     return _export(args) if args.checkpoint else _import(args)
+
+
+def _export_revisions(args: argparse.Namespace) -> int:
+    """Export several checkpoints of a run; folders that exist are complete and are skipped."""
+    from megatron_deberta.checkpoint.layout import committed_steps, step_dir
+
+    if args.source:
+        raise ConfigError("--every is for exports, not for --from")
+    run, output = Path(args.checkpoint), Path(args.output)
+    steps = committed_steps(run)
+    if not steps:
+        raise CheckpointError(f"{run} has no committed checkpoint; --every needs the run's folder")
+    chosen = sorted({*steps[args.every - 1 :: args.every], steps[-1]})
+    revisions = []
+    for step in chosen:
+        checkpoint = step_dir(run, step)
+        folder = output / checkpoint.name
+        if folder.exists():
+            print(f"{folder}: exported before")
+        else:
+            one = {"checkpoint": str(checkpoint), "output": str(folder), "every": None}
+            _export(argparse.Namespace(**vars(args) | one))
+        revisions.append({"revision": folder.name, "step": step, "folder": folder.name})
+    content = json.dumps(revisions, indent=2) + "\n"
+    write_atomically(output / "revisions.json", content.encode())
+    print("Push the revisions, the last one also as main, with:")
+    for name in [revision["revision"] for revision in revisions]:
+        print(f"  hf upload USER/NAME {output / str(name)} . --revision {name}")
+    print(f"  hf upload USER/NAME {output / str(revisions[-1]['folder'])} .")
+    return 0
 
 
 def _export(args: argparse.Namespace) -> int:
@@ -152,6 +195,7 @@ def _training_facts(trained: TrainedModel) -> TrainingFacts:
     from megatron_deberta.data.build import parse_prefixes
     from megatron_deberta.hf.model_card import TrainingFacts
     from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
+    from megatron_deberta.tasks.task import load_task
 
     run, step = trained.run, trained.reader.metadata.step
     data: tuple[str, ...] = (run.finetune.task,)
@@ -162,16 +206,21 @@ def _training_facts(trained: TrainedModel) -> TrainingFacts:
         data = tuple(Path(prefix).name for part in components for prefix in part)
     metrics = trained.reader.path.parents[1] / FILE_NAME
     records = read_metrics(metrics) if metrics.is_file() else []
-    losses = [
-        record["loss"]
+    validations = [
+        record
         for record in records
         if record["kind"] == "validation" and record["step"] <= step and record.get("loss")
     ]
+    last = validations[-1] if validations else {}
+    names = load_task(run.finetune.task).metrics if run.finetune.task else _PRETRAINING_SCORES
     return TrainingFacts(
         data=data,
         step=step,
         total_steps=run.train.steps,
-        validation_loss=losses[-1] if losses else None,
+        validation_loss=last.get("loss"),
+        scores={name: last[name] for name in names if name in last},
+        batch_size=run.train.global_batch_size,
+        learning_rate=run.optimizer.learning_rate,
     )
 
 

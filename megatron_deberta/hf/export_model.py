@@ -28,6 +28,7 @@ from megatron_deberta.hf.config import (
 from megatron_deberta.hf.loading import build_discriminator, build_model, build_task_model
 from megatron_deberta.hf.model_card import TrainingFacts, model_card
 from megatron_deberta.hf.names import HFTensor, ModelType, hf_tensors
+from megatron_deberta.hf.sentence_transformers import write_pooling
 from megatron_deberta.hf.verify import (
     ExportCheck,
     check_encoder_export,
@@ -117,6 +118,8 @@ def _write_export(
     if model_type != "roberta" and (config.head == "mlm" or own_encoder):
         source = Path(__file__).with_name(f"{MODELING_MODULE}.py")
         shutil.copyfile(source, folder / source.name)
+    if config.head in ("mlm", "discriminator"):
+        write_pooling(folder, config)
     parameters = count_parameters(config)
     card = model_card(name, config, model_type, parameters, facts)
     (folder / "README.md").write_text(card, encoding="utf-8")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron_deberta import __version__
 from megatron_deberta.config.schema import ModelConfig
@@ -15,7 +16,8 @@ _CARD = """\
 library_name: transformers
 pipeline_tag: {pipeline}
 license: unknown
----
+tags: [{tags}]
+{results}---
 
 # {name}
 
@@ -70,6 +72,12 @@ class TrainingFacts:
     step: int | None = None
     total_steps: int | None = None
     validation_loss: float | None = None
+    scores: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the last validation, by name."""
+    batch_size: int | None = None
+    """Sequences (examples of a task) per optimizer step."""
+    learning_rate: float | None = None
+    """Peak learning rate."""
 
 
 def loading_lines(config: ModelConfig, model_type: ModelType, folder: str) -> dict[str, str]:
@@ -86,8 +94,13 @@ def loading_lines(config: ModelConfig, model_type: ModelType, folder: str) -> di
         "from transformers import AutoModel; "
         f'model = AutoModel.from_pretrained("{folder}"{encoder.get(model_type, "")})'
     )
+    trusted = own_code if model_type == "megatron-deberta" else ""
+    load_pooled = (
+        "from sentence_transformers import SentenceTransformer; "
+        f'model = SentenceTransformer("{folder}"{trusted})'
+    )
     if config.head == "discriminator":
-        return {"encoder": load_encoder}
+        return {"encoder": load_encoder, "encoder with mean pooling": load_pooled}
     if config.head != "mlm":
         pipeline = _PIPELINES.get(config.head)
         lines = {
@@ -103,6 +116,7 @@ def loading_lines(config: ModelConfig, model_type: ModelType, folder: str) -> di
     decoder = model_type == "megatron-deberta" or config.mask_decoder_passes > 0
     return {
         "encoder": load_encoder,
+        "encoder with mean pooling": load_pooled,
         "fill-mask": "from transformers import pipeline; "
         f'fill = pipeline("fill-mask", model="{folder}"{own_code if decoder else ""})',
     }
@@ -132,13 +146,26 @@ def model_card(
         else f"{facts.validation_loss:.4f}"
         + (" nats per masked token" if config.head == "mlm" else ""),
     }
+    training |= {f"validation {n.replace('_', ' ')}": f"{v:.4f}" for n, v in facts.scores.items()}
+    if facts.batch_size is not None:
+        training["batch size"] = f"{facts.batch_size:,}"
+    if facts.learning_rate is not None:
+        training["peak learning rate"] = f"{facts.learning_rate:g}"
     if facts.total_steps is not None and facts.total_steps != facts.step:
         training["optimizer steps"] += f" of {facts.total_steps:,}"
+    pipeline = (
+        "fill-mask"
+        if config.head == "mlm"
+        else _PIPELINES.get(config.head, config.head.replace("choices", "multiple-choice"))
+    )
+    tags = [model_type]
+    if config.head in ("mlm", "discriminator"):
+        tags += ["sentence-transformers", "feature-extraction"]
     return _CARD.format(
         name=name,
-        pipeline="fill-mask"
-        if config.head == "mlm"
-        else _PIPELINES.get(config.head, config.head.replace("choices", "multiple-choice")),
+        pipeline=pipeline,
+        tags=", ".join(tags),
+        results=_model_index(name, pipeline, facts),
         trained=trained,
         family="RoBERTa" if model_type == "roberta" else "DeBERTa",
         parameters=parameters,
@@ -152,3 +179,24 @@ def model_card(
 
 def _rows(cells: Mapping[str, object]) -> str:
     return "\n".join(f"| {name} | {value} |" for name, value in cells.items())
+
+
+def _model_index(name: str, pipeline: str, facts: TrainingFacts) -> str:
+    """Return the Hub's metadata of the scores, as lines of YAML; empty without scores."""
+    if not facts.scores:
+        return ""
+    # JSON strings are YAML strings.
+    lines = [
+        "model-index:",
+        f"- name: {json.dumps(name)}",
+        "  results:",
+        f"  - task: {{type: {pipeline}}}",
+        f"    dataset: {{name: {json.dumps(', '.join(facts.data))}, "
+        f"type: {json.dumps(', '.join(facts.data))}, split: validation}}",
+        "    metrics:",
+        *(
+            f"    - {{type: {metric}, value: {value:.6g}}}"
+            for metric, value in facts.scores.items()
+        ),
+    ]
+    return "\n".join(lines) + "\n"

@@ -44,6 +44,7 @@ INPUTS = {
     ),
     "docs/finetuning.md": ("exports/base", "runs/large", "glue/SST-2", "glue/MNLI", "blimp"),
     "docs/search.md": ("exports/base", "glue/SST-2"),
+    "docs/onnx.md": ("exports/base", "runs/first", "glue/SST-2"),
     "docs/export.md": ("runs/first", "shards/corpus_text_document"),
     "docs/preprocess.md": ("tokenizer",),
     "docs/autoregressive.md": ("runs/mt", "wiki.valid.tokens"),
@@ -241,6 +242,8 @@ def check_command(arguments: list[str]) -> None:
         arguments = [*arguments, "--dry-run"]
     if name in ("finetune", "finetune-checkpoints") and "--save-config" not in options:
         arguments = [*arguments, *ONE_STEP]
+    if name == "convert" and "onnx" in options:
+        arguments = [*arguments, "--no-timing"]
     if name == "search" and "--dry-run" not in options:
         arguments = [*arguments, *ONE_CELL, *(["--dry-run"] if "--cluster" in options else [])]
     assert main(arguments) == 0, " ".join(arguments)
@@ -250,6 +253,8 @@ def check_command(arguments: list[str]) -> None:
 def test_commands_run_as_printed(
     page: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    if page == "docs/onnx.md":
+        pytest.importorskip("onnxruntime", reason="extra [onnx] is not installed")
     for words in commands(page):
         check(words, monkeypatch)
 

@@ -1,0 +1,92 @@
+"""Exports open in sentence-transformers and PEFT, and have what text-embeddings-inference reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from megatron_deberta.config.task_head import with_task_head
+from megatron_deberta.hf.export_model import export_model
+from tests.support.tiny_models import TEXT, V2, random_weights, reader, tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the export of a pretrained model."""
+    output = tmp_path_factory.mktemp("pretrained") / "model"
+    export_model(V2, reader(random_weights(V2)), tiny_tokenizer(), output)
+    return output
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the export of a fine-tuned model."""
+    output = tmp_path_factory.mktemp("fine_tuned") / "model"
+    config = with_task_head(V2, "classification", ("no", "yes"))
+    export_model(config, reader(random_weights(config)), tiny_tokenizer(), output)
+    return output
+
+
+def test_sentence_transformers_encodes_with_mean_pooling(encoder: Path) -> None:
+    library = pytest.importorskip("sentence_transformers")
+    model = library.SentenceTransformer(str(encoder), device="cpu")
+    found = torch.from_numpy(model.encode(list(TEXT)))
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(encoder)
+    batch = tokenizer(list(TEXT), padding=True, return_tensors="pt")
+    stock = transformers.AutoModel.from_pretrained(encoder).eval()
+    with torch.no_grad():
+        states = stock(
+            input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]
+        ).last_hidden_state
+    mask = batch["attention_mask"].unsqueeze(-1)
+    expected = (states * mask).sum(1) / mask.sum(1)
+    assert not mask.all()
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert model.get_max_seq_length() == V2.max_position_embeddings
+
+
+def test_peft_trains_and_restores_an_adapter(classifier: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+
+    def load() -> torch.nn.Module:
+        return transformers.AutoModelForSequenceClassification.from_pretrained(classifier)
+
+    torch.manual_seed(0)
+    config = peft.LoraConfig(
+        task_type="SEQ_CLS", r=2, target_modules=["query_proj", "value_proj"], lora_dropout=0.0
+    )
+    model = peft.get_peft_model(load(), config)
+    batch = {"input_ids": torch.tensor([[1, 20, 21, 22, 2]]), "labels": torch.tensor([1])}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(5):
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    model.save_pretrained(tmp_path)
+    restored = peft.PeftModel.from_pretrained(load(), tmp_path).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(restored(**batch).logits, model.eval()(**batch).logits)
+
+
+def test_config_has_the_keys_of_text_embeddings_inference(encoder: Path, classifier: Path) -> None:
+    for folder in (encoder, classifier):
+        fields = json.loads((folder / "config.json").read_text())
+        for key in (
+            "max_relative_positions", "relative_attention", "type_vocab_size",
+            "position_biased_input", "position_buckets", "pos_att_type", "share_att_key",
+            "norm_rel_ebd",
+        ):  # fmt: skip
+            assert key in fields, key
+    assert fields["id2label"] == {"0": "no", "1": "yes"}
+    pooling = json.loads((encoder / "1_Pooling" / "config.json").read_text())
+    assert [key for key, value in pooling.items() if value is True] == ["pooling_mode_mean_tokens"]
+    assert not (classifier / "1_Pooling").exists()
