@@ -94,13 +94,8 @@ def loading_lines(config: ModelConfig, model_type: ModelType, folder: str) -> di
         "from transformers import AutoModel; "
         f'model = AutoModel.from_pretrained("{folder}"{encoder.get(model_type, "")})'
     )
-    trusted = own_code if model_type == "megatron-deberta" else ""
-    load_pooled = (
-        "from sentence_transformers import SentenceTransformer; "
-        f'model = SentenceTransformer("{folder}"{trusted})'
-    )
     if config.head == "discriminator":
-        return {"encoder": load_encoder, "encoder with mean pooling": load_pooled}
+        return {"encoder": load_encoder}
     if config.head != "mlm":
         pipeline = _PIPELINES.get(config.head)
         lines = {
@@ -116,7 +111,6 @@ def loading_lines(config: ModelConfig, model_type: ModelType, folder: str) -> di
     decoder = model_type == "megatron-deberta" or config.mask_decoder_passes > 0
     return {
         "encoder": load_encoder,
-        "encoder with mean pooling": load_pooled,
         "fill-mask": "from transformers import pipeline; "
         f'fill = pipeline("fill-mask", model="{folder}"{own_code if decoder else ""})',
     }
@@ -158,9 +152,14 @@ def model_card(
         if config.head == "mlm"
         else _PIPELINES.get(config.head, config.head.replace("choices", "multiple-choice"))
     )
-    tags = [model_type]
+    tags, lines = [model_type], list(loading_lines(config, model_type, name).values())
     if config.head in ("mlm", "discriminator"):
         tags += ["sentence-transformers", "feature-extraction"]
+        own_code = ", trust_remote_code=True" if model_type == "megatron-deberta" else ""
+        lines.append(
+            "from sentence_transformers import SentenceTransformer; "
+            f'sentences = SentenceTransformer("{name}"{own_code})'
+        )
     return _CARD.format(
         name=name,
         pipeline=pipeline,
@@ -173,7 +172,7 @@ def model_card(
         model_type=model_type,
         architecture=_rows({key: getattr(config, key) for key in _KEYS}),
         training=_rows(training),
-        lines="\n".join(loading_lines(config, model_type, name).values()),
+        lines="\n".join(lines),
     )
 
 

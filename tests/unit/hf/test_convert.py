@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModel
@@ -103,6 +105,53 @@ def test_the_export_says_how_to_load_it(
     assert len(long) == 5
     assert "| data | books |\n| optimizer steps | 3 of 100,000 |" in card
     assert "| validation loss | 6.0000 nats per masked token |" in card
+
+
+def test_every_checkpoint_becomes_a_revision(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (5, 8):
+        save_run(V2, run_dir, tmp_path / "tokenizer", step)
+    out = tmp_path / "revisions"
+    arguments = ["convert", "--checkpoint", str(run_dir), "--every", "3", "--output", str(out)]
+    assert main(arguments) == 0
+    names = ["step_00000005", "step_00000008"]
+    assert sorted(path.name for path in out.iterdir()) == ["revisions.json", *names]
+    listed = json.loads((out / "revisions.json").read_text())
+    assert [entry["revision"] for entry in listed] == names
+    printed = capsys.readouterr().out
+    assert f"hf upload USER/NAME {out}/step_00000005 . --revision step_00000005" in printed
+    for step, name in ((5, names[0]), (8, names[1])):
+        table = load_file(out / name / "model.safetensors")["deberta.embeddings.LayerNorm.bias"]
+        assert torch.equal(table, random_weights(V2, seed=step)["embeddings.norm.bias"])
+    # A second call continues.
+    shutil.rmtree(out / names[0])
+    assert main(arguments) == 0
+    assert f"{out}/step_00000008: exported before" in capsys.readouterr().out
+    assert (out / names[0] / "config.json").exists()
+
+
+def test_every_needs_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    source, out = str(tmp_path / "empty"), str(tmp_path / "out")
+    assert main(["convert", "--checkpoint", source, "--every", "2", "--output", out]) == 1
+    assert "--every needs the run's folder" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_model_card_has_the_scores_as_metadata(run_dir: Path, tmp_path: Path) -> None:
+    record = {"step": 3, "kind": "validation", "loss": 2.5, "masked_accuracy": 0.5}
+    (run_dir / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    out = tmp_path / "out"
+    assert main(["convert", "--checkpoint", str(run_dir), "--output", str(out)]) == 0
+    card = (out / "README.md").read_text()
+    fields = yaml.safe_load(card.split("---\n")[1])
+    assert fields["pipeline_tag"] == "fill-mask"
+    assert fields["tags"] == ["deberta-v2", "sentence-transformers", "feature-extraction"]
+    (result,) = fields["model-index"][0]["results"]
+    assert result["dataset"] == {"name": "books", "type": "books", "split": "validation"}
+    assert result["metrics"] == [{"type": "masked_accuracy", "value": 0.5}]
+    assert "| validation masked accuracy | 0.5000 |" in card
 
 
 def predictions(output: str) -> list[tuple[str, str]]:
