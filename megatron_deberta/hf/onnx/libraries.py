@@ -223,9 +223,9 @@ def export_stock(model: nn.Module, inputs: Mapping[str, Tensor], path: Path) -> 
     Raises:
         ConfigError: onnxscript is not installed, or torch cannot export the model.
     """
-    dynamic = {name: {0: "batch", value.dim() - 1: "length"} for name, value in inputs.items()}
     shapes = {
-        name: {axis: torch.export.Dim.DYNAMIC for axis in axes} for name, axes in dynamic.items()
+        name: dict.fromkeys(range(value.dim()), torch.export.Dim.DYNAMIC)
+        for name, value in inputs.items()
     }
     with _quiet():
         try:

@@ -60,7 +60,10 @@ def time_graph(
         try:
             file = Path(folder) / "stock.onnx"
             example = text_batch(tokenizer, 2, min(16, config.max_position_embeddings), False)
-            export_stock(stock, _stock_inputs(example, kind), file)
+            inputs = _stock_inputs(example, kind)
+            if kind == "choices":  # sizes of 1 would become constants
+                inputs = {name: value.repeat(2, 1, 1) for name, value in inputs.items()}
+            export_stock(stock, inputs, file)
             session = open_session(file)
             sides["transformers_onnx"] = lambda batch: session(
                 {name: value.numpy() for name, value in _stock_inputs(batch, kind).items()}
