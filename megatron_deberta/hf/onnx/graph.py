@@ -125,6 +125,8 @@ class _Keys:
 
 
 class _Model:
+    """Adds a model to a graph; methods take and return names of values in the graph."""
+
     def __init__(
         self, g: GraphWriter, config: ModelConfig, read: Callable[[str], Tensor], *, int8: bool
     ) -> None:
@@ -273,19 +275,18 @@ class _Model:
         g, name = self.g, f"encoder.layers.{layer}.attention"
         key = self._heads(self._linear(hidden, f"{name}.key", int8=True))
         value = self._heads(self._linear(hidden, f"{name}.value", int8=True))
-        key = g.op("Transpose", key, perm=[0, 1, 3, 2])
         scores, table = self.padding_bias, ""
         if index is not None and self.c2p:
-            table = g.op("Transpose", self._table(layer, index, "key"), perm=[0, 2, 1])
+            table = self._table(layer, index, "key")
         if index is not None and self.p2c:
-            by_slot = g.op("MatMul", self._table(layer, index, "query"), key)
-            by_slot = g.op("Transpose", by_slot, perm=[0, 1, 3, 2])
+            by_slot = g.op("MatMul", key, self._table(layer, index, "query"))
             term = g.op("GatherElements", by_slot, index.p2c, axis=3)
             scores = g.op("Add", g.op("Transpose", term, perm=[0, 1, 3, 2]), scores)
+        key = g.op("Transpose", key, perm=[0, 1, 3, 2])
         return _Keys(key, value, scores, table, index.c2p if index else "")
 
     def _table(self, layer: int, index: _RelativeIndex, which: Literal["key", "query"]) -> str:
-        """Return the slots within reach of a projected position table, ``[A, S, H]``."""
+        """Return the slots within reach of a projected position table, ``[A, H, S]``."""
         g, config = self.g, self.config
         attention = f"encoder.layers.{layer}.attention"
         table = self._position_table()
@@ -297,7 +298,8 @@ class _Model:
         by_head = projected.unflatten(-1, (config.num_heads, -1)).transpose(0, 1)
         scaled = by_head * self.scale if which == "query" else by_head
         constant = g.constant(scaled, f"{attention}.{which}_positions")
-        return g.op("Slice", constant, index.first, index.last, g.integers(1))
+        within_reach = g.op("Slice", constant, index.first, index.last, g.integers(1))
+        return g.op("Transpose", within_reach, perm=[0, 2, 1])
 
     def _position_table(self) -> Tensor:
         """Return the (normalised) position table ``[2 * span, D]``."""
