@@ -17,37 +17,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModel
 
-from megatron_deberta.checkpoint.layout import CheckpointMetadata
 from megatron_deberta.checkpoint.parts import open_part
 from megatron_deberta.checkpoint.reader import CheckpointReader
-from megatron_deberta.checkpoint.store import find_newest, save_weights
+from megatron_deberta.checkpoint.store import find_newest
 from megatron_deberta.cli.main import main
-from megatron_deberta.config import config_to_dict, load_config
-from megatron_deberta.config.schema import DataConfig, ModelConfig, ObjectiveConfig, RunConfig
+from megatron_deberta.config import load_config
+from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.hf.loading import load_pretrained, temporary_module_cache
 from megatron_deberta.model import parameter_shapes
 from tests.support.tiny_models import V2, random_weights, tiny_tokenizer
+from tests.support.tiny_runs import save_run
 
 TEXT = "The quick brown [MASK] jumps"
-
-
-def save_run(config: ModelConfig, run_dir: Path, tokenizer_dir: Path, step: int = 3) -> None:
-    tokenizer = tiny_tokenizer()
-    tokenizer.save(str(tokenizer_dir))
-    run = RunConfig(
-        model=config,
-        objective=ObjectiveConfig(name=config.head),
-        data=DataConfig(train=("1", "shards/books"), sequence_length=32),
-    )
-    metadata = CheckpointMetadata(
-        step=step,
-        consumed_samples=0,
-        config=config_to_dict(run),
-        tokenizer_fingerprint=tokenizer.fingerprint,
-        tokenizer_path=str(tokenizer_dir),
-    )
-    weights = random_weights(config, seed=step)
-    save_weights(run_dir, weights.items(), parameter_shapes(config), metadata)
 
 
 @pytest.fixture
