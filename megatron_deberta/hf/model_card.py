@@ -152,7 +152,8 @@ def model_card(
         if config.head == "mlm"
         else _PIPELINES.get(config.head, config.head.replace("choices", "multiple-choice"))
     )
-    tags, lines = [model_type], list(loading_lines(config, model_type, name).values())
+    tags: list[str] = [model_type]
+    lines = list(loading_lines(config, model_type, name).values())
     if config.head in ("mlm", "discriminator"):
         tags += ["sentence-transformers", "feature-extraction"]
         own_code = ", trust_remote_code=True" if model_type == "megatron-deberta" else ""
