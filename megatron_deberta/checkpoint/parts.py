@@ -7,7 +7,6 @@ from typing import Literal, TypeAlias
 from torch import Tensor
 
 from megatron_deberta.checkpoint.layout import WEIGHT
-from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.checkpoint.store import WeightSource
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.errors import CheckpointError
@@ -40,7 +39,7 @@ class ModelPart:
         shapes: logical shape by canonical name.
     """
 
-    def __init__(self, reader: CheckpointReader, model: ModelConfig, part: Part) -> None:
+    def __init__(self, reader: WeightSource, model: ModelConfig, part: Part) -> None:
         self._reader = reader
         self._is_generator = part == "generator"
         self.path = reader.path
@@ -76,7 +75,7 @@ class ModelPart:
 
 
 def open_part(
-    reader: CheckpointReader, model: ModelConfig, part: Part
+    reader: WeightSource, model: ModelConfig, part: Part
 ) -> tuple[ModelConfig, WeightSource]:
     """Return architecture and weights of a part; of the model itself if it has no parts.
 

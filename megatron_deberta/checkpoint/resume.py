@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_deberta.checkpoint.layout import KINDS
 from megatron_deberta.config import config_from_dict, config_to_dict
+from megatron_deberta.config.phases import PHASE_KEYS, segment_at
 from megatron_deberta.config.schema import ClusterConfig, RunConfig
 from megatron_deberta.errors import CheckpointError
 
@@ -37,7 +38,8 @@ FREE = _keys(
     tokenizer="path",
     data="train validation index_cache num_workers sample_log verify_hashes",
     guard="max_rollbacks replica_check_every",
-    checkpoint="save_every keep_last keep_every asynchronous on_failure resume load_from verify",
+    checkpoint="save_every keep_last keep_every asynchronous on_failure resume load_from "
+    "extend_positions continue_from verify",
     train="micro_batch_size device run_dir exit_step eval_every eval_steps "
     "blimp_every blimp_data blimp_pairs",
     log="every tensorboard level",
@@ -48,7 +50,7 @@ FREE = _keys(
 WITH_FLAG = _keys(
     optimizer="learning_rate warmup_steps warmup_fraction warmup_tokens schedule decay_steps "
     "decay_fraction decay_tokens decay_shape weight_decay beta1 beta2 eps bias_correction "
-    "clip_grad_norm",
+    "layer_decay freeze clip_grad_norm",
     guard="non_finite spike_sigmas spike_window spike_warmup max_skips",
     precision="dtype initial_loss_scale_power loss_scale_window min_loss_scale",
     train="steps tokens",
@@ -123,6 +125,48 @@ def changes(saved: dict[str, Any], config: RunConfig) -> dict[str, tuple[Any, An
     }
 
 
+def check_continuation(
+    reader: CheckpointReader, config: RunConfig, *, tokenizer_fingerprint: str
+) -> list[str]:
+    """Check that a new run may continue a checkpoint of another run.
+
+    Args:
+        reader: ``checkpoint.continue_from``.
+        config: the new run.
+        tokenizer_fingerprint: fingerprint of its tokenizer.
+
+    Returns:
+        Log messages ``key: old -> new`` for all changes.
+
+    Raises:
+        CheckpointError: it has no optimizer state, a change is not permitted, or the new run would
+            have read more samples by then.
+    """
+    saved = reader.metadata
+    if reader.kinds != KINDS:
+        raise CheckpointError(f"{reader.path} holds weights only; use checkpoint.load_from")
+    changed = changes(saved.config, config)
+    permitted = FREE | WITH_FLAG | PHASE_KEYS | {"train.phases"}
+    for key, (old, new) in changed.items():
+        if key not in permitted:
+            raise CheckpointError(
+                f"{key}={new!r} but checkpoint.continue_from was trained with {old!r}; change it "
+                "back, or use checkpoint.load_from"
+            )
+    if saved.tokenizer_fingerprint != tokenizer_fingerprint:
+        raise CheckpointError(f"{reader.path} was trained with another tokenizer; use that one")
+    part = segment_at(config, saved.step)
+    before = saved.step - part.first_step
+    planned = part.first_sample + before * part.config.train.global_batch_size
+    if planned > saved.consumed_samples:
+        raise CheckpointError(
+            f"the first {saved.step} steps of this run would read {planned} samples, but "
+            f"checkpoint.continue_from has read {saved.consumed_samples}; write these steps with "
+            "their batch size as the first phase"
+        )
+    return [f"{key}: {old!r} -> {new!r}" for key, (old, new) in changed.items()]
+
+
 def check_same_architecture(reader: CheckpointReader, config: RunConfig) -> None:
     """Check that the weights of a checkpoint fit another run's model.
 
@@ -148,8 +192,26 @@ def check_same_architecture(reader: CheckpointReader, config: RunConfig) -> None
         if key == "model.head" and {old, new} == forms:
             # The same weights in another form
             continue
+        if key == "model.max_position_embeddings" and _extends(config, old, new):
+            continue
         if key.startswith("model.") and key not in training_keys:
             raise CheckpointError(
                 f"{key}={new!r} but the model in checkpoint.load_from, {reader.path}, has {old!r}; "
                 "use the model section of its config"
             )
+
+
+def _extends(config: RunConfig, old: int, new: int) -> bool:
+    """Return whether position tables grow by a named rule.
+
+    Raises:
+        CheckpointError: no rule is named.
+    """
+    if new < old or config.finetune.task:
+        return False
+    if config.checkpoint.extend_positions == "none":
+        raise CheckpointError(
+            f"model.max_position_embeddings={new!r} but the model in checkpoint.load_from has "
+            f"{old!r}; set checkpoint.extend_positions=repeat or =interpolate"
+        )
+    return True

@@ -227,6 +227,14 @@ class WeightSource(Protocol):
         """Read a parameter, or indices ``[start, stop)`` of one dimension, in fp32."""
 
 
+class StoredRun(WeightSource, Protocol):
+    """Weights with the metadata of their checkpoint."""
+
+    @property
+    def metadata(self) -> CheckpointMetadata:
+        """Metadata of the checkpoint."""
+
+
 def load_initial(
     source: WeightSource,
     engine: Engine,
@@ -266,7 +274,7 @@ def load_initial(
 
 
 def load(
-    reader: CheckpointReader,
+    reader: StoredRun,
     engine: Engine,
     specs: Mapping[str, ParameterSpec],
     *,
@@ -320,7 +328,7 @@ def _padded(part: Tensor, spec: ParameterSpec) -> Tensor:
     return padded
 
 
-def _check_shapes(reader: CheckpointReader, specs: Mapping[str, ParameterSpec]) -> None:
+def _check_shapes(reader: WeightSource, specs: Mapping[str, ParameterSpec]) -> None:
     shapes = {name: spec.logical_shape for name, spec in specs.items()}
     for name in (*shapes, *reader.shapes):
         if shapes.get(name) != reader.shapes.get(name):

@@ -7,7 +7,8 @@ checkpoint.load_from, with tokenizer and run configuration.
 Examples:
   megatron-deberta convert --checkpoint runs/base --to hf --output exports/base --dtype bf16
   megatron-deberta convert --checkpoint runs/sst2 --to onnx --output exports/sst2 --dtype int8
-  megatron-deberta convert --from hf downloads/deberta-v3-base --output imported
+  megatron-deberta convert --checkpoint runs/base --average 3 --output exports/mean
+  megatron-deberta convert --from hf downloads/deberta-v3-base --new-generator --output imported
   megatron-deberta convert --from microsoft downloads/deberta-base --output imported
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,6 +58,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-timing", action="store_true", help="onnx: do not compare the speed with transformers"
     )
     export.add_argument(
+        "--average", type=int, default=0, metavar="K", help="mean of the run's last K checkpoints"
+    )
+    export.add_argument(
+        "--ema", type=float, default=1.0, metavar="D",
+        help="exponential moving average: weigh each checkpoint D times the next one "
+        "(of all checkpoints of the run, or of --average K)",
+    )  # fmt: skip
+    export.add_argument(
         "--data", default="", metavar="DIR",
         help="onnx: the task's files, to measure accuracy on dev (default with int8: the run's)",
     )  # fmt: skip
@@ -72,7 +82,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     imported.add_argument(
         "--generator", default="", metavar="DIR",
         help="folder with config and weights of the generator, to continue replaced-token "
-        "detection (DeBERTaV3)",
+        "detection (DeBERTaV3); may be the model's own",
+    )  # fmt: skip
+    imported.add_argument(
+        "--new-generator", action="store_true",
+        help="the same with a new generator from the model's own layers, for models that are "
+        "published without one",
     )  # fmt: skip
     imported.add_argument(
         "--generator-sha256", default="", metavar="HEX",
@@ -112,6 +127,8 @@ def _export_revisions(args: argparse.Namespace) -> int:
 
     if args.source:
         raise ConfigError("--every is for exports, not for --from")
+    if args.average or args.ema != 1:
+        raise ConfigError("--every exports single checkpoints; omit --average and --ema")
     run, output = Path(args.checkpoint), Path(args.output)
     steps = committed_steps(run)
     if not steps:
@@ -137,6 +154,7 @@ def _export_revisions(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
+    from megatron_deberta.checkpoint.average import average_checkpoints
     from megatron_deberta.cli.convert_onnx import check_options, onnx_extension
     from megatron_deberta.hf.export_model import GENERATOR_FOLDER, export_model
     from megatron_deberta.hf.loading import open_trained_model
@@ -145,6 +163,10 @@ def _export(args: argparse.Namespace) -> int:
 
     check_options(args)
     trained = open_trained_model(Path(args.checkpoint), args.tokenizer)
+    if args.average or args.ema != 1:
+        averaged = average_checkpoints(Path(args.checkpoint), args.average, args.ema)
+        trained = replace(trained, reader=averaged)
+        print(f"average of the checkpoints of steps {', '.join(map(str, averaged.steps))}")
     config, weights = trained.open("discriminator")
     if config.head == "autoregressive":
         raise ConfigError(
@@ -231,10 +253,13 @@ def _import(args: argparse.Namespace) -> int:
     source, directory = args.source
     if source not in ("hf", "microsoft"):
         raise ConfigError(f"--from {source}: must be hf or microsoft")
-    if args.generator:
+    if args.generator and args.new_generator:
+        raise ConfigError("--generator and --new-generator: give one of them")
+    if args.generator or args.new_generator:
+        generator = WeightFile(Path(args.generator), args.generator_sha256)
         imported = import_pair(
             WeightFile(Path(directory), args.sha256),
-            WeightFile(Path(args.generator), args.generator_sha256),
+            None if args.new_generator else generator,
             source,
             Path(args.output),
             tokenizer_path=args.tokenizer,

@@ -14,13 +14,12 @@ from megatron_deberta.data.shards.manifest import read_manifest
 from megatron_deberta.data.shards.prefixes import shard_prefixes
 from megatron_deberta.data.shards.reader import IndexedDataset
 from megatron_deberta.data.shards.statistics import (
+    PACKINGS,
     QUANTILES,
     Packing,
     ShardStatistics,
     count_shards,
     document_lengths,
-    pack_doc_sentences,
-    pack_full_sentences,
 )
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.files import temporary_name
@@ -48,10 +47,7 @@ def inspect_shards(args: argparse.Namespace) -> int:
     tokenizer = _tokenizer(prefixes, args.tokenizer)
     statistics = count_shards(shards, _MOST_TOKENS)
     lengths = document_lengths(shards)
-    packings = {
-        "full_sentences": pack_full_sentences(lengths, length),
-        "doc_sentences": pack_doc_sentences(lengths, length),
-    }
+    packings = {name: count(lengths, length) for name, count in PACKINGS.items()}
     print(_summary(shards, statistics))
     print(_lengths_text(statistics, length, lengths, packings))
     if args.top:

@@ -13,7 +13,7 @@ from megatron_deberta.config.ranges import below_one, fraction, positive
 PositionTerms = Literal["c2p+p2c", "c2p", "p2c", "none"]
 P2CIndex = Literal["released", "paper"]
 AbsolutePositions = Literal["decoder", "input", "none"]
-Packing = Literal["full_sentences", "doc_sentences", "segment_pair", "sentence_pair"]
+Packing = Literal["full_sentences", "doc_sentences", "segment_pair", "sentence_pair", "best_fit"]
 AttentionBackend = Literal["auto", "reference", "chunked", "triton"]
 NotifyEvent = Literal["ended", "stalled", "rollback", "node_lost", "deadline"]
 NOTIFY_EVENTS: tuple[str, ...] = get_args(NotifyEvent)
@@ -130,7 +130,8 @@ class DataConfig:
     packing: Packing = "full_sentences"
     """The four formats of RoBERTa, section 4.2: ``full_sentences`` crosses documents,
     ``doc_sentences`` does not; ``segment_pair`` and ``sentence_pair`` have two segments, possibly
-    from different documents, and need ``model.next_sentence_head``."""
+    from different documents, and need ``model.next_sentence_head``. ``best_fit`` puts several whole
+    documents into a row and cuts only those that are longer than a row."""
     attend_across_documents: bool = True
     """False restricts attention, convolution and absolute positions to each packed document."""
     index_cache: str = ""
@@ -240,6 +241,11 @@ class OptimizerConfig:
     """Added to the square root of the second moment."""
     bias_correction: bool = True
     """False: no bias correction of the moments, as in the release."""
+    layer_decay: float = fraction(1.0)
+    """Factor of the learning rate from each layer to the one below it; 1: the same rate. The head
+    and the mask decoder have the full rate, the embeddings the lowest one."""
+    freeze: tuple[str, ...] = ()
+    """Parameters that are not updated, by name or its beginning, as in ``embeddings``."""
     clip_grad_norm: float = 1.0
     """Maximum global gradient norm; 0: no clipping."""
 
@@ -303,6 +309,12 @@ class CheckpointConfig:
     ``must``: it must have one."""
     load_from: str = ""
     """Checkpoint with the initial weights of a new run, such as an imported release."""
+    extend_positions: Literal["none", "repeat", "interpolate"] = "none"
+    """How ``load_from`` fills a larger ``model.max_position_embeddings``: the learned positions
+    repeat, or are interpolated; ``none``: refuse."""
+    continue_from: str = ""
+    """Checkpoint at whose step a new run continues, with its optimizer state and data position; the
+    schedule and the phases after it may differ, as for a decay from a constant rate."""
     verify: bool = True
     """Check every file's SHA-256 before loading."""
 

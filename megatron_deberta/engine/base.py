@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.engine.loss_scale import DynamicLossScale
-from megatron_deberta.engine.optimizer import adam_step, set_adam_step
+from megatron_deberta.engine.optimizer import adam_step, rate_scales, set_adam_step
 from megatron_deberta.errors import CheckpointError
 
 
@@ -87,6 +87,7 @@ class Engine(ABC):
         self._clip_grad_norm = config.optimizer.clip_grad_norm
         self._loss_scale = DynamicLossScale(config.precision)
         self._trainable = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        self._rate_scales = rate_scales(list(self._trainable), config.optimizer)
 
     @abstractmethod
     def backward(self, loss: Tensor) -> None:

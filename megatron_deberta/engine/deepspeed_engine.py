@@ -32,7 +32,12 @@ from megatron_deberta.engine.deepspeed_runtime import (
 from megatron_deberta.engine.deepspeed_state import ShardedState
 from megatron_deberta.engine.grad_norm import clip_coefficient, global_grad_norm
 from megatron_deberta.engine.loss_scale import DynamicLossScale
-from megatron_deberta.engine.optimizer import build_optimizer, parameter_groups, set_adam_step
+from megatron_deberta.engine.optimizer import (
+    build_optimizer,
+    parameter_groups,
+    set_adam_step,
+    set_learning_rate,
+)
 
 
 class DeepSpeedZeroEngine(Engine):
@@ -58,7 +63,9 @@ class DeepSpeedZeroEngine(Engine):
                 # DeepSpeed omits other ranks' shards of unmarked parameters from the norm.
                 parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
         self._adam = build_optimizer(
-            parameter_groups(self._trainable.items(), config.optimizer.weight_decay),
+            parameter_groups(
+                self._trainable.items(), config.optimizer.weight_decay, self._rate_scales
+            ),
             config.optimizer,
             # apex counts steps per group, but stage 3 steps once per partition of a group.
             allow_apex=groups.device.type == "cuda"
@@ -111,8 +118,7 @@ class DeepSpeedZeroEngine(Engine):
                 f"step: {self._accumulated} losses accumulated, {self._micro_batches} expected"
             )
         self._accumulated = 0
-        for group in self._adam.param_groups:
-            group["lr"] = learning_rate
+        set_learning_rate(self._adam, learning_rate)
         scale = self._loss_scale.scale
         if self._stage:
             with skip_above_norm(self._engine.optimizer, norm_limit * scale) as norms:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatron_deberta.config.schema import OptimizerConfig
+from megatron_deberta.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -23,23 +25,91 @@ def decays(name: str) -> bool:
     return not name.endswith((".bias", "norm.weight"))
 
 
+RATE_SCALE = "rate_scale"
+"""Key of an optimizer group: factor of its learning rate; missing: 1."""
+_IN_ENCODER = re.compile(
+    r"(?P<model>(?:generator\.|discriminator\.)?)"
+    r"(?:embeddings|encoder)\.(?:layers\.(?P<layer>\d+)\.)?"
+)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    """Set the learning rate of every group."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate * group.get(RATE_SCALE, 1.0)
+
+
+def rate_scales(names: Sequence[str], config: OptimizerConfig) -> dict[str, float]:
+    """Factor of each parameter's learning rate: 0 if frozen, else by its layer.
+
+    ``layer_decay`` to the power of the number of layers above it, where everything above the
+    encoder counts as one. Source: Clark et al. 2020, ELECTRA, arXiv:2003.10555, appendix B
+    ("layerwise learning rate decay").
+
+    Args:
+        names: canonical names of all parameters.
+        config: ``layer_decay`` and ``freeze``.
+
+    Raises:
+        ConfigError: an entry of ``freeze`` is the name or its beginning of no parameter.
+    """
+    for frozen in config.freeze:
+        if not any(_begins(name, frozen) for name in names):
+            raise ConfigError(
+                f"optimizer.freeze={frozen}: no parameter's name begins so; use names such as "
+                f"{names[0].rpartition('.')[0]}"
+            )
+    depths = {name: _depth(name) for name in names}
+    tops: dict[str, int] = {}
+    for model, depth in filter(None, depths.values()):
+        tops[model] = max(depth, tops.get(model, 0))
+    scales = {}
+    for name, place in depths.items():
+        above = tops[place[0]] + 1 - place[1] if place else 0
+        is_frozen = any(_begins(name, frozen) for frozen in config.freeze)
+        scales[name] = 0.0 if is_frozen else config.layer_decay**above
+    return scales
+
+
+def _begins(name: str, beginning: str) -> bool:
+    return name == beginning or name.startswith(f"{beginning}.")
+
+
+def _depth(name: str) -> tuple[str, int] | None:
+    """Return the model and the number of layers up to a parameter; None above the encoder."""
+    match = _IN_ENCODER.match(name)
+    return match and (match["model"], int(match["layer"]) + 1 if match["layer"] else 0)
+
+
 def parameter_groups(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    weight_decay: float,
+    scales: Mapping[str, float] | None = None,
 ) -> list[dict[str, Any]]:
-    """Split trainable parameters into those with and without weight decay, each in the given order.
+    """Split trainable parameters by factor of the learning rate, and by whether weights decay.
 
     Args:
         named_parameters: by canonical name.
-        weight_decay: of the first group.
+        weight_decay: of the parameters that decay.
+        scales: factor of each parameter's learning rate; None: 1.
 
     Returns:
-        Optimizer groups of ``params`` and ``weight_decay``, without empty ones.
+        Optimizer groups of ``params`` in the given order, ``weight_decay`` and ``rate_scale`` if
+        it is not 1. Of a factor, the group with weight decay is the first one.
     """
-    trainable = [(name, p) for name, p in named_parameters if p.requires_grad]
-    decaying = [p for name, p in trainable if decays(name)]
-    exempt = [p for name, p in trainable if not decays(name)]
-    groups = ((decaying, weight_decay), (exempt, 0.0))
-    return [{"params": params, "weight_decay": decay} for params, decay in groups if params]
+    members: dict[tuple[float, bool], list[nn.Parameter]] = {}
+    for name, parameter in named_parameters:
+        if parameter.requires_grad:
+            scale = scales[name] if scales else 1.0
+            members.setdefault((scale, not decays(name)), []).append(parameter)
+    groups = []
+    for (scale, is_exempt), params in sorted(members.items(), key=lambda item: item[0]):
+        group: dict[str, Any] = {
+            "params": params,
+            "weight_decay": 0.0 if is_exempt else weight_decay,
+        }
+        groups.append(group if scale == 1 else group | {RATE_SCALE: scale})
+    return groups
 
 
 def build_optimizer(

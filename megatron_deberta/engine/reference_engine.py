@@ -21,6 +21,7 @@ from megatron_deberta.engine.optimizer import (
     build_optimizer,
     parameter_groups,
     set_adam_step,
+    set_learning_rate,
 )
 
 
@@ -39,7 +40,7 @@ class ReferenceEngine(Engine):
         self._masters = list(masters.values())
         self._is_sharded = [specs[name].dim is not None for name in self._trainable]
         self._adam = build_optimizer(
-            parameter_groups(masters.items(), config.optimizer.weight_decay),
+            parameter_groups(masters.items(), config.optimizer.weight_decay, self._rate_scales),
             config.optimizer,
             allow_apex=groups.device.type == "cuda",
         )
@@ -113,8 +114,7 @@ class ReferenceEngine(Engine):
         return gradients
 
     def _update(self, gradients: list[Tensor], learning_rate: float, coefficient: float) -> None:
-        for group in self._adam.param_groups:
-            group["lr"] = learning_rate
+        set_learning_rate(self._adam, learning_rate)
         for master, gradient in zip(self._masters, gradients, strict=True):
             master.grad = gradient if coefficient == 1.0 else gradient.mul_(coefficient)
         self._adam.step()

@@ -354,6 +354,7 @@ def _deberta_config(
     terms = _position_terms(fields)
     v1 = model_type == "deberta"
     normalized = "layer_norm" in str(fields.get("norm_rel_ebd", "none")).lower()
+    kernel = 0 if v1 else fields.get("conv_kernel_size", 0)
     return ModelConfig(
         **shared,
         max_position_embeddings=length,
@@ -365,8 +366,8 @@ def _deberta_config(
         key_bias=fields.get("key_bias", not v1),
         position_key_bias=fields.get("position_key_bias", not v1),
         normalize_position_table=not v1 and normalized and terms != "none",
-        conv_kernel_size=0 if v1 else fields.get("conv_kernel_size", 0),
-        conv_activation=fields.get("conv_act", "tanh"),
+        conv_kernel_size=kernel,
+        conv_activation=fields.get("conv_act", "tanh") if kernel else ModelConfig().conv_activation,
         mask_decoder_passes=fields.get("mask_decoder_passes", 0 if at_input else 2),
         absolute_positions=fields.get("absolute_positions", "input" if at_input else "decoder"),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
@@ -41,7 +41,12 @@ Source: TypeAlias = Literal["hf", "microsoft"]
 RUN_FILE = "run.yaml"
 CONFIG_FILES = ("config.json", "model_config.json")
 """Of a published model; the first that exists is read."""
+GENERATOR_CONFIG = "generator_config.json"
+"""In the folder of a discriminator: config of the generator, whose weights have a name with
+``.generator.``, such as ``pytorch_model.generator.bin``."""
 _TOKENIZER_FOLDER = "tokenizer"
+_V1_TOKENIZER = "bpe_encoder.bin"
+"""In the folders of v1: a pickle of the pieces, which ``vocab.json`` has as well."""
 _OPTIONAL_PREFIXES = ("head.", "mask_decoder.", *HEAD_PREFIXES)
 _IGNORED = re.compile(
     r"(mask_predictions|(roberta\.)?pooler|classifier|qa_outputs)\.|.*position_ids$|.*\._weight$"
@@ -246,6 +251,7 @@ def open_release(
     sha256: str = "",
     seed: int = 0,
     adapt: Callable[[ModelConfig], ModelConfig] | None = None,
+    generator: bool = False,
 ) -> Release:
     """Read the config of a published model and match its tensors to our architecture.
 
@@ -258,14 +264,16 @@ def open_release(
         sha256: expected digest of the weight file; empty: unchecked.
         seed: seed of parameters that the file lacks.
         adapt: changes the head of the architecture; None: the one that the model has.
+        generator: read the generator, if the folder also has it, instead of the discriminator.
 
     Raises:
         CheckpointError: a file is missing or damaged, or the architecture is not supported.
     """
     check_folder(directory, "one with config.json and weights")
-    fields = read_config(directory)
+    generator = generator and (directory / GENERATOR_CONFIG).is_file()
+    fields = read_config(directory, [GENERATOR_CONFIG] if generator else CONFIG_FILES)
     source = source or ("hf" if "model_type" in fields else "microsoft")
-    in_files = _stored_tensors(_weight_files(directory, scratch, allow_pickle, sha256))
+    in_files = _stored_tensors(_weight_files(directory, scratch, allow_pickle, sha256, generator))
     model_type = _model_type(fields, source, in_files)
     names = standard_names(in_files, model_type)
     stored = {names[name]: tensor for name, tensor in in_files.items()}
@@ -350,13 +358,13 @@ def _infer_from_tensors(
     return config
 
 
-def read_config(directory: Path) -> dict[str, Any]:
-    """Return the content of a published model's config file.
+def read_config(directory: Path, names: Sequence[str] = CONFIG_FILES) -> dict[str, Any]:
+    """Return the content of a published model's config file, the first of these names.
 
     Raises:
         CheckpointError: it has none, or a damaged one.
     """
-    for name in CONFIG_FILES:
+    for name in names:
         if (directory / name).is_file():
             return _read_json(directory / name)
     raise CheckpointError(f"{directory} has neither config.json nor model_config.json; add one")
@@ -396,11 +404,14 @@ def _stored_tensors(files: list[Path]) -> dict[str, StoredTensor]:
     return stored
 
 
-def _weight_files(directory: Path, scratch: Path, allow_pickle: bool, sha256: str) -> list[Path]:
+def _weight_files(
+    directory: Path, scratch: Path, allow_pickle: bool, sha256: str, generator: bool
+) -> list[Path]:
     single = directory / "model.safetensors"
-    files = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
+    use_single = single.is_file() and not generator
+    files = [single] if use_single else _files_of(directory, ("*.safetensors",), generator)
     index = directory / "model.safetensors.index.json"
-    if index.is_file():
+    if index.is_file() and not generator:
         files = [directory / name for name in _indexed_files(index)]
     for path in files:
         if not path.is_file():
@@ -412,13 +423,22 @@ def _weight_files(directory: Path, scratch: Path, allow_pickle: bool, sha256: st
             f"--sha256 checks one file, but {directory} has {len(files)}; omit it"
         )
     if not files:
-        return [_convert_pickle(directory, scratch, allow_pickle, sha256)]
+        return [_convert_pickle(directory, scratch, allow_pickle, sha256, generator)]
     _check_digest(files[0], sha256)
     return files
 
 
-def _convert_pickle(directory: Path, scratch: Path, allow_pickle: bool, sha256: str) -> Path:
-    pickles = sorted([*directory.glob("*.bin"), *directory.glob("*.pt")])
+def _files_of(directory: Path, patterns: Sequence[str], generator: bool) -> list[Path]:
+    """Return the files of one of the two models, or all if only one model has files."""
+    found = sorted(path for pattern in patterns for path in directory.glob(pattern))
+    found = [path for path in found if path.name != _V1_TOKENIZER]
+    return [path for path in found if (".generator." in path.name) == generator] or found
+
+
+def _convert_pickle(
+    directory: Path, scratch: Path, allow_pickle: bool, sha256: str, generator: bool
+) -> Path:
+    pickles = _files_of(directory, ("*.bin", "*.pt"), generator)
     if len(pickles) != 1:
         found = ", ".join(path.name for path in pickles) or "none"
         raise CheckpointError(

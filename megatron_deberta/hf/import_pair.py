@@ -1,18 +1,22 @@
-"""Import of a published discriminator with its generator, to continue replaced-token detection."""
+"""Import of a published discriminator, with or without generator, to continue its training."""
 
 from __future__ import annotations
 
+import functools
+import re
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from megatron_deberta.config.schema import ModelConfig, ObjectiveConfig
 from megatron_deberta.errors import CheckpointError
 from megatron_deberta.hf.export_model import output_folder
 from megatron_deberta.hf.import_model import (
+    GENERATOR_CONFIG,
     ImportResult,
     Release,
     Source,
@@ -28,6 +32,8 @@ from megatron_deberta.model.replaced_tokens import (
     discriminator_config,
     generator_config,
 )
+from megatron_deberta.model.shapes import parameter_shapes
+from megatron_deberta.model.weight_init import fill_initial
 
 OBJECTIVE = ObjectiveConfig(
     name="rtd", mask_token_probability=1.0, random_token_probability=0.0, max_span_words=1
@@ -46,7 +52,7 @@ class WeightFile:
 
 def import_pair(
     discriminator: WeightFile,
-    generator: WeightFile,
+    generator: WeightFile | None,
     source: Source,
     output: Path,
     *,
@@ -60,7 +66,7 @@ def import_pair(
 
     Args:
         discriminator: the model that is published as such.
-        generator: its generator.
+        generator: its generator, in a folder of its own or in the same one; None: a new one.
         source: format of the files.
         output: folder to create; must not exist, or be empty.
         tokenizer_path: the model's tokenizer; empty: the one of the discriminator.
@@ -73,29 +79,35 @@ def import_pair(
         ConfigError: ``output`` is in use, or the tokenizer has more ids than the model.
         DataError: there is no usable tokenizer.
     """
-    for file in (discriminator, generator):
+    for file in filter(None, (discriminator, generator)):
         check_folder(file.directory, "one with config.json and weights")
+    if generator:
+        _check_generator(generator.directory, discriminator.directory)
     tokenizer = load_model_tokenizer(tokenizer_path or discriminator.directory)
+    read = functools.partial(open_release, allow_pickle=allow_pickle, seed=seed)
     with (
         output_folder(output.absolute()) as folder,
         tempfile.TemporaryDirectory(dir=folder) as scratch,
+        tempfile.TemporaryDirectory(dir=folder) as other_scratch,
     ):
-        opened = []
-        for name, file in (("d", discriminator), ("g", generator)):
-            own = Path(scratch) / name
-            own.mkdir()
-            release = open_release(
-                file.directory,
-                source,
-                own,
-                allow_pickle=allow_pickle,
-                sha256=file.sha256,
-                seed=seed,
-                adapt=discriminator_config if name == "d" else None,
+        detecting = read(
+            discriminator.directory,
+            source,
+            Path(scratch),
+            sha256=discriminator.sha256,
+            adapt=discriminator_config,
+        )
+        generating: Release | NewGenerator = NewGenerator(detecting, seed)
+        if generator:
+            generating = read(
+                generator.directory,
+                # The generator's config may have no model type.
+                None if source == "hf" else source,
+                Path(other_scratch),
+                sha256=generator.sha256,
+                generator=True,
             )
-            opened.append(release)
-        detecting, generating = opened
-        model = _pair_config(detecting, generating)
+        model = _pair_config(detecting, generating.config)
         return write_import(
             folder,
             output.absolute(),
@@ -107,11 +119,75 @@ def import_pair(
         )
 
 
-def _notes(part: str, release: Release) -> tuple[str, ...]:
+def _check_generator(folder: Path, discriminator: Path) -> None:
+    if folder.samefile(discriminator) and not (folder / GENERATOR_CONFIG).is_file():
+        raise CheckpointError(
+            f"{folder} has no {GENERATOR_CONFIG}, so no generator; download it, or use "
+            "--new-generator"
+        )
+
+
+class NewGenerator:
+    """A generator for a discriminator that is published without one, in the form of a `Release`.
+
+    Embeddings, position table and every second layer are the discriminator's, as Sanh et al. 2019,
+    DistilBERT, arXiv:1910.01108, section 2 initialise a smaller model; mask decoder and head are
+    new.
+
+    Args:
+        discriminator: opened with its own architecture.
+        seed: of the new parameters.
+    """
+
+    def __init__(self, discriminator: Release, seed: int) -> None:
+        self._discriminator = discriminator
+        self._seed = seed
+        own = discriminator.config
+        positions = own.absolute_positions
+        self.config = generator_config(
+            replace(
+                own,
+                head="rtd",
+                mask_decoder_passes=ModelConfig().mask_decoder_passes,
+                absolute_positions="input" if positions == "input" else "decoder",
+            )
+        )
+        self._step = own.num_layers // self.config.num_layers
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Messages about the origin of the parameters."""
+        layers = ", ".join(str(i * self._step) for i in range(self.config.num_layers))
+        return (
+            f"embeddings and layers {layers} of the discriminator",
+            f"newly initialised: {', '.join(filter(_is_new, parameter_shapes(self.config)))}",
+        )
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a parameter in fp32."""
+        if _is_new(name):
+            initial = torch.empty(parameter_shapes(self.config)[name])
+            fill_initial(initial, name, initial.shape, self.config, self._seed)
+            return initial
+        if name.startswith("encoder.layers."):
+            name = re.sub(r"\d+", lambda layer: str(int(layer[0]) * self._step), name, count=1)
+        return self._discriminator.tensor(name)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield canonical name and fp32 tensor of every parameter."""
+        for name in parameter_shapes(self.config):
+            yield name, self.tensor(name)
+
+
+def _is_new(name: str) -> bool:
+    return name.startswith(("head.", "mask_decoder."))
+
+
+def _notes(part: str, release: Release | NewGenerator) -> tuple[str, ...]:
     return tuple(f"{part}: {note}" for note in release.notes)
 
 
-def _pair_config(discriminator: Release, generator: Release) -> ModelConfig:
+def _pair_config(discriminator: Release, generator: ModelConfig) -> ModelConfig:
     """Return the architecture of both.
 
     Raises:
@@ -120,14 +196,17 @@ def _pair_config(discriminator: Release, generator: Release) -> ModelConfig:
     model = replace(
         discriminator.config,
         head="rtd",
-        mask_decoder_passes=generator.config.mask_decoder_passes,
-        absolute_positions=generator.config.absolute_positions,
-        generator_layers=generator.config.num_layers,
+        mask_decoder_passes=generator.mask_decoder_passes,
+        absolute_positions=generator.absolute_positions,
+        generator_layers=generator.num_layers,
         embedding_sharing="gdes",
     )
+    if generator_config(replace(model, generator_layers=0)) == generator_config(model):
+        # Half of the discriminator's, as in configs/models.
+        model = replace(model, generator_layers=0)
     expected = generator_config(model)
     for key in (field.name for field in fields(ModelConfig)):
-        theirs, ours = getattr(generator.config, key), getattr(expected, key)
+        theirs, ours = getattr(generator, key), getattr(expected, key)
         if theirs != ours and key not in _TRAINING_KEYS:
             raise CheckpointError(
                 f"the generator has {key}={theirs!r}, the discriminator {ours!r}; give the two "
@@ -136,7 +215,9 @@ def _pair_config(discriminator: Release, generator: Release) -> ModelConfig:
     return model
 
 
-def _pair_tensors(discriminator: Release, generator: Release) -> Iterator[tuple[str, Tensor]]:
+def _pair_tensors(
+    discriminator: Release, generator: Release | NewGenerator
+) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in generator.tensors():
         yield GENERATOR + name, tensor
     for name, tensor in discriminator.tensors():

@@ -20,7 +20,7 @@ from transformers.utils import logging
 from megatron_deberta.checkpoint.layout import COMMITTED_FILE, find_best
 from megatron_deberta.checkpoint.parts import Part, open_part
 from megatron_deberta.checkpoint.reader import CheckpointReader
-from megatron_deberta.checkpoint.store import find_newest
+from megatron_deberta.checkpoint.store import StoredRun, find_newest
 from megatron_deberta.config import config_from_dict
 from megatron_deberta.config.schema import ModelConfig, RunConfig
 from megatron_deberta.errors import CheckpointError, DataError, MissingModelError
@@ -41,7 +41,7 @@ _Model = TypeVar("_Model", bound=DebertaBackbone)
 class TrainedModel:
     """A verified training checkpoint with its run's config and tokenizer."""
 
-    reader: CheckpointReader
+    reader: StoredRun
     run: RunConfig
     tokenizer: Tokenizer
 

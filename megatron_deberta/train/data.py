@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from megatron_deberta.config.rules import batch_arithmetic
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.data.build import Corpora, build_loaders, open_corpora, tokenizer_path
 from megatron_deberta.data.loader import TrainLoader
+from megatron_deberta.data.shards.statistics import PACKINGS
 from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.errors import ConfigError
@@ -27,6 +29,10 @@ from megatron_deberta.train.fingerprint import run_fingerprint
 from megatron_deberta.train.records import RunRecords
 from megatron_deberta.train.start import Identity
 
+logger = logging.getLogger(__name__)
+
+# Masking probability of the release, above which its generator spends its budget early in a row
+_RELEASED_RATE = 0.15
 # ``data.train`` and ``data.validation``
 _DataKey = tuple[tuple[str, ...], tuple[str, ...]]
 
@@ -131,13 +137,34 @@ class PretrainingData:
         batches, training = describe_tokens(
             parts[-1].config, dp_size, self.corpora[_data_key(parts[-1].config)]
         )
+        rows = [("packing", line) for line in self._packing(config)]
         if len(parts) == 1:
-            return [batches, training]
+            return [batches, *rows, training]
         tokens = sum(part.tokens for part in parts)
         return [
             *(("phases", line) for line in describe_phases(config)),
+            *rows,
             ("training", f"{config.train.steps:,} steps = {tokens:,} tokens"),
         ]
+
+    def _packing(self, config: RunConfig) -> list[str]:
+        """Describe how full the rows of each format and length are."""
+        lines = {}
+        for part in segments(config):
+            data = part.config.data
+            count = PACKINGS.get(data.packing)
+            name = f"{data.packing}, rows of {data.sequence_length:,}"
+            if count is None or name in lines:
+                continue
+            corpora = self.corpora[_data_key(part.config)]
+            packings = [count(corpus.lengths, data.sequence_length) for corpus in corpora.train]
+            filled = sum(
+                weight * packing.filled
+                for weight, packing in zip(corpora.weights, packings, strict=True)
+            ) / sum(corpora.weights)
+            number = sum(packing.rows for packing in packings)
+            lines[name] = f"{name}: {number:,} per epoch, {filled:.2%} filled"
+        return list(lines.values())
 
 
 def open_vocabulary(config: RunConfig) -> tuple[str, Tokenizer, Vocabulary]:
@@ -171,6 +198,8 @@ def open_pretraining_data(
     config = build_objective(config).complete_config(vocabulary.special_ids)
     hashes = config.data.verify_hashes and groups.rank == 0
     configs = {_data_key(part.config): part.config for part in segments(config)}
+    if groups.rank == 0:
+        _warn_of_masking(config)
     corpora = {key: open_corpora(part, vocabulary, hashes) for key, part in configs.items()}
     identity = Identity(
         tokenizer_path=str(Path(path).resolve()),
@@ -178,6 +207,20 @@ def open_pretraining_data(
         data_fingerprint=run_fingerprint([part.data for part in configs.values()]),
     )
     return config, PretrainingData(vocabulary, corpora, identity)
+
+
+def _warn_of_masking(config: RunConfig) -> None:
+    """Warn where the released masking leaves the end of rows almost unmasked."""
+    for part in segments(config):
+        objective = part.config.objective
+        if objective.masking == "released" and objective.mask_probability > _RELEASED_RATE:
+            logger.warning(
+                "objective.masking=released with objective.mask_probability=%g: the end of a row "
+                "is masked far less than its beginning; use objective.masking=uniform (rates by "
+                "eighth of a row: megatron-deberta inspect data)",
+                objective.mask_probability,
+            )
+            return
 
 
 def _data_key(config: RunConfig) -> _DataKey:

@@ -13,9 +13,14 @@ from torch import Tensor
 from megatron_deberta.checkpoint import store
 from megatron_deberta.checkpoint.layout import COMMITTED_FILE, committed_steps, find_best
 from megatron_deberta.checkpoint.parts import open_part
+from megatron_deberta.checkpoint.positions import ExtendedPositions
 from megatron_deberta.checkpoint.reader import CheckpointReader
-from megatron_deberta.checkpoint.resume import check_resume, check_same_architecture
-from megatron_deberta.checkpoint.store import WeightSource
+from megatron_deberta.checkpoint.resume import (
+    check_continuation,
+    check_resume,
+    check_same_architecture,
+)
+from megatron_deberta.checkpoint.store import StoredRun, WeightSource
 from megatron_deberta.config import config_from_dict
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.control import broadcast_from_rank_zero, raise_on_all_ranks
@@ -24,7 +29,7 @@ from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.engine.base import Engine
 from megatron_deberta.errors import EXIT_USAGE, CheckpointError, ConfigError, DataError
 from megatron_deberta.train.stability.guard import GuardState
-from megatron_deberta.train.stability.rollback import resumed_position
+from megatron_deberta.train.stability.rollback import guard_state, resumed_position
 from megatron_deberta.train.state import TrainState
 
 logger = logging.getLogger(__name__)
@@ -60,7 +65,7 @@ class Start:
 
     state: TrainState
     guard: GuardState = field(default_factory=GuardState)
-    reader: CheckpointReader | None = None
+    reader: StoredRun | None = None
     weights_only: bool = False
     other_dtype: bool = False
     encoder: WeightSource | None = None
@@ -133,6 +138,8 @@ def choose_start(
             f"checkpoint.resume=must but train.run_dir={run_dir} has no committed checkpoint; "
             "use checkpoint.resume=auto to start a new run"
         )
+    if config.checkpoint.continue_from:
+        return _continue(config, groups, identity)
     if config.finetune.task and config.checkpoint.load_from:
         path = Path(config.checkpoint.load_from)
         is_checkpoint = (path / COMMITTED_FILE).exists() or store.find_newest(path) is not None
@@ -145,9 +152,36 @@ def choose_start(
             encoder = open_weights(path, config)
         return Start(TrainState(0, 0), encoder=encoder)
     if config.checkpoint.load_from:
-        weights = _open_weights(config, groups, identity)
+        weights: StoredRun = _extended(_open_weights(config, groups, identity), config)
         return Start(TrainState(0, 0), reader=weights, weights_only=True)
     return Start(TrainState(0, 0))
+
+
+def _extended(reader: CheckpointReader, config: RunConfig) -> StoredRun:
+    """Return the weights with as many positions as the run's model has."""
+    rows, rule = config.model.max_position_embeddings, config.checkpoint.extend_positions
+    if rule == "none" or rows == reader.metadata.config["model"]["max_position_embeddings"]:
+        return reader
+    logger.info("position tables are extended to %d rows: %s", rows, rule)
+    return ExtendedPositions(reader, rows, rule)
+
+
+def _continue(config: RunConfig, groups: ProcessGroups, identity: Identity) -> Start:
+    """Open ``checkpoint.continue_from`` as the state of a new run."""
+    path = Path(config.checkpoint.continue_from)
+    if not (path / COMMITTED_FILE).exists():
+        path = store.find_newest(path) or path
+    reader = store.open_intact(path, groups, hashes=config.checkpoint.verify)
+    changed = check_continuation(
+        reader, config, tokenizer_fingerprint=identity.tokenizer_fingerprint
+    )
+    logger.info("continuing %s", path)
+    for change in changed:
+        logger.info("changed since then: %s", change)
+    saved = reader.metadata
+    state = TrainState(saved.step, saved.consumed_samples)
+    dtype = saved.config["precision"]["dtype"]
+    return Start(state, guard_state(reader), reader, other_dtype=dtype != config.precision.dtype)
 
 
 def load_start(

@@ -47,6 +47,8 @@ def describe_start(
         origin = f"a new run with the weights of {start.reader.path}"
         if not start.weights_only:
             origin = f"resuming from step {start.state.step:,}"
+            if Path(train.run_dir) not in start.reader.path.parents:
+                origin = f"a new run that continues {start.reader.path}"
     rows = [
         ("run", f"{train.run_dir}, {origin}"),
         (

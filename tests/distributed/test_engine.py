@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -68,6 +69,31 @@ def test_tensor_and_data_parallel_together_equal_the_reference_engine(
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_no_clipping_equals_the_reference_engine(two_ranks: RankPool, stage: int) -> None:
     two_ranks.run(compare_with_plain, 1, "fp16", stage, 0.0, {"rtol": 1e-5, "atol": 1e-6})
+
+
+def frozen_layer(rank: int, tp_size: int, dtype: str, stage: int) -> None:
+    groups = grid(tp_size)
+    deepspeed_config.PERSISTENCE_THRESHOLD = 0
+    results = []
+    for name in ("deepspeed", "plain"):
+        config = toy_config(name, dtype, stage, dp_size=groups.dp_size)
+        config = replace(config, optimizer=replace(config.optimizer, freeze=("layers.0",)))
+        engine = start(config, groups)
+        before = states(engine)
+        train(engine, config, groups, range(3))
+        results.append(states(engine))
+        engine.destroy()
+        for parameter, state in results[-1].items():
+            is_frozen = parameter.startswith("layers.0.")
+            assert state.weight.equal(before[parameter].weight) == is_frozen, parameter
+    assert_same_states(*results, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("tp_size", "dtype", "stage"), [(1, "fp32", 1), (2, "bf16", 3)])
+def test_frozen_parameters_keep_their_bits_in_every_stage(
+    two_ranks: RankPool, tp_size: int, dtype: str, stage: int
+) -> None:
+    two_ranks.run(frozen_layer, tp_size, dtype, stage)
 
 
 def scale_grows_and_overflows(rank: int, tp_size: int, stage: int, clip: float) -> list[float]:

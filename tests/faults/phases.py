@@ -11,30 +11,34 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shutil
 import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 from benchmarks.lib.provenance import provenance
 from megatron_deberta.config import load_config
 from megatron_deberta.config.phases import segments
 from megatron_deberta.data.sample_log import check_sample_log, read_sample_log
+from megatron_deberta.observe.metrics import FILE_NAME
 from tests.support.jobs import assert_same_checkpoints, losses, prepare, records, run_to_end, start
 
 PHASES = """
 phases:
-  - steps: 14
+  - steps: 20
     data.sequence_length: 64
     objective.mask_probability: 0.3
     train.global_batch_size: 16
     train.ramp_from: 4
     train.ramp_increment: 4
     train.ramp_steps: 8
-  - tokens: 10_000
+  - tokens: 20_000
     data.sequence_length: 128
     optimizer.learning_rate: 3e-3
-  - steps: 12
+  - steps: 16
     data.sequence_length: 256
     train.global_batch_size: 4
     train.micro_batch_size: 1
@@ -69,36 +73,46 @@ def interrupted(run: Path, run_dir: Path, layouts: Sequence[Layout], kills: int)
 
     Args:
         run: the config.
-        run_dir: run folder; ``run_dir.kills`` holds the steps of kills that are done.
+        run_dir: run folder; ``run_dir.kills`` holds the last step before each kill.
         layouts: used in turn, another one after each kill.
         kills: number of kills.
     """
     draw = random.Random(f"{run_dir.name}{kills}")
-    last = load_config(run, list(KEYS)).train.steps
+    # The last steps are left for kills that come late.
+    last = load_config(run, list(KEYS)).train.steps - 8
     steps = sorted(draw.sample(range(1, last), kills))
     journal = run_dir.with_suffix(".kills")
     done = json.loads(journal.read_text()) if journal.exists() else []
-    for number in range(len(done), kills):
+    for number in tqdm(range(len(done), kills), desc=f"{run_dir.name}: kills"):
         world_size, overrides = layouts[number % len(layouts)]
+        # A step beyond those that are recorded, so that the run has resumed when it is killed.
+        target = max(steps[number], newest_step(run_dir) + 1)
         job = start(run, run_dir, world_size, *KEYS, *overrides)
-        job.wait_for_step(steps[number])
+        job.wait_for_step(target)
         victim = draw.randrange(world_size)
         job.ranks[victim].kill()
         assert job.wait()[victim] == -signal.SIGKILL
-        done.append(steps[number])
+        done.append(newest_step(run_dir))
         journal.write_text(json.dumps(done))
     world_size, overrides = layouts[kills % len(layouts)]
     run_to_end(run, run_dir, world_size, *KEYS, *overrides)
+
+
+def newest_step(run_dir: Path) -> int:
+    """Return the last recorded training step, or 0."""
+    return max(records(run_dir), default=0) if (run_dir / FILE_NAME).exists() else 0
 
 
 def compare(folder: Path, kills: int) -> dict[str, Any]:
     """Compare killed and moved runs with the uninterrupted one; return what was seen."""
     run = write_run(folder)
     whole, killed, moved = (folder / name for name in ("whole", "killed", "moved"))
+    config = load_config(run, list(KEYS))
+    if newest_step(whole) < config.train.steps:
+        shutil.rmtree(whole, ignore_errors=True)
     run_to_end(run, whole, DATA_PARALLEL[0], *KEYS, *DATA_PARALLEL[1])
     interrupted(run, killed, [DATA_PARALLEL], kills)
     interrupted(run, moved, LAYOUTS, kills)
-    config = load_config(run, list(KEYS))
     sizes = [part.config.train.global_batch_size for part in segments(config) for _ in range(
         part.steps
     )]  # fmt: skip

@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from megatron_deberta.data.arrays import Integers
+from megatron_deberta.data.dataset.best_fit import BestFit
 from megatron_deberta.data.dataset.corpus import Corpus
 from megatron_deberta.data.dataset.index_cache import IndexCache, LatestTwo, Parts
 from megatron_deberta.data.dataset.pairs import Pairs
@@ -179,6 +180,8 @@ class PackedRows:
         if packing in PAIR_PACKINGS:
             most = PAIR_PACKINGS[packing]
             self._layout = Pairs(corpus, content_length - 1, most, key, cache)
+        elif packing == "best_fit":
+            self._layout = BestFit(corpus, content_length, key, cache)
         elif packing == "full_sentences":
             self._layout = _FullSentences(corpus, content_length, key, cache)
         else:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_deberta.data.arrays import Integers
+from megatron_deberta.data.bin_packing import best_fit
 from megatron_deberta.data.shards.reader import IndexedDataset
 
 _CHUNK_TOKENS = 1 << 22
@@ -104,6 +105,25 @@ def pack_doc_sentences(lengths: Integers, sequence_length: int) -> Packing:
     """Return the rows of ``doc_sentences`` for documents of these lengths."""
     rows = int((-(-lengths // (sequence_length - 2))).sum())
     return Packing(rows, (int(lengths.sum()) + 2 * rows) / (rows * sequence_length))
+
+
+def pack_best_fit(lengths: Integers, sequence_length: int) -> Packing:
+    """Return the rows of ``best_fit`` for documents of these lengths."""
+    content = sequence_length - 2
+    rest = -np.sort(-(lengths.astype(np.int64) % content))
+    rest = rest[rest > 0]
+    chunks = int((lengths // content).sum())
+    rows = chunks + best_fit(rest + 1, content + 1)[1]
+    parts = chunks + rest.size
+    return Packing(rows, (int(lengths.sum()) + parts + rows) / (rows * sequence_length))
+
+
+PACKINGS = {
+    "full_sentences": pack_full_sentences,
+    "doc_sentences": pack_doc_sentences,
+    "best_fit": pack_best_fit,
+}
+"""Rows of the formats without pairs, by ``data.packing``."""
 
 
 def _count_tokens(shards: Sequence[IndexedDataset], most_tokens: int) -> tuple[Integers, int]:

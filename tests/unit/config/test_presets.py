@@ -49,6 +49,8 @@ WORLD_SIZES = {
     "table2_sentence_pair_h100": 8,
     "small": 0,
     **{f"table10_{name}_h100": 16 for name in ("roberta", "deberta", "deberta_ap", "deberta_mt")},
+    "phases": 0,
+    "continue_v3_base": 0,
 }
 # Runs of the paper's Tables 4 and 13, as the changes of the ablation model.
 SHARED = ["model.share_position_projections=true", "model.key_bias=true"]

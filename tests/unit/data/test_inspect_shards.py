@@ -13,10 +13,9 @@ from megatron_deberta.data.dataset.packing import PackedRows
 from megatron_deberta.data.shards import statistics as shard_statistics
 from megatron_deberta.data.shards.reader import IndexedDataset
 from megatron_deberta.data.shards.statistics import (
+    PACKINGS,
     count_shards,
     document_lengths,
-    pack_doc_sentences,
-    pack_full_sentences,
 )
 
 
@@ -54,10 +53,7 @@ def test_a_sample_of_tokens_is_spread_over_all(shards, monkeypatch):
 def test_packing_is_what_the_packer_does(shards, vocabulary, length):
     opened = [IndexedDataset(prefix) for prefix in shards[0]]
     lengths = document_lengths(opened)
-    for kind, count in (
-        ("full_sentences", pack_full_sentences),
-        ("doc_sentences", pack_doc_sentences),
-    ):
+    for kind, count in PACKINGS.items():
         packed = PackedRows(Corpus(opened), vocabulary, length, kind, 3)
         found = count(lengths, length)
         numbers = range(packed.rows_per_epoch)

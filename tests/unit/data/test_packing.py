@@ -62,7 +62,7 @@ def test_permutation_spreads_evenly():
     assert sum((counts[value] - 500) ** 2 / 500 for value in range(8)) < 24.3
 
 
-@pytest.mark.parametrize("packing", ["full_sentences", "doc_sentences"])
+@pytest.mark.parametrize("packing", ["full_sentences", "doc_sentences", "best_fit"])
 def test_every_token_once_per_epoch(write_shard, random_documents, vocabulary, packing):
     documents = random_documents(40)
     corpus = Corpus([IndexedDataset(write_shard(documents))])

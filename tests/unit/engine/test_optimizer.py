@@ -16,8 +16,11 @@ from megatron_deberta.engine.optimizer import (
     build_optimizer,
     decays,
     parameter_groups,
+    rate_scales,
     set_adam_step,
+    set_learning_rate,
 )
+from megatron_deberta.errors import ConfigError
 from megatron_deberta.model.shapes import parameter_shapes
 
 
@@ -122,3 +125,47 @@ def test_pypis_apex_is_not_nvidias(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "apex", ModuleType("apex"))
     monkeypatch.setitem(sys.modules, "amp_C", None)
     assert apex_fused_adam() is None
+
+
+def test_rates_by_layer_and_frozen_parameters() -> None:
+    config = OptimizerConfig(layer_decay=0.5, freeze=("embeddings", "encoder.layers.1.ffn.up.bias"))
+    names = list(parameter_shapes(ModelConfig(num_layers=2)))
+    scales = rate_scales(names, config)
+    assert scales["embeddings.token.weight"] == 0
+    assert scales["encoder.layers.1.ffn.up.bias"] == 0
+    assert scales["encoder.relative_positions.weight"] == 0.125
+    assert scales["encoder.layers.0.ffn.up.weight"] == 0.25
+    assert scales["encoder.layers.1.ffn.up.weight"] == 0.5
+    assert {scales[n] for n in names if n.startswith(("head.", "mask_decoder."))} == {1.0}
+    assert set(rate_scales(names, OptimizerConfig()).values()) == {1.0}
+    with pytest.raises(ConfigError, match=r"optimizer.freeze=encoder.layers.2: no parameter"):
+        rate_scales(names, OptimizerConfig(freeze=("encoder.layers.2",)))
+
+
+def test_each_model_of_replaced_token_detection_has_its_own_rates_by_layer() -> None:
+    names = list(parameter_shapes(ModelConfig(head="rtd", num_layers=4, generator_layers=2)))
+    scales = rate_scales(names, OptimizerConfig(layer_decay=0.5, freeze=("generator.head",)))
+    assert scales["generator.encoder.layers.1.ffn.up.weight"] == 0.5
+    assert scales["discriminator.encoder.layers.3.ffn.up.weight"] == 0.5
+    assert scales["generator.embeddings.token.weight"] == 0.125
+    assert scales["discriminator.embeddings.token.delta.weight"] == 0.5**5
+    assert {scales[n] for n in names if n.startswith("generator.head.")} == {0.0}
+    assert {scales[n] for n in names if n.startswith("discriminator.head.")} == {1.0}
+
+
+@pytest.mark.parametrize("bias_correction", [True, False])
+def test_a_frozen_parameter_keeps_its_bits(bias_correction: bool) -> None:
+    config = OptimizerConfig(bias_correction=bias_correction, freeze=("embeddings",))
+    names = ("embeddings.token.weight", "encoder.layers.0.ffn.up.weight")
+    frozen, trained = (nn.Parameter(torch.randn(9)) for _ in names)
+    groups = parameter_groups(
+        zip(names, (frozen, trained), strict=True), 0.1, rate_scales(names, config)
+    )
+    optimizer = build_optimizer(groups, config, allow_apex=False)
+    before = frozen.detach().clone(), trained.detach().clone()
+    for _ in range(3):
+        set_learning_rate(optimizer, 0.1)
+        frozen.grad, trained.grad = torch.randn(9), torch.randn(9)
+        optimizer.step()
+    assert frozen.detach().equal(before[0])
+    assert not trained.detach().equal(before[1])

@@ -25,6 +25,7 @@ from megatron_deberta.config import load_config
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.hf.loading import load_pretrained, temporary_module_cache
 from megatron_deberta.model import parameter_shapes
+from tests.support.releases import write_release
 from tests.support.tiny_models import V2, random_weights, tiny_tokenizer
 from tests.support.tiny_runs import save_run
 
@@ -432,6 +433,18 @@ def test_models_of_two_releases_are_refused(
     assert main(["convert", *models, "--output", str(tmp_path / "new")]) == 1
     error = capsys.readouterr().err
     assert "the generator has num_heads=2, the discriminator 4" in error
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_model_without_generator_beside_it_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_release(tmp_path / "v3", "v3", generator=False)
+    folder, new = str(tmp_path / "v3"), str(tmp_path / "new")
+    arguments = ["convert", "--from", "hf", folder, "--output", new, "--generator", folder]
+    message = error_of(arguments, capsys, 1)
+    assert "has no generator_config.json, so no generator; download it, or use --new-gen" in message
+    assert "give one of them" in error_of([*arguments, "--new-generator"], capsys, 2)
     assert not (tmp_path / "new").exists()
 
 

@@ -69,6 +69,22 @@ def test_shorter_rows_take_less_time(large: RunConfig) -> None:
     assert run_seconds(short, DGX2, 256) < 0.4 * run_seconds(large, DGX2, 256)
 
 
+def test_phases_are_timed_one_by_one(large: RunConfig) -> None:
+    half = large.train.steps // 2
+    phases = (f"steps={half} data.sequence_length=128", f"steps={half}")
+    phased = replace(large, train=replace(large.train, phases=phases))
+    plan = make_plan(phased, DGX2, 256, search=True)
+    short, full = plan.phase_seconds.values()
+    assert short < 0.4 * full
+    assert (
+        plan.seconds == pytest.approx(short + full) == pytest.approx(run_seconds(phased, DGX2, 256))
+    )
+    # Memory and the step are those of the longest rows, and layouts are not searched.
+    assert plan.memory == make_plan(large, DGX2, 256, search=False).memory
+    assert plan.search is None
+    assert len(plan.to_dict()["phase_days"]) == 2
+
+
 def test_search_prefers_the_simplest_of_the_fast(large: RunConfig) -> None:
     search = search_layouts(large, DGX2, 256)
     first = search.choices[0].config

@@ -9,6 +9,7 @@ from dataclasses import asdict
 
 import pytest
 
+from megatron_deberta.config import load_config
 from megatron_deberta.config.schema import GuardConfig
 from megatron_deberta.engine.base import StepOutcome
 from megatron_deberta.train.stability.guard import Guard, GuardState, Skip
@@ -111,6 +112,16 @@ def test_longer_rows_start_a_new_window() -> None:
     guard = Guard(CONFIG, short_steps=20)
     assert fed(guard, [*([2.0] * 20), *([9.0] * 20)]) == []
     assert guard.state.losses == [9.0] * 20
+
+
+def test_phases_start_a_new_window_but_levels_of_a_ramp_do_not() -> None:
+    ramp = "train.ramp_from=128 train.ramp_increment=128 train.ramp_steps=4"
+    phases = f'train.phases=["steps=10 {ramp}", "steps=10"]'
+    config = load_config(None, [phases, "optimizer.warmup_steps=0"])
+    guard = Guard.of_run(config)
+    assert guard.change_steps == {10}
+    fed(guard, [2.0] * 12)
+    assert guard.state.losses == [2.0] * 2
 
 
 @pytest.mark.parametrize(

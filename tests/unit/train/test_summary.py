@@ -47,9 +47,12 @@ def test_start_of_a_run(tmp_path: Path) -> None:
     assert lines["device"].startswith("CPU, ")
     assert lines["memory"] == "1.5 GiB per rank, predicted"
     assert len({line.index(line.split()[1]) for line in text.splitlines()}) == 1
-    reader: Any = SimpleNamespace(path="elsewhere/step_9")
+    reader: Any = SimpleNamespace(path=tmp_path / "checkpoints" / "step_9")
     resumed = Start(TrainState(40, 320), reader=reader)
     assert "resuming from step 40\n" in describe_start(config, groups, amount, resumed, 1, 0)
+    reader.path = Path("elsewhere/step_9")
+    text = describe_start(config, groups, amount, resumed, 1, 0)
+    assert "a new run that continues elsewhere/step_9\n" in text
     weights = replace(resumed, weights_only=True)
     text = describe_start(config, groups, amount, weights, 1, 0)
     assert "a new run with the weights of elsewhere/step_9\n" in text

@@ -382,6 +382,18 @@ def test_logs_the_mean_loss_since_the_last_record_and_always_the_end() -> None:
     assert written.records[-1][1]["grad_norm"] == 0.5
 
 
+def test_logs_the_end_of_a_phase_and_the_time_left_by_work() -> None:
+    written: Any = Written()
+    hook = LogHook(5, 9, meter(), written, written)
+    hook.segment_end = 3
+    hook.labels = {"phase": 1}
+    hook.remaining_flops = lambda step: 0.0 if step == 3 else 1.0
+    for step in (1, 2, 3):
+        hook.after_step(event(step))
+    ((step, values),) = written.records
+    assert (step, values["phase"], values["seconds_left"]) == (3, 1, 0.0)
+
+
 def test_a_skipped_update_is_recorded_and_shown_whether_a_record_is_due_or_not() -> None:
     written: Any = Written()
     hook = LogHook(5, 9, meter(), written, written)

@@ -1,0 +1,96 @@
+"""Averages of the weights of a run's checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_deberta.checkpoint.layout import WEIGHT, CheckpointMetadata, committed_steps, step_dir
+from megatron_deberta.checkpoint.reader import CheckpointReader
+from megatron_deberta.errors import CheckpointError, ConfigError
+
+
+class AveragedWeights:
+    """Weighted mean of the weights of several checkpoints, computed in fp64.
+
+    Args:
+        readers: checkpoints of one run; the last one gives path and metadata.
+        shares: weight of each, of any positive sum.
+
+    Raises:
+        CheckpointError: they are not of the same model.
+    """
+
+    def __init__(self, readers: Sequence[CheckpointReader], shares: Sequence[float]) -> None:
+        total = sum(shares)
+        self._parts = [(one, share / total) for one, share in zip(readers, shares, strict=True)]
+        self._last = readers[-1]
+        for reader in readers:
+            if reader.shapes != self._last.shapes:
+                raise CheckpointError(f"{reader.path} and {self._last.path}: different models")
+
+    @property
+    def path(self) -> Path:
+        """Folder of the last checkpoint."""
+        return self._last.path
+
+    @property
+    def metadata(self) -> CheckpointMetadata:
+        """Metadata of the last checkpoint."""
+        return self._last.metadata
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Logical shape by canonical name."""
+        return self._last.shapes
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps of the checkpoints."""
+        return [reader.metadata.step for reader, _ in self._parts]
+
+    def tensor(
+        self,
+        name: str,
+        kind: str = WEIGHT,
+        dim: int | None = None,
+        start: int | None = None,
+        stop: int | None = None,
+    ) -> Tensor:
+        """Return the mean of a parameter, or of indices of one dimension, in fp32."""
+        first, *others = (
+            reader.tensor(name, kind, dim, start, stop).to(torch.float64) * share
+            for reader, share in self._parts
+        )
+        for part in others:
+            first += part
+        return first.to(torch.float32)
+
+
+def average_checkpoints(run_dir: Path, count: int, decay: float) -> AveragedWeights:
+    """Open and verify the checkpoints of a run that are averaged.
+
+    Args:
+        run_dir: the run folder.
+        count: number of newest checkpoints; 0: all that the run has kept.
+        decay: weight of a checkpoint relative to the next one; 1: the plain mean.
+
+    Raises:
+        CheckpointError: the run has fewer checkpoints, or one is damaged.
+        ConfigError: ``count`` or ``decay`` is out of range.
+    """
+    if count < 0 or not 0 < decay <= 1:
+        raise ConfigError(f"--average {count} --ema {decay:g}: use 1 or more, and above 0 up to 1")
+    steps = committed_steps(run_dir)
+    if len(steps) < max(count, 1):
+        raise CheckpointError(
+            f"{run_dir} has {len(steps)} checkpoints, not {max(count, 1)}; raise "
+            "checkpoint.keep_last in the next run, or average fewer"
+        )
+    readers = [CheckpointReader(step_dir(run_dir, step)) for step in steps[-count:]]
+    for reader in readers:
+        reader.verify()
+    return AveragedWeights(readers, [decay**age for age in reversed(range(len(readers)))])

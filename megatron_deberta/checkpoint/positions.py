@@ -1,0 +1,83 @@
+"""Context extension: a checkpoint read with more absolute positions than it has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from megatron_deberta.checkpoint.layout import WEIGHT, CheckpointMetadata
+from megatron_deberta.checkpoint.reader import CheckpointReader
+
+POSITION_TABLES = ("embeddings.position.weight", "mask_decoder.position.weight")
+"""Tables with a row per absolute position; those of relative positions do not grow."""
+
+Rule = Literal["repeat", "interpolate"]
+
+
+def extend_table(table: Tensor, rows: int, rule: Rule) -> Tensor:
+    """Return a position table with more rows.
+
+    Args:
+        table: fp32 ``[P, D]``.
+        rows: new number of rows, at least P.
+        rule: ``repeat``: row i is row i mod P (Beltagy et al. 2020, Longformer, arXiv:2004.05150,
+            section 5); ``interpolate``: linear interpolation between the first and the last row.
+    """
+    if rule == "repeat":
+        return table[torch.arange(rows) % table.shape[0]]
+    columns = F.interpolate(table.T[None], size=rows, mode="linear", align_corners=True)
+    return columns[0].T.contiguous()
+
+
+class ExtendedPositions:
+    """Weights of a checkpoint with longer position tables, for a new run.
+
+    Args:
+        reader: the checkpoint.
+        rows: new number of positions.
+        rule: as for ``extend_table``.
+    """
+
+    def __init__(self, reader: CheckpointReader, rows: int, rule: Rule) -> None:
+        self._reader = reader
+        self._rows = rows
+        self._rule: Rule = rule
+
+    @property
+    def path(self) -> Path:
+        """Folder of the checkpoint."""
+        return self._reader.path
+
+    @property
+    def metadata(self) -> CheckpointMetadata:
+        """Metadata of the checkpoint."""
+        return self._reader.metadata
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Logical shape by canonical name."""
+        return {
+            name: (self._rows, *shape[1:]) if name.endswith(POSITION_TABLES) else shape
+            for name, shape in self._reader.shapes.items()
+        }
+
+    def tensor(
+        self,
+        name: str,
+        kind: str = WEIGHT,
+        dim: int | None = None,
+        start: int | None = None,
+        stop: int | None = None,
+    ) -> Tensor:
+        """Read a parameter, or indices ``[start, stop)`` of one dimension, in fp32."""
+        if not name.endswith(POSITION_TABLES):
+            return self._reader.tensor(name, kind, dim, start, stop)
+        table = extend_table(self._reader.tensor(name, kind), self._rows, self._rule)
+        if dim is None:
+            return table
+        first = start or 0
+        return table.narrow(dim, first, (table.shape[dim] if stop is None else stop) - first)
