@@ -74,7 +74,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="export every n-th kept checkpoint of a run, and the last one, to folders below "
         "--output that can be pushed as revisions of one repository",
     )  # fmt: skip
-    imported = parser.add_argument_group("import")
+    _add_import_arguments(parser.add_argument_group("import"))
+
+
+def _add_import_arguments(imported: argparse._ArgumentGroup) -> None:
     imported.add_argument(
         "--from", dest="source", nargs=2, metavar=("hf|microsoft", "DIR"),
         help="source format, and folder with config and weights",
