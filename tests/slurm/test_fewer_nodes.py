@@ -32,7 +32,7 @@ def test_run_continues_on_the_remaining_node(
     victim = cluster.job(run.jobs[0])["BatchHost"]
     assert cluster.kill_node(victim)
     try:
-        run.wait(lambda: len(run.events("start")) == 2, "the start on the other node", 120)
+        run.wait(lambda: len(run.events("start")) == 2, "the start on the other node")
         assert run.wait_for_end() == "COMPLETED", run.diagnostics()
     finally:
         cluster.start_node(victim)

@@ -89,7 +89,7 @@ def recorded(
     place: Path, run_dir: Path, record: str = "recorded"
 ) -> tuple[list[str], dict[str, str]]:
     """Return arguments and environment of the rank once the run has ended."""
-    wait_until(lambda: bool(JobHistory(run_dir).end_reason()), 60, f"the recorder of {run_dir}")
+    wait_until(lambda: bool(JobHistory(run_dir).end_reason()), 240, f"the recorder of {run_dir}")
     arguments = (place / f"{record}.arguments").read_text().split("\0")[:-1]
     pairs = (place / f"{record}.environment").read_text().split("\0")[:-1]
     return arguments, dict(pair.split("=", 1) for pair in pairs)
@@ -173,17 +173,20 @@ def assert_exact_arguments(place: Path, run_dir: Path, record: str) -> Path:
 
 
 def test_data_paths_are_passed_in_the_config_file(place: Path) -> None:
-    paths: dict[str, str] = {}
     with no_canary(place) as canary:
-        for number, text in enumerate(HOSTILE[:16]):
-            hostile = text.replace("CANARY", str(canary))
-            override = f"tokenizer.path={json.dumps(hostile)}"
-            run_dir = f"train.run_dir={place}/run{number}"
-            code = submit(place, override, run_dir, record=f"r{number}")
-            assert code == (2 if "${" in hostile else 0), hostile
-            if code == 0:
-                paths[f"{number}"] = hostile
-        for number, hostile in paths.items():
-            config = assert_exact_arguments(place, place / f"run{number}", f"r{number}")
-            written = yaml.safe_load(config.read_text())["tokenizer"]["path"]
-            assert written == os.path.abspath(hostile)
+        texts = [text.replace("CANARY", str(canary)) for text in HOSTILE]
+        # Interpolations, and control characters other than white space.
+        rejected = [text for text in texts if "${" in text or set("\r\0\x1b") & set(text)]
+        assert len(rejected) == 5
+        for text in rejected:
+            assert submit(place, f"tokenizer.path={json.dumps(text)}") == 2, text
+        assert not (place / "run").exists()
+        accepted = [text for text in texts if text not in rejected]
+        assert len(accepted) >= 50
+        one = f"tokenizer.path={json.dumps(accepted[0])}"
+        assert submit(place, one, f"data.train={json.dumps(accepted)}") == 0
+        config = yaml.safe_load(
+            assert_exact_arguments(place, place / "run", "recorded").read_text()
+        )
+        assert config["tokenizer"]["path"] == os.path.abspath(accepted[0])
+        assert config["data"]["train"] == [os.path.abspath(text) for text in accepted]

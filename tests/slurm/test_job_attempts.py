@@ -1,19 +1,28 @@
 """Job attempts on a real SLURM of four nodes: node failure, time limit, repeated failure, cancel.
 
-All runs are submitted at once, because most of the time is spent waiting for SLURM.
+Runs are submitted together, because most of the time is spent waiting for SLURM, and suspended
+while they wait for it, because they would keep the processor busy.
 """
 
 from __future__ import annotations
 
+import json
+import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_deberta.checkpoint.layout import committed_steps
-from tests.slurm.submitted_run import SubmittedRun, command, submit
+from megatron_deberta.cli.main import main
+from tests.slurm.processes import has_pending_signal, ranks_of
+from tests.slurm.submitted_run import TIMEOUT, SubmittedRun, command, submit
 from tests.slurm.virtual_cluster import VirtualCluster
 from tests.support.jobs import ROOT, losses
 
@@ -22,7 +31,10 @@ ENDLESS = (
     "train.steps=1000000", "optimizer.schedule=constant", "train.eval_every=0",
     "checkpoint.save_every=20", "data.num_workers=0",
 )  # fmt: skip
+# Starts faster than DeepSpeed.
+PLAIN = "precision.engine=plain"
 ON_NODE4 = {"exclude": "node1,node2,node3"}
+SUSPEND_AT = 5
 
 
 @dataclass(frozen=True)
@@ -41,31 +53,51 @@ def runs(cluster: VirtualCluster, run_yaml: Path, tmp_path_factory: pytest.TempP
     # A file in place of a folder, so that every start fails in a way that might have been mended.
     (folder / "failing").mkdir()
     (folder / "failing" / "ledger").touch()
-    plain = "precision.engine=plain"
-    failing = submit(cluster, run_yaml, folder / "failing", plain, max_attempts=2, **ON_NODE4)
-    return Runs(
-        # It saves when asked only: other checkpoints would replace, or hide, the one asked for.
-        uninterrupted=submit(
-            cluster, run_yaml, folder / "uninterrupted", *ENDLESS,
-            "checkpoint.save_every=1000000", **ON_NODE4,
-        ),
-        killed=submit(
-            cluster, run_yaml, folder / "killed", *ENDLESS, f"train.exit_step={STEPS}",
-            nodes=2, exclude="node4",
-        ),
-        limited=submit(
-            cluster, run_yaml, folder / "limited", *ENDLESS,
-            time_limit_minutes=2, signal_seconds=30, **ON_NODE4,
-        ),
-        failing=failing,
+    until_the_end = (*ENDLESS, f"train.exit_step={STEPS}")
+    uninterrupted = submit(cluster, run_yaml, folder / "uninterrupted", *ENDLESS, **ON_NODE4)
+    failing = submit(
+        cluster, run_yaml, folder / "failing", PLAIN, max_attempts=2, ranks_per_node=1, **ON_NODE4
+    )
+    limited = submit(
+        cluster, run_yaml, folder / "limited", *until_the_end,
+        # Longer than the ranks are suspended.
+        "cluster.step_timeout_seconds=600",
+        time_limit_minutes=2, signal_seconds=30, **ON_NODE4,
     )  # fmt: skip
+    threading.Thread(target=suspend_until_signal, args=(limited,), daemon=True).start()
+    uninterrupted.wait_for_step(STEPS)
+    (uninterrupted.run_dir / "stop").touch()
+    killed = submit(cluster, run_yaml, folder / "killed", *until_the_end, nodes=2, exclude="node4")
+    return Runs(uninterrupted, killed, limited, failing)
+
+
+def suspend_until_signal(run: SubmittedRun) -> None:
+    """Suspend a run's ranks after some steps until they have received the signal to save."""
+    run.wait_for_step(SUSPEND_AT)
+    ranks = ranks_of(run.run_dir)
+    for rank in ranks:
+        rank.suspend()
+    run.wait(
+        lambda: all(has_pending_signal(rank, signal.SIGUSR1) for rank in ranks),
+        "the signal before the time limit",
+    )
+    for rank in ranks:
+        rank.resume()
 
 
 def assert_same_losses(run: SubmittedRun, uninterrupted: SubmittedRun) -> None:
-    """Assert that the losses are bit-identical, with every step once."""
+    """Assert that a run's losses are bit-identical, with every step once."""
     actual = losses(run.run_dir)
-    uninterrupted.wait_for_step(len(actual))
-    assert actual == losses(uninterrupted.run_dir)[: len(actual)]
+    assert len(actual) == STEPS
+    assert actual == losses(uninterrupted.run_dir)[:STEPS]
+
+
+@pytest.mark.slow
+def test_stop_file_ends_the_run(runs: Runs) -> None:
+    run = runs.uninterrupted
+    assert run.wait_for_end() == "COMPLETED", run.diagnostics()
+    assert not (run.run_dir / "stop").exists()
+    assert committed_steps(run.run_dir)[-1] == len(losses(run.run_dir)) >= STEPS
 
 
 @pytest.mark.slow
@@ -73,15 +105,20 @@ def test_node_failure_requeues_on_other_nodes(runs: Runs, cluster: VirtualCluste
     run = runs.killed
     # After the first checkpoint.
     run.wait_for_step(25)
+    ranks = ranks_of(run.run_dir)
+    for rank in ranks:
+        rank.suspend()  # It cannot finish before its node is killed.
     victim = cluster.job(run.jobs[0])["BatchHost"]
     assert cluster.kill_node(victim)
-    run.wait(lambda: len(run.events("start")) == 2, "requeue on other nodes", 120)
+    for rank in ranks:
+        with suppress(psutil.NoSuchProcess):
+            rank.resume()
+    run.wait(lambda: len(run.events("start")) == 2, "requeue on other nodes")
     cluster.start_node(victim)
     assert run.wait_for_end() == "COMPLETED", run.diagnostics()
     first, second = run.events("start")
     assert second["step"] == 20
     assert second["nodes"] == "node[2-3]" != first["nodes"]
-    assert len(losses(run.run_dir)) == STEPS
     assert_same_losses(run, runs.uninterrupted)
     status = run.status()
     assert (status["step"], status["target_step"], status["over"]) == (STEPS, STEPS, "finished")
@@ -106,53 +143,79 @@ def test_run_without_progress_stops(runs: Runs, cluster: VirtualCluster) -> None
     assert command(cluster, "status", str(run.run_dir)).returncode == 0
 
 
+@pytest.mark.slow
 def test_time_limit_saves_and_requeues(runs: Runs) -> None:
     run = runs.limited
     run.wait(lambda: len(run.events("start")) >= 2, "the requeue after the time limit")
     first = run.events("end")[0]
     assert (first["code"], first["goes_on"]) == (75, True), run.diagnostics()
-    assert first["step"] == run.events("start")[1]["step"] > 0
-    run.wait_for_step(first["step"] + 5)
-    (run.run_dir / "stop").touch()
+    assert STEPS > first["step"] == run.events("start")[1]["step"] > 0
     assert run.wait_for_end() == "COMPLETED", run.diagnostics()
-    assert not (run.run_dir / "stop").exists()
-    assert committed_steps(run.run_dir)[-1] == len(losses(run.run_dir)) > first["step"]
+    assert committed_steps(run.run_dir)[-1] == STEPS
     assert_same_losses(run, runs.uninterrupted)
 
 
+@pytest.fixture
+def here(
+    cluster: VirtualCluster,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Callable[..., tuple[int, str]]:
+    """Return a function that runs ``megatron-deberta`` in this process, on the cluster."""
+    for name in ("SLURM_CONF", "PATH"):
+        monkeypatch.setenv(name, cluster.environment[name])
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: str) -> tuple[int, str]:
+        code = main(list(arguments))
+        printed = capsys.readouterr()
+        return code, printed.out + printed.err
+
+    return call
+
+
 def test_save_file_status_logs_and_cancel(
-    runs: Runs, cluster: VirtualCluster, run_yaml: Path
+    cluster: VirtualCluster, run_yaml: Path, tmp_path: Path, here: Callable[..., tuple[int, str]]
 ) -> None:
-    run = runs.uninterrupted
+    # It saves when asked only: other checkpoints would replace, or hide, the one asked for.
+    run = submit(
+        cluster, run_yaml, tmp_path / "run", *ENDLESS, PLAIN, "checkpoint.save_every=1000000",
+        ranks_per_node=1, **ON_NODE4,
+    )  # fmt: skip
     follower = subprocess.Popen(
         [sys.executable, "-m", "megatron_deberta", "logs", "-f", str(run.run_dir), "--rank", "0"],
         env={**cluster.environment, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         text=True,
     )
-    status = run.status()
+    run.wait_for_step(SUSPEND_AT)
+    (rank,) = ranks_of(run.run_dir)
+    rank.suspend()
+    code, printed = here("status", str(run.run_dir), "--json")
+    status = json.loads(printed)
     assert (status["state"], status["jobs"]) == ("RUNNING", [str(run.jobs[0])])
     assert status["tokens_per_second"] > 0
     assert status["seconds_left"] > 0
     assert f"SLURM job {run.jobs[0]}" in status["holder"]
-    doctor = command(cluster, "doctor", str(run_yaml), "--cluster", "local", "--nodes", "1",
-                     f"train.run_dir={run.run_dir}")  # fmt: skip
-    assert "ok      SLURM: answers; partitions normal, urgent\n" in doctor.stdout
-    assert f"SLURM job {run.jobs[0]}" in doctor.stdout
-    assert doctor.returncode == 2
-    again = command(cluster, "submit", str(run_yaml), "--cluster", "local", "--nodes", "1",
-                    f"train.run_dir={run.run_dir}")  # fmt: skip
-    assert again.returncode == 2
-    assert f"has job {run.jobs[0]} in the queue (RUNNING)" in again.stderr
+    again = (str(run_yaml), "--cluster", "local", "--nodes", "1", f"train.run_dir={run.run_dir}")
+    code, printed = here("doctor", *again)
+    assert "ok      SLURM: answers; partitions normal, urgent\n" in printed
+    assert f"SLURM job {run.jobs[0]}" in printed
+    assert code == 2
+    code, printed = here("submit", *again)
+    assert code == 2
+    assert f"has job {run.jobs[0]} in the queue (RUNNING)" in printed
     (run.run_dir / "save").touch()
-    run.wait(lambda: not (run.run_dir / "save").exists(), "the checkpoint asked for", 60)
+    rank.resume()
+    run.wait(lambda: not (run.run_dir / "save").exists(), "the checkpoint asked for")
     assert len(committed_steps(run.run_dir)) == 1, run.diagnostics()
-    done = command(cluster, "cancel", str(run.run_dir))
-    assert "saving, then ending" in done.stdout, done.stderr
+    code, printed = here("cancel", str(run.run_dir))
+    assert "saving, then ending" in printed
     assert run.wait_for_end() == "COMPLETED", run.diagnostics()
     assert run.events("end")[-1]["reason"] == "cancelled"
     assert committed_steps(run.run_dir)[-1] == len(losses(run.run_dir))
-    printed, _ = follower.communicate(timeout=60)
+    printed, _ = follower.communicate(timeout=TIMEOUT)
     assert follower.returncode == 0
     assert "step 1/1000000 | loss" in printed
     assert "stopped by SIGUSR1 at step " in printed

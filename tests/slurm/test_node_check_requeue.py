@@ -42,7 +42,7 @@ def test_node_with_a_full_disk_is_excluded(
     run = submit(
         cluster, run_yaml, run_dir, *RUN, nodes=2, exclude="node4", node_check=True
     )  # fmt: skip
-    run.wait(lambda: len(run.events("end")) == 1, "the end of the attempt whose check fails", 120)
+    run.wait(lambda: len(run.events("end")) == 1, "the end of the attempt whose check fails")
     end = run.events("end")[0]
     disk = f"{small_disk}: 0.01 GiB free, less than 1; make room"
     wrong = f"the node check failed: {VICTIM}: disk: {disk}"

@@ -17,6 +17,8 @@ SCRIPT = str(ROOT / "launch" / "pretrain.sbatch")
 RUN = (
     f"train.exit_step={STEPS}", "train.steps=1000000", "optimizer.schedule=constant",
     "train.eval_every=0", "checkpoint.save_every=1000", "data.num_workers=0",
+    # Starts faster than DeepSpeed, which other tests cover.
+    "precision.engine=plain",
 )  # fmt: skip
 LAUNCHERS = {
     "srun": ("--nodes=2", "--ntasks-per-node=1"),
@@ -82,7 +84,7 @@ def test_jobs_save_requeue_and_resume(jobs: dict[str, Job]) -> None:
         # The signal that SLURM sends before the time limit (#SBATCH --signal=B:USR1@600).
         job.cluster.run("scancel", "--batch", "--signal=USR1", str(job.number))
     for job in jobs.values():
-        wait_until(lambda: job.field("Restarts") == "1", 60, "the requeue")  # noqa: B023
+        wait_until(lambda: job.field("Restarts") == "1", TIMEOUT, "the requeue")  # noqa: B023
     for job in jobs.values():
         wait_until(lambda: job.field("JobState") in ENDED, TIMEOUT, "the end")  # noqa: B023
         log = job.log()
@@ -114,7 +116,7 @@ def test_failed_or_cancelled_job_is_not_requeued(
     assert "train.stepz" in failed.log()
     cancelled.wait_for_step(2)
     cluster.run("scancel", str(cancelled.number))
-    wait_until(lambda: cancelled.field("JobState") in ENDED, 60, "the end")
+    wait_until(lambda: cancelled.field("JobState") in ENDED, TIMEOUT, "the end")
     assert cancelled.field("JobState") == "CANCELLED"
     assert cancelled.field("Restarts") == failed.field("Restarts") == "0"
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
 
 from megatron_deberta.cluster.slurm.history import JobHistory
 from megatron_deberta.observe.metrics import read_metrics
+from tests.slurm.processes import has_pending_signal, ranks_of
 from tests.slurm.submitted_run import PROFILE, command
 from tests.slurm.virtual_cluster import VirtualCluster, wait_until
 from tests.support.tiny_task import MODEL, write_task
 
-STEPS = 400
+STEPS = 100
 SECONDS = 240.0
 
 
@@ -27,7 +29,7 @@ def steps(folder: Path) -> list[int]:
 def test_elements_of_an_array_requeue_alone(cluster: VirtualCluster, tmp_path: Path) -> None:
     data, output = write_task(tmp_path / "data"), tmp_path / "out"
     grid = {
-        "optimizer.warmup_steps": 0, "train.steps": STEPS, "train.eval_every": 100,
+        "optimizer.warmup_steps": 0, "train.steps": STEPS, "train.eval_every": 50,
         "train.global_batch_size": 8, "train.device": "cpu", "precision.engine": "plain",
         "log.every": 1, "log.tensorboard": False, "checkpoint.save_every": 1000,
         "finetune.keep_best": False,
@@ -48,8 +50,14 @@ def test_elements_of_an_array_requeue_alone(cluster: VirtualCluster, tmp_path: P
 
     folders = [output / "cells" / "cell" / f"seed_{seed}" for seed in (1, 2)]
     try:
-        wait_until(lambda: all(len(steps(f)) > 4 for f in folders), SECONDS, "the first steps")
+        wait_until(lambda: len(steps(folders[0])) > 4, SECONDS, "the first steps")
+        (rank,) = ranks_of(folders[0])
+        # It cannot finish before the signal.
+        rank.suspend()
+        assert len(steps(folders[0])) < STEPS
         cluster.run("scancel", "--signal=USR1", f"{array}_0")
+        wait_until(lambda: has_pending_signal(rank, signal.SIGUSR1), SECONDS, "the signal")
+        rank.resume()
 
         def are_finished() -> bool:
             return all(JobHistory(folder).end_reason() for folder in folders)
