@@ -18,7 +18,13 @@ def ranks_of(run_dir: Path) -> list[psutil.Process]:
 
 
 def has_pending_signal(process: psutil.Process, number: int) -> bool:
-    """Return whether a suspended process has received a signal."""
-    status = Path(f"/proc/{process.pid}/status").read_text()
+    """Return whether a suspended process has received a signal, or has ended.
+
+    SLURM continues suspended processes itself when it ends a job.
+    """
+    try:
+        status = Path(f"/proc/{process.pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
     (pending,) = (line.split()[1] for line in status.splitlines() if line.startswith("ShdPnd:"))
     return bool(int(pending, 16) >> (number - 1) & 1)

@@ -81,8 +81,14 @@ def suspend_until_signal(run: SubmittedRun) -> None:
         lambda: all(has_pending_signal(rank, signal.SIGUSR1) for rank in ranks),
         "the signal before the time limit",
     )
+    resume(ranks)
+
+
+def resume(ranks: list[psutil.Process]) -> None:
+    """Continue suspended processes; some may have ended."""
     for rank in ranks:
-        rank.resume()
+        with suppress(psutil.NoSuchProcess):
+            rank.resume()
 
 
 def assert_same_losses(run: SubmittedRun, uninterrupted: SubmittedRun) -> None:
@@ -110,9 +116,7 @@ def test_node_failure_requeues_on_other_nodes(runs: Runs, cluster: VirtualCluste
         rank.suspend()  # It cannot finish before its node is killed.
     victim = cluster.job(run.jobs[0])["BatchHost"]
     assert cluster.kill_node(victim)
-    for rank in ranks:
-        with suppress(psutil.NoSuchProcess):
-            rank.resume()
+    resume(ranks)
     run.wait(lambda: len(run.events("start")) == 2, "requeue on other nodes")
     cluster.start_node(victim)
     assert run.wait_for_end() == "COMPLETED", run.diagnostics()
