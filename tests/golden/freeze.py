@@ -107,7 +107,7 @@ def ranks(count: int, log: Path, *arguments: str) -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch._inductor.compile_fx", "deepspeed"])
+    context.set_forkserver_preload(["torch._dynamo", "deepspeed"])
     processes = []
     for rank in range(count):
         values = {"RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": port, "MASTER_ADDR": "127.0.0.1"}

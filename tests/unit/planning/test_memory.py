@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,15 +50,18 @@ WIDE = ModelConfig(
     max_relative_positions=64,
     position_buckets=16,
 )
+TWO_LAYERS = replace(WIDE, num_layers=2)
 MODELS = {
-    "v2": WIDE,
-    "1.5B-like": replace(WIDE, conv_kernel_size=3),
-    "large vocabulary": replace(WIDE, num_layers=2, vocab_size=10000),
+    "v2": TWO_LAYERS,
+    "1.5B-like": replace(TWO_LAYERS, conv_kernel_size=3),
+    "large vocabulary": replace(TWO_LAYERS, vocab_size=10000),
     "RoBERTa": replace(
-        WIDE, position_terms="none", mask_decoder_passes=0, absolute_positions="input"
+        TWO_LAYERS, position_terms="none", mask_decoder_passes=0, absolute_positions="input"
     ),
-    "replaced tokens": replace(WIDE, head="rtd"),
+    "replaced tokens": replace(TWO_LAYERS, head="rtd"),
 }
+
+HEADS: tuple[Head, ...] = ("classification", "spans", "choices")
 
 
 def run_config(model: ModelConfig, recompute: Any, dtype: Any = "fp32") -> RunConfig:
@@ -104,8 +108,18 @@ def total(tracker: MemTracker, moment: str) -> int:
     return sum(int(devices["Total"]) for devices in snapshot.values())
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("name", MODELS)
+def with_recompute(names: Iterable[str], quick: str) -> list[Any]:
+    """Return every name with every recomputation; ``selective`` of one name is quick."""
+    return [
+        pytest.param(
+            name, kind, marks=[pytest.mark.slow] if kind == "selective" and name != quick else []
+        )
+        for name in names
+        for kind in ("none", "selective", "full")
+    ]
+
+
+@pytest.mark.parametrize(("name", "recompute"), with_recompute(MODELS, "1.5B-like"))
 def test_peak_of_the_real_model(name: str, recompute: Any) -> None:
     config = run_config(MODELS[name], recompute)
     estimate = estimate_memory(config, 1, attention="chunked", device_type="cpu")
@@ -113,11 +127,10 @@ def test_peak_of_the_real_model(name: str, recompute: Any) -> None:
     assert predicted == pytest.approx(measured(config), rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("head", ["classification", "spans", "choices"])
+@pytest.mark.parametrize(("head", "recompute"), with_recompute(HEADS, "spans"))
 def test_peak_of_fine_tuning(head: Head, recompute: Any) -> None:
     labels = ("no", "yes") if head == "classification" else ()
-    config = run_config(with_task_head(MODELS["1.5B-like"], head, labels), recompute)
+    config = run_config(with_task_head(replace(WIDE, conv_kernel_size=3), head, labels), recompute)
     config = replace(config, objective=ObjectiveConfig(name=head))
     # Two samples of four choices.
     if head == "choices":

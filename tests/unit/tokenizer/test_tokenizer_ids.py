@@ -50,8 +50,9 @@ def test_corpus_ids_equal_hugging_face_on_ten_thousand_lines(exported: str) -> N
 def test_fill_mask_ids_equal_default_hugging_face(exported: str) -> None:
     tokenizer = load_tokenizer(exported)
     auto = AutoTokenizer.from_pretrained(exported)
-    ours = [tokenizer.encode(line, parse_special=True) for line in LINES]
-    assert auto(LINES, add_special_tokens=False)["input_ids"] == ours
+    lines = LINES[::4]
+    ours = [tokenizer.encode(line, parse_special=True) for line in lines]
+    assert auto(lines, add_special_tokens=False)["input_ids"] == ours
     framed = auto("A text.")["input_ids"]
     assert framed == [tokenizer.cls_id, *tokenizer.encode("A text."), tokenizer.sep_id]
     assert tokenizer.encode("no special parsing is left on [MASK]") != tokenizer.encode(

@@ -15,7 +15,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, by
     return path, make_reference(path)
 
 
-@pytest.mark.parametrize("case", SLICE, ids=" ".join)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.slow] * (case[0] != "write")) for case in SLICE],
+    ids=" ".join,
+)
 def test_a_killed_run_goes_on_to_the_same_bytes(
     case: tuple[str, str], folder: tuple[Path, dict[str, bytes]]
 ) -> None:

@@ -75,6 +75,7 @@ def _grown_mib(fast: encoding.BatchEncoder, batches: int) -> list[int]:
     return grown
 
 
+@pytest.mark.slow
 def test_words_without_end_take_bounded_memory(
     gpt2_dir: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

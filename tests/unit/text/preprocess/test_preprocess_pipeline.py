@@ -308,6 +308,7 @@ def run_until(call: int, work: Callable[[], object]) -> int:
         return int(stream.read() or 0)
 
 
+@pytest.mark.slow
 def test_a_kill_anywhere_is_gone_on_from(tokenizer_dir: str, tmp_path: Path) -> None:
     corpus = tmp_path / "c.jsonl"
     text = documents()[0][:3000]
