@@ -208,7 +208,7 @@ def test_silent_node_is_named(ranks_of: Any) -> None:
 def test_suspended_job_continues(ranks_of: Any) -> None:
     ranks = ranks_of(steps=400)
     ranks.start()
-    wait_for(lambda: len(ranks.processes()) == 2 and (ranks.folder / "step5.0").exists())
+    wait_for(lambda: len(ranks.processes()) == 2 and (ranks.folder / "step5").exists())
     everyone = [ranks.supervisors[0].pid, *ranks.processes()]
     for number, seconds in ((signal.SIGSTOP, 4 * LIMIT), (signal.SIGCONT, 0)):
         for process in everyone:
@@ -266,7 +266,7 @@ def stop_reports(ranks: WatchedRanks, node: int) -> None:
 
 @pytest.mark.parametrize("node", [0, 1])
 def test_frozen_report_of_a_healthy_node_ends_nothing(ranks_of: Any, node: int) -> None:
-    ranks = ranks_of(nodes=2, steps=400)
+    ranks = ranks_of(nodes=2, steps=500)
     ranks.start()
     stop_reports(ranks, node)
     begin = time.monotonic()
