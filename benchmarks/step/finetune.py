@@ -139,10 +139,13 @@ class Contender:
     Args:
         arguments: of this program, for the process.
         side: its name.
+        module: the program.
     """
 
-    def __init__(self, arguments: list[str], side: str) -> None:
-        command = [sys.executable, "-m", "benchmarks.step.finetune", *arguments, "--side", side]
+    def __init__(
+        self, arguments: list[str], side: str, module: str = "benchmarks.step.finetune"
+    ) -> None:
+        command = [sys.executable, "-m", module, *arguments, "--side", side]
         threads = str(torch.get_num_threads())
         environment = os.environ | {"OMP_NUM_THREADS": threads, "DS_ACCELERATOR": "cpu"}
         self._process = subprocess.Popen(

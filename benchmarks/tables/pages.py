@@ -71,6 +71,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "disentanglement": _of(step.comparison, "disentanglement"),
     "profile": _of(step.profile, "profile"),
     "finetune-speed": _of(step.finetune, "finetune_speed"),
+    "accelerate": _of(step.accelerate, "accelerate"),
     "large-step": _of(step.large_step, "large_step"),
     "same-batches": _of(learn.same_batches, "same_batches"),
     "learn": _of(learn.learn, "learn"),

@@ -130,6 +130,33 @@ def finetune(record: Result) -> str:
     return markdown(header, cells) + f"\n({'; '.join(sorted(places))}.)\n"
 
 
+ACCELERATE_TITLES = {
+    "train_spread": "fine-tuning step, B8, real lengths up to 256",
+    "train_full": "fine-tuning step, B4, full rows of 512",
+    "infer_spread": "inference, B8, real lengths up to 256",
+    "infer_full": "inference, B4, full rows of 512",
+}
+
+
+def accelerate(record: Result) -> str:
+    """Accelerated models against stock ones."""
+    header = ("case", "speed / stock", "by processor time", "required", "goal",
+              "peak memory of the process, GiB: accelerated / stock")  # fmt: skip
+    cells = []
+    for row in record["results"]:
+        ratios = [f"{row[key]:.2f}" for key in ("speedup", "cpu_speedup", "required", "goal")]
+        peaks = [gib(row["sides"][side]["peak_bytes"]) for side in ("accelerated", "stock")]
+        memory = f"{' / '.join(peaks)} ({100 * row['memory']:.0f} %)"
+        cells.append((ACCELERATE_TITLES[row["name"]], *ratios, memory))
+    places = {
+        f"{row['hardware']}, {row['cores']} cores shared with other work, load {row['load']}, "
+        f"torch {row['torch']}, transformers {row['transformers']}, threads: {row['threads']}, "
+        f"{row['layers']} layers"
+        for row in record["results"]
+    }
+    return markdown(header, cells) + f"\n({'; '.join(sorted(places))}.)\n"
+
+
 def _number(side: dict[str, Any], key: str, form: str, unit: float = 1.0) -> str:
     return form.format(side[key] / unit) if key in side else UNMEASURED
 

@@ -97,6 +97,11 @@ def _add_import_arguments(imported: argparse._ArgumentGroup) -> None:
         help="SHA-256 of the generator's weight file; required for pickles",
     )  # fmt: skip
     imported.add_argument(
+        "--generator-only", action="store_true",
+        help="import the generator that is published beside a discriminator (DeBERTaV3), which "
+        "fills masks",
+    )  # fmt: skip
+    imported.add_argument(
         "--allow-pickle-weights-only", action="store_true",
         help="read a .bin file (pickle): tensors only, in a process without network",
     )  # fmt: skip
@@ -258,7 +263,10 @@ def _import(args: argparse.Namespace) -> int:
         raise ConfigError(f"--from {source}: must be hf or microsoft")
     if args.generator and args.new_generator:
         raise ConfigError("--generator and --new-generator: give one of them")
-    if args.generator or args.new_generator:
+    if args.generator_only and (args.generator or args.new_generator):
+        raise ConfigError("--generator-only excludes --generator and --new-generator; give one")
+    pair = args.generator or args.new_generator
+    if pair:
         generator = WeightFile(Path(args.generator), args.generator_sha256)
         imported = import_pair(
             WeightFile(Path(directory), args.sha256),
@@ -278,9 +286,14 @@ def _import(args: argparse.Namespace) -> int:
             allow_pickle=args.allow_pickle_weights_only,
             sha256=args.sha256,
             seed=args.seed,
+            generator=args.generator_only,
         )
     print(f"{imported.checkpoint}: weights of {directory}, for checkpoint.load_from")
     for note in imported.notes:
         print(note)
+    if imported.why_no_masks:
+        print(f"It cannot fill masks before it is trained to: {imported.why_no_masks}")
+    elif not pair:
+        print(f'Fill masks with: megatron-deberta fill-mask {args.output} "A [MASK] text."')
     print(f"Continue with: megatron-deberta pretrain {imported.run_file} data.train=[PREFIX] ...")
     return 0

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.errors import CheckpointError, ConfigError
-from megatron_deberta.hf.import_model import CONFIG_FILES, open_release
+from megatron_deberta.hf.import_model import CONFIG_FILES, GENERATOR_CONFIG, open_release
 from megatron_deberta.hf.loading import (
     build_model,
     check_folder,
@@ -112,16 +112,21 @@ def _read_published(
     path: Path, tokenizer_path: str
 ) -> tuple[ModelConfig, Callable[[str], Tensor], Tokenizer]:
     """Read a folder in the format of Hugging Face or Microsoft, such as an export."""
+    generator = " --generator-only" if (path / GENERATOR_CONFIG).is_file() else ""
+    importing = (
+        f"megatron-deberta convert --from hf {path} --output NEW --allow-pickle-weights-only "
+        f"--sha256 HEX{generator}"
+    )
     if not any(path.glob("*.safetensors")) and any(path.glob("*.bin")):
-        raise CheckpointError(
-            f"{path} has pickled weights; import them first: megatron-deberta convert --from hf "
-            f"{path} --output NEW --allow-pickle-weights-only --sha256 HEX"
-        )
+        raise CheckpointError(f"{path} has pickled weights; import them first: {importing}")
     release = open_release(path, None, path)
     if release.missing:
         raise CheckpointError(
             f"{path} lacks {release.missing[0].name}, so predictions would come from random "
             "weights; give a model trained for masked language modelling"
         )
+    if release.why_no_masks:
+        remedy = f"import its generator: {importing}" if generator else "give its generator"
+        raise CheckpointError(f"{path} cannot fill masks: {release.why_no_masks}; {remedy}")
     # Each tensor is released when it has been copied into the model.
     return release.config, dict(release.tensors()).pop, load_model_tokenizer(tokenizer_path or path)

@@ -69,6 +69,8 @@ class ImportResult:
     config: ModelConfig
     notes: tuple[str, ...]
     """Parameters that were newly initialised or ignored."""
+    why_no_masks: str = ""
+    """Why the model cannot fill masks before further training; empty if it can."""
 
 
 def import_model(
@@ -80,6 +82,7 @@ def import_model(
     allow_pickle: bool = False,
     sha256: str = "",
     seed: int = 0,
+    generator: bool = False,
 ) -> ImportResult:
     """Write checkpoint, tokenizer and run file to ``output``, published only when complete.
 
@@ -91,6 +94,7 @@ def import_model(
         allow_pickle: read a ``.bin`` file (see ``hf/legacy_bin.py``).
         sha256: expected digest of the weight file; empty: unchecked, and pickles are rejected.
         seed: seed of parameters that the file lacks.
+        generator: import the generator that is published beside the model.
 
     Raises:
         CheckpointError: the model cannot be read, or the checkpoint cannot be written.
@@ -103,11 +107,15 @@ def import_model(
     output = output.absolute()
     with output_folder(output) as folder, tempfile.TemporaryDirectory(dir=folder) as scratch:
         release = open_release(
-            directory, source, Path(scratch), allow_pickle=allow_pickle, sha256=sha256, seed=seed
-        )
-        return write_import(
+            directory, source, Path(scratch),
+            allow_pickle=allow_pickle, sha256=sha256, seed=seed, generator=generator,
+        )  # fmt: skip
+        if generator and (why := release.why_no_masks):
+            raise CheckpointError(f"{directory}: the generator cannot fill masks: {why}")
+        done = write_import(
             folder, output, release.config, release.tensors(), tokenizer, release.notes
         )
+        return replace(done, why_no_masks=release.why_no_masks)
 
 
 def write_import(
@@ -196,6 +204,15 @@ class Release:
             "ignored, not part of the model": self.ignored,
         }
         return tuple(f"{what}: {', '.join(names)}" for what, names in notes.items() if names)
+
+    @property
+    def why_no_masks(self) -> str:
+        """Why the model cannot fill masks; empty if it can."""
+        if self.missing:
+            return f"the file lacks {self.missing[0].name}"
+        if "mask_predictions.classifier.weight" in self.ignored:
+            return "it is a discriminator (DeBERTaV3), whose head of masked tokens is not trained"
+        return "" if self.config.head == "mlm" else f"its head is {self.config.head}"
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -432,7 +449,8 @@ def _files_of(directory: Path, patterns: Sequence[str], generator: bool) -> list
     """Return the files of one of the two models, or all if only one model has files."""
     found = sorted(path for pattern in patterns for path in directory.glob(pattern))
     found = [path for path in found if path.name != _V1_TOKENIZER]
-    return [path for path in found if (".generator." in path.name) == generator] or found
+    own = [path for path in found if (".generator." in path.name) == generator]
+    return own or ([] if generator and any(directory.glob("*.generator.*")) else found)
 
 
 def _convert_pickle(

@@ -71,19 +71,25 @@ class _ChunkedAttention(torch.autograd.Function):
         return (*_backward(a, d_output), *(None for _ in ctx.options))
 
 
-class _Blocks:
-    """Iterator over the blocks of a call, with their scores and masks."""
+class Blocks:
+    """Iterator over the blocks of a call, with their scores and masks.
 
-    def __init__(self, a: AttentionArguments) -> None:
+    Args:
+        a: checked arguments.
+        tables: terms of longer rows, whose position tables and their gradients this call shares;
+            None: laid out for this call.
+    """
+
+    def __init__(self, a: AttentionArguments, tables: ConsecutiveTerms | None = None) -> None:
         self.a = a
         self.batch, self.heads, self.q_len, self.head_dim = a.q.shape
         self.k_len = a.k.shape[2]
-        self.dtype = _score_dtype(a)
+        self.dtype = score_dtype(a)
         self.scratch = Scratch(a.q, self.dtype)
         self.at = query_positions(a)
         self.terms: PositionTerms
         if a.q_positions is None:
-            self.terms = ConsecutiveTerms(a, self.dtype, self.scratch)
+            self.terms = ConsecutiveTerms(a, self.dtype, self.scratch, tables)
         else:
             self.terms = GatheredTerms(a, self.dtype, self.scratch, self.at)
         self.rows = None
@@ -156,9 +162,8 @@ def _forward(a: AttentionArguments) -> tuple[Tensor, Tensor | None]:
         lse = torch.empty(a.q.shape[:3], dtype=torch.float32, device=a.q.device)
 
     def work(heads: slice) -> None:
-        _forward_heads(
-            _select_heads(a, heads), output[:, heads], None if lse is None else lse[:, heads]
-        )
+        blocks = Blocks(select_heads(a, heads))
+        forward_heads(blocks, output[:, heads], None if lse is None else lse[:, heads])
 
     for_heads(work, a.q.shape[1], _score_count(a), a.q.device.type)
     return output, lse
@@ -166,7 +171,7 @@ def _forward(a: AttentionArguments) -> tuple[Tensor, Tensor | None]:
 
 def _backward(a: AttentionArguments, d_output: Tensor) -> tuple[Tensor | None, ...]:
     """Return the gradients of q, k, v, pos_key and pos_query."""
-    wide = _score_dtype(a)
+    wide = score_dtype(a)
     d_q = torch.empty_like(a.q)
     d_k, d_v = torch.zeros_like(a.k, dtype=wide), torch.zeros_like(a.v, dtype=wide)
     d_pos_key, d_pos_query = (
@@ -174,8 +179,8 @@ def _backward(a: AttentionArguments, d_output: Tensor) -> tuple[Tensor | None, .
     )
 
     def work(heads: slice) -> None:
-        blocks = _Blocks(_select_heads(a, heads))
-        _backward_heads(blocks, *(x[:, heads] for x in (d_output, d_q, d_k, d_v)))
+        blocks = Blocks(select_heads(a, heads))
+        backward_heads(blocks, *(x[:, heads] for x in (d_output, d_q, d_k, d_v)))
         c2p, p2c = blocks.terms.c2p, blocks.terms.p2c
         if d_pos_key is not None and c2p is not None:
             d_pos_key[heads] = c2p.folded_gradient(d_pos_key.shape[1], 1.0)
@@ -186,7 +191,8 @@ def _backward(a: AttentionArguments, d_output: Tensor) -> tuple[Tensor | None, .
     return d_q, d_k.to(a.k.dtype), d_v.to(a.v.dtype), d_pos_key, d_pos_query
 
 
-def _score_dtype(a: AttentionArguments) -> torch.dtype:
+def score_dtype(a: AttentionArguments) -> torch.dtype:
+    """Return the dtype of scores and of sums of gradients."""
     return torch.float64 if a.q.dtype == torch.float64 else torch.float32
 
 
@@ -194,7 +200,7 @@ def _score_count(a: AttentionArguments) -> int:
     return a.q[..., 0].numel() * a.k.shape[2]
 
 
-def _select_heads(a: AttentionArguments, heads: slice) -> AttentionArguments:
+def select_heads(a: AttentionArguments, heads: slice) -> AttentionArguments:
     """Return the same call for a slice of its heads."""
     key, query = (None if x is None else x[heads] for x in (a.pos_key, a.pos_query))
     q, k, v = (x[:, heads] for x in (a.q, a.k, a.v))
@@ -202,9 +208,9 @@ def _select_heads(a: AttentionArguments, heads: slice) -> AttentionArguments:
     return a._replace(q=q, k=k, v=v, pos_key=key, pos_query=query, head_offset=offset)
 
 
-def _forward_heads(a: AttentionArguments, output: Tensor, lse: Tensor | None) -> None:
+def forward_heads(blocks: Blocks, output: Tensor, lse: Tensor | None) -> None:
     """Write output and log-sum-exp."""
-    blocks = _Blocks(a)
+    a = blocks.a
     factor = keep_scale(a.dropout_p)
     for block in blocks:
         q = blocks.queries(a.q, block) * a.scale
@@ -222,9 +228,7 @@ def _forward_heads(a: AttentionArguments, output: Tensor, lse: Tensor | None) ->
         output[block.rows, block.head, block.queries] = blocks.zero_masked(mixed)
 
 
-def _backward_heads(
-    blocks: _Blocks, d_output: Tensor, d_q: Tensor, d_k: Tensor, d_v: Tensor
-) -> None:
+def backward_heads(blocks: Blocks, d_output: Tensor, d_q: Tensor, d_k: Tensor, d_v: Tensor) -> None:
     """Write ``d_q`` and add to ``d_k``, ``d_v`` and the tables' gradients in ``blocks.terms``."""
     a = blocks.a
     factor = keep_scale(a.dropout_p)

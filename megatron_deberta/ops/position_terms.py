@@ -77,6 +77,11 @@ class Table:
         """
         return Table(table.to(dtype).index_select(1, slots).mul_(factor), slots, falling)
 
+    def narrow(self, columns: slice) -> Table:
+        """Return some columns of the table; an existing gradient is shared."""
+        grad = None if self.grad is None else self.grad[:, columns]
+        return Table(self.rows[:, columns], self.slots[columns], self.falling, grad)
+
     def gradient(self) -> Tensor:
         """Return the gradient of ``rows`` so far."""
         if self.grad is None:
@@ -209,18 +214,39 @@ class PositionTerms:
 
 
 class ConsecutiveTerms(PositionTerms):
-    """Position terms of consecutive queries: query i is at position i."""
+    """Position terms of consecutive queries: query i is at position i.
 
-    def __init__(self, a: AttentionArguments, dtype: torch.dtype, scratch: Scratch) -> None:
-        """Initialize as the base class does."""
+    Args:
+        a: checked arguments.
+        dtype: of the scores.
+        scratch: buffers of the call.
+        shared: terms of rows that are at least as long, whose tables and gradients are used.
+    """
+
+    def __init__(
+        self,
+        a: AttentionArguments,
+        dtype: torch.dtype,
+        scratch: Scratch,
+        shared: ConsecutiveTerms | None = None,
+    ) -> None:
+        """See the class."""
         length, slots = a.k.shape[2], a.positions.slots
+        strip = min(STRIP, length)
+        self.largest_product = strip * (length + strip)
+        if shared is not None:
+            self._length, self._scratch = length, scratch
+            columns = slice(shared._length - length, shared._length + length - 1)
+            self.c2p, self.p2c = (
+                None if table is None else table.narrow(columns)
+                for table in (shared.c2p, shared.p2c)
+            )
+            return
         rising = torch.arange(1 - length, length, device=a.q.device)
         sign = 1 if a.p2c_index == "released" else -1
         # Distances decrease along a score row and increase along a score column.
         c2p, p2c = (slots(-rising), True), (slots(sign * rising), sign < 0)
         super().__init__(a, dtype, scratch, c2p=c2p, p2c=p2c)
-        strip = min(STRIP, length)
-        self.largest_product = strip * (length + strip)
 
     def _strips(self, term: str, block: ScoreBlock) -> Iterator[_Strip]:
         first, last, length = block.queries.start, block.queries.stop, self._length

@@ -49,6 +49,7 @@ INPUTS = {
     "docs/export.md": ("runs/first", "shards/corpus_text_document"),
     "docs/preprocess.md": ("tokenizer",),
     "docs/autoregressive.md": ("runs/mt", "wiki.valid.tokens"),
+    "docs/published-models.md": ("exports/base",),
     "docs/rtd.md": ("shards/corpus_text_document", "runs/rtd"),
     "docs/recipes.md": ("runs/stable", "shards/books"),
 }  # fmt: skip

@@ -23,6 +23,7 @@ from megatron_deberta.checkpoint.store import find_newest
 from megatron_deberta.cli.main import main
 from megatron_deberta.config import load_config
 from megatron_deberta.config.schema import ModelConfig
+from megatron_deberta.files import sha256_file
 from megatron_deberta.hf.loading import load_pretrained, temporary_module_cache
 from megatron_deberta.model import parameter_shapes
 from tests.support.releases import write_release
@@ -201,6 +202,51 @@ def test_fill_mask_refuses_a_model_without_trained_head(
     capsys.readouterr()
     message = error_of(["fill-mask", str(out), TEXT], capsys, 1)
     assert "lacks lm_predictions.lm_head.dense.weight" in message
+
+
+def test_generator_of_a_release_fills_masks_and_its_discriminator_is_refused(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As DeBERTaV3 is published: both in one folder, both with a head of masked tokens."""
+    out, new = tmp_path / "out", tmp_path / "new"
+    main(["convert", "--checkpoint", str(run_dir), "--output", str(out)])
+    tensors = load_file(out / "model.safetensors")
+    torch.save(tensors, out / "pytorch_model.generator.bin")
+    (out / "generator_config.json").write_bytes((out / "config.json").read_bytes())
+    (out / "model.safetensors").unlink()
+    capsys.readouterr()
+    message = error_of(["fill-mask", str(out), TEXT], capsys, 1)
+    assert "--generator-only" in message
+    tensors["mask_predictions.classifier.weight"] = torch.ones(1, 32)
+    save_file(tensors, out / "model.safetensors")
+    message = error_of(["fill-mask", str(out), TEXT], capsys, 1)
+    assert "it is a discriminator (DeBERTaV3)" in message
+    assert "--generator-only" in message
+    digest = sha256_file(out / "pytorch_model.generator.bin")
+    options = ["--allow-pickle-weights-only", "--sha256", digest, "--output", str(new)]
+    assert main(["convert", "--from", "hf", str(out), "--generator-only", *options]) == 0
+    assert f"Fill masks with: megatron-deberta fill-mask {new}" in capsys.readouterr().out
+    answers = []
+    for model in (run_dir, new):
+        assert main(["fill-mask", str(model), TEXT]) == 0
+        answers.append(predictions(capsys.readouterr().out))
+    assert answers[0] == answers[1]
+
+
+def test_import_says_why_it_cannot_fill_masks(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    main(["convert", "--checkpoint", str(run_dir), "--output", str(out)])
+    tensors = load_file(out / "model.safetensors")
+    tensors["mask_predictions.classifier.weight"] = torch.ones(1, 32)
+    save_file(tensors, out / "model.safetensors")
+    arguments = ["convert", "--from", "hf", str(out), "--output"]
+    assert main([*arguments, str(tmp_path / "new")]) == 0
+    output = capsys.readouterr().out
+    assert "It cannot fill masks before it is trained to: it is a discriminator" in output
+    message = error_of([*arguments, str(tmp_path / "x"), "--generator-only"], capsys, 1)
+    assert "the generator cannot fill masks: it is a discriminator" in message
 
 
 def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int) -> str:

@@ -161,9 +161,35 @@ def test_pickle_only_by_flag_and_only_one(model: Path) -> None:
     back = dict(read(model, allow_pickle=True, sha256=digest).tensors())
     weights = random_weights(V2)
     assert all(torch.equal(back[name], weights[name]) for name in weights)
-    torch.save(tensors, model / "pytorch_model.generator.bin")
+    (model / "pytorch_model.bin").rename(model / "first.bin")
+    torch.save(tensors, model / "second.bin")
     with pytest.raises(CheckpointError, match="exactly one"):
         read(model, allow_pickle=True)
+
+
+def test_generator_beside_its_discriminator(model: Path) -> None:
+    """Files of a DeBERTaV3 release."""
+    whole = load_file(model / "model.safetensors")
+    (model / "model.safetensors").unlink()
+    detecting = whole | {"mask_predictions.classifier.weight": torch.ones(1, 32)}
+    torch.save(detecting, model / "pytorch_model.bin")
+    last = f".layer.{V2.num_layers - 1}."
+    generating = {name: value for name, value in whole.items() if last not in name}
+    torch.save(generating, model / "pytorch_model.generator.bin")
+    (model / "bpe_encoder.bin").write_bytes(b"no weights")
+    config = json.loads((model / "config.json").read_text())
+    shorter = json.dumps(config | {"num_hidden_layers": V2.num_layers - 1})
+    (model / "generator_config.json").write_text(shorter)
+    digest = sha256_file(model / "pytorch_model.bin")
+    discriminator = read(model, allow_pickle=True, sha256=digest)
+    assert discriminator.config == V2
+    assert "discriminator" in discriminator.why_no_masks
+    digest = sha256_file(model / "pytorch_model.generator.bin")
+    generator = read(model, allow_pickle=True, sha256=digest, generator=True)
+    assert generator.config == replace(V2, num_layers=V2.num_layers - 1)
+    assert generator.why_no_masks == ""
+    weights = random_weights(V2)
+    assert all(torch.equal(value, weights[name]) for name, value in generator.tensors())
 
 
 class Evil:

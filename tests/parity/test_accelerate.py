@@ -1,0 +1,410 @@
+"""transformers' models accelerated with ``megatron_deberta.hf.accelerate`` against stock ones."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from megatron_deberta.hf import accelerate
+
+VOCABULARY = 50
+BASE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "relative_attention": True,
+    "position_biased_input": False,
+    "type_vocab_size": 0,
+    "layer_norm_eps": 1e-7,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "initializer_range": 0.2,
+}
+V3 = {
+    "position_buckets": 8,
+    "share_att_key": True,
+    "norm_rel_ebd": "layer_norm",
+    "pos_att_type": ["p2c", "c2p"],
+}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "v1": ("Deberta", {"pos_att_type": ["c2p", "p2c"], "type_vocab_size": 2}),
+    "v1_c2p": ("Deberta", {"pos_att_type": ["c2p"], "position_biased_input": True}),
+    "v2": ("DebertaV2", V3 | {"conv_kernel_size": 3, "conv_act": "gelu"}),
+    "v2_separate": ("DebertaV2", {"pos_att_type": ["c2p", "p2c"], "conv_kernel_size": 3}),
+    "v3": ("DebertaV2", V3),
+    "v3_c2p": ("DebertaV2", V3 | {"pos_att_type": ["c2p"]}),
+    "v3_p2c": ("DebertaV2", V3 | {"pos_att_type": ["p2c"]}),
+    "v3_content": ("DebertaV2", {"relative_attention": False, "pos_att_type": []}),
+}
+HEADS = [
+    "Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification",
+    "ForQuestionAnswering", "ForMultipleChoice",
+]  # fmt: skip
+
+
+def build(kind: str, head: str = "Model", **fields: Any) -> Any:
+    family, own = KINDS[kind]
+    labels = {"num_labels": 2 if head == "ForQuestionAnswering" else 3}
+    config = getattr(transformers, f"{family}Config")(**BASE | own | labels | fields)
+    torch.manual_seed(0)
+    return getattr(transformers, f"{family}{head}")(config).train()
+
+
+def inputs(rows: int, length: int, side: str = "right", seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(5, VOCABULARY, (rows, length), generator=generator)
+    lengths = torch.randint(1, length + 1, (rows, 1), generator=generator)
+    lengths[0] = length
+    mask = torch.arange(length) < lengths
+    mask = mask.flip(1) if side == "left" else mask
+    return {"input_ids": ids * mask, "attention_mask": mask.long()}
+
+
+def labelled(head: str, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    rows, length = batch["input_ids"].shape
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    if head == "ForQuestionAnswering":
+        last = torch.full((rows,), length - 1)
+        return batch | {"start_positions": torch.zeros_like(last), "end_positions": last // 2}
+    if head == "ForMultipleChoice":
+        twice = {name: torch.stack([value, value.flip(0)], 1) for name, value in batch.items()}
+        return twice | {"labels": torch.arange(rows) % 2}
+    labels = {
+        "ForMaskedLM": ids.masked_fill(mask == 0, -100),
+        "ForSequenceClassification": torch.arange(rows) % 3,
+        "ForTokenClassification": (ids % 3).masked_fill(mask == 0, -100),
+    }
+    return batch | ({"labels": labels[head]} if head in labels else {})
+
+
+def results(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return outputs and the gradients of all parameters."""
+    model.zero_grad()
+    out = model(**batch)
+    found = {name: value for name, value in out.items() if torch.is_tensor(value)}
+    loss = out["loss"] if "loss" in out else out.last_hidden_state.square().mean()
+    loss.backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return {n: t.detach().clone() for n, t in (found | gradients).items()}
+
+
+def assert_same(ours: dict[str, Tensor], stock: dict[str, Tensor], limit: float = 1e-5) -> None:
+    assert ours.keys() == stock.keys()
+    for name, expected in stock.items():
+        error = (ours[name] - expected).abs().max() / expected.abs().max().clamp(min=1.0)
+        assert error <= limit, f"{name}: {error:.2g}"
+
+
+def compare(model: Any, batch: dict[str, Tensor], **options: Any) -> None:
+    stock = results(model, batch)
+    with accelerate(model, **options):
+        ours = results(model, batch)
+    assert_same(ours, stock)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("head", HEADS)
+def test_outputs_and_gradients_of_every_head(kind: str, head: str) -> None:
+    # Left padding: pooled heads read the state of a padding position, as in transformers.
+    for side in ("right", "left"):
+        compare(build(kind, head), labelled(head, inputs(3, 11, side)))
+
+
+@pytest.mark.parametrize("kind", ["v1", "v2", "v3", "v3_c2p"])
+def test_random_shapes(kind: str) -> None:
+    draw = random.Random(kind)
+    model = build(kind)
+    for number in range(16):
+        rows, length = draw.randint(1, 9), draw.choice([1, 2, 7, 20, 33, 64])
+        batch = inputs(rows, length, draw.choice(["left", "right"]), number)
+        compare(model, batch, remove_padding=draw.random() < 0.7)
+
+
+@pytest.mark.parametrize("kind", ["v1", "v2"])
+def test_empty_rows_and_no_mask(kind: str) -> None:
+    batch = inputs(4, 9)
+    batch["attention_mask"][2] = 0
+    model = build(kind)
+    compare(model, batch)
+    compare(model, batch, remove_padding=False)
+    compare(model, {"input_ids": batch["input_ids"]})
+    compare(model, {"inputs_embeds": torch.randn(2, 5, 32), "attention_mask": torch.ones(2, 5)})
+
+
+def test_states_of_every_layer() -> None:
+    model, batch = build("v2").eval(), inputs(3, 10, "left")
+    for flags in ({"output_hidden_states": True}, {"return_dict": False}, {}):
+        stock = model(**batch, **flags)
+        with accelerate(model):
+            ours = model(**batch, **flags)
+        assert type(ours) is type(stock)
+        stock, ours = (out if isinstance(out, tuple) else out.to_tuple() for out in (stock, ours))
+        assert len(ours) == len(stock)
+        torch.testing.assert_close(ours, stock, atol=1e-5, rtol=1e-5)
+    with accelerate(model):
+        model(**batch)
+        embedded = model.embeddings(batch["input_ids"], mask=batch["attention_mask"])
+        assert len(model.encoder(embedded, batch["attention_mask"]).hidden_states) == 3
+
+
+def test_encoder_with_states_at_padding() -> None:
+    """As GLiNER calls encoders of its own; stock's padding positions then differ."""
+    encoder, states = build("v2").encoder.eval(), torch.randn(3, 9, 32)
+    mask = inputs(3, 9)["attention_mask"]
+    stock = encoder(states, mask).hidden_states
+    with accelerate(encoder):
+        torch.testing.assert_close(encoder(states, mask).hidden_states, stock, atol=1e-5, rtol=1e-5)
+
+
+def test_bfloat16_and_autocast() -> None:
+    batch = inputs(3, 12)
+    for kind in ("v1", "v2"):
+        model = build(kind).eval()
+        exact = model(**batch).last_hidden_state
+        with torch.autocast("cpu", torch.bfloat16), accelerate(model):
+            torch.testing.assert_close(
+                model(**batch).last_hidden_state.float(), exact, atol=0.1, rtol=0.1
+            )
+        model.bfloat16()
+        with accelerate(model):
+            states = model(**batch).last_hidden_state
+        assert states.dtype == torch.bfloat16
+        torch.testing.assert_close(states.float(), exact, atol=0.2, rtol=0.1)
+
+
+@pytest.mark.parametrize("kind", ["v1", "v3"])
+@pytest.mark.parametrize("remove_padding", [True, False])
+def test_dropout_has_the_statistics_of_transformers(kind: str, remove_padding: bool) -> None:
+    # Rows are copies of one another: their mean and variance are over dropout masks.
+    model = build(kind, num_hidden_layers=1, attention_probs_dropout_prob=0.25)
+    copies, length = 2000, 6
+    ids = torch.randint(5, VOCABULARY, (1, length)).expand(copies, -1)
+    mask = (torch.arange(length) < 5).long().expand(copies, -1)
+    batch = {"input_ids": ids, "attention_mask": mask}
+    with torch.no_grad():
+        stock = model(**batch).last_hidden_state[:, :5]
+        with accelerate(model, remove_padding=remove_padding):
+            ours = model(**batch).last_hidden_state[:, :5]
+            again = model(**batch).last_hidden_state[:, :5]
+            assert not torch.equal(ours, again)
+            model.eval()
+            assert torch.equal(model(**batch)[0], model(**batch)[0])
+    error = stock.std(0) * (2 / copies) ** 0.5
+    assert ((ours.mean(0) - stock.mean(0)).abs() < 6 * error + 1e-5).all()
+    assert ((ours.var(0) / stock.var(0) - 1).abs().mean()) < 0.1
+
+
+# The reentrant variant goes twice through the LayerNorm of v2's position table, also in stock.
+@pytest.mark.parametrize(("kind", "variants"), [("v1", (False, True)), ("v2", (False,))])
+def test_dropout_follows_the_generator_and_gradient_checkpointing(
+    kind: str, variants: tuple[bool, ...]
+) -> None:
+    fields = {"attention_probs_dropout_prob": 0.3, "hidden_dropout_prob": 0.2}
+    model, batch = build(kind, "ForMaskedLM", **fields), inputs(4, 12)
+    batch = labelled("ForMaskedLM", batch)
+
+    def run() -> dict[str, Tensor]:
+        torch.manual_seed(5)
+        return results(model, batch)
+
+    with accelerate(model):
+        plain = run()
+        assert_same(run(), plain, 0.0)
+        for reentrant in variants:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            if reentrant:
+                model.enable_input_require_grads()
+            assert_same(run(), plain, 1e-6)
+
+
+class Adapted(nn.Module):
+    """Low-rank update of a linear layer, as PEFT wraps it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.update = nn.Linear(base.in_features, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.update(x)
+
+
+def test_wrapped_projections_take_part() -> None:
+    model = build("v2")
+    for layer in model.encoder.layer:
+        for name in ("query_proj", "key_proj", "value_proj"):
+            attention = layer.attention.self
+            setattr(attention, name, Adapted(getattr(attention, name)))
+    compare(model, inputs(3, 9))
+
+
+def test_peft_lora() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["query_proj", "value_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(build("v3"), config)
+    compare(model, inputs(3, 9))
+
+
+@pytest.mark.parametrize("kind", ["v1", "v2"])
+def test_compiled_model(kind: str) -> None:
+    model, batch = build(kind).eval(), inputs(3, 9)
+    stock = model(**batch)[0]
+    with torch.no_grad(), accelerate(model):
+        torch._dynamo.reset()
+        ours = torch.compile(model, backend="eager")(**batch)[0]
+    torch.testing.assert_close(ours, stock, atol=1e-5, rtol=1e-5)
+
+
+def test_copies_pickles_and_files(tmp_path: Path) -> None:
+    model, batch = build("v3", "ForSequenceClassification").eval(), inputs(2, 7)
+    names = list(model.state_dict())
+    stock = model(**batch).logits
+    acceleration = accelerate(model)
+    assert list(model.state_dict()) == names
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(twin.deberta.encoder) is type(model.deberta.encoder)
+        torch.testing.assert_close(twin(**batch).logits, stock, atol=1e-5, rtol=1e-5)
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    assert type(loaded) is type(model)
+    assert torch.equal(loaded.eval()(**batch).logits, stock)
+    acceleration.undo()
+    acceleration.undo()
+    assert torch.equal(model(**batch).logits, stock)
+    assert "Accelerated" not in repr(model)
+    assert not model.deberta._forward_pre_hooks
+
+
+def test_distributed_data_parallel(tmp_path: Path) -> None:
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model = build("v2", "ForMaskedLM")
+        batch = labelled("ForMaskedLM", inputs(3, 9))
+        compare(nn.parallel.DistributedDataParallel(model, find_unused_parameters=True), batch)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_ten_steps_have_the_losses_of_transformers() -> None:
+    batches = [labelled("ForSequenceClassification", inputs(4, 16, seed=n)) for n in range(10)]
+
+    def losses(wrap: Callable[[Any], object]) -> list[float]:
+        model = build("v2", "ForSequenceClassification")
+        wrap(model)
+        adam, found = torch.optim.AdamW(model.parameters(), lr=1e-3), []
+        for batch in batches:
+            loss = model(**batch).loss
+            loss.backward()
+            adam.step()
+            adam.zero_grad()
+            found.append(loss.item())
+        return found
+
+    assert losses(accelerate) == pytest.approx(losses(lambda _: None), abs=1e-5)
+
+
+def test_ten_steps_of_the_trainer(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    rows = [
+        {name: value[0] for name, value in inputs(1, 3 + n % 9, seed=n).items()}
+        | {"labels": torch.tensor(n % 3)}
+        for n in range(40)
+    ]
+
+    def collate(batch: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        pad = nn.utils.rnn.pad_sequence
+        texts = {n: pad([row[n] for row in batch], True) for n in ("input_ids", "attention_mask")}
+        return texts | {"labels": torch.stack([row["labels"] for row in batch])}
+
+    def losses(wrap: Callable[[Any], object]) -> list[float]:
+        model = build("v3", "ForSequenceClassification")
+        wrap(model)
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), max_steps=10, per_device_train_batch_size=4, logging_steps=1,
+            report_to="none", use_cpu=True, save_strategy="no", disable_tqdm=True,
+        )  # fmt: skip
+        trainer = transformers.Trainer(model, arguments, collate, rows)
+        trainer.train()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    ours, stock = losses(accelerate), losses(lambda _: None)
+    assert len(stock) == 10
+    assert ours == pytest.approx(stock, abs=1e-4)
+
+
+def test_unsupported_calls_are_refused_by_name() -> None:
+    model, batch = build("v3"), inputs(2, 6)
+    with accelerate(model):
+        with pytest.raises(ValueError, match="output_attentions: got True"):
+            model(**batch, output_attentions=True)
+        with pytest.raises(ValueError, match=r"attention_mask: got shape \[2, 6, 6\]"):
+            model.encoder(torch.zeros(2, 6, 32), torch.ones(2, 6, 6))
+        with pytest.raises(ValueError, match="query_states: got Tensor"):
+            model.encoder(torch.zeros(2, 6, 32), torch.ones(2, 6), query_states=torch.zeros(1))
+        gap = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 0, 1, 1, 0, 0]])
+        with pytest.raises(ValueError, match="padding between tokens in row 1"):
+            model(batch["input_ids"], gap)
+        with pytest.raises(ValueError, match="attention_mask: got a tensor"):
+            model.encoder.layer[0].attention(torch.zeros(2, 6, 32), torch.ones(2, 1, 6, 6))
+
+
+def test_unsupported_models_are_refused_and_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="model: got Linear without an encoder"):
+        accelerate(nn.Linear(1, 1))
+    with pytest.raises(ValueError, match="talking_head: got True"):
+        accelerate(build("v1", talking_head=True))
+    with pytest.raises(ValueError, match="buckets: got 7"):
+        accelerate(build("v3", position_buckets=7))
+    model = build("v3")
+    model.encoder.layer[1].attention.self.forward = lambda *_: None
+    with pytest.raises(ValueError, match=r"encoder\.layer\.1\.attention\.self: .* another forward"):
+        accelerate(model)
+    assert "Accelerated" not in repr(model)
+    model = build("v3")
+    accelerate(model)
+    with pytest.raises(ValueError, match="accelerated already"):
+        accelerate(model)
+    monkeypatch.setattr(transformers, "__version__", "4.57.0")
+    with pytest.raises(ImportError, match="transformers: got version 4.57.0"):
+        accelerate(build("v3"))
+
+
+def test_inside_other_modules() -> None:
+    model = nn.ModuleDict({"text": build("v3"), "words": build("v1"), "head": nn.Linear(32, 1)})
+    batch = inputs(3, 8)
+    stock = [model[name](**batch)[0] for name in ("text", "words")]
+    with accelerate(model):
+        ours = [model[name](**batch)[0] for name in ("text", "words")]
+        assert repr(model).count("AcceleratedV1Encoder") == 1
+    torch.testing.assert_close(ours, stock, atol=1e-5, rtol=1e-5)
+
+
+def test_sentence_transformers(tmp_path: Path) -> None:
+    library = pytest.importorskip("sentence_transformers")
+    build("v3").eval().save_pretrained(tmp_path)
+    words = {f"[{name}]": i for i, name in enumerate(["PAD", "UNK", "CLS", "SEP", "MASK"])}
+    words |= {letter: 5 + i for i, letter in enumerate("abcdefghij")}
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    transformers.BertTokenizerFast(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path)
+    transformer = library.models.Transformer(str(tmp_path), max_seq_length=32)
+    model = library.SentenceTransformer(
+        modules=[transformer, library.models.Pooling(32)], device="cpu"
+    )
+    texts = ["a b c", "d", "e f g h i j a b c d"]
+    stock = model.encode(texts)
+    with accelerate(model):
+        ours = model.encode(texts)
+    assert abs(ours - stock).max() < 1e-5
