@@ -122,7 +122,8 @@ class _SelfAttention(_Base):
 
     def _split(self, x: Tensor) -> Tensor:
         """``[..., A * H]`` -> ``[..., A, H]``."""
-        return x.unflatten(-1, (self.num_attention_heads, -1))
+        heads: Tensor = x.unflatten(-1, (self.num_attention_heads, -1))
+        return heads
 
 
 class _V1SelfAttention(_SelfAttention):

@@ -169,7 +169,8 @@ class PackedLayout:
 
     def unpack(self, x: Tensor) -> Tensor:
         """Return ``[B, N, D]`` of packed tokens."""
-        return x[0].index_select(0, self.origin).unflatten(0, self.shape)
+        states: Tensor = x[0].index_select(0, self.origin).unflatten(0, self.shape)
+        return states
 
     def attend(self, heads: Heads) -> Tensor:
         """Return ``[1, T + P, A * H]``."""

@@ -114,7 +114,7 @@ class _Group:
             return packed[self.tokens].transpose(1, 2)
         size = len(self.rows) * self.length
         rows = packed[self.start : self.start + size].unflatten(0, (-1, self.length))
-        return rows.transpose(1, 2)
+        return cast(Tensor, rows.transpose(1, 2))
 
     def put(self, packed: Tensor, value: Tensor) -> None:
         """Write a gathered ``[n, heads, length, size]`` to ``[tokens, heads, size]``."""
