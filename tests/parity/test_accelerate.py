@@ -114,8 +114,11 @@ def compare(model: Any, batch: dict[str, Tensor], **options: Any) -> None:
     assert_same(ours, stock)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("head", HEADS)
+# transformers has no multiple choice for v1.
+@pytest.mark.parametrize(
+    ("kind", "head"),
+    [(k, h) for h in HEADS for k in KINDS if h != "ForMultipleChoice" or KINDS[k][0] != "Deberta"],
+)
 def test_outputs_and_gradients_of_every_head(kind: str, head: str) -> None:
     # Left padding: pooled heads read the state of a padding position, as in transformers.
     for side in ("right", "left"):
@@ -394,15 +397,14 @@ def test_inside_other_modules() -> None:
 
 def test_sentence_transformers(tmp_path: Path) -> None:
     library = pytest.importorskip("sentence_transformers")
+    modules = pytest.importorskip("sentence_transformers.sentence_transformer.modules")
     build("v3").eval().save_pretrained(tmp_path)
     words = {f"[{name}]": i for i, name in enumerate(["PAD", "UNK", "CLS", "SEP", "MASK"])}
     words |= {letter: 5 + i for i, letter in enumerate("abcdefghij")}
     (tmp_path / "vocab.txt").write_text("\n".join(words))
     transformers.BertTokenizerFast(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path)
-    transformer = library.models.Transformer(str(tmp_path), max_seq_length=32)
-    model = library.SentenceTransformer(
-        modules=[transformer, library.models.Pooling(32)], device="cpu"
-    )
+    transformer = modules.Transformer(str(tmp_path), max_seq_length=32)
+    model = library.SentenceTransformer(modules=[transformer, modules.Pooling(32)], device="cpu")
     texts = ["a b c", "d", "e f g h i j a b c d"]
     stock = model.encode(texts)
     with accelerate(model):
