@@ -54,7 +54,7 @@ WITH_FLAG = _keys(
     guard="non_finite spike_sigmas spike_window spike_warmup max_skips",
     precision="dtype initial_loss_scale_power loss_scale_window min_loss_scale",
     train="steps tokens",
-    rtd="discriminator_weight draw_special_tokens excluded_ids",
+    rtd="discriminator_weight discriminator_learning_rate draw_special_tokens excluded_ids",
     finetune="epochs",
 )
 

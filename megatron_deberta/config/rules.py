@@ -22,6 +22,7 @@ from megatron_deberta.config.schema import (
     OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,
+    RTDConfig,
     RunConfig,
 )
 from megatron_deberta.errors import ConfigError, TopologyError
@@ -59,7 +60,7 @@ def _validate_alone(config: RunConfig) -> None:
     _check_objective(config.objective)
     _check_head(config)
     _check_forms(config)
-    _check_replaced_tokens(config.model)
+    _check_replaced_tokens(config.model, config.rtd)
     _check_parallel(config.model, config.data, config.parallel)
     _check_precision(config.precision)
     _check_schedule(config)
@@ -299,7 +300,7 @@ def _check_forms(config: RunConfig) -> None:
         )
 
 
-def _check_replaced_tokens(model: ModelConfig) -> None:
+def _check_replaced_tokens(model: ModelConfig, rtd: RTDConfig) -> None:
     if model.head != "rtd":
         if model.generator_layers:
             raise ConfigError(
@@ -315,6 +316,16 @@ def _check_replaced_tokens(model: ModelConfig) -> None:
         raise ConfigError(
             f"model.embedding_sharing={model.embedding_sharing} shares no absolute positions; use "
             "model.absolute_positions=decoder, or model.embedding_sharing=none"
+        )
+    if rtd.update == "alternating" and model.embedding_sharing == "es":
+        raise ConfigError(
+            "rtd.update=alternating cannot train the one table of model.embedding_sharing=es with "
+            "two optimizers; use gdes, none or rtd.update=joint"
+        )
+    if rtd.update == "joint" and rtd.discriminator_learning_rate:
+        raise ConfigError(
+            f"rtd.discriminator_learning_rate={rtd.discriminator_learning_rate:g} needs "
+            "rtd.update=alternating; set it to 0"
         )
 
 

@@ -181,8 +181,15 @@ class ObjectiveConfig:
 class RTDConfig:
     """Replaced-token detection (DeBERTaV3), the objective ``rtd``."""
 
+    update: Literal["joint", "alternating"] = "joint"
+    """``joint``: one optimizer step for both models; ``alternating``: the generator's step, then
+    the discriminator's with the updated embeddings, each with its own optimizer, gradient norm and
+    loss scale, as in the release."""
+    discriminator_learning_rate: float = 0.0
+    """``alternating``: the discriminator's peak learning rate; 0: ``optimizer.learning_rate``."""
     discriminator_weight: float = positive(50.0)
-    """Weight of the discriminator's loss beside the generator's; the released code uses 10."""
+    """Weight of the discriminator's loss beside the generator's; the released code uses 10. With
+    ``alternating`` it changes little but the clipping."""
     draw_special_tokens: bool = True
     """The generator may draw special tokens such as [SEP], as in the release."""
     excluded_ids: tuple[int, ...] = ()

@@ -89,6 +89,11 @@ class Engine(ABC):
         self._trainable = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self._rate_scales = rate_scales(list(self._trainable), config.optimizer)
 
+    @property
+    def parts(self) -> tuple[Engine, ...]:
+        """The engines whose ``step`` is called one after the other; this one unless overridden."""
+        return (self,)
+
     @abstractmethod
     def backward(self, loss: Tensor) -> None:
         """Backpropagate the loss (scalar) of one micro batch and accumulate its gradients."""

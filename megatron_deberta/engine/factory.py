@@ -8,12 +8,16 @@ from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.engine.base import Engine, Placements
 from megatron_deberta.engine.reference_engine import ReferenceEngine
+from megatron_deberta.engine.sequence import EngineSequence
 
 
 def build_engine(
     config: RunConfig, module: nn.Module, specs: Placements, groups: ProcessGroups
 ) -> Engine:
     """Wrap an initialised model in an engine. Collective over all ranks.
+
+    A module with a nonempty attribute ``updated_separately`` gets an engine for each of the
+    submodules that it names.
 
     Args:
         config: the run.
@@ -25,6 +29,25 @@ def build_engine(
     Raises:
         ConfigError: the engine does not support the ``precision`` settings.
     """
+    names = getattr(module, "updated_separately", ())
+    if names:
+        return EngineSequence(
+            module,
+            names,
+            lambda name, part: _build(config, part, _of_part(specs, name), groups),
+        )
+    return _build(config, module, specs, groups)
+
+
+def _of_part(specs: Placements, name: str) -> Placements:
+    """Return the placements of a submodule, by names within it."""
+    start = f"{name}."
+    return {k.removeprefix(start): v for k, v in specs.items() if k.startswith(start)}
+
+
+def _build(
+    config: RunConfig, module: nn.Module, specs: Placements, groups: ProcessGroups
+) -> Engine:
     if config.precision.engine == "plain":
         return ReferenceEngine(config, module, specs, groups)
     # Imported here because importing DeepSpeed takes seconds and reads environment variables.

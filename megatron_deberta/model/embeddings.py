@@ -121,8 +121,9 @@ class SharedTokenEmbedding(nn.Module):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Return the embeddings ``[B, N, D]`` (of the local rows under sequence parallelism)."""
-        states: Tensor = self._shared[0].token(input_ids)
-        return states if self.delta is None else states.detach() + self.delta(input_ids)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.delta is None):
+            states: Tensor = self._shared[0].token(input_ids)
+        return states if self.delta is None else states + self.delta(input_ids)
 
 
 class RelativePositionTable(nn.Module):

@@ -71,6 +71,8 @@ class DebertaDiscriminator(DebertaBackbone):
         out: Tensor = self.head(states)
         return out
 
+    forward = logits
+
 
 class DebertaForReplacedTokens(nn.Module):
     """Generator and discriminator, without a ``forward``.

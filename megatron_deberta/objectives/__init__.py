@@ -15,7 +15,14 @@ from megatron_deberta.objectives.mlm import (
     MaskedLanguageModelling,
     TokenLoss,
 )
-from megatron_deberta.objectives.objective import NO_COUNTS, LossPart, Mean, Objective, Sums
+from megatron_deberta.objectives.objective import (
+    NO_COUNTS,
+    LossPart,
+    Mean,
+    Objective,
+    Sums,
+    Update,
+)
 from megatron_deberta.objectives.regression import Regression
 from megatron_deberta.objectives.rtd import ReplacedTokenDetection
 from megatron_deberta.objectives.spans import Spans
@@ -48,5 +55,6 @@ __all__ = [
     "Objective",
     "Sums",
     "TokenLoss",
+    "Update",
     "build_objective",
 ]

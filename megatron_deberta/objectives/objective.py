@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_deberta.config.schema import RunConfig
-from megatron_deberta.model import DebertaBackbone, RuntimeOptions
+from megatron_deberta.model import DebertaBackbone, DropoutSeeds, RuntimeOptions
 
 NO_COUNTS: Mapping[str, int] = MappingProxyType({})
 """Counts of an objective without counters."""
@@ -51,6 +52,24 @@ class Sums(NamedTuple):
         """Return losses, correct predictions and counts as one fp64 tensor, without gradient."""
         numbers = (*self.losses, *self.correct, *self.counts)
         return torch.stack([number.detach().double() for number in numbers])
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """Forward, backward and update of some of an objective's losses.
+
+    Attributes:
+        parts: its losses; those of all updates, in order, are the objective's.
+        counters: its counters, likewise.
+        compute: called with the model, a micro batch, its dropout seeds, and its outputs in the
+            update before (None in the first); returns these losses and counts.
+        learning_rate: peak; None: ``optimizer.learning_rate``.
+    """
+
+    parts: tuple[LossPart, ...]
+    counters: tuple[str, ...]
+    compute: Callable[[nn.Module, Any, DropoutSeeds | None, Tensor | None], Sums]
+    learning_rate: float | None = None
 
 
 class Mean(NamedTuple):
@@ -96,6 +115,20 @@ class Objective(ABC):
     def parts(self) -> tuple[LossPart, ...]:
         """The losses of the objective."""
         return (LossPart(),)
+
+    @property
+    def updates(self) -> tuple[Update, ...]:
+        """The updates of a step, made one after the other.
+
+        More than one needs a model whose ``updated_separately`` names as many submodules.
+        """
+
+        def compute(
+            module: nn.Module, batch: Any, seeds: DropoutSeeds | None, before: Tensor | None
+        ) -> Sums:
+            return self.sums(module(batch, seeds))
+
+        return (Update(self.parts, self.counters, compute),)
 
     def build_model(self, options: RuntimeOptions) -> nn.Module:
         """Build the model with its loss."""

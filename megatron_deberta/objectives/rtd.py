@@ -24,7 +24,14 @@ from megatron_deberta.model.flops import training_flops_per_token
 from megatron_deberta.model.replaced_tokens import DebertaForReplacedTokens
 from megatron_deberta.model.sampling import GumbelMax
 from megatron_deberta.objectives.mlm import IGNORED_LABEL, MaskedBatch, TokenLoss, masked_metrics
-from megatron_deberta.objectives.objective import NO_COUNTS, LossPart, Mean, Objective
+from megatron_deberta.objectives.objective import (
+    NO_COUNTS,
+    LossPart,
+    Mean,
+    Objective,
+    Sums,
+    Update,
+)
 
 # Separate the noise of the samples, and the discriminator's dropout, from the generator's dropout.
 _SAMPLES = site_id("rtd.samples")
@@ -85,11 +92,13 @@ class ReplacedTokenModel(DebertaForReplacedTokens):
     Attributes:
         sample_seed: of the samples.
         excluded_ids: pieces that are not drawn.
+        updated_separately: submodules with optimizers of their own; empty: one for all.
     """
 
     generator_class = _Generator
     sample_seed = 0
     excluded_ids: tuple[int, ...] = ()
+    updated_separately: tuple[str, ...] = ()
 
     def forward(self, batch: MaskedBatch, seeds: DropoutSeeds | None = None) -> tuple[Tensor, ...]:
         """Compute the losses of a micro batch.
@@ -103,21 +112,26 @@ class ReplacedTokenModel(DebertaForReplacedTokens):
             the same of the discriminator; the numbers of replaced tokens, of tokens said to be
             replaced, and of those that are both; then the drawn pieces, int64 ``[B, M]``.
         """
+        loss, correct, samples = self.generate(batch, seeds)
+        return loss, correct, *self.detect(batch, samples, seeds), samples
+
+    def generate(self, batch: MaskedBatch, seeds: DropoutSeeds | None) -> tuple[Tensor, ...]:
+        """Return the generator's loss, number of correct predictions, and samples ``[B, M]``."""
         step = 0 if seeds is None else seeds.step
         keys = DropoutSeeds(self.sample_seed, step, batch.dropout_keys)
         draw = GumbelMax.at(keys.per_row(_SAMPLES), batch.masked_positions, self.excluded_ids)
-        loss, correct, samples = self.generator(batch, seeds, draw)
-        input_ids = fill(batch.input_ids, batch.masked_positions, samples)
-        original = fill(batch.input_ids, batch.masked_positions, batch.labels)
-        return loss, correct, *self._detect(batch, input_ids, input_ids != original, seeds), samples
+        out: tuple[Tensor, ...] = self.generator(batch, seeds, draw)
+        return out
 
-    def _detect(
-        self, batch: MaskedBatch, input_ids: Tensor, is_replaced: Tensor, seeds: DropoutSeeds | None
+    def detect(
+        self, batch: MaskedBatch, samples: Tensor, seeds: DropoutSeeds | None
     ) -> tuple[Tensor, ...]:
-        """Return the discriminator's loss and counts."""
+        """Return the discriminator's loss and counts, as `forward`."""
+        input_ids = fill(batch.input_ids, batch.masked_positions, samples)
+        is_replaced = input_ids != fill(batch.input_ids, batch.masked_positions, batch.labels)
         if seeds is not None:
             seeds = replace(seeds, run_seed=seeds.run_seed ^ _DISCRIMINATOR)
-        logits = self.discriminator.logits(
+        logits = self.discriminator(
             input_ids, batch.attention_mask, batch.position_ids, batch.document_ids, seeds
         ).float()
         real = batch.attention_mask
@@ -140,8 +154,25 @@ def fill(input_ids: Tensor, positions: Tensor, pieces: Tensor) -> Tensor:
     return padded.scatter(1, torch.where(positions < 0, size, positions), pieces)[:, :size]
 
 
+def _generate(
+    module: nn.Module, batch: MaskedBatch, seeds: DropoutSeeds | None, before: Tensor | None
+) -> Sums:
+    assert isinstance(module, ReplacedTokenModel)
+    loss, correct, samples = module.generate(batch, seeds)
+    return Sums((loss,), (correct,), samples)
+
+
+def _detect(
+    module: nn.Module, batch: MaskedBatch, seeds: DropoutSeeds | None, samples: Tensor | None
+) -> Sums:
+    assert isinstance(module, ReplacedTokenModel)
+    assert samples is not None
+    loss, correct, *counts = module.detect(batch, samples, seeds)
+    return Sums((loss,), (correct,), None, tuple(counts))
+
+
 class ReplacedTokenDetection(Objective):
-    """DeBERTaV3's objective; generator and discriminator are updated in one step."""
+    """DeBERTaV3's objective; one update of both models, or one after the other."""
 
     counters = ("replaced", "detected", "true_positives")
 
@@ -150,6 +181,22 @@ class ReplacedTokenDetection(Objective):
         """The generator's loss per masked token, the discriminator's per token."""
         weight = self.config.rtd.discriminator_weight
         return (LossPart(), LossPart("discriminator", weight=weight))
+
+    @property
+    def updates(self) -> tuple[Update, ...]:
+        """One update of both models, or of the generator, then of the discriminator.
+
+        The latter is the released code's order: the discriminator's forward pass uses the updated
+        table, on samples drawn before the update.
+        """
+        if self.config.rtd.update == "joint":
+            return super().updates
+        generator, discriminator = self.parts
+        rate = self.config.rtd.discriminator_learning_rate or None
+        return (
+            Update((generator,), (), _generate),
+            Update((discriminator,), self.counters, _detect, rate),
+        )
 
     def build_model(self, options: RuntimeOptions) -> ReplacedTokenModel:
         """Build both models with their losses.
@@ -166,6 +213,8 @@ class ReplacedTokenDetection(Objective):
         model = ReplacedTokenModel(self.config.model, options)
         model.sample_seed = self.config.train.seed
         model.excluded_ids = rtd.excluded_ids
+        if rtd.update == "alternating":
+            model.updated_separately = ("generator", "discriminator")
         return model
 
     def complete_config(self, special_ids: Sequence[int]) -> RunConfig:

@@ -211,7 +211,8 @@ def load_start(
     fresh = engine.state_dict()
     store.load(start.reader, engine, specs, weights_only=start.weights_only)
     if start.other_dtype:
-        engine.load_state_dict({**fresh, "adam_step": start.reader.metadata.scalars["adam_step"]})
+        saved = start.reader.metadata.scalars.items()
+        engine.load_state_dict(fresh | {k: v for k, v in saved if k.endswith("adam_step")})
 
 
 def _open_weights(config: RunConfig, groups: ProcessGroups, identity: Identity) -> CheckpointReader:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -13,11 +14,18 @@ from torch import Tensor, nn
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.data.batch import MicroBatch
 from megatron_deberta.distributed.topology import ProcessGroups
-from megatron_deberta.engine.base import Engine
+from megatron_deberta.engine.base import Engine, StepOutcome
 from megatron_deberta.engine.schedule import learning_rate
 from megatron_deberta.errors import LossScaleError, NumericsError
 from megatron_deberta.model.dropout import DropoutSeeds
-from megatron_deberta.objectives import NO_COUNTS, Mean, Objective, Sums, build_objective
+from megatron_deberta.objectives import (
+    NO_COUNTS,
+    Mean,
+    Objective,
+    Sums,
+    Update,
+    build_objective,
+)
 from megatron_deberta.train.forward_timer import ForwardTimer
 from megatron_deberta.train.stability.guard import Guard, Skip
 from megatron_deberta.train.stability.nonfinite_gradients import NonfiniteGradients
@@ -47,11 +55,27 @@ def sum_over_batch_ranks(numbers: Tensor, groups: ProcessGroups) -> Tensor:
     return numbers
 
 
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """An update of a step: means of its losses, its counts, and what the engine did."""
+
+    means: list[Mean]
+    counts: Mapping[str, int]
+    rate: float
+    outcome: StepOutcome
+    skip: Skip | None
+    gradients: NonfiniteGradients
+
+
 class TrainStep:
     """Executes optimizer steps.
 
     The objective is the sum of its losses, each the mean over all targets of the **global** batch.
     So it does not depend on data-parallel size, micro batch size or gradient accumulation.
+
+    Where an objective has several updates, each has its own forward and backward pass, and one of
+    ``engine.parts``. The limits on spikes apply to the first; if that is skipped, so are the
+    others, unless its gradient overflowed fp16.
 
     Args:
         engine: backward and update.
@@ -95,69 +119,151 @@ class TrainStep:
                 the host waits for them.
 
         Raises:
-            NumericsError: on all ranks, before any weight has changed: the loss or a gradient is
-                not finite and ``guard.non_finite=stop``; gradients overflow fp16 at the minimum
+            NumericsError: on all ranks, before the update changes a weight: the loss or a gradient
+                is not finite and ``guard.non_finite=stop``; gradients overflow fp16 at the minimum
                 loss scale; or too many updates were skipped and no rollback is left.
         """
-        groups = self._groups
-        batches = [batch.to(groups.device) for batch in batches]
+        batches = [batch.to(self._groups.device) for batch in batches]
         num_targets = self._count_targets(batches)
         self._on_progress()
-        with NonfiniteGradients(
-            self._engine.module, groups, enabled=self._watch_gradients
-        ) as gradients:
-            totals = self._accumulate(step, batches, num_targets)
-        prefetch()
-        means, counts = self._reduce(totals, num_targets)
-        self._on_progress()
-        mean_loss = self._objective.step_loss(means)
-        skip = self._guard.check_loss(mean_loss)
-        if skip == "loss not finite":
-            self._report_nonfinite_loss(step, totals, batches)
-        rate = learning_rate(step, self._config.optimizer, self._config.train.steps)
-        try:
-            outcome = self._engine.step(rate, -math.inf if skip else self._guard.norm_limit())
-        except LossScaleError as error:
-            raise LossScaleError(
-                f"step {step + 1}: {error}; {gradients.first_nonfinite()}"
-            ) from error
-        skip = skip or self._guard.check_outcome(outcome)
-        self._guard.record(step + 1, mean_loss, outcome, skip)
-        self._raise_if_unrecoverable(step, skip, gradients)
-        self._watch_gradients = not math.isfinite(outcome.grad_norm) or (
-            self._is_fp16 and outcome.loss_scale <= self._config.precision.min_loss_scale
-        )
+        outputs: list[Tensor | None] = [None] * len(batches)
+        done: list[_Done] = []
+        for engine, update in zip(self._engine.parts, self._objective.updates, strict=True):
+            targets, num_targets = num_targets.tensor_split([len(update.parts)])
+            done.append(
+                self._update(step, engine, update, batches, outputs, targets, done[:1], prefetch)
+            )
+        first, skipped = done[0], next((update for update in done if update.skip), done[0])
+        mean_loss, skip = self._objective.step_loss(first.means), skipped.skip
+        self._guard.record(step + 1, mean_loss, first.outcome, skip)
+        self._raise_if_out_of_rollbacks(step, skipped)
+        self._watch_gradients = any(self._is_suspicious(update.outcome) for update in done)
         return StepResult(
             loss=mean_loss,
-            learning_rate=rate,
-            outcome=outcome,
-            metrics=self._objective.step_metrics(means, counts),
+            learning_rate=first.rate,
+            outcome=first.outcome,
+            metrics=self._metrics(done),
             skip=skip,
             rollback=self._guard.too_many_skips,
             forward_time=self._forward_timer.take(),
         )
 
-    def _accumulate(self, step: int, batches: Sequence[MicroBatch], num_targets: Tensor) -> Tensor:
+    def _update(
+        self,
+        step: int,
+        engine: Engine,
+        update: Update,
+        batches: Sequence[MicroBatch],
+        outputs: list[Tensor | None],
+        num_targets: Tensor,
+        first: Sequence[_Done],
+        prefetch: Callable[[], None],
+    ) -> _Done:
+        """Run forward and backward of all micro batches, and update.
+
+        Args:
+            step: completed steps.
+            engine: makes the update.
+            update: its losses.
+            batches: this rank's micro batches.
+            outputs: of each micro batch in the update before; replaced by those of this one.
+            num_targets: of each loss.
+            first: the first update of the step; empty if this is the first.
+            prefetch: called by the first update.
+        """
+        with NonfiniteGradients(
+            self._engine.module, self._groups, enabled=self._watch_gradients
+        ) as gradients:
+            totals = self._accumulate(step, engine, update, batches, outputs, num_targets)
+        if not first:
+            prefetch()
+        means, counts = self._reduce(totals, num_targets, update.counters)
+        self._on_progress()
+        skip, limit = self._check_loss(means, first)
+        if skip == "loss not finite":
+            self._report_nonfinite_loss(step, totals, batches)
+        rate = self._learning_rate(step, update)
+        try:
+            outcome = engine.step(rate, -math.inf if skip else limit)
+        except LossScaleError as error:
+            raise LossScaleError(
+                f"step {step + 1}: {error}; {gradients.first_nonfinite()}"
+            ) from error
+        skip = skip or self._guard.check_outcome(outcome)
+        if skip == "gradient not finite" and self._config.guard.non_finite == "stop":
+            raise NumericsError(
+                f"step {step + 1}: a gradient is not finite ({gradients.first_nonfinite()}); "
+                f"weights are those of step {step}; lower optimizer.learning_rate or check the "
+                "batch"
+            )
+        return _Done(means, counts, rate, outcome, skip, gradients)
+
+    def _check_loss(
+        self, means: Sequence[Mean], first: Sequence[_Done]
+    ) -> tuple[Skip | None, float]:
+        """Return why an update is skipped, or None, and the limit of its gradient norm."""
+        if not first:
+            loss = self._objective.step_loss(means)
+            return self._guard.check_loss(loss), self._guard.norm_limit()
+        if not math.isfinite(means[0].loss):
+            return "loss not finite", math.inf
+        return None if first[0].skip == "overflow" else first[0].skip, math.inf
+
+    def _learning_rate(self, step: int, update: Update) -> float:
+        optimizer = self._config.optimizer
+        if update.learning_rate is not None:
+            optimizer = replace(optimizer, learning_rate=update.learning_rate)
+        return learning_rate(step, optimizer, self._config.train.steps)
+
+    def _is_suspicious(self, outcome: StepOutcome) -> bool:
+        """Whether the next gradients are likely not to be finite."""
+        return not math.isfinite(outcome.grad_norm) or (
+            self._is_fp16 and outcome.loss_scale <= self._config.precision.min_loss_scale
+        )
+
+    def _metrics(self, done: Sequence[_Done]) -> dict[str, float]:
+        """Return the objective's metrics, and what later updates did."""
+        means = [mean for update in done for mean in update.means]
+        counts = {name: count for update in done for name, count in update.counts.items()}
+        metrics = self._objective.step_metrics(means, counts)
+        for update, made in zip(self._objective.updates[1:], done[1:], strict=True):
+            name = update.parts[0].name
+            metrics[f"{name}_learning_rate"] = made.rate
+            metrics[f"{name}_grad_norm"] = made.outcome.grad_norm
+            if self._is_fp16:
+                metrics[f"{name}_loss_scale"] = made.outcome.loss_scale
+        return metrics
+
+    def _accumulate(
+        self,
+        step: int,
+        engine: Engine,
+        update: Update,
+        batches: Sequence[MicroBatch],
+        outputs: list[Tensor | None],
+        num_targets: Tensor,
+    ) -> Tensor:
         """Run forward and backward of all micro batches.
 
         Returns:
             fp64 [2 P + C]: this rank's sums of each of the P losses, then of correct predictions,
-            then of the objective's C counters.
+            then of the C counters.
         """
-        groups, parts = self._groups, self._objective.parts
-        size = 2 * len(parts) + len(self._objective.counters)
+        groups, parts = self._groups, update.parts
+        size = 2 * len(parts) + len(update.counters)
         totals = torch.zeros(size, dtype=torch.float64, device=groups.device)
-        for batch in batches:
+        for index, batch in enumerate(batches):
             seeds = DropoutSeeds(self._config.train.seed, step, batch.dropout_keys)
             with self._forward_timer.measure():
-                sums = forward(self._engine.module, batch, seeds, self._objective)
+                result = update.compute(self._engine.module, batch, seeds, outputs[index])
             # The engine averages over data-parallel ranks; the factor turns that into a sum.
-            factors = [groups.dp_size / count for count in num_targets]
-            loss = sums.losses[0] * factors[0]
-            for part, summed, factor in zip(parts[1:], sums.losses[1:], factors[1:], strict=True):
-                loss = loss + summed * factor * part.weight
-            totals += sums.totals()
-            self._engine.backward(loss)
+            losses = [
+                summed * (groups.dp_size / count) * part.weight
+                for part, summed, count in zip(parts, result.losses, num_targets, strict=True)
+            ]
+            totals += result.totals()
+            engine.backward(sum(losses[1:], losses[0]))
+            outputs[index] = result.outputs
             self._on_progress()
         return totals
 
@@ -167,11 +273,13 @@ class TrainStep:
         total = torch.stack(counts).sum(0).to(torch.float32)
         return sum_over_batch_ranks(total, self._groups).clamp_min(1.0)
 
-    def _reduce(self, totals: Tensor, num_targets: Tensor) -> tuple[list[Mean], Mapping[str, int]]:
+    def _reduce(
+        self, totals: Tensor, num_targets: Tensor, counters: Sequence[str]
+    ) -> tuple[list[Mean], Mapping[str, int]]:
         """Compute the mean of each loss and the counts over all ranks; NaN if a sum is not finite.
 
         The result is the same on every rank, so all ranks make the same decision. This is the only
-        host synchronization of a step besides the engine's gradient norm.
+        host synchronization of an update besides the engine's gradient norm.
         """
         groups = self._groups
         totals = sum_over_batch_ranks(totals.clone(), groups)
@@ -189,7 +297,7 @@ class TrainStep:
             return [Mean(math.nan, math.nan, int(count)) for _, _, count in rows], NO_COUNTS
         means = [Mean(loss / count, correct / count, int(count)) for loss, correct, count in rows]
         counts = map(int, sums[2 * size : -size])
-        return means, dict(zip(self._objective.counters, counts, strict=True))
+        return means, dict(zip(counters, counts, strict=True))
 
     def _report_nonfinite_loss(
         self, step: int, totals: Tensor, batches: Sequence[MicroBatch]
@@ -204,20 +312,12 @@ class TrainStep:
                 "optimizer.learning_rate or check the batch"
             )
 
-    def _raise_if_unrecoverable(
-        self, step: int, skip: Skip | None, gradients: NonfiniteGradients
-    ) -> None:
+    def _raise_if_out_of_rollbacks(self, step: int, skipped: _Done) -> None:
         """Raise if training cannot continue. Collective if the message names a parameter."""
-        if skip == "gradient not finite" and self._config.guard.non_finite == "stop":
-            raise NumericsError(
-                f"step {step + 1}: a gradient is not finite ({gradients.first_nonfinite()}); "
-                f"weights are those of step {step}; lower optimizer.learning_rate or check the "
-                "batch"
-            )
         if self._guard.too_many_skips and not self._guard.can_roll_back:
-            state = self._guard.state
+            state, skip = self._guard.state, skipped.skip
             is_nonfinite = str(skip).endswith("not finite")
-            cause = f" ({gradients.first_nonfinite()})" if is_nonfinite else ""
+            cause = f" ({skipped.gradients.first_nonfinite()})" if is_nonfinite else ""
             raise NumericsError(
                 f"step {step + 1}: {skip}{cause}; {len(state.skips)} updates of the last "
                 f"{self._config.guard.spike_window} steps were skipped (steps "

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from megatron_deberta.config.schema import ModelConfig
+from megatron_deberta.config.schema import ModelConfig, RTDConfig
 from tests.support.layout_matrix import Layout, compare
 from tests.support.ranks import RankPool
-from tests.support.rtd_layouts import RTD, run_rtd
+from tests.support.rtd_layouts import ALTERNATING, JOINT, RTD, run_rtd
 
 ES = replace(RTD, embedding_sharing="es")
 NONE = replace(RTD, embedding_sharing="none", generator_layers=2)
@@ -30,14 +30,16 @@ MORE = [
 
 
 @functools.cache
-def reference(model: ModelConfig, steps: int) -> dict[str, Any]:
-    return run_rtd(0, None, model, steps)
+def reference(model: ModelConfig, steps: int, rtd: RTDConfig) -> dict[str, Any]:
+    return run_rtd(0, None, model, steps, rtd)
 
 
-def check(ranks: RankPool, layout: Layout, model: ModelConfig, steps: int) -> None:
-    expected = reference(model, steps)
+def check(
+    ranks: RankPool, layout: Layout, model: ModelConfig, steps: int, rtd: RTDConfig = JOINT
+) -> None:
+    expected = reference(model, steps, rtd)
     assert len(expected["losses"]) == 2 * steps
-    results = ranks.run(run_rtd, layout, model, steps)
+    results = ranks.run(run_rtd, layout, model, steps, rtd)
     result = compare(layout, results, expected)
     assert result["passed"], result
     pairs = [
@@ -60,6 +62,28 @@ def name(case: Any) -> Any:
 )
 def test_layouts_agree(four_ranks: RankPool, layout: Layout, model: ModelConfig) -> None:
     check(four_ranks, layout, model, 3)
+
+
+ALTERNATING_CASES = [
+    (Layout(2, 3, False, "none"), RTD),
+    (Layout(2, 1, True, "none"), RTD),
+    (Layout(1, 2, False, "full"), NONE),
+]
+
+
+@pytest.mark.parametrize(("layout", "model"), ALTERNATING_CASES, ids=name)
+def test_layouts_agree_with_alternating_updates(
+    four_ranks: RankPool, layout: Layout, model: ModelConfig
+) -> None:
+    check(four_ranks, layout, model, 4, ALTERNATING)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "model"), ALTERNATING_CASES, ids=name)
+def test_layouts_agree_with_alternating_updates_over_twenty_steps(
+    four_ranks: RankPool, layout: Layout, model: ModelConfig
+) -> None:
+    check(four_ranks, layout, model, 20, ALTERNATING)
 
 
 @pytest.mark.slow

@@ -17,13 +17,24 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import DebertaV2ForMaskedLM
 
-from megatron_deberta.config.schema import ObjectiveConfig, RunConfig, TrainConfig
+from megatron_deberta.config.schema import (
+    ObjectiveConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    RTDConfig,
+    RunConfig,
+    TrainConfig,
+)
 from megatron_deberta.data.batch import Batch
+from megatron_deberta.distributed.parallelize import build_model
+from megatron_deberta.distributed.topology import single_process_groups
+from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.hashing import GOLDEN_GAMMA, MASK64, finalize
 from megatron_deberta.model import RuntimeOptions
 from megatron_deberta.model.replaced_tokens import discriminator_config, generator_config
 from megatron_deberta.objectives import build_objective
 from megatron_deberta.objectives.rtd import ReplacedTokenModel
+from megatron_deberta.train.step import TrainStep
 from tests.parity.test_model_vs_transformers import BASE, make_batch
 from tests.support.stock_weights import (
     copy_from_stock,
@@ -33,6 +44,7 @@ from tests.support.stock_weights import (
 )
 from tests.support.tolerances import FP32_MODEL
 
+GROUPS = single_process_groups(torch.device("cpu"))
 SEED = 77
 WEIGHT = 50.0
 MODEL = replace(BASE, head="rtd", mask_decoder_passes=2, absolute_positions="decoder")
@@ -78,10 +90,11 @@ class Restatement:
             delta = model.get_parameter("discriminator.embeddings.token.delta.weight")
             self.delta = copy_of(delta)
         head = model.discriminator.head
-        self.norm, self.dense, self.classifier = (
-            {name: copy_of(p) for name, p in part.named_parameters()}
-            for part in (head.norm, head.dense, head.classifier)
-        )
+        self.head = {
+            name: {leaf: copy_of(p) for leaf, p in part.named_parameters()}
+            for name, part in head.named_children()
+            if name in ("norm", "dense", "classifier")
+        }
 
     def generator_logits(self, batch: Batch) -> Tensor:
         """Logits at all positions, through the released mask decoder."""
@@ -108,36 +121,46 @@ class Restatement:
         states = torch.func.functional_call(
             self.discriminator.deberta, tables, (input_ids, batch.attention_mask.long())
         )[0]
-        states = F.layer_norm(
-            states[:, :1] + states, states.shape[-1:], self.norm["weight"], self.norm["bias"], 1e-7
-        )
-        states = F.gelu(F.linear(states, self.dense["weight"], self.dense["bias"]))
-        out = F.linear(states, self.classifier["weight"], self.classifier["bias"])
+        head, shape = self.head, states.shape[-1:]
+        states = F.layer_norm(states[:, :1] + states, shape, **head["norm"], eps=1e-7)
+        states = F.gelu(F.linear(states, **head["dense"]))
+        out = F.linear(states, **head["classifier"])
         return out.squeeze(-1)
 
-    def losses(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the sums of both losses, and the drawn pieces ``[B, M]`` (-1 = padding)."""
+    def generate(self, batch: Batch, step: int = 0) -> tuple[Tensor, Tensor]:
+        """Return the sum of the generator's losses, and the drawn pieces ``[B, M]``, -1 = none."""
         logits = self.generator_logits(batch)
         drawn = torch.full_like(batch.labels, -1)
-        input_ids, is_replaced = batch.input_ids.clone(), torch.zeros_like(batch.attention_mask)
         loss = torch.zeros(())
         for row, column in (batch.masked_positions >= 0).nonzero().tolist():
             position, label = batch.masked_positions[row, column], batch.labels[row, column]
             scores = logits[row, position]
             loss = loss - scores.log_softmax(-1)[label]
             sample = int(batch.sample_index[row])
-            noise = [gumbel(SEED, 0, sample, int(position), v) for v in range(MODEL.vocab_size)]
-            piece = (scores.detach().double() + torch.tensor(noise)).argmax()
-            drawn[row, column] = input_ids[row, position] = piece
-            is_replaced[row, position] = piece != label
+            noise = [gumbel(SEED, step, sample, int(position), v) for v in range(MODEL.vocab_size)]
+            drawn[row, column] = (scores.detach().double() + torch.tensor(noise)).argmax()
+        return loss, drawn
+
+    def detect(self, batch: Batch, drawn: Tensor) -> Tensor:
+        """Return the sum of the discriminator's losses."""
+        input_ids, is_replaced = batch.input_ids.clone(), torch.zeros_like(batch.attention_mask)
+        for row, column in (batch.masked_positions >= 0).nonzero().tolist():
+            position, piece = batch.masked_positions[row, column], drawn[row, column]
+            input_ids[row, position] = piece
+            is_replaced[row, position] = piece != batch.labels[row, column]
         detected = self.discriminator_logits(batch, input_ids)
         real = batch.attention_mask
+        return F.binary_cross_entropy_with_logits(
+            detected[real], is_replaced[real].float(), reduction="sum"
+        )
+
+    def parameters(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the generator's and the discriminator's."""
+        delta = [] if self.delta is None else [self.delta]
+        head = [tensor for part in self.head.values() for tensor in part.values()]
         return (
-            loss,
-            F.binary_cross_entropy_with_logits(
-                detected[real], is_replaced[real].float(), reduction="sum"
-            ),
-            drawn,
+            [*self.generator.parameters(), self.positions],
+            [*self.discriminator.parameters(), *delta, *head],
         )
 
 
@@ -173,7 +196,8 @@ def test_losses_and_gradients(sharing: Sharing) -> None:
     restated = Restatement(model, sharing)
     batch = make_batch(MODEL, 37, padded=True)
     result = model(batch)
-    expected_loss, expected_detection, drawn = restated.losses(batch)
+    expected_loss, drawn = restated.generate(batch)
+    expected_detection = restated.detect(batch, drawn)
     valid = batch.masked_positions >= 0
     assert torch.equal(result[-1][valid], drawn[valid])
     assert int(result[4]) == int((drawn[valid] != batch.labels[valid]).sum()) > 0
@@ -200,10 +224,74 @@ def test_losses_and_gradients(sharing: Sharing) -> None:
     if restated.delta is not None:
         delta = model.get_parameter("discriminator.embeddings.token.delta.weight")
         close(delta.grad, restated.delta.grad, "delta")
-    for part in ("norm", "dense", "classifier"):
-        for name, tensor in getattr(restated, part).items():
+    for part, tensors in restated.head.items():
+        for name, tensor in tensors.items():
             parameter = model.get_parameter(f"discriminator.head.{part}.{name}")
             close(parameter.grad, tensor.grad, f"{part}.{name}")
+
+
+@pytest.mark.parametrize("sharing", ["gdes", "none"])
+def test_alternating_updates(sharing: Sharing) -> None:
+    """Four steps: the generator's, then the discriminator's with the updated table."""
+    rates, clip, weight = (3e-3, 1e-3), 0.5, 10.0
+    config = RunConfig(
+        model=replace(
+            MODEL, embedding_sharing=sharing, hidden_dropout=0.0, attention_dropout=0.0
+        ),
+        objective=ObjectiveConfig(name="rtd"),
+        rtd=RTDConfig(
+            update="alternating", discriminator_learning_rate=rates[1], discriminator_weight=weight
+        ),
+        optimizer=OptimizerConfig(
+            learning_rate=rates[0], warmup_steps=0, schedule="constant", eps=1e-4,
+            weight_decay=0.0, clip_grad_norm=clip,
+        ),
+        precision=PrecisionConfig(engine="plain"),
+        train=TrainConfig(seed=SEED, global_batch_size=3, micro_batch_size=3),
+    )  # fmt: skip
+    built = build_model(config, GROUPS)
+    model = built.module
+    assert isinstance(model, ReplacedTokenModel)
+    randomize(model, seed=5)
+    restated = Restatement(model, sharing)
+    engine = build_engine(config, model, built.specs, GROUPS)
+    take_step = TrainStep(engine, config, GROUPS)
+    parameters = restated.parameters()
+    optimizers = [
+        torch.optim.Adam(tensors, rate, eps=1e-4)
+        for tensors, rate in zip(parameters, rates, strict=True)
+    ]
+    stale = []
+    for step in range(4):
+        batch = make_batch(MODEL, 21, padded=True)
+        batch = replace(batch, sample_index=batch.sample_index + 10 * step)
+        result = take_step(step, [batch])
+        loss, drawn = restated.generate(batch, step)
+        mean = loss / (batch.labels >= 0).sum()
+        with torch.no_grad():
+            stale.append(float(restated.detect(batch, drawn) / batch.attention_mask.sum()))
+        detection, norms = torch.zeros(()), []
+        for number, optimizer in enumerate(optimizers):
+            optimizer.zero_grad()
+            if number:
+                detection = restated.detect(batch, drawn) / batch.attention_mask.sum()
+            (weight * detection if number else mean).backward()
+            norms.append(float(torch.nn.utils.clip_grad_norm_(parameters[number], clip)))
+            optimizer.step()
+        metrics = result.metrics
+        assert result.loss == pytest.approx(float(mean), rel=1e-4)
+        assert metrics["discriminator_loss"] == pytest.approx(float(detection), rel=1e-4)
+        assert result.outcome.grad_norm == pytest.approx(norms[0], rel=1e-3)
+        assert metrics["discriminator_grad_norm"] == pytest.approx(norms[1], rel=1e-3)
+        assert (result.learning_rate, metrics["discriminator_learning_rate"]) == rates
+        if sharing == "gdes":
+            # The table of the step before gives another loss.
+            assert metrics["discriminator_loss"] != pytest.approx(stale[-1], rel=1e-3)
+    table = restated.generator.deberta.embeddings.word_embeddings.weight
+    torch.testing.assert_close(model.generator.embeddings.token.weight, table, rtol=1e-3, atol=1e-4)
+    if restated.delta is not None:
+        delta = model.get_parameter("discriminator.embeddings.token.delta.weight")
+        torch.testing.assert_close(delta, restated.delta, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("sharing", ["gdes", "es", "none"])

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_deberta.config.schema import ModelConfig, ObjectiveConfig, RunConfig
+from megatron_deberta.config.schema import ModelConfig, ObjectiveConfig, RTDConfig, RunConfig
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.engine import deepspeed_config
@@ -27,6 +27,8 @@ from tests.support.ranks import grid
 
 Samples = dict[int, list[int]]
 RTD = replace(MODEL, head="rtd")
+JOINT = RTDConfig()
+ALTERNATING = RTDConfig(update="alternating", discriminator_learning_rate=5e-4)
 
 
 def rtd_config(
@@ -38,26 +40,32 @@ def rtd_config(
 
 
 def record_samples(module: nn.Module) -> Samples:
-    """Return a table that every forward pass fills: sample index -> drawn pieces."""
+    """Return a table that every pass of the generator fills: sample index -> drawn pieces."""
     drawn: Samples = {}
 
-    def record(_: nn.Module, arguments: tuple[Batch, Any], result: tuple[Tensor, ...]) -> None:
-        batch = arguments[0]
+    def record(_: nn.Module, arguments: tuple[Any, ...], result: tuple[Tensor, ...]) -> None:
+        batch: Batch = arguments[0]
         for index, positions, pieces in zip(
             batch.sample_index.tolist(), batch.masked_positions, result[-1], strict=True
         ):
             drawn[index] = pieces[positions >= 0].tolist()
 
-    module.register_forward_hook(record)
+    module.get_submodule("generator").register_forward_hook(record)
     return drawn
 
 
-def run_rtd(rank: int, layout: Layout | None, model: ModelConfig, steps: int) -> dict[str, Any]:
+def run_rtd(
+    rank: int,
+    layout: Layout | None,
+    model: ModelConfig,
+    steps: int,
+    rtd: RTDConfig = JOINT,
+) -> dict[str, Any]:
     """Return losses, metrics, samples and moments of a run with dropout on this rank."""
     deepspeed_config.PERSISTENCE_THRESHOLD = 0
     groups = grid(layout.tp_size) if layout else single_process_groups(torch.device("cpu"))
     micro_batch = GLOBAL_BATCH // groups.dp_size // 2
-    config = rtd_config(layout, model, micro_batch=micro_batch)
+    config = rtd_config(layout, model, micro_batch=micro_batch, rtd=rtd)
     sharded = build_rank_model(config, groups)
     sharded.module.train()
     samples = record_samples(sharded.module)
@@ -70,6 +78,8 @@ def run_rtd(rank: int, layout: Layout | None, model: ModelConfig, steps: int) ->
         result = take_step(step, micro_batches(step, groups, micro_batch=micro_batch))
         losses += [result.loss, result.metrics["discriminator_loss"]]
         norms.append(result.outcome.grad_norm)
+        if rtd.update == "alternating":
+            norms.append(result.metrics["discriminator_grad_norm"])
         if step == 0:
             first = moments(engine, sharded.specs)
     engine.destroy()
