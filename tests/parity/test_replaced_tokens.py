@@ -233,7 +233,7 @@ def test_losses_and_gradients(sharing: Sharing) -> None:
 @pytest.mark.parametrize("sharing", ["gdes", "none"])
 def test_alternating_updates(sharing: Sharing) -> None:
     """Four steps: the generator's, then the discriminator's with the updated table."""
-    rates, clip, weight = (3e-3, 1e-3), 0.5, 10.0
+    rates, clip, weight = (1e-2, 1e-3), 0.5, 10.0
     config = RunConfig(
         model=replace(
             MODEL, embedding_sharing=sharing, hidden_dropout=0.0, attention_dropout=0.0
@@ -249,19 +249,17 @@ def test_alternating_updates(sharing: Sharing) -> None:
         precision=PrecisionConfig(engine="plain"),
         train=TrainConfig(seed=SEED, global_batch_size=3, micro_batch_size=3),
     )  # fmt: skip
-    built = build_model(config, GROUPS)
-    model = built.module
+    model = build_objective(config).build_model(RuntimeOptions())
     assert isinstance(model, ReplacedTokenModel)
     randomize(model, seed=5)
     restated = Restatement(model, sharing)
-    engine = build_engine(config, model, built.specs, GROUPS)
+    engine = build_engine(config, model, build_model(config, GROUPS).specs, GROUPS)
     take_step = TrainStep(engine, config, GROUPS)
     parameters = restated.parameters()
     optimizers = [
         torch.optim.Adam(tensors, rate, eps=1e-4)
         for tensors, rate in zip(parameters, rates, strict=True)
     ]
-    stale = []
     for step in range(4):
         batch = make_batch(MODEL, 21, padded=True)
         batch = replace(batch, sample_index=batch.sample_index + 10 * step)
@@ -269,7 +267,7 @@ def test_alternating_updates(sharing: Sharing) -> None:
         loss, drawn = restated.generate(batch, step)
         mean = loss / (batch.labels >= 0).sum()
         with torch.no_grad():
-            stale.append(float(restated.detect(batch, drawn) / batch.attention_mask.sum()))
+            stale = float(restated.detect(batch, drawn) / batch.attention_mask.sum())
         detection, norms = torch.zeros(()), []
         for number, optimizer in enumerate(optimizers):
             optimizer.zero_grad()
@@ -279,14 +277,14 @@ def test_alternating_updates(sharing: Sharing) -> None:
             norms.append(float(torch.nn.utils.clip_grad_norm_(parameters[number], clip)))
             optimizer.step()
         metrics = result.metrics
-        assert result.loss == pytest.approx(float(mean), rel=1e-4)
-        assert metrics["discriminator_loss"] == pytest.approx(float(detection), rel=1e-4)
+        assert result.loss == pytest.approx(mean.item(), rel=1e-5)
+        assert metrics["discriminator_loss"] == pytest.approx(detection.item(), rel=1e-5)
         assert result.outcome.grad_norm == pytest.approx(norms[0], rel=1e-3)
         assert metrics["discriminator_grad_norm"] == pytest.approx(norms[1], rel=1e-3)
         assert (result.learning_rate, metrics["discriminator_learning_rate"]) == rates
         if sharing == "gdes":
             # The table of the step before gives another loss.
-            assert metrics["discriminator_loss"] != pytest.approx(stale[-1], rel=1e-3)
+assert metrics["discriminator_loss"] != pytest.approx(stale, rel=3e-4)
     table = restated.generator.deberta.embeddings.word_embeddings.weight
     torch.testing.assert_close(model.generator.embeddings.token.weight, table, rtol=1e-3, atol=1e-4)
     if restated.delta is not None:
