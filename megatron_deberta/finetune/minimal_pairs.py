@@ -30,7 +30,8 @@ def evaluate_minimal_pairs(
     """Compute the accuracies of a pretrained model. Collective over the ranks of the launcher.
 
     Args:
-        model: run, checkpoint, export or release with a masked-language-model head.
+        model: run, checkpoint, export or release with a masked-language-model head; of replaced-
+            token detection, the generator is evaluated.
         data: folder of BLiMP's JSON Lines.
         limit: first pairs of each paradigm; 0: all.
         metric: what is masked with a scored token.
@@ -46,7 +47,7 @@ def evaluate_minimal_pairs(
         ConfigError: the model is fine-tuned.
         DataError: the data or the tokenizer is missing or malformed.
     """
-    source = open_source_model(model, tokenizer)
+    source = open_source_model(model, tokenizer, "generator")
     config = language_model_config(source, overrides)
     if config.model.head == "autoregressive" and metric != "original":
         raise ConfigError(f"--metric {metric} is for masked language models; remove it")
@@ -80,6 +81,10 @@ def language_model_config(source: SourceModel, overrides: Sequence[str]) -> RunC
             "weights; give a model trained for masked language modelling"
         )
     run = source.run or _run_of_model(source)
+    if run.model.head != source.config.head:
+        # A part of the run's model
+        objective = replace(run.objective, name=source.config.head)
+        run = replace(run, model=source.config, objective=objective)
     run = replace(
         run,
         parallel=replace(run.parallel, tensor_parallel_size=1, sequence_parallel=False),

@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from megatron_deberta.checkpoint.layout import COMMITTED_FILE, find_best
-from megatron_deberta.checkpoint.parts import open_part
+from megatron_deberta.checkpoint.parts import Part, open_part
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.checkpoint.store import WeightSource, find_newest
 from megatron_deberta.config import config_from_dict
@@ -42,19 +42,22 @@ class SourceModel:
     missing: tuple[str, ...] = ()
 
 
-def open_source_model(path: Path, tokenizer_path: str = "") -> SourceModel:
+def open_source_model(
+    path: Path, tokenizer_path: str = "", part: Part = "discriminator"
+) -> SourceModel:
     """Open a model.
 
     Args:
         path: run, checkpoint, export, or release of Hugging Face or Microsoft.
         tokenizer_path: its tokenizer; empty: its own.
+        part: which model of a run of replaced-token detection.
 
     Raises:
         CheckpointError: the folder holds no model, or a damaged one.
     """
     check_folder(path, "an export, a downloaded model, a run or a checkpoint")
     if not any((path / name).is_file() for name in CONFIG_FILES):
-        return _open_checkpoint(path, tokenizer_path)
+        return _open_checkpoint(path, tokenizer_path, part)
     if not any(path.glob("*.safetensors")) and any(path.glob("*.bin")):
         raise CheckpointError(
             f"{path} has pickled weights; import them first: megatron-deberta convert --from hf "
@@ -68,7 +71,7 @@ def open_source_model(path: Path, tokenizer_path: str = "") -> SourceModel:
     return SourceModel(path, release.config, location, None, release.tensor, missing)
 
 
-def _open_checkpoint(path: Path, tokenizer_path: str) -> SourceModel:
+def _open_checkpoint(path: Path, tokenizer_path: str, part: Part) -> SourceModel:
     step = path
     if not (path / COMMITTED_FILE).exists():
         found = find_best(path) or find_newest(path)
@@ -80,7 +83,7 @@ def _open_checkpoint(path: Path, tokenizer_path: str) -> SourceModel:
     location = tokenizer_path or reader.metadata.tokenizer_path
     if not location:
         raise CheckpointError(f"{step} records no tokenizer; give --tokenizer")
-    config, weights = open_part(reader, run.model, "discriminator")
+    config, weights = open_part(reader, run.model, part)
     return SourceModel(step, config, location, run, weights.tensor)
 
 

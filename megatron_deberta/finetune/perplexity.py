@@ -102,7 +102,7 @@ def evaluate_perplexity(
         ConfigError: the model was not trained in this form, or is fine-tuned.
         DataError: the text or the tokenizer is missing or malformed.
     """
-    source = open_source_model(model, tokenizer)
+    source = open_source_model(model, tokenizer, "generator")
     config = language_model_config(source, overrides)
     form = _form(config, form, str(model))
     if mask_every and form == "autoregressive":

@@ -142,13 +142,16 @@ def estimate_memory(
         (kept.encoder, table * shape.element, kept.attention, kernels),
         (0, 2 * table * shape.element, 0, 0),  # end
     ]
+    is_joint = config.rtd.update == "joint"
     for other in later:
-        above, both = _activations(other), kept.encoder + kept.decoder
-        both += above.encoder
+        above = _activations(other)
+        # With alternating updates, those of the first model are freed before.
+        both = above.encoder + is_joint * (kept.encoder + kept.decoder)
+        of_loss = is_joint * wide
         moments += [
-            (both + above.decoder, wide, 0, 0),
-            (both, wide, above.ffn, 0),
-            (both, wide, above.attention, kernels),
+            (both + above.decoder, of_loss, 0, 0),
+            (both, of_loss, above.ffn, 0),
+            (both, of_loss, above.attention, kernels),
         ]
     return MemoryEstimate(*_states(config, dp_size), *max(moments, key=sum))
 

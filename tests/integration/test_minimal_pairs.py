@@ -69,6 +69,24 @@ def test_wrong_arguments_are_one_line(
     assert "--limit is for the task blimp" in capsys.readouterr().err
 
 
+def test_generator_of_replaced_token_detection(
+    pretrain: Run, pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rtd = ("objective.name=rtd", "model.head=rtd", "train.exit_step=1")
+    assert pretrain(*rtd)[0] == EXIT_DONE
+    run, exported = tmp_path / "run", tmp_path / "hf"
+    convert = ["convert", "--checkpoint", str(run), "--to", "hf", "--output", str(exported)]
+    assert main(convert) == EXIT_DONE
+    found = []
+    for model in (run, exported / "generator"):
+        output = tmp_path / f"{model.name}.json"
+        assert evaluate(model, pairs, output) == EXIT_DONE
+        found.append(json.loads(output.read_text()))
+    assert found[0] == found[1]
+    assert evaluate(exported, pairs, tmp_path / "none.json") != EXIT_DONE
+    assert "give a model trained for masked language modelling" in capsys.readouterr().err
+
+
 def test_pretraining_records_accuracies_and_resumes(
     pretrain: Run, pairs: Path, tmp_path: Path
 ) -> None:

@@ -284,7 +284,7 @@ def test_alternating_updates(sharing: Sharing) -> None:
         assert (result.learning_rate, metrics["discriminator_learning_rate"]) == rates
         if sharing == "gdes":
             # The table of the step before gives another loss.
-assert metrics["discriminator_loss"] != pytest.approx(stale, rel=3e-4)
+            assert metrics["discriminator_loss"] != pytest.approx(stale, rel=3e-4)
     table = restated.generator.deberta.embeddings.word_embeddings.weight
     torch.testing.assert_close(model.generator.embeddings.token.weight, table, rtol=1e-3, atol=1e-4)
     if restated.delta is not None:

@@ -24,6 +24,7 @@ from megatron_deberta.config.schema import (
     ObjectiveConfig,
     ParallelConfig,
     PrecisionConfig,
+    RTDConfig,
     RunConfig,
     TrainConfig,
 )
@@ -34,6 +35,7 @@ from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.model import DropoutSeeds
 from megatron_deberta.model.flops import is_task_head
+from megatron_deberta.objectives.rtd import ReplacedTokenModel
 from megatron_deberta.planning.memory import estimate_memory, largest_micro_batch
 from megatron_deberta.train.setup import DTYPES
 
@@ -125,6 +127,37 @@ def test_peak_of_the_real_model(name: str, recompute: Any) -> None:
     estimate = estimate_memory(config, 1, attention="chunked", device_type="cpu")
     predicted = estimate.activations + estimate.vocabulary + estimate.workspace
     assert predicted == pytest.approx(measured(config), rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_peak_of_alternating_updates(recompute: Any) -> None:
+    config = run_config(MODELS["replaced tokens"], recompute)
+    config = replace(config, rtd=RTDConfig(update="alternating"))
+    module = build_model(config, GROUPS).module.train()
+    assert isinstance(module, ReplacedTokenModel)
+    rows, seeds = batch(config)
+    assert isinstance(rows, Batch)
+
+    def run() -> None:
+        loss, _, samples = module.generate(rows, seeds)
+        loss.backward()
+        module.generator.zero_grad()
+        module.detect(rows, samples, seeds)[0].backward()
+
+    run()
+    tracker = MemTracker()
+    tracker.track_external(module)
+    with tracker:
+        before = total(tracker, "current")
+        run()
+        peak = total(tracker, "peak") - before
+    estimate = estimate_memory(config, 1, attention="chunked", device_type="cpu")
+    predicted = estimate.activations + estimate.vocabulary + estimate.workspace
+    assert predicted == pytest.approx(peak, rel=TOLERANCE)
+    joint = estimate_memory(
+        replace(config, rtd=RTDConfig()), 1, attention="chunked", device_type="cpu"
+    )
+    assert estimate.total < joint.total
 
 
 @pytest.mark.parametrize(("head", "recompute"), with_recompute(HEADS, "spans"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from megatron_deberta.distributed.parallelize import ShardedModel, build_model
 from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.engine.base import Engine
 from megatron_deberta.engine.factory import build_engine
-from megatron_deberta.errors import ConfigError
+from megatron_deberta.errors import CheckpointError, ConfigError
 from megatron_deberta.model import RuntimeOptions
 from megatron_deberta.model.replaced_tokens import DELTA, DISCRIMINATOR, GENERATOR, TOKENS
 from megatron_deberta.objectives import build_objective
@@ -42,6 +43,8 @@ RTD = replace(
     objective=ObjectiveConfig(name="rtd"),
     data=DataConfig(sequence_length=64),
 )
+ALTERNATING = replace(RTD, rtd=RTDConfig(update="alternating", discriminator_learning_rate=5e-4))
+MODES = pytest.mark.parametrize("config", [RTD, ALTERNATING], ids=["joint", "alternating"])
 SPLITS = {"whole": [(0, 4)], "halves": [(0, 2), (2, 4)], "uneven": [(0, 1), (1, 4)]}
 
 
@@ -63,14 +66,15 @@ def losses(
     return values
 
 
-def test_micro_batches_and_recomputation_do_not_change_the_objective() -> None:
-    expected = losses(start()[2], range(3))
+@MODES
+def test_micro_batches_and_recomputation_do_not_change_the_objective(config: RunConfig) -> None:
+    expected = losses(start(config)[2], range(3))
     assert len(set(expected)) == 9
     for split in SPLITS.values():
-        assert losses(start()[2], range(3), split) == pytest.approx(expected, rel=1e-5)
+        assert losses(start(config)[2], range(3), split) == pytest.approx(expected, rel=1e-5)
     for recompute in ("selective", "full"):
-        config = replace(RTD, parallel=ParallelConfig(recompute=recompute))  # type: ignore[arg-type]
-        assert losses(start(config)[2], range(3)) == pytest.approx(expected, rel=1e-6)
+        changed = replace(config, parallel=ParallelConfig(recompute=recompute))  # type: ignore[arg-type]
+        assert losses(start(changed)[2], range(3)) == pytest.approx(expected, rel=1e-6)
 
 
 def test_weight_of_the_discriminator() -> None:
@@ -96,19 +100,60 @@ def saved(run_dir: Path, model: ShardedModel, engine: Engine) -> Path:
     return store.save(run_dir, engine, model.specs, GROUPS, metadata)
 
 
-def test_resumed_run_is_bit_identical(tmp_path: Path) -> None:
-    whole = start()
+@MODES
+def test_resumed_run_is_bit_identical(tmp_path: Path, config: RunConfig) -> None:
+    whole = start(config)
     expected = losses(whole[2], range(5))
-    _, engine, take_step = start()
+    _, engine, take_step = start(config)
     first = losses(take_step, range(3))
     path = saved(tmp_path, whole[0], engine)
-    again = start()
+    again = start(config)
     store.load(CheckpointReader(path), again[1], again[0].specs)
     assert first + losses(again[2], range(3, 5)) == expected
     pairs = zip(whole[1].gather_states(), again[1].gather_states(), strict=True)
     for (name, theirs), (_, ours) in pairs:
         assert torch.equal(theirs.weight, ours.weight), name
         assert torch.equal(theirs.exp_avg_sq, ours.exp_avg_sq), name
+
+
+def weights_of(engine: Engine) -> dict[str, Tensor]:
+    return {name: state.weight.clone() for name, state in engine.gather_states()}
+
+
+def test_update_that_is_skipped_skips_the_discriminator_too() -> None:
+    model, engine, take_step = start(ALTERNATING)
+    losses(take_step, range(1))
+    before = weights_of(engine)
+    with torch.no_grad():
+        model.module.get_parameter("generator.head.bias")[3] = math.nan
+    result = take_step(1, [rows(4)])
+    assert result.skip == "loss not finite"
+    after = weights_of(engine)
+    assert all(torch.equal(after[name], w) for name, w in before.items() if w.isfinite().all())
+
+
+def test_infinite_gradient_of_the_discriminator_skips_its_update_only() -> None:
+    model, engine, take_step = start(ALTERNATING)
+    losses(take_step, range(1))
+    before = weights_of(engine)
+    bias = model.module.get_parameter("discriminator.head.dense.bias")
+    handle = bias.register_hook(lambda gradient: gradient * math.inf)
+    result = take_step(1, [rows(4)])
+    assert result.skip == "gradient not finite"
+    assert math.isfinite(result.outcome.grad_norm)
+    assert not math.isfinite(result.metrics["discriminator_grad_norm"])
+    changed = {
+        name for name, weight in weights_of(engine).items() if (weight != before[name]).any()
+    }
+    assert changed
+    assert all(name.startswith(GENERATOR) for name in changed)
+    handle.remove()
+    assert take_step(2, [rows(8)]).skip is None
+
+
+def test_joint_engine_state_does_not_fit_alternating_updates() -> None:
+    with pytest.raises(CheckpointError, match="lacks 'adam_step'"):
+        start(ALTERNATING)[1].load_state_dict(start()[1].state_dict())
 
 
 def test_checkpoint_holds_both_models(tmp_path: Path) -> None:
@@ -205,6 +250,14 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 def test_wrong_settings_are_refused(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         validate(replace(RTD, model=replace(RTD.model, **keys)))
+
+
+def test_wrong_settings_of_alternating_updates_are_refused() -> None:
+    shared = replace(ALTERNATING, model=replace(RTD.model, embedding_sharing="es"))
+    with pytest.raises(ConfigError, match="rtd.update=alternating cannot train the one table"):
+        validate(shared)
+    with pytest.raises(ConfigError, match="rtd.discriminator_learning_rate=0.1 needs rtd.update"):
+        validate(replace(RTD, rtd=RTDConfig(discriminator_learning_rate=0.1)))
 
 
 def test_settings_of_other_objectives_are_refused() -> None:
