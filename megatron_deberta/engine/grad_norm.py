@@ -42,7 +42,7 @@ def global_grad_norm(gradients: Iterable[tuple[Tensor, bool]], groups: ProcessGr
     if groups.tp_group is not None:
         dist.all_reduce(total, group=groups.tp_group)
     # MAX may drop nan.
-    total = total.nan_to_num(nan=math.inf)
+    total = total.nan_to_num(nan=math.inf, posinf=math.inf)
     if groups.dp_group is not None:
         dist.all_reduce(total, op=dist.ReduceOp.MAX, group=groups.dp_group)
     return float(total.sqrt())

@@ -129,7 +129,8 @@ def test_update_that_is_skipped_skips_the_discriminator_too() -> None:
     result = take_step(1, [rows(4)])
     assert result.skip == "loss not finite"
     after = weights_of(engine)
-    assert all(torch.equal(after[name], w) for name, w in before.items() if w.isfinite().all())
+    del before["generator.head.bias"]
+    assert all(torch.equal(after[name], weight) for name, weight in before.items())
 
 
 def test_infinite_gradient_of_the_discriminator_skips_its_update_only() -> None:
