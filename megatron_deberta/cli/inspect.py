@@ -11,7 +11,8 @@ Examples:
   megatron-deberta inspect shards shards/*.idx --sequence-length 512 --plot lengths.png
 
 In samples, {cat>[MASK]} is a masked token, {cat>dog} one replaced by a random token, and {cat=} one
-that is predicted but unchanged.
+that is predicted but unchanged. With --generator, a run of replaced-token detection, each sample is
+followed by what its generator draws there: {cat>dog} is a replaced token, {cat=} one that is not.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -44,6 +46,9 @@ from megatron_deberta.data.randomness import Purpose
 from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.tokenizer import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from megatron_deberta.cli.inspect_generator import Generate
 
 _NUM_PARTS = 8
 
@@ -72,6 +77,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens per row (default: data.sequence_length; shards: 512)",
     )
+    parser.add_argument(
+        "--generator",
+        type=Path,
+        metavar="RUN",
+        help="data: run or checkpoint of replaced-token detection that draws pieces",
+    )
     add_shard_statistics_arguments(parser)
 
 
@@ -83,6 +94,12 @@ def run(args: argparse.Namespace) -> int:
         return inspect_shards(args)
     config = _config(args)
     tokenizer = load_tokenizer(tokenizer_path(config))
+    generate = None
+    if args.generator:
+        # Imported here because it imports torch.
+        from megatron_deberta.cli.inspect_generator import open_generator
+
+        generate = open_generator(args.generator, tokenizer)
     vocabulary = Vocabulary.of(tokenizer)
     # Without a run, write no index files.
     cache = IndexCache(config.data.index_cache) if args.prefix else None
@@ -106,6 +123,8 @@ def run(args: argparse.Namespace) -> int:
             form = ", autoregressive" * is_causal
             print(_describe(int(sample[0]), batch.row(0), masked) + form)
             print(_marked_text(masked, batch.row(0), tokenizer, is_causal))
+            if generate is not None:
+                print(_generated_text(generate, int(sample[0]), masked, batch.row(0), tokenizer))
         if number < args.statistics:
             statistics[place].add(masked, batch, vocabulary, is_causal)
     for each in statistics:
@@ -200,6 +219,17 @@ def _marked_text(masked: MaskedRows, row: Row, tokenizer: Tokenizer, is_causal: 
             text = f"{space}{{{before}=}}" if token == original else f"{space}{{{before}>{now}}}"
         parts.append(text)
     return "".join(parts)
+
+
+def _generated_text(
+    generate: Generate, sample: int, masked: MaskedRows, row: Row, tokenizer: Tokenizer
+) -> str:
+    """Return the text with the pieces that the generator draws."""
+    drawn = generate(masked.tokens, masked.positions, sample)
+    filled = masked.tokens.copy()
+    filled[masked.positions] = drawn
+    text = _marked_text(replace(masked, tokens=filled), row, tokenizer)
+    return f"generated, {(drawn != masked.labels).sum()} of {drawn.size} replaced:\n{text}"
 
 
 def _without_space(text: str) -> str:

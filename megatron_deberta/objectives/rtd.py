@@ -117,9 +117,10 @@ class ReplacedTokenModel(DebertaForReplacedTokens):
 
     def generate(self, batch: MaskedBatch, seeds: DropoutSeeds | None) -> tuple[Tensor, ...]:
         """Return the generator's loss, number of correct predictions, and samples ``[B, M]``."""
-        step = 0 if seeds is None else seeds.step
-        keys = DropoutSeeds(self.sample_seed, step, batch.dropout_keys)
-        draw = GumbelMax.at(keys.per_row(_SAMPLES), batch.masked_positions, self.excluded_ids)
+        keys = DropoutSeeds(
+            self.sample_seed, 0 if seeds is None else seeds.step, batch.dropout_keys
+        )
+        draw = draws(keys, batch.masked_positions, self.excluded_ids)
         out: tuple[Tensor, ...] = self.generator(batch, seeds, draw)
         return out
 
@@ -144,6 +145,11 @@ class ReplacedTokenModel(DebertaForReplacedTokens):
             (real & said).sum(),
             (real & said & is_replaced).sum(),
         )
+
+
+def draws(keys: DropoutSeeds, positions: Tensor, excluded: tuple[int, ...]) -> GumbelMax:
+    """Return the draws at ``positions`` ``[B, M]`` of rows with ``keys``."""
+    return GumbelMax.at(keys.per_row(_SAMPLES), positions, excluded)
 
 
 def fill(input_ids: Tensor, positions: Tensor, pieces: Tensor) -> Tensor:

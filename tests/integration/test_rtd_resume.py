@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from megatron_deberta.cli.main import main
 from megatron_deberta.errors import EXIT_DONE, EXIT_USAGE
 from tests.support.jobs import Run, assert_same_checkpoints, records
 
@@ -49,3 +51,24 @@ def test_resumed_run_is_bit_identical(
         assert found == numbers(whole, kind)
         assert len({record["discriminator_loss"] for record in found if len(record) > 1}) > 1
     assert_same_checkpoints(run, whole, 4)
+
+
+def test_inspect_shows_what_the_generator_draws(
+    pretrain: Run, run_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert pretrain(*RTD, "train.exit_step=1")[0] == EXIT_DONE
+    inspect = ["inspect", "data", str(run_yaml), "--num-samples", "2", "--statistics", "0"]
+    assert main([*inspect, "--generator", str(tmp_path / "run")]) == EXIT_DONE
+    output = capsys.readouterr().out
+    counts = re.findall(
+        r"(\d+) targets .*?generated, (\d+) of (\d+) replaced:\n(.*?)\n\n", output + "\n\n", re.S
+    )
+    assert len(counts) == 2
+    for targets, replaced, drawn, text in counts:
+        assert targets == drawn
+        assert 0 < int(replaced) <= int(drawn)
+        assert len(re.findall(r"\{[^{}]+>[^{}]+\}", text)) >= int(replaced) - 2
+        assert "[MASK]" not in text
+    assert pretrain("train.exit_step=1", run_dir="mlm")[0] == EXIT_DONE
+    assert main([*inspect, "--generator", str(tmp_path / "mlm")]) == EXIT_USAGE
+    assert "objective.name=mlm draws no pieces" in capsys.readouterr().err
