@@ -59,8 +59,12 @@ class EngineSequence(Engine):
 
     def load_states(self, fetch: FetchState) -> None:
         """Set every parameter and its moments."""
+
+        def fetch_of(part: str) -> FetchState:
+            return lambda name: fetch(f"{part}.{name}")
+
         for part, engine in self._parts.items():
-            engine.load_states(lambda name, part=part: fetch(f"{part}.{name}"))
+            engine.load_states(fetch_of(part))
 
     def state_dict(self) -> dict[str, int | float]:
         """The scalars of each part."""
