@@ -228,7 +228,7 @@ def _generated_text(
     drawn = generate(masked.tokens, masked.positions, sample)
     filled = masked.tokens.copy()
     filled[masked.positions] = drawn
-    text = _marked_text(replace(masked, tokens=filled), row, tokenizer)
+    text = _marked_text(replace(masked, tokens=filled), row, tokenizer, is_causal=False)
     return f"generated, {(drawn != masked.labels).sum()} of {drawn.size} replaced:\n{text}"
 
 
