@@ -152,8 +152,11 @@ class Engine(ABC):
             ) from error
 
     @abstractmethod
-    def destroy(self) -> None:
+    def destroy(self, *, is_last: bool = True) -> None:
         """Release hooks and buffers and restore environment variables that the engine has set.
 
         Call it on every way out of a run; the engine cannot be used afterwards.
+
+        Args:
+            is_last: no other engine of this process needs its process group.
         """

@@ -72,10 +72,10 @@ class DeepSpeedZeroEngine(Engine):
             and self._stage < 3
             and not config.precision.offload_optimizer,
         )
-        with ExitStack() as stack:
+        with ExitStack() as shared, ExitStack() as stack:
             deepspeed = import_deepspeed(groups.device)
             start_single_process(groups)
-            stack.callback(end_single_process, groups)
+            shared.callback(end_single_process, groups)
             stack.enter_context(environment_variables(local_rank_variable(groups)))
             with deepspeed_environment(groups), overlapped_reduction(groups):
                 self._engine: Any = deepspeed.initialize(
@@ -84,7 +84,7 @@ class DeepSpeedZeroEngine(Engine):
                     config=settings,
                     mpu=model_parallel_unit(groups),
                 )[0]
-            self._process_state = stack.pop_all()
+            self._process_state, self._shared_state = stack.pop_all(), shared.pop_all()
         if self._loss_scale.dynamic:
             self._engine.optimizer.loss_scaler = _ExternalLossScaler(self._loss_scale)
         self._state = ShardedState(self._engine)
@@ -158,12 +158,14 @@ class DeepSpeedZeroEngine(Engine):
         self._state.publish()
         set_adam_step(self._adam, self._masters, 0)
 
-    def destroy(self) -> None:
+    def destroy(self, *, is_last: bool = True) -> None:
         """Remove DeepSpeed's hooks; restore process groups and environment variables."""
         self._engine.module_forward_pre_hook.remove()
         self._engine.module_forward_post_hook.remove()
         self._engine.destroy()
         self._process_state.close()
+        if is_last:
+            self._shared_state.close()
 
     def _step_unsharded(self, norm_limit: float) -> tuple[float, bool]:
         """Step of stage 0, where DeepSpeed reports no norm. Returns the norm and if skipped."""

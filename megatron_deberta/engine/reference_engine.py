@@ -100,7 +100,7 @@ class ReferenceEngine(Engine):
         set_adam_step(self._adam, self._masters, 0)
         self._copy_masters_to_model()
 
-    def destroy(self) -> None:
+    def destroy(self, *, is_last: bool = True) -> None:
         """Do nothing: this engine has no hooks and changes no process state."""
 
     def _take_gradients(self) -> list[Tensor]:

@@ -82,7 +82,7 @@ class EngineSequence(Engine):
                 {k.removeprefix(start): v for k, v in scalars.items() if k.startswith(start)}
             )
 
-    def destroy(self) -> None:
+    def destroy(self, *, is_last: bool = True) -> None:
         """Release each part's resources, in reverse."""
         for engine in reversed(self.parts):
-            engine.destroy()
+            engine.destroy(is_last=is_last and engine is self.parts[0])

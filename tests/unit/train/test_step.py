@@ -136,6 +136,10 @@ class Recorded:
     def _forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         return torch.tensor(self.loss), torch.tensor(0)
 
+    @property
+    def parts(self) -> tuple[Recorded, ...]:
+        return (self,)
+
     def backward(self, loss: Tensor) -> None:
         self.calls.append("backward")
 
