@@ -322,11 +322,9 @@ def _check_replaced_tokens(model: ModelConfig, rtd: RTDConfig) -> None:
             "rtd.update=alternating cannot train the one table of model.embedding_sharing=es with "
             "two optimizers; use gdes, none or rtd.update=joint"
         )
-    if rtd.update == "joint" and rtd.discriminator_learning_rate:
-        raise ConfigError(
-            f"rtd.discriminator_learning_rate={rtd.discriminator_learning_rate:g} needs "
-            "rtd.update=alternating; set it to 0"
-        )
+    rate = rtd.discriminator_learning_rate
+    if rate and rtd.update == "joint":
+        raise ConfigError(f"rtd.discriminator_learning_rate={rate:g} needs rtd.update=alternating")
 
 
 def _check_parallel(model: ModelConfig, data: DataConfig, parallel: ParallelConfig) -> None:
