@@ -70,7 +70,7 @@ def test_wrong_arguments_are_one_line(
 
 
 def test_generator_of_replaced_token_detection(
-    pretrain: Run, pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    pretrain: Run, pairs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     rtd = ("objective.name=rtd", "model.head=rtd", "train.exit_step=1")
     assert pretrain(*rtd)[0] == EXIT_DONE
@@ -84,7 +84,7 @@ def test_generator_of_replaced_token_detection(
         found.append(json.loads(output.read_text()))
     assert found[0] == found[1]
     assert evaluate(exported, pairs, tmp_path / "none.json") != EXIT_DONE
-    assert "give a model trained for masked language modelling" in capsys.readouterr().err
+    assert "give a model trained for masked language modelling" in capfd.readouterr().err
 
 
 def test_pretraining_records_accuracies_and_resumes(

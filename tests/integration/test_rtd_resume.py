@@ -54,12 +54,12 @@ def test_resumed_run_is_bit_identical(
 
 
 def test_inspect_shows_what_the_generator_draws(
-    pretrain: Run, run_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    pretrain: Run, run_yaml: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert pretrain(*RTD, "train.exit_step=1")[0] == EXIT_DONE
     inspect = ["inspect", "data", str(run_yaml), "--num-samples", "2", "--statistics", "0"]
     assert main([*inspect, "--generator", str(tmp_path / "run")]) == EXIT_DONE
-    output = capsys.readouterr().out
+    output = capfd.readouterr().out
     counts = re.findall(
         r"(\d+) targets .*?generated, (\d+) of (\d+) replaced:\n(.*?)\n\n", output + "\n\n", re.S
     )
@@ -71,4 +71,4 @@ def test_inspect_shows_what_the_generator_draws(
         assert "[MASK]" not in text
     assert pretrain("train.exit_step=1", run_dir="mlm")[0] == EXIT_DONE
     assert main([*inspect, "--generator", str(tmp_path / "mlm")]) == EXIT_USAGE
-    assert "objective.name=mlm draws no pieces" in capsys.readouterr().err
+    assert "objective.name=mlm draws no pieces" in capfd.readouterr().err
