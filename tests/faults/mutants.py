@@ -99,7 +99,7 @@ MUTANTS = (
     ),
     Mutant(
         "replicas are not compared before a save", "train/run.py",
-        "        _check_replicas(run, state.step)\n", "        pass\n",
+        "        _check_replicas(run, records, state.step)\n", "        pass\n",
         "unit/train/test_run_saves.py::test_replicas_are_compared_before_a_save",
     ),
     Mutant(
@@ -136,8 +136,7 @@ MUTANTS = (
     ),
     Mutant(
         "biases and norms are decayed", "engine/optimizer.py",
-        "groups = ((decaying, weight_decay), (exempt, 0.0))",
-        "groups = ((decaying, weight_decay), (exempt, weight_decay))",
+        '"weight_decay": 0.0 if is_exempt else weight_decay,', '"weight_decay": weight_decay,',
         "unit/engine/test_optimizer.py::test_groups_keep_the_order_and_leave_frozen_parameters_out",
     ),
     Mutant(
@@ -153,7 +152,7 @@ MUTANTS = (
     ),
     Mutant(
         "the loss ignores the number of ranks", "train/step.py",
-        "factors = [groups.dp_size / count", "factors = [1 / count",
+        "summed * (groups.dp_size / count)", "summed * (1 / count)",
         f"{_STEP}::test_the_sum_of_all_ranks_is_divided_by_the_targets_of_all_ranks",
     ),
     Mutant(
