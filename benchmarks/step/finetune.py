@@ -161,7 +161,7 @@ class Contender:
         self._read(lambda line: line == "ready")
         self._process.stdin.write("go\n")
         self._process.stdin.flush()
-        self.turns.append(json.loads(self._read(lambda line: line.startswith("{"))))
+        self.turns.append(json.loads(self._read(lambda line: line.startswith('{"'))))
 
     def close(self) -> None:
         """End the process."""

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from megatron_deberta.data.batch import MicroBatch
 from megatron_deberta.distributed.topology import ProcessGroups
-from megatron_deberta.objectives import Mean, Objective
-from megatron_deberta.train.step import forward, sum_over_batch_ranks
+from megatron_deberta.objectives import Mean, Objective, Sums
+from megatron_deberta.train.step import sum_over_batch_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,11 @@ class Evaluation:
 def never() -> bool:
     """Return False: the default where no stop can be requested."""
     return False
+
+
+def forward(module: nn.Module, batch: MicroBatch, objective: Objective) -> Sums:
+    """Compute the objective of a batch without dropout."""
+    return objective.sums(module(batch, None))
 
 
 def evaluate(
@@ -63,7 +68,7 @@ def evaluate(
                 module.train()
                 return None
             batch = batch.to(groups.device)
-            result = forward(module, batch, None, objective)
+            result = forward(module, batch, objective)
             targets = torch.stack(objective.count_targets(batch)).double()
             sums += torch.cat([targets, result.totals()])
             if collect is not None and result.outputs is not None:

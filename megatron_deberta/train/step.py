@@ -21,7 +21,6 @@ from megatron_deberta.model.dropout import DropoutSeeds
 from megatron_deberta.objectives import (
     NO_COUNTS,
     Mean,
-    Objective,
     Sums,
     Update,
     build_objective,
@@ -35,17 +34,22 @@ logger = logging.getLogger(__name__)
 
 
 def forward(
-    module: nn.Module, batch: MicroBatch, seeds: DropoutSeeds | None, objective: Objective
+    module: nn.Module,
+    batch: MicroBatch,
+    seeds: DropoutSeeds | None,
+    update: Update,
+    outputs: Tensor | None = None,
 ) -> Sums:
-    """Compute the objective of a micro batch.
+    """Compute an update's losses of a micro batch.
 
     Args:
         module: the objective's model with its loss.
         batch: on the model's device.
         seeds: dropout seeds; None disables dropout.
-        objective: the training task.
+        update: the update.
+        outputs: of this micro batch in the update before.
     """
-    return objective.sums(module(batch, seeds))
+    return update.compute(module, batch, seeds, outputs)
 
 
 def sum_over_batch_ranks(numbers: Tensor, groups: ProcessGroups) -> Tensor:
@@ -255,7 +259,7 @@ class TrainStep:
         for index, batch in enumerate(batches):
             seeds = DropoutSeeds(self._config.train.seed, step, batch.dropout_keys)
             with self._forward_timer.measure():
-                result = update.compute(self._engine.module, batch, seeds, outputs[index])
+                result = forward(self._engine.module, batch, seeds, update, outputs[index])
             # The engine averages over data-parallel ranks; the factor turns that into a sum.
             losses = [
                 summed * (groups.dp_size / count) * part.weight
