@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_deberta.checkpoint.layout import WEIGHT, CheckpointMetadata, committed_steps, step_dir
+from megatron_deberta.checkpoint.layout import WEIGHT, committed_steps, step_dir
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.errors import CheckpointError, ConfigError
 
@@ -17,8 +17,13 @@ class AveragedWeights:
     """Weighted mean of the weights of several checkpoints, computed in fp64.
 
     Args:
-        readers: checkpoints of one run; the last one gives path and metadata.
+        readers: checkpoints of one run.
         shares: weight of each, of any positive sum.
+
+    Attributes:
+        path: folder of the last checkpoint.
+        metadata: of the last checkpoint.
+        shapes: logical shape by canonical name.
 
     Raises:
         CheckpointError: they are not of the same model.
@@ -27,25 +32,11 @@ class AveragedWeights:
     def __init__(self, readers: Sequence[CheckpointReader], shares: Sequence[float]) -> None:
         total = sum(shares)
         self._parts = [(one, share / total) for one, share in zip(readers, shares, strict=True)]
-        self._last = readers[-1]
+        last = readers[-1]
+        self.path, self.metadata, self.shapes = last.path, last.metadata, last.shapes
         for reader in readers:
-            if reader.shapes != self._last.shapes:
-                raise CheckpointError(f"{reader.path} and {self._last.path}: different models")
-
-    @property
-    def path(self) -> Path:
-        """Folder of the last checkpoint."""
-        return self._last.path
-
-    @property
-    def metadata(self) -> CheckpointMetadata:
-        """Metadata of the last checkpoint."""
-        return self._last.metadata
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Logical shape by canonical name."""
-        return self._last.shapes
+            if reader.shapes != self.shapes:
+                raise CheckpointError(f"{reader.path} and {self.path}: different models")
 
     @property
     def steps(self) -> list[int]:

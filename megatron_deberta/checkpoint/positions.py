@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatron_deberta.checkpoint.layout import WEIGHT, CheckpointMetadata
+from megatron_deberta.checkpoint.layout import WEIGHT
 from megatron_deberta.checkpoint.reader import CheckpointReader
 
 POSITION_TABLES = ("embeddings.position.weight", "mask_decoder.position.weight")
@@ -40,29 +39,21 @@ class ExtendedPositions:
         reader: the checkpoint.
         rows: new number of positions.
         rule: as for ``extend_table``.
+
+    Attributes:
+        path: folder of the checkpoint.
+        metadata: of the checkpoint.
+        shapes: logical shape by canonical name.
     """
 
     def __init__(self, reader: CheckpointReader, rows: int, rule: Rule) -> None:
         self._reader = reader
         self._rows = rows
         self._rule: Rule = rule
-
-    @property
-    def path(self) -> Path:
-        """Folder of the checkpoint."""
-        return self._reader.path
-
-    @property
-    def metadata(self) -> CheckpointMetadata:
-        """Metadata of the checkpoint."""
-        return self._reader.metadata
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Logical shape by canonical name."""
-        return {
-            name: (self._rows, *shape[1:]) if name.endswith(POSITION_TABLES) else shape
-            for name, shape in self._reader.shapes.items()
+        self.path, self.metadata = reader.path, reader.metadata
+        self.shapes = {
+            name: (rows, *shape[1:]) if name.endswith(POSITION_TABLES) else shape
+            for name, shape in reader.shapes.items()
         }
 
     def tensor(

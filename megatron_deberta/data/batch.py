@@ -98,7 +98,7 @@ class Batch(MicroBatch):
 
 
 class CausalBatch(Batch):
-    """One micro batch of autoregressive rows.
+    """One micro batch of next-token prediction.
 
     ``masked_positions`` are the positions whose state predicts the next token, and ``labels`` these
     tokens; nothing is masked.

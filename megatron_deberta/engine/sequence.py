@@ -39,11 +39,11 @@ class EngineSequence(Engine):
         return tuple(self._parts.values())
 
     def backward(self, loss: Tensor) -> None:
-        """Refuse: `parts` have it."""
+        """Raise RuntimeError; call ``backward`` of one of ``parts``."""
         raise RuntimeError("call backward of one of the parts")
 
     def step(self, learning_rate: float, norm_limit: float = 0.0) -> StepOutcome:
-        """Refuse: `parts` have it."""
+        """Raise RuntimeError; call ``step`` of one of ``parts``."""
         raise RuntimeError("call step of one of the parts")
 
     def set_accumulation_steps(self, accumulation_steps: int) -> None:
@@ -67,7 +67,7 @@ class EngineSequence(Engine):
             engine.load_states(fetch_of(part))
 
     def state_dict(self) -> dict[str, int | float]:
-        """The scalars of each part."""
+        """Return the scalars of all parts."""
         return {
             f"{part}.{key}": value
             for part, engine in self._parts.items()

@@ -240,11 +240,11 @@ class _Encoder(_Base):
 
 
 class AcceleratedV1SelfAttention(_V1SelfAttention, v1.DisentangledSelfAttention):
-    """DeBERTa's self-attention through our operator."""
+    """DeBERTa self-attention computed by ``disentangled_attention``."""
 
 
 class AcceleratedV2SelfAttention(_V2SelfAttention, v2.DisentangledSelfAttention):
-    """DeBERTa-v2's self-attention through our operator."""
+    """DeBERTa-v2 self-attention computed by ``disentangled_attention``."""
 
 
 class AcceleratedV1Encoder(_Encoder, v1.DebertaEncoder):

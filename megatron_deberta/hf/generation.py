@@ -18,7 +18,7 @@ from megatron_deberta.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the next token is chosen.
+    """Parameters of sampling; the defaults are greedy decoding.
 
     Attributes:
         temperature: divides the logits; 0: the most probable token (greedy).
@@ -90,7 +90,7 @@ class TextGenerator:
         return found
 
     def _allowed(self, logits: Tensor) -> Tensor:
-        """Exclude rows beyond the vocabulary, and special tokens other than [SEP]."""
+        """Return the logits of the vocabulary, -inf for special tokens other than [SEP]."""
         tokenizer = self.tokenizer
         excluded = [token for token in tokenizer.special_ids if token != tokenizer.sep_id]
         allowed = logits[: tokenizer.num_tokens].clone()
@@ -99,12 +99,12 @@ class TextGenerator:
 
 
 def choose(logits: Tensor, sampling: Sampling, random: torch.Generator) -> int:
-    """Return a token.
+    """Return the next token.
 
     Args:
         logits: ``[V]``, -inf for excluded tokens.
-        sampling: how.
-        random: source of the draw.
+        sampling: parameters of sampling.
+        random: random number generator.
     """
     if sampling.temperature == 0:
         return int(logits.argmax())
