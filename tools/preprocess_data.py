@@ -1,8 +1,8 @@
-"""Turn text into shards, as Megatron's script does: ``megatron-deberta preprocess``."""
+"""Turn text into shards with the flags of Megatron-LM's script: ``cli/megatron_flags.py``."""
 
 import sys
 
-from megatron_deberta.cli.main import main
+from megatron_deberta.cli.megatron_flags import main
 
 if __name__ == "__main__":
-    sys.exit(main(["preprocess", *sys.argv[1:]]))
+    sys.exit(main(sys.argv[1:]))

@@ -26,6 +26,7 @@ from megatron_deberta.cli.text_input import (
 )
 from megatron_deberta.distributed.environment import read_environment
 from megatron_deberta.errors import ConfigError
+from megatron_deberta.text.preprocess.encoding import EncodingOptions
 from megatron_deberta.text.preprocess.merging import quarantine_path, shard_prefixes
 from megatron_deberta.text.preprocess.pipeline import RunOptions, preprocess
 from megatron_deberta.text.preprocess.workfolder import WorkFolder
@@ -52,6 +53,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sentences", nargs="?", const="en", default="", metavar="LANGUAGE",
         help="store sentences separately (PREFIX_KEY_sentence), split by the rules of this "
         "language (an ISO 639 code; without one: en)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--append-eod", default="", metavar="TOKEN",
+        help="append this token, such as [SEP], to each document (default: none; packing adds "
+        "[CLS] and [SEP])",
+    )  # fmt: skip
+    parser.add_argument(
+        "--keep-empty", action="store_true",
+        help="store records without tokens as documents without sequences, as Megatron-LM does",
+    )  # fmt: skip
+    parser.add_argument(
+        "--sentencepiece", action="store_true",
+        help="encode with the SentencePiece library, slower: its ids differ where two "
+        "segmentations have nearly the same score",
     )  # fmt: skip
     add_bad_fraction_argument(parser)
     parser.add_argument(
@@ -88,6 +103,11 @@ def run(args: argparse.Namespace) -> int:
             run=options,
             language=args.sentences,
             unit_bytes=None if args.unit_mb is None else round(args.unit_mb * 1e6),
+            encoding=EncodingOptions(
+                append_eod=args.append_eod,
+                keep_empty=args.keep_empty,
+                use_sentencepiece=args.sentencepiece,
+            ),
         )
     if options.rank:
         return 0

@@ -70,8 +70,8 @@ def load_tokenizer(path: str) -> Tokenizer:
 
     Args:
         path: a directory with ``tokenizer.json``, a SentencePiece ``*.model``, or a byte-level
-            BPE's ``vocab.json`` and ``merges.txt`` (tried in this order); or a ``*.model`` or
-            ``tokenizer.json`` file.
+            BPE's ``vocab.json`` and ``merges.txt`` or one other ``*vocab.json`` and
+            ``*merges.txt`` (tried in this order); or a ``*.model`` or ``tokenizer.json`` file.
 
     Raises:
         DataError: no tokenizer is found, a file is damaged, two tokens share an id, or a special
@@ -89,8 +89,8 @@ def _load(path: str) -> Tokenizer:
         model = _find_sentencepiece(location)
         if model is not None:
             return _load_sentencepiece(model)
-        if (location / "vocab.json").is_file() and (location / "merges.txt").is_file():
-            return _load_byte_level(location)
+        if (files := _find_byte_level(location)) is not None:
+            return _load_byte_level(*files, f"tokenizer {location}")
         raise DataError(f"tokenizer {path}: expected {_LAYOUTS} in this folder")
     if not location.is_file():
         raise MissingInputError(f"tokenizer {path}: no such file or folder; expected {_LAYOUTS}")
@@ -135,15 +135,26 @@ def _load_sentencepiece(path: Path) -> Tokenizer:
     return sentencepiece_tokenizer(_read(path), f"tokenizer {path}")
 
 
-def _load_byte_level(folder: Path) -> Tokenizer:
+def _find_byte_level(folder: Path) -> tuple[Path, Path] | None:
+    """Find the vocabulary and the merges; GPT-2's are also called ``gpt2-vocab.json``."""
+    found = []
+    for name in ("vocab.json", "merges.txt"):
+        others = sorted(folder.glob(f"*{name}"))
+        if (folder / name).is_file():
+            others = [folder / name]
+        if len(others) > 1:
+            raise DataError(f"tokenizer {folder}: {len(others)} *{name} files; rename one {name}")
+        found += others
+    return (found[0], found[1]) if len(found) == 2 else None
+
+
+def _load_byte_level(vocabulary: Path, merges: Path, where: str) -> Tokenizer:
     """Load GPT-2's or RoBERTa's files; missing special tokens are appended after the pieces."""
-    where = f"tokenizer {folder}"
-    vocabulary = folder / "vocab.json"
     parse_json(
         _read(vocabulary), dict[str, Id], vocabulary, "a vocabulary", remedy="download it again"
     )
-    with _errors_of_the_library(f"{where}: vocab.json and merges.txt do not match"):
-        model = models.BPE.from_file(str(vocabulary), str(folder / "merges.txt"))
+    with _errors_of_the_library(f"{where}: {vocabulary.name} and {merges.name} do not match"):
+        model = models.BPE.from_file(str(vocabulary), str(merges))
         backend = Backend(model)
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

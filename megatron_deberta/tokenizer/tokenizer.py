@@ -43,6 +43,7 @@ class Tokenizer:
 
     Attributes:
         spec: content of its ``tokenizer.json``.
+        sentencepiece_model: as given.
         special: names of the special tokens.
         num_tokens: ids in use, special tokens included.
         vocab_size: rows of the embedding table, ``model.vocab_size``; ids from ``num_tokens`` on
@@ -68,7 +69,7 @@ class Tokenizer:
         self.spec: Mapping[str, Any] = {**spec, "truncation": None, "padding": None}
         self._backend = backend or Backend.from_str(orjson.dumps(self.spec).decode())
         self._backend.encode_special_tokens = True
-        self._sentencepiece_model = sentencepiece_model
+        self.sentencepiece_model = sentencepiece_model
         self.special = special
         ids = self._backend.get_vocab()
         self.num_tokens = max(ids.values()) + 1
@@ -277,8 +278,8 @@ class Tokenizer:
         spec = json.dumps(self.spec, ensure_ascii=False, indent=1)
         (folder / JSON_FILE).write_text(spec + "\n", encoding="utf-8")
         (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        if self._sentencepiece_model is not None:
-            (folder / SENTENCEPIECE_FILE).write_bytes(self._sentencepiece_model)
+        if self.sentencepiece_model is not None:
+            (folder / SENTENCEPIECE_FILE).write_bytes(self.sentencepiece_model)
 
     def _encode_whole(self, text: str) -> list[int]:
         try:

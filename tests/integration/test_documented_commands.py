@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 from torch.distributed.run import get_args_parser
 
+from megatron_deberta.cli import megatron_flags
 from megatron_deberta.cli.main import COMMANDS, build_parser, import_command, main
 from megatron_deberta.finetune.search import local
 from megatron_deberta.finetune.search.cells import ConfiguredRun
@@ -48,6 +49,7 @@ INPUTS = {
     "docs/onnx.md": ("exports/base", "runs/first", "glue/SST-2"),
     "docs/export.md": ("runs/first", "shards/corpus_text_document"),
     "docs/preprocess.md": ("tokenizer",),
+    "docs/megatron.md": ("tokenizer",),
     "docs/autoregressive.md": ("runs/mt", "wiki.valid.tokens"),
     "docs/published-models.md": ("exports/base",),
     "docs/rtd.md": ("shards/corpus_text_document", "runs/rtd"),
@@ -217,6 +219,8 @@ def check(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         script = next(word for word in arguments if not word.startswith("-"))
         assert (ROOT / script).exists()
         check_command(["pretrain", *arguments[arguments.index(script) + 1 :]])
+    elif words[:2] == ["python", "tools/preprocess_data.py"]:
+        assert megatron_flags.main(arguments[1:]) == 0
     elif program == "python":
         assert arguments[0] == "-m"
         module = ROOT.joinpath(*arguments[1].split("."))

@@ -11,6 +11,8 @@ import itertools
 import logging
 import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import numpy.typing as npt
 import orjson
 
 from megatron_deberta.data.shards.format import dtype_for_vocab
+from megatron_deberta.errors import ConfigError
 from megatron_deberta.text.readers.reading import read_documents
 from megatron_deberta.text.readers.records import Document, ReadOptions
 from megatron_deberta.text.readers.sources import Source
@@ -35,6 +38,48 @@ CACHE_BYTES = 1 << 27
 PROBE_DOCUMENTS = 100
 # Of the run's first documents, so many must get the same ids from a fast library.
 PROBE_CHARACTERS = 200_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncodingOptions:
+    """How texts become ids, where that differs from the usual.
+
+    Attributes:
+        append_eod: name of a token that ends each document; empty: none.
+        keep_empty: records without tokens become documents without sequences; else they are left
+            out.
+        use_sentencepiece: encode with the SentencePiece library, not with its conversion.
+    """
+
+    append_eod: str = ""
+    keep_empty: bool = False
+    use_sentencepiece: bool = False
+
+    def plan(self) -> dict[str, str | bool]:
+        """Return what decides the result; nothing for the defaults, as in plans without them."""
+        plan: dict[str, str | bool] = {}
+        if self.append_eod:
+            plan["--append-eod"] = self.append_eod
+        if self.keep_empty:
+            plan["--keep-empty"] = True
+        if self.use_sentencepiece:
+            plan["--sentencepiece (its version)"] = version("sentencepiece")
+        return plan
+
+    def eod(self, tokenizer: Tokenizer) -> int | None:
+        """Return the id of ``append_eod``; None: nothing is appended.
+
+        Raises:
+            ConfigError: the tokenizer has no such token.
+        """
+        if not self.append_eod:
+            return None
+        for token_id in range(tokenizer.num_tokens):
+            if tokenizer.piece(token_id) == self.append_eod:
+                return token_id
+        raise ConfigError(
+            f"--append-eod {self.append_eod}: the tokenizer has no such token; name one of its own"
+        )
 
 
 class _BytePairs:
@@ -150,6 +195,29 @@ def split_sentences(text: str, language: str) -> list[str]:
     import sentencex
 
     return [sentence for each in sentencex.segment(language, text) if (sentence := each.strip())]
+
+
+def sentencepiece_encoder(tokenizer: Tokenizer) -> BatchEncoder:
+    """Return SentencePiece's own segmentation.
+
+    It differs from ``tokenizer.encode_texts`` where two segmentations have nearly equal scores.
+
+    Raises:
+        ConfigError: the tokenizer has no SentencePiece model.
+    """
+    if tokenizer.sentencepiece_model is None:
+        raise ConfigError("--sentencepiece: the tokenizer has no spm.model; remove the option")
+    from sentencepiece import SentencePieceProcessor
+
+    model = SentencePieceProcessor(model_proto=tokenizer.sentencepiece_model)
+
+    def encode(texts: Sequence[str]) -> tuple[Ids, Lengths]:
+        parts = [model.encode_as_ids(text) for text in texts]
+        lengths = np.fromiter(map(len, parts), np.int64, len(parts))
+        ids = np.fromiter(itertools.chain.from_iterable(parts), np.int32, int(lengths.sum()))
+        return ids, lengths
+
+    return encode
 
 
 def choose_encoder(

@@ -233,7 +233,9 @@ class Merger:
         with path.open("rb") as part:
             part.seek(tokens * self._dtype.itemsize)
             lengths = np.frombuffer(part.read(4 * sequences), np.int32)
-            counts = np.frombuffer(part.read(), np.int32) if self._job.language else None
+            counts = None
+            if self._job.counts_sequences:
+                counts = np.frombuffer(part.read(), np.int32)
         if lengths.size != sequences or (counts is not None and counts.size != documents):
             raise DataError(f"{path}: shorter than its record says; begin again with --restart")
         return lengths, None if counts is None else np.cumsum(counts, dtype=np.int64)

@@ -26,7 +26,12 @@ from megatron_deberta.data.shards.writer import PartSize, ShardLayout
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.processes import die_with_parent
 from megatron_deberta.text.preprocess import units
-from megatron_deberta.text.preprocess.encoding import BatchEncoder, choose_encoder
+from megatron_deberta.text.preprocess.encoding import (
+    BatchEncoder,
+    EncodingOptions,
+    choose_encoder,
+    sentencepiece_encoder,
+)
 from megatron_deberta.text.preprocess.merging import Merger, quarantine_path, shard_prefixes
 from megatron_deberta.text.preprocess.progress import ProgressCounters, ProgressDisplay
 from megatron_deberta.text.preprocess.worker import Job, encode_units
@@ -65,11 +70,13 @@ def preprocess(
     run: RunOptions | None = None,
     language: str = "",
     unit_bytes: int | None = None,
+    encoding: EncodingOptions | None = None,
 ) -> list[ShardManifest]:
     """Tokenize text into one shard a key: ``{output}_{key}_document.{bin,idx,manifest.json}``.
 
-    Shards hold no special tokens; packing adds them. They depend on nothing in ``run``. What is
-    done is kept in ``{output}.unfinished`` until all is: the same call goes on with it.
+    Shards hold no special tokens but ``encoding.append_eod``; packing adds them. They depend on
+    nothing in ``run``. What is done is kept in ``{output}.unfinished`` until all is: the same call
+    goes on with it.
 
     Args:
         sources: input files.
@@ -80,17 +87,20 @@ def preprocess(
         language: keep sentences apart, as this language (ISO 639-1) ends them.
         unit_bytes: text that is done again after a crash, for each process; None: 8 to 64 MiB,
             by the size of the input.
+        encoding: how texts become ids.
 
     Returns:
         What was recorded beside each shard.
 
     Raises:
-        ConfigError: a shard exists, a key cannot be part of a file name, an unfinished run was
-            begun in another way, or its folder is somebody's own.
+        ConfigError: a shard exists, a key cannot be part of a file name, the tokenizer lacks what
+            ``encoding`` needs, an unfinished run was begun in another way, or its folder is
+            somebody's own.
         DataError: an input, the tokenizer or the disk fails, a worker dies, too many records are
             bad, or there is no text.
     """
     read, run = read or ReadOptions(), run or RunOptions()
+    encoding = encoding or EncodingOptions()
     # Processes are what works side by side here; the library's threads would outlive no fork.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     unit_bytes = unit_bytes or units.usual_unit_bytes(sources)
@@ -105,7 +115,9 @@ def preprocess(
             "choose another name"
         )
     tokenizer = load_tokenizer(tokenizer_path)
-    plan = _plan(sources, tokenizer, read, language, unit_bytes)
+    eod = encoding.eod(tokenizer)
+    exact = sentencepiece_encoder(tokenizer) if encoding.use_sentencepiece else None
+    plan = _plan(sources, tokenizer, read, language, unit_bytes) | encoding.plan()
     digest = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
     prefixes = shard_prefixes(output, read.keys, language)
     folder = WorkFolder(output)
@@ -135,8 +147,10 @@ def preprocess(
             tokenizer_fingerprint=tokenizer.fingerprint,
             tokenizer_path=os.path.abspath(tokenizer_path),
             allow_bad=run.allow_bad,
+            eod=eod,
+            keep_empty=encoding.keep_empty,
         )
-        _work(job, _choose_encoder(job, tokenizer, folder), folder, run)
+        _work(job, exact or _choose_encoder(job, tokenizer, folder), folder, run)
     found = _complete(prefixes, digest)
     if found is None:
         raise DataError(f"{output}: published files are missing; run the same command again")

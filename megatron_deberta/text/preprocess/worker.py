@@ -49,6 +49,8 @@ class Job:
         tokenizer_fingerprint: identifies the tokenizer.
         tokenizer_path: where it was.
         allow_bad: share of records that may be bad; None: the usual, and no file may be damaged.
+        eod: id appended to each document that has tokens; None: nothing is appended.
+        keep_empty: records without tokens are documents without sequences; else they are left out.
     """
 
     sources: tuple[Source, ...]
@@ -62,6 +64,13 @@ class Job:
     tokenizer_fingerprint: str
     tokenizer_path: str
     allow_bad: float | None
+    eod: int | None = None
+    keep_empty: bool = False
+
+    @property
+    def counts_sequences(self) -> bool:
+        """Whether a document may have any number of sequences, rather than one."""
+        return bool(self.language) or self.keep_empty
 
 
 def encode_units(
@@ -167,8 +176,11 @@ class _UnitWorker:
             else:
                 ids, lengths = self._encode(texts)
                 counts = (lengths > 0).astype(np.int32)
-            part.add(key_index, ids, lengths[lengths > 0], counts)
-            for index in np.flatnonzero(counts == 0):
+            lengths = lengths[lengths > 0]
+            if self._job.eod is not None:
+                ids, lengths = append_to_documents(ids, lengths, counts, self._job.eod)
+            part.add(key_index, ids, lengths, counts)
+            for index in [] if self._job.keep_empty else np.flatnonzero(counts == 0):
                 document = documents[index]
                 detail = f"key {key!r} gives no token"
                 part.add_defects(source, [Defect(document.line, document.offset, EMPTY, detail)])
@@ -184,6 +196,29 @@ class _UnitWorker:
         owner = np.repeat(np.arange(len(texts)), [len(each) for each in sentences])
         counts = np.bincount(owner[lengths > 0], minlength=len(texts)).astype(np.int32)
         return ids, lengths, counts
+
+
+def append_to_documents(
+    ids: npt.NDArray[Any],
+    lengths: npt.NDArray[np.int64],
+    counts: npt.NDArray[np.int32],
+    token: int,
+) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
+    """Append a token to the last sequence of each document that has one.
+
+    Args:
+        ids: [tokens] of all sequences.
+        lengths: [sequences] tokens of each, none of them 0.
+        counts: [documents] sequences of each document.
+        token: the id.
+
+    Returns:
+        The ids and lengths with the tokens appended.
+    """
+    last = np.cumsum(counts, dtype=np.int64)[counts > 0] - 1
+    longer = lengths.copy()
+    longer[last] += 1
+    return np.insert(ids, np.cumsum(lengths)[last], token), longer
 
 
 def _together(batches: Iterable[RecordBatch]) -> Iterator[RecordBatch]:
@@ -211,7 +246,8 @@ class _Part:
         self._unit = unit
         self._folder = folder
         self._dtype = dtype_for_vocab(job.vocab_size)
-        self._sentences = bool(job.language)
+        self._counts_sequences = job.counts_sequences
+        self._keeps_empty = job.keep_empty
         keys = len(job.options.keys)
         names = [f"{unit.name}.{index}" for index in range(keys)] + [f"{unit.name}.bad"]
         self._paths = [folder.parts / name for name in names]
@@ -254,10 +290,11 @@ class _Part:
         if lengths.size and lengths.max() > np.iinfo(np.int32).max:
             raise DataError(f"a document of {lengths.max()} tokens does not fit the index")
         self._lengths[key].append(lengths.astype(np.int32))
-        if self._sentences:
-            self._counts[key].append(counts[counts > 0])
+        if self._counts_sequences:
+            self._counts[key].append(counts if self._keeps_empty else counts[counts > 0])
         self._tokens[key] += ids.size
-        self._empty[key] += int((counts == 0).sum())
+        if not self._keeps_empty:
+            self._empty[key] += int((counts == 0).sum())
 
     def add_defects(self, source: int, defects: Sequence[Defect]) -> None:
         if defects and len(self._streams) < len(self._temporary):
@@ -280,7 +317,7 @@ class _Part:
             counts = np.concatenate([np.empty(0, np.int32), *self._counts[key]])
             stream.write(lengths.tobytes())
             stream.write(counts.tobytes())
-            documents = counts.size if self._sentences else lengths.size
+            documents = counts.size if self._counts_sequences else lengths.size
             sizes.append((self._tokens[key], lengths.size, documents, self._empty[key]))
         files = zip(self._streams, self._temporary, self._paths, strict=False)
         for stream, temporary, path in files:

@@ -153,3 +153,12 @@ def test_lower_casing_beside_a_sentencepiece_model_is_not_ignored(
     config.write_text('{"do_lower_case": true}')
     with pytest.raises(DataError, match="do_lower_case=true"):
         load_tokenizer(str(tmp_path))
+
+
+def test_byte_level_files_may_have_a_prefix(gpt2_dir: str, tmp_path: Path) -> None:
+    for name in ("vocab.json", "merges.txt"):
+        shutil.copy(Path(gpt2_dir, name), tmp_path / f"gpt2-{name}")
+    assert load_tokenizer(str(tmp_path)).fingerprint == load_tokenizer(gpt2_dir).fingerprint
+    shutil.copy(tmp_path / "gpt2-vocab.json", tmp_path / "other-vocab.json")
+    with pytest.raises(DataError, match="2 \\*vocab.json files; rename one vocab.json"):
+        load_tokenizer(str(tmp_path))
