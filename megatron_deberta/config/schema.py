@@ -72,6 +72,10 @@ class ModelConfig:
     """Kernel size of the convolution beside the first layer; 0: none. The 1.5B model has 3."""
     conv_activation: Literal["gelu", "tanh"] = "gelu"
     """Activation of the convolution branch."""
+    conv_init: Literal["normal", "release"] = "normal"
+    """Initial convolution: ``normal``, weights like the others and biases 0, or ``release``,
+    weights and biases uniform within 1 / sqrt(hidden_size * conv_kernel_size), torch's defaults,
+    which Microsoft's code leaves unchanged."""
     mask_decoder_passes: int = 2
     """Passes of the last layer in the enhanced mask decoder; 0: a plain MLM head as in BERT."""
     absolute_positions: AbsolutePositions = "decoder"
@@ -207,8 +211,9 @@ class ParallelConfig:
     """Split norms and dropouts along the sequence too (needs tensor_parallel_size > 1)."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation: none, GELU and dropout masks only, or whole layers."""
-    fuse: bool = False
-    """Compile dropout + residual + LayerNorm, and bias + GELU (on CUDA this needs Triton)."""
+    fuse: Literal["auto", True, False] = "auto"
+    """Compile dropout + residual + LayerNorm, and bias + GELU (on CUDA this needs Triton); auto:
+    in pretraining on GPUs of sm_80 or newer with Triton."""
     attention_backend: AttentionBackend = "auto"
     """Implementation of disentangled attention."""
 

@@ -51,7 +51,7 @@ class MicroBatch:
 
     def _tensors(self) -> dict[str, Tensor]:
         items = ((item.name, getattr(self, item.name)) for item in fields(cast(Any, self)))
-        return {name: tensor for name, tensor in items if tensor is not None}
+        return {name: tensor for name, tensor in items if isinstance(tensor, Tensor)}
 
     def _map(self: _Self, transform: Callable[[Tensor], Tensor]) -> _Self:
         changed = {name: transform(tensor) for name, tensor in self._tensors().items()}
@@ -77,6 +77,7 @@ class Batch(MicroBatch):
             second; None where rows are not pairs.
         next_sentence_labels: [B] int64, 0 = the second segment follows the first, 1 = it does not,
             -100 = padding row; None where rows are not pairs.
+        is_padded: False: the host has seen that every token is real.
     """
 
     input_ids: Tensor
@@ -88,6 +89,12 @@ class Batch(MicroBatch):
     position_ids: Tensor | None = None
     token_type_ids: Tensor | None = None
     next_sentence_labels: Tensor | None = None
+    is_padded: bool = True
+
+    @property
+    def padding_mask(self) -> Tensor | None:
+        """The attention mask, or None if every token is real, so that nothing is masked."""
+        return self.attention_mask if self.is_padded else None
 
     is_causal: ClassVar[bool] = False
 

@@ -95,6 +95,7 @@ class BatchBuilder:
             filler = indices == FILLER
             input_ids[filler, :2] = self.vocabulary.cls_id, self.vocabulary.sep_id
             attention_mask[filler, :2] = True
+        is_padded = not attention_mask.all()
         fields: dict[str, npt.NDArray[Any]] = {
             "input_ids": input_ids,
             "attention_mask": attention_mask,
@@ -110,8 +111,9 @@ class BatchBuilder:
         if is_random_next is not None:
             fields["token_type_ids"] = parts
             fields["next_sentence_labels"] = is_random_next
+        tensors = {name: torch.from_numpy(array) for name, array in fields.items()}
         batch_class = CausalBatch if self.causal else Batch
-        return batch_class(**{name: torch.from_numpy(array) for name, array in fields.items()})
+        return batch_class(**tensors, is_padded=is_padded)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,8 @@ from megatron_deberta.errors import TopologyError
 class ProcessGroups:
     """Ranks, sizes and groups of this process.
 
-    The groups are None in a single process, where ``torch.distributed`` is not initialised.
+    A group of one rank is None. In a single process both are, and ``torch.distributed`` is not
+    initialised.
 
     Attributes:
         rank: global rank, ``dp_rank * tp_size + tp_rank``.
@@ -30,6 +31,8 @@ class ProcessGroups:
         dp_rank: data-parallel rank.
         tp_group: ranks that split the layers: those with this rank's ``dp_rank``.
         dp_group: ranks that split the batch: those with this rank's ``tp_rank``.
+        own_group: this rank alone, for libraries that need a group; None where neither of the
+            other two is None, and in a single process.
     """
 
     rank: int
@@ -41,6 +44,7 @@ class ProcessGroups:
     tp_group: ProcessGroup | None
     dp_group: ProcessGroup | None
     device: torch.device
+    own_group: ProcessGroup | None = None
 
 
 def single_process_groups(device: torch.device) -> ProcessGroups:
@@ -107,12 +111,17 @@ def build_grid(
     tp_lists = [list(range(first, first + tp_size)) for first in range(0, world_size, tp_size)]
     dp_lists = [list(range(first, world_size, tp_size)) for first in range(tp_size)]
     tp_group, dp_group = (
-        dist.new_subgroups_by_enumeration(lists, timeout=timeout)[0]
+        dist.new_subgroups_by_enumeration(lists, timeout=timeout)[0] if len(lists[0]) > 1 else None
         for lists in (tp_lists, dp_lists)
     )
     for group in (tp_group, dp_group):
-        # gloo and NCCL connect at first use.
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
+        if group is not None:
+            # gloo and NCCL connect at first use.
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+    own_group = None
+    if tp_group is None or dp_group is None:
+        # Without the other ranks, so there is no barrier.
+        own_group = dist.new_group([rank], timeout=timeout, use_local_synchronization=True)
     return ProcessGroups(
         rank=rank,
         world_size=world_size,
@@ -123,6 +132,7 @@ def build_grid(
         tp_group=tp_group,
         dp_group=dp_group,
         device=device,
+        own_group=own_group,
     )
 
 

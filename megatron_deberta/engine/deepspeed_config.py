@@ -43,9 +43,16 @@ def deepspeed_config(config: RunConfig, dp_size: int) -> dict[str, Any]:
         # DeepSpeed's own CPU Adam is compiled at run time; torch's fused one needs no compiler.
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": None,
+        # It would synchronise with the device before every micro batch.
+        "timers": {"throughput": {"enabled": False}},
     }
     if precision.dtype == "bf16":
-        settings["bf16"] = {"enabled": True, "check_grad_overflow": True}
+        settings["bf16"] = {
+            "enabled": True,
+            "check_grad_overflow": True,
+            # Add to the fp32 sums in backward: bf16 gradients do not exist all together.
+            "immediate_grad_update": True,
+        }
     if precision.dtype == "fp16":
         settings["fp16"] = {
             "enabled": True,

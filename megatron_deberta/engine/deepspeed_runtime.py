@@ -33,7 +33,9 @@ def model_parallel_unit(groups: ProcessGroups) -> SimpleNamespace:
     It must not have ``initialize_sequence_parallel``: DeepSpeed would enable its own sequence
     parallelism and ignore these groups.
     """
-    dp_group, tp_group = groups.dp_group or _default_group(), groups.tp_group or _default_group()
+    # DeepSpeed takes None for all ranks.
+    own_group = groups.own_group or _default_group()
+    dp_group, tp_group = groups.dp_group or own_group, groups.tp_group or own_group
     tensor_parallel = (tp_group, groups.tp_rank, groups.tp_size)
     axes = {
         "data_parallel": (dp_group, groups.dp_rank, groups.dp_size),
@@ -137,7 +139,7 @@ def start_single_process(groups: ProcessGroups) -> None:
     Raises:
         TopologyError: ``groups`` is of one process, but ``torch.distributed`` has several.
     """
-    if groups.dp_group is not None:
+    if groups.world_size > 1:
         return
     if not dist.is_initialized():
         backend = "nccl" if groups.device.type == "cuda" else "gloo"
@@ -152,7 +154,7 @@ def start_single_process(groups: ProcessGroups) -> None:
 
 def end_single_process(groups: ProcessGroups) -> None:
     """Destroy the process group of :func:`start_single_process`."""
-    if groups.dp_group is None and dist.is_initialized():
+    if groups.world_size == 1 and dist.is_initialized():
         dist.destroy_process_group()
 
 

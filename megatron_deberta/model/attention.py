@@ -10,7 +10,8 @@ the position table.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from megatron_deberta.model.dropout import Dropout, DropoutSeeds, site_id
 from megatron_deberta.model.projections import project_together
 from megatron_deberta.model.tp_hooks import BlockInput, BlockOutput, LayerNorm, TokenLayout
 from megatron_deberta.ops import RelativePositions, disentangled_attention
+from megatron_deberta.ops.arguments import MaskCache
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class AttentionContext:
         table_slots: slots that ``position_table`` is restricted to, because a row is too short for
             the others; None: all.
         causal: attention sees no later token.
+        table_positions: the numbers of these slots, int64 ``[S]``, a dropout key.
+        masks: what the attention operator derives from the masks, kept from layer to layer.
     """
 
     position_table: Tensor | None
@@ -49,6 +53,8 @@ class AttentionContext:
     recompute_cheap: bool
     table_slots: range | None = None
     causal: bool = False
+    table_positions: Tensor | None = None
+    masks: MaskCache = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -153,7 +159,9 @@ class DisentangledSelfAttention(nn.Module):
         num_slots = 2 * self.positions.span
         used = context.table_slots or range(num_slots)
         # One mask per layer and step, shared by the passes of the mask decoder.
-        slots = torch.arange(used.start, used.stop, device=table.device)
+        slots = context.table_positions
+        if slots is None:
+            slots = torch.arange(used.start, used.stop, device=table.device)
         table = self.table_dropout(table, slots, context.seeds)
         key_projection = self.key if self.position_key is None else self.position_key
         query_projection = self.query if self.position_query is None else self.position_query
@@ -190,9 +198,16 @@ class DisentangledSelfAttention(nn.Module):
             head_offset=self.first_head,
             p2c_index=self.p2c_index,
             backend=context.backend,
+            masks=context.masks,
         )
 
     def _split_heads(self, projected: Tensor) -> Tensor:
         """``[B, R, A * H]`` -> ``[B, A, R, H]``."""
         heads: Tensor = projected.unflatten(-1, (-1, self.head_size))
         return heads.transpose(1, 2)
+
+
+def dropout_sites(modules: Iterable[nn.Module]) -> tuple[int, ...]:
+    """Return the ids of all dropout sites of some modules, attention probabilities included."""
+    kinds = (Dropout, DisentangledSelfAttention)
+    return tuple(module.site for module in modules if isinstance(module, kinds))

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from megatron_deberta.config.rules import check_model
 from megatron_deberta.config.schema import ModelConfig
-from megatron_deberta.model.attention import AttentionContext
+from megatron_deberta.model.attention import AttentionContext, dropout_sites
 from megatron_deberta.model.dropout import Dropout, DropoutExecution, DropoutSeeds
 from megatron_deberta.model.embeddings import Embeddings, Perturbation
 from megatron_deberta.model.encoder import Encoder
@@ -96,6 +96,7 @@ class DebertaBackbone(nn.Module):
         for module in self.modules():
             if isinstance(module, Dropout):
                 module.execution = execution
+        self._dropout_sites = dropout_sites(self.modules())
         self._build_heads(config)
         self.init_weights(seed)
 
@@ -138,7 +139,10 @@ class DebertaBackbone(nn.Module):
             ``[B, N, D]`` hidden states of the last layer, replicated on all ranks.
         """
         layout = TokenLayout.of_sequence(
-            _token_mask(input_ids, attention_mask), position_ids, token_type_ids
+            _token_mask(input_ids, attention_mask),
+            position_ids,
+            token_type_ids,
+            is_padded=attention_mask is not None,
         )
         num_layers = self.config.num_layers
         hidden, _ = self._run_layers(
@@ -176,7 +180,9 @@ class DebertaBackbone(nn.Module):
             )
             return gather_tokens(states, selected)
         layout = TokenLayout.of_sequence(
-            _token_mask(input_ids, attention_mask), token_types=token_type_ids
+            _token_mask(input_ids, attention_mask),
+            token_types=token_type_ids,
+            is_padded=attention_mask is not None,
         )
         hidden, context = self._run_layers(
             input_ids, layout, None, seeds, config.num_layers - 1, perturbation
@@ -200,19 +206,28 @@ class DebertaBackbone(nn.Module):
         causal: bool = False,
     ) -> tuple[Tensor, AttentionContext]:
         slots = self._table_slots(input_ids.size(1))
+        if seeds is not None:
+            seeds = seeds.of_sites(self._dropout_sites, self.config.mask_decoder_passes)
         context = AttentionContext(
             position_table=self.encoder.position_table(slots),
-            key_padding=layout.real,
+            key_padding=layout.real if layout.is_padded else None,
             document_ids=document_ids,
             seeds=seeds,
             backend=self.options.attention_backend,
             recompute_cheap=self.options.recompute == "selective" and self.training,
             table_slots=slots,
             causal=causal,
+            table_positions=self._table_positions(slots, input_ids.device),
         )
         embedded, local_layout = self.embeddings(input_ids, layout, seeds, perturbation)
         hidden: Tensor = self.exit(self.encoder(embedded, local_layout, context, num_layers))
         return hidden, context
+
+    def _table_positions(self, slots: range | None, device: torch.device) -> Tensor | None:
+        if self.encoder.relative_positions is None:
+            return None
+        used = slots or range(self.encoder.num_slots)
+        return torch.arange(used.start, used.stop, device=device)
 
     def _table_slots(self, length: int) -> range | None:
         """Return the slots of the position table that rows of this length use; None: all."""
@@ -287,7 +302,10 @@ class DebertaForPretraining(DebertaBackbone):
             ``[B, M, D]`` decoded states, and the next-sentence head's logits ``[B, 2]`` or None.
         """
         layout = TokenLayout.of_sequence(
-            _token_mask(input_ids, attention_mask), position_ids, token_type_ids
+            _token_mask(input_ids, attention_mask),
+            position_ids,
+            token_type_ids,
+            is_padded=attention_mask is not None,
         )
         if masked_positions is None:
             masked_positions = layout.positions

@@ -7,7 +7,8 @@ The random bits are a function of run seed, step, dropout site, global sample, p
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -24,14 +25,20 @@ class DropoutSeeds:
     """Dropout keys of one forward pass.
 
     Attributes:
+        step: completed optimizer steps; as an int64 scalar on the device it is no constant of the
+            recorded operations (CUDA graphs).
         samples: int64 ``[B]``: global sample index of each row of the batch.
         decoder_pass: 0 in the encoder; 1, 2, ... in the passes of the mask decoder.
+        rows: seeds ``[B]`` that `of_sites` has computed, by site and pass of the mask decoder.
+        tables: the same without samples, ``[1]``, by site. ``replace`` copies neither.
     """
 
     run_seed: int
-    step: int
+    step: int | Tensor
     samples: Tensor
     decoder_pass: int = 0
+    rows: dict[tuple[int, int], Tensor] = field(default_factory=dict, init=False, repr=False)
+    tables: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     @staticmethod
     def draw(batch_size: int, device: torch.device) -> DropoutSeeds:
@@ -43,10 +50,33 @@ class DropoutSeeds:
 
     def at_pass(self, decoder_pass: int) -> DropoutSeeds:
         """Return the keys of a pass of the mask decoder, counted from 1."""
-        return replace(self, decoder_pass=decoder_pass)
+        keys = replace(self, decoder_pass=decoder_pass)
+        keys.rows.update(self.rows)
+        keys.tables.update(self.tables)
+        return keys
+
+    def of_sites(self, sites: tuple[int, ...], num_passes: int) -> DropoutSeeds:
+        """Return these keys with the seeds of many sites, computed in one vectorised hash.
+
+        Args:
+            sites: ids of the sites.
+            num_passes: passes of the mask decoder.
+        """
+        device, passes = self.samples.device, tuple(range(num_passes + 1))
+        state = mix_seed(self.run_seed, self.step, _constant(sites, device)[:, None])
+        tables = mix_seed(self.samples.new_zeros(()), state=state)
+        rows = mix_seed(_constant(passes, device)[:, None], self.samples, state=state.unsqueeze(-1))
+        keys = replace(self)
+        keys.tables.update(zip(sites, tables.unbind(), strict=True))
+        names = ((site, decoder_pass) for site in sites for decoder_pass in passes)
+        keys.rows.update(zip(names, rows.flatten(0, 1).unbind(), strict=True))
+        return keys
 
     def per_row(self, site: int) -> Tensor:
         """Return the seeds of a dropout site, int64 ``[B]``, one per row of the batch."""
+        known = self.rows.get((site, self.decoder_pass))
+        if known is not None:
+            return known
         return mix_seed(self.run_seed, self.step, site, self.decoder_pass, self.samples)
 
     def standard_normal(self, site: int, positions: Tensor, size: int) -> Tensor:
@@ -57,12 +87,22 @@ class DropoutSeeds:
 
     def shared(self, site: int) -> Tensor:
         """Return the seed of a site without samples (the position table), int64 ``[1]``."""
+        if site in self.tables:
+            return self.tables[site]
         return mix_seed(self.run_seed, self.step, site, self.samples.new_zeros(1))
 
 
 def site_id(name: str) -> int:
     """Return the 32-bit id of a dropout site, a hash of its canonical name."""
     return zlib.crc32(name.encode())
+
+
+@lru_cache(maxsize=64)
+def _constant(values: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return integers on a device, copied there once, int64."""
+    # The cache may be filled under inference_mode but is used in training as well.
+    with torch.inference_mode(False):
+        return torch.tensor(values, dtype=torch.int64, device=device)
 
 
 class Dropout(nn.Module):

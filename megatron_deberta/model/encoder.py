@@ -20,8 +20,11 @@ class Encoder(nn.Module):
         super().__init__()
         self.recompute_layers = recompute_layers
         span = RelativePositions(config.max_relative_positions, config.position_buckets).span
+        self.num_slots = 2 * span
         self.relative_positions = (
-            RelativePositionTable(config, 2 * span) if config.position_terms != "none" else None
+            RelativePositionTable(config, self.num_slots)
+            if config.position_terms != "none"
+            else None
         )
         self.layers = nn.ModuleList(Layer(config, index) for index in range(config.num_layers))
         self.conv = ConvolutionBranch(config) if config.conv_kernel_size > 0 else None

@@ -6,9 +6,14 @@ Compiled with torch.compile for static shapes. The unfused equivalents are `Drop
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from functools import cache
+from importlib.util import find_spec
+from itertools import count
+from types import FunctionType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -17,6 +22,12 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from megatron_deberta.ops.dropout_bits import keep_mask, keep_scale
+
+logger = logging.getLogger(__name__)
+
+# Sets of shapes that a function is compiled for; others run uncompiled
+MAX_COMPILED = 64
+_numbers: defaultdict[Callable[..., Any], Iterator[int]] = defaultdict(lambda: count(1))
 
 
 class PendingResidual(NamedTuple):
@@ -95,12 +106,49 @@ class _BiasGelu(torch.autograd.Function):
 
 @cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function`` compiled by torch.compile, at first use only (importing it is slow)."""
+    """Return ``function`` compiled by torch.compile at first use, once for each set of shapes.
+
+    Args:
+        function: takes positional tensors and numbers; the numbers are constants of a model.
+    """
     if torch.are_deterministic_algorithms_enabled():
         # Sets the compiler's mode too, which ``train.setup.set_determinism`` does not.
         warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
         torch.use_deterministic_algorithms(True, warn_only=warn_only)
-    return torch.compile(function, dynamic=False)
+
+    def run(*arguments: Any) -> Any:
+        shapes = (x.shape if isinstance(x, Tensor) else None for x in arguments)
+        return _compiled(function, tuple(shapes))(*arguments)
+
+    return run
+
+
+@cache
+def _compiled(
+    function: Callable[..., Any], shapes: tuple[torch.Size | None, ...]
+) -> Callable[..., Any]:
+    """Return a copy of ``function`` compiled for some shapes.
+
+    Dynamo counts compilations by code object and gives up after eight, so each set of shapes has a
+    code object of its own.
+    """
+    number = next(_numbers[function])
+    if number > MAX_COMPILED:
+        if number == MAX_COMPILED + 1:
+            logger.warning("%s: not compiled for more than %d shapes", function, MAX_COMPILED)
+        return function
+    assert isinstance(function, FunctionType)
+    code = function.__code__
+    name = f"{code.co_name}_{number}"
+    copy = FunctionType(code.replace(co_name=name), function.__globals__, name)
+    return torch.compile(copy, dynamic=False)
+
+
+def can_fuse(device: torch.device) -> bool:
+    """Return whether fused functions can be compiled for a device: a GPU that Triton supports."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _accurate(x: Tensor) -> Tensor:

@@ -92,6 +92,9 @@ class TokenConv1d(nn.Conv1d):
             document_ids: int64 ``[B, N]``; None: each row is one sequence.
             causal: zeros take the place of later tokens.
         """
+        if hidden.device.type != "cpu":
+            return self.as_one_product(hidden, document_ids, causal)
+        # On CPU results keep their rounding.
         radius = self.kernel_size[0] // 2
         if document_ids is None:
             channels = hidden.transpose(1, 2)
@@ -99,18 +102,36 @@ class TokenConv1d(nn.Conv1d):
                 weight = self.weight[:, :, : radius + 1]
                 return F.conv1d(F.pad(channels, (radius, 0)), weight, self.bias).transpose(1, 2)
             return F.conv1d(channels, self.weight, self.bias, padding=self.padding).transpose(1, 2)
-        length = hidden.size(1)
-        padded = F.pad(hidden, (0, 0, radius, radius))
-        # Document ids are not negative, so padding belongs to no document.
-        padded_ids = F.pad(document_ids, (radius, radius), value=-1)
         out: Tensor | None = None
-        for tap in range(radius + 1 if causal else self.kernel_size[0]):
-            same = padded_ids[:, tap : tap + length] == document_ids
-            shifted = padded[:, tap : tap + length] * same.unsqueeze(-1)
+        for tap, shifted in enumerate(self._taps(hidden, document_ids, causal)):
             part = F.linear(shifted, self.weight[:, :, tap], self.bias if tap == radius else None)
             out = part if out is None else out + part
         assert out is not None
         return out
+
+    def as_one_product(
+        self, hidden: Tensor, document_ids: Tensor | None, causal: bool = False
+    ) -> Tensor:
+        """Compute the same as one matrix product with the K taps side by side, ``[B, N, K D]``.
+
+        On GPUs cuDNN would run a slower deterministic convolution of a transposed view.
+        """
+        taps = self._taps(hidden, document_ids, causal)
+        weight = self.weight[:, :, : len(taps)].transpose(1, 2).flatten(1)
+        return F.linear(torch.cat(taps, dim=-1), weight, self.bias)
+
+    def _taps(self, hidden: Tensor, document_ids: Tensor | None, causal: bool) -> list[Tensor]:
+        """Return the shifted tokens that each tap multiplies, 0 outside of the document."""
+        radius, length = self.kernel_size[0] // 2, hidden.size(1)
+        taps = range(radius + 1 if causal else self.kernel_size[0])
+        padded = F.pad(hidden, (0, 0, radius, radius))
+        shifted = [padded[:, tap : tap + length] for tap in taps]
+        if document_ids is None:
+            return shifted
+        # Document ids are not negative, so padding belongs to no document.
+        ids = F.pad(document_ids, (radius, radius), value=-1)
+        same = [ids[:, tap : tap + length] == document_ids for tap in taps]
+        return [x * own.unsqueeze(-1) for x, own in zip(shifted, same, strict=True)]
 
 
 class ConvolutionBranch(nn.Module):

@@ -27,6 +27,7 @@ class TokenLayout:
         sequence: True: the token sequence, possibly sharded over ranks; False: replicated on all
             ranks.
         token_types: int64 ``[B, R]``: segment of a pair; None: all 0. Used by the embeddings only.
+        is_padded: False: ``real`` is known to be all True.
     """
 
     positions: Tensor
@@ -34,18 +35,21 @@ class TokenLayout:
     real: Tensor
     sequence: bool
     token_types: Tensor | None = None
+    is_padded: bool = True
 
     @staticmethod
     def of_sequence(
         attention_mask: Tensor,
         position_ids: Tensor | None = None,
         token_types: Tensor | None = None,
+        *,
+        is_padded: bool = True,
     ) -> TokenLayout:
         """Return the layout of a batch; ``attention_mask`` is bool ``[B, N]``, True = token."""
         positions = torch.arange(attention_mask.size(1), device=attention_mask.device)
         positions = positions.expand(attention_mask.shape)
         ids = positions if position_ids is None else position_ids
-        return TokenLayout(positions, ids, attention_mask, sequence=True, token_types=token_types)
+        return TokenLayout(positions, ids, attention_mask, True, token_types, is_padded)
 
     def select(self, positions: Tensor) -> TokenLayout:
         """Return the layout of the tokens at ``positions``, int64 ``[B, M]``, -1 = padding."""

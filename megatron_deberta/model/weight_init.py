@@ -16,6 +16,7 @@ from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.ops.dropout_bits import mix_seed
 
 _CHUNK_ELEMENTS = 1 << 18
+_CONVOLUTION = ".encoder.conv.conv."
 
 
 def fill_initial(
@@ -31,7 +32,9 @@ def fill_initial(
     """Initialise a slice of parameter ``name`` in place.
 
     Weights are N(0, ``initializer_range``), LayerNorm weights 1, biases and the delta of shared
-    embeddings 0, as in the released code.
+    embeddings 0, as in the released code. With ``conv_init=release`` the convolution's weights and
+    biases are uniform between +-1 / sqrt(fan-in), as the released code leaves them: its
+    ``init_weights`` changes Linear and Embedding only (``torch.nn.Conv1d``'s defaults).
 
     Args:
         out: the slice; its shape is ``logical_shape`` except along ``dim``.
@@ -45,9 +48,14 @@ def fill_initial(
     if name.endswith("norm.weight"):
         out.fill_(1.0)
         return
-    if name.endswith(("bias", ".delta.weight")):
+    is_uniform = config.conv_init == "release" and _CONVOLUTION in f".{name}"
+    if name.endswith(("bias", ".delta.weight")) and not is_uniform:
         out.zero_()
         return
+    scale = config.initializer_range
+    if is_uniform:
+        scale = 1 / math.sqrt(config.hidden_size * config.conv_kernel_size)
+    draw = symmetric_uniform if is_uniform else standard_normal
     key = zlib.crc32(name.encode())
     split = 0 if dim is None else dim
     inner = math.prod(out.shape[split + 1 :])
@@ -57,13 +65,18 @@ def fill_initial(
         stop = min(start + _CHUNK_ELEMENTS, flat.numel())
         local = torch.arange(start, stop, device=out.device)
         index = (local // local_block) * logical_block + offset * inner + local % local_block
-        values = standard_normal(mix_seed(seed, key, index))
-        flat[start:stop] = (values * config.initializer_range).to(out.dtype)
+        values = draw(mix_seed(seed, key, index))
+        flat[start:stop] = (values * scale).to(out.dtype)
 
 
 def draw_seed() -> int:
     """Draw a seed from torch's default CPU generator."""
     return int(torch.randint(2**62, (), device="cpu"))
+
+
+def symmetric_uniform(bits: Tensor) -> Tensor:
+    """Return fp64 values of U(-1, 1) from 53 of each element's 64 random bits."""
+    return (((bits >> 11) & ((1 << 53) - 1)).double() + 0.5) / (1 << 52) - 1
 
 
 def standard_normal(bits: Tensor) -> Tensor:

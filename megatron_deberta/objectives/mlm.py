@@ -34,6 +34,10 @@ class MaskedBatch(Protocol):
         """True = token."""
 
     @property
+    def padding_mask(self) -> Tensor | None:
+        """The same; None: no padding."""
+
+    @property
     def masked_positions(self) -> Tensor:
         """Positions to predict."""
 
@@ -126,7 +130,7 @@ class MaskedLanguageModel(DebertaForPretraining):
         """
         decoded, pair_logits = self.decode(
             batch.input_ids,
-            batch.attention_mask,
+            batch.padding_mask,
             batch.masked_positions,
             batch.position_ids,
             batch.document_ids,

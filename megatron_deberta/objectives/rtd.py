@@ -70,7 +70,7 @@ class _Generator(DebertaForPretraining):
         """Return loss, number of correct predictions and samples ``[B, M]``."""
         decoded, _ = self.decode(
             batch.input_ids,
-            batch.attention_mask,
+            batch.padding_mask,
             batch.masked_positions,
             batch.position_ids,
             batch.document_ids,
@@ -133,7 +133,7 @@ class ReplacedTokenModel(DebertaForReplacedTokens):
         if seeds is not None:
             seeds = replace(seeds, run_seed=seeds.run_seed ^ _DISCRIMINATOR)
         logits = self.discriminator(
-            input_ids, batch.attention_mask, batch.position_ids, batch.document_ids, seeds
+            input_ids, batch.padding_mask, batch.position_ids, batch.document_ids, seeds
         ).float()
         real = batch.attention_mask
         losses = F.binary_cross_entropy_with_logits(logits, is_replaced.float(), reduction="none")

@@ -17,6 +17,8 @@ from megatron_deberta.ops.dropout_bits import drop_threshold
 from megatron_deberta.ops.relative_positions import RelativePositions
 
 P2CIndex = Literal["released", "paper"]
+MaskCache = dict[str, Tensor | None]
+"""Results of a backend that depend on the masks and the length alone."""
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTEGERS = (torch.int16, torch.int32, torch.int64)
 
@@ -41,6 +43,7 @@ class AttentionArguments(NamedTuple):
     scale: float
     p2c_index: P2CIndex
     return_lse: bool
+    masks: MaskCache | None = None
 
 
 def default_scale(head_dim: int, pos_key: Tensor | None, pos_query: Tensor | None) -> float:

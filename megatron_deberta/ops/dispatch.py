@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_deberta.ops import chunked, reference
 from megatron_deberta.ops.arguments import (
     AttentionArguments,
+    MaskCache,
     P2CIndex,
     check_arguments,
     default_scale,
@@ -49,6 +50,7 @@ def disentangled_attention(
     p2c_index: P2CIndex = ...,
     return_lse: Literal[False] = ...,
     backend: str | None = ...,
+    masks: MaskCache | None = ...,
 ) -> Tensor: ...
 
 
@@ -72,6 +74,7 @@ def disentangled_attention(
     p2c_index: P2CIndex = ...,
     return_lse: Literal[True],
     backend: str | None = ...,
+    masks: MaskCache | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -94,6 +97,7 @@ def disentangled_attention(
     p2c_index: P2CIndex = "released",
     return_lse: bool = False,
     backend: str | None = None,
+    masks: MaskCache | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute softmax attention with relative-position terms in the scores.
 
@@ -126,6 +130,8 @@ def disentangled_attention(
         return_lse: also return the log-sum-exp of the scores, which is not differentiable.
         backend: ``"reference"``, ``"chunked"``, ``"triton"`` or ``"auto"`` (None), which takes the
             value of the environment variable ``MEGATRON_DEBERTA_ATTENTION`` if that is set.
+        masks: the same dictionary, empty at first, in all calls with the same ``key_padding``,
+            ``document_ids`` and ``causal``, so that only the first one converts them.
 
     Returns:
         Output like ``q``, zero where a query sees no key; with ``return_lse`` also float32
@@ -141,6 +147,7 @@ def disentangled_attention(
     arguments = AttentionArguments(
         q, k, v, pos_key, pos_query, positions, q_positions, key_padding, document_ids, causal,
         dropout_p, row_seeds(seed, dropout_p, q), head_offset, scale, p2c_index, return_lse,
+        masks,
     )  # fmt: skip
     check_arguments(arguments)
     chosen = choose_backend(backend, q)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_deberta.hashing import GOLDEN_GAMMA, finalize_tensor
+from megatron_deberta.hashing import GOLDEN_GAMMA, MASK64, finalize, finalize_tensor
 
 _GOLDEN_32 = 0x9E3779B9 - (1 << 32)
 _SIGNED_GAMMA = GOLDEN_GAMMA - (1 << 64)
@@ -92,13 +92,18 @@ def random_bytes(rows: Tensor, num_keys: int, key_offset: int = 0) -> Tensor:
         key_offset: position of the first key.
 
     Returns:
-        uint8 ``[*rows.shape, num_keys]``.
+        uint8 ``[*rows.shape, num_keys]``; int32 under ``torch.compile``.
     """
     first = key_offset // 4
     last = -(-(key_offset + num_keys) // 4)
     words = random_words(rows, last - first, first)
     # Byte k % 4 of a word, least significant first: the memory order of little-endian machines.
     start = key_offset - 4 * first
+    if torch.compiler.is_compiling():
+        # The view would split a fused kernel in two; eager shifts would take four passes.
+        shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=words.device)
+        split = ((words.unsqueeze(-1) >> shifts) & 0xFF).flatten(-2)
+        return split[..., start : start + num_keys]
     return words.view(torch.uint8)[..., start : start + num_keys]
 
 
@@ -134,22 +139,33 @@ def keep_mask(
     return random_bytes(rows, num_keys, key_offset) >= threshold
 
 
-def mix_seed(*parts: int | Tensor) -> Tensor:
+def mix_seed(*parts: int | Tensor, state: int | Tensor = 0) -> Tensor:
     """Hash integers to a 64-bit seed, one SplitMix64 step per part; the order matters.
 
     Args:
         *parts: integers (taken modulo 2**64) and integer tensors that broadcast together.
+        state: result for the parts before these.
 
     Returns:
         int64, of the broadcast shape (0-dimensional for plain integers).
     """
-    state = torch.zeros((), dtype=torch.int64, device="cpu")
     for part in parts:
-        if isinstance(part, int):
-            signed = (part + (1 << 63)) % (1 << 64) - (1 << 63)
-            part = torch.tensor(signed, dtype=torch.int64, device="cpu")
-        state = finalize_tensor((state ^ part.long()) + _SIGNED_GAMMA)
-    return state
+        if isinstance(part, Tensor):
+            other = state if isinstance(state, Tensor) else _signed(state)
+            state = finalize_tensor((part.long() ^ other) + _SIGNED_GAMMA)
+        elif isinstance(state, Tensor):
+            state = finalize_tensor((state ^ _signed(part)) + _SIGNED_GAMMA)
+        else:
+            # On the host, until the first tensor
+            state = finalize(((state ^ (part & MASK64)) + GOLDEN_GAMMA) & MASK64)
+    if isinstance(state, Tensor):
+        return state
+    return torch.tensor(_signed(state), dtype=torch.int64, device="cpu")
+
+
+def _signed(number: int) -> int:
+    """Return the signed integer with the lower 64 bits of a number."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def _mix32_(x: Tensor) -> Tensor:

@@ -94,7 +94,7 @@ class _Shape:
     def mask_bytes(self) -> int:
         """Bytes per element of dropout masks that are kept."""
         parallel = self.config.parallel
-        recomputed = parallel.recompute == "selective" or parallel.fuse
+        recomputed = parallel.recompute == "selective" or parallel.fuse is True
         return int(not recomputed and self.model.hidden_dropout > 0)
 
 

@@ -96,6 +96,15 @@ class Requests:
         self._signals = signals
         self._stop, self._save = Path(run_dir) / STOP_FILE, Path(run_dir) / SAVE_FILE
         self._groups = groups
+        self._found: tuple[bool, bool] | None = None
+
+    def look_for_files(self) -> None:
+        """Look for request files now, for the next ``poll``.
+
+        Call it while the device computes: a look at a shared file system can take long.
+        """
+        is_first = self._groups.rank == 0
+        self._found = is_first and self._stop.exists(), is_first and self._save.exists()
 
     def poll(self) -> Request:
         """Return the requests to any rank. Collective over all ranks.
@@ -103,14 +112,11 @@ class Requests:
         Called at the same places of the program, so that all ranks act after the same step:
         signals arrive at different times, and some on one rank only.
         """
-        checks_files = self._groups.rank == 0
+        if self._found is None:
+            self.look_for_files()
+        found, self._found = self._found, None
         received = self._signals.received
-        flags = (
-            received in STOP_SIGNALS,
-            received is signal.SIGINT,
-            checks_files and self._stop.exists(),
-            checks_files and self._save.exists(),
-        )
+        flags = (received in STOP_SIGNALS, received is signal.SIGINT, *(found or ()))
         numbers = torch.tensor(flags, dtype=torch.int64, device=self._groups.device)
         return Request(*(bool(number) for number in all_reduce_max(numbers, self._groups).tolist()))
 

@@ -31,7 +31,7 @@ def choose_device(config: RunConfig) -> torch.device:
 
 
 def set_determinism(device: torch.device, environment: RankEnvironment) -> None:
-    """Enable deterministic algorithms, and divide the cores of a node among its ranks on CPU.
+    """Set deterministic algorithms, precision of fp32, CUDA's allocator, and threads on CPU.
 
     Call it before CUDA starts. On CPU, a nondeterministic operator is an error (tested: runs,
     resumes and kills repeat bit for bit). On CUDA it is a warning, because the set of such
@@ -43,7 +43,12 @@ def set_determinism(device: torch.device, environment: RankEnvironment) -> None:
     torch.set_deterministic_debug_mode("warn" if on_gpu else "error")
     # Filling every new tensor is for debugging reads of uninitialized memory; it costs time.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    # fp32 is fp32: cuDNN's convolutions would use TF32 by default.
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     if on_gpu:
+        # Activations differ in size from step to step (short rows, validation); without it the
+        # memory of one size is not reused for another.
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         # cuBLAS reads this at start-up; without it the order of its sums is not fixed.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     elif "OMP_NUM_THREADS" not in os.environ:

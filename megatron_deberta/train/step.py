@@ -107,6 +107,8 @@ class TrainStep:
         self._watch_gradients = True
         self._on_progress = on_progress
         self._forward_timer = ForwardTimer(groups.device)
+        # On the device, so that no number of the recorded operations depends on the step.
+        self._step_number = torch.zeros((), dtype=torch.int64, device=groups.device)
 
     def __call__(
         self,
@@ -256,8 +258,9 @@ class TrainStep:
         groups, parts = self._groups, update.parts
         size = 2 * len(parts) + len(update.counters)
         totals = torch.zeros(size, dtype=torch.float64, device=groups.device)
+        self._step_number.fill_(step)
         for index, batch in enumerate(batches):
-            seeds = DropoutSeeds(self._config.train.seed, step, batch.dropout_keys)
+            seeds = DropoutSeeds(self._config.train.seed, self._step_number, batch.dropout_keys)
             with self._forward_timer.measure():
                 result = forward(self._engine.module, batch, seeds, update, outputs[index])
             # The engine averages over data-parallel ranks; the factor turns that into a sum.

@@ -69,7 +69,7 @@ class Trainer:
             batches = self.inputs.take()
             observer.add_times(data=time.perf_counter_ns() - begin)
             observer.enter(Section.STEP)
-            result = self.train_step(self.state.step, batches.device, self._prefetch)
+            result = self.train_step(self.state.step, batches.device, self._meanwhile)
             self.state = self.state.advanced(self.config.train.global_batch_size)
             observer.add_times(forward=result.forward_time)
             if result.rollback:
@@ -106,6 +106,11 @@ class Trainer:
                 for earlier in self.hooks if is_late else ():
                     earlier.late_end(event)
         return event.ending
+
+    def _meanwhile(self) -> None:
+        """Do what can be done while the device computes: look for requests, prefetch batches."""
+        self.requests.look_for_files()
+        self._prefetch()
 
     def _prefetch(self) -> None:
         """Start copying the next step's batches to the device, if there is a next step."""

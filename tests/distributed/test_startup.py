@@ -110,11 +110,11 @@ def test_srun_variables() -> None:
 
 def run_grid(rank: int, tp_size: int) -> list[object]:
     groups = grid(tp_size)
-    assert groups.tp_group is not None
-    assert groups.dp_group is not None
+    both = (groups.tp_group, groups.dp_group)
+    assert [group is None for group in both] == [groups.tp_size == 1, groups.dp_size == 1]
     numbers = (groups.rank, groups.tp_rank, groups.dp_rank)
     sizes = (groups.world_size, groups.tp_size, groups.dp_size)
-    members = [dist.get_process_group_ranks(g) for g in (groups.tp_group, groups.dp_group)]
+    members = [[groups.rank] if g is None else dist.get_process_group_ranks(g) for g in both]
     with pytest.raises(AttributeError):
         groups.rank = 9  # type: ignore[misc]
     return [numbers, sizes, replace(groups).device.type, *members]

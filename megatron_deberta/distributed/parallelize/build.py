@@ -20,6 +20,7 @@ from megatron_deberta.distributed.parallelize.spec import ParameterSpec
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.errors import TopologyError
 from megatron_deberta.model import DebertaBackbone, RuntimeOptions
+from megatron_deberta.model.fused import can_fuse
 from megatron_deberta.model.weight_init import fill_initial
 from megatron_deberta.objectives import build_objective
 
@@ -64,7 +65,9 @@ def build_model(
     )
     backend = config.parallel.attention_backend
     options = RuntimeOptions(
-        config.parallel.recompute, None if backend == "auto" else backend, config.parallel.fuse
+        config.parallel.recompute,
+        None if backend == "auto" else backend,
+        uses_fusion(config, groups.device),
     )
     model: nn.Module
     with torch.device("meta"):
@@ -88,6 +91,16 @@ def build_model(
         if _fill_own_parameters(module, path, specs, config, groups.device) and partition:
             partition(module)
     return ShardedModel(model, specs)
+
+
+def uses_fusion(config: RunConfig, device: torch.device) -> bool:
+    """Resolve ``parallel.fuse`` on a device.
+
+    Rows of labelled tasks have too many lengths to compile for each of them.
+    """
+    if config.parallel.fuse != "auto":
+        return config.parallel.fuse
+    return not config.finetune.task and can_fuse(device)
 
 
 def _fill_own_parameters(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_deberta.ops.arguments import AttentionArguments
+from megatron_deberta.ops.arguments import AttentionArguments, MaskCache
 from megatron_deberta.ops.triton import gathered_launch, launch
 from megatron_deberta.ops.triton.launch import LOG2_E, KernelCall
 
@@ -28,7 +28,10 @@ def attend(a: AttentionArguments) -> tuple[Tensor, Tensor | None]:
         Output like ``q``, and if requested the log-sum-exp of the scores, float32
         ``[batch, heads, q_len]``.
     """
-    ranges = visible_ranges(a)
+    masks: MaskCache = {} if a.masks is None else a.masks
+    if "ranges" not in masks:
+        masks["ranges"] = visible_ranges(a)
+    ranges = masks["ranges"]
     if a.q_positions is not None:
         ranges = gathered_ranges(a.q_positions, ranges, a.k.shape[2])
     output, lse2 = _forward_op(

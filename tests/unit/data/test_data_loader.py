@@ -90,6 +90,15 @@ def test_batch_fields(config, vocabulary):
         assert batch.num_targets == int((batch.labels != -100).sum())
 
 
+def test_a_mask_without_padding_is_dropped(config, vocabulary):
+    batches = list(itertools.chain.from_iterable(build_loaders(config, vocabulary, 0, 1, 0)[1]()))
+    assert {batch.is_padded for batch in batches} == {True, False}
+    for batch in batches:
+        assert batch.is_padded == (not batch.attention_mask.all())
+        moved = batch.to("meta").padding_mask
+        assert (moved is None) == (not batch.is_padded)
+
+
 def test_moving_a_batch_moves_every_tensor(config, vocabulary):
     config = with_(config, data={"attend_across_documents": False})
     batch = next(iter(build_loaders(config, vocabulary, 0, 1, 0)[0]))[0]

@@ -75,6 +75,29 @@ def test_an_engine_leaves_no_process_group_and_others_follow(stage: int) -> None
     assert histories[0] == histories[1]
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_deepspeed_never_synchronizes(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its timers would, from the third step on."""
+    config = toy_config("deepspeed", "fp32", stage)
+    engine = start(config, GROUPS)
+    from deepspeed.accelerator import get_accelerator
+
+    calls = []
+    monkeypatch.setattr(type(get_accelerator()), "synchronize", lambda *_: calls.append(1))
+    train(engine, config, GROUPS, range(4))
+    engine.destroy()
+    assert not calls
+
+
+def test_bf16_gradients_are_summed_in_backward() -> None:
+    config = toy_config("deepspeed", "bf16", 1)
+    engine = start(config, GROUPS)
+    micro_batches = train(engine, config, GROUPS, range(1))
+    assert micro_batches
+    assert engine._engine.optimizer.immediate_grad_update  # type: ignore[attr-defined]
+    engine.destroy()
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_without_bias_correction_it_equals_the_reference_engine(dtype: str, stage: int) -> None:

@@ -12,6 +12,7 @@ from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.model import DropoutSeeds, RuntimeOptions
 from megatron_deberta.model.dropout import site_id
+from megatron_deberta.model.layers import TokenConv1d
 from megatron_deberta.objectives import MaskedLanguageModel
 from tests.support.stock_weights import randomize
 from tests.support.tolerances import FP64
@@ -148,3 +149,29 @@ def test_dropout_rate() -> None:
     kept = out != 0
     assert kept.float().mean() == pytest.approx(1 - 26 / 256, abs=0.01)
     assert out.mean() == pytest.approx(1.0, abs=0.01)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("documents", [False, True])
+def test_convolution_as_one_product(documents: bool, causal: bool) -> None:
+    torch.manual_seed(1)
+    conv = TokenConv1d(6, 4, 5, padding=2).double()
+    ids = torch.tensor([[0, 0, 0, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 1]]) if documents else None
+    results = []
+    for apply in (conv, conv.as_one_product):
+        hidden = torch.arange(84.0, dtype=torch.float64).view(2, 7, 6).sin().requires_grad_()
+        conv.zero_grad()
+        out = apply(hidden, ids, causal)
+        out.square().sum().backward()
+        results.append([out, hidden.grad, conv.weight.grad, conv.bias.grad])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, **FP64)
+
+
+def test_rows_without_padding_need_no_mask() -> None:
+    ids = torch.cat([tokens(12), tokens(12, 1)])
+    batch = Batch(ids, real(ids), ids[:, :3] % 12, ids[:, :3], torch.tensor([3, 4]))
+    seeds = DropoutSeeds(1, 2, batch.sample_index)
+    model = make()
+    losses = [model(replace(batch, is_padded=padded), seeds)[0] for padded in (True, False)]
+    assert torch.equal(*losses)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from megatron_deberta.config.schema import RunConfig
+from megatron_deberta.distributed.parallelize.build import uses_fusion
+from megatron_deberta.model import fused
 from megatron_deberta.model.dropout import Dropout, DropoutExecution, DropoutSeeds, site_id
 from megatron_deberta.model.fused import PendingResidual
 from megatron_deberta.ops.dropout_bits import keep_mask, keep_scale, mix_seed
@@ -129,3 +133,58 @@ def test_fused_dropout_depends_on_its_site() -> None:
         pending = layer.before_norm(x, positions, SEEDS, x)
         assert isinstance(pending, PendingResidual)
         assert torch.equal(pending.seed, SEEDS.per_row(site_id(site)))
+
+
+def test_seeds_of_all_sites_at_once_are_those_of_each() -> None:
+    sites = tuple(map(site_id, ("a", "b", "c")))
+    for step in (5, torch.tensor(5)):
+        seeds = replace(SEEDS, step=step)
+        together = seeds.of_sites(sites, 2)
+        for site in sites:
+            assert torch.equal(together.shared(site), SEEDS.shared(site))
+            for decoder_pass in range(3):
+                found = together.at_pass(decoder_pass)
+                assert (site, decoder_pass) in found.rows
+                assert torch.equal(found.per_row(site), SEEDS.at_pass(decoder_pass).per_row(site))
+    other = site_id("d")
+    assert torch.equal(together.per_row(other), SEEDS.per_row(other))
+    # Other keys have other seeds.
+    assert not replace(together, run_seed=4).rows
+
+
+def test_each_set_of_shapes_has_compilations_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo would stop compiling a function after eight of them."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(fused, "MAX_COMPILED", 12)
+    fused._compiled.cache_clear()
+    fused._numbers.clear()
+    layer = Dropout(0.1, "site")
+    layer.execution = EXECUTIONS["compiled"]
+    with torch._dynamo.config.patch(error_on_recompile=True):  # type: ignore[attr-defined]
+        for length in range(4, 14):
+            x, positions = torch.ones(2, length, 8), torch.arange(length)
+            for _ in range(2):
+                found = layer(x, positions.expand(2, length), SEEDS)
+            expected = x * keep_mask(SEEDS.per_row(layer.site), positions, 8, 0.1)[:, 0]
+            assert torch.equal(found, expected * keep_scale(0.1))
+            layer(x, positions.expand(2, length), SEEDS, residual=x)
+    assert fused._compiled.cache_info().currsize == 20
+    fused._compiled.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "expected"),
+    [("cpu", (9, 0), False), ("cuda", (7, 0), False), ("cuda", (8, 0), True)],
+)
+def test_fusion_on_its_own_needs_a_gpu_that_triton_supports(
+    device: str, capability: tuple[int, int], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(fused, "find_spec", lambda _: object())
+    config = RunConfig()
+    assert uses_fusion(config, torch.device(device)) == expected
+    monkeypatch.setattr(fused, "find_spec", lambda _: None)
+    assert not uses_fusion(config, torch.device(device))
+    for fuse in (True, False):
+        chosen = replace(config, parallel=replace(config.parallel, fuse=fuse))
+        assert uses_fusion(chosen, torch.device(device)) == fuse

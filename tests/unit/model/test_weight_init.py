@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from megatron_deberta.config.schema import ModelConfig
+from megatron_deberta.model import DebertaModel
 from megatron_deberta.model.weight_init import fill_initial
 
 CONFIG = ModelConfig()
@@ -55,3 +58,25 @@ def test_norms_and_biases() -> None:
     assert torch.equal(full_parameter("x.norm.weight", (5,)), torch.ones(5))
     assert torch.equal(full_parameter("x.norm.bias", (5,)), torch.zeros(5))
     assert torch.equal(full_parameter("head.bias", (5,)), torch.zeros(5))
+
+
+def test_convolution_of_the_release_keeps_the_defaults_of_torch() -> None:
+    config = ModelConfig(
+        num_layers=1, hidden_size=64, num_heads=2, ffn_hidden_size=8, vocab_size=9,
+        conv_kernel_size=3,
+    )  # fmt: skip
+    today, release = (
+        dict(DebertaModel(replace(config, conv_init=init), seed=1).named_parameters())
+        for init in ("normal", "release")
+    )
+    stock = torch.nn.Conv1d(64, 64, 3)
+    for name, value in release.items():
+        if not name.startswith("encoder.conv.conv."):
+            assert torch.equal(value, today[name]), name
+            continue
+        bound = (64 * 3) ** -0.5
+        assert 0.9 * bound < value.abs().max() <= bound
+        default = getattr(stock, name.rpartition(".")[2])
+        assert value.shape == default.shape
+        assert value.std() == pytest.approx(bound / 3**0.5, rel=0.02 if value.dim() > 1 else 0.25)
+        assert abs(value.mean()) < 0.3 * bound

@@ -150,3 +150,14 @@ def test_mix_seed_broadcasts_and_minds_the_order() -> None:
     assert mix_seed(samples[:, None], samples).unique().numel() == 16
     assert mix_seed(1, 2) != mix_seed(2, 1)
     assert samples.tolist() == [0, 1, 2, 3]  # arguments are left alone
+
+
+@pytest.mark.parametrize(("num_keys", "key_offset"), [(16, 0), (7, 3), (1, 5)])
+def test_compiled_bytes_are_the_same(
+    num_keys: int, key_offset: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = torch.tensor([[1, -5], [2**31 - 1, -(2**31)]], dtype=torch.int32)
+    expected = random_bytes(rows, num_keys, key_offset)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    found = random_bytes(rows, num_keys, key_offset)
+    assert torch.equal(found, expected.to(found.dtype))

@@ -16,8 +16,12 @@ ALONE = RankEnvironment("none", 0, 1, 0, 1, "127.0.0.1", 12000)
 
 
 @pytest.fixture(autouse=True)
-def _own_process_settings() -> Iterator[None]:
+def _own_process_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
+    for backend in (torch.backends.cuda.matmul, torch.backends.cudnn):
+        monkeypatch.setattr(backend, "allow_tf32", True)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
     yield
     torch.use_deterministic_algorithms(False)
 
@@ -46,3 +50,20 @@ def test_cuda_warns_of_it_and_fixes_cublas(chosen: str, monkeypatch: pytest.Monk
     set_determinism(torch.device("cuda"), ALONE)
     assert torch.is_deterministic_algorithms_warn_only_enabled()
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == (chosen or ":4096:8")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_fp32_is_not_tf32(device: str) -> None:
+    set_determinism(torch.device(device), ALONE)
+    assert not torch.backends.cudnn.allow_tf32
+    assert not torch.backends.cuda.matmul.allow_tf32
+
+
+@pytest.mark.parametrize("chosen", ["", "max_split_size_mb:128"])
+def test_segments_of_cuda_memory_grow(chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if chosen:
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", chosen)
+    set_determinism(torch.device("cpu"), ALONE)
+    assert os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") == chosen
+    set_determinism(torch.device("cuda"), ALONE)
+    assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == (chosen or "expandable_segments:True")

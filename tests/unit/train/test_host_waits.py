@@ -1,4 +1,4 @@
-"""No micro batch makes the host wait for the device.
+"""No micro batch makes the host wait for the device, or depends on a number of the host's.
 
 A CPU cannot be waited for, so forward and backward run on the meta device, whose tensors have no
 values: whatever needs one (``item``, ``nonzero``, an index by booleans, a branch) fails.
@@ -36,7 +36,7 @@ def fake_batch(device: torch.device, documents: bool) -> tuple[Batch, DropoutSee
     batch = Batch(zeros, zeros.bool(), zeros[:, :3], zeros[:, :3], sample_index=zeros[:, 0])
     if documents:
         batch = replace(batch, document_ids=zeros, position_ids=zeros)
-    return batch, DropoutSeeds(1, 2, zeros[:, 0])
+    return batch, DropoutSeeds(1, zeros[0, 0], zeros[:, 0])
 
 
 @pytest.mark.parametrize("documents", [False, True], ids=["row", "documents"])

@@ -91,6 +91,19 @@ def test_file_asks_until_it_is_answered(tmp_path: Path, name: str, asked: Reques
     assert requests.poll() == Request()
 
 
+def test_files_are_looked_for_while_the_device_computes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = Requests(StopSignal(), str(tmp_path), GROUPS)
+    (tmp_path / STOP_FILE).touch()
+    requests.look_for_files()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "exists", lambda _: pytest.fail("a look between two steps"))
+        assert requests.poll() == Request(stop=True)
+    requests.acknowledge(Request(stop=True))
+    assert requests.poll() == Request()
+
+
 def test_handlers_come_back_after_an_error() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(RuntimeError, match="step failed"), StopSignal():

@@ -131,6 +131,9 @@ class Requests:
         # The first poll comes before the first step.
         self.left = at + 1 if at else 0
 
+    def look_for_files(self) -> None:
+        pass
+
     def poll(self) -> Request:
         self.left -= 1
         return Request(preempt=self.left == 0)

@@ -185,7 +185,8 @@ def test_dropout_has_the_seeds_of_its_step() -> None:
     seen: list[tuple[int, int, list[int]]] = []
 
     def forward(batch: Batch, seeds: DropoutSeeds) -> tuple[Tensor, Tensor]:
-        seen.append((seeds.run_seed, seeds.step, seeds.samples.tolist()))
+        assert isinstance(seeds.step, Tensor)  # no constant of the recorded operations
+        seen.append((seeds.run_seed, int(seeds.step), seeds.samples.tolist()))
         return torch.tensor(1.0), torch.tensor(0)
 
     engine.module.forward = forward  # type: ignore[method-assign]

@@ -38,6 +38,9 @@ class OneRequest:
         self.left, self.asked = at + 1 if at else 0, asked
         self.answers: list[Request] = []
 
+    def look_for_files(self) -> None:
+        pass
+
     def poll(self) -> Request:
         self.left -= 1
         return self.asked if self.left == 0 else Request()
