@@ -126,9 +126,12 @@ def main() -> None:
     """Count and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--before", type=Path, help="result of an older revision to add")
     args = parser.parse_args()
     models = {name: measure(path) for name, path in MODELS.items()}
     record = {"rows": ROWS, "length": LENGTH, "models": models, "provenance": provenance()}
+    if args.before:
+        record["before"] = json.loads(args.before.read_text())
     print(json.dumps(record, indent=1))
     if args.output:
         args.output.write_text(json.dumps(record, indent=1) + "\n")

@@ -72,6 +72,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "profile": _of(step.profile, "profile"),
     "finetune-speed": _of(step.finetune, "finetune_speed"),
     "accelerate": _of(step.accelerate, "accelerate"),
+    "operators": _of(step.operators, "operators"),
     "large-step": _of(step.large_step, "large_step"),
     "same-batches": _of(learn.same_batches, "same_batches"),
     "learn": _of(learn.learn, "learn"),

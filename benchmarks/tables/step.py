@@ -94,6 +94,18 @@ def large_step(record: Result) -> str:
     return markdown(header, rows) + place(record)
 
 
+def operators(record: Result) -> str:
+    """Operators that one micro batch dispatches, now and at an older revision."""
+    header = ("model", "revision", "per layer: forward, backward", "all layers and heads")
+    cells = []
+    for name, now in record["models"].items():
+        for side, title in ((record["before"]["models"][name], "before"), (now, "now")):
+            layer = ", ".join(str(count) for count in side["by_layer"].values())
+            cells.append((name, title, layer, f"{sum(side['micro_batch'].values()):,}"))
+    revisions = [x["provenance"]["revision"] for x in (record["before"], record)]
+    return markdown(header, cells) + f"\n(Revisions {revisions[0]} and {revisions[1]}.)\n"
+
+
 FINETUNE_TITLES = {
     "ours": "ours",
     "ours_deepspeed": "ours, DeepSpeed",

@@ -116,7 +116,7 @@ def choices() -> dict[str, list[str]]:
     for section in fields(RunConfig):
         for name, hint in get_type_hints(type(getattr(RunConfig(), section.name))).items():
             if get_origin(hint) is Literal:
-                found[f"{section.name}.{name}"] = list(map(str, get_args(hint)))
+                found[f"{section.name}.{name}"] = list(map(_yaml, get_args(hint)))
             elif hint is bool:
                 found[f"{section.name}.{name}"] = ["true", "false"]
     return found
@@ -125,12 +125,16 @@ def choices() -> dict[str, list[str]]:
 def type_text(hint: Any) -> str:
     """Describe a type: its name, or the values that it allows."""
     if get_origin(hint) is Literal:
-        return ", ".join(map(str, get_args(hint)))
+        return ", ".join(map(_yaml, get_args(hint)))
     if get_origin(hint) in (Union, types.UnionType):
         return " or ".join(map(type_text, get_args(hint)))
     if get_origin(hint) is tuple:
         return f"list of {type_text(get_args(hint)[0])}"
     return "null" if hint is type(None) else str(hint.__name__)
+
+
+def _yaml(value: str | int | bool) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def markdown(keys: Iterable[Key]) -> str:
