@@ -49,7 +49,7 @@ FULL = (
     Measurement("16k tokens, N=512", 16384, 512),
     Measurement("16k tokens, N=512, plain attention", 16384, 512, plain=True),
     Measurement("4k tokens, N=512", 4096, 512),
-    Measurement("16k tokens, N=512, fused", 16384, 512, settings=("parallel.fuse=true",)),
+    Measurement("16k tokens, N=512, unfused", 16384, 512, settings=("parallel.fuse=false",)),
     Measurement("16k tokens, N=2048", 16384, 2048),
     Measurement("16k tokens, N=128", 16384, 128),
 )

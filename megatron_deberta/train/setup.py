@@ -48,7 +48,8 @@ def set_determinism(device: torch.device, environment: RankEnvironment) -> None:
     if on_gpu:
         # Activations differ in size from step to step (short rows, validation); without it the
         # memory of one size is not reused for another.
-        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+        if "PYTORCH_ALLOC_CONF" not in os.environ:
+            os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         # cuBLAS reads this at start-up; without it the order of its sums is not fixed.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     elif "OMP_NUM_THREADS" not in os.environ:

@@ -98,9 +98,8 @@ def uses_fusion(config: RunConfig, device: torch.device) -> bool:
 
     Rows of labelled tasks have too many lengths to compile for each of them.
     """
-    if config.parallel.fuse != "auto":
-        return config.parallel.fuse
-    return not config.finetune.task and can_fuse(device)
+    fuse = config.parallel.fuse
+    return fuse is True or (fuse == "auto" and not config.finetune.task and can_fuse(device))
 
 
 def _fill_own_parameters(

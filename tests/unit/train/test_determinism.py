@@ -20,8 +20,10 @@ def _own_process_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
     for backend in (torch.backends.cuda.matmul, torch.backends.cudnn):
         monkeypatch.setattr(backend, "allow_tf32", True)
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")
-    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
+    # Removed again afterwards, too, where they were not set before.
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
     yield
     torch.use_deterministic_algorithms(False)
 
