@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -18,14 +19,18 @@ ALONE = RankEnvironment("none", 0, 1, 0, 1, "127.0.0.1", 12000)
 @pytest.fixture(autouse=True)
 def _own_process_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
-    for backend in (torch.backends.cuda.matmul, torch.backends.cudnn):
-        monkeypatch.setattr(backend, "allow_tf32", True)
+    backends: list[Any] = [torch.backends.cuda.matmul, torch.backends.cudnn]
+    before = [backend.allow_tf32 for backend in backends]
+    for backend in backends:
+        backend.allow_tf32 = True
     # Removed again afterwards, too, where they were not set before.
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     yield
     torch.use_deterministic_algorithms(False)
+    for backend, value in zip(backends, before, strict=True):
+        backend.allow_tf32 = value
 
 
 def test_cpu_refuses_what_does_not_repeat() -> None:
