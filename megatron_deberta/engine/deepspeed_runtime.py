@@ -220,9 +220,8 @@ def skip_above_norm(optimizer: Any, limit: float) -> Iterator[list[float]]:
 def overlapped_reduction(groups: ProcessGroups) -> AbstractContextManager[None]:
     """Use the ZeRO optimizer of the other formats for bf16 at stage 1, too.
 
-    DeepSpeed's choice, ``BF16_Optimizer``, reduces gradients only after backward and keeps 16-bit
-    gradients beside their fp32 sums. With one data-parallel rank there is nothing to reduce, and
-    ``BF16_Optimizer`` copies gradients less often.
+    DeepSpeed's choice, ``BF16_Optimizer``, reduces gradients only after backward. With one
+    data-parallel rank there is nothing to reduce, and it copies gradients less often.
     """
     if groups.dp_size == 1:
         return nullcontext()

@@ -119,7 +119,7 @@ def estimate_memory(
         _Shape(replace(config, model=model), tokens, masked_tokens(config))
         for model in single_models(config.model)
     )
-    kept = _activations(shape)
+    kept = _activations(shape, device_type)
     columns = vocabulary_rows(config.model.vocab_size, shape.tp)
     table = columns * config.model.hidden_size
     # Summed in fp32; each chunk's product is in the format of the weights.
@@ -144,7 +144,7 @@ def estimate_memory(
     ]
     is_joint = config.rtd.update == "joint"
     for other in later:
-        above = _activations(other)
+        above = _activations(other, device_type)
         # With alternating updates, those of the first model are freed before.
         both = above.encoder + is_joint * (kept.encoder + kept.decoder)
         of_loss = is_joint * wide
@@ -197,7 +197,7 @@ class _Kept(NamedTuple):
     """The same of a layer's attention, less the activations that its FFN has freed."""
 
 
-def _activations(shape: _Shape) -> _Kept:
+def _activations(shape: _Shape, device_type: str) -> _Kept:
     model, element, tp = shape.model, shape.element, shape.tp
     width, inner = model.hidden_size, model.ffn_hidden_size
     first_only = reads_first_token(model)
@@ -215,6 +215,9 @@ def _activations(shape: _Shape) -> _Kept:
     encoder = num_layers * kept + own * residual
     if model.conv_kernel_size:
         encoder += own * (2 * width * element + width * shape.mask_bytes + _STATISTICS)
+        if device_type != "cpu":
+            # The shifted tokens of all taps, for one matrix product.
+            encoder += tokens * model.conv_kernel_size * width * element
     if model.position_terms != "none":
         encoder += num_position_slots(model) * width * element
     # Gradients inside the FFN (GELU's output is freed before unless it is recomputed here), and of
@@ -286,10 +289,6 @@ def _states(config: RunConfig, dp_size: int) -> tuple[int, int, int, int]:
     share = -(-count // dp_size) if stage else count
     weights = element * (share if stage == 3 else count)
     gradients = 4 * (share if stage >= 2 else count)
-    alone = dp_size == 1 and not precision.offload_optimizer
-    if precision.dtype == "bf16" and stage == 1 and alone:
-        # DeepSpeed's optimizer for this case keeps the 16-bit gradients, too.
-        gradients += element * count
     # At stage 0 in fp32 the weights are their own masters.
     optimizer = 0 if precision.offload_optimizer else (12 if stage else 8) * share
     buckets = 2 * 4 * min(REDUCE_BUCKET_ELEMENTS, count) if stage and dp_size > 1 else 0
