@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
@@ -89,7 +89,7 @@ class Batch(MicroBatch):
     position_ids: Tensor | None = None
     token_type_ids: Tensor | None = None
     next_sentence_labels: Tensor | None = None
-    is_padded: bool = True
+    is_padded: bool = field(default=True, kw_only=True)
 
     @property
     def padding_mask(self) -> Tensor | None:
