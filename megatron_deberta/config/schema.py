@@ -405,6 +405,8 @@ class LogConfig:
     """Steps between console lines and metric records."""
     tensorboard: bool = True
     """Write TensorBoard events to ``tensorboard/`` in the run folder."""
+    samples: int = 2
+    """Validation rows whose masks and predictions go to ``samples.jsonl``; 0: none."""
     level: Literal["debug", "info", "warning"] = "info"
     """Minimum level of messages."""
 

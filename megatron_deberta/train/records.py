@@ -48,6 +48,7 @@ class RunRecords:
     Attributes:
         config: as given.
         run_dir: the run folder.
+        first_step: as given.
         writer: writer of ``metrics.jsonl``.
         console: terminal view.
         longest_step: duration of the longest step of this process, in seconds.
@@ -68,6 +69,7 @@ class RunRecords:
         self._run_dir.mkdir(parents=True, exist_ok=True)
         fence.check()
         save_config(resolved or config, self._run_dir / "config.yaml")
+        self.first_step = first_step
         self.writer = MetricsWriter(
             self._run_dir,
             resume_step=first_step,

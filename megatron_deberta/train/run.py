@@ -38,10 +38,12 @@ from megatron_deberta.distributed.topology import ProcessGroups, init_process_gr
 from megatron_deberta.engine.base import Engine
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_REQUEUE
+from megatron_deberta.observe.json_lines import JsonLines
 from megatron_deberta.observe.logs import setup_logging
 from megatron_deberta.observe.metrics import RecordKind, read_metrics
 from megatron_deberta.observe.progress import ProgressObserver, Section
 from megatron_deberta.observe.throughput import ThroughputMeter
+from megatron_deberta.observe.timeline import SectionTimer, Timeline
 from megatron_deberta.train.data import OpenData, RunData, Validator, open_pretraining_data
 from megatron_deberta.train.hooks import EvaluateHook, Hook, LogHook, PeriodicHook, SaveHook
 from megatron_deberta.train.minimal_pairs import MinimalPairTask, open_minimal_pairs
@@ -63,6 +65,8 @@ from megatron_deberta.train.state import Ending, FolderLock, Outcome, TrainState
 from megatron_deberta.train.step import TrainStep
 from megatron_deberta.train.summary import describe_end, describe_nothing_left, describe_start
 from megatron_deberta.train.trainer import Trainer, last_step
+from megatron_deberta.train.validation_samples import FILE_NAME as SAMPLES_FILE
+from megatron_deberta.train.validation_samples import SampleRecorder, SampleWriter
 from megatron_deberta.train.vocab_size import with_vocab_size
 
 logger = logging.getLogger(__name__)
@@ -83,6 +87,8 @@ class _Components:
     stop: StopSignal
     terminal: Console
     lock: FolderLock
+    timeline: Timeline | None
+    """On rank 0."""
 
 
 def pretrain(
@@ -116,7 +122,7 @@ def pretrain(
     """
     began = time.monotonic()
     terminal = Console(file=sys.stdout)
-    observer = observer or ProgressObserver()
+    observer = SectionTimer(observer or ProgressObserver())
     with ExitStack() as stack:
         config, groups = _init_rank(config, terminal, stack)
         # Before the lock, so that a run with unusable data creates no folder.
@@ -140,11 +146,17 @@ def pretrain(
         with refusals():
             load_start(start, engine, model.specs, functools.partial(initial_weights, config))
         saver = Saver(config.train.run_dir, engine, model.specs, groups, fence)
+        timeline = None
         if groups.rank == 0:
-            run_lock.record("resume", step=start.state.step, samples=start.state.consumed_samples)
+            step, device = start.state.step, groups.device
+            run_lock.record("resume", step=step, samples=start.state.consumed_samples)
+            timeline = Timeline(
+                config.train.run_dir, observer, device, step, groups.world_size, fence.check
+            )
+            stack.enter_context(timeline)
         run = _Components(
             config, groups, data, minimal_pairs, model, engine, saver, observer, stop, terminal,
-            run_lock,
+            run_lock, timeline,
         )  # fmt: skip
         outcome = _train_with_rollbacks(run, start.state, Guard.of_run(config, start.guard))
         if groups.rank == 0:
@@ -330,8 +342,12 @@ def _evaluations(
     train, module, must_stop = run.config.train, run.engine.module, requests.must_stop
     hooks: dict[RecordKind, EvaluateHook] = {}
     if validate is not None:
-        compute = functools.partial(validate, module, must_stop=must_stop)
-        report = None if records is None else records.report
+        recorder = SampleRecorder(module, run.groups, run.config.log.samples)
+        compute = recorder.watch(functools.partial(validate, module, must_stop=must_stop))
+        report = None
+        if records is not None:
+            lines = JsonLines(records.run_dir / SAMPLES_FILE, run.saver.fence.check)
+            report = SampleWriter(lines, recorder, run.data.identity.tokenizer_path, records).report
         hooks["validation"] = EvaluateHook(train.eval_every, compute, meter, report, selection)
     if run.minimal_pairs is not None:
         score = functools.partial(run.minimal_pairs.evaluate, module, run.groups, must_stop)
@@ -359,6 +375,9 @@ def _hooks(
     if records is not None:
         hooks.append(PeriodicHook(1, records.note_step))
         hooks.append(_log_hook(run, segment, meter, records))
+    if (timeline := run.timeline) is not None:
+        record = timeline.record
+        hooks.append(PeriodicHook(config.log.every, lambda event: record(event.state.step)))
     hooks.extend(evaluations)
     if every := config.guard.replica_check_every:
         hooks.append(

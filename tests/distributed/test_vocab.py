@@ -10,6 +10,7 @@ from torch.nn import functional
 from megatron_deberta.distributed import vocab
 from megatron_deberta.distributed.collectives import copy_to_tensor_parallel_region
 from megatron_deberta.distributed.vocab import vocab_parallel_embedding, vocab_parallel_loss
+from megatron_deberta.train.validation_samples import best_tokens
 from tests.support.ranks import RankPool, grid
 
 PADDED, TOKENS, WIDTH = 16, 10, 6
@@ -135,3 +136,18 @@ def run_no_tokens(rank: int) -> tuple[float, list[int]]:
 
 def test_batch_without_predictions(two_ranks: RankPool) -> None:
     assert two_ranks.run(run_no_tokens) == [(0.0, [[0.0] * 3] * 4)] * 2
+
+
+def run_best_tokens(rank: int) -> tuple[Tensor, Tensor]:
+    groups = grid(4)
+    columns = PADDED // 4
+    start = groups.tp_rank * columns
+    return best_tokens(_logits()[:, start:][:, :columns].clone(), start, 13, groups.tp_group)
+
+
+def test_most_probable_tokens_equal_one_process(four_ranks: RankPool) -> None:
+    ids, shares = best_tokens(_logits(), 0, 13, None)
+    for local_ids, local_shares in four_ranks.run(run_best_tokens):
+        # Two tokens of equal logits may change places.
+        assert torch.equal(local_ids.sort().values, ids.sort().values)
+        torch.testing.assert_close(local_shares, shares)

@@ -1,0 +1,136 @@
+"""Time axis of a run (``timeline.jsonl``): starts, ends, time by part and memory; rank 0 only.
+
+Unlike ``metrics.jsonl``, it is not cut on resume, so that it shows restarts and repeated steps.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from megatron_deberta.observe.json_lines import JsonLines
+from megatron_deberta.observe.progress import ProgressObserver, Section
+
+FILE_NAME = "timeline.jsonl"
+FORWARD = "forward"
+"""Part of a step that is recorded beside the sections."""
+_MOST_TEXT = 300
+
+
+class SectionTimer(ProgressObserver):
+    """Adds up the time that this rank spends in each section.
+
+    Args:
+        observer: notified as well.
+        clock: returns seconds.
+    """
+
+    def __init__(
+        self, observer: ProgressObserver, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._observer = observer
+        self._clock = clock
+        self._section = Section.STARTUP
+        self._since = clock()
+        self._seconds: dict[str, float] = {}
+
+    def enter(self, section: Section, step: int | None = None) -> None:
+        """Report the start of a section."""
+        self._switch(section)
+        self._observer.enter(section, step)
+
+    def mark(self) -> None:
+        """Report progress within a section."""
+        self._observer.mark()
+
+    @contextmanager
+    def section(self, section: Section) -> Iterator[None]:
+        """Report a section for the duration of a context, then the previous one again."""
+        before = self._section
+        with self._observer.section(section):
+            self._switch(section)
+            yield
+            self._switch(before)
+
+    def add_times(self, *, steps: int = 0, data: int = 0, forward: int = 0, whole: int = 0) -> None:
+        """Add completed steps and the nanoseconds spent on them."""
+        self._add(FORWARD, forward / 1e9)
+        self._observer.add_times(steps=steps, data=data, forward=forward, whole=whole)
+
+    def take(self) -> dict[str, float]:
+        """Return the seconds by part since the last call; ``step`` is without ``forward``."""
+        self._switch(self._section)
+        taken, self._seconds = self._seconds, {}
+        step, forward = taken.get(Section.STEP.label, 0.0), taken.get(FORWARD, 0.0)
+        taken |= {Section.STEP.label: max(0.0, step - forward)}
+        return {part: round(seconds, 4) for part, seconds in taken.items() if seconds > 0}
+
+    def _switch(self, section: Section) -> None:
+        now = self._clock()
+        self._add(self._section.label, now - self._since)
+        self._section, self._since = section, now
+
+    def _add(self, part: str, seconds: float) -> None:
+        self._seconds[part] = self._seconds.get(part, 0.0) + seconds
+
+
+class Timeline:
+    """Writes the time axis of a run; a context manager, entered when the run has resumed.
+
+    Args:
+        run_dir: run folder.
+        timer: times of this rank.
+        device: device whose peak memory is recorded; on CPU, that of the process.
+        step: completed steps at the start.
+        world_size: number of ranks.
+        check: called before each write; does not return if another process writes the folder.
+    """
+
+    def __init__(
+        self,
+        run_dir: str,
+        timer: SectionTimer,
+        device: torch.device,
+        step: int,
+        world_size: int,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._lines = JsonLines(Path(run_dir) / FILE_NAME, check)
+        self._timer = timer
+        self._device = device
+        self._step = step
+        self._world_size = world_size
+
+    def __enter__(self) -> Timeline:
+        """Record the start."""
+        self._write("start", world_size=self._world_size)
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        """Record the end; ``reason`` names an exception."""
+        reason = "" if error is None else f"{type(error).__name__}: {error}"
+        self._write("end", reason=" ".join(reason.split())[:_MOST_TEXT], **self._measures())
+
+    def record(self, step: int) -> None:
+        """Record time and memory after ``step`` steps."""
+        self._step = step
+        self._write("steps", **self._measures())
+
+    def _measures(self) -> dict[str, object]:
+        return {"seconds": self._timer.take(), "memory_bytes": peak_memory(self._device)}
+
+    def _write(self, event: str, **values: object) -> None:
+        now = round(time.time(), 3)
+        self._lines.append({"event": event, "time": now, "step": self._step, **values})
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the most bytes that torch has allocated on a GPU, or that the process has held."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
