@@ -73,6 +73,7 @@ setup(
         "megatron_deberta": ["py.typed"],
         "megatron_deberta.cluster": ["profiles/*.yaml"],
         "megatron_deberta.cluster.slurm": ["job.sbatch"],
+        "megatron_deberta.report": ["page.*"],
     },
     cmdclass={"build_py": BuildWithConfigs},
     install_requires=[
@@ -99,6 +100,7 @@ setup(
         "sentencex",
         "rich",
         "tensorboard",
+        "jinja2",
         "matplotlib",
         "plotext>=5.3,<6",
         "protobuf",

@@ -68,6 +68,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("doctor", "check the installation, or whether a run can start here"),
     Command("submit", "submit a run to a SLURM cluster"),
     Command("status", "show queue, progress and job attempts of a run"),
+    Command("report", "write an HTML report of one run, or of several compared"),
     Command("logs", "print or follow a rank's log"),
     Command("cancel", "cancel the jobs of a run"),
     Command("convert", "export to Hugging Face format, or import a published model"),

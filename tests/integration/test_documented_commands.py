@@ -53,6 +53,7 @@ INPUTS = {
     "docs/autoregressive.md": ("runs/mt", "wiki.valid.tokens"),
     "docs/published-models.md": ("exports/base",),
     "docs/rtd.md": ("shards/corpus_text_document", "runs/rtd"),
+    "docs/report.md": ("runs/base", "runs/large"),
     "docs/recipes.md": ("runs/stable", "shards/books"),
 }  # fmt: skip
 """Runs, shards, tokenizers, labelled data that a page's commands read and no earlier one writes."""

@@ -1,0 +1,1 @@
+"""HTML report of one run, or of several compared."""

@@ -1,0 +1,226 @@
+"""The tables of a report: overview, events, data and configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from megatron_deberta.data.shards.manifest import ShardManifest, read_manifest
+from megatron_deberta.errors import MegatronDebertaError
+from megatron_deberta.observe.console import format_duration
+from megatron_deberta.report.run_charts import SECTIONS, first_time, part_seconds
+from megatron_deberta.report.run_folder import Record, RunFolder, points
+
+_HIDDEN_KEYS = ("train.run_dir", "cluster.notify")
+"""Always different, or secret."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table: header, and rows of as many cells."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+def overview(runs: Sequence[RunFolder]) -> Table:
+    """Return the main figures of each run, a column per run."""
+    columns = [_figures(run) for run in runs]
+    labels = dict.fromkeys(label for column in columns for label in column)
+    rows = [[label, *(column.get(label, "-") for column in columns)] for label in labels]
+    return Table(["", *(run.name for run in runs)], rows)
+
+
+def _figures(run: RunFolder) -> dict[str, str]:
+    train, validation = run.of_kind("train"), points(run.of_kind("validation"), "loss")
+    losses = points(train, "loss")
+    target = run.config.get("train.steps")
+    step = max((record["step"] for record in run.metrics), default=0)
+    found = {"step": f"{step:,}" + (f" of {target:,}" if isinstance(target, int) else "")}
+    if losses:
+        found["training loss"] = f"{losses[-1][1]:.4f}"
+    if validation:
+        best = min(validation, key=lambda point: point[1])
+        found["validation loss"] = f"{validation[-1][1]:.4f}"
+        found["best validation loss"] = f"{best[1]:.4f} at step {best[0]:,}"
+    baseline = points(run.of_kind("validation"), "unigram_loss")
+    if baseline:
+        found["unigram baseline"] = f"{baseline[-1][1]:.4f}"
+    accuracies = points(run.of_kind("minimal_pairs"), "accuracy")
+    if accuracies:
+        found["BLiMP"] = f"{accuracies[-1][1]:.1%}"
+    found |= _speed(run, train)
+    return found | _restarts(run)
+
+
+def _speed(run: RunFolder, train: Sequence[Record]) -> dict[str, str]:
+    found = {}
+    rates = [rate for _, rate in points(train, "tokens_per_second")]
+    shares = [share for _, share in points(train, "utilization")]
+    memory = [size for _, size in points(run.timeline, "memory_bytes")]
+    if rates:
+        found["tokens/s, median"] = f"{median(rates):,.0f}"
+    if shares:
+        found["MFU, median"] = f"{median(shares):.1%}"
+    if memory:
+        found["peak memory of rank 0"] = f"{max(memory) / 2**30:.2f} GiB"
+    seconds = [part_seconds(record) for record in run.timeline]
+    totals = {part: sum(each[part] for each in seconds) for part in SECTIONS}
+    if whole := sum(totals.values()):
+        found["time recorded"] = format_duration(whole)
+        largest = sorted(totals, key=lambda part: -totals[part])[:3]
+        found["time by part"] = ", ".join(
+            f"{SECTIONS[part]} {totals[part] / whole:.0%}" for part in largest if totals[part]
+        )
+    return found
+
+
+def _restarts(run: RunFolder) -> dict[str, str]:
+    source = run.timeline or run.history
+    starts = sum(record["event"] == "start" for record in source)
+    guard = run.of_kind("guard")
+    skipped = sum(bool(record.get("skip")) for record in guard)
+    rollbacks = sum(record.get("event") == "rollback" for record in guard)
+    found = {"restarts": str(starts - 1)} if starts else {}
+    if skipped or rollbacks:
+        found["guard"] = f"{_count(skipped, 'skipped update')}, {_count(rollbacks, 'rollback')}"
+    start = first_time(run)
+    if start is not None:
+        found["first start"] = _clock(start)
+    return found
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def events(run: RunFolder) -> Table:
+    """Return restarts, ends, faults, rollbacks and skipped updates, in order of time or step."""
+    rows: list[tuple[float, float, list[str]]] = []
+    for record in (*run.timeline, *run.history, *run.bad_nodes):
+        text = _describe_event(record)
+        if text:
+            step = record.get("step")
+            shown = f"{step:,}" if isinstance(step, int) else ""
+            rows.append((0.0, record["time"], [_clock(record["time"]), shown, text]))
+    for record in run.of_kind("guard"):
+        rows.append((1.0, record["step"], ["", f"{record['step']:,}", _describe_guard(record)]))
+    return Table(["time", "step", "event"], [row for *_, row in sorted(rows)])
+
+
+def _describe_event(record: Record) -> str:
+    event = record.get("event")
+    reason = record.get("reason")
+    if "node" in record and "event" not in record:
+        return f"node {record['node']} excluded: {reason}"
+    if event == "start" and "world_size" in record:
+        return f"started with {_count(record['world_size'], 'rank')}"
+    if event == "start":
+        return f"job attempt {record.get('link', '')} on {record.get('nodes', '')}"
+    if event == "end":
+        attempt = f"job attempt {record['link']} ended" if "link" in record else "ended"
+        return f"{attempt}: {reason}" if reason else attempt
+    if event == "slow" and isinstance(record.get("ranks"), list):
+        ranks = [each for each in record["ranks"] if isinstance(each, dict)]
+        return "slow: " + ", ".join(f"rank {e.get('rank')} on {e.get('host')}" for e in ranks)
+    if event == "signal":
+        return f"signal {record.get('signal', '')}".strip()
+    return "cancelled" if event == "cancel" else ""
+
+
+def _describe_guard(record: Record) -> str:
+    if record.get("event") == "rollback":
+        return f"rolled back from step {record.get('trouble_step')}"
+    return f"update skipped: {record.get('skip') or 'unknown reason'}"
+
+
+def data_statistics(run: RunFolder) -> tuple[Table, list[str]]:
+    """Return documents and tokens of a run's shards, and what could not be read."""
+    rows, problems = [], []
+    for use in ("train", "validation"):
+        for prefix in _prefixes(run.config.get(f"data.{use}")):
+            try:
+                manifest = read_manifest(prefix)
+            except (MegatronDebertaError, OSError) as error:
+                problems.append(f"data of {use}, {prefix}: {_line(error)}")
+                continue
+            rows.append([use, Path(prefix).name, *_manifest_cells(manifest)])
+    header = ["use", "shard", "documents", "tokens", "tokens per document", "left out"]
+    return Table(header, rows), problems
+
+
+def _prefixes(value: object) -> list[str]:
+    """Return the shards of ``data.train``, without the weights of a blend."""
+    texts = [value] if isinstance(value, str) else value if isinstance(value, list) else []
+    return [text for text in map(str, texts) if text and not _is_weight(text)]
+
+
+def _is_weight(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _manifest_cells(manifest: ShardManifest | None) -> list[str]:
+    if manifest is None:
+        return ["no manifest", "", "", ""]
+    documents, tokens = manifest.num_documents, manifest.num_tokens
+    left_out = manifest.documents_empty + manifest.documents_quarantined
+    return [
+        f"{documents:,}", f"{tokens:,}", f"{tokens / max(documents, 1):,.1f}", f"{left_out:,}",
+    ]  # fmt: skip
+
+
+def config_differences(runs: Sequence[RunFolder], defaults: dict[str, Any]) -> Table:
+    """Return the keys whose values differ between runs; of one run, between it and the defaults."""
+    columns = [run.config for run in runs]
+    names = [run.name for run in runs]
+    if len(runs) == 1:
+        columns, names = [*columns, defaults], ["this run", "default"]
+    keys = dict.fromkeys(key for column in columns for key in column if key not in _HIDDEN_KEYS)
+    rows = []
+    for key in keys:
+        values = [_show(column.get(key, _MISSING)) for column in columns]
+        if len(set(values)) > 1:
+            rows.append([key, *values])
+    return Table(["key", *names], rows)
+
+
+_MISSING = object()
+
+
+def _show(value: object) -> str:
+    if value is _MISSING:
+        return "-"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(_show, value)) or "(none)"
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value) if value != "" else "(none)"
+
+
+def _clock(seconds: float) -> str:
+    try:
+        return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
+    except (ValueError, OverflowError, OSError):
+        return f"{seconds:g}"
+
+
+def _line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return " ".join(str(error).split())
+
+
+def problem_lines(runs: Iterable[RunFolder], further: Iterable[str]) -> list[str]:
+    """Return what is damaged or missing, one line each, with the run."""
+    lines = [f"{run.name}: {problem}" for run in runs for problem in run.problems]
+    return [*lines, *further]

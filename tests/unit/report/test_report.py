@@ -1,0 +1,188 @@
+"""``megatron-deberta report``: contents, damaged records, and one file without references."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from megatron_deberta.cli.main import main
+from megatron_deberta.errors import EXIT_DONE, EXIT_USAGE
+from megatron_deberta.report.charts import Chart, Series, draw, thin
+from tests.support.report_runs import write_run
+
+
+def report(output: Path, *runs: Path) -> str:
+    assert main(["report", *map(str, runs), "--output", str(output)]) == EXIT_DONE
+    return output.read_text()
+
+
+def plain(page: str) -> str:
+    """Return the page's text without tags, scripts and pictures."""
+    page = re.sub(r"<(script|style|svg).*?</\1>", " ", page, flags=re.DOTALL)
+    return " ".join(re.sub(r"<[^>]*>", " ", page).split())
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the report of one run."""
+    folder = tmp_path_factory.mktemp("one")
+    return report(folder / "out" / "report.html", write_run(folder / "base"))
+
+
+@pytest.fixture(scope="module")
+def comparison(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the report of two runs."""
+    folder = tmp_path_factory.mktemp("two")
+    runs = [write_run(folder / "runs" / "base"), write_run(folder / "other" / "base", 2e-3)]
+    return report(folder / "report.html", *runs)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "runs" / "base")
+
+
+def test_everything_that_a_run_records_is_shown(page: str) -> None:
+    titles = re.findall(r'<h3 id="chart-\d+">(.*?)</h3>', page)
+    assert titles == [
+        "Loss", "Validation: masked accuracy", "Learning rate", "Gradient norm", "Throughput",
+        "MFU", "Time by part", "Peak memory of rank 0", "Checkpoints",
+        "Progress, restarts and faults", "BLiMP, all pairs", "BLiMP by field", "Fine-tuned: sst2",
+    ]  # fmt: skip
+    assert page.count("<svg") == len(titles)
+    text = plain(page)
+    assert "step 40 of 40" in text
+    assert "best validation loss 4.5000 at step 40" in text
+    assert "unigram baseline 6.5000" in text
+    assert "restarts 1" in text
+    assert "1 skipped update" in text
+    assert "backward pass and update 50%, forward pass 25%, waiting for data 12%" in text
+    assert "job attempt 7.0 ended: rank 1 on n2: &lt;b&gt;killed&lt;/b&gt; by SIGKILL" in text
+    assert "update skipped: gradient spike" in text
+    assert "optimizer.learning_rate 0.001" in text
+    assert "Damaged" not in text
+
+
+def test_samples_show_what_fills_a_mask_at_each_validation(page: str) -> None:
+    assert "sample 4" in page
+    assert '<mark title="input: [MASK]">mat<sub>1</sub></mark>' in page
+    cells = re.findall(r"<td( class=\"right\")? title=\"(.*?)\">(\w+) <small>(\d+%)", page)
+    other = "&lt;i&gt;dog&lt;/i&gt; 25.0%"
+    assert cells == [("", other, "the", "50%"), (' class="right"', other, "mat", "50%")]
+
+
+def test_several_runs_are_compared(comparison: str) -> None:
+    text = plain(comparison)
+    # Names are the shortest ends of the paths that differ.
+    assert "runs/base and other/base" in text
+    differences = text[text.index("Configuration differences") :]
+    assert "optimizer.learning_rate 0.001 0.002" in differences
+    assert "train.steps" not in differences
+    assert "Time by part: other/base" in text
+
+
+def test_damaged_records_are_named_and_left_out(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("metrics", "timeline", "chain", "samples"):
+        path = run / f"{name}.jsonl"
+        lines = path.read_bytes().splitlines()
+        damaged = [lines[0], b'{"step": 1, "ki', b"\xff\x00", b"[3]", *lines[1:], b'{"step": 2']
+        path.write_bytes(b"\n".join(damaged))
+    bad = {"step": 60, "samples": [7, {"sample": 1, "pieces": ["a"], "masks": [{"position": 9}]}]}
+    path = run / "samples.jsonl"
+    path.write_text(json.dumps(bad) + "\n" + path.read_text(errors="replace"))
+    (run / "config.yaml").write_text("model: [")
+    (run / "finetuned" / "sst2" / "curve.json").write_text("{")
+    (run / "timeline.jsonl").open("ab").write(
+        b'\n{"event": "steps", "time": 1e300, "step": 3, "seconds": 5, "memory_bytes": "x"}\n'
+    )
+    text = plain(report(tmp_path / "report.html", run))
+    warnings = capsys.readouterr().err
+    for problem in (
+        "metrics.jsonl: 3 damaged lines are left out (line 2, 3, 4)",
+        "metrics.jsonl: the last line is incomplete and left out",
+        "config.yaml: damaged and left out",
+        "samples.jsonl: 2 damaged samples are left out",
+        "finetuned/sst2/curve.json: damaged and left out",
+    ):
+        assert problem in text
+        assert f"base: {problem}" in warnings
+    assert "step 40" in text
+    assert "Traceback" not in warnings
+
+
+def test_a_run_with_metrics_only(run: Path, tmp_path: Path) -> None:
+    for path in run.iterdir():
+        if path.name.endswith("l") and path.name not in ("metrics.jsonl", "config.yaml"):
+            path.unlink()
+    (run / "metrics.jsonl").write_text('{"step":1,"kind":"train","loss":null}\n')
+    text = plain(report(tmp_path / "report.html", run))
+    assert "Overview" in text
+    assert "Restarts" not in text
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["absent"], "absent: no such folder; give run folders (train.run_dir)"),
+        (["."], "no metrics.jsonl here; give a run that has trained"),
+        (["runs/base", "runs/../runs/base"], "is given twice"),
+    ],
+)
+def test_wrong_runs_are_one_line(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], names: list[str], message: str
+) -> None:
+    output = tmp_path / "report.html"
+    folders = [str(tmp_path / name) for name in names]
+    assert main(["report", *folders, "--output", str(output)]) == EXIT_USAGE
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not output.exists()
+
+
+def test_the_page_refers_to_nothing_else(comparison: str) -> None:
+    class References(HTMLParser):
+        found: list[str]
+        ids: list[str]
+
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            self.found += [
+                value or "" for name, value in attrs if name in ("src", "href", "srcset", "action")
+            ]
+            self.ids += [value or "" for name, value in attrs if name == "id"]
+
+    parser = References()
+    parser.found, parser.ids = [], []
+    parser.feed(comparison)
+    assert [name for name in parser.found if not name.startswith("#")] == ["data:,"]
+    assert set(re.findall(r"https?://[^\"' ]*", comparison)) == {"http://www.w3.org/2000/svg"}
+    assert set(re.findall(r"url\((.)", comparison)) == {"#"}
+    assert "default-src 'none'" in comparison
+    # Pictures share a document, so that equal identifiers would show the wrong parts.
+    assert len(parser.ids) == len(set(parser.ids))
+    assert len(comparison) < 1_000_000
+
+
+def test_colours_of_charts_come_from_the_style_sheet() -> None:
+    series = [Series("a", [(0, 1), (1, 2)], 0), Series("b", [(0, 2), (1, 1)], 9, "points")]
+    svg = draw(Chart("$t_1", "$y$ <share>", series), 3).svg
+    assert not re.findall(r"#[0-9a-fA-F]{6}", svg)
+    assert "var(--c0)" in svg
+    assert "var(--c1)" in svg
+    assert "$y$ &lt;share&gt;" in svg
+
+
+def test_thinned_lines_keep_their_spikes() -> None:
+    points = [(float(step), 1.0) for step in range(100_000)]
+    points[54_321] = (54_321.0, 50.0)
+    points[7] = (7.0, -3.0)
+    thinned = thin(points, 100)
+    assert len(thinned) <= 100
+    assert {points[0], points[7], points[54_321], points[-1]} <= set(thinned)
+    assert thinned == sorted(thinned)
