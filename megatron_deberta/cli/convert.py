@@ -8,6 +8,7 @@ Examples:
   megatron-deberta convert --checkpoint runs/base --to hf --output exports/base --dtype bf16
   megatron-deberta convert --checkpoint runs/sst2 --to onnx --output exports/sst2 --dtype int8
   megatron-deberta convert --checkpoint runs/base --average 3 --output exports/mean
+  megatron-deberta convert --checkpoint runs/mt --form autoregressive --output exports/ar
   megatron-deberta convert --from hf downloads/deberta-v3-base --new-generator --output imported
   megatron-deberta convert --from microsoft downloads/deberta-base --output imported
 """
@@ -21,14 +22,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_deberta.cli.arguments import number
+from megatron_deberta.config.objective_rules import trained_forms
 from megatron_deberta.errors import CheckpointError, ConfigError
 from megatron_deberta.files import write_atomically
 
 if TYPE_CHECKING:
+    from megatron_deberta.config.schema import ModelConfig, RunConfig
     from megatron_deberta.hf.loading import TrainedModel
     from megatron_deberta.hf.model_card import TrainingFacts
 
-_PRETRAINING_SCORES = ("masked_accuracy", "perplexity")
+_PRETRAINING_SCORES = ("masked_accuracy", "accuracy", "perplexity")
 """Metrics of validation that the model card of a pretrained model has."""
 
 
@@ -49,6 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     export.add_argument(
         "--dtype", choices=["fp32", "fp16", "bf16", "int8"], default="fp32",
         help="format of the weights: bf16 only for hf, int8 only for the ONNX graph",
+    )  # fmt: skip
+    export.add_argument(
+        "--form", choices=["masked", "autoregressive"],
+        help="of a model with objective.name=mlm+ar (default: masked)",
     )  # fmt: skip
     export.add_argument(
         "--encoder", action="store_true",
@@ -176,12 +183,9 @@ def _export(args: argparse.Namespace) -> int:
         trained = replace(trained, reader=averaged)
         print(f"average of the checkpoints of steps {', '.join(map(str, averaged.steps))}")
     config, weights = trained.open("discriminator")
-    if config.head == "autoregressive":
-        raise ConfigError(
-            f"{args.checkpoint} was trained with objective.name=autoregressive, for which "
-            "transformers has no DeBERTa class; use megatron-deberta generate, or pretrain with "
-            "objective.name=mlm+ar"
-        )
+    config = _in_form(config, trained.run, args.form)
+    if config.head == "autoregressive" and args.to == "onnx":
+        raise ConfigError("--to onnx has no graph of an autoregressive model; use --to hf")
     dtype = "fp32" if args.dtype == "int8" else args.dtype
     export = export_model(
         config,
@@ -189,7 +193,7 @@ def _export(args: argparse.Namespace) -> int:
         trained.tokenizer,
         Path(args.output),
         dtype=dtype,
-        facts=_training_facts(trained),
+        facts=_training_facts(trained, config),
         generator=trained.open("generator") if config.head == "discriminator" else None,
         extend=onnx_extension(args, trained) if args.to == "onnx" else None,
     )
@@ -220,8 +224,22 @@ def _export(args: argparse.Namespace) -> int:
     return 0
 
 
-def _training_facts(trained: TrainedModel) -> TrainingFacts:
-    """Collect what the model card says about the training."""
+def _in_form(config: ModelConfig, run: RunConfig, form: str | None) -> ModelConfig:
+    """Return the architecture with the head of a form; None: the model's own.
+
+    Raises:
+        ConfigError: the model was not trained in this form.
+    """
+    if form and form not in trained_forms(run.objective):
+        raise ConfigError(
+            f"--form {form}: the model was trained with objective.name={run.objective.name}; omit "
+            "--form"
+        )
+    return replace(config, head="autoregressive") if form == "autoregressive" else config
+
+
+def _training_facts(trained: TrainedModel, config: ModelConfig) -> TrainingFacts:
+    """Collect what the model card says about the training of a model with this head."""
     from megatron_deberta.data.build import parse_prefixes
     from megatron_deberta.hf.model_card import TrainingFacts
     from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
@@ -243,12 +261,14 @@ def _training_facts(trained: TrainedModel) -> TrainingFacts:
     ]
     last = validations[-1] if validations else {}
     names = load_task(run.finetune.task).metrics if run.finetune.task else _PRETRAINING_SCORES
+    # Metrics of the second form of a model that has both
+    form = f"{config.head}_" if config.head != run.model.head else ""
     return TrainingFacts(
         data=data,
         step=step,
         total_steps=run.train.steps,
-        validation_loss=last.get("loss"),
-        scores={name: last[name] for name in names if name in last},
+        validation_loss=last.get(f"{form}loss"),
+        scores={name: last[form + name] for name in names if form + name in last},
         batch_size=run.train.global_batch_size,
         learning_rate=run.optimizer.learning_rate,
     )

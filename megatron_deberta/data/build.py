@@ -10,8 +10,9 @@ from typing import NamedTuple
 import psutil
 import torch
 
+from megatron_deberta.config.objective_rules import causal_fraction
 from megatron_deberta.config.phases import FIRST_STAGE, Stage
-from megatron_deberta.config.rules import causal_fraction, short_samples
+from megatron_deberta.config.rules import short_samples
 from megatron_deberta.config.schema import DataConfig, RunConfig
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.data.collate import BatchBuilder, Builder, PhasedBuilder, Targets

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.engine.base import Engine, Placements
+from megatron_deberta.engine.optimizer import rate_scales
 from megatron_deberta.engine.reference_engine import ReferenceEngine
 from megatron_deberta.engine.sequence import EngineSequence
 
@@ -27,16 +30,29 @@ def build_engine(
         groups: process groups.
 
     Raises:
-        ConfigError: the engine does not support the ``precision`` settings.
+        ConfigError: the engine does not support the ``precision`` settings, or an entry of
+            ``optimizer.freeze`` names no parameter.
     """
     names = getattr(module, "updated_separately", ())
-    if names:
-        return EngineSequence(
-            module,
-            names,
-            lambda name, part: _build(config, part, _of_part(specs, name), groups),
-        )
-    return _build(config, module, specs, groups)
+    if not names:
+        return _build(config, module, specs, groups)
+    freeze = config.optimizer.freeze
+    prefixed = tuple(frozen for frozen in freeze if frozen.partition(".")[0] in names)
+    # Checks the names; those of a part lack its prefix.
+    rate_scales(list(specs), replace(config.optimizer, freeze=prefixed))
+
+    def build(name: str, part: nn.Module) -> Engine:
+        own = _of_part(specs, name)
+        frozen = [one for one in freeze if one not in prefixed]
+        for one in prefixed:
+            if one == name:
+                frozen += own
+            elif one.startswith(f"{name}."):
+                frozen.append(one.removeprefix(f"{name}."))
+        optimizer = replace(config.optimizer, freeze=tuple(frozen))
+        return _build(replace(config, optimizer=optimizer), part, own, groups)
+
+    return EngineSequence(module, names, build)
 
 
 def _of_part(specs: Placements, name: str) -> Placements:

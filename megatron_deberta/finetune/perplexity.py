@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from megatron_deberta.config.rules import causal_fraction
+from megatron_deberta.config.objective_rules import causal_fraction
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.errors import ConfigError, DataError

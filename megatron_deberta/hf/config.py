@@ -14,23 +14,20 @@ from megatron_deberta.config.schema import (
     P2CIndex,
     PositionTerms,
 )
-from megatron_deberta.errors import CheckpointError, ConfigError
+from megatron_deberta.errors import CheckpointError
 from megatron_deberta.hf.names import ModelType
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 MODELING_MODULE = "modeling_megatron_deberta"
-_MASKED_LM_CLASS = {
-    "deberta": "DebertaForMaskedLM",
-    "deberta-v2": "DebertaV2ForMaskedLM",
-    "megatron-deberta": "MegatronDebertaForMaskedLM",
-}
+HEADS_MODULE = "modeling_megatron_deberta_heads"
 _ENCODER_CLASS = {
     "deberta": "DebertaModel",
     "deberta-v2": "DebertaV2Model",
     "roberta": "RobertaModel",
     "megatron-deberta": "MegatronDebertaModel",
 }
-_TASK_CLASS = {
+_HEAD_CLASS = {
+    "autoregressive": "CausalLM",
     "classification": "SequenceClassification",
     "regression": "SequenceClassification",
     "spans": "QuestionAnswering",
@@ -38,7 +35,10 @@ _TASK_CLASS = {
     "choices": "MultipleChoice",
 }
 """End of the class for a head; ``AutoModelFor`` and the type's name stand before it."""
-_CLASS_PREFIX = {"deberta": "Deberta", "deberta-v2": "DebertaV2", "roberta": "Roberta"}
+_CLASS_PREFIX = {
+    "deberta": "Deberta", "deberta-v2": "DebertaV2", "roberta": "Roberta",
+    "megatron-deberta": "MegatronDeberta",
+}  # fmt: skip
 _PROBLEM_TYPE = {"classification": "single_label_classification", "regression": "regression"}
 _WITH_C2P = ("c2p+p2c", "c2p")
 _LARGEST = (1 << 31) - 1
@@ -65,7 +65,7 @@ _INTEGERS = (
 )  # fmt: skip
 _BOOLEANS = (
     "relative_attention", "position_biased_input", "share_att_key", "key_bias",
-    "position_key_bias", "next_sentence_head",
+    "position_key_bias", "next_sentence_head", "causal",
 )  # fmt: skip
 _CHOICES = {"p2c_index": get_args(P2CIndex), "absolute_positions": get_args(AbsolutePositions)}
 
@@ -114,6 +114,8 @@ def choose_model_type(config: ModelConfig) -> tuple[ModelType, str]:
     """
     relative = config.position_terms != "none"
     at_input = config.absolute_positions == "input"
+    if config.head == "autoregressive":
+        return "megatron-deberta", "the autoregressive form"
     plain = config.mask_decoder_passes == 0 and config.conv_kernel_size == 0
     if at_input and not relative and plain and config.key_bias:
         return "roberta", ""
@@ -173,49 +175,58 @@ def to_hf_config(
     }
     if config.next_sentence_head:
         fields |= _NEXT_SENTENCE_FIELDS
-    if config.head == "discriminator":
-        return fields | _encoder_fields(config, model_type, ids)
-    if config.head != "mlm":
-        task = _task_fields(config, model_type)
-        body = _roberta_fields(config, ids) if model_type == "roberta" else {}
-        if not body:
-            body = _deberta_fields(config, model_type)
-            del body["auto_map"]
-        return fields | body | task
     if model_type == "roberta":
-        return fields | _roberta_fields(config, ids)
-    return fields | _deberta_fields(config, model_type)
-
-
-def _encoder_fields(config: ModelConfig, model_type: ModelType, ids: SpecialIds) -> dict[str, Any]:
-    """Return the fields of a discriminator, which transformers loads as an encoder."""
-    if model_type == "roberta":
-        body = _roberta_fields(config, ids)
+        fields |= _roberta_fields(config, ids)
     else:
-        body = _deberta_fields(config, model_type)
-        del body["auto_map"]["AutoModelForMaskedLM"]
-        if not body["auto_map"]:
-            del body["auto_map"]
-    return body | {"architectures": [_ENCODER_CLASS[model_type]], "replaced_token_head": True}
+        fields |= _deberta_fields(config, model_type)
+    if config.head == "discriminator":
+        fields |= {"architectures": [_ENCODER_CLASS[model_type]], "replaced_token_head": True}
+    elif config.head == "autoregressive":
+        # Not ``is_decoder``, which means cross-attention to some of transformers' functions.
+        fields |= {"architectures": ["MegatronDebertaForCausalLM"], "causal": True}
+        fields["use_cache"] = False
+    elif config.head != "mlm":
+        fields |= _task_fields(config, model_type)
+    if auto_map := _auto_map(config, model_type):
+        fields["auto_map"] = auto_map
+    return fields
+
+
+def _auto_map(config: ModelConfig, model_type: ModelType) -> dict[str, str]:
+    """Return the exported classes by the Auto class that loads them; empty: none is needed."""
+    if model_type == "roberta":
+        return {}
+    prefix, classes = _CLASS_PREFIX[model_type], {}
+    if model_type == "megatron-deberta":
+        classes["AutoConfig"] = f"{MODELING_MODULE}.{prefix}Config"
+        classes["AutoModel"] = f"{MODELING_MODULE}.{prefix}Model"
+    if config.head == "mlm":
+        classes["AutoModelForMaskedLM"] = f"{MODELING_MODULE}.{prefix}ForMaskedLM"
+    if config.head in _HEAD_CLASS and has_own_class(config, model_type):
+        kind = f"For{_HEAD_CLASS[config.head]}"
+        classes[f"AutoModel{kind}"] = f"{HEADS_MODULE}.{prefix}{kind}"
+    return classes
+
+
+def modeling_modules(fields: dict[str, Any]) -> tuple[str, ...]:
+    """Return the modules that a ``config.json`` names, with those that they import."""
+    named = {target.partition(".")[0] for target in fields.get("auto_map", {}).values()}
+    return tuple(sorted(named | {MODELING_MODULE})) if named else ()
+
+
+def has_own_class(config: ModelConfig, model_type: ModelType) -> bool:
+    """Return whether transformers has no class of its own for this type with this head."""
+    return model_type == "megatron-deberta" or (model_type, config.head) == ("deberta", "choices")
 
 
 def auto_class_name(config: ModelConfig) -> str:
-    """Return the name of transformers' Auto class that loads a fine-tuned model."""
-    return f"AutoModelFor{_TASK_CLASS[config.head]}"
+    """Return the name of transformers' Auto class that loads a model with this head."""
+    return f"AutoModelFor{_HEAD_CLASS[config.head]}"
 
 
 def _task_fields(config: ModelConfig, model_type: ModelType) -> dict[str, Any]:
-    """Return the fields of a head: class, labels and ``problem_type``.
-
-    Raises:
-        ConfigError: transformers has no class for this head and architecture.
-    """
-    kind = _TASK_CLASS[config.head]
-    if model_type not in _CLASS_PREFIX or (model_type, config.head) == ("deberta", "choices"):
-        raise ConfigError(
-            f"transformers has no class for model.head={config.head} of type {model_type}; use "
-            "megatron-deberta predict"
-        )
+    """Return the fields of a head: class, labels and ``problem_type``."""
+    kind = _HEAD_CLASS[config.head]
     fields: dict[str, Any] = {
         "architectures": [f"{_CLASS_PREFIX[model_type]}For{kind}"],
         "cls_dropout": config.head_dropout,
@@ -241,14 +252,8 @@ def _roberta_fields(config: ModelConfig, ids: SpecialIds) -> dict[str, Any]:
 def _deberta_fields(config: ModelConfig, model_type: ModelType) -> dict[str, Any]:
     relative = config.position_terms != "none"
     normalized = relative and config.normalize_position_table
-    masked_lm = _MASKED_LM_CLASS[model_type]
-    auto_map = {"AutoModelForMaskedLM": f"{MODELING_MODULE}.{masked_lm}"}
-    if model_type == "megatron-deberta":
-        auto_map["AutoConfig"] = f"{MODELING_MODULE}.MegatronDebertaConfig"
-        auto_map["AutoModel"] = f"{MODELING_MODULE}.MegatronDebertaModel"
     return {
-        "architectures": [masked_lm],
-        "auto_map": auto_map,
+        "architectures": [f"{_CLASS_PREFIX[model_type]}ForMaskedLM"],
         "max_position_embeddings": config.max_position_embeddings,
         "type_vocab_size": config.type_vocab_size,
         "relative_attention": relative,
@@ -357,6 +362,7 @@ def _deberta_config(
     kernel = 0 if v1 else fields.get("conv_kernel_size", 0)
     return ModelConfig(
         **shared,
+        head="autoregressive" if fields.get("causal") else "mlm",
         max_position_embeddings=length,
         max_relative_positions=max_distance if max_distance > 0 else length,
         position_buckets=0 if v1 else max(fields.get("position_buckets", -1), 0),

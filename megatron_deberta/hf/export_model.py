@@ -20,9 +20,9 @@ from megatron_deberta.errors import CheckpointError, ConfigError
 from megatron_deberta.files import published_folder
 from megatron_deberta.hf.config import (
     DTYPES,
-    MODELING_MODULE,
     SpecialIds,
     choose_model_type,
+    modeling_modules,
     to_hf_config,
 )
 from megatron_deberta.hf.loading import build_discriminator, build_model, build_task_model
@@ -31,6 +31,7 @@ from megatron_deberta.hf.names import HFTensor, ModelType, hf_tensors
 from megatron_deberta.hf.sentence_transformers import write_pooling
 from megatron_deberta.hf.verify import (
     ExportCheck,
+    check_causal_export,
     check_encoder_export,
     check_export,
     check_task_export,
@@ -113,11 +114,6 @@ def _write_export(
     ids = SpecialIds(tokenizer.pad_id, tokenizer.cls_id, tokenizer.sep_id)
     _save_tokenizer(tokenizer, folder, config.max_position_embeddings)
     write_hf_model(folder, config, model_type, read, ids, dtype)
-    # Stock encoders and tasks need no code of ours.
-    own_encoder = config.head == "discriminator" and model_type == "megatron-deberta"
-    if model_type != "roberta" and (config.head == "mlm" or own_encoder):
-        source = Path(__file__).with_name(f"{MODELING_MODULE}.py")
-        shutil.copyfile(source, folder / source.name)
     if config.head in ("mlm", "discriminator"):
         write_pooling(folder, config)
     parameters = count_parameters(config)
@@ -135,6 +131,9 @@ def _write_export(
             tokenizer,
             dtype,
         )
+    elif config.head == "autoregressive":
+        language_model = build_model(config, rounded, "reference")
+        check = check_causal_export(folder, language_model, tokenizer, dtype)
     elif config.head == "discriminator":
         ours = build_discriminator(config, rounded, "reference")
         check = check_encoder_export(folder, model_type, ours, tokenizer, dtype)
@@ -186,7 +185,7 @@ def write_hf_model(
     ids: SpecialIds,
     dtype: str = "fp32",
 ) -> None:
-    """Write ``config.json`` and safetensors files, holding one file's tensors in memory at a time.
+    """Write config, code and safetensors files, holding one file's tensors in memory at a time.
 
     Args:
         directory: an existing folder.
@@ -213,7 +212,11 @@ def write_hf_model(
         index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
         _write_json(directory / "model.safetensors.index.json", index)
     torch_name = str(DTYPES[dtype]).removeprefix("torch.")
-    _write_json(directory / "config.json", to_hf_config(config, model_type, ids, torch_name))
+    fields = to_hf_config(config, model_type, ids, torch_name)
+    # Without ``auto_map``, the stock class needs no code of this package.
+    for module in modeling_modules(fields):
+        shutil.copyfile(Path(__file__).with_name(f"{module}.py"), directory / f"{module}.py")
+    _write_json(directory / "config.json", fields)
 
 
 def _convert(entry: HFTensor, read: Callable[[str], Tensor], dtype: str) -> Tensor:

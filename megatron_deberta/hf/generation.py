@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_deberta.config.rules import causal_fraction
+from megatron_deberta.config.objective_rules import causal_fraction
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.hf.loading import build_model, check_folder, open_trained_model
 from megatron_deberta.tokenizer import Tokenizer

@@ -150,7 +150,7 @@ def write_import(
     tokenizer.save(str(folder / _TOKENIZER_FOLDER))
     run = RunConfig(
         model=model,
-        objective=objective or ObjectiveConfig(),
+        objective=objective or ObjectiveConfig(name=model.head),
         tokenizer=TokenizerConfig(path=str(output / _TOKENIZER_FOLDER)),
         data=DataConfig(sequence_length=min(512, model.max_position_embeddings)),
         checkpoint=CheckpointConfig(load_from=str(step_dir(output, 0))),

@@ -216,7 +216,14 @@ def temporary_module_cache() -> Iterator[None]:
     transformers' own cache identifies local folders by their last path component and outlives the
     process, so it could return the code of another export.
     """
-    cache, path, loaded = dynamic_module_utils.HF_MODULES_CACHE, list(sys.path), set(sys.modules)
+    prefix = dynamic_module_utils.TRANSFORMERS_DYNAMIC_MODULE_NAME
+
+    def loaded() -> list[str]:
+        return [name for name in sys.modules if name.partition(".")[0] == prefix]
+
+    cache, path = dynamic_module_utils.HF_MODULES_CACHE, list(sys.path)
+    # A package of another cache would not find the modules of this one.
+    others = {name: sys.modules.pop(name) for name in loaded()}
     with tempfile.TemporaryDirectory() as folder:
         dynamic_module_utils.HF_MODULES_CACHE = folder
         try:
@@ -224,7 +231,6 @@ def temporary_module_cache() -> Iterator[None]:
         finally:
             dynamic_module_utils.HF_MODULES_CACHE = cache
             sys.path[:] = path
-            prefix = dynamic_module_utils.TRANSFORMERS_DYNAMIC_MODULE_NAME
-            for name in set(sys.modules) - loaded:
-                if name.partition(".")[0] == prefix:
-                    del sys.modules[name]
+            for name in loaded():
+                del sys.modules[name]
+            sys.modules.update(others)

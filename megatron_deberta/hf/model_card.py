@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from megatron_deberta import __version__
 from megatron_deberta.config.schema import ModelConfig
-from megatron_deberta.hf.config import auto_class_name
+from megatron_deberta.hf.config import auto_class_name, has_own_class
 from megatron_deberta.hf.names import ModelType
 
 _CARD = """\
@@ -47,16 +47,19 @@ _PIPELINES = {
     "regression": "text-classification",
     "spans": "question-answering",
     "tokens": "token-classification",
+    "autoregressive": "text-generation",
     "discriminator": "feature-extraction",
 }
 _TRAINING = {
     "mlm": ("masked language modelling", "pretrained by masked language modelling"),
+    "autoregressive": ("autoregressive language modelling", "pretrained to predict next tokens"),
     "discriminator": (
         "replaced-token detection, the discriminator",
         "pretrained by replaced-token detection",
     ),
 }
 """Objective and text of the first sentence, by head."""
+_LOSS_UNITS = {"mlm": " nats per masked token", "autoregressive": " nats per predicted token"}
 _KEYS = (
     "num_layers", "hidden_size", "num_heads", "ffn_hidden_size", "vocab_size",
     "max_position_embeddings", "position_terms", "position_buckets", "absolute_positions",
@@ -97,14 +100,16 @@ def loading_lines(config: ModelConfig, model_type: ModelType, folder: str) -> di
     if config.head == "discriminator":
         return {"encoder": load_encoder}
     if config.head != "mlm":
-        pipeline = _PIPELINES.get(config.head)
+        pipeline, auto_class = _PIPELINES.get(config.head), auto_class_name(config)
+        option = own_code if has_own_class(config, model_type) else ""
         lines = {
-            "model": f"from transformers import {auto_class_name(config)}; "
-            f'model = {auto_class_name(config)}.from_pretrained("{folder}")'
+            "model": f"from transformers import {auto_class}; "
+            f'model = {auto_class}.from_pretrained("{folder}"{option})'
         }
         if pipeline:
             lines[pipeline] = (
-                f'from transformers import pipeline; run = pipeline("{pipeline}", model="{folder}")'
+                "from transformers import pipeline; "
+                f'run = pipeline("{pipeline}", model="{folder}"{option})'
             )
         return lines
     # transformers' own masked-LM classes have no mask decoder.
@@ -137,8 +142,7 @@ def model_card(
         "optimizer steps": "unknown" if facts.step is None else f"{facts.step:,}",
         "validation loss": "unknown"
         if facts.validation_loss is None
-        else f"{facts.validation_loss:.4f}"
-        + (" nats per masked token" if config.head == "mlm" else ""),
+        else f"{facts.validation_loss:.4f}" + _LOSS_UNITS.get(config.head, ""),
     }
     training |= {f"validation {n.replace('_', ' ')}": f"{v:.4f}" for n, v in facts.scores.items()}
     if facts.batch_size is not None:

@@ -25,7 +25,8 @@ class MegatronDebertaConfig(DebertaV2Config):
     """Configuration of architectures that the stock classes do not support.
 
     Fields in addition to DeBERTa-v2's: ``absolute_positions`` (decoder, input, none),
-    ``mask_decoder_passes``, ``p2c_index`` (released, paper), ``key_bias``, ``position_key_bias``.
+    ``mask_decoder_passes``, ``p2c_index`` (released, paper), ``key_bias``, ``position_key_bias``,
+    ``causal`` (the model was trained to predict next tokens only).
     """
 
     model_type = "megatron-deberta"
@@ -45,6 +46,7 @@ def setting(config: PretrainedConfig, name: str) -> Any:
         "norm_rel_ebd": "none",
         "conv_kernel_size": 0,
         "conv_act": "tanh",
+        "causal": False,
     }
     return getattr(config, name, defaults[name])
 
@@ -121,7 +123,7 @@ class SelfAttention(nn.Module):
         Args:
             hidden: input of the key and value projections.
             query: input of the query projection, at the same positions.
-            mask: bool ``[B, N]``, True = visible key.
+            mask: bool ``[B, 1, N]`` or ``[B, N, N]``, True = visible key.
             slots: int64 ``[N, N]`` rows of the position table.
             table: ``[S, D]`` relative-position embeddings, or None.
 
@@ -145,7 +147,7 @@ class SelfAttention(nn.Module):
             p2c = keys @ position_queries.transpose(-1, -2)
             index = pairs if self.paper_index else pairs.transpose(-1, -2)
             scores = scores + p2c.gather(-1, index).transpose(-1, -2)
-        scores = scores.masked_fill(~mask[:, None, None, :], torch.finfo(scores.dtype).min)
+        scores = scores.masked_fill(~mask[:, None], torch.finfo(scores.dtype).min)
         probabilities = self.dropout(scores.float().softmax(-1).to(values.dtype))
         context: Tensor = (probabilities @ values).transpose(1, 2).flatten(2)
         return context
@@ -214,15 +216,20 @@ class ConvolutionBranch(nn.Module):
     def __init__(self, config: PretrainedConfig) -> None:
         super().__init__()
         size = setting(config, "conv_kernel_size")
-        self.conv = nn.Conv1d(config.hidden_size, config.hidden_size, size, padding=size // 2)
+        self.conv = nn.Conv1d(config.hidden_size, config.hidden_size, size)
         self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
         self.tanh = setting(config, "conv_act") == "tanh"
 
-    def forward(self, embedded: Tensor, hidden: Tensor, mask: Tensor) -> Tensor:
+    def forward(
+        self, embedded: Tensor, hidden: Tensor, mask: Tensor, causal: bool = False
+    ) -> Tensor:
         """Combine embeddings and hidden states, ``[B, N, D]`` each; padding gives zeros."""
-        convolved = self.conv(embedded.transpose(1, 2)).transpose(1, 2) * mask.unsqueeze(-1)
-        convolved = self.dropout(convolved)
+        radius = self.conv.kernel_size[0] // 2
+        channels = F.pad(embedded.transpose(1, 2), (radius, 0 if causal else radius))
+        weight = self.conv.weight[:, :, : radius + 1] if causal else self.conv.weight
+        convolved = F.conv1d(channels, weight, self.conv.bias)
+        convolved = self.dropout(convolved.transpose(1, 2) * mask.unsqueeze(-1))
         activated = torch.tanh(convolved) if self.tanh else F.gelu(convolved)
         out: Tensor = self.LayerNorm(hidden + activated)
         return out * mask.unsqueeze(-1)
@@ -309,20 +316,26 @@ class MegatronDebertaModel(MegatronDebertaPreTrainedModel):
         """Replace the token embeddings."""
         self.embeddings.word_embeddings = value
 
-    def shared_inputs(self, mask: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return mask, position slots and position table, which all layers share."""
-        return mask, position_slots(mask.size(1), self.config, mask.device), self.encoder.table()
+    def shared_inputs(
+        self, mask: Tensor, causal: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return visible keys, position slots and position table, which all layers share."""
+        length = mask.size(1)
+        visible = mask[:, None]
+        if causal:
+            visible = visible & torch.ones(length, length, device=mask.device).tril().bool()
+        return visible, position_slots(length, self.config, mask.device), self.encoder.table()
 
     def hidden_states(
-        self, input_ids: Tensor, mask: Tensor, types: Tensor | None = None
+        self, input_ids: Tensor, mask: Tensor, types: Tensor | None = None, causal: bool = False
     ) -> list[Tensor]:
         """Return the embeddings and the output of every layer, ``[B, N, D]`` each."""
-        shared = self.shared_inputs(mask)
+        shared = self.shared_inputs(mask, causal)
         states = [self.embeddings(input_ids, mask, types)]
         for index, layer in enumerate(self.encoder.layer):
             hidden = layer(states[-1], states[-1], *shared)
             if index == 0 and self.encoder.conv is not None:
-                hidden = self.encoder.conv(states[0], hidden, mask)
+                hidden = self.encoder.conv(states[0], hidden, mask, causal)
             states.append(hidden)
         return states
 
@@ -333,10 +346,13 @@ class MegatronDebertaModel(MegatronDebertaPreTrainedModel):
         token_type_ids: Tensor | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
+        **unsupported: Any,
     ) -> Any:
         """Encode; token types are ignored if the model has no table for them."""
+        refuse(unsupported)
         mask = as_mask(input_ids, attention_mask)
-        states = self.hidden_states(input_ids, mask, token_type_ids)
+        causal = setting(self.config, "causal")
+        states = self.hidden_states(input_ids, mask, token_type_ids, causal)
         return_states = output_hidden_states or self.config.output_hidden_states
         out = BaseModelOutput(states[-1], tuple(states) if return_states else None)
         return out.to_tuple() if return_dict is False else out
@@ -356,21 +372,58 @@ class VocabularyHead(nn.Module):
         return F.linear(self.LayerNorm(F.gelu(self.dense(hidden))), token_table, self.bias)
 
 
-class DebertaForMaskedLM(MegatronDebertaPreTrainedModel):
-    """Masked language model with the enhanced mask decoder.
+class LanguageModel(MegatronDebertaPreTrainedModel):
+    """Encoder, mask decoder and vocabulary head, without ``forward``.
 
     Source: section 3.3 and the released code: the encoder's last layer runs ``mask_decoder_passes``
-    times with keys and values from its input; the first query is that input plus absolute
-    positions. ``from_pretrained`` returns the subclass for the configuration's ``model_type``.
+    times with keys and values from its input; the first query adds absolute positions to it.
     """
-
-    config_class = DebertaConfig
 
     def __init__(self, config: PretrainedConfig) -> None:
         super().__init__(config)
         self.deberta = MegatronDebertaModel(config)
         self.lm_predictions = nn.ModuleDict({"lm_head": VocabularyHead(config)})
         self.post_init()
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """Resize the token embeddings and the head's bias, whose new entries are 0."""
+        table: nn.Embedding = super().resize_token_embeddings(*args, **kwargs)
+        head = self.lm_predictions["lm_head"]
+        old = head.get_parameter("bias").detach()
+        # A negative padding cuts.
+        head.bias = nn.Parameter(F.pad(old, (0, table.num_embeddings - len(old))))
+        return table
+
+    def decode(self, hidden: Tensor, mask: Tensor, causal: bool = False) -> Tensor:
+        """Run the mask decoder at every position of the last layer's input ``[B, N, D]``."""
+        query = hidden
+        if setting(self.config, "absolute_positions") == "decoder":
+            positions = self.deberta.embeddings.position_embeddings.weight
+            query = query + positions[: hidden.size(1)]
+        shared = self.deberta.shared_inputs(mask, causal)
+        for _ in range(setting(self.config, "mask_decoder_passes")):
+            query = self.deberta.encoder.layer[-1](hidden, query, *shared)
+        return query
+
+    def predict(
+        self, input_ids: Tensor, mask: Tensor, types: Tensor | None, causal: bool = False
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return the logits ``[B, N, V]``, and the encoder's hidden states."""
+        states = self.deberta.hidden_states(input_ids, mask, types, causal)
+        has_decoder = setting(self.config, "mask_decoder_passes") > 0
+        decoded = self.decode(states[-2], mask, causal) if has_decoder else states[-1]
+        head = self.lm_predictions["lm_head"]
+        logits = head(decoded, self.deberta.embeddings.word_embeddings.weight)
+        return logits, states
+
+
+class DebertaForMaskedLM(LanguageModel):
+    """Masked language model with the enhanced mask decoder.
+
+    ``from_pretrained`` returns the subclass for the configuration's ``model_type``.
+    """
+
+    config_class = DebertaConfig
 
     @classmethod
     def from_pretrained(cls, name_or_path: Any, *args: Any, **kwargs: Any) -> DebertaForMaskedLM:
@@ -379,52 +432,17 @@ class DebertaForMaskedLM(MegatronDebertaPreTrainedModel):
         Raises:
             ValueError: the model is not a DeBERTa.
         """
-        config = kwargs.get("config")
-        if config is None:
-            model_type = PretrainedConfig.get_config_dict(name_or_path)[0].get("model_type")
-        else:
-            model_type = config.model_type
+        config = kwargs.get("config") or PretrainedConfig.get_config_dict(name_or_path)[0]
+        model_type = (config if isinstance(config, dict) else vars(type(config))).get("model_type")
         for kind in (DebertaForMaskedLM, DebertaV2ForMaskedLM, MegatronDebertaForMaskedLM):
             if kind.config_class.model_type == model_type:
-                model: DebertaForMaskedLM
-                model = super(DebertaForMaskedLM, kind).from_pretrained(
-                    name_or_path, *args, **kwargs
-                )
+                load = super(DebertaForMaskedLM, kind).from_pretrained
+                model: DebertaForMaskedLM = load(name_or_path, *args, **kwargs)
                 return model
         raise ValueError(
             f"{name_or_path}: model_type {model_type!r} is not a DeBERTa; "
             "load it with transformers.AutoModelForMaskedLM"
         )
-
-    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
-        """Resize the token embeddings and the head's bias, whose new entries are 0."""
-        table: nn.Embedding = super().resize_token_embeddings(*args, **kwargs)
-        head = self.lm_predictions["lm_head"]
-        old = head.get_parameter("bias").detach()
-        new = old.new_zeros(table.num_embeddings)
-        kept = min(len(old), len(new))
-        new[:kept] = old[:kept]
-        head.bias = nn.Parameter(new)
-        return table
-
-    def decode(self, hidden: Tensor, mask: Tensor) -> Tensor:
-        """Run the mask decoder at every position.
-
-        Args:
-            hidden: ``[B, N, D]`` input of the last layer.
-            mask: bool ``[B, N]``, True = real token.
-
-        Returns:
-            ``[B, N, D]``.
-        """
-        query = hidden
-        if setting(self.config, "absolute_positions") == "decoder":
-            positions = self.deberta.embeddings.position_embeddings.weight
-            query = query + positions[: hidden.size(1)]
-        shared = self.deberta.shared_inputs(mask)
-        for _ in range(setting(self.config, "mask_decoder_passes")):
-            query = self.deberta.encoder.layer[-1](hidden, query, *shared)
-        return query
 
     def forward(
         self,
@@ -449,11 +467,7 @@ class DebertaForMaskedLM(MegatronDebertaPreTrainedModel):
             ``MaskedLMOutput`` with ``logits`` ``[B, N, V]``.
         """
         mask = as_mask(input_ids, attention_mask)
-        states = self.deberta.hidden_states(input_ids, mask, token_type_ids)
-        has_decoder = setting(self.config, "mask_decoder_passes") > 0
-        decoded = self.decode(states[-2], mask) if has_decoder else states[-1]
-        head = self.lm_predictions["lm_head"]
-        logits = head(decoded, self.deberta.embeddings.word_embeddings.weight)
+        logits, states = self.predict(input_ids, mask, token_type_ids)
         loss = None if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
         return_states = output_hidden_states or self.config.output_hidden_states
         out = MaskedLMOutput(loss, logits, tuple(states) if return_states else None)
@@ -477,3 +491,10 @@ def as_mask(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
     if attention_mask is None:
         return torch.ones_like(input_ids, dtype=torch.bool)
     return attention_mask.bool()
+
+
+def refuse(arguments: dict[str, Any]) -> None:
+    """Raise ValueError if an argument that is not supported is given."""
+    for name, value in arguments.items():
+        if value is not None and value is not False:
+            raise ValueError(f"{name}: this model does not support it; omit it")

@@ -123,12 +123,58 @@ def check_encoder_export(
             ours.encode(batch["input_ids"], batch.get("attention_mask")) for batch in batches
         ]
     options = {"add_pooling_layer": False} if model_type == "roberta" else {}
-    model = _load(transformers.AutoModel, directory, torch.float32, **options)
-    error = max(
-        _compare("encoder states", _their_output(model, batch), states, batch)
-        for batch, states in zip(batches, expected, strict=True)
+    auto_class = transformers.AutoModel
+    return _check_tokens(
+        "encoder states", directory, auto_class, batches, expected, dtype, **options
     )
-    return _check_dtype(directory, transformers.AutoModel, batches[-1], expected[-1], dtype, error)
+
+
+@temporary_module_cache()
+def check_causal_export(
+    directory: Path, ours: DebertaForPretraining, tokenizer: Tokenizer, dtype: str
+) -> ExportCheck:
+    """Load the export of an autoregressive model as users do, and compare its logits.
+
+    Args:
+        directory: the export.
+        ours: our fp32 model with the exported weights, rounded to ``dtype``.
+        tokenizer: the tokenizer used in training.
+        dtype: dtype of the exported weights.
+
+    Raises:
+        CheckpointError: token ids or logits differ.
+    """
+    batches = _make_batches(directory, tokenizer, ours)
+    with torch.no_grad():
+        expected = [
+            ours.masked_logits(
+                batch["input_ids"],
+                batch.get("attention_mask"),
+                token_type_ids=batch.get("token_type_ids"),
+                causal=True,
+            )
+            for batch in batches
+        ]
+    auto_class = transformers.AutoModelForCausalLM
+    return _check_tokens("logits", directory, auto_class, batches, expected, dtype)
+
+
+def _check_tokens(
+    what: str,
+    directory: Path,
+    auto_class: Any,
+    batches: list[_Tensors],
+    expected: list[Tensor],
+    dtype: str,
+    **options: Any,
+) -> ExportCheck:
+    """Compare outputs at every token; options are those of ``from_pretrained``."""
+    model = _load(auto_class, directory, torch.float32, **options)
+    error = max(
+        _compare(what, _their_output(model, batch), ours, batch)
+        for batch, ours in zip(batches, expected, strict=True)
+    )
+    return _check_dtype(directory, auto_class, batches[-1], expected[-1], dtype, error)
 
 
 @temporary_module_cache()

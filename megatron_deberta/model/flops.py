@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from megatron_deberta.config.rules import causal_fraction
+from megatron_deberta.config.objective_rules import causal_fraction
 from megatron_deberta.config.schema import ModelConfig, ObjectiveConfig
 from megatron_deberta.model.heads import num_outputs
 from megatron_deberta.model.replaced_tokens import single_models

@@ -28,6 +28,7 @@ from megatron_deberta.objectives.objective import NO_COUNTS, LossPart, Mean, Obj
 class AutoregressiveModelling(Objective):
     """Prediction of each next token."""
 
+    loss_unit = "nats per predicted token"
     model_class = MaskedLanguageModel
 
     def count_targets(self, batch: MaskedBatch) -> list[Tensor]:
@@ -84,6 +85,7 @@ class TwoFormModel(MaskedLanguageModel):
 class MaskedAndAutoregressiveModelling(MaskedLanguageModelling):
     """Each step's batch is either masked or autoregressive; validation measures both forms."""
 
+    loss_unit = "nats per predicted token"
     model_class = TwoFormModel
 
     @property

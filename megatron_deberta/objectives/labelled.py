@@ -52,6 +52,7 @@ class LabelledBatch(Protocol):
 class LabelledObjective(Objective):
     """Objective of a labelled task; SiFT adds a second loss."""
 
+    loss_unit = "mean per labelled target"
     model_class: ClassVar[type[DebertaForTask]]
     squared_error: ClassVar[bool] = False
 

@@ -100,11 +100,13 @@ class Objective(ABC):
             returns sum of losses and number of correct predictions for each of ``parts``, then
             its ``counters``, then its outputs, if any, as a flat tuple of tensors. An objective
             without it overrides ``build_model``.
+        loss_unit: unit of the recorded loss.
         counters: names of further numbers that its metrics need, summed over the global batch.
         parts: the losses.
     """
 
     model_class: ClassVar[type[DebertaBackbone]]
+    loss_unit: ClassVar[str] = "nats per masked token"
     counters: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config: RunConfig) -> None:

@@ -170,6 +170,7 @@ def plot_loss(
     png_path: str | os.PathLike[str],
     *,
     unigram: float | None = None,
+    unit: str = "nats per masked token",
 ) -> None:
     """Draw training and validation loss over steps.
 
@@ -177,6 +178,7 @@ def plot_loss(
         metrics_path: a ``metrics.jsonl`` with losses.
         png_path: output file, written atomically.
         unigram: unigram cross-entropy of the validation targets in nats, drawn as a line.
+        unit: of the losses.
 
     Raises:
         DataError: there is no finite loss.
@@ -193,7 +195,7 @@ def plot_loss(
             )
     if unigram is not None:
         axes.axhline(unigram, color="gray", linestyle="--", label=f"unigram ({unigram:.2f})")
-    axes.set(xlabel="optimizer step", ylabel="loss (nats per masked token)")
+    axes.set(xlabel="optimizer step", ylabel=f"loss ({unit})")
     axes.grid(alpha=0.3)
     axes.legend()
     picture = io.BytesIO()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from megatron_deberta.config.rules import causal_fraction
+from megatron_deberta.config.objective_rules import causal_fraction
 from megatron_deberta.config.schema import ObjectiveName, RunConfig
 from megatron_deberta.distributed.parallelize.plan import vocabulary_rows
 from megatron_deberta.model.flops import (

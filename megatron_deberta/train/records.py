@@ -12,11 +12,12 @@ from rich.console import Console
 from megatron_deberta.checkpoint.background import Saved
 from megatron_deberta.checkpoint.fence import UNLOCKED, Fence
 from megatron_deberta.config import save_config
-from megatron_deberta.config.rules import causal_fraction
+from megatron_deberta.config.objective_rules import causal_fraction
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.data.build import Corpora, validation_loader
 from megatron_deberta.data.dataset.unigram import unigram_cross_entropy, unigram_log_probabilities
 from megatron_deberta.data.vocabulary import Vocabulary
+from megatron_deberta.objectives import build_objective
 from megatron_deberta.observe.console import LiveConsole
 from megatron_deberta.observe.metrics import (
     MetricsWriter,
@@ -169,4 +170,6 @@ class RunRecords:
 
     def plot(self) -> None:
         """Draw ``loss.png``."""
-        plot_loss(self.writer.path, self._run_dir / "loss.png", unigram=self._unigram)
+        unit = build_objective(self._config).loss_unit
+        picture = self._run_dir / "loss.png"
+        plot_loss(self.writer.path, picture, unigram=self._unigram, unit=unit)

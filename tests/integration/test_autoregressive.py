@@ -68,6 +68,14 @@ def test_both_forms_are_trained_and_resumed(
     options = ["--temperature", "1", "--top-k", "20", "--seed", "3", "--tokens", "4"]
     assert main(["generate", str(run_dir), "The old", *options]) == EXIT_DONE
     assert main(["fill-mask", str(run_dir), "The [MASK] man"]) == EXIT_DONE
+    exported = str(tmp_path / "exported")
+    options = ["--form", "autoregressive", "--output", exported]
+    assert main(["convert", "--checkpoint", str(run_dir), *options]) == EXIT_DONE
+    assert 'pipeline("text-generation"' in capfd.readouterr().out
+    card = (tmp_path / "exported/README.md").read_text()
+    assert f"{measured['autoregressive_loss']:.4f} nats per predicted token" in card
+    assert main(["fill-mask", exported, "The [MASK] man"]) != EXIT_DONE
+    assert "its head is autoregressive" in capfd.readouterr().err
 
 
 def test_autoregressive_alone(
@@ -87,8 +95,8 @@ def test_autoregressive_alone(
     for words, message in (
         (["fill-mask", str(run_dir), "The [MASK]"], "fills no masks"),
         (
-            ["convert", "--checkpoint", str(run_dir), "--to", "hf", "--output", str(absent)],
-            "transformers has no DeBERTa class",
+            ["convert", "--checkpoint", str(run_dir), "--form", "masked", "--output", str(absent)],
+            "--form masked: the model was trained with objective.name=autoregressive",
         ),
         (["evaluate", "perplexity", *model, *data, "--form", "masked"], "--form masked"),
         (["evaluate", "perplexity", *model, *data, "--mask-every", "3"], "for the masked form"),

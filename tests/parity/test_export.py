@@ -23,7 +23,7 @@ from megatron_deberta.errors import CheckpointError, ConfigError
 from megatron_deberta.hf import DebertaForMaskedLM
 from megatron_deberta.hf.export_model import ExportResult, export_model, write_hf_model
 from megatron_deberta.hf.import_model import open_release
-from megatron_deberta.hf.loading import build_model
+from megatron_deberta.hf.loading import build_model, temporary_module_cache
 from tests.support.stock_weights import stock_name
 from tests.support.tiny_models import V2, random_weights, reader, tiny_tokenizer
 from tests.support.tolerances import FP32_MODEL
@@ -256,6 +256,40 @@ def test_models_unsupported_by_stock_classes_are_exported_as_own_type(
         torch.testing.assert_close(logits, expected, **FP32_MODEL)
     encoder = transformers.AutoModel.from_pretrained(folder, trust_remote_code=True)
     assert encoder(ids, attention_mask=mask.long()).last_hidden_state.shape == (*ids.shape, 32)
+
+
+@pytest.mark.parametrize("base", ["v3-like", "1.5b-like", "v1", "deberta-ap", "roberta"])
+def test_autoregressive_form_is_a_causal_language_model(base: str, tmp_path: Path) -> None:
+    config = replace(CONFIGS[base], head="autoregressive")
+    result = export(config, tmp_path / "out")
+    assert (result.model_type, result.reason) == ("megatron-deberta", "the autoregressive form")
+    assert result.check.max_error < 1e-5
+    with temporary_module_cache():
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "out", trust_remote_code=True
+        ).eval()
+    ids, mask = make_batch(19)
+    ours = build_model(config, reader(random_weights(config)), "reference")
+    with torch.no_grad():
+        expected = ours.masked_logits(ids, mask, causal=True)
+        out = model(ids, attention_mask=mask.long(), labels=ids.masked_fill(~mask, -100))
+        torch.testing.assert_close(out.logits[mask], expected[mask], **FP32_MODEL)
+        following = ids[:, 1:].masked_fill(~mask[:, 1:], -100)
+        loss = torch.nn.functional.cross_entropy(
+            expected[:, :-1].flatten(0, 1), following.flatten()
+        )
+        torch.testing.assert_close(out.loss, loss, **FP32_MODEL)
+        row = ids[:1]
+        for _ in range(3):
+            best = ours.masked_logits(row, causal=True)[:, -1].argmax(-1, keepdim=True)
+            row = torch.cat([row, best], 1)
+    options = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
+    assert torch.equal(model.generate(ids[:1], **options), row)
+    with pytest.raises(ValueError, match="pad on the right"):
+        model(ids, attention_mask=mask.flip(1).long())
+    back = open_release(tmp_path / "out", "hf", tmp_path)
+    assert back.config.head == "autoregressive"
+    assert back.why_no_masks == "its head is autoregressive"
 
 
 def test_roberta_is_exported_as_roberta(exported: Exported) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,11 +13,11 @@ from torch import Tensor
 
 from megatron_deberta.config.schema import Head, ModelConfig
 from megatron_deberta.config.task_head import with_task_head
-from megatron_deberta.errors import ConfigError
 from megatron_deberta.finetune.models import open_release_weights, open_source_model
-from megatron_deberta.hf.config import SpecialIds, auto_class_name, choose_model_type
+from megatron_deberta.hf.config import SpecialIds, auto_class_name, choose_model_type, has_own_class
 from megatron_deberta.hf.export_model import write_hf_model
-from megatron_deberta.hf.loading import build_task_model
+from megatron_deberta.hf.loading import build_task_model, temporary_module_cache
+from megatron_deberta.hf.names import ModelType
 from megatron_deberta.model import parameter_shapes
 from tests.support.labelled import HEADS, LABELS, SMALL, labelled_rows, labelled_run
 
@@ -29,7 +29,12 @@ ROBERTA = replace(
     SMALL, absolute_positions="input", position_terms="none", mask_decoder_passes=0,
     position_buckets=0, share_position_projections=False, normalize_position_table=False,
 )  # fmt: skip
-ARCHITECTURES = {"deberta-v2": SMALL, "deberta": V1, "roberta": ROBERTA}
+ARCHITECTURES = {
+    "deberta-v2": SMALL,
+    "deberta": V1,
+    "roberta": ROBERTA,
+    "megatron-deberta": replace(V1, conv_kernel_size=3),
+}
 
 
 def weights(config: ModelConfig) -> Callable[[str], Tensor]:
@@ -45,20 +50,28 @@ def fine_tuned(head: Head, base: ModelConfig = SMALL) -> ModelConfig:
     return with_task_head(base, head, LABELS if head in ("classification", "tokens") else ())
 
 
+@pytest.fixture(autouse=True)
+def _module_cache() -> Iterator[None]:
+    with temporary_module_cache():
+        yield
+
+
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_logits_and_labels(kind: str, head: Head, tmp_path: Path) -> None:
+def test_logits_and_labels(kind: ModelType, head: Head, tmp_path: Path) -> None:
     config = fine_tuned(head, ARCHITECTURES[kind])
     assert choose_model_type(config)[0] == kind
     read = weights(config)
-    if (kind, head) == ("deberta", "choices"):
-        with pytest.raises(ConfigError, match="transformers has no class"):
-            write_hf_model(tmp_path, config, "deberta", read, SpecialIds())
-        return
     write_hf_model(tmp_path, config, choose_model_type(config)[0], read, SpecialIds())
     ours = build_task_model(config, read)
     auto_class = getattr(transformers, auto_class_name(config))
-    theirs, report = auto_class.from_pretrained(tmp_path, output_loading_info=True)
+    is_own = has_own_class(config, kind)
+    assert is_own == (kind == "megatron-deberta" or (kind, head) == ("deberta", "choices"))
+    assert any(tmp_path.glob("*.py")) == is_own
+    theirs, report = auto_class.from_pretrained(
+        tmp_path, output_loading_info=True, trust_remote_code=True
+    )
+    assert type(theirs).__module__.startswith("transformers.models.") == (not is_own)
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     if head in ("classification", "tokens"):
@@ -100,3 +113,21 @@ def test_an_export_is_a_model_to_predict_with_or_to_fine_tune(head: Head, tmp_pa
     new = {name for name in parameter_shapes(other.model) if name not in encoder.shapes}
     assert new <= {f"{part}.{kind}" for part in ("pooler.dense", "classifier", "qa_outputs")
                    for kind in ("weight", "bias")}  # fmt: skip
+
+
+def test_own_heads_have_the_stock_losses(tmp_path: Path) -> None:
+    """The loss of a class of the export, from labels, is that of transformers' class."""
+    config = fine_tuned("spans", ARCHITECTURES["megatron-deberta"])
+    write_hf_model(tmp_path, config, "megatron-deberta", weights(config), SpecialIds())
+    model = transformers.AutoModelForQuestionAnswering.from_pretrained(
+        tmp_path, trust_remote_code=True
+    )
+    ids, first, last = torch.arange(5, 17).view(2, 6), torch.tensor([1, 2]), torch.tensor([3, 5])
+    out = model(input_ids=ids, start_positions=first, end_positions=last)
+    pairs = ((out.start_logits, first), (out.end_logits, last))
+    expected = sum(torch.nn.functional.cross_entropy(*pair) for pair in pairs) / 2
+    torch.testing.assert_close(out.loss, expected)
+    out.loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+    with pytest.raises(ValueError, match="output_attentions"):
+        model(input_ids=ids, output_attentions=True)

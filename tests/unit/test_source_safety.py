@@ -52,6 +52,9 @@ ALLOWED = {
 """File and call -> reason."""
 ALLOWED_IN_TESTS = {
     ("tests/parity/test_export.py", "trust_remote_code=True"): "runs what it has just exported",
+    ("tests/parity/test_task_export.py", "trust_remote_code=True"): (
+        "runs what it has just exported"
+    ),
     ("tests/support/releases.py", "torch.save"): "writes models as they are published",
     ("tests/parity/test_accelerate.py", "import pickle"): "copies a model as users do",
     ("tests/parity/test_import.py", "torch.save"): "makes a pickled release to import",

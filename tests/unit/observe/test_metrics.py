@@ -7,6 +7,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from matplotlib.axes import Axes
 
 from megatron_deberta.errors import DataError
 from megatron_deberta.observe.metrics import (
@@ -111,13 +112,16 @@ def test_tensorboard_events_hold_the_same(tmp_path: Path) -> None:
     assert events.Scalars("validation/loss")[0].value == 1.75
 
 
-def test_loss_curve_is_a_picture(tmp_path: Path) -> None:
+def test_loss_curve_is_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(MetricsWriter(tmp_path, tensorboard=False)) as writer:
         for step in (1, 2, 3):
             writer.write(step, {"loss": 5.0 / step})
         writer.write(3, {"loss": 2.0}, kind="validation")
     picture = tmp_path / "loss.png"
-    plot_loss(writer.path, picture, unigram=6.5)
+    labels: list[str] = []
+    monkeypatch.setattr(Axes, "set_ylabel", lambda _, label: labels.append(label))
+    plot_loss(writer.path, picture, unigram=6.5, unit="nats per predicted token")
+    assert labels == ["loss (nats per predicted token)"]
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert not list(tmp_path.glob("*.tmp*"))
     drawn = terminal_loss_curve(writer.path, unigram=6.5, width=60)

@@ -120,6 +120,31 @@ def weights_of(engine: Engine) -> dict[str, Tensor]:
     return {name: state.weight.clone() for name, state in engine.gather_states()}
 
 
+@MODES
+def test_frozen_parameters_are_named_alike_in_both_modes(config: RunConfig) -> None:
+    frozen = ("generator.embeddings", "discriminator.head.dense.bias")
+    _, engine, take_step = start(frozen_in(config, *frozen))
+    before = weights_of(engine)
+    losses(take_step, range(2))
+    kept = {n for n, weight in weights_of(engine).items() if torch.equal(weight, before[n])}
+    assert kept == {n for n in before if n.startswith((f"{frozen[0]}.", frozen[1]))}
+    with pytest.raises(ConfigError, match=r"optimizer.freeze=generator.absent: no parameter"):
+        start(frozen_in(config, "generator.absent"))
+
+
+def frozen_in(config: RunConfig, *names: str) -> RunConfig:
+    return replace(config, optimizer=replace(config.optimizer, freeze=names))
+
+
+def test_a_whole_model_is_frozen_under_alternating_updates() -> None:
+    _, engine, take_step = start(frozen_in(ALTERNATING, "discriminator"))
+    before = weights_of(engine)
+    losses(take_step, range(2))
+    changed = {n for n, weight in weights_of(engine).items() if not torch.equal(weight, before[n])}
+    assert changed
+    assert all(name.startswith(GENERATOR) for name in changed)
+
+
 def test_update_that_is_skipped_skips_the_discriminator_too() -> None:
     model, engine, take_step = start(ALTERNATING)
     losses(take_step, range(1))
