@@ -52,6 +52,15 @@ CHOICES = (
     *NO_DECODER, "model.head=choices", "objective.name=choices", "finetune.task=race",
     "train.micro_batch_size=2",
 )  # fmt: skip
+# One DGX-2: 64 examples of MNLI, 48 questions of RACE with four choices.
+MNLI = (
+    *NO_DECODER, "model.head=classification", "model.labels=[no,maybe,yes]", "finetune.task=mnli",
+    "objective.name=classification", "data.sequence_length=256", "parallel.recompute=selective",
+)  # fmt: skip
+RACE = (
+    *CHOICES, "train.micro_batch_size=3", "data.sequence_length=320",
+    "parallel.recompute=selective",
+)  # fmt: skip
 LARGE = ("train.micro_batch_size=4", "precision.dtype=fp16")
 CASES: dict[str, dict[str, tuple[str, ...]]] = {
     "tiny": {
@@ -86,6 +95,9 @@ CASES: dict[str, dict[str, tuple[str, ...]]] = {
             "parallel.tensor_parallel_size=8", "parallel.sequence_parallel=true",
             "parallel.recompute=full",
         ),
+        "MNLI": MNLI,
+        "RACE": RACE,
+        "RACE, tensor parallel": (*RACE, "parallel.tensor_parallel_size=8"),
     },
 }  # fmt: skip
 # Two micro batches per step, because some stages reduce gradients after each; small ones, because
