@@ -20,6 +20,7 @@ from transformers import (
     DebertaV2ForTokenClassification,
     GenerationMixin,
     PretrainedConfig,
+    PreTrainedModel,
 )
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.deberta_v2.modeling_deberta_v2 import ContextPooler
@@ -41,7 +42,7 @@ class TaskModel(MegatronDebertaPreTrainedModel):
 
     def __init__(self, config: PretrainedConfig) -> None:
         # Not the stock class's, which builds the stock encoder.
-        MegatronDebertaPreTrainedModel.__init__(self, config)
+        PreTrainedModel.__init__(self, config)
         self.num_labels = config.num_labels
         self.deberta = MegatronDebertaModel(config)
         self.build_head(config)
