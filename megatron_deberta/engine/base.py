@@ -63,8 +63,19 @@ class ParameterPlacement(Protocol):
 # Placement by canonical parameter name
 Placements = Mapping[str, ParameterPlacement]
 
+# Given the gradient norm (scalar on the device, unscaled; not finite: an overflow), returns it and
+# the largest norm with which the update is made
+ReadNorm = Callable[[Tensor], tuple[float, float]]
+
 # Returns this rank's tensor-parallel shard of a parameter's state, by canonical name
 FetchState = Callable[[str], ParameterState]
+
+
+def norm_reader(norm_limit: float | ReadNorm) -> ReadNorm:
+    """Return the function that reads the norm, for either kind of limit of ``Engine.step``."""
+    if callable(norm_limit):
+        return norm_limit
+    return lambda norm: (float(norm), norm_limit)
 
 
 class Engine(ABC):
@@ -99,13 +110,16 @@ class Engine(ABC):
         """Backpropagate the loss (scalar) of one micro batch and accumulate its gradients."""
 
     @abstractmethod
-    def step(self, learning_rate: float, norm_limit: float = math.inf) -> StepOutcome:
+    def step(self, learning_rate: float, norm_limit: float | ReadNorm = math.inf) -> StepOutcome:
         """Clip the accumulated gradients, update the weights and clear the gradients.
+
+        The host waits for the device once, for the norm.
 
         Args:
             learning_rate: of this update.
             norm_limit: the update is skipped if the gradient norm is above this, which must be
-                equal on all ranks; a negative limit always skips.
+                equal on all ranks; a negative limit always skips. Or a function that is called
+                once, so that the caller reads other numbers from the device together with the norm.
 
         Raises:
             LossScaleError: the gradient overflows fp16 at the smallest loss scale.

@@ -16,7 +16,15 @@ from torch import Tensor, nn
 
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.topology import ProcessGroups
-from megatron_deberta.engine.base import Engine, FetchState, ParameterState, Placements, StepOutcome
+from megatron_deberta.engine.base import (
+    Engine,
+    FetchState,
+    ParameterState,
+    Placements,
+    ReadNorm,
+    StepOutcome,
+    norm_reader,
+)
 from megatron_deberta.engine.deepspeed_config import deepspeed_config
 from megatron_deberta.engine.deepspeed_runtime import (
     deepspeed_environment,
@@ -26,10 +34,10 @@ from megatron_deberta.engine.deepspeed_runtime import (
     local_rank_variable,
     model_parallel_unit,
     overlapped_reduction,
-    skip_above_norm,
     start_single_process,
 )
 from megatron_deberta.engine.deepspeed_state import ShardedState
+from megatron_deberta.engine.deepspeed_step import NormReading, leaner_step
 from megatron_deberta.engine.grad_norm import clip_coefficient, global_grad_norm
 from megatron_deberta.engine.loss_scale import DynamicLossScale
 from megatron_deberta.engine.optimizer import (
@@ -106,7 +114,7 @@ class DeepSpeedZeroEngine(Engine):
         self._engine.set_gradient_accumulation_boundary(self._accumulated == self._micro_batches)
         self._engine.backward(loss, scale_wrt_gas=False)
 
-    def step(self, learning_rate: float, norm_limit: float = math.inf) -> StepOutcome:
+    def step(self, learning_rate: float, norm_limit: float | ReadNorm = math.inf) -> StepOutcome:
         """Clip and update.
 
         Raises:
@@ -121,12 +129,13 @@ class DeepSpeedZeroEngine(Engine):
         set_learning_rate(self._adam, learning_rate)
         scale = self._loss_scale.scale
         if self._stage:
-            with skip_above_norm(self._engine.optimizer, norm_limit * scale) as norms:
+            reading = NormReading(norm_reader(norm_limit), scale)
+            with leaner_step(self._engine.optimizer, reading, self._groups, self._clip_grad_norm):
                 self._engine.step()
-            grad_norm = norms[0] / scale if norms else math.inf
+            grad_norm = reading.norm_on(self._groups.device)
             skipped = bool(self._engine.optimizer.overflow)
         else:
-            grad_norm, skipped = self._step_unsharded(norm_limit)
+            grad_norm, skipped = self._step_unsharded(norm_reader(norm_limit))
         # After the step, which divides the gradients by the scale their loss was multiplied by.
         self._loss_scale.update(overflow=math.isinf(grad_norm))
         return StepOutcome(grad_norm, skipped, scale)
@@ -167,17 +176,15 @@ class DeepSpeedZeroEngine(Engine):
         if is_last:
             self._shared_state.close()
 
-    def _step_unsharded(self, norm_limit: float) -> tuple[float, bool]:
+    def _step_unsharded(self, read: ReadNorm) -> tuple[float, bool]:
         """Step of stage 0, where DeepSpeed reports no norm. Returns the norm and if skipped."""
         gradients = {name: p.grad for name, p in self._trainable.items() if p.grad is not None}
-        grad_norm = global_grad_norm(
-            (
-                (gradient, hasattr(self._trainable[name], "tensor_model_parallel"))
-                for name, gradient in gradients.items()
-            ),
-            self._groups,
+        marked = (
+            (gradient, hasattr(self._trainable[name], "tensor_model_parallel"))
+            for name, gradient in gradients.items()
         )
-        if not math.isfinite(grad_norm) or grad_norm > norm_limit:
+        grad_norm, limit = read(global_grad_norm(marked, self._groups))
+        if not math.isfinite(grad_norm) or grad_norm > limit:
             self._engine.zero_grad()
             return grad_norm, True
         coefficient = clip_coefficient(grad_norm, self._clip_grad_norm)

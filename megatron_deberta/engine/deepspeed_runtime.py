@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import logging
 import os
-import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
@@ -187,36 +186,6 @@ def zero3_partition(module: nn.Module, groups: ProcessGroups, config: RunConfig)
         )
 
 
-@contextmanager
-def skip_above_norm(optimizer: Any, limit: float) -> Iterator[list[float]]:
-    """Make one step of ZeRO 1 to 3 skip the update if the gradient norm exceeds a limit.
-
-    DeepSpeed's ZeRO optimizers pass the norm to ``is_invalid_grad_norm`` before they change a
-    weight, and skip the update and clear the gradients if it returns True.
-
-    Args:
-        optimizer: DeepSpeed's ZeRO optimizer.
-        limit: on the norm of the scaled gradient, that is, multiplied by the loss scale.
-
-    Yields:
-        A list that contains the norm after the step; empty if the norm was not finite.
-    """
-    module = sys.modules[type(optimizer).__module__]
-    is_invalid = module.is_invalid_grad_norm
-    norms: list[float] = []
-
-    def invalid_or_above(norm: Any) -> bool:
-        if is_invalid(norm):
-            return True
-        # Clipping calls this once per parameter group; wait for the device only once.
-        if not norms:
-            norms.append(float(norm))
-        return norms[0] > limit
-
-    with _patched(module, "is_invalid_grad_norm", invalid_or_above):
-        yield norms
-
-
 def overlapped_reduction(groups: ProcessGroups) -> AbstractContextManager[None]:
     """Use the ZeRO optimizer of the other formats for bf16 at stage 1, too.
 
@@ -233,7 +202,7 @@ def overlapped_reduction(groups: ProcessGroups) -> AbstractContextManager[None]:
         selected = select(engine, optimizer)
         return ZERO_OPTIMIZATION if engine.zero_optimization() else selected
 
-    return _patched(DeepSpeedEngine, "_do_optimizer_sanity_check", select_zero)
+    return patched(DeepSpeedEngine, "_do_optimizer_sanity_check", select_zero)
 
 
 def _fp16_on_cpu(device: torch.device) -> AbstractContextManager[None]:
@@ -242,11 +211,11 @@ def _fp16_on_cpu(device: torch.device) -> AbstractContextManager[None]:
         return nullcontext()
     from deepspeed.accelerator import get_accelerator
 
-    return _patched(get_accelerator(), "is_fp16_supported", lambda: True)
+    return patched(get_accelerator(), "is_fp16_supported", lambda: True)
 
 
 @contextmanager
-def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
+def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Replace an attribute, inherited ones included; restore it on exit."""
     own = name in vars(owner)
     before = getattr(owner, name)

@@ -15,7 +15,7 @@ from megatron_deberta.distributed.topology import ProcessGroups
 CLIP_EPSILON = 1e-6
 
 
-def global_grad_norm(gradients: Iterable[tuple[Tensor, bool]], groups: ProcessGroups) -> float:
+def global_grad_norm(gradients: Iterable[tuple[Tensor, bool]], groups: ProcessGroups) -> Tensor:
     """2-norm of the whole model's gradient. Collective over all ranks, which get the same value.
 
     Squares of sharded gradients are summed over tensor-parallel ranks, those of replicated ones
@@ -27,7 +27,7 @@ def global_grad_norm(gradients: Iterable[tuple[Tensor, bool]], groups: ProcessGr
         groups: process groups.
 
     Returns:
-        The norm; inf if any element on any rank is not finite.
+        The norm, fp64 scalar; inf if any element on any rank is not finite.
     """
     sharded = torch.zeros((), dtype=torch.float64, device=groups.device)
     replicated = torch.zeros_like(sharded)
@@ -45,7 +45,7 @@ def global_grad_norm(gradients: Iterable[tuple[Tensor, bool]], groups: ProcessGr
     total = total.nan_to_num(nan=math.inf, posinf=math.inf)
     if groups.dp_group is not None:
         dist.all_reduce(total, op=dist.ReduceOp.MAX, group=groups.dp_group)
-    return float(total.sqrt())
+    return total.sqrt()
 
 
 def clip_coefficient(grad_norm: float, max_norm: float) -> float:

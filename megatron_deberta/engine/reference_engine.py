@@ -14,7 +14,15 @@ from torch import Tensor, nn
 
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.topology import ProcessGroups
-from megatron_deberta.engine.base import Engine, FetchState, ParameterState, Placements, StepOutcome
+from megatron_deberta.engine.base import (
+    Engine,
+    FetchState,
+    ParameterState,
+    Placements,
+    ReadNorm,
+    StepOutcome,
+    norm_reader,
+)
 from megatron_deberta.engine.grad_norm import clip_coefficient, global_grad_norm
 from megatron_deberta.engine.optimizer import (
     MOMENTS,
@@ -57,7 +65,7 @@ class ReferenceEngine(Engine):
             self._gradients[index] = new if total is None else total.add_(new)
             parameter.grad = None
 
-    def step(self, learning_rate: float, norm_limit: float = math.inf) -> StepOutcome:
+    def step(self, learning_rate: float, norm_limit: float | ReadNorm = math.inf) -> StepOutcome:
         """Average over data-parallel ranks, unscale, clip and update."""
         scale = self._loss_scale.scale
         gradients = self._take_gradients()
@@ -67,9 +75,10 @@ class ReferenceEngine(Engine):
                 dist.all_reduce(gradient, group=self._groups.dp_group)
             if divisor != 1.0:
                 gradient /= divisor
-        grad_norm = global_grad_norm(zip(gradients, self._is_sharded, strict=True), self._groups)
+        norm = global_grad_norm(zip(gradients, self._is_sharded, strict=True), self._groups)
+        grad_norm, limit = norm_reader(norm_limit)(norm)
         overflow = not math.isfinite(grad_norm)
-        skipped = overflow or grad_norm > norm_limit
+        skipped = overflow or grad_norm > limit
         if not skipped:
             coefficient = clip_coefficient(grad_norm, self._clip_grad_norm)
             self._update(gradients, learning_rate, coefficient)

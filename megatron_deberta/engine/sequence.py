@@ -6,7 +6,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from megatron_deberta.engine.base import Engine, FetchState, ParameterState, StepOutcome
+from megatron_deberta.engine.base import (
+    Engine,
+    FetchState,
+    ParameterState,
+    ReadNorm,
+    StepOutcome,
+)
 
 
 class EngineSequence(Engine):
@@ -42,7 +48,7 @@ class EngineSequence(Engine):
         """Raise RuntimeError; call ``backward`` of one of ``parts``."""
         raise RuntimeError("call backward of one of the parts")
 
-    def step(self, learning_rate: float, norm_limit: float = 0.0) -> StepOutcome:
+    def step(self, learning_rate: float, norm_limit: float | ReadNorm = 0.0) -> StepOutcome:
         """Raise RuntimeError; call ``step`` of one of ``parts``."""
         raise RuntimeError("call step of one of the parts")
 

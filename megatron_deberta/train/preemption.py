@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -97,14 +98,27 @@ class Requests:
         self._stop, self._save = Path(run_dir) / STOP_FILE, Path(run_dir) / SAVE_FILE
         self._groups = groups
         self._found: tuple[bool, bool] | None = None
+        self._exchanged: Request | None = None
 
     def look_for_files(self) -> None:
-        """Look for request files now, for the next ``poll``.
+        """Look for request files now, for the next ``own`` or ``poll``.
 
         Call it while the device computes: a look at a shared file system can take long.
         """
         is_first = self._groups.rank == 0
         self._found = is_first and self._stop.exists(), is_first and self._save.exists()
+
+    def own(self) -> tuple[bool, ...]:
+        """Return the requests to this rank, in the order of ``Request``."""
+        if self._found is None:
+            self.look_for_files()
+        found, self._found = self._found, None
+        received = self._signals.received
+        return received in STOP_SIGNALS, received is signal.SIGINT, *(found or ())
+
+    def receive(self, flags: Iterable[bool]) -> None:
+        """Set what the next ``poll`` returns: the requests to any rank, exchanged by a step."""
+        self._exchanged = Request(*flags)
 
     def poll(self) -> Request:
         """Return the requests to any rank. Collective over all ranks.
@@ -112,12 +126,10 @@ class Requests:
         Called at the same places of the program, so that all ranks act after the same step:
         signals arrive at different times, and some on one rank only.
         """
-        if self._found is None:
-            self.look_for_files()
-        found, self._found = self._found, None
-        received = self._signals.received
-        flags = (received in STOP_SIGNALS, received is signal.SIGINT, *(found or ()))
-        numbers = torch.tensor(flags, dtype=torch.int64, device=self._groups.device)
+        exchanged, self._exchanged = self._exchanged, None
+        if exchanged is not None:
+            return exchanged
+        numbers = torch.tensor(self.own(), dtype=torch.int64, device=self._groups.device)
         return Request(*(bool(number) for number in all_reduce_max(numbers, self._groups).tolist()))
 
     def must_stop(self) -> bool:

@@ -276,7 +276,7 @@ def _train(
             config,
             state,
             InputQueue(train_loader, groups.device),
-            TrainStep(run.engine, config, groups, guard, run.observer.mark),
+            TrainStep(run.engine, config, groups, guard, run.observer.mark, requests),
             _hooks(
                 run, segment, meter, guard, evaluations.values(), records, sample_log, selection
             ),

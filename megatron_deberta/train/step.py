@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -71,6 +72,54 @@ class _Done:
     gradients: NonfiniteGradients
 
 
+class Flags(Protocol):
+    """Flags of each rank that a step exchanges beside its losses: ``Requests``."""
+
+    def own(self) -> Sequence[bool]:
+        """Return those of this rank."""
+
+    def receive(self, flags: Iterable[bool]) -> None:
+        """Take those that any rank has set."""
+
+
+@dataclass(slots=True)
+class _Reading:
+    """Reads the numbers of an update from the device, together with its gradient norm.
+
+    Attributes:
+        numbers: fp64, equal on all ranks: sums of losses, correct predictions and counters, flags,
+            numbers of targets, and whether a sum is not finite.
+        decide: given means, returns why the update is skipped, and the limit of its norm.
+        means: of each loss; NaN if a sum is not finite; set by ``__call__`` like the following.
+    """
+
+    numbers: Tensor
+    size: int
+    counters: Sequence[str]
+    decide: Callable[[Sequence[Mean]], tuple[Skip | None, float]]
+    means: list[Mean] = field(default_factory=list)
+    counts: Mapping[str, int] = field(default_factory=lambda: NO_COUNTS)
+    flags: Sequence[bool] = ()
+    skip: Skip | None = None
+
+    def __call__(self, norm: Tensor) -> tuple[float, float]:
+        """See `ReadNorm`. The only host synchronization of an update."""
+        *numbers, norm_read = torch.cat([self.numbers, norm.to(self.numbers).view(1)]).tolist()
+        *sums, is_nonfinite = numbers
+        size, flags = self.size, 2 * self.size + len(self.counters)
+        targets = map(int, sums[-size:])
+        self.flags = [flag > 0 for flag in sums[flags:-size]]
+        if is_nonfinite:
+            self.means = [Mean(math.nan, math.nan, count) for count in targets]
+        else:
+            rows = zip(sums[:size], sums[size : 2 * size], targets, strict=True)
+            self.means = [Mean(loss / n, correct / n, n) for loss, correct, n in rows]
+            counts = map(int, sums[2 * size : flags])
+            self.counts = dict(zip(self.counters, counts, strict=True))
+        self.skip, limit = self.decide(self.means)
+        return norm_read, -math.inf if self.skip else limit
+
+
 class TrainStep:
     """Executes optimizer steps.
 
@@ -87,6 +136,7 @@ class TrainStep:
         groups: the rank grid.
         guard: decides whether updates are made; None: a fresh one.
         on_progress: called at fixed points of a step, the same number of times on every rank.
+        flags: exchanged by each step.
     """
 
     def __init__(
@@ -96,6 +146,7 @@ class TrainStep:
         groups: ProcessGroups,
         guard: Guard | None = None,
         on_progress: Callable[[], None] = lambda: None,
+        flags: Flags | None = None,
     ) -> None:
         self._engine = engine
         self._config = config
@@ -106,6 +157,7 @@ class TrainStep:
         # The first step after a resume may follow nonfinite gradients, too.
         self._watch_gradients = True
         self._on_progress = on_progress
+        self._flags = flags
         self._forward_timer = ForwardTimer(groups.device)
         # On the device, so that no number of the recorded operations depends on the step.
         self._step_number = torch.zeros((), dtype=torch.int64, device=groups.device)
@@ -183,18 +235,29 @@ class TrainStep:
             totals = self._accumulate(step, engine, update, batches, outputs, num_targets)
         if not first:
             prefetch()
-        means, counts = self._reduce(totals, num_targets, update.counters)
+        flags = self._flags if not first else None
+        reading = _Reading(
+            self._reduce(totals, num_targets, flags.own() if flags else ()),
+            len(num_targets),
+            update.counters,
+            lambda means: self._check_loss(means, first),
+        )
         self._on_progress()
-        skip, limit = self._check_loss(means, first)
+        rate = self._learning_rate(step, update)
+        problem = None
+        try:
+            outcome = engine.step(rate, reading)
+        except LossScaleError as error:
+            problem = error
+        if flags:
+            flags.receive(reading.flags)
+        skip = reading.skip
         if skip == "loss not finite":
             self._report_nonfinite_loss(step, totals, batches)
-        rate = self._learning_rate(step, update)
-        try:
-            outcome = engine.step(rate, -math.inf if skip else limit)
-        except LossScaleError as error:
+        if problem:
             raise LossScaleError(
-                f"step {step + 1}: {error}; {gradients.first_nonfinite()}"
-            ) from error
+                f"step {step + 1}: {problem}; {gradients.first_nonfinite()}"
+            ) from problem
         skip = skip or self._guard.check_outcome(outcome)
         if skip == "gradient not finite" and self._config.guard.non_finite == "stop":
             raise NumericsError(
@@ -202,7 +265,7 @@ class TrainStep:
                 f"weights are those of step {step}; lower optimizer.learning_rate or check the "
                 "batch"
             )
-        return _Done(means, counts, rate, outcome, skip, gradients)
+        return _Done(reading.means, reading.counts, rate, outcome, skip, gradients)
 
     def _check_loss(
         self, means: Sequence[Mean], first: Sequence[_Done]
@@ -280,31 +343,25 @@ class TrainStep:
         total = torch.stack(counts).sum(0).to(torch.float32)
         return sum_over_batch_ranks(total, self._groups).clamp_min(1.0)
 
-    def _reduce(
-        self, totals: Tensor, num_targets: Tensor, counters: Sequence[str]
-    ) -> tuple[list[Mean], Mapping[str, int]]:
-        """Compute the mean of each loss and the counts over all ranks; NaN if a sum is not finite.
+    def _reduce(self, totals: Tensor, num_targets: Tensor, flags: Sequence[bool]) -> Tensor:
+        """Sum over all ranks, without a host synchronization; see `_Reading`.
 
-        The result is the same on every rank, so all ranks make the same decision. This is the only
-        host synchronization of an update besides the engine's gradient norm.
+        The result is the same on every rank, so all ranks make the same decision.
         """
         groups = self._groups
-        totals = sum_over_batch_ranks(totals.clone(), groups)
+        own = torch.tensor(flags, dtype=totals.dtype).to(totals.device, non_blocking=True)
+        summed = sum_over_batch_ranks(torch.cat([totals, own]), groups)
+        totals, any_flag = summed.split([len(totals), len(own)])
         # Sent separately, because a maximum may lose NaN.
         nonfinite = torch.isfinite(totals).all().logical_not()
         totals = totals.masked_fill(nonfinite, 0.0)
-        numbers = torch.cat([totals, num_targets.double(), nonfinite.double().unsqueeze(0)])
+        numbers = torch.cat(
+            [totals, any_flag, num_targets.double(), nonfinite.double().unsqueeze(0)]
+        )
         if groups.tp_group is not None:
             # Tensor-parallel ranks compute the same loss, unless one of them is faulty.
             dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=groups.tp_group)
-        *sums, is_nonfinite = numbers.tolist()
-        size = len(num_targets)
-        rows = zip(sums[:size], sums[size : 2 * size], sums[-size:], strict=True)
-        if is_nonfinite:
-            return [Mean(math.nan, math.nan, int(count)) for _, _, count in rows], NO_COUNTS
-        means = [Mean(loss / count, correct / count, int(count)) for loss, correct, count in rows]
-        counts = map(int, sums[2 * size : -size])
-        return means, dict(zip(counters, counts, strict=True))
+        return numbers
 
     def _report_nonfinite_loss(
         self, step: int, totals: Tensor, batches: Sequence[MicroBatch]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_deberta.distributed.environment import read_environment
 from megatron_deberta.distributed.topology import single_process_groups
-from megatron_deberta.engine import deepspeed_config
+from megatron_deberta.engine import deepspeed_config, deepspeed_step
 from megatron_deberta.engine.deepspeed_runtime import (
     end_single_process,
     model_parallel_unit,
@@ -88,6 +88,22 @@ def test_deepspeed_never_synchronizes(stage: int, monkeypatch: pytest.MonkeyPatc
     found = list(calls)
     engine.destroy()
     assert not found
+
+
+@pytest.mark.parametrize(("dtype", "stage"), [("fp32", 1), ("bf16", 1), ("fp16", 2), ("fp16", 3)])
+def test_clipping_inside_adam_gives_the_same_updates(
+    dtype: str, stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU; every gradient is clipped, and unscaled in fp16."""
+    config, found = toy_config("deepspeed", dtype, stage, clip=0.05), []
+    for folds in (False, True):
+        monkeypatch.setattr(deepspeed_step, "can_fold", lambda *_, folds=folds: folds)
+        engine = start(config, GROUPS)
+        history = train(engine, config, GROUPS, range(3))
+        assert all(outcome.grad_norm > 0.05 for outcome, _ in history)
+        found.append(states(engine))
+        engine.destroy()
+    assert_same_states(found[1], found[0], rtol=1e-4, atol=1e-6)
 
 
 def test_bf16_gradients_are_summed_in_backward() -> None:

@@ -6,17 +6,30 @@ values: whatever needs one (``item``, ``nonzero``, an index by booleans, a branc
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_deberta.config.schema import ModelConfig, ParallelConfig, RunConfig
+from megatron_deberta.config.schema import (
+    ModelConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    RunConfig,
+    TrainConfig,
+)
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.distributed.parallelize import build_model
 from megatron_deberta.distributed.topology import single_process_groups
+from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.model import DropoutSeeds
+from megatron_deberta.train.preemption import STOP_FILE, Request, Requests, StopSignal
+from megatron_deberta.train.setup import DTYPES
+from megatron_deberta.train.step import TrainStep
 
 MODEL = ModelConfig(
     num_layers=2,
@@ -53,3 +66,66 @@ def test_a_micro_batch_never_waits(recompute: Any, documents: bool) -> None:
         float(loss)
     with pytest.raises(NotImplementedError):
         loss.nonzero()
+
+
+class Operators(TorchDispatchMode):
+    """Counts dispatched operators; ``item``, ``float`` and ``bool`` are ``_local_scalar_dense``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stage"),
+    [("fp32", 0), ("fp32", 1), ("bf16", 1), ("bf16", 2), ("fp16", 2), ("fp16", 3)],
+)
+def test_a_step_waits_once(
+    dtype: Any, stage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For its losses, requests and gradient norm together; norms are not computed one by one."""
+    groups = single_process_groups(torch.device("cpu"))
+    config = RunConfig(
+        model=MODEL,
+        parallel=ParallelConfig(attention_backend="chunked"),
+        precision=PrecisionConfig(dtype=dtype, zero_stage=stage),
+        train=TrainConfig(steps=9, micro_batch_size=2, global_batch_size=4),
+    )
+    model = build_model(config, groups, DTYPES[dtype])
+    requests = Requests(StopSignal(), str(tmp_path), groups)
+    engine = build_engine(config, model.module, model.specs, groups)
+    step = TrainStep(engine, config, groups, flags=requests)
+    batches = [replace(fake_batch(groups.device, False)[0], is_padded=False)] * 2
+    update, operators, lists = engine.step, Operators(), []
+
+    def counted(*args: Any) -> Any:
+        # Before the update, the values of arguments are checked on CPU only.
+        with operators:
+            return update(*args)
+
+    monkeypatch.setattr(engine, "step", counted)
+    monkeypatch.setattr(torch.Tensor, "tolist", spy(torch.Tensor.tolist, lists))
+    for number in range(3):
+        lists.clear()
+        (tmp_path / STOP_FILE).touch()
+        requests.look_for_files()
+        operators.counts.clear()
+        step(number, batches)
+        assert requests.poll() == Request(stop=True)
+        assert len(lists) == 1, number
+        assert operators.counts["_local_scalar_dense"] == 0, number
+        if 0 < stage < 3:
+            assert operators.counts["linalg_vector_norm"] <= 2, "of groups, not of parameters"
+    engine.destroy()
+
+
+def spy(function: Any, calls: list[Any]) -> Any:
+    def called(tensor: torch.Tensor) -> Any:
+        calls.append(tensor)
+        return function(tensor)
+
+    return called

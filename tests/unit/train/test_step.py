@@ -21,7 +21,7 @@ from megatron_deberta.config.schema import (
 from megatron_deberta.data.batch import IGNORED_LABEL, Batch
 from megatron_deberta.distributed.parallelize import ShardedModel, build_model
 from megatron_deberta.distributed.topology import ProcessGroups, single_process_groups
-from megatron_deberta.engine.base import Engine, StepOutcome
+from megatron_deberta.engine.base import Engine, ReadNorm, StepOutcome
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.errors import NumericsError
 from megatron_deberta.model import DropoutSeeds
@@ -143,7 +143,8 @@ class Recorded:
     def backward(self, loss: Tensor) -> None:
         self.calls.append("backward")
 
-    def step(self, rate: float, norm_limit: float) -> StepOutcome:
+    def step(self, rate: float, read: ReadNorm) -> StepOutcome:
+        _, norm_limit = read(torch.tensor(1.0))
         self.calls.append("step" if norm_limit > 0 else "skip")
         return self.outcome
 
@@ -160,7 +161,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(
     engine = Recorded(loss)
     with pytest.raises(NumericsError, match=r"step 8: the loss is not finite; .* of step 7"):
         step_of(engine, STRICT)(7, [rows(40)])
-    assert engine.calls == ["backward"]
+    assert engine.calls == ["backward", "skip"]
     assert "[40, 41, 42, 43]" in caplog.text
 
 
