@@ -71,6 +71,7 @@ setup(
     packages=find_packages(include=["megatron_deberta", "megatron_deberta.*"]),
     package_data={
         "megatron_deberta": ["py.typed"],
+        "megatron_deberta.attention_maps": ["page.html"],
         "megatron_deberta.cluster": ["profiles/*.yaml"],
         "megatron_deberta.cluster.slurm": ["job.sbatch"],
         "megatron_deberta.report": ["page.*"],

@@ -74,6 +74,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("convert", "export to Hugging Face format, or import a published model"),
     Command("fill-mask", "predict the [MASK] tokens of a text"),
     Command("generate", "continue a text with an autoregressive model"),
+    Command("attention", "draw the attention maps of a text, split into the terms of the scores"),
     Command("completion", "print a completion script for bash, zsh or fish"),
 )
 

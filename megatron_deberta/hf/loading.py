@@ -28,6 +28,7 @@ from megatron_deberta.model import (
     DebertaBackbone,
     DebertaForPretraining,
     DebertaForTask,
+    DebertaModel,
     RuntimeOptions,
     task_model,
 )
@@ -137,6 +138,13 @@ def build_model(
         attention_backend: backend of the attention operator; None: automatic.
     """
     return _build(DebertaForPretraining, config, read, attention_backend)
+
+
+def build_encoder(
+    config: ModelConfig, read: Callable[[str], Tensor], attention_backend: str | None = None
+) -> DebertaModel:
+    """Build the encoder of a model with any head; otherwise like `build_model`."""
+    return _build(DebertaModel, config, read, attention_backend)
 
 
 def build_task_model(

@@ -23,6 +23,7 @@ from megatron_deberta.model.projections import project_together
 from megatron_deberta.model.tp_hooks import BlockInput, BlockOutput, LayerNorm, TokenLayout
 from megatron_deberta.ops import RelativePositions, disentangled_attention
 from megatron_deberta.ops.arguments import MaskCache
+from megatron_deberta.ops.maps import AttentionMaps, attention_maps
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,23 @@ class DisentangledSelfAttention(nn.Module):
         pre_norm = self.dropout.before_norm(out, layout.positions, context.seeds, residual=hidden)
         normalised: Tensor = self.norm(pre_norm, layout)
         return normalised
+
+    def maps(self, hidden: Tensor, layout: TokenLayout, context: AttentionContext) -> AttentionMaps:
+        """Return the attention maps of the self-attention of ``[B, N, D]``, without dropout.
+
+        Padding and documents of ``context`` are ignored.
+        """
+        block_input = self.input(hidden, layout)
+        key_value = self.project_key_value(block_input, context)
+        return attention_maps(
+            self._split_heads(self.query(block_input)),
+            key_value.key,
+            key_value.position_key,
+            key_value.position_query,
+            self.positions,
+            causal=context.causal,
+            p2c_index=self.p2c_index,
+        )
 
     def project_key_value(self, block_input: Tensor, context: AttentionContext) -> KeyValue:
         """Project keys, values and positions from ``[B, N, D]`` (after `BlockInput`)."""

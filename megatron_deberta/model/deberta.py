@@ -122,6 +122,7 @@ class DebertaBackbone(nn.Module):
         seeds: DropoutSeeds | None = None,
         token_type_ids: Tensor | None = None,
         perturbation: Perturbation | None = None,
+        causal: bool = False,
     ) -> Tensor:
         """Run all layers.
 
@@ -134,6 +135,7 @@ class DebertaBackbone(nn.Module):
             seeds: dropout keys; None: no dropout.
             token_type_ids: int64 ``[B, N]`` segments of a pair; None: all 0.
             perturbation: of the normalised embeddings (SiFT).
+            causal: no state depends on later tokens.
 
         Returns:
             ``[B, N, D]`` hidden states of the last layer, replicated on all ranks.
@@ -146,7 +148,7 @@ class DebertaBackbone(nn.Module):
         )
         num_layers = self.config.num_layers
         hidden, _ = self._run_layers(
-            input_ids, layout, document_ids, seeds, num_layers, perturbation
+            input_ids, layout, document_ids, seeds, num_layers, perturbation, causal
         )
         return hidden
 

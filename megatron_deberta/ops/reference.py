@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -27,8 +29,7 @@ def attend(a: AttentionArguments) -> tuple[Tensor, Tensor | None]:
     scores = _scores(a, wide)
     at = query_positions(a)
     visible = visible_keys(a, at, slice(None))[:, None]
-    # A finite fill value keeps softmax and its gradient finite where no key is visible.
-    probabilities = scores.masked_fill(~visible, torch.finfo(wide).min).softmax(-1) * visible
+    probabilities = visible_softmax(scores, visible)
     if a.seed is not None:
         keep = keep_mask(
             a.seed,
@@ -47,19 +48,45 @@ def attend(a: AttentionArguments) -> tuple[Tensor, Tensor | None]:
     return output.to(a.q.dtype), lse
 
 
+def visible_softmax(scores: Tensor, visible: Tensor) -> Tensor:
+    """Return the softmax over visible keys; zeros where a query sees none.
+
+    Args:
+        scores: ``[batch, heads, q_len, k_len]``.
+        visible: bool, broadcastable to it.
+    """
+    # A finite fill value keeps softmax and its gradient finite where no key is visible.
+    return scores.masked_fill(~visible, torch.finfo(scores.dtype).min).softmax(-1) * visible
+
+
 def _scores(a: AttentionArguments, wide: torch.dtype) -> Tensor:
-    """Return the scaled scores ``[batch, heads, q_len, k_len]``: content, c2p and p2c terms."""
+    terms = score_terms(a, wide)
+    _, scores = next(terms)
+    for _, term in terms:
+        scores = scores + term
+    return scores * a.scale
+
+
+def score_terms(a: AttentionArguments, wide: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and scores of ``c2c``, then of ``c2p`` and ``p2c`` where they are given.
+
+    Args:
+        a: checked arguments.
+        wide: dtype of the result.
+
+    Returns:
+        Scores before the scale ``[batch, heads, q_len, k_len]``.
+    """
     q, k = a.q.to(wide), a.k.to(wide)
-    scores = torch.einsum("bhqd,bhkd->bhqk", q, k)
+    yield "c2c", torch.einsum("bhqd,bhkd->bhqk", q, k)
     at = query_positions(a)
     distance = at[:, None, :, None] - torch.arange(k.shape[2], device=q.device)  # [b, 1, q, k]
     if a.pos_key is not None:
         by_slot = torch.einsum("bhqd,hsd->bhqs", q, a.pos_key.to(wide))
         slots = a.positions.slots(distance)
-        scores = scores + by_slot.gather(-1, slots.expand_as(scores))
+        yield "c2p", by_slot.gather(-1, slots.expand(*by_slot.shape[:2], *slots.shape[2:]))
     if a.pos_query is not None:
         by_slot = torch.einsum("bhkd,hsd->bhks", k, a.pos_query.to(wide))
         slots = a.positions.slots(distance if a.p2c_index == "released" else -distance)
-        slots = slots.expand_as(scores).transpose(-1, -2)  # [b, h, k, q]
-        scores = scores + by_slot.gather(-1, slots).transpose(-1, -2)
-    return scores * a.scale
+        slots = slots.expand(*by_slot.shape[:2], *slots.shape[2:]).transpose(-1, -2)  # [b, h, k, q]
+        yield "p2c", by_slot.gather(-1, slots).transpose(-1, -2)
