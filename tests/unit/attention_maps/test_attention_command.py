@@ -149,6 +149,7 @@ def test_other_kinds_of_models(tmp_path: Path) -> None:
         np.testing.assert_allclose(values.sum(-1), 1, atol=1e-5)
         assert (np.triu(values, 1).max() == 0) == (name == "causal")
     task = with_task_head(V2, "classification", ("no", "yes"))
+    (tmp_path / "task").mkdir()
     write_hf_model(
         tmp_path / "task", task, "deberta-v2", reader(random_weights(task)), SpecialIds()
     )
