@@ -25,7 +25,7 @@ from megatron_deberta.tokenizer import Tokenizer
 PROBABILITIES = "probabilities"
 TERMS = ("c2c", "c2p", "p2c")
 PARTS = (PROBABILITIES, *TERMS)
-MEAN = "mean"
+MEAN: Literal["mean"] = "mean"
 LAST = "last"
 _CHECKPOINTS = "checkpoints"
 ALL = "all"
@@ -220,6 +220,6 @@ def _of_heads(
     """Return ``[heads, parts, N, N]`` of one layer."""
     of_parts = [maps.probabilities if part == PROBABILITIES else maps.terms[part] for part in parts]
     values = torch.stack([part[0] for part in of_parts], 1)  # [A, parts, N, N]
-    chosen = [values.mean(0) if head == MEAN else values[head - 1] for head in heads]
+    chosen = [values[head - 1] if isinstance(head, int) else values.mean(0) for head in heads]
     found: npt.NDArray[np.float32] = torch.stack(chosen).numpy()
     return found
