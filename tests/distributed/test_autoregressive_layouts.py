@@ -34,5 +34,5 @@ def test_layouts_agree(four_ranks: RankPool, layout: Layout) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [*CASES, *MORE], ids=lambda layout: layout.name)
-def test_layouts_agree_over_ten_steps(four_ranks: RankPool, layout: Layout) -> None:
-    check(four_ranks, layout, 10)
+def test_layouts_agree_over_twenty_steps(four_ranks: RankPool, layout: Layout) -> None:
+    check(four_ranks, layout, 20)

@@ -88,7 +88,7 @@ def test_layouts_agree_with_alternating_updates_over_twenty_steps(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "model"), [*CASES, *MORE], ids=name)
-def test_layouts_agree_over_ten_steps(
+def test_layouts_agree_over_twenty_steps(
     four_ranks: RankPool, layout: Layout, model: ModelConfig
 ) -> None:
-    check(four_ranks, layout, model, 10)
+    check(four_ranks, layout, model, 20)
