@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_deberta.config.objective_rules import causal_fraction
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.hf.loading import build_model, check_folder, open_trained_model
+from megatron_deberta.model.incremental import IncrementalDecoder
 from megatron_deberta.tokenizer import Tokenizer
 
 
@@ -141,11 +142,6 @@ def open_generator(path: Path, tokenizer_path: str = "") -> TextGenerator:
             "tokens; give a run with objective.name=autoregressive or =mlm+ar"
         )
     config, read = trained.open()
-    model = build_model(config, read)
-
-    def next_logits(ids: Tensor) -> Tensor:
-        last = torch.tensor([[ids.size(1) - 1]])
-        return model.masked_logits(ids, masked_positions=last, causal=True)[0, 0]
-
+    next_logits = IncrementalDecoder(build_model(config, read))
     max_tokens = 0 if config.absolute_positions == "none" else config.max_position_embeddings
     return TextGenerator(next_logits, trained.tokenizer, max_tokens)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_deberta.config.schema import ModelConfig
-from megatron_deberta.model.attention import AttentionContext
+from megatron_deberta.model.attention import AttentionContext, KeyValue
 from megatron_deberta.model.layers import Layer
 from megatron_deberta.model.tp_hooks import PositionEmbedding, TokenLayout
 
@@ -61,16 +61,28 @@ class EnhancedMaskDecoder(nn.Module):
         key_value = attention.project_key_value(attention.input(hidden, layout), context)
         selected_layout = layout.select(selected)
         query = gather_tokens(hidden, selected)
-        if self.position is not None:
-            query = query + self.position(selected_layout)
-        for decoder_pass in range(1, self.num_passes + 1):
-            seeds = None if context.seeds is None else context.seeds.at_pass(decoder_pass)
-            query = last_layer(query, selected_layout, replace(context, seeds=seeds), key_value)
+        query = self.decode(query, selected_layout, last_layer, context, key_value)
         if not with_first:
             return query, None
         cls = torch.zeros_like(selected[:, :1])
         output = last_layer(gather_tokens(hidden, cls), layout.select(cls), context, key_value)
         return query, output[:, 0]
+
+    def decode(
+        self,
+        query: Tensor,
+        layout: TokenLayout,
+        last_layer: Layer,
+        context: AttentionContext,
+        key_value: KeyValue,
+    ) -> Tensor:
+        """Decode the last layer's inputs ``[B, M, D]`` at the tokens of ``layout``."""
+        if self.position is not None:
+            query = query + self.position(layout)
+        for decoder_pass in range(1, self.num_passes + 1):
+            seeds = None if context.seeds is None else context.seeds.at_pass(decoder_pass)
+            query = last_layer(query, layout, replace(context, seeds=seeds), key_value)
+        return query
 
 
 def gather_tokens(hidden: Tensor, selected: Tensor) -> Tensor:

@@ -9,10 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.hf.generation import Sampling, TextGenerator, choose
 from megatron_deberta.hf.loading import build_model
+from megatron_deberta.model.incremental import IncrementalDecoder
 from tests.support.tiny_models import TEXT, V2, random_weights, reader, tiny_tokenizer
+from tests.support.tolerances import FP32_MODEL
 
 PROMPT = TEXT[0][:20]
 CONFIG = replace(V2, conv_kernel_size=3)
@@ -45,6 +48,38 @@ def test_greedy_tokens_are_those_of_one_pass_over_the_whole_row() -> None:
         ]
     logits[:, excluded] = -math.inf
     assert logits.argmax(-1)[len(ids) - 1 : -1].tolist() == whole[len(ids) :]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        CONFIG,
+        replace(V2, absolute_positions="input", mask_decoder_passes=0, conv_kernel_size=5),
+        replace(V2, key_bias=False, position_key_bias=False, position_buckets=0),
+        replace(V2, position_terms="none"),
+    ],
+)
+def test_cached_keys_and_values_change_no_greedy_token(config: ModelConfig) -> None:
+    model = build_model(config, reader(random_weights(config)))
+    decoder, lengths = IncrementalDecoder(model), list[int]()
+
+    def whole(ids: Tensor) -> Tensor:
+        last = torch.tensor([[ids.size(1) - 1]])
+        return model.masked_logits(ids, masked_positions=last, causal=True)[0, 0]
+
+    def cached(ids: Tensor) -> Tensor:
+        logits = decoder(ids)
+        torch.testing.assert_close(logits, whole(ids), **FP32_MODEL)
+        return logits
+
+    for prompt in (prompt_ids(), prompt_ids()[:5], [*prompt_ids()[:4], 9, 8]):
+        with torch.no_grad():
+            expected = TextGenerator(whole, tiny_tokenizer(), 96).continue_ids(prompt, 12)
+        assert TextGenerator(cached, tiny_tokenizer(), 96).continue_ids(prompt, 12) == expected
+    # The prompt of a text, then one token after the other.
+    model.embeddings.register_forward_hook(lambda _, i, __: lengths.append(i[0].size(1)))
+    TextGenerator(decoder, tiny_tokenizer(), 96).continue_ids(prompt_ids(), 4)
+    assert lengths[1:] == [1] * (len(lengths) - 1)
 
 
 def test_sampling_is_a_function_of_the_seed() -> None:
