@@ -2,6 +2,8 @@
 
     python -m benchmarks.planning.compare tiny --output benchmarks/results/offline/plan_tiny.json
     python -m benchmarks.planning.compare 1.5b --output benchmarks/results/offline/plan.json
+    python -m benchmarks.planning.compare 1.5b_finetuning \
+        --output benchmarks/results/offline/plan_finetuning.json
 
 Each kind of rank is built and run alone, with torch's fake process group: the first and the last
 rank of a layer (the last holds an uneven part of the vocabulary), with and without sequence
@@ -95,6 +97,8 @@ CASES: dict[str, dict[str, tuple[str, ...]]] = {
             "parallel.tensor_parallel_size=8", "parallel.sequence_parallel=true",
             "parallel.recompute=full",
         ),
+    },
+    "1.5b_finetuning": {
         "MNLI": MNLI,
         "RACE": RACE,
         "RACE, tensor parallel": (*RACE, "parallel.tensor_parallel_size=8"),
@@ -173,7 +177,7 @@ Job = tuple[str, str, RunConfig, int, Callable[[RunConfig, int], dict[str, Any]]
 
 def jobs(name: str) -> Iterator[Job]:
     """Yield all comparisons of a model."""
-    file = ROOT / "configs/models" / f"{name}.yaml"
+    file = ROOT / "configs/models" / f"{name.partition('_')[0]}.yaml"
     common, last = TINY if name == "tiny" else LARGE, WORLD_SIZE - 1
     for case, overrides in CASES[name].items():
         config = load_config(file, [*common, *overrides])

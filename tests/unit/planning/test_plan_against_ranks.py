@@ -61,11 +61,22 @@ def test_the_committed_result_of_the_1_5b_model(case: str) -> None:
     check_case(json.loads(path.read_text()), case)
 
 
-def check_case(result: dict[str, Any], case: str) -> None:
+@pytest.mark.parametrize("case", CASES["1.5b_finetuning"])
+def test_the_committed_result_of_fine_tuning_the_1_5b_model(case: str) -> None:
+    """Memory is compared at small sizes only, here and in ``test_memory.py``."""
+    path = ROOT / "benchmarks/results/offline/plan_finetuning.json"
+    check_counts(json.loads(path.read_text()), case)
+
+
+def check_counts(result: dict[str, Any], case: str) -> None:
     ranks = [row for row in result["ranks"] if row["case"] == case]
     assert [row["rank"] for row in ranks] == [0, 255]
     for row in ranks:
         assert row["found"] == row["planned"]
+
+
+def check_case(result: dict[str, Any], case: str) -> None:
+    check_counts(result, case)
     (memory,) = [row for row in result["memory"] if row["case"] == case]
     assert memory["planned"] == pytest.approx(memory["found"], rel=MEMORY_TOLERANCE)
 
