@@ -74,6 +74,12 @@ def _check_head(config: RunConfig) -> None:
             f"finetune.task={config.finetune.task!r} does not fit model.head={model.head}; use "
             "megatron-deberta finetune, which sets both"
         )
+    if config.finetune.pack_rows and (model.head in ("spans", "tokens") or objective.sift_weight):
+        raise ConfigError(
+            f"finetune.pack_rows=true does not fit model.head={model.head} with "
+            f"objective.sift_weight={objective.sift_weight:g}; use false, or a head on whole rows "
+            "without SiFT"
+        )
 
 
 def _check_forms(config: RunConfig) -> None:

@@ -389,6 +389,9 @@ class FinetuneConfig:
     """Validations per pass, which determine ``train.eval_every``; 0: ``train.eval_every``."""
     batch_by_length: bool = True
     """Batches of rows of similar length, in random order; False: random rows."""
+    pack_rows: bool = False
+    """Rows of a micro batch side by side, attention inside each: nearly no padding. For heads on
+    whole rows, without SiFT; dropout has other bits than with padding."""
     patience: int = 0
     """Validations without a better score after which the run ends; 0: never."""
     keep_best: bool = True

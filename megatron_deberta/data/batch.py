@@ -131,6 +131,9 @@ class TaskBatch(MicroBatch):
         choice_rows: [E, C] int64 rows of this batch that are the choices of each example, -1 =
             padding; None in other tasks than multiple choice.
         row_keys: [B] int64 dropout keys of the rows of choices; None: ``sample_index``.
+        packed_index: [P, L] int64; like the following a field of ``RowPacking``; None: not packed.
+        packed_firsts: [P, S] int64.
+        packed_places: [B] int64.
     """
 
     input_ids: Tensor
@@ -141,6 +144,9 @@ class TaskBatch(MicroBatch):
     row_index: Tensor
     choice_rows: Tensor | None = None
     row_keys: Tensor | None = None
+    packed_index: Tensor | None = None
+    packed_firsts: Tensor | None = None
+    packed_places: Tensor | None = None
 
     @property
     def dropout_keys(self) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_deberta.config.schema import Head
 from megatron_deberta.data.arrays import Integers
 from megatron_deberta.data.batch import IGNORED_LABEL, TaskBatch
+from megatron_deberta.data.bin_packing import best_fit
 from megatron_deberta.tasks.encoded import EncodedDataset
 
 # Dropout keys per sample: more than any example's choices
@@ -30,6 +31,7 @@ class TaskRows:
         filler: tokens of a padding row.
         pad_id: token id of padding.
         multiple: N of a micro batch is a multiple of this.
+        pack: the rows of a micro batch also stand side by side, see ``RowPacking``.
     """
 
     head: Head
@@ -37,6 +39,7 @@ class TaskRows:
     filler: tuple[int, ...]
     pad_id: int
     multiple: int = 1
+    pack: bool = False
 
     @property
     def num_samples(self) -> int:
@@ -96,6 +99,7 @@ class TaskRows:
         if labels is None:
             labels = np.full(mask.shape, IGNORED_LABEL, np.int64)
             labels[source] = encoded.labels[tokens]
+        packed = packed_rows(sizes, length) if self.pack else {}
         return TaskBatch(
             input_ids=torch.from_numpy(ids),
             attention_mask=torch.from_numpy(mask),
@@ -105,6 +109,7 @@ class TaskRows:
             row_index=torch.from_numpy(rows),
             choice_rows=None if choice_rows is None else torch.from_numpy(choice_rows),
             row_keys=None if keys is None else torch.from_numpy(keys),
+            **{name: torch.from_numpy(array) for name, array in packed.items()},
         )
 
     def _labels(self, rows: Integers) -> npt.NDArray[Any] | None:
@@ -117,6 +122,38 @@ class TaskRows:
         labels = labels.astype(np.int64)
         labels[rows < 0] = IGNORED_LABEL
         return labels
+
+
+def packed_rows(sizes: Integers, length: int) -> dict[str, Integers]:
+    """Put the rows of a batch side by side, best fit decreasing.
+
+    Args:
+        sizes: [B] tokens of each row.
+        length: N of the batch, and of the packed rows.
+
+    Returns:
+        ``packed_index``, ``packed_firsts`` and ``packed_places`` of ``TaskBatch``.
+    """
+    order = np.argsort(-sizes, kind="stable")
+    bins = np.empty(sizes.size, np.int64)
+    bins[order], num_bins = best_fit(sizes[order], length)
+    # Rows by packed row, in ascending order
+    order = np.argsort(bins, kind="stable")
+    of = bins[order]
+    counts = np.bincount(bins, minlength=num_bins)
+    number = np.arange(sizes.size) - (counts.cumsum() - counts)[of]
+    ends = sizes[order].cumsum()
+    starts = ends - sizes[order]
+    begins = starts - starts[counts.cumsum() - counts][of]
+    index = np.full((num_bins, length), -1, np.int64)
+    firsts = np.full((num_bins, int(counts.max())), -1, np.int64)
+    firsts[of, number] = begins
+    rows = order.repeat(sizes[order])
+    place = np.arange(rows.size) - starts.repeat(sizes[order])
+    index[bins[rows], begins.repeat(sizes[order]) + place] = rows * length + place
+    places = np.empty(sizes.size, np.int64)
+    places[order] = of * firsts.shape[1] + number
+    return {"packed_index": index, "packed_firsts": firsts, "packed_places": places}
 
 
 @dataclass(frozen=True, slots=True)

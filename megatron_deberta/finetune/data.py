@@ -249,6 +249,7 @@ def task_rows(config: RunConfig, encoded: EncodedDataset, tokenizer: Tokenizer) 
         (tokenizer.cls_id, tokenizer.sep_id),
         tokenizer.pad_id,
         parallel.tensor_parallel_size if parallel.sequence_parallel else 1,
+        config.finetune.pack_rows,
     )
 
 

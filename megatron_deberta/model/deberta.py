@@ -160,6 +160,8 @@ class DebertaBackbone(nn.Module):
         seeds: DropoutSeeds | None = None,
         token_type_ids: Tensor | None = None,
         perturbation: Perturbation | None = None,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
     ) -> Tensor:
         """Run all layers, the last one at selected positions only.
 
@@ -170,6 +172,8 @@ class DebertaBackbone(nn.Module):
             seeds: dropout keys.
             token_type_ids: segments of a pair.
             perturbation: of the normalised embeddings.
+            position_ids: absolute positions.
+            document_ids: documents of each row.
 
         Returns:
             ``[B, M, D]`` hidden states of the last layer, replicated on all ranks.
@@ -178,16 +182,18 @@ class DebertaBackbone(nn.Module):
         if config.num_layers == 1 and config.conv_kernel_size:
             # The convolution is added to the first layer's output at every token.
             states = self.encode(
-                input_ids, attention_mask, None, None, seeds, token_type_ids, perturbation
-            )
+                input_ids, attention_mask, position_ids, document_ids, seeds, token_type_ids,
+                perturbation,
+            )  # fmt: skip
             return gather_tokens(states, selected)
         layout = TokenLayout.of_sequence(
             _token_mask(input_ids, attention_mask),
-            token_types=token_type_ids,
+            position_ids,
+            token_type_ids,
             is_padded=attention_mask is not None,
         )
         hidden, context = self._run_layers(
-            input_ids, layout, None, seeds, config.num_layers - 1, perturbation
+            input_ids, layout, document_ids, seeds, config.num_layers - 1, perturbation
         )
         last_layer = cast(Layer, self.encoder.layers[-1])
         attention = last_layer.attention

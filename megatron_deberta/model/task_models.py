@@ -5,6 +5,9 @@ Shapes: B rows, N tokens, K outputs of the head.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
@@ -53,6 +56,21 @@ class DebertaForTask(DebertaBackbone):
         raise NotImplementedError
 
 
+class RowPacking(NamedTuple):
+    """Which rows of a batch ``[B, N]`` stand side by side, in fewer rows ``[P, L]``.
+
+    Attributes:
+        tokens: int64 ``[P, L]``: token ``N * row + place`` of the batch, -1 = padding at the end.
+            The rows of a packed row are in ascending order.
+        firsts: int64 ``[P, S]``: place of the first token of each of its rows, -1 = padding.
+        places: int64 ``[B]``: where each row is in ``firsts``, flattened.
+    """
+
+    tokens: Tensor
+    firsts: Tensor
+    places: Tensor
+
+
 class DebertaForRows(DebertaForTask):
     """Head on the first token: classes, a score, or one logit per choice."""
 
@@ -77,9 +95,45 @@ class DebertaForRows(DebertaForTask):
         state = self.encode_selected(
             input_ids, first, attention_mask, seeds, token_type_ids, perturbation
         )
-        pooled = self.dropout(self.pooler(state), first, seeds)
-        out: Tensor = self.classifier(pooled)
-        return out[:, 0]
+        return self._classify(state, first, seeds)[:, 0]
+
+    def packed_logits(
+        self,
+        input_ids: Tensor,
+        packing: RowPacking,
+        token_type_ids: Tensor | None = None,
+        seeds: DropoutSeeds | None = None,
+    ) -> Tensor:
+        """Compute ``[B, K]`` as ``logits``, with hardly any computation for padding.
+
+        Exact without dropout, which has the key of the first of the rows side by side.
+
+        Args:
+            input_ids: int64 ``[B, N]``.
+            packing: which of these tokens stand side by side.
+            token_type_ids: int64 ``[B, N]``.
+            seeds: dropout keys of the B rows; None: no dropout.
+        """
+        real, index = packing.tokens >= 0, packing.tokens.clamp(min=0)
+        row = index // input_ids.size(1)
+        if seeds is not None:
+            seeds = replace(seeds, samples=seeds.samples[row[:, 0]])
+        states = self.encode_selected(
+            input_ids.take(index),
+            packing.firsts,
+            real,
+            seeds,
+            None if token_type_ids is None else token_type_ids.take(index),
+            position_ids=index % input_ids.size(1),
+            # Padding at the end belongs to a document of its own.
+            document_ids=row.masked_fill(~real, len(input_ids)),
+        )
+        return self._classify(states, packing.firsts, seeds).flatten(0, 1)[packing.places]
+
+    def _classify(self, states: Tensor, positions: Tensor, seeds: DropoutSeeds | None) -> Tensor:
+        """Return the outputs for ``states`` ``[B, M, D]`` at ``positions`` ``[B, M]``."""
+        out: Tensor = self.classifier(self.dropout(self.pooler(states), positions, seeds))
+        return out
 
 
 class DebertaForTokens(DebertaForTask):

@@ -14,7 +14,12 @@ from torch.nn import functional as F
 from megatron_deberta.model import DebertaForTask, DropoutSeeds, RuntimeOptions
 from megatron_deberta.model.embeddings import Perturbation
 from megatron_deberta.model.flops import training_flops_per_token
-from megatron_deberta.model.task_models import DebertaForRows, DebertaForSpans, DebertaForTokens
+from megatron_deberta.model.task_models import (
+    DebertaForRows,
+    DebertaForSpans,
+    DebertaForTokens,
+    RowPacking,
+)
 from megatron_deberta.objectives.objective import LossPart, Objective
 from megatron_deberta.objectives.sift import Sift
 
@@ -47,6 +52,18 @@ class LabelledBatch(Protocol):
     @property
     def choice_rows(self) -> Tensor | None:
         """Rows of each example's choices."""
+
+    @property
+    def packed_index(self) -> Tensor | None:
+        """Rows side by side; like the following a field of `RowPacking`."""
+
+    @property
+    def packed_firsts(self) -> Tensor | None:
+        """Their first tokens."""
+
+    @property
+    def packed_places(self) -> Tensor | None:
+        """Where they are."""
 
 
 class LabelledObjective(Objective):
@@ -130,8 +147,11 @@ class TaskModel(DebertaForTask):
             For each loss, its **sum** (fp32 scalar) and the number of correct predictions; then
             the outputs of the head.
         """
+        packing = row_packing(batch)
 
         def logits_of(seeds: DropoutSeeds | None, perturbation: Perturbation | None) -> Tensor:
+            if isinstance(self, DebertaForRows) and packing is not None:
+                return self.packed_logits(batch.input_ids, packing, batch.token_type_ids, seeds)
             return self.logits(
                 batch.input_ids, batch.attention_mask, batch.token_type_ids, seeds, perturbation
             )
@@ -155,6 +175,14 @@ class TaskModel(DebertaForTask):
             squared_error=task.squared_error,
         )
         return loss, correct, divergence, zero, outputs
+
+
+def row_packing(batch: LabelledBatch) -> RowPacking | None:
+    """Return which rows of a batch stand side by side; None: none."""
+    index, firsts, places = batch.packed_index, batch.packed_firsts, batch.packed_places
+    if index is None or firsts is None or places is None:
+        return None
+    return RowPacking(index, firsts, places)
 
 
 class RowsModel(TaskModel, DebertaForRows):
