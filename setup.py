@@ -111,7 +111,13 @@ setup(
         "prometheus_client",
         "typing-extensions",
     ],
-    extras_require={"mpi": MPI, "onnx": ONNX, "dev": DEV, "all": [*MPI, *ONNX]},
+    extras_require={
+        "mpi": MPI,
+        "onnx": ONNX,
+        "wandb": ["wandb>=0.19"],
+        "dev": DEV,
+        "all": [*MPI, *ONNX],
+    },
     entry_points={"console_scripts": ["megatron-deberta = megatron_deberta.cli.main:main"]},
     classifiers=[
         "License :: OSI Approved :: Apache Software License",

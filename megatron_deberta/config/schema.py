@@ -408,6 +408,8 @@ class LogConfig:
     """Steps between console lines and metric records."""
     tensorboard: bool = True
     """Write TensorBoard events to ``tensorboard/`` in the run folder."""
+    wandb: str = ""
+    """Project of Weights & Biases that gets the metrics, too (package wandb); empty: none."""
     samples: int = 2
     """Validation rows whose masks and predictions go to ``samples.jsonl``; 0: none."""
     level: Literal["debug", "info", "warning"] = "info"

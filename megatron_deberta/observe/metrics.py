@@ -15,6 +15,7 @@ from typing_extensions import Required, TypedDict
 
 from megatron_deberta.errors import DataError
 from megatron_deberta.files import write_atomically
+from megatron_deberta.observe.wandb_writer import WandbWriter
 from megatron_deberta.parsing import Count, Number, Scalar, Seconds, parse_json
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ class MetricsWriter:
         resume_step: step of the checkpoint that the run resumes from; records of later steps are
             removed, because these steps are repeated.
         tensorboard: also write TensorBoard events.
+        wandb: also sends the numbers to W&B; closed with this writer.
         check: called before each change of the file; does not return if another process now
             writes it.
 
@@ -63,6 +65,7 @@ class MetricsWriter:
         *,
         resume_step: int = 0,
         tensorboard: bool = True,
+        wandb: WandbWriter | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         folder = Path(run_dir)
@@ -76,6 +79,7 @@ class MetricsWriter:
         self._size = os.fstat(self._file.fileno()).st_size
         self._pending: list[bytes] = []
         self._has_warned = False
+        self._wandb = wandb
         self._events: Any = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -87,19 +91,25 @@ class MetricsWriter:
 
         Args:
             step: completed optimizer steps.
-            values: metrics by name; only numbers go to TensorBoard.
+            values: metrics by name; only numbers go to TensorBoard and W&B.
             kind: source of the metrics; ``guard`` reports skipped updates and rollbacks.
         """
         record = {"step": step, "kind": kind, **values}
         self._pending.append(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
+        numbers = {
+            f"{kind}/{name}": value
+            for name, value in values.items()
+            if isinstance(value, int | float)
+        }
         try:
             self._write_pending()
             if self._events is not None:
-                for name, value in values.items():
-                    if isinstance(value, int | float):
-                        self._events.add_scalar(f"{kind}/{name}", value, step)
+                for name, value in numbers.items():
+                    self._events.add_scalar(name, value, step)
         except OSError as error:
             self._warn(error)
+        if self._wandb is not None:
+            self._wandb.write(step, numbers)
 
     def close(self) -> None:
         """Flush everything to disk and close."""
@@ -113,6 +123,8 @@ class MetricsWriter:
             self._warn(error)
         finally:
             self._file.close()
+            if self._wandb is not None:
+                self._wandb.close()
 
     def _write_pending(self) -> None:
         """Write the records that are not in the file yet; after a failure none of them is.

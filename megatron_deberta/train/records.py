@@ -11,7 +11,7 @@ from rich.console import Console
 
 from megatron_deberta.checkpoint.background import Saved
 from megatron_deberta.checkpoint.fence import UNLOCKED, Fence
-from megatron_deberta.config import save_config
+from megatron_deberta.config import config_to_dict, save_config
 from megatron_deberta.config.objective_rules import causal_fraction
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.data.build import Corpora, validation_loader
@@ -25,6 +25,7 @@ from megatron_deberta.observe.metrics import (
     plot_loss,
     read_metrics,
 )
+from megatron_deberta.observe.wandb_writer import WandbWriter
 from megatron_deberta.train.evaluate import Evaluation
 from megatron_deberta.train.stability.rollback import Rollback
 from megatron_deberta.train.state import StepEvent
@@ -75,6 +76,7 @@ class RunRecords:
             self._run_dir,
             resume_step=first_step,
             tensorboard=config.log.tensorboard,
+            wandb=_open_wandb(resolved or config),
             check=fence.check,
         )
         self.console = LiveConsole(
@@ -173,3 +175,13 @@ class RunRecords:
         unit = build_objective(self._config).loss_unit
         picture = self._run_dir / "loss.png"
         plot_loss(self.writer.path, picture, unigram=self._unigram, unit=unit)
+
+
+def _open_wandb(config: RunConfig) -> WandbWriter | None:
+    """Return the writer to W&B, if the run has one."""
+    if not config.log.wandb:
+        return None
+    values = config_to_dict(config)
+    # May contain secret addresses.
+    del values["cluster"]["notify"]
+    return WandbWriter(Path(config.train.run_dir), config.log.wandb, values)
