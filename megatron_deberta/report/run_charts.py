@@ -142,11 +142,17 @@ def _validation_charts(runs: Sequence[RunFolder]) -> Iterator[Chart]:
         yield Chart(f"Validation: {label}", label, series, percent=is_share)
 
 
+def skipped_updates(run: RunFolder) -> list[Record]:
+    """Return the guard's records of skipped updates, without overflows of fp16."""
+    skips = [record for record in run.of_kind("guard") if record.get("skip")]
+    return [record for record in skips if record["skip"] != "overflow"]
+
+
 def _with_guard(runs: Sequence[RunFolder], chart: Chart) -> Chart:
     """Add the skipped updates of a single run as vertical lines."""
     if len(runs) > 1:
         return chart
-    steps = [(record["step"], 0.0) for record in runs[0].of_kind("guard") if record.get("skip")]
+    steps = [(record["step"], 0.0) for record in skipped_updates(runs[0])]
     marks = Series("skipped update", steps, 5, "marker")
     return Chart(chart.title, chart.y_label, [*chart.series, *([marks] if steps else [])])
 

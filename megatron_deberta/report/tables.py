@@ -12,9 +12,11 @@ from typing import Any
 from megatron_deberta.data.shards.manifest import ShardManifest, read_manifest
 from megatron_deberta.errors import MegatronDebertaError
 from megatron_deberta.observe.console import format_duration
-from megatron_deberta.report.run_charts import SECTIONS, first_time, part_seconds
+from megatron_deberta.report.run_charts import SECTIONS, first_time, part_seconds, skipped_updates
 from megatron_deberta.report.run_folder import Record, RunFolder, points
 
+MAX_EVENTS = 200
+"""Restarts and faults listed, and skipped updates, the last ones each."""
 _HIDDEN_KEYS = ("train.run_dir", "cluster.notify")
 """Always different, or secret."""
 
@@ -83,7 +85,7 @@ def _restarts(run: RunFolder) -> dict[str, str]:
     source = run.timeline or run.history
     starts = sum(record["event"] == "start" for record in source)
     guard = run.of_kind("guard")
-    skipped = sum(bool(record.get("skip")) for record in guard)
+    skipped = len(skipped_updates(run))
     rollbacks = sum(record.get("event") == "rollback" for record in guard)
     found = {"restarts": str(starts - 1)} if starts else {}
     if skipped or rollbacks:
@@ -99,17 +101,31 @@ def _count(number: int, noun: str) -> str:
 
 
 def events(run: RunFolder) -> Table:
-    """Return restarts, ends, faults, rollbacks and skipped updates, in order of time or step."""
-    rows: list[tuple[float, float, list[str]]] = []
-    for record in (*run.timeline, *run.history, *run.bad_nodes):
-        text = _describe_event(record)
-        if text:
-            step = record.get("step")
-            shown = f"{step:,}" if isinstance(step, int) else ""
-            rows.append((0.0, record["time"], [_clock(record["time"]), shown, text]))
-    for record in run.of_kind("guard"):
-        rows.append((1.0, record["step"], ["", f"{record['step']:,}", _describe_guard(record)]))
-    return Table(["time", "step", "event"], [row for *_, row in sorted(rows)])
+    """Return restarts, ends and faults by time, then rollbacks and skipped updates by step."""
+    timed = [
+        (record["time"], [_clock(record["time"]), _step(record), text])
+        for record in (*run.timeline, *run.history, *run.bad_nodes)
+        if (text := _describe_event(record))
+    ]
+    rollbacks = [record for record in run.of_kind("guard") if record.get("event")]
+    guard = [
+        (record["step"], ["", _step(record), _describe_guard(record)])
+        for record in (*skipped_updates(run), *rollbacks)
+    ]
+    rows = [*_last(sorted(timed)), *_last(sorted(guard))]
+    return Table(["time", "step", "event"], rows)
+
+
+def _last(rows: Sequence[tuple[float, list[str]]]) -> list[list[str]]:
+    """Return the last rows, and how many precede them."""
+    cut = len(rows) - MAX_EVENTS
+    note = [["", "", f"{cut:,} earlier ones are not listed"]] if cut > 0 else []
+    return [*note, *(row for _, row in rows[-MAX_EVENTS:])]
+
+
+def _step(record: Record) -> str:
+    step = record.get("step")
+    return f"{step:,}" if isinstance(step, int) else ""
 
 
 def _describe_event(record: Record) -> str:

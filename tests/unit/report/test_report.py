@@ -12,6 +12,7 @@ import pytest
 from megatron_deberta.cli.main import main
 from megatron_deberta.errors import EXIT_DONE, EXIT_USAGE
 from megatron_deberta.report.charts import Chart, Series, draw, thin
+from megatron_deberta.report.tables import MAX_EVENTS
 from tests.support.report_runs import write_run
 
 
@@ -124,6 +125,18 @@ def test_a_run_with_metrics_only(run: Path, tmp_path: Path) -> None:
     text = plain(report(tmp_path / "report.html", run))
     assert "Overview" in text
     assert "Restarts" not in text
+
+
+def test_overflows_are_no_faults_and_long_lists_are_cut(run: Path, tmp_path: Path) -> None:
+    lines = [{"step": step, "kind": "guard", "skip": "overflow"} for step in range(9)]
+    lines += [{"step": step, "kind": "guard", "skip": "gradient spike"} for step in range(300)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = plain(report(tmp_path / "report.html", run))
+    assert "overflow" not in text
+    assert "300 skipped updates, 0 rollbacks" in text
+    assert text.count("update skipped: gradient spike") == MAX_EVENTS == 200
+    assert "100 earlier ones are not listed" in text
+    assert "job attempt 7.0 ended" in text
 
 
 @pytest.mark.parametrize(
