@@ -29,7 +29,7 @@ _GIB = 2.0**30
 def training_charts(runs: Sequence[RunFolder]) -> list[Chart]:
     """Return loss, learning rate and gradient norm against steps, with validations."""
     charts = [
-        Chart("Loss", "nats per target", list(_losses(runs))),
+        Chart("Loss", "mean per target", list(_losses(runs))),
         *_validation_charts(runs),
         _per_run(runs, "Learning rate", "learning rate", "learning_rate"),
         _with_guard(runs, _per_run(runs, "Gradient norm", "norm before clipping", "grad_norm")),
