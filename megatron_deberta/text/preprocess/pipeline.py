@@ -104,16 +104,7 @@ def preprocess(
     # Processes are what works side by side here; the library's threads would outlive no fork.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     unit_bytes = unit_bytes or units.usual_unit_bytes(sources)
-    for key in read.keys:
-        if not key or os.sep in key:
-            raise ConfigError(f"--keys {key!r}: cannot be part of a file name")
-    if not os.path.basename(output):
-        raise ConfigError(f"--output {output}: ends without a name; add one, as {output}books")
-    if os.path.realpath(quarantine_path(output)) in (os.path.realpath(s.path) for s in sources):
-        raise ConfigError(
-            f"--output {output}: {quarantine_path(output)} is an input and would be replaced; "
-            "choose another name"
-        )
+    _check_names(sources, output, read.keys)
     tokenizer = load_tokenizer(tokenizer_path)
     eod = encoding.eod(tokenizer)
     exact = sentencepiece_encoder(tokenizer) if encoding.use_sentencepiece else None
@@ -156,6 +147,19 @@ def preprocess(
         raise DataError(f"{output}: published files are missing; run the same command again")
     folder.remove()
     return found
+
+
+def _check_names(sources: Sequence[Source], output: str, keys: Sequence[str]) -> None:
+    for key in keys:
+        if not key or os.sep in key:
+            raise ConfigError(f"--keys {key!r}: cannot be part of a file name")
+    if not os.path.basename(output):
+        raise ConfigError(f"--output {output}: ends without a name; add one, as {output}books")
+    if os.path.realpath(quarantine_path(output)) in (os.path.realpath(s.path) for s in sources):
+        raise ConfigError(
+            f"--output {output}: {quarantine_path(output)} is an input and would be replaced; "
+            "choose another name"
+        )
 
 
 def _choose_encoder(job: Job, tokenizer: Tokenizer, folder: WorkFolder) -> BatchEncoder | None:
