@@ -14,8 +14,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
+from pydantic import Field
 from typing_extensions import TypedDict
 
 from megatron_deberta.errors import ConfigError, DataError, MissingInputError
@@ -254,7 +255,7 @@ def _raise_unreadable(error: OSError) -> None:
 
 
 class _DatasetFile(TypedDict):
-    filename: str
+    filename: Annotated[str, Field(pattern=r"^[^/\x00]+$")]
 
 
 class _DatasetState(TypedDict):

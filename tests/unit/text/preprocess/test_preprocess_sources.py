@@ -232,9 +232,10 @@ def test_a_dataset_on_disk_gives_its_own_files_only(tmp_path: Path) -> None:
         documents, defects = records(path)
         assert len(documents) == 999
         assert [defect.detail for defect in defects] == ["column 'text' is null"]
-    write(folder, "state.json", b"{}")
-    with pytest.raises(DataError, match="not a Hugging Face dataset"):
-        find_sources([str(folder)])
+    for state in (b"{}", rb'{"_data_files": [{"filename": "a\u0000b"}]}'):
+        write(folder, "state.json", state)
+        with pytest.raises(DataError, match="not a Hugging Face dataset"):
+            find_sources([str(folder)])
 
 
 def test_format_is_told_by_suffix_then_by_content(tmp_path: Path) -> None:
