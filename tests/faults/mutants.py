@@ -115,8 +115,7 @@ MUTANTS = (
     ),
     Mutant(
         "the position-to-content term is subtracted", "ops/reference.py",
-        "scores = scores + by_slot.gather(-1, slots).transpose(-1, -2)",
-        "scores = scores - by_slot.gather(-1, slots).transpose(-1, -2)",
+        'yield "p2c", by_slot.gather(-1, slots)', 'yield "p2c", -by_slot.gather(-1, slots)',
         "unit/ops/test_reference.py::test_reference_is_the_definition",
     ),
     Mutant(
