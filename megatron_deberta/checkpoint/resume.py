@@ -42,7 +42,7 @@ FREE = _keys(
     "extend_positions continue_from verify",
     train="micro_batch_size device run_dir exit_step eval_every eval_steps "
     "blimp_every blimp_data blimp_pairs",
-    log="every tensorboard level",
+    log="every tensorboard wandb samples level",
     cluster=" ".join(field.name for field in fields(ClusterConfig)),
     finetune="task data validations_per_epoch patience keep_best cache",
 )

@@ -82,10 +82,10 @@ def random_config(draw, packing, prefixes, run_dir):
 
 
 def rows_of(batches):
-    """Every field of every row, as bytes, in order."""
+    """Every tensor of every row, as bytes, in order."""
     return [
         tuple(
-            None if tensor is None else tensor[row].numpy().tobytes()
+            tensor[row].numpy().tobytes() if isinstance(tensor, torch.Tensor) else None
             for tensor in (getattr(batch, item.name) for item in fields(batch))
         )
         for batch in batches
