@@ -7,11 +7,13 @@ from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
-MPI = ["mpi4py"]
+MPI = ["mpi4py>=4"]
+DASK = ["distributed", "dask-jobqueue"]
 # onnxscript is torch's exporter, which `convert --to onnx` is timed against.
 ONNX = ["onnx>=1.17", "onnxruntime>=1.17", "onnxscript"]
 DEV = [
     *MPI,
+    *DASK,
     *ONNX,
     "codespell",
     "mypy>=2",
@@ -113,10 +115,11 @@ setup(
     ],
     extras_require={
         "mpi": MPI,
+        "dask": DASK,
         "onnx": ONNX,
         "wandb": ["wandb>=0.19"],
         "dev": DEV,
-        "all": [*MPI, *ONNX],
+        "all": [*MPI, *DASK, *ONNX],
     },
     entry_points={"console_scripts": ["megatron-deberta = megatron_deberta.cli.main:main"]},
     classifiers=[

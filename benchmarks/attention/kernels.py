@@ -13,10 +13,7 @@ import dataclasses
 import itertools
 import os
 import re
-import subprocess
 import sys
-import tempfile
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,8 +27,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from benchmarks.lib.measuring import read_json, write_json
-from benchmarks.lib.provenance import provenance
+from benchmarks.lib.compiling import SHARED_BYTES, resources, write_by_version
 from megatron_deberta.ops.triton import backward as backward
 from megatron_deberta.ops.triton import far as far
 from megatron_deberta.ops.triton import forward as forward
@@ -62,7 +58,6 @@ PARTS = {
 }
 MAIN = ("forward", "key", "key_gradient", "query_gradient", "table_gradient")
 OF_LONG_ROWS = (*MAIN, "far_key", "gathered_forward", "gathered_query", "gathered_key")
-SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 # Maximum stack outside loops; in loops no access to the stack is allowed.
 STACK_BYTES = 64
 # Limits of stack bytes and of stack accesses in loops, by pattern of the variant's name; the first
@@ -73,8 +68,6 @@ EXCEPTIONS = {
     # Only Triton 3.6: one access among 1,471 instructions.
     r"gathered_key .* d=128 fp32": (24, 1),
 }
-# Atomics on global memory; those on shared memory (``ATOMS``) allocate Blackwell's tensor memory.
-ATOMICS = ("ATOM", "ATOMG", "RED", "REDG")
 _FLOATS32 = (
     "Q_ENDS K_ENDS LSE2 DELTA D_K_FAR D_V_FAR BY_ROW K_SUMS Q_SUMS KEY_PARTS QUERY_PARTS PARTS "
     "ENDS SUMS"
@@ -206,7 +199,7 @@ def compile_variant(variant: Variant) -> dict[str, Any]:
         "warps": setting.warps,
         "stages": setting.stages,
         "shared_bytes": compiled.metadata.shared,
-        **_disassemble(compiled.asm["cubin"]),
+        **resources(compiled.asm["cubin"]),
     }
 
 
@@ -228,58 +221,6 @@ def _type_of(name: str, variant: Variant) -> Any:
     if name in _SCALARS:
         return "fp32"
     return pointer if name.isupper() else "i32"
-
-
-def _disassemble(cubin: bytes) -> dict[str, Any]:
-    """Disassemble a compiled kernel with the tools that Triton ships."""
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        usage, code = (
-            subprocess.run([tools / tool, option, file.name], capture_output=True, check=True)
-            for tool, option in (("cuobjdump", "-res-usage"), ("nvdisasm", "-c"))
-        )
-    found = re.search(r"REG:(\d+) STACK:(\d+)", (usage.stdout + usage.stderr).decode())
-    if found is None:
-        raise ValueError(f"cuobjdump: got {usage.stdout.decode()[:200]!r}, expected REG and STACK")
-    names, loops = _instructions(code.stdout.decode())
-    counts = Counter(names)
-    in_loops = set().union(*(range(*loop) for loop in loops))
-    tensor_core = sum(n for name, n in counts.items() if name.endswith("MMA"))
-    return {
-        "registers": int(found.group(1)),
-        "stack_bytes": int(found.group(2)),
-        "instructions": sum(counts.values()),
-        "instructions_of_loops": [end - begin for begin, end in loops],
-        "spill_stores": counts["STL"],
-        "spill_loads": counts["LDL"],
-        "spills_in_loops": sum(names[i] in ("STL", "LDL") for i in in_loops),
-        "tensor_core_instructions": tensor_core,
-        "shuffles": counts["SHFL"],
-        "barriers": counts["BAR"],
-        "atomics": sum(counts[name] for name in ATOMICS),
-    }
-
-
-def _instructions(code: str) -> tuple[list[str], list[tuple[int, int]]]:
-    """Return the names of a kernel's instructions, and the index ranges of its loops."""
-    line = re.compile(r"\s*(?:/\*[0-9a-f]{4,}\*/)?\s+(?:@!?U?P\d+ )?\s*([A-Z][A-Z0-9_]+)([^;]*);")
-    names: list[str] = []
-    labels: dict[str, int] = {}
-    loops = []
-    ended = False
-    for text in code.splitlines():
-        if label := re.match(r"(\.L_x_\d+):", text):
-            labels[label.group(1)] = len(names)
-        if found := line.match(text):
-            names.append(found.group(1))
-            ended = ended or (names[-1] == "EXIT" and "@" not in text)
-            target = re.search(r"\.L_x_\d+", found.group(2)) if found.group(1) == "BRA" else None
-            # Branches after the end, and shorter loops, wait for barriers.
-            if target and not ended and len(names) - labels.get(target.group(), len(names)) > 60:
-                loops.append((labels[target.group()], len(names)))
-    return names, loops
 
 
 def broken_limits(variant: Variant, result: dict[str, Any]) -> list[str]:
@@ -316,11 +257,7 @@ def main() -> int:
         wrong += broken_limits(variant, results[variant.name])
         print(variant.name, results[variant.name], flush=True)
     if arguments.output is not None:
-        by_version = read_json(arguments.output, {"by_triton_version": {}})["by_triton_version"]
-        earlier = by_version.get(triton.__version__, {}) if arguments.only else {}
-        by_version[triton.__version__] = {**earlier, **results}
-        report = {"provenance": provenance(), "by_triton_version": by_version}
-        write_json(arguments.output, report)
+        write_by_version(arguments.output, results, keep=bool(arguments.only))
     print("\n".join(wrong) or "within all limits")
     return 1 if wrong else 0
 

@@ -49,6 +49,8 @@ PARTS = (
     ("copies", r"memcpy|memset|copy|cat"),
     ("lookups", r"embedding|index|gather|scatter"),
 )
+# Modules whose kernels are named after the part that they belong to.
+OTHERS = ("layer_norm", "cross_entropy")
 
 
 class Run:
@@ -127,7 +129,7 @@ def own_kernels() -> set[str]:
     return {
         name
         for path, module in list(sys.modules.items())
-        if path.startswith("megatron_deberta.ops.triton")
+        if path.startswith("megatron_deberta.ops.triton.") and not path.endswith(OTHERS)
         for name, value in vars(module).items()
         if hasattr(value, "fn") and callable(getattr(value, "run", None))
     }

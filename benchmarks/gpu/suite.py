@@ -5,6 +5,7 @@
     python -m benchmarks.gpu.suite --device cpu --small     all of them, small, on a CPU
 
 parts
+    smoke       every kernel, a DeepSpeed step, save, resume and export, in three minutes
     attention   the operator against its peers, forward and backward (benchmarks.attention)
     parity      gradients and steps against the CPU in float32
     train       a small model: pretrain, kill, resume, export, fill masks
@@ -39,9 +40,12 @@ from benchmarks.gpu.record import Options, Record, note_crash, result_path
 from benchmarks.lib.provenance import ROOT
 from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE
 
-PARTS = ("attention", "parity", "train", "step", "peers", "learn")
+# By value: what broke, the step's speed, and so on.
+PARTS = ("smoke", "step", "attention", "peers", "parity", "train", "learn")
 # Time that the last item of a part may take after the part's time.
 GRACE_MINUTES = 2.0
+# Of the smoke part on a GPU, three minutes in all.
+SMOKE_MINUTES, SMOKE_GRACE_MINUTES = 2.0, 1.0
 MAX_CRASHES = 5  # per part
 
 
@@ -85,10 +89,16 @@ def options_of(args: argparse.Namespace, part: str) -> Options:
         work=args.work.resolve(),
         device=args.device,
         small=args.small,
-        minutes=args.minutes,
+        minutes=minutes_of(args, part),
         force=args.force,
         corpus=None if args.corpus is None else tuple(args.corpus),
     )
+
+
+def minutes_of(args: argparse.Namespace, part: str) -> float:
+    """Return the minutes after which a part starts no item."""
+    minutes: float = args.minutes
+    return min(minutes, SMOKE_MINUTES) if part == "smoke" and args.device == "cuda" else minutes
 
 
 def part_module(part: str) -> ModuleType:
@@ -113,10 +123,12 @@ def run_part(args: argparse.Namespace, options: Options) -> str | None:
     command += ["--out", str(options.out), "--work", str(options.work), "--device", options.device]
     command += ["--small"] * options.small
     command += [] if options.corpus is None else ["--corpus", *options.corpus]
-    deadline = time.monotonic() + 60 * (options.minutes + GRACE_MINUTES)
+    is_smoke = options.part == "smoke" and options.device == "cuda"
+    grace = SMOKE_GRACE_MINUTES if is_smoke else GRACE_MINUTES
+    deadline = time.monotonic() + 60 * (options.minutes + grace)
     force = ["--force"] * options.force
     for _ in range(MAX_CRASHES):
-        minutes = (deadline - time.monotonic()) / 60 - GRACE_MINUTES
+        minutes = (deadline - time.monotonic()) / 60 - grace
         process = subprocess.Popen(
             [*command, "--minutes", str(minutes), *force],
             env=environment(args, options),
@@ -147,6 +159,7 @@ def environment(args: argparse.Namespace, options: Options) -> dict[str, str]:
     }
     if options.device == "cpu":
         added |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        added |= {"TRITON_INTERPRET": "1"} if options.part == "smoke" else {}
     return {**os.environ, **added}
 
 

@@ -1,7 +1,8 @@
 """Count the operators that one micro batch dispatches, per layer and for the whole model.
 
 On the meta device, which computes nothing, with ``parallel.fuse``. Views are not counted, the
-attention operator and each compiled function count as one, and so do their backward passes. An
+attention operator, each compiled function and the calls of the cross-entropy's kernels count as
+one, and so do their backward passes. An
 operator costs the host a launch, which bounds small models on fast GPUs.
 
     python -m benchmarks.step.operators --output operators.json
@@ -11,21 +12,25 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.lib.provenance import provenance
 from megatron_deberta.config import load_config
 from megatron_deberta.config.schema import ModelConfig, ParallelConfig, RunConfig
 from megatron_deberta.data.batch import Batch
+from megatron_deberta.distributed import vocab
 from megatron_deberta.distributed.parallelize import build_model
 from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.model import DropoutSeeds, dropout, fused
@@ -34,6 +39,9 @@ from megatron_deberta.ops import dispatch
 MODELS = {"DeBERTa-base": "configs/models/base.yaml", "1.5B": "configs/models/1.5b.yaml"}
 ROWS, LENGTH, TARGETS = 2, 512, 77
 DEPTHS = (3, 4)
+# Imported at the first use, and only where there is Triton
+KERNELS = "megatron_deberta.ops.triton.cross_entropy"
+OperatorCountT = TypeVar("OperatorCountT", bound="OperatorCount")
 
 
 class OperatorCount(TorchDispatchMode):
@@ -72,24 +80,40 @@ class OperatorCount(TorchDispatchMode):
 
 
 @contextmanager
-def counting() -> Iterator[OperatorCount]:
-    """Count the operators of the context, on tensors of the meta device."""
-    count = OperatorCount()
+def counting(count: OperatorCountT) -> Iterator[OperatorCountT]:
+    """Count the operators of the context as on a GPU, on tensors of the meta device."""
+    kernels = ModuleType("cross_entropy")
+    for function in (row_statistics, write_gradient_):
+        setattr(kernels, function.__name__, count.compiled(function))
     with (
         mock.patch.object(fused, "compiled", count.compiled),
         mock.patch.object(dropout, "compiled", count.compiled),
         mock.patch.object(dispatch, "choose_backend", return_value="triton"),
+        mock.patch.object(vocab, "runs_kernels", return_value=True),
+        mock.patch.dict(sys.modules, {KERNELS: kernels}),
         count,
     ):
         yield count
 
 
-def micro_batch(seeds_step: int = 2) -> tuple[Batch, DropoutSeeds]:
+def row_statistics(logits: Tensor, labels: Tensor, *_: int) -> Tensor:
+    """Stand for the function of ``ops.triton.cross_entropy``, without its values."""
+    return logits.new_empty((4, len(labels)), dtype=torch.float32)
+
+
+def write_gradient_(
+    logits: Tensor, labels: Tensor, top: Tensor, total: Tensor, d_bias: Tensor, *_: float
+) -> Tensor:
+    """Stand for the function of ``ops.triton.cross_entropy``, without its values."""
+    return logits
+
+
+def micro_batch(rows: int = ROWS) -> tuple[Batch, DropoutSeeds]:
     """Return rows without padding and their dropout keys, without values."""
-    ids = torch.zeros(ROWS, LENGTH, dtype=torch.int64, device="meta")
+    ids = torch.zeros(rows, LENGTH, dtype=torch.int64, device="meta")
     targets = ids[:, :TARGETS]
     batch = Batch(ids, torch.ones_like(ids, dtype=torch.bool), targets, targets, ids[:, 0])
-    return batch, DropoutSeeds(1, seeds_step, batch.dropout_keys)
+    return batch, DropoutSeeds(1, 2, batch.dropout_keys)
 
 
 def count_pass(model: ModelConfig, depth: int) -> dict[str, Counter[str]]:
@@ -98,9 +122,9 @@ def count_pass(model: ModelConfig, depth: int) -> dict[str, Counter[str]]:
     config = RunConfig(model=replace(model, num_layers=depth), parallel=ParallelConfig(fuse=True))
     module = build_model(config, groups, torch.bfloat16).module.train()
     batch, seeds = micro_batch()
-    with counting() as forward:
+    with counting(OperatorCount()) as forward:
         loss, *_ = module(batch, seeds)
-    with counting() as backward:
+    with counting(OperatorCount()) as backward:
         loss.backward()
     return {"forward": forward.counts, "backward": backward.counts}
 

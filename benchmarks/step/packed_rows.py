@@ -1,10 +1,10 @@
 """Fine-tuning on packed rows against padded rows on a CPU: speed of forward and backward passes.
 
-Batches of a task's real row lengths, of random rows and of rows of similar length; both kinds take
-turns, dropout on, and the ratio is that of the medians. First, without dropout, the losses must be
-equal.
+Batches of tasks' real row lengths, of random rows and of rows of similar length; both kinds take
+turns, dropout on, and the ratio is that of the medians. Without dropout, the losses must be equal.
+STS-B's pairs stand for MNLI's, which have similar lengths.
 
-    python -m benchmarks.step.packed_rows sst2 --data tasks --tokenizer tokenizer \
+    python -m benchmarks.step.packed_rows sst2 stsb policyqa --data tasks --tokenizer tokenizer \
         --output benchmarks/results/cpu/packed_rows.json
 """
 
@@ -23,7 +23,7 @@ from torch import nn
 
 from benchmarks.lib.measuring import write_json
 from benchmarks.lib.provenance import provenance
-from benchmarks.step.finetune import CASES, prepare
+from benchmarks.step.finetune import CASES, Case, prepare
 from benchmarks.step.finetune_sides import CPU, Work
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.data.batch import TaskBatch
@@ -34,6 +34,8 @@ from megatron_deberta.model import DropoutSeeds
 from megatron_deberta.tasks.encoded import EncodedDataset
 
 NUM_BATCHES = 6
+ORDERS = {"random rows": False, "rows of similar length": True}
+TASKS = {**CASES, "stsb": Case("stsb", "glue/STS-B", 800, 32, {}, {})}
 
 
 def batches(
@@ -110,20 +112,22 @@ def model_of(work: Work) -> nn.Module:
 def main() -> None:
     """Measure and write the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("task", choices=tuple(CASES))
+    parser.add_argument("tasks", nargs="+", choices=tuple(TASKS))
     parser.add_argument("--data", type=Path, required=True, help="folder of all tasks")
     parser.add_argument("--tokenizer", required=True)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
     args = parser.parse_args()
-    work = prepare(CASES[args.task], args.data, args.tokenizer, 1, args.layers)
-    record: dict[str, Any] = {"task": args.task, "layers": args.layers, "provenance": provenance()}
-    for name, by_length in (("random rows", False), ("rows of similar length", True)):
-        pairs = batches(work.model, work.rows, work.batch_size, by_length)
-        record[name] = compare(model_of(work).train(), pairs, args.turns)
-        record[name]["difference"] = largest_difference(work, pairs)
-        print(name, {key: record[name][key] for key in ("places", "speedup", "difference")})
+    record: dict[str, Any] = {"layers": args.layers, "tasks": {}, "provenance": provenance()}
+    for task in args.tasks:
+        work = prepare(TASKS[task], args.data, args.tokenizer, 1, args.layers)
+        found = record["tasks"][task] = {"head": work.model.head, "rows": work.batch_size}
+        for name, by_length in ORDERS.items():
+            pairs = batches(work.model, work.rows, work.batch_size, by_length)
+            result = compare(model_of(work).train(), pairs, args.turns)
+            found[name] = {**result, "difference": largest_difference(work, pairs)}
+            print(task, name, {key: found[name][key] for key in ("places", "speedup")}, flush=True)
     write_json(args.output, record)
 
 

@@ -52,6 +52,26 @@ def _stack(variants: dict[str, dict[str, int]]) -> tuple[str, str]:
     return str(largest), str(sum(variant["spills_in_loops"] > 0 for variant in variants.values()))
 
 
+def batched(record: Result) -> str:
+    """Work of a layer's attention on GPUs without fused kernels, and its time at peak rates."""
+    header = ("forward and backward of a layer", "computed", "GFLOP", "GB", "operators",
+              "V100: ms of products, of memory traffic")  # fmt: skip
+    rows = []
+    for row in record["results"]:
+        case, dropout = row["case"], row["dropout"]
+        name = f"{case['name']}, {case['rows']} rows" + (", dropout" if dropout else "")
+        for side, title in (("per_head", "head by head, fp32"), ("batched", "all heads, fp16")):
+            forward, backward = row[side].values()
+            total = {key: value + backward[key] for key, value in forward.items()}
+            flops = total.get("float16", 0) + total.get("float32", 0)
+            rows.append((
+                name if side == "per_head" else "", title, f"{flops / 1e9:.0f}",
+                f"{total['bytes'] / 1e9:.1f}", f"{total['operators']:,}",
+                f"{total['products_ms']:.1f}, {total['memory_ms']:.1f}",
+            ))  # fmt: skip
+    return markdown(header, rows)
+
+
 def interpreted(record: Result) -> str:
     """Errors of long rows against an fp64 reference."""
     rows = []

@@ -43,6 +43,14 @@ LAYOUT_MOVES_CODE = (*_packages(_LAYOUTS), "tests/faults/layout_moves.py")
 PREPROCESS_CODE = (
     *_packages(("data", "text")), "tests/faults/injection", "tests/faults/preprocess_kills.py",
 )  # fmt: skip
+LOST_NODES_CODE = (
+    *_packages(_TRAINING), "tests/faults/lost_nodes.py", "tests/faults/chaos/training.py",
+)  # fmt: skip
+LOST_NODES_COUNTS = {"process": 20, "node": 20, "replicas": 10}
+_LOST_NODES_TITLES = {
+    "process": "SIGKILL of one rank", "node": "SIGKILL of a node's ranks, its folder deleted",
+    "replicas": "the same, one part deleted with its replica",
+}  # fmt: skip
 
 
 HOSTILE_FILES_CODE = (
@@ -51,7 +59,7 @@ HOSTILE_FILES_CODE = (
         "cluster/event_log.py", "cluster/bad_nodes.py", "cluster/profile.py", "cluster/run_lock.py",
         "cluster/slurm/history.py", "cluster/slurm/status.py", "cluster/watchdog/report_store.py",
         "data/sample_log.py", "data/shards", "hf/config.py", "hf/import_model.py",
-        "observe/metrics.py", "text/preprocess/workfolder.py", "tokenizer",
+        "observe/metrics.py", "text/jobs/folder.py", "tokenizer",
         "train/stability/rollback.py",
     )),
     "tests/faults/hostile_files.py", "tests/faults/hostile_kinds.py",
@@ -147,6 +155,19 @@ def slurm(lines: list[Line]) -> str:
         keys = sorted(key for key in found[0] if key.endswith("_seconds")) if found else []
         rows.append((case, *_counts(found, _slowest(found, keys, str))))
     return markdown(("case", "passed / done", "slowest", "revision"), rows)
+
+
+def lost_nodes(lines: list[Line]) -> str:
+    """Passed and completed cases of losses with local checkpoints, and the steps repeated."""
+    code = code_digest(LOST_NODES_CODE)
+    rows = []
+    for case, count in LOST_NODES_COUNTS.items():
+        found = [x for x in lines if x["case"] == case and x["code_digest"] == code]
+        repeated = sorted(x["steps_repeated"] for x in found)
+        steps = f"{repeated[len(repeated) // 2]}, {repeated[-1]}" if repeated else ""
+        rows.append((f"{_LOST_NODES_TITLES[case]} (`{case}`)", *_counts(found, str(count), steps)))
+    header = ("loss", "passed / done", "of", "steps repeated: median, most", "revision")
+    return markdown(header, rows)
 
 
 def hostile_files(lines: list[Line]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable
 from typing import Any
 
@@ -106,12 +107,122 @@ def operators(record: Result) -> str:
     return markdown(header, cells) + f"\n(Revisions {revisions[0]} and {revisions[1]}.)\n"
 
 
+def packed_rows(record: Result) -> str:
+    """Forward and backward passes on packed rows against padded ones."""
+    header = ("task, head, rows per batch", "batches", "tokens", "places: padded / packed",
+              "s: padded / packed", "speed-up", "difference of losses")  # fmt: skip
+    cells = []
+    for task, found in record["tasks"].items():
+        name = f"{task}, {found['head']}, {found['rows']}"
+        for order in ("random rows", "rows of similar length"):
+            row = found[order]
+            times = (f"{statistics.median(row['seconds'][side]):.2f}" for side in row["places"])
+            cells.append((
+                name if order == "random rows" else "", order, f"{row['tokens']:,}",
+                " / ".join(f"{count:,}" for count in row["places"].values()), " / ".join(times),
+                f"{row['speedup']:.2f}x", f"{row['difference']:.0e}",
+            ))  # fmt: skip
+    layers = f"\n{record['layers']} layers of base width, dropout on.\n"
+    return markdown(header, cells) + layers + place(record["provenance"])
+
+
+def synchronizations(record: Result) -> str:
+    """Waits for the device per optimizer step, now and at an older revision."""
+    sides = ((record["before"], "before"), (record, "now"))
+    rows = [
+        (title, f"{side['per_step']:g}", ", ".join(f"{k} {v:g}" for k, v in _waits(side).items()))
+        for side, title in sides
+    ]
+    revisions = [side["provenance"]["revision"] for side, _ in sides]
+    return markdown(("revision", "waits per step", "of which"), rows) + (
+        f"\n(DeepSpeed ZeRO-1, bf16, {record['micro_batches']} micro batches; revisions "
+        f"{revisions[0]} and {revisions[1]}.)\n"
+    )
+
+
+def _waits(side: Result) -> dict[str, float]:
+    """Waits by the function that waits."""
+    found: dict[str, float] = {}
+    for line, count in side["places"].items():
+        name = f"`{line.split(' in ')[0]}`"
+        found[name] = found.get(name, 0) + count
+    return found
+
+
+def predicted(record: Result) -> str:
+    """Predicted time of a micro batch by kind of kernel."""
+    header = ("model", "device", "kind of kernel", "kernels", "TFLOP", "GB", "ms", "share")
+    cells = []
+    for name, sides in record["models"].items():
+        for side, found in sides.items():
+            total = sum(kind["seconds"] for kind in found["kinds"].values())
+            titles = [f"{name}, {found['rows']} rows", side]
+            for kind, cost in found["kinds"].items():
+                cells.append((
+                    *titles, kind, f"{cost['kernels']:,.0f}", f"{cost['flops'] / 1e12:.2f}",
+                    f"{cost['bytes'] / 1e9:.1f}", f"{1e3 * cost['seconds']:.2f}",
+                    f"{cost['seconds'] / total:.0%}",
+                ))  # fmt: skip
+                titles = ["", ""]
+            kernels = sum(kind["kernels"] for kind in found["kinds"].values())
+            cells.append(("", "", "total", f"{kernels:,.0f}", "", "", f"{1e3 * total:.1f}", ""))
+    rates = "; ".join(
+        f"{side}: {rate['flops_per_second'] / 1e12:g} TFLOP/s, "
+        f"{rate['bytes_per_second'] / 1e12:g} TB/s"
+        for side, rate in record["devices"].items()
+    )
+    return markdown(header, cells) + f"\n({rates}.)\n"
+
+
+def step_kernels(record: Result) -> str:
+    """Resources of the compiled kernels outside of attention."""
+    versions: dict[str, Any] = record["by_triton_version"]
+    newest = max(versions, key=lambda version: tuple(map(int, version.split("."))))
+    header = ("kernel", "registers: sm_80", "sm_90", "sm_100", "largest stack, bytes",
+              "largest shared memory, bytes", "loads and stores below 8 bytes")  # fmt: skip
+    by_kernel: dict[str, dict[str, Any]] = {}
+    for name, variant in versions[newest].items():
+        kernel, architecture, dtype, *width = name.split()
+        by_kernel.setdefault(" ".join([kernel, dtype, *width]), {})[architecture] = variant
+    rows = [
+        (
+            f"`{kernel}`",
+            *(str(found[sm]["registers"]) for sm in ("sm_80", "sm_90", "sm_100")),
+            *(
+                str(max(variant[key] for variant in found.values()))
+                for key in ("stack_bytes", "shared_bytes", "narrow_accesses")
+            ),
+        )
+        for kernel, found in by_kernel.items()
+        if "bf16" in kernel
+    ]
+    variants = len(versions[newest])
+    return markdown(header, rows) + (
+        f"\n(bfloat16; {variants} variants with fp16 and fp32 were compiled, Triton {newest}.)\n"
+    )
+
+
 FINETUNE_TITLES = {
     "ours": "ours",
     "ours_deepspeed": "ours, DeepSpeed",
     "group_by_length": "`Trainer`, `group_by_length`",
     "random": "`Trainer`, random rows",
 }
+
+
+def save_stalls(record: Result) -> str:
+    """Stall per save by kind, and the same as a multiple of a synchronous save's."""
+    medians = record["medians"]
+    whole = medians["synchronous"]["stall_seconds"]
+    cells = [
+        (kind, f"{values['stall_seconds']:.3f}", f"{values['stall_seconds'] / whole:.2f}",
+         f"{values['save_seconds']:.3f}")
+        for kind, values in medians.items()
+    ]  # fmt: skip
+    header = ("save", "stall, s", "of a synchronous save's", "until it is finished, s")
+    place = f"{record['hardware']}, {record['cores']} cores, load {record['load']}"
+    layout = f"{record['parameters'] / 1e6:.1f} million parameters, {record['layout']}"
+    return markdown(header, cells) + f"\n({layout}; {place}; revision {record['revision']}.)\n"
 
 
 def finetune(record: Result) -> str:

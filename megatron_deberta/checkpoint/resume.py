@@ -38,8 +38,8 @@ FREE = _keys(
     tokenizer="path",
     data="train validation index_cache num_workers sample_log verify_hashes",
     guard="max_rollbacks replica_check_every",
-    checkpoint="save_every keep_last keep_every asynchronous on_failure resume load_from "
-    "extend_positions continue_from verify",
+    checkpoint="save_every keep_last keep_every asynchronous local_every local_dir on_failure "
+    "resume load_from extend_positions continue_from verify",
     train="micro_batch_size device run_dir exit_step eval_every eval_steps "
     "blimp_every blimp_data blimp_pairs",
     log="every tensorboard wandb samples level",

@@ -121,14 +121,28 @@ def stage(
     Raises:
         CheckpointError: there is too little disk space.
     """
-    layout = {"tp_size": groups.tp_size, "dp_size": groups.dp_size}
-    metadata = replace(metadata, scalars=engine.state_dict(), layout=layout)
+    metadata = with_engine_state(metadata, engine, groups)
     staged = writer.begin(run_dir, specs, groups, metadata, fence=fence)
+    return staged, owned_states(engine, specs, groups)
+
+
+def with_engine_state(
+    metadata: CheckpointMetadata, engine: Engine, groups: ProcessGroups
+) -> CheckpointMetadata:
+    """Return metadata with the engine's scalars and the layout."""
+    layout = {"tp_size": groups.tp_size, "dp_size": groups.dp_size}
+    return replace(metadata, scalars=engine.state_dict(), layout=layout)
+
+
+def owned_states(
+    engine: Engine, specs: Mapping[str, ParameterSpec], groups: ProcessGroups
+) -> Iterator[writer.OwnedState]:
+    """Gather copies of the states that this rank writes; see ``writer.owned_states``."""
     states = (
         (name, {kind: getattr(state, kind) for kind in KINDS})
         for name, state in engine.gather_states()
     )
-    return staged, writer.owned_states(states, specs, groups)
+    return writer.owned_states(states, specs, groups)
 
 
 def _write_and_commit(staged: writer.StagedCheckpoint, states: Iterable[writer.OwnedState]) -> Path:

@@ -59,7 +59,11 @@ OwnedState: TypeAlias = tuple[ParameterSpec, Mapping[str, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class StagedCheckpoint:
-    """A checkpoint that is being written and is not committed."""
+    """A checkpoint that is being written and is not committed.
+
+    Attributes:
+        num_parts: ranks that write a part; 0: all ranks of ``groups``.
+    """
 
     run_dir: str | os.PathLike[str]
     metadata: CheckpointMetadata
@@ -67,6 +71,7 @@ class StagedCheckpoint:
     shapes: dict[str, tuple[int, ...]]
     groups: ProcessGroups
     fence: Fence = UNLOCKED
+    num_parts: int = 0
 
     @property
     def final(self) -> Path:
@@ -95,10 +100,19 @@ def begin(
     """
     shapes = {name: spec.logical_shape for name, spec in specs.items()}
     staged = StagedCheckpoint(run_dir, metadata, kinds, shapes, groups, fence)
-    with _discard_on_failure(staged):
-        if groups.rank == 0:
-            _prepare(staged)
+    prepare(staged)
     return staged
+
+
+def prepare(staged: StagedCheckpoint) -> None:
+    """Check free disk space and create the staging folder. Collective: all ranks.
+
+    Raises:
+        CheckpointError: see ``begin``.
+    """
+    with _discard_on_failure(staged):
+        if staged.groups.rank == 0:
+            _prepare(staged)
 
 
 def owned_states(
@@ -240,7 +254,7 @@ def _publish(staged: StagedCheckpoint) -> None:
     staging, final = staged.staging, staged.final
     files: list[FileEntry] = []
     fragments: list[Fragment] = []
-    for rank in range(staged.groups.world_size):
+    for rank in range(staged.num_parts or staged.groups.world_size):
         index = staging / part_index_file(rank)
         part_files, part_fragments = read_part_index(index)
         files += part_files

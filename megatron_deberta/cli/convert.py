@@ -184,8 +184,10 @@ def _export(args: argparse.Namespace) -> int:
         print(f"average of the checkpoints of steps {', '.join(map(str, averaged.steps))}")
     config, weights = trained.open("discriminator")
     config = _in_form(config, trained.run, args.form)
-    if config.head == "autoregressive" and args.to == "onnx":
-        raise ConfigError("--to onnx has no graph of an autoregressive model; use --to hf")
+    if args.to == "onnx":
+        from megatron_deberta.hf.onnx.graph import graph_kind
+
+        graph_kind(config)
     dtype = "fp32" if args.dtype == "int8" else args.dtype
     export = export_model(
         config,

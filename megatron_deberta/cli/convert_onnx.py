@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from megatron_deberta.errors import ConfigError
 
 if TYPE_CHECKING:
+    from megatron_deberta.hf.heads import GraphKind
     from megatron_deberta.hf.loading import TrainedModel
-    from megatron_deberta.hf.onnx.graph import GraphKind
 
 MAX_LOSS = 0.005
 """Loss of the task's first metric that is reported as large."""

@@ -10,23 +10,30 @@ kind, kept duplicate, Jaccard similarity), quarantine.jsonl (unusable records), 
 clusters.npy for `megatron-deberta split --clusters OUTPUT`.
 
 After an interruption, run the same command: it resumes from OUTPUT.unfinished. The output does not
-depend on the number of workers. --estimate prints the required time, disk space and memory.
+depend on the executor or the number of workers. --estimate prints the required time, disk space and
+memory.
 
 Examples:
   megatron-deberta deduplicate --input corpus/*.jsonl.gz --output clean --estimate
   megatron-deberta deduplicate --input corpus/*.jsonl.gz --output clean --compress zst
+  mpirun -n 64 megatron-deberta deduplicate --executor mpi --input corpus --output clean
   megatron-deberta preprocess --input clean/part-*.jsonl.zst --tokenizer tokenizer --output shards/c
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import contextlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_deberta.cli.arguments import number
+from megatron_deberta.cli.executor_arguments import (
+    add_executor_arguments,
+    executor_options,
+    restart,
+)
 from megatron_deberta.cli.text_input import (
     add_bad_fraction_argument,
     add_input_arguments,
@@ -36,16 +43,14 @@ from megatron_deberta.cli.text_input import (
 from megatron_deberta.errors import EXIT_DONE, EXIT_FAILURE, ConfigError
 from megatron_deberta.text.deduplicate.estimate import estimate
 from megatron_deberta.text.deduplicate.output import SUFFIXES
-from megatron_deberta.text.deduplicate.pipeline import (
-    deduplicate,
-    forget_unfinished,
-    unfinished_folder,
-)
+from megatron_deberta.text.deduplicate.pipeline import deduplicate
 from megatron_deberta.text.deduplicate.progress import StageDisplay
 from megatron_deberta.text.deduplicate.settings import Settings
+from megatron_deberta.text.jobs.executors import remote_engine
+from megatron_deberta.text.jobs.folder import JobFolder
 from megatron_deberta.text.readers.checks import find_both_sides, name_damaged
-from megatron_deberta.text.readers.records import DAMAGED, DEFAULT_ALLOW_BAD, EMPTY
-from megatron_deberta.text.readers.sources import STANDARD_INPUT
+from megatron_deberta.text.readers.records import DAMAGED, DEFAULT_ALLOW_BAD, EMPTY, ReadOptions
+from megatron_deberta.text.readers.sources import STANDARD_INPUT, Source
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,12 +77,31 @@ def add_work_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compress", choices=sorted(SUFFIXES), default="none", help="compression of the output"
     )
-    parser.add_argument(
-        "--workers", type=number(int, 0), default=len(os.sched_getaffinity(0)), metavar="N",
-        help="worker processes; 0: use this process (default: the CPU cores, %(default)s here)",
-    )  # fmt: skip
+    add_executor_arguments(parser)
     add_bad_fraction_argument(parser)
     add_rerun_arguments(parser, "an existing folder")
+
+
+@contextlib.contextmanager
+def open_work(
+    args: argparse.Namespace, output: Path
+) -> Iterator[tuple[list[Source], ReadOptions, dict[str, Any]]]:
+    """Open the engine and the input of ``deduplicate`` and ``split``.
+
+    Yields:
+        Input files, what is read of them, and the other options that the two functions share.
+    """
+    executor = executor_options(args)
+    folder = JobFolder(output)
+    with remote_engine(executor) as engine:
+        folder.refuse_foreign()
+        if args.restart:
+            restart(folder)
+        with open_input(args, folder.path, output=output) as (sources, options):
+            yield sources, options, {
+                "workers": executor.workers, "engine": engine, "compression": args.compress,
+                "force": args.force,
+            }  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -87,15 +111,11 @@ def run(args: argparse.Namespace) -> int:
     if args.estimate:
         if STANDARD_INPUT in args.input:
             raise ConfigError("--input -: --estimate needs files")
-        with open_input(args, unfinished_folder(output), output=output) as (sources, options):
-            print(estimate(sources, options, settings, args.workers))
+        folder = JobFolder(output).path
+        with open_input(args, folder, output=output) as (sources, options):
+            print(estimate(sources, options, settings, executor_options(args).workers))
         return EXIT_DONE
-    if args.restart:
-        forget_unfinished(output)
-    with (
-        open_input(args, unfinished_folder(output), output=output) as (sources, options),
-        StageDisplay() as display,
-    ):
+    with open_work(args, output) as (sources, options, work), StageDisplay() as display:
         if sides := find_both_sides(sources):
             raise ConfigError(
                 f"--input: {sides[0]} and {sides[1]} are the two sides of a split, which the "
@@ -106,10 +126,8 @@ def run(args: argparse.Namespace) -> int:
             output,
             settings,
             options,
-            workers=args.workers,
-            compression=args.compress,
-            force=args.force,
             advance=display.advance,
+            **work,
         )
     removed = summary["removed"]
     print(

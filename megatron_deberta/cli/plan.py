@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -37,8 +38,9 @@ from megatron_deberta.errors import EXIT_DONE, ConfigError
 from megatron_deberta.finetune.settings import planned_config
 from megatron_deberta.observe.console import format_duration
 from megatron_deberta.planning.devices import DEVICES, Device
+from megatron_deberta.planning.local_saves import LocalSavePlan
 from megatron_deberta.planning.machine import machine_of
-from megatron_deberta.planning.plan import RunPlan, make_plan
+from megatron_deberta.planning.plan import FAILURE_DAYS, RunPlan, make_plan
 from megatron_deberta.planning.search import NEAR, Search
 from megatron_deberta.train.vocab_size import with_vocab_size
 
@@ -89,6 +91,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--settings", default="", metavar="NAME", help="with --task: the task's settings, or none"
     )
+    parser.add_argument(
+        "--failure-days", type=float, default=FAILURE_DAYS, metavar="DAYS",
+        help="with checkpoint.local_every: mean days between failures of one node (default: "
+        "%(default)g, an assumption)",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -113,7 +120,11 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--examples, --row-tokens and --settings need --task NAME")
     if args.task:
         config = _task_config(config, args, overrides, world_size)
-    plan = make_plan(config, machine, world_size, search=args.layouts > 0)
+    if not 0 < args.failure_days < math.inf:
+        raise ConfigError(f"--failure-days {args.failure_days:g} must be above 0, such as 60")
+    plan = make_plan(
+        config, machine, world_size, search=args.layouts > 0, failure_days=args.failure_days
+    )
     if args.json:
         print(json.dumps(plan.to_dict(), indent=1))
         return EXIT_DONE
@@ -193,11 +204,30 @@ def show(plan: RunPlan, console: Console, num_layouts: int) -> None:
     )
     for line, seconds in plan.phase_seconds.items():
         console.print(f"- {line}: {format_duration(seconds)}")
+    if plan.local_saves is not None:
+        _show_local_saves(plan.local_saves, console)
     console.print("Predicted, not measured. Assumptions:")
     for assumption in plan.assumptions:
         console.print(f"- {assumption}")
     if plan.search is not None:
         _show_search(plan.search, console, num_layouts)
+
+
+def _show_local_saves(saves: LocalSavePlan, console: Console) -> None:
+    """Print costs and gain of local checkpoints."""
+    console.print(
+        f"local checkpoints every {saves.every:,} steps, per node: "
+        f"{saves.part_bytes / 1e9:,.2f} GB written and "
+        f"{saves.network_bytes / 1e9:,.2f} GB sent per save, "
+        f"{saves.disk_bytes / 1e9:,.2f} GB of disk, {saves.host_bytes / 1e9:,.2f} GB of host "
+        f"memory; stall {saves.stall_seconds:,.2f} s per save, {saves.stall_share:.2%} of the time"
+    )
+    console.print(
+        f"at {saves.failures_per_day:.3g} failures per day (--failure-days) each loses "
+        f"{format_duration(saves.lost.local)} of training instead of "
+        f"{format_duration(saves.lost.shared)}, without the restart: "
+        f"{saves.saved_seconds_per_day / 60:,.1f} minutes saved per day, stalls deducted"
+    )
 
 
 def _table(

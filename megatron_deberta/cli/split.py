@@ -19,9 +19,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_deberta.cli.deduplicate import add_work_arguments, refuse_many_bad
-from megatron_deberta.cli.text_input import add_input_arguments, open_input
-from megatron_deberta.text.deduplicate.pipeline import forget_unfinished, unfinished_folder
+from megatron_deberta.cli.deduplicate import add_work_arguments, open_work, refuse_many_bad
+from megatron_deberta.cli.text_input import add_input_arguments
 from megatron_deberta.text.deduplicate.progress import StageDisplay
 from megatron_deberta.text.split import split
 
@@ -44,10 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Split and print a summary."""
     output = Path(args.output)
-    if args.restart:
-        forget_unfinished(output)
     with (
-        open_input(args, unfinished_folder(output), output=output) as (sources, options),
+        open_work(args, output) as (sources, options, work),
         StageDisplay(title="split") as display,
     ):
         summary = split(
@@ -57,10 +54,8 @@ def run(args: argparse.Namespace) -> int:
             fraction=args.fraction,
             seed=args.seed,
             clusters=args.clusters,
-            workers=args.workers,
-            compression=args.compress,
-            force=args.force,
             advance=display.advance,
+            **work,
         )
     used = summary["train"] + summary["validation"]
     print(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron_deberta.config.schema import (
     PRETRAINING_HEADS,
     ModelConfig,
@@ -22,6 +24,19 @@ def trained_forms(objective: ObjectiveConfig) -> tuple[str, ...]:
     """Return the forms that an objective trains a language model in."""
     fraction = causal_fraction(objective)
     return ("masked",) * (fraction < 1) + ("autoregressive",) * (fraction > 0)
+
+
+def single_forms(objective: ObjectiveConfig) -> list[tuple[float, ObjectiveConfig]]:
+    """Return the objectives whose batches an objective mixes, each with its fraction of the steps.
+
+    Returns:
+        The objective itself if all its batches have the same form.
+    """
+    if objective.name != "mlm+ar":
+        return [(1.0, objective)]
+    fraction = causal_fraction(objective)
+    masked, causal = replace(objective, name="mlm"), replace(objective, name="autoregressive")
+    return [(1 - fraction, masked), (fraction, causal)]
 
 
 def check_objective(config: RunConfig) -> None:
@@ -74,11 +89,10 @@ def _check_head(config: RunConfig) -> None:
             f"finetune.task={config.finetune.task!r} does not fit model.head={model.head}; use "
             "megatron-deberta finetune, which sets both"
         )
-    if config.finetune.pack_rows and (model.head in ("spans", "tokens") or objective.sift_weight):
+    if config.finetune.pack_rows and objective.sift_weight:
         raise ConfigError(
-            f"finetune.pack_rows=true does not fit model.head={model.head} with "
-            f"objective.sift_weight={objective.sift_weight:g}; use false, or a head on whole rows "
-            "without SiFT"
+            f"finetune.pack_rows=true does not fit objective.sift_weight="
+            f"{objective.sift_weight:g}; use false, or no SiFT"
         )
 
 

@@ -342,6 +342,11 @@ def _check_checkpoint(checkpoint: CheckpointConfig) -> None:
             f"checkpoint.keep_every={kept} is not a multiple of checkpoint.save_every={every}, so "
             f"most of those steps have no checkpoint; use {kept // every * every + every}"
         )
+    if checkpoint.local_every and not checkpoint.local_dir:
+        raise ConfigError(
+            f"checkpoint.local_every={checkpoint.local_every} without checkpoint.local_dir; name a "
+            "folder on every node's own disk or memory, such as /dev/shm/megatron"
+        )
 
 
 def _check_minimal_pairs(config: RunConfig) -> None:

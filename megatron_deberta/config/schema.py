@@ -212,8 +212,8 @@ class ParallelConfig:
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation: none, GELU and dropout masks only, or whole layers."""
     fuse: Literal["auto", True, False] = "auto"
-    """Compile dropout + residual + LayerNorm, and bias + GELU (on CUDA this needs Triton); auto:
-    in pretraining on GPUs of sm_80 or newer with Triton."""
+    """Fuse dropout + residual + LayerNorm, bias + GELU and the vocabulary's cross-entropy (on CUDA
+    this needs Triton); auto: in pretraining on GPUs of sm_80 or newer with Triton."""
     attention_backend: AttentionBackend = "auto"
     """Implementation of disentangled attention."""
 
@@ -314,6 +314,11 @@ class CheckpointConfig:
     """Keep checkpoints of every multiple of this step permanently; 0: none."""
     asynchronous: bool = False
     """Write scheduled checkpoints in the background; training waits for the copy to host memory."""
+    local_every: int = 0
+    """Steps between asynchronous saves to the nodes' own disks, each part also to the next node
+    (docs/local-checkpoints.md); 0: none."""
+    local_dir: str = ""
+    """Folder of those saves on every node's own disk or memory, such as ``/dev/shm/megatron``."""
     on_failure: Literal["stop", "continue"] = "stop"
     """If a scheduled checkpoint cannot be written: end the run, or continue without it."""
     resume: Literal["auto", "never", "must"] = "auto"
@@ -390,8 +395,8 @@ class FinetuneConfig:
     batch_by_length: bool = True
     """Batches of rows of similar length, in random order; False: random rows."""
     pack_rows: bool = False
-    """Rows of a micro batch side by side, attention inside each: nearly no padding. For heads on
-    whole rows, without SiFT; dropout has other bits than with padding."""
+    """Rows of a micro batch side by side, attention inside each: nearly no padding. Without SiFT;
+    dropout has other bits than with padding."""
     patience: int = 0
     """Validations without a better score after which the run ends; 0: never."""
     keep_best: bool = True

@@ -23,13 +23,14 @@ from megatron_deberta.distributed.collectives import (
     reduce_from_tensor_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
+from megatron_deberta.ops.kernel_support import runs_kernels
 
 # Label of a token without a loss
 IGNORED_LABEL = -100
 
 # Logits per chunk, by device type. Small chunks are slow: each updates the gradient of the whole
-# vocabulary.
-_CHUNK_ELEMENTS = {"cpu": 2**25, "cuda": 2**27}
+# vocabulary. The kernels ("fused") keep 2 bytes per 16-bit logit instead of 8.
+_CHUNK_ELEMENTS = {"cpu": 2**25, "cuda": 2**27, "fused": 2**29}
 
 # Scales gradients of logits for fp16 products: they are near 1 / V, where fp16 has few digits
 _FP16_FACTOR = 64.0
@@ -83,6 +84,8 @@ def vocab_parallel_loss(
     vocab_start: int,
     vocab_size_unpadded: int,
     group: ProcessGroup | None,
+    *,
+    fuse: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Project hidden states onto the vocabulary and compute the cross-entropy, chunk by chunk.
 
@@ -101,6 +104,8 @@ def vocab_parallel_loss(
         vocab_start: vocabulary index of this rank's first row.
         vocab_size_unpadded: vocabulary size; rows beyond it are padding and are excluded.
         group: the tensor-parallel ranks.
+        fuse: use the kernels of ``ops.triton.cross_entropy`` where they are supported. The ranks
+            then exchange one all-gather per chunk.
 
     Returns:
         The sum of the losses in nats (fp32; fp64 for fp64 states; differentiable once) and the
@@ -111,7 +116,15 @@ def vocab_parallel_loss(
         ValueError: on CPU, a label is neither -100 nor below ``vocab_size_unpadded``.
     """
     loss, correct, _ = _vocab_parallel_loss(
-        states, weight_local, bias_local, labels, vocab_start, vocab_size_unpadded, group, None
+        states,
+        weight_local,
+        bias_local,
+        labels,
+        vocab_start,
+        vocab_size_unpadded,
+        group,
+        None,
+        fuse,
     )
     return loss, correct
 
@@ -125,6 +138,8 @@ def vocab_parallel_sampled_loss(
     vocab_start: int,
     vocab_size_unpadded: int,
     group: ProcessGroup | None,
+    *,
+    fuse: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `vocab_parallel_loss`, and draw a piece from each predicted distribution.
 
@@ -140,13 +155,22 @@ def vocab_parallel_sampled_loss(
         vocab_start: vocabulary index of this rank's first row.
         vocab_size_unpadded: vocabulary size.
         group: the tensor-parallel ranks.
+        fuse: as in `vocab_parallel_loss`.
 
     Returns:
         The loss and the number of correct predictions of `vocab_parallel_loss`, and the drawn
         pieces, int64 ``[T]``, equal on all ranks.
     """
     return _vocab_parallel_loss(
-        states, weight_local, bias_local, labels, vocab_start, vocab_size_unpadded, group, draw
+        states,
+        weight_local,
+        bias_local,
+        labels,
+        vocab_start,
+        vocab_size_unpadded,
+        group,
+        draw,
+        fuse,
     )
 
 
@@ -159,9 +183,10 @@ def _vocab_parallel_loss(
     vocab_size_unpadded: int,
     group: ProcessGroup | None,
     draw: Draw | None,
+    fuse: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check_labels(labels, vocab_size_unpadded)
-    vocabulary = _Vocabulary.of_rank(vocab_start, vocab_size_unpadded, len(weight_local), group)
+    vocabulary = _Vocabulary.of_rank(vocab_start, vocab_size_unpadded, weight_local, group, fuse)
     differentiate = torch.is_grad_enabled()
     out = _ProjectedCrossEntropy.apply(
         states, weight_local, bias_local, labels, vocabulary, differentiate, draw
@@ -178,6 +203,8 @@ def vocab_parallel_token_losses(
     vocab_start: int,
     vocab_size_unpadded: int,
     group: ProcessGroup | None,
+    *,
+    fuse: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Compute the cross-entropy of each token, without gradients. Collective over ``group``.
 
@@ -188,14 +215,14 @@ def vocab_parallel_token_losses(
         correct predictions. Both are equal on all ranks.
     """
     _check_labels(labels, vocab_size_unpadded)
-    vocabulary = _Vocabulary.of_rank(vocab_start, vocab_size_unpadded, len(weight_local), group)
+    vocabulary = _Vocabulary.of_rank(vocab_start, vocab_size_unpadded, weight_local, group, fuse)
     losses = states.new_zeros(len(states), dtype=torch.promote_types(states.dtype, torch.float32))
     correct = labels.new_zeros(())
-    chunk = chunk_rows(len(states), len(weight_local), states.device.type)
+    chunk = vocabulary.chunk_rows(states, weight_local)
     for first in range(0, len(states), max(1, chunk)):
         rows = slice(first, first + chunk)
         logits = torch.addmm(bias_local, states[rows], weight_local.t())
-        losses[rows], hits, _ = _chunk_loss(logits, labels[rows], vocabulary, False)
+        losses[rows], hits = _chunk_loss(logits, labels[rows], vocabulary)
         correct += hits
     return losses, correct
 
@@ -218,11 +245,20 @@ class _Vocabulary(NamedTuple):
     start: int
     num_columns: int
     group: ProcessGroup | None
+    fuse: bool
 
     @staticmethod
-    def of_rank(start: int, size: int, num_rows: int, group: ProcessGroup | None) -> _Vocabulary:
-        """Return the part of a rank that holds ``num_rows`` rows from ``start``."""
-        return _Vocabulary(start, min(max(size - start, 0), num_rows), group)
+    def of_rank(
+        start: int, size: int, weight: Tensor, group: ProcessGroup | None, fuse: bool
+    ) -> _Vocabulary:
+        """Return the part of a rank that holds the rows ``weight`` from ``start``."""
+        columns = min(max(size - start, 0), len(weight))
+        return _Vocabulary(start, columns, group, fuse and runs_kernels(weight))
+
+    def chunk_rows(self, states: Tensor, weight: Tensor) -> int:
+        """Return the tokens per chunk."""
+        fused = self.fuse and states.element_size() == 2
+        return chunk_rows(len(states), len(weight), "fused" if fused else states.device.type)
 
 
 class _ProjectedCrossEntropy(torch.autograd.Function):
@@ -243,18 +279,16 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
         wide = torch.promote_types(states.dtype, torch.float32)
         loss, correct = states.new_zeros((), dtype=wide), labels.new_zeros(())
         samples = torch.empty_like(labels) if draw is not None else labels.new_empty(0)
-        chunk = chunk_rows(len(states), len(weight), states.device.type)
+        chunk = vocabulary.chunk_rows(states, weight)
         for first in range(0, len(states), max(1, chunk)):
             rows = slice(first, first + chunk)
             logits = torch.addmm(bias, states[rows], weight.t())
             if draw is not None:
                 samples[rows] = _sample(logits, rows, vocabulary, draw)
-            part, hits, d_logits = _chunk_loss(logits, labels[rows], vocabulary, differentiate)
+            part, hits = _chunk_loss(logits, labels[rows], vocabulary, gradients, rows)
             loss += part.sum()
             correct += hits
-            if gradients is not None and d_logits is not None:
-                gradients.add(rows, d_logits)
-            del logits, d_logits
+            del logits
         ctx.gradients = gradients
         ctx.mark_non_differentiable(correct, samples)
         return loss, correct, samples
@@ -274,35 +308,42 @@ class _Gradients:
 
     They are converted to 16 bits only after multiplication by the loss gradient, because fp16
     needs the loss scale.
+
+    Attributes:
+        d_bias: ``[V/tp]``.
+        factor: on gradients of logits.
     """
 
     def __init__(self, states: Tensor, weight: Tensor, bias: Tensor) -> None:
         self._states, self._weight = states, weight
-        self._factor = _FP16_FACTOR if states.dtype == torch.float16 else 1.0
+        self.factor = _FP16_FACTOR if states.dtype == torch.float16 else 1.0
         wide = torch.promote_types(states.dtype, torch.float32)
         self._d_states = torch.empty_like(states, dtype=wide)
         self._d_weight = torch.zeros_like(weight, dtype=wide)
-        self._d_bias = torch.zeros_like(bias, dtype=wide)
+        self.d_bias = torch.zeros_like(bias, dtype=wide)
 
     def add(self, rows: slice, d_logits: Tensor) -> None:
         """Add the gradients of a chunk; ``d_logits`` is ``[R, V/tp]`` in at least fp32."""
-        self._d_bias += d_logits.sum(0)
-        if self._factor != 1.0:
-            d_logits.mul_(self._factor)
-        narrow = d_logits.to(self._states.dtype)
-        self._d_states[rows] = torch.mm(narrow, self._weight)
-        if self._d_weight.dtype == narrow.dtype:
-            self._d_weight.addmm_(narrow.t(), self._states[rows])
+        self.d_bias += d_logits.sum(0)
+        if self.factor != 1.0:
+            d_logits.mul_(self.factor)
+        self.add_products(rows, d_logits.to(self._states.dtype))
+
+    def add_products(self, rows: slice, d_logits: Tensor) -> None:
+        """As `add` without the bias; ``d_logits`` is in the states' dtype, times ``factor``."""
+        self._d_states[rows] = torch.mm(d_logits, self._weight)
+        if self._d_weight.dtype == d_logits.dtype:
+            self._d_weight.addmm_(d_logits.t(), self._states[rows])
         else:
-            self._d_weight += torch.mm(narrow.t(), self._states[rows])
+            self._d_weight += torch.mm(d_logits.t(), self._states[rows])
 
     def scaled(self, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """All three, multiplied by the loss gradient, in the states' dtype; call it once."""
-        dtype, factor = self._states.dtype, grad / self._factor
+        dtype, factor = self._states.dtype, grad / self.factor
         return (
             self._d_states.mul_(factor).to(dtype),
             self._d_weight.mul_(factor).to(dtype),
-            self._d_bias.mul_(grad).to(dtype),
+            self.d_bias.mul_(grad).to(dtype),
         )
 
 
@@ -320,10 +361,63 @@ def chunk_rows(num_rows: int, num_columns: int, device_type: str) -> int:
 
 
 def _chunk_loss(
+    logits: Tensor,
+    labels: Tensor,
+    vocabulary: _Vocabulary,
+    gradients: _Gradients | None = None,
+    rows: slice | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return losses ``[R]`` and number of correct predictions; add the gradients of ``rows``.
+
+    Overwrites ``logits``.
+    """
+    if vocabulary.fuse:
+        return _fused_chunk_loss(logits, labels, vocabulary, gradients, rows)
+    losses, correct, d_logits = _eager_chunk_loss(logits, labels, vocabulary, gradients is not None)
+    if gradients is not None and rows is not None and d_logits is not None:
+        gradients.add(rows, d_logits)
+    return losses, correct
+
+
+def _fused_chunk_loss(
+    logits: Tensor,
+    labels: Tensor,
+    vocabulary: _Vocabulary,
+    gradients: _Gradients | None,
+    rows: slice | None,
+) -> tuple[Tensor, Tensor]:
+    """Compute `_chunk_loss` in two kernels; its twin is `_eager_chunk_loss`."""
+    from megatron_deberta.ops.triton.cross_entropy import row_statistics, write_gradient_
+
+    start, num_columns, group, _ = vocabulary
+    own = row_statistics(logits, labels, start, num_columns)
+    top, sum_exp, label_logits, hits = own if group is None else _combine(all_gather(own, group))
+    counted = labels != IGNORED_LABEL
+    losses = torch.where(counted, sum_exp.log() - (label_logits - top), 0)
+    correct = (counted & (hits > 0)).sum()
+    if gradients is not None and rows is not None:
+        write_gradient_(
+            logits, labels, top, sum_exp, gradients.d_bias,
+            start, num_columns, IGNORED_LABEL, gradients.factor,
+        )  # fmt: skip
+        gradients.add_products(rows, logits)
+    return losses, correct
+
+
+def _combine(ranks: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Combine ``row_statistics`` of all ranks, ``[tp, 4, R]``."""
+    maxima, sums, label_logits, hits = ranks.unbind(1)
+    # Lower ranks hold lower indices, and max returns the first of equal values.
+    top, winner = maxima.max(dim=0, keepdim=True)
+    sum_exp = (sums * (maxima - top).exp()).sum(0)
+    return top[0], sum_exp, label_logits.sum(0), hits.gather(0, winner)[0]
+
+
+def _eager_chunk_loss(
     logits: Tensor, labels: Tensor, vocabulary: _Vocabulary, differentiate: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Losses ``[R]``, number of correct predictions and gradient; overwrites ``logits``."""
-    start, num_columns, group = vocabulary
+    start, num_columns, group, _ = vocabulary
     maximum, best = _row_maximum(logits[:, :num_columns])
     maxima = maximum.unsqueeze(0) if group is None else all_gather(maximum, group)
     # Lower ranks hold lower indices, and max returns the first of equal values.
@@ -351,15 +445,26 @@ def _chunk_loss(
 
     real.mul_(torch.where(counted, sum_exp.reciprocal(), 0).unsqueeze(1))
     if num_columns:
-        ones = -(owned & counted).to(top.dtype)
-        real.scatter_add_(1, columns.unsqueeze(1), ones.unsqueeze(1))
+        _subtract_labels(real, columns, owned & counted, scatters=real.device.type == "cpu")
     work[:, num_columns:] = 0
     return losses, correct, work
 
 
+def _subtract_labels(x: Tensor, columns: Tensor, counted: Tensor, *, scatters: bool) -> None:
+    """Subtract 1 at the column ``columns`` ``[R]`` of each counted row of ``x`` ``[R, C]``.
+
+    On CUDA a deterministic scatter sorts, which takes longer than to compare all columns.
+    """
+    if scatters:
+        x.scatter_add_(1, columns.unsqueeze(1), -counted.to(x.dtype).unsqueeze(1))
+        return
+    chosen = columns.masked_fill(~counted, -1).unsqueeze(1)
+    x.add_(torch.arange(x.shape[1], device=x.device) == chosen, alpha=-1)
+
+
 def _sample(logits: Tensor, rows: slice, vocabulary: _Vocabulary, draw: Draw) -> Tensor:
     """Draw a piece from the distribution of each row of a chunk, int64 ``[R]``."""
-    start, num_columns, group = vocabulary
+    start, num_columns, group, _ = vocabulary
     maximum, piece = draw(logits[:, :num_columns], rows, start)
     if group is None:
         return piece

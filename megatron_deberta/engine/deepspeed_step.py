@@ -97,8 +97,10 @@ def leaner_step(
         if hasattr(module, "clip_tensors_by_global_norm") and hasattr(optimizer, "bf16_groups"):
             patch(module, "get_global_norm_of_tensors", _norm_function(groups))
             patch(module, "clip_tensors_by_global_norm", _clip_function(reading))
-        elif hasattr(optimizer, "_get_preflattened_grad_partition") and not offloaded:
-            patch(optimizer, "get_grad_norm_direct", _group_norm_function(groups))
+        elif hasattr(optimizer, "get_grad_norm_direct") and not offloaded:
+            # Stages 1 and 2 sum over ranks in fp32, stage 3 in the norm's dtype.
+            is_wide = hasattr(optimizer, "_get_norm_groups")
+            patch(optimizer, "get_grad_norm_direct", _group_norm_function(groups, is_wide=is_wide))
         if can_fold(adam, groups.device) and not offloaded:
             _fold_clipping(patch, optimizer, module, reading, max_norm, groups.device)
             stack.callback(setattr, adam, "grad_scale", None)
@@ -161,8 +163,13 @@ def _clip_function(reading: NormReading) -> Callable[..., None]:
     return clip
 
 
-def _group_norm_function(groups: ProcessGroups) -> Callable[..., Tensor]:
-    """Return the equivalent of ``get_grad_norm_direct`` of ZeRO 1 and 2."""
+def _group_norm_function(groups: ProcessGroups, *, is_wide: bool) -> Callable[..., Tensor]:
+    """Return the equivalent of ``get_grad_norm_direct`` of ZeRO 1 to 3.
+
+    Args:
+        groups: process groups.
+        is_wide: sum over ranks in DeepSpeed's dtype of norms (fp64 where there is one).
+    """
     from deepspeed.runtime.utils import is_model_parallel_parameter
     from deepspeed.runtime.zero.utils import get_norm_dtype
 
@@ -173,9 +180,12 @@ def _group_norm_function(groups: ProcessGroups) -> Callable[..., Tensor]:
             for gradient, parameter in zip(real, params, strict=False)
             if is_model_parallel_parameter(parameter) or groups.tp_rank == 0
         ]
-        total = torch.zeros((), dtype=torch.float32, device=groups.device)
+        dtype = get_norm_dtype()
+        total = torch.zeros((), dtype=dtype, device=groups.device)
         if own:
-            total = _squares(own, get_norm_dtype()).float()
+            total = _squares(own, dtype)
+        if not is_wide:
+            total = total.float()
         for group in (groups.dp_group, groups.tp_group):
             if group is not None:
                 dist.all_reduce(total, group=group)

@@ -13,6 +13,7 @@ from megatron_deberta.distributed.topology import ProcessGroups
 
 # Added to the norm before dividing by it, as in torch and DeepSpeed
 CLIP_EPSILON = 1e-6
+_BLOCK = 1 << 16
 
 
 def global_grad_norm(gradients: Iterable[tuple[Tensor, bool]], groups: ProcessGroups) -> Tensor:
@@ -32,7 +33,7 @@ def global_grad_norm(gradients: Iterable[tuple[Tensor, bool]], groups: ProcessGr
     sharded = torch.zeros((), dtype=torch.float64, device=groups.device)
     replicated = torch.zeros_like(sharded)
     for gradient, is_sharded in gradients:
-        square = torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+        square = _square_sum(gradient)
         if is_sharded:
             sharded += square
         else:
@@ -46,6 +47,16 @@ def global_grad_norm(gradients: Iterable[tuple[Tensor, bool]], groups: ProcessGr
     if groups.dp_group is not None:
         dist.all_reduce(total, op=dist.ReduceOp.MAX, group=groups.dp_group)
     return total.sqrt()
+
+
+def _square_sum(gradient: Tensor) -> Tensor:
+    """Sum of squares in fp64, as an fp64 scalar."""
+    blocks = [gradient]
+    if gradient.device.type == "cpu":
+        # PyTorch copies the tensor to fp64 on a CPU; copies of blocks stay in the cache.
+        blocks = list(gradient.flatten().split(_BLOCK))
+    norms = torch.stack([torch.linalg.vector_norm(block, dtype=torch.float64) for block in blocks])
+    return norms.square().sum()
 
 
 def clip_coefficient(grad_norm: float, max_norm: float) -> float:

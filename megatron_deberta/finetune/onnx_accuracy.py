@@ -10,8 +10,8 @@ import torch
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.finetune.batches import OutputCollector, TaskBatches
 from megatron_deberta.finetune.data import DEV, Split, read_split, task_rows
+from megatron_deberta.hf.heads import GraphKind
 from megatron_deberta.hf.onnx.check import Logits, graph_logits
-from megatron_deberta.hf.onnx.graph import GraphKind
 from megatron_deberta.model import DebertaForTask
 from megatron_deberta.model.heads import num_outputs
 from megatron_deberta.objectives import build_objective

@@ -21,6 +21,7 @@ from megatron_deberta.finetune.data import Split, check_task, read_split, run_sp
 from megatron_deberta.finetune.models import SourceModel, open_source_model
 from megatron_deberta.finetune.settings import finetune_config
 from megatron_deberta.hf.loading import load_model_tokenizer
+from megatron_deberta.model.flops import is_task_head
 from megatron_deberta.tasks.scoring import Outputs
 from megatron_deberta.tasks.task import TaskConfig, load_task
 from megatron_deberta.tokenizer import Tokenizer
@@ -71,7 +72,7 @@ def open_predictor(
         ConfigError: the model is not fine-tuned on this task.
     """
     source = open_source_model(model, tokenizer)
-    if source.config.head in ("mlm", "autoregressive", "discriminator"):
+    if not is_task_head(source.config):
         raise ConfigError(f"{model} is not fine-tuned; run megatron-deberta finetune first")
     config = prediction_config(task_name, source, data, overrides)
     task = load_task(task_name)

@@ -15,6 +15,7 @@ from megatron_deberta.config.schema import (
     PositionTerms,
 )
 from megatron_deberta.errors import CheckpointError
+from megatron_deberta.hf.heads import HEADS, head_of
 from megatron_deberta.hf.names import ModelType
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -26,20 +27,10 @@ _ENCODER_CLASS = {
     "roberta": "RobertaModel",
     "megatron-deberta": "MegatronDebertaModel",
 }
-_HEAD_CLASS = {
-    "autoregressive": "CausalLM",
-    "classification": "SequenceClassification",
-    "regression": "SequenceClassification",
-    "spans": "QuestionAnswering",
-    "tokens": "TokenClassification",
-    "choices": "MultipleChoice",
-}
-"""End of the class for a head; ``AutoModelFor`` and the type's name stand before it."""
 _CLASS_PREFIX = {
     "deberta": "Deberta", "deberta-v2": "DebertaV2", "roberta": "Roberta",
     "megatron-deberta": "MegatronDeberta",
 }  # fmt: skip
-_PROBLEM_TYPE = {"classification": "single_label_classification", "regression": "regression"}
 _WITH_C2P = ("c2p+p2c", "c2p")
 _LARGEST = (1 << 31) - 1
 _MAX_LAYERS = 10_000
@@ -185,7 +176,7 @@ def to_hf_config(
         # Not ``is_decoder``, which means cross-attention to some of transformers' functions.
         fields |= {"architectures": ["MegatronDebertaForCausalLM"], "causal": True}
         fields["use_cache"] = False
-    elif config.head != "mlm":
+    elif not HEADS[config.head].is_pretrained:
         fields |= _task_fields(config, model_type)
     if auto_map := _auto_map(config, model_type):
         fields["auto_map"] = auto_map
@@ -200,11 +191,11 @@ def _auto_map(config: ModelConfig, model_type: ModelType) -> dict[str, str]:
     if model_type == "megatron-deberta":
         classes["AutoConfig"] = f"{MODELING_MODULE}.{prefix}Config"
         classes["AutoModel"] = f"{MODELING_MODULE}.{prefix}Model"
+    head = HEADS[config.head]
     if config.head == "mlm":
-        classes["AutoModelForMaskedLM"] = f"{MODELING_MODULE}.{prefix}ForMaskedLM"
-    if config.head in _HEAD_CLASS and has_own_class(config, model_type):
-        kind = f"For{_HEAD_CLASS[config.head]}"
-        classes[f"AutoModel{kind}"] = f"{HEADS_MODULE}.{prefix}{kind}"
+        classes[head.auto_class] = f"{MODELING_MODULE}.{prefix}ForMaskedLM"
+    elif head.kind and has_own_class(config, model_type):
+        classes[head.auto_class] = f"{HEADS_MODULE}.{prefix}For{head.kind}"
     return classes
 
 
@@ -219,21 +210,16 @@ def has_own_class(config: ModelConfig, model_type: ModelType) -> bool:
     return model_type == "megatron-deberta" or (model_type, config.head) == ("deberta", "choices")
 
 
-def auto_class_name(config: ModelConfig) -> str:
-    """Return the name of transformers' Auto class that loads a model with this head."""
-    return f"AutoModelFor{_HEAD_CLASS[config.head]}"
-
-
 def _task_fields(config: ModelConfig, model_type: ModelType) -> dict[str, Any]:
     """Return the fields of a head: class, labels and ``problem_type``."""
-    kind = _HEAD_CLASS[config.head]
+    head = HEADS[config.head]
     fields: dict[str, Any] = {
-        "architectures": [f"{_CLASS_PREFIX[model_type]}For{kind}"],
+        "architectures": [f"{_CLASS_PREFIX[model_type]}For{head.kind}"],
         "cls_dropout": config.head_dropout,
         "classifier_dropout": config.head_dropout,
     }
-    if problem := _PROBLEM_TYPE.get(config.head):
-        fields["problem_type"] = problem
+    if head.problem_type:
+        fields["problem_type"] = head.problem_type
     if config.head != "spans":
         names = config.labels or ("LABEL_0",)
         fields["id2label"] = {str(number): name for number, name in enumerate(names)}
@@ -333,16 +319,8 @@ def task_head(fields: dict[str, Any]) -> tuple[Head, tuple[str, ...]]:
     """
     names = {int(number): name for number, name in (fields.get("id2label") or {}).items()}
     labels = tuple(str(names[number]) for number in sorted(names))
-    for architecture in fields.get("architectures") or ():
-        kind = str(architecture).rpartition("For")[2]
-        if kind == "SequenceClassification":
-            is_score = fields.get("problem_type") == "regression" or len(labels) == 1
-            return ("regression", ()) if is_score else ("classification", labels)
-        if kind == "TokenClassification":
-            return "tokens", labels
-        if kind in ("QuestionAnswering", "MultipleChoice"):
-            return ("spans" if kind == "QuestionAnswering" else "choices"), ()
-    return "mlm", ()
+    head = head_of(fields)
+    return head, labels if head in ("classification", "tokens") else ()
 
 
 def padding_id(fields: dict[str, Any], model_type: ModelType) -> int:

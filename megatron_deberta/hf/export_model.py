@@ -25,18 +25,13 @@ from megatron_deberta.hf.config import (
     modeling_modules,
     to_hf_config,
 )
-from megatron_deberta.hf.loading import build_discriminator, build_model, build_task_model
+from megatron_deberta.hf.heads import HEADS
+from megatron_deberta.hf.loading import build_with_head
 from megatron_deberta.hf.model_card import TrainingFacts, model_card
 from megatron_deberta.hf.names import HFTensor, ModelType, hf_tensors
 from megatron_deberta.hf.sentence_transformers import write_pooling
-from megatron_deberta.hf.verify import (
-    ExportCheck,
-    check_causal_export,
-    check_encoder_export,
-    check_export,
-    check_task_export,
-)
-from megatron_deberta.model import count_parameters
+from megatron_deberta.hf.verify import ExportCheck, check_export
+from megatron_deberta.model import DebertaBackbone, count_parameters
 from megatron_deberta.tokenizer import Tokenizer
 from megatron_deberta.tokenizer.tokenizer import CONFIG_FILE
 
@@ -114,7 +109,7 @@ def _write_export(
     ids = SpecialIds(tokenizer.pad_id, tokenizer.cls_id, tokenizer.sep_id)
     _save_tokenizer(tokenizer, folder, config.max_position_embeddings)
     write_hf_model(folder, config, model_type, read, ids, dtype)
-    if config.head in ("mlm", "discriminator"):
+    if HEADS[config.head].is_encoder:
         write_pooling(folder, config)
     parameters = count_parameters(config)
     card = model_card(name, config, model_type, parameters, facts)
@@ -123,23 +118,10 @@ def _write_export(
     def rounded(parameter: str) -> Tensor:
         return read(parameter).to(DTYPES[dtype])
 
-    if config.head == "mlm":
-        check = check_export(
-            folder,
-            model_type,
-            lambda: build_model(config, rounded, "reference"),
-            tokenizer,
-            dtype,
-        )
-    elif config.head == "autoregressive":
-        language_model = build_model(config, rounded, "reference")
-        check = check_causal_export(folder, language_model, tokenizer, dtype)
-    elif config.head == "discriminator":
-        ours = build_discriminator(config, rounded, "reference")
-        check = check_encoder_export(folder, model_type, ours, tokenizer, dtype)
-    else:
-        task = build_task_model(config, rounded, "reference")
-        check = check_task_export(folder, task, tokenizer, dtype)
+    def build() -> DebertaBackbone:
+        return build_with_head(config, rounded, "reference")
+
+    check = check_export(folder, model_type, build, tokenizer, dtype)
     return ExportResult(model_type, reason, check)
 
 

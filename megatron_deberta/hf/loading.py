@@ -32,7 +32,7 @@ from megatron_deberta.model import (
     RuntimeOptions,
     task_model,
 )
-from megatron_deberta.model.replaced_tokens import DebertaDiscriminator
+from megatron_deberta.model.task_models import model_class
 from megatron_deberta.tokenizer import Tokenizer, load_tokenizer
 
 _Model = TypeVar("_Model", bound=DebertaBackbone)
@@ -154,21 +154,23 @@ def build_task_model(
     return _build(task_model(config), config, read, attention_backend)
 
 
-def build_discriminator(
+def build_with_head(
     config: ModelConfig, read: Callable[[str], Tensor], attention_backend: str | None = None
-) -> DebertaDiscriminator:
-    """Build the discriminator of replaced-token detection; otherwise like `build_model`."""
-    return _build(DebertaDiscriminator, config, read, attention_backend)
+) -> DebertaBackbone:
+    """Build the model with the head that ``config.head`` names; otherwise like `build_model`."""
+    chosen = model_class(config)
+    assert issubclass(chosen, DebertaBackbone)
+    return _build(chosen, config, read, attention_backend)
 
 
 def _build(
-    model_class: type[_Model],
+    chosen: type[_Model],
     config: ModelConfig,
     read: Callable[[str], Tensor],
     attention_backend: str | None,
 ) -> _Model:
     with torch.device("meta"):
-        model = model_class(config, RuntimeOptions(attention_backend=attention_backend))
+        model = chosen(config, RuntimeOptions(attention_backend=attention_backend))
     model.to_empty(device="cpu")
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from megatron_deberta import __version__
 from megatron_deberta.config.schema import ModelConfig
-from megatron_deberta.hf.config import auto_class_name, has_own_class
+from megatron_deberta.hf.config import has_own_class
+from megatron_deberta.hf.heads import HEADS
 from megatron_deberta.hf.names import ModelType
 
 _CARD = """\
@@ -42,24 +43,6 @@ megatron-deberta {version}. Type in transformers: `{model_type}`.
 
 Not stated. Before publishing, name a license here and in the first lines of this file.
 """
-_PIPELINES = {
-    "classification": "text-classification",
-    "regression": "text-classification",
-    "spans": "question-answering",
-    "tokens": "token-classification",
-    "autoregressive": "text-generation",
-    "discriminator": "feature-extraction",
-}
-_TRAINING = {
-    "mlm": ("masked language modelling", "pretrained by masked language modelling"),
-    "autoregressive": ("autoregressive language modelling", "pretrained to predict next tokens"),
-    "discriminator": (
-        "replaced-token detection, the discriminator",
-        "pretrained by replaced-token detection",
-    ),
-}
-"""Objective and text of the first sentence, by head."""
-_LOSS_UNITS = {"mlm": " nats per masked token", "autoregressive": " nats per predicted token"}
 _KEYS = (
     "num_layers", "hidden_size", "num_heads", "ffn_hidden_size", "vocab_size",
     "max_position_embeddings", "position_terms", "position_buckets", "absolute_positions",
@@ -97,19 +80,19 @@ def loading_lines(config: ModelConfig, model_type: ModelType, folder: str) -> di
         "from transformers import AutoModel; "
         f'model = AutoModel.from_pretrained("{folder}"{encoder.get(model_type, "")})'
     )
-    if config.head == "discriminator":
+    head = HEADS[config.head]
+    if not head.kind:
         return {"encoder": load_encoder}
-    if config.head != "mlm":
-        pipeline, auto_class = _PIPELINES.get(config.head), auto_class_name(config)
+    if not head.is_encoder:
         option = own_code if has_own_class(config, model_type) else ""
         lines = {
-            "model": f"from transformers import {auto_class}; "
-            f'model = {auto_class}.from_pretrained("{folder}"{option})'
+            "model": f"from transformers import {head.auto_class}; "
+            f'model = {head.auto_class}.from_pretrained("{folder}"{option})'
         }
-        if pipeline:
-            lines[pipeline] = (
+        if head.has_pipeline:
+            lines[head.task] = (
                 "from transformers import pipeline; "
-                f'run = pipeline("{pipeline}", model="{folder}"{option})'
+                f'run = pipeline("{head.task}", model="{folder}"{option})'
             )
         return lines
     # transformers' own masked-LM classes have no mask decoder.
@@ -133,16 +116,14 @@ def model_card(
         parameters: number of parameters.
         facts: its training.
     """
-    objective, trained = _TRAINING.get(
-        config.head, (f"fine-tuned, head {config.head}", "fine-tuned")
-    )
+    head = HEADS[config.head]
     training = {
-        "objective": objective,
+        "objective": head.objective,
         "data": ", ".join(facts.data) or "unknown",
         "optimizer steps": "unknown" if facts.step is None else f"{facts.step:,}",
         "validation loss": "unknown"
         if facts.validation_loss is None
-        else f"{facts.validation_loss:.4f}" + _LOSS_UNITS.get(config.head, ""),
+        else f"{facts.validation_loss:.4f} {head.loss_unit}".rstrip(),
     }
     training |= {f"validation {n.replace('_', ' ')}": f"{v:.4f}" for n, v in facts.scores.items()}
     if facts.batch_size is not None:
@@ -151,14 +132,9 @@ def model_card(
         training["peak learning rate"] = f"{facts.learning_rate:g}"
     if facts.total_steps is not None and facts.total_steps != facts.step:
         training["optimizer steps"] += f" of {facts.total_steps:,}"
-    pipeline = (
-        "fill-mask"
-        if config.head == "mlm"
-        else _PIPELINES.get(config.head, config.head.replace("choices", "multiple-choice"))
-    )
     tags: list[str] = [model_type]
     lines = list(loading_lines(config, model_type, name).values())
-    if config.head in ("mlm", "discriminator"):
+    if head.is_encoder:
         tags += ["sentence-transformers", "feature-extraction"]
         own_code = ", trust_remote_code=True" if model_type == "megatron-deberta" else ""
         lines.append(
@@ -167,10 +143,10 @@ def model_card(
         )
     return _CARD.format(
         name=name,
-        pipeline=pipeline,
+        pipeline=head.task,
         tags=", ".join(tags),
-        results=_model_index(name, pipeline, facts),
-        trained=trained,
+        results=_model_index(name, head.task, facts),
+        trained=head.trained,
         family="RoBERTa" if model_type == "roberta" else "DeBERTa",
         parameters=parameters,
         version=__version__,

@@ -11,11 +11,13 @@ import torch
 import transformers
 from torch import Tensor
 
+from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.errors import CheckpointError
-from megatron_deberta.hf.config import DTYPES, auto_class_name
+from megatron_deberta.hf.config import DTYPES
+from megatron_deberta.hf.heads import HEADS
 from megatron_deberta.hf.loading import load_pretrained, quiet_transformers, temporary_module_cache
 from megatron_deberta.hf.names import ModelType
-from megatron_deberta.model import DebertaBackbone, DebertaForPretraining, DebertaForTask
+from megatron_deberta.model import DebertaBackbone
 from megatron_deberta.tokenizer import Tokenizer
 
 FP32_TOLERANCE = 1e-4
@@ -54,13 +56,14 @@ class ExportCheck:
 def check_export(
     directory: Path,
     model_type: ModelType,
-    build_ours: Callable[[], DebertaForPretraining],
+    build_ours: Callable[[], DebertaBackbone],
     tokenizer: Tokenizer,
     dtype: str,
 ) -> ExportCheck:
     """Load an export as users do and compare its outputs with our model's.
 
-    One model at a time is in memory.
+    One model at a time is in memory. An export whose head transformers does not know is compared
+    by its encoder states.
 
     Args:
         directory: the export.
@@ -70,181 +73,62 @@ def check_export(
         dtype: dtype of the exported weights.
 
     Raises:
-        CheckpointError: token ids, logits or encoder states differ.
+        CheckpointError: token ids, outputs, or the names of the classes differ.
     """
     ours = build_ours()
+    config = ours.config
     batches = _make_batches(directory, tokenizer, ours)
     expected = [_our_outputs(ours, batch) for batch in batches]
-    has_classifier = ours.config.next_sentence_head and model_type != "megatron-deberta"
     del ours
+    head = HEADS[config.head]
+    if config.head == "choices":
+        batches = [{name: rows.unsqueeze(0) for name, rows in b.items()} for b in batches]
 
-    def compare(what: str, auto_class: Any, **options: Any) -> float:
-        model = _load(auto_class, directory, torch.float32, **options)
+    def compare(what: str, auto_class: str) -> float:
+        model = _load(directory, model_type, auto_class, torch.float32)
+        _check_classes(model, config)
         return max(
             _compare(what, _their_output(model, batch), outputs[what], batch)
             for batch, outputs in zip(batches, expected, strict=True)
         )
 
-    max_error = compare("logits", transformers.AutoModelForMaskedLM)
-    # RoBERTa's pooler is not pretrained; transformers would add an untrained one.
-    options = {"add_pooling_layer": False} if model_type == "roberta" else {}
-    compare("encoder states", transformers.AutoModel, **options)
-    if has_classifier:
-        compare("next-sentence logits", transformers.AutoModelForSequenceClassification)
-    auto_class = transformers.AutoModelForMaskedLM
-    return _check_dtype(
-        directory, auto_class, batches[-1], expected[-1]["logits"], dtype, max_error
-    )
-
-
-@temporary_module_cache()
-def check_encoder_export(
-    directory: Path,
-    model_type: ModelType,
-    ours: DebertaBackbone,
-    tokenizer: Tokenizer,
-    dtype: str,
-) -> ExportCheck:
-    """Load an export without a head that transformers knows, and compare its encoder states.
-
-    Args:
-        directory: the export.
-        model_type: type of the export.
-        ours: our fp32 model with the exported weights, rounded to ``dtype``.
-        tokenizer: the tokenizer used in training.
-        dtype: dtype of the exported weights.
-
-    Raises:
-        CheckpointError: token ids or encoder states differ.
-    """
-    batches = _make_batches(directory, tokenizer, ours)
-    with torch.no_grad():
-        expected = [
-            ours.encode(batch["input_ids"], batch.get("attention_mask")) for batch in batches
-        ]
-    options = {"add_pooling_layer": False} if model_type == "roberta" else {}
-    auto_class = transformers.AutoModel
-    return _check_tokens(
-        "encoder states", directory, auto_class, batches, expected, dtype, **options
-    )
-
-
-@temporary_module_cache()
-def check_causal_export(
-    directory: Path, ours: DebertaForPretraining, tokenizer: Tokenizer, dtype: str
-) -> ExportCheck:
-    """Load the export of an autoregressive model as users do, and compare its logits.
-
-    Args:
-        directory: the export.
-        ours: our fp32 model with the exported weights, rounded to ``dtype``.
-        tokenizer: the tokenizer used in training.
-        dtype: dtype of the exported weights.
-
-    Raises:
-        CheckpointError: token ids or logits differ.
-    """
-    batches = _make_batches(directory, tokenizer, ours)
-    with torch.no_grad():
-        expected = [
-            ours.masked_logits(
-                batch["input_ids"],
-                batch.get("attention_mask"),
-                token_type_ids=batch.get("token_type_ids"),
-                causal=True,
-            )
-            for batch in batches
-        ]
-    auto_class = transformers.AutoModelForCausalLM
-    return _check_tokens("logits", directory, auto_class, batches, expected, dtype)
-
-
-def _check_tokens(
-    what: str,
-    directory: Path,
-    auto_class: Any,
-    batches: list[_Tensors],
-    expected: list[Tensor],
-    dtype: str,
-    **options: Any,
-) -> ExportCheck:
-    """Compare outputs at every token; options are those of ``from_pretrained``."""
-    model = _load(auto_class, directory, torch.float32, **options)
-    error = max(
-        _compare(what, _their_output(model, batch), ours, batch)
-        for batch, ours in zip(batches, expected, strict=True)
-    )
-    return _check_dtype(directory, auto_class, batches[-1], expected[-1], dtype, error)
-
-
-@temporary_module_cache()
-def check_task_export(
-    directory: Path, ours: DebertaForTask, tokenizer: Tokenizer, dtype: str
-) -> ExportCheck:
-    """Load a fine-tuned model's export as users do and compare its logits with our model's.
-
-    Args:
-        directory: the export.
-        ours: our fp32 model with the exported weights, rounded to ``dtype``.
-        tokenizer: the tokenizer used in training.
-        dtype: dtype of the exported weights.
-
-    Raises:
-        CheckpointError: token ids, logits, or the names of the classes differ.
-    """
-    batches = _make_batches(directory, tokenizer, ours)
-    expected = [_task_logits(ours, batch) for batch in batches]
-    is_choices = ours.config.head == "choices"
-    if is_choices:
-        # transformers expects [examples, choices, N].
-        batches = [{name: rows.unsqueeze(0) for name, rows in b.items()} for b in batches]
-        expected = [logits.view(1, -1) for logits in expected]
-    auto_class = getattr(transformers, auto_class_name(ours.config))
-    model = _load(auto_class, directory, torch.float32)
-    names = tuple(model.config.id2label[n] for n in sorted(model.config.id2label))
-    if ours.config.labels and names != ours.config.labels:
-        raise CheckpointError(f"the export names the classes {names}, not {ours.config.labels}")
-    error = 0.0
-    for batch, logits in zip(batches, expected, strict=True):
-        per_token = logits.dim() == 3
-        error = max(
-            error,
-            _compare("logits", _their_output(model, batch), logits, batch if per_token else {}),
-        )
-    mask = batches[-1] if expected[-1].dim() == 3 else {}
-    return _check_dtype(directory, auto_class, batches[-1], expected[-1], dtype, error, mask)
-
-
-@torch.no_grad()
-def _task_logits(ours: DebertaForTask, batch: _Tensors) -> Tensor:
-    mask = batch.get("attention_mask")
-    mask = None if mask is None else mask.bool()
-    return ours.logits(batch["input_ids"], mask, batch.get("token_type_ids"))
-
-
-def _check_dtype(
-    directory: Path,
-    auto_class: Any,
-    batch: _Tensors,
-    expected: Tensor,
-    dtype: str,
-    max_error: float,
-    mask: _Tensors | None = None,
-) -> ExportCheck:
-    """Compare the logits computed in the export's own dtype with fp32 ones."""
+    errors = {what: compare(what, name) for what, name in _compared(config, model_type).items()}
+    what = "logits" if head.kind else "encoder states"
     if dtype == "fp32":
-        return ExportCheck(max_error, 0.0)
-    mask = batch if mask is None else mask
-    model = _load(auto_class, directory, DTYPES[dtype])
-    logits = _real_tokens(_their_output(model, batch), mask)
-    reference = _real_tokens(expected, mask)
-    error = ((logits - reference).norm() / reference.norm()).item()
+        return ExportCheck(errors[what], 0.0)
+    model = _load(directory, model_type, head.auto_class, DTYPES[dtype])
+    error = _low_precision_error(model, batches[-1], expected[-1][what], dtype)
+    return ExportCheck(errors[what], error)
+
+
+def _compared(config: ModelConfig, model_type: ModelType) -> dict[str, str]:
+    """Return the compared outputs, and the Auto class that computes each."""
+    head = HEADS[config.head]
+    compared = {"logits": head.auto_class} if head.kind else {}
+    if head.is_encoder:
+        compared["encoder states"] = "AutoModel"
+    if config.next_sentence_head and config.head == "mlm" and model_type != "megatron-deberta":
+        compared["next-sentence logits"] = "AutoModelForSequenceClassification"
+    return compared
+
+
+def _check_classes(model: Any, config: ModelConfig) -> None:
+    names = tuple(model.config.id2label[n] for n in sorted(model.config.id2label))
+    if config.labels and names != config.labels:
+        raise CheckpointError(f"the export names the classes {names}, not {config.labels}")
+
+
+def _low_precision_error(model: Any, batch: _Tensors, expected: Tensor, dtype: str) -> float:
+    """Return the error of outputs computed in the export's own dtype, relative to fp32 ones."""
+    outputs = _real_tokens(_their_output(model, batch), batch)
+    reference = _real_tokens(expected, batch)
+    error: float = ((outputs - reference).norm() / reference.norm()).item()
     if not error <= LOW_PRECISION_TOLERANCE[dtype]:
         raise CheckpointError(
             f"logits computed in {dtype} have a relative error of {error:.2g} (limit "
             f"{LOW_PRECISION_TOLERANCE[dtype]}); export with --dtype fp32"
         )
-    return ExportCheck(max_error, error)
+    return error
 
 
 def _make_batches(directory: Path, tokenizer: Tokenizer, ours: DebertaBackbone) -> list[_Tensors]:
@@ -283,21 +167,29 @@ def _make_batches(directory: Path, tokenizer: Tokenizer, ours: DebertaBackbone) 
 
 
 @torch.no_grad()
-def _our_outputs(ours: DebertaForPretraining, batch: _Tensors) -> _Tensors:
+def _our_outputs(ours: Any, batch: _Tensors) -> _Tensors:
     ids, types, mask = batch["input_ids"], batch.get("token_type_ids"), batch.get("attention_mask")
     mask = None if mask is None else mask.bool()
-    outputs = {
-        "logits": ours.logits(ids, mask, types),
-        "encoder states": ours.encode(ids, mask, token_type_ids=types),
-    }
-    if ours.config.next_sentence_head:
+    head, outputs = HEADS[ours.config.head], {}
+    if head.is_encoder:
+        outputs["encoder states"] = ours.encode(ids, mask, token_type_ids=types)
+    if head.kind:
+        logits = ours.logits(ids, mask, types)
+        # transformers expects [examples, choices, N].
+        outputs["logits"] = logits.view(1, -1) if ours.config.head == "choices" else logits
+    if ours.config.next_sentence_head and ours.config.head == "mlm":
         outputs["next-sentence logits"] = ours.next_sentence_logits(ids, mask, types)
     return outputs
 
 
-def _load(auto_class: Any, directory: Path, dtype: torch.dtype, **options: Any) -> Any:
+def _load(directory: Path, model_type: ModelType, auto_class: str, dtype: torch.dtype) -> Any:
     """Load as users do: remote code in the folder is executed where ``auto_map`` names it."""
-    return load_pretrained(auto_class, directory, dtype=dtype, trust_remote_code=True, **options)
+    options = {}
+    if model_type == "roberta" and auto_class == "AutoModel":
+        # RoBERTa's pooler is not pretrained; transformers would add an untrained one.
+        options["add_pooling_layer"] = False
+    loaded = getattr(transformers, auto_class)
+    return load_pretrained(loaded, directory, dtype=dtype, trust_remote_code=True, **options)
 
 
 @torch.no_grad()

@@ -370,8 +370,13 @@ class DebertaForPretraining(DebertaBackbone):
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
     ) -> Tensor:
-        """Compute logits ``[B, N, V]`` at every position, without dropout."""
-        return self.masked_logits(input_ids, attention_mask, token_type_ids=token_type_ids)
+        """Compute logits ``[B, N, V]`` at every position, in the head's form, without dropout."""
+        return self.masked_logits(
+            input_ids,
+            attention_mask,
+            token_type_ids=token_type_ids,
+            causal=self.config.head == "autoregressive",
+        )
 
     def next_sentence_logits(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from megatron_deberta.config.objective_rules import causal_fraction
-from megatron_deberta.config.schema import ModelConfig, ObjectiveConfig
+from megatron_deberta.config.schema import PRETRAINING_HEADS, ModelConfig, ObjectiveConfig
 from megatron_deberta.model.heads import num_outputs
 from megatron_deberta.model.replaced_tokens import single_models
 from megatron_deberta.ops import RelativePositions
@@ -68,7 +68,7 @@ def num_used_slots(model: ModelConfig, sequence_length: int) -> int:
 
 def is_task_head(model: ModelConfig) -> bool:
     """Return whether the model has the head of a labelled task."""
-    return model.head not in ("mlm", "autoregressive", "rtd", "discriminator")
+    return model.head not in (*PRETRAINING_HEADS, "discriminator")
 
 
 def reads_first_token(model: ModelConfig) -> bool:

@@ -1,7 +1,8 @@
 """Fused dropout + residual + LayerNorm and bias + GELU (``parallel.fuse``).
 
-Compiled with torch.compile for static shapes. The unfused equivalents are `Dropout`,
-`F.layer_norm` and `F.gelu`.
+Dropout + residual + LayerNorm runs in the Triton kernels of ``ops.triton.layer_norm`` where they
+are supported. The rest is compiled with torch.compile for static shapes. The unfused equivalents
+are `Dropout`, `F.layer_norm` and `F.gelu`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import cache
-from importlib.util import find_spec
 from itertools import count
 from types import FunctionType
 from typing import Any, NamedTuple, cast
@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from megatron_deberta.ops.dropout_bits import keep_mask, keep_scale
+from megatron_deberta.ops.kernel_support import MAX_FEATURES, runs_kernels
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ class _DropAddNorm(torch.autograd.Function):
         bias: Tensor,
         eps: float,
     ) -> Tensor:
-        run = compiled(drop_add_norm)
+        run = _forward_of(x)
         y, total, mean, rstd = run(x, residual, seed, positions, probability, weight, bias, eps)
         ctx.save_for_backward(total, mean, rstd, seed, positions, weight)
         ctx.probability = probability
@@ -83,9 +84,26 @@ class _DropAddNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        run = compiled(drop_add_norm_backward)
+        run = _backward_of(grad)
         d_x, d_residual, d_weight, d_bias = run(grad, *ctx.saved_tensors, ctx.probability)
         return d_x, d_residual, None, None, None, d_weight, d_bias, None
+
+
+def _forward_of(x: Tensor) -> Callable[..., Any]:
+    """Return the kernel for `drop_add_norm` where it is supported, else the compiled function."""
+    if runs_kernels(x) and x.size(-1) <= MAX_FEATURES:
+        from megatron_deberta.ops.triton import layer_norm as kernels
+
+        return kernels.forward
+    return compiled(drop_add_norm)
+
+
+def _backward_of(grad: Tensor) -> Callable[..., Any]:
+    if runs_kernels(grad) and grad.size(-1) <= MAX_FEATURES:
+        from megatron_deberta.ops.triton import layer_norm as kernels
+
+        return kernels.backward
+    return compiled(drop_add_norm_backward)
 
 
 class _BiasGelu(torch.autograd.Function):
@@ -142,13 +160,6 @@ def _compiled(
     name = f"{code.co_name}_{number}"
     copy = FunctionType(code.replace(co_name=name), function.__globals__, name)
     return torch.compile(copy, dynamic=False)
-
-
-def can_fuse(device: torch.device) -> bool:
-    """Return whether fused functions can be compiled for a device: a GPU that Triton supports."""
-    if device.type != "cuda" or find_spec("triton") is None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _accurate(x: Tensor) -> Tensor:

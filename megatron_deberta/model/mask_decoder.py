@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.model.attention import AttentionContext, KeyValue
@@ -87,5 +88,7 @@ class EnhancedMaskDecoder(nn.Module):
 
 def gather_tokens(hidden: Tensor, selected: Tensor) -> Tensor:
     """Gather ``[B, M, D]`` from ``[B, N, D]`` at positions ``[B, M]``; -1 reads position 0."""
-    index = selected.clamp(min=0).unsqueeze(-1).expand(-1, -1, hidden.size(-1))
-    return hidden.gather(1, index)
+    rows, length, _ = hidden.shape
+    starts = torch.arange(0, rows * length, length, device=hidden.device).unsqueeze(1)
+    # Backward of an embedding is deterministic on CUDA, where that of ``gather`` sorts and waits.
+    return functional.embedding(selected.clamp(min=0) + starts, hidden.flatten(0, 1))

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.model.deberta import DebertaBackbone, DebertaForPretraining
@@ -55,6 +56,39 @@ class DebertaForTask(DebertaBackbone):
         """
         raise NotImplementedError
 
+    def packed_logits(
+        self,
+        input_ids: Tensor,
+        packing: RowPacking,
+        token_type_ids: Tensor | None = None,
+        seeds: DropoutSeeds | None = None,
+    ) -> Tensor:
+        """Compute the outputs of ``logits``, with hardly any computation for padding.
+
+        Exact without dropout, which has the key of the first of the rows side by side.
+
+        Args:
+            input_ids: int64 ``[B, N]``.
+            packing: which of these tokens stand side by side.
+            token_type_ids: int64 ``[B, N]``.
+            seeds: dropout keys of the B rows; None: no dropout.
+
+        Returns:
+            As ``logits``; of a head on tokens, outputs of padding have no meaning.
+        """
+        raise NotImplementedError
+
+
+class _PackedInputs(NamedTuple):
+    """Arguments of `DebertaBackbone.encode` for rows side by side."""
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    seeds: DropoutSeeds | None
+    token_type_ids: Tensor | None
+    position_ids: Tensor
+    document_ids: Tensor
+
 
 class RowPacking(NamedTuple):
     """Which rows of a batch ``[B, N]`` stand side by side, in fewer rows ``[P, L]``.
@@ -69,6 +103,35 @@ class RowPacking(NamedTuple):
     tokens: Tensor
     firsts: Tensor
     places: Tensor
+
+    def inputs(
+        self, input_ids: Tensor, token_type_ids: Tensor | None, seeds: DropoutSeeds | None
+    ) -> _PackedInputs:
+        """Return the inputs of the encoder; arguments as in `DebertaForTask.packed_logits`."""
+        real, index = self.tokens >= 0, self.tokens.clamp(min=0)
+        row = index // input_ids.size(1)
+        return _PackedInputs(
+            input_ids.take(index),
+            real,
+            None if seeds is None else replace(seeds, samples=seeds.samples[row[:, 0]]),
+            None if token_type_ids is None else token_type_ids.take(index),
+            index % input_ids.size(1),
+            # Padding at the end belongs to a document of its own.
+            row.masked_fill(~real, len(input_ids)),
+        )
+
+    def unpacked(self, x: Tensor, length: int) -> Tensor:
+        """Return the values ``[B, N, K]`` of ``[P, L, K]``; those of padding have no meaning.
+
+        Args:
+            x: a value of each token side by side.
+            length: N.
+        """
+        packed_row = self.places // self.firsts.size(1)
+        begins = packed_row * x.size(1) + self.firsts.flatten()[self.places]
+        index = begins.unsqueeze(1) + torch.arange(length, device=x.device)
+        # Deterministic on CUDA, as in `gather_tokens`
+        return functional.embedding(index.clamp(max=x[..., 0].numel() - 1), x.flatten(0, 1))
 
 
 class DebertaForRows(DebertaForTask):
@@ -104,31 +167,11 @@ class DebertaForRows(DebertaForTask):
         token_type_ids: Tensor | None = None,
         seeds: DropoutSeeds | None = None,
     ) -> Tensor:
-        """Compute ``[B, K]`` as ``logits``, with hardly any computation for padding.
-
-        Exact without dropout, which has the key of the first of the rows side by side.
-
-        Args:
-            input_ids: int64 ``[B, N]``.
-            packing: which of these tokens stand side by side.
-            token_type_ids: int64 ``[B, N]``.
-            seeds: dropout keys of the B rows; None: no dropout.
-        """
-        real, index = packing.tokens >= 0, packing.tokens.clamp(min=0)
-        row = index // input_ids.size(1)
-        if seeds is not None:
-            seeds = replace(seeds, samples=seeds.samples[row[:, 0]])
-        states = self.encode_selected(
-            input_ids.take(index),
-            packing.firsts,
-            real,
-            seeds,
-            None if token_type_ids is None else token_type_ids.take(index),
-            position_ids=index % input_ids.size(1),
-            # Padding at the end belongs to a document of its own.
-            document_ids=row.masked_fill(~real, len(input_ids)),
-        )
-        return self._classify(states, packing.firsts, seeds).flatten(0, 1)[packing.places]
+        """Compute ``[B, K]``; arguments as in the base class."""
+        packed = packing.inputs(input_ids, token_type_ids, seeds)
+        states = self.encode_selected(selected=packing.firsts, **packed._asdict())
+        out = self._classify(states, packing.firsts, packed.seeds)
+        return out.flatten(0, 1)[packing.places]
 
     def _classify(self, states: Tensor, positions: Tensor, seeds: DropoutSeeds | None) -> Tensor:
         """Return the outputs for ``states`` ``[B, M, D]`` at ``positions`` ``[B, M]``."""
@@ -143,8 +186,9 @@ class DebertaForTokens(DebertaForTask):
         self.dropout = Dropout(config.head_dropout, "head")
         self.classifier = nn.Linear(config.hidden_size, num_outputs(config))
 
-    def _project(self, states: Tensor, positions: Tensor, seeds: DropoutSeeds | None) -> Tensor:
-        """Return the outputs for ``states`` ``[B, N, H]`` at ``positions`` ``[B, N]``."""
+    def _project(self, states: Tensor, seeds: DropoutSeeds | None) -> Tensor:
+        """Return the outputs for ``states`` ``[B, N, H]``."""
+        positions = torch.arange(states.size(1), device=states.device).expand(states.shape[:2])
         out: Tensor = self.classifier(self.dropout(states, positions, seeds))
         return out
 
@@ -164,8 +208,19 @@ class DebertaForTokens(DebertaForTask):
             token_type_ids=token_type_ids,
             perturbation=perturbation,
         )
-        positions = torch.arange(input_ids.size(1), device=input_ids.device)
-        return self._project(states, positions.expand(input_ids.shape), seeds)
+        return self._project(states, seeds)
+
+    def packed_logits(
+        self,
+        input_ids: Tensor,
+        packing: RowPacking,
+        token_type_ids: Tensor | None = None,
+        seeds: DropoutSeeds | None = None,
+    ) -> Tensor:
+        """Compute ``[B, N, K]``; arguments as in the base class."""
+        packed = packing.inputs(input_ids, token_type_ids, seeds)
+        out = self._project(self.encode(**packed._asdict()), packed.seeds)
+        return packing.unpacked(out, input_ids.size(1))
 
 
 class DebertaForSpans(DebertaForTokens):
@@ -174,7 +229,7 @@ class DebertaForSpans(DebertaForTokens):
     def _build_heads(self, config: ModelConfig) -> None:
         self.qa_outputs = nn.Linear(config.hidden_size, num_outputs(config))
 
-    def _project(self, states: Tensor, positions: Tensor, seeds: DropoutSeeds | None) -> Tensor:
+    def _project(self, states: Tensor, seeds: DropoutSeeds | None) -> Tensor:
         out: Tensor = self.qa_outputs(states)
         return out
 

@@ -150,7 +150,7 @@ class TaskModel(DebertaForTask):
         packing = row_packing(batch)
 
         def logits_of(seeds: DropoutSeeds | None, perturbation: Perturbation | None) -> Tensor:
-            if isinstance(self, DebertaForRows) and packing is not None:
+            if packing is not None:
                 return self.packed_logits(batch.input_ids, packing, batch.token_type_ids, seeds)
             return self.logits(
                 batch.input_ids, batch.attention_mask, batch.token_type_ids, seeds, perturbation

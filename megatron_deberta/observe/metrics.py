@@ -20,7 +20,9 @@ from megatron_deberta.parsing import Count, Number, Scalar, Seconds, parse_json
 
 logger = logging.getLogger(__name__)
 
-RecordKind = Literal["train", "validation", "minimal_pairs", "guard", "checkpoint"]
+RecordKind = Literal[
+    "train", "validation", "minimal_pairs", "guard", "checkpoint", "local_checkpoint"
+]
 
 
 class _Record(TypedDict, total=False):

@@ -46,6 +46,11 @@ class AttentionArguments(NamedTuple):
     masks: MaskCache | None = None
 
 
+def score_dtype(a: AttentionArguments) -> torch.dtype:
+    """Return the dtype of scores and of sums of gradients where the input's may be too narrow."""
+    return torch.float64 if a.q.dtype == torch.float64 else torch.float32
+
+
 def default_scale(head_dim: int, pos_key: Tensor | None, pos_query: Tensor | None) -> float:
     """Return 1 / sqrt(terms * head_dim), where terms counts content and the given position terms.
 

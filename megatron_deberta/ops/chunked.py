@@ -1,8 +1,9 @@
 """Disentangled attention in blocks, forward and backward; memory O(length x block).
 
-For devices without the fused kernels: the CPU and older GPUs. A block is one head, some batch
-rows, some queries and all keys, small enough to stay in cache. No block is kept; backward
-recomputes the scores and, as a function of position, the dropout bits. With S the scores,
+For devices without the fused kernels. On older GPUs `batched` computes all heads at once. On the
+CPU, which is faster this way, a block is one head, some batch rows, some queries and all keys,
+small enough to stay in cache. No block is kept; backward recomputes the scores and, as a function
+of position, the dropout bits. With S the scores,
 P = softmax(S), M the dropout mask, s its scale and o the output::
 
     o = s (P * M) v                          dv += s (P * M)^T do
@@ -20,7 +21,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_deberta.ops.arguments import AttentionArguments
+from megatron_deberta.ops import batched
+from megatron_deberta.ops.arguments import AttentionArguments, score_dtype
 from megatron_deberta.ops.dropout_bits import drop_threshold, keep_scale, random_bytes, row_keys
 from megatron_deberta.ops.head_threads import for_heads
 from megatron_deberta.ops.position_terms import (
@@ -33,8 +35,12 @@ from megatron_deberta.ops.position_terms import (
 from megatron_deberta.ops.visibility import hides_keys, query_positions, visible_keys
 
 _BLOCK_ELEMENTS = {"cpu": 1 << 18}
-"""Scores per block. On the CPU a few buffers of this size fit a core's second-level cache."""
-GPU_BLOCK_ELEMENTS = 1 << 25
+"""Scores per block by device type. A few buffers of this size fit a core's second-level cache."""
+
+
+def is_batched(device: torch.device) -> bool:
+    """Return whether all heads are computed at once, rather than one by one in CPU threads."""
+    return device.type != "cpu"
 
 
 def attend(a: AttentionArguments) -> tuple[Tensor, Tensor | None]:
@@ -100,7 +106,7 @@ class Blocks:
 
     def __iter__(self) -> Iterator[ScoreBlock]:
         """Yield blocks; consecutive heads of the same rows and queries share masks."""
-        budget = _BLOCK_ELEMENTS.get(self.a.q.device.type, GPU_BLOCK_ELEMENTS)
+        budget = _BLOCK_ELEMENTS[self.a.q.device.type]
         queries = max(1, min(self.q_len, budget // max(1, self.k_len)))
         rows = max(1, budget // max(1, queries * self.k_len, self.terms.largest_product))
         for row in range(0, self.batch, rows):
@@ -156,6 +162,8 @@ class Blocks:
 
 def _forward(a: AttentionArguments) -> tuple[Tensor, Tensor | None]:
     """Return output and log-sum-exp."""
+    if is_batched(a.q.device):
+        return batched.forward(a)
     output = torch.empty_like(a.q)
     lse = None
     if a.return_lse:
@@ -171,6 +179,8 @@ def _forward(a: AttentionArguments) -> tuple[Tensor, Tensor | None]:
 
 def _backward(a: AttentionArguments, d_output: Tensor) -> tuple[Tensor | None, ...]:
     """Return the gradients of q, k, v, pos_key and pos_query."""
+    if is_batched(a.q.device):
+        return batched.backward(a, d_output)
     wide = score_dtype(a)
     d_q = torch.empty_like(a.q)
     d_k, d_v = torch.zeros_like(a.k, dtype=wide), torch.zeros_like(a.v, dtype=wide)
@@ -189,11 +199,6 @@ def _backward(a: AttentionArguments, d_output: Tensor) -> tuple[Tensor | None, .
 
     for_heads(work, a.q.shape[1], _score_count(a), a.q.device.type)
     return d_q, d_k.to(a.k.dtype), d_v.to(a.v.dtype), d_pos_key, d_pos_query
-
-
-def score_dtype(a: AttentionArguments) -> torch.dtype:
-    """Return the dtype of scores and of sums of gradients."""
-    return torch.float64 if a.q.dtype == torch.float64 else torch.float32
 
 
 def _score_count(a: AttentionArguments) -> int:

@@ -6,6 +6,7 @@ take the packed tokens as the documents of one row.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
@@ -14,12 +15,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_deberta.ops.arguments import AttentionArguments
+from megatron_deberta.ops import batched
+from megatron_deberta.ops.arguments import AttentionArguments, score_dtype
 from megatron_deberta.ops.chunked import (
     Blocks,
     backward_heads,
     forward_heads,
-    score_dtype,
+    is_batched,
     select_heads,
 )
 from megatron_deberta.ops.dispatch import choose_backend, disentangled_attention
@@ -195,7 +197,11 @@ class _PackedAttention(torch.autograd.Function):
             for a, value in zip(call.arguments, outs, strict=True):
                 forward_heads(Blocks(select_heads(a, heads), tables), value[:, heads], None)
 
-        call.for_heads(work)
+        if is_batched(call.q.device):
+            for a, value in zip(call.arguments, outs, strict=True):
+                value.copy_(batched.forward(a)[0])
+        else:
+            call.for_heads(work)
         for group, value in zip(call.rows.groups, outs, strict=True):
             group.put(out, value)
         return out
@@ -231,12 +237,32 @@ class _PackedAttention(torch.autograd.Function):
             if d_pos_query is not None and tables.p2c is not None:
                 d_pos_query[heads] = tables.p2c.folded_gradient(d_pos_query.shape[1], call.scale)
 
-        call.for_heads(work)
+        if is_batched(call.q.device):
+            d_pos_key, d_pos_query = _batched_gradients(call.arguments, d_outs, grads)
+        else:
+            call.for_heads(work)
         for group, grad in zip(groups, grads, strict=True):
             for packed, value in zip((d_q, d_k, d_v), grad, strict=True):
                 group.put(packed, value)
         rest = (None for _ in ctx.options)
         return d_q, d_k.to(call.k.dtype), d_v.to(call.v.dtype), d_pos_key, d_pos_query, *rest
+
+
+def _batched_gradients(
+    arguments: Sequence[AttentionArguments],
+    d_outs: Sequence[Tensor],
+    grads: Sequence[tuple[Tensor, ...]],
+) -> list[Tensor | None]:
+    """Write the gradients of each group's q, k and v; return those of the two position tables."""
+    tables: list[list[Tensor]] = [[], []]
+    for a, d_out, grad in zip(arguments, d_outs, grads, strict=True):
+        *vectors, d_pos_key, d_pos_query = batched.backward(a, d_out)
+        for target, value in zip(grad, vectors, strict=True):
+            assert value is not None
+            target.copy_(value)
+        for parts, part in zip(tables, (d_pos_key, d_pos_query), strict=True):
+            parts.extend([] if part is None else [part])
+    return [torch.stack(parts).sum(0) if parts else None for parts in tables]
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ table in linear form (one row per distance) holds the whole term on its diagonal
 
     product[x, t] = q_x . table[t],  t = j + (size - 1 - x)   =>   term[x, j] = product[x, t(x, j)]
 
-and a strided view reads it without a gather (``_diagonals``). Gathered queries stand at arbitrary
+and a strided view reads it without a gather (``diagonals``). Gathered queries stand at arbitrary
 positions; their terms are gathered from a product with the table.
 """
 
@@ -82,10 +82,10 @@ class Table:
         grad = None if self.grad is None else self.grad[:, columns]
         return Table(self.rows[:, columns], self.slots[columns], self.falling, grad)
 
-    def gradient(self) -> Tensor:
-        """Return the gradient of ``rows`` so far."""
+    def gradient(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the gradient of ``rows`` so far; ``dtype`` is that of a new one, None: theirs."""
         if self.grad is None:
-            self.grad = torch.zeros_like(self.rows)
+            self.grad = torch.zeros_like(self.rows, dtype=dtype)
         return self.grad
 
     def folded_gradient(self, slots: int, factor: float) -> Tensor:
@@ -97,8 +97,9 @@ class Table:
         """
         by_column = self.gradient().transpose(0, 1)
         by_column = by_column.flip(0) if self.falling else by_column.contiguous()
-        lengths = self.slots.new_zeros(slots)
-        lengths.index_add_(0, self.slots, torch.ones_like(self.slots))
+        ordered = self.slots.flip(0) if self.falling else self.slots
+        bounds = torch.arange(slots + 1, device=ordered.device)
+        lengths = torch.searchsorted(ordered.contiguous(), bounds).diff()
         # "unsafe" only skips a check of the lengths, which would synchronise with the device.
         folded = torch.segment_reduce(by_column, "sum", lengths=lengths, unsafe=True)
         return folded.transpose(0, 1).mul_(factor)
@@ -172,7 +173,7 @@ class PositionTerms:
                 out = self._scratch.get(term, *vectors.shape[:2], len(rows))
                 product = torch.bmm(vectors, rows.t().expand(len(x), -1, -1), out=out)
                 if strip.score_columns is None:
-                    values = _diagonals(product, by_x.shape[2])
+                    values = diagonals(product, by_x.shape[2])
                 else:
                     values = product.gather(-1, strip.score_columns)
                 by_x[:, strip.vectors].add_(values)
@@ -198,7 +199,7 @@ class PositionTerms:
                 if (
                     strip.score_columns is None
                 ):  # only the diagonals are ever written: the rest stays zero
-                    _diagonals(d_product, by_x.shape[2]).copy_(d_strip)
+                    diagonals(d_product, by_x.shape[2]).copy_(d_strip)
                 else:
                     d_product.zero_().scatter_add_(-1, strip.score_columns, d_strip)
                 d_x[:, strip.vectors].baddbmm_(d_product, rows.expand(len(x), -1, -1))
@@ -309,7 +310,7 @@ class GatheredTerms(PositionTerms):
         return self._positions.slots(distance) if self._by_slot else distance + self._length - 1
 
 
-def _diagonals(product: Tensor, length: int) -> Tensor:
+def diagonals(product: Tensor, length: int) -> Tensor:
     """Return ``[rows, size, length]``, a view of a product's elements [r, x, j + size - 1 - x]."""
     rows, size, columns = product.shape
     strides = (size * columns, columns - 1, 1)

@@ -25,8 +25,7 @@ from megatron_deberta.model.flops import (
     reads_first_token,
 )
 from megatron_deberta.model.replaced_tokens import single_models
-from megatron_deberta.ops.chunked import GPU_BLOCK_ELEMENTS
-from megatron_deberta.ops.position_terms import STRIP
+from megatron_deberta.ops.batched import block_size, strip_size
 from megatron_deberta.planning.work import masked_tokens, micro_batch_rows
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -254,17 +253,24 @@ def _kernel_bytes(shape: _Shape, attention: Literal["triton", "chunked"], device
 
 
 def _chunked_bytes(shape: _Shape) -> int:
-    """Return the peak of the chunked backend's backward pass, all of it fp32."""
+    """Return the peak of the chunked backend's backward pass on a GPU."""
     length, width = shape.config.data.sequence_length, shape.model.hidden_size // shape.tp
-    terms = num_position_terms(shape.model)
-    strip = min(STRIP, length)
-    product = strip * (length + strip)
-    rows = min(micro_batch_rows(shape.config), GPU_BLOCK_ELEMENTS // max(length**2, product))
-    # Scores, dropout, gradient, a copy; a strip of each term's products and its gradient.
-    block = max(rows, 1) * (4 * length**2 + 2 * terms * product)
-    # Each term's table by distance and its gradient; sums of the gradients of keys and values.
-    tables = 2 * terms * 2 * length * width
-    return 4 * (block + tables + 2 * shape.tokens * width)
+    heads, terms = shape.model.num_heads // shape.tp, num_position_terms(shape.model)
+    rows, queries = block_size(heads, micro_batch_rows(shape.config), length, length)
+    vectors = rows * heads
+    # Probabilities and their gradient, fp32; the gradient again as an operand; the dropout mask.
+    scores = vectors * queries * length * (4 + 4 + shape.element + 1)
+    # A strip of each term's products, kept, and one of the queries' gradient.
+    strip = sum(
+        min(strip_size(size), count) * (size + min(strip_size(size), count))
+        for count, size in ((queries, length), (length, queries))[:terms]
+    )
+    # Each term's table by distance and its gradient.
+    tables = terms * 2 * length * width * (shape.element + 4)
+    # Queries, keys, values and the output's gradient by head; gradients of the first three, twice.
+    copies = rows * length * width * (4 * shape.element + 3 * 4)
+    gradients = 3 * shape.tokens * width * shape.element
+    return scores + vectors * strip * shape.element + tables + copies + gradients
 
 
 @cache

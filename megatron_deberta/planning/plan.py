@@ -13,6 +13,7 @@ from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.errors import TopologyError
 from megatron_deberta.model import count_parameters
 from megatron_deberta.model.flops import pretraining_flops_per_token
+from megatron_deberta.planning.local_saves import LocalSavePlan, plan_local_saves
 from megatron_deberta.planning.machine import (
     CALL_SECONDS,
     LINK_EFFICIENCY,
@@ -31,6 +32,9 @@ from megatron_deberta.planning.timing import (
 )
 from megatron_deberta.planning.traffic import step_traffic
 from megatron_deberta.planning.work import RankFlops, micro_batch_rows, rank_flops, rows_per_sample
+
+FAILURE_DAYS = 60.0
+"""Assumed mean days between failures of one node: every few days one of 16."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +57,8 @@ class RunPlan:
     search: Search | None
     phase_seconds: dict[str, float]
     """Time of each phase by its description; empty without phases."""
+    local_saves: LocalSavePlan | None
+    """None: the run saves no local checkpoints."""
 
     @property
     def tokens_per_step(self) -> int:
@@ -123,6 +129,7 @@ class RunPlan:
             "utilization": self.utilization,
             "days": self.seconds / 86400,
             **({"phase_days": _days(self.phase_seconds)} if self.phase_seconds else {}),
+            **_local_saves(self.local_saves),
             "assumptions": self.assumptions,
             "layouts": [
                 {
@@ -137,7 +144,14 @@ class RunPlan:
         }
 
 
-def make_plan(config: RunConfig, machine: Machine, world_size: int, *, search: bool) -> RunPlan:
+def make_plan(
+    config: RunConfig,
+    machine: Machine,
+    world_size: int,
+    *,
+    search: bool,
+    failure_days: float = FAILURE_DAYS,
+) -> RunPlan:
     """Plan a run; of a run with phases, the step with the largest micro batch.
 
     Args:
@@ -145,6 +159,7 @@ def make_plan(config: RunConfig, machine: Machine, world_size: int, *, search: b
         machine: its machine.
         world_size: number of ranks.
         search: search the layouts as well, unless the run has phases.
+        failure_days: mean days between failures of one node.
 
     Raises:
         ConfigError: the batch does not divide, or the device does not support the number format.
@@ -157,6 +172,7 @@ def make_plan(config: RunConfig, machine: Machine, world_size: int, *, search: b
     config = max(parts, key=lambda part: _micro_batch_tokens(part.config)).config
     batch = batch_arithmetic(config, dp_size)
     model, data = config.model, config.data
+    step = step_time(config, machine, batch.dp_size)
     return RunPlan(
         config=config,
         machine=machine,
@@ -180,10 +196,13 @@ def make_plan(config: RunConfig, machine: Machine, world_size: int, *, search: b
             link_volume(part, config, machine, batch.dp_size)
             for part in step_traffic(config, batch.dp_size)
         ],
-        step=step_time(config, machine, batch.dp_size),
+        step=step,
         seconds=seconds,
         search=search_layouts(config, machine, world_size) if search and not phases else None,
         phase_seconds=phases,
+        local_saves=plan_local_saves(
+            config, machine, world_size, step.total, failure_days, parts[-1].end
+        ),
     )
 
 
@@ -198,6 +217,16 @@ def _phase_seconds(config: RunConfig, machine: Machine, dp_size: int) -> dict[st
     for part in segments(config):
         seconds[lines[part.phase]] += segment_seconds(part, machine, dp_size)
     return seconds
+
+
+def _local_saves(plan: LocalSavePlan | None) -> dict[str, Any]:
+    if plan is None:
+        return {}
+    values = {**asdict(plan), "lost_seconds": plan.lost._asdict()}
+    del values["lost"]
+    values["stall_share"] = plan.stall_share
+    values["saved_seconds_per_day"] = plan.saved_seconds_per_day
+    return {"local_checkpoints": values}
 
 
 def _days(seconds: dict[str, float]) -> dict[str, float]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from megatron_deberta.config.objective_rules import causal_fraction
-from megatron_deberta.config.schema import ObjectiveName, RunConfig
+from megatron_deberta.config.objective_rules import causal_fraction, single_forms
+from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.parallelize.plan import vocabulary_rows
 from megatron_deberta.model.flops import (
     BACKWARD_FACTOR,
@@ -19,9 +19,6 @@ from megatron_deberta.model.flops import (
     recomputed_flops,
 )
 from megatron_deberta.tasks.task import load_task
-
-# Objectives with the batches of ``mlm+ar``
-_FORMS: tuple[ObjectiveName, ...] = ("mlm", "autoregressive")
 
 
 class RankFlops(NamedTuple):
@@ -72,14 +69,13 @@ def rank_flops(config: RunConfig) -> RankFlops:
     Args:
         config: the run.
     """
-    fraction = causal_fraction(config.objective)
-    if 0 < fraction < 1:
-        forms = [
-            rank_flops(replace(config, objective=replace(config.objective, name=name)))
-            for name in _FORMS
-        ]
-        pairs = zip(*forms, strict=True)
-        return RankFlops(*((1 - fraction) * masked + fraction * causal for masked, causal in pairs))
+    forms = single_forms(config.objective)
+    if len(forms) > 1:
+        total = RankFlops(0.0, 0.0, 0.0)
+        for fraction, form in forms:
+            flops = rank_flops(replace(config, objective=form))
+            total = RankFlops(*(a + fraction * b for a, b in zip(total, flops, strict=True)))
+        return total
     tp_size, length = config.parallel.tensor_parallel_size, config.data.sequence_length
     rows = micro_batch_rows(config)
     tokens, masked = rows * length, masked_tokens(config)

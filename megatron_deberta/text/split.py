@@ -46,6 +46,7 @@ from megatron_deberta.text.deduplicate.work import (
     make_plan,
     save_info,
 )
+from megatron_deberta.text.jobs.executors import Engine
 from megatron_deberta.text.preprocess.units import UNIT_BYTES
 from megatron_deberta.text.readers.checks import SIDES
 from megatron_deberta.text.readers.records import ReadOptions
@@ -63,6 +64,7 @@ def split(
     seed: int = 0,
     clusters: Path | None = None,
     workers: int = 0,
+    engine: Engine | None = None,
     compression: Compression = "none",
     unit_bytes: int = UNIT_BYTES,
     force: bool = False,
@@ -82,6 +84,7 @@ def split(
         clusters: folder that ``deduplicate`` wrote from the same documents; then near duplicates
             of each other are on the same side. Without, only exact ones are.
         workers: processes; 0 works in this one.
+        engine: runs the tasks instead, see ``remote_engine``.
         compression: of the files of documents.
         unit_bytes: size of the pieces that the input is worked on in.
         force: replace a folder that exists.
@@ -108,7 +111,7 @@ def split(
         parameters |= {"clusters": str(path.resolve()), "clusters_sha256": sha256_file(path)}
     units = plan_units(sources, unit_bytes)
     plan = make_plan(parameters, options, sources, units, compression)
-    return fill_folder(output, plan, _run_stages, _gather, workers, force, advance)
+    return fill_folder(output, plan, _run_stages, _gather, workers, engine, force, advance)
 
 
 def _check_clusters(folder: Path, options: ReadOptions) -> None:

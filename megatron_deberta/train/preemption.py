@@ -26,6 +26,7 @@ STOP_FILE = "stop"
 SAVE_FILE = "save"
 _SHOW_CURSOR = b"\x1b[?25h"
 _INTERRUPTED = b"\nCtrl-C: saving after this step; again to stop at once without saving\n"
+_INTERRUPTED_LATE = _INTERRUPTED.replace(b"this step", b"the next step at the latest")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +57,15 @@ class StopSignal:
 
     Attributes:
         received: the first stop signal of this process, or SIGINT if that has arrived, too.
+        is_late: whether the step in progress has exchanged its requests, so that a signal that
+            arrives now is noticed by the next one, unless another rank got it before.
     """
 
     def __init__(self, *, announces: bool = False) -> None:
         self._announces = announces
         self._previous: dict[signal.Signals, object] = {}
         self.received: signal.Signals | None = None
+        self.is_late = False
 
     def __enter__(self) -> StopSignal:
         for number in (*STOP_SIGNALS, signal.SIGINT):
@@ -81,7 +85,8 @@ class StopSignal:
             # The default action ends also a process that waits in a collective.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             if self._announces:
-                os.write(2, _SHOW_CURSOR * os.isatty(2) + _INTERRUPTED)
+                line = _INTERRUPTED_LATE if self.is_late else _INTERRUPTED
+                os.write(2, _SHOW_CURSOR * os.isatty(2) + line)
 
 
 class Requests:
@@ -113,6 +118,8 @@ class Requests:
         if self._found is None:
             self.look_for_files()
         found, self._found = self._found, None
+        # Set first: a signal between the two is announced too late, never too early.
+        self._signals.is_late = True
         received = self._signals.received
         return received in STOP_SIGNALS, received is signal.SIGINT, *(found or ())
 
@@ -128,8 +135,10 @@ class Requests:
         """
         exchanged, self._exchanged = self._exchanged, None
         if exchanged is not None:
+            self._signals.is_late = False
             return exchanged
         numbers = torch.tensor(self.own(), dtype=torch.int64, device=self._groups.device)
+        self._signals.is_late = False
         return Request(*(bool(number) for number in all_reduce_max(numbers, self._groups).tolist()))
 
     def must_stop(self) -> bool:

@@ -17,10 +17,8 @@ from rich.console import Console
 from megatron_deberta.checkpoint.background import Saved, Saver
 from megatron_deberta.checkpoint.fence import Fence
 from megatron_deberta.checkpoint.layout import (
-    COMMITTED_FILE,
     CheckpointMetadata,
     record_best,
-    step_dir,
 )
 from megatron_deberta.checkpoint.retention import Retention, delete_leftovers
 from megatron_deberta.config import batch_arithmetic, config_to_dict, validate_for_world
@@ -40,17 +38,18 @@ from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_REQUEUE
 from megatron_deberta.observe.json_lines import JsonLines
 from megatron_deberta.observe.logs import setup_logging
-from megatron_deberta.observe.metrics import RecordKind, read_metrics
+from megatron_deberta.observe.metrics import RecordKind
 from megatron_deberta.observe.progress import ProgressObserver, Section
 from megatron_deberta.observe.throughput import ThroughputMeter
 from megatron_deberta.observe.timeline import SectionTimer, Timeline
 from megatron_deberta.train.data import OpenData, RunData, Validator, open_pretraining_data
 from megatron_deberta.train.hooks import EvaluateHook, Hook, LogHook, PeriodicHook, SaveHook
+from megatron_deberta.train.local_checkpoints import LocalCheckpoints
 from megatron_deberta.train.minimal_pairs import MinimalPairTask, open_minimal_pairs
 from megatron_deberta.train.preemption import Requests, StopSignal
 from megatron_deberta.train.prefetch import InputQueue
 from megatron_deberta.train.records import RunRecords
-from megatron_deberta.train.selection import Selection
+from megatron_deberta.train.selection import Selection, open_selection
 from megatron_deberta.train.setup import (
     build_meter,
     build_rank_model,
@@ -89,6 +88,7 @@ class _Components:
     lock: FolderLock
     timeline: Timeline | None
     """On rank 0."""
+    local: LocalCheckpoints | None
 
 
 def pretrain(
@@ -132,6 +132,7 @@ def pretrain(
             minimal_pairs = open_minimal_pairs(config, path)
         fence = _enter_folder(config, groups, run_lock, stack)
         with refusals():
+            local = LocalCheckpoints.open(config, groups, fence)
             start = choose_start(config, groups, data.identity, allow_config_change, open_weights)
         model = build_rank_model(config, groups)
         is_finished = start.state.step >= last_step(config)
@@ -146,6 +147,8 @@ def pretrain(
         with refusals():
             load_start(start, engine, model.specs, functools.partial(initial_weights, config))
         saver = Saver(config.train.run_dir, engine, model.specs, groups, fence)
+        if local is not None:
+            local.start_saving(start.state.step, engine, model.specs)
         timeline = None
         if groups.rank == 0:
             step, device = start.state.step, groups.device
@@ -156,9 +159,11 @@ def pretrain(
             stack.enter_context(timeline)
         run = _Components(
             config, groups, data, minimal_pairs, model, engine, saver, observer, stop, terminal,
-            run_lock, timeline,
+            run_lock, timeline, local,
         )  # fmt: skip
         outcome = _train_with_rollbacks(run, start.state, Guard.of_run(config, start.guard))
+        if local is not None:
+            local.close(is_finished=outcome.state.step >= config.train.steps)
         if groups.rank == 0:
             seconds = time.monotonic() - began
             text = describe_end(config, outcome, seconds, stop.received)
@@ -219,6 +224,9 @@ def _train_with_rollbacks(run: _Components, state: TrainState, guard: Guard) -> 
         with run.observer.section(Section.SAVE):
             # The save may be of a step that is rolled back; it must end before that is deleted.
             run.saver.finish()
+        if run.local is not None:
+            # First: after a kill in between, none of the skipped steps is resumed.
+            run.local.begin(0)
         with run.observer.section(Section.STARTUP):
             state, guard_state, done = rollback(
                 run.config,
@@ -268,7 +276,7 @@ def _train(
                 stack.callback(sample_log.close)
         meter = build_meter(config, groups, state.step, data.step_work(config))
         requests = Requests(run.stop, config.train.run_dir, groups)
-        selection = _selection(config, groups, records)
+        selection = open_selection(config, groups, None if records is None else records.run_dir)
         evaluations = _evaluations(run, validate, requests, meter, records, selection)
         for kind, hook in evaluations.items():
             _evaluate_if_missing(run, state, kind, hook, records, requests)
@@ -383,6 +391,9 @@ def _hooks(
         hooks.append(
             PeriodicHook(every, lambda event: _check_replicas(run, records, event.state.step))
         )
+    if run.local is not None:
+        describe = functools.partial(_metadata, run, guard, records)
+        hooks.append(run.local.hook(describe, meter, sample_log, records))
     best = selection if config.finetune.task and config.finetune.keep_best else None
     begin = functools.partial(_save, run, guard, records, best)
     report = functools.partial(_record_saved, run, records, best) if records is not None else None
@@ -413,20 +424,6 @@ def _log_hook(
         max(0, end - max(first, step)) * each for first, end, each in flops
     )
     return hook
-
-
-def _selection(config: RunConfig, groups: ProcessGroups, records: RunRecords | None) -> Selection:
-    """Return the best validation so far. Collective over all ranks of a fine-tuning run."""
-    selection = Selection()
-    if not config.finetune.task:
-        return selection
-    if records is not None:
-        selection = Selection.of_records(read_metrics(records.writer.path))
-        best = selection.best_step
-        if best is not None and (step_dir(records.run_dir, best) / COMMITTED_FILE).exists():
-            # A killed process may not have recorded it.
-            record_best(records.run_dir, best, selection.best_score)
-    return selection.on_all_ranks(groups)
 
 
 def _record_saved(
@@ -460,19 +457,7 @@ def _save(
     state: TrainState,
     wait: bool,
 ) -> Saved | None:
-    if run.config.guard.replica_check_every:
-        # A checkpoint must not contain weights that a faulty rank has corrupted.
-        _check_replicas(run, records, state.step)
-    identity = run.data.identity
-    metadata = CheckpointMetadata(
-        step=state.step,
-        consumed_samples=state.consumed_samples,
-        config=config_to_dict(run.config),
-        tokenizer_fingerprint=identity.tokenizer_fingerprint,
-        tokenizer_path=identity.tokenizer_path,
-        data_fingerprint=identity.data_fingerprint,
-        guard=asdict(guard.state),
-    )
+    metadata = _metadata(run, guard, records, state)
     checkpoint = run.config.checkpoint
     retention = Retention(
         checkpoint.keep_last,
@@ -484,3 +469,22 @@ def _save(
         return run.saver.save(metadata, retention)
     run.saver.start(metadata, retention)
     return None
+
+
+def _metadata(
+    run: _Components, guard: Guard, records: RunRecords | None, state: TrainState
+) -> CheckpointMetadata:
+    """Check the state and describe its checkpoint. Collective over all ranks."""
+    if run.config.guard.replica_check_every:
+        # A checkpoint must not contain weights that a faulty rank has corrupted.
+        _check_replicas(run, records, state.step)
+    identity = run.data.identity
+    return CheckpointMetadata(
+        step=state.step,
+        consumed_samples=state.consumed_samples,
+        config=config_to_dict(run.config),
+        tokenizer_fingerprint=identity.tokenizer_fingerprint,
+        tokenizer_path=identity.tokenizer_path,
+        data_fingerprint=identity.data_fingerprint,
+        guard=asdict(guard.state),
+    )

@@ -48,6 +48,17 @@ def test_layouts_agree(four_ranks: RankPool, head: Head, layout: Layout, sift: f
 
 
 @pytest.mark.parametrize(
+    ("head", "layout"),
+    [("tokens", Layout(2, 3, True, "none")), ("spans", Layout(2, 1, True, "full"))],
+    ids=lambda case: getattr(case, "name", case),
+)
+def test_layouts_of_packed_rows_agree(four_ranks: RankPool, head: Head, layout: Layout) -> None:
+    packed = run_labelled(0, head, None, 3, 0.0, 8, pack_rows=True)
+    for losses in four_ranks.run(run_labelled, head, layout, 3, 0.0, 2, "fp32", True):
+        assert losses == pytest.approx(packed, rel=LAYOUT_LOSS)
+
+
+@pytest.mark.parametrize(
     ("head", "stage"), [("classification", 1), ("regression", 1), ("spans", 2), ("tokens", 3)]
 )
 def test_deepspeed_in_fp16(two_ranks: RankPool, head: Head, stage: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import Tensor
@@ -78,7 +80,14 @@ def _projection(vocab_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Te
     return states.to(dtype), weight.to(dtype), bias.to(dtype)
 
 
-def run_loss(rank: int, tp: int, vocab_size: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def run_loss(
+    rank: int, tp: int, vocab_size: int, dtype: torch.dtype, fuse: bool = False
+) -> tuple[Tensor, ...]:
+    with mock.patch.object(vocab, "runs_kernels", return_value=fuse):
+        return _loss(tp, vocab_size, dtype, fuse)
+
+
+def _loss(tp: int, vocab_size: int, dtype: torch.dtype, fuse: bool) -> tuple[Tensor, ...]:
     groups = grid(tp)
     start = groups.tp_rank * (PADDED // tp)
     states, weight, bias = _projection(vocab_size, dtype)
@@ -88,7 +97,7 @@ def run_loss(rank: int, tp: int, vocab_size: int, dtype: torch.dtype) -> tuple[T
     vocab._CHUNK_ELEMENTS["cpu"] = 4 * (PADDED // tp)
     whole = copy_to_tensor_parallel_region(inputs[0], groups.tp_group)
     loss, right = vocab_parallel_loss(
-        whole, *inputs[1:], _labels(vocab_size), start, vocab_size, groups.tp_group
+        whole, *inputs[1:], _labels(vocab_size), start, vocab_size, groups.tp_group, fuse=fuse
     )
     (0.7 * loss).backward()
     assert all(t.grad is not None and t.grad.dtype == dtype for t in inputs)
@@ -101,6 +110,21 @@ def run_loss(rank: int, tp: int, vocab_size: int, dtype: torch.dtype) -> tuple[T
 def test_loss_equals_torch(
     four_ranks: RankPool, tp: int, vocab_size: int, dtype: torch.dtype
 ) -> None:
+    check_loss(four_ranks, tp, vocab_size, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("tp", "vocab_size"), [(2, 16), (4, 13), (4, 7)])
+def test_loss_of_the_kernels_equals_torch(
+    four_ranks: RankPool, tp: int, vocab_size: int, dtype: torch.dtype
+) -> None:
+    pytest.importorskip("triton")
+    check_loss(four_ranks, tp, vocab_size, dtype, fuse=True)
+
+
+def check_loss(
+    four_ranks: RankPool, tp: int, vocab_size: int, dtype: torch.dtype, *, fuse: bool = False
+) -> None:
     exact = [t.double().requires_grad_() for t in _projection(vocab_size, dtype)]
     logits = functional.linear(*exact).to(dtype)  # Rounded like the product.
     labels = _labels(vocab_size)
@@ -108,7 +132,7 @@ def test_loss_equals_torch(
     (0.7 * expected).backward()
     hits = (logits[:, :vocab_size].argmax(dim=1) == labels).sum()
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
-    for rank, found in enumerate(four_ranks.run(run_loss, tp, vocab_size, dtype)):
+    for rank, found in enumerate(four_ranks.run(run_loss, tp, vocab_size, dtype, fuse)):
         loss, right, *gradients = found
         assert loss.dtype == torch.promote_types(dtype, torch.float32)
         # The loss is computed in fp32 for all dtypes.

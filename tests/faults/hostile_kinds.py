@@ -38,7 +38,8 @@ from megatron_deberta.hf.export_model import write_hf_model
 from megatron_deberta.hf.import_model import open_release
 from megatron_deberta.observe.metrics import MetricsWriter, terminal_loss_curve
 from megatron_deberta.observe.progress import Section
-from megatron_deberta.text.preprocess.workfolder import WorkFolder
+from megatron_deberta.text.jobs.folder import JobFolder, plan_digest
+from megatron_deberta.text.preprocess.units import WorkUnit, read_record
 from megatron_deberta.text.readers.checks import name_damaged
 from megatron_deberta.text.readers.records import DAMAGED
 from megatron_deberta.text.readers.sources import find_sources
@@ -352,26 +353,36 @@ def _make_quarantine(folder: Path) -> Path:
     return folder / "bad.jsonl"
 
 
+_PLAN = {"--input": [["a.jsonl", 1, 2]], "--keys": ["text"]}
+
+
+def _begun(folder: Path) -> JobFolder:
+    work = JobFolder(folder / "books")
+    with work.locked():
+        work.begin(_PLAN)
+    return work
+
+
 def _make_unit_record(folder: Path) -> Path:
-    work = WorkFolder(str(folder / "books"))
-    work.begin({"--input": [["a.jsonl", 1, 2]], "--keys": ["text"]})
-    record = {"last": True, "documents": 3, "reasons": {}, "sizes": [[9, 3, 3, 0]], "pieces": []}
-    work.record("00000000-000000", {**record, "pieces": [[0, 0, 3]]})
-    return work.path / "done" / "00000000-000000.json"
+    work = _begun(folder)
+    record = {"last": True, "documents": 3, "reasons": {}, "sizes": [[9, 3, 3, 0]]}
+    work.record("00000000-000000", {**record, "pieces": [[0, 0, 3]], "sha256": ["0", "0", ""]})
+    return work.done / "00000000-000000.json"
 
 
 def _read_unit_record(folder: Path) -> None:
-    WorkFolder(str(folder / "books")).recorded("00000000-000000")
+    work = JobFolder(folder / "books")
+    work.open(plan_digest(_PLAN))
+    read_record(work, WorkUnit(0, 0))
 
 
 def _make_plan(folder: Path) -> Path:
     _make_unit_record(folder)
-    return WorkFolder(str(folder / "books")).path / "plan.json"
+    return JobFolder(folder / "books").path / "plan.json"
 
 
 def _read_plan(folder: Path) -> None:
-    work = WorkFolder(str(folder / "books"))
-    work.begin({"--input": [["a.jsonl", 1, 2]], "--keys": ["text"]})
+    _begun(folder)
 
 
 KINDS = (

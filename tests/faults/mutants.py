@@ -166,9 +166,10 @@ MUTANTS = (
         f"{_STEP}::test_micro_batches_with_unequal_targets_change_nothing",
     ),
     Mutant(
-        "a claim of a living process is ignored", "text/preprocess/workfolder.py",
-        "if not self._is_abandoned(path):", "if False:",
-        "unit/text/preprocess/test_preprocess_workfolder.py",
+        "the lock of a job folder is ignored", "text/jobs/folder.py",
+        "        except BlockingIOError:\n            return False",
+        "        except BlockingIOError:\n            return True",
+        "unit/text/jobs/test_job_folder.py",
     ),
     Mutant(
         "the warm-up begins at a rate of 0", "engine/schedule.py",

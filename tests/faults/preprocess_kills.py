@@ -193,9 +193,7 @@ def run_case(fixture: Fixture, number: int) -> dict[str, Any]:
     wait_for_orphans(output)
     files = digests(output)
     published = {name for name in files if "/" not in name}
-    records = {
-        Path(name).stem for name in files if ".unfinished/done/" in name and name.endswith(".json")
-    }
+    records = {Path(name).stem for name in files if "/done/" in name and name.endswith(".json")}
     # Files may have their final names only once all files are complete.
     is_early = any(fixture.expected.get(name) != files[name] for name in published)
     is_early |= bool(published) and bool(records) and "manifests" not in records

@@ -14,8 +14,9 @@ from torch import Tensor
 from megatron_deberta.config.schema import Head, ModelConfig
 from megatron_deberta.config.task_head import with_task_head
 from megatron_deberta.finetune.models import open_release_weights, open_source_model
-from megatron_deberta.hf.config import SpecialIds, auto_class_name, choose_model_type, has_own_class
+from megatron_deberta.hf.config import SpecialIds, choose_model_type, has_own_class
 from megatron_deberta.hf.export_model import write_hf_model
+from megatron_deberta.hf.heads import HEADS as EXPORTED_HEADS
 from megatron_deberta.hf.loading import build_task_model, temporary_module_cache
 from megatron_deberta.hf.names import ModelType
 from megatron_deberta.model import parameter_shapes
@@ -64,7 +65,7 @@ def test_logits_and_labels(kind: ModelType, head: Head, tmp_path: Path) -> None:
     read = weights(config)
     write_hf_model(tmp_path, config, choose_model_type(config)[0], read, SpecialIds())
     ours = build_task_model(config, read)
-    auto_class = getattr(transformers, auto_class_name(config))
+    auto_class = getattr(transformers, EXPORTED_HEADS[config.head].auto_class)
     is_own = has_own_class(config, kind)
     assert is_own == (kind == "megatron-deberta" or (kind, head) == ("deberta", "choices"))
     assert any(tmp_path.glob("*.py")) == is_own

@@ -234,7 +234,14 @@ def rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
     }
 
 
-def start(run: Path, run_dir: Path, world_size: int, *overrides: str, forked: bool = True) -> Job:
+def start(
+    run: Path,
+    run_dir: Path,
+    world_size: int,
+    *overrides: str,
+    forked: bool = True,
+    ranks_per_node: int = 0,
+) -> Job:
     """Start the ranks of a run like a launcher; each has a log beside the run folder.
 
     Args:
@@ -243,6 +250,7 @@ def start(run: Path, run_dir: Path, world_size: int, *overrides: str, forked: bo
         world_size: number of ranks.
         overrides: of the config.
         forked: fork the ranks; False starts a new interpreter for each.
+        ranks_per_node: ranks with the same node name; 0: the names are not set.
     """
     port = free_port()
     arguments = ["pretrain", str(run), f"train.run_dir={run_dir}", *overrides]
@@ -251,6 +259,8 @@ def start(run: Path, run_dir: Path, world_size: int, *overrides: str, forked: bo
     for rank in range(world_size):
         environment = os.environ | rank_variables(rank, world_size, port)
         environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        if ranks_per_node:
+            environment["SLURMD_NODENAME"] = f"node{rank // ranks_per_node}"
         log = run_dir.parent / f"{run_dir.name}.{rank}.log"
         if forked:
             ranks.append(ForkedRank(environment, arguments, log))

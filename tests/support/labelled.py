@@ -87,6 +87,7 @@ def labelled_run(
     precision: PrecisionConfig | None = None,
     micro_batch_size: int = 4,
     learning_rate: float = 1e-3,
+    pack_rows: bool = False,
 ) -> RunConfig:
     """Return a run of 20 steps of 8 samples."""
     labels = LABELS if head in ("classification", "tokens") else ()
@@ -98,7 +99,7 @@ def labelled_run(
         precision=precision or PrecisionConfig(engine="plain"),
         parallel=parallel or ParallelConfig(),
         train=TrainConfig(steps=20, global_batch_size=8, micro_batch_size=micro_batch_size),
-        finetune=FinetuneConfig(task="tiny", data="nowhere"),
+        finetune=FinetuneConfig(task="tiny", data="nowhere", pack_rows=pack_rows),
     )
 
 
@@ -107,7 +108,8 @@ def labelled_rows(config: RunConfig, data: EncodedDataset | None = None) -> Task
     head = config.model.head
     parallel = config.parallel
     multiple = parallel.tensor_parallel_size if parallel.sequence_parallel else 1
-    return TaskRows(head, data or encoded(head), (1, 2), 0, multiple)
+    pack = config.finetune.pack_rows
+    return TaskRows(head, data or encoded(head), (1, 2), 0, multiple, pack)
 
 
 def labelled_steps(

@@ -25,14 +25,19 @@ def run_labelled(
     sift: float,
     micro_batch: int = 2,
     dtype: str = "fp32",
+    pack_rows: bool = False,
 ) -> list[float]:
-    """Return the losses of a run with dropout on this rank; ``layout`` None: one process."""
+    """Return the losses of a run on this rank; ``layout`` None: one process.
+
+    With dropout, unless rows are packed, where its bits depend on the rows side by side.
+    """
     deepspeed_config.PERSISTENCE_THRESHOLD = 0
     chosen = layout or Layout(1, 0, False, "none")
     groups = grid(layout.tp_size) if layout else single_process_groups(torch.device("cpu"))
     config = labelled_run(
         head,
-        dropout=0.1,
+        dropout=0.0 if pack_rows else 0.1,
+        pack_rows=pack_rows,
         sift=sift,
         model=MODEL,
         parallel=ParallelConfig(

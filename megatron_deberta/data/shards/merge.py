@@ -27,7 +27,13 @@ from megatron_deberta.data.shards.manifest import (
 )
 from megatron_deberta.data.shards.prefixes import refuse_duplicates
 from megatron_deberta.data.shards.reader import IndexedDataset
-from megatron_deberta.data.shards.writer import PartSize, ShardLayout, StagedShard, staged_shard
+from megatron_deberta.data.shards.writer import (
+    PartIndex,
+    PartSize,
+    ShardLayout,
+    StagedShard,
+    staged_shard,
+)
 from megatron_deberta.errors import ConfigError, DataError
 
 _CHUNK_BYTES = 1 << 23
@@ -69,10 +75,9 @@ def merge_shards(
             pool.submit(_copy_shard, staged, part, shard, manifest, advance)
             for part, (shard, manifest) in enumerate(zip(shards, manifests, strict=True))
         ]
-        bin_sha256 = _hash_copies(staged, copies)
-        merged = replace(
-            _sum_manifests(manifests), bin_sha256=bin_sha256, idx_sha256=staged.sha256("idx")
-        )
+        bin_sha256 = _hash_copies(shards, copies)
+        idx_sha256 = layout.idx_sha256(lambda: map(_index, shards))
+        merged = replace(_sum_manifests(manifests), bin_sha256=bin_sha256, idx_sha256=idx_sha256)
         staged.publish(merged)
     return merged
 
@@ -114,22 +119,25 @@ def _copy_shard(
         staged.layout.copy_tokens(staged.bin_file, part, stream.fileno(), on_chunk)
     compare_hash(bin_path(shard.prefix), found.hexdigest(), manifest.bin_sha256)
     verify_hash(idx_path(shard.prefix), manifest.idx_sha256)
-    ends = shard.document_boundaries[1:]
-    staged.layout.write_index(staged.idx_file, part, shard.sequence_lengths, ends)
+    staged.layout.write_index(staged.idx_file, part, *_index(shard))
 
 
-def _hash_copies(staged: StagedShard, copies: Sequence[Future[None]]) -> str:
-    """Hash the merged tokens as read back from the new file, each part once it is written.
+def _index(shard: IndexedDataset) -> PartIndex:
+    return shard.sequence_lengths, shard.document_boundaries[1:]
+
+
+def _hash_copies(shards: Sequence[IndexedDataset], copies: Sequence[Future[None]]) -> str:
+    """Hash the tokens that are merged, not the new file read back, each part once it is checked.
 
     The first failure cancels the copies that have not started.
     """
     digest = hashlib.sha256()
     try:
-        for part, copy in enumerate(copies):
+        for shard, copy in zip(shards, copies, strict=True):
             copy.result()
-            begin, end = staged.layout.token_range(part)
-            for offset in range(begin, end, _CHUNK_BYTES):
-                digest.update(os.pread(staged.bin_file, min(_CHUNK_BYTES, end - offset), offset))
+            with open(bin_path(shard.prefix), "rb") as stream:
+                while chunk := stream.read(_CHUNK_BYTES):
+                    digest.update(chunk)
     except BaseException:
         for copy in copies:
             copy.cancel()

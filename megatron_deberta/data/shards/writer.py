@@ -8,6 +8,7 @@ any order, by any number of threads or processes. ``preprocess`` and ``merge`` w
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,11 +31,13 @@ from megatron_deberta.data.shards.format import (
 )
 from megatron_deberta.data.shards.manifest import ShardManifest, encode_manifest
 from megatron_deberta.errors import DataError
-from megatron_deberta.files import fsync_path, sha256_file, write_durably
+from megatron_deberta.files import fsync_path, write_durably
 
 _CHUNK_BYTES = 1 << 23
 _CHUNK_ROWS = 1 << 20
 Document = npt.NDArray[Any] | Sequence[npt.NDArray[Any]]
+PartIndex = tuple[npt.NDArray[np.int32], Integers | None]
+"""Lengths of a part's sequences, and its document ends; None: each document is one sequence."""
 
 
 class PartSize(NamedTuple):
@@ -106,9 +109,7 @@ class ShardLayout:
         if self.bin_bytes:
             os.posix_fallocate(bin_file, 0, self.bin_bytes)
         os.posix_fallocate(idx_file, 0, self.idx_bytes)
-        code, total = CODES_OF_DTYPES[self.dtype], self.total
-        header = HEADER.pack(MAGIC, VERSION, code, total.sequences, total.documents + 1)
-        _write_at(idx_file, header, 0)
+        _write_at(idx_file, self._header(), 0)
         _write_at(idx_file, bytes(8), self._boundary_offset(0))
 
     def write_index(
@@ -133,19 +134,56 @@ class ShardLayout:
         tokens, sequences, first = self._begins[part]
         offset = tokens * self.dtype.itemsize
         offsets_begin = HEADER.size + 4 * self.total.sequences
-        for begin in range(0, len(lengths), _CHUNK_ROWS):
-            chunk = lengths[begin : begin + _CHUNK_ROWS]
-            ends = offset + np.cumsum(chunk, dtype=np.int64) * self.dtype.itemsize
-            starts = np.concatenate([[offset], ends[:-1]])
-            _write_at(idx_file, chunk, HEADER.size + 4 * (sequences + begin))
-            _write_at(idx_file, starts, offsets_begin + 8 * (sequences + begin))
-            offset = ends[-1]
+        begin = sequences
+        for starts, _ in self._chunk_offsets(lengths, offset):
+            chunk = lengths[begin - sequences :][: len(starts)]
+            _write_at(idx_file, chunk, HEADER.size + 4 * begin)
+            _write_at(idx_file, starts, offsets_begin + 8 * begin)
+            begin += len(starts)
         num_documents = self._begins[part + 1].documents - first
         if document_ends is None:
             document_ends = np.arange(1, num_documents + 1)
         for begin in range(0, num_documents, _CHUNK_ROWS):
             boundaries = document_ends[begin : begin + _CHUNK_ROWS] + sequences
             _write_at(idx_file, boundaries, self._boundary_offset(first + begin + 1))
+
+    def idx_sha256(self, parts: Callable[[], Iterable[PartIndex]]) -> str:
+        """Return the SHA-256 of the ``.idx`` file from what is to be written.
+
+        Args:
+            parts: called three times; yields each part's lengths and document ends, as for
+                ``write_index``.
+        """
+        digest = hashlib.sha256(self._header())
+        for lengths, _ in parts():
+            digest.update(lengths.tobytes())
+        offset = 0
+        for lengths, _ in parts():
+            for starts, end in self._chunk_offsets(lengths, offset):
+                digest.update(starts.tobytes())
+                offset = end
+        digest.update(bytes(8))
+        sequences = 0
+        for lengths, document_ends in parts():
+            ends = np.arange(1, len(lengths) + 1) if document_ends is None else document_ends
+            digest.update((ends + sequences).tobytes())
+            sequences += len(lengths)
+        return digest.hexdigest()
+
+    def _header(self) -> bytes:
+        code, total = CODES_OF_DTYPES[self.dtype], self.total
+        return HEADER.pack(MAGIC, VERSION, code, total.sequences, total.documents + 1)
+
+    def _chunk_offsets(
+        self, lengths: npt.NDArray[np.int32], offset: int
+    ) -> Iterator[tuple[npt.NDArray[np.int64], int]]:
+        """Yield the byte offsets of sequences by chunks, and where each chunk ends."""
+        for begin in range(0, len(lengths), _CHUNK_ROWS):
+            chunk = lengths[begin : begin + _CHUNK_ROWS]
+            ends = offset + np.cumsum(chunk, dtype=np.int64) * self.dtype.itemsize
+            starts = np.concatenate([[offset], ends[:-1]])
+            offset = int(ends[-1])
+            yield starts, offset
 
     def copy_tokens(
         self,
@@ -193,10 +231,6 @@ class StagedShard:
     layout: ShardLayout
     bin_file: int
     idx_file: int
-
-    def sha256(self, end: str) -> str:
-        """Return the digest of the ``bin`` or ``idx`` file."""
-        return sha256_file(_unfinished_path(self.prefix, end))
 
     def publish(self, manifest: ShardManifest | None) -> None:
         """Flush the files and rename them; the index last, without which no reader sees a shard.
@@ -290,7 +324,8 @@ def write_shard(
     layout = ShardLayout(dtype, [PartSize(tokens.size, lengths.size, len(document_ends))])
     with staged_shard(prefix, layout) as shard:
         _write_at(shard.bin_file, tokens, 0)
-        layout.write_index(shard.idx_file, 0, lengths, np.array(document_ends))
+        index = lengths, np.array(document_ends)
+        layout.write_index(shard.idx_file, 0, *index)
         manifest = ShardManifest(
             tokenizer_fingerprint=tokenizer_fingerprint,
             tokenizer_path=tokenizer_path,
@@ -299,8 +334,8 @@ def write_shard(
             num_documents=len(document_ends),
             num_sequences=lengths.size,
             num_tokens=tokens.size,
-            bin_sha256=shard.sha256("bin"),
-            idx_sha256=shard.sha256("idx"),
+            bin_sha256=hashlib.sha256(tokens.tobytes()).hexdigest(),
+            idx_sha256=layout.idx_sha256(lambda: [index]),
             sources=sources,
         )
         shard.publish(manifest if tokenizer_fingerprint else None)

@@ -61,6 +61,7 @@ class _Parallelism:
     sequence: bool
     vocab_start: int
     vocab_size: int
+    fuse: bool
 
 
 class _ParallelHook(nn.Module):
@@ -75,6 +76,7 @@ class _ParallelHook(nn.Module):
         self.sequence = parallelism.sequence
         self.vocab_start = parallelism.vocab_start
         self.vocab_size = parallelism.vocab_size
+        self.fuse = parallelism.fuse
         for name, parameter in hook.named_parameters(recurse=False):
             self.register_parameter(name, parameter)
 
@@ -175,7 +177,10 @@ class _TokenLoss(_ParallelHook):
         reduction: Reduction = "sum",
     ) -> tuple[Tensor, Tensor]:
         compute = vocab_parallel_loss if reduction == "sum" else vocab_parallel_token_losses
-        return compute(states, weight, bias, labels, self.vocab_start, self.vocab_size, self.group)
+        return compute(
+            states, weight, bias, labels, self.vocab_start, self.vocab_size, self.group,
+            fuse=self.fuse,
+        )  # fmt: skip
 
 
 class _SampledTokenLoss(_ParallelHook):
@@ -183,8 +188,9 @@ class _SampledTokenLoss(_ParallelHook):
         self, states: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, draw: GumbelMax
     ) -> tuple[Tensor, Tensor, Tensor]:
         return vocab_parallel_sampled_loss(
-            states, weight, bias, labels, draw, self.vocab_start, self.vocab_size, self.group
-        )
+            states, weight, bias, labels, draw, self.vocab_start, self.vocab_size, self.group,
+            fuse=self.fuse,
+        )  # fmt: skip
 
 
 _PARALLEL_HOOKS: dict[type[nn.Module], type[_ParallelHook]] = {
@@ -204,7 +210,13 @@ _PARALLEL_HOOKS: dict[type[nn.Module], type[_ParallelHook]] = {
 
 
 def parallelize_module(
-    model: nn.Module, groups: ProcessGroups, *, sequence: bool, vocab_start: int, vocab_size: int
+    model: nn.Module,
+    groups: ProcessGroups,
+    *,
+    sequence: bool,
+    vocab_start: int,
+    vocab_size: int,
+    fuse: bool,
 ) -> None:
     """Replace every hook of ``model`` in place; parameters keep their names and identity.
 
@@ -214,8 +226,9 @@ def parallelize_module(
         sequence: sequence parallelism.
         vocab_start: first vocabulary row of this rank.
         vocab_size: size of the vocabulary, without padding.
+        fuse: fuse the vocabulary's cross-entropy where its kernels are supported.
     """
-    parallelism = _Parallelism(groups.tp_group, sequence, vocab_start, vocab_size)
+    parallelism = _Parallelism(groups.tp_group, sequence, vocab_start, vocab_size, fuse)
     for path, module in list(model.named_modules()):
         hook = _PARALLEL_HOOKS.get(type(module))
         if hook is not None:

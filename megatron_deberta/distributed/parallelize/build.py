@@ -20,9 +20,9 @@ from megatron_deberta.distributed.parallelize.spec import ParameterSpec
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.errors import TopologyError
 from megatron_deberta.model import DebertaBackbone, RuntimeOptions
-from megatron_deberta.model.fused import can_fuse
 from megatron_deberta.model.weight_init import fill_initial
 from megatron_deberta.objectives import build_objective
+from megatron_deberta.ops.kernel_support import can_fuse
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,7 @@ def build_model(
         sequence=config.parallel.sequence_parallel,
         vocab_start=vocabulary_offset(config.model.vocab_size, groups.tp_rank, groups.tp_size),
         vocab_size=config.model.vocab_size,
+        fuse=options.fuse,
     )
     for path, module in model.named_modules():
         if _fill_own_parameters(module, path, specs, config, groups.device) and partition:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron_deberta.errors import CheckpointError
-from megatron_deberta.hf.onnx.graph import GraphKind, OnnxDtype
+from megatron_deberta.hf.heads import GraphKind
+from megatron_deberta.hf.onnx.graph import OnnxDtype
 from megatron_deberta.hf.onnx.libraries import open_session
 from megatron_deberta.hf.verify import FP32_TOLERANCE, REAL_TEXTS
 from megatron_deberta.model import DebertaBackbone, DebertaForPretraining, DebertaForTask

@@ -11,12 +11,12 @@ from typing import Any
 from torch import Tensor
 
 from megatron_deberta.config.schema import ModelConfig
-from megatron_deberta.hf.loading import build_discriminator, build_model, build_task_model
+from megatron_deberta.hf.heads import GraphKind
+from megatron_deberta.hf.loading import build_with_head
 from megatron_deberta.hf.onnx.check import OnnxParity, check_graph
-from megatron_deberta.hf.onnx.graph import GraphKind, OnnxDtype, graph_kind, write_graph
+from megatron_deberta.hf.onnx.graph import OnnxDtype, graph_kind, write_graph
 from megatron_deberta.hf.onnx.libraries import OPSET, count_nodes, require_libraries
 from megatron_deberta.hf.onnx.timing import time_graph
-from megatron_deberta.model import DebertaBackbone
 from megatron_deberta.tokenizer import Tokenizer
 
 FOLDER, MODEL_FILE, REPORT_FILE = "onnx", "model.onnx", "report.json"
@@ -91,7 +91,7 @@ def add_onnx(
     folder.mkdir()
     path = folder / MODEL_FILE
     write_graph(path, config, read, kind, options.dtype)
-    ours = _build(config, read)
+    ours = build_with_head(config, read)
     parity = check_graph(path, ours, kind, tokenizer, options.dtype)
     del ours
     report = OnnxReport(
@@ -148,11 +148,3 @@ def summary(report: OnnxReport) -> list[str]:
             f"({a['torch']:.4f} in torch, fp32)."
         )
     return lines
-
-
-def _build(config: ModelConfig, read: Callable[[str], Tensor]) -> DebertaBackbone:
-    if config.head == "mlm":
-        return build_model(config, read)
-    if config.head == "discriminator":
-        return build_discriminator(config, read)
-    return build_task_model(config, read)

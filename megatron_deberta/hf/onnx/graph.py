@@ -20,12 +20,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megatron_deberta.config.schema import ModelConfig
+from megatron_deberta.errors import ConfigError
+from megatron_deberta.hf.heads import HEADS, GraphKind
 from megatron_deberta.hf.onnx.libraries import MAX_FILE_BYTES, GraphWriter
 from megatron_deberta.model import count_parameters
 from megatron_deberta.model.heads import is_roberta, num_outputs
 from megatron_deberta.ops import RelativePositions
 
-GraphKind: TypeAlias = Literal["encoder", "fill-mask", "rows", "tokens", "spans", "choices"]
 OnnxDtype: TypeAlias = Literal["fp32", "fp16", "int8"]
 _MASKED = -3e4
 """Added to the scores of padding; within the range of float16."""
@@ -35,13 +36,15 @@ without VNNI instructions."""
 
 
 def graph_kind(config: ModelConfig, *, encoder: bool = False) -> GraphKind:
-    """Return the graph that is written for a model: of its own head, or of its encoder."""
-    if encoder or config.head == "discriminator":
-        return "encoder"
-    kinds: dict[str, GraphKind] = {
-        "mlm": "fill-mask", "spans": "spans", "tokens": "tokens", "choices": "choices"
-    }  # fmt: skip
-    return kinds.get(config.head, "rows")
+    """Return the graph that is written for a model: of its own head, or of its encoder.
+
+    Raises:
+        ConfigError: the head has no graph.
+    """
+    kind = "encoder" if encoder else HEADS[config.head].graph
+    if kind is None:
+        raise ConfigError(f"--to onnx has no graph for model.head={config.head}; use --to hf")
+    return kind
 
 
 def write_graph(

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.errors import ConfigError
-from megatron_deberta.hf.config import auto_class_name, choose_model_type
+from megatron_deberta.hf.config import choose_model_type
+from megatron_deberta.hf.heads import HEADS, GraphKind
 from megatron_deberta.hf.loading import quiet_transformers
 from megatron_deberta.hf.onnx.check import Batch, add_masks, graph_runner, text_batch
-from megatron_deberta.hf.onnx.graph import GraphKind
 from megatron_deberta.hf.onnx.libraries import export_stock, open_session
 from megatron_deberta.tokenizer import Tokenizer
 
@@ -109,8 +109,8 @@ def _in_turns(
 
 def _load_stock(export: Path, config: ModelConfig, kind: GraphKind) -> Any:
     """Load transformers' own class; a head that it lacks is new, which does not change times."""
-    name = {"encoder": "AutoModel", "fill-mask": "AutoModelForMaskedLM"}.get(kind)
-    auto_class = getattr(transformers, name or auto_class_name(config))
+    name = "AutoModel" if kind == "encoder" else HEADS[config.head].auto_class
+    auto_class = getattr(transformers, name)
     with quiet_transformers():
         return auto_class.from_pretrained(export, local_files_only=True, dtype=torch.float32).eval()
 

@@ -1,14 +1,11 @@
-"""The stages of a run, from the files to the folder without duplicates.
-
-Owns their order and what is true before and after. Refuses to know how each works.
-"""
+"""The stages of a run, from the files to the folder without duplicates."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -28,10 +25,10 @@ from megatron_deberta.text.deduplicate.work import (
     StageRunner,
     Work,
     begin_work,
-    locked,
     make_plan,
-    refuse_foreign,
 )
+from megatron_deberta.text.jobs.executors import Engine, local_engine
+from megatron_deberta.text.jobs.folder import JobFolder
 from megatron_deberta.text.preprocess.units import UNIT_BYTES
 from megatron_deberta.text.readers.records import ReadOptions
 from megatron_deberta.text.readers.sources import SUMMARY, Source
@@ -47,6 +44,7 @@ def deduplicate(
     options: ReadOptions,
     *,
     workers: int = 0,
+    engine: Engine | None = None,
     compression: Compression = "none",
     unit_bytes: int = UNIT_BYTES,
     force: bool = False,
@@ -64,6 +62,7 @@ def deduplicate(
         settings: what a duplicate is.
         options: what of a record is read.
         workers: processes; 0 works in this one.
+        engine: runs the tasks instead, see ``remote_engine``.
         compression: of the files of documents.
         unit_bytes: size of the pieces that the input is worked on in.
         force: replace a folder that exists, once everything is done.
@@ -81,7 +80,7 @@ def deduplicate(
         asdict(settings), options, sources, plan_units(sources, unit_bytes), compression
     )
     refuse_inputs(output, sources)
-    return fill_folder(output, plan, _run_stages, gather_output, workers, force, advance)
+    return fill_folder(output, plan, _run_stages, gather_output, workers, engine, force, advance)
 
 
 def refuse_inputs(output: Path, sources: Sequence[Source]) -> None:
@@ -104,6 +103,7 @@ def fill_folder(
     run_stages: Callable[[Work, StageRunner], None],
     gather: Callable[[Work, Path], dict[str, Any]],
     workers: int,
+    engine: Engine | None,
     force: bool,
     advance: Advance,
 ) -> dict[str, Any]:
@@ -115,6 +115,7 @@ def fill_folder(
         run_stages: does all work but the last.
         gather: puts the result together in a folder and returns its summary.
         workers: processes.
+        engine: runs the tasks instead.
         force: replace ``output``.
         advance: told (stage, tasks, done).
 
@@ -122,34 +123,31 @@ def fill_folder(
         ConfigError: ``output`` exists, or unfinished work of another plan does.
         DataError: the disk is full, or what the stages raise.
     """
-    folder = unfinished_folder(output)
-    rubbish = folder.with_name(f".{folder.name}.removed")
+    folder = JobFolder(output)
+    folder.remove_leftovers()
     try:
-        shutil.rmtree(rubbish, ignore_errors=True)
         summary = _finished(output, plan)
         if summary is None:
             if os.path.lexists(output) and not force:
                 raise ConfigError(f"--output {output}: exists; choose another or add --force")
-            with begin_work(folder, plan) as work:
+            with begin_work(folder, plan) as work, contextlib.ExitStack() as stack:
+                # Spawned: the display that the caller has opened runs a thread.
+                used = engine or stack.enter_context(local_engine(workers, start_method="spawn"))
                 try:
-                    with StageRunner(work, workers, advance) as runner:
-                        run_stages(work, runner)
+                    run_stages(work, StageRunner(work, used, advance))
+                    folder.check_lock()
                     summary = _publish(work, output, gather)
                 except NoDocumentsError:
                     # Other options are wanted, which unfinished work would refuse.
-                    _remove(folder, rubbish)
+                    folder.remove()
                     raise
-        if folder.exists():
-            _remove(folder, rubbish)
+                folder.remove()
+        elif folder.path.exists():
+            with folder.locked():
+                folder.remove()
     except OSError as error:
-        raise DataError(f"{folder}: {error}; is the disk full?") from error
+        raise DataError(f"{folder.path}: {error}; is the disk full?") from error
     return summary
-
-
-def _remove(folder: Path, rubbish: Path) -> None:
-    # Half removed under its own name, it would look like work to go on with.
-    folder.rename(rubbish)
-    shutil.rmtree(rubbish)
 
 
 def _publish(
@@ -177,25 +175,6 @@ def _finished(output: Path, plan: bytes) -> dict[str, Any] | None:
     except (OSError, DataError):
         return None
     return summary if summary.get("plan_sha256") == hashlib.sha256(plan).hexdigest() else None
-
-
-def unfinished_folder(output: Path) -> Path:
-    """Return where a run keeps its work until it is done."""
-    return Path(f"{output}.unfinished")
-
-
-def forget_unfinished(output: Path) -> None:
-    """Remove what a killed run left.
-
-    Raises:
-        ConfigError: the folder is somebody's own.
-        DataError: another process works there.
-    """
-    folder = unfinished_folder(output)
-    if folder.exists():
-        refuse_foreign(folder)
-        with locked(folder):
-            shutil.rmtree(folder)
 
 
 def _run_stages(work: Work, runner: StageRunner) -> None:

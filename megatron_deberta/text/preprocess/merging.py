@@ -1,40 +1,69 @@
-"""Puts the parts together and gives the shards their names.
+"""Merging of encoded units into shards, which the driver publishes.
 
-Owns what happens once every unit is recorded: one process lays out the files, all copy parts to
-their places, and one publishes. Each step is recorded, so that whoever comes next goes on; each
-may be done twice with the same bytes. Refuses to publish what is above the bound of bad records.
+Copies and hashes are units like others. Hashes are of what units wrote, checked against their
+records, and never of a shard's file read back.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import os
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+from typing_extensions import TypedDict
 
-from megatron_deberta.data.shards.format import bin_path, dtype_for_vocab, idx_path, manifest_path
+from megatron_deberta.data.shards.format import bin_path, idx_path, manifest_path
 from megatron_deberta.data.shards.manifest import ShardManifest, encode_manifest
-from megatron_deberta.data.shards.writer import PartSize, ShardLayout
+from megatron_deberta.data.shards.writer import PartIndex, PartSize, ShardLayout
 from megatron_deberta.errors import DataError
 from megatron_deberta.files import fsync_path, write_durably
 from megatron_deberta.parsing import parse_json
-from megatron_deberta.text.preprocess import direct_io
+from megatron_deberta.text.jobs.executors import Call, Engine, run_calls
+from megatron_deberta.text.jobs.folder import RESTART, HashedFile, JobFolder, temporary_path
 from megatron_deberta.text.preprocess.progress import ProgressCounters
-from megatron_deberta.text.preprocess.units import WorkUnit
+from megatron_deberta.text.preprocess.units import UnitRecord, WorkUnit, read_record
 from megatron_deberta.text.preprocess.worker import Job
-from megatron_deberta.text.preprocess.workfolder import WorkFolder
 from megatron_deberta.text.readers.checks import name_damaged
 from megatron_deberta.text.readers.records import DAMAGED, DEFAULT_ALLOW_BAD
 
-_TASK_BYTES = 1 << 28
-_MOST_TASKS = 1024
+_COPY_BYTES = 1 << 28
+_MOST_COPIES = 1024
+_CHUNK_BYTES = 1 << 20
+
+
+class _HashRecord(TypedDict):
+    """Digests of a shard."""
+
+    bin_sha256: str
+    idx_sha256: str
+
+
+class _LayoutRecord(TypedDict):
+    """Record that the shards' files have been allocated."""
+
+    quarantine_sha256: str
+
+
+@dataclass(slots=True)
+class Part:
+    """What one unit has of one key.
+
+    Attributes:
+        unit: name of the unit.
+        size: tokens, sequences and documents.
+        sha256: digests of its tokens and of its index.
+    """
+
+    unit: str
+    size: tuple[int, int, int]
+    sha256: tuple[str, str]
 
 
 def shard_prefixes(output: str, keys: Sequence[str], language: str) -> list[str]:
@@ -49,110 +78,102 @@ def quarantine_path(output: str) -> str:
 
 
 class Merger:
-    """Does the merge together with all other processes of the run.
+    """Merges the units of a run.
 
     Args:
         job: what was encoded.
         units: all units in order.
-        folder: where the parts are.
-        board: where to say what is being done.
+        folder: holds their parts; locked by this process.
+        board: shows what is done.
+
+    Raises:
+        DataError: a record is damaged.
     """
 
     def __init__(
-        self, job: Job, units: list[WorkUnit], folder: WorkFolder, board: ProgressCounters
+        self, job: Job, units: list[WorkUnit], folder: JobFolder, board: ProgressCounters
     ) -> None:
         """See the class."""
         self._job = job
-        self._units = units
         self._folder = folder
         self._board = board
-        self._dtype = dtype_for_vocab(job.vocab_size)
         self._prefixes = shard_prefixes(job.output, job.options.keys, job.language)
+        self._units = units
+        self._reasons: Counter[str] = Counter()
+        self._documents = 0
+        self._empty: Counter[int] = Counter()
+        self._parts: list[list[Part]] = [[] for _ in job.options.keys]
+        for unit in units:
+            self._add(unit, read_record(folder, unit))
 
-    def run(self) -> None:
+    def _add(self, unit: WorkUnit, record: UnitRecord) -> None:
+        self._reasons.update(record["reasons"])
+        self._documents += record["documents"]
+        for key, parts in enumerate(self._parts):
+            tokens, sequences, documents, empty = record["sizes"][key]
+            digests = record["sha256"][2 * key], record["sha256"][2 * key + 1]
+            parts.append(Part(unit.name, (tokens, sequences, documents), digests))
+            self._empty[key] += empty
+
+    def run(self, engine: Engine, allow_bad: float | None) -> None:
         """Merge and publish.
 
+        Args:
+            engine: runs copies and hashes.
+            allow_bad: see ``RunOptions``.
+
         Raises:
-            DataError: too many records are bad, or a key has no text.
+            DataError: too many records are bad, a key has no text, or a part is damaged.
             OSError: the disk is full.
         """
         self._board.enter("merging")
-        summary = self._once(["layout"], lambda _: self._lay_out())["layout"]
-        self._refuse_bad(summary)
-        layouts = [
-            ShardLayout(self._dtype, [PartSize(*sizes[:3]) for sizes in each])
-            for each in summary["sizes"]
-        ]
-        tasks = {f"copy-{first:08d}": (first, last) for first, last in self._tasks(layouts)}
-        self._once(list(tasks), lambda name: self._copy(layouts, summary["sizes"], *tasks[name]))
-        files = [f"hash-{index}.{end}" for index in range(len(layouts)) for end in ("bin", "idx")]
-        hashes = self._once([*files, "hash-bad"], self._hash)
-        self._once(["manifests"], lambda _: self._write_manifests(summary, layouts, hashes))
+        layout = self._folder.recorded("layout", _LayoutRecord)
+        if layout is None:
+            layout = self._lay_out()
+        self._refuse_bad(allow_bad)
+        if not self._folder.is_recorded("manifests"):
+            run_calls(engine, self._calls())
+            self._write_manifests(layout["quarantine_sha256"])
         self._board.enter("publishing")
-        self._once(["cleared"], lambda _: self._clear())
-        self._once(["published"], lambda _: self._publish())
+        self._folder.check_lock()
+        if not self._folder.is_recorded("cleared"):
+            self._clear()
+        self._publish()
 
-    def _once(self, names: list[str], do: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
-        """Have each of some tasks done, by this process or another, and return their records."""
-        wait = 0.005
-        while True:
-            found = {name: self._folder.recorded(name) for name in names}
-            if None not in found.values():
-                return found
-            for name in (name for name, record in found.items() if record is None):
-                if not self._folder.claim(name):
-                    continue
-                try:
-                    if self._folder.recorded(name) is None:
-                        self._folder.record(name, do(name))
-                        wait = 0.005
-                finally:
-                    self._folder.release(name)
-            time.sleep(wait)
-            # A fifth of the time waited so far: what took a moment is not waited for much longer.
-            wait = min(1.2 * wait, 1.0)
-
-    def _lay_out(self) -> dict[str, Any]:
-        """Add everything up, set out the final files and list what was set aside."""
-        keys = range(len(self._job.options.keys))
-        sizes: list[list[list[int]]] = [[] for _ in keys]
-        reasons: Counter[str] = Counter()
-        documents = 0
-        lines: Counter[int] = Counter()
-        staged = self._folder.staged / "bad"
-        with self._folder.appearing(staged) as path, path.open("wb") as quarantine:
+    def _lay_out(self) -> _LayoutRecord:
+        """Allocate the shards' files and list the quarantined records."""
+        quarantine = HashedFile(self._folder.staged / "bad")
+        try:
+            lines: Counter[int] = Counter()
             for unit in self._units:
-                record = self._folder.recorded(unit.name)
-                assert record is not None, unit
-                for key in keys:
-                    sizes[key].append(record["sizes"][key])
-                reasons.update(record["reasons"])
-                documents += record["documents"]
+                record = read_record(self._folder, unit)
                 bases = []
                 for source, begin, piece_lines in record["pieces"]:
                     if begin == 0:
                         lines[source] = 0
                     bases.append(lines[source])
                     lines[source] += piece_lines
-                if record["reasons"] or any(size[3] for size in record["sizes"]):
-                    quarantine.writelines(self._quarantined(unit, bases))
-            quarantine.flush()
-            os.fsync(quarantine.fileno())
-        for key in keys:
-            layout = ShardLayout(self._dtype, [PartSize(*each[:3]) for each in sizes[key]])
-            with (
-                self._folder.appearing(self._staged(key, "bin")) as bin_file,
-                self._folder.appearing(self._staged(key, "idx")) as idx_file,
-            ):
-                layout.create(bin_file, idx_file)
-        return {"sizes": sizes, "reasons": reasons, "documents": documents}
+                if record["sha256"][-1]:
+                    for line in self._quarantined(unit, record["sha256"][-1], bases):
+                        quarantine.write(line)
+            digest = quarantine.take_digest()
+            quarantine.commit()
+        finally:
+            quarantine.close()
+        for key, parts in enumerate(self._parts):
+            files = [self._folder.staged / f"{key}.{end}" for end in ("bin", "idx")]
+            _layout(self._job, parts).create(*files)
+        self._folder.record("layout", {"quarantine_sha256": digest})
+        return {"quarantine_sha256": digest}
 
-    def _quarantined(self, unit: WorkUnit, bases: list[int]) -> Iterator[bytes]:
-        with (self._folder.parts / f"{unit.name}.bad").open("rb") as stream:
+    def _quarantined(self, unit: WorkUnit, sha256: str, bases: list[int]) -> Iterator[bytes]:
+        path = self._folder.parts / f"{unit.name}.bad"
+        _check_part(self._folder, unit.name, path, hashlib.sha256(path.read_bytes()), sha256)
+        with path.open("rb") as stream:
             for entry in stream:
                 source, piece, line, offset, reason, detail = parse_json(
                     entry, tuple[int, int, int, int, str, str], unit.name, "a bad record",
-                    remedy="begin again with --restart",
+                    remedy=RESTART,
                 )  # fmt: skip
                 content = {
                     "file": self._job.sources[source].name,
@@ -163,140 +184,218 @@ class Merger:
                 }
                 yield json.dumps(content, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
 
-    def _refuse_bad(self, summary: dict[str, Any]) -> None:
-        reasons = summary["reasons"]
-        bad = sum(reasons.values())
-        total = summary["documents"] + bad
+    def _refuse_bad(self, allow_bad: float | None) -> None:
+        reasons = self._reasons
+        bad = reasons.total()
+        total = self._documents + bad
         share = bad / max(total, 1)
-        damaged = reasons.get(DAMAGED, 0)
-        allowed = DEFAULT_ALLOW_BAD if self._job.allow_bad is None else self._job.allow_bad
+        damaged = reasons[DAMAGED]
+        allowed = DEFAULT_ALLOW_BAD if allow_bad is None else allow_bad
         quarantine = self._folder.staged / "bad"
         listed = f"they are listed in {quarantine}"
-        names = f"; damaged: {name_damaged(quarantine)}" if damaged else ""
         if share > allowed:
             found = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
+            names = f"; damaged: {name_damaged(quarantine)}" if damaged else ""
             raise DataError(
                 f"{bad} of {total} records are bad ({found}), {share:.2%} where "
                 f"--max-bad-fraction is {allowed:.2%}{names}; {listed}; nothing was published"
             )
-        if damaged and self._job.allow_bad is None:
+        if damaged and allow_bad is None:
             raise DataError(
                 f"{damaged} input file(s) are truncated or damaged: {name_damaged(quarantine)}; "
                 f"{listed}; replace them, or take what can be read of them with "
                 "--max-bad-fraction FRACTION"
             )
-        for key, sizes in zip(self._job.options.keys, summary["sizes"], strict=True):
-            if not sum(size[0] for size in sizes):
+        for key, parts in zip(self._job.options.keys, self._parts, strict=True):
+            if not any(part.size[0] for part in parts):
                 raise DataError(
                     f"no text under key {key!r} in {len(self._job.sources)} input file(s)"
                 )
 
-    def _tasks(self, layouts: list[ShardLayout]) -> Iterable[tuple[int, int]]:
-        """Group units into copies that are worth a flush each."""
-        total = sum(layout.bin_bytes + layout.idx_bytes for layout in layouts)
-        tasks = max(1, min(len(self._units), total // _TASK_BYTES, _MOST_TASKS))
-        return itertools.pairwise(len(self._units) * index // tasks for index in range(tasks + 1))
+    def _calls(self) -> Iterator[Call]:
+        """Yield the hashes, which take longest, and copies that are worth a flush each."""
+        job_path = str(job_file(self._folder))
+        for key, parts in enumerate(self._parts):
+            if not self._folder.is_recorded(f"hash-{key}"):
+                yield hash_shard, (job_path, key, parts)
+        for key, parts in enumerate(self._parts):
+            layout = _layout(self._job, parts)
+            size = layout.bin_bytes + layout.idx_bytes
+            copies = max(1, min(len(parts), size // _COPY_BYTES, _MOST_COPIES))
+            bounds = [len(parts) * index // copies for index in range(copies + 1)]
+            for first, last in itertools.pairwise(bounds):
+                if not self._folder.is_recorded(f"copy-{key}-{first:08d}"):
+                    # Only the sums of what is before and behind decide the places.
+                    before, behind = _sum_parts(parts[:first]), _sum_parts(parts[last:])
+                    yield copy_parts, (job_path, key, first, [before, *parts[first:last], behind])
 
-    def _copy(
-        self, layouts: list[ShardLayout], sizes: list[list[list[int]]], first: int, last: int
-    ) -> dict[str, Any]:
-        buffers = direct_io.new_buffer(), direct_io.new_buffer()
-        for key, layout in enumerate(layouts):
-            files = [os.open(self._staged(key, end), os.O_WRONLY) for end in ("bin", "idx")]
-            place = sum(size[0] for size in sizes[key][:first]) * self._dtype.itemsize
-            try:
-                for index in range(first, last):
-                    self._board.enter("merging")
-                    path = self._folder.parts / f"{self._units[index].name}.{key}"
-                    token_bytes = sizes[key][index][0] * self._dtype.itemsize
-                    if token_bytes < direct_io.BUFFER_BYTES:
-                        with path.open("rb") as part:
-                            layout.copy_tokens(files[0], index, part.fileno())
-                    else:
-                        direct_io.copy_direct(
-                            path, token_bytes, self._staged(key, "bin"), place, buffers
-                        )
-                    place += token_bytes
-                    layout.write_index(files[1], index, *self._index(path, sizes[key][index]))
-                for descriptor in files:
-                    os.fsync(descriptor)
-            finally:
-                for descriptor in files:
-                    os.close(descriptor)
-        return {}
-
-    def _index(
-        self, path: Path, size: list[int]
-    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64] | None]:
-        """Read what a part has behind its tokens: lengths, and where documents end."""
-        tokens, sequences, documents, _ = size
-        with path.open("rb") as part:
-            part.seek(tokens * self._dtype.itemsize)
-            lengths = np.frombuffer(part.read(4 * sequences), np.int32)
-            counts = None
-            if self._job.counts_sequences:
-                counts = np.frombuffer(part.read(), np.int32)
-        if lengths.size != sequences or (counts is not None and counts.size != documents):
-            raise DataError(f"{path}: shorter than its record says; begin again with --restart")
-        return lengths, None if counts is None else np.cumsum(counts, dtype=np.int64)
-
-    def _hash(self, name: str) -> dict[str, Any]:
-        return {"sha256": direct_io.sha256_direct(self._folder.staged / name.removeprefix("hash-"))}
-
-    def _write_manifests(
-        self, summary: dict[str, Any], layouts: list[ShardLayout], hashes: dict[str, Any]
-    ) -> dict[str, Any]:
-        quarantined = sum(summary["reasons"].values())
-        for key, layout in enumerate(layouts):
+    def _write_manifests(self, quarantine_sha256: str) -> None:
+        quarantined = self._reasons.total()
+        for key, parts in enumerate(self._parts):
+            total = _layout(self._job, parts).total
+            hashes = self._folder.recorded(f"hash-{key}", _HashRecord)
             manifest = ShardManifest(
                 tokenizer_fingerprint=self._job.tokenizer_fingerprint,
                 tokenizer_path=self._job.tokenizer_path,
                 vocab_size=self._job.vocab_size,
-                dtype=self._dtype.name,
-                num_documents=layout.total.documents,
-                num_sequences=layout.total.sequences,
-                num_tokens=layout.total.tokens,
-                bin_sha256=hashes[f"hash-{key}.bin"]["sha256"],
-                idx_sha256=hashes[f"hash-{key}.idx"]["sha256"],
+                dtype=self._job.dtype.name,
+                num_documents=total.documents,
+                num_sequences=total.sequences,
+                num_tokens=total.tokens,
+                **hashes,
                 sources=tuple(source.name for source in self._job.sources),
-                documents_in=summary["documents"] + quarantined,
-                documents_empty=sum(size[3] for size in summary["sizes"][key]),
+                documents_in=self._documents + quarantined,
+                documents_empty=self._empty[key],
                 documents_quarantined=quarantined,
-                quarantine=dict(sorted(summary["reasons"].items())),
-                quarantine_sha256=hashes["hash-bad"]["sha256"],
+                quarantine=dict(sorted(self._reasons.items())),
+                quarantine_sha256=quarantine_sha256,
                 plan_sha256=self._job.digest,
             )
-            path = self._staged(key, "manifest.json")
-            path.unlink(missing_ok=True)
-            write_durably(path, encode_manifest(manifest))
-        return {}
+            path = self._folder.staged / f"{key}.manifest.json"
+            temporary = temporary_path(path)
+            write_durably(temporary, encode_manifest(manifest))
+            os.replace(temporary, path)
+        fsync_path(self._folder.staged)
+        self._folder.record("manifests", {})
 
-    def _clear(self) -> dict[str, Any]:
-        """Take older shards' indices away, so that no old index ever meets new tokens."""
+    def _clear(self) -> None:
+        """Remove older shards' indices first, so that no old index meets new tokens."""
         for prefix in self._prefixes:
             for name in (idx_path(prefix), manifest_path(prefix)):
                 Path(name).unlink(missing_ok=True)
         fsync_path(Path(self._job.output).parent)
-        return {}
+        self._folder.record("cleared", {})
 
-    def _publish(self) -> dict[str, Any]:
-        """Give the files their names, each index last: without it a shard is none."""
-        self._board.enter("publishing")
+    def _publish(self) -> None:
+        """Give the files their names, each index last: without it there is no shard."""
         folder = Path(self._job.output).parent
         _rename(self._folder.staged / "bad", quarantine_path(self._job.output))
         for end, name in (("bin", bin_path), ("manifest.json", manifest_path), ("idx", idx_path)):
             if end == "idx":
                 fsync_path(folder)
             for key, prefix in enumerate(self._prefixes):
-                _rename(self._staged(key, end), name(prefix))
+                _rename(self._folder.staged / f"{key}.{end}", name(prefix))
         fsync_path(folder)
-        return {}
-
-    def _staged(self, key: int, end: str) -> Path:
-        return self._folder.staged / f"{key}.{end}"
 
 
 def _rename(staged: Path, final: str) -> None:
-    # What is not there was named before this process was broken off.
+    # What is missing was renamed before a kill.
     if staged.exists():
         os.replace(staged, final)
+
+
+def job_file(folder: JobFolder) -> Path:
+    """Return the path of the file that tells workers what to do."""
+    return folder.work / "job.json"
+
+
+def copy_parts(job_path: str, key: int, first: int, parts: list[Part]) -> None:
+    """Copy parts to their places in a shard's files, and flush them.
+
+    Args:
+        job_path: file written by ``Job.write``.
+        key: index of the key.
+        first: number of the first part to copy, for the record.
+        parts: the sum of those before, those to copy, and the sum of those behind.
+
+    Raises:
+        DataError: a part is damaged, or the disk is full.
+    """
+    job, folder = _open(job_path)
+    layout = _layout(job, parts)
+    files = [os.open(folder.staged / f"{key}.{end}", os.O_WRONLY) for end in ("bin", "idx")]
+    try:
+        for number, part in enumerate(parts[1:-1], 1):
+            with _part_path(folder, part, key).open("rb") as stream:
+                found = hashlib.sha256()
+                layout.copy_tokens(files[0], number, stream.fileno(), found.update)
+            _check_part(folder, part.unit, stream.name, found, part.sha256[0])
+            layout.write_index(files[1], number, *_read_index(job, folder, part, key))
+        for descriptor in files:
+            os.fsync(descriptor)
+    except OSError as error:
+        raise DataError(f"{job.output}: cannot write shard: {error}; is the disk full?") from error
+    finally:
+        for descriptor in files:
+            os.close(descriptor)
+    folder.record(f"copy-{key}-{first:08d}", {})
+
+
+def hash_shard(job_path: str, key: int, parts: list[Part]) -> None:
+    """Record the SHA-256 of a shard's files, from the parts that are copied into them.
+
+    Raises:
+        DataError: a part is damaged or cannot be read.
+    """
+    job, folder = _open(job_path)
+    digest = hashlib.sha256()
+    for part in parts:
+        found = hashlib.sha256()
+        for chunk in _read_tokens(job, folder, part, key):
+            found.update(chunk)
+            digest.update(chunk)
+        _check_part(folder, part.unit, _part_path(folder, part, key), found, part.sha256[0])
+
+    def indices() -> Iterator[PartIndex]:
+        return (_read_index(job, folder, part, key) for part in parts)
+
+    idx_sha256 = _layout(job, parts).idx_sha256(indices)
+    folder.record(f"hash-{key}", {"bin_sha256": digest.hexdigest(), "idx_sha256": idx_sha256})
+
+
+def _open(job_path: str) -> tuple[Job, JobFolder]:
+    job = Job.read(Path(job_path))
+    folder = JobFolder(job.output)
+    folder.open(job.digest)
+    return job, folder
+
+
+def _layout(job: Job, parts: Sequence[Part]) -> ShardLayout:
+    return ShardLayout(job.dtype, [PartSize(*part.size) for part in parts])
+
+
+def _sum_parts(parts: Sequence[Part]) -> Part:
+    sizes = [part.size for part in parts]
+    return Part(
+        "", (sum(s[0] for s in sizes), sum(s[1] for s in sizes), sum(s[2] for s in sizes)), ("", "")
+    )
+
+
+def _part_path(folder: JobFolder, part: Part, key: int) -> Path:
+    return folder.parts / f"{part.unit}.{key}"
+
+
+def _read_tokens(job: Job, folder: JobFolder, part: Part, key: int) -> Iterator[bytes]:
+    left = part.size[0] * job.dtype.itemsize
+    with _part_path(folder, part, key).open("rb") as stream:
+        while left and (chunk := stream.read(min(left, _CHUNK_BYTES))):
+            left -= len(chunk)
+            yield chunk
+
+
+def _read_index(job: Job, folder: JobFolder, part: Part, key: int) -> PartIndex:
+    """Read what a part has behind its tokens: lengths, and where documents end."""
+    path = _part_path(folder, part, key)
+    with path.open("rb") as stream:
+        stream.seek(part.size[0] * job.dtype.itemsize)
+        content = stream.read()
+    _check_part(folder, part.unit, path, hashlib.sha256(content), part.sha256[1])
+    values = np.frombuffer(content, np.int32)
+    counts = values[part.size[1] :]
+    return values[: part.size[1]], np.cumsum(
+        counts, dtype=np.int64
+    ) if job.counts_sequences else None
+
+
+def _check_part(folder: JobFolder, unit: str, path: object, found: Any, expected: str) -> None:
+    """Compare what was read of a part with its record.
+
+    Raises:
+        DataError: they differ; the unit will be done again.
+    """
+    if found.hexdigest() != expected:
+        folder.discard(unit)
+        raise DataError(
+            f"{path}: damaged since it was written (SHA-256); run the same command again, which "
+            "repeats this unit"
+        )

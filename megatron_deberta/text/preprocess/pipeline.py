@@ -1,22 +1,13 @@
-"""Text to shards by any number of processes on any number of nodes, which share a folder.
-
-Owns a run from beginning to end: what decides its result, its processes, and when it is done.
-Refuses to go on with a changed input, tokenizer or option; and to wait for a process that died.
-"""
+"""Text to shards: plan, units on an engine, merge."""
 
 from __future__ import annotations
 
 import contextlib
-import gc
-import hashlib
-import json
-import multiprocessing
 import os
-import signal
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +15,22 @@ from megatron_deberta.data.shards.format import bin_path, dtype_for_vocab, idx_p
 from megatron_deberta.data.shards.manifest import ShardManifest, read_manifest
 from megatron_deberta.data.shards.writer import PartSize, ShardLayout
 from megatron_deberta.errors import ConfigError, DataError
-from megatron_deberta.processes import die_with_parent
+from megatron_deberta.text.jobs.executors import Call, Engine, local_engine, run_calls
+from megatron_deberta.text.jobs.folder import BusyError, JobFolder, plan_digest
 from megatron_deberta.text.preprocess import units
-from megatron_deberta.text.preprocess.encoding import (
-    BatchEncoder,
-    EncodingOptions,
-    choose_encoder,
-    sentencepiece_encoder,
+from megatron_deberta.text.preprocess.encoding import EncodingOptions
+from megatron_deberta.text.preprocess.merging import (
+    Merger,
+    job_file,
+    quarantine_path,
+    shard_prefixes,
 )
-from megatron_deberta.text.preprocess.merging import Merger, quarantine_path, shard_prefixes
 from megatron_deberta.text.preprocess.progress import ProgressCounters, ProgressDisplay
-from megatron_deberta.text.preprocess.worker import Job, encode_units
-from megatron_deberta.text.preprocess.workfolder import WorkFolder
+from megatron_deberta.text.preprocess.worker import Job, encode_segment, load_once, open_worker
 from megatron_deberta.text.readers.reading import READING_VERSION
 from megatron_deberta.text.readers.records import ReadOptions
 from megatron_deberta.text.readers.sources import Source
-from megatron_deberta.tokenizer import Tokenizer, load_tokenizer
+from megatron_deberta.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,16 +38,16 @@ class RunOptions:
     """How a run is done; nothing of it changes the result.
 
     Attributes:
-        workers: processes on this node; 0 works in this one.
-        rank: of this launch among ``size`` that share the work.
-        size: launches that share the work (MPI ranks, tasks of a job array).
+        workers: worker processes; 0 works in this one.
+        engine: where units run instead, see ``remote_engine``.
+        share: task of a job array, which share the work; the last to finish merges.
         allow_bad: share of records that may be bad; None: 0.1 %, and no file may be damaged.
         force: replace shards that exist.
     """
 
     workers: int = 0
-    rank: int = 0
-    size: int = 1
+    engine: Engine | None = None
+    share: units.Share = units.Share()
     allow_bad: float | None = None
     force: bool = False
 
@@ -90,14 +81,14 @@ def preprocess(
         encoding: how texts become ids.
 
     Returns:
-        What was recorded beside each shard.
+        What was recorded beside each shard; nothing if other array tasks still work.
 
     Raises:
         ConfigError: a shard exists, a key cannot be part of a file name, the tokenizer lacks what
             ``encoding`` needs, an unfinished run was begun in another way, or its folder is
             somebody's own.
         DataError: an input, the tokenizer or the disk fails, a worker dies, too many records are
-            bad, or there is no text.
+            bad, there is no text, or another process works on this output.
     """
     read, run = read or ReadOptions(), run or RunOptions()
     encoding = encoding or EncodingOptions()
@@ -105,48 +96,167 @@ def preprocess(
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     unit_bytes = unit_bytes or units.usual_unit_bytes(sources)
     _check_names(sources, output, read.keys)
-    tokenizer = load_tokenizer(tokenizer_path)
-    eod = encoding.eod(tokenizer)
-    exact = sentencepiece_encoder(tokenizer) if encoding.use_sentencepiece else None
-    plan = _plan(sources, tokenizer, read, language, unit_bytes) | encoding.plan()
-    digest = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
-    prefixes = shard_prefixes(output, read.keys, language)
-    folder = WorkFolder(output)
-    folder.refuse_foreign()
-    folder.remove_leftovers()
-    # A complete result of the same plan is this run's own, or as good.
-    again = run.force and run.size == 1 and not folder.exists()
-    if not again and (found := _complete(prefixes, digest)) is not None:
-        folder.remove()
-        return found
-    _refuse_existing(output, prefixes, run, folder)
-    with _disk_errors(output):
-        folder.begin(plan)
-        if not again and (found := _complete(prefixes, digest)) is not None:
-            # Others finished between the first look and the beginning.
-            folder.remove()
-            return found
+    try:
+        tokenizer = load_once(os.path.abspath(tokenizer_path))
+        plan = _plan(sources, tokenizer, read, language, unit_bytes) | encoding.plan()
         job = Job(
             sources=tuple(sources),
-            segments=tuple(units.plan_segments(sources, unit_bytes)),
             unit_bytes=unit_bytes,
             options=read,
             vocab_size=tokenizer.vocab_size,
             language=language,
-            output=output,
-            digest=digest,
+            output=os.path.abspath(output),
+            digest=plan_digest(plan),
             tokenizer_fingerprint=tokenizer.fingerprint,
             tokenizer_path=os.path.abspath(tokenizer_path),
-            allow_bad=run.allow_bad,
-            eod=eod,
+            eod=encoding.eod(tokenizer),
             keep_empty=encoding.keep_empty,
+            use_sentencepiece=encoding.use_sentencepiece,
         )
-        _work(job, exact or _choose_encoder(job, tokenizer, folder), folder, run)
-    found = _complete(prefixes, digest)
-    if found is None:
-        raise DataError(f"{output}: published files are missing; run the same command again")
-    folder.remove()
-    return found
+        with _disk_errors(output):
+            return _Run(job, plan, run).run()
+    finally:
+        # The files may be others at the next call.
+        load_once.cache_clear()
+        open_worker.cache_clear()
+
+
+class _Run:
+    """One call of ``preprocess``."""
+
+    def __init__(self, job: Job, plan: dict[str, Any], options: RunOptions) -> None:
+        self._job = job
+        self._plan = plan
+        self._options = options
+        self._prefixes = shard_prefixes(job.output, job.options.keys, job.language)
+        self._folder = JobFolder(job.output)
+        self._segments = units.plan_segments(job.sources, job.unit_bytes)
+
+    def run(self) -> list[ShardManifest]:
+        """Do what is left, and return the manifests; none if other array tasks still work."""
+        folder, options = self._folder, self._options
+        folder.refuse_foreign()
+        folder.remove_leftovers()
+        # A complete result of the same plan is this run's own, or as good.
+        again = options.force and options.share.tasks == 1 and not folder.exists()
+        if not again and not folder.exists() and (found := self._complete()) is not None:
+            return found
+        if options.share.tasks == 1:
+            with folder.locked():
+                return self._work(again, is_shared=False)
+        with folder.locked(shared=True):
+            if found := self._work(again, is_shared=True):
+                return found
+        try:
+            with folder.locked(seconds=0):
+                # Only a task that finds all units done merges; a killed one's share is missing.
+                return self._work(again, is_shared=False, encode=False)
+        except BusyError:
+            return []
+
+    def _work(self, again: bool, *, is_shared: bool, encode: bool = True) -> list[ShardManifest]:
+        """Encode and, unless others share the folder, merge; the lock is held."""
+        folder = self._folder
+        folder.open(self._job.digest)
+        if not again and (found := self._complete()) is not None:
+            if not is_shared:
+                folder.remove()
+            return found
+        self._refuse_existing()
+        folder.begin(self._plan)
+        if not is_shared:
+            folder.remove_attempts()
+        self._job.write(job_file(folder))
+        left = units.find_recorded(folder, self._segments)
+        if not encode and None in left:
+            return []
+        self._encode_and_merge(left, is_shared)
+        if is_shared:
+            return []
+        found = self._complete()
+        if found is None:
+            raise DataError(
+                f"{self._job.output}: published files are missing; run the same command again"
+            )
+        folder.remove()
+        return found
+
+    def _encode_and_merge(self, left: list[list[units.WorkUnit] | None], is_shared: bool) -> None:
+        options, folder, segments = self._options, self._folder, self._segments
+        boards = [ProgressCounters() for _ in range(max(options.workers, 1))]
+        job_path = str(job_file(folder))
+
+        def use_board(index: int) -> None:
+            worker.board = boards[index]
+
+        if options.engine is None and None in left:
+            # Forked workers share what is loaded here.
+            worker = open_worker(job_path, threading.get_ident())
+            worker.board = boards[0]
+        on_start = use_board if None in left else None
+        with contextlib.ExitStack() as stack:
+            engine = options.engine or stack.enter_context(
+                local_engine(options.workers, on_start=on_start)
+            )
+            total_bytes = sum(segment.file_bytes for segment in segments)
+            job = self._job
+            # A forked copy of a process that runs threads can deadlock, and the display runs one.
+            stack.enter_context(
+                ProgressDisplay(
+                    total_bytes,
+                    boards,
+                    lambda: units.recorded_bytes(
+                        folder.records(), segments, job.sources, job.unit_bytes
+                    ),
+                )
+            )
+            count = (lambda _: None) if options.engine is None else lambda n: boards[0].add(**n)
+            run_calls(engine, self._calls(job_path, left, engine), count)
+            if is_shared:
+                return
+            found = units.find_recorded(folder, segments)
+            done = [unit for each in found for unit in each or []]
+            if None in found:
+                raise DataError(f"{folder.path}: records of units are gone; run the command again")
+            Merger(job, done, folder, boards[0]).run(engine, options.allow_bad)
+
+    def _calls(
+        self, job_path: str, left: list[list[units.WorkUnit] | None], engine: Engine
+    ) -> Iterator[Call]:
+        """Yield the calls of this array task for what is not done."""
+        for lane in units.plan_lanes(self._segments, self._options.share, engine.workers):
+            if left[lane.segment] is None:
+                yield encode_segment, (job_path, self._segments[lane.segment], lane)
+
+    def _complete(self) -> list[ShardManifest] | None:
+        """Return the manifests of shards that this very plan has published, and nobody has cut."""
+        manifests = []
+        for prefix in self._prefixes:
+            try:
+                manifest = read_manifest(prefix)
+            except DataError:
+                return None
+            if manifest is None or manifest.plan_sha256 != self._job.digest:
+                return None
+            if not _is_whole(manifest, prefix):
+                return None
+            manifests.append(manifest)
+        return manifests
+
+    def _refuse_existing(self) -> None:
+        """Refuse to replace a shard; while publishing, some names are this run's own."""
+        output = self._job.output
+        if self._options.force or self._folder.is_recorded("manifests"):
+            return
+        for prefix in self._prefixes:
+            for path in (bin_path(prefix), idx_path(prefix), manifest_path(prefix)):
+                if os.path.exists(path):
+                    raise ConfigError(f"{path}: exists; choose another --output or add --force")
+        if os.path.exists(quarantine_path(output)):
+            raise ConfigError(
+                f"{quarantine_path(output)}: exists, of other shards; choose another --output, or "
+                "add --force to lose it"
+            )
 
 
 def _check_names(sources: Sequence[Source], output: str, keys: Sequence[str]) -> None:
@@ -160,120 +270,6 @@ def _check_names(sources: Sequence[Source], output: str, keys: Sequence[str]) ->
             f"--output {output}: {quarantine_path(output)} is an input and would be replaced; "
             "choose another name"
         )
-
-
-def _choose_encoder(job: Job, tokenizer: Tokenizer, folder: WorkFolder) -> BatchEncoder | None:
-    """Choose one, or None where nothing is left to encode."""
-    with _finished_elsewhere(folder):
-        if not units.UnitQueue(folder, job.segments, 0).is_finished():
-            return choose_encoder(tokenizer, job.sources, job.options)
-    return None
-
-
-def _work(job: Job, encode: BatchEncoder | None, folder: WorkFolder, run: RunOptions) -> None:
-    total_bytes = sum(segment.file_bytes for segment in job.segments)
-    counters = [ProgressCounters() for _ in range(max(run.workers, 1))]
-    places = run.size * len(counters)
-    first = [
-        len(job.segments) * (run.rank * len(counters) + i) // places for i in range(len(counters))
-    ]
-    # A forked copy of a process that runs threads can deadlock, and the display runs one.
-    workers = _start(job, encode, first, counters) if run.workers else {}
-    with ProgressDisplay(
-        total_bytes,
-        counters,
-        lambda: units.recorded_bytes(folder, job.segments, job.sources, job.unit_bytes),
-    ):
-        if workers:
-            _watch(workers)
-        else:
-            _do_share(job, encode, first[0], counters[0])
-
-
-def _do_share(
-    job: Job, encode: BatchEncoder | None, first_segment: int, board: ProgressCounters
-) -> None:
-    """Do units until there are none, then merge; in any process."""
-    folder = WorkFolder(job.output)
-    with folder.kept_alive(), _finished_elsewhere(folder):
-        queue = units.UnitQueue(folder, job.segments, first_segment)
-        if encode is not None:
-            encode_units(job, folder, queue, encode, board)
-        Merger(job, queue.units(), folder, board).run()
-
-
-def _start(
-    job: Job,
-    encode: BatchEncoder | None,
-    first: Sequence[int],
-    counters: Sequence[ProgressCounters],
-) -> dict[Connection, Any]:
-    """Start worker processes; each says on its connection how it ended."""
-    # What is loaded is shared: a process of its own would take most of a second to come as far.
-    context = multiprocessing.get_context("fork")
-    # The collector would write to all of it, and so copy it for each process.
-    gc.freeze()
-    workers = {}
-    for first_segment, counter in zip(first, counters, strict=True):
-        here, there = context.Pipe(duplex=False)
-        process = context.Process(
-            target=_run_worker,
-            args=(job, encode, first_segment, counter, there, os.getpid()),
-            daemon=True,
-        )
-        process.start()
-        there.close()
-        workers[here] = process
-    return workers
-
-
-def _run_worker(
-    job: Job,
-    encode: BatchEncoder | None,
-    first_segment: int,
-    counter: ProgressCounters,
-    messages: Connection,
-    parent: int,
-) -> None:
-    # Nobody waits for a worker whose parent was killed.
-    die_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with _disk_errors(job.output):
-            _do_share(job, encode, first_segment, counter)
-    except (ConfigError, DataError) as error:
-        messages.send_bytes(type(error).__name__.encode() + b" " + str(error).encode())
-    else:
-        messages.send_bytes(b"done")
-
-
-def _watch(workers: dict[Connection, Any]) -> None:
-    """Wait for all workers, or for the first that fails.
-
-    Raises:
-        ConfigError, DataError: as a worker did, or one died.
-    """
-    left = set(workers)
-    try:
-        while left:
-            ready = wait(left)
-            for connection in [each for each in left if each in ready]:
-                try:
-                    message = connection.recv_bytes().decode()
-                except EOFError:
-                    raise DataError(
-                        "a worker process died (killed, or out of memory?); run the same command "
-                        f"again to go on, with less than --workers {len(workers)} for less memory"
-                    ) from None
-                if message != "done":
-                    kind, _, text = message.partition(" ")
-                    raise (ConfigError if kind == "ConfigError" else DataError)(text)
-                left.remove(connection)
-    finally:
-        for connection in left:
-            workers[connection].kill()
-        for process in workers.values():
-            process.join()
 
 
 def _plan(
@@ -302,20 +298,6 @@ def _plan(
     }
 
 
-def _complete(prefixes: Sequence[str], digest: str) -> list[ShardManifest] | None:
-    """Return the manifests of shards that this very plan has published, and nobody has cut."""
-    manifests = []
-    for prefix in prefixes:
-        try:
-            manifest = read_manifest(prefix)
-        except DataError:
-            return None
-        if not (manifest and manifest.plan_sha256 == digest and _is_whole(manifest, prefix)):
-            return None
-        manifests.append(manifest)
-    return manifests
-
-
 def _is_whole(manifest: ShardManifest, prefix: str) -> bool:
     """Tell by the files' sizes: an index of many documents takes a while to open."""
     total = PartSize(manifest.num_tokens, manifest.num_sequences, manifest.num_documents)
@@ -324,33 +306,6 @@ def _is_whole(manifest: ShardManifest, prefix: str) -> bool:
     if not all(os.path.exists(path) for path in paths):
         return False
     return [os.path.getsize(path) for path in paths] == [layout.bin_bytes, layout.idx_bytes]
-
-
-def _refuse_existing(
-    output: str, prefixes: Sequence[str], run: RunOptions, folder: WorkFolder
-) -> None:
-    """Refuse to replace a shard; while publishing, some names are this run's own."""
-    if run.force or folder.recorded("manifests") is not None:
-        return
-    for prefix in prefixes:
-        for path in (bin_path(prefix), idx_path(prefix), manifest_path(prefix)):
-            if os.path.exists(path):
-                raise ConfigError(f"{path}: exists; choose another --output or add --force")
-    if os.path.exists(quarantine_path(output)):
-        raise ConfigError(
-            f"{quarantine_path(output)}: exists, of other shards; choose another --output, or add "
-            "--force to lose it"
-        )
-
-
-@contextlib.contextmanager
-def _finished_elsewhere(folder: WorkFolder) -> Iterator[None]:
-    """End the block without error where the folder vanishes: others have published."""
-    try:
-        yield
-    except FileNotFoundError:
-        if folder.exists():
-            raise
 
 
 @contextlib.contextmanager

@@ -34,6 +34,10 @@ class ProgressCounters:
         """Return a counter."""
         return int(self._counters[_COUNTERS.index(name)])
 
+    def counts(self) -> dict[str, int]:
+        """Return all counters by name."""
+        return {name: self[name] for name in _COUNTERS}
+
     @property
     def phase(self) -> str:
         """What is being done, one of ``PHASES``."""

@@ -1,16 +1,17 @@
-"""Cuts the input into units of work, the same ones for any number of processes.
-
-Owns which unit is which part of which file, and which are still to be done. Refuses to read text.
-"""
+"""Units of work: parts of the input, the same ones for any number of processes."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_deberta.text.preprocess.workfolder import WorkFolder
+from typing_extensions import TypedDict
+
+from megatron_deberta.errors import DataError
+from megatron_deberta.parsing import Count
+from megatron_deberta.text.jobs.folder import RESTART, JobFolder
 from megatron_deberta.text.readers.cutting import ENDLESS
 from megatron_deberta.text.readers.sources import TABLES, Source
 from megatron_deberta.text.readers.tables import count_groups
@@ -20,6 +21,7 @@ _LEAST_UNIT_BYTES = 1 << 23
 _USUAL_UNITS = 256
 # How much longer a text is than its compressed file; only the units' sizes depend on it.
 _USUAL_RATIO = 4
+_CALLS_PER_WORKER = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,41 @@ class WorkUnit(NamedTuple):
         return f"{self.segment:08d}-{self.number:06d}"
 
 
+class Lane(NamedTuple):
+    """Units of a segment that one call does: the ``first`` and every ``step``-th on."""
+
+    segment: int
+    first: int
+    step: int
+
+
+class Share(NamedTuple):
+    """One of the ``tasks`` of a job array."""
+
+    task: int = 0
+    tasks: int = 1
+
+
+class UnitRecord(TypedDict):
+    """Record of a unit.
+
+    Attributes:
+        last: it is its segment's last.
+        documents: records without defects.
+        reasons: number of quarantined records by reason.
+        sizes: tokens, sequences, documents and empty documents per key.
+        pieces: file index, begin and lines of each piece.
+        sha256: hexadecimal digests of tokens and index per key, then of the quarantine list.
+    """
+
+    last: bool
+    documents: Count
+    reasons: dict[str, Count]
+    sizes: list[tuple[Count, Count, Count, Count]]
+    pieces: list[tuple[Count, Count, Count]]
+    sha256: list[str]
+
+
 def usual_unit_bytes(sources: Sequence[Source]) -> int:
     """Return a size of units that gives many processes work, and few a short list of units."""
     size = sum(source.size_bytes for source in sources)
@@ -108,14 +145,10 @@ def plan_segments(sources: Sequence[Source], unit_bytes: int) -> list[Segment]:
 
 
 def recorded_bytes(
-    folder: WorkFolder, segments: Sequence[Segment], sources: Sequence[Source], unit_bytes: int
+    names: Iterable[str], segments: Sequence[Segment], sources: Sequence[Source], unit_bytes: int
 ) -> int:
-    """Say about how many bytes of the files all processes have done, for the progress display.
-
-    Raises:
-        OSError: the folder is gone.
-    """
-    units = Counter(int(name[:8]) for name in folder.records() if _names_unit(name))
+    """Estimate how many bytes of the files are done, from records, for the progress display."""
+    units = Counter(int(name[:8]) for name in names if names_unit(name))
     total = 0
     for index, done in units.items():
         segment = segments[index]
@@ -126,7 +159,8 @@ def recorded_bytes(
     return total
 
 
-def _names_unit(record: str) -> bool:
+def names_unit(record: str) -> bool:
+    """Return whether a record is a unit's, by its name."""
     return len(record) == 15 and record[:8].isdigit()
 
 
@@ -163,86 +197,58 @@ def _table_pieces(index: int, groups: list[int], unit_bytes: int) -> list[tuple[
     return pieces
 
 
-@dataclass(slots=True)
-class _Progress:
-    done: set[int] = field(default_factory=set)
-    last: int | None = None
-    limit: int = ENDLESS
+def find_recorded(folder: JobFolder, segments: Sequence[Segment]) -> list[list[WorkUnit] | None]:
+    """Return the units of each segment in order; None: some are not done.
+
+    Raises:
+        DataError: a record is damaged.
+    """
+    numbers: list[set[int]] = [set() for _ in segments]
+    for name in filter(names_unit, folder.records()):
+        numbers[int(name[:8])].add(int(name[9:]))
+    found: list[list[WorkUnit] | None] = []
+    for index, (segment, done) in enumerate(zip(segments, numbers, strict=True)):
+        units = [WorkUnit(index, number) for number in sorted(done)]
+        is_done = bool(units) and len(units) == units[-1].number + 1
+        if is_done and segment.is_stream:
+            is_done = bool(read_record(folder, units[-1])["last"])
+        found.append(units if is_done else None)
+    return found
 
 
-class UnitQueue:
-    """Units that are still to be done, as one process sees them.
+def read_record(folder: JobFolder, unit: WorkUnit) -> UnitRecord:
+    """Return the record of a unit that is done.
+
+    Raises:
+        DataError: it is damaged or gone.
+    """
+    record: UnitRecord | None = folder.recorded(unit.name, UnitRecord)
+    if record is None:
+        raise DataError(f"{folder.done}: the record of unit {unit.name} is gone; {RESTART}")
+    return record
+
+
+def plan_lanes(segments: Sequence[Segment], share: Share, workers: int) -> list[Lane]:
+    """Divide units into calls, so that a stream is read by few and each worker has some.
 
     Args:
-        folder: where records and claims are.
-        segments: the plan.
-        first_segment: where this process begins to look, so that processes start apart and each
-            goes on in the file that it has open.
+        segments: of the input.
+        share: array task whose calls are wanted; the others' are the same at any time.
+        workers: of this task.
     """
+    lanes = _cut(segments, [Lane(index, 0, 1) for index in range(len(segments))], share.tasks)
+    return _cut(segments, lanes[share.task :: share.tasks], workers)
 
-    def __init__(self, folder: WorkFolder, segments: Sequence[Segment], first_segment: int) -> None:
-        """See the class."""
-        self._folder = folder
-        self._segments = segments
-        self._first = first_segment
-        self._progress = [_Progress(limit=ENDLESS if each.is_stream else 1) for each in segments]
-        self._unfinished = dict.fromkeys(range(len(segments)))
-        self._seen: set[str] = set()
-        self._busy: set[WorkUnit] = set()
-        self.refresh()
 
-    def refresh(self) -> None:
-        """Look at what other processes have recorded."""
-        self._busy.clear()
-        for name in self._folder.records() - self._seen:
-            self._seen.add(name)
-            if not _names_unit(name):
-                continue
-            unit = WorkUnit(int(name[:8]), int(name[9:]))
-            is_stream = self._segments[unit.segment].is_stream
-            record = self._folder.recorded(name) if is_stream else {"last": True}
-            self.mark(unit, is_last=bool(record and record["last"]))
-
-    def mark(self, unit: WorkUnit, *, is_last: bool) -> None:
-        """Take note that a unit is recorded."""
-        progress = self._progress[unit.segment]
-        progress.done.add(unit.number)
-        if is_last:
-            progress.last = unit.number
-        if progress.last is not None and len(progress.done) > progress.last:
-            self._unfinished.pop(unit.segment, None)
-
-    def ends_before(self, unit: WorkUnit) -> None:
-        """Take note that a stream has no such unit."""
-        self._progress[unit.segment].limit = unit.number
-
-    def take(self) -> WorkUnit | None:
-        """Claim a unit; None where all are recorded or others have them."""
-        for segment in sorted(self._unfinished, key=lambda index: (index < self._first, index)):
-            progress = self._progress[segment]
-            for number in range(progress.limit if progress.last is None else progress.last + 1):
-                unit = WorkUnit(segment, number)
-                if number in progress.done or unit in self._busy:
-                    continue
-                if not self._folder.claim(unit.name):
-                    self._busy.add(unit)
-                elif (record := self._folder.recorded(unit.name)) is not None:
-                    # Another recorded it after the last look.
-                    self._folder.release(unit.name)
-                    self.mark(unit, is_last=record["last"])
-                else:
-                    self._first = segment
-                    return unit
-        return None
-
-    def is_finished(self) -> bool:
-        """Tell whether every unit is recorded."""
-        return not self._unfinished
-
-    def units(self) -> list[WorkUnit]:
-        """All units in the order of the text, once all are recorded."""
-        return [
-            WorkUnit(segment, number)
-            for segment, progress in enumerate(self._progress)
-            for number in range((progress.last or 0) + 1)
-        ]
+def _cut(segments: Sequence[Segment], lanes: list[Lane], workers: int) -> list[Lane]:
+    """Cut streams where there are too few calls for the workers."""
+    streams = sum(segments[lane.segment].is_stream for lane in lanes)
+    if not streams or workers == 1:
+        return lanes
+    pieces = -(-(workers if workers >= streams else _CALLS_PER_WORKER * workers) // streams)
+    return [
+        Lane(lane.segment, lane.first + lane.step * piece, lane.step * count)
+        for lane in lanes
+        for count in [pieces if segments[lane.segment].is_stream else 1]
+        for piece in range(count)
+    ]

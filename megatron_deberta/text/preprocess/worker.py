@@ -1,17 +1,16 @@
-"""One process's share of the work: takes units, reads, encodes, keeps the parts.
-
-Owns the loop and a unit's files. Refuses to know how many processes there are: it goes on until
-every unit is recorded, whoever did it.
-"""
+"""Encoding of units in a worker process."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
-import os
-import time
+import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,18 +18,22 @@ import numpy.typing as npt
 
 from megatron_deberta.data.shards.format import dtype_for_vocab
 from megatron_deberta.errors import DataError
-from megatron_deberta.text.preprocess.direct_io import DirectWriter, new_buffer
-from megatron_deberta.text.preprocess.encoding import BatchEncoder, split_sentences
+from megatron_deberta.text.jobs.folder import HashedFile, JobFolder
+from megatron_deberta.text.preprocess.encoding import (
+    BatchEncoder,
+    choose_encoder,
+    sentencepiece_encoder,
+    split_sentences,
+)
 from megatron_deberta.text.preprocess.progress import ProgressCounters
-from megatron_deberta.text.preprocess.units import Piece, Segment, UnitQueue, WorkUnit
-from megatron_deberta.text.preprocess.workfolder import WorkFolder
+from megatron_deberta.text.preprocess.units import Lane, Piece, Segment, UnitRecord, WorkUnit
 from megatron_deberta.text.readers.reading import DocumentReader
 from megatron_deberta.text.readers.records import EMPTY, Defect, Document, ReadOptions, RecordBatch
 from megatron_deberta.text.readers.sources import Source
+from megatron_deberta.tokenizer import Tokenizer, load_tokenizer
 
 # Of text that is encoded at once: its words repeat, and each is looked up once.
 ENCODED_BYTES = 5 << 19
-_LONGEST_WAIT_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +42,6 @@ class Job:
 
     Attributes:
         sources: input files.
-        segments: how they are cut.
         unit_bytes: text a unit of a stream holds.
         options: what is read of them.
         vocab_size: decides the token type.
@@ -48,13 +50,12 @@ class Job:
         digest: of all that decides the result, for the manifest.
         tokenizer_fingerprint: identifies the tokenizer.
         tokenizer_path: where it was.
-        allow_bad: share of records that may be bad; None: the usual, and no file may be damaged.
         eod: id appended to each document that has tokens; None: nothing is appended.
         keep_empty: records without tokens are documents without sequences; else they are left out.
+        use_sentencepiece: encode with the SentencePiece library.
     """
 
     sources: tuple[Source, ...]
-    segments: tuple[Segment, ...]
     unit_bytes: int
     options: ReadOptions
     vocab_size: int
@@ -63,9 +64,48 @@ class Job:
     digest: str
     tokenizer_fingerprint: str
     tokenizer_path: str
-    allow_bad: float | None
     eod: int | None = None
     keep_empty: bool = False
+    use_sentencepiece: bool = False
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Token type."""
+        return dtype_for_vocab(self.vocab_size)
+
+    def write(self, path: Path) -> None:
+        """Write the job for ``read``; array tasks do so at the same time."""
+        with contextlib.closing(HashedFile(path)) as file:
+            file.write(json.dumps(asdict(self)).encode())
+            file.commit()
+
+    @classmethod
+    def read(cls, path: Path) -> Job:
+        """Read a job.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        found = json.loads(path.read_bytes())
+        options = {**found["options"], "keys": tuple(found["options"]["keys"])}
+        sources = tuple(Source(**source) for source in found["sources"])
+        return cls(**{**found, "sources": sources, "options": ReadOptions(**options)})
+
+    def choose_encoder(self) -> BatchEncoder:
+        """Load the tokenizer and choose how to encode.
+
+        Raises:
+            DataError: the tokenizer is not the driver's.
+        """
+        tokenizer = load_once(self.tokenizer_path)
+        if tokenizer.fingerprint != self.tokenizer_fingerprint:
+            raise DataError(
+                f"{self.tokenizer_path}: another tokenizer than where the run was started; put it "
+                "on a file system that all nodes share"
+            )
+        if self.use_sentencepiece:
+            return sentencepiece_encoder(tokenizer)
+        return choose_encoder(tokenizer, self.sources, self.options)
 
     @property
     def counts_sequences(self) -> bool:
@@ -73,61 +113,83 @@ class Job:
         return bool(self.language) or self.keep_empty
 
 
-def encode_units(
-    job: Job, folder: WorkFolder, queue: UnitQueue, encode: BatchEncoder, board: ProgressCounters
-) -> None:
-    """Do units until all are recorded, by this process or by others.
+@lru_cache(maxsize=1)
+def load_once(path: str) -> Tokenizer:
+    """Load a tokenizer that this process, and those forked from it, may need again."""
+    return load_tokenizer(path)
+
+
+@lru_cache(maxsize=16)
+def open_worker(job_path: str, thread: int) -> UnitWorker:
+    """Return the encoder of a job, which stays open between the calls of a thread.
+
+    Args:
+        job_path: file written by ``Job.write``.
+        thread: identifier of the thread, as a Dask worker may have several.
 
     Raises:
-        DataError: a file cannot be read, or is no longer what the run began with.
-        OSError: the disk is full.
+        DataError: the tokenizer differs from the driver's, or a file cannot be read.
     """
-    worker = _UnitWorker(job, folder, encode, board)
-    wait = 0.01
-    while not queue.is_finished():
-        unit = queue.take()
-        if unit is None:
-            board.enter("waiting")
-            time.sleep(wait)
-            wait = min(1.2 * wait, _LONGEST_WAIT_SECONDS)
-            queue.refresh()
-            continue
-        wait = 0.01
-        try:
-            is_last = worker.do(unit)
-        finally:
-            folder.release(unit.name)
-        if is_last is None:
-            queue.ends_before(unit)
-        else:
-            queue.mark(unit, is_last=is_last)
+    return UnitWorker(Job.read(Path(job_path)))
 
 
-class _UnitWorker:
-    def __init__(
-        self, job: Job, folder: WorkFolder, encode: BatchEncoder, board: ProgressCounters
-    ) -> None:
+def encode_segment(job_path: str, segment: Segment, lane: Lane) -> dict[str, int]:
+    """Encode those units of a lane of a segment that are not done.
+
+    Returns:
+        What was counted, for ``ProgressCounters.add``.
+
+    Raises:
+        DataError: a file cannot be read or written, or has changed since the job began.
+    """
+    try:
+        return open_worker(job_path, threading.get_ident()).encode(segment, lane)
+    except OSError as error:
+        raise DataError(f"{job_path}: cannot write shard: {error}; is the disk full?") from error
+
+
+class UnitWorker:
+    """Encodes units in one process.
+
+    Args:
+        job: of the run.
+
+    Attributes:
+        board: counts what is done; shared with the driver where it has forked this process.
+    """
+
+    def __init__(self, job: Job) -> None:
+        """See the class."""
+        self.board = ProgressCounters()
         self._job = job
-        self._folder = folder
-        self._encode = encode
-        self._board = board
+        self._folder = JobFolder(job.output)
+        self._folder.open(job.digest)
+        self._encode = job.choose_encoder()
         self._reader: DocumentReader | None = None
-        # One for each file of a unit: its keys, and what is set aside.
-        self._buffers = [new_buffer() for _ in range(len(job.options.keys) + 1)]
 
-    def do(self, unit: WorkUnit) -> bool | None:
-        """Do a unit and tell whether it is its segment's last; None where there is no such."""
+    def encode(self, segment: Segment, lane: Lane) -> dict[str, int]:
+        """See ``encode_segment``."""
+        before = self.board.counts()
+        for number in itertools.count(lane.first, lane.step):
+            unit = WorkUnit(lane.segment, number)
+            record = self._folder.recorded(unit.name, UnitRecord)
+            is_last = self._do(unit, segment) if record is None else record["last"]
+            if is_last is not False:
+                break
+        return {name: count - before[name] for name, count in self.board.counts().items()}
+
+    def _do(self, unit: WorkUnit, segment: Segment) -> bool | None:
+        """Do a unit and return whether it is its segment's last; None: there is no such unit."""
         job = self._job
-        segment = job.segments[unit.segment]
         pieces = segment.pieces
         if segment.is_stream:
             begin = unit.number * job.unit_bytes
             pieces = (Piece(pieces[0].source, begin, begin + job.unit_bytes),)
-        is_last = False
-        with _Part(unit, job, self._folder, self._buffers) as part:
+        is_last = True
+        with contextlib.closing(_Part(unit, job, self._folder)) as part:
             for piece in pieces:
                 source = job.sources[piece.source]
-                self._board.enter("reading")
+                self.board.enter("reading")
                 reader = self._open(source)
                 stream = reader.records if segment.is_stream else None
                 if stream is not None:
@@ -136,7 +198,7 @@ class _UnitWorker:
                         return None
                 self._read(reader, piece, part)
                 is_last = stream is None or stream.at_end
-            self._board.enter("committing")
+            self.board.enter("committing")
             part.commit(is_last=is_last)
         return is_last
 
@@ -153,7 +215,7 @@ class _UnitWorker:
         for batch in _together(reader.read(piece.begin, piece.end)):
             tokens = self._encode_batch(piece.source, batch, part)
             after = records.file_bytes if records else before + batch.text_bytes
-            self._board.add(
+            self.board.add(
                 file_bytes=after - before,
                 text_bytes=batch.text_bytes,
                 tokens=tokens,
@@ -161,11 +223,11 @@ class _UnitWorker:
                 quarantined=len(batch.defects),
             )
             before = after
-            self._board.enter("reading")
+            self.board.enter("reading")
         part.end_piece(piece, records.line - 1 if records and records.can_seek else 0)
 
     def _encode_batch(self, source: int, batch: RecordBatch, part: _Part) -> int:
-        self._board.enter("tokenizing")
+        self.board.enter("tokenizing")
         part.add_defects(source, batch.defects)
         documents = batch.documents
         tokens = 0
@@ -238,22 +300,17 @@ def _together(batches: Iterable[RecordBatch]) -> Iterator[RecordBatch]:
 
 
 class _Part:
-    """The files of a unit while it is done: one a key, and what was set aside."""
+    """Files of a unit: one per key, with tokens, lengths and counts; and quarantined records."""
 
-    def __init__(
-        self, unit: WorkUnit, job: Job, folder: WorkFolder, buffers: Sequence[memoryview]
-    ) -> None:
+    def __init__(self, unit: WorkUnit, job: Job, folder: JobFolder) -> None:
         self._unit = unit
         self._folder = folder
-        self._dtype = dtype_for_vocab(job.vocab_size)
+        self._dtype = job.dtype
         self._counts_sequences = job.counts_sequences
         self._keeps_empty = job.keep_empty
         keys = len(job.options.keys)
-        names = [f"{unit.name}.{index}" for index in range(keys)] + [f"{unit.name}.bad"]
-        self._paths = [folder.parts / name for name in names]
-        self._temporary = [folder.temporary(path) for path in self._paths]
-        self._buffers = buffers
-        self._streams: list[DirectWriter] = []
+        self._files = [HashedFile(folder.parts / f"{unit.name}.{key}") for key in range(keys)]
+        self._bad: HashedFile | None = None
         self._lengths: list[list[npt.NDArray[np.int32]]] = [[] for _ in range(keys)]
         self._counts: list[list[npt.NDArray[np.int32]]] = [[] for _ in range(keys)]
         self._tokens = [0] * keys
@@ -262,22 +319,10 @@ class _Part:
         self._pieces: list[tuple[int, int, int]] = []
         self.documents = 0
 
-    def __enter__(self) -> _Part:
-        for path in self._temporary:
-            # Left by a process of the same number that was killed.
-            path.unlink(missing_ok=True)
-        while len(self._streams) < len(self._temporary) - 1:
-            self._open_next()
-        return self
-
-    def _open_next(self) -> None:
-        index = len(self._streams)
-        self._streams.append(DirectWriter(self._temporary[index], self._buffers[index]))
-
-    def __exit__(self, *_: object) -> None:
-        for stream, path in zip(self._streams, self._temporary, strict=False):
-            stream.close()
-            path.unlink(missing_ok=True)
+    def close(self) -> None:
+        """Remove files that were not committed."""
+        for file in [*self._files, *([self._bad] if self._bad else [])]:
+            file.close()
 
     def add(
         self,
@@ -286,7 +331,7 @@ class _Part:
         lengths: npt.NDArray[np.int64],
         counts: npt.NDArray[np.int32],
     ) -> None:
-        self._streams[key].write(np.ascontiguousarray(ids, self._dtype).data)
+        self._files[key].write(np.ascontiguousarray(ids, self._dtype).data)
         if lengths.size and lengths.max() > np.iinfo(np.int32).max:
             raise DataError(f"a document of {lengths.max()} tokens does not fit the index")
         self._lengths[key].append(lengths.astype(np.int32))
@@ -297,12 +342,13 @@ class _Part:
             self._empty[key] += int((counts == 0).sum())
 
     def add_defects(self, source: int, defects: Sequence[Defect]) -> None:
-        if defects and len(self._streams) < len(self._temporary):
-            # Most units have none, and a file for nothing costs as much as any other.
-            self._open_next()
+        if defects and self._bad is None:
+            # Most units have none, and an empty file costs as much as any other.
+            self._bad = HashedFile(self._folder.parts / f"{self._unit.name}.bad")
         for defect in defects:
+            assert self._bad is not None
             line = (source, len(self._pieces), *defect)
-            self._streams[-1].write(json.dumps(line).encode() + b"\n")
+            self._bad.write(json.dumps(line).encode() + b"\n")
             if defect.reason != EMPTY:
                 self._reasons[defect.reason] += 1
 
@@ -310,29 +356,27 @@ class _Part:
         self._pieces.append((piece.source, piece.begin, lines))
 
     def commit(self, *, is_last: bool) -> None:
-        """Flush the files, then record the unit."""
-        sizes = []
-        for key, stream in enumerate(self._streams[: len(self._tokens)]):
+        """Flush and rename the files, then record the unit."""
+        sizes, digests = [], []
+        for key, file in enumerate(self._files):
+            digests.append(file.take_digest())
             lengths = np.concatenate([np.empty(0, np.int32), *self._lengths[key]])
             counts = np.concatenate([np.empty(0, np.int32), *self._counts[key]])
-            stream.write(lengths.tobytes())
-            stream.write(counts.tobytes())
+            file.write(lengths.tobytes())
+            file.write(counts.tobytes())
+            digests.append(file.take_digest())
             documents = counts.size if self._counts_sequences else lengths.size
             sizes.append((self._tokens[key], lengths.size, documents, self._empty[key]))
-        files = zip(self._streams, self._temporary, self._paths, strict=False)
-        for stream, temporary, path in files:
-            stream.flush()
-            os.fsync(stream.fileno())
-            stream.close()
-            os.replace(temporary, path)
-        self._folder.flush_parts()
-        self._folder.record(
-            self._unit.name,
-            {
-                "last": is_last,
-                "documents": self.documents,
-                "reasons": self._reasons,
-                "sizes": sizes,
-                "pieces": self._pieces,
-            },
+            file.commit()
+        digests.append(self._bad.take_digest() if self._bad else "")
+        if self._bad:
+            self._bad.commit()
+        record = UnitRecord(
+            last=is_last,
+            documents=self.documents,
+            reasons=self._reasons,
+            sizes=sizes,
+            pieces=self._pieces,
+            sha256=digests,
         )
+        self._folder.record(self._unit.name, {**record})

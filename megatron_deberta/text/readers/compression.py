@@ -178,11 +178,14 @@ class _Zstd(_Bounded):
 
 
 _ZSTD_BYTES = 1 << 12
+# Memory that a file can ask for: the library's own bound, and that of ``zstd`` without ``--long``.
+_ZSTD_WINDOW_BYTES = 1 << 27
 
 _FRAMES: Final[Mapping[Compression, Callable[[], _Bounded]]] = {
     "gzip": lambda: _Gzip(isal_zlib.decompressobj(wbits=31)),
-    # What ``zstd --long=31`` needs; the library's own bound is 128 MiB.
-    "zstd": lambda: _Zstd(zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()),
+    "zstd": lambda: _Zstd(
+        zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW_BYTES).decompressobj()
+    ),
     "bzip2": lambda: _Bounded(bz2.BZ2Decompressor()),
     "xz": lambda: _Bounded(lzma.LZMADecompressor(lzma.FORMAT_XZ)),
 }

@@ -272,3 +272,27 @@ def test_counts_of_the_input_add_up(parts, tmp_path):
     assert fields["documents_quarantined"] == 5
     assert fields["quarantine"] == {"empty": 5, "reason 0": 6, "reason 1": 4}
     assert fields["quarantine_sha256"] == fields["plan_sha256"] == ""
+
+
+@pytest.mark.parametrize("end", ["bin", "idx"])
+def test_hashes_are_of_what_was_meant_to_be_written(parts, tmp_path, monkeypatch, end):
+    pwrite, flipped = os.pwrite, []
+
+    def damage(file, content, offset):
+        if not flipped and f".{end}.unfinished" in os.readlink(f"/proc/self/fd/{file}") and offset:
+            flipped.append(offset)
+            content = bytes([content[0] ^ 1]) + bytes(content[1:])
+        return pwrite(file, content, offset)
+
+    prefixes, documents = parts
+    merged, written = str(tmp_path / "merged"), str(tmp_path / "written")
+    monkeypatch.setattr(os, "pwrite", damage)
+    merge_shards(prefixes, merged)
+    assert flipped
+    if end == "idx":
+        flipped.clear()
+        write_shard(written, documents, np.uint16, **MANIFEST)
+    monkeypatch.undo()
+    for prefix in [merged, *([written] if end == "idx" else [])]:
+        with pytest.raises(DataError, match=f"{end}: SHA-256"):
+            verify_hashes(prefix, read_manifest(prefix))

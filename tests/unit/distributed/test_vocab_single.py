@@ -43,6 +43,15 @@ class Fresh(torch.autograd.Function):
             return (None, *torch.autograd.grad(loss, leaves, grads[0]))
 
 
+def test_labels_are_subtracted_by_comparison_as_by_scatter() -> None:
+    columns, counted = torch.tensor([0, 4, 2, 2, 0]), torch.tensor([True, True, True, True, False])
+    results = [torch.rand(5, 5, generator=torch.Generator().manual_seed(1)) for _ in range(2)]
+    for x, scatters in zip(results, (False, True), strict=True):
+        vocab._subtract_labels(x, columns, counted, scatters=scatters)
+    assert torch.equal(*results)
+    assert (results[0] < 0).sum() == counted.sum()
+
+
 @pytest.mark.parametrize("rows_at_a_time", [2, 100])
 def test_gradcheck(monkeypatch: pytest.MonkeyPatch, rows_at_a_time: int) -> None:
     monkeypatch.setitem(vocab._CHUNK_ELEMENTS, "cpu", 9 * rows_at_a_time)

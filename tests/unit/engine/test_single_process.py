@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -104,6 +105,42 @@ def test_clipping_inside_adam_gives_the_same_updates(
         found.append(states(engine))
         engine.destroy()
     assert_same_states(found[1], found[0], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_norms_are_deepspeeds_in_one_call_per_group(
+    stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, compared = toy_config("deepspeed", "fp16", stage), []
+    engine: Any = start(config, GROUPS)
+    optimizer = engine._engine.optimizer
+    make, calls = deepspeed_step._group_norm_function, []
+    foreach_norm = torch._foreach_norm
+
+    def compare(*args: Any, **options: Any) -> Any:
+        norm_of = make(*args, **options)
+
+        def both(gradients: Any, params: Any) -> torch.Tensor:
+            gradients = list(gradients)
+            found = norm_of(gradients, params)
+            compared.append(
+                (found, type(optimizer).get_grad_norm_direct(optimizer, gradients, params))
+            )
+            return found
+
+        return both
+
+    monkeypatch.setattr(deepspeed_step, "_group_norm_function", compare)
+    monkeypatch.setattr(
+        torch, "_foreach_norm", lambda *x, **y: (calls.append(1), foreach_norm(*x, **y))[1]
+    )
+    train(engine, config, GROUPS, range(2))
+    engine.destroy()
+    assert compared
+    assert len(calls) == len(compared)
+    for found, expected in compared:
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)
 
 
 def test_bf16_gradients_are_summed_in_backward() -> None:

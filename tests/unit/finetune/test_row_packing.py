@@ -10,14 +10,16 @@ import pytest
 import torch
 
 from megatron_deberta.config.rules import validate
-from megatron_deberta.config.schema import FinetuneConfig
 from megatron_deberta.data.batch import TaskBatch
 from megatron_deberta.distributed.parallelize import build_model
 from megatron_deberta.distributed.topology import single_process_groups
+from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.finetune.batches import packed_rows
 from megatron_deberta.model import DropoutSeeds
-from tests.support.labelled import SMALL, labelled_rows, labelled_run
+from megatron_deberta.train.setup import build_rank_model
+from megatron_deberta.train.step import TrainStep
+from tests.support.labelled import HEADS, SMALL, labelled_rows, labelled_run, labelled_steps
 
 GROUPS = single_process_groups(torch.device("cpu"))
 
@@ -38,6 +40,9 @@ def batches(config: Any) -> tuple[TaskBatch, TaskBatch]:
         ("classification", {"conv_kernel_size": 3, "num_layers": 1}),
         ("regression", {}),
         ("choices", {}),
+        ("tokens", {}),
+        ("tokens", {"conv_kernel_size": 3, "absolute_positions": "input"}),
+        ("spans", {}),
     ],
 )
 def test_packed_rows_equal_padded_ones(head: Any, changes: dict[str, Any]) -> None:
@@ -49,9 +54,27 @@ def test_packed_rows_equal_padded_ones(head: Any, changes: dict[str, Any]) -> No
         loss, correct, outputs = module(batch)
         loss.backward()
         gradients = [parameter.grad for parameter in module.parameters()]
+        if head in ("tokens", "spans"):
+            outputs = outputs[batch.attention_mask]
         results.append([loss, correct, outputs, *gradients])
     for padded, packed in zip(*results, strict=True):
         torch.testing.assert_close(packed, padded, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_losses_of_packed_rows_equal_padded_ones_over_20_steps(head: Any) -> None:
+    losses: list[list[float]] = []
+    for pack in (False, True):
+        config = labelled_run(head, pack_rows=pack)
+        validate(config)
+        model = build_rank_model(config, GROUPS)
+        engine = build_engine(config, model.module, model.specs, GROUPS)
+        take_step = TrainStep(engine, config, GROUPS)
+        steps = enumerate(labelled_steps(config, GROUPS))
+        losses.append([take_step(step, batches).loss for step, batches in steps])
+        engine.destroy()
+    assert len(losses[0]) == 20
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 def test_little_is_computed_for_padding() -> None:
@@ -93,10 +116,8 @@ def test_dropout_of_packed_rows_is_that_of_their_key() -> None:
     assert losses[0] == losses[1] != losses[2]
 
 
-@pytest.mark.parametrize(("head", "sift"), [("tokens", 0.0), ("spans", 0.0), ("regression", 1.0)])
-def test_what_cannot_be_packed_is_refused(head: Any, sift: float) -> None:
-    config = labelled_run(head, sift=sift)
+def test_sift_is_refused() -> None:
+    config = labelled_run("regression", sift=1.0)
     validate(config)
-    packed = FinetuneConfig(task="tiny", data="nowhere", pack_rows=True)
     with pytest.raises(ConfigError, match="finetune.pack_rows"):
-        validate(replace(config, finetune=packed))
+        validate(labelled_run("regression", sift=1.0, pack_rows=True))

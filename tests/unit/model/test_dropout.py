@@ -14,6 +14,7 @@ from megatron_deberta.distributed.parallelize.build import uses_fusion
 from megatron_deberta.model import fused
 from megatron_deberta.model.dropout import Dropout, DropoutExecution, DropoutSeeds, site_id
 from megatron_deberta.model.fused import PendingResidual
+from megatron_deberta.ops import kernel_support
 from megatron_deberta.ops.dropout_bits import keep_mask, keep_scale, mix_seed
 
 SEEDS = DropoutSeeds(3, 5, torch.tensor([7, 2**40]))
@@ -180,10 +181,10 @@ def test_fusion_on_its_own_needs_a_gpu_that_triton_supports(
     device: str, capability: tuple[int, int], expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    monkeypatch.setattr(fused, "find_spec", lambda _: object())
+    monkeypatch.setattr(kernel_support, "find_spec", lambda _: object())
     config = RunConfig()
     assert uses_fusion(config, torch.device(device)) == expected
-    monkeypatch.setattr(fused, "find_spec", lambda _: None)
+    monkeypatch.setattr(kernel_support, "find_spec", lambda _: None)
     assert not uses_fusion(config, torch.device(device))
     for fuse in (True, False):
         chosen = replace(config, parallel=replace(config.parallel, fuse=fuse))

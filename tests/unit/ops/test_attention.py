@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron_deberta.ops import RelativePositions, chunked, disentangled_attention, position_terms
+from megatron_deberta.ops import (
+    RelativePositions,
+    batched,
+    chunked,
+    disentangled_attention,
+    position_terms,
+)
 from tests.support.attention import assert_later_tokens_do_not_matter
 from tests.support.memory import LargestTensor
 from tests.support.tolerances import OPERATOR
@@ -82,10 +88,17 @@ def assert_chunked_matches(
             assert relative_error(a, e) < limit, f"{dtype}, result {index}"
 
 
-@pytest.fixture(params=["whole", "small blocks"])
+@pytest.fixture(params=["whole", "small blocks", "all heads", "all heads, small blocks"])
 def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run a test with the default block size and with several blocks and strips per row."""
-    if request.param == "small blocks":
+    """Run a test with the default block size and with several blocks and strips per row.
+
+    One head at a time, as on the CPU, and with all heads at once, as on GPUs.
+    """
+    if "all heads" in request.param:
+        monkeypatch.setattr(chunked, "is_batched", lambda device: True)
+    if "small blocks" in request.param:
+        monkeypatch.setattr(batched, "BLOCK_ELEMENTS", 15 * 37)
+        monkeypatch.setattr(batched, "STRIP", 5)
         monkeypatch.setitem(chunked._BLOCK_ELEMENTS, "cpu", 7 * 37)
         monkeypatch.setattr(position_terms, "STRIP", 5)
         monkeypatch.setattr(position_terms, "_KEY_STRIP", 11)

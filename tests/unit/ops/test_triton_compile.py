@@ -15,7 +15,16 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.slow
-def test_kernels_compile_within_their_limits(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("module", "count", "variants"),
+    [
+        ("benchmarks.attention.kernels", "tensor_core_instructions", 6),
+        ("benchmarks.step.kernels", "narrow_accesses", 7),
+    ],
+)
+def test_kernels_compile_within_their_limits(
+    module: str, count: str, variants: int, tmp_path: Path
+) -> None:
     # A process of its own: in this one the kernels may be the interpreter's.
     environment = {
         **os.environ,
@@ -24,7 +33,7 @@ def test_kernels_compile_within_their_limits(tmp_path: Path) -> None:
         "TRITON_CACHE_DIR": str(tmp_path),
     }
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.attention.kernels", "--quick"],
+        [sys.executable, "-m", module, "--quick"],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -32,4 +41,4 @@ def test_kernels_compile_within_their_limits(tmp_path: Path) -> None:
         timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("tensor_core_instructions") == 6
+    assert done.stdout.count(count) == variants

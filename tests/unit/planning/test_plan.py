@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -264,3 +265,41 @@ def test_the_page_shows_the_command_s_output(capsys: pytest.CaptureFixture[str])
     assert len(shown) > 10
     assert {line for line in shown if line not in ("", "...")} <= printed
     assert plan_paper.table() in page
+
+
+def test_local_checkpoints_cost_bytes_and_stalls_and_save_steps(large: RunConfig) -> None:
+    assert make_plan(large, DGX2, 256, search=False).local_saves is None
+    checkpoint = replace(large.checkpoint, local_every=50, local_dir="/l", save_every=1000)
+    config = replace(large, checkpoint=checkpoint)
+    plan = make_plan(config, DGX2, 256, search=False, failure_days=32)
+    saves = plan.local_saves
+    assert saves is not None
+    # 16 nodes hold a part, and the replica of another node's, of two saves.
+    assert saves.part_bytes == saves.network_bytes == 12 * plan.parameters / 16
+    assert saves.disk_bytes == 4 * saves.part_bytes
+    assert saves.failures_per_day == 0.5
+    assert saves.lost == (500 * plan.step.total, 25 * plan.step.total)
+    share = saves.stall_seconds / (50 * plan.step.total + saves.stall_seconds)
+    gained = 0.5 * 475 * plan.step.total
+    assert saves.saved_seconds_per_day == pytest.approx(gained - 86400 * share)
+    # Rarer saves stall less; one node has no neighbour.
+    rarer = replace(config, checkpoint=replace(checkpoint, local_every=500))
+    assert make_plan(rarer, DGX2, 256, search=False).local_saves.stall_share < share  # type: ignore[union-attr]
+    alone = make_plan(config, DGX2, 16, search=False).local_saves
+    assert alone is not None
+    assert (alone.network_bytes, alone.disk_bytes) == (0, 2 * 12 * plan.parameters)
+
+
+def test_documented_plan_shows_local_checkpoints(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (RUNS.parents[1] / "docs" / "local-checkpoints.md").read_text()
+    command = shlex.split(page.split("```bash")[1].split("```")[0].replace("\\\n", ""))
+    arguments = [str(RUNS.parents[1] / a) if a.startswith("configs/") else a for a in command[1:]]
+    assert main(arguments) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "local checkpoints every 500 steps, per node: 1.18 GB written" in shown
+    assert "minutes saved per day, stalls deducted" in shown
+    assert main([*arguments, "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)["local_checkpoints"]
+    assert values["failures_per_day"] == pytest.approx(16 / 60)
+    assert main([*arguments, "--failure-days", "0"]) == EXIT_USAGE
+    assert "--failure-days 0 must be above 0" in capsys.readouterr().err

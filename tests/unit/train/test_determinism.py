@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.step.operators import count_pass
 from megatron_deberta.distributed.environment import RankEnvironment
 from megatron_deberta.model.fused import compiled
 from megatron_deberta.train.setup import set_determinism
+from tests.support.labelled import SMALL
 
 ALONE = RankEnvironment("none", 0, 1, 0, 1, "127.0.0.1", 12000)
 
@@ -74,3 +78,11 @@ def test_segments_of_cuda_memory_grow(chosen: str, monkeypatch: pytest.MonkeyPat
     assert os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") == chosen
     set_determinism(torch.device("cuda"), ALONE)
     assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == (chosen or "expandable_segments:True")
+
+
+def test_no_operator_of_a_step_on_a_gpu_adds_in_an_order_of_its_own() -> None:
+    """Such operators either sort and wait for the device on CUDA or do not repeat."""
+    operators = count_pass(replace(SMALL, conv_kernel_size=3), 2)
+    names = {name.split("::")[1] for counts in operators.values() for name in counts}
+    assert "embedding" in names
+    assert not {name for name in names if re.match("scatter|index_add|index_put|put_|cumsum", name)}

@@ -77,6 +77,27 @@ def test_ctrl_c_is_told_and_the_second_one_kills(capfd: pytest.CaptureFixture[st
     assert capfd.readouterr().err.strip() == told
 
 
+@pytest.mark.parametrize("is_during_update", [False, True])
+def test_ctrl_c_names_the_step_that_sees_it(
+    is_during_update: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with StopSignal(announces=True) as stop:
+        requests, ended_after = Requests(stop, "nowhere", GROUPS), 0
+        for step in (1, 2, 3):
+            if step == 2 and not is_during_update:
+                os.kill(os.getpid(), signal.SIGINT)
+            flags = requests.own()  # with the losses, before the update
+            if step == 2 and is_during_update:
+                os.kill(os.getpid(), signal.SIGINT)
+            requests.receive(flags)
+            if requests.poll().interrupt:
+                ended_after = step
+                break
+    assert ended_after == 2 + is_during_update
+    told = "the next step at the latest" if is_during_update else "this step"
+    assert f"Ctrl-C: saving after {told};" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("name", "asked"), [(STOP_FILE, Request(stop=True)), (SAVE_FILE, Request(save=True))]
 )

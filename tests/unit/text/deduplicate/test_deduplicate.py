@@ -20,10 +20,10 @@ from megatron_deberta.cli.main import main
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.text.deduplicate import compare, sign, work
 from megatron_deberta.text.deduplicate.estimate import needs, sample
-from megatron_deberta.text.deduplicate.pipeline import unfinished_folder
 from megatron_deberta.text.deduplicate.progress import StageDisplay
 from megatron_deberta.text.deduplicate.settings import Settings
 from megatron_deberta.text.deduplicate.units import plan_units
+from megatron_deberta.text.jobs.folder import JobFolder
 from megatron_deberta.text.preprocess.units import UNIT_BYTES
 from megatron_deberta.text.readers.records import ReadOptions
 from megatron_deberta.text.readers.sources import find_sources
@@ -40,6 +40,10 @@ CORPUS = Path(
     os.environ.get("MEGATRON_DEBERTA_CORPUS")
     or Path(__file__).parents[4].parent / "shared" / "corpus"
 )
+
+
+def unfinished_folder(output):
+    return JobFolder(output).path
 
 
 def records_of(inputs):
@@ -279,7 +283,7 @@ def test_restart_forgets_unfinished_work(corpus, tmp_path, monkeypatch):
     (folder / "plan.json").write_text("another plan")
     arguments = ["deduplicate", "--input", *corpus, "--output", str(tmp_path / "out")]
     assert main([*arguments, "--workers", "0"]) == 2
-    with work.locked(folder):
+    with JobFolder(tmp_path / "out").locked():
         assert main([*arguments, "--workers", "0", "--restart"]) == 1
     assert main([*arguments, "--workers", "0", "--restart"]) == 0
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_deberta.text.preprocess import encoding, pipeline
+from megatron_deberta.text.preprocess import encoding, worker
 from megatron_deberta.text.preprocess.pipeline import RunOptions, preprocess
 from megatron_deberta.text.preprocess.units import plan_segments, usual_unit_bytes
 from megatron_deberta.text.readers.sources import find_sources
@@ -29,7 +29,7 @@ def test_workers_load_nothing_again(
 
         monkeypatch.setattr(module, name, function)
 
-    logged(pipeline, "load_tokenizer")
+    logged(worker, "load_tokenizer")
     logged(encoding, "fast_bpe_encoder")
     output = str(tmp_path / "out" / "c")
     manifests = preprocess(

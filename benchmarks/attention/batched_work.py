@@ -1,0 +1,176 @@
+"""Count the work of the ``chunked`` attention backend on a GPU: FLOPs, bytes and operators.
+
+Per layer, forward and backward, on the meta device, which computes nothing: all heads at once with
+16-bit operands, and one head at a time in float32, as on the CPU. An operator reads each operand
+and writes its result once. Times are bytes and FLOPs at the V100's peak rates: lower bounds, not
+measurements.
+
+    python -m benchmarks.attention.batched_work \
+        --output benchmarks/results/offline/batched_attention.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from benchmarks.lib.provenance import provenance
+from megatron_deberta.ops import RelativePositions, batched, chunked, disentangled_attention
+from megatron_deberta.planning.devices import DEVICES
+
+HEAD_SIZE, DROPOUT = 64, 0.1
+POSITIONS = RelativePositions(512, 256)
+V100 = next(device for device in DEVICES if device.name.startswith("V100"))
+RATES = {"float16": V100.flops_per_second("fp16"), "float32": V100.flops_per_second("fp32")}
+"""FLOPs per second by dtype of the operands."""
+_PRODUCTS = ("aten::bmm", "aten::baddbmm", "aten::addmm")
+_NO_WORK = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::detach")
+
+
+class Case(NamedTuple):
+    """Sizes of one call."""
+
+    name: str
+    rows: int
+    heads: int
+    length: int
+    targets: int = 0
+    """Gathered queries per row; 0: all tokens."""
+
+
+CASES = (
+    Case("base, N=512", 16, 12, 512),
+    Case("base, N=512, 77 gathered queries", 16, 12, 512, 77),
+    Case("1.5B, N=512", 8, 24, 512),
+    Case("1.5B, N=2048", 2, 24, 2048),
+)
+
+
+class Work(TorchDispatchMode):
+    """Sums the work of dispatched operators other than views.
+
+    Attributes:
+        counts: ``operators``, ``bytes``, and FLOPs by the dtype of the operands.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Add an operator and run it."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        name = func.name().split(".")[0].rstrip("_")
+        if func.is_view or name in _NO_WORK:
+            return result
+        reads = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
+        if name in _PRODUCTS:
+            a, b = reads[-2:]
+            self._add_product(a, b)
+            reads = reads if kwargs.get("beta", 1) else [a, b]
+        written = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        self._add_traffic([*reads, *written])
+        return result
+
+    def product_(
+        self, out: Tensor, a: Tensor, b: Tensor, *, beta: float = 0.0, alpha: float = 1.0
+    ) -> Tensor:
+        """Add a product; stands for ``batched.product_``."""
+        self._add_product(a, b)
+        self._add_traffic([a, b, out, *([out] if beta else [])])
+        return out
+
+    def _add_product(self, a: Tensor, b: Tensor) -> None:
+        self.counts[str(a.dtype).removeprefix("torch.")] += 2 * a.numel() * b.shape[-1]
+
+    def _add_traffic(self, tensors: list[Tensor]) -> None:
+        self.counts["operators"] += 1
+        for x in tensors:
+            # Elements of overlapping views are read from memory once.
+            size = min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
+            self.counts["bytes"] += size
+
+
+@contextmanager
+def per_head() -> Iterator[None]:
+    """Compute one head at a time in float32 on any device."""
+    sizes = {"meta": batched.BLOCK_ELEMENTS}
+    with (
+        mock.patch.object(chunked, "is_batched", return_value=False),
+        mock.patch.object(chunked, "_BLOCK_ELEMENTS", sizes),
+    ):
+        yield
+
+
+def count(case: Case, dropout: float) -> dict[str, Any]:
+    """Return the work of forward and backward of one call."""
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float16, device="meta", requires_grad=True)
+
+    queries = case.targets or case.length
+    q = empty(case.rows, case.heads, queries, HEAD_SIZE)
+    k, v = (empty(case.rows, case.heads, case.length, HEAD_SIZE) for _ in range(2))
+    tables = [empty(case.heads, 2 * POSITIONS.span, HEAD_SIZE) for _ in range(2)]
+    at = torch.empty(case.rows, queries, dtype=torch.int64, device="meta")
+    seed = torch.empty(case.rows, dtype=torch.int64, device="meta")
+    found = {}
+    with Work() as work, mock.patch.object(batched, "product_", work.product_):
+        out = disentangled_attention(
+            q, k, v, *tables, POSITIONS, q_positions=at if case.targets else None,
+            dropout_p=dropout, seed=seed, backend="chunked",
+        )  # fmt: skip
+        found["forward"], work.counts = dict(work.counts), Counter()
+        out.backward(torch.empty_like(out))
+        found["backward"] = dict(work.counts)
+    return {name: {**counts, **milliseconds(counts)} for name, counts in found.items()}
+
+
+def milliseconds(counts: dict[str, int]) -> dict[str, float]:
+    """Return the time of the products and of the traffic at the peak rates."""
+    flops = sum(counts.get(dtype, 0) / rate for dtype, rate in RATES.items())
+    times = {"products_ms": flops, "memory_ms": counts["bytes"] / V100.memory_gb_per_second / 1e9}
+    return {name: float(f"{1e3 * value:.4g}") for name, value in times.items()}
+
+
+def measure() -> list[dict[str, Any]]:
+    """Return the work of all cases, with dropout and without."""
+    results = []
+    for case in CASES:
+        for dropout in (0.0, DROPOUT):
+            now = count(case, dropout)
+            with per_head():
+                before = count(case, dropout)
+            results.append(
+                {"case": case._asdict(), "dropout": dropout, "per_head": before, "batched": now}
+            )
+    return results
+
+
+def main() -> None:
+    """Count and write the result."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    args = parser.parse_args()
+    text = json.dumps({"results": measure(), "provenance": provenance()}, indent=1)
+    print(text)
+    if args.output:
+        args.output.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

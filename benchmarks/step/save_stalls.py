@@ -1,0 +1,130 @@
+"""Time that training waits per save: synchronous, asynchronous and local.
+
+Four gloo ranks, TP2 x DP2, ZeRO-1, as two nodes with folders of their own. The kinds of save take
+turns, with training steps between them until the save is finished.
+
+    python -m benchmarks.step.save_stalls --output benchmarks/results/cpu/save_stalls.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.lib.measuring import write_json
+from benchmarks.lib.provenance import provenance
+from megatron_deberta.checkpoint.background import Saver
+from megatron_deberta.checkpoint.layout import CheckpointMetadata
+from megatron_deberta.checkpoint.local.nodes import Nodes
+from megatron_deberta.checkpoint.local.saver import LocalSaver
+from megatron_deberta.checkpoint.retention import Retention
+from megatron_deberta.config import config_to_dict
+from megatron_deberta.config.schema import RunConfig
+from megatron_deberta.engine.factory import build_engine
+from megatron_deberta.model import count_parameters
+from megatron_deberta.train.setup import build_rank_model
+from megatron_deberta.train.step import TrainStep
+from tests.support.layout_matrix import MODEL, Layout, micro_batches, run_config
+from tests.support.ranks import RankPool, grid
+
+WORLD_SIZE, RANKS_PER_NODE = 4, 2
+KINDS = ("synchronous", "asynchronous", "local")
+_MOST_STEPS = 1000
+
+
+def config_of(hidden_size: int, layers: int) -> RunConfig:
+    """Return the run: the layout matrix's with a larger model."""
+    config = run_config(Layout(2, 1, True, "none"))
+    model = replace(
+        MODEL, num_layers=layers, hidden_size=hidden_size, ffn_hidden_size=4 * hidden_size
+    )
+    return replace(config, model=model)
+
+
+def measure(rank: int, folder: str, config: RunConfig, turns: int) -> list[dict[str, Any]]:
+    """Save in turn; return kind, stall and duration of each save, and a step's time, in seconds."""
+    os.environ["SLURMD_NODENAME"] = f"node{rank // RANKS_PER_NODE}"
+    groups = grid(config.parallel.tensor_parallel_size)
+    nodes = Nodes.connect(groups, 5.0)
+    model = build_rank_model(config, groups)
+    engine = build_engine(config, model.module, model.specs, groups)
+    take_step = TrainStep(engine, config, groups)
+    saver = Saver(f"{folder}/run", engine, model.specs, groups)
+    local = LocalSaver(
+        Path(folder, nodes.names[rank], "run"), engine, model.specs, groups, nodes, 1
+    )
+    step, rows = 0, []
+
+    def train() -> float:
+        nonlocal step
+        began = time.monotonic()
+        take_step(step, micro_batches(step, groups))
+        step += 1
+        return time.monotonic() - began
+
+    # The first turn warms up.
+    for turn in range(turns + 1):
+        for kind in KINDS:
+            seconds = train()
+            metadata = CheckpointMetadata(
+                step=step, consumed_samples=step, config=config_to_dict(config),
+                tokenizer_fingerprint="", tokenizer_path="",
+            )  # fmt: skip
+            saved: Any = None
+            if kind == "synchronous":
+                saved = saver.save(metadata, Retention(keep_last=1))
+            elif kind == "asynchronous":
+                saver.start(metadata, Retention(keep_last=1))
+            else:
+                local.start(metadata)
+            for _ in range(_MOST_STEPS):
+                if saved is not None:
+                    break
+                train()
+                saved = saver.poll() if kind == "asynchronous" else local.poll()
+            if turn:
+                rows.append({
+                    "kind": kind, "stall_seconds": saved.blocked_seconds,
+                    "save_seconds": saved.seconds, "step_seconds": seconds,
+                })  # fmt: skip
+    engine.destroy()
+    return rows
+
+
+def main() -> None:
+    """Measure and write the result."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--hidden-size", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
+    args = parser.parse_args()
+    config = config_of(args.hidden_size, args.layers)
+    with tempfile.TemporaryDirectory() as folder, RankPool(WORLD_SIZE) as pool:
+        rows = pool.run(measure, folder, config, args.turns, timeout=540.0)[0]
+    kinds = {kind: [row for row in rows if row["kind"] == kind] for kind in KINDS}
+    medians = {
+        kind: {
+            key: statistics.median(row[key] for row in found)
+            for key in ("stall_seconds", "save_seconds", "step_seconds")
+        }
+        for kind, found in kinds.items()
+    }
+    for kind, values in medians.items():
+        print(kind, {key: round(value, 4) for key, value in values.items()})
+    record = {
+        **provenance(), "layout": "TP2 x DP2, ZeRO-1, fp32, two nodes on one machine",
+        "parameters": count_parameters(config.model), "turns": args.turns,
+        "medians": medians, "results": rows,
+    }  # fmt: skip
+    write_json(args.output, record)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""Count the places where an optimizer step waits for the device, on a CPU.
+
+DeepSpeed ZeRO-1 in bf16, four micro batches. Calls that would wait on a GPU are replaced by ones
+that count themselves and the line of this project or of DeepSpeed that made them: ``synchronize``
+of DeepSpeed's accelerator, and tensors read by the host (``item``, ``tolist``, truth value,
+conversion to a number). Checks that the code makes on a CPU only are left out. Tensors that are on
+the host on a GPU, too, are counted, so this is an upper bound.
+
+    python -m benchmarks.step.synchronizations --output synchronizations.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import torch
+
+from benchmarks.gpu.parity import SMALL, make_batch, run_config
+from benchmarks.lib.provenance import provenance
+from megatron_deberta.data.batch import Batch
+from megatron_deberta.distributed.parallelize import build_model
+from megatron_deberta.distributed.topology import single_process_groups
+from megatron_deberta.engine.factory import build_engine
+from megatron_deberta.train.step import TrainStep
+
+MICRO_BATCHES = 4
+# DeepSpeed's timer synchronizes from the third step on.
+WARM_UP, STEPS = 3, 2
+# Functions that return before they read anything on a GPU
+CPU_ONLY = ("ops/arguments.py", "distributed/vocab.py, _check_labels")
+READS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "numpy")
+
+
+@contextmanager
+def counting() -> Iterator[Counter[str]]:
+    """Count the waits of the context, by function and calling line."""
+    from deepspeed.accelerator import get_accelerator
+
+    counts: Counter[str] = Counter()
+    accelerator = type(get_accelerator())
+    with ExitStack() as stack:
+        for owner, name in [(accelerator, "synchronize"), *((torch.Tensor, x) for x in READS)]:
+            stack.enter_context(
+                mock.patch.object(owner, name, _counted(getattr(owner, name), name, counts))
+            )
+        yield counts
+
+
+def _counted(function: Callable[..., Any], name: str, counts: Counter[str]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for frame in reversed(traceback.extract_stack()[:-1]):
+            parts = Path(frame.filename).parts
+            package = next((x for x in ("megatron_deberta", "deepspeed") if x in parts), None)
+            if package is not None:
+                inside = "/".join(parts[len(parts) - parts[::-1].index(package) - 1 :])
+                counts[f"{name} in {inside}, {frame.name}"] += 1
+                break
+        return function(*args, **kwargs)
+
+    return call
+
+
+def measure() -> dict[str, float]:
+    """Return the waits of one step, by function and calling line."""
+    config = run_config(SMALL, "bf16", "chunked", "deepspeed")
+    config = replace(config, train=replace(config.train, micro_batch_size=1))
+    groups = single_process_groups(torch.device("cpu"))
+    built = build_model(config, groups, torch.bfloat16)
+    engine = build_engine(config, built.module, built.specs, groups)
+    whole = make_batch(SMALL)
+    tensors = (
+        whole.input_ids, whole.attention_mask, whole.masked_positions, whole.labels,
+        whole.sample_index,
+    )  # fmt: skip
+    batches = [Batch(*(x[row : row + 1] for x in tensors)) for row in range(MICRO_BATCHES)]
+    try:
+        take = TrainStep(engine, config, groups)
+        for step in range(WARM_UP):
+            take(step, batches)
+        with counting() as counts:
+            for step in range(WARM_UP, WARM_UP + STEPS):
+                take(step, batches)
+        return {
+            place: count / STEPS
+            for place, count in counts.most_common()
+            if not any(name in place for name in CPU_ONLY)
+        }
+    finally:
+        engine.destroy()
+
+
+def main() -> None:
+    """Count and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--before", type=Path, help="result of an older revision to add")
+    args = parser.parse_args()
+    places = measure()
+    record: dict[str, Any] = {
+        "micro_batches": MICRO_BATCHES,
+        "per_step": sum(places.values()),
+        "places": places,
+        "provenance": provenance(),
+    }
+    if args.before:
+        record["before"] = json.loads(args.before.read_text())
+    print(json.dumps(record, indent=1))
+    if args.output:
+        args.output.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

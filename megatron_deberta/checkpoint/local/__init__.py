@@ -1,0 +1,1 @@
+"""Checkpoints on the nodes' own disks, with replicas on neighbour nodes."""

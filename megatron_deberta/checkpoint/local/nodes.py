@@ -1,0 +1,100 @@
+"""Nodes of a job, and exchange of bytes between ranks over a CPU group."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from megatron_deberta.distributed.topology import ProcessGroups
+
+
+def node_name() -> str:
+    """Return this node's name: SLURM's, else the host name; usable as a folder name."""
+    name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    return re.sub(r"[^A-Za-z0-9_-]", "_", name)
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """The nodes of all ranks.
+
+    Attributes:
+        rank: this rank.
+        names: node name by rank.
+        group: gloo group of all ranks for data in host memory; None in a single process.
+    """
+
+    rank: int
+    names: tuple[str, ...]
+    group: ProcessGroup | None
+
+    @classmethod
+    def connect(cls, groups: ProcessGroups, timeout_minutes: float) -> Nodes:
+        """Create the group and gather the names. Collective over all ranks."""
+        group = None
+        if groups.world_size > 1:
+            timeout = datetime.timedelta(minutes=timeout_minutes)
+            group = dist.new_group(backend="gloo", timeout=timeout)
+        names = _gather(node_name().encode(), group)
+        return cls(groups.rank, tuple(name.decode() for name in names), group)
+
+    @property
+    def own_ranks(self) -> list[int]:
+        """Ranks on this rank's node."""
+        return self._ranks_on(self.names[self.rank])
+
+    @property
+    def target(self) -> int | None:
+        """Rank on the next node that keeps this rank's replica; None: there is one node."""
+        return self._target_of(self.rank)
+
+    @property
+    def sources(self) -> list[int]:
+        """Ranks whose replicas this rank keeps."""
+        ranks = range(len(self.names))
+        return [rank for rank in ranks if self._target_of(rank) == self.rank]
+
+    def gather(self, content: bytes) -> list[bytes]:
+        """Return every rank's content, by rank. Collective over all ranks."""
+        return _gather(content, self.group)
+
+    def sum(self, numbers: Sequence[int]) -> list[int]:
+        """Return sums over all ranks. Collective over all ranks."""
+        total = torch.tensor(numbers, dtype=torch.int64)
+        if self.group is not None:
+            dist.all_reduce(total, group=self.group)
+        return [int(number) for number in total]
+
+    def _ranks_on(self, name: str) -> list[int]:
+        return [rank for rank, other in enumerate(self.names) if other == name]
+
+    def _target_of(self, rank: int) -> int | None:
+        nodes = list(dict.fromkeys(self.names))
+        if len(nodes) == 1:
+            return None
+        name = self.names[rank]
+        neighbours = self._ranks_on(nodes[(nodes.index(name) + 1) % len(nodes)])
+        return neighbours[self._ranks_on(name).index(rank) % len(neighbours)]
+
+
+def _gather(content: bytes, group: ProcessGroup | None) -> list[bytes]:
+    if group is None:
+        return [content]
+    world_size = group.size()
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size)]
+    dist.all_gather(sizes, torch.tensor([len(content)]), group=group)
+    longest = max(int(size) for size in sizes)
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: len(content)] = torch.tensor(list(content), dtype=torch.uint8)
+    rows = [torch.empty_like(padded) for _ in range(world_size)]
+    if longest:
+        dist.all_gather(rows, padded, group=group)
+    return [row[: int(size)].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]

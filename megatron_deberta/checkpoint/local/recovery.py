@@ -1,0 +1,185 @@
+"""Recovery of the newest complete local checkpoint at a start.
+
+The ranks list the parts that their nodes hold. The newest save of which every part is on a node,
+as an original or as a replica, and whose files have their SHA-256, is copied into the run folder
+and committed there like any checkpoint, from which the run resumes on any layout.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_deberta.checkpoint import writer
+from megatron_deberta.checkpoint.fence import Fence
+from megatron_deberta.checkpoint.layout import KINDS, part_index_file, part_index_json
+from megatron_deberta.checkpoint.local.history import History
+from megatron_deberta.checkpoint.local.nodes import Nodes
+from megatron_deberta.checkpoint.local.parts import (
+    PartManifest,
+    SaveId,
+    held_parts,
+    is_intact,
+    part_dir,
+)
+from megatron_deberta.distributed.topology import ProcessGroups
+from megatron_deberta.files import adopt_mode, fsync_path, write_durably
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class _Candidate:
+    """A save that some nodes hold parts of; ordered by step."""
+
+    step: int
+    generation: int
+    world_size: int
+    digest: str
+
+    @classmethod
+    def of(cls, part: PartManifest) -> _Candidate:
+        return cls(part.save.step, part.save.generation, part.world_size, part.digest)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalRecovery:
+    """Copies local checkpoints into the run folder.
+
+    Attributes:
+        run_dir: folder of the run.
+        folder: folder of the run on this node.
+        groups: the rank grid.
+        nodes: the nodes.
+        fence: lock of the run folder.
+    """
+
+    run_dir: str | os.PathLike[str]
+    folder: Path
+    groups: ProcessGroups
+    nodes: Nodes
+    fence: Fence
+
+    def recover(self, history: History, newest: int) -> Path | None:
+        """Commit the newest complete local save to the run folder. Collective over all ranks.
+
+        Args:
+            history: generations of the run.
+            newest: step of the newest checkpoint in the run folder; -1: there is none.
+
+        Returns:
+            The committed checkpoint; None: no local save is complete and newer.
+
+        Raises:
+            CheckpointError: it cannot be written to the run folder.
+        """
+        held = held_parts(self.folder)
+        # Several ranks of a node list the same folder.
+        present = self._gather([_Candidate.of(part) for part in held], held)
+        wanted = {
+            candidate
+            for candidate in present
+            if candidate.step > newest
+            and history.is_valid(SaveId(candidate.generation, candidate.step))
+        }
+        lacking = []
+        for candidate in sorted(wanted, reverse=True):
+            missing = set(range(candidate.world_size)) - set(present[candidate])
+            if not missing:
+                path = self._take(candidate, held)
+                if path is not None:
+                    return path
+                lacking.append(f"step {candidate.step} is damaged")
+            else:
+                ranks = ", ".join(map(str, sorted(missing)))
+                lacking.append(f"step {candidate.step} lacks the parts of ranks {ranks}")
+        self._say_unused(lacking, newest)
+        return None
+
+    def _say_unused(self, lacking: list[str], newest: int) -> None:
+        source = f"the checkpoint of step {newest} in the run folder is used"
+        if newest < 0:
+            source = "there is no checkpoint in the run folder either"
+        reason = "; ".join(lacking) or "none is newer"
+        logger.info("no local checkpoint is used (%s): %s", reason, source)
+
+    def _gather(
+        self, candidates: list[_Candidate], parts: Iterable[PartManifest]
+    ) -> dict[_Candidate, dict[int, list[int]]]:
+        """Return the ranks that see each part of each save. Collective over all ranks."""
+        own = [
+            [c.step, c.generation, c.world_size, c.digest, part.rank]
+            for c, part in zip(candidates, parts, strict=True)
+        ]
+        found: dict[_Candidate, dict[int, list[int]]] = {}
+        for holder, content in enumerate(self.nodes.gather(json.dumps(own).encode())):
+            for *fields, rank in json.loads(content):
+                found.setdefault(_Candidate(*fields), {}).setdefault(rank, []).append(holder)
+        return found
+
+    def _take(self, candidate: _Candidate, held: list[PartManifest]) -> Path | None:
+        """Verify and copy a save; None: it is damaged. Collective over all ranks."""
+        own_ranks = self.nodes.own_ranks
+        parts = {part.rank: part for part in held if _Candidate.of(part) == candidate}
+        # The ranks of a node divide the verification of its parts.
+        intact = [
+            parts[rank]
+            for number, rank in enumerate(sorted(parts))
+            if own_ranks[number % len(own_ranks)] == self.groups.rank
+            and is_intact(self.folder, parts[rank])
+        ]
+        holders = self._gather([candidate] * len(intact), intact).get(candidate, {})
+        if len(holders) < candidate.world_size:
+            return None
+        # The original where it is intact: a rank holds its own part if the layout is the same.
+        chosen = {
+            rank: next((r for r in ranks if self._is_original(rank, r)), ranks[0])
+            for rank, ranks in holders.items()
+        }
+        mine = [part for part in intact if chosen[part.rank] == self.groups.rank]
+        path = self._commit(candidate, mine)
+        replicas = sorted(rank for rank, r in chosen.items() if not self._is_original(rank, r))
+        which = ", ".join(f"{rank} from {self.nodes.names[chosen[rank]]}" for rank in replicas)
+        logger.info(
+            "the local checkpoint of step %d is complete and copied to %s (replicas of ranks: %s)",
+            candidate.step,
+            path,
+            which or "none",
+        )
+        return path
+
+    def _is_original(self, rank: int, holder: int) -> bool:
+        names = self.nodes.names
+        return rank < len(names) and names[rank] == names[holder]
+
+    def _commit(self, candidate: _Candidate, mine: list[PartManifest]) -> Path:
+        """Copy this rank's share into the run folder and commit. Collective over all ranks."""
+        first = next((part.to_json() for part in mine), b"")
+        content = next(content for content in self.nodes.gather(first) if content)
+        manifest = PartManifest.from_json(content, self.folder)
+        staged = writer.StagedCheckpoint(
+            self.run_dir, manifest.metadata, KINDS, dict(manifest.parameters), self.groups,
+            self.fence, candidate.world_size,
+        )  # fmt: skip
+        writer.prepare(staged)
+        failure: OSError | None = None
+        try:
+            for part in mine:
+                _copy(part, part_dir(self.folder, part.save, part.rank), staged.staging)
+        except OSError as error:
+            failure = error
+        return writer.commit(staged, failure)
+
+
+def _copy(part: PartManifest, source: Path, staging: Path) -> None:
+    for entry in part.files:
+        target = staging / entry.name
+        shutil.copyfile(source / entry.name, target)
+        adopt_mode(target)
+        fsync_path(target)
+    write_durably(staging / part_index_file(part.rank), part_index_json(part.files, part.fragments))

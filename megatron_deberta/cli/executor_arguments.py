@@ -1,0 +1,94 @@
+"""Command-line arguments that choose where the units of a job run."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from megatron_deberta.cli.arguments import number
+from megatron_deberta.distributed.environment import read_environment
+from megatron_deberta.errors import ConfigError
+from megatron_deberta.text.jobs.executors import KINDS, ExecutorOptions, Kind, array_task
+from megatron_deberta.text.jobs.folder import JobFolder
+
+
+def add_executor_arguments(parser: argparse.ArgumentParser, *, array: bool = False) -> None:
+    """Declare the arguments; with ``array`` also those of job arrays."""
+    kinds = [kind for kind in KINDS if array or kind != "slurm-array"]
+    also = "; slurm-array, the tasks of a job array" if array else ""
+    parser.add_argument(
+        "--executor", choices=kinds,
+        help="where the work is done: local, worker processes of this command; mpi, the ranks of "
+        f"mpirun or srun; dask, a Dask scheduler's workers{also} (default: by the launcher, else "
+        "local)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--workers", type=number(int, 0), metavar="N",
+        help="worker processes of this command; 0: use this process (default: the CPU cores)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--dask", metavar="ADDRESS",
+        help="scheduler as tcp://HOST:8786, its scheduler file, or slurm: start workers with "
+        "dask-jobqueue",
+    )  # fmt: skip
+    parser.add_argument(
+        "--dask-jobs", type=number(int, 1), default=1, metavar="N",
+        help="SLURM jobs to start with --dask slurm",
+    )  # fmt: skip
+    if array:
+        parser.add_argument(
+            "--array-task", metavar="K/N",
+            help="task K (from 0) of N that share the work; in a SLURM job array this is known",
+        )  # fmt: skip
+
+
+def executor_options(args: argparse.Namespace) -> ExecutorOptions:
+    """Return what the arguments and the launcher's environment variables choose.
+
+    Raises:
+        ConfigError: arguments contradict each other.
+    """
+    kind: Kind | None = args.executor or ("dask" if args.dask else None)
+    if (kind == "dask") != bool(args.dask):
+        raise ConfigError(
+            "--executor dask needs --dask ADDRESS (or scheduler file, or slurm)"
+            if kind == "dask"
+            else f"--dask {args.dask}: only with --executor dask"
+        )
+    task, tasks = 0, 1
+    if hasattr(args, "array_task"):
+        task, tasks = array_task(args.array_task, os.environ)
+    if kind is None:
+        kind = "local"
+        if tasks > 1:
+            kind = "slurm-array"
+        elif _launched_ranks() > 1:
+            kind = "mpi"
+    workers = len(os.sched_getaffinity(0)) if args.workers is None else args.workers
+    if kind != "slurm-array":
+        task, tasks = 0, 1
+    return ExecutorOptions(
+        kind=kind,
+        workers=workers if kind in ("local", "slurm-array") else 0,
+        task=task,
+        tasks=tasks,
+        dask=args.dask or "",
+        dask_jobs=args.dask_jobs,
+    )
+
+
+def _launched_ranks() -> int:
+    # A meeting point is not needed.
+    environment = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", **os.environ}
+    return read_environment(environment).world_size
+
+
+def restart(folder: JobFolder) -> None:
+    """Discard unfinished work.
+
+    Raises:
+        DataError: another process works there.
+    """
+    if folder.path.exists():
+        with folder.locked():
+            folder.remove()

@@ -1,0 +1,82 @@
+"""Executor of the workers of a Dask scheduler (``dask.distributed``, ``dask-jobqueue``)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Executor
+from typing import Any
+
+from megatron_deberta.errors import ConfigError, DataError
+
+_CONNECT_SECONDS = 30
+_WORKERLESS_SECONDS = 300
+
+
+@contextlib.contextmanager
+def dask_executor(scheduler: str, jobs: int) -> Iterator[tuple[Executor, int, Callable[[], None]]]:
+    """Yield the executor, its number of workers and a check; a dead worker's units run elsewhere.
+
+    Args:
+        scheduler: address as ``tcp://host:8786``, path of a scheduler file, or ``slurm``: start
+            workers with dask-jobqueue as its configuration file says.
+        jobs: number of SLURM jobs to start for ``slurm``.
+
+    Raises:
+        ConfigError: Dask is missing, or the scheduler or its first worker cannot be reached.
+        DataError: the scheduler died, a unit killed several workers, or no worker is left.
+    """
+    try:
+        from distributed import Client, KilledWorker
+    except ImportError as error:
+        raise ConfigError(
+            f"--executor dask: dask.distributed cannot be imported ({error}); pip install "
+            "'megatron-deberta[dask]', or choose another executor"
+        ) from error
+    with contextlib.ExitStack() as stack:
+        try:
+            if scheduler == "slurm":
+                from dask_jobqueue.slurm import SLURMCluster
+
+                cluster = stack.enter_context(SLURMCluster())
+                cluster.scale(jobs=jobs)
+                client = stack.enter_context(Client(cluster))
+            elif os.path.exists(scheduler):
+                client = Client(scheduler_file=scheduler, timeout=_CONNECT_SECONDS)
+            else:
+                client = Client(scheduler, timeout=_CONNECT_SECONDS)
+            stack.enter_context(client)
+            client.wait_for_workers(1, timeout=None if scheduler == "slurm" else _CONNECT_SECONDS)
+        except (ImportError, OSError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"--dask {scheduler}: no scheduler with a worker ({error}); start `dask scheduler` "
+                "and `dask worker`"
+            ) from error
+        workers = sum(client.nthreads().values())
+        try:
+            yield client.get_executor(pure=False), workers, _WorkerCheck(client)
+        except (KilledWorker, CancelledError) as error:
+            raise DataError(
+                f"--dask {scheduler}: the scheduler died, or a unit's workers did ({error}); run "
+                "the same command again to go on"
+            ) from error
+
+
+class _WorkerCheck:
+    """Raises once the scheduler has had no worker for ``_WORKERLESS_SECONDS``."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self._seen = time.monotonic()
+
+    def __call__(self) -> None:
+        now = time.monotonic()
+        if self._client.nthreads():
+            self._seen = now
+        elif now - self._seen > _WORKERLESS_SECONDS:
+            raise DataError(
+                f"--executor dask: no worker for {_WORKERLESS_SECONDS} s; start workers and run "
+                "the same command again to go on"
+            )

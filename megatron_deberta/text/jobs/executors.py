@@ -1,0 +1,211 @@
+"""Executors of ``concurrent.futures`` on which units run, and windowed submission to them."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import re
+import signal
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from megatron_deberta.errors import ConfigError, DataError
+from megatron_deberta.processes import die_with_parent
+
+Kind = Literal["local", "mpi", "dask", "slurm-array"]
+KINDS: tuple[Kind, ...] = ("local", "mpi", "dask", "slurm-array")
+_UNITS_AHEAD = 2
+_CHECK_SECONDS = 10.0
+Call = tuple[Callable[..., Any], tuple[Any, ...]]
+"""Function and arguments of a unit; both must be picklable."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExecutorOptions:
+    """Where units run; the result does not depend on it.
+
+    Attributes:
+        kind: ``local``: worker processes of this command; ``mpi``: the ranks of mpirun or srun;
+            ``dask``: the workers of a Dask scheduler; ``slurm-array``: as ``local``, for one task
+            of a job array, whose last task merges.
+        workers: processes for ``local`` and ``slurm-array``; 0: this process.
+        task: index of the array task.
+        tasks: number of array tasks.
+        dask: address or scheduler file, or ``slurm``: start workers through dask-jobqueue.
+        dask_jobs: number of SLURM jobs that dask-jobqueue starts.
+    """
+
+    kind: Kind = "local"
+    workers: int = 0
+    task: int = 0
+    tasks: int = 1
+    dask: str = ""
+    dask_jobs: int = 1
+
+    @property
+    def is_array(self) -> bool:
+        """Whether other array tasks share the work."""
+        return self.kind == "slurm-array" and self.tasks > 1
+
+
+class Engine(NamedTuple):
+    """Open executor.
+
+    Attributes:
+        executor: runs units.
+        workers: number of units that run at the same time.
+        check: called while units run; raises DataError if none can finish any more.
+    """
+
+    executor: Executor
+    workers: int
+    check: Callable[[], None] = lambda: None
+
+
+class SerialExecutor(Executor):
+    """Executor that runs each call in ``submit``."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Run the call and return its completed future."""
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+@contextlib.contextmanager
+def remote_engine(options: ExecutorOptions) -> Iterator[Engine | None]:
+    """Open an engine that other programs started; None for ``local`` and ``slurm-array``.
+
+    Raises:
+        ConfigError: an optional package is missing, or the engine cannot be reached.
+        DataError: its workers died.
+        SystemExit: this process is an MPI rank that has served the first one's units.
+    """
+    if options.kind == "mpi":
+        from megatron_deberta.text.jobs.mpi import mpi_executor
+
+        with mpi_executor() as (executor, workers):
+            yield Engine(executor, workers)
+    elif options.kind == "dask":
+        from megatron_deberta.text.jobs.dask import dask_executor
+
+        with dask_executor(options.dask, options.dask_jobs) as (executor, workers, check):
+            yield Engine(executor, workers, check)
+    else:
+        yield None
+
+
+@contextlib.contextmanager
+def local_engine(
+    workers: int,
+    *,
+    start_method: Literal["fork", "spawn"] = "fork",
+    on_start: Callable[[int], None] | None = None,
+) -> Iterator[Engine]:
+    """Start worker processes, which are killed if the block fails.
+
+    Args:
+        workers: processes; 0: run units in this process.
+        start_method: forked processes share what is loaded, and must be started before threads.
+        on_start: called in each worker process with its index.
+    """
+    if not workers:
+        yield Engine(SerialExecutor(), 1)
+        return
+    context = multiprocessing.get_context(start_method)
+    before = set(multiprocessing.active_children())
+    # The collector would write to all memory that forked processes share, and so copy it.
+    gc.freeze()
+    arguments = (context.Value("i", 0), on_start)
+    pool = ProcessPoolExecutor(workers, context, _begin_worker, arguments)
+    try:
+        # Forked processes start now, before the caller starts a thread.
+        pool.submit(os.getpid)
+        yield Engine(pool, workers)
+    except BaseException:
+        for process in set(multiprocessing.active_children()) - before:
+            process.kill()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def run_calls(
+    engine: Engine, calls: Iterable[Call], on_result: Callable[[Any], None] = lambda _: None
+) -> None:
+    """Run calls, of which only a few per worker are submitted ahead.
+
+    Args:
+        engine: executor.
+        calls: read as results come in.
+        on_result: called in this process with each result, in any order.
+
+    Raises:
+        DataError: a worker process died, or as a call raised.
+    """
+    left, waiting = iter(calls), set[Future[Any]]()
+    window = _UNITS_AHEAD * engine.workers if engine.workers > 1 else 1
+    try:
+        while True:
+            while len(waiting) < window and (call := next(left, None)) is not None:
+                waiting.add(engine.executor.submit(call[0], *call[1]))
+            if not waiting:
+                return
+            finished, waiting = wait(waiting, _CHECK_SECONDS, FIRST_COMPLETED)
+            engine.check()
+            for future in finished:
+                on_result(future.result())
+    except BrokenProcessPool:
+        raise DataError(
+            "a worker process died (killed, or out of memory?); run the same command again to go "
+            f"on, with less than --workers {engine.workers} for less memory"
+        ) from None
+    finally:
+        for future in waiting:
+            future.cancel()
+
+
+def _begin_worker(started: Any, on_start: Callable[[int], None] | None) -> None:
+    # The sketches' library would start a thread per core in every process.
+    os.environ["RAYON_NUM_THREADS"] = "1"
+    # Ctrl-C reaches the whole group; the driver ends its workers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.pid is not None:
+        die_with_parent(parent.pid)
+    with started.get_lock():
+        index, started.value = started.value, started.value + 1
+    if on_start is not None:
+        on_start(index)
+
+
+def array_task(given: str | None, env: Mapping[str, str]) -> tuple[int, int]:
+    """Return the index of the job-array task, from 0, and the number of tasks.
+
+    Args:
+        given: ``K/N``; None: from the variables of SLURM, 0 and 1 without them.
+        env: environment variables.
+
+    Raises:
+        ConfigError: ``given`` is malformed.
+    """
+    if given is not None:
+        match = re.fullmatch(r"(\d+)/(\d+)", given)
+        if match is None or not int(match[1]) < int(match[2]):
+            raise ConfigError(f"--array-task {given}: must be K/N with K from 0 to N - 1")
+        return int(match[1]), int(match[2])
+    if "SLURM_ARRAY_TASK_ID" not in env:
+        return 0, 1
+    task, first, step, count = (
+        int(env.get(f"SLURM_ARRAY_TASK_{name}", default))
+        for name, default in (("ID", "0"), ("MIN", "0"), ("STEP", "1"), ("COUNT", "1"))
+    )
+    return min((task - first) // max(step, 1), count - 1), count

@@ -1,0 +1,213 @@
+"""Local checkpoints of a run: recovery at the start, saves after steps, and their records."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+from megatron_deberta.checkpoint.fence import Fence
+from megatron_deberta.checkpoint.layout import CheckpointMetadata, committed_steps
+from megatron_deberta.checkpoint.local.history import History
+from megatron_deberta.checkpoint.local.nodes import Nodes
+from megatron_deberta.checkpoint.local.recovery import LocalRecovery
+from megatron_deberta.checkpoint.local.saver import LocalSaved, LocalSaver
+from megatron_deberta.config.schema import RunConfig
+from megatron_deberta.data.sample_log import SampleLog
+from megatron_deberta.distributed.control import (
+    broadcast_from_rank_zero,
+    broadcast_text,
+    raise_on_all_ranks,
+)
+from megatron_deberta.distributed.parallelize.spec import ParameterSpec
+from megatron_deberta.distributed.topology import ProcessGroups
+from megatron_deberta.engine.base import Engine
+from megatron_deberta.errors import CheckpointError
+from megatron_deberta.observe.metrics import MetricsWriter
+from megatron_deberta.observe.progress import Section
+from megatron_deberta.observe.throughput import ThroughputMeter
+from megatron_deberta.train.records import RunRecords
+from megatron_deberta.train.state import StepEvent, TrainState
+
+logger = logging.getLogger(__name__)
+
+# Longest wait for a save in progress at the end of a process
+END_SECONDS = 20.0
+
+
+@dataclass
+class LocalCheckpoints:
+    """Local checkpoints of one run on all nodes.
+
+    Attributes:
+        config: the run.
+        groups: the rank grid.
+        fence: lock of the run folder.
+        nodes: the nodes.
+        history: generations of the run.
+    """
+
+    config: RunConfig
+    groups: ProcessGroups
+    fence: Fence
+    nodes: Nodes
+    history: History
+    saver: LocalSaver | None = field(default=None, init=False)
+
+    @classmethod
+    def open(
+        cls, config: RunConfig, groups: ProcessGroups, fence: Fence
+    ) -> LocalCheckpoints | None:
+        """Copy the newest complete local save to the run folder, if it is newer. Collective.
+
+        Returns:
+            The run's local checkpoints; None: it saves none.
+
+        Raises:
+            CheckpointError: the history is damaged; or the save cannot be copied, and
+                ``checkpoint.on_failure`` is ``stop``.
+        """
+        if not config.checkpoint.local_every:
+            return None
+        nodes = Nodes.connect(groups, config.cluster.collective_timeout_minutes)
+        content = ""
+        with raise_on_all_ranks(groups):
+            if groups.rank == 0:
+                known = None
+                if config.checkpoint.resume != "never":
+                    known = History.of_run(config.train.run_dir)
+                content = (known or History.new()).to_json().decode()
+        history = History.from_json(broadcast_text(content, groups))
+        local = cls(config, groups, fence, nodes, history)
+        if history.generation:
+            local._recover()
+        return local
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the run on this node."""
+        node = self.nodes.names[self.nodes.rank]
+        root = Path(self.config.checkpoint.local_dir).absolute() / node
+        return root / f"{self._run_name}-{self.history.run}"
+
+    @property
+    def _run_name(self) -> str:
+        path = str(Path(self.config.train.run_dir).absolute())
+        return hashlib.sha256(path.encode()).hexdigest()[:12]
+
+    def _recover(self) -> None:
+        run_dir, groups = self.config.train.run_dir, self.groups
+        newest = -1
+        with raise_on_all_ranks(groups):
+            if groups.rank == 0:
+                newest = max(committed_steps(run_dir), default=-1)
+        newest = broadcast_from_rank_zero(newest, groups)
+        recovery = LocalRecovery(run_dir, self.folder, groups, self.nodes, self.fence)
+        try:
+            recovery.recover(self.history, newest)
+        except CheckpointError as error:
+            if self.config.checkpoint.on_failure == "stop":
+                raise
+            logger.error("%s; an older checkpoint is used", error)
+
+    def begin(self, step: int) -> None:
+        """Begin a generation at a step: later saves of earlier ones are void. Collective.
+
+        Raises:
+            OSError: the run folder cannot be written.
+        """
+        self.history = self.history.began(step)
+        with raise_on_all_ranks(self.groups):
+            if self.groups.rank == 0:
+                self.history.write(self.config.train.run_dir, self.fence.check)
+        if self.saver is not None:
+            self.saver.generation = self.history.generation
+
+    def start_saving(self, step: int, engine: Engine, specs: Mapping[str, ParameterSpec]) -> None:
+        """Begin the generation of this process and delete what earlier ones left. Collective.
+
+        Args:
+            step: step from which the run resumes; the run folder has its checkpoint, or it is 0.
+            engine: engine whose state is saved.
+            specs: this rank's part of every parameter.
+        """
+        self.begin(step)
+        self._clear()
+        self.saver = LocalSaver(
+            self.folder, engine, specs, self.groups, self.nodes, self.history.generation
+        )
+        # No rank writes before every node is cleared.
+        self.nodes.sum([0])
+
+    def hook(
+        self,
+        describe: Callable[[TrainState], CheckpointMetadata],
+        meter: ThroughputMeter,
+        sample_log: SampleLog | None,
+        records: RunRecords | None,
+    ) -> LocalSaveHook:
+        """Return the hook that saves; see there for the arguments."""
+        assert self.saver is not None, "call start_saving() first"
+        every = self.config.checkpoint.local_every
+        writer = None if records is None else records.writer
+        return LocalSaveHook(every, describe, self.saver, meter, sample_log, writer)
+
+    def close(self, *, is_finished: bool) -> None:
+        """Wait for a save in progress; delete all saves of a finished run."""
+        if self.saver is not None:
+            self.saver.join(END_SECONDS)
+        if is_finished:
+            self._clear()
+
+    def _clear(self) -> None:
+        """Delete the folders of this run, under any identity, from this node."""
+        if self.nodes.own_ranks[0] == self.nodes.rank:
+            for path in self.folder.parent.glob(f"{self._run_name}-*"):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+@dataclass(slots=True)
+class LocalSaveHook:
+    """Saves local checkpoints every ``checkpoint.local_every`` steps.
+
+    Args:
+        every: steps between saves.
+        describe: checks a state and returns the metadata of its checkpoint; collective.
+        saver: saver of the run.
+        meter: paused meanwhile.
+        sample_log: flushed first, so that it contains every step of the checkpoint.
+        writer: writer of ``metrics.jsonl`` on rank 0.
+    """
+
+    every: int
+    describe: Callable[[TrainState], CheckpointMetadata]
+    saver: LocalSaver
+    meter: ThroughputMeter
+    sample_log: SampleLog | None
+    writer: MetricsWriter | None
+    section: ClassVar[Section] = Section.SAVE
+
+    def after_step(self, event: StepEvent) -> bool:
+        """Save, if due, unless the process ends; record a save that has finished."""
+        step = event.state.step
+        self._record(step, self.saver.poll())
+        if event.ending is None and step % self.every == 0:
+            with self.meter.paused():
+                if self.sample_log is not None:
+                    self.sample_log.sync()
+                self.saver.start(self.describe(event.state))
+        return False
+
+    def late_end(self, event: StepEvent) -> None:
+        """Do nothing: the end is saved to the run folder."""
+
+    def _record(self, step: int, saved: LocalSaved | None) -> None:
+        if saved is None or self.writer is None:
+            return
+        values = asdict(saved)
+        values["checkpoint_step"] = values.pop("save")["step"]
+        self.writer.write(step, values, kind="local_checkpoint")

@@ -1,0 +1,162 @@
+"""Losses of processes, nodes and replicas; the resumed run must be bit-identical.
+
+  python -m tests.faults.lost_nodes                     all missing cases
+  python -m tests.faults.lost_nodes --seconds 600       as many as fit
+  python -m tests.faults.lost_nodes node --seed 3       repeat one case
+
+Four gloo ranks are two nodes with folders of their own. Each case appends one JSON line to
+--output. Lines about other code do not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.lib.campaigns import RESULTS, append_line, code_digest, read_lines
+from benchmarks.lib.provenance import provenance
+from benchmarks.tables.faults import LOST_NODES_CODE, LOST_NODES_COUNTS
+from megatron_deberta.checkpoint.layout import committed_steps
+from tests.faults.chaos.training import OVERRIDES, last_step, log_end, result, wait_until
+from tests.support.jobs import Job, prepare, start
+
+WORLD_SIZE, RANKS_PER_NODE = 4, 2
+STEPS, SAVE_EVERY, LOCAL_EVERY = 30, 10, 3
+_USED = re.compile(r"the local checkpoint of step (\d+) is complete")
+
+
+class LostNodes:
+    """Cases on one tiny run: TP2 x DP2, ZeRO-1, dropout on, two nodes.
+
+    Args:
+        folder: working folder.
+        run_yaml: the run.
+        steps: of the run.
+    """
+
+    def __init__(self, folder: Path, run_yaml: Path, steps: int = STEPS) -> None:
+        self._folder = folder
+        self._run_yaml = run_yaml
+        self._steps = steps
+        self._expected: dict[str, Any] | None = None
+
+    def _start(self, run_dir: Path, *overrides: str) -> Job:
+        for log in run_dir.parent.glob(f"{run_dir.name}.*.log"):
+            log.unlink()
+        return start(
+            self._run_yaml, run_dir, WORLD_SIZE, *OVERRIDES, f"train.steps={self._steps}",
+            f"checkpoint.save_every={SAVE_EVERY}", *overrides, ranks_per_node=RANKS_PER_NODE,
+        )  # fmt: skip
+
+    def expected(self) -> dict[str, Any]:
+        """Return the result of the uninterrupted run, which saves no local checkpoints."""
+        if self._expected is None:
+            job = self._start(self._folder / "uninterrupted")
+            assert job.wait() == [0] * WORLD_SIZE, job.output()[-4000:]
+            self._expected = result(self._folder / "uninterrupted", self._steps)
+        return self._expected
+
+    def run(self, case: str, seed: int) -> dict[str, Any]:
+        """Lose something at a random time and resume.
+
+        Args:
+            case: ``process``: one rank is killed; ``node``: both ranks of a node are killed and its
+                folder deleted; ``replicas``: so is one part with its replica.
+            seed: chooses victim and time.
+        """
+        rng, expected = random.Random(f"{case} {seed}"), self.expected()
+        run_dir, local_dir = self._folder / "run", self._folder / "local"
+        for path in (run_dir, local_dir):
+            shutil.rmtree(path, ignore_errors=True)
+        local = (f"checkpoint.local_every={LOCAL_EVERY}", f"checkpoint.local_dir={local_dir}")
+        job = self._start(run_dir, *local)
+        step, delay = rng.randint(2 * LOCAL_EVERY, self._steps - 5), rng.uniform(0.0, 0.1)
+        wait_until(lambda: last_step(run_dir) >= step, job)
+        time.sleep(delay)
+        victim = rng.randrange(WORLD_SIZE)
+        node = victim // RANKS_PER_NODE
+        of_node = range(node * RANKS_PER_NODE, (node + 1) * RANKS_PER_NODE)
+        for rank in [victim] if case == "process" else of_node:
+            job.ranks[rank].kill()
+        codes = job.wait()
+        if case == "node":
+            shutil.rmtree(local_dir / f"node{node}")
+        if case == "replicas":
+            for path in local_dir.glob(f"*/*/*-rank_{victim:05d}"):
+                shutil.rmtree(path)
+        reached, shared = last_step(run_dir), committed_steps(run_dir)[-1:]
+        again = self._start(run_dir, *local)
+        resumed = again.wait()
+        used = [int(found) for found in _USED.findall(again.output())][:1]
+        resumed_from = max([*used, *shared, 0])
+        same = resumed == [0] * WORLD_SIZE and result(run_dir, self._steps) == expected
+        # A save may have been in progress.
+        repeated = reached - resumed_from
+        bound = SAVE_EVERY if case == "replicas" else 2 * LOCAL_EVERY
+        right_source = not used if case == "replicas" else repeated <= bound
+        ok = same and 0 not in codes and right_source
+        return {
+            "ok": ok, "victim": victim, "at": f"{delay:.3f} s after step {step}", "codes": codes,
+            "reached": reached, "shared": shared, "local": used, "steps_repeated": repeated,
+            "identical": same, "log": log_end(again, ok),
+        }  # fmt: skip
+
+
+def main() -> int:
+    """Run the missing cases; return 1 if one failed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(LOST_NODES_COUNTS))
+    parser.add_argument("--seed", type=int, help="run only this seed, even if it is recorded")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no case after this time")
+    parser.add_argument("--output", type=Path, default=RESULTS / "lost_nodes.jsonl")
+    args = parser.parse_args()
+    for case in args.cases:
+        if case not in LOST_NODES_COUNTS:
+            parser.error(f"unknown case {case!r}; choose from {', '.join(LOST_NODES_COUNTS)}")
+    folder = Path(tempfile.mkdtemp(prefix="lost_nodes."))
+    try:
+        return int(run_cases(args, folder) > 0)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def run_cases(args: argparse.Namespace, folder: Path) -> int:
+    """Run the missing cases in turn, or those that `--seed` names; return the failures."""
+    end, failed, code = time.monotonic() + args.seconds, 0, code_digest(LOST_NODES_CODE)
+    done = {(x["case"], x["seed"]) for x in read_lines(args.output) if x["code_digest"] == code}
+    chosen = args.cases or list(LOST_NODES_COUNTS)
+    # One of each kind first.
+    planned = [
+        (case, seed)
+        for seed in range(max(LOST_NODES_COUNTS.values()))
+        for case in chosen
+        if seed < LOST_NODES_COUNTS[case] and (case, seed) not in done
+    ]
+    if args.seed is not None:
+        planned = [(case, args.seed) for case in chosen]
+    (folder / "corpus").mkdir()
+    campaign = LostNodes(folder, prepare(folder / "corpus"))
+    for case, seed in planned:
+        if time.monotonic() > end:
+            break
+        began = time.monotonic()
+        line = {"case": case, "seed": seed, **campaign.run(case, seed), "code_digest": code}
+        line["duration_seconds"] = round(time.monotonic() - began, 2)
+        command = f"python -m tests.faults.lost_nodes {case} --seed {seed}"
+        append_line(args.output, {**line, "command": command, **provenance()})
+        failed += not line["ok"]
+        print("passed" if line["ok"] else f"FAILED {line}", command, flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,22 @@
+"""Counted work of attention on GPUs without fused kernels."""
+
+from __future__ import annotations
+
+import json
+
+from benchmarks.attention.batched_work import measure
+from benchmarks.lib.provenance import ROOT
+
+RESULT = ROOT / "benchmarks" / "results" / "offline" / "batched_attention.json"
+
+
+def test_work_equals_the_committed_one_and_is_less_than_head_by_head() -> None:
+    found = measure()
+    assert found == json.loads(RESULT.read_text())["results"]
+    for row in found:
+        for side, now in row["batched"].items():
+            before = row["per_head"][side]
+            # No product of float32 operands, which V100's tensor cores cannot multiply
+            assert set(now) == set(before) - {"float32"} | {"float16"}
+            assert 2.5 * now["operators"] < before["operators"]
+            assert now["bytes"] < before["bytes"]

@@ -1,0 +1,81 @@
+"""Predicted times against the formula of FLOPs, waits of a step, and the smoke part's rules."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.gpu import smoke, suite
+from benchmarks.gpu.record import Options, Record
+from benchmarks.step import synchronizations
+from benchmarks.step.predicted import SIDES, Side, predict
+from megatron_deberta.config.schema import ModelConfig
+
+MODEL = ModelConfig(
+    num_layers=5,
+    hidden_size=256,
+    num_heads=4,
+    ffn_hidden_size=1024,
+    vocab_size=2000,
+    max_relative_positions=512,
+    position_buckets=256,
+    conv_kernel_size=3,
+)
+
+
+@pytest.mark.parametrize("side", SIDES, ids=lambda side: side.device)
+def test_flops_are_those_of_the_formula(side: Side) -> None:
+    """Backward of attention repeats the scores, which the formula does not count."""
+    found = predict(MODEL, 4, side)
+    flops = sum(kind["flops"] for kind in found["kinds"].values())
+    assert found["formula_flops"] * 0.97 < flops < found["formula_flops"] * 1.4
+    kinds = found["kinds"]
+    assert {"attention", "matrix products", "normalisation"} <= kinds.keys()
+    assert ("loss" in kinds) == side.fused  # eager: elementwise
+    for kind in kinds.values():
+        assert kind["seconds"] > 0
+        assert kind["bytes"] > 0
+
+
+def test_a_step_waits_for_the_device_once() -> None:
+    """The host reads one vector per step; the engine adds no synchronization."""
+    places = synchronizations.measure()
+    assert not [place for place in places if place.startswith("synchronize")]
+    ours = {place: count for place, count in places.items() if "megatron_deberta/" in place}
+    assert [place for place in ours if place.startswith("tolist") and "train/step.py" in place]
+
+
+def test_smoke_part_ends_after_three_minutes_on_a_gpu() -> None:
+    args = argparse.Namespace(device="cuda", minutes=6.0)
+    assert suite.minutes_of(args, "smoke") + suite.SMOKE_GRACE_MINUTES <= 3
+    assert suite.minutes_of(args, "step") == 6
+    assert suite.PARTS[0] == "smoke"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_smoke_checks_of_the_kernels_pass(dtype: torch.dtype) -> None:
+    pytest.importorskip("triton")
+    for item in (smoke.layer_norm("cpu", dtype), smoke.cross_entropy("cpu", dtype)):
+        assert not item["wrong"], item
+
+
+def test_smoke_check_of_attention_passes_and_failures_print_their_stack(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    item = smoke.attention("cpu", torch.float16, 32, gathered=True)
+    assert not item["wrong"], item
+    record = Record(Options("smoke", tmp_path, tmp_path, "cpu", small=True, minutes=1))
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(smoke, "layer_norm", broken)
+    monkeypatch.setattr(smoke, "cross_entropy", lambda *_: {"wrong": []})
+    smoke.check_kernels(record, torch.float32)
+    assert "in broken" in capsys.readouterr().err
+    assert "no such kernel" in record.items["layer norm float32"]["error"]
+    assert "error" not in record.items["cross-entropy float32"]

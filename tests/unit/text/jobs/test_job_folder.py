@@ -1,0 +1,69 @@
+"""Lock and records of a job folder."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatron_deberta.errors import DataError
+from megatron_deberta.text.jobs.folder import BusyError, HashedFile, JobFolder
+
+PLAN = {"--input": [["a.jsonl", 1, 2]]}
+
+
+def test_only_one_process_merges(tmp_path: Path) -> None:
+    mine, other = (JobFolder(tmp_path / "books") for _ in range(2))
+    with mine.locked(shared=True), other.locked(shared=True):
+        with pytest.raises(BusyError, match="another process works there"):
+            with other.locked(seconds=0):
+                pass
+    with mine.locked():
+        for shared in (True, False):
+            with pytest.raises(BusyError), other.locked(shared=shared, seconds=0.1):
+                pass
+    with other.locked():
+        other.check_lock()
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_folder_that_was_removed_is_no_longer_locked(tmp_path: Path, again: bool) -> None:
+    mine, other = (JobFolder(tmp_path / "books") for _ in range(2))
+    with mine.locked():
+        mine.begin(PLAN)
+        shutil.rmtree(mine.path)
+        if again:
+            with other.locked():
+                other.begin(PLAN)
+        with pytest.raises(DataError, match="finished or restarted"):
+            mine.check_lock()
+
+
+def test_attempts_of_one_unit_do_not_share_a_name(tmp_path: Path) -> None:
+    folder = JobFolder(tmp_path / "books")
+    with folder.locked():
+        folder.begin(PLAN)
+    final = folder.parts / "00000000-000000.0"
+    first, second = HashedFile(final), HashedFile(final)
+    for file in (first, second):
+        file.write(b"same ")
+        file.write(b"bytes")
+    second.commit()
+    second.close()
+    assert final.read_bytes() == b"same bytes"
+    first.commit()
+    assert [path.name for path in folder.parts.iterdir()] == [final.name]
+    assert first.take_digest() == hashlib.sha256(b"same bytes").hexdigest()
+
+
+def test_a_killed_attempt_is_removed(tmp_path: Path) -> None:
+    folder = JobFolder(tmp_path / "books")
+    with folder.locked():
+        folder.begin(PLAN)
+        HashedFile(folder.parts / "00000000-000000.0").write(b"part")
+        folder.record("00000000-000000", {"last": True})
+        folder.remove_attempts()
+    assert list(folder.parts.iterdir()) == []
+    assert folder.records() == {"00000000-000000"}

@@ -1,0 +1,153 @@
+"""Damage on disk, stalled processes and hostile files do not reach a shard."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from megatron_deberta.cli.main import main
+from megatron_deberta.data.shards import writer
+from megatron_deberta.data.shards.manifest import read_manifest, verify_hashes
+from megatron_deberta.errors import DataError
+from megatron_deberta.text.preprocess.progress import ProgressCounters
+from megatron_deberta.text.readers.sources import PLAN
+from tests.unit.text.preprocess.test_preprocess_pipeline import build, shards
+
+
+@pytest.mark.parametrize("place", [0, -1])
+@pytest.mark.parametrize("kind", ["0", "bad"])
+def test_a_flipped_bit_in_an_unfinished_part_is_not_published(
+    kind: str, place: int, corpus: str, tokenizer_dir: str, tmp_path: Path
+) -> None:
+    with open(corpus, "a") as stream:
+        stream.write("{broken\n")
+    build(corpus, tokenizer_dir, tmp_path / "whole", allow_bad=0.1)
+    out = tmp_path / "out"
+    with pytest.raises(DataError, match="1 of 61 records are bad"):
+        build(corpus, tokenizer_dir, out)
+    part = min(out.glob(f"c.unfinished/*/parts/*.{kind}"))
+    content = bytearray(part.read_bytes())
+    content[place] ^= 1
+    part.write_bytes(content)
+    if kind == "bad":
+        # The list of an interrupted layout.
+        for path in out.glob("c.unfinished/*/done/layout.json"):
+            path.unlink()
+    with pytest.raises(DataError, match="damaged since it was written"):
+        build(corpus, tokenizer_dir, out, allow_bad=0.1)
+    assert shards(out) == {}
+    build(corpus, tokenizer_dir, out, allow_bad=0.1)
+    assert shards(out) == shards(tmp_path / "whole")
+
+
+def test_hashes_are_of_what_was_meant_to_be_written(
+    corpus: str, tokenizer_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pwrite = os.pwrite
+    for end, least in (("bin", 1000), ("idx", 40)):
+        flipped = []
+
+        def damage(file: int, content: bytes, offset: int, end: str = end) -> int:
+            name = os.readlink(f"/proc/self/fd/{file}")
+            if not flipped and f"0.{end}" in name and len(content) > least:  # noqa: B023
+                flipped.append(name)  # noqa: B023
+                content = bytes([content[0] ^ 1]) + bytes(content[1:])
+            return pwrite(file, content, offset)
+
+        monkeypatch.setattr(writer.os, "pwrite", damage)
+        build(corpus, tokenizer_dir, tmp_path / end)
+        monkeypatch.undo()
+        assert flipped
+        prefix = str(tmp_path / end / "c_text_document")
+        manifest = read_manifest(prefix)
+        assert manifest is not None
+        with pytest.raises(DataError, match=f"{end}: SHA-256"):
+            verify_hashes(prefix, manifest)
+
+
+def test_nobody_takes_over_from_a_suspended_process(
+    corpus: str, tokenizer_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build(corpus, tokenizer_dir, tmp_path / "whole")
+    child = os.fork()
+    if child == 0:
+        unlink = Path.unlink
+
+        def stalled(path: Path, missing_ok: bool = False) -> None:
+            if path.name == "c_text_document.idx":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            unlink(path, missing_ok)
+
+        Path.unlink = stalled  # type: ignore[method-assign]
+        code = 1
+        try:
+            build(corpus, tokenizer_dir, tmp_path / "out")
+            code = 0
+        finally:
+            os._exit(code)
+    try:
+        _, status = os.waitpid(child, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+        with pytest.raises(DataError, match="another process works there"):
+            build(corpus, tokenizer_dir, tmp_path / "out")
+    finally:
+        os.kill(child, signal.SIGCONT)
+    assert os.waitpid(child, 0)[1] == 0
+    assert shards(tmp_path / "out") == shards(tmp_path / "whole")
+
+
+def test_a_process_that_lost_its_folder_publishes_and_removes_nothing(
+    corpus: str, tokenizer_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enter = ProgressCounters.enter
+    build(corpus, tokenizer_dir, tmp_path / "whole")
+
+    def lose(counters: ProgressCounters, phase: str) -> None:
+        enter(counters, phase)
+        if phase == "publishing":
+            monkeypatch.undo()
+            # A file server that has given the lock to another node.
+            os.rename(tmp_path / "out" / "c.unfinished", tmp_path / "lost")
+            build(corpus, tokenizer_dir, tmp_path / "out")
+
+    monkeypatch.setattr(ProgressCounters, "enter", lose)
+    with pytest.raises(DataError, match="finished or restarted"):
+        build(corpus, tokenizer_dir, tmp_path / "out")
+    assert shards(tmp_path / "out") == shards(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("content", [b'{"--input": [["a', b"[" * 100_000, b"\xff", b"{}"])
+def test_a_torn_plan_is_one_line(
+    content: bytes,
+    corpus: str,
+    tokenizer_dir: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / "c.unfinished"
+    folder.mkdir()
+    (folder / PLAN).write_bytes(content)
+    make = ["preprocess", "--input", corpus, "--tokenizer", tokenizer_dir, "--workers", "0"]
+    make += ["--output", str(tmp_path / "c")]
+    assert main(make) in (1, 2)
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert main([*make, "--restart"]) == 0
+    for deep in (b"[" * 100_000, b'{"sources":' + b"[" * 100_000):
+        (tmp_path / "c_text_document.manifest.json").write_bytes(deep)
+        capsys.readouterr()
+        assert main(make) == 2
+        assert "c_text_document.bin: exists" in capsys.readouterr().err
+
+
+def test_a_zstd_window_of_two_gib_is_refused(tokenizer_dir: str, tmp_path: Path) -> None:
+    # Frame header: magic, no content size, window of 2**31 bytes; then raw blocks.
+    text = b'{"text": "some words"}\n' * 100
+    block = (len(text) << 3 | 1).to_bytes(3, "little") + text
+    path = tmp_path / "c.jsonl.zst"
+    path.write_bytes(b"\x28\xb5\x2f\xfd\x00\xa8" + block)
+    with pytest.raises(DataError, match="truncated or damaged|damaged"):
+        build(str(path), tokenizer_dir, tmp_path / "out")
+    assert shards(tmp_path / "out") == {}
