@@ -73,6 +73,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "finetune-speed": _of(step.finetune, "finetune_speed"),
     "packed-rows": _of(step.packed_rows, "packed_rows"),
     "accelerate": _of(step.accelerate, "accelerate"),
+    "published-models": _of(step.published_models, "accelerate", "onnx"),
     "save-stalls": _of(step.save_stalls, "save_stalls"),
     "operators": _of(step.operators, "operators"),
     "synchronizations": _of(step.synchronizations, "synchronizations"),

@@ -280,6 +280,38 @@ def accelerate(record: Result) -> str:
     return markdown(header, cells) + f"\n({'; '.join(sorted(places))}.)\n"
 
 
+def published_models(record: Result, graphs: Result | None) -> str:
+    """Accelerated models and ONNX graphs against stock models, in short."""
+    cells = [
+        (f"`accelerate`: {ACCELERATE_TITLES[row['name']]}", "torch", f"{row['speedup']:.1f}x",
+         f"{100 * row['memory']:.0f} %")
+        for row in record["results"]
+    ]  # fmt: skip
+    places = {f"{row['hardware']}, {row['threads']} threads" for row in record["results"]}
+    found = [] if graphs is None else graphs["speed"]["results"]
+    for row in found:
+        if (row["graph"], row["dtype"]) != ("rows", "fp32"):
+            continue
+        places.add(f"ONNX: {graphs['speed']['provenance']['hardware']}, {row['threads']} thread")  # type: ignore[index]
+        for case in row["cases"]:
+            seconds = case["cpu_seconds"]
+            for peer, title in (("transformers", "torch"), ("transformers_onnx", "its own ONNX")):
+                cells.append((
+                    f"ONNX export: inference, B{case['batch']}, rows of {case['length']}", title,
+                    f"{seconds[peer] / seconds['onnx']:.1f}x", "",
+                ))  # fmt: skip
+    header = (
+        "use of a DeBERTa-v3 of base width",
+        "`transformers` in",
+        "speed-up",
+        "memory of theirs",
+    )
+    return (
+        markdown(header, cells)
+        + f"\n(4 layers; {'; '.join(sorted(places))}; ONNX by processor time.)\n"
+    )
+
+
 def _number(side: dict[str, Any], key: str, form: str, unit: float = 1.0) -> str:
     return form.format(side[key] / unit) if key in side else UNMEASURED
 
