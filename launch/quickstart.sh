@@ -58,11 +58,26 @@ for part in train validation; do
     --output "$out/shards/$part"
 done
 
-# Processors that multiply bfloat16 train twice as many tokens in the same time.
-precision=()
-if grep -qsE 'avx512_bf16|amx_bf16' /proc/cpuinfo; then
-  precision=(precision.dtype=bf16 train.steps=1000 train.eval_every=250 checkpoint.save_every=250)
-fi
+# The faster of the two dtypes on this processor, and the steps that take about six minutes at its rate.
+read -r dtype steps < <(python - <<'PYTHON'
+import torch
+
+from megatron_deberta.observe.throughput import measure_matmul_rate
+
+torch.set_num_threads(1)
+cpu = torch.device("cpu")
+rates = {
+    "fp32": measure_matmul_rate(cpu, torch.float32),
+    "bf16": measure_matmul_rate(cpu, torch.bfloat16),
+}
+dtype = max(rates, key=rates.get)
+print(dtype, 4 * round(min(max(rates[dtype] / 160e6, 520), 1000) / 4))
+PYTHON
+)
+precision=("precision.dtype=$dtype" "train.steps=$steps")
+for key in train.eval_every checkpoint.save_every; do
+  precision+=("$key=$((steps / 4))")
+done
 pretrain() {
   # torchrun's own log has nothing to say here unless a rank fails.
   torchrun --nproc-per-node 2 --log-dir "$out/torchrun" -m megatron_deberta pretrain \
