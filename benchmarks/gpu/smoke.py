@@ -32,6 +32,7 @@ OPTIONAL = ("triton", "flash_attn", "disentangled_flash", "flashdeberta", "liger
 POSITIONS = RelativePositions(40, 8)
 LENGTH, TARGETS = 197, 23
 RACECHECK_SECONDS = 90
+GATHERED_DONE = "gathered kernels: done"
 REPEATS = 3
 Function = Callable[..., Tensor]
 
@@ -41,8 +42,7 @@ def run(record: Record) -> None:
     device = record.options.device
     on_gpu = device == "cuda"
     record.run("installation", lambda: installation(on_gpu))
-    # The interpreter's bfloat16 arithmetic is wrong in products.
-    first, size = (torch.bfloat16, 64) if on_gpu else (torch.float16, 32)
+    first, size = kernel_case(device)
     check_kernels(record, first)
     for gathered in (False, True):
         check_attention(record, first, size, gathered)
@@ -58,6 +58,12 @@ def run(record: Record) -> None:
     if on_gpu:
         check_attention(record, torch.float16, 128, False)
         check_attention(record, torch.float32, 32, True)
+
+
+def kernel_case(device: str) -> tuple[torch.dtype, int]:
+    """Return the dtype and the head size that are checked first."""
+    # The interpreter's bfloat16 arithmetic is wrong in products.
+    return (torch.bfloat16, 64) if device == "cuda" else (torch.float16, 32)
 
 
 def check_kernels(record: Record, dtype: torch.dtype) -> None:
@@ -208,23 +214,36 @@ def attention(device: str, dtype: torch.dtype, size: int, gathered: bool) -> Ite
     return compare(attend, leaves, device, dtype)
 
 
-def racecheck() -> Item:
+def racecheck(device: str = "cuda") -> Item:
     """Run the gathered kernels under compute-sanitizer, which checks shared memory for races.
 
     It does not see global memory; there the equal bits of repeated calls must do.
+
+    Args:
+        device: on which they run.
     """
     home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     tool = shutil.which("compute-sanitizer", path=f"{os.environ['PATH']}:{home}/bin")
     if tool is None:
         return {"skipped": "compute-sanitizer is not installed", "wrong": []}
     command = [tool, "--tool", "racecheck", "--error-exitcode", "9",
-               sys.executable, "-m", "benchmarks.gpu.smoke"]  # fmt: skip
+               sys.executable, "-m", "benchmarks.gpu.smoke", device]  # fmt: skip
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=RACECHECK_SECONDS
     )
     tail = (done.stdout + done.stderr)[-2000:]
     wrong = [] if done.returncode == 0 else [f"exit code {done.returncode}: {tail}"]
+    if not wrong and GATHERED_DONE not in done.stdout:
+        wrong.append(f"the kernels did not run: {tail}")
     return {"summary": tail.splitlines()[-1:], "wrong": wrong}
+
+
+def gathered_kernels(device: str) -> int:
+    """Run forward and backward of gathered queries, as `racecheck` does; return the exit code."""
+    dtype, size = kernel_case(device)
+    item = attention(device, dtype, size, gathered=True)
+    print(GATHERED_DONE, *item["wrong"], sep="\n")
+    return int(bool(item["wrong"]))
 
 
 def table(items: dict[str, Item]) -> list[str]:
@@ -236,3 +255,7 @@ def table(items: dict[str, Item]) -> list[str]:
         state = item.get("skipped") or ("wrong" if item.get("wrong") or "error" in item else "ok")
         lines.append(f"  {name:34} {state:6} {text}")
     return lines
+
+
+if __name__ == "__main__":
+    sys.exit(gathered_kernels(sys.argv[1]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 import pytest
@@ -79,3 +80,33 @@ def test_smoke_check_of_attention_passes_and_failures_print_their_stack(
     assert "in broken" in capsys.readouterr().err
     assert "no such kernel" in record.items["layer norm float32"]["error"]
     assert "error" not in record.items["cross-entropy float32"]
+
+
+SANITIZER = """#!/bin/sh
+test "$1 $2 $3 $4" = "--tool racecheck --error-exitcode 9" || exit 3
+shift 4
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "wrong"),
+    [
+        (SANITIZER + '"$@" && echo "RACECHECK SUMMARY: 0 hazards"', []),
+        (SANITIZER + "exit 9", ["exit code 9"]),
+        ("#!/bin/sh", ["the kernels did not run"]),
+    ],
+    ids=["passed", "race", "nothing"],
+)
+def test_racecheck_runs_the_gathered_kernels_and_reports_races(
+    script: str, wrong: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in for compute-sanitizer runs its command, in the interpreter on a CPU."""
+    pytest.importorskip("triton")
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(script)
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    item = smoke.racecheck("cpu")
+    assert [line.split(":")[0] for line in item["wrong"]] == wrong
+    assert wrong or item["summary"] == ["RACECHECK SUMMARY: 0 hazards"]

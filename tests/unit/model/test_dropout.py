@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor.utils import run_and_get_code
 
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.parallelize.build import uses_fusion
 from megatron_deberta.model import fused
-from megatron_deberta.model.dropout import Dropout, DropoutExecution, DropoutSeeds, site_id
+from megatron_deberta.model.dropout import (
+    Dropout,
+    DropoutExecution,
+    DropoutSeeds,
+    _hash_and_apply,
+    site_id,
+)
 from megatron_deberta.model.fused import PendingResidual
 from megatron_deberta.ops import kernel_support
 from megatron_deberta.ops.dropout_bits import keep_mask, keep_scale, mix_seed
+from tests.support.compiler import needs_compiler
 
 SEEDS = DropoutSeeds(3, 5, torch.tensor([7, 2**40]))
 EXECUTIONS = {
@@ -59,6 +68,19 @@ def test_compiled_dropout_drops_the_same_elements() -> None:
     assert torch.equal(eager[1] == 0, compiled[1] == 0)
     for a, b in zip(eager, compiled, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+@needs_compiler
+def test_compiled_dropout_is_one_kernel() -> None:
+    """A view of the random words as bytes would be a call between two kernels."""
+    x = torch.ones(2, 5, 16, dtype=torch.bfloat16)
+    seed, positions = SEEDS.per_row(site_id("site")), torch.arange(5).expand(2, 5)
+    function = torch.compile(_hash_and_apply, dynamic=False)
+    _, codes = run_and_get_code(function, x, x, seed, positions, 0.1)
+    (code,) = codes
+    calls = code[code.index("def call(") :]
+    assert len(re.findall(r"^ +cpp_fused\w*\(", calls, re.MULTILINE)) == 1, calls
+    assert not re.search(r"extern_kernels\.|torch\.ops\.|aten\.", calls), calls
 
 
 def test_dropout_matches_its_definition() -> None:
