@@ -1,9 +1,10 @@
 """Check the installation, or whether a run can start here.
 
 Without RUN.yaml: Python, torch and the architectures it has kernels for, compiler and headers for
-Triton, DeepSpeed, MPI, SLURM and disk space. With RUN.yaml: torch, the run folder and its free
-space, tokenizer, shards and the newest checkpoint. With --cluster also the layout on that cluster
-and the SLURM partition. Run it where the job will run. Exit code 2 if anything is wrong.
+Triton, DeepSpeed, MPI, SLURM and disk space. With RUN.yaml: torch, the compiler if the run needs
+one, the run folder and its free space, tokenizer, shards and the newest checkpoint. With --cluster
+also the layout on that cluster and the SLURM partition. Run it where the job will run. Exit code 2
+if anything is wrong.
 
 Examples:
   megatron-deberta doctor
@@ -36,6 +37,7 @@ from megatron_deberta.data.build import parse_prefixes, validation_prefixes
 from megatron_deberta.data.dataset.corpus import open_shard
 from megatron_deberta.errors import EXIT_DONE, EXIT_USAGE, ConfigError, MegatronDebertaError
 from megatron_deberta.model.shapes import parameter_shapes
+from megatron_deberta.ops.kernel_support import can_fuse
 from megatron_deberta.tokenizer import load_tokenizer
 from megatron_deberta.train.data import open_vocabulary
 from megatron_deberta.train.fingerprint import data_fingerprint
@@ -84,6 +86,7 @@ def run_checks(args: argparse.Namespace) -> Checks:
     config = with_vocab_size(load_config(args.config, args.overrides))
     checks = [
         ("torch", installation.check_torch),
+        *([("compiler", installation.check_compiler)] if compiles(config) else []),
         ("run folder", lambda: check_folder(Path(config.train.run_dir))),
         ("space", lambda: check_space(config)),
         ("tokenizer, data and resume", lambda: check_data(config, args.allow_config_change)),
@@ -96,6 +99,16 @@ def run_checks(args: argparse.Namespace) -> Checks:
             ("SLURM", lambda: check_slurm(profile)),
         ]
     return checks
+
+
+def compiles(config: RunConfig) -> bool:
+    """Return whether the run compiles kernels on this machine."""
+    import torch
+
+    if config.parallel.fuse is True:
+        return True
+    on_gpu = config.train.device != "cpu" and torch.cuda.is_available()
+    return on_gpu and can_fuse(torch.device("cuda"))
 
 
 def report(checks: Checks, optional: Container[str] = ()) -> int:

@@ -10,11 +10,15 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 
+from megatron_deberta.cli import doctor
 from megatron_deberta.cli.main import main
 from megatron_deberta.cluster import installation, preflight
 from megatron_deberta.cluster.run_lock import RunLock
 from megatron_deberta.cluster.slurm import commands as slurm
+from megatron_deberta.config.schema import RunConfig, TrainConfig
+from megatron_deberta.ops import kernel_support
 from tests.support.jobs import prepare, run_to_end
 
 
@@ -105,6 +109,37 @@ def test_installation_defects_are_named(
 def test_torch(examine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "SUPPORTED_TORCH", ">=99")
     assert "is not >=99; install a supported version" in only_wrong(examine(), "torch")
+
+
+def test_compiler_of_a_run_that_needs_one(examine, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, lines = examine("parallel.fuse=true")
+    assert code == 0, lines
+    assert lines[1].startswith("ok      compiler: ")
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: "/nowhere")
+    found = only_wrong(examine("parallel.fuse=true"), "compiler")
+    assert "/nowhere/Python.h is missing" in found
+
+
+@pytest.mark.parametrize(
+    ("device", "available", "capability", "expected"),
+    [
+        ("auto", True, (8, 0), True),
+        ("auto", True, (7, 0), False),
+        ("auto", False, (8, 0), False),
+        ("cpu", True, (8, 0), False),
+    ],
+)
+def test_runs_on_gpus_with_kernels_need_a_compiler(
+    device: str,
+    available: bool,
+    capability: tuple[int, int],
+    expected: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(kernel_support, "find_spec", lambda _: object())
+    assert doctor.compiles(RunConfig(train=TrainConfig(device=device))) == expected
 
 
 def test_folder_in_use(examine, tmp_path: Path) -> None:
