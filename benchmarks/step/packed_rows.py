@@ -4,8 +4,8 @@ Batches of tasks' real row lengths, of random rows and of rows of similar length
 turns, dropout on, and the ratio is that of the medians. Without dropout, the losses must be equal.
 STS-B's pairs stand for MNLI's, which have similar lengths.
 
-    python -m benchmarks.step.packed_rows sst2 stsb policyqa --data tasks --tokenizer tokenizer \
-        --output benchmarks/results/cpu/packed_rows.json
+    python -m benchmarks.step.packed_rows sst2 stsb policyqa wnut17 quail --data tasks \
+        --tokenizer tokenizer --output benchmarks/results/cpu/packed_rows.json
 """
 
 from __future__ import annotations
@@ -35,7 +35,14 @@ from megatron_deberta.tasks.encoded import EncodedDataset
 
 NUM_BATCHES = 6
 ORDERS = {"random rows": False, "rows of similar length": True}
-TASKS = {**CASES, "stsb": Case("stsb", "glue/STS-B", 800, 32, {}, {})}
+TASKS = CASES | {
+    name: Case(name, name, folder, examples, batch_size, {}, {})
+    for name, folder, examples, batch_size in (
+        ("stsb", "glue/STS-B", 800, 32),
+        ("wnut17", "ner", 800, 32),
+        ("quail", "choice", 200, 8),
+    )
+}
 
 
 def batches(
