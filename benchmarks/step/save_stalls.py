@@ -3,68 +3,90 @@
 Four gloo ranks, TP2 x DP2, ZeRO-1, as two nodes with folders of their own. The kinds of save take
 turns, with training steps between them until the save is finished.
 
-    python -m benchmarks.step.save_stalls --output benchmarks/results/cpu/save_stalls.json
+    torchrun --nproc-per-node 4 -m benchmarks.step.save_stalls \
+        --output benchmarks/results/cpu/save_stalls.json
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import statistics
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from benchmarks.lib.measuring import write_json
 from benchmarks.lib.provenance import provenance
+from benchmarks.step.batch import make_batch
 from megatron_deberta.checkpoint.background import Saver
 from megatron_deberta.checkpoint.layout import CheckpointMetadata
 from megatron_deberta.checkpoint.local.nodes import Nodes
 from megatron_deberta.checkpoint.local.saver import LocalSaver
 from megatron_deberta.checkpoint.retention import Retention
 from megatron_deberta.config import config_to_dict
-from megatron_deberta.config.schema import RunConfig
+from megatron_deberta.config.schema import (
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    RunConfig,
+    TrainConfig,
+)
+from megatron_deberta.distributed.environment import read_environment
+from megatron_deberta.distributed.topology import ProcessGroups, init_process_groups, shutdown
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.model import count_parameters
 from megatron_deberta.train.setup import build_rank_model
 from megatron_deberta.train.step import TrainStep
-from tests.support.layout_matrix import MODEL, Layout, micro_batches, run_config
-from tests.support.ranks import RankPool, grid
 
-WORLD_SIZE, RANKS_PER_NODE = 4, 2
+TP_SIZE, DP_SIZE, RANKS_PER_NODE = 2, 2, 2
+ROWS, LENGTH = 2, 16  # of a micro batch; steps are short, so that saves are not waited for in them
 KINDS = ("synchronous", "asynchronous", "local")
 _MOST_STEPS = 1000
 
 
 def config_of(hidden_size: int, layers: int) -> RunConfig:
-    """Return the run: the layout matrix's with a larger model."""
-    config = run_config(Layout(2, 1, True, "none"))
-    model = replace(
-        MODEL, num_layers=layers, hidden_size=hidden_size, ffn_hidden_size=4 * hidden_size
-    )
-    return replace(config, model=model)
+    """Return the run."""
+    return RunConfig(
+        model=ModelConfig(
+            num_layers=layers, hidden_size=hidden_size, num_heads=4, vocab_size=256,
+            ffn_hidden_size=4 * hidden_size, max_position_embeddings=LENGTH,
+            max_relative_positions=LENGTH, position_buckets=0, conv_kernel_size=3,
+        ),
+        parallel=ParallelConfig(tensor_parallel_size=TP_SIZE),
+        optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=4),
+        precision=PrecisionConfig(engine="deepspeed", zero_stage=1, dtype="fp32"),
+        train=TrainConfig(
+            steps=100_000, global_batch_size=ROWS * DP_SIZE, micro_batch_size=ROWS, device="cpu"
+        ),
+    )  # fmt: skip
 
 
-def measure(rank: int, folder: str, config: RunConfig, turns: int) -> list[dict[str, Any]]:
+def measure(
+    groups: ProcessGroups, folder: str, config: RunConfig, turns: int
+) -> list[dict[str, Any]]:
     """Save in turn; return kind, stall and duration of each save, and a step's time, in seconds."""
-    os.environ["SLURMD_NODENAME"] = f"node{rank // RANKS_PER_NODE}"
-    groups = grid(config.parallel.tensor_parallel_size)
+    batch = make_batch(config.model, ROWS * LENGTH, LENGTH, groups.device).unpadded()
     nodes = Nodes.connect(groups, 5.0)
     model = build_rank_model(config, groups)
     engine = build_engine(config, model.module, model.specs, groups)
     take_step = TrainStep(engine, config, groups)
     saver = Saver(f"{folder}/run", engine, model.specs, groups)
     local = LocalSaver(
-        Path(folder, nodes.names[rank], "run"), engine, model.specs, groups, nodes, 1
+        Path(folder, nodes.names[dist.get_rank()], "run"), engine, model.specs, groups, nodes, 1
     )
     step, rows = 0, []
 
     def train() -> float:
         nonlocal step
         began = time.monotonic()
-        take_step(step, micro_batches(step, groups))
+        take_step(step, [batch])
         step += 1
         return time.monotonic() - began
 
@@ -106,8 +128,23 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
     args = parser.parse_args()
     config = config_of(args.hidden_size, args.layers)
-    with tempfile.TemporaryDirectory() as folder, RankPool(WORLD_SIZE) as pool:
-        rows = pool.run(measure, folder, config, args.turns, timeout=540.0)[0]
+    environment = read_environment()
+    os.environ["SLURMD_NODENAME"] = f"node{environment.rank // RANKS_PER_NODE}"
+    groups = init_process_groups(TP_SIZE, torch.device("cpu"), 10, environment)
+    folder = [tempfile.mkdtemp() if environment.rank == 0 else ""]
+    dist.broadcast_object_list(folder)
+    try:
+        rows = measure(groups, folder[0], config, args.turns)
+    finally:
+        shutdown()
+        if environment.rank == 0:
+            shutil.rmtree(folder[0])
+    if environment.rank == 0:
+        write(args, config, rows)
+
+
+def write(args: argparse.Namespace, config: RunConfig, rows: list[dict[str, Any]]) -> None:
+    """Print the medians and write the result."""
     kinds = {kind: [row for row in rows if row["kind"] == kind] for kind in KINDS}
     medians = {
         kind: {
