@@ -214,6 +214,13 @@ def attention(device: str, dtype: torch.dtype, size: int, gathered: bool) -> Ite
     return compare(attend, leaves, device, dtype)
 
 
+_RUN_GATHERED = """
+import sys
+from benchmarks.gpu.smoke import gathered_kernels
+sys.exit(gathered_kernels(sys.argv[1]))
+"""
+
+
 def racecheck(device: str = "cuda") -> Item:
     """Run the gathered kernels under compute-sanitizer, which checks shared memory for races.
 
@@ -227,7 +234,7 @@ def racecheck(device: str = "cuda") -> Item:
     if tool is None:
         return {"skipped": "compute-sanitizer is not installed", "wrong": []}
     command = [tool, "--tool", "racecheck", "--error-exitcode", "9",
-               sys.executable, "-m", "benchmarks.gpu.smoke", device]  # fmt: skip
+               sys.executable, "-c", _RUN_GATHERED, device]  # fmt: skip
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=RACECHECK_SECONDS
     )
@@ -255,7 +262,3 @@ def table(items: dict[str, Item]) -> list[str]:
         state = item.get("skipped") or ("wrong" if item.get("wrong") or "error" in item else "ok")
         lines.append(f"  {name:34} {state:6} {text}")
     return lines
-
-
-if __name__ == "__main__":
-    sys.exit(gathered_kernels(sys.argv[1]))
