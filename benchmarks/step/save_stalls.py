@@ -131,14 +131,14 @@ def main() -> None:
     environment = read_environment()
     os.environ["SLURMD_NODENAME"] = f"node{environment.rank // RANKS_PER_NODE}"
     groups = init_process_groups(TP_SIZE, torch.device("cpu"), 10, environment)
-    folder = [tempfile.mkdtemp() if environment.rank == 0 else ""]
-    dist.broadcast_object_list(folder)
+    # The same on every rank, and no other run on this machine has this port.
+    folder = f"{tempfile.gettempdir()}/save_stalls-{environment.master_port}"
     try:
-        rows = measure(groups, folder[0], config, args.turns)
+        rows = measure(groups, folder, config, args.turns)
     finally:
         shutdown()
         if environment.rank == 0:
-            shutil.rmtree(folder[0])
+            shutil.rmtree(folder, ignore_errors=True)
     if environment.rank == 0:
         write(args, config, rows)
 

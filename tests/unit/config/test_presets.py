@@ -40,6 +40,7 @@ WORLD_SIZES = {
     "base_h100": 16,
     "large_h100": 32,
     "1.5b_h100": 64,
+    "finetune_study_cpu": 0,
     "learn_cpu": 0,
     "learn_rtd_cpu": 0,
     "learn_gpu": 0,
@@ -120,7 +121,7 @@ def test_runs_fit_the_world_they_are_sized_for(name: str) -> None:
     config = load_config(CONFIGS / "runs" / f"{name}.yaml")
     world_size = config.cluster.nodes * config.cluster.ranks_per_node
     assert world_size == WORLD_SIZES[name]
-    validate_for_world(config, world_size or (2 if name == "quickstart" else 1))
+    validate_for_world(config, world_size or config.parallel.tensor_parallel_size)
     assert config.train.run_dir == f"runs/{name}"
 
 
