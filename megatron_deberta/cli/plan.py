@@ -214,7 +214,7 @@ def show(plan: RunPlan, console: Console, num_layouts: int) -> None:
 
 
 def _show_local_saves(saves: LocalSavePlan, console: Console) -> None:
-    """Print costs and gain of local checkpoints."""
+    """Print the cost and the benefit of local checkpoints."""
     console.print(
         f"local checkpoints every {saves.every:,} steps, per node: "
         f"{saves.part_bytes / 1e9:,.2f} GB written and "

@@ -1,6 +1,6 @@
-"""What each head is in an export: its class in transformers, pipeline, model card and ONNX graph.
+"""Properties of each head in an export: transformers class, pipeline, model card, ONNX graph.
 
-A new head is one more entry of `HEADS`.
+To add a head, add an entry to `HEADS`.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class _Strip(NamedTuple):
     where several scores may read the same."""
 
     def view(self, product: Tensor) -> Tensor:
-        """Return what is read of a product ``[heads * rows, vectors, columns]``."""
+        """Return the used elements of a product ``[heads * rows, vectors, columns]``."""
         return diagonals(product, self.diagonals) if self.diagonals else product
 
     def values(self, product: Tensor) -> Tensor:
@@ -185,7 +185,7 @@ class _Block:
 
 
 class _Call:
-    """What the blocks of a call share.
+    """State that the blocks of a call share.
 
     Vectors are ``[heads * rows, n, head_dim]``, scores ``[heads * rows, queries, k_len]``.
     """

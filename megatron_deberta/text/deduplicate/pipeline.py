@@ -1,4 +1,4 @@
-"""The stages of a run, from the files to the folder without duplicates."""
+"""Deduplication of a corpus: its stages, resume and publication."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Executors of ``concurrent.futures`` on which units run, and windowed submission to them."""
+"""Open executors of ``concurrent.futures``, and submit a bounded number of units ahead."""
 
 from __future__ import annotations
 

@@ -310,7 +310,7 @@ def plan_digest(plan: dict[str, Any]) -> str:
 
 
 def _changed_files(before: list[list[Any]], now: list[list[Any]]) -> str:
-    """Name the first file that came, went or changed; entries begin with a file's name."""
+    """Return the first file that was added, removed or changed; entries begin with its name."""
     old, new = ({name: rest for name, *rest in entries} for entries in (before, now))
     for name, rest in {**old, **new}.items():
         if name not in new:

@@ -1,4 +1,4 @@
-"""Merging of encoded units into shards, which the driver publishes.
+"""Merge encoded units into shards; the driver process publishes them.
 
 Copies and hashes are units like others. Hashes are of what units wrote, checked against their
 records, and never of a shard's file read back.
@@ -53,7 +53,7 @@ class _LayoutRecord(TypedDict):
 
 @dataclass(slots=True)
 class Part:
-    """What one unit has of one key.
+    """Result of one unit for one key.
 
     Attributes:
         unit: name of the unit.
@@ -285,7 +285,7 @@ def _rename(staged: Path, final: str) -> None:
 
 
 def job_file(folder: JobFolder) -> Path:
-    """Return the path of the file that tells workers what to do."""
+    """Return the path of the file that describes the job to workers."""
     return folder.work / "job.json"
 
 
@@ -374,7 +374,7 @@ def _read_tokens(job: Job, folder: JobFolder, part: Part, key: int) -> Iterator[
 
 
 def _read_index(job: Job, folder: JobFolder, part: Part, key: int) -> PartIndex:
-    """Read what a part has behind its tokens: lengths, and where documents end."""
+    """Return a part's index, stored after its tokens: lengths, and ends of documents."""
     path = _part_path(folder, part, key)
     with path.open("rb") as stream:
         stream.seek(part.size[0] * job.dtype.itemsize)

@@ -35,7 +35,7 @@ from megatron_deberta.tokenizer import Tokenizer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOptions:
-    """How a run is done; nothing of it changes the result.
+    """Options that do not change the result.
 
     Attributes:
         workers: worker processes; 0 works in this one.
@@ -63,11 +63,11 @@ def preprocess(
     unit_bytes: int | None = None,
     encoding: EncodingOptions | None = None,
 ) -> list[ShardManifest]:
-    """Tokenize text into one shard a key: ``{output}_{key}_document.{bin,idx,manifest.json}``.
+    """Tokenize text into one shard per key: ``{output}_{key}_document.{bin,idx,manifest.json}``.
 
-    Shards hold no special tokens but ``encoding.append_eod``; packing adds them. They depend on
-    nothing in ``run``. What is done is kept in ``{output}.unfinished`` until all is: the same call
-    goes on with it.
+    Shards hold no special tokens but ``encoding.append_eod``; packing adds them. They do not
+    depend on ``run``. Completed units are kept in ``{output}.unfinished`` until the shards are
+    published; the same call resumes from them.
 
     Args:
         sources: input files.
@@ -85,8 +85,8 @@ def preprocess(
 
     Raises:
         ConfigError: a shard exists, a key cannot be part of a file name, the tokenizer lacks what
-            ``encoding`` needs, an unfinished run was begun in another way, or its folder is
-            somebody's own.
+            ``encoding`` needs, an unfinished run was started with other options, or a folder of
+            its name exists that no run has made.
         DataError: an input, the tokenizer or the disk fails, a worker dies, too many records are
             bad, there is no text, or another process works on this output.
     """
@@ -133,7 +133,7 @@ class _Run:
         self._segments = units.plan_segments(job.sources, job.unit_bytes)
 
     def run(self) -> list[ShardManifest]:
-        """Do what is left, and return the manifests; none if other array tasks still work."""
+        """Run the units that are left; return the manifests, or none if other array tasks work."""
         folder, options = self._folder, self._options
         folder.refuse_foreign()
         folder.remove_leftovers()
@@ -229,7 +229,7 @@ class _Run:
                 yield encode_segment, (job_path, self._segments[lane.segment], lane)
 
     def _complete(self) -> list[ShardManifest] | None:
-        """Return the manifests of shards that this very plan has published, and nobody has cut."""
+        """Return the manifests of this plan's published shards; None: one is missing or cut off."""
         manifests = []
         for prefix in self._prefixes:
             try:
@@ -244,7 +244,7 @@ class _Run:
         return manifests
 
     def _refuse_existing(self) -> None:
-        """Refuse to replace a shard; while publishing, some names are this run's own."""
+        """Raise if a shard exists, except those that this run is publishing."""
         output = self._job.output
         if self._options.force or self._folder.is_recorded("manifests"):
             return
@@ -279,7 +279,7 @@ def _plan(
     language: str,
     unit_bytes: int,
 ) -> dict[str, Any]:
-    """Everything that decides the result, by the name that a message would give it."""
+    """Return everything that determines the result, by the name that error messages use."""
     libraries = ["tokenizers", "gigatoken", *(["sentencex"] if language else [])]
     return {
         "--input": [
@@ -299,7 +299,7 @@ def _plan(
 
 
 def _is_whole(manifest: ShardManifest, prefix: str) -> bool:
-    """Tell by the files' sizes: an index of many documents takes a while to open."""
+    """Return whether the files have the expected sizes; opening a large index takes a while."""
     total = PartSize(manifest.num_tokens, manifest.num_sequences, manifest.num_documents)
     layout = ShardLayout(dtype_for_vocab(manifest.vocab_size), [total])
     paths = bin_path(prefix), idx_path(prefix)
