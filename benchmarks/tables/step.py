@@ -272,11 +272,12 @@ def accelerate(record: Result) -> str:
         memory = f"{' / '.join(peaks)} ({100 * row['memory']:.0f} %)"
         cells.append((ACCELERATE_TITLES[row["name"]], *ratios, memory))
     places = {
-        f"{row['hardware']}, {row['cores']} cores shared with other work, load {row['load']}, "
-        f"torch {row['torch']}, transformers {row['transformers']}, threads: {row['threads']}, "
-        f"{row['layers']} layers"
+        f"{row['hardware']}, {row['cores']} cores, torch {row['torch']}, "
+        f"transformers {row['transformers']}, threads: {row['threads']}, {row['layers']} layers"
         for row in record["results"]
     }
+    loads = [row["load"] for row in record["results"]]
+    places.add(f"load of the machine, this benchmark included, {min(loads)} to {max(loads)}")
     return markdown(header, cells) + f"\n({'; '.join(sorted(places))}.)\n"
 
 
