@@ -2,13 +2,118 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import hashlib
+import logging
 import os
 import shutil
 import tempfile
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+
+
+class HashedFile:
+    """New file whose SHA-256 is computed from what is written, not read back.
+
+    Args:
+        final: name after ``commit``; the temporary name is unique to this attempt.
+    """
+
+    def __init__(self, final: Path) -> None:
+        """See the class."""
+        self._final = final
+        self._temporary = temporary_path(final)
+        self._file = self._temporary.open("xb")
+        self._digest = hashlib.sha256()
+
+    def write(self, content: bytes | memoryview) -> None:
+        """Append to the file.
+
+        Raises:
+            OSError: the disk is full or broken.
+        """
+        self._digest.update(content)
+        self._file.write(content)
+
+    def take_digest(self) -> str:
+        """Return the hexadecimal SHA-256 of what was written since the last call."""
+        digest, self._digest = self._digest.hexdigest(), hashlib.sha256()
+        return digest
+
+    def commit(self) -> None:
+        """Flush the file and give it its final name; the caller flushes the folder."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        os.replace(self._temporary, self._final)
+
+    def close(self) -> None:
+        """Remove the file unless it was committed."""
+        with contextlib.suppress(OSError):
+            self._file.close()
+        self._temporary.unlink(missing_ok=True)
+
+
+class FileLock:
+    """``flock`` on a file that is created for it; the kernel releases it when the process ends.
+
+    Args:
+        path: the file; its folder must exist.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """See the class."""
+        self._path = path
+        self._file = -1
+        self.is_supported = True
+        """Whether the file system has locks; without them ``acquire`` always succeeds."""
+
+    def acquire(self, *, shared: bool = False) -> bool:
+        """Try to take the lock, without waiting.
+
+        Args:
+            shared: exclude only processes that do not share.
+
+        Raises:
+            OSError: the file cannot be created.
+        """
+        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(self._file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.release()
+            return False
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                self.release()
+                raise
+            self.is_supported = False
+            logging.getLogger(__name__).warning(
+                "%s: the file system has no locks; start only one command at a time", self._path
+            )
+        if not self.is_held():
+            self.release()
+            return False
+        return True
+
+    def is_held(self) -> bool:
+        """Return whether the lock is held, and its file still has its name."""
+        try:
+            return self._file >= 0 and os.path.samestat(os.fstat(self._file), self._path.stat())
+        except FileNotFoundError:
+            return False
+
+    def release(self) -> None:
+        """Release the lock if it is held; the file stays."""
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
 
 
 def sha256_file(path: str | Path) -> str:
@@ -45,6 +150,11 @@ def adopt_mode(path: Path) -> None:
 def temporary_name(final: str | Path) -> Path:
     """Return a temporary name beside ``final``, unique to this process."""
     return Path(f"{final}.{os.getpid()}.tmp")
+
+
+def temporary_path(final: Path) -> Path:
+    """Return a hidden name beside ``final`` that no other attempt uses."""
+    return final.with_name(f".{final.name}.{uuid.uuid4().hex}.tmp")
 
 
 def write_durably(path: Path, content: bytes) -> None:

@@ -34,8 +34,7 @@ import zstandard
 
 from benchmarks.lib.measuring import ResourceWatch, read_json, write_json
 from benchmarks.lib.provenance import ROOT, provenance, source_digest
-from megatron_deberta.files import sha256_file
-from megatron_deberta.text.jobs.folder import HashedFile
+from megatron_deberta.files import HashedFile, sha256_file
 from megatron_deberta.text.preprocess.encoding import (
     PROBE_CHARACTERS,
     PROBE_DOCUMENTS,

@@ -22,12 +22,12 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_deberta.errors import ConfigError, DataError
-from megatron_deberta.files import fsync_path, write_atomically
+from megatron_deberta.files import fsync_path, temporary_path, write_atomically
 from megatron_deberta.parsing import read_json
 from megatron_deberta.text.deduplicate.settings import Settings
 from megatron_deberta.text.deduplicate.units import WorkUnit
 from megatron_deberta.text.jobs.executors import Engine, run_calls
-from megatron_deberta.text.jobs.folder import JobFolder, temporary_path
+from megatron_deberta.text.jobs.folder import JobFolder
 from megatron_deberta.text.preprocess.units import Piece
 from megatron_deberta.text.readers.reading import READING_VERSION
 from megatron_deberta.text.readers.records import ReadOptions

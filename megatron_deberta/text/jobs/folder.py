@@ -8,16 +8,12 @@ Only the process that holds the lock merges and publishes.
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import glob
 import hashlib
 import json
-import logging
 import os
 import shutil
 import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,7 +22,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from megatron_deberta.errors import ConfigError, DataError
-from megatron_deberta.files import fsync_path, write_durably
+from megatron_deberta.files import FileLock, fsync_path, temporary_path, write_durably
 from megatron_deberta.parsing import Scalar, read_json
 from megatron_deberta.text.readers.sources import PLAN, SPOOLED_INPUT
 
@@ -34,7 +30,6 @@ RESTART = "begin again with --restart"
 LOCK = "lock"
 # Workers of a killed driver release the lock with their own end.
 _LOCK_SECONDS = 3.0
-_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 _File = Annotated[list[Scalar], Field(min_length=1)]
 _Plan = TypedDict("_Plan", {"--input": list[_File]})
@@ -43,48 +38,6 @@ _Plan = TypedDict("_Plan", {"--input": list[_File]})
 
 class BusyError(DataError):
     """Another process works in the folder."""
-
-
-class HashedFile:
-    """New file whose SHA-256 is computed from what is written, not read back.
-
-    Args:
-        final: name after ``commit``; the temporary name is unique to this attempt.
-    """
-
-    def __init__(self, final: Path) -> None:
-        """See the class."""
-        self._final = final
-        self._temporary = temporary_path(final)
-        self._file = self._temporary.open("xb")
-        self._digest = hashlib.sha256()
-
-    def write(self, content: bytes | memoryview) -> None:
-        """Append to the file.
-
-        Raises:
-            OSError: the disk is full or broken.
-        """
-        self._digest.update(content)
-        self._file.write(content)
-
-    def take_digest(self) -> str:
-        """Return the hexadecimal SHA-256 of what was written since the last call."""
-        digest, self._digest = self._digest.hexdigest(), hashlib.sha256()
-        return digest
-
-    def commit(self) -> None:
-        """Flush the file and give it its final name; the caller flushes the folder."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        os.replace(self._temporary, self._final)
-
-    def close(self) -> None:
-        """Remove the file unless it was committed."""
-        with contextlib.suppress(OSError):
-            self._file.close()
-        self._temporary.unlink(missing_ok=True)
 
 
 class JobFolder:
@@ -99,7 +52,7 @@ class JobFolder:
     def __init__(self, output: str | Path) -> None:
         """See the class."""
         self.path = Path(f"{output}.unfinished")
-        self._lock = -1
+        self._lock: FileLock | None = None
         self.open("none")
 
     def open(self, digest: str) -> None:
@@ -142,47 +95,24 @@ class JobFolder:
             OSError: the folder cannot be written.
         """
         deadline = time.monotonic() + seconds
-        while True:
-            self.path.mkdir(parents=True, exist_ok=True)
-            file = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-            try:
-                if self._try_lock(file, shared) and self._is_current(file):
-                    self._lock = file
-                    try:
-                        yield
-                    finally:
-                        self._lock = -1
-                        if not (shared or self.exists()) and self._is_current(file):
-                            # No job has begun.
-                            (self.path / LOCK).unlink()
-                            with contextlib.suppress(OSError):
-                                self.path.rmdir()
-                    return
-            finally:
-                os.close(file)
+        lock = FileLock(self.path / LOCK)
+        self.path.mkdir(parents=True, exist_ok=True)
+        while not lock.acquire(shared=shared):
             if time.monotonic() >= deadline:
                 raise BusyError(f"{self.path}: another process works there; wait for it or end it")
             time.sleep(0.05)
-
-    def _try_lock(self, file: int, shared: bool) -> bool:
+            self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = lock
         try:
-            fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
-            logging.getLogger(__name__).warning(
-                "%s: the file system has no locks; start only one command at a time", self.path
-            )
-        return True
-
-    def _is_current(self, file: int) -> bool:
-        """Return whether the open lock file is the folder's, not one of a folder since removed."""
-        try:
-            return os.path.samestat(os.fstat(file), os.stat(self.path / LOCK))
-        except FileNotFoundError:
-            return False
+            yield
+        finally:
+            self._lock = None
+            if not (shared or self.exists()) and lock.is_held():
+                # No job has begun.
+                (self.path / LOCK).unlink()
+                with contextlib.suppress(OSError):
+                    self.path.rmdir()
+            lock.release()
 
     def check_lock(self) -> None:
         """Check before publishing that the folder is still this process's.
@@ -190,7 +120,7 @@ class JobFolder:
         Raises:
             DataError: another process has finished or restarted the job meanwhile.
         """
-        if self._lock < 0 or not self._is_current(self._lock):
+        if self._lock is None or not self._lock.is_held():
             raise DataError(
                 f"{self.path}: another process has finished or restarted this job; nothing was "
                 "published by this one"
@@ -297,11 +227,6 @@ class JobFolder:
         """Remove what interrupted removals left."""
         for gone in self.path.parent.glob(f".{glob.escape(self.path.name)}.*.removed"):
             shutil.rmtree(gone, ignore_errors=True)
-
-
-def temporary_path(final: Path) -> Path:
-    """Return a hidden name beside ``final`` that no other attempt uses."""
-    return final.with_name(f".{final.name}.{uuid.uuid4().hex}.tmp")
 
 
 def plan_digest(plan: dict[str, Any]) -> str:

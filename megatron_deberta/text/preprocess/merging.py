@@ -23,10 +23,10 @@ from megatron_deberta.data.shards.format import bin_path, idx_path, manifest_pat
 from megatron_deberta.data.shards.manifest import ShardManifest, encode_manifest
 from megatron_deberta.data.shards.writer import PartIndex, PartSize, ShardLayout
 from megatron_deberta.errors import DataError
-from megatron_deberta.files import fsync_path, write_durably
+from megatron_deberta.files import HashedFile, fsync_path, temporary_path, write_durably
 from megatron_deberta.parsing import parse_json
 from megatron_deberta.text.jobs.executors import Call, Engine, run_calls
-from megatron_deberta.text.jobs.folder import RESTART, HashedFile, JobFolder, temporary_path
+from megatron_deberta.text.jobs.folder import RESTART, JobFolder
 from megatron_deberta.text.preprocess.progress import ProgressCounters
 from megatron_deberta.text.preprocess.units import UnitRecord, WorkUnit, read_record
 from megatron_deberta.text.preprocess.worker import Job

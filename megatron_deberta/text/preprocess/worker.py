@@ -18,7 +18,8 @@ import numpy.typing as npt
 
 from megatron_deberta.data.shards.format import dtype_for_vocab
 from megatron_deberta.errors import DataError
-from megatron_deberta.text.jobs.folder import HashedFile, JobFolder
+from megatron_deberta.files import HashedFile
+from megatron_deberta.text.jobs.folder import JobFolder
 from megatron_deberta.text.preprocess.encoding import (
     BatchEncoder,
     choose_encoder,

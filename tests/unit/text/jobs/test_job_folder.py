@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_deberta.errors import DataError
-from megatron_deberta.text.jobs.folder import BusyError, HashedFile, JobFolder
+from megatron_deberta.files import HashedFile
+from megatron_deberta.text.jobs.folder import BusyError, JobFolder
 
 PLAN = {"--input": [["a.jsonl", 1, 2]]}
 
