@@ -16,6 +16,7 @@ memory.
 Examples:
   megatron-deberta deduplicate --input corpus/*.jsonl.gz --output clean --estimate
   megatron-deberta deduplicate --input corpus/*.jsonl.gz --output clean --compress zst
+  sbatch --array=0-9 ... megatron-deberta deduplicate --input corpus --output clean
   mpirun -n 64 megatron-deberta deduplicate --executor mpi --input corpus --output clean
   megatron-deberta preprocess --input clean/part-*.jsonl.zst --tokenizer tokenizer --output shards/c
 """
@@ -51,6 +52,8 @@ from megatron_deberta.text.jobs.folder import JobFolder
 from megatron_deberta.text.readers.checks import find_both_sides, name_damaged
 from megatron_deberta.text.readers.records import DAMAGED, DEFAULT_ALLOW_BAD, EMPTY, ReadOptions
 from megatron_deberta.text.readers.sources import STANDARD_INPUT, Source
+
+NOT_LAST = "{}: this task is done; the last one to finish publishes"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -97,9 +100,11 @@ def open_work(
         folder.refuse_foreign()
         if args.restart:
             restart(folder)
-        with open_input(args, folder.path, output=output) as (sources, options):
+        is_first = executor.share.task == 0
+        with open_input(args, folder.path, output=output, is_first=is_first) as (sources, options):
             yield sources, options, {
-                "workers": executor.workers, "engine": engine, "compression": args.compress,
+                "workers": executor.workers, "engine": engine, "share": executor.share,
+                "compression": args.compress,
                 "force": args.force,
             }  # fmt: skip
 
@@ -129,6 +134,9 @@ def run(args: argparse.Namespace) -> int:
             advance=display.advance,
             **work,
         )
+    if not summary:
+        print(NOT_LAST.format(args.output))
+        return EXIT_DONE
     removed = summary["removed"]
     print(
         f"{args.output}: {summary['documents']:,} documents = {summary['kept']:,} kept + "

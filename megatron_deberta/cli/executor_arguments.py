@@ -8,19 +8,24 @@ import os
 from megatron_deberta.cli.arguments import number
 from megatron_deberta.distributed.environment import read_environment
 from megatron_deberta.errors import ConfigError
-from megatron_deberta.text.jobs.executors import KINDS, ExecutorOptions, Kind, array_task
+from megatron_deberta.text.jobs.executors import (
+    KINDS,
+    ExecutorOptions,
+    Kind,
+    Share,
+    array_task,
+)
 from megatron_deberta.text.jobs.folder import JobFolder
+from megatron_deberta.text.readers.sources import STANDARD_INPUT
 
 
-def add_executor_arguments(parser: argparse.ArgumentParser, *, array: bool = False) -> None:
-    """Declare the arguments; with ``array`` also those of job arrays."""
-    kinds = [kind for kind in KINDS if array or kind != "slurm-array"]
-    also = "; slurm-array, the tasks of a job array" if array else ""
+def add_executor_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
     parser.add_argument(
-        "--executor", choices=kinds,
+        "--executor", choices=KINDS,
         help="where the work is done: local, worker processes of this command; mpi, the ranks of "
-        f"mpirun or srun; dask, a Dask scheduler's workers{also} (default: by the launcher, else "
-        "local)",
+        "mpirun or srun; dask, a Dask scheduler's workers; slurm-array, the tasks of a job array "
+        "(default: by the launcher, else local)",
     )  # fmt: skip
     parser.add_argument(
         "--workers", type=number(int, 0), metavar="N",
@@ -35,11 +40,10 @@ def add_executor_arguments(parser: argparse.ArgumentParser, *, array: bool = Fal
         "--dask-jobs", type=number(int, 1), default=1, metavar="N",
         help="SLURM jobs to start with --dask slurm",
     )  # fmt: skip
-    if array:
-        parser.add_argument(
-            "--array-task", metavar="K/N",
-            help="task K (from 0) of N that share the work; in a SLURM job array this is known",
-        )  # fmt: skip
+    parser.add_argument(
+        "--array-task", metavar="K/N",
+        help="task K (from 0) of N that share the work; in a SLURM job array this is known",
+    )  # fmt: skip
 
 
 def executor_options(args: argparse.Namespace) -> ExecutorOptions:
@@ -55,23 +59,23 @@ def executor_options(args: argparse.Namespace) -> ExecutorOptions:
             if kind == "dask"
             else f"--dask {args.dask}: only with --executor dask"
         )
-    task, tasks = 0, 1
-    if hasattr(args, "array_task"):
-        task, tasks = array_task(args.array_task, os.environ)
+    share = array_task(args.array_task, os.environ)
     if kind is None:
         kind = "local"
-        if tasks > 1:
+        if share.tasks > 1:
             kind = "slurm-array"
         elif _launched_ranks() > 1:
             kind = "mpi"
     workers = len(os.sched_getaffinity(0)) if args.workers is None else args.workers
     if kind != "slurm-array":
-        task, tasks = 0, 1
+        share = Share()
+    if share.tasks > 1 and (args.restart or STANDARD_INPUT in args.input):
+        what = "--restart" if args.restart else "--input -"
+        raise ConfigError(f"{what} works in a single process only, not in one of {share.tasks}")
     return ExecutorOptions(
         kind=kind,
         workers=workers if kind in ("local", "slurm-array") else 0,
-        task=task,
-        tasks=tasks,
+        share=share,
         dask=args.dask or "",
         dask_jobs=args.dask_jobs,
     )

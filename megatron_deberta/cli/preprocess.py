@@ -34,9 +34,7 @@ from megatron_deberta.text.jobs.folder import JobFolder
 from megatron_deberta.text.preprocess.encoding import EncodingOptions
 from megatron_deberta.text.preprocess.merging import quarantine_path, shard_prefixes
 from megatron_deberta.text.preprocess.pipeline import RunOptions, preprocess
-from megatron_deberta.text.preprocess.units import Share
 from megatron_deberta.text.readers.checks import refuse_both_sides
-from megatron_deberta.text.readers.sources import STANDARD_INPUT
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", required=True, metavar="PREFIX", help="prefix of the shards' names"
     )
-    add_executor_arguments(parser, array=True)
+    add_executor_arguments(parser)
     parser.add_argument(
         "--sentences", nargs="?", const="en", default="", metavar="LANGUAGE",
         help="store sentences separately (PREFIX_KEY_sentence), split by the rules of this "
@@ -83,9 +81,6 @@ def run(args: argparse.Namespace) -> int:
     executor = executor_options(args)
     if args.sentences and not re.fullmatch("[a-z]{2,3}", args.sentences):
         raise ConfigError(f"--sentences {args.sentences}: must be a code as en or de (ISO 639)")
-    if executor.tasks > 1 and (args.restart or STANDARD_INPUT in args.input):
-        what = "--restart" if args.restart else "--input -"
-        raise ConfigError(f"{what} works in a single process only, not in one of {executor.tasks}")
     with remote_engine(executor) as engine:
         return _preprocess(args, executor, engine)
 
@@ -98,11 +93,11 @@ def _preprocess(args: argparse.Namespace, executor: ExecutorOptions, engine: Eng
     options = RunOptions(
         workers=executor.workers,
         engine=engine,
-        share=Share(executor.task, executor.tasks),
+        share=executor.share,
         allow_bad=args.max_bad_fraction,
         force=args.force,
     )
-    with open_input(args, folder.path, is_first=executor.task == 0) as (sources, read):
+    with open_input(args, folder.path, is_first=executor.share.task == 0) as (sources, read):
         refuse_both_sides(sources, args.output)
         manifests = preprocess(
             sources,

@@ -19,8 +19,14 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_deberta.cli.deduplicate import add_work_arguments, open_work, refuse_many_bad
+from megatron_deberta.cli.deduplicate import (
+    NOT_LAST,
+    add_work_arguments,
+    open_work,
+    refuse_many_bad,
+)
 from megatron_deberta.cli.text_input import add_input_arguments
+from megatron_deberta.errors import EXIT_DONE
 from megatron_deberta.text.deduplicate.progress import StageDisplay
 from megatron_deberta.text.split import split
 
@@ -57,6 +63,9 @@ def run(args: argparse.Namespace) -> int:
             advance=display.advance,
             **work,
         )
+    if not summary:
+        print(NOT_LAST.format(args.output))
+        return EXIT_DONE
     used = summary["train"] + summary["validation"]
     print(
         f"{args.output}: {summary['documents']:,} documents = {summary['train']:,} train + "

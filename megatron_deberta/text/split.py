@@ -26,7 +26,6 @@ from megatron_deberta.text.deduplicate.output import (
     CLUSTERS,
     add_counts,
     concatenate,
-    open_compressed,
     take_parts,
 )
 from megatron_deberta.text.deduplicate.pipeline import (
@@ -41,12 +40,12 @@ from megatron_deberta.text.deduplicate.work import (
     Array,
     NoDocumentsError,
     StageRunner,
+    TaskFolder,
     Work,
     load_array,
     make_plan,
-    save_info,
 )
-from megatron_deberta.text.jobs.executors import Engine
+from megatron_deberta.text.jobs.executors import ONLY_TASK, Engine, Share
 from megatron_deberta.text.preprocess.units import UNIT_BYTES
 from megatron_deberta.text.readers.checks import SIDES
 from megatron_deberta.text.readers.records import ReadOptions
@@ -65,6 +64,7 @@ def split(
     clusters: Path | None = None,
     workers: int = 0,
     engine: Engine | None = None,
+    share: Share = ONLY_TASK,
     compression: Compression = "none",
     unit_bytes: int = UNIT_BYTES,
     force: bool = False,
@@ -85,13 +85,14 @@ def split(
             of each other are on the same side. Without, only exact ones are.
         workers: processes; 0 works in this one.
         engine: runs the tasks instead, see ``remote_engine``.
+        share: task of a job array; the last to finish publishes.
         compression: of the files of documents.
         unit_bytes: size of the pieces that the input is worked on in.
         force: replace a folder that exists.
         advance: told (stage, tasks, done).
 
     Returns:
-        The summary, as in ``summary.json``.
+        The summary, as in ``summary.json``; empty if other array tasks still work.
 
     Raises:
         ConfigError: ``fraction`` or ``seed`` is out of range, the clusters are of another reading
@@ -111,7 +112,7 @@ def split(
         parameters |= {"clusters": str(path.resolve()), "clusters_sha256": sha256_file(path)}
     units = plan_units(sources, unit_bytes)
     plan = make_plan(parameters, options, sources, units, compression)
-    return fill_folder(output, plan, _run_stages, _gather, workers, engine, force, advance)
+    return fill_folder(output, plan, _run_stages, _gather, workers, engine, share, force, advance)
 
 
 def _check_clusters(folder: Path, options: ReadOptions) -> None:
@@ -142,14 +143,14 @@ def _run_stages(work: Work, runner: StageRunner) -> None:
     runner.run("write", _split_unit, len(work.units))
 
 
-def _split_unit(work: Work, task: int, folder: Path) -> None:
+def _split_unit(work: Work, task: int, folder: TaskFolder) -> None:
     choose = _chooser(work)
     counts: Counter[str] = Counter(members=0)
     quarantined: Counter[str] = Counter()
     with (
-        open_compressed(folder / "train.jsonl", work.compression) as train,
-        open_compressed(folder / "validation.jsonl", work.compression) as validation,
-        (folder / "quarantine.jsonl").open("wb") as quarantine,
+        folder.open("train.jsonl", work.compression) as train,
+        folder.open("validation.jsonl", work.compression) as validation,
+        folder.open("quarantine.jsonl") as quarantine,
     ):
         streams = {"train": train, "validation": validation}
         for record in UnitReader(work.units[task], work.sources, work.options):
@@ -163,7 +164,7 @@ def _split_unit(work: Work, task: int, folder: Path) -> None:
             quarantined[reason] += 1
             line = {"file": work.sources[number].name, "offset": offset}
             quarantine.write(orjson.dumps({**line, "reason": reason, "detail": detail}) + b"\n")
-    save_info(folder, {**counts, "quarantined": quarantined})
+    folder.save_json("info", {**counts, "quarantined": quarantined})
 
 
 def _chooser(work: Work) -> Callable[[bytes], tuple[str, bool]]:

@@ -8,14 +8,13 @@ input here, in its order. Refuses to judge near pairs (``compare``).
 from __future__ import annotations
 
 from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_deberta.text.deduplicate.shingles import Hashes
 from megatron_deberta.text.deduplicate.sign import RANGES, map_signature
-from megatron_deberta.text.deduplicate.work import Work, save_array
+from megatron_deberta.text.deduplicate.work import TaskFolder, Work
 
 Numbers = npt.NDArray[np.int64]
 
@@ -44,7 +43,7 @@ def unit_starts(work: Work) -> Numbers:
     return np.cumsum([0, *counts], dtype=np.int64)
 
 
-def find_exact(work: Work, task: int, folder: Path) -> None:
+def find_exact(work: Work, task: int, folder: TaskFolder) -> None:
     """Find documents that are the same as an earlier one; ``task`` is the part of the keys."""
     starts = unit_starts(work)
     parts = num_parts(int(starts[-1]))
@@ -65,17 +64,18 @@ def find_exact(work: Work, task: int, folder: Path) -> None:
     same[1:] = (key[1:] == key[:-1]) & (rest[1:] == rest[:-1])
     first_of = document[_bucket_begins(same)]
     order = np.argsort(document[same], kind="stable")
-    save_array(folder, "duplicate", document[same][order])
-    save_array(folder, "first", first_of[same][order])
+    folder.save_array("duplicate", document[same][order])
+    folder.save_array("first", first_of[same][order])
 
 
-def mark_exact(work: Work, task: int, folder: Path) -> None:
+def mark_exact(work: Work, task: int, folder: TaskFolder) -> None:
     """Write for every document whether it is the same as an earlier one: [documents] bytes."""
     total = int(unit_starts(work)[-1])
-    flags = np.memmap(folder / "exact.raw", np.uint8, mode="w+", shape=(max(total, 1),))
+    flags = folder.new_map("exact", np.uint8, total)
     for part in range(num_parts(total)):
         flags[work.load("exact", part, "duplicate")] = 1
-    flags.flush()
+    with folder.open("exact.raw") as stream:
+        stream.write(flags.data)
 
 
 def is_exact(work: Work, begin: int, end: int) -> npt.NDArray[np.bool_]:
@@ -84,7 +84,7 @@ def is_exact(work: Work, begin: int, end: int) -> npt.NDArray[np.bool_]:
     return np.fromfile(path, np.uint8, end - begin, offset=begin).astype(np.bool_)
 
 
-def find_candidates(work: Work, task: int, folder: Path) -> None:
+def find_candidates(work: Work, task: int, folder: TaskFolder) -> None:
     """Pair documents that share a band; ``task`` is the band times the parts, plus the part.
 
     Saves ``later`` and ``earlier`` of each pair once, sorted, and ``unit_begins``, where the pairs
@@ -112,11 +112,11 @@ def find_candidates(work: Work, task: int, folder: Path) -> None:
         _concatenate(keys), np.concatenate([np.empty(0, np.int64), *documents])
     )
     later, earlier = pair_up(document, begins)
-    save_array(folder, "later", later)
-    save_array(folder, "earlier", earlier)
-    save_array(folder, "unit_begins", np.searchsorted(later, starts).astype(np.int64))
+    folder.save_array("later", later)
+    folder.save_array("earlier", earlier)
+    folder.save_array("unit_begins", np.searchsorted(later, starts).astype(np.int64))
     for name, array in zip(CROWDED, crowded_buckets(document, begins), strict=True):
-        save_array(folder, name, array)
+        folder.save_array(name, array)
 
 
 def sort_buckets(key: Hashes, document: Numbers) -> tuple[Numbers, Numbers]:

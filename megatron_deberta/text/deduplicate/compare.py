@@ -17,13 +17,13 @@ from megatron_deberta.text.deduplicate.candidates import Numbers, num_parts, uni
 from megatron_deberta.text.deduplicate.shingles import Hashes, Shingler
 from megatron_deberta.text.deduplicate.sign import gather_signatures
 from megatron_deberta.text.deduplicate.units import Record, UnitReader
-from megatron_deberta.text.deduplicate.work import Work, load_array, save_array
+from megatron_deberta.text.deduplicate.work import TaskFolder, Work, load_array
 
 _PAIRS_AT_ONCE = 1 << 15
 _PAIRS_WAITING = 1 << 23
 
 
-def estimate_pairs(work: Work, task: int, folder: Path) -> None:
+def estimate_pairs(work: Work, task: int, folder: TaskFolder) -> None:
     """Keep the pairs whose later document is in a unit and whose sketches are alike enough.
 
     Saves ``later`` and ``earlier``, sorted and without repetition.
@@ -44,8 +44,8 @@ def estimate_pairs(work: Work, task: int, folder: Path) -> None:
     later = (pairs // np.uint64(max(total, 1))).astype(np.int64) + begin
     earlier = (pairs % np.uint64(max(total, 1))).astype(np.int64)
     alike = _estimates(work, starts, later, earlier) >= work.settings.least_estimate
-    save_array(folder, "later", later[alike])
-    save_array(folder, "earlier", earlier[alike])
+    folder.save_array("later", later[alike])
+    folder.save_array("earlier", earlier[alike])
 
 
 def num_candidate_tasks(work: Work, total: int) -> int:
@@ -53,20 +53,21 @@ def num_candidate_tasks(work: Work, total: int) -> int:
     return work.settings.bands * num_parts(total)
 
 
-def mark_needed(work: Work, task: int, folder: Path) -> None:
+def mark_needed(work: Work, task: int, folder: TaskFolder) -> None:
     """Write for every document whether its runs of words are needed: [documents] bytes."""
     total = int(unit_starts(work)[-1])
-    flags = np.memmap(folder / "needed.raw", np.uint8, mode="w+", shape=(max(total, 1),))
+    flags = folder.new_map("needed", np.uint8, total)
     for unit in range(len(work.units)):
         for name in ("later", "earlier"):
             flags[work.load("estimate", unit, name)] = 1
     for part in range(num_candidate_tasks(work, total)):
         # Which of them ``resolve`` compares depends on what stays.
         flags[work.load("candidates", part, "crowded_document")] = 1
-    flags.flush()
+    with folder.open("needed.raw") as stream:
+        stream.write(flags.data)
 
 
-def collect_runs(work: Work, task: int, folder: Path) -> None:
+def collect_runs(work: Work, task: int, folder: TaskFolder) -> None:
     """Read a unit again and write the sets of runs of the documents that are needed.
 
     ``runs.raw`` holds them as sorted uint64, ``bounds`` [needed + 1] says where each begins, and
@@ -77,7 +78,7 @@ def collect_runs(work: Work, task: int, folder: Path) -> None:
     path = work.task_folder("needed", 0) / "needed.raw"
     needed = np.fromfile(path, np.uint8, end - begin, offset=begin)
     sizes = [0]
-    with (folder / "runs.raw").open("wb") as stream:
+    with folder.open("runs.raw") as stream:
         if needed.any():
             shingler = Shingler(work.settings.ngram)
             number = 0
@@ -89,11 +90,11 @@ def collect_runs(work: Work, task: int, folder: Path) -> None:
                     stream.write(runs.tobytes())
                     sizes.append(runs.size)
                 number += 1
-    save_array(folder, "document", np.flatnonzero(needed).astype(np.int64) + begin)
-    save_array(folder, "bounds", np.cumsum(sizes, dtype=np.int64))
+    folder.save_array("document", np.flatnonzero(needed).astype(np.int64) + begin)
+    folder.save_array("bounds", np.cumsum(sizes, dtype=np.int64))
 
 
-def verify_pairs(work: Work, task: int, folder: Path) -> None:
+def verify_pairs(work: Work, task: int, folder: TaskFolder) -> None:
     """Compute the Jaccard similarity of a unit's pairs and keep those at the threshold or above.
 
     Saves ``later``, ``earlier`` and ``jaccard`` (float64), sorted.
@@ -106,7 +107,7 @@ def verify_pairs(work: Work, task: int, folder: Path) -> None:
         jaccard[number] = jaccard_of(runs.of(left), runs.of(right))
     similar = jaccard >= work.settings.threshold
     for name, array in (("later", later), ("earlier", earlier), ("jaccard", jaccard)):
-        save_array(folder, name, array[similar])
+        folder.save_array(name, array[similar])
 
 
 def jaccard_of(left: Hashes, right: Hashes) -> float:

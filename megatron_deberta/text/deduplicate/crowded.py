@@ -6,17 +6,15 @@ may all go because of one before them; so one that would stay is compared with t
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from megatron_deberta.text.deduplicate.candidates import CROWDED, Numbers
 from megatron_deberta.text.deduplicate.compare import RunSets, jaccard_of, num_candidate_tasks
 from megatron_deberta.text.deduplicate.settings import PERMUTATIONS
 from megatron_deberta.text.deduplicate.sign import gather_signatures
-from megatron_deberta.text.deduplicate.work import Work
+from megatron_deberta.text.deduplicate.work import TaskFolder, Work
 
 # Of a bucket a document is compared with the first that stays and the last so many.
 STAYING = 64
@@ -30,10 +28,10 @@ class CrowdedBuckets:
     Args:
         work: with its runs of words collected.
         starts: see ``unit_starts``.
-        folder: for files, ``*.tmp``, that are of no use afterwards.
+        folder: of the task, for temporary maps.
     """
 
-    def __init__(self, work: Work, starts: Numbers, folder: Path) -> None:
+    def __init__(self, work: Work, starts: Numbers, folder: TaskFolder) -> None:
         """See the class."""
         self._work = work
         self._starts = starts
@@ -46,11 +44,11 @@ class CrowdedBuckets:
         most = min(entries, int(starts[-1]))
         # Of each document that stays, in order: its number and its sketch, which many ask for.
         self._count = 0
-        self._documents = _new_map(folder / "documents.tmp", np.int64, most)
-        self._sketches = _new_map(folder / "sketches.tmp", np.uint32, most, PERMUTATIONS)
+        self._documents = folder.new_map("documents", np.int64, most)
+        self._sketches = folder.new_map("sketches", np.uint32, most, PERMUTATIONS)
         # Of each bucket: how many stay, and their places among those.
-        self._filled = _new_map(folder / "filled.tmp", np.int64, len(self._begins) - 1)
-        self._staying = _new_map(folder / "staying.tmp", np.int64, entries)
+        self._filled = folder.new_map("filled", np.int64, len(self._begins) - 1)
+        self._staying = folder.new_map("staying", np.int64, entries)
 
     def of_unit(self, unit: int) -> tuple[Numbers, Numbers]:
         """Return the unit's documents that are in crowded buckets, and the buckets, by document."""
@@ -98,8 +96,3 @@ class CrowdedBuckets:
 
     def _sketch(self, document: int) -> Any:
         return gather_signatures(self._work, self._starts, np.array([document]), "sketch")[0]
-
-
-def _new_map(path: Path, dtype: npt.DTypeLike, *shape: int) -> npt.NDArray[Any]:
-    # It takes space only where it is written.
-    return np.memmap(path, dtype, mode="w+", shape=(max(shape[0], 1), *shape[1:]))

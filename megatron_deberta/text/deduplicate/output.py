@@ -6,17 +6,13 @@ not add up.
 
 from __future__ import annotations
 
-import gzip
 import shutil
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import orjson
-import zstandard
 
 from megatron_deberta.errors import DataError
 from megatron_deberta.parsing import read_json
@@ -24,23 +20,23 @@ from megatron_deberta.text.deduplicate.candidates import unit_starts
 from megatron_deberta.text.deduplicate.resolve import EXACT, KEPT
 from megatron_deberta.text.deduplicate.sign import map_signature
 from megatron_deberta.text.deduplicate.units import Record, UnitReader
-from megatron_deberta.text.deduplicate.work import Work, save_info
+from megatron_deberta.text.deduplicate.work import TaskFolder, Work
 from megatron_deberta.text.readers.records import Defect
 
 CLUSTERS = "clusters.npy"
 SUFFIXES = {"none": "", "gz": ".gz", "zst": ".zst"}
 
 
-def write_unit(work: Work, task: int, folder: Path) -> None:
+def write_unit(work: Work, task: int, folder: TaskFolder) -> None:
     """Read a unit once more and write what stays, what goes and what cannot be used."""
     reporter = _Reporter(work, task)
     number = reporter.begin
     counts: Counter[str] = Counter()
     quarantined: Counter[str] = Counter()
     with (
-        open_compressed(folder / "kept.jsonl", work.compression) as kept,
-        (folder / "removed.jsonl").open("wb") as removed,
-        (folder / "quarantine.jsonl").open("wb") as quarantine,
+        folder.open("kept.jsonl", work.compression) as kept,
+        folder.open("removed.jsonl") as removed,
+        folder.open("quarantine.jsonl") as quarantine,
     ):
         for record in UnitReader(work.units[task], work.sources, work.options):
             if isinstance(record, Record):
@@ -61,7 +57,7 @@ def write_unit(work: Work, task: int, folder: Path) -> None:
             f"{work.sources[work.units[task][0].source].name}: changed while it was read; remove "
             f"{work.folder} and start again"
         )
-    save_info(folder, {**counts, "quarantined": quarantined})
+    folder.save_json("info", {**counts, "quarantined": quarantined})
 
 
 class _Reporter:
@@ -101,20 +97,6 @@ class _Reporter:
         before = self._lines[unit].get(str(source), 0)
         place = {"file": self._work.sources[source].name, "line": line + before}
         return place if offset < 0 else {**place, "offset": offset}
-
-
-@contextmanager
-def open_compressed(path: Path, compression: str) -> Iterator[BinaryIO]:
-    """Open a new file that compresses as asked; its bytes depend on what is written only."""
-    with path.open("wb") as stream:
-        if compression == "gz":
-            with gzip.GzipFile("", "wb", 6, stream, mtime=0) as compressed:
-                yield compressed  # type: ignore[misc]
-        elif compression == "zst":
-            with zstandard.ZstdCompressor(level=3).stream_writer(stream) as compressed:
-                yield compressed
-        else:
-            yield stream
 
 
 def gather_output(work: Work, staged: Path) -> dict[str, Any]:

@@ -27,8 +27,8 @@ from megatron_deberta.text.deduplicate.work import (
     begin_work,
     make_plan,
 )
-from megatron_deberta.text.jobs.executors import Engine, local_engine
-from megatron_deberta.text.jobs.folder import JobFolder
+from megatron_deberta.text.jobs.executors import ONLY_TASK, Engine, Share, local_engine
+from megatron_deberta.text.jobs.folder import BusyError, JobFolder
 from megatron_deberta.text.preprocess.units import UNIT_BYTES
 from megatron_deberta.text.readers.records import ReadOptions
 from megatron_deberta.text.readers.sources import SUMMARY, Source
@@ -45,6 +45,7 @@ def deduplicate(
     *,
     workers: int = 0,
     engine: Engine | None = None,
+    share: Share = ONLY_TASK,
     compression: Compression = "none",
     unit_bytes: int = UNIT_BYTES,
     force: bool = False,
@@ -63,13 +64,14 @@ def deduplicate(
         options: what of a record is read.
         workers: processes; 0 works in this one.
         engine: runs the tasks instead, see ``remote_engine``.
+        share: task of a job array; the last to finish publishes.
         compression: of the files of documents.
         unit_bytes: size of the pieces that the input is worked on in.
         force: replace a folder that exists, once everything is done.
         advance: told (stage, tasks, done).
 
     Returns:
-        The summary, as in ``summary.json``.
+        The summary, as in ``summary.json``; empty if other array tasks still work.
 
     Raises:
         ConfigError: ``output`` exists, or unfinished work of another plan does.
@@ -80,7 +82,9 @@ def deduplicate(
         asdict(settings), options, sources, plan_units(sources, unit_bytes), compression
     )
     refuse_inputs(output, sources)
-    return fill_folder(output, plan, _run_stages, gather_output, workers, engine, force, advance)
+    return fill_folder(
+        output, plan, _run_stages, gather_output, workers, engine, share, force, advance
+    )
 
 
 def refuse_inputs(output: Path, sources: Sequence[Source]) -> None:
@@ -104,6 +108,7 @@ def fill_folder(
     gather: Callable[[Work, Path], dict[str, Any]],
     workers: int,
     engine: Engine | None,
+    share: Share,
     force: bool,
     advance: Advance,
 ) -> dict[str, Any]:
@@ -116,8 +121,12 @@ def fill_folder(
         gather: puts the result together in a folder and returns its summary.
         workers: processes.
         engine: runs the tasks instead.
+        share: task of a job array.
         force: replace ``output``.
         advance: told (stage, tasks, done).
+
+    Returns:
+        The summary; empty if other array tasks still work.
 
     Raises:
         ConfigError: ``output`` exists, or unfinished work of another plan does.
@@ -130,18 +139,35 @@ def fill_folder(
         if summary is None:
             if os.path.lexists(output) and not force:
                 raise ConfigError(f"--output {output}: exists; choose another or add --force")
-            with begin_work(folder, plan) as work, contextlib.ExitStack() as stack:
-                # Spawned: the display that the caller has opened runs a thread.
-                used = engine or stack.enter_context(local_engine(workers, start_method="spawn"))
-                try:
-                    run_stages(work, StageRunner(work, used, advance))
-                    folder.check_lock()
-                    summary = _publish(work, output, gather)
-                except NoDocumentsError:
-                    # Other options are wanted, which unfinished work would refuse.
+            is_shared = share.tasks > 1
+            try:
+                with contextlib.ExitStack() as stack:
+                    work = stack.enter_context(begin_work(folder, plan, shared=is_shared))
+                    # Spawned: the display that the caller has opened runs a thread.
+                    used = engine or stack.enter_context(
+                        local_engine(workers, start_method="spawn")
+                    )
+                    runner = StageRunner(work, used, advance, share)
+                    # Another task of the array may have published since.
+                    if not is_shared or _finished(output, plan) is None:
+                        run_stages(work, runner)
+                        runner.check()
+                    if not is_shared:
+                        return _publish(work, folder, output, gather)
+                with folder.locked(seconds=0):
+                    if (summary := _finished(output, plan)) is not None:
+                        folder.remove()
+                        return summary
+                    return _publish(work, folder, output, gather)
+            except BusyError:
+                if is_shared:
+                    return {}
+                raise
+            except NoDocumentsError:
+                # Other options are wanted, which unfinished work would refuse.
+                if not is_shared:
                     folder.remove()
-                    raise
-                folder.remove()
+                raise
         elif folder.path.exists():
             with folder.locked():
                 folder.remove()
@@ -151,9 +177,10 @@ def fill_folder(
 
 
 def _publish(
-    work: Work, output: Path, gather: Callable[[Work, Path], dict[str, Any]]
+    work: Work, folder: JobFolder, output: Path, gather: Callable[[Work, Path], dict[str, Any]]
 ) -> dict[str, Any]:
     """Give the result its name; may be killed at any point and called again."""
+    folder.check_lock()
     staged = work.folder / "output"
     staged.mkdir(exist_ok=True)
     summary = {**gather(work, staged), "plan_sha256": work.plan_sha256}
@@ -165,6 +192,7 @@ def _publish(
         output.rename(work.folder / "replaced")
     staged.rename(output)
     fsync_path(output.parent)
+    folder.remove()
     return summary
 
 

@@ -9,9 +9,7 @@ document.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,13 +17,13 @@ import numpy as np
 from megatron_deberta.text.deduplicate.candidates import Numbers, num_parts, unit_starts
 from megatron_deberta.text.deduplicate.crowded import CrowdedBuckets
 from megatron_deberta.text.deduplicate.sign import gather_signatures
-from megatron_deberta.text.deduplicate.work import Work, save_array
+from megatron_deberta.text.deduplicate.work import TaskFolder, Work
 
 # Fates of a document.
 KEPT, EXACT, NEAR = 0, 1, 2
 
 
-def resolve(work: Work, task: int, folder: Path) -> None:
+def resolve(work: Work, task: int, folder: TaskFolder) -> None:
     """Decide on every document.
 
     Saves ``decision`` [documents] uint8, ``kept`` int64 (for each document that goes, the one that
@@ -34,10 +32,10 @@ def resolve(work: Work, task: int, folder: Path) -> None:
     """
     starts = unit_starts(work)
     total = max(int(starts[-1]), 1)
-    decision = _new_map(folder, "decision", np.uint8, total)
-    kept = _new_map(folder, "kept", np.int64, total)
-    jaccard = _new_map(folder, "jaccard", np.float64, total)
-    parent = np.memmap(folder / "parent.tmp", np.int64, mode="w+", shape=(total,))
+    decision = folder.new_map("decision", np.uint8, total)
+    kept = folder.new_map("kept", np.int64, total)
+    jaccard = folder.new_map("jaccard", np.float64, total)
+    parent = folder.new_map("parent", np.int64, total)
     for begin in range(0, total, 1 << 20):
         end = min(begin + (1 << 20), total)
         kept[begin:end] = parent[begin:end] = np.arange(begin, end)
@@ -52,15 +50,19 @@ def resolve(work: Work, task: int, folder: Path) -> None:
         kept[duplicates] = kept[firsts]
         jaccard[duplicates] = jaccard[firsts]
     _save_clusters(work, starts, parent, folder)
-    for array in (decision, kept, jaccard):
-        array.flush()
-    for path in folder.glob("*.tmp"):
-        path.unlink()
-    (folder / "lines.json").write_text(json.dumps(_lines_before(work)), encoding="utf-8")
+    for name, array in (("decision", decision), ("kept", kept), ("jaccard", jaccard)):
+        folder.save_array(name, array)
+    folder.save_json("lines", _lines_before(work))
 
 
 def _resolve_near(
-    work: Work, starts: Numbers, folder: Path, parent: Any, decision: Any, kept: Any, jaccard: Any
+    work: Work,
+    starts: Numbers,
+    folder: TaskFolder,
+    parent: Any,
+    decision: Any,
+    kept: Any,
+    jaccard: Any,
 ) -> None:
     crowded = CrowdedBuckets(work, starts, folder)
     for unit in range(len(work.units)):
@@ -102,11 +104,6 @@ def _by_document(
         yield document, pairs, bucket[slice(*bucket_bounds[place : place + 2])]
 
 
-def _new_map(folder: Path, name: str, dtype: Any, total: int) -> Any:
-    path = folder / f"{name}.npy"
-    return np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=(total,))
-
-
 def _root(parent: Any, document: int) -> int:
     while (above := int(parent[document])) != document:
         parent[document] = parent[above]
@@ -120,7 +117,7 @@ def _join(parent: Any, left: int, right: int) -> None:
     parent[max(left, right)] = min(left, right)
 
 
-def _save_clusters(work: Work, starts: Numbers, parent: Any, folder: Path) -> None:
+def _save_clusters(work: Work, starts: Numbers, parent: Any, folder: TaskFolder) -> None:
     """Save ``clusters`` [members, 4] uint64, sorted: a member's digest, its cluster's digest.
 
     Documents are named by what they say, so that the file fits the corpus however it is cut and
@@ -135,7 +132,7 @@ def _save_clusters(work: Work, starts: Numbers, parent: Any, folder: Path) -> No
         digests = (gather_signatures(work, starts, each, "digest") for each in (members, roots))
         rows.append(np.concatenate(list(digests), axis=1))
     clusters = np.concatenate(rows)
-    save_array(folder, "clusters", clusters[np.lexsort((clusters[:, 1], clusters[:, 0]))])
+    folder.save_array("clusters", clusters[np.lexsort((clusters[:, 1], clusters[:, 0]))])
 
 
 def _lines_before(work: Work) -> list[dict[str, int]]:

@@ -17,17 +17,17 @@ Refuses to hold more than one run's documents in memory.
 from __future__ import annotations
 
 from contextlib import ExitStack
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from rensa import RMinHash
 
+from megatron_deberta.files import HashedFile
 from megatron_deberta.text.deduplicate.settings import PERMUTATIONS, Settings
 from megatron_deberta.text.deduplicate.shingles import Hashes, Shingler
 from megatron_deberta.text.deduplicate.units import Record, UnitReader
-from megatron_deberta.text.deduplicate.work import Work, save_array, save_info
+from megatron_deberta.text.deduplicate.work import TaskFolder, Work
 
 # Ranges of keys into which sorted runs are divided.
 RANGES = 256
@@ -48,7 +48,7 @@ _FILES: dict[str, tuple[npt.DTypeLike, tuple[int, ...]]] = {
 }
 
 
-def sign_unit(work: Work, task: int, folder: Path) -> None:
+def sign_unit(work: Work, task: int, folder: TaskFolder) -> None:
     """Read a unit and write its keys and sketches."""
     reader = UnitReader(work.units[task], work.sources, work.options)
     with _SignatureWriter(folder, work.settings) as writer:
@@ -56,10 +56,10 @@ def sign_unit(work: Work, task: int, folder: Path) -> None:
             if isinstance(record, Record):
                 writer.add(record)
         writer.flush()
-        save_array(folder, "exact_starts", np.array(writer.exact_starts, np.int64))
-        save_array(folder, "band_starts", np.array(writer.band_starts, np.int64))
-        save_info(
-            folder,
+        folder.save_array("exact_starts", np.array(writer.exact_starts, np.int64))
+        folder.save_array("band_starts", np.array(writer.band_starts, np.int64))
+        folder.save_json(
+            "info",
             {
                 "documents": writer.documents,
                 "characters": writer.characters,
@@ -91,11 +91,11 @@ def gather_signatures(work: Work, starts: npt.NDArray[np.int64], documents: Any,
 class _SignatureWriter:
     """Collects documents and writes them run by run."""
 
-    def __init__(self, folder: Path, settings: Settings) -> None:
+    def __init__(self, folder: TaskFolder, settings: Settings) -> None:
         self._settings = settings
         self._folder = folder
         self._stack = ExitStack()
-        self._streams: dict[str, BinaryIO] = {}
+        self._streams: dict[str, HashedFile] = {}
         self._shingler = Shingler(settings.ngram)
         self._texts: list[str] = []
         self._waiting_characters = 0
@@ -106,9 +106,7 @@ class _SignatureWriter:
 
     def __enter__(self) -> _SignatureWriter:
         for name in _FILES:
-            self._streams[name] = self._stack.enter_context(
-                (self._folder / f"{name}.raw").open("wb")
-            )
+            self._streams[name] = self._stack.enter_context(self._folder.open(f"{name}.raw"))
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,11 +1,13 @@
 """Stages of a run and the folder that holds their results.
 
 Every task fills a folder under a temporary name, flushes it and renames it; the folder's existence
-records that the task is done, so that a run may be killed at any instant and resumes there.
+records that the task is done, so that a run may be killed at any instant and resumes there. Files
+are hashed while they are written; the last stage compares all of them with their hashes.
 """
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import itertools
 import json
@@ -16,24 +18,33 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import numpy.typing as npt
+import zstandard
 
 from megatron_deberta.errors import ConfigError, DataError
-from megatron_deberta.files import fsync_path, temporary_path, write_atomically
+from megatron_deberta.files import (
+    HashedFile,
+    fsync_path,
+    sha256_file,
+    temporary_path,
+    write_durably,
+)
 from megatron_deberta.parsing import read_json
 from megatron_deberta.text.deduplicate.settings import Settings
 from megatron_deberta.text.deduplicate.units import WorkUnit
-from megatron_deberta.text.jobs.executors import Engine, run_calls
-from megatron_deberta.text.jobs.folder import JobFolder
+from megatron_deberta.text.jobs.executors import ONLY_TASK, Engine, Share, run_calls
+from megatron_deberta.text.jobs.folder import RESTART, JobFolder
 from megatron_deberta.text.preprocess.units import Piece
 from megatron_deberta.text.readers.reading import READING_VERSION
 from megatron_deberta.text.readers.records import ReadOptions
 from megatron_deberta.text.readers.sources import PLAN, Source
 
 Array = npt.NDArray[Any]
+Task = Callable[["Work", int, "TaskFolder"], None]
+_HASHES = "sha256.json"
 
 
 class NoDocumentsError(DataError):
@@ -84,21 +95,22 @@ class Work:
         return self.folder / stage / f"{task:06d}"
 
     @contextmanager
-    def new_task_folder(self, stage: str, task: int) -> Iterator[Path]:
+    def new_task_folder(self, stage: str, task: int) -> Iterator[TaskFolder]:
         """Give a folder to fill, which becomes the task's if the block ends without error."""
         final = self.task_folder(stage, task)
-        fresh = temporary_path(final)
-        fresh.mkdir(parents=True)
+        fresh = TaskFolder(temporary_path(final))
+        fresh.path.mkdir(parents=True)
         try:
             yield fresh
-            for path in fresh.iterdir():
-                fsync_path(path)
-            fsync_path(fresh)
-            # Another attempt at the task, which an engine may run at the same time, was faster.
-            if not final.exists():
-                fresh.rename(final)
+            fresh.finish()
+            try:
+                fresh.path.rename(final)
+            except OSError:
+                # Another attempt at the task, at the same time, may have been faster.
+                if not final.exists():
+                    raise
         finally:
-            shutil.rmtree(fresh, ignore_errors=True)
+            shutil.rmtree(fresh.path, ignore_errors=True)
         fsync_path(final.parent)
 
     def load(self, stage: str, task: int, name: str) -> Array:
@@ -111,9 +123,76 @@ class Work:
         return read_json(path, dict[str, Any], "a record", remedy="remove its folder")
 
 
-def save_array(folder: Path, name: str, array: Array) -> None:
-    """Save an array that ``Work.load`` maps."""
-    np.save(folder / f"{name}.npy", array, allow_pickle=False)
+class TaskFolder:
+    """Folder that a task fills; its files are hashed while they are written.
+
+    Args:
+        path: the folder. Files ``*.tmp`` in it are removed when the task is done.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """See the class."""
+        self.path = path
+        self._sha256: dict[str, str] = {}
+
+    @contextmanager
+    def open(self, name: str, compression: str = "none") -> Iterator[Any]:
+        """Open a new file for writing bytes; its content depends on what is written only.
+
+        Args:
+            name: of the file.
+            compression: ``none``, ``gz`` or ``zst``.
+        """
+        file = HashedFile(self.path / name)
+        try:
+            if compression == "gz":
+                with gzip.GzipFile("", "wb", 6, cast(BinaryIO, file), mtime=0) as compressed:
+                    yield compressed
+            elif compression == "zst":
+                compressor = zstandard.ZstdCompressor(level=3)
+                with compressor.stream_writer(cast(BinaryIO, file), closefd=False) as compressed:
+                    yield compressed
+            else:
+                yield file
+            self._sha256[name] = file.take_digest()
+            file.commit()
+        finally:
+            file.close()
+
+    def save_array(self, name: str, array: Array) -> None:
+        """Save an array that ``Work.load`` maps."""
+        with self.open(f"{name}.npy") as stream:
+            np.save(stream, array, allow_pickle=False)
+
+    def new_map(self, name: str, dtype: npt.DTypeLike, *shape: int) -> Array:
+        """Map a temporary file of zeros, which takes space only where it is written."""
+        shape = (max(shape[0], 1), *shape[1:])
+        return np.memmap(self.path / f"{name}.tmp", dtype, mode="w+", shape=shape)
+
+    def save_json(self, name: str, content: Any) -> None:
+        """Save ``{name}.json``; ``Work.info`` reads that of the name ``info``."""
+        with self.open(f"{name}.json") as stream:
+            stream.write(json.dumps(content, sort_keys=True).encode())
+
+    def finish(self) -> None:
+        """Write the hashes and flush the folder."""
+        for path in self.path.glob("*.tmp"):
+            path.unlink()
+        write_durably(self.path / _HASHES, json.dumps(self._sha256).encode())
+        fsync_path(self.path)
+
+
+def check_task(work: Work, task: int, folder: TaskFolder) -> None:
+    """Compare the files of all stages' tasks of this number with their hashes.
+
+    Raises:
+        DataError: a file is not what was written.
+    """
+    for path in sorted(work.folder.glob(f"*/{task:06d}/{_HASHES}")):
+        recorded = read_json(path, dict[str, str], "a record", remedy=RESTART)
+        for name, sha256 in recorded.items():
+            if sha256_file(path.with_name(name)) != sha256:
+                raise DataError(f"{path.with_name(name)}: is not what was written; {RESTART}")
 
 
 def load_array(path: Path) -> Array:
@@ -122,11 +201,6 @@ def load_array(path: Path) -> Array:
         return np.load(path, mmap_mode="r", allow_pickle=False)  # type: ignore[no-any-return]
     except ValueError:
         return np.load(path, allow_pickle=False)  # type: ignore[no-any-return]
-
-
-def save_info(folder: Path, content: dict[str, Any]) -> None:
-    """Save a task's numbers for ``Work.info``."""
-    (folder / "info.json").write_text(json.dumps(content, sort_keys=True), encoding="utf-8")
 
 
 def make_plan(
@@ -138,7 +212,7 @@ def make_plan(
 ) -> bytes:
     """Return what a run is to do, as JSON; equal plans give equal results."""
     plan = {
-        "version": 1,
+        "version": 2,
         "reading": READING_VERSION,
         "parameters": parameters,
         "options": asdict(options),
@@ -150,19 +224,21 @@ def make_plan(
 
 
 @contextmanager
-def begin_work(folder: JobFolder, plan: bytes) -> Iterator[Work]:
-    """Open a run's folder, new or as a killed run of the same plan left it, for this process only.
+def begin_work(folder: JobFolder, plan: bytes, *, shared: bool = False) -> Iterator[Work]:
+    """Open a run's folder, new or as a killed run of the same plan left it.
+
+    Args:
+        folder: of the run.
+        plan: see ``make_plan``.
+        shared: other tasks of a job array may work in it too.
 
     Raises:
         ConfigError: the folder is another plan's, or somebody's own.
         DataError: another process works in it.
     """
     folder.refuse_foreign()
-    with folder.locked():
-        path = folder.path / PLAN
-        if not path.exists():
-            write_atomically(path, plan)
-        elif path.read_bytes() != plan:
+    with folder.locked(shared=shared):
+        if folder.write_plan(plan) != plan:
             raise ConfigError(
                 f"{folder.path}: unfinished work on other files or with other options; finish that "
                 "first, or add --restart"
@@ -180,17 +256,25 @@ class StageRunner:
         work: the run's folder.
         engine: runs the tasks.
         advance: called with (stage, tasks, done) when a stage begins and after every task.
+        share: task of a job array. It does its share of each stage first and then what the others
+            have not finished, so that none waits for another.
     """
 
     def __init__(
-        self, work: Work, engine: Engine, advance: Callable[[str, int, int], None]
+        self,
+        work: Work,
+        engine: Engine,
+        advance: Callable[[str, int, int], None],
+        share: Share = ONLY_TASK,
     ) -> None:
         """See the class."""
         self._work = work
         self._engine = engine
         self._advance = advance
+        self._share = share
+        self._most_tasks = 0
 
-    def run(self, stage: str, function: Callable[[Work, int, Path], None], tasks: int) -> None:
+    def run(self, stage: str, function: Task, tasks: int) -> None:
         """Run the tasks of a stage that are not done yet.
 
         Args:
@@ -203,9 +287,12 @@ class StageRunner:
         """
         work = self._work
         (work.folder / stage).mkdir(exist_ok=True)
-        for unfinished in (work.folder / stage).glob(".*.tmp"):
-            shutil.rmtree(unfinished, ignore_errors=True)
-        left = [task for task in range(tasks) if not work.task_folder(stage, task).exists()]
+        self._most_tasks = max(self._most_tasks, tasks)
+        if self._share.tasks == 1:
+            for unfinished in (work.folder / stage).glob(".*.tmp"):
+                shutil.rmtree(unfinished, ignore_errors=True)
+        order = order_tasks(tasks, self._share)
+        left = [task for task in order if not work.task_folder(stage, task).exists()]
         done = itertools.count(tasks - len(left))
         self._advance(stage, tasks, next(done))
         run_calls(
@@ -214,10 +301,26 @@ class StageRunner:
             lambda _: self._advance(stage, tasks, next(done)),
         )
 
+    def check(self) -> None:
+        """Compare the results of all stages with their hashes, as a last stage.
 
-def run_task(
-    work: Work, stage: str, function: Callable[[Work, int, Path], None], task: int
-) -> None:
+        Raises:
+            DataError: a file is not what was written.
+        """
+        self.run("check", check_task, self._most_tasks)
+
+
+def order_tasks(tasks: int, share: Share) -> list[int]:
+    """Return the order in which a task of a job array does the tasks of a stage.
+
+    Its own share comes first; what the others should do follows from its end, so that two
+    processes meet in the middle.
+    """
+    own = range(tasks * share.task // share.tasks, tasks * (share.task + 1) // share.tasks)
+    return [*own, *reversed(range(own.start)), *reversed(range(own.stop, tasks))]
+
+
+def run_task(work: Work, stage: str, function: Task, task: int) -> None:
     """Do one task in this process.
 
     Raises:
@@ -230,12 +333,13 @@ def run_task(
         raise DataError(f"{work.folder}: {stage}: {error}; is the disk full?") from error
 
 
-def _run_task_in(
-    folder: str, stage: str, function: Callable[[Work, int, Path], None], task: int
-) -> None:
+def _run_task_in(folder: str, stage: str, function: Task, task: int) -> None:
     # The sketches' library would start a thread per core in every process.
     os.environ.setdefault("RAYON_NUM_THREADS", "1")
-    run_task(_open_work(folder), stage, function, task)
+    work = _open_work(folder)
+    # Another task of a job array may have done it since this call was submitted.
+    if not work.task_folder(stage, task).exists():
+        run_task(work, stage, function, task)
 
 
 @lru_cache(maxsize=1)

@@ -25,6 +25,16 @@ Call = tuple[Callable[..., Any], tuple[Any, ...]]
 """Function and arguments of a unit; both must be picklable."""
 
 
+class Share(NamedTuple):
+    """One of the ``tasks`` of a job array."""
+
+    task: int = 0
+    tasks: int = 1
+
+
+ONLY_TASK = Share()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExecutorOptions:
     """Where units run; the result does not depend on it.
@@ -34,23 +44,16 @@ class ExecutorOptions:
             ``dask``: the workers of a Dask scheduler; ``slurm-array``: as ``local``, for one task
             of a job array, whose last task merges.
         workers: processes for ``local`` and ``slurm-array``; 0: this process.
-        task: index of the array task.
-        tasks: number of array tasks.
+        share: task of a job array.
         dask: address or scheduler file, or ``slurm``: start workers through dask-jobqueue.
         dask_jobs: number of SLURM jobs that dask-jobqueue starts.
     """
 
     kind: Kind = "local"
     workers: int = 0
-    task: int = 0
-    tasks: int = 1
+    share: Share = Share()
     dask: str = ""
     dask_jobs: int = 1
-
-    @property
-    def is_array(self) -> bool:
-        """Whether other array tasks share the work."""
-        return self.kind == "slurm-array" and self.tasks > 1
 
 
 class Engine(NamedTuple):
@@ -187,8 +190,8 @@ def _begin_worker(started: Any, on_start: Callable[[int], None] | None) -> None:
         on_start(index)
 
 
-def array_task(given: str | None, env: Mapping[str, str]) -> tuple[int, int]:
-    """Return the index of the job-array task, from 0, and the number of tasks.
+def array_task(given: str | None, env: Mapping[str, str]) -> Share:
+    """Return the task of the job array.
 
     Args:
         given: ``K/N``; None: from the variables of SLURM, 0 and 1 without them.
@@ -201,11 +204,11 @@ def array_task(given: str | None, env: Mapping[str, str]) -> tuple[int, int]:
         match = re.fullmatch(r"(\d+)/(\d+)", given)
         if match is None or not int(match[1]) < int(match[2]):
             raise ConfigError(f"--array-task {given}: must be K/N with K from 0 to N - 1")
-        return int(match[1]), int(match[2])
+        return Share(int(match[1]), int(match[2]))
     if "SLURM_ARRAY_TASK_ID" not in env:
-        return 0, 1
+        return Share()
     task, first, step, count = (
         int(env.get(f"SLURM_ARRAY_TASK_{name}", default))
         for name, default in (("ID", "0"), ("MIN", "0"), ("STEP", "1"), ("COUNT", "1"))
     )
-    return min((task - first) // max(step, 1), count - 1), count
+    return Share(min((task - first) // max(step, 1), count - 1), count)

@@ -126,6 +126,17 @@ class JobFolder:
                 "published by this one"
             )
 
+    def write_plan(self, plan: bytes) -> bytes:
+        """Write the plan unless there is one, and return the one that is there."""
+        temporary = temporary_path(self.path / PLAN)
+        try:
+            write_durably(temporary, plan)
+            with contextlib.suppress(FileExistsError):
+                os.link(temporary, self.path / PLAN)
+        finally:
+            temporary.unlink(missing_ok=True)
+        return (self.path / PLAN).read_bytes()
+
     def begin(self, plan: dict[str, Any]) -> str:
         """Start the job, or continue it if it was interrupted; the lock must be held.
 
@@ -140,13 +151,7 @@ class JobFolder:
             OSError: the folder cannot be written.
         """
         digest = plan_digest(plan)
-        temporary = temporary_path(self.path / PLAN)
-        try:
-            write_durably(temporary, json.dumps(plan).encode())
-            with contextlib.suppress(FileExistsError):
-                os.link(temporary, self.path / PLAN)
-        finally:
-            temporary.unlink(missing_ok=True)
+        self.write_plan(json.dumps(plan).encode())
         self._refuse_another(plan)
         self.open(digest)
         for folder in (self.parts, self.staged, self.done):

@@ -15,7 +15,7 @@ from megatron_deberta.data.shards.format import bin_path, dtype_for_vocab, idx_p
 from megatron_deberta.data.shards.manifest import ShardManifest, read_manifest
 from megatron_deberta.data.shards.writer import PartSize, ShardLayout
 from megatron_deberta.errors import ConfigError, DataError
-from megatron_deberta.text.jobs.executors import Call, Engine, local_engine, run_calls
+from megatron_deberta.text.jobs.executors import Call, Engine, Share, local_engine, run_calls
 from megatron_deberta.text.jobs.folder import BusyError, JobFolder, plan_digest
 from megatron_deberta.text.preprocess import units
 from megatron_deberta.text.preprocess.encoding import EncodingOptions
@@ -47,7 +47,7 @@ class RunOptions:
 
     workers: int = 0
     engine: Engine | None = None
-    share: units.Share = units.Share()
+    share: Share = Share()
     allow_bad: float | None = None
     force: bool = False
 

@@ -11,6 +11,7 @@ from typing_extensions import TypedDict
 
 from megatron_deberta.errors import DataError
 from megatron_deberta.parsing import Count
+from megatron_deberta.text.jobs.executors import Share
 from megatron_deberta.text.jobs.folder import RESTART, JobFolder
 from megatron_deberta.text.readers.cutting import ENDLESS
 from megatron_deberta.text.readers.sources import TABLES, Source
@@ -77,13 +78,6 @@ class Lane(NamedTuple):
     segment: int
     first: int
     step: int
-
-
-class Share(NamedTuple):
-    """One of the ``tasks`` of a job array."""
-
-    task: int = 0
-    tasks: int = 1
 
 
 class UnitRecord(TypedDict):

@@ -436,7 +436,7 @@ def test_the_last_line_of_a_stage_says_that_it_is_done(corpus, tmp_path, capsys)
     lines = [line.split() for line in capsys.readouterr().err.splitlines()]
     assert [stage for _, stage, _ in lines] == [
         "sign", "exact", "mark", "candidates", "estimate", "needed", "collect", "verify",
-        "resolve", "write",
+        "resolve", "write", "check",
     ]  # fmt: skip
     assert all(len(set(count.split("/"))) == 1 for _, _, count in lines)
 

@@ -9,6 +9,10 @@ from pathlib import Path
 import pytest
 
 from megatron_deberta.cli.main import main
+from megatron_deberta.errors import DataError
+from megatron_deberta.text.deduplicate.work import order_tasks
+from megatron_deberta.text.jobs.executors import Share
+from megatron_deberta.text.jobs.folder import JobFolder
 from tests.support.duplicates import contents, run
 
 
@@ -49,3 +53,53 @@ def test_dask_workers_change_nothing(corpus: list[str], tmp_path: Path) -> None:
         assert main([*again, "--dask", address]) == 0
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     assert main([*again, "--workers", "0", "--force"]) == 0
+
+
+@pytest.mark.parametrize("name", ["sign/000000/digest.raw", "write/000000/kept.jsonl"])
+def test_a_flipped_bit_is_found_before_publishing(
+    corpus: list[str], tmp_path: Path, name: str
+) -> None:
+    def stop(stage: str, tasks: int, done: int) -> None:
+        if stage == "check":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(corpus, tmp_path / "out", advance=stop)
+    (path,) = JobFolder(tmp_path / "out").path.glob(f"*/{name}")
+    content = bytearray(path.read_bytes())
+    content[5] ^= 4
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=f"{path.name}: is not what was written"):
+        run(corpus, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_tasks_of_an_array_share_a_stage() -> None:
+    orders = [order_tasks(10, Share(task, 3)) for task in range(3)]
+    assert orders[1] == [3, 4, 5, 2, 1, 0, 9, 8, 7, 6]
+    assert all(sorted(order) == list(range(10)) for order in orders)
+    assert orders[0][:3] + orders[1][:3] + orders[2][:4] == list(range(10))
+
+
+@pytest.mark.parametrize("command", ["deduplicate", "split"])
+def test_tasks_of_a_job_array_change_nothing(
+    corpus: list[str], tmp_path: Path, command: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    call = [command, "--input", *corpus, "--output"]
+    assert main([*call, str(tmp_path / "whole"), "--workers", "0"]) == 0
+    capfd.readouterr()
+    array = [*call, str(tmp_path / "out"), "--executor", "slurm-array", "--workers", "0"]
+    tasks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "megatron_deberta", *array, "--array-task", f"{task}/3"]
+        )
+        for task in range(3)
+    ]
+    # The others do its share.
+    tasks[1].kill()
+    assert [task.wait(120) for task in tasks] == [0, -9, 0]
+    assert "240 documents = " in capfd.readouterr().out
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert not JobFolder(tmp_path / "out").path.exists()
+    # A task that starts late finds the result.
+    assert main([*array, "--array-task", "1/3"]) == 0
