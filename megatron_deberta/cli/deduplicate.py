@@ -47,7 +47,7 @@ from megatron_deberta.text.deduplicate.output import SUFFIXES
 from megatron_deberta.text.deduplicate.pipeline import deduplicate
 from megatron_deberta.text.deduplicate.progress import StageDisplay
 from megatron_deberta.text.deduplicate.settings import Settings
-from megatron_deberta.text.jobs.executors import remote_engine
+from megatron_deberta.text.jobs.executors import Engine, ExecutorOptions, remote_engine
 from megatron_deberta.text.jobs.folder import JobFolder
 from megatron_deberta.text.readers.checks import find_both_sides, name_damaged
 from megatron_deberta.text.readers.records import DAMAGED, DEFAULT_ALLOW_BAD, EMPTY, ReadOptions
@@ -88,11 +88,11 @@ def add_work_arguments(parser: argparse.ArgumentParser) -> None:
 @contextlib.contextmanager
 def open_work(
     args: argparse.Namespace, output: Path
-) -> Iterator[tuple[list[Source], ReadOptions, dict[str, Any]]]:
-    """Open the engine and the input of ``deduplicate`` and ``split``.
+) -> Iterator[tuple[list[Source], ReadOptions, ExecutorOptions, Engine | None]]:
+    """Open the engine and the input of a command that writes a folder.
 
     Yields:
-        Input files, what is read of them, and the other options that the two functions share.
+        Input files, what is read of them, and where units run.
     """
     executor = executor_options(args)
     folder = JobFolder(output)
@@ -102,11 +102,20 @@ def open_work(
             restart(folder)
         is_first = executor.share.task == 0
         with open_input(args, folder.path, output=output, is_first=is_first) as (sources, options):
-            yield sources, options, {
-                "workers": executor.workers, "engine": engine, "share": executor.share,
-                "compression": args.compress,
-                "force": args.force,
-            }  # fmt: skip
+            yield sources, options, executor, engine
+
+
+def work_options(
+    args: argparse.Namespace, executor: ExecutorOptions, engine: Engine | None
+) -> dict[str, Any]:
+    """Return the options that the functions ``deduplicate`` and ``split`` share."""
+    return {
+        "workers": executor.workers,
+        "engine": engine,
+        "share": executor.share,
+        "compression": args.compress,
+        "force": args.force,
+    }
 
 
 def run(args: argparse.Namespace) -> int:
@@ -120,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
         with open_input(args, folder, output=output) as (sources, options):
             print(estimate(sources, options, settings, executor_options(args).workers))
         return EXIT_DONE
-    with open_work(args, output) as (sources, options, work), StageDisplay() as display:
+    with open_work(args, output) as (sources, options, executor, engine), StageDisplay() as display:
         if sides := find_both_sides(sources):
             raise ConfigError(
                 f"--input: {sides[0]} and {sides[1]} are the two sides of a split, which the "
@@ -132,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
             settings,
             options,
             advance=display.advance,
-            **work,
+            **work_options(args, executor, engine),
         )
     if not summary:
         print(NOT_LAST.format(args.output))

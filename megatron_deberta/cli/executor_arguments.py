@@ -10,22 +10,24 @@ from megatron_deberta.distributed.environment import read_environment
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.text.jobs.executors import (
     KINDS,
+    ONLY_TASK,
     ExecutorOptions,
     Kind,
-    Share,
     array_task,
 )
 from megatron_deberta.text.jobs.folder import JobFolder
 from megatron_deberta.text.readers.sources import STANDARD_INPUT
 
 
-def add_executor_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
+def add_executor_arguments(parser: argparse.ArgumentParser, *, array: bool = True) -> None:
+    """Declare the arguments; with ``array`` also those of job arrays."""
+    kinds = [kind for kind in KINDS if array or kind != "slurm-array"]
     parser.add_argument(
-        "--executor", choices=KINDS,
+        "--executor", choices=kinds,
         help="where the work is done: local, worker processes of this command; mpi, the ranks of "
-        "mpirun or srun; dask, a Dask scheduler's workers; slurm-array, the tasks of a job array "
-        "(default: by the launcher, else local)",
+        "mpirun or srun; dask, a Dask scheduler's workers"
+        + ("; slurm-array, the tasks of a job array" if array else "")
+        + " (default: by the launcher, else local)",
     )  # fmt: skip
     parser.add_argument(
         "--workers", type=number(int, 0), metavar="N",
@@ -40,10 +42,11 @@ def add_executor_arguments(parser: argparse.ArgumentParser) -> None:
         "--dask-jobs", type=number(int, 1), default=1, metavar="N",
         help="SLURM jobs to start with --dask slurm",
     )  # fmt: skip
-    parser.add_argument(
-        "--array-task", metavar="K/N",
-        help="task K (from 0) of N that share the work; in a SLURM job array this is known",
-    )  # fmt: skip
+    if array:
+        parser.add_argument(
+            "--array-task", metavar="K/N",
+            help="task K (from 0) of N that share the work; in a SLURM job array this is known",
+        )  # fmt: skip
 
 
 def executor_options(args: argparse.Namespace) -> ExecutorOptions:
@@ -59,7 +62,9 @@ def executor_options(args: argparse.Namespace) -> ExecutorOptions:
             if kind == "dask"
             else f"--dask {args.dask}: only with --executor dask"
         )
-    share = array_task(args.array_task, os.environ)
+    share = ONLY_TASK
+    if hasattr(args, "array_task"):
+        share = array_task(args.array_task, os.environ)
     if kind is None:
         kind = "local"
         if share.tasks > 1:
@@ -68,7 +73,7 @@ def executor_options(args: argparse.Namespace) -> ExecutorOptions:
             kind = "mpi"
     workers = len(os.sched_getaffinity(0)) if args.workers is None else args.workers
     if kind != "slurm-array":
-        share = Share()
+        share = ONLY_TASK
     if share.tasks > 1 and (args.restart or STANDARD_INPUT in args.input):
         what = "--restart" if args.restart else "--input -"
         raise ConfigError(f"{what} works in a single process only, not in one of {share.tasks}")

@@ -24,6 +24,7 @@ from megatron_deberta.cli.deduplicate import (
     add_work_arguments,
     open_work,
     refuse_many_bad,
+    work_options,
 )
 from megatron_deberta.cli.text_input import add_input_arguments
 from megatron_deberta.errors import EXIT_DONE
@@ -50,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     """Split and print a summary."""
     output = Path(args.output)
     with (
-        open_work(args, output) as (sources, options, work),
+        open_work(args, output) as (sources, options, executor, engine),
         StageDisplay(title="split") as display,
     ):
         summary = split(
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
             seed=args.seed,
             clusters=args.clusters,
             advance=display.advance,
-            **work,
+            **work_options(args, executor, engine),
         )
     if not summary:
         print(NOT_LAST.format(args.output))

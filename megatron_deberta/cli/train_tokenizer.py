@@ -4,6 +4,9 @@ The output directory has spm.model for SentencePiece, and tokenizer.json and tok
 for Hugging Face's AutoTokenizer and this package. Ids: 0 [PAD], 1 [CLS], 2 [SEP], 3 [UNK], then
 the other pieces, [MASK] last.
 
+After an interruption, run the same command: it keeps the part of the sample that it has. A smaller
+--vocab-size, where the text supports no larger one, does not sample again.
+
 Example:
   megatron-deberta train-tokenizer --input corpus/*.jsonl.gz --vocab-size 32000 --output tokenizer
 """
@@ -11,14 +14,15 @@ Example:
 from __future__ import annotations
 
 import argparse
-import itertools
 import logging
-import tempfile
 from pathlib import Path
 
-from megatron_deberta.cli.text_input import add_input_arguments, open_input
+from megatron_deberta.cli.deduplicate import open_work
+from megatron_deberta.cli.executor_arguments import add_executor_arguments
+from megatron_deberta.cli.text_input import add_input_arguments, add_rerun_arguments
+from megatron_deberta.text.deduplicate.progress import StageDisplay
 from megatron_deberta.text.readers.checks import find_both_sides
-from megatron_deberta.text.readers.reading import read_texts
+from megatron_deberta.text.sample import sampled_lines
 from megatron_deberta.tokenizer.training import refuse_existing, train_sentencepiece
 
 logger = logging.getLogger(__name__)
@@ -44,30 +48,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sample-mb", type=float, default=500.0, metavar="MB",
         help="train on an even sample of this size; 0: on all text",
     )  # fmt: skip
-    parser.add_argument("--force", action="store_true", help="replace an existing tokenizer")
+    add_executor_arguments(parser, array=False)
+    add_rerun_arguments(parser, "an existing tokenizer")
 
 
 def run(args: argparse.Namespace) -> int:
     """Train the tokenizer and print a summary."""
     refuse_existing(args.output, args.force)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        open_input(args, Path(folder), is_first=False) as (sources, options),
-    ):
+    output = Path(args.output)
+    with open_work(args, output) as (sources, options, executor, engine):
         if sides := find_both_sides(sources):
             logger.warning(
                 "warning: the vocabulary is also trained on validation text (%s); to leave it out, "
                 "give --input %s", sides[1], sides[0],
             )  # fmt: skip
-        tokenizer = train_sentencepiece(
-            itertools.chain.from_iterable(read_texts(sources, options)),
-            args.output,
-            vocab_size=args.vocab_size,
-            model_type=args.model_type,
-            character_coverage=args.character_coverage,
-            sample_bytes=round(args.sample_mb * 1e6),
-            force=args.force,
-        )
+        with (
+            StageDisplay(title="train-tokenizer") as display,
+            sampled_lines(
+                sources,
+                output,
+                options,
+                round(args.sample_mb * 1e6),
+                workers=executor.workers,
+                engine=engine,
+                advance=display.advance,
+            ) as lines,
+        ):
+            tokenizer = train_sentencepiece(
+                lines,
+                args.output,
+                vocab_size=args.vocab_size,
+                model_type=args.model_type,
+                character_coverage=args.character_coverage,
+                force=args.force,
+            )
     print(
         f"{args.output}: {tokenizer.num_tokens:,} tokens = {args.vocab_size:,} pieces and [MASK], "
         f"model.vocab_size={tokenizer.vocab_size} (rounded up to hundreds, as in the release), "

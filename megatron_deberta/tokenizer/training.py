@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import random
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -32,7 +31,6 @@ def train_sentencepiece(
     vocab_size: int,
     model_type: ModelType = "unigram",
     character_coverage: float = 0.9995,
-    sample_bytes: int = 0,
     force: bool = False,
 ) -> Tokenizer:
     """Train a vocabulary and write the tokenizer directory.
@@ -48,7 +46,6 @@ def train_sentencepiece(
         model_type: ``unigram`` or ``bpe``.
         character_coverage: share of the text's characters that become pieces. Printable ASCII
             characters that occur in the text always do, from 1,000 pieces on.
-        sample_bytes: UTF-8 bytes of text to train on, sampled evenly; 0: all.
         force: replace an existing tokenizer directory.
 
     Returns:
@@ -60,9 +57,9 @@ def train_sentencepiece(
         DataError: there is no text, or training fails for another reason.
         OSError: the disk is full or ``output`` cannot be written.
     """
-    _check_settings(vocab_size, character_coverage, sample_bytes)
+    _check_settings(vocab_size, character_coverage)
     refuse_existing(output, force)
-    lines = sample_lines(texts, sample_bytes)
+    lines = [line for text in texts for line in split_lines(text)]
     if not lines:
         raise DataError("train-tokenizer: the input has no text; check --input and --input-key")
     content = _train(lines, vocab_size, model_type, character_coverage)
@@ -70,33 +67,6 @@ def train_sentencepiece(
     with published_folder(Path(output), replace=True) as folder:
         tokenizer.save(str(folder))
     return tokenizer
-
-
-def sample_lines(texts: Iterable[str], sample_bytes: int) -> list[str]:
-    """Split texts into lines and keep an even, reproducible sample of bounded size.
-
-    Args:
-        texts: documents.
-        sample_bytes: maximum UTF-8 bytes kept; 0: all.
-
-    Returns:
-        Lines in input order. Whenever they exceed the bound, each is dropped with p = 1/2 and the
-        sampling rate of later lines is halved.
-    """
-    generator = random.Random(0)
-    lines: list[str] = []
-    kept_bytes, rate = 0, 1.0
-    for text in texts:
-        for line in _lines(text):
-            if rate < 1.0 and generator.random() >= rate:
-                continue
-            lines.append(line)
-            kept_bytes += len(line.encode())
-            while sample_bytes and kept_bytes > sample_bytes:
-                lines = [line for line in lines if generator.random() < 0.5]
-                kept_bytes = sum(len(line.encode()) for line in lines)
-                rate /= 2
-    return lines
 
 
 def refuse_existing(output: str, force: bool) -> None:
@@ -122,18 +92,17 @@ def refuse_existing(output: str, force: bool) -> None:
         )
 
 
-def _check_settings(vocab_size: int, character_coverage: float, sample_bytes: int) -> None:
+def _check_settings(vocab_size: int, character_coverage: float) -> None:
     if vocab_size < 5:
         raise ConfigError(f"--vocab-size {vocab_size}: must exceed the 4 special pieces")
     if not 0.9 <= character_coverage <= 1.0:
         raise ConfigError(
             f"--character-coverage {character_coverage}: must be from 0.9 to 1; 0.9995 suits most"
         )
-    if sample_bytes < 0:
-        raise ConfigError(f"--sample-mb {sample_bytes / 1e6:g}: must be positive, or 0 for all")
 
 
-def _lines(text: str) -> Iterator[str]:
+def split_lines(text: str) -> Iterator[str]:
+    """Yield the lines that are not blank; SentencePiece would drop long ones, which are cut."""
     for line in text.split("\n"):
         if not line.strip():
             continue

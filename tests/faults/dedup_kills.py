@@ -23,7 +23,7 @@ from tests.support.jobs import ROOT
 
 STAGES = (
     "sign", "exact", "mark", "candidates", "estimate", "needed", "collect", "verify", "resolve",
-    "write",
+    "write", "check",
 )  # fmt: skip
 VICTIMS = ("first process", "worker", "all")
 CASES = [(stage, victim) for stage in STAGES for victim in VICTIMS]

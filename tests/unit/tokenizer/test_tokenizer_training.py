@@ -10,7 +10,7 @@ import pytest
 
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.tokenizer import Tokenizer, load_tokenizer
-from megatron_deberta.tokenizer.training import sample_lines, train_sentencepiece
+from megatron_deberta.tokenizer.training import split_lines, train_sentencepiece
 from tests.support.machine_text import documents
 
 TEXT = ["hello world, this is text", "more of the same text, the the"] * 20
@@ -57,8 +57,6 @@ def test_settings_out_of_range_are_refused(tmp_path: Path) -> None:
         train_sentencepiece(TEXT, output, vocab_size=4)
     with pytest.raises(ConfigError, match="--character-coverage 2"):
         train_sentencepiece(TEXT, output, vocab_size=40, character_coverage=2.0)
-    with pytest.raises(ConfigError, match="--sample-mb -1"):
-        train_sentencepiece(TEXT, output, vocab_size=40, sample_bytes=-1_000_000)
 
 
 def test_error_in_the_input_is_the_error_that_is_seen(tmp_path: Path) -> None:
@@ -128,20 +126,8 @@ def test_failed_replacement_brings_the_old_tokenizer_back(
     assert load_tokenizer(str(output)).fingerprint == first.fingerprint
 
 
-def test_sample_is_bounded_even_and_reproducible() -> None:
-    texts = [f"line {index:05d}" for index in range(10_000)]
-    sample = sample_lines(texts, 20_000)
-    assert sample == sample_lines(texts, 20_000)
-    assert 5_000 < sum(len(line) for line in sample) <= 20_000
-    positions = [int(line.split()[1]) for line in sample]
-    assert positions == sorted(positions)
-    quarters = [sum(q <= p * 4 // 10_000 < q + 1 for p in positions) for q in range(4)]
-    assert min(quarters) > 0.5 * max(quarters)
-    assert sample_lines(texts, 0) == texts
-
-
 def test_long_lines_are_cut_not_lost() -> None:
     text = "word " * 5000
-    lines = sample_lines([text, "x" * 9000], 0)
+    lines = [*split_lines(text), *split_lines("x" * 9000)]
     assert "".join(lines) == text + "x" * 9000
     assert max(map(len, lines)) <= 4096

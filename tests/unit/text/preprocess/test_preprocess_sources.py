@@ -23,7 +23,7 @@ import zstandard
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.text.preprocess.units import Piece, plan_segments
 from megatron_deberta.text.readers.checks import check_input
-from megatron_deberta.text.readers.reading import DocumentReader, read_documents, read_texts
+from megatron_deberta.text.readers.reading import DocumentReader, read_documents
 from megatron_deberta.text.readers.records import DAMAGED, Defect, Document, ReadOptions
 from megatron_deberta.text.readers.sources import find_sources
 
@@ -33,7 +33,12 @@ JSONL = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
 
 def read(path: Path, **options: str) -> list[str]:
     sources = find_sources([str(path)], **options)  # type: ignore[arg-type]
-    return [text for (text,) in read_texts(sources, ReadOptions())]
+    texts = []
+    for _, record in read_documents(sources, ReadOptions()):
+        if isinstance(record, Defect):
+            raise DataError(f"line {record.line}: {record.reason}: {record.detail}")
+        texts.append(record.texts[0])
+    return texts
 
 
 def records(path: Path) -> tuple[list[str], list[Defect]]:
@@ -415,22 +420,4 @@ def test_unusable_inputs_are_refused(tmp_path: Path) -> None:
     sources = find_sources([str(write(tmp_path, "a.jsonl", b"x"))])
     (tmp_path / "a.jsonl").unlink()
     with pytest.raises(DataError, match="No such file"):
-        list(read_texts(sources, ReadOptions()))
-
-
-def test_texts_do_without_a_few_bad_records(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    good = b'{"text": "fine"}\n'
-    few = write(tmp_path, "few.jsonl", good * 1500 + b'{"text": "a\\u0000b"}\n' + good * 10)
-    assert len(read(few)) == 1510
-    assert "line 1501: NUL character" in caplog.text
-    many = write(tmp_path, "many.jsonl", good * 500 + b"{\n")
-    with pytest.raises(DataError, match=r"1 of 501 records .* line 501: malformed JSON"):
-        read(many)
-    caplog.clear()
-    most = write(tmp_path, "most.jsonl", good + b"{\n" * 500)
-    with pytest.raises(DataError, match="500 of 501 records"):
-        read(most)
-    assert len(caplog.messages) == 6
-    assert caplog.messages[-1].startswith("495 more records")
+        list(read_documents(sources, ReadOptions()))

@@ -1,0 +1,133 @@
+"""Sample of lines for a vocabulary: bounded, even, the same on every executor, resumable."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_deberta.cli.main import main
+from megatron_deberta.errors import ConfigError, DataError
+from megatron_deberta.text.jobs.folder import JobFolder
+from megatron_deberta.text.readers.records import ReadOptions
+from megatron_deberta.text.readers.sources import find_sources
+from megatron_deberta.text.sample import sampled_lines
+from megatron_deberta.tokenizer import load_tokenizer
+from megatron_deberta.tokenizer.training import train_sentencepiece
+from tests.support.machine_text import documents
+
+LINES = [f"line {index:05d}" for index in range(10_000)]
+
+
+def write(folder: Path, texts: list[str], name: str = "a.jsonl") -> Path:
+    path = folder / name
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def sample(path: Path, output: Path, sample_bytes: int = 0, **options: Any) -> list[str]:
+    sources = find_sources([str(path)])
+    with sampled_lines(sources, output, ReadOptions(), sample_bytes, **options) as lines:
+        return lines
+
+
+def test_sample_is_bounded_and_even(tmp_path: Path) -> None:
+    path = write(tmp_path, LINES)
+    lines = sample(path, tmp_path / "out", 20_000, unit_bytes=30_000)
+    assert 5_000 < sum(map(len, lines)) <= 20_000
+    positions = [int(line.split()[1]) for line in lines]
+    assert positions == sorted(positions)
+    quarters = [sum(q <= p * 4 // 10_000 < q + 1 for p in positions) for q in range(4)]
+    assert min(quarters) > 0.5 * max(quarters)
+    assert list(tmp_path.iterdir()) == [path]
+    assert sample(path, tmp_path / "out") == LINES
+    assert sample(path, tmp_path / "out", 110_000) == LINES
+    with pytest.raises(ConfigError, match="--sample-mb -1"):
+        sample(path, tmp_path / "out", -1_000_000)
+
+
+def test_workers_drop_lines_of_a_large_input(tmp_path: Path) -> None:
+    """Of 290 kB, workers keep no more than 16 times the sample."""
+    path = write(tmp_path, LINES)
+    kept = 0
+
+    def look(stage: str, tasks: int, done: int) -> None:
+        nonlocal kept
+        if (stage, done) == ("check", 0):
+            found = JobFolder(tmp_path / "out").path.glob("*/sample/*/lines.txt")
+            kept = sum(path.stat().st_size for path in found)
+
+    lines = sample(path, tmp_path / "out", 2_000, unit_bytes=30_000, advance=look)
+    assert 500 < sum(map(len, lines)) <= 2_000
+    assert 2_000 < kept <= 32_000
+
+
+def test_an_interrupted_sample_continues_with_other_workers(tmp_path: Path) -> None:
+    path = write(tmp_path, LINES)
+    expected = sample(path, tmp_path / "whole", 20_000, unit_bytes=30_000)
+
+    def stop(stage: str, tasks: int, done: int) -> None:
+        assert tasks > 4
+        if done == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sample(path, tmp_path / "out", 20_000, unit_bytes=30_000, advance=stop)
+    counts: list[int] = []
+    lines = sample(
+        path, tmp_path / "out", 20_000, unit_bytes=30_000, workers=2,
+        advance=lambda stage, tasks, done: counts.append(done),
+    )  # fmt: skip
+    assert counts[0] == 3
+    assert lines == expected
+
+
+def test_a_few_bad_records_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    good = b'{"text": "fine"}\n'
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(good * 1500 + b'{"text": "a\\u0000b"}\n' + good * 10)
+    assert len(sample(path, tmp_path / "out")) == 1510
+    assert "line 1501: NUL character" in caplog.text
+    path.write_bytes(good * 500 + b"{\n")
+    with pytest.raises(DataError, match=r"1 of 501 records .* line 501: malformed JSON"):
+        sample(path, tmp_path / "many")
+    caplog.clear()
+    path.write_bytes(good + b"{\n" * 500)
+    with pytest.raises(DataError, match="500 of 501 records"):
+        sample(path, tmp_path / "most")
+    assert len(caplog.messages) == 6
+    assert caplog.messages[-1].startswith("495 more records")
+
+
+def test_the_vocabulary_is_that_of_the_whole_text_on_mpi(tmp_path: Path) -> None:
+    path = write(tmp_path, documents())
+    texts = [line for text in documents() for line in text.splitlines()]
+    expected = train_sentencepiece(texts, str(tmp_path / "whole"), vocab_size=500)
+    call = ["train-tokenizer", "--input", str(path), "--vocab-size", "500", "--output"]
+    mpirun = Path(sys.executable).with_name("mpirun")
+    done = subprocess.run(
+        [
+            str(mpirun), "-n", "3", "--allow-run-as-root", "--oversubscribe",
+            sys.executable, "-m", "megatron_deberta", *call, str(tmp_path / "mpi"),
+        ],
+        capture_output=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr.decode()
+    assert load_tokenizer(str(tmp_path / "mpi")).fingerprint == expected.fingerprint
+
+
+def test_a_smaller_vocabulary_reuses_the_sample(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path, ["hello world, this is text", "more of the same text, the the"] * 20)
+    call = ["train-tokenizer", "--input", str(path), "--output", str(tmp_path / "out")]
+    assert main([*call, "--vocab-size", "5000"]) != 0
+    assert "at most" in capsys.readouterr().err
+    assert JobFolder(tmp_path / "out").exists()
+    assert main([*call, "--vocab-size", "20"]) == 0
+    assert not JobFolder(tmp_path / "out").path.exists()
