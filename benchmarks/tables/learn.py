@@ -90,6 +90,29 @@ def forms(record: Result) -> str:
     )
 
 
+def replaced_tokens(record: Result, plain: Result | None = None) -> str:
+    """Replaced-token detection after the last step, with and without the convolution."""
+    header = ("model", "generator's loss", "below the unigram", "precision", "recall", "F1",
+              "F1 / F1 of all replaced", "replaced")  # fmt: skip
+    rows = []
+    for name, run in (("with convolution", record), ("without", plain)):
+        if run is None:
+            continue
+        last = run["validation"][-1]
+        shares = (last[f"discriminator_{score}"] for score in ("precision", "recall", "f1"))
+        ratio = last["discriminator_f1"] / last["f1_of_all_replaced"]
+        rows.append((
+            name, f"{last['loss']:.3f}", f"{run['unigram_loss'] - last['loss']:.2f}",
+            *(f"{share:.3f}" for share in shares), f"{ratio:.2f}",
+            f"{last['replaced_fraction']:.1%}",
+        ))  # fmt: skip
+    tokens = record["steps"] * record["tokens_per_step"]
+    return markdown(header, rows) + (
+        f"\n({record['steps']:,} steps, {tokens / 1e6:.1f} million tokens, one seed; "
+        f"{record['hardware']}, torch {record['torch']}, revision {record['revision']}.)\n"
+    )
+
+
 def learn(record: Result) -> str:
     """Final validation loss of the ablations beside the paper's fine-tuning results."""
     header = ("model", "seeds", "validation loss", "difference", "s per step",

@@ -19,6 +19,7 @@ TITLES = {
     "plain_attention": "ours with plain flash attention",
 }
 PARTS = ("attention", "ffn", "head", "optimizer")
+CLOCKS = ("seconds", "processor_seconds")
 
 
 def summary(record: Result) -> str:
@@ -251,6 +252,26 @@ def finetune(record: Result) -> str:
         for row in record["results"]
     }
     return markdown(header, cells) + f"\n({'; '.join(sorted(places))}.)\n"
+
+
+def replaced_tokens(record: Result) -> str:
+    """A step of replaced-token detection against transformers' pair and each model alone."""
+    titles = {
+        "transformers": "two `DebertaV2Model`s of transformers",
+        "both_alone": "generator alone + discriminator alone",
+    }
+    header = ("against", "speed / theirs", "by processor time", "required")
+    rows = [
+        (title, *(f"{record['ratios'][kind][name]:.2f}" for kind in CLOCKS),
+         f"{record['targets'][name]:.2f}")
+        for name, title in titles.items()
+    ]  # fmt: skip
+    return markdown(header, rows) + (
+        f"\n({record['generator_layers']} and {record['layers']} layers of {record['width']}, "
+        f"vocabulary {record['vocab']:,}, {record['tokens']:,} tokens in rows of "
+        f"{record['length']}; {record['hardware']}, {record['threads']} thread, "
+        f"load {record['load']}, torch {record['torch']}, transformers {record['transformers']}.)\n"
+    )
 
 
 ACCELERATE_TITLES = {
