@@ -166,9 +166,9 @@ MUTANTS = (
         f"{_STEP}::test_micro_batches_with_unequal_targets_change_nothing",
     ),
     Mutant(
-        "the lock of a job folder is ignored", "text/jobs/folder.py",
-        "        except BlockingIOError:\n            return False",
-        "        except BlockingIOError:\n            return True",
+        "the lock of a job folder is ignored", "files.py",
+        "        except BlockingIOError:\n            self.release()\n            return False",
+        "        except BlockingIOError:\n            pass",
         "unit/text/jobs/test_job_folder.py",
     ),
     Mutant(
