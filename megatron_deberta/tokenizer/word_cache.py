@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -98,7 +99,9 @@ class WordCache:
     ) -> None:
         """See the class."""
         self._encode = encode
-        self._words = _EncodedWords(_WordEncoder(spec, backend, encode))
+        self._encoder = _WordEncoder(spec, backend, encode)
+        # One cache per thread: the threads of a Dask worker share the tokenizer.
+        self._of_thread = threading.local()
         apart = encode("a b")
         self._characters = 0
         # An identity normalizer keeps newlines as characters.
@@ -145,10 +148,11 @@ class WordCache:
     def _encode_words(self, texts: Sequence[str]) -> tuple[Ids, Lengths, npt.NDArray[np.bool_]]:
         """Encode texts word by word; also return for which texts the ids are valid."""
         words, codes, offsets = _split(texts)
-        slots = self._words.find(words)
-        ids, ends = self._words.gather(slots[codes])
+        cache = self._encoded_words()
+        slots = cache.find(words)
+        ids, ends = cache.gather(slots[codes])
         is_safe = np.ones(len(texts), np.bool_)
-        interacts = self._words.interacts[slots]
+        interacts = cache.interacts[slots]
         if interacts.any():
             owners = np.searchsorted(offsets, np.flatnonzero(interacts[codes]), side="right") - 1
             is_safe[owners] = False
@@ -156,6 +160,13 @@ class WordCache:
             if any(space in text for space in _OTHER_SPACES):
                 is_safe[index] = False
         return ids, np.diff(ends[offsets]), is_safe
+
+    def _encoded_words(self) -> _EncodedWords:
+        """Return the cache of the calling thread."""
+        if not hasattr(self._of_thread, "words"):
+            self._of_thread.words = _EncodedWords(self._encoder)
+        words: _EncodedWords = self._of_thread.words
+        return words
 
 
 def _split(texts: Sequence[str]) -> tuple[list[str], npt.NDArray[np.int32], Lengths]:

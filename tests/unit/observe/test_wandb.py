@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -61,6 +62,10 @@ def test_offline_run_and_its_restart(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("WANDB_SILENT", "true")
     write(tmp_path, 1, 3)
     write(tmp_path, 2, 2)
+    deadline = time.monotonic() + 60
+    # W&B's service process may still be writing its file when finish() returns.
+    while len(stored(tmp_path)[0]) < 4 and time.monotonic() < deadline:
+        time.sleep(0.1)
     rows, identifiers = stored(tmp_path)
     values = [(int(row["step"]), float(row["train/loss"])) for row in rows]
     assert values == [(1, 10), (2, 5), (3, 10 / 3), (2, 5)]

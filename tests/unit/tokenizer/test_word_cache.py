@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -46,7 +49,7 @@ def test_small_cache_gives_the_same_ids(unigram_dir: str, monkeypatch: pytest.Mo
     long_words = [f"{number}{'x' * 300} and" for number in range(40)]
     texts = [*LINES[::2], *long_words, *LINES[:50]]
     assert [tokenizer.encode(text) for text in texts] == reference_ids(unigram_dir, texts)
-    words = tokenizer._words._words
+    words = tokenizer._words._encoded_words()
     assert len(words._slots) < 200
     assert sum(map(len, words._slots)) < 2000
     assert words._ids.size < 5000
@@ -105,3 +108,23 @@ def test_words_before_marks(unigram_dir: str) -> None:
     expected = reference_ids(unigram_dir, texts)
     assert encode_together(tokenizer, texts) == expected
     assert [tokenizer.encode(text) for text in texts[::37]] == expected[::37]
+
+
+def test_threads_share_a_tokenizer(unigram_dir: str) -> None:
+    """A cache that threads shared would lose words, or give one word's ids to another."""
+    tokenizer = load_tokenizer(unigram_dir)
+    expected = reference_ids(unigram_dir, LINES)
+    begin = threading.Barrier(4)
+
+    def encode(_: int) -> list[list[int]]:
+        begin.wait()
+        return [tokenizer.encode(line) for line in LINES]
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            for found in threads.map(encode, range(4)):
+                assert found == expected
+    finally:
+        sys.setswitchinterval(interval)
