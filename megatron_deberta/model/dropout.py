@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from megatron_deberta.model.fused import PendingResidual, compiled
 from megatron_deberta.model.weight_init import draw_seed, standard_normal
 from megatron_deberta.ops.dropout_bits import keep_mask, keep_scale, mix_seed
+from megatron_deberta.ops.native import dropout as native
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,8 @@ class DropoutExecution:
     """Options for computing dropout; they do not change which elements are dropped.
 
     Attributes:
-        keep_masks: save each mask for backward (one byte per element) instead of recomputing it.
+        keep_masks: save each mask for backward (one byte per element) instead of recomputing it;
+            the compiled CPU kernel always recomputes it.
         fuse: compile element-wise operations with torch.compile; masks are recomputed in backward.
     """
 
@@ -191,8 +193,12 @@ class _Drop(torch.autograd.Function):
             ctx.save_for_backward(seed, positions)
             dropped = compiled(_hash_and_apply)
             return cast(Tensor, dropped(x, residual, seed, positions, probability))
+        ctx.keeps_mask = execution.keep_masks and not native.can_drop(x)
+        if not ctx.keeps_mask:
+            ctx.save_for_backward(seed, positions)
+            return _drop(x, residual, seed, positions, probability)
         keep = keep_mask(seed, positions, x.size(-1), probability).view(x.shape)
-        ctx.save_for_backward(*((keep,) if execution.keep_masks else (seed, positions)))
+        ctx.save_for_backward(keep)
         return _apply(x, residual, keep, probability)
 
     @staticmethod
@@ -200,19 +206,27 @@ class _Drop(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.execution.fuse:
             d_x = compiled(_hash_and_apply)(grad, None, *ctx.saved_tensors, ctx.probability)
-        else:
-            if ctx.execution.keep_masks:
-                (keep,) = ctx.saved_tensors
-            else:
-                seed, positions = ctx.saved_tensors
-                keep = keep_mask(seed, positions, grad.size(-1), ctx.probability)
+        elif ctx.keeps_mask:
+            (keep,) = ctx.saved_tensors
             d_x = _apply(grad, None, keep.view(grad.shape), ctx.probability)
+        else:
+            seed, positions = ctx.saved_tensors
+            d_x = _drop(grad, None, seed, positions, ctx.probability)
         return d_x, grad if ctx.has_residual else None, None, None, None, None
 
 
 def _apply(x: Tensor, residual: Tensor | None, keep: Tensor, probability: float) -> Tensor:
     dropped = x.masked_fill(~keep, 0.0) * keep_scale(probability)
     return dropped if residual is None else residual + dropped
+
+
+def _drop(
+    x: Tensor, residual: Tensor | None, seed: Tensor, positions: Tensor, probability: float
+) -> Tensor:
+    """Apply dropout without keeping its mask."""
+    if native.can_drop(x) and (residual is None or residual.dtype == x.dtype):
+        return native.drop(x, residual, seed, positions, probability)
+    return _hash_and_apply(x, residual, seed, positions, probability)
 
 
 def _hash_and_apply(

@@ -22,9 +22,11 @@ from megatron_deberta.ops.arguments import (
     row_seeds,
     without_idle_masks,
 )
+from megatron_deberta.ops.native import backend as native_backend
+from megatron_deberta.ops.native.backend import why_not_native
 from megatron_deberta.ops.relative_positions import RelativePositions
 
-_BACKENDS = ("reference", "chunked", "triton")
+_BACKENDS = ("reference", "chunked", "native", "triton")
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _KERNEL_HEAD_SIZES = (32, 64, 128)
 _log = logging.getLogger(__name__)
@@ -128,8 +130,9 @@ def disentangled_attention(
         scale: factor on scores; None: 1 / sqrt(terms * head_dim), terms = 1 + position terms.
         p2c_index: which distance the position-to-content term takes.
         return_lse: also return the log-sum-exp of the scores, which is not differentiable.
-        backend: ``"reference"``, ``"chunked"``, ``"triton"`` or ``"auto"`` (None), which takes the
-            value of the environment variable ``MEGATRON_DEBERTA_ATTENTION`` if that is set.
+        backend: ``"reference"``, ``"chunked"``, ``"native"`` (compiled for this CPU), ``"triton"``
+            or ``"auto"`` (None), which takes the value of the environment variable
+            ``MEGATRON_DEBERTA_ATTENTION`` if that is set.
         masks: the same dictionary, empty at first, in all calls with the same ``key_padding``,
             ``document_ids`` and ``causal``, so that only the first one converts them.
 
@@ -172,14 +175,15 @@ def choose_backend(requested: str | None, q: Tensor) -> str:
         source = "MEGATRON_DEBERTA_ATTENTION"
         name = os.environ.get(source, "auto")
     if name == "auto":
-        fused = q.device.type == "cuda" and why_not_fused(q) is None
-        return "triton" if fused else "chunked"
+        if q.device.type == "cuda":
+            return "chunked" if why_not_fused(q) else "triton"
+        return "chunked" if why_not_native(q) else "native"
     if name not in _BACKENDS:
         expected = ", ".join(["auto", *_BACKENDS])
         raise ValueError(f"{source}: got {name!r}, expected one of {expected}")
-    reason = why_not_fused(q) if name == "triton" else None
+    reason = _LIMITS[name](q) if name in _LIMITS else None
     if reason is not None:
-        raise ValueError(f"{source}: got 'triton', but {reason}; expected 'chunked' or 'auto'")
+        raise ValueError(f"{source}: got {name!r}, but {reason}; expected 'chunked' or 'auto'")
     return name
 
 
@@ -203,6 +207,10 @@ def why_not_fused(q: Tensor) -> str | None:
     return f"the kernels run on CUDA devices (sm_80 or newer), not on {q.device.type}"
 
 
+_LIMITS = {"triton": why_not_fused, "native": why_not_native}
+"""Why a backend cannot run on some queries."""
+
+
 @cache
 def _has_triton() -> bool:
     return find_spec("triton") is not None
@@ -214,6 +222,8 @@ def _backend(name: str) -> Callable[[AttentionArguments], tuple[Tensor, Tensor |
         from megatron_deberta.ops.triton import backend as triton_backend
 
         return triton_backend.attend
+    if name == "native":
+        return native_backend.attend
     return reference.attend if name == "reference" else chunked.attend
 
 

@@ -1,7 +1,7 @@
 """Attention of packed rows: the tokens of all rows stand one after another, without padding.
 
-The chunked backend computes groups of rows of similar length. The fused kernels and the reference
-take the packed tokens as the documents of one row.
+The native backend computes every row by its length, the chunked one groups of rows of similar
+length. The fused kernels and the reference take the packed tokens as the documents of one row.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from megatron_deberta.ops.chunked import (
     select_heads,
 )
 from megatron_deberta.ops.dispatch import choose_backend, disentangled_attention
-from megatron_deberta.ops.dropout_bits import drop_threshold
+from megatron_deberta.ops.dropout_bits import drop_threshold, row_keys
 from megatron_deberta.ops.head_threads import for_heads
+from megatron_deberta.ops.native import backend as native
 from megatron_deberta.ops.position_terms import ConsecutiveTerms, Scratch
 from megatron_deberta.ops.relative_positions import RelativePositions
 
@@ -158,7 +159,12 @@ def packed_attention(
     """
     if seed is None or drop_threshold(dropout_p) == 0:
         dropout_p, seed = 0.0, None
-    if rows.num_tokens and choose_backend(backend, q) == "chunked":
+    chosen = choose_backend(backend, q)
+    if rows.num_tokens and chosen == "native":
+        return _native_attention(
+            q, k, v, (pos_key, pos_query), rows, positions, dropout_p, seed, scale
+        )
+    if rows.num_tokens and chosen == "chunked":
         out = _PackedAttention.apply(
             q, k, v, pos_key, pos_query, positions, rows, dropout_p, seed, scale
         )
@@ -179,6 +185,26 @@ def packed_attention(
     )
     packed = out[0].transpose(0, 1)
     return torch.nn.functional.pad(packed, (0, 0, 0, 0, 0, len(q) - rows.num_tokens))
+
+
+def _native_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tables: tuple[Tensor | None, Tensor | None],
+    rows: PackedRows,
+    positions: RelativePositions,
+    dropout_p: float,
+    seed: Tensor | None,
+    scale: float,
+) -> Tensor:
+    longest = max(rows.lengths)
+    keys = None
+    if seed is not None:
+        keys = row_keys(seed, torch.arange(longest)[None], q.shape[1], 0)
+    native_rows = native.Rows(torch.tensor(rows.starts[:-1]), torch.tensor(rows.lengths), longest)
+    options = native.Options(positions, "released", scale, dropout_p, keys)
+    return native.attend_rows(q, k, v, *tables, native_rows, options)[0]
 
 
 class _PackedAttention(torch.autograd.Function):

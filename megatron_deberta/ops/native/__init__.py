@@ -1,0 +1,1 @@
+"""Disentangled attention compiled for the CPU of this machine."""

@@ -1,0 +1,333 @@
+"""Disentangled attention by compiled CPU kernels, in float32.
+
+The slow twin is `megatron_deberta.ops.chunked`, which also computes gathered queries. Formulas and
+layout are in ``kernels.cpp``. Each thread computes its own heads, so results do not depend on the
+number of threads. No scores are kept: backward computes them again from the log-sum-exp.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from megatron_deberta.ops import chunked
+from megatron_deberta.ops.arguments import AttentionArguments
+from megatron_deberta.ops.dropout_bits import drop_threshold, keep_scale, row_keys
+from megatron_deberta.ops.head_threads import for_heads
+from megatron_deberta.ops.native.build import library
+from megatron_deberta.ops.position_terms import Table
+from megatron_deberta.ops.relative_positions import RelativePositions
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_LANES = 16
+"""Head sizes are multiples of the floats in a vector register."""
+
+
+def why_not_native(q: Tensor) -> str | None:
+    """Return why the kernels cannot run on these queries, or None if they can."""
+    if q.device.type != "cpu":
+        return f"the kernels run on CPUs, not on {q.device.type}"
+    if q.dtype not in _DTYPES:
+        return f"the kernels do not support {q.dtype}"
+    if q.shape[-1] % _LANES:
+        return f"heads have {q.shape[-1]} features and the kernels need a multiple of {_LANES}"
+    if torch.compiler.is_compiling() or type(q) not in (Tensor, nn.Parameter):
+        return "a tensor without values cannot be given to them"
+    if library() is None:
+        return "they cannot be compiled: there is no C++ compiler, or it failed"
+    return None
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where the rows of a call are among its tokens, and what their queries see.
+
+    Attributes:
+        starts: int64 ``[rows]``, first token.
+        lengths: int64 ``[rows]``.
+        longest: tokens of the longest row.
+        first_key: int32 ``[tokens]``, first key that a query sees, counted in its row; None: all.
+        last_key: int32 ``[tokens]``, end of the keys that it sees.
+    """
+
+    starts: Tensor
+    lengths: Tensor
+    longest: int
+    first_key: Tensor | None = None
+    last_key: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is not differentiable.
+
+    Attributes:
+        positions: map from distances to slots.
+        p2c_index: see ``disentangled_attention``.
+        scale: factor on scores.
+        dropout_p: dropout probability.
+        row_keys: int32 ``[rows, heads, longest]``; None: no dropout.
+    """
+
+    positions: RelativePositions
+    p2c_index: str
+    scale: float
+    dropout_p: float
+    row_keys: Tensor | None
+
+
+def attend(a: AttentionArguments) -> tuple[Tensor, Tensor | None]:
+    """Compute attention; gathered queries as `megatron_deberta.ops.chunked` does.
+
+    Args:
+        a: checked arguments.
+
+    Returns:
+        Output like ``q``, and if requested the log-sum-exp of the scores, float32
+        ``[batch, heads, q_len]``.
+    """
+    if a.q_positions is not None:
+        return chunked.attend(a)
+    batch, heads, length, _ = a.q.shape
+    keys = None
+    if a.seed is not None:
+        at = torch.arange(length)[None]
+        keys = row_keys(a.seed, at, heads, a.head_offset)
+    options = Options(a.positions, a.p2c_index, a.scale, a.dropout_p, keys)
+    q, k, v = (x.transpose(1, 2).reshape(batch * length, heads, -1) for x in (a.q, a.k, a.v))
+    output, lse = attend_rows(q, k, v, a.pos_key, a.pos_query, _rows(a), options)
+    by_head = output.unflatten(0, (batch, length)).transpose(1, 2)
+    return by_head, lse if a.return_lse else None
+
+
+def attend_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pos_key: Tensor | None,
+    pos_query: Tensor | None,
+    rows: Rows,
+    options: Options,
+) -> tuple[Tensor, Tensor]:
+    """Compute attention inside rows of tokens.
+
+    Args:
+        q: ``[tokens, heads, head_dim]``, any strides.
+        k: like ``q``.
+        v: like ``q``.
+        pos_key: ``[heads, 2 * span, head_dim]`` or None.
+        pos_query: likewise.
+        rows: the rows.
+        options: the rest.
+
+    Returns:
+        Output like ``q``, zero for tokens of no row, and the log-sum-exp of the scores, float32
+        ``[rows, heads, longest]``, not differentiable.
+    """
+    output, lse = _NativeAttention.apply(q, k, v, pos_key, pos_query, rows, options)
+    return output, lse
+
+
+class _NativeAttention(torch.autograd.Function):
+    """Autograd function of the kernels."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        tensors, (rows, options) = args[:5], args[5:]
+        call = _Call(tensors, rows, options)
+        q = call.tokens[0]
+        output = torch.zeros(q.shape) if call.has_gaps else torch.empty(q.shape)
+        lse = torch.empty(len(rows.starts), q.shape[1], rows.longest)
+        call.run("attention_forward", lse, out=output)
+        ctx.save_for_backward(*tensors, lse)
+        ctx.options = (rows, options)
+        ctx.mark_non_differentiable(lse)
+        return output.to(args[0].dtype), lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_output: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        *tensors, lse = ctx.saved_tensors
+        call = _Call(tensors, *ctx.options)
+        tokens, heads, size = call.tokens[0].shape
+        # One buffer, so that a projection of all three has one gradient without a copy.
+        new = torch.zeros if call.has_gaps else torch.empty
+        d_qkv = new(tokens, 3, heads, size)
+        d_q, d_k, d_v = d_qkv.unbind(1)
+        grads = {f"d_{name}": torch.zeros_like(x) for name, x in call.linear_tables().items()}
+        call.run(
+            "attention_backward", lse, d_out=_dense(d_output), d_q=d_q, d_k=d_k, d_v=d_v, **grads
+        )
+        d_tables = call.fold(grads)
+        return (*(x.to(tensors[0].dtype) for x in (d_q, d_k, d_v)), *d_tables, None, None)
+
+
+class _Tokens(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("token", ctypes.c_int64),
+        ("head", ctypes.c_int64),
+    )
+
+
+_INTEGERS = ("rows", "heads", "head_dim", "length", "all_heads")
+_POINTERS = ("starts", "lengths", "first_key", "last_key", "row_keys")
+_TOKENS = ("d_out", "d_q", "d_k", "d_v")
+
+
+class _Arguments(ctypes.Structure):
+    """``Call`` of ``kernels.cpp``."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in _INTEGERS),
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        ("threshold", ctypes.c_int32),
+        ("scale", ctypes.c_float),
+        ("keep_scale", ctypes.c_float),
+        *((name, _Tokens) for name in ("q", "k", "v", "out")),
+        *((name, ctypes.c_void_p) for name in ("c2p", "p2c", "lse")),
+        *((name, _Tokens) for name in _TOKENS),
+        *((name, ctypes.c_void_p) for name in ("d_c2p", "d_p2c")),
+    )
+
+
+class _Call:
+    """Arguments of a call in float32, with the position tables in linear form.
+
+    Args:
+        tensors: the differentiable arguments of ``attend_rows``.
+        rows: the rows.
+        options: the rest.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor | None], rows: Rows, options: Options) -> None:
+        self.rows, self.options = rows, options
+        self.tokens = [_dense(x) for x in tensors[:3] if x is not None]
+        self.has_gaps = int(rows.lengths.sum()) < len(self.tokens[0])
+        rising = torch.arange(1 - rows.longest, rows.longest)
+        sign = 1 if options.p2c_index == "released" else -1
+        slots = options.positions.slots
+        self._given = dict(zip(("c2p", "p2c"), tensors[3:5], strict=True))
+        self._tables: dict[str, Table] = {}
+        for name, index, falling, factor in (
+            ("c2p", slots(-rising), True, 1.0),
+            ("p2c", slots(sign * rising), sign < 0, options.scale),
+        ):
+            table = self._given[name]
+            if table is not None:
+                self._tables[name] = Table.lay_out(
+                    table, index, torch.float32, factor=factor, falling=falling
+                )
+
+    def linear_tables(self) -> dict[str, Tensor]:
+        """Return ``[heads, 2 * longest - 1, head_dim]`` of each position term."""
+        return {name: table.rows for name, table in self._tables.items()}
+
+    def fold(self, grads: dict[str, Tensor]) -> list[Tensor | None]:
+        """Return the gradients of the two position tables."""
+        folded: list[Tensor | None] = []
+        for name, factor in (("c2p", 1.0), ("p2c", self.options.scale)):
+            given, table = self._given[name], self._tables.get(name)
+            if given is None or table is None:
+                folded.append(None)
+                continue
+            table.grad = grads[f"d_{name}"]
+            folded.append(table.folded_gradient(given.shape[1], factor).to(given.dtype))
+        return folded
+
+    def run(self, function: str, lse: Tensor, **more: Tensor) -> None:
+        """Call a function of the kernels for all heads.
+
+        Args:
+            function: its name.
+            lse: log-sum-exp, float32 ``[rows, heads, longest]``.
+            **more: other tensors by the names of ``Call``.
+        """
+        loaded = library()
+        assert loaded is not None
+        kernel = getattr(loaded, function)
+        q, k, v = self.tokens
+        tensors = {"q": q, "k": k, "v": v, **self.linear_tables(), **more}
+
+        def work(heads: slice) -> None:
+            kernel(ctypes.byref(self._arguments(heads, lse, tensors)))
+
+        scores = int((self.rows.lengths**2).sum()) * q.shape[1]
+        for_heads(work, q.shape[1], scores, "cpu")
+
+    def _arguments(self, heads: slice, lse: Tensor, tensors: dict[str, Tensor]) -> _Arguments:
+        rows, options = self.rows, self.options
+        arguments = _Arguments(
+            rows=len(rows.starts),
+            heads=heads.stop - heads.start,
+            head_dim=self.tokens[0].shape[2],
+            length=rows.longest,
+            all_heads=self.tokens[0].shape[1],
+            starts=rows.starts.data_ptr(),
+            lengths=rows.lengths.data_ptr(),
+            first_key=_pointer(rows.first_key),
+            last_key=_pointer(rows.last_key),
+            row_keys=_pointer(options.row_keys, heads.start),
+            threshold=drop_threshold(options.dropout_p),
+            scale=options.scale,
+            keep_scale=keep_scale(options.dropout_p),
+            lse=_pointer(lse, heads.start),
+        )
+        for name, x in tensors.items():
+            if name in ("c2p", "p2c", "d_c2p", "d_p2c"):
+                setattr(arguments, name, x[heads].data_ptr())
+            else:
+                at = x[:, heads]
+                setattr(arguments, name, _Tokens(at.data_ptr(), at.stride(0), at.stride(1)))
+        return arguments
+
+
+def _pointer(x: Tensor | None, head: int = 0) -> int | None:
+    """Return the address of a tensor, or of a head in ``[rows, heads, longest]``."""
+    if x is None:
+        return None
+    return x.data_ptr() if head == 0 else x[:, head:].data_ptr()
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Return float32 values with adjacent features."""
+    wide = x.float()
+    return wide if wide.stride(-1) == 1 else wide.contiguous()
+
+
+def _rows(a: AttentionArguments) -> Rows:
+    """Return the rows of a batch, kept in ``a.masks``."""
+    batch, _, length, _ = a.q.shape
+    names = ("native first key", "native last key")
+    cache = {} if a.masks is None else a.masks
+    if not set(names) <= set(cache):
+        cache.update(zip(names, _visible_ranges(a), strict=True))
+    starts = torch.arange(0, batch * length, length) if length else torch.zeros(batch).long()
+    return Rows(starts, torch.full((batch,), length), length, *(cache[name] for name in names))
+
+
+def _visible_ranges(a: AttentionArguments) -> tuple[Tensor | None, Tensor | None]:
+    """Return the first visible key of each query and the end of its visible keys, or None."""
+    padding, documents = a.key_padding, a.document_ids
+    if padding is None and documents is None and not a.causal:
+        return None, None
+    batch, _, length, _ = a.q.shape
+    first, last = torch.zeros(batch, length), torch.full((batch, length), length)
+    first = first.long()
+    if documents is not None:
+        documents = documents.long().contiguous()
+        first = torch.searchsorted(documents, documents)
+        last = torch.searchsorted(documents, documents, right=True)
+    if padding is not None:
+        begin = padding.int().argmax(1, keepdim=True)
+        first = torch.maximum(first, begin)
+        last = torch.minimum(last, begin + padding.sum(1, keepdim=True))
+    if a.causal:
+        last = torch.minimum(last, torch.arange(1, length + 1))
+    return first.int().flatten(), last.int().flatten()

@@ -1,0 +1,157 @@
+"""The compiled CPU kernels against the float64 reference: outputs, log-sum-exp and gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_deberta.ops import RelativePositions, disentangled_attention
+from megatron_deberta.ops.dispatch import choose_backend
+from megatron_deberta.ops.dropout_bits import keep_mask, keep_scale
+from megatron_deberta.ops.native import dropout
+from megatron_deberta.ops.packed_rows import PackedRows, packed_attention
+from tests.support.attention import (
+    assert_later_tokens_do_not_matter,
+    random_inputs,
+    relative_error,
+    run_attention,
+)
+from tests.support.compiler import needs_compiler
+from tests.support.tolerances import OPERATOR
+
+pytestmark = needs_compiler
+LINEAR, BUCKETS = RelativePositions(16, 0), RelativePositions(16, 8)
+LENGTH = 37
+MASKS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "padding": {"key_padding": torch.arange(LENGTH) < torch.tensor([[LENGTH], [20]])},
+    "padding before": {"key_padding": torch.arange(LENGTH) >= torch.tensor([[3], [0]])},
+    "nothing real": {"key_padding": torch.arange(LENGTH) < torch.tensor([[LENGTH], [0]])},
+    "documents": {"document_ids": torch.stack([torch.arange(LENGTH) // x for x in (13, 5)])},
+    "causal": {"causal": True},
+    "everything": {
+        "causal": True,
+        "document_ids": (torch.arange(LENGTH) // 9).expand(2, -1),
+        "key_padding": torch.arange(LENGTH) < torch.tensor([[30], [1]]),
+    },
+}
+
+
+def assert_matches(
+    shape: tuple[int, int, int, int],
+    positions: RelativePositions = BUCKETS,
+    *,
+    dtype: torch.dtype = torch.float32,
+    tables: str = "both",
+    **options: Any,
+) -> None:
+    inputs = random_inputs(shape, positions, tables=tables)
+    expected = run_attention(inputs, torch.float64, positions, backend="reference", **options)
+    actual = run_attention(inputs, dtype, positions, backend="native", **options)
+    errors = [relative_error(a, e) for a, e in zip(actual, expected, strict=True)]
+    assert max(errors) < OPERATOR[dtype], errors
+
+
+@pytest.mark.parametrize("positions", [LINEAR, BUCKETS], ids=["linear", "buckets"])
+@pytest.mark.parametrize("p2c_index", ["released", "paper"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_every_mask(positions: RelativePositions, p2c_index: str, mask: str) -> None:
+    assert_matches(
+        (2, 3, LENGTH, 32), positions, dropout_p=0.2, seed=3, head_offset=4, p2c_index=p2c_index,
+        **MASKS[mask],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("tables", ["both", "c2p", "p2c", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_every_ablation_and_dtype(tables: str, dtype: torch.dtype) -> None:
+    assert_matches((2, 2, LENGTH, 16), tables=tables, dtype=dtype, dropout_p=0.1, seed=1)
+
+
+# Blocks have 6 rows or a multiple; rows of more than 256 tokens have several.
+@pytest.mark.parametrize("length", [1, 2, 5, 6, 7, 16, 17, 64, 129, 300, 611])
+@pytest.mark.parametrize("size", [16, 48, 64, 128])
+def test_odd_lengths_and_heads(length: int, size: int) -> None:
+    seed = torch.tensor([-5, 1 << 50])
+    assert_matches((2, 1, length, size), RelativePositions(), dropout_p=0.1, seed=seed)
+
+
+def test_long_rows_of_documents() -> None:
+    lengths = [700, 1, 330, 250]
+    documents = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))[None]
+    assert_matches((1, 1, 1281, 32), RelativePositions(), document_ids=documents)
+
+
+def test_later_tokens_do_not_matter() -> None:
+    inputs = random_inputs((2, 3, LENGTH, 16), BUCKETS)
+    assert_later_tokens_do_not_matter(inputs, BUCKETS, None, torch.float32, backend="native")
+
+
+def test_threads_do_not_change_a_bit() -> None:
+    inputs = random_inputs((2, 6, 129, 32), BUCKETS)
+    options: dict[str, Any] = {"backend": "native", "dropout_p": 0.1, "seed": 2}
+    results = []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            results.append(run_attention(inputs, torch.float32, BUCKETS, **options))
+    finally:
+        torch.set_num_threads(1)
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("broken", ["q", "k", "v"])
+def test_numbers_that_are_not_finite_reach_the_output(broken: str) -> None:
+    q, k, v = (torch.randn(1, 1, 20, 16) for _ in range(3))
+    {"q": q, "k": k, "v": v}[broken][0, 0, 3] = float("nan")
+    out = disentangled_attention(q, k, v, None, None, BUCKETS, backend="native")
+    assert torch.isnan(out[0, 0, 3 if broken == "q" else 0]).any()
+
+
+LENGTHS = [(5,), (4, 4, 4), (1, 9, 0, 9, 3), (150, 2, 140), (0, 7)]
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("dropout_p", [0.0, 0.25])
+def test_packed_rows(lengths: tuple[int, ...], dropout_p: float) -> None:
+    rows, tokens = PackedRows(lengths, torch.device("cpu")), sum(lengths) + 2
+    seed = torch.arange(len(lengths)) + 11
+    made = [torch.randn(tokens, 3, 16) for _ in range(3)]
+    made += [torch.randn(3, 2 * BUCKETS.span, 16) for _ in range(2)]
+    d_out = torch.randn(tokens, 3, 16)
+    results = []
+    for backend in ("native", "chunked"):
+        x = [one.clone().requires_grad_() for one in made]
+        out = packed_attention(
+            *x, BUCKETS, rows, dropout_p=dropout_p, seed=seed, scale=0.2, backend=backend
+        )
+        results.append([out, *torch.autograd.grad(out, x, d_out)])
+    assert not results[0][0][sum(lengths) :].any()
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-5)
+
+
+def test_what_the_kernels_do_not_support_takes_the_slower_ones() -> None:
+    for q in (torch.zeros(1, 1, 1, 24), torch.zeros(1, 1, 1, 32, dtype=torch.float64)):
+        assert choose_backend(None, q) == "chunked"
+        with pytest.raises(ValueError, match="backend: got 'native', but .*expected 'chunked'"):
+            choose_backend("native", q)
+    assert choose_backend(None, torch.zeros(1, 1, 1, 32, device="meta")) == "chunked"
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 19), (8, 12)], ids=["rows", "table"])
+def test_dropout_equals_the_definition(shape: tuple[int, ...]) -> None:
+    x, residual = torch.randn(shape), torch.randn(shape)
+    seed = torch.tensor([7, 2**40])[: 1 if len(shape) == 2 else 2]
+    positions = torch.arange(shape[-2]).expand(shape[:-1])
+    keep = keep_mask(seed, positions, shape[-1], 0.1).view(shape)
+    expected: Tensor = x * keep * keep_scale(0.1)
+    assert dropout.can_drop(x)
+    assert torch.equal(dropout.drop(x, None, seed, positions, 0.1), expected)
+    actual = dropout.drop(x, residual, seed, positions, 0.1)
+    torch.testing.assert_close(actual, residual + expected, rtol=1e-6, atol=1e-6)
+    assert not dropout.can_drop(x.bfloat16())
