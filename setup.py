@@ -76,7 +76,7 @@ setup(
         "megatron_deberta.attention_maps": ["page.html"],
         "megatron_deberta.cluster": ["profiles/*.yaml"],
         "megatron_deberta.cluster.slurm": ["job.sbatch"],
-        "megatron_deberta.ops.native": ["kernels.cpp"],
+        "megatron_deberta.ops.native": ["kernels.cpp", "vectors.h"],
         "megatron_deberta.report": ["page.*"],
     },
     cmdclass={"build_py": BuildWithConfigs},

@@ -1,8 +1,8 @@
 """Disentangled attention by compiled CPU kernels, in float32.
 
-The slow twin is `megatron_deberta.ops.chunked`, which also computes gathered queries. Formulas and
-layout are in ``kernels.cpp``. Each thread computes its own heads, so results do not depend on the
-number of threads. No scores are kept: backward computes them again from the log-sum-exp.
+The slow twin is `megatron_deberta.ops.chunked`. Formulas and layout are in ``kernels.cpp``. Each
+thread computes its own heads, so results do not depend on the number of threads. No scores are
+kept: backward computes them again from the log-sum-exp.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megatron_deberta.ops import chunked
 from megatron_deberta.ops.arguments import AttentionArguments
 from megatron_deberta.ops.dropout_bits import drop_threshold, keep_scale, row_keys
 from megatron_deberta.ops.head_threads import for_heads
 from megatron_deberta.ops.native.build import library
 from megatron_deberta.ops.position_terms import Table
 from megatron_deberta.ops.relative_positions import RelativePositions
+from megatron_deberta.ops.visibility import query_positions
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _LANES = 16
@@ -52,8 +52,11 @@ class Rows:
         starts: int64 ``[rows]``, first token.
         lengths: int64 ``[rows]``.
         longest: tokens of the longest row.
-        first_key: int32 ``[tokens]``, first key that a query sees, counted in its row; None: all.
-        last_key: int32 ``[tokens]``, end of the keys that it sees.
+        first_key: int32 ``[queries of all rows]``, first key that a query sees, counted in its row;
+            None: all.
+        last_key: likewise, end of the keys that it sees.
+        positions: int32 ``[rows, queries]``, positions of gathered queries; None: every token is a
+            query.
     """
 
     starts: Tensor
@@ -61,6 +64,12 @@ class Rows:
     longest: int
     first_key: Tensor | None = None
     last_key: Tensor | None = None
+    positions: Tensor | None = None
+
+    @property
+    def num_queries(self) -> int:
+        """Queries of a row, the most of any."""
+        return self.longest if self.positions is None else self.positions.shape[1]
 
 
 @dataclass(frozen=True)
@@ -72,7 +81,7 @@ class Options:
         p2c_index: see ``disentangled_attention``.
         scale: factor on scores.
         dropout_p: dropout probability.
-        row_keys: int32 ``[rows, heads, longest]``; None: no dropout.
+        row_keys: int32 ``[rows, heads, queries]``; None: no dropout.
     """
 
     positions: RelativePositions
@@ -83,7 +92,7 @@ class Options:
 
 
 def attend(a: AttentionArguments) -> tuple[Tensor, Tensor | None]:
-    """Compute attention; gathered queries as `megatron_deberta.ops.chunked` does.
+    """Compute attention.
 
     Args:
         a: checked arguments.
@@ -92,17 +101,14 @@ def attend(a: AttentionArguments) -> tuple[Tensor, Tensor | None]:
         Output like ``q``, and if requested the log-sum-exp of the scores, float32
         ``[batch, heads, q_len]``.
     """
-    if a.q_positions is not None:
-        return chunked.attend(a)
-    batch, heads, length, _ = a.q.shape
+    batch, heads, queries, _ = a.q.shape
     keys = None
     if a.seed is not None:
-        at = torch.arange(length)[None]
-        keys = row_keys(a.seed, at, heads, a.head_offset)
+        keys = row_keys(a.seed, query_positions(a), heads, a.head_offset)
     options = Options(a.positions, a.p2c_index, a.scale, a.dropout_p, keys)
-    q, k, v = (x.transpose(1, 2).reshape(batch * length, heads, -1) for x in (a.q, a.k, a.v))
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (a.q, a.k, a.v))
     output, lse = attend_rows(q, k, v, a.pos_key, a.pos_query, _rows(a), options)
-    by_head = output.unflatten(0, (batch, length)).transpose(1, 2)
+    by_head = output.unflatten(0, (batch, queries)).transpose(1, 2)
     return by_head, lse if a.return_lse else None
 
 
@@ -118,9 +124,9 @@ def attend_rows(
     """Compute attention inside rows of tokens.
 
     Args:
-        q: ``[tokens, heads, head_dim]``, any strides.
-        k: like ``q``.
-        v: like ``q``.
+        q: ``[tokens, heads, head_dim]``, any strides; gathered queries ``[rows * queries, ...]``.
+        k: ``[tokens, heads, head_dim]``.
+        v: like ``k``.
         pos_key: ``[heads, 2 * span, head_dim]`` or None.
         pos_query: likewise.
         rows: the rows.
@@ -128,7 +134,7 @@ def attend_rows(
 
     Returns:
         Output like ``q``, zero for tokens of no row, and the log-sum-exp of the scores, float32
-        ``[rows, heads, longest]``, not differentiable.
+        ``[rows, heads, queries]``, not differentiable.
     """
     output, lse = _NativeAttention.apply(q, k, v, pos_key, pos_query, rows, options)
     return output, lse
@@ -142,8 +148,8 @@ class _NativeAttention(torch.autograd.Function):
         tensors, (rows, options) = args[:5], args[5:]
         call = _Call(tensors, rows, options)
         q = call.tokens[0]
-        output = torch.zeros(q.shape) if call.has_gaps else torch.empty(q.shape)
-        lse = torch.empty(len(rows.starts), q.shape[1], rows.longest)
+        output = torch.zeros(q.shape) if call.skips_queries else torch.empty(q.shape)
+        lse = torch.empty(len(rows.starts), q.shape[1], rows.num_queries)
         call.run("attention_forward", lse, out=output)
         ctx.save_for_backward(*tensors, lse)
         ctx.options = (rows, options)
@@ -155,11 +161,9 @@ class _NativeAttention(torch.autograd.Function):
     def backward(ctx: Any, d_output: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
         *tensors, lse = ctx.saved_tensors
         call = _Call(tensors, *ctx.options)
-        tokens, heads, size = call.tokens[0].shape
-        # One buffer, so that a projection of all three has one gradient without a copy.
-        new = torch.zeros if call.has_gaps else torch.empty
-        d_qkv = new(tokens, 3, heads, size)
-        d_q, d_k, d_v = d_qkv.unbind(1)
+        q, k, _ = call.tokens
+        d_q = torch.zeros(q.shape) if call.skips_queries else torch.empty(q.shape)
+        d_k, d_v = (torch.zeros(k.shape) for _ in range(2))
         grads = {f"d_{name}": torch.zeros_like(x) for name, x in call.linear_tables().items()}
         call.run(
             "attention_backward", lse, d_out=_dense(d_output), d_q=d_q, d_k=d_k, d_v=d_v, **grads
@@ -177,7 +181,7 @@ class _Tokens(ctypes.Structure):
 
 
 _INTEGERS = ("rows", "heads", "head_dim", "length", "all_heads")
-_POINTERS = ("starts", "lengths", "first_key", "last_key", "row_keys")
+_POINTERS = ("positions", "first_key", "last_key", "row_keys")
 _TOKENS = ("d_out", "d_q", "d_k", "d_v")
 
 
@@ -186,6 +190,9 @@ class _Arguments(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in _INTEGERS),
+        ("starts", ctypes.c_void_p),
+        ("lengths", ctypes.c_void_p),
+        ("queries", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in _POINTERS),
         ("threshold", ctypes.c_int32),
         ("scale", ctypes.c_float),
@@ -209,7 +216,10 @@ class _Call:
     def __init__(self, tensors: Sequence[Tensor | None], rows: Rows, options: Options) -> None:
         self.rows, self.options = rows, options
         self.tokens = [_dense(x) for x in tensors[:3] if x is not None]
-        self.has_gaps = int(rows.lengths.sum()) < len(self.tokens[0])
+        num_queries = len(rows.starts) * rows.num_queries
+        if rows.positions is None:
+            num_queries = int(rows.lengths.sum())
+        self.skips_queries = num_queries < len(self.tokens[0]) or rows.longest == 0
         rising = torch.arange(1 - rows.longest, rows.longest)
         sign = 1 if options.p2c_index == "released" else -1
         slots = options.positions.slots
@@ -246,19 +256,21 @@ class _Call:
 
         Args:
             function: its name.
-            lse: log-sum-exp, float32 ``[rows, heads, longest]``.
+            lse: log-sum-exp, float32 ``[rows, heads, queries]``.
             **more: other tensors by the names of ``Call``.
         """
         loaded = library()
         assert loaded is not None
         kernel = getattr(loaded, function)
         q, k, v = self.tokens
+        if not len(q):
+            return
         tensors = {"q": q, "k": k, "v": v, **self.linear_tables(), **more}
 
         def work(heads: slice) -> None:
             kernel(ctypes.byref(self._arguments(heads, lse, tensors)))
 
-        scores = int((self.rows.lengths**2).sum()) * q.shape[1]
+        scores = len(q) * q.shape[1] * self.rows.longest
         for_heads(work, q.shape[1], scores, "cpu")
 
     def _arguments(self, heads: slice, lse: Tensor, tensors: dict[str, Tensor]) -> _Arguments:
@@ -271,6 +283,8 @@ class _Call:
             all_heads=self.tokens[0].shape[1],
             starts=rows.starts.data_ptr(),
             lengths=rows.lengths.data_ptr(),
+            queries=rows.num_queries,
+            positions=_pointer(rows.positions),
             first_key=_pointer(rows.first_key),
             last_key=_pointer(rows.last_key),
             row_keys=_pointer(options.row_keys, heads.start),
@@ -302,32 +316,41 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def _rows(a: AttentionArguments) -> Rows:
-    """Return the rows of a batch, kept in ``a.masks``."""
-    batch, _, length, _ = a.q.shape
+    """Return the rows of a batch; what all queries see is kept in ``a.masks``."""
+    batch, _, length, _ = a.k.shape
     names = ("native first key", "native last key")
     cache = {} if a.masks is None else a.masks
     if not set(names) <= set(cache):
         cache.update(zip(names, _visible_ranges(a), strict=True))
-    starts = torch.arange(0, batch * length, length) if length else torch.zeros(batch).long()
-    return Rows(starts, torch.full((batch,), length), length, *(cache[name] for name in names))
+    first, last = (cache[name] for name in names)
+    positions = None
+    if a.q_positions is not None:
+        positions = a.q_positions.int().contiguous()
+        at = positions.long().clamp(min=0)
+        first = torch.zeros_like(at) if first is None else first.gather(1, at)
+        last = torch.full_like(at, length) if last is None else last.gather(1, at)
+        last = last.masked_fill(positions < 0, 0)
+    first, last = (None if x is None else x.int().contiguous() for x in (first, last))
+    starts, lengths = torch.arange(batch) * length, torch.full((batch,), length)
+    return Rows(starts, lengths, length, first, last, positions)
 
 
 def _visible_ranges(a: AttentionArguments) -> tuple[Tensor | None, Tensor | None]:
-    """Return the first visible key of each query and the end of its visible keys, or None."""
+    """Return the first key that each token sees, and the end, int64 ``[batch, k_len]``, or None."""
     padding, documents = a.key_padding, a.document_ids
     if padding is None and documents is None and not a.causal:
         return None, None
-    batch, _, length, _ = a.q.shape
-    first, last = torch.zeros(batch, length), torch.full((batch, length), length)
-    first = first.long()
+    batch, _, length, _ = a.k.shape
+    first = torch.zeros(batch, length, dtype=torch.int64)
+    last = torch.full((batch, length), length)
     if documents is not None:
         documents = documents.long().contiguous()
         first = torch.searchsorted(documents, documents)
         last = torch.searchsorted(documents, documents, right=True)
-    if padding is not None:
+    if padding is not None and length:
         begin = padding.int().argmax(1, keepdim=True)
         first = torch.maximum(first, begin)
         last = torch.minimum(last, begin + padding.sum(1, keepdim=True))
     if a.causal:
         last = torch.minimum(last, torch.arange(1, length + 1))
-    return first.int().flatten(), last.int().flatten()
+    return first, last

@@ -17,7 +17,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("kernels.cpp")
+SOURCE, HEADER = (Path(__file__).with_name(name) for name in ("kernels.cpp", "vectors.h"))
 OPTIONS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC")
 _log = logging.getLogger(__name__)
 
@@ -31,11 +31,9 @@ def library() -> ctypes.CDLL | None:
     try:
         return ctypes.CDLL(str(compile_library(compiler, cache_folder())))
     except (OSError, subprocess.SubprocessError) as error:
-        reason = getattr(error, "stderr", None) or error
-        _log.warning(
-            "the CPU attention kernels cannot be compiled, slower ones are used: %s",
-            str(reason).strip().splitlines()[0],
-        )
+        lines = str(getattr(error, "stderr", None) or error).strip().splitlines()
+        reason = next((line for line in lines if "error" in line), lines[0] if lines else error)
+        _log.warning("the CPU kernels cannot be compiled, slower ones are used: %s", reason)
         return None
 
 
@@ -72,7 +70,7 @@ def compile_library(compiler: str, folder: Path) -> Path:
         OSError: the folder cannot be written.
         subprocess.SubprocessError: the compiler failed.
     """
-    digest = hashlib.sha256(SOURCE.read_bytes())
+    digest = hashlib.sha256(SOURCE.read_bytes() + HEADER.read_bytes())
     digest.update("\n".join((*OPTIONS, _version(compiler), _processor())).encode())
     result = folder / f"attention-{digest.hexdigest()[:24]}.so"
     if result.exists():

@@ -1,4 +1,4 @@
-// Disentangled attention of consecutive queries on a CPU, forward and backward, in float32.
+// Disentangled attention on a CPU, forward and backward, in float32.
 //
 // One call computes some heads of all rows. A block is one head of one row, some queries and the
 // keys that they see; its scores S stay in the second-level cache. With c = j - i + (length - 1)
@@ -13,170 +13,15 @@
 // where the distance between rows is one element more than a row. No product of a position term is
 // wasted, and nothing is gathered or scattered. A tile of kRows rows starts up to kRows - 1 columns
 // before and ends as many after the elements it needs, so S has unused elements around it; in dS,
-// they are zero.
+// they are zero. Gathered queries stand anywhere, so their position terms are computed one by one.
 
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstdlib>
-#include <cstring>
-#include <memory>
+#include "vectors.h"
+
+#include <vector>
 
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int kLanes = 16, kVectors = 4;
-#else
-constexpr int kLanes = 8, kVectors = 2;
-#endif
-constexpr int kRows = 6;                      // of a register tile
-constexpr int64_t kPad = 32;                  // unused elements (rows) on each side of a block
-constexpr int64_t kBlockScores = 1 << 16;     // about; two buffers of it fit the cache
-constexpr float kLowest = -3.0e38f;
-
-typedef float Floats __attribute__((vector_size(kLanes * 4)));
-typedef float FloatsU __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
-typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
-typedef uint8_t Bytes __attribute__((vector_size(kLanes), aligned(1), may_alias));
-
-inline Floats load(const float* p) { return *reinterpret_cast<const FloatsU*>(p); }
-inline void store(float* p, Floats x) { *reinterpret_cast<FloatsU*>(p) = x; }
-inline Floats all(float x) { return x - Floats{}; }
-inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
-
-inline float sum(Floats x) {
-  float s = 0;
-  for (int i = 0; i < kLanes; ++i) s += x[i];
-  return s;
-}
-
-// Register tile: C[m][n] (+)= sum over k of A[m * a_row + k * a_step] * B[k * b_step + n].
-template <int R, int V>
-inline void tile(int64_t depth, const float* a, int64_t a_row, int64_t a_step, const float* b,
-                 int64_t b_step, float* c, int64_t c_row, bool add) {
-  Floats out[R][V];
-  for (int r = 0; r < R; ++r)
-    for (int v = 0; v < V; ++v) out[r][v] = add ? load(c + r * c_row + v * kLanes) : Floats{};
-  for (int64_t k = 0; k < depth; ++k, a += a_step, b += b_step) {
-    Floats row[V];
-    for (int v = 0; v < V; ++v) row[v] = load(b + v * kLanes);
-    for (int r = 0; r < R; ++r)
-      for (int v = 0; v < V; ++v) out[r][v] += a[r * a_row] * row[v];
-  }
-  for (int r = 0; r < R; ++r)
-    for (int v = 0; v < V; ++v) store(c + r * c_row + v * kLanes, out[r][v]);
-}
-
-// The same for any number of columns, rounded up to a vector: C and B have that many.
-template <int R>
-inline void row_of_tiles(int64_t columns, int64_t depth, const float* a, int64_t a_row,
-                         int64_t a_step, const float* b, int64_t b_step, float* c, int64_t c_row,
-                         bool add) {
-  int64_t n = 0;
-  for (; n + kVectors * kLanes <= columns; n += kVectors * kLanes)
-    tile<R, kVectors>(depth, a, a_row, a_step, b + n, b_step, c + n, c_row, add);
-  for (; n < columns; n += kLanes)
-    tile<R, 1>(depth, a, a_row, a_step, b + n, b_step, c + n, c_row, add);
-}
-
-// Call f(first, rows) for tiles of rows, `rows` a compile-time constant.
-template <class F>
-inline void for_tiles(int64_t first, int64_t last, F&& f) {
-  for (; first + kRows <= last; first += kRows) f(first, std::integral_constant<int, kRows>{});
-  for (; first + 2 <= last; first += 2) f(first, std::integral_constant<int, 2>{});
-  for (; first < last; ++first) f(first, std::integral_constant<int, 1>{});
-}
-
-// C[m][n] (+)= sum over k of A[m][k] B[k][n] with any strides of A; columns as in row_of_tiles.
-inline void product(int64_t rows, int64_t columns, int64_t depth, const float* a, int64_t a_row,
-                    int64_t a_step, const float* b, int64_t b_step, float* c, int64_t c_row,
-                    bool add) {
-  for_tiles(0, rows, [&](int64_t m, auto r) {
-    row_of_tiles<decltype(r)::value>(columns, depth, a + m * a_row, a_row, a_step, b, b_step,
-                                     c + m * c_row, c_row, add);
-  });
-}
-
-// exp of numbers of at most 0 (about; NaN stays NaN), relative error below 3e-7.
-inline Floats exponential(Floats x) {
-  x = x < all(-87.0f) ? all(-87.0f) : x;
-  const Floats shift = all(12582912.0f);
-  const Floats n = (x * 1.44269504088896341f + shift) - shift;
-  const Floats r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  Floats p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  const Ints bits = (__builtin_convertvector(n, Ints) + 127) << 23;
-  return p * (Floats)bits;  // reinterprets the bits
-}
-
-  inline void transpose_square(Floats (&x)[kLanes]) {
-    for (int step = 1; step < kLanes; step *= 2) {
-      Ints low{}, high{};  // lanes of the pair (a, b) that form the new a and the new b
-      for (int e = 0; e < kLanes; ++e) {
-        low[e] = (e & step) ? kLanes + e - step : e;
-        high[e] = (e & step) ? kLanes + e : e + step;
-      }
-      for (int r = 0; r < kLanes; ++r) {
-        if (r & step) continue;
-        const Floats a = x[r], b = x[r + step];
-#if defined(__clang__)
-        for (int e = 0; e < kLanes; ++e) {
-          x[r][e] = low[e] < kLanes ? a[low[e]] : b[low[e] - kLanes];
-          x[r + step][e] = high[e] < kLanes ? a[high[e]] : b[high[e] - kLanes];
-        }
-#else
-        x[r] = __builtin_shuffle(a, b, low);
-        x[r + step] = __builtin_shuffle(a, b, high);
-#endif
-      }
-    }
-  }
-
-// to[d * width + i] = from[i * step + d] for n vectors of dim features; the rest of a square of
-// vectors is filled with copies of the last one.
-inline void transposed_copy(const float* from, int64_t n, int64_t step, int64_t dim, float* to,
-                            int64_t width) {
-  for (int64_t i = 0; i < n; i += kLanes)
-    for (int64_t d = 0; d < dim; d += kLanes) {
-      Floats x[kLanes];
-      for (int64_t r = 0; r < kLanes; ++r) x[r] = load(from + std::min(i + r, n - 1) * step + d);
-      transpose_square(x);
-      for (int64_t r = 0; r < kLanes; ++r) store(to + (d + r) * width + i, x[r]);
-    }
-}
-
-inline uint32_t mix(uint32_t x) {
-  x ^= x >> 16;
-  x *= 0x7feb352du;
-  x ^= x >> 15;
-  x *= 0x846ca68bu;
-  return x ^ (x >> 16);
-}
-
-// Random words of a row, see dropout_bits; their bytes in memory order belong to four columns.
-inline void fill_words(uint32_t row, int64_t first, int64_t count, uint32_t* words) {
-  for (int64_t w = 0; w < count; ++w)
-    words[w] = mix(row ^ (0x9e3779b9u * static_cast<uint32_t>(first + w)));
-}
-
-// Zeroed buffer with kPad more elements on each side.
-struct Buffer {
-  std::unique_ptr<float, decltype(&std::free)> memory{nullptr, &std::free};
-  int64_t size = 0;
-  float* get(int64_t n) {
-    if (n + 2 * kPad > size) {
-      size = round_up(n + 2 * kPad, kLanes);
-      memory.reset(static_cast<float*>(std::aligned_alloc(64, round_up(size * 4, 64))));
-      if (!memory) std::abort();
-      std::memset(memory.get(), 0, size * 4);
-    }
-    return memory.get() + kPad;
-  }
-};
+constexpr int64_t kBlockScores = 1 << 16;  // about; a few buffers of it fit the cache
 
 }  // namespace
 
@@ -193,15 +38,17 @@ struct Call {
   int64_t all_heads;                      // of row_keys and lse, which begin at the first of ours
   const int64_t* starts;                  // [rows], first token
   const int64_t* lengths;                 // [rows], tokens
-  const int32_t* first_key;               // [all tokens], first visible key; null: all are visible
-  const int32_t* last_key;                // [all tokens], end of the visible keys
-  const int32_t* row_keys;                // [rows, all_heads, length], see dropout_bits; null: none
+  int64_t queries;                        // of every row if gathered, else `length`
+  const int32_t* positions;               // [rows, queries], of gathered queries; null: all, in order
+  const int32_t* first_key;               // [all queries], first visible key; null: all are visible
+  const int32_t* last_key;                // [all queries], end of the visible keys
+  const int32_t* row_keys;                // [rows, all_heads, queries], see dropout_bits; null: none
   int32_t threshold;                      // bytes below are dropped
   float scale, keep_scale;
   Tokens q, k, v, out;
   const float* c2p;  // [heads, 2 * length - 1, head_dim]; null: no such term
   const float* p2c;  // the same, with the scale
-  float* lse;        // [rows, all_heads, length]; written by forward, read by backward
+  float* lse;        // [rows, all_heads, queries]; written by forward, read by backward
   Tokens d_out, d_q, d_k, d_v;
   float *d_c2p, *d_p2c;  // like the tables, zeros at first
 };
@@ -211,9 +58,10 @@ namespace {
 
 // Position table of a head: rows with zeros around them, and their transpose.
 struct HeadTable {
-  Buffer rows_, columns_, gradient_;
-  const float* rows = nullptr;     // [2 * length - 1, head_dim]
-  const float* columns = nullptr;  // [head_dim, width]
+  Buffer rows_, columns_, gradient_, reversed_;
+  const float* rows = nullptr;      // [2 * length - 1, head_dim]
+  const float* columns = nullptr;   // [head_dim, width]
+  const float* reversed = nullptr;  // the same, from the last column to the first
   float* gradient = nullptr;
   int64_t width = 0;
 
@@ -227,6 +75,14 @@ struct HeadTable {
     float* transposed = columns_.get(dim * width) + kPad;
     transposed_copy(table, count, dim, dim, transposed, width);
     columns = transposed;
+  }
+
+  void reverse(int64_t count, int64_t dim) {
+    if (!rows) return;
+    float* to = reversed_.get(dim * width) + kPad;
+    for (int64_t d = 0; d < dim; ++d)
+      std::reverse_copy(columns + d * width, columns + d * width + count, to + d * width);
+    reversed = to;
   }
 
   void clear_gradient(int64_t count, int64_t dim) {
@@ -256,14 +112,14 @@ class Worker {
   void backward() {
     for_rows([&](int64_t row, int64_t head) {
       const int64_t n = call_.lengths[row];
-      transpose(call_.v, row, head, n, v_columns_, v_width_);
+      transpose(keys_of(call_.v, row), head, n, v_columns_, v_width_);
       d_k_ = d_k_buffer_.get(n * dim_);
       d_v_ = d_v_buffer_.get(n * dim_);
       std::memset(d_k_, 0, n * dim_ * 4);
       std::memset(d_v_, 0, n * dim_ * 4);
       for_blocks(row, [&](const Block& b) { backward_block(row, head, b); });
-      write(d_k_, n, row, head, call_.d_k, 1.0f);
-      write(d_v_, n, row, head, call_.d_v, call_.keep_scale);
+      write(d_k_, n, head, keys_of(call_.d_k, row), 1.0f);
+      write(d_v_, n, head, keys_of(call_.d_v, row), call_.keep_scale);
     }, true);
   }
 
@@ -275,6 +131,7 @@ class Worker {
       const int64_t at = head * count * dim_;
       c2p_.lay_out(call_.c2p ? call_.c2p + at : nullptr, count, dim_);
       p2c_.lay_out(call_.p2c ? call_.p2c + at : nullptr, count, dim_);
+      if (call_.positions) p2c_.reverse(count, dim_);
       if (gradients) {
         c2p_.clear_gradient(count, dim_);
         p2c_.clear_gradient(count, dim_);
@@ -282,10 +139,10 @@ class Worker {
       for (int64_t row = 0; row < call_.rows; ++row) {
         const int64_t n = call_.lengths[row];
         if (n == 0) continue;
-        q_ = read(call_.q, row, head, n, q_rows_, call_.scale);
-        k_ = read(call_.k, row, head, n, k_rows_, 1.0f);
-        v_ = read(call_.v, row, head, n, v_rows_, 1.0f);
-        transpose(call_.k, row, head, n, k_columns_, k_width_);
+        q_ = read(queries_of(call_.q, row, 0), head, num_queries(row), q_rows_, call_.scale);
+        k_ = read(keys_of(call_.k, row), head, n, k_rows_, 1.0f);
+        v_ = read(keys_of(call_.v, row), head, n, v_rows_, 1.0f);
+        transpose(keys_of(call_.k, row), head, n, k_columns_, k_width_);
         f(row, head);
       }
       if (!gradients) continue;
@@ -296,13 +153,13 @@ class Worker {
 
   template <class F>
   void for_blocks(int64_t row, F&& f) {
-    const int64_t n = call_.lengths[row];
-    const int64_t parts = std::max<int64_t>(1, (n * n + kBlockScores / 2) / kBlockScores);
-    const int64_t size = round_up((n + parts - 1) / parts, kRows);
-    for (int64_t first = 0; first < n; first += size) {
-      Block b{first, std::min(size, n - first), 0, n};
+    const int64_t n = call_.lengths[row], queries = num_queries(row);
+    const int64_t parts = std::max<int64_t>(1, (n * queries + kBlockScores / 2) / kBlockScores);
+    const int64_t size = round_up((queries + parts - 1) / parts, kRows);
+    for (int64_t first = 0; first < queries; first += size) {
+      Block b{first, std::min(size, queries - first), 0, n};
       if (call_.first_key) {
-        const int64_t token = call_.starts[row] + first;
+        const int64_t token = first_query(row) + first;
         b.key = n;
         b.keys_end = 0;
         for (int64_t i = 0; i < b.queries; ++i) {
@@ -316,39 +173,65 @@ class Worker {
     }
   }
 
-  const float* at(const Tokens& x, int64_t row, int64_t head) const {
-    return x.data + call_.starts[row] * x.token + head * x.head;
+  int64_t num_queries(int64_t row) const {
+    return call_.positions ? call_.queries : call_.lengths[row];
   }
 
-  float* read(const Tokens& x, int64_t row, int64_t head, int64_t n, Buffer& buffer, float factor) {
-    const float* from = at(x, row, head);
+  int64_t first_query(int64_t row) const {
+    return call_.positions ? row * call_.queries : call_.starts[row];
+  }
+
+  // Tokens of a row, from a query or from the first key.
+  Tokens queries_of(Tokens x, int64_t row, int64_t query) const {
+    x.data += (first_query(row) + query) * x.token;
+    return x;
+  }
+
+  Tokens keys_of(Tokens x, int64_t row) const {
+    x.data += call_.starts[row] * x.token;
+    return x;
+  }
+
+  float* read(const Tokens& x, int64_t head, int64_t n, Buffer& buffer, float factor) {
+    const float* from = x.data + head * x.head;
     float* to = buffer.get(n * dim_);
     for (int64_t i = 0; i < n; ++i)
       for (int64_t d = 0; d < dim_; ++d) to[i * dim_ + d] = from[i * x.token + d] * factor;
     return to;
   }
 
-  void write(const float* from, int64_t n, int64_t row, int64_t head, const Tokens& x,
-             float factor) {
-    float* to = const_cast<float*>(at(x, row, head));
+  void write(const float* from, int64_t n, int64_t head, const Tokens& x, float factor) {
+    float* to = x.data + head * x.head;
     for (int64_t i = 0; i < n; ++i)
       for (int64_t d = 0; d < dim_; ++d) to[i * x.token + d] = from[i * dim_ + d] * factor;
   }
 
-  void transpose(const Tokens& x, int64_t row, int64_t head, int64_t n, Buffer& buffer,
-                 int64_t& width) {
-    const float* from = at(x, row, head);
+  void transpose(const Tokens& x, int64_t head, int64_t n, Buffer& buffer, int64_t& width) {
     width = round_up(n, kLanes) + kLanes * kVectors;
-    transposed_copy(from, n, x.token, dim_, buffer.get(dim_ * width), width);
+    transposed_copy(x.data + head * x.head, n, x.token, dim_, buffer.get(dim_ * width), width);
   }
 
   // Scores of a block: row i of s_ is query first + i, column j - key is key j.
-  void scores(const Block& b) {
+  void scores(int64_t row, const Block& b) {
     const int64_t keys = b.keys(), zero = call_.length - 1;
     s_width_ = round_up(keys, kLanes) + 2 * kPad;
     s_ = s_buffer_.get((b.queries + 2 * kRows) * s_width_) + kRows * s_width_ + kPad;
     product(b.queries, keys, dim_, q_ + b.first * dim_, dim_, 1, k_columns_.get(0) + b.key,
             k_width_, s_, s_width_, false);
+    if (call_.positions) {
+      for (int64_t i = 0; i < b.queries; ++i) {
+        // Key j is in column - key + j of the c2p table and of the reversed p2c table.
+        const int64_t column = b.key - position(row, b, i) + zero;
+        float* s = s_ + i * s_width_;
+        if (c2p_.rows)
+          add_row<false>(keys, dim_, q_ + (b.first + i) * dim_, 1, c2p_.columns + column,
+                         c2p_.width, s);
+        if (p2c_.rows)
+          add_row<true>(keys, dim_, k_columns_.get(0) + b.key, k_width_, p2c_.reversed + column,
+                        p2c_.width, s);
+      }
+      return;
+    }
     if (c2p_.rows) {
       for_tiles(0, b.queries, [&](int64_t m, auto r) {
         constexpr int R = decltype(r)::value;
@@ -372,6 +255,11 @@ class Worker {
     add_transposed(b.queries, keys);
   }
 
+  // Position of a gathered query; padding queries (-1) see no key, so any is valid for them.
+  int64_t position(int64_t row, const Block& b, int64_t i) const {
+    return std::max(0, call_.positions[row * call_.queries + b.first + i]);
+  }
+
   // s[i][j] += t[j][i], in squares that are transposed in registers.
   void add_transposed(int64_t queries, int64_t keys) {
     for (int64_t i = 0; i < queries; i += kLanes) {
@@ -393,7 +281,7 @@ class Worker {
     first = 0;
     last = static_cast<int32_t>(b.keys());
     if (!call_.first_key) return;
-    const int64_t token = call_.starts[row] + b.first + i;
+    const int64_t token = first_query(row) + b.first + i;
     first = static_cast<int32_t>(std::max<int64_t>(0, call_.first_key[token] - b.key));
     last = static_cast<int32_t>(std::min<int64_t>(last, call_.last_key[token] - b.key));
   }
@@ -402,7 +290,7 @@ class Worker {
   const uint8_t* random_bytes(int64_t row, int64_t head, const Block& b, int64_t i) {
     if (!call_.row_keys) return nullptr;
     const uint32_t state = static_cast<uint32_t>(
-        call_.row_keys[(row * call_.all_heads + head) * call_.length + b.first + i]);
+        call_.row_keys[(row * call_.all_heads + head) * call_.queries + b.first + i]);
     const int64_t first = b.key / 4, count = (b.keys_end + 3) / 4 - first;
     auto* words = reinterpret_cast<uint32_t*>(word_buffer_.get(count + kLanes));
     fill_words(state, first, count, words);
@@ -416,12 +304,12 @@ class Worker {
   }
 
   float* lse(int64_t row, int64_t head, int64_t query) const {
-    return call_.lse + (row * call_.all_heads + head) * call_.length + query;
+    return call_.lse + (row * call_.all_heads + head) * call_.queries + query;
   }
 
   void forward_block(int64_t row, int64_t head, const Block& b) {
     float* out = out_buffer_.get(b.queries * dim_);
-    scores(b);
+    scores(row, b);
     for (int64_t i = 0; i < b.queries; ++i) {
       float* s = s_ + i * s_width_;
       int32_t first, last;
@@ -432,9 +320,7 @@ class Worker {
       if (first >= last) std::memset(s, 0, b.keys() * 4);
     }
     product(b.queries, dim_, b.keys(), s_, s_width_, 1, v_ + b.key * dim_, dim_, out, dim_, false);
-    Tokens to = call_.out;
-    to.data += b.first * to.token;
-    write(out, b.queries, row, head, to, call_.keep_scale);
+    write(out, b.queries, head, queries_of(call_.out, row, b.first), call_.keep_scale);
   }
 
   static Ints lane_numbers() {
@@ -470,11 +356,9 @@ class Worker {
 
   void backward_block(int64_t row, int64_t head, const Block& b) {
     const int64_t keys = b.keys();
-    Tokens from = call_.d_out;
-    from.data += b.first * from.token;
-    float* d_o = read(from, row, head, b.queries, d_o_rows_, 1.0f);
+    float* d_o = read(queries_of(call_.d_out, row, b.first), head, b.queries, d_o_rows_, 1.0f);
     float* d_q = out_buffer_.get(b.queries * dim_);
-    scores(b);
+    scores(row, b);
     // Zeros around dS are read by the tiles of the position terms.
     const int64_t size = (b.queries + 2 * kRows) * s_width_;
     float* whole = g_buffer_.get(size);
@@ -496,11 +380,13 @@ class Worker {
     product(keys, dim_, b.queries, s_, 1, s_width_, d_o, dim_, d_v_ + b.key * dim_, dim_, true);
     product(keys, dim_, b.queries, g_, 1, s_width_, q, dim_, d_k_ + b.key * dim_, dim_, true);
     product(b.queries, dim_, keys, g_, s_width_, 1, k_ + b.key * dim_, dim_, d_q, dim_, false);
-    c2p_gradients(b, q, d_q);
-    p2c_gradients(b);
-    Tokens to = call_.d_q;
-    to.data += b.first * to.token;
-    write(d_q, b.queries, row, head, to, call_.scale);
+    if (call_.positions) {
+      gathered_gradients(row, b, q, d_q);
+    } else {
+      c2p_gradients(b, q, d_q);
+      p2c_gradients(b);
+    }
+    write(d_q, b.queries, head, queries_of(call_.d_q, row, b.first), call_.scale);
   }
 
   // Turn scores s into probabilities after dropout, and g = do v^T into the scores' gradient.
@@ -570,6 +456,67 @@ class Worker {
     });
   }
 
+  void gathered_gradients(int64_t row, const Block& b, const float* q, float* d_q) {
+    const int64_t keys = b.keys(), zero = call_.length - 1;
+    // Query i and key j, counted in the block, are in column j - offsets_[i] + zero of the c2p
+    // table and in column offsets_[i] - j + zero of the p2c table.
+    offsets_.resize(b.queries);
+    for (int64_t i = 0; i < b.queries; ++i) offsets_[i] = position(row, b, i) - b.key;
+    if (c2p_.rows) {
+      for (int64_t i = 0; i < b.queries; ++i)
+        add_row<false>(dim_, keys, g_ + i * s_width_, 1, c2p_.rows + (zero - offsets_[i]) * dim_,
+                       dim_, d_q + i * dim_);
+      for_columns(b, zero, [&](int64_t c, int64_t i) { return c - zero + offsets_[i]; },
+                  [&](int64_t i, int64_t) { return q + i * dim_; }, c2p_.gradient, -1);
+    }
+    if (!p2c_.rows) return;
+    for (int64_t j = 0; j < keys; ++j)
+      sum_rows(d_k_ + (b.key + j) * dim_, b.queries, [&](int64_t i, float& factor) {
+        factor = g_[i * s_width_ + j];
+        return p2c_.rows + (offsets_[i] - j + zero) * dim_;
+      });
+    for_columns(b, zero, [&](int64_t c, int64_t i) { return zero - c + offsets_[i]; },
+                [&](int64_t, int64_t j) { return k_ + (b.key + j) * dim_; }, p2c_.gradient, 1);
+  }
+
+  // gradient[c] += sum over queries of dS[i][key(c, i)] * vector(i, key), for all columns of a block.
+  template <class Key, class Vector>
+  void for_columns(const Block& b, int64_t zero, Key&& key, Vector&& vector, float* gradient,
+                   int64_t sign) {
+    const auto [least, most] = std::minmax_element(offsets_.begin(), offsets_.end());
+    const int64_t last = b.keys() - 1;
+    const int64_t begin = zero + (sign > 0 ? *least - last : -*most);
+    const int64_t end = zero + (sign > 0 ? *most : last - *least) + 1;
+    for (int64_t c = begin; c < end; ++c)
+      sum_rows(gradient + c * dim_, b.queries, [&](int64_t i, float& factor) -> const float* {
+        const int64_t j = key(c, i);
+        if (j < 0 || j > last) return nullptr;
+        factor = g_[i * s_width_ + j];
+        return vector(i, j);
+      });
+  }
+
+  // to[d] += sum over i of factor_i * row_i[d]; term(i, factor) returns the row, null to skip it.
+  template <class Term>
+  void sum_rows(float* to, int64_t count, Term&& term) const {
+    int64_t d = 0;
+    for (; d + 4 * kLanes <= dim_; d += 4 * kLanes) sum_part<4>(to + d, d, count, term);
+    for (; d < dim_; d += kLanes) sum_part<1>(to + d, d, count, term);
+  }
+
+  template <int V, class Term>
+  static void sum_part(float* to, int64_t d, int64_t count, Term&& term) {
+    Floats out[V];
+    for (int v = 0; v < V; ++v) out[v] = load(to + v * kLanes);
+    for (int64_t i = 0; i < count; ++i) {
+      float factor;
+      const float* row = term(i, factor);
+      if (!row) continue;
+      for (int v = 0; v < V; ++v) out[v] += factor * load(row + d + v * kLanes);
+    }
+    for (int v = 0; v < V; ++v) store(to + v * kLanes, out[v]);
+  }
+
   const Call& call_;
   const int64_t dim_;
   HeadTable c2p_, p2c_;
@@ -578,6 +525,7 @@ class Worker {
   float *q_ = nullptr, *k_ = nullptr, *v_ = nullptr, *s_ = nullptr, *t_ = nullptr, *g_ = nullptr,
         *d_k_ = nullptr, *d_v_ = nullptr;
   int64_t k_width_ = 0, v_width_ = 0, s_width_ = 0, t_width_ = 0;
+  std::vector<int64_t> offsets_;
 };
 
 }  // namespace

@@ -39,6 +39,11 @@ MASKS: dict[str, dict[str, Any]] = {
     },
 }
 
+GATHERED = {
+    "consecutive": None,
+    "gathered": torch.tensor([[0, 36, 7, 7, 7, 20], [5, -1, 3, 36, -1, -1]]),
+}
+
 
 def assert_matches(
     shape: tuple[int, int, int, int],
@@ -46,9 +51,12 @@ def assert_matches(
     *,
     dtype: torch.dtype = torch.float32,
     tables: str = "both",
+    gathered: Tensor | None = None,
     **options: Any,
 ) -> None:
-    inputs = random_inputs(shape, positions, tables=tables)
+    count = None if gathered is None else gathered.shape[1]
+    inputs = random_inputs(shape, positions, tables=tables, gathered=count)
+    options["q_positions"] = gathered
     expected = run_attention(inputs, torch.float64, positions, backend="reference", **options)
     actual = run_attention(inputs, dtype, positions, backend="native", **options)
     errors = [relative_error(a, e) for a, e in zip(actual, expected, strict=True)]
@@ -58,17 +66,22 @@ def assert_matches(
 @pytest.mark.parametrize("positions", [LINEAR, BUCKETS], ids=["linear", "buckets"])
 @pytest.mark.parametrize("p2c_index", ["released", "paper"])
 @pytest.mark.parametrize("mask", MASKS)
-def test_every_mask(positions: RelativePositions, p2c_index: str, mask: str) -> None:
+@pytest.mark.parametrize("queries", GATHERED)
+def test_every_mask(positions: RelativePositions, p2c_index: str, mask: str, queries: str) -> None:
     assert_matches(
         (2, 3, LENGTH, 32), positions, dropout_p=0.2, seed=3, head_offset=4, p2c_index=p2c_index,
-        **MASKS[mask],
+        gathered=GATHERED[queries], **MASKS[mask],
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("tables", ["both", "c2p", "p2c", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_every_ablation_and_dtype(tables: str, dtype: torch.dtype) -> None:
-    assert_matches((2, 2, LENGTH, 16), tables=tables, dtype=dtype, dropout_p=0.1, seed=1)
+@pytest.mark.parametrize("queries", GATHERED)
+def test_every_ablation_and_dtype(tables: str, dtype: torch.dtype, queries: str) -> None:
+    assert_matches(
+        (2, 2, LENGTH, 16), tables=tables, dtype=dtype, gathered=GATHERED[queries],
+        dropout_p=0.1, seed=1,
+    )  # fmt: skip
 
 
 # Blocks have 6 rows or a multiple; rows of more than 256 tokens have several.
@@ -79,15 +92,34 @@ def test_odd_lengths_and_heads(length: int, size: int) -> None:
     assert_matches((2, 1, length, size), RelativePositions(), dropout_p=0.1, seed=seed)
 
 
+@pytest.mark.parametrize("length", [1, 17, 300, 1281])
+def test_gathered_queries_of_odd_lengths(length: int) -> None:
+    at = torch.arange(length).repeat(2, 1)[:, ::5]
+    assert_matches((2, 1, length, 64), RelativePositions(), gathered=at, dropout_p=0.1, seed=4)
+
+
+def test_no_gathered_queries() -> None:
+    inputs = random_inputs((2, 3, 9, 16), BUCKETS, gathered=0)
+    at = torch.zeros(2, 0, dtype=torch.int64)
+    output, lse, *gradients = run_attention(
+        inputs, torch.float32, BUCKETS, q_positions=at, backend="native"
+    )
+    assert output.shape == (2, 3, 0, 16)
+    assert lse.shape == (2, 3, 0)
+    assert all(not gradient.any() for gradient in gradients)
+
+
 def test_long_rows_of_documents() -> None:
     lengths = [700, 1, 330, 250]
     documents = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))[None]
     assert_matches((1, 1, 1281, 32), RelativePositions(), document_ids=documents)
 
 
-def test_later_tokens_do_not_matter() -> None:
-    inputs = random_inputs((2, 3, LENGTH, 16), BUCKETS)
-    assert_later_tokens_do_not_matter(inputs, BUCKETS, None, torch.float32, backend="native")
+@pytest.mark.parametrize("queries", GATHERED)
+def test_later_tokens_do_not_matter(queries: str) -> None:
+    at = GATHERED[queries]
+    inputs = random_inputs((2, 3, LENGTH, 16), BUCKETS, gathered=None if at is None else 6)
+    assert_later_tokens_do_not_matter(inputs, BUCKETS, at, torch.float32, backend="native")
 
 
 def test_threads_do_not_change_a_bit() -> None:
