@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import errno
 import fcntl
 import hashlib
@@ -114,6 +115,22 @@ class FileLock:
         if self._file >= 0:
             os.close(self._file)
         self._file = -1
+
+
+def did_you_mean(path: Path) -> str:
+    """Return ``; did you mean PATH?`` for a path that does not exist; empty: nothing is similar.
+
+    One name of the path may be misspelled, that of the file or of a folder above it.
+    """
+    for missing in (path, *path.parents):
+        try:
+            names = [entry.name for entry in missing.parent.iterdir()]
+        except (OSError, ValueError):
+            continue
+        similar = difflib.get_close_matches(missing.name, names, 1)
+        meant = missing.with_name(similar[0]) / path.relative_to(missing) if similar else missing
+        return f"; did you mean {meant}?" if meant.exists() else ""
+    return ""
 
 
 def sha256_file(path: str | Path) -> str:

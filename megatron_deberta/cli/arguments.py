@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_deberta.errors import ConfigError
+from megatron_deberta.files import did_you_mean
 
 CONFIG_CHANGE_HELP = "resume with another optimizer, precision or number of steps"
 FORMER_OPTIONS = {
@@ -91,7 +92,8 @@ def run_folder(args: argparse.Namespace) -> Path:
     """
     folder = Path(args.run_dir)
     if not folder.is_dir():
-        raise ConfigError(f"{folder}: no such folder; give the run folder (train.run_dir)")
+        hint = did_you_mean(folder) or "; give the run folder (train.run_dir)"
+        raise ConfigError(f"{folder}: no such folder{hint}")
     if not any((folder / name).exists() for name in _RUN_FILES):
         raise ConfigError(f"{folder}: no run has begun in this folder; give that of train.run_dir")
     return folder

@@ -211,7 +211,7 @@ def _export(args: argparse.Namespace) -> int:
         f"Verified on real text: largest difference of logits {export.check.max_error:.1e}{also}."
     )
     for what, line in loading_lines(config, export.model_type, args.output).items():
-        print(f"Load the {what} in Python: {line}")
+        print(f"In Python, {what}: {line}")
     if config.head == "discriminator":
         generator = Path(args.output) / GENERATOR_FOLDER
         print(

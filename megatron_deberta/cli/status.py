@@ -38,7 +38,7 @@ def describe(status: RunStatus) -> str:
     speed = status.tokens_per_second
     rows = [
         ("run", status.run_dir),
-        ("condition", f"{status.condition}: {status.reason}".removesuffix(": ")),
+        ("condition", _condition(status)),
         ("queue", status.state + (f", job {', '.join(status.jobs)}" if status.jobs else "")),
         ("running", status.holder or "no"),
         (
@@ -73,6 +73,13 @@ def describe(status: RunStatus) -> str:
         lines.append("attempts of the last submission:" + " none yet" * (not status.attempts))
     lines += map(_describe_attempt, status.attempts)
     return "\n".join(lines)
+
+
+def _condition(status: RunStatus) -> str:
+    """Return the condition and its reason, which may begin with the same word."""
+    if status.reason.startswith(status.condition):
+        return status.reason
+    return f"{status.condition}: {status.reason}".removesuffix(": ")
 
 
 def _describe_attempt(attempt: JobAttemptStatus) -> str:

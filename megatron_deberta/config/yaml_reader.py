@@ -5,7 +5,6 @@ Tags, anchors, aliases, duplicate keys, files over 1 MB and nesting over 20 leve
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Hashable
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, cast
 import yaml
 
 from megatron_deberta.errors import ConfigError
+from megatron_deberta.files import did_you_mean
 
 MAX_BYTES = 1_000_000
 MAX_DEPTH = 20
@@ -99,11 +99,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
     except OSError as error:
-        similar = difflib.get_close_matches(
-            path.name, (file.name for file in path.parent.glob("*"))
-        )
-        hint = f"; did you mean {path.with_name(similar[0])}?" if similar else ""
-        raise ConfigError(f"{path}: cannot read the config: {error.strerror}{hint}") from error
+        raise ConfigError(
+            f"{path}: cannot read the config: {error.strerror}{did_you_mean(path)}"
+        ) from error
     if len(raw) > MAX_BYTES:
         raise ConfigError(f"{path}: larger than {MAX_BYTES:,} bytes; is it a config file?")
     try:

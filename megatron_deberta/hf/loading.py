@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from megatron_deberta.checkpoint.store import StoredRun, find_newest
 from megatron_deberta.config import config_from_dict
 from megatron_deberta.config.schema import ModelConfig, RunConfig
 from megatron_deberta.errors import CheckpointError, DataError, MissingModelError
+from megatron_deberta.files import did_you_mean
 from megatron_deberta.model import (
     DebertaBackbone,
     DebertaForPretraining,
@@ -69,11 +69,8 @@ def check_folder(path: Path, expected: str) -> None:
     """
     if path.is_dir():
         return
-    hint = ""
-    siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-    if similar := difflib.get_close_matches(path.name, siblings, 1):
-        hint = f"; did you mean {path.parent / similar[0]}?"
-    elif re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(path)) and not path.parent.is_dir():
+    hint = did_you_mean(path)
+    if not hint and re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(path)) and not path.parent.is_dir():
         hint = (
             "; nothing is downloaded from the Hugging Face Hub, get a model there with: "
             f"hf download {path} --local-dir {path.name}"

@@ -18,6 +18,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from typing_extensions import TypedDict
 
 from megatron_deberta.errors import DataError, MissingInputError
+from megatron_deberta.files import did_you_mean
 from megatron_deberta.parsing import Number, parse_json
 from megatron_deberta.tokenizer.sentencepiece_model import build_backend, rows_for
 from megatron_deberta.tokenizer.special_tokens import (
@@ -93,7 +94,10 @@ def _load(path: str) -> Tokenizer:
             return _load_byte_level(*files, f"tokenizer {location}")
         raise DataError(f"tokenizer {path}: expected {_LAYOUTS} in this folder")
     if not location.is_file():
-        raise MissingInputError(f"tokenizer {path}: no such file or folder; expected {_LAYOUTS}")
+        raise MissingInputError(
+            f"tokenizer {path}: no such file or folder"
+            f"{did_you_mean(location) or f'; expected {_LAYOUTS}'}"
+        )
     return _load_json(location) if location.suffix == ".json" else _load_sentencepiece(location)
 
 

@@ -12,12 +12,34 @@ import pytest
 
 from megatron_deberta.files import (
     adopt_mode,
+    did_you_mean,
     published_folder,
     sha256_file,
     temporary_name,
     write_atomically,
 )
 from tests.support.disk_calls import DiskCalls
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("runs/frist", "runs/first"),
+        ("rusn/first", "runs/first"),
+        ("rusn/first/config.yml", ""),  # two names are wrong
+        ("runs/second", ""),
+        ("elsewhere/first", ""),
+    ],
+)
+def test_a_similar_path_is_suggested(
+    given: str, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    (tmp_path / "runs" / "first" / "config.yaml").touch()
+    (tmp_path / "unrelated").mkdir()
+    assert did_you_mean(tmp_path / given) == (meant and f"; did you mean {tmp_path / meant}?")
+    monkeypatch.chdir(tmp_path)
+    assert did_you_mean(Path(given)) == (meant and f"; did you mean {meant}?")
 
 
 @pytest.fixture(params=[0o022, 0o027, 0o002])

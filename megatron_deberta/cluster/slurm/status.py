@@ -292,7 +292,7 @@ def next_command(
     if is_alive:
         return f"megatron-deberta logs -f {run_dir}" if logs else ""
     if over == FINISHED:
-        export = shlex.quote(f"exports/{folder.name}")
+        export = shlex.quote(str(folder / "hf"))
         return f"megatron-deberta convert --checkpoint {run_dir} --to hf --output {export}"
     if over and logs and ends and ends[-1] not in (EXIT_DONE, EXIT_REQUEUE, EXIT_INTERRUPTED):
         named = re.search(r"rank ([1-9]\d*) on ", over)

@@ -40,8 +40,8 @@ def run_local_job(config: RunConfig, arguments: Sequence[str], ranks: int, resta
     run_dir = config.train.run_dir
     history = JobHistory(run_dir)
     notifier = Notifier(config.cluster, run_dir)
-    # In place of SLURM's job number; that of a later job is larger.
-    job = str(int(time.time()))
+    # In place of SLURM's job number: date and time (UTC). That of a later job is larger.
+    job = time.strftime("%Y%m%d%H%M%S", time.gmtime())
     before = history.path.stat().st_size if history.path.exists() else 0
     history.append("submit", links=restarts + 1, nodes=1)
     restart, former_error = 0, ""
@@ -69,7 +69,7 @@ def run_local_job(config: RunConfig, arguments: Sequence[str], ranks: int, resta
         history.end_attempt(attempt, decided, code)
         export_once(config.cluster, run_dir)
         notifier.send_attempt_end(diagnosis, decided)
-        logger.warning("%s: %s%s", attempt, decision.reason, "; starting again" * again)
+        logger.warning("attempt %s: %s%s", attempt, decision.reason, "; starting again" * again)
         if not again:
             return code if decision.continues else decision.code
         restart += 1

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import glob
 import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from megatron_deberta.data.shards.format import (
     idx_path,
 )
 from megatron_deberta.errors import DataError, MissingInputError
+from megatron_deberta.files import did_you_mean
 
 _CHECK_CHUNK = 1 << 22
 
@@ -188,13 +190,14 @@ def _map_file(path: str, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     except OSError as error:
         # ``preprocess --output books`` makes books_text_document.
         similar = sorted(glob.glob(f"{glob.escape(os.path.splitext(path)[0])}_*.idx"))
-        remedy = f"did you mean {similar[0]}?" if similar else "give the shard's prefix"
+        remedy = f"; did you mean {similar[0]}?" if similar else did_you_mean(Path(path))
         if os.path.isfile(source := path.removesuffix(".idx")):
-            remedy = f"{source} is no shard; make one of text with preprocess"
+            remedy = f"; {source} is no shard; make one of text with preprocess"
         # If another file of the shard is there, it is damaged.
         is_absent = not glob.glob(f"{glob.escape(os.path.splitext(path)[0])}.*")
         kind = MissingInputError if is_absent else DataError
-        raise kind(f"{path}: {error.strerror}; {remedy}") from error
+        remedy = remedy or "; give the shard's prefix"
+        raise kind(f"{path}: {error.strerror}{remedy}") from error
     except ValueError as error:
         raise DataError(f"{path}: {error}; preprocess again") from error
 

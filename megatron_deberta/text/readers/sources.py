@@ -20,6 +20,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from megatron_deberta.errors import ConfigError, DataError, MissingInputError
+from megatron_deberta.files import did_you_mean
 from megatron_deberta.parsing import read_json
 from megatron_deberta.text.readers.compression import (
     COMPRESSED_SUFFIXES,
@@ -181,7 +182,9 @@ def _describe(path: str, file_format: FileFormat, plain: PlainFormat, label: str
                 label,
             )
     except OSError as error:
-        raise MissingInputError(f"{path}: {error.strerror}; check --input") from error
+        raise MissingInputError(
+            f"{path}: {error.strerror}{did_you_mean(Path(path)) or '; check --input'}"
+        ) from error
 
 
 def _table_format(path: str, head: bytes) -> TextFormat | None:

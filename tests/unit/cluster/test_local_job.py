@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,17 @@ def test_a_refusal_is_neither_repeated_nor_recorded(launch: Any, tmp_path: Path)
     assert history.end_reason() == "finished"
     assert launch(EXIT_USAGE, 0) == (EXIT_USAGE, 1)
     assert history.records() == before
+
+
+def test_an_attempt_is_named_by_its_time(launch: Any, tmp_path: Path) -> None:
+    before = int(time.strftime("%Y%m%d%H%M%S", time.gmtime()))
+    launch(1, 0)
+    names = [event["link"] for event in JobHistory(tmp_path).records() if event["event"] == "start"]
+    jobs = [int(name.partition(".")[0]) for name in names]
+    assert [name.partition(".")[2] for name in names] == ["0", "1"]
+    assert before <= jobs[0] == jobs[1] <= before + 100
+    # Logs of jobs that an older release named by seconds since the epoch stay in front.
+    assert jobs[0] > time.time()
 
 
 def test_ctrl_c_is_the_end(launch: Any, tmp_path: Path) -> None:

@@ -285,7 +285,7 @@ def test_last_event_and_next_command(
     (run_dir / "submissions").mkdir()
     assert last_rows()[1] == f"megatron-deberta submit {run_dir}/config.yaml --cluster PROFILE"
     history.append("end", **failed, code=0, reason="finished")
-    export = f"--to hf --output exports/{run_dir.name}"
+    export = f"--to hf --output {run_dir}/hf"
     assert last_rows()[1] == f"megatron-deberta convert --checkpoint {run_dir} {export}"
 
 
@@ -391,6 +391,10 @@ def test_condition_of_a_run_that_ended(
     JobHistory(run_dir).append("end", link="7.2", step=300, code=code, goes_on=False, reason=reason)
     shown = "" if word == "finished" else reason
     assert read_condition(run_dir, capsys) == (word, shown)
+    assert main(["status", str(run_dir)]) == 0
+    line = next(row for row in capsys.readouterr().out.splitlines() if "condition:" in row)
+    # Not "stopped: stopped by Ctrl-C".
+    assert line.split(maxsplit=1)[1] == (reason if word in reason else f"{word}: {reason}")
     with locked_long_ago(run_dir):
         now = ("finished", "") if word == "finished" else ("running", "")
         os.utime(run_dir / FILE_NAME)

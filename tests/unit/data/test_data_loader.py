@@ -389,6 +389,13 @@ def test_a_missing_shard_is_named_with_a_similar_one(config):
         tokenizer_path(config)
 
 
+def test_a_misspelled_shard_is_named_with_the_one_that_is_meant(config):
+    (prefix,) = config.data.train
+    wrong = replace(config, data=replace(config.data, train=[f"{prefix[:-1]}_"]))
+    with pytest.raises(DataError, match=rf"No such file .*; did you mean {prefix}\.idx\?"):
+        tokenizer_path(wrong)
+
+
 def test_text_in_place_of_a_shard_is_named(config, tmp_path):
     book = tmp_path / "book.txt"
     book.write_text("Call me Ishmael.")

@@ -76,7 +76,7 @@ def test_the_export_says_how_to_load_it(
     (run_dir / "metrics.jsonl").write_text(lines)
     out = tmp_path / "out"
     main(["convert", "--checkpoint", str(run_dir), "--output", str(out)])
-    printed = re.findall(r"^Load .+ in Python: (.+)$", capsys.readouterr().out, re.MULTILINE)
+    printed = re.findall(r"^In Python, [\w-]+: (.+)$", capsys.readouterr().out, re.MULTILINE)
     card = (out / "README.md").read_text()
     loaded: dict[str, Any] = {}
     with temporary_module_cache():
