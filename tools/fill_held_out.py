@@ -22,7 +22,9 @@ from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
+from megatron_deberta.cli.fill_mask import read_penalty
 from megatron_deberta.hf.fill_mask import MaskFiller, open_filler
 from megatron_deberta.hf.loading import load_model_tokenizer
 from megatron_deberta.tokenizer import Tokenizer
@@ -65,11 +67,16 @@ def choose_word(sentence: str, words: Container[str], seed: str) -> re.Match[str
     return random.Random(f"{seed} {sentence}").choice(found) if found else None
 
 
-def answer(filler: MaskFiller, candidates: Container[str], place: re.Match[str]) -> Answer:
-    """Mask a word and predict it."""
+def answer(
+    filler: MaskFiller,
+    candidates: Container[str],
+    place: re.Match[str],
+    penalty: Tensor | None = None,
+) -> Answer:
+    """Mask a word and predict it; the penalty is that of ``MaskFiller.fill``."""
     sentence = place.string
     masked = f"{sentence[: place.start()]}{filler.mask_token}{sentence[place.end() :]}"
-    predictions = filler.fill(masked, top_k=100)[0]
+    predictions = filler.fill(masked, 100, penalty)[0]
     filled = [p.text.strip() for p in predictions if p.text.strip() in candidates]
     return Answer(masked, place[0], filled[:SHOWN])
 
@@ -86,9 +93,16 @@ def main() -> int:
         "--words", type=int, default=500, help="the most frequent words to choose from (500)"
     )
     parser.add_argument("--seed", type=int, default=2021, help="selects them (default 2021)")
+    parser.add_argument(
+        "--prior-weight", type=float, default=0.0, help="as for megatron-deberta fill-mask (0)"
+    )
+    parser.add_argument(
+        "--prior-shards", nargs="+", default=[], help="as for megatron-deberta fill-mask"
+    )
     args = parser.parse_args()
 
     filler = open_filler(args.model)
+    penalty = read_penalty(filler, args.prior_weight, args.prior_shards)
     tokenizer = load_model_tokenizer(args.model)
     candidates = set(frequent_words(tokenizer, tokenizer.num_tokens))
     words = set(frequent_words(tokenizer, args.words))
@@ -102,7 +116,7 @@ def main() -> int:
             break
         if place and repeats[place[0]] < int(MAX_SHARE * args.sentences):
             repeats[place[0]] += 1
-            answers.append(answer(filler, candidates, place))
+            answers.append(answer(filler, candidates, place, penalty))
     if not answers:
         print("fill_held_out: error: no sentence of 30 to 150 characters found", file=sys.stderr)
         return 2

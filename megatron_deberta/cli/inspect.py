@@ -7,7 +7,7 @@ tokens, and beginnings of documents.
 
 Examples:
   megatron-deberta inspect data RUN.yaml [section.key=value ...]
-  megatron-deberta inspect data --prefix SHARD --tokenizer DIR
+  megatron-deberta inspect data SHARD --sequence-length 128
   megatron-deberta inspect shards shards/*.idx --sequence-length 512 --plot lengths.png
 
 In samples, {cat>[MASK]} is a masked token, {cat>dog} one replaced by a random token, and {cat=} one
@@ -43,6 +43,7 @@ from megatron_deberta.data.dataset.rows import Row, RowBatch
 from megatron_deberta.data.forms import StepForms
 from megatron_deberta.data.masking import MaskedRows
 from megatron_deberta.data.randomness import Purpose
+from megatron_deberta.data.shards.prefixes import is_shard
 from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.tokenizer import Tokenizer, load_tokenizer
@@ -59,10 +60,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "run",
         nargs="*",
-        metavar="RUN.yaml",
-        help="data: run file, then section.key=value overrides; shards: the shards",
+        metavar="RUN.yaml|SHARD",
+        help="data: run file or shards, then section.key=value overrides; shards: the shards",
     )
-    parser.add_argument("--prefix", action="append", default=[], help="shard instead of a run")
+    parser.add_argument(
+        "--prefix", action="append", default=[], metavar="SHARD", help="shard instead of a run"
+    )
     parser.add_argument(
         "--tokenizer", default="", metavar="DIR", help="tokenizer (default: the shards' own)"
     )
@@ -92,6 +95,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--num-samples, --first-sample and --statistics must not be negative")
     if args.what == "shards":
         return inspect_shards(args)
+    while args.run and is_shard(args.run[0]):
+        args.prefix.append(args.run.pop(0))
     config = _config(args)
     tokenizer = load_tokenizer(tokenizer_path(config))
     generate = None
@@ -188,7 +193,7 @@ def _config(args: argparse.Namespace) -> RunConfig:
         overrides.append(f"data.sequence_length={args.sequence_length}")
     if not args.prefix:
         if not overrides or "=" in overrides[0]:
-            raise ConfigError("inspect data: give a run file, or --prefix SHARD")
+            raise ConfigError("inspect data: give a run file or a shard")
         config = load_config(overrides[0], overrides[1:])
     else:
         config = load_config(None, overrides)

@@ -34,6 +34,7 @@ from megatron_deberta.cli.plan_cpu import report_cpu_plan
 from megatron_deberta.cluster.installation import query_gpus
 from megatron_deberta.cluster.profile import ClusterProfile, load_profile
 from megatron_deberta.config import RunConfig, load_config
+from megatron_deberta.config.schema import AUTO, ModelConfig
 from megatron_deberta.errors import EXIT_DONE, ConfigError
 from megatron_deberta.finetune.settings import planned_config
 from megatron_deberta.observe.console import format_duration
@@ -105,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
     path, overrides = args.config, list(args.overrides)
     if is_override:
         path, overrides = None, [args.config, *overrides]
-    config = with_vocab_size(load_config(path, [] if args.task else overrides))
+    config = with_vocab_size(_without_auto(load_config(path, [] if args.task else overrides)))
     if args.cluster == CPU or (not args.cluster and config.train.device == CPU):
         if args.task:
             raise ConfigError("--task needs --cluster PROFILE with devices, such as dgx2")
@@ -116,6 +117,8 @@ def run(args: argparse.Namespace) -> int:
     world_size = args.world_size
     if world_size is None:
         world_size = max(1, config.cluster.nodes) * machine.ranks_per_node
+        if not args.cluster and not args.task:
+            world_size = _usable_devices(config, world_size)
     if not args.task and (args.examples or args.row_tokens or args.settings):
         raise ConfigError("--examples, --row-tokens and --settings need --task NAME")
     if args.task:
@@ -133,6 +136,34 @@ def run(args: argparse.Namespace) -> int:
     console = Console(file=sys.stdout, highlight=False, width=width)
     show(plan, console, args.layouts)
     return EXIT_DONE
+
+
+def _usable_devices(config: RunConfig, devices: int) -> int:
+    """Return the largest number of devices among which the global batch can be divided."""
+    train, tp_size = config.train, config.parallel.tensor_parallel_size
+    for dp_size in range(devices // tp_size, 0, -1):
+        if train.global_batch_size % (train.micro_batch_size * dp_size) == 0:
+            usable = dp_size * tp_size
+            if usable < devices:
+                print(
+                    f"no --world-size: planning for {usable} of the {devices} devices, which "
+                    f"train.global_batch_size={train.global_batch_size} allows with "
+                    f"train.micro_batch_size={train.micro_batch_size}",
+                    file=sys.stderr,
+                )
+            return usable
+    return devices
+
+
+def _without_auto(config: RunConfig) -> RunConfig:
+    """Replace ``model.vocab_size: auto`` by the default of the key if no tokenizer is given."""
+    if config.model.vocab_size != AUTO or config.tokenizer.path or config.data.train:
+        return config
+    rows = ModelConfig().vocab_size
+    print(
+        f"no tokenizer.path or data.train: planning for model.vocab_size={rows}", file=sys.stderr
+    )
+    return replace(config, model=replace(config.model, vocab_size=rows))
 
 
 def _task_config(

@@ -40,11 +40,13 @@ class MaskFiller:
         logits: maps token ids ``[1, N]`` to logits ``[1, N, V]``.
         tokenizer: the model's tokenizer.
         max_tokens: maximum input length; 0: unlimited.
+        training_data: ``data.train`` of the run; empty: unknown, as for an export.
     """
 
     logits: Callable[[Tensor], Tensor]
     tokenizer: Tokenizer
     max_tokens: int
+    training_data: tuple[str, ...] = ()
 
     @property
     def mask_token(self) -> str:
@@ -52,10 +54,18 @@ class MaskFiller:
         return self.tokenizer.special.mask
 
     @torch.no_grad()
-    def fill(self, text: str, top_k: int = 5) -> list[list[Prediction]]:
+    def fill(
+        self, text: str, top_k: int = 5, penalty: Tensor | None = None
+    ) -> list[list[Prediction]]:
         """Predict the most probable tokens for every [MASK] of a text, in order.
 
         Embedding rows beyond the tokenizer's vocabulary are excluded.
+
+        Args:
+            text: with at least one [MASK].
+            top_k: number of predictions per [MASK].
+            penalty: [num_tokens] subtracted from the logits before the softmax, such as a weight
+                times the log-frequencies of the tokens; None: nothing.
 
         Raises:
             ConfigError: the text has no [MASK], or is longer than the model's positions.
@@ -71,6 +81,8 @@ class MaskFiller:
                 f"{self.max_tokens} positions; shorten it"
             )
         logits = self.logits(torch.tensor([ids]))[0, masked, : tokenizer.num_tokens].float()
+        if penalty is not None:
+            logits = logits - penalty
         best = logits.softmax(-1).topk(min(top_k, tokenizer.num_tokens))
         return [
             [
@@ -93,6 +105,7 @@ def open_filler(path: Path, tokenizer_path: str = "") -> MaskFiller:
         DataError: the tokenizer is missing or differs from the model's.
     """
     check_folder(path, "an export, a downloaded model, a run or a checkpoint")
+    training_data: tuple[str, ...] = ()
     if any((path / name).is_file() for name in CONFIG_FILES):
         config, read, tokenizer = _read_published(path, tokenizer_path)
     else:
@@ -103,9 +116,9 @@ def open_filler(path: Path, tokenizer_path: str = "") -> MaskFiller:
                 f"{path} was trained with objective.name=autoregressive and fills no masks; use "
                 "megatron-deberta generate"
             )
-        tokenizer = trained.tokenizer
+        tokenizer, training_data = trained.tokenizer, trained.run.data.train
     max_tokens = 0 if config.absolute_positions == "none" else config.max_position_embeddings
-    return MaskFiller(build_model(config, read).logits, tokenizer, max_tokens)
+    return MaskFiller(build_model(config, read).logits, tokenizer, max_tokens, training_data)
 
 
 def _read_published(

@@ -92,15 +92,17 @@ def test_a_frequent_word_is_masked_and_answers_are_words() -> None:
     class Filler:
         mask_token = "[MASK]"
 
-        def fill(self, text: str, top_k: int) -> list[list[object]]:
-            self.text = text
+        def fill(self, text: str, top_k: int, penalty: object) -> list[list[object]]:
+            self.text, self.penalty = text, penalty
             return [[type("P", (), {"text": f" word{k}"}) for k in range(top_k)]]
 
     filler = Filler()
     sentence = "The second sentence is long."
     place = held_out.choose_word(sentence, {"second", "unused"}, "7")
     assert place is not None
-    answer = held_out.answer(filler, {"word3", "word50", "word500"}, place)
+    penalty = object()
+    answer = held_out.answer(filler, {"word3", "word50", "word500"}, place, penalty)
+    assert filler.penalty is penalty
     assert answer == held_out.Answer("The [MASK] sentence is long.", "second", ["word3", "word50"])
     assert filler.text == answer.sentence
     assert held_out.choose_word(sentence, {"first"}, "7") is None

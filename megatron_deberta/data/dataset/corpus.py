@@ -13,7 +13,12 @@ from megatron_deberta.data.arrays import Bits, Integers
 from megatron_deberta.data.dataset.index_cache import IndexCache, Parts
 from megatron_deberta.data.randomness import Purpose, hash_values, mix64
 from megatron_deberta.data.shards.format import bin_path
-from megatron_deberta.data.shards.manifest import check_counts, read_manifest, verify_hashes
+from megatron_deberta.data.shards.manifest import (
+    ShardManifest,
+    check_counts,
+    read_manifest,
+    verify_hashes,
+)
 from megatron_deberta.data.shards.reader import IndexedDataset
 from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.errors import DataError
@@ -229,12 +234,7 @@ def open_shard(prefix: str, vocabulary: Vocabulary, hashes: bool = False) -> Ind
                 "set it to false"
             )
         return shard
-    if manifest.tokenizer_fingerprint != vocabulary.fingerprint:
-        raise DataError(
-            f"{prefix}: the shard was made with another tokenizer: fingerprint "
-            f"{vocabulary.fingerprint[:12]}, manifest {manifest.tokenizer_fingerprint[:12]} "
-            f"({manifest.tokenizer_path}); set tokenizer.path to that, or preprocess again"
-        )
+    check_tokenizer(prefix, manifest, vocabulary.fingerprint)
     if manifest.vocab_size > vocabulary.size:
         raise DataError(
             f"{prefix}: made with {manifest.vocab_size} pieces, the tokenizer has "
@@ -244,6 +244,20 @@ def open_shard(prefix: str, vocabulary: Vocabulary, hashes: bool = False) -> Ind
     if hashes:
         verify_hashes(prefix, manifest)
     return shard
+
+
+def check_tokenizer(prefix: str, manifest: ShardManifest, fingerprint: str) -> None:
+    """Check that a shard was made with the tokenizer that has this fingerprint.
+
+    Raises:
+        DataError: it was made with another one.
+    """
+    if manifest.tokenizer_fingerprint != fingerprint:
+        raise DataError(
+            f"{prefix}: the shard was made with another tokenizer: fingerprint "
+            f"{fingerprint[:12]}, manifest {manifest.tokenizer_fingerprint[:12]} "
+            f"({manifest.tokenizer_path}); set tokenizer.path to that, or preprocess again"
+        )
 
 
 def split_validation(

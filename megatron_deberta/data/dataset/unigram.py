@@ -10,6 +10,9 @@ import numpy.typing as npt
 from megatron_deberta.data.arrays import Integers
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.data.dataset.corpus import Corpus
+from megatron_deberta.data.shards.reader import IndexedDataset
+from megatron_deberta.data.shards.statistics import count_shards
+from megatron_deberta.errors import DataError
 
 _CHUNK_TOKENS = 1 << 22
 
@@ -40,6 +43,34 @@ def unigram_log_probabilities(
     counts = np.ones(vocab_size)
     for share, part in zip(shares, counted, strict=True):
         counts += part * (share * total / part.sum())
+    log_probabilities: npt.NDArray[np.float64] = np.log(counts / counts.sum())
+    return log_probabilities
+
+
+def shard_log_probabilities(
+    shards: Sequence[IndexedDataset], num_tokens: int, max_tokens: int = 200_000_000
+) -> npt.NDArray[np.float64]:
+    """Estimate log p(token) from all documents of some shards, with one added to every count.
+
+    Args:
+        shards: at least one.
+        num_tokens: ids of the tokenizer, V.
+        max_tokens: approximate maximum of tokens read, in evenly spread chunks.
+
+    Returns:
+        [V] float64 natural logarithms.
+
+    Raises:
+        DataError: the shards hold an id outside the vocabulary.
+    """
+    found = count_shards(shards, max_tokens).token_counts
+    if found.size > num_tokens:
+        raise DataError(
+            f"{shards[0].prefix}: token id {found.size - 1}, but the tokenizer has {num_tokens} "
+            "ids; give shards of the model's tokenizer"
+        )
+    counts = np.ones(num_tokens)
+    counts[: found.size] += found
     log_probabilities: npt.NDArray[np.float64] = np.log(counts / counts.sum())
     return log_probabilities
 

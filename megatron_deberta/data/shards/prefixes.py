@@ -41,6 +41,11 @@ def shard_prefixes(given: Sequence[str], *, each_once: bool = True) -> list[str]
     return [*dict.fromkeys(map(_without_suffix, once)), *map(_without_suffix, again)]
 
 
+def is_shard(name: str) -> bool:
+    """Return whether a name is that of an existing shard, as for `shard_prefixes`."""
+    return os.path.isdir(name) or os.path.exists(idx_path(_without_suffix(name)))
+
+
 def refuse_duplicates(prefixes: Sequence[str], where: str, remedy: str) -> None:
     """Check that no shard is listed twice, under any name.
 

@@ -87,6 +87,16 @@ def test_inspect_shows_rows_of_the_length_asked_for(shard, capsys):
     assert " of 24\n" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("end", ["", ".idx", ".bin", "folder"])
+def test_inspect_data_takes_shards_as_every_command_does(shard, end, capsys):
+    options = ["--num-samples", "1", "--statistics", "1", "data.sequence_length=24"]
+    assert main(["inspect", "data", "--prefix", shard, *options]) == 0
+    expected = capsys.readouterr().out
+    name = str(Path(shard).parent) if end == "folder" else f"{shard}{end}"
+    assert main(["inspect", "data", name, *options]) == 0
+    assert capsys.readouterr().out == expected
+
+
 def test_inspect_prints_pieces_as_text(tmp_path, capsys):
     """Also the piece of a space alone, which is no mark of a word."""
     folder = Path(__file__).parents[2] / "golden/c6955b0"

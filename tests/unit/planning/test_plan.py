@@ -218,6 +218,23 @@ def test_command_without_options(
     assert "; 50,000 steps in" in capsys.readouterr().out
 
 
+def test_a_run_without_tokenizer_is_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # no nvidia-smi
+    command = ["plan", "configs/runs/small.yaml", "--layouts", "0", "--json"]
+    assert main(command) == 0
+    printed = capsys.readouterr()
+    assert "planning for model.vocab_size=128100" in printed.err
+    # 32 sequences in micro batches of 16
+    assert json.loads(printed.out)["world_size"] == 2
+    assert "planning for 2 of the " in printed.err
+    assert main([*command, "model.vocab_size=128100"]) == 0
+    given = capsys.readouterr()
+    assert given.out == printed.out
+    assert "vocab_size" not in given.err
+
+
 def test_a_cpu_is_planned_without_times(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", "configs/models/tiny.yaml", "--cluster", "cpu", "--world-size", "2"]
     assert main(arguments) == 0
