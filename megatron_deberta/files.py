@@ -117,14 +117,19 @@ class FileLock:
         self._file = -1
 
 
-def did_you_mean(path: Path) -> str:
+def did_you_mean(path: Path, suffix: str = "") -> str:
     """Return ``; did you mean PATH?`` for a path that does not exist; empty: nothing is similar.
 
     One name of the path may be misspelled, that of the file or of a folder above it.
+
+    Args:
+        path: what was given.
+        suffix: end of the names that can be meant.
     """
     for missing in (path, *path.parents):
         try:
-            names = [entry.name for entry in missing.parent.iterdir()]
+            end = suffix if missing == path else ""
+            names = [each.name for each in missing.parent.iterdir() if each.name.endswith(end)]
         except (OSError, ValueError):
             continue
         similar = difflib.get_close_matches(missing.name, names, 1)

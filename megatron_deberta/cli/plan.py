@@ -160,9 +160,7 @@ def _without_auto(config: RunConfig) -> RunConfig:
     if config.model.vocab_size != AUTO or config.tokenizer.path or config.data.train:
         return config
     rows = ModelConfig().vocab_size
-    print(
-        f"no tokenizer.path or data.train: planning for model.vocab_size={rows}", file=sys.stderr
-    )
+    print(f"no tokenizer.path or data.train: planning for model.vocab_size={rows}", file=sys.stderr)
     return replace(config, model=replace(config.model, vocab_size=rows))
 
 

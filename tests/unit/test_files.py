@@ -42,6 +42,13 @@ def test_a_similar_path_is_suggested(
     assert did_you_mean(Path(given)) == (meant and f"; did you mean {meant}?")
 
 
+def test_only_a_file_of_the_wanted_kind_is_suggested(tmp_path: Path) -> None:
+    (tmp_path / "books.bin").touch()
+    assert did_you_mean(tmp_path / "books.idx", ".idx") == ""
+    (tmp_path / "bookz.idx").touch()
+    assert did_you_mean(tmp_path / "books.idx", ".idx").endswith("/bookz.idx?")
+
+
 @pytest.fixture(params=[0o022, 0o027, 0o002])
 def umask(request: pytest.FixtureRequest) -> Iterator[int]:
     before = os.umask(request.param)

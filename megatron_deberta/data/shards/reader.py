@@ -190,7 +190,7 @@ def _map_file(path: str, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     except OSError as error:
         # ``preprocess --output books`` makes books_text_document.
         similar = sorted(glob.glob(f"{glob.escape(os.path.splitext(path)[0])}_*.idx"))
-        remedy = f"; did you mean {similar[0]}?" if similar else did_you_mean(Path(path))
+        remedy = f"; did you mean {similar[0]}?" if similar else did_you_mean(Path(path), ".idx")
         if os.path.isfile(source := path.removesuffix(".idx")):
             remedy = f"; {source} is no shard; make one of text with preprocess"
         # If another file of the shard is there, it is damaged.

@@ -111,7 +111,12 @@ class Row:
             return None
         lines = self._values.get("lines") if self.task.reader == "conll" else None
         place = Place(self._place.path, lines[word]) if lines else self._place
-        place.fail(f"label {label!r} is not one of {', '.join(self.task.labels)}")
+        name = self.task.name
+        remedy = f"; list yours as labels: [...] in a task file with base: configs/tasks/{name}.yaml"
+        place.fail(
+            f"label {label!r} is not one of {', '.join(self.task.labels)}"
+            f"{remedy if name.startswith('custom_') else ''}"
+        )
 
     def is_hidden(self, value: Any) -> bool:
         """Tell whether a label is the placeholder of one that is not published."""

@@ -27,9 +27,14 @@ from megatron_deberta.data.build import (
     parse_prefixes,
     tokenizer_path,
 )
-from megatron_deberta.data.dataset.unigram import unigram_cross_entropy, unigram_log_probabilities
+from megatron_deberta.data.dataset.unigram import (
+    shard_log_probabilities,
+    unigram_cross_entropy,
+    unigram_log_probabilities,
+)
 from megatron_deberta.data.loader import StepSampler, TrainLoader
 from megatron_deberta.data.shards.manifest import read_manifest
+from megatron_deberta.data.shards.reader import IndexedDataset
 from megatron_deberta.errors import ConfigError, DataError
 
 FIELDS = ("input_ids", "attention_mask", "masked_positions", "labels", "sample_index")
@@ -394,6 +399,10 @@ def test_a_misspelled_shard_is_named_with_the_one_that_is_meant(config):
     wrong = replace(config, data=replace(config.data, train=[f"{prefix[:-1]}_"]))
     with pytest.raises(DataError, match=rf"No such file .*; did you mean {prefix}\.idx\?"):
         tokenizer_path(wrong)
+    os.remove(f"{prefix}.idx")
+    # Not the .bin file
+    with pytest.raises(DataError, match=r"No such file or directory; give the shard's prefix$"):
+        IndexedDataset(prefix)
 
 
 def test_text_in_place_of_a_shard_is_named(config, tmp_path):
@@ -432,6 +441,18 @@ def test_unigram_cross_entropy_equals_a_count_by_hand(write_shard, vocabulary):
     loss, targets = unigram_cross_entropy(log_p, validation)
     assert targets == len(labels) > 0
     assert loss == pytest.approx(-sum(log_p[label] for label in labels))
+
+
+def test_log_probabilities_of_shards_equal_a_count_by_hand(write_shard):
+    shards = [
+        IndexedDataset(write_shard([np.array(tokens)], name=name))
+        for name, tokens in (("a", [5, 5, 6]), ("b", [5, 8]))
+    ]
+    log_p = shard_log_probabilities(shards, 12)
+    counts = np.array([1, 1, 1, 1, 1, 4, 2, 1, 2, 1, 1, 1])
+    np.testing.assert_allclose(log_p, np.log(counts / 17))
+    with pytest.raises(DataError, match="token id 8, but the tokenizer has 8 ids"):
+        shard_log_probabilities(shards, 8)
 
 
 def test_unigram_counts_in_chunks_and_up_to_a_limit(

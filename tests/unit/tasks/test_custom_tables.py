@@ -72,6 +72,16 @@ def test_classes(form: str, tmp_path: Path) -> None:
     ]
 
 
+def test_other_labels_than_those_of_the_packaged_task_say_where_they_belong(tmp_path: Path) -> None:
+    write(tmp_path, "tsv", [{"text": "Bad.", "label": "poor"}])
+    with pytest.raises(DataError, match="is not one of negative, positive; list yours as") as error:
+        read(tmp_path, "classification")
+    assert "base: configs/tasks/custom_classification.yaml" in str(error.value)
+    task = tmp_path / "own.yaml"
+    task.write_text("name: own\nbase: configs/tasks/custom_classification.yaml\nlabels: [poor, fine]\n")
+    assert read_examples(load_task(str(task)), tmp_path, "train")[0].label == 0
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_scores(form: str, tmp_path: Path) -> None:
     write(tmp_path, form, [{"text": "a", "score": 0.5}, {"text": "b", "score": -2.0}])
