@@ -24,7 +24,7 @@ from tests.support.disk_calls import DiskCalls
 @pytest.mark.parametrize(
     ("given", "meant"),
     [
-        ("runs/frist", "runs/first"),
+        ("runs/frst", "runs/first"),
         ("rusn/first", "runs/first"),
         ("rusn/first/config.yml", ""),  # two names are wrong
         ("runs/second", ""),

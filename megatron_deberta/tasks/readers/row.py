@@ -112,7 +112,9 @@ class Row:
         lines = self._values.get("lines") if self.task.reader == "conll" else None
         place = Place(self._place.path, lines[word]) if lines else self._place
         name = self.task.name
-        remedy = f"; list yours as labels: [...] in a task file with base: configs/tasks/{name}.yaml"
+        remedy = (
+            f"; list yours as labels: [...] in a task file with base: configs/tasks/{name}.yaml"
+        )
         place.fail(
             f"label {label!r} is not one of {', '.join(self.task.labels)}"
             f"{remedy if name.startswith('custom_') else ''}"

@@ -78,7 +78,9 @@ def test_other_labels_than_those_of_the_packaged_task_say_where_they_belong(tmp_
         read(tmp_path, "classification")
     assert "base: configs/tasks/custom_classification.yaml" in str(error.value)
     task = tmp_path / "own.yaml"
-    task.write_text("name: own\nbase: configs/tasks/custom_classification.yaml\nlabels: [poor, fine]\n")
+    task.write_text(
+        "name: own\nbase: configs/tasks/custom_classification.yaml\nlabels: [poor, fine]\n"
+    )
     assert read_examples(load_task(str(task)), tmp_path, "train")[0].label == 0
 
 
