@@ -81,6 +81,8 @@ def run(args: argparse.Namespace) -> int:
 def read_penalty(filler: MaskFiller, weight: float, shards: Sequence[str]) -> Tensor | None:
     """Return ``weight`` times the log-frequencies of the tokens, [num_tokens]; None: no weight.
 
+    It is infinite for special tokens.
+
     Args:
         filler: the model.
         weight: 0 or greater.
@@ -116,4 +118,7 @@ def read_penalty(filler: MaskFiller, weight: float, shards: Sequence[str]) -> Te
             check_tokenizer(prefix, manifest, filler.tokenizer.fingerprint)
     opened = [IndexedDataset(prefix) for prefix in prefixes]
     frequencies = shard_log_probabilities(opened, filler.tokenizer.num_tokens)
-    return weight * torch.from_numpy(frequencies).float()
+    penalty = weight * torch.from_numpy(frequencies).float()
+    # Text has none of them, so the division by their frequency would put them first.
+    penalty[list(filler.tokenizer.special_ids)] = float("inf")
+    return penalty

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_deberta.cli.fill_mask import read_penalty
 from megatron_deberta.cli.main import main
 from megatron_deberta.data.shards.writer import write_shard
 from megatron_deberta.hf.fill_mask import open_filler
@@ -42,7 +43,8 @@ def test_prior_weight_divides_by_the_frequency_in_the_shards(
     filler = open_filler(run_dir)
     (plain,) = filler.fill(TEXT, top_k=tokenizer.num_tokens)
     counts = torch.ones(tokenizer.num_tokens)
-    documents = [np.array([each.token_id] * (99 - 9 * rank)) for rank, each in enumerate(plain[:9])]
+    common = [each.token_id for each in plain if each.token_id not in tokenizer.special_ids][:9]
+    documents = [np.array([token] * (99 - 9 * rank)) for rank, token in enumerate(common)]
     for document in documents:
         counts[document[0]] += document.size
     # Where the run says that its data are
@@ -55,6 +57,7 @@ def test_prior_weight_divides_by_the_frequency_in_the_shards(
     for each in plain:
         scores[each.token_id] = each.probability
     scores *= (counts / counts.sum()) ** -0.5
+    scores[list(tokenizer.special_ids)] = 0
     best = (scores / scores.sum()).topk(5)
     expected = [
         (round(value, 4), tokenizer.decode([token]).strip() or tokenizer.piece(token))
@@ -65,6 +68,10 @@ def test_prior_weight_divides_by_the_frequency_in_the_shards(
     found = predicted(weighted, capsys)
     assert [token for _, token in found] == [token for _, token in expected]
     assert [p for p, _ in found] == pytest.approx([p for p, _ in expected], abs=2e-4)
+
+    penalty = read_penalty(filler, 0.5, [])
+    assert penalty is not None
+    assert penalty.isinf().nonzero().flatten().tolist() == list(tokenizer.special_ids)
 
     out = tmp_path / "out"
     assert main(["convert", "--checkpoint", str(run_dir), "--output", str(out)]) == 0
