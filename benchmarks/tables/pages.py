@@ -83,6 +83,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "large-step": _of(step.large_step, "large_step"),
     "same-batches": _of(learn.same_batches, "same_batches"),
     "learn": _of(learn.learn, "learn"),
+    "attention-maps": _of(learn.attention_maps, "attention_maps"),
     "forms": _of(learn.forms, "forms"),
     "replaced-tokens": _of(learn.replaced_tokens, "learn_rtd", "learn_rtd_no_convolution"),
     "finetune-study": _of(learn.finetune_study, "finetune_study"),

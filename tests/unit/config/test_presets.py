@@ -41,6 +41,7 @@ WORLD_SIZES = {
     "large_h100": 32,
     "1.5b_h100": 64,
     "finetune_study_cpu": 0,
+    "attention_maps_cpu": 0,
     "learn_cpu": 0,
     "learn_rtd_cpu": 0,
     "learn_gpu": 0,

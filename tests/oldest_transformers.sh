@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Tests `megatron_deberta.hf.accelerate` and our exports with the oldest supported transformers, and
+# inside GLiNER, which requires an older transformers than requirements.txt names.
+#
+#   tests/oldest_transformers.sh           continuous integration calls it (.ci/run)
+#   tests/oldest_transformers.sh -k lora   with these arguments for pytest
+#
+# Installs both packages in .venv/oldest and puts that folder before the packages of .venv.
+set -euo pipefail
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+packages=(transformers==5.0.0 tokenizers==0.22.2 huggingface-hub==1.33.0 gliner==0.2.29)
+launch/setup_venv.sh --dev
+export PATH="$PWD/.venv/bin:$PATH"
+folder="$PWD/.venv/oldest"
+if [[ "$(cat "$folder/.stamp" 2>/dev/null)" != "${packages[*]}" ]]; then
+  rm -rf "$folder"
+  # Without dependencies: the others are those of .venv.
+  python -m pip --disable-pip-version-check install --quiet --no-deps --target "$folder" "${packages[@]}"
+  echo "${packages[*]}" >"$folder/.stamp"
+fi
+
+export PYTHONPATH="$folder:$PWD" OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu
+export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+python -c 'import transformers; print("transformers", transformers.__version__)'
+python -m pytest tests/parity/test_accelerate.py tests/parity/test_gliner.py \
+  tests/parity/test_other_libraries.py "$@"
