@@ -18,9 +18,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.learn.ablations import Experiment, train
 from benchmarks.lib.measuring import write_json
 from benchmarks.lib.provenance import ROOT, provenance
-from benchmarks.learn.ablations import Experiment, train
 from megatron_deberta.attention_maps.compute import TERMS, TextMaps, compute_maps
 from megatron_deberta.attention_maps.picture import draw
 from megatron_deberta.files import write_atomically
