@@ -173,16 +173,18 @@ def finetune_study(record: Result) -> str:
 
 
 def attention_maps(record: Result) -> str:
-    """Losses of the models in the picture of attention maps, and how much their terms vary."""
+    """The picture of attention maps, the models' losses, and how much their terms vary."""
     header = ("model", "validation loss", "c2c", "c2p", "p2c")
     rows = [
         (model["variant"], f"{model['loss']:.2f}",
          *("none" if value is None else f"{value:.2f}" for value in model["spread"].values()))
         for model in record["models"]
     ]  # fmt: skip
+    names = ", ".join(model["variant"] for model in record["models"])
+    image = f"![Attention maps of {names}](../benchmarks/results/cpu/attention_maps.png)\n\n"
     note = (
         f"\nTerms: standard deviation over the keys of a query, all layers and heads. Models of "
         f"{record['layers']} layers of {record['width']}, trained on {record['tokens'] / 1e6:.2f}M "
         f"tokens; unigram cross-entropy {record['models'][0]['unigram_loss']:.2f} nat.\n"
     )
-    return markdown(header, rows) + note
+    return image + markdown(header, rows) + note

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from megatron_deberta.config.task_head import with_task_head
 from megatron_deberta.hf.export_model import export_model
@@ -77,16 +78,30 @@ def test_peft_trains_and_restores_an_adapter(classifier: Path, tmp_path: Path) -
         torch.testing.assert_close(restored(**batch).logits, model.eval()(**batch).logits)
 
 
-def test_config_has_the_keys_of_text_embeddings_inference(encoder: Path, classifier: Path) -> None:
+def test_export_has_what_text_embeddings_inference_reads(encoder: Path, classifier: Path) -> None:
+    """Fields without a default in its DebertaV2Config, and the tensors of its classifier."""
     for folder in (encoder, classifier):
         fields = json.loads((folder / "config.json").read_text())
         for key in (
-            "max_relative_positions", "relative_attention", "type_vocab_size",
-            "position_biased_input", "position_buckets", "pos_att_type", "share_att_key",
-            "norm_rel_ebd",
+            "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
+            "intermediate_size", "hidden_act", "max_position_embeddings", "type_vocab_size",
+            "initializer_range", "layer_norm_eps", "relative_attention", "max_relative_positions",
+            "position_biased_input", "pos_att_type", "pooler_hidden_act",
+            # Optional there; another architecture is assumed without them.
+            "position_buckets", "share_att_key", "norm_rel_ebd", "conv_kernel_size", "conv_act",
         ):  # fmt: skip
             assert key in fields, key
+        assert {fields["hidden_act"], fields["pooler_hidden_act"]} <= {"gelu", "relu"}
+        assert fields["model_type"] == "deberta-v2"
+    assert fields["architectures"] == ["DebertaV2ForSequenceClassification"]
     assert fields["id2label"] == {"0": "no", "1": "yes"}
+    width = fields["pooler_hidden_size"]
+    shapes = {
+        name: tuple(x.shape) for name, x in load_file(classifier / "model.safetensors").items()
+    }
+    assert shapes["pooler.dense.weight"] == (width, width)
+    assert shapes["classifier.weight"] == (2, width)
+    assert {"pooler.dense.bias", "classifier.bias"} <= shapes.keys()
     pooling = json.loads((encoder / "1_Pooling" / "config.json").read_text())
     assert [key for key, value in pooling.items() if value is True] == ["pooling_mode_mean_tokens"]
     assert not (classifier / "1_Pooling").exists()

@@ -26,5 +26,8 @@ def test_table_names_missing_terms() -> None:
         "layers": 3, "width": 128, "tokens": 819200,
     }  # fmt: skip
     table = attention_maps(record)
+    assert table.startswith(
+        "![Attention maps of -C2P](../benchmarks/results/cpu/attention_maps.png)"
+    )
     assert "| -C2P | 4.25 | 0.50 | none | 1.25 |" in table
     assert "trained on 0.82M tokens; unigram cross-entropy 5.50 nat" in table
