@@ -24,7 +24,7 @@ MAX_POINTS = 600
 """Points drawn of a line; more cannot be told apart at this width."""
 _SIZE = (5.2, 2.9)
 """Inches. At a phone's width the picture is shown at about this size."""
-_AXES = (0.15, 0.17, 0.83, 0.79)
+_AXES = (0.15, 0.17, 0.83, 0.73)
 """Left, bottom, width and height of the axes, as shares of the picture. A layout engine would take
 as long as the drawing."""
 _INK, _GRID, _CURVE = "#010203", "#010204", "#0102{:02x}"
@@ -132,8 +132,9 @@ def draw(chart: Chart, number: int) -> DrawnChart:
         _draw_bands(axes, [each for each in series if each.style == "band"])
         for each in series:
             _draw_series(axes, each)
-        axes.set(xlabel=chart.x_label, ylabel=chart.y_label)
-        axes.yaxis.set_label_coords(-0.14, 0.5)
+        axes.set(xlabel=chart.x_label)
+        # Beside the axis it would be hidden by long tick labels, such as 0.00104.
+        axes.set_title(chart.y_label, loc="left", fontsize=settings["font.size"])
         axes.locator_params(axis="both", nbins=6)
         if chart.percent:
             axes.yaxis.set_major_formatter(PercentFormatter(1.0))
