@@ -24,34 +24,21 @@ Examples:
 from __future__ import annotations
 
 import argparse
-import contextlib
-import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from megatron_deberta.cli.executor_arguments import (
-    add_executor_arguments,
-    executor_options,
-    restart,
-)
+from megatron_deberta.cli.executor_arguments import add_executor_arguments
 from megatron_deberta.cli.text_input import (
     add_bad_fraction_argument,
     add_input_arguments,
     add_rerun_arguments,
-    open_input,
 )
-from megatron_deberta.errors import EXIT_DONE, EXIT_FAILURE, ConfigError
-from megatron_deberta.text.deduplicate.estimate import estimate
+from megatron_deberta.cli.text_job import add_estimate_arguments, estimated_input, open_work
+from megatron_deberta.errors import EXIT_DONE, ConfigError
 from megatron_deberta.text.deduplicate.output import SUFFIXES
 from megatron_deberta.text.deduplicate.pipeline import deduplicate
-from megatron_deberta.text.deduplicate.progress import StageDisplay
 from megatron_deberta.text.deduplicate.settings import Settings
-from megatron_deberta.text.jobs.executors import Engine, ExecutorOptions, remote_engine
-from megatron_deberta.text.jobs.folder import JobFolder
-from megatron_deberta.text.readers.checks import find_both_sides, name_damaged
-from megatron_deberta.text.readers.records import DAMAGED, DEFAULT_ALLOW_BAD, EMPTY, ReadOptions
-from megatron_deberta.text.readers.sources import STANDARD_INPUT, Source
+from megatron_deberta.text.estimate import estimate_deduplicate
+from megatron_deberta.text.readers.checks import find_both_sides
 
 NOT_LAST = "{}: this task is done; the last one to finish publishes"
 
@@ -69,10 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--exact-only", action="store_true", help="remove exact duplicates only; much faster"
     )
     add_work_arguments(parser)
-    parser.add_argument(
-        "--estimate", action="store_true",
-        help="only print how much time, disk and memory it would take",
-    )  # fmt: skip
+    add_estimate_arguments(parser)
 
 
 def add_work_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,51 +69,15 @@ def add_work_arguments(parser: argparse.ArgumentParser) -> None:
     add_rerun_arguments(parser, "an existing folder")
 
 
-@contextlib.contextmanager
-def open_work(
-    args: argparse.Namespace, output: Path
-) -> Iterator[tuple[list[Source], ReadOptions, ExecutorOptions, Engine | None]]:
-    """Open the engine and the input of a command that writes a folder.
-
-    Yields:
-        Input files, what is read of them, and where units run.
-    """
-    executor = executor_options(args)
-    folder = JobFolder(output)
-    with remote_engine(executor) as engine:
-        folder.refuse_foreign()
-        if args.restart:
-            restart(folder)
-        is_first = executor.share.task == 0
-        with open_input(args, folder.path, output=output, is_first=is_first) as (sources, options):
-            yield sources, options, executor, engine
-
-
-def work_options(
-    args: argparse.Namespace, executor: ExecutorOptions, engine: Engine | None
-) -> dict[str, Any]:
-    """Return the options that the functions ``deduplicate`` and ``split`` share."""
-    return {
-        "workers": executor.workers,
-        "engine": engine,
-        "share": executor.share,
-        "compression": args.compress,
-        "force": args.force,
-    }
-
-
 def run(args: argparse.Namespace) -> int:
     """Deduplicate and print a summary."""
     settings = Settings(threshold=args.threshold, ngram=args.ngram, exact_only=args.exact_only)
     output = Path(args.output)
     if args.estimate:
-        if STANDARD_INPUT in args.input:
-            raise ConfigError("--input -: --estimate needs files")
-        folder = JobFolder(output).path
-        with open_input(args, folder, output=output) as (sources, options):
-            print(estimate(sources, options, settings, executor_options(args).workers))
+        with estimated_input(args, output) as (sources, options, workers):
+            print(estimate_deduplicate(sources, options, settings, args.nodes, workers))
         return EXIT_DONE
-    with open_work(args, output) as (sources, options, executor, engine), StageDisplay() as display:
+    with open_work(args, output, "deduplicate") as (sources, options, run_options):
         if sides := find_both_sides(sources):
             raise ConfigError(
                 f"--input: {sides[0]} and {sides[1]} are the two sides of a split, which the "
@@ -140,8 +88,8 @@ def run(args: argparse.Namespace) -> int:
             output,
             settings,
             options,
-            advance=display.advance,
-            **work_options(args, executor, engine),
+            run=run_options,
+            compression=args.compress,
         )
     if not summary:
         print(NOT_LAST.format(args.output))
@@ -152,25 +100,4 @@ def run(args: argparse.Namespace) -> int:
         f"{removed['exact']:,} exact + {removed['near']:,} near duplicates + "
         f"{sum(summary['quarantined'].values()):,} quarantined"
     )
-    return refuse_many_bad(summary, args)
-
-
-def refuse_many_bad(summary: dict[str, Any], args: argparse.Namespace) -> int:
-    """Return the exit code: 1, with a message, if too many records are unusable."""
-    quarantined, documents = summary["quarantined"], summary["documents"]
-    bad = sum(count for reason, count in quarantined.items() if reason != EMPTY)
-    limit = DEFAULT_ALLOW_BAD if args.max_bad_fraction is None else args.max_bad_fraction
-    damaged = args.max_bad_fraction is None and quarantined.get(DAMAGED, 0)
-    if bad > documents * limit or damaged:
-        reasons = ", ".join(
-            f"{count:,} {reason}" for reason, count in quarantined.items() if reason != EMPTY
-        )
-        quarantine = Path(args.output) / "quarantine.jsonl"
-        names = f" in {name_damaged(quarantine)}" if quarantined.get(DAMAGED) else ""
-        print(
-            f"megatron-deberta: error: {bad:,} of {documents:,} records cannot be used "
-            f"({reasons}){names}; see {quarantine}, or set --max-bad-fraction",
-            file=sys.stderr,
-        )
-        return EXIT_FAILURE
     return EXIT_DONE

@@ -27,7 +27,7 @@ from megatron_deberta.cli.arguments import number
 from megatron_deberta.cli.finetune import add_task_arguments
 from megatron_deberta.errors import EXIT_DONE, ConfigError
 from megatron_deberta.files import write_atomically
-from megatron_deberta.text.deduplicate.progress import StageDisplay
+from megatron_deberta.text.jobs.progress import ProgressDisplay
 
 if TYPE_CHECKING:
     # These import torch, which --help does not need.
@@ -155,11 +155,11 @@ def _progress(stage: str) -> Iterator[Callable[[int, int], None]]:
     from megatron_deberta.distributed.environment import read_environment
 
     shows = read_environment().rank == 0
-    with StageDisplay(title="evaluate") as display:
+    with ProgressDisplay("evaluate") as display:
 
         def advance(done: int, total: int) -> None:
             if shows:
-                display.advance(stage, total, done)
+                display.advance(stage, total, done, {})
 
         yield advance
 

@@ -15,25 +15,21 @@ from __future__ import annotations
 
 import argparse
 import re
+from pathlib import Path
 
 from megatron_deberta.cli.arguments import number
-from megatron_deberta.cli.executor_arguments import (
-    add_executor_arguments,
-    executor_options,
-    restart,
-)
+from megatron_deberta.cli.executor_arguments import add_executor_arguments
 from megatron_deberta.cli.text_input import (
     add_bad_fraction_argument,
     add_input_arguments,
     add_rerun_arguments,
-    open_input,
 )
-from megatron_deberta.errors import ConfigError
-from megatron_deberta.text.jobs.executors import Engine, ExecutorOptions, remote_engine
-from megatron_deberta.text.jobs.folder import JobFolder
+from megatron_deberta.cli.text_job import add_estimate_arguments, estimated_input, open_work
+from megatron_deberta.errors import EXIT_DONE, ConfigError
+from megatron_deberta.text.estimate import estimate_preprocess
 from megatron_deberta.text.preprocess.encoding import EncodingOptions
 from megatron_deberta.text.preprocess.merging import quarantine_path, shard_prefixes
-from megatron_deberta.text.preprocess.pipeline import RunOptions, preprocess
+from megatron_deberta.text.preprocess.pipeline import preprocess
 from megatron_deberta.text.readers.checks import refuse_both_sides
 
 
@@ -74,30 +70,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the input)",
     )  # fmt: skip
     add_rerun_arguments(parser, "existing shards")
+    add_estimate_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Preprocess and, on the first rank, print a summary."""
-    executor = executor_options(args)
     if args.sentences and not re.fullmatch("[a-z]{2,3}", args.sentences):
         raise ConfigError(f"--sentences {args.sentences}: must be a code as en or de (ISO 639)")
-    with remote_engine(executor) as engine:
-        return _preprocess(args, executor, engine)
-
-
-def _preprocess(args: argparse.Namespace, executor: ExecutorOptions, engine: Engine | None) -> int:
-    folder = JobFolder(args.output)
-    folder.refuse_foreign()
-    if args.restart:
-        restart(folder)
-    options = RunOptions(
-        workers=executor.workers,
-        engine=engine,
-        share=executor.share,
-        allow_bad=args.max_bad_fraction,
-        force=args.force,
-    )
-    with open_input(args, folder.path, is_first=executor.share.task == 0) as (sources, read):
+    output = Path(args.output)
+    if args.estimate:
+        with estimated_input(args, output, is_folder=False) as (sources, read, workers):
+            print(estimate_preprocess(sources, args.tokenizer, read, args.nodes, workers))
+        return EXIT_DONE
+    with open_work(args, output, "preprocess", is_folder=False) as (sources, read, options):
         refuse_both_sides(sources, args.output)
         manifests = preprocess(
             sources,
@@ -115,7 +100,7 @@ def _preprocess(args: argparse.Namespace, executor: ExecutorOptions, engine: Eng
         )
     if not manifests:
         print(f"{args.output}: this task is done; the last one to finish merges")
-        return 0
+        return EXIT_DONE
     prefixes = shard_prefixes(args.output, read.keys, args.sentences)
     for prefix, manifest in zip(prefixes, manifests, strict=True):
         print(
@@ -125,4 +110,4 @@ def _preprocess(args: argparse.Namespace, executor: ExecutorOptions, engine: Eng
         )
     if manifests[0].documents_quarantined:
         print(f"{quarantine_path(args.output)} lists the quarantined records")
-    return 0
+    return EXIT_DONE

@@ -17,10 +17,13 @@ import argparse
 import logging
 from pathlib import Path
 
-from megatron_deberta.cli.deduplicate import open_work
 from megatron_deberta.cli.executor_arguments import add_executor_arguments
-from megatron_deberta.cli.text_input import add_input_arguments, add_rerun_arguments
-from megatron_deberta.text.deduplicate.progress import StageDisplay
+from megatron_deberta.cli.text_input import (
+    add_bad_fraction_argument,
+    add_input_arguments,
+    add_rerun_arguments,
+)
+from megatron_deberta.cli.text_job import open_work
 from megatron_deberta.text.readers.checks import find_both_sides
 from megatron_deberta.text.sample import sampled_lines
 from megatron_deberta.tokenizer.training import refuse_existing, train_sentencepiece
@@ -49,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="train on an even sample of this size; 0: on all text",
     )  # fmt: skip
     add_executor_arguments(parser, array=False)
+    add_bad_fraction_argument(parser)
     add_rerun_arguments(parser, "an existing tokenizer")
 
 
@@ -56,24 +60,14 @@ def run(args: argparse.Namespace) -> int:
     """Train the tokenizer and print a summary."""
     refuse_existing(args.output, args.force)
     output = Path(args.output)
-    with open_work(args, output) as (sources, options, executor, engine):
+    with open_work(args, output, "train-tokenizer") as (sources, options, run_options):
         if sides := find_both_sides(sources):
             logger.warning(
                 "warning: the vocabulary is also trained on validation text (%s); to leave it out, "
                 "give --input %s", sides[1], sides[0],
             )  # fmt: skip
-        with (
-            StageDisplay(title="train-tokenizer") as display,
-            sampled_lines(
-                sources,
-                output,
-                options,
-                round(args.sample_mb * 1e6),
-                workers=executor.workers,
-                engine=engine,
-                advance=display.advance,
-            ) as lines,
-        ):
+        sample_bytes = round(args.sample_mb * 1e6)
+        with sampled_lines(sources, output, options, sample_bytes, run=run_options) as lines:
             tokenizer = train_sentencepiece(
                 lines,
                 args.output,

@@ -11,13 +11,14 @@ import contextlib
 import logging
 import math
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from megatron_deberta.errors import ConfigError, DataError
-from megatron_deberta.text.deduplicate.pipeline import Advance
+from megatron_deberta.errors import ConfigError
+from megatron_deberta.text.deduplicate.output import QUARANTINE, concatenate, describe_defect
 from megatron_deberta.text.deduplicate.units import Record, UnitReader, plan_units
 from megatron_deberta.text.deduplicate.work import (
     StageRunner,
@@ -26,10 +27,11 @@ from megatron_deberta.text.deduplicate.work import (
     begin_work,
     make_plan,
 )
-from megatron_deberta.text.jobs.executors import Engine, local_engine
+from megatron_deberta.text.jobs.executors import RunOptions, local_engine
 from megatron_deberta.text.jobs.folder import JobFolder
 from megatron_deberta.text.preprocess.units import UNIT_BYTES
-from megatron_deberta.text.readers.records import DAMAGED, DEFAULT_ALLOW_BAD, EMPTY, ReadOptions
+from megatron_deberta.text.readers.checks import refuse_bad
+from megatron_deberta.text.readers.records import EMPTY, ReadOptions
 from megatron_deberta.text.readers.sources import Source
 from megatron_deberta.tokenizer.training import split_lines
 
@@ -38,7 +40,6 @@ logger = logging.getLogger(__name__)
 _MOST_LEVELS = 64
 # Bytes of the input per byte of the sample up to which workers keep all lines.
 _INPUT_PER_SAMPLE = 16
-_WARNINGS = 5
 
 
 @contextlib.contextmanager
@@ -48,10 +49,8 @@ def sampled_lines(
     options: ReadOptions,
     sample_bytes: int,
     *,
-    workers: int = 0,
-    engine: Engine | None = None,
+    run: RunOptions | None = None,
     unit_bytes: int = UNIT_BYTES,
-    advance: Advance = lambda *_: None,
 ) -> Iterator[list[str]]:
     """Yield the sample; units that are done stay in ``{output}.unfinished`` if the block fails.
 
@@ -61,16 +60,14 @@ def sampled_lines(
         options: what is read of the files.
         sample_bytes: UTF-8 bytes of text; 0: all. The sample has more than about half of them if
             at least one sixteenth of the input's bytes is text.
-        workers: worker processes; 0: this process.
-        engine: runs the units instead, see ``remote_engine``.
+        run: how it is done.
         unit_bytes: size of the units.
-        advance: called with (stage, tasks, done).
 
     Raises:
         ConfigError: ``sample_bytes`` is negative, or unfinished work of another plan exists.
-        DataError: the input is damaged, over 0.1 % of the records cannot be used, the disk is
-            full, or a worker died.
+        DataError: too many records are bad, the disk is full, or a worker died.
     """
+    run = run or RunOptions()
     if sample_bytes < 0:
         raise ConfigError(f"--sample-mb {sample_bytes / 1e6:g}: must be positive, or 0 for all")
     input_bytes = sum(source.size_bytes for source in sources)
@@ -81,12 +78,12 @@ def sampled_lines(
     folder.remove_leftovers()
     with contextlib.ExitStack() as stack:
         work = stack.enter_context(begin_work(folder, plan))
-        count = workers if len(work.units) > 1 else 0
-        used = engine or stack.enter_context(local_engine(count, start_method="spawn"))
-        runner = StageRunner(work, used, advance)
+        count = run.workers if len(work.units) > 1 else 0
+        engine = run.engine or stack.enter_context(local_engine(count, start_method="spawn"))
+        runner = StageRunner(work, engine, run.advance)
         runner.run("sample", _sample_unit, len(work.units))
         runner.check()
-        _refuse_bad(work)
+        _refuse_bad(work, run.allow_bad)
         yield _gather(work, sample_bytes)
         folder.remove()
 
@@ -97,19 +94,13 @@ def _sample_unit(work: Work, task: int, folder: TaskFolder) -> None:
     least: int = work.parameters["level"]
     sizes = [0] * _MOST_LEVELS
     levels = bytearray()
-    records, bad = 0, []
-    with folder.open("lines.txt") as stream:
-        for record in UnitReader(work.units[task], work.sources, work.options):
-            records += 1
+    quarantined: Counter[str] = Counter()
+    reader = UnitReader(work.units[task], work.sources, work.options)
+    with folder.open("lines.txt") as stream, folder.open(QUARANTINE) as quarantine:
+        for record in reader:
             if not isinstance(record, Record):
-                source, defect = record
-                hint = "; set --keys" if defect.reason == "missing key" else ""
-                name = work.sources[source].name
-                what = f"{name}: line {defect.line}: {defect.reason}: {defect.detail}{hint}"
-                if defect.reason == DAMAGED:
-                    raise DataError(what)
-                if defect.reason != EMPTY:
-                    bad.append(what)
+                quarantined[record[1].reason] += 1
+                quarantine.write(describe_defect(work, *record))
                 continue
             for line in split_lines(record.text):
                 # 1 - random() is in (0, 1].
@@ -119,26 +110,22 @@ def _sample_unit(work: Work, task: int, folder: TaskFolder) -> None:
                     stream.write(content + b"\n")
                     levels.append(level)
                     sizes[level] += len(content)
+    folder.counts = reader.counts
     folder.save_array("level", np.frombuffer(bytes(levels), np.uint8))
-    folder.save_json(
-        "info",
-        {"records": records, "bad": len(bad), "messages": bad[: _WARNINGS + 1], "sizes": sizes},
-    )
+    records = reader.counts["documents"] + reader.counts["quarantined"]
+    folder.save_json("info", {"records": records, "quarantined": quarantined, "sizes": sizes})
 
 
-def _refuse_bad(work: Work) -> None:
+def _refuse_bad(work: Work, allow_bad: float | None) -> None:
     infos = [work.info("sample", unit) for unit in range(len(work.units))]
-    messages = [message for info in infos for message in info["messages"]]
-    bad, records = (sum(info[name] for info in infos) for name in ("bad", "records"))
-    for message in messages[:_WARNINGS]:
-        logger.warning("%s; left out", message)
-    if bad > _WARNINGS:
-        logger.warning("%d more records that cannot be used; left out", bad - _WARNINGS)
-    if bad > records * DEFAULT_ALLOW_BAD:
-        raise DataError(
-            f"{bad} of {records} records cannot be used, more than {DEFAULT_ALLOW_BAD:.1%}; "
-            f"the first: {messages[0]}"
-        )
+    quarantined = sum((Counter(info["quarantined"]) for info in infos), Counter())
+    concatenate(work, "sample", QUARANTINE, work.folder)
+    listed = work.folder / QUARANTINE
+    refuse_bad(quarantined, sum(info["records"] for info in infos), allow_bad, listed)
+    if bad := sum(count for reason, count in quarantined.items() if reason != EMPTY):
+        logger.warning("%d records cannot be used and are left out; the first:", bad)
+        with listed.open(encoding="utf-8") as stream:
+            logger.warning("%s", next(line for line in stream if f'"{EMPTY}"' not in line).strip())
 
 
 def _gather(work: Work, sample_bytes: int) -> list[str]:

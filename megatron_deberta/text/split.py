@@ -17,23 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.files import sha256_file
 from megatron_deberta.parsing import read_json
 from megatron_deberta.text.deduplicate.output import (
     CLUSTERS,
+    QUARANTINE,
     add_counts,
     concatenate,
+    describe_defect,
     take_parts,
 )
-from megatron_deberta.text.deduplicate.pipeline import (
-    Advance,
-    Compression,
-    fill_folder,
-    refuse_inputs,
-)
+from megatron_deberta.text.deduplicate.pipeline import Compression, fill_folder, refuse_inputs
 from megatron_deberta.text.deduplicate.shingles import digest_of
 from megatron_deberta.text.deduplicate.units import Record, UnitReader, plan_units
 from megatron_deberta.text.deduplicate.work import (
@@ -45,7 +41,7 @@ from megatron_deberta.text.deduplicate.work import (
     load_array,
     make_plan,
 )
-from megatron_deberta.text.jobs.executors import ONLY_TASK, Engine, Share
+from megatron_deberta.text.jobs.executors import RunOptions
 from megatron_deberta.text.preprocess.units import UNIT_BYTES
 from megatron_deberta.text.readers.checks import SIDES
 from megatron_deberta.text.readers.records import ReadOptions
@@ -62,13 +58,9 @@ def split(
     fraction: float = 0.05,
     seed: int = 0,
     clusters: Path | None = None,
-    workers: int = 0,
-    engine: Engine | None = None,
-    share: Share = ONLY_TASK,
+    run: RunOptions | None = None,
     compression: Compression = "none",
     unit_bytes: int = UNIT_BYTES,
-    force: bool = False,
-    advance: Advance = lambda *_: None,
 ) -> dict[str, Any]:
     """Write the input's documents into the folders ``train`` and ``validation`` of a new one.
 
@@ -83,13 +75,9 @@ def split(
         seed: another one gives another split.
         clusters: folder that ``deduplicate`` wrote from the same documents; then near duplicates
             of each other are on the same side. Without, only exact ones are.
-        workers: processes; 0 works in this one.
-        engine: runs the tasks instead, see ``remote_engine``.
-        share: task of a job array; the last to finish publishes.
+        run: how it is done.
         compression: of the files of documents.
         unit_bytes: size of the pieces that the input is worked on in.
-        force: replace a folder that exists.
-        advance: told (stage, tasks, done).
 
     Returns:
         The summary, as in ``summary.json``; empty if other array tasks still work.
@@ -112,7 +100,7 @@ def split(
         parameters |= {"clusters": str(path.resolve()), "clusters_sha256": sha256_file(path)}
     units = plan_units(sources, unit_bytes)
     plan = make_plan(parameters, options, sources, units, compression)
-    return fill_folder(output, plan, _run_stages, _gather, workers, engine, share, force, advance)
+    return fill_folder(output, plan, _run_stages, _gather, run or RunOptions())
 
 
 def _check_clusters(folder: Path, options: ReadOptions) -> None:
@@ -150,20 +138,20 @@ def _split_unit(work: Work, task: int, folder: TaskFolder) -> None:
     with (
         folder.open("train.jsonl", work.compression) as train,
         folder.open("validation.jsonl", work.compression) as validation,
-        folder.open("quarantine.jsonl") as quarantine,
+        folder.open(QUARANTINE) as quarantine,
     ):
         streams = {"train": train, "validation": validation}
-        for record in UnitReader(work.units[task], work.sources, work.options):
+        reader = UnitReader(work.units[task], work.sources, work.options)
+        for record in reader:
             if isinstance(record, Record):
                 side, is_member = choose(digest_of(record.text))
                 counts[side] += 1
                 counts["members"] += is_member
                 streams[side].write(record.content + b"\n")
                 continue
-            number, (_, offset, reason, detail) = record
-            quarantined[reason] += 1
-            line = {"file": work.sources[number].name, "offset": offset}
-            quarantine.write(orjson.dumps({**line, "reason": reason, "detail": detail}) + b"\n")
+            quarantined[record[1].reason] += 1
+            quarantine.write(describe_defect(work, *record))
+    folder.counts = reader.counts
     folder.save_json("info", {**counts, "quarantined": quarantined})
 
 
@@ -226,7 +214,7 @@ def _gather(work: Work, staged: Path) -> dict[str, Any]:
             )
         (staged / side).mkdir(exist_ok=True)
         take_parts(work, f"{side}.jsonl", staged / side)
-    concatenate(work, "quarantine.jsonl", staged)
+    concatenate(work, "write", QUARANTINE, staged)
     return {
         "documents": counts.total() + quarantined.total(),
         **{side: counts[side] for side in SIDES},

@@ -35,7 +35,7 @@ from pathlib import Path
 from tests.support.duplicates import run
 if __name__ == "__main__":
     run(sys.argv[2:], Path(sys.argv[1]), workers=2, unit_bytes=%d,
-        advance=lambda *at: (print(*at, flush=True), sys.stdin.readline()))
+        advance=lambda *at: (print(*at[:3], flush=True), sys.stdin.readline()))
 """
 
 

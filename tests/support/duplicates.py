@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from megatron_deberta.text.deduplicate.pipeline import deduplicate
 from megatron_deberta.text.deduplicate.settings import Settings
+from megatron_deberta.text.jobs.executors import RunOptions
 from megatron_deberta.text.readers.records import ReadOptions
 from megatron_deberta.text.readers.sources import find_sources
 from tests.support.machine_text import documents
@@ -60,7 +62,16 @@ def make_corpus(folder: Path) -> list[str]:
 def run(inputs: list[str], output: Path, **options: Any) -> dict[str, Any]:
     """Deduplicate with the default settings."""
     settings = options.pop("settings", Settings())
+    options = with_run_options(options)
     return deduplicate(find_sources(inputs), output, settings, ReadOptions(), **options)
+
+
+def with_run_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Put the fields of ``RunOptions`` among keyword arguments together as ``run``."""
+    names = {field.name for field in fields(RunOptions)}
+    run_options = {name: value for name, value in options.items() if name in names}
+    others = {name: value for name, value in options.items() if name not in names}
+    return {**others, "run": RunOptions(**run_options)}
 
 
 def contents(folder: Path) -> dict[str, bytes]:

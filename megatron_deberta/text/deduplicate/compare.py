@@ -82,7 +82,8 @@ def collect_runs(work: Work, task: int, folder: TaskFolder) -> None:
         if needed.any():
             shingler = Shingler(work.settings.ngram)
             number = 0
-            for record in UnitReader(work.units[task], work.sources, work.options):
+            reader = UnitReader(work.units[task], work.sources, work.options)
+            for record in reader:
                 if not isinstance(record, Record):
                     continue
                 if needed[number]:
@@ -90,6 +91,7 @@ def collect_runs(work: Work, task: int, folder: TaskFolder) -> None:
                     stream.write(runs.tobytes())
                     sizes.append(runs.size)
                 number += 1
+            folder.counts = reader.counts
     folder.save_array("document", np.flatnonzero(needed).astype(np.int64) + begin)
     folder.save_array("bounds", np.cumsum(sizes, dtype=np.int64))
 

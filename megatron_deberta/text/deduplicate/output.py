@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 from bisect import bisect_right
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from megatron_deberta.text.deduplicate.work import TaskFolder, Work
 from megatron_deberta.text.readers.records import Defect
 
 CLUSTERS = "clusters.npy"
+QUARANTINE = "quarantine.jsonl"
 SUFFIXES = {"none": "", "gz": ".gz", "zst": ".zst"}
 
 
@@ -36,9 +38,10 @@ def write_unit(work: Work, task: int, folder: TaskFolder) -> None:
     with (
         folder.open("kept.jsonl", work.compression) as kept,
         folder.open("removed.jsonl") as removed,
-        folder.open("quarantine.jsonl") as quarantine,
+        folder.open(QUARANTINE) as quarantine,
     ):
-        for record in UnitReader(work.units[task], work.sources, work.options):
+        reader = UnitReader(work.units[task], work.sources, work.options)
+        for record in reader:
             if isinstance(record, Record):
                 if reporter.decision[number] == KEPT:
                     kept.write(record.content + b"\n")
@@ -49,19 +52,38 @@ def write_unit(work: Work, task: int, folder: TaskFolder) -> None:
                     removed.write(orjson.dumps(line) + b"\n")
                 number += 1
                 continue
-            line = reporter.describe_defect(*record)
-            quarantined[line["reason"]] += 1
-            quarantine.write(orjson.dumps(line) + b"\n")
+            quarantined[record[1].reason] += 1
+            quarantine.write(describe_defect(work, *record, reporter.lines))
     if number != reporter.end:
         raise DataError(
             f"{work.sources[work.units[task][0].source].name}: changed while it was read; remove "
             f"{work.folder} and start again"
         )
+    folder.counts = reader.counts
     folder.save_json("info", {**counts, "quarantined": quarantined})
 
 
+def describe_defect(
+    work: Work, source: int, defect: Defect, lines: Mapping[str, int] | None = None
+) -> bytes:
+    """Return the line of the quarantine list for a record.
+
+    Args:
+        work: of the run.
+        source: number of the file.
+        defect: what is wrong.
+        lines: lines of each file before its piece; None: unknown, and so is the record's line.
+    """
+    place: dict[str, Any] = {"file": work.sources[source].name}
+    if lines is not None:
+        place["line"] = defect.line + lines.get(str(source), 0)
+    if defect.offset >= 0:
+        place["offset"] = defect.offset
+    return orjson.dumps({**place, "reason": defect.reason, "detail": defect.detail}) + b"\n"
+
+
 class _Reporter:
-    """Puts documents that do not stay into words."""
+    """Describes documents that are removed."""
 
     def __init__(self, work: Work, unit: int) -> None:
         starts = unit_starts(work)
@@ -74,6 +96,7 @@ class _Reporter:
         )
         path = work.task_folder("resolve", 0) / "lines.json"
         self._lines = read_json(path, list[dict[str, int]], "a list", remedy="remove its folder")
+        self.lines = self._lines[unit]
 
     def describe_removed(self, number: int, record: Record) -> dict[str, Any]:
         """Say where a document was, why it goes and what stays in its place."""
@@ -87,11 +110,6 @@ class _Reporter:
             "kept": {"document": kept, **self._place(unit, source, line)},
             "jaccard": round(float(self._jaccard[number]), 6),
         }
-
-    def describe_defect(self, source: int, defect: Defect) -> dict[str, Any]:
-        """Say where a record is that cannot be used, and why."""
-        place = self._place(self._unit, source, defect.line, defect.offset)
-        return {**place, "reason": defect.reason, "detail": defect.detail}
 
     def _place(self, unit: int, source: int, line: int, offset: int = -1) -> dict[str, Any]:
         before = self._lines[unit].get(str(source), 0)
@@ -107,8 +125,8 @@ def gather_output(work: Work, staged: Path) -> dict[str, Any]:
     """
     summary = _summarise(work)
     take_parts(work, "kept.jsonl", staged)
-    for name in ("removed.jsonl", "quarantine.jsonl"):
-        concatenate(work, name, staged)
+    for name in ("removed.jsonl", QUARANTINE):
+        concatenate(work, "write", name, staged)
     shutil.copyfile(work.task_folder("resolve", 0) / CLUSTERS, staged / CLUSTERS)
     return summary
 
@@ -121,11 +139,11 @@ def take_parts(work: Work, name: str, folder: Path) -> None:
             part.rename(folder / f"part-{task:06d}.jsonl{SUFFIXES[work.compression]}")
 
 
-def concatenate(work: Work, name: str, folder: Path) -> None:
+def concatenate(work: Work, stage: str, name: str, folder: Path) -> None:
     """Write the units' files of a name one behind the other into a new one."""
     with (folder / name).open("wb") as stream:
         for task in range(len(work.units)):
-            with (work.task_folder("write", task) / name).open("rb") as part:
+            with (work.task_folder(stage, task) / name).open("rb") as part:
                 shutil.copyfileobj(part, stream)
 
 

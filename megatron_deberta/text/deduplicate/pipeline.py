@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.files import fsync_path
 from megatron_deberta.parsing import read_json
 from megatron_deberta.text.deduplicate import candidates, compare
-from megatron_deberta.text.deduplicate.output import gather_output, write_unit
+from megatron_deberta.text.deduplicate.output import QUARANTINE, gather_output, write_unit
 from megatron_deberta.text.deduplicate.resolve import resolve
 from megatron_deberta.text.deduplicate.settings import Settings
 from megatron_deberta.text.deduplicate.sign import sign_unit
@@ -27,14 +26,14 @@ from megatron_deberta.text.deduplicate.work import (
     begin_work,
     make_plan,
 )
-from megatron_deberta.text.jobs.executors import ONLY_TASK, Engine, Share, local_engine
-from megatron_deberta.text.jobs.folder import BusyError, JobFolder
+from megatron_deberta.text.jobs.executors import RunOptions, local_engine
+from megatron_deberta.text.jobs.folder import BusyError, JobFolder, plan_digest
 from megatron_deberta.text.preprocess.units import UNIT_BYTES
+from megatron_deberta.text.readers.checks import refuse_bad
 from megatron_deberta.text.readers.records import ReadOptions
 from megatron_deberta.text.readers.sources import SUMMARY, Source
 
 Compression = Literal["none", "gz", "zst"]
-Advance = Callable[[str, int, int], None]
 
 
 def deduplicate(
@@ -43,48 +42,38 @@ def deduplicate(
     settings: Settings,
     options: ReadOptions,
     *,
-    workers: int = 0,
-    engine: Engine | None = None,
-    share: Share = ONLY_TASK,
+    run: RunOptions | None = None,
     compression: Compression = "none",
     unit_bytes: int = UNIT_BYTES,
-    force: bool = False,
-    advance: Advance = lambda *_: None,
 ) -> dict[str, Any]:
     """Write the input without exact and near duplicates into a new folder.
 
     Unfinished work is kept beside it as ``{output}.unfinished``; the same call goes on from there
-    and gives the same bytes, whatever ``workers`` were and are. Where the result of the same call
-    is there already, nothing is done.
+    and gives the same bytes, whatever ``run`` was and is. Where the result of the same call is
+    there already, nothing is done.
 
     Args:
         sources: input files, whose order says which of two documents is the first.
         output: folder that appears when everything is done.
         settings: what a duplicate is.
         options: what of a record is read.
-        workers: processes; 0 works in this one.
-        engine: runs the tasks instead, see ``remote_engine``.
-        share: task of a job array; the last to finish publishes.
+        run: how it is done.
         compression: of the files of documents.
         unit_bytes: size of the pieces that the input is worked on in.
-        force: replace a folder that exists, once everything is done.
-        advance: told (stage, tasks, done).
 
     Returns:
         The summary, as in ``summary.json``; empty if other array tasks still work.
 
     Raises:
         ConfigError: ``output`` exists, or unfinished work of another plan does.
-        DataError: the input cannot be read or holds no document, the disk is full, or a worker
-            died.
+        DataError: the input cannot be read or holds no document, too many records are bad, the
+            disk is full, or a worker died.
     """
     plan = make_plan(
         asdict(settings), options, sources, plan_units(sources, unit_bytes), compression
     )
     refuse_inputs(output, sources)
-    return fill_folder(
-        output, plan, _run_stages, gather_output, workers, engine, share, force, advance
-    )
+    return fill_folder(output, plan, _run_stages, gather_output, run or RunOptions())
 
 
 def refuse_inputs(output: Path, sources: Sequence[Source]) -> None:
@@ -103,14 +92,10 @@ def refuse_inputs(output: Path, sources: Sequence[Source]) -> None:
 
 def fill_folder(
     output: Path,
-    plan: bytes,
+    plan: dict[str, Any],
     run_stages: Callable[[Work, StageRunner], None],
     gather: Callable[[Work, Path], dict[str, Any]],
-    workers: int,
-    engine: Engine | None,
-    share: Share,
-    force: bool,
-    advance: Advance,
+    options: RunOptions,
 ) -> dict[str, Any]:
     """Do what a plan says, from wherever a killed run left it, and publish the result.
 
@@ -119,11 +104,7 @@ def fill_folder(
         plan: see ``make_plan``.
         run_stages: does all work but the last.
         gather: puts the result together in a folder and returns its summary.
-        workers: processes.
-        engine: runs the tasks instead.
-        share: task of a job array.
-        force: replace ``output``.
-        advance: told (stage, tasks, done).
+        options: of the run.
 
     Returns:
         The summary; empty if other array tasks still work.
@@ -137,28 +118,28 @@ def fill_folder(
     try:
         summary = _finished(output, plan)
         if summary is None:
-            if os.path.lexists(output) and not force:
+            if os.path.lexists(output) and not options.force:
                 raise ConfigError(f"--output {output}: exists; choose another or add --force")
-            is_shared = share.tasks > 1
+            is_shared = options.share.tasks > 1
             try:
                 with contextlib.ExitStack() as stack:
                     work = stack.enter_context(begin_work(folder, plan, shared=is_shared))
-                    # Spawned: the display that the caller has opened runs a thread.
-                    used = engine or stack.enter_context(
-                        local_engine(workers, start_method="spawn")
+                    # Spawned: numpy may have started threads.
+                    engine = options.engine or stack.enter_context(
+                        local_engine(options.workers, start_method="spawn")
                     )
-                    runner = StageRunner(work, used, advance, share)
+                    runner = StageRunner(work, engine, options.advance, options.share)
                     # Another task of the array may have published since.
                     if not is_shared or _finished(output, plan) is None:
                         run_stages(work, runner)
                         runner.check()
                     if not is_shared:
-                        return _publish(work, folder, output, gather)
+                        return _publish(work, folder, output, gather, options.allow_bad)
                 with folder.locked(seconds=0):
                     if (summary := _finished(output, plan)) is not None:
                         folder.remove()
                         return summary
-                    return _publish(work, folder, output, gather)
+                    return _publish(work, folder, output, gather, options.allow_bad)
             except BusyError:
                 if is_shared:
                     return {}
@@ -177,13 +158,19 @@ def fill_folder(
 
 
 def _publish(
-    work: Work, folder: JobFolder, output: Path, gather: Callable[[Work, Path], dict[str, Any]]
+    work: Work,
+    folder: JobFolder,
+    output: Path,
+    gather: Callable[[Work, Path], dict[str, Any]],
+    allow_bad: float | None,
 ) -> dict[str, Any]:
     """Give the result its name; may be killed at any point and called again."""
     folder.check_lock()
     staged = work.folder / "output"
     staged.mkdir(exist_ok=True)
     summary = {**gather(work, staged), "plan_sha256": work.plan_sha256}
+    listed = staged / QUARANTINE
+    refuse_bad(summary["quarantined"], summary["documents"], allow_bad, listed)
     (staged / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     for path in staged.rglob("*"):
         fsync_path(path)
@@ -196,13 +183,13 @@ def _publish(
     return summary
 
 
-def _finished(output: Path, plan: bytes) -> dict[str, Any] | None:
+def _finished(output: Path, plan: dict[str, Any]) -> dict[str, Any] | None:
     """Return the summary of a result that is there, if it is this plan's."""
     try:
         summary = read_json(output / SUMMARY, dict[str, Any], "a summary", remedy="remove it")
     except (OSError, DataError):
         return None
-    return summary if summary.get("plan_sha256") == hashlib.sha256(plan).hexdigest() else None
+    return summary if summary.get("plan_sha256") == plan_digest(plan) else None
 
 
 def _run_stages(work: Work, runner: StageRunner) -> None:

@@ -58,6 +58,7 @@ def sign_unit(work: Work, task: int, folder: TaskFolder) -> None:
         writer.flush()
         folder.save_array("exact_starts", np.array(writer.exact_starts, np.int64))
         folder.save_array("band_starts", np.array(writer.band_starts, np.int64))
+        folder.counts = reader.counts
         folder.save_json(
             "info",
             {

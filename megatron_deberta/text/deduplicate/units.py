@@ -6,6 +6,7 @@ Owns the bytes of a record as they stood in its file, so that what is kept is ke
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -56,6 +57,7 @@ class UnitReader:
 
     Attributes:
         line_ends: line ends of each file's piece, once it has been read; tables have none.
+        counts: what was read so far, see ``Counts``.
 
     Raises:
         DataError: while reading: a file cannot be read.
@@ -67,6 +69,7 @@ class UnitReader:
         self._sources = sources
         self._options = options
         self.line_ends: dict[int, int] = {}
+        self.counts: Counter[str] = Counter()
 
     def __iter__(self) -> Iterator[Record | tuple[int, Defect]]:
         """Read the unit through."""
@@ -74,6 +77,9 @@ class UnitReader:
             source = self._sources[piece.source]
             with contextlib.closing(DocumentReader(source, self._options)) as reader:
                 for batch in reader.read(piece.begin, piece.end):
+                    self.counts["text_bytes"] += batch.text_bytes
+                    self.counts["documents"] += len(batch.documents)
+                    self.counts["quarantined"] += len(batch.defects)
                     contents = self._contents(source.text_format, batch)
                     for (line, offset, texts), content in zip(
                         batch.documents, contents, strict=True

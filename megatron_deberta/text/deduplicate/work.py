@@ -13,9 +13,10 @@ import itertools
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import astuple
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -24,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from megatron_deberta.errors import ConfigError, DataError
+from megatron_deberta.errors import DataError
 from megatron_deberta.files import (
     HashedFile,
     fsync_path,
@@ -37,8 +38,9 @@ from megatron_deberta.text.deduplicate.settings import Settings
 from megatron_deberta.text.deduplicate.units import WorkUnit
 from megatron_deberta.text.jobs.executors import ONLY_TASK, Engine, Share, run_calls
 from megatron_deberta.text.jobs.folder import RESTART, JobFolder
+from megatron_deberta.text.jobs.progress import Advance, Counts
 from megatron_deberta.text.preprocess.units import Piece
-from megatron_deberta.text.readers.reading import READING_VERSION
+from megatron_deberta.text.readers.reading import plan_input, planned_input
 from megatron_deberta.text.readers.records import ReadOptions
 from megatron_deberta.text.readers.sources import PLAN, Source
 
@@ -78,12 +80,11 @@ class Work:
             raise DataError(f"{folder.parent}: this run was restarted with another plan")
         plan = json.loads(content)
         self.parameters: dict[str, Any] = plan["parameters"]
-        self.options = ReadOptions(**{**plan["options"], "keys": tuple(plan["options"]["keys"])})
-        self.sources = [Source(**source) for source in plan["sources"]]
+        self.sources, self.options = planned_input(plan)
         self.units: list[WorkUnit] = [
-            tuple(Piece(**piece) for piece in unit) for unit in plan["units"]
+            tuple(Piece(*piece) for piece in unit) for unit in plan["units"]
         ]
-        self.compression: str = plan["compression"]
+        self.compression: str = plan["--compress"]
 
     @cached_property
     def settings(self) -> Settings:
@@ -128,11 +129,15 @@ class TaskFolder:
 
     Args:
         path: the folder. Files ``*.tmp`` in it are removed when the task is done.
+
+    Attributes:
+        counts: what the task has read, for the progress display.
     """
 
     def __init__(self, path: Path) -> None:
         """See the class."""
         self.path = path
+        self.counts: Counts = {}
         self._sha256: dict[str, str] = {}
 
     @contextmanager
@@ -209,22 +214,18 @@ def make_plan(
     sources: Sequence[Source],
     units: Sequence[WorkUnit],
     compression: str,
-) -> bytes:
-    """Return what a run is to do, as JSON; equal plans give equal results."""
-    plan = {
-        "version": 2,
-        "reading": READING_VERSION,
+) -> dict[str, Any]:
+    """Return what a run is to do; equal plans give equal results."""
+    return {
+        **plan_input(sources, options),
         "parameters": parameters,
-        "options": asdict(options),
-        "compression": compression,
-        "sources": [asdict(source) for source in sources],
-        "units": [[asdict(piece) for piece in unit] for unit in units],
+        "--compress": compression,
+        "units": [[list(astuple(piece)) for piece in unit] for unit in units],
     }
-    return json.dumps(plan, sort_keys=True).encode()
 
 
 @contextmanager
-def begin_work(folder: JobFolder, plan: bytes, *, shared: bool = False) -> Iterator[Work]:
+def begin_work(folder: JobFolder, plan: dict[str, Any], *, shared: bool = False) -> Iterator[Work]:
     """Open a run's folder, new or as a killed run of the same plan left it.
 
     Args:
@@ -233,19 +234,12 @@ def begin_work(folder: JobFolder, plan: bytes, *, shared: bool = False) -> Itera
         shared: other tasks of a job array may work in it too.
 
     Raises:
-        ConfigError: the folder is another plan's, or somebody's own.
+        ConfigError: the folder is another plan's, or was not made by a job.
         DataError: another process works in it.
     """
     folder.refuse_foreign()
     with folder.locked(shared=shared):
-        if folder.write_plan(plan) != plan:
-            raise ConfigError(
-                f"{folder.path}: unfinished work on other files or with other options; finish that "
-                "first, or add --restart"
-            )
-        folder.open(hashlib.sha256(plan).hexdigest())
-        folder.work.mkdir(exist_ok=True)
-        fsync_path(folder.path)
+        folder.begin(plan)
         yield Work(folder.work)
 
 
@@ -255,7 +249,7 @@ class StageRunner:
     Args:
         work: the run's folder.
         engine: runs the tasks.
-        advance: called with (stage, tasks, done) when a stage begins and after every task.
+        advance: called when a stage begins and after every task.
         share: task of a job array. It does its share of each stage first and then what the others
             have not finished, so that none waits for another.
     """
@@ -264,7 +258,7 @@ class StageRunner:
         self,
         work: Work,
         engine: Engine,
-        advance: Callable[[str, int, int], None],
+        advance: Advance,
         share: Share = ONLY_TASK,
     ) -> None:
         """See the class."""
@@ -294,11 +288,17 @@ class StageRunner:
         order = order_tasks(tasks, self._share)
         left = [task for task in order if not work.task_folder(stage, task).exists()]
         done = itertools.count(tasks - len(left))
-        self._advance(stage, tasks, next(done))
+        counts: Counter[str] = Counter()
+
+        def on_result(found: Counts) -> None:
+            counts.update(found)
+            self._advance(stage, tasks, next(done), counts)
+
+        on_result({})
         run_calls(
             self._engine,
             ((_run_task_in, (str(work.folder), stage, function, task)) for task in left),
-            lambda _: self._advance(stage, tasks, next(done)),
+            on_result,
         )
 
     def check(self) -> None:
@@ -320,26 +320,24 @@ def order_tasks(tasks: int, share: Share) -> list[int]:
     return [*own, *reversed(range(own.start)), *reversed(range(own.stop, tasks))]
 
 
-def run_task(work: Work, stage: str, function: Task, task: int) -> None:
-    """Do one task in this process.
+def _run_task_in(folder: str, stage: str, function: Task, task: int) -> Counts:
+    """Do one task in this process; return what it counted.
 
     Raises:
         DataError: the input cannot be read, or the disk is full.
     """
-    try:
-        with work.new_task_folder(stage, task) as fresh:
-            function(work, task, fresh)
-    except OSError as error:
-        raise DataError(f"{work.folder}: {stage}: {error}; is the disk full?") from error
-
-
-def _run_task_in(folder: str, stage: str, function: Task, task: int) -> None:
     # The sketches' library would start a thread per core in every process.
     os.environ.setdefault("RAYON_NUM_THREADS", "1")
     work = _open_work(folder)
     # Another task of a job array may have done it since this call was submitted.
-    if not work.task_folder(stage, task).exists():
-        run_task(work, stage, function, task)
+    if work.task_folder(stage, task).exists():
+        return {}
+    try:
+        with work.new_task_folder(stage, task) as fresh:
+            function(work, task, fresh)
+            return fresh.counts
+    except OSError as error:
+        raise DataError(f"{work.folder}: {stage}: {error}; is the disk full?") from error
 
 
 @lru_cache(maxsize=1)

@@ -16,11 +16,12 @@ from typing import Any, Literal, NamedTuple
 
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.processes import die_with_parent
+from megatron_deberta.text.jobs.progress import Advance
 
 Kind = Literal["local", "mpi", "dask", "slurm-array"]
 KINDS: tuple[Kind, ...] = ("local", "mpi", "dask", "slurm-array")
 _UNITS_AHEAD = 2
-_CHECK_SECONDS = 10.0
+_CHECK_SECONDS = 5.0
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 """Function and arguments of a unit; both must be picklable."""
 
@@ -51,7 +52,7 @@ class ExecutorOptions:
 
     kind: Kind = "local"
     workers: int = 0
-    share: Share = Share()
+    share: Share = ONLY_TASK
     dask: str = ""
     dask_jobs: int = 1
 
@@ -68,6 +69,27 @@ class Engine(NamedTuple):
     executor: Executor
     workers: int
     check: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunOptions:
+    """How a job is done; the result does not depend on it.
+
+    Attributes:
+        workers: worker processes; 0: this process.
+        engine: runs the units instead, see ``remote_engine``.
+        share: task of a job array; the last one to finish publishes.
+        allow_bad: fraction of records that may be unusable; None: 0.1 %, and no damaged file.
+        force: replace existing output.
+        advance: shows progress.
+    """
+
+    workers: int = 0
+    engine: Engine | None = None
+    share: Share = ONLY_TASK
+    allow_bad: float | None = None
+    force: bool = False
+    advance: Advance = lambda *_: None
 
 
 class SerialExecutor(Executor):
@@ -111,14 +133,12 @@ def local_engine(
     workers: int,
     *,
     start_method: Literal["fork", "spawn"] = "fork",
-    on_start: Callable[[int], None] | None = None,
 ) -> Iterator[Engine]:
     """Start worker processes, which are killed if the block fails.
 
     Args:
         workers: processes; 0: run units in this process.
         start_method: forked processes share what is loaded, and must be started before threads.
-        on_start: called in each worker process with its index.
     """
     if not workers:
         yield Engine(SerialExecutor(), 1)
@@ -127,8 +147,7 @@ def local_engine(
     before = set(multiprocessing.active_children())
     # The collector would write to all memory that forked processes share, and so copy it.
     gc.freeze()
-    arguments = (context.Value("i", 0), on_start)
-    pool = ProcessPoolExecutor(workers, context, _begin_worker, arguments)
+    pool = ProcessPoolExecutor(workers, context, _begin_worker)
     try:
         # Forked processes start now, before the caller starts a thread.
         pool.submit(os.getpid)
@@ -142,7 +161,10 @@ def local_engine(
 
 
 def run_calls(
-    engine: Engine, calls: Iterable[Call], on_result: Callable[[Any], None] = lambda _: None
+    engine: Engine,
+    calls: Iterable[Call],
+    on_result: Callable[[Any], None] = lambda _: None,
+    on_wait: Callable[[], None] = lambda: None,
 ) -> None:
     """Run calls, of which only a few per worker are submitted ahead.
 
@@ -150,6 +172,7 @@ def run_calls(
         engine: executor.
         calls: read as results come in.
         on_result: called in this process with each result, in any order.
+        on_wait: called in this process whenever some results came in, and every few seconds.
 
     Raises:
         DataError: a worker process died, or as a call raised.
@@ -166,6 +189,7 @@ def run_calls(
             engine.check()
             for future in finished:
                 on_result(future.result())
+            on_wait()
     except BrokenProcessPool:
         raise DataError(
             "a worker process died (killed, or out of memory?); run the same command again to go "
@@ -176,7 +200,7 @@ def run_calls(
             future.cancel()
 
 
-def _begin_worker(started: Any, on_start: Callable[[int], None] | None) -> None:
+def _begin_worker() -> None:
     # The sketches' library would start a thread per core in every process.
     os.environ["RAYON_NUM_THREADS"] = "1"
     # Ctrl-C reaches the whole group; the driver ends its workers.
@@ -184,10 +208,6 @@ def _begin_worker(started: Any, on_start: Callable[[int], None] | None) -> None:
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None:
         die_with_parent(parent.pid)
-    with started.get_lock():
-        index, started.value = started.value, started.value + 1
-    if on_start is not None:
-        on_start(index)
 
 
 def array_task(given: str | None, env: Mapping[str, str]) -> Share:

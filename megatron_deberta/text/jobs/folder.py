@@ -126,8 +126,8 @@ class JobFolder:
                 "published by this one"
             )
 
-    def write_plan(self, plan: bytes) -> bytes:
-        """Write the plan unless there is one, and return the one that is there."""
+    def _write_plan(self, plan: bytes) -> None:
+        """Write the plan unless there is one."""
         temporary = temporary_path(self.path / PLAN)
         try:
             write_durably(temporary, plan)
@@ -135,7 +135,6 @@ class JobFolder:
                 os.link(temporary, self.path / PLAN)
         finally:
             temporary.unlink(missing_ok=True)
-        return (self.path / PLAN).read_bytes()
 
     def begin(self, plan: dict[str, Any]) -> str:
         """Start the job, or continue it if it was interrupted; the lock must be held.
@@ -151,7 +150,7 @@ class JobFolder:
             OSError: the folder cannot be written.
         """
         digest = plan_digest(plan)
-        self.write_plan(json.dumps(plan).encode())
+        self._write_plan(_encode_plan(plan))
         self._refuse_another(plan)
         self.open(digest)
         for folder in (self.parts, self.staged, self.done):
@@ -165,14 +164,15 @@ class JobFolder:
         found: dict[str, Any] = read_json(
             self.path / PLAN, schema, "a plan", remedy=RESTART, ignore_unknown=True
         )
-        for name in {**found, **plan}:
-            if found.get(name) == plan.get(name):
+        old, new = _flatten(found), _flatten(plan)
+        for name in {**old, **new}:
+            if old.get(name) == new.get(name):
                 continue
             if name == "--input":
-                changed = _changed_files(found[name], plan[name])
+                changed = _changed_files(old[name], new[name])
                 what = f"--input is not what it was when this run began: {changed}"
             else:
-                before, now = _first_difference(found.get(name), plan.get(name))
+                before, now = _first_difference(old.get(name), new.get(name))
                 what = f"{name} was {before} when this run began and is {now} now"
             raise ConfigError(f"{self.path}: {what}; undo the change, or {RESTART}")
 
@@ -236,7 +236,16 @@ class JobFolder:
 
 def plan_digest(plan: dict[str, Any]) -> str:
     """Return the hexadecimal SHA-256 of a plan."""
-    return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(_encode_plan(plan)).hexdigest()
+
+
+def _encode_plan(plan: dict[str, Any]) -> bytes:
+    return json.dumps(plan, sort_keys=True).encode()
+
+
+def _flatten(plan: dict[str, Any]) -> dict[str, Any]:
+    parameters = plan.get("parameters")
+    return {**plan, **(parameters if isinstance(parameters, dict) else {}), "parameters": None}
 
 
 def _changed_files(before: list[list[Any]], now: list[list[Any]]) -> str:

@@ -25,13 +25,11 @@ from megatron_deberta.data.shards.writer import PartIndex, PartSize, ShardLayout
 from megatron_deberta.errors import DataError
 from megatron_deberta.files import HashedFile, fsync_path, temporary_path, write_durably
 from megatron_deberta.parsing import parse_json
-from megatron_deberta.text.jobs.executors import Call, Engine, run_calls
+from megatron_deberta.text.jobs.executors import Call, Engine, RunOptions, run_calls
 from megatron_deberta.text.jobs.folder import RESTART, JobFolder
-from megatron_deberta.text.preprocess.progress import ProgressCounters
 from megatron_deberta.text.preprocess.units import UnitRecord, WorkUnit, read_record
 from megatron_deberta.text.preprocess.worker import Job
-from megatron_deberta.text.readers.checks import name_damaged
-from megatron_deberta.text.readers.records import DAMAGED, DEFAULT_ALLOW_BAD
+from megatron_deberta.text.readers.checks import refuse_bad
 
 _COPY_BYTES = 1 << 28
 _MOST_COPIES = 1024
@@ -84,19 +82,15 @@ class Merger:
         job: what was encoded.
         units: all units in order.
         folder: holds their parts; locked by this process.
-        board: shows what is done.
 
     Raises:
         DataError: a record is damaged.
     """
 
-    def __init__(
-        self, job: Job, units: list[WorkUnit], folder: JobFolder, board: ProgressCounters
-    ) -> None:
+    def __init__(self, job: Job, units: list[WorkUnit], folder: JobFolder) -> None:
         """See the class."""
         self._job = job
         self._folder = folder
-        self._board = board
         self._prefixes = shard_prefixes(job.output, job.options.keys, job.language)
         self._units = units
         self._reasons: Counter[str] = Counter()
@@ -115,26 +109,27 @@ class Merger:
             parts.append(Part(unit.name, (tokens, sequences, documents), digests))
             self._empty[key] += empty
 
-    def run(self, engine: Engine, allow_bad: float | None) -> None:
+    def run(self, engine: Engine, options: RunOptions) -> None:
         """Merge and publish.
 
         Args:
             engine: runs copies and hashes.
-            allow_bad: see ``RunOptions``.
+            options: of the run.
 
         Raises:
             DataError: too many records are bad, a key has no text, or a part is damaged.
             OSError: the disk is full.
         """
-        self._board.enter("merging")
         layout = self._folder.recorded("layout", _LayoutRecord)
         if layout is None:
             layout = self._lay_out()
-        self._refuse_bad(allow_bad)
+        self._refuse_bad(options.allow_bad)
         if not self._folder.is_recorded("manifests"):
-            run_calls(engine, self._calls())
+            calls = list(self._calls())
+            done = itertools.count()
+            options.advance("merge", len(calls), next(done), {})
+            run_calls(engine, calls, lambda _: options.advance("merge", len(calls), next(done), {}))
             self._write_manifests(layout["quarantine_sha256"])
-        self._board.enter("publishing")
         self._folder.check_lock()
         if not self._folder.is_recorded("cleared"):
             self._clear()
@@ -185,27 +180,8 @@ class Merger:
                 yield json.dumps(content, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
 
     def _refuse_bad(self, allow_bad: float | None) -> None:
-        reasons = self._reasons
-        bad = reasons.total()
-        total = self._documents + bad
-        share = bad / max(total, 1)
-        damaged = reasons[DAMAGED]
-        allowed = DEFAULT_ALLOW_BAD if allow_bad is None else allow_bad
-        quarantine = self._folder.staged / "bad"
-        listed = f"they are listed in {quarantine}"
-        if share > allowed:
-            found = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
-            names = f"; damaged: {name_damaged(quarantine)}" if damaged else ""
-            raise DataError(
-                f"{bad} of {total} records are bad ({found}), {share:.2%} where "
-                f"--max-bad-fraction is {allowed:.2%}{names}; {listed}; nothing was published"
-            )
-        if damaged and allow_bad is None:
-            raise DataError(
-                f"{damaged} input file(s) are truncated or damaged: {name_damaged(quarantine)}; "
-                f"{listed}; replace them, or take what can be read of them with "
-                "--max-bad-fraction FRACTION"
-            )
+        records = self._documents + self._reasons.total()
+        refuse_bad(self._reasons, records, allow_bad, self._folder.staged / "bad")
         for key, parts in zip(self._job.options.keys, self._parts, strict=True):
             if not any(part.size[0] for part in parts):
                 raise DataError(

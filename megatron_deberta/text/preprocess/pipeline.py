@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,13 @@ from megatron_deberta.data.shards.format import bin_path, dtype_for_vocab, idx_p
 from megatron_deberta.data.shards.manifest import ShardManifest, read_manifest
 from megatron_deberta.data.shards.writer import PartSize, ShardLayout
 from megatron_deberta.errors import ConfigError, DataError
-from megatron_deberta.text.jobs.executors import Call, Engine, Share, local_engine, run_calls
+from megatron_deberta.text.jobs.executors import (
+    Call,
+    Engine,
+    RunOptions,
+    local_engine,
+    run_calls,
+)
 from megatron_deberta.text.jobs.folder import BusyError, JobFolder, plan_digest
 from megatron_deberta.text.preprocess import units
 from megatron_deberta.text.preprocess.encoding import EncodingOptions
@@ -25,31 +32,13 @@ from megatron_deberta.text.preprocess.merging import (
     quarantine_path,
     shard_prefixes,
 )
-from megatron_deberta.text.preprocess.progress import ProgressCounters, ProgressDisplay
 from megatron_deberta.text.preprocess.worker import Job, encode_segment, load_once, open_worker
-from megatron_deberta.text.readers.reading import READING_VERSION
+from megatron_deberta.text.readers.reading import plan_input
 from megatron_deberta.text.readers.records import ReadOptions
 from megatron_deberta.text.readers.sources import Source
 from megatron_deberta.tokenizer import Tokenizer
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunOptions:
-    """Options that do not change the result.
-
-    Attributes:
-        workers: worker processes; 0 works in this one.
-        engine: where units run instead, see ``remote_engine``.
-        share: task of a job array, which share the work; the last to finish merges.
-        allow_bad: share of records that may be bad; None: 0.1 %, and no file may be damaged.
-        force: replace shards that exist.
-    """
-
-    workers: int = 0
-    engine: Engine | None = None
-    share: Share = Share()
-    allow_bad: float | None = None
-    force: bool = False
+_SECONDS_BETWEEN_LOOKS = 5.0
 
 
 def preprocess(
@@ -183,42 +172,22 @@ class _Run:
 
     def _encode_and_merge(self, left: list[list[units.WorkUnit] | None], is_shared: bool) -> None:
         options, folder, segments = self._options, self._folder, self._segments
-        boards = [ProgressCounters() for _ in range(max(options.workers, 1))]
-        job_path = str(job_file(folder))
-
-        def use_board(index: int) -> None:
-            worker.board = boards[index]
-
+        job, job_path = self._job, str(job_file(folder))
         if options.engine is None and None in left:
             # Forked workers share what is loaded here.
-            worker = open_worker(job_path, threading.get_ident())
-            worker.board = boards[0]
-        on_start = use_board if None in left else None
+            open_worker(job_path, threading.get_ident())
         with contextlib.ExitStack() as stack:
-            engine = options.engine or stack.enter_context(
-                local_engine(options.workers, on_start=on_start)
-            )
-            total_bytes = sum(segment.file_bytes for segment in segments)
-            job = self._job
-            # A forked copy of a process that runs threads can deadlock, and the display runs one.
-            stack.enter_context(
-                ProgressDisplay(
-                    total_bytes,
-                    boards,
-                    lambda: units.recorded_bytes(
-                        folder.records(), segments, job.sources, job.unit_bytes
-                    ),
-                )
-            )
-            count = (lambda _: None) if options.engine is None else lambda n: boards[0].add(**n)
-            run_calls(engine, self._calls(job_path, left, engine), count)
+            engine = options.engine or stack.enter_context(local_engine(options.workers))
+            progress = _Progress(folder, segments, options)
+            run_calls(engine, self._calls(job_path, left, engine), on_wait=progress.look)
+            progress.look(last=True)
             if is_shared:
                 return
             found = units.find_recorded(folder, segments)
             done = [unit for each in found for unit in each or []]
             if None in found:
                 raise DataError(f"{folder.path}: records of units are gone; run the command again")
-            Merger(job, done, folder, boards[0]).run(engine, options.allow_bad)
+            Merger(job, done, folder).run(engine, options)
 
     def _calls(
         self, job_path: str, left: list[list[units.WorkUnit] | None], engine: Engine
@@ -259,6 +228,47 @@ class _Run:
             )
 
 
+class _Progress:
+    """Shows what the units' records count, whichever process has written them."""
+
+    def __init__(
+        self, folder: JobFolder, segments: Sequence[units.Segment], options: RunOptions
+    ) -> None:
+        self._folder = folder
+        self._size = sum(segment.file_bytes for segment in segments)
+        self._advance = options.advance
+        self._seen: set[str] = set()
+        self._before: Counter[str] = Counter()
+        self._total: Counter[str] = Counter()
+        self._last_look = 0.0
+        self.look(last=True)
+        self._before = self._total.copy()
+        self._show()
+
+    def look(self, *, last: bool = False) -> None:
+        """Read the new records, at most every few seconds but for the ``last`` time."""
+        if not last and time.monotonic() - self._last_look < _SECONDS_BETWEEN_LOOKS:
+            return
+        self._last_look = time.monotonic()
+        for name in filter(units.names_unit, self._folder.records() - self._seen):
+            record = self._folder.recorded(name, units.UnitRecord)
+            # The last array task to finish removes the records.
+            if record is not None:
+                self._total.update(
+                    file_bytes=record["file_bytes"],
+                    text_bytes=record["text_bytes"],
+                    tokens=sum(size[0] for size in record["sizes"]),
+                    documents=record["documents"],
+                    quarantined=sum(record["reasons"].values()),
+                )
+            self._seen.add(name)
+        self._show()
+
+    def _show(self) -> None:
+        done = min(self._total["file_bytes"], self._size)
+        self._advance("encode", self._size, done, self._total - self._before)
+
+
 def _check_names(sources: Sequence[Source], output: str, keys: Sequence[str]) -> None:
     for key in keys:
         if not key or os.sep in key:
@@ -282,18 +292,11 @@ def _plan(
     """Return everything that determines the result, by the name that error messages use."""
     libraries = ["tokenizers", "gigatoken", *(["sentencex"] if language else [])]
     return {
-        "--input": [
-            [each.name, each.size_bytes, each.modified_ns, each.text_format, each.compression]
-            for each in sources
-        ],
+        **plan_input(sources, read),
         "--tokenizer (its fingerprint)": tokenizer.fingerprint,
         "vocabulary size": tokenizer.vocab_size,
-        "--keys": list(read.keys),
-        "--normalize": read.normalization,
-        "--max-document-mb (in bytes)": read.longest_bytes,
         "--sentences": language,
         "--unit-mb (in bytes)": unit_bytes,
-        "version of reading": READING_VERSION,
         "libraries": [f"{name} {version(name)}" for name in libraries],
     }
 

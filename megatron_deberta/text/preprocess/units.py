@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -86,6 +85,8 @@ class UnitRecord(TypedDict):
     Attributes:
         last: it is its segment's last.
         documents: records without defects.
+        text_bytes: of its records.
+        file_bytes: that were read for it.
         reasons: number of quarantined records by reason.
         sizes: tokens, sequences, documents and empty documents per key.
         pieces: file index, begin and lines of each piece.
@@ -94,6 +95,8 @@ class UnitRecord(TypedDict):
 
     last: bool
     documents: Count
+    text_bytes: Count
+    file_bytes: Count
     reasons: dict[str, Count]
     sizes: list[tuple[Count, Count, Count, Count]]
     pieces: list[tuple[Count, Count, Count]]
@@ -136,21 +139,6 @@ def plan_segments(sources: Sequence[Source], unit_bytes: int) -> list[Segment]:
             file_bytes += piece_bytes if source.compression == "none" else source.size_bytes
     close()
     return segments
-
-
-def recorded_bytes(
-    names: Iterable[str], segments: Sequence[Segment], sources: Sequence[Source], unit_bytes: int
-) -> int:
-    """Estimate how many bytes of the files are done, from records, for the progress display."""
-    units = Counter(int(name[:8]) for name in names if names_unit(name))
-    total = 0
-    for index, done in units.items():
-        segment = segments[index]
-        text_bytes = done * unit_bytes if segment.is_stream else ENDLESS
-        is_compressed = sources[segment.pieces[0].source].compression != "none"
-        file_bytes = text_bytes // _USUAL_RATIO if is_compressed else text_bytes
-        total += min(file_bytes, segment.file_bytes)
-    return total
 
 
 def names_unit(record: str) -> bool:

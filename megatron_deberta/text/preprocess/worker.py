@@ -26,7 +26,6 @@ from megatron_deberta.text.preprocess.encoding import (
     sentencepiece_encoder,
     split_sentences,
 )
-from megatron_deberta.text.preprocess.progress import ProgressCounters
 from megatron_deberta.text.preprocess.units import Lane, Piece, Segment, UnitRecord, WorkUnit
 from megatron_deberta.text.readers.reading import DocumentReader
 from megatron_deberta.text.readers.records import EMPTY, Defect, Document, ReadOptions, RecordBatch
@@ -134,17 +133,14 @@ def open_worker(job_path: str, thread: int) -> UnitWorker:
     return UnitWorker(Job.read(Path(job_path)))
 
 
-def encode_segment(job_path: str, segment: Segment, lane: Lane) -> dict[str, int]:
+def encode_segment(job_path: str, segment: Segment, lane: Lane) -> None:
     """Encode those units of a lane of a segment that are not done.
-
-    Returns:
-        What was counted, for ``ProgressCounters.add``.
 
     Raises:
         DataError: a file cannot be read or written, or has changed since the job began.
     """
     try:
-        return open_worker(job_path, threading.get_ident()).encode(segment, lane)
+        open_worker(job_path, threading.get_ident()).encode(segment, lane)
     except OSError as error:
         raise DataError(f"{job_path}: cannot write shard: {error}; is the disk full?") from error
 
@@ -154,30 +150,24 @@ class UnitWorker:
 
     Args:
         job: of the run.
-
-    Attributes:
-        board: counts what is done; shared with the driver where it has forked this process.
     """
 
     def __init__(self, job: Job) -> None:
         """See the class."""
-        self.board = ProgressCounters()
         self._job = job
         self._folder = JobFolder(job.output)
         self._folder.open(job.digest)
         self._encode = job.choose_encoder()
         self._reader: DocumentReader | None = None
 
-    def encode(self, segment: Segment, lane: Lane) -> dict[str, int]:
+    def encode(self, segment: Segment, lane: Lane) -> None:
         """See ``encode_segment``."""
-        before = self.board.counts()
         for number in itertools.count(lane.first, lane.step):
             unit = WorkUnit(lane.segment, number)
             record = self._folder.recorded(unit.name, UnitRecord)
             is_last = self._do(unit, segment) if record is None else record["last"]
             if is_last is not False:
                 break
-        return {name: count - before[name] for name, count in self.board.counts().items()}
 
     def _do(self, unit: WorkUnit, segment: Segment) -> bool | None:
         """Do a unit and return whether it is its segment's last; None: there is no such unit."""
@@ -190,7 +180,6 @@ class UnitWorker:
         with contextlib.closing(_Part(unit, job, self._folder)) as part:
             for piece in pieces:
                 source = job.sources[piece.source]
-                self.board.enter("reading")
                 reader = self._open(source)
                 stream = reader.records if segment.is_stream else None
                 if stream is not None:
@@ -199,7 +188,6 @@ class UnitWorker:
                         return None
                 self._read(reader, piece, part)
                 is_last = stream is None or stream.at_end
-            self.board.enter("committing")
             part.commit(is_last=is_last)
         return is_last
 
@@ -214,24 +202,15 @@ class UnitWorker:
         records = reader.records
         before = records.file_bytes if records else 0
         for batch in _together(reader.read(piece.begin, piece.end)):
-            tokens = self._encode_batch(piece.source, batch, part)
-            after = records.file_bytes if records else before + batch.text_bytes
-            self.board.add(
-                file_bytes=after - before,
-                text_bytes=batch.text_bytes,
-                tokens=tokens,
-                documents=len(batch.documents),
-                quarantined=len(batch.defects),
-            )
-            before = after
-            self.board.enter("reading")
+            self._encode_batch(piece.source, batch, part)
+            part.text_bytes += batch.text_bytes
+            part.file_bytes += 0 if records else batch.text_bytes
+        part.file_bytes += records.file_bytes - before if records else 0
         part.end_piece(piece, records.line - 1 if records and records.can_seek else 0)
 
-    def _encode_batch(self, source: int, batch: RecordBatch, part: _Part) -> int:
-        self.board.enter("tokenizing")
+    def _encode_batch(self, source: int, batch: RecordBatch, part: _Part) -> None:
         part.add_defects(source, batch.defects)
         documents = batch.documents
-        tokens = 0
         for key_index, key in enumerate(self._job.options.keys):
             texts = [document.texts[key_index] for document in documents]
             if self._job.language:
@@ -247,9 +226,7 @@ class UnitWorker:
                 document = documents[index]
                 detail = f"key {key!r} gives no token"
                 part.add_defects(source, [Defect(document.line, document.offset, EMPTY, detail)])
-            tokens += ids.size
         part.documents += len(documents)
-        return tokens
 
     def _encode_sentences(
         self, texts: Sequence[str]
@@ -318,7 +295,7 @@ class _Part:
         self._reasons: Counter[str] = Counter()
         self._empty = [0] * keys
         self._pieces: list[tuple[int, int, int]] = []
-        self.documents = 0
+        self.documents = self.text_bytes = self.file_bytes = 0
 
     def close(self) -> None:
         """Remove files that were not committed."""
@@ -375,6 +352,8 @@ class _Part:
         record = UnitRecord(
             last=is_last,
             documents=self.documents,
+            text_bytes=self.text_bytes,
+            file_bytes=self.file_bytes,
             reasons=self._reasons,
             sizes=sizes,
             pieces=self._pieces,

@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import orjson
 from typing_extensions import TypedDict
 
-from megatron_deberta.errors import ConfigError
+from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.parsing import parse_json
 from megatron_deberta.text.readers.reading import DocumentReader
-from megatron_deberta.text.readers.records import DAMAGED, DEFAULT_ALLOW_BAD, ReadOptions
+from megatron_deberta.text.readers.records import DAMAGED, DEFAULT_ALLOW_BAD, EMPTY, ReadOptions
 from megatron_deberta.text.readers.sources import SUMMARY, TABLES, Source
 from megatron_deberta.text.readers.tables import column_names
 
@@ -114,6 +114,35 @@ def name_damaged(quarantine: Path) -> str:
         names = sorted({entry["file"] for entry in entries if entry["reason"] == DAMAGED})
     more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
     return ", ".join(names[:_NAMES]) + more
+
+
+def refuse_bad(
+    reasons: Mapping[str, int], records: int, allow_bad: float | None, listed: Path
+) -> None:
+    """Refuse a result with too many unusable records, before it is published.
+
+    Args:
+        reasons: number of unusable records by reason; empty ones are no fault.
+        records: all of them.
+        allow_bad: see ``RunOptions``.
+        listed: list of the records that were left out.
+
+    Raises:
+        DataError: more than ``allow_bad`` are unusable, or a file is damaged and nothing was said.
+    """
+    bad = {reason: count for reason, count in sorted(reasons.items()) if reason != EMPTY}
+    limit = DEFAULT_ALLOW_BAD if allow_bad is None else allow_bad
+    damaged = bad.get(DAMAGED, 0)
+    total = sum(bad.values())
+    if total <= limit * records and not (damaged and allow_bad is None):
+        return
+    found = ", ".join(f"{count} {reason}" for reason, count in bad.items())
+    names = f"; damaged: {name_damaged(listed)}" if damaged else ""
+    raise DataError(
+        f"{total} of {records} records are bad ({found}), {total / max(records, 1):.2%} where "
+        f"--max-bad-fraction is {limit:.2%}{names}; they are listed in {listed}; nothing was "
+        "published; mend the input, or run the command again with --max-bad-fraction FRACTION"
+    )
 
 
 def _check_keys(source: Source, options: ReadOptions, present: Sequence[str] | None) -> None:

@@ -6,7 +6,9 @@ All commands read text by it; what a defect leads to is theirs to decide.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple
+from typing import Any
 
 from megatron_deberta.text.readers import records
 from megatron_deberta.text.readers.cutting import ENDLESS, RecordReader
@@ -16,6 +18,26 @@ from megatron_deberta.text.readers.tables import read_rows
 
 # Counted up when the same file gives other records or offsets: no unfinished run goes on then.
 READING_VERSION = 2
+
+
+def plan_input(sources: Sequence[Source], options: ReadOptions) -> dict[str, Any]:
+    """Return what decides the documents, by option name; see ``JobFolder.begin``."""
+    return {
+        "--input": [list(astuple(source)) for source in sources],
+        "--keys": list(options.keys),
+        "--normalize": options.normalization,
+        "--max-document-mb (in bytes)": options.longest_bytes,
+        "version of reading": READING_VERSION,
+    }
+
+
+def planned_input(plan: Mapping[str, Any]) -> tuple[list[Source], ReadOptions]:
+    """Return what ``plan_input`` was given."""
+    return [Source(*source) for source in plan["--input"]], ReadOptions(
+        keys=tuple(plan["--keys"]),
+        normalization=plan["--normalize"],
+        longest_bytes=plan["--max-document-mb (in bytes)"],
+    )
 
 
 class DocumentReader:

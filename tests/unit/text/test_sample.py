@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,11 +14,13 @@ import pytest
 from megatron_deberta.cli.main import main
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.text.jobs.folder import JobFolder
+from megatron_deberta.text.jobs.progress import Counts
 from megatron_deberta.text.readers.records import ReadOptions
 from megatron_deberta.text.readers.sources import find_sources
 from megatron_deberta.text.sample import sampled_lines
 from megatron_deberta.tokenizer import load_tokenizer
 from megatron_deberta.tokenizer.training import train_sentencepiece
+from tests.support.duplicates import with_run_options
 from tests.support.machine_text import documents
 
 LINES = [f"line {index:05d}" for index in range(10_000)]
@@ -31,6 +34,7 @@ def write(folder: Path, texts: list[str], name: str = "a.jsonl") -> Path:
 
 def sample(path: Path, output: Path, sample_bytes: int = 0, **options: Any) -> list[str]:
     sources = find_sources([str(path)])
+    options = with_run_options(options)
     with sampled_lines(sources, output, ReadOptions(), sample_bytes, **options) as lines:
         return lines
 
@@ -55,7 +59,7 @@ def test_workers_drop_lines_of_a_large_input(tmp_path: Path) -> None:
     path = write(tmp_path, LINES)
     kept = 0
 
-    def look(stage: str, tasks: int, done: int) -> None:
+    def look(stage: str, tasks: int, done: int, _: Counts) -> None:
         nonlocal kept
         if (stage, done) == ("check", 0):
             found = JobFolder(tmp_path / "out").path.glob("*/sample/*/lines.txt")
@@ -70,7 +74,7 @@ def test_an_interrupted_sample_continues_with_other_workers(tmp_path: Path) -> N
     path = write(tmp_path, LINES)
     expected = sample(path, tmp_path / "whole", 20_000, unit_bytes=30_000)
 
-    def stop(stage: str, tasks: int, done: int) -> None:
+    def stop(stage: str, tasks: int, done: int, _: Counts) -> None:
         assert tasks > 4
         if done == 3:
             raise KeyboardInterrupt
@@ -80,7 +84,7 @@ def test_an_interrupted_sample_continues_with_other_workers(tmp_path: Path) -> N
     counts: list[int] = []
     lines = sample(
         path, tmp_path / "out", 20_000, unit_bytes=30_000, workers=2,
-        advance=lambda stage, tasks, done: counts.append(done),
+        advance=lambda stage, tasks, done, _: counts.append(done),
     )  # fmt: skip
     assert counts[0] == 3
     assert lines == expected
@@ -91,16 +95,16 @@ def test_a_few_bad_records_are_left_out(tmp_path: Path, caplog: pytest.LogCaptur
     path = tmp_path / "a.jsonl"
     path.write_bytes(good * 1500 + b'{"text": "a\\u0000b"}\n' + good * 10)
     assert len(sample(path, tmp_path / "out")) == 1510
-    assert "line 1501: NUL character" in caplog.text
+    assert "1 records cannot be used and are left out; the first:" in caplog.text
+    assert f'"offset":{1500 * len(good)},"reason":"NUL character"' in caplog.text
     path.write_bytes(good * 500 + b"{\n")
-    with pytest.raises(DataError, match=r"1 of 501 records .* line 501: malformed JSON"):
+    with pytest.raises(DataError, match=r"1 of 501 records are bad \(1 malformed JSON\)") as error:
         sample(path, tmp_path / "many")
-    caplog.clear()
-    path.write_bytes(good + b"{\n" * 500)
-    with pytest.raises(DataError, match="500 of 501 records"):
-        sample(path, tmp_path / "most")
-    assert len(caplog.messages) == 6
-    assert caplog.messages[-1].startswith("495 more records")
+    listed = re.search("they are listed in ([^;]*);", str(error.value))
+    assert listed is not None
+    (line,) = Path(listed[1]).read_text().splitlines()
+    assert json.loads(line)["offset"] == 500 * len(good)
+    assert len(sample(path, tmp_path / "many", allow_bad=0.01)) == 500
 
 
 def test_the_vocabulary_is_that_of_the_whole_text_on_mpi(tmp_path: Path) -> None:

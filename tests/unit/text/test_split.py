@@ -13,11 +13,11 @@ from megatron_deberta.text.deduplicate.shingles import digest_of
 from megatron_deberta.text.readers.records import ReadOptions
 from megatron_deberta.text.readers.sources import find_sources
 from megatron_deberta.text.split import find_cluster, split
-from tests.support.duplicates import contents, read_jsonl, run, write_jsonl
+from tests.support.duplicates import contents, read_jsonl, run, with_run_options, write_jsonl
 
 
 def parted(inputs, output, **options):
-    return split(find_sources(inputs), output, ReadOptions(), **options)
+    return split(find_sources(inputs), output, ReadOptions(), **with_run_options(options))
 
 
 def names(folder: Path) -> list[str]:

@@ -13,6 +13,7 @@ from megatron_deberta.errors import DataError
 from megatron_deberta.text.deduplicate.work import order_tasks
 from megatron_deberta.text.jobs.executors import Share
 from megatron_deberta.text.jobs.folder import JobFolder
+from megatron_deberta.text.jobs.progress import Counts
 from tests.support.duplicates import contents, run
 
 
@@ -59,7 +60,7 @@ def test_dask_workers_change_nothing(corpus: list[str], tmp_path: Path) -> None:
 def test_a_flipped_bit_is_found_before_publishing(
     corpus: list[str], tmp_path: Path, name: str
 ) -> None:
-    def stop(stage: str, tasks: int, done: int) -> None:
+    def stop(stage: str, tasks: int, done: int, _: Counts) -> None:
         if stage == "check":
             raise KeyboardInterrupt
 

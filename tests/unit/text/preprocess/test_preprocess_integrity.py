@@ -12,7 +12,7 @@ from megatron_deberta.cli.main import main
 from megatron_deberta.data.shards import writer
 from megatron_deberta.data.shards.manifest import read_manifest, verify_hashes
 from megatron_deberta.errors import DataError
-from megatron_deberta.text.preprocess.progress import ProgressCounters
+from megatron_deberta.text.jobs.folder import JobFolder
 from megatron_deberta.text.readers.sources import PLAN
 from tests.unit.text.preprocess.test_preprocess_pipeline import build, shards
 
@@ -102,18 +102,17 @@ def test_nobody_takes_over_from_a_suspended_process(
 def test_a_process_that_lost_its_folder_publishes_and_removes_nothing(
     corpus: str, tokenizer_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    enter = ProgressCounters.enter
+    check_lock = JobFolder.check_lock
     build(corpus, tokenizer_dir, tmp_path / "whole")
 
-    def lose(counters: ProgressCounters, phase: str) -> None:
-        enter(counters, phase)
-        if phase == "publishing":
-            monkeypatch.undo()
-            # A file server that has given the lock to another node.
-            os.rename(tmp_path / "out" / "c.unfinished", tmp_path / "lost")
-            build(corpus, tokenizer_dir, tmp_path / "out")
+    def lose(folder: JobFolder) -> None:
+        monkeypatch.undo()
+        # A file server that has given the lock to another node.
+        os.rename(tmp_path / "out" / "c.unfinished", tmp_path / "lost")
+        build(corpus, tokenizer_dir, tmp_path / "out")
+        check_lock(folder)
 
-    monkeypatch.setattr(ProgressCounters, "enter", lose)
+    monkeypatch.setattr(JobFolder, "check_lock", lose)
     with pytest.raises(DataError, match="finished or restarted"):
         build(corpus, tokenizer_dir, tmp_path / "out")
     assert shards(tmp_path / "out") == shards(tmp_path / "whole")

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_deberta.text.jobs.executors import RunOptions
 from megatron_deberta.text.preprocess import encoding, worker
-from megatron_deberta.text.preprocess.pipeline import RunOptions, preprocess
+from megatron_deberta.text.preprocess.pipeline import preprocess
 from megatron_deberta.text.preprocess.units import plan_segments, usual_unit_bytes
 from megatron_deberta.text.readers.sources import find_sources
 

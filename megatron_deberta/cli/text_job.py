@@ -1,0 +1,92 @@
+"""Opening of the engine, input and progress display of the commands for text."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_deberta.cli.arguments import number
+from megatron_deberta.cli.executor_arguments import executor_options, restart
+from megatron_deberta.cli.text_input import open_input
+from megatron_deberta.errors import ConfigError
+from megatron_deberta.text.jobs.executors import RunOptions, remote_engine
+from megatron_deberta.text.jobs.folder import JobFolder
+from megatron_deberta.text.jobs.progress import ProgressDisplay
+from megatron_deberta.text.readers.records import ReadOptions
+from megatron_deberta.text.readers.sources import STANDARD_INPUT, Source
+
+
+@contextlib.contextmanager
+def open_work(
+    args: argparse.Namespace, output: Path, title: str, *, is_folder: bool = True
+) -> Iterator[tuple[list[Source], ReadOptions, RunOptions]]:
+    """Open the engine, the input and the progress display of a command.
+
+    Args:
+        args: arguments of the command.
+        output: what it writes.
+        title: its name.
+        is_folder: ``output`` is a folder, in which no input is searched.
+
+    Yields:
+        Input files, what is read of them, and how the work is done.
+    """
+    executor = executor_options(args)
+    folder = JobFolder(output)
+    with remote_engine(executor) as engine:
+        folder.refuse_foreign()
+        if args.restart:
+            restart(folder)
+        is_first = executor.share.task == 0
+        own = output if is_folder else None
+        with (
+            open_input(args, folder.path, output=own, is_first=is_first) as (sources, read),
+            ProgressDisplay(title, engine.workers if engine else executor.workers) as display,
+        ):
+            yield (
+                sources,
+                read,
+                RunOptions(
+                    workers=executor.workers,
+                    engine=engine,
+                    share=executor.share,
+                    allow_bad=args.max_bad_fraction,
+                    force=args.force,
+                    advance=display.advance,
+                ),
+            )
+
+
+def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--estimate`` and ``--nodes``."""
+    parser.add_argument(
+        "--estimate", action="store_true",
+        help="only print how much time, disk and memory it would take",
+    )  # fmt: skip
+    parser.add_argument(
+        "--nodes", type=number(int, 1), default=1, metavar="N",
+        help="with --estimate: nodes, each with --workers processes",
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def estimated_input(
+    args: argparse.Namespace, output: Path, *, is_folder: bool = True
+) -> Iterator[tuple[list[Source], ReadOptions, int]]:
+    """Open the input for ``--estimate``.
+
+    Yields:
+        Input files, what is read of them, and the worker processes per node.
+
+    Raises:
+        ConfigError: the input is standard input.
+    """
+    if STANDARD_INPUT in args.input:
+        raise ConfigError("--input -: --estimate needs files")
+    own = output if is_folder else None
+    workers = len(os.sched_getaffinity(0)) if args.workers is None else args.workers
+    with open_input(args, JobFolder(output).path, output=own) as (sources, read):
+        yield sources, read, max(workers, 1)

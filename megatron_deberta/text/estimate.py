@@ -1,0 +1,180 @@
+"""Time, disk and memory of ``preprocess`` and ``deduplicate``, estimated from a sample.
+
+The constants were measured on one core by ``benchmarks.text.deduplicate`` and
+``benchmarks.text.preprocess`` (``benchmarks/results/cpu``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from megatron_deberta.data.shards.format import dtype_for_vocab
+from megatron_deberta.text.deduplicate.candidates import PART_DOCUMENTS
+from megatron_deberta.text.deduplicate.settings import PERMUTATIONS, Settings
+from megatron_deberta.text.preprocess.encoding import CACHE_BYTES, choose_encoder
+from megatron_deberta.text.readers.reading import DocumentReader
+from megatron_deberta.text.readers.records import ReadOptions
+from megatron_deberta.text.readers.sources import Source
+from megatron_deberta.tokenizer import load_tokenizer
+
+_SAMPLE_BYTES = 8_000_000
+_SAMPLE_FILES = 8
+_ENCODED_BYTES = 2_000_000
+_SIGN_BYTES_PER_SECOND = 33e6
+_READ_BYTES_PER_SECOND = 130e6
+_COLLECT_BYTES_PER_SECOND = 90e6
+_HASH_BYTES_PER_SECOND = 1.2e9
+_SECONDS_PER_DOCUMENT = 30e-6
+_SERIAL_SECONDS_PER_DOCUMENT = 1.5e-6
+_FIRST_PROCESS_BYTES = 55e6
+_WORKER_BYTES = 140e6
+_KEY_BYTES = 120
+_MAP_BYTES = 33
+_TOKENIZER_BYTES = 330e6
+# Bytes that a long document takes in its worker: text, record, hashes and their set.
+_LONGEST_TIMES = 8
+_NEAR_SHARE = 0.25
+_BYTES_PER_WORD = 5.7
+# Lengths, offsets and document boundaries of a shard's index, and the lengths of its parts.
+_INDEX_BYTES = 24
+
+
+class Sample(NamedTuple):
+    """Estimated content of the input.
+
+    Attributes:
+        text_bytes: uncompressed bytes.
+        documents: number of documents.
+        texts: some of the documents' texts.
+    """
+
+    text_bytes: float
+    documents: float
+    texts: list[str]
+
+
+class Needs(NamedTuple):
+    """Requirements of a job.
+
+    Attributes:
+        processor_seconds: of all processes, on a core of the machine of the measurements.
+        serial_seconds: the part of them that a single process does while the others wait.
+        work_bytes: disk space during the work, besides the result.
+        result_bytes: disk space of the uncompressed result.
+        memory_bytes: of all processes of a node, with documents of usual length.
+    """
+
+    processor_seconds: float
+    serial_seconds: float
+    work_bytes: float
+    result_bytes: float
+    memory_bytes: float
+
+
+def estimate_deduplicate(
+    sources: Sequence[Source], options: ReadOptions, settings: Settings, nodes: int, workers: int
+) -> str:
+    """Describe what ``deduplicate`` needs on nodes with some workers each.
+
+    Raises:
+        DataError: a file of the sample cannot be read.
+    """
+    found = sample(sources, options)
+    needed = needs(found.text_bytes, found.documents, settings, workers)
+    return (
+        f"{describe_needs(found, needed, nodes, workers)}, and {_LONGEST_TIMES} times a long "
+        f"document (at most {_LONGEST_TIMES * options.longest_bytes / 1e9:.2f} GB) in its worker\n"
+        f"sketch  {settings.bands} bands of {settings.rows}"
+    )
+
+
+def estimate_preprocess(
+    sources: Sequence[Source], tokenizer_path: str, options: ReadOptions, nodes: int, workers: int
+) -> str:
+    """Describe what ``preprocess`` needs; the tokenizer is timed on the sample.
+
+    Raises:
+        DataError: a file of the sample or the tokenizer cannot be read.
+    """
+    found = sample(sources, options)
+    tokenizer = load_tokenizer(tokenizer_path)
+    encode = choose_encoder(tokenizer, sources, options)
+    begin = time.process_time()
+    ids, _ = encode(found.texts)
+    seconds = time.process_time() - begin
+    scale = found.text_bytes / max(sum(len(text.encode()) for text in found.texts), 1)
+    tokens = ids.size * scale
+    token_bytes = tokens * dtype_for_vocab(tokenizer.vocab_size).itemsize
+    result_bytes = token_bytes + _INDEX_BYTES * found.documents * len(options.keys)
+    serial = token_bytes / _HASH_BYTES_PER_SECOND
+    needed = Needs(
+        processor_seconds=seconds * scale + found.text_bytes / _READ_BYTES_PER_SECOND + serial,
+        serial_seconds=serial,
+        work_bytes=result_bytes,
+        result_bytes=result_bytes,
+        memory_bytes=_TOKENIZER_BYTES + workers * (_WORKER_BYTES + CACHE_BYTES),
+    )
+    return f"{describe_needs(found, needed, nodes, workers)}\ntokens  {tokens:,.0f}"
+
+
+def sample(sources: Sequence[Source], options: ReadOptions) -> Sample:
+    """Read the beginnings of some files."""
+    file_bytes = text_bytes = documents = 0
+    texts: list[str] = []
+    left = _ENCODED_BYTES
+    step = max(1, len(sources) // _SAMPLE_FILES)
+    for source in sources[::step]:
+        read = 0
+        with contextlib.closing(DocumentReader(source, options)) as reader:
+            for batch in reader.read():
+                read += batch.text_bytes
+                documents += len(batch.documents)
+                for document in batch.documents if left > 0 else []:
+                    texts += document.texts
+                    left -= sum(map(len, document.texts))
+                if read >= _SAMPLE_BYTES:
+                    break
+            file_bytes += reader.records.file_bytes if reader.records else source.size_bytes
+        text_bytes += read
+    scale = sum(source.size_bytes for source in sources) / max(file_bytes, 1)
+    return Sample(text_bytes * scale, documents * scale, texts)
+
+
+def needs(text_bytes: float, documents: float, settings: Settings, workers: int) -> Needs:
+    """Compute what ``deduplicate`` needs if a quarter of the documents are in near pairs."""
+    seconds = text_bytes * (1 / _SIGN_BYTES_PER_SECOND + 1 / _READ_BYTES_PER_SECOND)
+    digest, place, exact, decision = 16, 16, 8 + 8 + 4, 1 + 8 + 8 + 8
+    document_bytes = digest + place + exact + decision
+    run_bytes = 0.0
+    if not settings.exact_only:
+        seconds += text_bytes / _READ_BYTES_PER_SECOND + documents * _SECONDS_PER_DOCUMENT
+        seconds += _NEAR_SHARE * text_bytes / _COLLECT_BYTES_PER_SECOND
+        document_bytes += 4 * PERMUTATIONS + 12 * settings.bands + 2
+        run_bytes = _NEAR_SHARE * text_bytes / _BYTES_PER_WORD * 8
+    keys = _KEY_BYTES * min(documents, PART_DOCUMENTS)
+    workers_bytes = max(workers, 1) * (_WORKER_BYTES + keys)
+    return Needs(
+        processor_seconds=seconds,
+        serial_seconds=documents * _SERIAL_SECONDS_PER_DOCUMENT,
+        work_bytes=documents * document_bytes + run_bytes,
+        result_bytes=text_bytes,
+        memory_bytes=_FIRST_PROCESS_BYTES + workers_bytes + documents * _MAP_BYTES,
+    )
+
+
+def describe_needs(found: Sample, needed: Needs, nodes: int, workers: int) -> str:
+    """Describe what a job needs on nodes with some workers each."""
+    parallel = (needed.processor_seconds - needed.serial_seconds) / (nodes * workers)
+    minutes = (parallel + needed.serial_seconds) / 60
+    return (
+        f"text    {found.text_bytes / 1e9:.2f} GB, {found.documents:,.0f} documents\n"
+        f"time    {needed.processor_seconds / 3600:.2f} hours of a core; {minutes:,.1f} minutes "
+        f"with {nodes} x {workers} workers, a core each, of which "
+        f"{needed.serial_seconds / 60:,.1f} in a single process\n"
+        f"disk    {needed.work_bytes / 1e9:.2f} GB during the work and at most "
+        f"{needed.result_bytes / 1e9:.2f} GB for the uncompressed result\n"
+        f"memory  {needed.memory_bytes / 1e9:.2f} GB on each node for {workers} workers"
+    )
