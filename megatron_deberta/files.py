@@ -103,6 +103,17 @@ class FileLock:
             return False
         return True
 
+    def make_exclusive(self) -> bool:
+        """Try to turn a shared lock into an exclusive one; it may be lost if this fails."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+        return self.is_held()
+
     def is_held(self) -> bool:
         """Return whether the lock is held, and its file still has its name."""
         try:

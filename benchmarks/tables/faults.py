@@ -40,8 +40,13 @@ SLURM_CODE = (
     "tests/slurm/virtual_cluster.py",
 )  # fmt: skip
 LAYOUT_MOVES_CODE = (*_packages(_LAYOUTS), "tests/faults/layout_moves.py")
-PREPROCESS_CODE = (
-    *_packages(("data", "text")), "tests/faults/injection", "tests/faults/preprocess_kills.py",
+TEXT_KILLS_CODE = (
+    *_packages((
+        "cli/deduplicate.py", "cli/executor_arguments.py", "cli/preprocess.py", "cli/text_input.py",
+        "cli/text_job.py", "data/arrays.py", "data/shards", "errors.py", "files.py", "hashing.py",
+        "parsing.py", "processes.py", "text", "tokenizer",
+    )),
+    "tests/faults/injection", "tests/faults/text_kills.py",
 )  # fmt: skip
 LOST_NODES_CODE = (
     *_packages(_TRAINING), "tests/faults/lost_nodes.py", "tests/faults/chaos/training.py",
@@ -168,6 +173,19 @@ def lost_nodes(lines: list[Line]) -> str:
         rows.append((f"{_LOST_NODES_TITLES[case]} (`{case}`)", *_counts(found, str(count), steps)))
     header = ("loss", "passed / done", "of", "steps repeated: median, most", "revision")
     return markdown(header, rows)
+
+
+def text_kills(lines: list[Line]) -> str:
+    """Passed and completed kills of jobs over text, by engine and victim."""
+    code = code_digest(TEXT_KILLS_CODE)
+    rows = []
+    for kind in sorted({(line["engine"], line["victim"]) for line in lines}):
+        found = [
+            x for x in lines if (x["engine"], x["victim"]) == kind and x["code_digest"] == code
+        ]
+        phases = len({(x["command"], x["point"]) for x in found})
+        rows.append((f"{kind[0]}: {kind[1]}", *_counts(found, str(phases) if found else "")))
+    return markdown(("engine and victim", "passed / done", "phases", "revision"), rows)
 
 
 def hostile_files(lines: list[Line]) -> str:

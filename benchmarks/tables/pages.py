@@ -103,6 +103,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "lost-nodes": _of_lines(faults.lost_nodes, "lost_nodes"),
     "hangs": _of_lines(faults.hangs, "hangs"),
     "frozen-disks": _of_lines(faults.frozen_disks, "frozen_disks"),
+    "text-kills": _of_lines(faults.text_kills, "text_kills"),
     "hostile-files": _of_lines(faults.hostile_files, "hostile_files"),
     "mutants": _of_lines(faults.mutants, "mutants"),
     "slurm": _of_lines(faults.slurm, "slurm_campaign"),

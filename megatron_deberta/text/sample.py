@@ -1,8 +1,7 @@
 """Even sample of the lines of a corpus, drawn in units on any executor, to train a vocabulary.
 
 Each line draws a level from the seed and its place: level ``k`` or higher with probability
-``2**-k``. The sample holds the lines of the lowest level that fits, in input order. It does not
-depend on the number of workers.
+``2**-k``. The sample holds the lines of the lowest level that fits, in input order.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Training and validation documents, parted so that no copy of one is on the other side.
+"""Training and validation documents without copies of each other.
 
-Owns the rule: the side is a hash of what a document says, or of what its cluster's first document
-says. So it depends on nothing else: not on order, files, other documents or processes, and a
-document keeps its side when the corpus grows.
+The side is a hash of a document's text, or of its cluster's first document, and depends on nothing
+else: a document keeps its side when the corpus grows.
 """
 
 from __future__ import annotations

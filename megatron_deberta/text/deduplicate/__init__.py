@@ -1,4 +1,1 @@
-"""Finds documents that repeat others, exactly or nearly, and writes the corpus without them.
-
-``pipeline.deduplicate`` is the entry.
-"""
+"""Removes exact and near duplicates from a corpus; ``pipeline.deduplicate`` is the entry."""

@@ -1,8 +1,7 @@
-"""Documents that share a key: exact duplicates, and pairs that may be near duplicates.
+"""Documents that share a key: exact duplicates, and candidates for near duplicates.
 
-Owns bringing together the sorted runs of all units, one range of one kind of key at a time, so
-that memory is bounded by the range and not by the corpus. Documents have numbers over the whole
-input here, in its order. Refuses to judge near pairs (``compare``).
+The sorted runs of all units are merged one range of keys at a time, so that memory does not grow
+with the corpus. Documents are numbered over the whole input.
 """
 
 from __future__ import annotations

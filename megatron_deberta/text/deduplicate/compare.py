@@ -1,8 +1,6 @@
-"""Which candidate pairs really are near duplicates.
+"""Near duplicates among the candidates: estimated from the sketches, then compared exactly.
 
-Owns the estimate from the sketches, which leaves out most pairs, and the exact Jaccard similarity
-of the rest, for which their documents' runs of words are read again. All is sorted by unit, so
-that neither memory nor the number of times a file is read grows with the corpus.
+Pairs are sorted by unit, so that files are read once and memory does not grow with the corpus.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Buckets with too many documents for all their pairs: what stays of them is compared.
+"""Documents of buckets that are too large to compare all their pairs.
 
-A page's hundred revisions share buckets. There a document is paired with the eight before it, which
-may all go because of one before them; so one that would stay is compared with those that do.
+There, a document is paired with the eight before it, which may all be removed because of an
+earlier one; a document that would be kept is therefore also compared with those that are.
 """
 
 from __future__ import annotations

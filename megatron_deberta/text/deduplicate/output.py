@@ -1,8 +1,4 @@
-"""The corpus that stays, and the account of what does not.
-
-Owns the last reading of the input and the files of the result. Refuses a result whose documents do
-not add up.
-"""
+"""Files of the result: kept and removed documents, quarantined records, and the summary."""
 
 from __future__ import annotations
 

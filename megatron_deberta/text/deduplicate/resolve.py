@@ -1,10 +1,7 @@
-"""Which documents stay, and which belong together.
+"""Which documents are kept, and which form a cluster.
 
-Owns the rule: in input order, a document goes if it is the same as, or a near duplicate of, one
-that stays. So every document that goes has one that stays, its Jaccard similarity at or above the
-threshold, and no two that stay were found to be near duplicates of each other. Clusters are wider:
-all documents that a chain of near duplicates connects. Works on memory maps of one entry a
-document.
+In input order, a document is removed if it is the same as, or a near duplicate of, one that is
+kept. A cluster holds all documents that a chain of near duplicates connects. Uses memory maps.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""What counts as a duplicate, and the sketch that finds candidates.
-
-Owns the settings of a run and what follows from them. The defaults are those of Megatron-LM's
-deduplication tools: Jaccard 0.7; runs of five words.
-"""
+"""Settings of deduplication; defaults as in Megatron-LM: Jaccard 0.7, runs of five words."""
 
 from __future__ import annotations
 

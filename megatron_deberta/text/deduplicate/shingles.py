@@ -1,10 +1,7 @@
-"""What of a document is compared: its lower-cased words, in runs of n.
-
-Owns the normalisation and the 64-bit hash of every run, computed on whole arrays in pieces, so
-that a document of 100 MB needs no list of its words. Refuses to know what the hashes are for.
+"""64-bit hashes of the runs of n lower-cased words of a document, computed on arrays in pieces.
 
 The hash is a polynomial in the bytes of the run modulo 2^64 with an odd base, mixed at the end.
-It depends on nothing but the text: not on the machine, the process or a library's version.
+It depends on the text only, not on the machine, the process or a library's version.
 """
 
 from __future__ import annotations

@@ -1,17 +1,13 @@
-"""First stage: what is kept of every document instead of its text.
-
-Owns the MinHash sketches (rensa) and the sorted runs of keys by which documents that share one are
-found later: an exact key of the normalised text, and one a band of the sketch. A task's files:
+"""First stage: MinHash sketches (rensa) and sorted runs of keys, by which duplicates are found.
 
 ``digest``     [documents, 2] uint64, BLAKE2b of the normalised text
 ``sketch``     [documents, 128] uint32
 ``place``      [documents, 2] int64, number of the file and line in its piece
 ``exact_key``  uint64, ``exact_rest`` uint64, ``exact_document`` uint32: per run sorted by key
 ``band_key``   uint64, ``band_document`` uint32: per run and band sorted by key
-``exact_starts`` [runs, 257], ``band_starts`` [runs, bands, 257] int64: where in them the keys of
-each of 256 ranges begin
+``exact_starts`` [runs, 257], ``band_starts`` [runs, bands, 257] int64: offsets of 256 key ranges
 
-Refuses to hold more than one run's documents in memory.
+Memory is bounded by one run's documents.
 """
 
 from __future__ import annotations

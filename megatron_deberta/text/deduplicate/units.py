@@ -1,13 +1,11 @@
-"""Parts of the input that are worked on one at a time, and their records.
-
-Owns the bytes of a record as they stood in its file, so that what is kept is kept as it was.
-"""
+"""Units of the input and their records, with the bytes that a record has in its file."""
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import orjson
@@ -47,15 +45,14 @@ def plan_units(sources: Sequence[Source], unit_bytes: int = UNIT_BYTES) -> list[
     return [segment.pieces for segment in plan_segments(sources, unit_bytes)]
 
 
+@dataclass(frozen=True, slots=True)
 class UnitReader:
     """Iterates over a unit's records; those that cannot be used come as (file's number, defect).
 
-    Args:
+    Attributes:
         unit: what to read.
         sources: files of the input.
         options: what is wanted of them.
-
-    Attributes:
         line_ends: line ends of each file's piece, once it has been read; tables have none.
         counts: what was read so far, see ``Counts``.
 
@@ -63,19 +60,17 @@ class UnitReader:
         DataError: while reading: a file cannot be read.
     """
 
-    def __init__(self, unit: WorkUnit, sources: Sequence[Source], options: ReadOptions) -> None:
-        """See the class."""
-        self._unit = unit
-        self._sources = sources
-        self._options = options
-        self.line_ends: dict[int, int] = {}
-        self.counts: Counter[str] = Counter()
+    unit: WorkUnit
+    sources: Sequence[Source]
+    options: ReadOptions
+    line_ends: dict[int, int] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
 
     def __iter__(self) -> Iterator[Record | tuple[int, Defect]]:
         """Read the unit through."""
-        for piece in self._unit:
-            source = self._sources[piece.source]
-            with contextlib.closing(DocumentReader(source, self._options)) as reader:
+        for piece in self.unit:
+            source = self.sources[piece.source]
+            with contextlib.closing(DocumentReader(source, self.options)) as reader:
                 for batch in reader.read(piece.begin, piece.end):
                     self.counts["text_bytes"] += batch.text_bytes
                     self.counts["documents"] += len(batch.documents)
@@ -98,5 +93,5 @@ class UnitReader:
             raw = {offset: content for _, offset, content in batch.records}
             return (raw[document.offset].strip() for document in batch.documents)
         # Plain text has one text for all keys.
-        keys = self._options.keys if text_format in TABLES else self._options.keys[:1]
+        keys = self.options.keys if text_format in TABLES else self.options.keys[:1]
         return (orjson.dumps(dict(zip(keys, each.texts, strict=False))) for each in batch.documents)

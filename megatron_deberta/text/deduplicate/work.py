@@ -1,8 +1,7 @@
-"""Stages of a run and the folder that holds their results.
+"""Stages of a job, whose tasks each write a folder.
 
-Every task fills a folder under a temporary name, flushes it and renames it; the folder's existence
-records that the task is done, so that a run may be killed at any instant and resumes there. Files
-are hashed while they are written; the last stage compares all of them with their hashes.
+A task's folder is written under a temporary name, flushed and renamed; a folder with its final name
+is complete. Files are hashed while they are written; the last stage compares them with the hashes.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from megatron_deberta.files import (
 from megatron_deberta.parsing import read_json
 from megatron_deberta.text.deduplicate.settings import Settings
 from megatron_deberta.text.deduplicate.units import WorkUnit
-from megatron_deberta.text.jobs.executors import ONLY_TASK, Engine, Share, run_calls
+from megatron_deberta.text.jobs.executors import ONLY_TASK, Engine, Share, order_tasks, run_calls
 from megatron_deberta.text.jobs.folder import RESTART, JobFolder
 from megatron_deberta.text.jobs.progress import Advance, Counts
 from megatron_deberta.text.preprocess.units import Piece
@@ -308,16 +307,6 @@ class StageRunner:
             DataError: a file is not what was written.
         """
         self.run("check", check_task, self._most_tasks)
-
-
-def order_tasks(tasks: int, share: Share) -> list[int]:
-    """Return the order in which a task of a job array does the tasks of a stage.
-
-    Its own share comes first; what the others should do follows from its end, so that two
-    processes meet in the middle.
-    """
-    own = range(tasks * share.task // share.tasks, tasks * (share.task + 1) // share.tasks)
-    return [*own, *reversed(range(own.start)), *reversed(range(own.stop, tasks))]
 
 
 def _run_task_in(folder: str, stage: str, function: Task, task: int) -> Counts:

@@ -232,3 +232,13 @@ def array_task(given: str | None, env: Mapping[str, str]) -> Share:
         for name, default in (("ID", "0"), ("MIN", "0"), ("STEP", "1"), ("COUNT", "1"))
     )
     return Share(min((task - first) // max(step, 1), count - 1), count)
+
+
+def order_tasks(tasks: int, share: Share) -> list[int]:
+    """Return the order in which a task of a job array does units ``range(tasks)``.
+
+    Its own share comes first, then those of the other array tasks from their ends, so that two
+    processes meet in the middle. So no array task waits for another, or misses one that died.
+    """
+    own = range(tasks * share.task // share.tasks, tasks * (share.task + 1) // share.tasks)
+    return [*own, *reversed(range(own.start)), *reversed(range(own.stop, tasks))]

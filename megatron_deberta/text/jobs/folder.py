@@ -107,8 +107,8 @@ class JobFolder:
             yield
         finally:
             self._lock = None
-            if not (shared or self.exists()) and lock.is_held():
-                # No job has begun.
+            if not self.exists() and lock.is_held() and (not shared or lock.make_exclusive()):
+                # No job has begun, or another array task has finished it.
                 (self.path / LOCK).unlink()
                 with contextlib.suppress(OSError):
                     self.path.rmdir()

@@ -1,5 +1,1 @@
-"""Text files to indexed shards.
-
-Owns reading, decompressing and parsing text, the worker processes, and what a user sees of them.
-Refuses to define the shards' format (``data``) and the ids (``tokenizer``).
-"""
+"""Encodes text into shards; ``pipeline.preprocess`` is the entry."""

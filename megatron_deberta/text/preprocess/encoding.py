@@ -1,7 +1,6 @@
-"""Texts to ids, by whatever is fastest and gives the tokenizer's own ids.
+"""Encoding of texts by the fastest library that gives the tokenizer's ids.
 
-Owns the choice, and its proof on every run's first documents. Refuses to trust a fast library:
-where ids differ, the tokenizer's own way is taken and a line says so.
+Each run compares the ids of its first documents; if they differ, the tokenizer itself is used.
 """
 
 from __future__ import annotations

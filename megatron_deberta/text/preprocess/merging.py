@@ -1,7 +1,6 @@
 """Merge encoded units into shards; the driver process publishes them.
 
-Copies and hashes are units like others. Hashes are of what units wrote, checked against their
-records, and never of a shard's file read back.
+Copies and hashes are units. Hashes are of what units wrote, not of a shard's file read back.
 """
 
 from __future__ import annotations

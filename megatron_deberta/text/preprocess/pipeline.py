@@ -238,10 +238,8 @@ class _Progress:
         self._size = sum(segment.file_bytes for segment in segments)
         self._advance = options.advance
         self._seen: set[str] = set()
-        self._before: Counter[str] = Counter()
         self._total: Counter[str] = Counter()
-        self._last_look = 0.0
-        self.look(last=True)
+        self._read()
         self._before = self._total.copy()
         self._show()
 
@@ -249,6 +247,10 @@ class _Progress:
         """Read the new records, at most every few seconds but for the ``last`` time."""
         if not last and time.monotonic() - self._last_look < _SECONDS_BETWEEN_LOOKS:
             return
+        self._read()
+        self._show()
+
+    def _read(self) -> None:
         self._last_look = time.monotonic()
         for name in filter(units.names_unit, self._folder.records() - self._seen):
             record = self._folder.recorded(name, units.UnitRecord)
@@ -262,7 +264,6 @@ class _Progress:
                     quarantined=sum(record["reasons"].values()),
                 )
             self._seen.add(name)
-        self._show()
 
     def _show(self) -> None:
         done = min(self._total["file_bytes"], self._size)

@@ -10,7 +10,7 @@ from typing_extensions import TypedDict
 
 from megatron_deberta.errors import DataError
 from megatron_deberta.parsing import Count
-from megatron_deberta.text.jobs.executors import Share
+from megatron_deberta.text.jobs.executors import Share, order_tasks
 from megatron_deberta.text.jobs.folder import RESTART, JobFolder
 from megatron_deberta.text.readers.cutting import ENDLESS
 from megatron_deberta.text.readers.sources import TABLES, Source
@@ -211,26 +211,22 @@ def read_record(folder: JobFolder, unit: WorkUnit) -> UnitRecord:
 
 
 def plan_lanes(segments: Sequence[Segment], share: Share, workers: int) -> list[Lane]:
-    """Divide units into calls, so that a stream is read by few and each worker has some.
+    """Divide units into calls, so that a stream is read by few processes and each one has work.
 
     Args:
         segments: of the input.
-        share: array task whose calls are wanted; the others' are the same at any time.
-        workers: of this task.
+        share: array task that does the calls, see ``order_tasks``.
+        workers: of each task.
     """
-    lanes = _cut(segments, [Lane(index, 0, 1) for index in range(len(segments))], share.tasks)
-    return _cut(segments, lanes[share.task :: share.tasks], workers)
-
-
-def _cut(segments: Sequence[Segment], lanes: list[Lane], workers: int) -> list[Lane]:
-    """Cut streams where there are too few calls for the workers."""
-    streams = sum(segments[lane.segment].is_stream for lane in lanes)
-    if not streams or workers == 1:
-        return lanes
-    pieces = -(-(workers if workers >= streams else _CALLS_PER_WORKER * workers) // streams)
-    return [
-        Lane(lane.segment, lane.first + lane.step * piece, lane.step * count)
-        for lane in lanes
-        for count in [pieces if segments[lane.segment].is_stream else 1]
-        for piece in range(count)
+    workers *= share.tasks
+    streams = sum(segment.is_stream for segment in segments)
+    pieces = 1
+    if streams and workers > 1:
+        pieces = -(-(workers if workers >= streams else _CALLS_PER_WORKER * workers) // streams)
+    lanes = [
+        Lane(index, first, count)
+        for index, segment in enumerate(segments)
+        for count in [pieces if segment.is_stream else 1]
+        for first in range(count)
     ]
+    return [lanes[number] for number in order_tasks(len(lanes), share)]

@@ -1,7 +1,6 @@
-"""Bytes out of plain, gzip, zstandard, bzip2 and xz files, with damage found.
+"""Text of plain, gzip, zstandard, bzip2 and xz files, told apart by their first bytes.
 
-Owns decompression; the kind is told by the first bytes, not by the name. Refuses truncated
-files: a stream reader would take the end of a broken ``.zst`` for the end of the text.
+Truncated and damaged files are detected.
 """
 
 from __future__ import annotations

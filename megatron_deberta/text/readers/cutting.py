@@ -1,7 +1,6 @@
-"""Cuts a file's text into records, from any offset to any other.
+"""Records of a file, from any offset to any other; a record belongs to the range of its first byte.
 
-Owns positions: a record belongs to the range in which it begins, so that ranges beside each other
-hold every record once. Refuses to hold a record beyond the limit in memory.
+Memory is bounded by the longest record allowed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Documents and defects out of any input file, whole or in ranges, in bounded memory.
-
-All commands read text by it; what a defect leads to is theirs to decide.
-"""
+"""Documents and defects of any input file, whole or in ranges, in bounded memory."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The documents among records, and what is wrong with those that cannot be used.
-
-Owns parsing and the reasons. Refuses to lose a record: each is a document or a defect, and only
-blank lines are neither.
-"""
+"""Parsing of records: each is a document or a defect with its reason; blank lines are skipped."""
 
 from __future__ import annotations
 

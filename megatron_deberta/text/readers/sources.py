@@ -1,7 +1,4 @@
-"""Which files the input is, and what each holds.
-
-Owns expanding paths and telling formats apart. Refuses to look at records (``reading``).
-"""
+"""Input files: paths are expanded, and the format of each file is determined."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The documents of tables: Parquet files and the Arrow files of Hugging Face datasets.
-
-Owns the optional package pyarrow, which is imported here only. Refuses to hold more than a batch
-of rows.
-"""
+"""Documents of Parquet files and Arrow files (Hugging Face datasets), in batches of rows."""
 
 from __future__ import annotations
 

@@ -1,78 +1,81 @@
-"""Kill a run at a chosen point; Python imports this file if the folder is on ``PYTHONPATH``.
+"""Stop a process at a chosen point of a job over text, for ``tests.faults.text_kills``.
 
-``PREPROCESS_KILL`` is JSON: ``phase``, ``entry`` (number of the entry into the phase), ``call``
-(number of the call in the phase that changes the disk; 0: none), ``delay`` in seconds, ``target``
-(``self`` or ``parent``), ``token`` (file created by the process that kills) and ``count`` (file for
-the numbers of entries and calls; nothing is killed).
+Python imports this file if its folder is on ``PYTHONPATH``. ``TEXT_KILLS`` names a folder; while
+``plan.json`` is in it (``point``, ``entry``), the first process that reaches the point for the
+given time creates ``token`` with its id and waits there until ``go`` exists.
 """
 
-import contextlib
+import functools
+import importlib
 import json
 import os
-import signal
-import subprocess
+import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-CALLS = ("fsync", "replace", "link", "rename", "unlink", "pwrite", "rmdir", "posix_fallocate")
+TEXT = "megatron_deberta.text"
+POINTS = {
+    "read": (f"{TEXT}.preprocess.worker", "UnitWorker", "_read"),
+    "encode": (f"{TEXT}.preprocess.worker", "UnitWorker", "_encode_batch"),
+    "part": (f"{TEXT}.preprocess.worker", "_Part", "commit"),
+    "record": (f"{TEXT}.jobs.folder", "JobFolder", "record"),
+    "copy": ("megatron_deberta.data.shards.writer", "ShardLayout", "copy_tokens"),
+    "hash": ("megatron_deberta.data.shards.writer", "ShardLayout", "idx_sha256"),
+    "rename": (f"{TEXT}.preprocess.merging", "", "_rename"),
+    "publish": (f"{TEXT}.deduplicate.output", "", "take_parts"),
+}
+UNIT_BYTES = 20_000
+WAIT_SECONDS = 60.0
 
 
 class Injection:
-    """Counts phases and calls of this process, and kills when both numbers are reached."""
+    """Counts how often this process reaches each point.
 
-    def __init__(self, plan: dict[str, Any]) -> None:
-        """Wrap the counted functions."""
-        from megatron_deberta.text.preprocess.progress import ProgressCounters
+    Args:
+        folder: of the plan.
+    """
 
-        self.plan = plan
-        self.phase = ""
-        self.entries: dict[str, int] = {}
-        self.calls: dict[str, int] = {}
-        enter = ProgressCounters.enter
+    def __init__(self, folder: str) -> None:
+        """Wrap the functions of all points."""
+        self.folder = folder
+        self.reached: Counter[str] = Counter()
+        for point, (module_name, class_name, name) in POINTS.items():
+            module = importlib.import_module(module_name)
+            owner = getattr(module, class_name) if class_name else module
+            setattr(owner, name, self.wrapped(point, getattr(owner, name)))
+        work = importlib.import_module(f"{TEXT}.deduplicate.work")
+        work.TaskFolder.finish = self.wrapped("", work.TaskFolder.finish)
+        pipeline = importlib.import_module(f"{TEXT}.deduplicate.pipeline")
+        # The command has no option for it.
+        pipeline.deduplicate.__kwdefaults__["unit_bytes"] = UNIT_BYTES
 
-        def entering(counters: ProgressCounters, phase: str) -> None:
-            enter(counters, phase)
-            self.phase = phase
-            self.entries[phase] = self.entries.get(phase, 0) + 1
-            self.kill_if_reached(is_call=False)
+    def wrapped(self, point: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function with the point before it; "": the stage of a task's folder."""
 
-        ProgressCounters.enter = entering  # type: ignore[method-assign]
-        for name in CALLS:
-            setattr(os, name, self.counted(getattr(os, name)))
-
-    def counted(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function with a counter before the call."""
-
+        @functools.wraps(original)
         def function(*args: Any, **kwargs: Any) -> Any:
-            self.calls[self.phase] = self.calls.get(self.phase, 0) + 1
-            self.kill_if_reached(is_call=True)
+            self.reach(point or args[0].path.parent.name)
             return original(*args, **kwargs)
 
         return function
 
-    def kill_if_reached(self, *, is_call: bool) -> None:
-        """Kill if the chosen point is reached."""
-        plan = self.plan
-        if "count" in plan:
-            with open(plan["count"], "w") as stream:
-                json.dump({"entries": self.entries, "calls": self.calls}, stream)
+    def reach(self, point: str) -> None:
+        """Wait if this is the chosen point."""
+        self.reached[point] += 1
+        try:
+            with open(f"{self.folder}/plan.json", encoding="utf-8") as stream:
+                plan = json.load(stream)
+            if plan["point"] != point or plan["entry"] > self.reached[point]:
+                return
+            with open(f"{self.folder}/token", "x", encoding="utf-8") as stream:
+                stream.write(str(os.getpid()))
+        except (FileNotFoundError, FileExistsError):
             return
-        if self.phase != plan["phase"] or is_call != bool(plan["call"]):
-            return
-        reached = self.calls if is_call else self.entries
-        if reached[self.phase] < (plan["call"] if is_call else plan["entry"]):
-            return
-        with contextlib.suppress(FileExistsError), open(plan["token"], "x") as stream:
-            stream.write(str(os.getpid()))
-            stream.flush()
-            victim = os.getpid() if plan["target"] == "self" else os.getppid()
-            if plan["delay"]:
-                # From another process, so that the interpreter lock does not delay it.
-                script = f"sleep {plan['delay']}; kill -9 {victim}"
-                subprocess.Popen(["sh", "-c", script], start_new_session=True)
-            else:
-                os.kill(victim, signal.SIGKILL)
+        end = time.monotonic() + WAIT_SECONDS
+        while not os.path.exists(f"{self.folder}/go") and time.monotonic() < end:
+            time.sleep(0.005)
 
 
-if "PREPROCESS_KILL" in os.environ:
-    Injection(json.loads(os.environ["PREPROCESS_KILL"]))
+if "TEXT_KILLS" in os.environ:
+    Injection(os.environ["TEXT_KILLS"])

@@ -10,8 +10,7 @@ import pytest
 
 from megatron_deberta.cli.main import main
 from megatron_deberta.errors import DataError
-from megatron_deberta.text.deduplicate.work import order_tasks
-from megatron_deberta.text.jobs.executors import Share
+from megatron_deberta.text.jobs.executors import Share, order_tasks
 from megatron_deberta.text.jobs.folder import JobFolder
 from megatron_deberta.text.jobs.progress import Counts
 from tests.support.duplicates import contents, run

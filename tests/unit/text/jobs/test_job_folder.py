@@ -10,7 +10,7 @@ import pytest
 
 from megatron_deberta.errors import DataError
 from megatron_deberta.files import HashedFile
-from megatron_deberta.text.jobs.folder import BusyError, JobFolder
+from megatron_deberta.text.jobs.folder import LOCK, BusyError, JobFolder
 
 PLAN = {"--input": [["a.jsonl", 1, 2]]}
 
@@ -27,6 +27,17 @@ def test_only_one_process_merges(tmp_path: Path) -> None:
                 pass
     with other.locked():
         other.check_lock()
+
+
+def test_an_array_task_that_comes_late_leaves_no_folder(tmp_path: Path) -> None:
+    mine, other = (JobFolder(tmp_path / "books") for _ in range(2))
+    with mine.locked(shared=True):
+        with other.locked(shared=True):
+            pass
+        # The first one may begin the job.
+        assert (mine.path / LOCK).exists()
+        mine.check_lock()
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("again", [False, True])

@@ -27,8 +27,9 @@ from megatron_deberta.data.shards.manifest import ShardManifest, read_manifest, 
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.text.jobs import executors
 from megatron_deberta.text.jobs.executors import RunOptions
-from megatron_deberta.text.preprocess import encoding, pipeline
+from megatron_deberta.text.preprocess import encoding
 from megatron_deberta.text.preprocess.pipeline import preprocess
+from megatron_deberta.text.readers import reading
 from megatron_deberta.text.readers.records import ReadOptions
 from megatron_deberta.text.readers.sources import find_sources
 from megatron_deberta.tokenizer import load_tokenizer
@@ -367,7 +368,7 @@ def test_a_changed_plan_is_refused_by_name(
         assert message in capsys.readouterr().err
     with monkeypatch.context() as newer:
         # Units that another release cut may end elsewhere.
-        newer.setattr(pipeline, "READING_VERSION", pipeline.READING_VERSION + 1)
+        newer.setattr(reading, "READING_VERSION", reading.READING_VERSION + 1)
         assert main(make) == 2
         assert "version of reading was" in capsys.readouterr().err
     os.utime(corpus, (1, 1))
@@ -544,7 +545,7 @@ def test_leave_given_afterwards_says_that_nothing_was_left(
     assert "1 of 61 records are bad" in capsys.readouterr().err
     assert main([*make, "--max-bad-fraction", "0.1"]) == 0
     done = capsys.readouterr()
-    assert done.err.splitlines()[0] == "preprocess: encode 100%, 1 workers"
+    assert done.err.splitlines()[0] == "preprocess: encode 100%"
     assert ": 60 documents" in done.out
 
 
