@@ -365,8 +365,9 @@ def _begun(folder: Path) -> JobFolder:
 
 def _make_unit_record(folder: Path) -> Path:
     work = _begun(folder)
-    record = {"last": True, "documents": 3, "reasons": {}, "sizes": [[9, 3, 3, 0]]}
-    work.record("00000000-000000", {**record, "pieces": [[0, 0, 3]], "sha256": ["0", "0", ""]})
+    record = {"last": True, "documents": 3, "text_bytes": 40, "file_bytes": 40, "reasons": {}}
+    record |= {"sizes": [[9, 3, 3, 0]], "pieces": [[0, 0, 3]], "sha256": ["0", "0", ""]}
+    work.record("00000000-000000", record)
     return work.done / "00000000-000000.json"
 
 

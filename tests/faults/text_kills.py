@@ -52,6 +52,13 @@ VICTIMS = [
     ("local", "driver"), ("mpi", "driver"), ("dask", "driver"), ("array", "all"),
     ("dask", "node"), ("dask", "scheduler"),
 ]  # fmt: skip
+# What the command, mpirun or Dask say of a death that ends the run.
+REPORTS = {
+    ("local", "worker"): "a worker process died",
+    ("mpi", "worker"): "signal 9 (Killed)",
+    ("mpi", "driver"): "signal 9 (Killed)",
+    ("dask", "scheduler"): "the scheduler died",
+}
 # Points that only the first process reaches, once.
 SINGLE = ("rename", "publish", "resolve", "hash")
 TIMEOUT_SECONDS = 180.0
@@ -303,6 +310,7 @@ def run_case(fixture: Fixture, number: int) -> dict[str, Any]:
         assert plan["entry"] > 1, f"no process reached {plan}: {message}"
         plan["entry"] = 1
     files = digests(output)
+    report = REPORTS.get((engine, plan["victim"]), "")
     goes_on = (engine, plan["victim"]) in (("dask", "worker"), ("dask", "node"))
     case = {
         "case": number,
@@ -310,6 +318,7 @@ def run_case(fixture: Fixture, number: int) -> dict[str, Any]:
         "exit_codes": codes,
         "goes_on": codes == [0],
         "early_name": any(expected.get(name) != digest for name, digest in published.items()),
+        "reported": report in message or codes == [0],
         "traceback": "Traceback" in message,
         "resumed_exit_codes": resumed,
         "left_over": sorted(set(files) - set(expected)),
@@ -317,7 +326,7 @@ def run_case(fixture: Fixture, number: int) -> dict[str, Any]:
         "seconds": round(time.monotonic() - begin, 2),
     }
     case["ok"] = (
-        case["identical"] and not case["early_name"] and None not in codes
+        case["identical"] and not case["early_name"] and None not in codes and case["reported"]
         and resumed[0] is not None and 0 in resumed and (codes == [0] or not goes_on)
         and not (case["traceback"] and engine == "local")
     )  # fmt: skip

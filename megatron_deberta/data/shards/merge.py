@@ -1,8 +1,8 @@
 """Merging of shards into one, byte for byte as if all documents had been written into it.
 
-Shards are copied in parallel to their places, and every byte read is checked against its shard's
-manifest. Memory does not grow with the shards. Nothing appears under the final names before all
-is flushed.
+Each shard is copied to its place by a call of its own, which any executor may run, and every byte
+read is checked against its shard's manifest. Memory does not grow with the shards. Nothing appears
+under the final names before all is flushed.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,19 +30,27 @@ from megatron_deberta.data.shards.writer import (
     PartIndex,
     PartSize,
     ShardLayout,
-    StagedShard,
     staged_shard,
 )
 from megatron_deberta.errors import ConfigError, DataError
 
 _CHUNK_BYTES = 1 << 23
+Call = tuple[Callable[..., Any], tuple[Any, ...]]
+Runner = Callable[[Iterable[Call], Callable[[Any], None]], None]
+"""Runs calls in any order, process and node, and passes each result to a function."""
+
+
+def run_in_turn(calls: Iterable[Call], on_result: Callable[[Any], None]) -> None:
+    """Run calls one after the other in this thread."""
+    for function, arguments in calls:
+        on_result(function(*arguments))
 
 
 def merge_shards(
     prefixes: Sequence[str],
     output: str,
     *,
-    jobs: int = 1,
+    run: Runner = run_in_turn,
     force: bool = False,
     advance: Callable[[int], None] = lambda _: None,
 ) -> ShardManifest:
@@ -53,9 +60,9 @@ def merge_shards(
         prefixes: shards with manifests, of one token type and tokenizer, either all of sentences
             or all of whole documents; each once.
         output: prefix of the result, none of ``prefixes``.
-        jobs: threads that copy, one shard each at a time.
+        run: runs the copies, one per shard, and the hash; may use other nodes that share the disk.
         force: replace an existing shard.
-        advance: called with the number of ``.bin`` bytes copied, from any thread.
+        advance: called with the number of ``.bin`` bytes of each shard that was copied.
 
     Returns:
         The manifest of the result.
@@ -70,12 +77,26 @@ def merge_shards(
     shards, manifests = _open_compatible(prefixes)
     sizes = [PartSize(each.num_tokens, each.num_sequences, each.num_documents) for each in shards]
     layout = ShardLayout(shards[0].dtype, sizes)
-    with staged_shard(output, layout) as staged, ThreadPoolExecutor(jobs) as pool:
-        copies = [
-            pool.submit(_copy_shard, staged, part, shard, manifest, advance)
-            for part, (shard, manifest) in enumerate(zip(shards, manifests, strict=True))
+    paths = [os.path.abspath(prefix) for prefix in prefixes]
+    with staged_shard(os.path.abspath(output), layout) as staged:
+        files = staged.bin_path, staged.idx_path
+        calls: list[Call] = [
+            (_hash_tokens, (paths, [manifest.bin_sha256 for manifest in manifests])),
+            *(
+                (_copy_shard, (files, layout, part, paths[part], manifest))
+                for part, manifest in enumerate(manifests)
+            ),
         ]
-        bin_sha256 = _hash_copies(shards, copies)
+        bin_sha256 = ""
+
+        def on_result(result: str | int) -> None:
+            nonlocal bin_sha256
+            if isinstance(result, str):
+                bin_sha256 = result
+            else:
+                advance(result)
+
+        run(calls, on_result)
         idx_sha256 = layout.idx_sha256(lambda: map(_index, shards))
         merged = replace(_sum_manifests(manifests), bin_sha256=bin_sha256, idx_sha256=idx_sha256)
         staged.publish(merged)
@@ -102,46 +123,44 @@ def _sum_manifests(manifests: Sequence[ShardManifest]) -> ShardManifest:
 
 
 def _copy_shard(
-    staged: StagedShard,
-    part: int,
-    shard: IndexedDataset,
-    manifest: ShardManifest,
-    advance: Callable[[int], None],
-) -> None:
-    """Write one shard's tokens and index, and check the hashes of what was read."""
+    files: tuple[str, str], layout: ShardLayout, part: int, prefix: str, manifest: ShardManifest
+) -> int:
+    """Write one shard's tokens and index, flush them and check the hashes of what was read.
+
+    Returns:
+        Bytes of the tokens.
+    """
     found = hashlib.sha256()
-
-    def on_chunk(chunk: bytes) -> None:
-        found.update(chunk)
-        advance(len(chunk))
-
-    with open(bin_path(shard.prefix), "rb") as stream:
-        staged.layout.copy_tokens(staged.bin_file, part, stream.fileno(), on_chunk)
-    compare_hash(bin_path(shard.prefix), found.hexdigest(), manifest.bin_sha256)
-    verify_hash(idx_path(shard.prefix), manifest.idx_sha256)
-    staged.layout.write_index(staged.idx_file, part, *_index(shard))
+    descriptors = [os.open(path, os.O_WRONLY) for path in files]
+    try:
+        with open(bin_path(prefix), "rb") as stream:
+            layout.copy_tokens(descriptors[0], part, stream.fileno(), found.update)
+        compare_hash(bin_path(prefix), found.hexdigest(), manifest.bin_sha256)
+        verify_hash(idx_path(prefix), manifest.idx_sha256)
+        layout.write_index(descriptors[1], part, *_index(IndexedDataset(prefix)))
+        for descriptor in descriptors:
+            os.fsync(descriptor)
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+    begin, end = layout.token_range(part)
+    return end - begin
 
 
 def _index(shard: IndexedDataset) -> PartIndex:
     return shard.sequence_lengths, shard.document_boundaries[1:]
 
 
-def _hash_copies(shards: Sequence[IndexedDataset], copies: Sequence[Future[None]]) -> str:
-    """Hash the tokens that are merged, not the new file read back, each part once it is checked.
-
-    The first failure cancels the copies that have not started.
-    """
+def _hash_tokens(prefixes: Sequence[str], hashes: Sequence[str]) -> str:
+    """Return the SHA-256 of all shards' tokens in order, and check the hash of each shard."""
     digest = hashlib.sha256()
-    try:
-        for shard, copy in zip(shards, copies, strict=True):
-            copy.result()
-            with open(bin_path(shard.prefix), "rb") as stream:
-                while chunk := stream.read(_CHUNK_BYTES):
-                    digest.update(chunk)
-    except BaseException:
-        for copy in copies:
-            copy.cancel()
-        raise
+    for prefix, expected in zip(prefixes, hashes, strict=True):
+        found = hashlib.sha256()
+        with open(bin_path(prefix), "rb") as stream:
+            while chunk := stream.read(_CHUNK_BYTES):
+                found.update(chunk)
+                digest.update(chunk)
+        compare_hash(bin_path(prefix), found.hexdigest(), expected)
     return digest.hexdigest()
 
 

@@ -232,6 +232,16 @@ class StagedShard:
     bin_file: int
     idx_file: int
 
+    @property
+    def bin_path(self) -> str:
+        """Path of the unfinished ``.bin`` file."""
+        return _unfinished_path(self.prefix, "bin")
+
+    @property
+    def idx_path(self) -> str:
+        """Path of the unfinished ``.idx`` file."""
+        return _unfinished_path(self.prefix, "idx")
+
     def publish(self, manifest: ShardManifest | None) -> None:
         """Flush the files and rename them; the index last, without which no reader sees a shard.
 

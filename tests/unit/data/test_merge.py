@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from megatron_deberta.data.shards.merge import merge_shards
 from megatron_deberta.data.shards.reader import IndexedDataset
 from megatron_deberta.data.shards.writer import PartSize, ShardLayout, staged_shard, write_shard
 from megatron_deberta.errors import ConfigError, DataError
+from megatron_deberta.text.jobs.executors import local_engine, run_calls
 
 KILLS = int(os.environ.get("MEGATRON_DEBERTA_MERGE_KILLS", "4"))
 
@@ -58,8 +60,8 @@ def contents(prefix):
     return [Path(prefix + end).read_bytes() for end in (".bin", ".idx", ".manifest.json")]
 
 
-@pytest.mark.parametrize("jobs", [1, 4])
-def test_merging_is_writing_all_documents_at_once(parts, tmp_path, jobs, monkeypatch):
+@pytest.mark.parametrize("workers", [0, 3])
+def test_merging_is_writing_all_documents_at_once(parts, tmp_path, workers, monkeypatch):
     # Several chunks a shard.
     monkeypatch.setattr(merge_module, "_CHUNK_BYTES", 900)
     monkeypatch.setattr(writer_module, "_CHUNK_BYTES", 1000)
@@ -69,7 +71,9 @@ def test_merging_is_writing_all_documents_at_once(parts, tmp_path, jobs, monkeyp
     sources = ("text-0.jsonl", "shared.jsonl", *(f"text-{n}.jsonl" for n in range(1, 5)))
     write_shard(whole, documents, np.uint16, **MANIFEST, sources=sources)
     copied = []
-    manifest = merge_shards(prefixes, merged, jobs=jobs, advance=copied.append)
+    with local_engine(workers) as engine:
+        run = partial(run_calls, engine)
+        manifest = merge_shards(prefixes, merged, run=run, advance=copied.append)
     assert manifest == read_manifest(whole)
     assert contents(merged) == contents(whole)
     assert sum(copied) == os.path.getsize(f"{merged}.bin")
@@ -82,6 +86,28 @@ def test_merging_is_writing_all_documents_at_once(parts, tmp_path, jobs, monkeyp
     megatron = MegatronDataset(merged)
     assert megatron.document_indices[-1] == len(megatron) == sum(map(len, documents))
     assert megatron[len(documents[0])].tolist() == documents[1][0].tolist()
+
+
+def test_ranks_of_mpirun_and_dask_workers_copy_shards(parts, tmp_path):
+    from distributed import LocalCluster
+
+    prefixes, _ = parts
+    whole = str(tmp_path / "whole")
+    merge_shards(prefixes, whole)
+    call = ["merge", *(f"{prefix}.idx" for prefix in prefixes), "--output"]
+    mpirun = str(Path(sys.executable).with_name("mpirun"))
+    ranks = [mpirun, "-n", "3", "--allow-run-as-root", "--oversubscribe", sys.executable]
+    done = subprocess.run(
+        [*ranks, "-m", "megatron_deberta", *call, str(tmp_path / "mpi")],
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    assert b"merge: copy 100%" in done.stderr
+    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster:
+        assert main([*call, str(tmp_path / "dask"), "--dask", cluster.scheduler_address]) == 0
+    assert contents(str(tmp_path / "mpi")) == contents(whole)
+    assert contents(str(tmp_path / "dask")) == contents(whole)
 
 
 def test_scan_is_exclusive(parts):
@@ -176,7 +202,7 @@ def flip(path, place):
 def test_damaged_shard_is_named_and_nothing_appears(parts, tmp_path, damage, message):
     damage(parts[0][3])
     with pytest.raises(DataError, match=message):
-        merge_shards(parts[0], str(tmp_path / "merged"), jobs=3)
+        merge_shards(parts[0], str(tmp_path / "merged"))
     assert not list(tmp_path.glob("merged*"))
 
 
@@ -226,7 +252,7 @@ def slow_publish(*args):
     publish(*args)
 writer.StagedShard.publish = slow_publish
 print("go", flush=True)
-merge.merge_shards(sys.argv[2:], sys.argv[1], jobs=2)
+merge.merge_shards(sys.argv[2:], sys.argv[1])
 """
 
 
@@ -249,7 +275,7 @@ def test_killed_merge_leaves_no_shard_and_the_next_one_succeeds(parts, tmp_path)
         child.stdout.close()
         if os.path.exists(f"{output}.idx"):
             assert contents(output) == contents(reference)
-        merge_shards(prefixes, output, jobs=2, force=True)
+        merge_shards(prefixes, output, force=True)
         assert contents(output) == contents(reference)
         assert not list(tmp_path.glob("*.unfinished"))
         for end in (".idx", ".bin", ".manifest.json"):
