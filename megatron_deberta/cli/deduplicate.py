@@ -37,7 +37,6 @@ from megatron_deberta.errors import EXIT_DONE, ConfigError
 from megatron_deberta.text.deduplicate.output import SUFFIXES
 from megatron_deberta.text.deduplicate.pipeline import deduplicate
 from megatron_deberta.text.deduplicate.settings import Settings
-from megatron_deberta.text.estimate import estimate_deduplicate
 from megatron_deberta.text.readers.checks import find_both_sides
 
 NOT_LAST = "{}: this task is done; the last one to finish publishes"
@@ -74,6 +73,8 @@ def run(args: argparse.Namespace) -> int:
     settings = Settings(threshold=args.threshold, ngram=args.ngram, exact_only=args.exact_only)
     output = Path(args.output)
     if args.estimate:
+        from megatron_deberta.planning.text_jobs import estimate_deduplicate
+
         with estimated_input(args, output) as (sources, options, workers):
             print(estimate_deduplicate(sources, options, settings, args.nodes, workers))
         return EXIT_DONE

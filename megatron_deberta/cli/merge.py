@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
         remote = stack.enter_context(remote_engine(executor))
         prefixes = shard_names(args, each_once=False)
         engine = remote or stack.enter_context(local_engine(executor.workers))
-        display = stack.enter_context(ProgressDisplay("merge", engine.workers))
+        display = stack.enter_context(ProgressDisplay("merge", lambda: engine.workers))
         paths = [bin_path(prefix) for prefix in prefixes]
         size = sum(os.path.getsize(path) for path in paths if os.path.exists(path))
         copied = 0

@@ -26,7 +26,6 @@ from megatron_deberta.cli.text_input import (
 )
 from megatron_deberta.cli.text_job import add_estimate_arguments, estimated_input, open_work
 from megatron_deberta.errors import EXIT_DONE, ConfigError
-from megatron_deberta.text.estimate import estimate_preprocess
 from megatron_deberta.text.preprocess.encoding import EncodingOptions
 from megatron_deberta.text.preprocess.merging import quarantine_path, shard_prefixes
 from megatron_deberta.text.preprocess.pipeline import preprocess
@@ -79,6 +78,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--sentences {args.sentences}: must be a code as en or de (ISO 639)")
     output = Path(args.output)
     if args.estimate:
+        from megatron_deberta.planning.text_jobs import estimate_preprocess
+
         with estimated_input(args, output, is_folder=False) as (sources, read, workers):
             print(estimate_preprocess(sources, args.tokenizer, read, args.nodes, workers))
         return EXIT_DONE

@@ -44,7 +44,9 @@ def open_work(
         own = output if is_folder else None
         with (
             open_input(args, folder.path, output=own, is_first=is_first) as (sources, read),
-            ProgressDisplay(title, engine.workers if engine else executor.workers) as display,
+            ProgressDisplay(
+                title, lambda: engine.workers if engine else executor.workers
+            ) as display,
         ):
             yield (
                 sources,

@@ -119,14 +119,10 @@ def find_candidates(work: Work, task: int, folder: TaskFolder) -> None:
 
 
 def sort_buckets(key: Hashes, document: Numbers) -> tuple[Numbers, Numbers]:
-    """Bring documents of equal keys together.
-
-    Args:
-        key: [entries], any order.
-        document: [entries].
+    """Sort documents [entries] by key [entries], and by number where keys are equal.
 
     Returns:
-        The documents, bucket after bucket, each in order; and where each one's bucket begins.
+        The documents, bucket after bucket, and the index at which each one's bucket begins.
     """
     order = np.lexsort((document, key))
     key, document = key[order], document[order]
@@ -136,11 +132,7 @@ def sort_buckets(key: Hashes, document: Numbers) -> tuple[Numbers, Numbers]:
 
 
 def crowded_buckets(document: Numbers, begins: Numbers) -> tuple[Numbers, Numbers, Numbers]:
-    """Return the buckets of which ``pair_up`` does not make all pairs.
-
-    Args:
-        document: [entries], see ``sort_buckets``.
-        begins: [entries].
+    """Return the buckets of which ``pair_up`` does not make all pairs; see ``sort_buckets``.
 
     Returns:
         Documents and the numbers of their buckets, from 0, sorted by document; the buckets' sizes.
@@ -154,15 +146,11 @@ def crowded_buckets(document: Numbers, begins: Numbers) -> tuple[Numbers, Number
 
 
 def pair_up(document: Numbers, begins: Numbers) -> tuple[Numbers, Numbers]:
-    """Pair documents of the same bucket.
+    """Pair documents of the same bucket; see ``sort_buckets``.
 
     All pairs of a bucket would be quadratic in its size. A document is paired with the bucket's
-    first and with the ``WINDOW`` before it, so buckets of nine and fewer are complete. Of larger
-    ones ``resolve`` compares the documents that would stay.
-
-    Args:
-        document: [entries], see ``sort_buckets``.
-        begins: [entries].
+    first and with the ``WINDOW`` before it, so buckets of nine and fewer are complete. In larger
+    ones, ``resolve`` compares the documents that would be kept.
 
     Returns:
         (later, earlier) documents of the pairs, sorted.

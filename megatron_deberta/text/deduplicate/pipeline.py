@@ -77,11 +77,7 @@ def deduplicate(
 
 
 def refuse_inputs(output: Path, sources: Sequence[Source]) -> None:
-    """Refuse a folder to write that holds what is read: replacing it would remove that.
-
-    Raises:
-        ConfigError: it does.
-    """
+    """Raise ConfigError if the folder to write holds an input, which replacing it would remove."""
     folder = Path(os.path.realpath(output))
     for source in sources:
         if folder in Path(os.path.realpath(source.path)).parents:

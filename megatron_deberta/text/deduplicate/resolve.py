@@ -82,10 +82,9 @@ def _resolve_near(
 def _by_document(
     work: Work, crowded: CrowdedBuckets, unit: int
 ) -> Iterator[tuple[int, list[tuple[int, float]], Numbers]]:
-    """Yield a unit's documents that may go, in order.
+    """Yield the documents of a unit that may be removed, in order.
 
-    With each the earlier documents it is a near duplicate of, their similarity, and its crowded
-    buckets.
+    Each comes with its earlier near duplicates, their similarity, and its crowded buckets.
     """
     later, earlier, similarity = (
         np.array(work.load("verify", unit, name)) for name in ("later", "earlier", "jaccard")

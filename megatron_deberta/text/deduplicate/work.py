@@ -15,7 +15,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple
+from dataclasses import astuple, dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -123,21 +123,18 @@ class Work:
         return read_json(path, dict[str, Any], "a record", remedy="remove its folder")
 
 
+@dataclass(slots=True)
 class TaskFolder:
     """Folder that a task fills; its files are hashed while they are written.
 
-    Args:
-        path: the folder. Files ``*.tmp`` in it are removed when the task is done.
-
     Attributes:
+        path: the folder. Files ``*.tmp`` in it are removed when the task is done.
         counts: what the task has read, for the progress display.
     """
 
-    def __init__(self, path: Path) -> None:
-        """See the class."""
-        self.path = path
-        self.counts: Counts = {}
-        self._sha256: dict[str, str] = {}
+    path: Path
+    counts: Counts = field(default_factory=dict)
+    _sha256: dict[str, str] = field(default_factory=dict)
 
     @contextmanager
     def open(self, name: str, compression: str = "none") -> Iterator[Any]:
@@ -242,10 +239,11 @@ def begin_work(folder: JobFolder, plan: dict[str, Any], *, shared: bool = False)
         yield Work(folder.work)
 
 
+@dataclass(slots=True)
 class StageRunner:
     """Runs stages of tasks on an engine.
 
-    Args:
+    Attributes:
         work: the run's folder.
         engine: runs the tasks.
         advance: called when a stage begins and after every task.
@@ -253,19 +251,11 @@ class StageRunner:
             have not finished, so that none waits for another.
     """
 
-    def __init__(
-        self,
-        work: Work,
-        engine: Engine,
-        advance: Advance,
-        share: Share = ONLY_TASK,
-    ) -> None:
-        """See the class."""
-        self._work = work
-        self._engine = engine
-        self._advance = advance
-        self._share = share
-        self._most_tasks = 0
+    work: Work
+    engine: Engine
+    advance: Advance
+    share: Share = ONLY_TASK
+    _most_tasks: int = 0
 
     def run(self, stage: str, function: Task, tasks: int) -> None:
         """Run the tasks of a stage that are not done yet.
@@ -278,24 +268,24 @@ class StageRunner:
         Raises:
             DataError: a task failed, or a worker died.
         """
-        work = self._work
+        work = self.work
         (work.folder / stage).mkdir(exist_ok=True)
         self._most_tasks = max(self._most_tasks, tasks)
-        if self._share.tasks == 1:
+        if self.share.tasks == 1:
             for unfinished in (work.folder / stage).glob(".*.tmp"):
                 shutil.rmtree(unfinished, ignore_errors=True)
-        order = order_tasks(tasks, self._share)
+        order = order_tasks(tasks, self.share)
         left = [task for task in order if not work.task_folder(stage, task).exists()]
         done = itertools.count(tasks - len(left))
         counts: Counter[str] = Counter()
 
         def on_result(found: Counts) -> None:
             counts.update(found)
-            self._advance(stage, tasks, next(done), counts)
+            self.advance(stage, tasks, next(done), counts)
 
         on_result({})
         run_calls(
-            self._engine,
+            self.engine,
             ((_run_task_in, (str(work.folder), stage, function, task)) for task in left),
             on_result,
         )

@@ -13,11 +13,12 @@ from megatron_deberta.errors import ConfigError, DataError
 
 _CONNECT_SECONDS = 30
 _WORKERLESS_SECONDS = 300
+_SECONDS_BETWEEN_LOOKS = 1.0
 
 
 @contextlib.contextmanager
-def dask_executor(scheduler: str, jobs: int) -> Iterator[tuple[Executor, int, Callable[[], None]]]:
-    """Yield the executor, its number of workers and a check; a dead worker's units run elsewhere.
+def dask_executor(scheduler: str, jobs: int) -> Iterator[tuple[Executor, Callable[[], int]]]:
+    """Yield the executor and what counts its workers; a dead worker's units run elsewhere.
 
     Args:
         scheduler: address as ``tcp://host:8786``, path of a scheduler file, or ``slurm``: start
@@ -54,29 +55,42 @@ def dask_executor(scheduler: str, jobs: int) -> Iterator[tuple[Executor, int, Ca
                 f"--dask {scheduler}: no scheduler with a worker ({error}); start `dask scheduler` "
                 "and `dask worker`"
             ) from error
-        workers = sum(client.nthreads().values())
         try:
-            yield client.get_executor(pure=False), workers, _WorkerCheck(client)
+            yield client.get_executor(pure=False), _WorkerCount(client, scheduler)
         except (KilledWorker, CancelledError) as error:
-            raise DataError(
-                f"--dask {scheduler}: the scheduler died, or a unit's workers did ({error}); run "
-                "the same command again to go on"
-            ) from error
+            raise DataError(_died(scheduler, error)) from error
 
 
-class _WorkerCheck:
-    """Raises once the scheduler has had no worker for ``_WORKERLESS_SECONDS``."""
+def _died(scheduler: str, error: object) -> str:
+    return (
+        f"--dask {scheduler}: the scheduler died, or a unit's workers did ({error}); run the same "
+        "command again to go on"
+    )
 
-    def __init__(self, client: Any) -> None:
+
+class _WorkerCount:
+    """Counts the workers' threads; raises after ``_WORKERLESS_SECONDS`` without any."""
+
+    def __init__(self, client: Any, scheduler: str) -> None:
         self._client = client
+        self._scheduler = scheduler
         self._seen = time.monotonic()
+        self._last_look = -_SECONDS_BETWEEN_LOOKS
+        self._workers = 0
 
-    def __call__(self) -> None:
+    def __call__(self) -> int:
         now = time.monotonic()
-        if self._client.nthreads():
+        if now - self._last_look >= _SECONDS_BETWEEN_LOOKS:
+            self._last_look = now
+            try:
+                self._workers = sum(self._client.nthreads().values())
+            except (OSError, ValueError, CancelledError) as error:
+                raise DataError(_died(self._scheduler, error)) from error
+        if self._workers:
             self._seen = now
         elif now - self._seen > _WORKERLESS_SECONDS:
             raise DataError(
                 f"--executor dask: no worker for {_WORKERLESS_SECONDS} s; start workers and run "
                 "the same command again to go on"
             )
+        return self._workers

@@ -57,18 +57,20 @@ class ExecutorOptions:
     dask_jobs: int = 1
 
 
-class Engine(NamedTuple):
+@dataclass(slots=True)
+class Engine:
     """Open executor.
 
     Attributes:
         executor: runs units.
-        workers: number of units that run at the same time.
-        check: called while units run; raises DataError if none can finish any more.
+        workers: number of units that run at the same time; the result does not depend on it.
+        count: called while units run, for ``workers``, if workers come and go; raises DataError if
+            no unit can finish any more.
     """
 
     executor: Executor
     workers: int
-    check: Callable[[], None] = lambda: None
+    count: Callable[[], int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,8 +124,8 @@ def remote_engine(options: ExecutorOptions) -> Iterator[Engine | None]:
     elif options.kind == "dask":
         from megatron_deberta.text.jobs.dask import dask_executor
 
-        with dask_executor(options.dask, options.dask_jobs) as (executor, workers, check):
-            yield Engine(executor, workers, check)
+        with dask_executor(options.dask, options.dask_jobs) as (executor, count):
+            yield Engine(executor, count(), count)
     else:
         yield None
 
@@ -178,15 +180,16 @@ def run_calls(
         DataError: a worker process died, or as a call raised.
     """
     left, waiting = iter(calls), set[Future[Any]]()
-    window = _UNITS_AHEAD * engine.workers if engine.workers > 1 else 1
     try:
         while True:
+            if engine.count is not None:
+                engine.workers = engine.count()
+            window = _UNITS_AHEAD * engine.workers if engine.workers > 1 else 1
             while len(waiting) < window and (call := next(left, None)) is not None:
                 waiting.add(engine.executor.submit(call[0], *call[1]))
             if not waiting:
                 return
             finished, waiting = wait(waiting, _CHECK_SECONDS, FIRST_COMPLETED)
-            engine.check()
             for future in finished:
                 on_result(future.result())
             on_wait()

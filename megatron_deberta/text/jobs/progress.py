@@ -22,11 +22,13 @@ class ProgressDisplay:
 
     Args:
         title: the command.
-        workers: number of units that run at the same time; 0: unknown.
+        workers: returns the number of units that run at the same time; 0: unknown.
         console: where to show it; None: standard error.
     """
 
-    def __init__(self, title: str, workers: int = 0, console: Console | None = None) -> None:
+    def __init__(
+        self, title: str, workers: Callable[[], int] = lambda: 0, console: Console | None = None
+    ) -> None:
         """See the class."""
         self._console = console or Console(stderr=True)
         self._title = title
@@ -82,9 +84,10 @@ class ProgressDisplay:
         text_bytes, tokens, quarantined = (
             counts.get(name, 0) for name in ("text_bytes", "tokens", "quarantined")
         )
+        workers = self._workers()
         return [
             *([f"{text_bytes / seconds / 1e6:.1f} MB/s"] if text_bytes else []),
             *([f"{tokens / seconds:,.0f} tokens/s"] if tokens else []),
-            *([f"{self._workers} workers"] if self._workers else []),
+            *([f"{workers} workers"] if workers else []),
             *([f"{quarantined:,} quarantined"] if quarantined else []),
         ]

@@ -363,11 +363,7 @@ def _read_index(job: Job, folder: JobFolder, part: Part, key: int) -> PartIndex:
 
 
 def _check_part(folder: JobFolder, unit: str, path: object, found: Any, expected: str) -> None:
-    """Compare what was read of a part with its record.
-
-    Raises:
-        DataError: they differ; the unit will be done again.
-    """
+    """Raise DataError if a part is not what its record says; the unit will be done again."""
     if found.hexdigest() != expected:
         folder.discard(unit)
         raise DataError(

@@ -17,10 +17,10 @@ import zstandard
 
 from megatron_deberta.cli.main import main
 from megatron_deberta.errors import ConfigError, DataError
+from megatron_deberta.planning.text_jobs import Sample, describe_needs, needs, sample
 from megatron_deberta.text.deduplicate import compare, sign, work
 from megatron_deberta.text.deduplicate.settings import Settings
 from megatron_deberta.text.deduplicate.units import plan_units
-from megatron_deberta.text.estimate import Sample, describe_needs, needs, sample
 from megatron_deberta.text.jobs.folder import JobFolder
 from megatron_deberta.text.preprocess.units import UNIT_BYTES
 from megatron_deberta.text.readers.records import ReadOptions
@@ -389,7 +389,7 @@ def test_plan_prints_without_working(corpus, tmp_path, capsys):
     for word in ("text", "time", "disk", "memory", "25 bands of 5"):
         assert word in output
     assert not list(tmp_path.glob("out*"))
-    text_bytes, documents, _ = sample(find_sources(corpus), ReadOptions())
+    text_bytes, documents, *_ = sample(find_sources(corpus), ReadOptions())
     assert abs(documents - 240) < 1
     assert abs(text_bytes / sum(os.path.getsize(path) for path in corpus) - 1) < 0.01
 
@@ -400,7 +400,7 @@ def test_the_time_is_divided_by_nodes_and_workers(corpus, tmp_path, capsys):
     for nodes in (1, 16):
         assert main([*arguments, "--workers", "64", "--nodes", str(nodes)]) == 0
         assert f"with {nodes} x 64 workers" in capsys.readouterr().out
-        described = describe_needs(Sample(1e12, 2.1e8, []), needed, nodes, 64)
+        described = describe_needs(Sample(1e12, 2.1e8, [], 0), needed, nodes, 64)
         parallel = needed.processor_seconds - needed.serial_seconds
         minutes = (parallel / (64 * nodes) + needed.serial_seconds) / 60
         assert f"; {minutes:,.1f} minutes with" in described

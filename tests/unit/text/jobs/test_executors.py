@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from megatron_deberta.cli.main import main
 from megatron_deberta.errors import DataError
-from megatron_deberta.text.jobs import dask
-from megatron_deberta.text.jobs.executors import Call, local_engine, run_calls
+from megatron_deberta.text.jobs import dask, executors
+from megatron_deberta.text.jobs.executors import Call, Engine, local_engine, run_calls
 
 
 def test_calls_are_read_as_results_come_in() -> None:
@@ -31,6 +33,42 @@ def test_calls_are_read_as_results_come_in() -> None:
         run_calls(engine, calls(), collect)
     assert sorted(results) == list(range(200))
     assert max(ahead) <= 4
+
+
+def test_workers_that_come_later_get_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executors, "_CHECK_SECONDS", 0.05)
+    barrier = threading.Barrier(4)
+    counts = iter([1, 1])
+    results: list[int] = []
+    with ThreadPoolExecutor(4) as pool:
+        engine = Engine(pool, 1, lambda: next(counts, 4))
+        # Each call waits until four run at the same time.
+        run_calls(engine, ((barrier.wait, (60,)) for _ in range(4)), results.append)
+    assert sorted(results) == [0, 1, 2, 3]
+    assert engine.workers == 4
+
+
+def test_a_lost_scheduler_is_one_line() -> None:
+    class Client:
+        def nthreads(self) -> dict[str, int]:
+            raise OSError("Timed out trying to connect")
+
+    with pytest.raises(DataError, match="--dask tcp://a:1: the scheduler died"):
+        dask._WorkerCount(Client(), "tcp://a:1")()
+
+
+def test_nothing_waits_for_ever_without_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Client:
+        def nthreads(self) -> dict[str, int]:
+            return {}
+
+    clock = [0.0]
+    monkeypatch.setattr(dask.time, "monotonic", lambda: clock[0])
+    count = dask._WorkerCount(Client(), "tcp://a:1")
+    assert count() == 0
+    clock[0] = dask._WORKERLESS_SECONDS + 1.0
+    with pytest.raises(DataError, match="no worker for 300 s"):
+        count()
 
 
 def test_an_error_of_a_unit_ends_the_job() -> None:

@@ -27,7 +27,7 @@ def test_lines_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
     shown = io.StringIO()
-    with ProgressDisplay("preprocess", 4, Console(file=shown)) as display:
+    with ProgressDisplay("preprocess", lambda: 4, Console(file=shown)) as display:
         display.advance("encode", 1000, 500, {})
         clock[0] += 4
         display.advance("encode", 1000, 600, COUNTS)
@@ -44,7 +44,7 @@ def test_lines_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bar_on_a_terminal() -> None:
     shown = io.StringIO()
     console = Console(file=shown, force_terminal=True, width=120)
-    with ProgressDisplay("deduplicate", 2, console) as display:
+    with ProgressDisplay("deduplicate", lambda: 2, console) as display:
         display.advance("sign", 10, 0, {})
         display.advance("sign", 10, 10, COUNTS)
     text = shown.getvalue()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from megatron_deberta.cli.main import main
+from megatron_deberta.data.shards.manifest import read_manifest
 from megatron_deberta.text.jobs.executors import RunOptions
 from megatron_deberta.text.preprocess import encoding, worker
 from megatron_deberta.text.preprocess.pipeline import preprocess
@@ -48,3 +51,22 @@ def test_units_by_the_size_of_the_input(megabytes: int, unit: int, units: int, c
     source = replace(find_sources([corpus])[0], size_bytes=megabytes << 20)
     assert usual_unit_bytes([source]) == unit << 20
     assert len(plan_segments([source], unit << 20)) == units
+
+
+def test_estimate_is_of_the_tokens_and_the_nodes(
+    corpus: str, tokenizer_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make = ["preprocess", "--input", corpus, "--tokenizer", tokenizer_dir, "--workers", "4"]
+    make += ["--output", str(tmp_path / "c")]
+    assert main([*make, "--estimate", "--nodes", "16"]) == 0
+    described = capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == [Path(corpus)]
+    assert "with 16 x 4 workers" in described
+    for word in ("text ", "time ", "disk ", "memory "):
+        assert f"\n{word}" in f"\n{described}"
+    assert main(make) == 0
+    manifest = read_manifest(str(tmp_path / "c_text_document"))
+    assert manifest is not None
+    (estimated,) = re.findall(r"tokens +([\d,]+)", described)
+    assert int(estimated.replace(",", "")) == pytest.approx(manifest.num_tokens, rel=0.01)
+    assert main([*make[:2], "-", *make[3:], "--estimate"]) == 2

@@ -14,11 +14,12 @@ from typing import NamedTuple
 from megatron_deberta.data.shards.format import dtype_for_vocab
 from megatron_deberta.text.deduplicate.candidates import PART_DOCUMENTS
 from megatron_deberta.text.deduplicate.settings import PERMUTATIONS, Settings
-from megatron_deberta.text.preprocess.encoding import CACHE_BYTES, choose_encoder
+from megatron_deberta.text.preprocess.encoding import choose_encoder
 from megatron_deberta.text.readers.reading import DocumentReader
 from megatron_deberta.text.readers.records import ReadOptions
 from megatron_deberta.text.readers.sources import Source
 from megatron_deberta.tokenizer import load_tokenizer
+from megatron_deberta.tokenizer.batch_encoders import CACHE_BYTES
 
 _SAMPLE_BYTES = 8_000_000
 _SAMPLE_FILES = 8
@@ -49,11 +50,13 @@ class Sample(NamedTuple):
         text_bytes: uncompressed bytes.
         documents: number of documents.
         texts: some of the documents' texts.
+        texts_bytes: bytes of the records of ``texts``, in the uncompressed files.
     """
 
     text_bytes: float
     documents: float
     texts: list[str]
+    texts_bytes: int
 
 
 class Needs(NamedTuple):
@@ -105,7 +108,7 @@ def estimate_preprocess(
     begin = time.process_time()
     ids, _ = encode(found.texts)
     seconds = time.process_time() - begin
-    scale = found.text_bytes / max(sum(len(text.encode()) for text in found.texts), 1)
+    scale = found.text_bytes / max(found.texts_bytes, 1)
     tokens = ids.size * scale
     token_bytes = tokens * dtype_for_vocab(tokenizer.vocab_size).itemsize
     result_bytes = token_bytes + _INDEX_BYTES * found.documents * len(options.keys)
@@ -122,9 +125,8 @@ def estimate_preprocess(
 
 def sample(sources: Sequence[Source], options: ReadOptions) -> Sample:
     """Read the beginnings of some files."""
-    file_bytes = text_bytes = documents = 0
+    file_bytes = text_bytes = documents = texts_bytes = 0
     texts: list[str] = []
-    left = _ENCODED_BYTES
     step = max(1, len(sources) // _SAMPLE_FILES)
     for source in sources[::step]:
         read = 0
@@ -132,15 +134,15 @@ def sample(sources: Sequence[Source], options: ReadOptions) -> Sample:
             for batch in reader.read():
                 read += batch.text_bytes
                 documents += len(batch.documents)
-                for document in batch.documents if left > 0 else []:
-                    texts += document.texts
-                    left -= sum(map(len, document.texts))
+                if texts_bytes < _ENCODED_BYTES:
+                    texts += [text for document in batch.documents for text in document.texts]
+                    texts_bytes += batch.text_bytes
                 if read >= _SAMPLE_BYTES:
                     break
             file_bytes += reader.records.file_bytes if reader.records else source.size_bytes
         text_bytes += read
     scale = sum(source.size_bytes for source in sources) / max(file_bytes, 1)
-    return Sample(text_bytes * scale, documents * scale, texts)
+    return Sample(text_bytes * scale, documents * scale, texts, texts_bytes)
 
 
 def needs(text_bytes: float, documents: float, settings: Settings, workers: int) -> Needs:
