@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_deberta.checkpoint.fence import UNLOCKED, Fence
@@ -38,11 +37,12 @@ from megatron_deberta.checkpoint.layout import (
     tensor_key,
 )
 from megatron_deberta.checkpoint.retention import delete, delete_leftovers
+from megatron_deberta.checkpoint.tensor_writer import write_tensors
 from megatron_deberta.distributed.control import raise_on_all_ranks
 from megatron_deberta.distributed.parallelize.spec import ParameterSpec
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.errors import CheckpointError
-from megatron_deberta.files import adopt_mode, fsync_path, sha256_file, write_durably
+from megatron_deberta.files import fsync_path, write_durably
 
 logger = logging.getLogger(__name__)
 
@@ -242,11 +242,9 @@ class _FragmentWriter:
         if not self._buffer:
             return
         path = self._folder / tensor_file(self._rank, len(self._files))
-        save_file(self._buffer, path)
+        size, sha256 = write_tensors(path, self._buffer)
         self._buffer = {}
-        adopt_mode(path)
-        fsync_path(path)
-        self._files.append(FileEntry(path.name, path.stat().st_size, sha256_file(path)))
+        self._files.append(FileEntry(path.name, size, sha256))
 
 
 def _publish(staged: StagedCheckpoint) -> None:

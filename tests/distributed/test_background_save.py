@@ -46,13 +46,13 @@ class Run:
 def save_while_training(rank: int, layout: Layout, run_dir: str) -> tuple[list[float], list[int]]:
     """Train two steps while rank 1's writing is blocked, like on a slow disk."""
     run, written = Run(layout, run_dir), threading.Event()
-    original = writer.save_file
+    original = writer.write_tensors
 
-    def slow(*args: Any) -> None:
+    def slow(*args: Any) -> tuple[int, str]:
         assert rank != 1 or written.wait(60)
-        original(*args)
+        return original(*args)
 
-    writer.save_file = slow
+    writer.write_tensors = slow
     committed = []
     try:
         run.step()
@@ -70,7 +70,7 @@ def save_while_training(rank: int, layout: Layout, run_dir: str) -> tuple[list[f
         assert run.saver.poll() is None
         assert run.saver.finish() is None
     finally:
-        writer.save_file = original
+        writer.write_tensors = original
     run.engine.destroy()
     return run.losses, committed
 

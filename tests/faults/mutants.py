@@ -65,9 +65,8 @@ MUTANTS = (
         "unit/checkpoint/test_store.py::test_every_file_is_in_the_share_of_one_rank",
     ),
     Mutant(
-        "tensor files are not flushed", "checkpoint/writer.py",
-        "        adopt_mode(path)\n        fsync_path(path)\n", "        adopt_mode(path)\n",
-        _ORDER,
+        "tensor files are not flushed", "checkpoint/tensor_writer.py",
+        "        os.fsync(stream.fileno())\n", "", _ORDER,
     ),
     Mutant(
         "the staging folder is not flushed", "checkpoint/writer.py",

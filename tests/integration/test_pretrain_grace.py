@@ -59,7 +59,7 @@ def test_signal_during_a_save_ends_with_that_save(
 ) -> None:
     run_dir = tmp_path / "run"
     JobHistory(run_dir).append("submit")
-    signal_in("megatron_deberta.checkpoint.writer.save_file")
+    signal_in("megatron_deberta.checkpoint.writer.write_tensors")
     assert pretrain("checkpoint.save_every=1")[0] == EXIT_REQUEUE
     assert committed_steps(run_dir) == [1]
     assert list(records(run_dir)) == [1]

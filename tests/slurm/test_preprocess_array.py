@@ -1,4 +1,4 @@
-"""``preprocess`` as a job array and with Dask workers on two nodes writes the same bytes."""
+"""Commands for text as job arrays and with Dask workers on two nodes write the same bytes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 from megatron_deberta.cli.main import main
 from megatron_deberta.tokenizer.training import train_sentencepiece
 from tests.slurm.virtual_cluster import VirtualCluster, wait_until
+from tests.support.duplicates import contents, make_corpus
 from tests.support.jobs import ROOT
 from tests.support.machine_text import documents
 
@@ -50,24 +51,28 @@ def run_array(cluster: VirtualCluster, command: list[str], tasks: str, log: Path
 
 
 @pytest.mark.slow
-def test_the_last_task_of_an_array_merges(
+def test_the_tasks_of_an_array_do_the_share_of_one_that_fails(
     cluster: VirtualCluster, make: list[str], tmp_path: Path
 ) -> None:
     assert main([*make, str(tmp_path / "whole" / "c")]) == 0
-    out = tmp_path / "out"
-    command = [sys.executable, "-m", "megatron_deberta", *make, str(out / "c")]
+    command = [sys.executable, "-m", "megatron_deberta", *make, str(tmp_path / "out" / "c")]
     command += ["--executor", "slurm-array"]
-    # Task 1 of 0, 1 and 2 fails before it does its share, so that nothing is merged.
+    # Task 1 of 0, 1 and 2 fails before it does its share.
     broken = ["sh", "-c", f'test "$SLURM_ARRAY_TASK_ID" = 1 || exec {shlex.join(command)}']
-    run_array(cluster, broken, "0-2", tmp_path / "log")
-    assert shards(out) == {}
-    assert main([*make, str(out / "c")]) == 0
-    assert shards(out) == shards(tmp_path / "whole")
+    for name, line in (("out", broken), ("again", [*command[:-3], str(tmp_path / "again" / "c")])):
+        run_array(cluster, line, "0-2", tmp_path / "log")
+        logs = "".join(Path(f"{tmp_path}/log-{task}").read_text() for task in (0, 2))
+        assert logs.count(": 60 documents") >= 1, logs
+        assert shards(tmp_path / name) == shards(tmp_path / "whole")
 
-    run_array(cluster, [*command[:-3], str(tmp_path / "again" / "c")], "0-2", tmp_path / "log")
-    logs = "".join(Path(f"{tmp_path}/log-{task}").read_text() for task in range(3))
-    assert logs.count(": 60 documents") >= 1, logs
-    assert shards(tmp_path / "again") == shards(tmp_path / "whole")
+
+@pytest.mark.slow
+def test_deduplicate_as_an_array(cluster: VirtualCluster, tmp_path: Path) -> None:
+    make = ["deduplicate", "--input", *make_corpus(tmp_path), "--workers", "1", "--output"]
+    assert main([*make, str(tmp_path / "whole")]) == 0
+    command = [sys.executable, "-m", "megatron_deberta", *make, str(tmp_path / "out")]
+    run_array(cluster, [*command, "--executor", "slurm-array"], "0-2", tmp_path / "log")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 @pytest.mark.slow
@@ -86,14 +91,18 @@ def test_dask_workers_on_two_nodes(
         "--nworkers", "2", "--nthreads", "1", "--no-dashboard", "--host", "127.0.0.1",
         "--local-directory", str(tmp_path),
     ]  # fmt: skip
+    dedup = ["deduplicate", "--input", *make_corpus(tmp_path), "--output"]
+    assert main([*dedup, str(tmp_path / "unique"), "--workers", "0"]) == 0
     try:
         wait_until(file.exists, SECONDS, "the scheduler")
         line = f"PYTHONPATH={ROOT} srun --ntasks-per-node=1 {shlex.join(worker)}"
         log = str(tmp_path / "workers")
         number = cluster.run("sbatch", "--parsable", "-N2", f"--output={log}", "--wrap", line)
         assert main([*make, str(tmp_path / "out" / "c"), "--dask", str(file)]) == 0
+        assert main([*dedup, str(tmp_path / "dask"), "--dask", str(file)]) == 0
         cluster.run("scancel", number.strip())
     finally:
         scheduler.kill()
         scheduler.wait()
     assert shards(tmp_path / "out") == shards(tmp_path / "whole")
+    assert contents(tmp_path / "dask") == contents(tmp_path / "unique")

@@ -113,7 +113,7 @@ def test_failing_loser_keeps_the_new_holders_staging_folder(
         staging.mkdir()
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(writer, "save_file", full)
+    monkeypatch.setattr(writer, "write_tensors", full)
     with pytest.raises(Lost):
         holders.save(1, seed=1)
     assert staging.exists()

@@ -110,7 +110,7 @@ def test_failed_save_keeps_an_incomplete_copy(
     def full(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(writer, "save_file", full)
+    monkeypatch.setattr(writer, "write_tensors", full)
     with pytest.raises(CheckpointError, match="No space"):
         save_alone(tmp_path, 14)
     assert names(tmp_path) == ["step_00000007"]

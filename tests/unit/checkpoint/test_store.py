@@ -277,7 +277,7 @@ def test_full_disk_is_refused_before_writing(
     assert_failed_save_left_nothing(tmp_path, results)
 
 
-@pytest.mark.parametrize("function", ["save_file", "write_durably", "fsync_path"])
+@pytest.mark.parametrize("function", ["write_tensors", "write_durably", "fsync_path"])
 @pytest.mark.parametrize("call", [1, 2])
 def test_failed_write_on_one_rank_fails_all_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, call: int
@@ -334,7 +334,7 @@ def killed_save(run_dir: Path, call: int, background: bool) -> bool:
         try:
             for name in ("fsync", "rename", "mkdir", "unlink", "rmdir", "open"):
                 setattr(os, name, dying(getattr(os, name)))
-            writer.save_file = dying(writer.save_file)  # type: ignore[assignment]
+            writer.write_tensors = dying(writer.write_tensors)  # type: ignore[assignment]
             Path.rename = dying(Path.rename)  # type: ignore[method-assign]
             Path.unlink = dying(Path.unlink)  # type: ignore[method-assign]
             save_alone(run_dir, 14, seed=1, keep_last=2, background=background)

@@ -1,0 +1,64 @@
+"""Tensor files are safetensors files, hashed from the tensors and not from the disk."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_deberta.checkpoint.reader import CheckpointReader
+from megatron_deberta.checkpoint.tensor_writer import write_tensors
+from megatron_deberta.errors import CheckpointError
+from tests.support.checkpoints import save_alone
+
+TENSORS = {
+    "b": torch.arange(6, dtype=torch.float32).reshape(2, 3).t(),
+    "a/é": torch.randn(5).to(torch.bfloat16),
+    "scalar": torch.tensor(3.5, dtype=torch.float64),
+    "empty": torch.empty(0, 4),
+    "c": torch.arange(7),
+    "flags": torch.tensor([True, False, True]),
+}
+
+
+def test_the_file_is_that_of_safetensors(tmp_path: Path) -> None:
+    size, sha256 = write_tensors(tmp_path / "ours", TENSORS)
+    content = (tmp_path / "ours").read_bytes()
+    assert (len(content), hashlib.sha256(content).hexdigest()) == (size, sha256)
+    found = load_file(tmp_path / "ours")
+    assert found.keys() == TENSORS.keys()
+    assert all(torch.equal(found[name], TENSORS[name]) for name in TENSORS)
+    for names in (["b"], ["c", "b", "a/é"], list(TENSORS)):
+        tensors = {name: TENSORS[name].contiguous() for name in names}
+        save_file(tensors, tmp_path / "theirs")
+        write_tensors(tmp_path / "again", tensors)
+        assert (tmp_path / "again").read_bytes() == (tmp_path / "theirs").read_bytes()
+        (tmp_path / "again").unlink()
+
+
+def test_a_file_that_is_corrupted_while_it_is_written_does_not_verify(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync, damaged = os.fsync, []
+
+    def damage(descriptor: int) -> None:
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        if name.endswith(".safetensors") and not damaged:
+            damaged.append(name)
+            with open(name, "r+b") as file:
+                file.seek(-1, os.SEEK_END)
+                last = file.read(1)[0]
+                file.seek(-1, os.SEEK_END)
+                file.write(bytes([last ^ 1]))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", damage)
+    path = save_alone(tmp_path, 1)
+    monkeypatch.undo()
+    assert damaged
+    with pytest.raises(CheckpointError, match=Path(damaged[0]).name):
+        CheckpointReader(path).verify()
