@@ -115,13 +115,13 @@ def fail_in_the_background(rank: int, layout: Layout, run_dir: str) -> tuple[str
     """Make rank 1's disk full; return the error and the number of steps before it."""
     run = Run(layout, run_dir)
     run.saver.save(metadata(0), Retention())
-    original = writer.fsync_path
+    original = writer.write_tensors
 
-    def full(*_: Any) -> None:
+    def full(*_: Any) -> tuple[int, str]:
         raise OSError(28, "No space left on device")
 
     if rank == 1:
-        writer.fsync_path = full
+        writer.write_tensors = full
     message = "saved"
     try:
         run.saver.start(metadata(3), Retention())
@@ -130,7 +130,7 @@ def fail_in_the_background(rank: int, layout: Layout, run_dir: str) -> tuple[str
     except CheckpointError as error:
         message = str(error)
     finally:
-        writer.fsync_path = original
+        writer.write_tensors = original
     # The next save succeeds.
     run.saver.start(metadata(5), Retention(keep_last=1))
     assert run.saver.finish() is not None

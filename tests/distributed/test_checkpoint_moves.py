@@ -183,17 +183,17 @@ def fail_on_rank_one(rank: int, run_dir: str, step: int) -> str:
     config, groups, model, engine = start(("plain", "fp32", 0, 2))
     if rank == 1:
 
-        def full(*_: Any) -> None:
+        def full(*_: Any) -> tuple[int, str]:
             raise OSError(28, "No space left on device")
 
-        original, writer.fsync_path = writer.fsync_path, full
+        original, writer.write_tensors = writer.write_tensors, full
     try:
         store.save(run_dir, engine, model.specs, groups, metadata(step, config))
     except CheckpointError as error:
         return str(error)
     finally:
         if rank == 1:
-            writer.fsync_path = original
+            writer.write_tensors = original
     return "saved"
 
 
