@@ -98,6 +98,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "preprocess": _of(text.preprocess, "preprocess"),
     "deduplicate": _of(text.deduplicate, "deduplicate", "deduplicate_long"),
     "deduplicate-quality": _of(text.deduplicate_quality, "deduplicate_quality"),
+    "text-engines": _of(text.engines, "text_engines"),
     "sketches": _of(text.sketches, "sketches"),
     "faults": _of_lines(faults.chaos, "chaos"),
     "lost-nodes": _of_lines(faults.lost_nodes, "lost_nodes"),

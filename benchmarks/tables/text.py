@@ -179,3 +179,22 @@ def sketches(record: Result) -> str:
         for name, side in record["libraries"].items()
     ]
     return markdown(("library", "million n-grams/s, one core", "error of the estimate"), rows)
+
+
+def engines(record: Result) -> str:
+    """Time of both commands on each engine."""
+    rows = []
+    for case, found in record["cases"].items():
+        command, engine = case.split()
+        local = record["cases"][f"{command} local"]
+        rows.append((
+            command, engine, f"{found['seconds']:.0f} s", f"{found['processor_seconds']:.0f} s",
+            f"{found['processor_seconds'] / local['processor_seconds']:.2f}",
+            "yes" if found["sha256"] == local["sha256"] else "no",
+        ))  # fmt: skip
+    header = ("command", "engine", "time", "processor time", "of local's", "same bytes")
+    place = (
+        f"\n({record['input_bytes'] / 1e9:.2f} GB, {record['workers']} workers on "
+        f"{record['cores']} cores, {record['hardware']}, load {record['load']}.)\n"
+    )
+    return markdown(header, rows) + place
