@@ -27,6 +27,7 @@ from megatron_deberta.errors import (
 
 # Exit code of a shell for a command ended by SIGPIPE.
 EXIT_PIPE_CLOSED = 141
+_DASK_LOGGERS = ("distributed.client", "distributed.utils", "tornado.application")
 
 
 class Command(NamedTuple):
@@ -153,6 +154,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = with_current_names(overview.arguments, parser.prog)
         args = parser.parse_intermixed_args(arguments)
         debug = debug or args.debug
+        if not debug:
+            # Dask's client logs a traceback per lost connection; the commands report one line.
+            os.environ.setdefault("DASK_LOGGING", str(dict.fromkeys(_DASK_LOGGERS, "critical")))
         return module.run(args)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
