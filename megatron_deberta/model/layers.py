@@ -37,8 +37,7 @@ class FeedForward(nn.Module):
         """Map ``[B, R, D]`` to ``[B, R, D]``."""
         block_input = self.input(hidden, layout)
         # With fusion the bias is added together with GELU.
-        fuse = self.dropout.execution.fuse
-        inner = F.linear(block_input, self.up.weight) if fuse else self.up(block_input)
+        inner = F.linear(block_input, self.up.weight) if self._fuses else self.up(block_input)
         if context.recompute_cheap:
             # Recomputation stops at the last missing tensor, GELU's output, so the down projection
             # and its communication are not repeated.
@@ -51,9 +50,13 @@ class FeedForward(nn.Module):
         normalised: Tensor = self.norm(pre_norm, layout)
         return normalised
 
+    @property
+    def _fuses(self) -> bool:
+        """Only in training: evaluation has rows of many lengths, each to be compiled."""
+        return self.dropout.execution.fuse and self.training
+
     def _activate(self, inner: Tensor, layout: TokenLayout) -> Tensor:
-        fuse = self.dropout.execution.fuse
-        activated = bias_gelu(inner, self.up.bias) if fuse else F.gelu(inner)
+        activated = bias_gelu(inner, self.up.bias) if self._fuses else F.gelu(inner)
         out: Tensor = self.down(activated, layout)
         return out
 
