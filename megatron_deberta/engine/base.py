@@ -63,8 +63,8 @@ class ParameterPlacement(Protocol):
 # Placement by canonical parameter name
 Placements = Mapping[str, ParameterPlacement]
 
-# Given the gradient norm (scalar on the device, unscaled; not finite: an overflow), returns it and
-# the largest norm with which the update is made
+# Given the gradient norm (scalar on the device, possibly times the loss scale; not finite: an
+# overflow), returns it and the largest unscaled norm with which the update is made
 ReadNorm = Callable[[Tensor], tuple[float, float]]
 
 # Returns this rank's tensor-parallel shard of a parameter's state, by canonical name

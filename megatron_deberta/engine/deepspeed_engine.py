@@ -94,7 +94,8 @@ class DeepSpeedZeroEngine(Engine):
                 )[0]
             self._process_state, self._shared_state = stack.pop_all(), shared.pop_all()
         if self._loss_scale.dynamic:
-            self._engine.optimizer.loss_scaler = _ExternalLossScaler(self._loss_scale)
+            scaler = _ExternalLossScaler(self._loss_scale, groups.device)
+            self._engine.optimizer.loss_scaler = scaler
         self._state = ShardedState(self._engine)
         self._masters = self._state.masters
 
@@ -199,12 +200,19 @@ class _ExternalLossScaler:
 
     DeepSpeed increases the scale before it divides the gradients by it, which halves the update
     and at stage 3 also the reported norm.
+
+    Args:
+        loss_scale: the scale.
+        device: of the losses.
     """
 
     dynamic = True
 
-    def __init__(self, loss_scale: DynamicLossScale) -> None:
+    def __init__(self, loss_scale: DynamicLossScale, device: torch.device) -> None:
         self._loss_scale = loss_scale
+        # So that no number of the backward pass depends on the step
+        self._on_device = torch.zeros((), device=device)
+        self._copied = 0.0
 
     @property
     def cur_scale(self) -> float:
@@ -215,7 +223,11 @@ class _ExternalLossScaler:
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Return the scaled loss."""
-        return loss * self._loss_scale.scale
+        scale = self._loss_scale.scale
+        if scale != self._copied:
+            self._on_device.fill_(scale)
+            self._copied = scale
+        return loss * self._on_device
 
     def update_scale(self, overflow: bool) -> None:
         """Do nothing; the engine updates the scale after the step."""

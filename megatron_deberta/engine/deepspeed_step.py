@@ -47,7 +47,9 @@ class NormReading:
         """
         if self.norm is None:
             scaled = torch.as_tensor(scaled_norm).double()
-            norm, limit = self._read(torch.where(scaled < 0, math.inf, scaled) / self._scale)
+            scaled_norm, limit = self._read(torch.where(scaled < 0, math.inf, scaled))
+            # Exact, because the scale is a power of two
+            norm = scaled_norm / self._scale
             self.norm = norm if math.isfinite(norm) else math.inf
             self._is_rejected = math.isinf(self.norm) or self.norm > limit
         return self._is_rejected

@@ -36,7 +36,11 @@ _IN_ENCODER = re.compile(
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
     """Set the learning rate of every group."""
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate * group.get(RATE_SCALE, 1.0)
+        rate = learning_rate * group.get(RATE_SCALE, 1.0)
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
 
 
 def rate_scales(names: Sequence[str], config: OptimizerConfig) -> dict[str, float]:
@@ -138,6 +142,12 @@ def build_optimizer(
         )
     elif config.bias_correction:
         optimizer = torch.optim.AdamW(groups, fused=True, **arguments)
+        for group in optimizer.param_groups:
+            # On the device, so that no number of the update depends on the step. The kernels read
+            # fp32 on GPUs and fp64 on CPU, where results keep their bits.
+            device = group["params"][0].device
+            wide = torch.float64 if device.type == "cpu" else torch.float32
+            group["lr"] = torch.full((), config.learning_rate, dtype=wide, device=device)
     else:
         optimizer = UncorrectedAdamW(groups, **arguments)
     logger.info("optimizer: %s.%s", type(optimizer).__module__, type(optimizer).__name__)

@@ -195,7 +195,7 @@ class fresh_compiler:  # noqa: N801
 
     def __enter__(self) -> None:
         self._clear()
-        settings = {"fail_on_recompile_limit_hit": True, "recompile_limit": 3}
+        settings = {"fail_on_recompile_limit_hit": True, "recompile_limit": 4}
         self._patch = torch._dynamo.config.patch(**settings)  # type: ignore[attr-defined]
         self._patch.__enter__()
 
