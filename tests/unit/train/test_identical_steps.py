@@ -33,8 +33,6 @@ from tests.unit.train.test_host_waits import MODEL
 
 # Steps in which buffers and the optimizer's state are allocated
 WARM_UP = 2
-# Step number, loss scale, and the learning rate of two groups of parameters
-MAX_FILLS = 4
 GROUPS = single_process_groups(torch.device("cpu"))
 
 
@@ -144,4 +142,3 @@ def test_steps_dispatch_the_same(
     for other in others:
         assert other == first
     assert any("_fused_adamw_" in call for call in first)
-    assert max(len(calls) - len(first) for calls in recorded) <= MAX_FILLS

@@ -1,0 +1,123 @@
+"""Every module is imported, and every command starts, without any of the optional packages."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+# Kernels and the programs that compile them, which are the only ones to import Triton
+COMPILED = {
+    "benchmarks.attention.kernels",
+    "benchmarks.lib.compiling",
+    "benchmarks.step.kernels",
+    *(
+        f"megatron_deberta.ops.triton.{name}"
+        for name in (
+            "backend", "backward", "cross_entropy", "far", "forward", "gathered",
+            "gathered_launch", "launch", "layer_norm", "scores", "table_gradients", "tiles",
+        )
+    ),
+}  # fmt: skip
+# Peers that benchmarks compare with, libraries that ``accelerate`` supports, loggers, executors,
+# drawing, ONNX, and those of text processing, without which a machine can train
+OPTIONAL = (
+    "triton", "flash_attn", "flashdeberta", "liger_kernel", "apex", "amp_C", "kernels", "pynvml",
+    "wandb", "tensorboard", "matplotlib", "prometheus_client", "plotext",
+    "dask", "distributed", "dask_jobqueue", "mpi4py",
+    "onnx", "onnxruntime", "onnxscript", "peft", "accelerate", "sentence_transformers", "gliner",
+    "gigatoken", "sentencex", "sentencepiece", "nltk", "tiktoken",
+)  # fmt: skip
+
+WITHOUT = """
+import importlib, json, sys
+from pathlib import Path
+
+hidden, modules, commands = json.loads(sys.stdin.read())
+
+
+class Hiding:
+    def __init__(self, finder):
+        self.finder = finder
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in hidden:
+            return None
+        return self.finder.find_spec(name, path, target)
+
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+
+sys.meta_path[:] = [Hiding(finder) for finder in sys.meta_path]
+failed = {}
+for name in hidden:
+    try:
+        importlib.import_module(name)
+        failed[name] = "is not hidden"
+    except ModuleNotFoundError:
+        pass
+for name in modules:
+    try:
+        importlib.import_module(name)
+    except BaseException as error:
+        failed[name] = repr(error)
+from megatron_deberta.cli.main import main
+
+for command in commands:
+    try:
+        code = main([command, "--help"])
+    except SystemExit as end:
+        code = end.code
+    except BaseException as error:
+        code = repr(error)
+    if code:
+        failed[command] = code
+Path(sys.argv[1]).write_text(json.dumps(failed))
+"""
+
+
+def modules() -> list[str]:
+    """Return the modules of the package, of the benchmarks and of the tools."""
+    folders = [ROOT / name for name in ("megatron_deberta", "benchmarks", "tools")]
+    found = []
+    for path in (path for folder in folders for path in sorted(folder.rglob("*.py"))):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        if parts[-1] != "__main__":
+            found.append(name)
+    return found
+
+
+def failures(hidden: tuple[str, ...], names: list[str], folder: Path) -> dict[str, str]:
+    """Import modules and start all commands in a process that has no ``hidden`` packages."""
+    from megatron_deberta.cli.main import COMMANDS
+
+    out = folder / "failed.json"
+    commands = [command.name for command in COMMANDS]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT, str(out)],
+        input=json.dumps([hidden, names, commands]),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    failed: dict[str, str] = json.loads(out.read_text())
+    return failed
+
+
+def test_without_optional_packages_everything_but_the_kernels_is_imported(tmp_path: Path) -> None:
+    names = [name for name in modules() if name not in COMPILED]
+    assert "benchmarks.gpu.smoke" in names
+    assert failures(OPTIONAL, names, tmp_path) == {}
+
+
+def test_only_the_kernels_need_triton(tmp_path: Path) -> None:
+    names = sorted(COMPILED)
+    assert failures((), names, tmp_path) == {}
+    assert failures(("triton",), names, tmp_path).keys() == COMPILED
