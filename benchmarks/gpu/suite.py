@@ -13,7 +13,7 @@ parts
     peers       training steps of transformers' DeBERTa, ModernBERT, RoBERTa, BERT
     learn       DeBERTa's ablations (benchmarks.learn.ablations)
 
-Each part is a process that starts no item after --minutes. Results are written to PART.json in
+Each part is a process that starts no item after --minutes; all parts end within --total-minutes. Results are written to PART.json in
 --out after every item; a second start runs the missing items. Items that the same source finished
 on the same hardware, or that crashed, are not repeated, unless --force is given.
 
@@ -32,6 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -44,6 +45,8 @@ from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE
 PARTS = ("smoke", "step", "attention", "peers", "parity", "train", "learn")
 # Time that the last item of a part may take after the part's time.
 GRACE_MINUTES = 2.0
+# A part that would have less is not started.
+LEAST_MINUTES = 1.0
 # Of the smoke part on a GPU, three minutes in all.
 SMOKE_MINUTES, SMOKE_GRACE_MINUTES = 2.0, 1.0
 MAX_CRASHES = 5  # per part
@@ -70,6 +73,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--small", action="store_true", help="small sizes that test the script")
     parser.add_argument("--minutes", type=float, default=6.0, help="per part (default 6)")
+    parser.add_argument(
+        "--total-minutes",
+        type=float,
+        default=28.0,
+        help="of all parts together; those after it are left for the next start (default 28)",
+    )
     parser.add_argument("--force", action="store_true", help="repeat finished items")
     parser.add_argument(
         "--corpus",
@@ -101,6 +110,25 @@ def minutes_of(args: argparse.Namespace, part: str) -> float:
     return min(minutes, SMOKE_MINUTES) if part == "smoke" and args.device == "cuda" else minutes
 
 
+def grace_of(options: Options) -> float:
+    """Return the minutes after which a part is killed once its own have passed."""
+    is_smoke = options.part == "smoke" and options.device == "cuda"
+    return SMOKE_GRACE_MINUTES if is_smoke else GRACE_MINUTES
+
+
+def run_parts(args: argparse.Namespace) -> dict[str, str | None]:
+    """Run the parts in order within the time of all; return the error of each one that began."""
+    end = time.monotonic() + 60 * args.total_minutes
+    errors: dict[str, str | None] = {}
+    for part in args.part:
+        options = options_of(args, part)
+        minutes = (end - time.monotonic()) / 60 - grace_of(options)
+        if minutes >= min(LEAST_MINUTES, options.minutes):
+            within = replace(options, minutes=min(options.minutes, minutes))
+            errors[part] = run_part(args, within)
+    return errors
+
+
 def part_module(part: str) -> ModuleType:
     """Import a part's module."""
     return importlib.import_module(f"benchmarks.gpu.{part}")
@@ -123,8 +151,7 @@ def run_part(args: argparse.Namespace, options: Options) -> str | None:
     command += ["--out", str(options.out), "--work", str(options.work), "--device", options.device]
     command += ["--small"] * options.small
     command += [] if options.corpus is None else ["--corpus", *options.corpus]
-    is_smoke = options.part == "smoke" and options.device == "cuda"
-    grace = SMOKE_GRACE_MINUTES if is_smoke else GRACE_MINUTES
+    grace = grace_of(options)
     deadline = time.monotonic() + 60 * (options.minutes + grace)
     force = ["--force"] * options.force
     for _ in range(MAX_CRASHES):
@@ -183,8 +210,11 @@ def report(parts: list[str], args: argparse.Namespace, errors: dict[str, str | N
             content = json.loads(path.read_text())
             print(f"\n{part} on {content['hardware']}")
             print("\n".join(part_module(part).table(content["items"])))
-        wrong = problems(content) + [error for error in (errors[part],) if error]
+        wrong = problems(content) + [error for error in (errors.get(part),) if error]
         state = f"{len(content['items'])} done"
+        if part not in errors:
+            state += ", not run for lack of time: start again"
+            code = code or EXIT_REQUEUE
         if content["left"]:
             state += f", {len(content['left'])} not started for lack of time: start again"
             code = code or EXIT_REQUEUE
@@ -211,8 +241,7 @@ def main() -> int:
             return 2
     args.out.mkdir(parents=True, exist_ok=True)
     args.work.mkdir(parents=True, exist_ok=True)
-    errors = {part: run_part(args, options_of(args, part)) for part in args.part}
-    return report(args.part, args, errors)
+    return report(args.part, args, run_parts(args))
 
 
 if __name__ == "__main__":

@@ -41,6 +41,31 @@ def test_exit_code(args, capsys, item, left, end, code):
         assert word in said
 
 
+@pytest.mark.parametrize(
+    ("total", "minutes"),
+    [(28, [6, 6, 6]), (15, [6, 5]), (11, [6, 1]), (3.5, [1.5]), (2.5, [])],
+)
+def test_parts_end_within_the_time_of_all(args, capsys, monkeypatch, total, minutes):
+    """Each takes its time and two minutes of grace."""
+    parts = ["step", "attention", "peers"]
+    args.part, args.minutes, args.total_minutes = parts, 6.0, total
+    now, given = [0.0], []
+
+    def run_part(_, options):
+        given.append(options.minutes)
+        now[0] += 60 * (options.minutes + (2 if options.minutes > 5 else 1))
+
+    monkeypatch.setattr(gpu_suite, "run_part", run_part)
+    monkeypatch.setattr(gpu_suite.time, "monotonic", lambda: now[0])
+    errors = gpu_suite.run_parts(args)
+    assert given == minutes
+    assert list(errors) == parts[: len(minutes)]
+    assert now[0] <= 60 * total
+    code = gpu_suite.report(parts, args, errors)
+    assert code == (75 if len(minutes) < 3 else 0)
+    assert capsys.readouterr().out.count("for lack of time") == 3 - len(minutes)
+
+
 def test_part_without_results_is_wrong(args, capsys):
     assert gpu_suite.report(["train"], args, {"train": "the process ended with -9"}) == 1
     assert "ended with -9" in capsys.readouterr().out
