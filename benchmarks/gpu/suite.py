@@ -13,9 +13,10 @@ parts
     peers       training steps of transformers' DeBERTa, ModernBERT, RoBERTa, BERT
     learn       DeBERTa's ablations (benchmarks.learn.ablations)
 
-Each part is a process that starts no item after --minutes; all parts end within --total-minutes. Results are written to PART.json in
---out after every item; a second start runs the missing items. Items that the same source finished
-on the same hardware, or that crashed, are not repeated, unless --force is given.
+Each part is a process that starts no item after --minutes; all parts end within --total-minutes.
+Results are written to PART.json in --out after every item; a second start runs the missing items.
+Items that the same source finished on the same hardware, or that crashed, are not repeated, unless
+--force is given.
 
 Exit code: 0 if everything ran and passed, 1 if a check failed or an item could not run, 75 if time
 ran out: start it again.
