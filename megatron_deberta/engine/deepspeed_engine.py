@@ -79,6 +79,7 @@ class DeepSpeedZeroEngine(Engine):
             allow_apex=groups.device.type == "cuda"
             and self._stage < 3
             and not config.precision.offload_optimizer,
+            offloads=config.precision.offload_optimizer,
         )
         with ExitStack() as shared, ExitStack() as stack:
             deepspeed = import_deepspeed(groups.device)

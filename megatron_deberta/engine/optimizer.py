@@ -117,7 +117,11 @@ def parameter_groups(
 
 
 def build_optimizer(
-    groups: list[dict[str, Any]], config: OptimizerConfig, *, allow_apex: bool
+    groups: list[dict[str, Any]],
+    config: OptimizerConfig,
+    *,
+    allow_apex: bool,
+    offloads: bool = False,
 ) -> torch.optim.Optimizer:
     """Create the fastest AdamW that is installed.
 
@@ -128,6 +132,7 @@ def build_optimizer(
         groups: from :func:`parameter_groups`.
         config: hyperparameters.
         allow_apex: the update runs on a GPU, once for each group.
+        offloads: the update runs on the CPU, the model elsewhere.
     """
     arguments: dict[str, Any] = {
         "lr": config.learning_rate,
@@ -142,7 +147,7 @@ def build_optimizer(
         )
     elif config.bias_correction:
         optimizer = torch.optim.AdamW(groups, fused=True, **arguments)
-        for group in optimizer.param_groups:
+        for group in () if offloads else optimizer.param_groups:
             # On the device, so that no number of the update depends on the step. The kernels read
             # fp32 on GPUs and fp64 on CPU, where results keep their bits.
             device = group["params"][0].device
