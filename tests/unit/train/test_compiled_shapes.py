@@ -176,7 +176,7 @@ def test_lengths_beyond_the_limit_run_uncompiled(
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     monkeypatch.setattr(fused, "MAX_COMPILED", 2)
     run = labelled_run("tokens", dropout=0.1)
-    run = replace(run, parallel=replace(run.parallel, fuse=True))
+    run = replace(run, parallel=replace(run.parallel, fuse=True, attention_backend="chunked"))
     rows = labelled_rows(run)
     with fresh_compiler():
         module = build_model(run, CPU).module
