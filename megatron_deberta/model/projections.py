@@ -50,9 +50,31 @@ class _ProjectTogether(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        d_out = torch.cat(grads, dim=-1).flatten(0, -2)
+        d_out = _side_by_side(grads).flatten(0, -2)
         d_x = (d_out @ torch.cat(weights)).view(x.shape) if ctx.needs_input_grad[0] else None
         d_weights = (d_out.t() @ x.flatten(0, -2)).split(ctx.widths)
         d_biases = d_out.sum(0).split(ctx.widths) if any(ctx.has_bias) else [None] * len(weights)
         kept = [d if has else None for d, has in zip(d_biases, ctx.has_bias, strict=True)]
         return (d_x, *d_weights, *kept)
+
+
+def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
+    """Concatenate tensors along the last dimension; a view if they stand so in one buffer.
+
+    The attention kernels write the gradients of queries, keys and values to one.
+    """
+    first, width = parts[0], sum(part.size(-1) for part in parts)
+    place, storage = first.storage_offset(), first.untyped_storage().data_ptr()
+    for part in parts:
+        is_next = (
+            part.storage_offset() == place
+            and part.untyped_storage().data_ptr() == storage
+            and part.stride() == first.stride()
+            and part.shape[:-1] == first.shape[:-1]
+        )
+        if not is_next:
+            return torch.cat(list(parts), dim=-1)
+        place += part.size(-1)
+    if first.stride(-1) != 1 or first.stride(-2) < width:
+        return torch.cat(list(parts), dim=-1)
+    return first.as_strided((*first.shape[:-1], width), first.stride())

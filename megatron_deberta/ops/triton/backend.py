@@ -15,7 +15,12 @@ from torch import Tensor
 
 from megatron_deberta.ops.arguments import AttentionArguments, MaskCache
 from megatron_deberta.ops.triton import gathered_launch, launch
-from megatron_deberta.ops.triton.launch import LOG2_E, KernelCall
+from megatron_deberta.ops.triton.launch import (
+    LOG2_E,
+    KernelCall,
+    empty_gradients,
+    separate,
+)
 
 
 def attend(a: AttentionArguments) -> tuple[Tensor, Tensor | None]:
@@ -139,7 +144,9 @@ def _backward_op(d_output: Tensor, output: Tensor, lse2: Tensor, *arguments: Any
 
 @_backward_op.register_fake
 def _(_0: Tensor, _1: Tensor, _2: Tensor, *arguments: Any) -> list[Tensor]:
-    like = [torch.empty_like(_last_contiguous(x)) for x in arguments[:3]]
+    vectors = [_last_contiguous(x) for x in arguments[:3]]
+    is_gathered = arguments[_TENSORS]
+    like = [torch.empty_like(x) for x in vectors] if is_gathered else empty_gradients(*vectors)
     return like + [x.new_empty(x.shape) for x in arguments[3:5] if x is not None]
 
 
@@ -151,7 +158,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _differentiate(ctx: Any, d_output: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     *tensors, output, lse2 = ctx.saved_tensors
-    gradients = iter(_backward_op(d_output, output, lse2, *tensors, *ctx.options))
+    results = _backward_op(d_output, output, lse2, *tensors, *ctx.options)
+    # An operator's results may not be views of each other.
+    count = len(results) - sum(x is not None for x in tensors[3:5])
+    gradients = iter([*separate(results[:count]), *results[count:]])
     differentiable = [None if x is None else next(gradients) for x in tensors[:5]]
     return (*differentiable, *(None for _ in (*tensors[5:], *ctx.options)))
 

@@ -28,8 +28,8 @@ from megatron_deberta.ops.triton.tiles import DropoutArguments, head_tensor
 
 LOG2_E = 1.4426950408889634
 
-Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
-"""Gradients of q, k, v, pos_key and pos_query."""
+Gradients = tuple[Tensor | None, ...]
+"""Gradients of q, k, v, pos_key and pos_query; of q, k and v that stand together, one buffer."""
 
 
 class KernelCall(NamedTuple):
@@ -51,6 +51,38 @@ class KernelCall(NamedTuple):
     dropout_p: float
     head_offset: int
     scale: float
+
+
+def stands_together(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Return whether q, k and v are views of one ``[batch, length, 3, heads, head_dim]``.
+
+    Their gradients are then written to one buffer like it, which the projections' backward reads
+    without a copy. Judged by strides and offsets alone, as fake tensors have them.
+    """
+    _, heads, _, head_dim = q.shape
+    width = heads * head_dim
+    return (
+        q.shape == k.shape == v.shape
+        and q.stride() == k.stride() == v.stride()
+        and q.stride()[1:] == (head_dim, 3 * width, 1)
+        and k.storage_offset() - q.storage_offset() == width
+        and v.storage_offset() - k.storage_offset() == width
+    )
+
+
+def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    """Allocate the gradients of q, k and v: one buffer if they stand together, else three."""
+    if not stands_together(q, k, v):
+        return [torch.empty_like(x) for x in (q, k, v)]
+    batch, heads, length, head_dim = q.shape
+    return [q.new_empty(batch, length, 3, heads, head_dim)]
+
+
+def separate(gradients: list[Tensor]) -> list[Tensor]:
+    """Return the gradients of q, k and v as ``[batch, heads, length, head_dim]``."""
+    if len(gradients) == 3:
+        return gradients
+    return [part.transpose(1, 2) for part in gradients[0].unbind(2)]
 
 
 class LaunchPlan:
@@ -198,7 +230,8 @@ def backward(call: KernelCall, output: Tensor, lse2: Tensor, d_output: Tensor) -
     """
     plan = LaunchPlan(call)
     q, k, v = call.q, call.k, call.v
-    d_q, d_k, d_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    vectors = empty_gradients(q, k, v)
+    d_q, d_k, d_v = separate(vectors)
     delta = plan.empty(*q.shape[:3])
     backward_kernels.output_products_kernel[plan.grid](
         head_tensor(output), head_tensor(d_output), delta, plan.heads, plan.length,
@@ -242,7 +275,7 @@ def backward(call: KernelCall, output: Tensor, lse2: Tensor, d_output: Tensor) -
         q_sums, plan.dropout, *shape, plan.width, call.scale, log2_scale,
         **plan.flags("query_gradient", "C2P", "P2C", *masks, "DROP"),
     )  # fmt: skip
-    return d_q, d_k, d_v, *table_gradients(plan, band, q_sums, k_sums)
+    return *vectors, *table_gradients(plan, band, q_sums, k_sums)
 
 
 _PROGRAMS = 512

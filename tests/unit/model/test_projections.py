@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_deberta.model.projections import project_together
+from megatron_deberta.ops import RelativePositions, disentangled_attention
 from tests.support.tolerances import FP64
 
 
@@ -32,6 +34,57 @@ def test_equal_to_separate_projections(shape: tuple[int, ...], biases: tuple[boo
         found.append([*outs, x.grad, *gradients])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, **FP64)
+
+
+class Concatenations(TorchDispatchMode):
+    """Counts concatenations of activations."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.cat.default and args[0][0].dim() == 3
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("adjacent", [True, False])
+def test_gradients_of_one_buffer_are_not_concatenated(adjacent: bool) -> None:
+    """In the order of the layers; else they are."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(2, 5, 6, dtype=torch.float64, generator=generator).requires_grad_()
+    found = []
+    for together in (True, False):
+        parts = layers((4, 4, 4), (True, True, True))
+        buffer = torch.arange(120.0, dtype=torch.float64).view(2, 5, 12).sin()
+        grads = list(buffer.split(4, dim=-1))
+        if not adjacent:
+            grads = [grads[1], grads[0], grads[2]]
+        outs = project_together(x, parts) if together else [part(x) for part in parts]
+        leaves = [x, *(p for part in parts for p in part.parameters())]
+        with Concatenations() as mode:
+            found.append(torch.autograd.grad(outs, leaves, grads))
+        assert mode.count == (together and not adjacent)
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, **FP64)
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_attention_in_kernels_concatenates_nothing(heads: int) -> None:
+    """From the attention's output to the weights, on the kernels of GPUs in the interpreter."""
+    pytest.importorskip("triton", reason="the fused kernels are written in Triton")
+    parts, positions = [nn.Linear(32, 32 * heads) for _ in range(3)], RelativePositions(5, 0)
+    x = torch.randn(2, 18, 32, generator=torch.Generator().manual_seed(1))
+    found = []
+    for backend in ("triton", "reference"):
+        q, k, v = (
+            out.unflatten(-1, (heads, 32)).transpose(1, 2) for out in project_together(x, parts)
+        )
+        out = disentangled_attention(q, k, v, None, None, positions, backend=backend)
+        leaves = [p for part in parts for p in part.parameters()]
+        with Concatenations() as mode:
+            found.append(torch.autograd.grad(out.square().sum(), leaves))
+        assert mode.count == (backend == "reference")
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
 def test_gradcheck() -> None:

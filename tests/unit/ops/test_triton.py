@@ -208,6 +208,23 @@ def test_any_strides() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+def test_gradients_of_one_product_stand_in_one_buffer() -> None:
+    """And have the same bits; the projections' backward then copies nothing."""
+    q, k, v, *tables = random_inputs((2, 3, 20, 32), LINEAR)
+    leaves = [x.to(DEVICE, torch.float16).requires_grad_() for x in (q, k, v)]
+    tables = [x.to(DEVICE, torch.float16) for x in tables if x is not None]
+    product = torch.stack([x.detach().transpose(1, 2) for x in leaves], 2).requires_grad_()
+    parts = [x.transpose(1, 2) for x in product.unbind(2)]
+    options: dict[str, Any] = {"backend": "triton", "positions": LINEAR, "causal": True}
+    results = []
+    for tensors in (leaves, parts):
+        output = disentangled_attention(*tensors, *tables, **options)
+        results.append([output, *torch.autograd.grad(output.square().sum(), tensors)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    places = [(x.untyped_storage().data_ptr(), x.storage_offset()) for x in results[1][1:]]
+    assert places == [(places[0][0], number * 3 * 32) for number in range(3)]
+
+
 @pytest.mark.parametrize("gathered", [False, True])
 def test_custom_operators_pass_opcheck(gathered: bool) -> None:
     """Fake tensors, gradients and schema, on which ``torch.compile`` relies."""
