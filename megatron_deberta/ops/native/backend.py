@@ -161,9 +161,7 @@ class _NativeAttention(torch.autograd.Function):
     def backward(ctx: Any, d_output: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
         *tensors, lse = ctx.saved_tensors
         call = _Call(tensors, *ctx.options)
-        q, k, _ = call.tokens
-        d_q = torch.zeros(q.shape) if call.skips_queries else torch.empty(q.shape)
-        d_k, d_v = (torch.zeros(k.shape) for _ in range(2))
+        d_q, d_k, d_v = call.vector_gradients()
         grads = {f"d_{name}": torch.zeros_like(x) for name, x in call.linear_tables().items()}
         call.run(
             "attention_backward", lse, d_out=_dense(d_output), d_q=d_q, d_k=d_k, d_v=d_v, **grads
@@ -238,6 +236,19 @@ class _Call:
     def linear_tables(self) -> dict[str, Tensor]:
         """Return ``[heads, 2 * longest - 1, head_dim]`` of each position term."""
         return {name: table.rows for name, table in self._tables.items()}
+
+    def vector_gradients(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return where the gradients of q, k and v go: one buffer where all have the same tokens.
+
+        The backward pass of a projection of all three then needs no copy.
+        """
+        q, k, _ = self.tokens
+        new = torch.zeros if self.skips_queries else torch.empty
+        if self.rows.positions is not None:
+            d_k, d_v = torch.zeros(len(k), 2, *k.shape[1:]).unbind(1)
+            return new(q.shape), d_k, d_v
+        d_q, d_k, d_v = new(len(q), 3, *q.shape[1:]).unbind(1)
+        return d_q, d_k, d_v
 
     def fold(self, grads: dict[str, Tensor]) -> list[Tensor | None]:
         """Return the gradients of the two position tables."""

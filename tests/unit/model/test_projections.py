@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_deberta.model.projections import project_together
 from megatron_deberta.ops import RelativePositions, disentangled_attention
+from tests.support.compiler import needs_compiler
 from tests.support.tolerances import FP64
 
 
@@ -68,13 +69,15 @@ def test_gradients_of_one_buffer_are_not_concatenated(adjacent: bool) -> None:
 
 
 @pytest.mark.parametrize("heads", [1, 3])
-def test_attention_in_kernels_concatenates_nothing(heads: int) -> None:
-    """From the attention's output to the weights, on the kernels of GPUs in the interpreter."""
-    pytest.importorskip("triton", reason="the fused kernels are written in Triton")
+@pytest.mark.parametrize("kernels", ["triton", pytest.param("native", marks=needs_compiler)])
+def test_attention_in_kernels_concatenates_nothing(kernels: str, heads: int) -> None:
+    """From the attention's output to the weights; kernels of GPUs run in the interpreter."""
+    if kernels == "triton":
+        pytest.importorskip("triton", reason="the fused kernels are written in Triton")
     parts, positions = [nn.Linear(32, 32 * heads) for _ in range(3)], RelativePositions(5, 0)
     x = torch.randn(2, 18, 32, generator=torch.Generator().manual_seed(1))
     found = []
-    for backend in ("triton", "reference"):
+    for backend in (kernels, "reference"):
         q, k, v = (
             out.unflatten(-1, (heads, 32)).transpose(1, 2) for out in project_together(x, parts)
         )
