@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         "settings": args.settings,
         "overrides": args.overrides,
     }
-    check_settings(output, runs, settings)
+    check_settings(output, settings)
     for count, planned in enumerate(runs, start=1):
         if planned.score is not None:
             continue
@@ -95,9 +95,9 @@ def run(args: argparse.Namespace) -> int:
         if code != EXIT_DONE:
             return code
         planned.record_result()
-        write_curve(output, curve_of(runs), task.name, task.metrics[0])
-    write_curve(output, curve_of(runs), task.name, task.metrics[0])
-    print(describe_curve(curve_of(runs), task.metrics[0]))
+        write_curve(output, curve_of(output), task.name, task.metrics[0])
+    write_curve(output, curve_of(output), task.name, task.metrics[0])
+    print(describe_curve(curve_of(output), task.metrics[0]))
     print(f"{output / CURVE_FILE}, {output / PICTURE_FILE}")
     return EXIT_DONE
 

@@ -30,6 +30,8 @@ RESULT_FILE = "result.json"
 SETTINGS_FILE = "settings.json"
 CURVE_FILE = "curve.json"
 PICTURE_FILE = "curve.png"
+_RUNS = "step_*-seed_*"
+"""Folders of the fine-tuning runs in the output folder."""
 
 
 class _Result(TypedDict):
@@ -78,10 +80,12 @@ class CurveRun:
     def score(self) -> float | None:
         """The recorded score; None: the run has not finished."""
         path = self.folder / RESULT_FILE
-        if not path.exists():
-            return None
-        remedy = "remove it, and the command writes it again"
-        return read_json(path, _Result, "a result", remedy=remedy)["score"]
+        return _read_result(path)["score"] if path.exists() else None
+
+
+def _read_result(path: Path) -> _Result:
+    remedy = "remove it, and the command writes it again"
+    return read_json(path, _Result, "a result", remedy=remedy)
 
 
 def plan_runs(run_dir: Path, output: Path, every: int, seeds: int) -> list[CurveRun]:
@@ -109,12 +113,11 @@ def plan_runs(run_dir: Path, output: Path, every: int, seeds: int) -> list[Curve
     return runs
 
 
-def check_settings(output: Path, runs: Sequence[CurveRun], settings: dict[str, Any]) -> None:
+def check_settings(output: Path, settings: dict[str, Any]) -> None:
     """Record what all runs have in common; they are comparable only if it is the same.
 
     Args:
-        output: folder of the runs.
-        runs: the planned runs; if none has begun, the settings may be replaced.
+        output: folder of the runs; if it has none, the settings may be replaced.
         settings: by name.
 
     Raises:
@@ -122,7 +125,7 @@ def check_settings(output: Path, runs: Sequence[CurveRun], settings: dict[str, A
     """
     path = output / SETTINGS_FILE
     known = settings
-    if path.exists() and any(run.folder.exists() for run in runs):
+    if path.exists() and any(output.glob(_RUNS)):
         remedy = "use another --output"
         known = read_json(path, dict[str, Any], "settings of runs", remedy=remedy)
     for name, value in settings.items():
@@ -149,12 +152,18 @@ class CurvePoint:
         return mean(self.scores)
 
 
-def curve_of(runs: Sequence[CurveRun]) -> list[CurvePoint]:
-    """Return the points of the checkpoints with at least one finished run."""
+def curve_of(output: Path) -> list[CurvePoint]:
+    """Return the points of the checkpoints with at least one finished run, by step.
+
+    Checkpoints that pretraining has deleted since are included.
+
+    Args:
+        output: folder of the fine-tuning runs.
+    """
+    results = [_read_result(path) for path in output.glob(f"{_RUNS}/{RESULT_FILE}")]
     found: dict[tuple[int, int], list[float]] = {}
-    for run in runs:
-        if (score := run.score) is not None:
-            found.setdefault((run.step, run.samples), []).append(score)
+    for result in sorted(results, key=lambda result: (result["step"], result["seed"])):
+        found.setdefault((result["step"], result["samples"]), []).append(result["score"])
     return [CurvePoint(step, samples, tuple(scores)) for (step, samples), scores in found.items()]
 
 

@@ -97,6 +97,8 @@ HEADS: Mapping[Head, ExportedHead] = MappingProxyType(
         "spans": ExportedHead(
             kind="QuestionAnswering",
             task="question-answering",
+            # transformers 5 has removed it.
+            has_pipeline=False,
             objective="fine-tuned, head spans",
             graph="spans",
         ),

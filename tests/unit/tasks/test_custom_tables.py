@@ -12,7 +12,8 @@ import pyarrow.parquet
 import pytest
 
 from megatron_deberta.errors import DataError
-from megatron_deberta.tasks import Answer, Example, load_task, read_examples
+from megatron_deberta.tasks import Answer, Example, encode, load_task, read_examples
+from megatron_deberta.tokenizer import Tokenizer
 
 Rows = list[dict[str, Any]]
 CLASSES: Rows = [
@@ -180,13 +181,41 @@ def test_damaged_tables(form: str, cut: float, tmp_path: Path) -> None:
     assert path.name in str(caught.value)
 
 
-@pytest.mark.parametrize("form", ["csv", "parquet", "datasets"])
-def test_wrong_values_name_their_row(form: str, tmp_path: Path) -> None:
-    write(tmp_path, form, [CLASSES[0], {"text": "x", "label": "odd"}])
-    with pytest.raises(DataError, match=r"train.*: label 'odd' is not one of") as caught:
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"label": "odd"}, "label 'odd' is not one of negative, positive"),
+        ({"label": None}, "is not one of negative, positive"),
+        ({"text": " "}, "text is empty"),
+        ({"text": None}, "text is empty|'text' is null, not a string"),
+        ({"id": "a"}, "id 'a' occurs twice"),
+    ],
+    ids=["unknown label", "no label", "blank text", "no text", "same id"],
+)
+def test_wrong_values_name_their_row(
+    change: dict[str, Any], message: str, form: str, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    rows = [{"id": name, **CLASSES[0]} for name in "abc"]
+    rows[1].update(change)
+    write(tmp_path, form, rows)
+    task = load_task("custom_classification", ["columns={id: id, text: text, label: label}"])
+    cache = tmp_path / "cache"
+    with pytest.raises(DataError, match=message) as caught:
+        encode(task, read_examples(task, tmp_path, "train"), tokenizer, cache=cache)
+    assert not cache.exists()
+    # Lines of CSV and TSV files count their header; rows of tables count from 1.
+    file = {"datasets": "data-00001-of-00002.arrow"}.get(form, f"train.{form}")
+    line = 3 if form in ("csv", "tsv") else 2
+    assert f"{file}:{line}: " in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_missing_column_is_named(form: str, tmp_path: Path) -> None:
+    write(tmp_path, form, [{"text": "a", "Label": "positive"}] * 2)
+    with pytest.raises(DataError, match=r":[12]: no column 'label' .there are 'text', 'Label'."):
         read(tmp_path, "classification")
-    # Lines of a CSV file count its header; rows of tables count from 1.
-    assert (":3: " if form == "csv" else ":2: ") in str(caught.value)
 
 
 def test_a_dataset_cannot_name_files_elsewhere(tmp_path: Path) -> None:

@@ -1,0 +1,93 @@
+"""From labelled files to exports: the printed line opens a pipeline that predicts as we do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_deberta.cli.main import main
+from megatron_deberta.errors import EXIT_DONE
+from megatron_deberta.hf.heads import HEADS
+from megatron_deberta.hf.loading import temporary_module_cache
+from tests.support.tiny_task import MODEL, WORDS
+
+pytest.importorskip("sklearn")
+SENTENCES = [WORDS[first : first + 2 + first % 4] for first in range(12)]
+TASKS: dict[str, dict[str, Any]] = {
+    "classification": {"labels": ["bad", "so-so", "good"]},
+    "regression": {},
+    "tokens": {"labels": ["O", "B-PER", "I-PER"]},
+}
+
+
+def row(head: str, words: list[str], number: int) -> dict[str, Any]:
+    """Return a labelled example as a record of a packaged custom task."""
+    if head == "tokens":
+        return {"tokens": words, "tags": ["O" if len(word) < 3 else "B-PER" for word in words]}
+    label = {"classification": ["bad", "so-so", "good"][number % 3], "regression": number / 4}
+    return {"text": " ".join(words), {"regression": "score"}.get(head, "label"): label[head]}
+
+
+def predicted(head: str, output: Any) -> list[Any]:
+    """Return what a pipeline says about one text, as ``predict`` writes it: value, certainty."""
+    if head == "tokens":
+        # Only the first piece of a word has its label.
+        return [piece["entity"] for piece in output if piece["word"].startswith("▁")]
+    (best,) = output if isinstance(output, list) else (output,)
+    return [best["score"]] if head == "regression" else [best["label"], best["score"]]
+
+
+@pytest.mark.parametrize("head", TASKS)
+def test_the_printed_pipeline_predicts_as_we_do(
+    head: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, run_dir, exported = (tmp_path / name for name in ("data", "run", "exported"))
+    data.mkdir()
+    rows = [row(head, words, number) for number, words in enumerate(SENTENCES)]
+    for split in ("train", "dev"):
+        text = "".join(json.dumps(values) + "\n" for values in rows)
+        (data / f"{split}.jsonl").write_text(text)
+    task = tmp_path / "task.yaml"
+    base = f"configs/tasks/custom_{head}.yaml"
+    task.write_text(json.dumps({"base": base, "name": "own", "max_length": 32, **TASKS[head]}))
+    common = [str(task), "--data", str(data)]
+    settings = (
+        "train.steps=4", "optimizer.learning_rate=1e-2", "model.head_dropout=0",
+        "train.global_batch_size=4", "precision.engine=plain", "train.device=cpu",
+        "log.tensorboard=false", f"train.run_dir={run_dir}",
+    )  # fmt: skip
+    assert main(["finetune", *common, "--model", str(MODEL), *settings]) == EXIT_DONE
+    written = tmp_path / "dev.jsonl"
+    predict = ["predict", *common, "--model", str(run_dir), "--split", "dev"]
+    assert main([*predict, "--output", str(written)]) == EXIT_DONE
+    capsys.readouterr()
+    convert = ["convert", "--checkpoint", str(run_dir), "--to", "hf", "--output", str(exported)]
+    assert main(convert) == EXIT_DONE
+    printed = capsys.readouterr().out
+
+    (line,) = (line for line in printed.splitlines() if "pipeline(" in line)
+    scope: dict[str, Any] = {}
+    with temporary_module_cache():
+        exec(line[line.index("from transformers") :], scope)
+    options = {"ignore_labels": []} if head == "tokens" else {}
+    expected = [json.loads(line) for line in written.read_text().splitlines()]
+    assert len(expected) == len(SENTENCES)
+    for words, ours in zip(SENTENCES, expected, strict=True):
+        found = predicted(head, scope["run"](" ".join(words), **options))
+        if head == "tokens":
+            assert found == ours["value"]
+        else:
+            values = [ours["value"], *([max(ours["probabilities"])] if len(found) > 1 else [])]
+            assert found == [pytest.approx(v, abs=1e-5) for v in values]
+    if head == "tokens":
+        assert len({tag for ours in expected for tag in ours["value"]}) > 1
+
+
+def test_only_existing_pipelines_are_printed() -> None:
+    pipelines = pytest.importorskip("transformers.pipelines")
+    known = pipelines.PIPELINE_REGISTRY.get_supported_tasks()
+    for head, export in HEADS.items():
+        assert export.has_pipeline == (export.task in known), head
