@@ -5,7 +5,7 @@ time and resumes when this program is started again. The generator's loss is com
 unigram cross-entropy of the same targets, the discriminator's F1 on replaced tokens with that of
 calling every token replaced, 2 p / (1 + p) for a share p of replaced tokens.
 
-    megatron-deberta train-tokenizer --input TEXT... --vocab-size 2048 --output tokenizer
+    megatron-deberta train-tokenizer --input TEXT... --vocab-size 1000 --output tokenizer
     megatron-deberta preprocess --input TEXT... --tokenizer tokenizer --output books
     python -m benchmarks.learn.replaced_tokens --data books_text_document --tokenizer tokenizer \
         --run runs/learn_rtd --output benchmarks/results/cpu/learn_rtd.json
