@@ -4,6 +4,8 @@ Every message is one line with the key, the offending value and the remedy. The 
 it without a traceback (unless ``--debug``) and exits with ``exit_code``.
 """
 
+from collections.abc import Mapping
+
 EXIT_DONE = 0
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
@@ -67,7 +69,16 @@ class LossScaleError(NumericsError):
 
 
 class ReplicaError(MegatronDebertaError):
-    """Replicated tensors differ between ranks, because of faulty computation or memory."""
+    """Ranks hold or compute different values, because of faulty computation or memory.
+
+    Args:
+        message: see the module.
+        differing: ranks whose replicas differ from the majority, by parameter.
+    """
+
+    def __init__(self, message: str, differing: Mapping[str, tuple[int, ...]] | None = None):
+        super().__init__(message)
+        self.differing = differing or {}
 
 
 def printable(text: str) -> str:

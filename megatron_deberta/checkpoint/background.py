@@ -1,7 +1,8 @@
 """Asynchronous checkpointing: training waits only for the copy of the state to host memory.
 
-A thread writes, flushes and hashes the files. It issues no collectives, whose order relative to
-those of training would differ between ranks; the ranks agree on the commit in the main thread.
+A thread assembles parameters, over a gloo group of its own, and writes, flushes and hashes the
+files. On the groups of training it issues no collectives, whose order would differ between ranks;
+the ranks agree on the commit in the main thread.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from megatron_deberta.checkpoint import store, writer
 from megatron_deberta.checkpoint.fence import UNLOCKED, Fence
+from megatron_deberta.checkpoint.held_state import HeldCopy, StateCollector
 from megatron_deberta.checkpoint.layout import CheckpointMetadata
 from megatron_deberta.checkpoint.retention import Retention, delete_expired
 from megatron_deberta.distributed.control import all_reduce_max
@@ -62,6 +65,7 @@ class Saver:
     groups: ProcessGroups
     fence: Fence = UNLOCKED
     _thread: _WriterThread | None = field(default=None, init=False)
+    _collector: StateCollector | None = field(default=None, init=False)
 
     @property
     def in_flight(self) -> bool:
@@ -84,16 +88,20 @@ class Saver:
     def start(self, metadata: CheckpointMetadata, retention: Retention) -> None:
         """Copy the state to host memory and start writing it. Collective: all ranks.
 
-        No save may be in flight. The copy takes 12 bytes per parameter that this rank writes.
+        No save may be in flight. The copy takes ``held_state.copy_bytes`` of host memory.
 
         Raises:
             CheckpointError: there is too little disk space.
         """
         assert self._thread is None, "call finish() first"
         start = time.monotonic()
-        source = self.run_dir, self.engine, self.specs, self.groups
-        staged, states = store.stage(*source, metadata, self.fence)
-        self._thread = _WriterThread(staged, list(states), retention, start)
+        if self._collector is None:
+            group = dist.new_group(backend="gloo") if self.groups.world_size > 1 else None
+            self._collector = StateCollector(self.engine, self.specs, self.groups, group)
+        metadata = store.with_engine_state(metadata, self.engine, self.groups)
+        staged = writer.begin(self.run_dir, self.specs, self.groups, metadata, fence=self.fence)
+        copies = self._collector.copy()
+        self._thread = _WriterThread(staged, self._collector, copies, retention, start)
 
     def poll(self) -> Saved | None:
         """Commit the save in flight if all ranks have written it. Collective: all ranks.
@@ -141,7 +149,8 @@ class _WriterThread(threading.Thread):
     def __init__(
         self,
         staged: writer.StagedCheckpoint,
-        states: list[writer.OwnedState],
+        collector: StateCollector,
+        copies: HeldCopy,
         retention: Retention,
         start: float,
     ) -> None:
@@ -151,15 +160,15 @@ class _WriterThread(threading.Thread):
         self.retention = retention
         self.error: Exception | None = None
         self.start_time = start
-        self._states = states
+        self._collector, self._copies = collector, copies
         self.start()
         self.blocked_seconds = time.monotonic() - start
 
     def run(self) -> None:
         try:
-            writer.write(self.staged, self._states)
+            writer.write(self.staged, self._collector.assemble(self._copies))
         except Exception as error:
             self.error = error
         finally:
             # Free host memory before the commit.
-            self._states = []
+            self._copies.clear()

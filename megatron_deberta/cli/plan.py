@@ -233,6 +233,14 @@ def show(plan: RunPlan, console: Console, num_layouts: int) -> None:
     )
     for line, seconds in plan.phase_seconds.items():
         console.print(f"- {line}: {format_duration(seconds)}")
+    known: dict[bool | None, str] = {
+        True: "yes", False: "no", None: "if that is at most half of its free memory",
+    }  # fmt: skip
+    console.print(
+        f"asynchronous checkpoints: {known[plan.saves_in_background]} (checkpoint.asynchronous="
+        f"{str(config.checkpoint.asynchronous).lower()}); a copy takes "
+        f"{plan.copy_bytes / 1e9:,.2f} GB of a node's memory"
+    )
     if plan.local_saves is not None:
         _show_local_saves(plan.local_saves, console)
     console.print("Predicted, not measured. Assumptions:")

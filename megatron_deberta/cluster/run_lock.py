@@ -22,19 +22,21 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
+import math
 import os
 import secrets
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Literal
 
+from megatron_deberta.cluster.bad_nodes import BadNodes
 from megatron_deberta.cluster.slurm.commands import current_job, job_has_ended
 from megatron_deberta.cluster.slurm.history import JobHistory, JobNumber, ProgressEvent
 from megatron_deberta.errors import EXIT_FAILURE, ConfigError, MegatronDebertaError
@@ -215,6 +217,30 @@ class RunLock:
                 history.append(event, step=step, samples=samples, **seconds)
         except OSError as error:
             logger.warning("%s; training goes on", error)
+
+    def record_fault(
+        self, *, step: int, verdict: str, places: Sequence[Mapping[str, int | str]]
+    ) -> None:
+        """Add a verdict about devices to the job history, if the run has one.
+
+        Args:
+            step: at which they computed.
+            verdict: its kind; later attempts exclude a node with a ``lasting`` fault.
+            places: ``rank``, ``host`` and ``device`` of each suspect.
+        """
+        history = JobHistory(self._run_dir)
+        try:
+            if history.path.exists():
+                self.check()
+                history.append("fault", step=step, verdict=verdict, places=list(places))
+        except OSError as error:
+            logger.warning("%s; training goes on", error)
+        nodes = {str(place["host"]) for place in places}
+        if verdict == "lasting" and len(nodes) == 1 and history.path.exists():
+            device = ", ".join(f"rank {place['rank']}, {place['device']}" for place in places)
+            text = f"wrong results in step {step} ({device})"
+            # The limit of age applies when it is read.
+            BadNodes(self._run_dir, math.inf).add(nodes.pop(), text, certain=True)
 
     def _close(self) -> None:
         if self._descriptor >= 0:

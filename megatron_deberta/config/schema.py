@@ -300,6 +300,10 @@ class GuardConfig:
     """Maximum consecutive rollbacks without progress; then the run ends. 0: no rollbacks."""
     replica_check_every: int = 100
     """Steps between comparisons of replicated weights, also before each save; 0: none."""
+    rerun: bool = False
+    """Run a step with a nonfinite loss or gradient, or before differing replicas, again on the same
+    and on another rank: a passing fault is repaired, a lasting one ends the run, and rank, host and
+    device are named. Costs two passes over the gradients per micro batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -312,11 +316,12 @@ class CheckpointConfig:
     """Number of newest checkpoints to keep; 0: all."""
     keep_every: int = 0
     """Keep checkpoints of every multiple of this step permanently; 0: none."""
-    asynchronous: bool = False
-    """Write scheduled checkpoints in the background; training waits for the copy to host memory."""
+    asynchronous: Literal["auto", True, False] = "auto"
+    """Write scheduled checkpoints in the background; training waits for the copy to host memory.
+    ``auto``: if the copies fit in half of each node's free memory."""
     local_every: int = 0
-    """Steps between asynchronous saves to the nodes' own disks, each part also to the next node
-    (docs/local-checkpoints.md); 0: none."""
+    """Most steps that a failure loses with saves to the nodes' own disks, each part also to the
+    next node (docs/local-checkpoints.md); 0: no such saves."""
     local_dir: str = ""
     """Folder of those saves on every node's own disk or memory, such as ``/dev/shm/megatron``."""
     on_failure: Literal["stop", "continue"] = "stop"

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.errors import EXIT_FAILURE, MegatronDebertaError
@@ -48,6 +49,37 @@ def broadcast_text(text: str, groups: ProcessGroups) -> str:
     if groups.rank == 0:
         numbers += torch.tensor(list(content), dtype=torch.int32, device=groups.device)
     return bytes(all_reduce_max(numbers, groups).tolist()).decode()
+
+
+def gather_bytes(content: bytes, group: ProcessGroup | None) -> list[bytes]:
+    """Return every rank's bytes, by rank. Collective over the group.
+
+    Args:
+        content: of this rank.
+        group: group whose tensors are in host memory; None in a single process.
+    """
+    if group is None:
+        return [content]
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
+    dist.all_gather(sizes, torch.tensor([len(content)]), group=group)
+    longest = max(int(size) for size in sizes)
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: len(content)] = torch.tensor(list(content), dtype=torch.uint8)
+    rows = [torch.empty_like(padded) for _ in sizes]
+    if longest:
+        dist.all_gather(rows, padded, group=group)
+    return [row[: int(size)].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
+
+
+def gather_rows(row: Tensor, groups: ProcessGroups) -> Tensor:
+    """Return tensors of the same shape from every rank, stacked by rank. Collective: all ranks."""
+    rows = row.unsqueeze(0)
+    for group, size in ((groups.tp_group, groups.tp_size), (groups.dp_group, groups.dp_size)):
+        if group is not None:
+            parts = [torch.empty_like(rows) for _ in range(size)]
+            dist.all_gather(parts, rows, group=group)
+            rows = torch.cat(parts)
+    return rows
 
 
 @contextmanager

@@ -63,6 +63,9 @@ class ParameterPlacement(Protocol):
 # Placement by canonical parameter name
 Placements = Mapping[str, ParameterPlacement]
 
+# Name, start in the flattened shard, and flat tensors of weight and moments from there on
+HeldState = tuple[str, int, tuple[Tensor, ...]]
+
 # Given the gradient norm (scalar on the device, possibly times the loss scale; not finite: an
 # overflow), returns it and the largest unscaled norm with which the update is made
 ReadNorm = Callable[[Tensor], tuple[float, float]]
@@ -82,7 +85,7 @@ class Engine(ABC):
     """Backward, gradient reduction, clipping and the optimizer.
 
     Gradients are summed over the micro batches of a step and averaged over data-parallel ranks;
-    the caller scales the loss. All methods but ``state_dict`` are collective.
+    the caller scales the loss. All methods are collective but ``state_dict`` and ``held_states``.
 
     Attributes:
         module: the model to call; its ``named_parameters`` are the canonical names.
@@ -139,6 +142,14 @@ class Engine(ABC):
         """Yield every parameter's state, one at a time, in the module's order.
 
         Collective over data-parallel ranks: all of them must exhaust the iterator.
+        """
+
+    @abstractmethod
+    def held_states(self) -> Iterator[HeldState]:
+        """Yield this rank's own partition of every parameter's state, in the module's order.
+
+        Not collective. The partition is a range of the flattened tensor-parallel shard, and may be
+        empty. The three tensors are views of the master weights and moments, not copies.
         """
 
     @abstractmethod

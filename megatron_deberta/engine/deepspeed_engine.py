@@ -19,6 +19,7 @@ from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.engine.base import (
     Engine,
     FetchState,
+    HeldState,
     ParameterState,
     Placements,
     ReadNorm,
@@ -161,6 +162,11 @@ class DeepSpeedZeroEngine(Engine):
         """Assemble one parameter at a time from the partitions of the data-parallel ranks."""
         for name, parameter in self._trainable.items():
             yield name, self._state.gather(parameter)
+
+    def held_states(self) -> Iterator[HeldState]:
+        """Yield this rank's partitions; at stage 0 every rank holds whole states."""
+        for name, parameter in self._trainable.items():
+            yield name, *self._state.held(parameter)
 
     def load_states(self, fetch: FetchState) -> None:
         """Set master weights and moments, then the working weights of all ranks."""

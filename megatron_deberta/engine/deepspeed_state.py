@@ -46,6 +46,23 @@ class ShardedState:
         """Assemble a parameter's state; collective over data-parallel ranks."""
         return ParameterState(*(self._get(parameter, key) for key in (None, *MOMENTS)))
 
+    def held(self, parameter: Any) -> tuple[int, tuple[Tensor, ...]]:
+        """Return this rank's range of a parameter's state; see ``Engine.held_states``."""
+        keys = (None, *MOMENTS)
+        if self._zero is None:
+            return 0, tuple(self._local(parameter, key).detach().flatten() for key in keys)
+        if self._stage3:
+            parts = [self._zero._get_fp32_opt_state_partition(parameter, True, k)[0] for k in keys]
+            start = dist.get_rank(parameter.ds_process_group) * parameter.ds_tensor.numel()
+            # The last partitions are padded.
+            length = max(0, min(len(parts[0]), parameter.ds_numel - start))
+            return start, tuple(part[:length] for part in parts)
+        mapping = parameter._hp_mapping
+        if mapping is None:
+            return 0, (torch.empty(0),) * len(keys)
+        pieces = tuple(mapping.get_hp_fragment(key).detach().flatten() for key in keys)
+        return mapping.lp_fragment_address.start, pieces
+
     @torch.no_grad()
     def scatter(self, parameter: nn.Parameter, state: ParameterState) -> None:
         """Set this rank's partition of a parameter's state; call :meth:`publish` after the last."""

@@ -17,6 +17,7 @@ from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.engine.base import (
     Engine,
     FetchState,
+    HeldState,
     ParameterState,
     Placements,
     ReadNorm,
@@ -96,6 +97,13 @@ class ReferenceEngine(Engine):
                     *(t.detach().to("cpu", torch.float32, copy=True) for t in (master, *moments))
                 ),
             )
+
+    def held_states(self) -> Iterator[HeldState]:
+        """Yield whole states; every rank holds them."""
+        for name, master in zip(self._trainable, self._masters, strict=True):
+            state = self._adam.state.get(master, {})
+            moments = [state.get(key, torch.zeros_like(master)) for key in MOMENTS]
+            yield name, 0, tuple(tensor.detach().flatten() for tensor in (master, *moments))
 
     @torch.no_grad()
     def load_states(self, fetch: FetchState) -> None:

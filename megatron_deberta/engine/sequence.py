@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from megatron_deberta.engine.base import (
     Engine,
     FetchState,
+    HeldState,
     ParameterState,
     ReadNorm,
     StepOutcome,
@@ -62,6 +63,12 @@ class EngineSequence(Engine):
         for part, engine in self._parts.items():
             for name, state in engine.gather_states():
                 yield f"{part}.{name}", state
+
+    def held_states(self) -> Iterator[HeldState]:
+        """Yield this rank's partitions of each part, in order."""
+        for part, engine in self._parts.items():
+            for name, start, tensors in engine.held_states():
+                yield f"{part}.{name}", start, tensors
 
     def load_states(self, fetch: FetchState) -> None:
         """Set every parameter and its moments."""

@@ -5,15 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron_deberta.checkpoint.held_state import STATE_BYTES, copy_bytes
 from megatron_deberta.config.schema import RunConfig
-from megatron_deberta.model import count_parameters, parameter_shapes
+from megatron_deberta.model import count_parameters
 from megatron_deberta.planning.machine import Machine
 from megatron_deberta.planning.memory import local_parameters
-from megatron_deberta.planning.timing import link_seconds
-from megatron_deberta.planning.traffic import Traffic
 
-STATE_BYTES = 12
-"""Bytes per parameter of a checkpoint: weight and two moments in fp32."""
 COPY_BYTES_PER_SECOND = 20e9
 """Assumed rate of copies from a device to host memory, per rank."""
 KEPT_SAVES = 2
@@ -38,9 +35,10 @@ class LocalSavePlan:
         every: steps between saves.
         part_bytes: bytes of a node's own parts of a save.
         disk_bytes: largest use of a node's disk: parts and replicas of two saves.
-        host_bytes: host memory of a node during a save: the copy of its own parts.
-        network_bytes: bytes that a node sends per save, for replicas.
-        stall_seconds: time that training waits per save: gathering, and the copy to the host.
+        host_bytes: host memory of a node during a save.
+        network_bytes: bytes that a node sends per save, for replicas, and at ZeRO stage 3 to
+            assemble parameters.
+        stall_seconds: time that training waits per save: the copy to the host.
         step_seconds: time of a step without saves.
         failures_per_day: of all nodes together.
         lost: time lost per failure.
@@ -92,22 +90,17 @@ def plan_local_saves(
     nodes = max(1, world_size // machine.ranks_per_node)
     part = STATE_BYTES * count_parameters(config.model) / nodes
     copies = 2 if nodes > 1 else 1
-    gathered = STATE_BYTES * local_parameters(config.model, tp_size)
-    calls = 3 * len(parameter_shapes(config.model))
-    # DeepSpeed assembles a partitioned tensor by a sum over data-parallel ranks.
-    gather = Traffic("all-reduce", "data", "state", calls, gathered)
     dp_size = world_size // tp_size
-    partitioned = dp_size > 1 and config.precision.zero_stage > 0
-    stall = gathered / COPY_BYTES_PER_SECOND
-    if partitioned:
-        stall += link_seconds([gather], config, machine, dp_size)
+    shard, stage = local_parameters(config.model, tp_size), config.precision.zero_stage
+    sent = part * (copies - 1) * (2 if stage == 3 else 1)
+    stall = STATE_BYTES * shard / dp_size / COPY_BYTES_PER_SECOND
     interval = checkpoint.save_every or total_steps
     return LocalSavePlan(
         every=checkpoint.local_every,
         part_bytes=part,
         disk_bytes=KEPT_SAVES * copies * part,
-        host_bytes=part,
-        network_bytes=part if nodes > 1 else 0.0,
+        host_bytes=copy_bytes(shard, dp_size, stage) * min(world_size, machine.ranks_per_node),
+        network_bytes=sent,
         stall_seconds=stall,
         step_seconds=step_seconds,
         failures_per_day=nodes / failure_days,

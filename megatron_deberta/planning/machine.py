@@ -26,6 +26,8 @@ class Machine:
     """Bandwidth of all of a node's adapters, one way."""
     dtypes: tuple[str, ...]
     """Values of ``precision.dtype`` that the devices support."""
+    host_gib: int = 0
+    """Host memory per node; 0: unknown."""
 
     @property
     def capacity_bytes(self) -> float:
@@ -61,4 +63,5 @@ def machine_of(profile: ClusterProfile, device: str = "", achieved: float = 0.0)
         ranks_per_node=profile.ranks_per_node,
         network_gb_per_second=profile.network_gbit_per_second / 8,
         dtypes=profile.dtypes,
+        host_gib=profile.memory_gib_per_node,
     )

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megatron_deberta.cluster.profile import check_dtype
+from megatron_deberta.checkpoint.held_state import FREE_SHARE, copy_bytes
 from megatron_deberta.config.divisibility import check_tensor_parallel_divides
 from megatron_deberta.config.phases import describe_phases, segments
 from megatron_deberta.config.rules import BatchArithmetic, batch_arithmetic, validate_for_world
@@ -59,6 +60,23 @@ class RunPlan:
     """Time of each phase by its description; empty without phases."""
     local_saves: LocalSavePlan | None
     """None: the run saves no local checkpoints."""
+
+    @property
+    def copy_bytes(self) -> int:
+        """Host memory of a node for the copy of a save in the background."""
+        stage = self.config.precision.zero_stage
+        of_rank = copy_bytes(self.rank_parameters, self.batch.dp_size, stage)
+        return of_rank * min(self.world_size, self.machine.ranks_per_node)
+
+    @property
+    def saves_in_background(self) -> bool | None:
+        """Whether scheduled checkpoints are asynchronous; None: the memory of nodes is unknown."""
+        mode, local = self.config.checkpoint.asynchronous, self.config.checkpoint.local_every > 0
+        if mode != "auto":
+            return mode
+        if not self.machine.host_gib:
+            return None
+        return (1 + local) * self.copy_bytes <= FREE_SHARE * self.machine.host_gib * 2**30
 
     @property
     def tokens_per_step(self) -> int:
@@ -129,6 +147,8 @@ class RunPlan:
             "utilization": self.utilization,
             "days": self.seconds / 86400,
             **({"phase_days": _days(self.phase_seconds)} if self.phase_seconds else {}),
+            "checkpoint_copy_bytes": self.copy_bytes,
+            "asynchronous_checkpoints": self.saves_in_background,
             **_local_saves(self.local_saves),
             "assumptions": self.assumptions,
             "layouts": [

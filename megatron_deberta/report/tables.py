@@ -143,6 +143,8 @@ def _describe_event(record: Record) -> str:
     if event == "slow" and isinstance(record.get("ranks"), list):
         ranks = [each for each in record["ranks"] if isinstance(each, dict)]
         return "slow: " + ", ".join(f"rank {e.get('rank')} on {e.get('host')}" for e in ranks)
+    if event == "fault":
+        return f"step run again: {record.get('verdict')}"
     if event == "signal":
         return f"signal {record.get('signal', '')}".strip()
     return "cancelled" if event == "cancel" else ""
@@ -151,6 +153,11 @@ def _describe_event(record: Record) -> str:
 def _describe_guard(record: Record) -> str:
     if record.get("event") == "rollback":
         return f"rolled back from step {record.get('trouble_step')}"
+    if record.get("event") == "rerun":
+        where = (
+            f", rank {record.get('ranks')} on {record.get('hosts')}" if record.get("ranks") else ""
+        )
+        return f"run again, {record.get('cause')}: {record.get('verdict')}{where}"
     return f"update skipped: {record.get('skip') or 'unknown reason'}"
 
 

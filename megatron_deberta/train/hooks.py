@@ -209,7 +209,7 @@ class SaveHook:
     """Saves every ``checkpoint.save_every`` steps, on request, and at the process's last step.
 
     Args:
-        config: schedule and failure policy.
+        config: schedule and failure policy; ``asynchronous`` is not ``auto``.
         begin: starts a save of a state; if the flag is set, also completes it. Collective.
         saver: the saver that ``begin`` uses.
         meter: paused meanwhile.
@@ -272,7 +272,7 @@ class SaveHook:
         self._log_saved(state.step, self.saver.finish())
         if self.sample_log is not None:
             self.sample_log.sync()
-        saved = self.begin(state, now or not self.config.asynchronous)
+        saved = self.begin(state, now or self.config.asynchronous is not True)
         self._log_saved(state.step, saved)
         return saved is not None
 

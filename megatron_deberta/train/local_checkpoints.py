@@ -13,9 +13,11 @@ from typing import ClassVar
 from megatron_deberta.checkpoint.fence import Fence
 from megatron_deberta.checkpoint.layout import CheckpointMetadata, committed_steps
 from megatron_deberta.checkpoint.local.history import History
+from megatron_deberta.checkpoint.local.limits import LISTING_SECONDS, within
 from megatron_deberta.checkpoint.local.nodes import Nodes
 from megatron_deberta.checkpoint.local.recovery import LocalRecovery
-from megatron_deberta.checkpoint.local.saver import LocalSaved, LocalSaver
+from megatron_deberta.checkpoint.local.saver import LocalSaver
+from megatron_deberta.checkpoint.local.schedule import SaveSchedule
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.data.sample_log import SampleLog
 from megatron_deberta.distributed.control import (
@@ -35,8 +37,8 @@ from megatron_deberta.train.state import StepEvent, TrainState
 
 logger = logging.getLogger(__name__)
 
-# Longest wait for a save in progress at the end of a process
-END_SECONDS = 20.0
+# Longest wait for a save in progress, also at the end of a process
+WAIT_SECONDS = 20.0
 
 
 @dataclass
@@ -57,6 +59,7 @@ class LocalCheckpoints:
     nodes: Nodes
     history: History
     saver: LocalSaver | None = field(default=None, init=False)
+    schedule: SaveSchedule | None = field(default=None, init=False)
 
     @classmethod
     def open(
@@ -121,6 +124,7 @@ class LocalCheckpoints:
             OSError: the run folder cannot be written.
         """
         self.history = self.history.began(step)
+        self.schedule = None
         with raise_on_all_ranks(self.groups):
             if self.groups.rank == 0:
                 self.history.write(self.config.train.run_dir, self.fence.check)
@@ -136,46 +140,65 @@ class LocalCheckpoints:
             specs: this rank's part of every parameter.
         """
         self.begin(step)
-        self._clear()
+        # No rank writes before every node is cleared.
+        if num_hung := self.nodes.sum([int(not self._clear())])[0]:
+            if self.groups.rank == 0:
+                logger.warning(
+                    "checkpoint.local_dir=%s hangs on %d nodes; no local checkpoints are saved "
+                    "until the next start",
+                    self.config.checkpoint.local_dir,
+                    num_hung,
+                )
+            return
         self.saver = LocalSaver(
             self.folder, engine, specs, self.groups, self.nodes, self.history.generation
         )
-        # No rank writes before every node is cleared.
-        self.nodes.sum([0])
 
-    def hook(
+    def hooks(
         self,
         describe: Callable[[TrainState], CheckpointMetadata],
         meter: ThroughputMeter,
         sample_log: SampleLog | None,
         records: RunRecords | None,
-    ) -> LocalSaveHook:
-        """Return the hook that saves; see there for the arguments."""
-        assert self.saver is not None, "call start_saving() first"
-        every = self.config.checkpoint.local_every
+    ) -> list[LocalSaveHook]:
+        """Return the hook that saves, see there for the arguments; none if a disk hangs."""
+        if self.saver is None:
+            return []
         writer = None if records is None else records.writer
-        return LocalSaveHook(every, describe, self.saver, meter, sample_log, writer)
+        return [LocalSaveHook(self, describe, self.saver, meter, sample_log, writer)]
 
     def close(self, *, is_finished: bool) -> None:
         """Wait for a save in progress; delete all saves of a finished run."""
-        if self.saver is not None:
-            self.saver.join(END_SECONDS)
+        if self.saver is None:
+            return
+        hangs = self.schedule is not None and self.schedule.is_suspended and self.saver.in_progress
+        self.saver.join(0.0 if hangs else WAIT_SECONDS)
         if is_finished:
             self._clear()
 
-    def _clear(self) -> None:
-        """Delete the folders of this run, under any identity, from this node."""
-        if self.nodes.own_ranks[0] == self.nodes.rank:
+    def _clear(self) -> bool:
+        """Delete the folders of this run, under any identity, from this node.
+
+        Returns:
+            False if the disk hangs.
+        """
+        if self.nodes.own_ranks[0] != self.nodes.rank:
+            return True
+
+        def clear() -> bool:
             for path in self.folder.parent.glob(f"{self._run_name}-*"):
                 shutil.rmtree(path, ignore_errors=True)
+            return True
+
+        return within(LISTING_SECONDS, clear, False)
 
 
 @dataclass(slots=True)
 class LocalSaveHook:
-    """Saves local checkpoints every ``checkpoint.local_every`` steps.
+    """Saves local checkpoints so that at most ``checkpoint.local_every`` steps are lost.
 
     Args:
-        every: steps between saves.
+        local: local checkpoints of the run, with the schedule.
         describe: checks a state and returns the metadata of its checkpoint; collective.
         saver: saver of the run.
         meter: paused meanwhile.
@@ -183,7 +206,7 @@ class LocalSaveHook:
         writer: writer of ``metrics.jsonl`` on rank 0.
     """
 
-    every: int
+    local: LocalCheckpoints
     describe: Callable[[TrainState], CheckpointMetadata]
     saver: LocalSaver
     meter: ThroughputMeter
@@ -193,20 +216,50 @@ class LocalSaveHook:
 
     def after_step(self, event: StepEvent) -> bool:
         """Save, if due, unless the process ends; record a save that has finished."""
-        step = event.state.step
-        self._record(step, self.saver.poll())
-        if event.ending is None and step % self.every == 0:
-            with self.meter.paused():
+        step, schedule = event.state.step, self.local.schedule
+        if schedule is None:
+            every = self.local.config.checkpoint.local_every
+            schedule = self.local.schedule = SaveSchedule(every, step - 1)
+        self._poll(step, schedule)
+        if event.ending is not None or not (schedule.is_due(step) or schedule.must_wait(step)):
+            return False
+        with self.meter.paused():
+            self._wait_if_needed(step, schedule)
+            if schedule.is_due(step):
+                schedule.started(step)
                 if self.sample_log is not None:
                     self.sample_log.sync()
                 self.saver.start(self.describe(event.state))
+            self._wait_if_needed(step, schedule)
         return False
 
     def late_end(self, event: StepEvent) -> None:
         """Do nothing: the end is saved to the run folder."""
 
-    def _record(self, step: int, saved: LocalSaved | None) -> None:
-        if saved is None or self.writer is None:
+    def _wait_if_needed(self, step: int, schedule: SaveSchedule) -> None:
+        """Wait for a save in progress if more steps than allowed could be lost. Collective."""
+        if not self.saver.in_progress or not schedule.must_wait(step):
+            return
+        self.saver.join(WAIT_SECONDS)
+        self._poll(step, schedule)
+        if self.saver.in_progress:
+            schedule.give_up()
+            logger.warning(
+                "a local checkpoint takes longer than %g s after step %d; training continues, and "
+                "a failure may lose more than checkpoint.local_every=%d steps",
+                WAIT_SECONDS,
+                step,
+                schedule.every,
+            )
+
+    def _poll(self, step: int, schedule: SaveSchedule) -> None:
+        """Record a save that has finished. Collective."""
+        saved = self.saver.poll()
+        if saved is None:
+            return
+        is_valid = saved.save.generation == self.saver.generation
+        schedule.finished(step, saved.save.step, is_complete=saved.is_complete and is_valid)
+        if self.writer is None:
             return
         values = asdict(saved)
         values["checkpoint_step"] = values.pop("save")["step"]

@@ -16,10 +16,7 @@ from rich.console import Console
 
 from megatron_deberta.checkpoint.background import Saved, Saver
 from megatron_deberta.checkpoint.fence import Fence
-from megatron_deberta.checkpoint.layout import (
-    CheckpointMetadata,
-    record_best,
-)
+from megatron_deberta.checkpoint.layout import CheckpointMetadata, record_best
 from megatron_deberta.checkpoint.retention import Retention, delete_leftovers
 from megatron_deberta.config import batch_arithmetic, config_to_dict, validate_for_world
 from megatron_deberta.config.phases import Segment, segment_at, segments
@@ -35,7 +32,7 @@ from megatron_deberta.distributed.parallelize.build import ShardedModel, initial
 from megatron_deberta.distributed.topology import ProcessGroups, init_process_groups, shutdown
 from megatron_deberta.engine.base import Engine
 from megatron_deberta.engine.factory import build_engine
-from megatron_deberta.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_REQUEUE
+from megatron_deberta.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_REQUEUE, ReplicaError
 from megatron_deberta.observe.json_lines import JsonLines
 from megatron_deberta.observe.logs import setup_logging
 from megatron_deberta.observe.metrics import RecordKind
@@ -53,9 +50,11 @@ from megatron_deberta.train.selection import Selection, open_selection
 from megatron_deberta.train.setup import (
     build_meter,
     build_rank_model,
+    choose_background_saves,
     choose_device,
     set_determinism,
 )
+from megatron_deberta.train.stability.faults import FaultReports
 from megatron_deberta.train.stability.guard import Guard
 from megatron_deberta.train.stability.replicas import check_replicas
 from megatron_deberta.train.stability.rollback import Rollback, rollback
@@ -89,6 +88,8 @@ class _Components:
     timeline: Timeline | None
     """On rank 0."""
     local: LocalCheckpoints | None
+    faults: FaultReports
+    in_background: bool
 
 
 def pretrain(
@@ -135,10 +136,11 @@ def pretrain(
             local = LocalCheckpoints.open(config, groups, fence)
             start = choose_start(config, groups, data.identity, allow_config_change, open_weights)
         model = build_rank_model(config, groups)
+        in_background, saves = choose_background_saves(config, groups, model.specs)
         is_finished = start.state.step >= last_step(config)
         if groups.rank == 0 and not is_finished:
             size = sum(math.prod(spec.logical_shape) for spec in model.specs.values())
-            amount = data.describe(config, groups.dp_size)
+            amount = [*data.describe(config, groups.dp_size), ("checkpoints", saves)]
             text = describe_start(config, groups, amount, start, size, predict_bytes(config))
             terminal.out(text, highlight=False)
         first = segment_at(config, start.state.step).config
@@ -159,7 +161,7 @@ def pretrain(
             stack.enter_context(timeline)
         run = _Components(
             config, groups, data, minimal_pairs, model, engine, saver, observer, stop, terminal,
-            run_lock, timeline, local,
+            run_lock, timeline, local, FaultReports(groups, run_lock), in_background,
         )  # fmt: skip
         outcome = _train_with_rollbacks(run, start.state, Guard.of_run(config, start.guard))
         if local is not None:
@@ -280,11 +282,14 @@ def _train(
         evaluations = _evaluations(run, validate, requests, meter, records, selection)
         for kind, hook in evaluations.items():
             _evaluate_if_missing(run, state, kind, hook, records, requests)
+        mark, report = run.observer.mark, run.faults.report
+        train_step = TrainStep(run.engine, config, groups, guard, mark, requests, report)
+        run.faults.records, run.faults.train_step = records, train_step
         outcome = Trainer(
             config,
             state,
             InputQueue(train_loader, groups.device),
-            TrainStep(run.engine, config, groups, guard, run.observer.mark, requests),
+            train_step,
             _hooks(
                 run, segment, meter, guard, evaluations.values(), records, sample_log, selection
             ),
@@ -393,11 +398,12 @@ def _hooks(
         )
     if run.local is not None:
         describe = functools.partial(_metadata, run, guard, records)
-        hooks.append(run.local.hook(describe, meter, sample_log, records))
+        hooks += run.local.hooks(describe, meter, sample_log, records)
     best = selection if config.finetune.task and config.finetune.keep_best else None
     begin = functools.partial(_save, run, guard, records, best)
     report = functools.partial(_record_saved, run, records, best) if records is not None else None
-    hooks.append(SaveHook(config.checkpoint, begin, run.saver, meter, sample_log, report, best))
+    schedule = replace(config.checkpoint, asynchronous=run.in_background)
+    hooks.append(SaveHook(schedule, begin, run.saver, meter, sample_log, report, best))
     return hooks
 
 
@@ -444,7 +450,12 @@ def _record_saved(
 
 def _check_replicas(run: _Components, records: RunRecords | None, step: int) -> None:
     began = time.monotonic()
-    check_replicas(run.engine.module, run.model.specs, run.groups, step)
+    try:
+        check_replicas(run.engine.module, run.model.specs, run.groups, step)
+    except ReplicaError as error:
+        if not run.config.guard.rerun:
+            raise
+        raise run.faults.explained(error, run.engine.module, run.model.specs) from error
     if records is not None:
         records.longest_check = max(records.longest_check, time.monotonic() - began)
 

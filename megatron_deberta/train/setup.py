@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
+from collections.abc import Mapping
 
+import psutil
 import torch
 
+from megatron_deberta.checkpoint.held_state import FREE_SHARE, copy_bytes
 from megatron_deberta.config.schema import RunConfig
-from megatron_deberta.distributed.environment import RankEnvironment
+from megatron_deberta.distributed.control import all_reduce_any
+from megatron_deberta.distributed.environment import RankEnvironment, read_environment
 from megatron_deberta.distributed.parallelize.build import ShardedModel, build_model
+from megatron_deberta.distributed.parallelize.spec import ParameterSpec
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.observe.throughput import StepWork, ThroughputMeter, measure_matmul_rate
@@ -69,6 +75,28 @@ def build_rank_model(config: RunConfig, groups: ProcessGroups) -> ShardedModel:
 
         partition = functools.partial(zero3_partition, groups=groups, config=config)
     return build_model(config, groups, DTYPES[config.precision.dtype], partition=partition)
+
+
+def choose_background_saves(
+    config: RunConfig, groups: ProcessGroups, specs: Mapping[str, ParameterSpec]
+) -> tuple[bool, str]:
+    """Return whether scheduled checkpoints are written in the background, and why. Collective.
+
+    Args:
+        config: the run.
+        groups: the rank grid.
+        specs: this rank's part of every parameter.
+    """
+    mode, local = config.checkpoint.asynchronous, config.checkpoint.local_every > 0
+    size = sum(math.prod(spec.local_shape) for spec in specs.values())
+    copy = copy_bytes(size, groups.dp_size, config.precision.zero_stage)
+    copy *= read_environment().local_world_size
+    free = psutil.virtual_memory().available
+    fits = (1 + local) * copy <= FREE_SHARE * free
+    is_chosen = mode is True or (mode == "auto" and not all_reduce_any(not fits, groups))
+    what = "in the background" if is_chosen else "while training waits"
+    memory = f"a copy takes {copy / 2**30:.3g} GiB of a node, {free / 2**30:.3g} GiB are free"
+    return is_chosen, f"{what} (checkpoint.asynchronous={str(mode).lower()}; {memory})"
 
 
 def build_meter(

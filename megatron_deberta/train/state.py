@@ -67,6 +67,18 @@ class FolderLock(Protocol):
         """
         ...
 
+    def record_fault(
+        self, *, step: int, verdict: str, places: Sequence[Mapping[str, int | str]]
+    ) -> None:
+        """Add a verdict about devices to the job history, if the run has one.
+
+        Args:
+            step: at which they computed.
+            verdict: its kind; a node with a ``lasting`` fault is excluded from now on.
+            places: ``rank``, ``host`` and ``device`` of each suspect.
+        """
+        ...
+
 
 class Ending(Enum):
     """Why training stopped.

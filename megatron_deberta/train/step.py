@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +19,7 @@ from megatron_deberta.data.batch import MicroBatch
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.engine.base import Engine, StepOutcome
 from megatron_deberta.engine.schedule import learning_rate
-from megatron_deberta.errors import LossScaleError, NumericsError
+from megatron_deberta.errors import LossScaleError, NumericsError, ReplicaError
 from megatron_deberta.model.dropout import DropoutSeeds
 from megatron_deberta.objectives import (
     NO_COUNTS,
@@ -27,8 +29,10 @@ from megatron_deberta.objectives import (
     build_objective,
 )
 from megatron_deberta.train.forward_timer import ForwardTimer
-from megatron_deberta.train.stability.guard import Guard, Skip
+from megatron_deberta.train.stability.guard import NONFINITE, Guard, Skip
 from megatron_deberta.train.stability.nonfinite_gradients import NonfiniteGradients
+from megatron_deberta.train.stability.rerun import ComputationRecord, places, run_again
+from megatron_deberta.train.stability.verdict import Verdict
 from megatron_deberta.train.state import StepResult
 
 logger = logging.getLogger(__name__)
@@ -58,6 +62,23 @@ def sum_over_batch_ranks(numbers: Tensor, groups: ProcessGroups) -> Tensor:
     if groups.dp_group is not None:
         dist.all_reduce(numbers, group=groups.dp_group)
     return numbers
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """An update of a step.
+
+    Attributes:
+        step: completed steps.
+        engine: makes the update.
+        update: its losses.
+        num_targets: of each loss, in the global batch.
+    """
+
+    step: int
+    engine: Engine
+    update: Update
+    num_targets: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +158,7 @@ class TrainStep:
         guard: decides whether updates are made; None: a fresh one.
         on_progress: called at fixed points of a step, the same number of times on every rank.
         flags: exchanged by each step.
+        on_verdict: called with what a second run of a step has shown.
     """
 
     def __init__(
@@ -147,6 +169,7 @@ class TrainStep:
         guard: Guard | None = None,
         on_progress: Callable[[], None] = lambda: None,
         flags: Flags | None = None,
+        on_verdict: Callable[[Verdict], None] = lambda verdict: None,
     ) -> None:
         self._engine = engine
         self._config = config
@@ -158,6 +181,8 @@ class TrainStep:
         self._watch_gradients = True
         self._on_progress = on_progress
         self._flags = flags
+        self._on_verdict = on_verdict
+        self._last: tuple[int, Sequence[MicroBatch]] | None = None
         self._forward_timer = ForwardTimer(groups.device)
         # On the device, so that no number of the recorded operations depends on the step.
         self._step_number = torch.zeros((), dtype=torch.int64, device=groups.device)
@@ -177,6 +202,7 @@ class TrainStep:
                 the host waits for them.
 
         Raises:
+            ReplicaError: with ``guard.rerun``: a device computes wrong, again and again.
             NumericsError: on all ranks, before the update changes a weight: the loss or a gradient
                 is not finite and ``guard.non_finite=stop``; gradients overflow fp16 at the minimum
                 loss scale; or too many updates were skipped and no rollback is left.
@@ -186,11 +212,12 @@ class TrainStep:
         self._on_progress()
         outputs: list[Tensor | None] = [None] * len(batches)
         done: list[_Done] = []
+        if self._config.guard.rerun:
+            self._last = step, batches
         for engine, update in zip(self._engine.parts, self._objective.updates, strict=True):
             targets, num_targets = num_targets.tensor_split([len(update.parts)])
-            done.append(
-                self._update(step, engine, update, batches, outputs, targets, done[:1], prefetch)
-            )
+            task = _Task(step, engine, update, targets)
+            done.append(self._update(task, batches, outputs, done[:1], prefetch))
         first, skipped = done[0], next((update for update in done if update.skip), done[0])
         mean_loss, skip = self._objective.step_loss(first.means), skipped.skip
         self._guard.record(step + 1, mean_loss, first.outcome, skip)
@@ -208,64 +235,128 @@ class TrainStep:
 
     def _update(
         self,
-        step: int,
-        engine: Engine,
-        update: Update,
+        task: _Task,
         batches: Sequence[MicroBatch],
         outputs: list[Tensor | None],
-        num_targets: Tensor,
         first: Sequence[_Done],
         prefetch: Callable[[], None],
+        *,
+        is_repeated: bool = False,
     ) -> _Done:
         """Run forward and backward of all micro batches, and update.
 
         Args:
-            step: completed steps.
-            engine: makes the update.
-            update: its losses.
+            task: the update.
             batches: this rank's micro batches.
             outputs: of each micro batch in the update before; replaced by those of this one.
-            num_targets: of each loss.
             first: the first update of the step; empty if this is the first.
             prefetch: called by the first update.
+            is_repeated: the update is made again after a passing fault.
         """
-        with NonfiniteGradients(
-            self._engine.module, self._groups, enabled=self._watch_gradients
-        ) as gradients:
-            totals = self._accumulate(step, engine, update, batches, outputs, num_targets)
-        if not first:
+        before, is_first = list(outputs), not first and not is_repeated
+        with (
+            ComputationRecord(self._engine.module, enabled=self._config.guard.rerun) as record,
+            NonfiniteGradients(
+                self._engine.module, self._groups, enabled=self._watch_gradients
+            ) as gradients,
+        ):
+            totals = self._accumulate(task, batches, outputs, record)
+        if is_first:
             prefetch()
-        flags = self._flags if not first else None
+        flags = self._flags if is_first else None
         reading = _Reading(
-            self._reduce(totals, num_targets, flags.own() if flags else ()),
-            len(num_targets),
-            update.counters,
+            self._reduce(totals, task.num_targets, flags.own() if flags else ()),
+            len(task.num_targets),
+            task.update.counters,
             lambda means: self._check_loss(means, first),
         )
         self._on_progress()
-        rate = self._learning_rate(step, update)
-        problem = None
+        rate = self._learning_rate(task.step, task.update)
+        problem = outcome = None
         try:
-            outcome = engine.step(rate, reading)
+            outcome = task.engine.step(rate, reading)
         except LossScaleError as error:
             problem = error
         if flags:
             flags.receive(reading.flags)
-        skip = reading.skip
+        skip = reading.skip or (self._guard.check_outcome(outcome) if outcome else None)
+        if outcome and skip in NONFINITE and self._config.guard.rerun and not is_repeated:
+            if self._diagnose(task, str(skip), record, batches, before).kind == "passing":
+                outputs[:] = before
+                return self._update(task, batches, outputs, first, prefetch, is_repeated=True)
         if skip == "loss not finite":
-            self._report_nonfinite_loss(step, totals, batches)
-        if problem:
+            self._report_nonfinite_loss(task.step, totals, batches)
+        if outcome is None:
             raise LossScaleError(
-                f"step {step + 1}: {problem}; {gradients.first_nonfinite()}"
+                f"step {task.step + 1}: {problem}; {gradients.first_nonfinite()}"
             ) from problem
-        skip = skip or self._guard.check_outcome(outcome)
         if skip == "gradient not finite" and self._config.guard.non_finite == "stop":
             raise NumericsError(
-                f"step {step + 1}: a gradient is not finite ({gradients.first_nonfinite()}); "
-                f"weights are those of step {step}; lower optimizer.learning_rate or check the "
-                "batch"
+                f"step {task.step + 1}: a gradient is not finite ({gradients.first_nonfinite()}); "
+                f"weights are those of step {task.step}; lower optimizer.learning_rate or check "
+                "the batch"
             )
         return _Done(reading.means, reading.counts, rate, outcome, skip, gradients)
+
+    def _diagnose(
+        self,
+        task: _Task,
+        cause: str,
+        record: ComputationRecord,
+        batches: Sequence[MicroBatch],
+        outputs: Sequence[Tensor | None],
+    ) -> Verdict:
+        """Run an update again to find out why it failed. Collective over all ranks.
+
+        Raises:
+            ReplicaError: a device computes wrong.
+        """
+        compute = functools.partial(self._compute, task)
+        first = record.table()
+        verdict = run_again(task.step + 1, cause, first, compute, batches, outputs, self._groups)
+        self._on_verdict(verdict)
+        if verdict.kind == "lasting":
+            raise ReplicaError(str(verdict))
+        return verdict
+
+    def _compute(
+        self, task: _Task, batches: Sequence[MicroBatch], outputs: Sequence[Tensor | None]
+    ) -> tuple[Tensor, bool]:
+        """Run forward and backward without an update; see ``rerun.Compute``."""
+        scalars = task.engine.state_dict()
+        with ComputationRecord(self._engine.module, enabled=True) as record:
+            totals = self._accumulate(task, batches, list(outputs), record)
+        *_, is_nonfinite = self._reduce(totals, task.num_targets, ()).tolist()
+        with contextlib.suppress(LossScaleError):
+            outcome = task.engine.step(self._learning_rate(task.step, task.update), -math.inf)
+            is_nonfinite = is_nonfinite or not math.isfinite(outcome.grad_norm)
+        task.engine.load_state_dict(scalars)
+        return record.table(), not is_nonfinite
+
+    def check_last(self, cause: str, ranks: Sequence[int]) -> Verdict | None:
+        """Run the last step again after its replicas were found to differ. Collective.
+
+        Call it with equal replicas. The state is not to be trained on afterwards.
+
+        Args:
+            cause: for the verdict.
+            ranks: whose replicas differed.
+
+        Returns:
+            The verdict; None: no step was taken, or ``guard.rerun`` is not set.
+        """
+        if self._last is None:
+            return None
+        step, batches = self._last
+        update = self._objective.updates[0]
+        targets = self._count_targets(batches)[: len(update.parts)]
+        task = _Task(step, self._engine.parts[0], update, targets)
+        compute, none = functools.partial(self._compute, task), [None] * len(batches)
+        first, _ = compute(batches, none)
+        verdict = run_again(step + 1, cause, first, compute, batches, none, self._groups)
+        verdict = verdict.about_replicas(places(ranks, self._groups))
+        self._on_verdict(verdict)
+        return verdict
 
     def _check_loss(
         self, means: Sequence[Mean], first: Sequence[_Done]
@@ -305,12 +396,10 @@ class TrainStep:
 
     def _accumulate(
         self,
-        step: int,
-        engine: Engine,
-        update: Update,
+        task: _Task,
         batches: Sequence[MicroBatch],
         outputs: list[Tensor | None],
-        num_targets: Tensor,
+        record: ComputationRecord,
     ) -> Tensor:
         """Run forward and backward of all micro batches.
 
@@ -318,10 +407,10 @@ class TrainStep:
             fp64 [2 P + C]: this rank's sums of each of the P losses, then of correct predictions,
             then of the C counters.
         """
-        groups, parts = self._groups, update.parts
+        groups, update, parts = self._groups, task.update, task.update.parts
         size = 2 * len(parts) + len(update.counters)
         totals = torch.zeros(size, dtype=torch.float64, device=groups.device)
-        self._step_number.fill_(step)
+        self._step_number.fill_(task.step)
         for index, batch in enumerate(batches):
             seeds = DropoutSeeds(self._config.train.seed, self._step_number, batch.dropout_keys)
             with self._forward_timer.measure():
@@ -329,10 +418,11 @@ class TrainStep:
             # The engine averages over data-parallel ranks; the factor turns that into a sum.
             losses = [
                 summed * (groups.dp_size / count) * part.weight
-                for part, summed, count in zip(parts, result.losses, num_targets, strict=True)
+                for part, summed, count in zip(parts, result.losses, task.num_targets, strict=True)
             ]
             totals += result.totals()
-            engine.backward(sum(losses[1:], losses[0]))
+            record.add(totals)
+            task.engine.backward(sum(losses[1:], losses[0]))
             outputs[index] = result.outputs
             self._on_progress()
         return totals

@@ -20,7 +20,7 @@ from megatron_deberta.distributed import control
 from megatron_deberta.distributed.parallelize.plan import shard_spec
 from megatron_deberta.distributed.parallelize.spec import ParameterSpec
 from megatron_deberta.distributed.topology import ProcessGroups
-from megatron_deberta.engine.base import FetchState, ParameterState
+from megatron_deberta.engine.base import FetchState, HeldState, ParameterState
 
 SHAPES = {
     "embeddings.token.weight": (70, 4),
@@ -86,6 +86,10 @@ class FakeEngine:
 
     def gather_states(self) -> Iterator[tuple[str, ParameterState]]:
         yield from self.states.items()
+
+    def held_states(self) -> Iterator[HeldState]:
+        for name, state in self.states.items():
+            yield name, 0, tuple(getattr(state, kind).flatten() for kind in KINDS)
 
     def load_states(self, fetch: FetchState) -> None:
         self.states = {name: fetch(name) for name in self._specs}

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from megatron_deberta.distributed.control import gather_bytes
 from megatron_deberta.distributed.topology import ProcessGroups
 
 
@@ -43,7 +44,7 @@ class Nodes:
         if groups.world_size > 1:
             timeout = datetime.timedelta(minutes=timeout_minutes)
             group = dist.new_group(backend="gloo", timeout=timeout)
-        names = _gather(node_name().encode(), group)
+        names = gather_bytes(node_name().encode(), group)
         return cls(groups.rank, tuple(name.decode() for name in names), group)
 
     @property
@@ -64,7 +65,7 @@ class Nodes:
 
     def gather(self, content: bytes) -> list[bytes]:
         """Return every rank's content, by rank. Collective over all ranks."""
-        return _gather(content, self.group)
+        return gather_bytes(content, self.group)
 
     def sum(self, numbers: Sequence[int]) -> list[int]:
         """Return sums over all ranks. Collective over all ranks."""
@@ -83,18 +84,3 @@ class Nodes:
         name = self.names[rank]
         neighbours = self._ranks_on(nodes[(nodes.index(name) + 1) % len(nodes)])
         return neighbours[self._ranks_on(name).index(rank) % len(neighbours)]
-
-
-def _gather(content: bytes, group: ProcessGroup | None) -> list[bytes]:
-    if group is None:
-        return [content]
-    world_size = group.size()
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size)]
-    dist.all_gather(sizes, torch.tensor([len(content)]), group=group)
-    longest = max(int(size) for size in sizes)
-    padded = torch.zeros(longest, dtype=torch.uint8)
-    padded[: len(content)] = torch.tensor(list(content), dtype=torch.uint8)
-    rows = [torch.empty_like(padded) for _ in range(world_size)]
-    if longest:
-        dist.all_gather(rows, padded, group=group)
-    return [row[: int(size)].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]

@@ -19,6 +19,11 @@ from megatron_deberta.checkpoint import writer
 from megatron_deberta.checkpoint.fence import Fence
 from megatron_deberta.checkpoint.layout import KINDS, part_index_file, part_index_json
 from megatron_deberta.checkpoint.local.history import History
+from megatron_deberta.checkpoint.local.limits import (
+    LISTING_SECONDS,
+    SLOWEST_BYTES_PER_SECOND,
+    within,
+)
 from megatron_deberta.checkpoint.local.nodes import Nodes
 from megatron_deberta.checkpoint.local.parts import (
     PartManifest,
@@ -78,7 +83,7 @@ class LocalRecovery:
         Raises:
             CheckpointError: it cannot be written to the run folder.
         """
-        held = held_parts(self.folder)
+        held: list[PartManifest] = within(LISTING_SECONDS, lambda: held_parts(self.folder), [])
         # Several ranks of a node list the same folder.
         present = self._gather([_Candidate.of(part) for part in held], held)
         wanted = {
@@ -131,7 +136,7 @@ class LocalRecovery:
             parts[rank]
             for number, rank in enumerate(sorted(parts))
             if own_ranks[number % len(own_ranks)] == self.groups.rank
-            and is_intact(self.folder, parts[rank])
+            and self._is_intact(parts[rank])
         ]
         holders = self._gather([candidate] * len(intact), intact).get(candidate, {})
         if len(holders) < candidate.world_size:
@@ -152,6 +157,12 @@ class LocalRecovery:
             which or "none",
         )
         return path
+
+    def _is_intact(self, part: PartManifest) -> bool:
+        """Return whether a part has its SHA-256; a disk that hangs counts as damaged."""
+        size = sum(entry.size for entry in part.files)
+        seconds = LISTING_SECONDS + size / SLOWEST_BYTES_PER_SECOND
+        return within(seconds, lambda: is_intact(self.folder, part), False)
 
     def _is_original(self, rank: int, holder: int) -> bool:
         names = self.nodes.names

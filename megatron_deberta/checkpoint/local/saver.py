@@ -1,8 +1,8 @@
 """Asynchronous saves on the nodes' own disks, with replicas on neighbour nodes.
 
-Training waits for the copy of the state to host memory. A thread of each rank writes the rank's
-part, sends it to a rank of the next node and writes the part that it receives. A full, slow or
-read-only disk is counted and does not end the run.
+Training waits for the copy of the state to host memory. A thread of each rank assembles and writes
+the rank's part, sends it to a rank of the next node and writes the part that it receives. A full,
+slow, hung or read-only disk is counted and does not end the run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_deberta.checkpoint import store, writer
+from megatron_deberta.checkpoint import store
+from megatron_deberta.checkpoint.held_state import HeldCopy, StateCollector
 from megatron_deberta.checkpoint.layout import CheckpointMetadata
 from megatron_deberta.checkpoint.local.nodes import Nodes
 from megatron_deberta.checkpoint.local.parts import (
@@ -85,29 +86,38 @@ class LocalSaver:
     nodes: Nodes
     generation: int
     _thread: _TransferThread | None = field(default=None, init=False)
+    _collector: StateCollector | None = field(default=None, init=False)
     _complete: SaveId | None = field(default=None, init=False)
     _skipped: int = field(default=0, init=False)
     _has_warned: bool = field(default=False, init=False)
-    _replicate: bool = field(default=True, init=False)
+    _is_broken: bool = field(default=False, init=False)
+
+    @property
+    def in_progress(self) -> bool:
+        """Whether a save has started and not all ranks have finished it; the same on all ranks."""
+        return self._thread is not None
 
     def start(self, metadata: CheckpointMetadata) -> bool:
         """Copy the state and start saving it. Collective over all ranks.
 
         Returns:
-            False if a save is still in progress on a rank; this one is skipped.
+            False if it is skipped: a save is still in progress on a rank, or a connection between
+            ranks has broken, after which the order of messages is unknown.
         """
         began = time.monotonic()
-        if self._thread is not None:
+        if self._thread is not None or self._is_broken:
             self._skipped += 1
             return False
         metadata = store.with_engine_state(metadata, self.engine, self.groups)
-        states = list(store.owned_states(self.engine, self.specs, self.groups))
+        if self._collector is None:
+            self._collector = StateCollector(self.engine, self.specs, self.groups, self.nodes.group)
+        copies = self._collector.copy()
         shapes = {name: spec.logical_shape for name, spec in self.specs.items()}
         save = SaveId(self.generation, metadata.step)
         rank, world_size = self.groups.rank, self.groups.world_size
         manifest = PartManifest(save, rank, world_size, metadata, shapes, (), ())
         self._thread = _TransferThread(
-            self.folder, self.nodes, manifest, states, self._complete, self._replicate, began
+            self.folder, self.nodes, manifest, self._collector, copies, self._complete, began
         )
         return True
 
@@ -127,7 +137,9 @@ class LocalSaver:
     def join(self, seconds: float) -> None:
         """Wait for this rank's thread, at most for a time."""
         if self._thread is not None:
+            began = time.monotonic()
             self._thread.join(seconds)
+            self._thread.blocked_seconds += time.monotonic() - began
 
     def _finished(self, thread: _TransferThread, began: float) -> LocalSaved:
         """Sum the ranks' results. Collective over all ranks."""
@@ -156,14 +168,13 @@ class LocalSaver:
         )
 
     def _warn(self, thread: _TransferThread, num_broken: int) -> None:
-        """Log the first failure of this rank; end replicas after a broken connection."""
-        if num_broken and self._replicate:
-            # The order of messages is lost.
-            self._replicate = False
+        """Log the first failure of this rank; end local saves after a broken connection."""
+        if num_broken:
+            self._is_broken = True
             if self.groups.rank == 0:
                 logger.warning(
-                    "replicas of local checkpoints: the connection of %d ranks broke; no more "
-                    "replicas until the next start",
+                    "local checkpoints: the connection of %d ranks broke; none are saved until the "
+                    "next start",
                     num_broken,
                 )
         if thread.error is not None and not self._has_warned:
@@ -194,9 +205,9 @@ class _TransferThread(threading.Thread):
         folder: Path,
         nodes: Nodes,
         manifest: PartManifest,
-        states: list[writer.OwnedState],
+        collector: StateCollector,
+        copies: HeldCopy,
         keep: SaveId | None,
-        replicate: bool,
         began: float,
     ) -> None:
         super().__init__(name="local checkpoint", daemon=True)
@@ -207,19 +218,19 @@ class _TransferThread(threading.Thread):
         self.replicated: list[int] = []
         self.num_bytes = 0
         self._folder, self._nodes = folder, nodes
-        self._manifest, self._states, self._keep = manifest, states, keep
-        self._target = nodes.target if replicate else None
-        self._sources = nodes.sources if replicate else []
+        self._manifest, self._keep = manifest, keep
+        self._collector, self._copies = collector, copies
         self.start()
         self.blocked_seconds = time.monotonic() - began
 
     def run(self) -> None:
         rank = self._manifest.rank
         try:
-            delete_parts(self._folder, [rank, *self._sources], self._keep)
+            delete_parts(self._folder, [rank, *self._nodes.sources], self._keep)
             own = PartWriter(self._folder, self.save, rank)
             replicas = {
-                source: PartWriter(self._folder, self.save, source) for source in self._sources
+                source: PartWriter(self._folder, self.save, source)
+                for source in self._nodes.sources
             }
             self._exchange(self._outgoing(own), replicas)
             for part in (own, *replicas.values()):
@@ -227,15 +238,16 @@ class _TransferThread(threading.Thread):
                 self.error = self.error or part.error
         except Exception as error:
             self.error = error
-            self.is_broken = self._target is not None
+            self.is_broken = self._nodes.group is not None
         finally:
             # Free host memory before the next save.
-            self._states = []
+            self._copies.clear()
 
     def _outgoing(self, own: PartWriter) -> Iterator[tuple[int, bytes]]:
         """Write this rank's part, and yield the same as messages."""
         files, fragments = [], []
-        for content, inside in serialized(self._states, self._manifest.rank):
+        states = self._collector.assemble(self._copies)
+        for content, inside in serialized(states, self._manifest.rank):
             files.append(own.add(content))
             fragments += inside
             yield _TENSOR_FILE, content
@@ -258,11 +270,11 @@ class _TransferThread(threading.Thread):
         open_sources, message = dict(replicas), next(messages, None)
         while message is not None or open_sources:
             sends, received = [], {}
-            if message is not None and self._target is not None:
+            if message is not None and self._nodes.target is not None:
                 kind, content = message
                 header = torch.tensor([kind, len(content)])
                 payload = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-                sends = [(dist.isend(t, self._target, group), t) for t in (header, payload)]
+                sends = [(dist.isend(t, self._nodes.target, group), t) for t in (header, payload)]
             for source in open_sources:
                 received[source] = _receive(source, group)
             for work, _ in sends:

@@ -3,7 +3,7 @@
 A job attempt is one start of a SLURM job; a requeued job starts again under the same number. The
 file has one line per event: a submission, its job numbers, the start and end of each attempt, the
 position from which its ranks resume and that of each checkpoint, a stop signal, a cancellation, a
-change of the stragglers.
+change of the stragglers, a verdict about faulty devices.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ _FINAL = {
     EXIT_INTERRUPTED: "stopped by Ctrl-C (SIGINT)",
 }
 ProgressEvent = Literal["resume", "checkpoint"]
-Event = Literal["submit", "jobs", "start", "end", "cancel", "slow", "signal"] | ProgressEvent
+Event = (
+    Literal["submit", "jobs", "start", "end", "cancel", "slow", "signal", "fault"] | ProgressEvent
+)
 
 
 JobNumber = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.+]{1,64}$")]
@@ -61,6 +63,14 @@ class SlowRank(TypedDict):
     part: str
     factor: Number
     lost_seconds: Number
+
+
+class FaultyRank(TypedDict):
+    """A suspect in a ``fault`` event."""
+
+    rank: int
+    host: str
+    device: str
 
 
 class EventRecord(TypedDict, total=False):
@@ -82,6 +92,8 @@ class EventRecord(TypedDict, total=False):
     signal: str
     save_seconds: Seconds
     step_seconds: Seconds
+    verdict: str
+    places: list[FaultyRank]
 
 
 _REQUIRED: dict[Event, set[str]] = {
@@ -92,6 +104,7 @@ _REQUIRED: dict[Event, set[str]] = {
     "checkpoint": {"samples"},
     "signal": {"starting"},
     "slow": {"link", "ranks"},
+    "fault": {"verdict", "places"},
 }
 """Keys that are read from events of a kind."""
 

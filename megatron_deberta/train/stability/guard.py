@@ -21,6 +21,9 @@ from megatron_deberta.parsing import Count
 # Reason for skipping an update; ``overflow`` is the regular adjustment of fp16's loss scale
 Skip = Literal["loss not finite", "gradient not finite", "loss spike", "gradient spike", "overflow"]
 
+NONFINITE: tuple[Skip, ...] = ("loss not finite", "gradient not finite")
+"""Reasons that may be a fault of a device."""
+
 # Lower bound of the standard deviation, as a fraction of the mean
 MIN_RELATIVE_DEVIATION = 0.01
 # Replaces gradient norms of zero before taking logarithms

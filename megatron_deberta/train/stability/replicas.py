@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_deberta.distributed.control import all_reduce_max
+from megatron_deberta.distributed.control import all_reduce_max, gather_rows
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.engine.base import Placements
 from megatron_deberta.errors import ReplicaError
@@ -111,10 +111,42 @@ def check_replicas(module: nn.Module, specs: Placements, groups: ProcessGroups, 
             differs += (bounds[0] != ~bounds[1]).any()
     if not all_reduce_max(differs, groups).item():
         return
-    table = _gather(sums, groups)
-    hosts = [bytes(row).rstrip(b"\0").decode() for row in _gather(_host(groups), groups).tolist()]
+    table = gather_rows(sums, groups)
+    hosts = [
+        bytes(row).rstrip(b"\0").decode() for row in gather_rows(_host(groups), groups).tolist()
+    ]
     differing = find_differing_ranks(table.tolist(), found, groups.tp_size)
-    raise ReplicaError(_describe(differing, hosts, step))
+    raise ReplicaError(_describe(differing, hosts, step), differing)
+
+
+def make_equal(
+    module: nn.Module,
+    specs: Placements,
+    groups: ProcessGroups,
+    differing: Mapping[str, tuple[int, ...]],
+) -> None:
+    """Overwrite differing replicas by one of them, so that ranks can be compared. Collective.
+
+    The copies are those of the majority, if there is one; the result is not to be trained on.
+
+    Args:
+        module: the model.
+        specs: placement of every parameter.
+        groups: the rank grid.
+        differing: of ``ReplicaError``.
+    """
+    tp_first, size = groups.dp_rank * groups.tp_size, groups.tp_size
+    tp_ranks = range(tp_first, tp_first + size)
+    dp_ranks = range(groups.tp_rank, groups.world_size, size)
+    for replica in replicas(module, specs):
+        for group, ranks, shared in (
+            (groups.tp_group, tp_ranks, replica.over_tp),
+            (groups.dp_group, dp_ranks, replica.over_dp),
+        ):
+            if group is not None and shared and replica.name in differing:
+                wrong = differing[replica.name]
+                source = next((rank for rank in ranks if rank not in wrong), ranks[0])
+                dist.broadcast(replica.tensor.data, source, group=group)
 
 
 def find_differing_ranks(
@@ -158,17 +190,6 @@ def _describe(differing: Mapping[str, tuple[int, ...]], hosts: list[str], step: 
         f"step {step}: {name}{more} differs from the other ranks' on {one_of}{where}; its memory "
         "or arithmetic is faulty: exclude that node and resume from the last checkpoint"
     )
-
-
-def _gather(row: Tensor, groups: ProcessGroups) -> Tensor:
-    """Gather one row per rank, in rank order."""
-    rows = row.unsqueeze(0)
-    for group, size in ((groups.tp_group, groups.tp_size), (groups.dp_group, groups.dp_size)):
-        if group is not None:
-            parts = [torch.empty_like(rows) for _ in range(size)]
-            dist.all_gather(parts, rows, group=group)
-            rows = torch.cat(parts)
-    return rows
 
 
 def _host(groups: ProcessGroups) -> Tensor:
