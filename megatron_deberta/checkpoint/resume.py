@@ -37,7 +37,7 @@ FREE = _keys(
     precision="engine zero_stage offload_optimizer",
     tokenizer="path",
     data="train validation index_cache num_workers sample_log verify_hashes",
-    guard="max_rollbacks replica_check_every",
+    guard="max_rollbacks replica_check_every rerun",
     checkpoint="save_every keep_last keep_every asynchronous local_every local_dir on_failure "
     "resume load_from extend_positions continue_from verify",
     train="micro_batch_size device run_dir exit_step eval_every eval_steps "

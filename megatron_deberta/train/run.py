@@ -85,8 +85,7 @@ class _Components:
     stop: StopSignal
     terminal: Console
     lock: FolderLock
-    timeline: Timeline | None
-    """On rank 0."""
+    timeline: Timeline | None  # on rank 0
     local: LocalCheckpoints | None
     faults: FaultReports
     in_background: bool

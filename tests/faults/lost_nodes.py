@@ -97,9 +97,8 @@ class LostNodes:
         used = [int(found) for found in _USED.findall(again.output())][:1]
         resumed_from = max([*used, *shared, 0])
         same = resumed == [0] * WORLD_SIZE and result(run_dir, self._steps) == expected
-        # A save may have been in progress.
         repeated = reached - resumed_from
-        bound = SAVE_EVERY if case == "replicas" else 2 * LOCAL_EVERY
+        bound = SAVE_EVERY if case == "replicas" else LOCAL_EVERY
         right_source = not used if case == "replicas" else repeated <= bound
         ok = same and 0 not in codes and right_source
         return {

@@ -45,7 +45,7 @@ def test_spare_node_resumes_from_replicas(
     recovered = committed_steps(run_dir)[0]
     assert f"the local checkpoint of step {recovered} is complete" in log, run.diagnostics()
     assert f"replicas of ranks: 1 from {nodes.split()[0]}" in log
-    assert reached - recovered < 2 * EVERY
+    assert reached - recovered <= EVERY
     reference = tmp_path / "uninterrupted"
     run_to_end(run_yaml, reference, 2, *RUN)
     assert losses(run_dir) == losses(reference)

@@ -49,6 +49,8 @@ TIMEOUT = 240.0
 """Maximum seconds of a run; on a busy machine the start alone may take half a minute."""
 WITHOUT_FLOCK = "MEGATRON_DEBERTA_TEST_WITHOUT_FLOCK"
 """Environment variable that makes ``flock`` fail in forked ranks."""
+HUNG_LOCAL_DISK = "MEGATRON_DEBERTA_TEST_HUNG_LOCAL_DISK"
+"""Environment variable with the forked rank whose writes of local checkpoints never return."""
 STACK_SECONDS = 1.0
 """Time to dump the stacks of ranks that hang."""
 
@@ -147,6 +149,10 @@ def _run_rank(environment: dict[str, str], arguments: list[str], log: str) -> No
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if WITHOUT_FLOCK in environment:
         fcntl.flock = _unsupported  # type: ignore[assignment]
+    if environment.get(HUNG_LOCAL_DISK) == environment["RANK"]:
+        from megatron_deberta.checkpoint.local import parts
+
+        parts.write_durably = _hang
     import torch
 
     torch.set_num_threads(1)
@@ -163,6 +169,12 @@ def _run_rank(environment: dict[str, str], arguments: list[str], log: str) -> No
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _hang(*_: Any) -> None:
+    """Block in a system call for good."""
+    reader, _writer = os.pipe()
+    os.read(reader, 1)
 
 
 def _unsupported(*_: Any) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from megatron_deberta.checkpoint.layout import COMMITTED_FILE, MANIFEST_FILE, commit_mark
+from megatron_deberta.checkpoint.local.limits import within
 from megatron_deberta.checkpoint.local.nodes import Nodes, node_name
 from megatron_deberta.checkpoint.local.parts import (
     PartManifest,
@@ -107,3 +109,23 @@ def test_each_rank_has_a_replica_on_the_next_node(names: str, targets: list[int 
 def test_name_of_a_node_is_a_folder_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURMD_NODENAME", "../gpu 3.cluster")
     assert node_name() == "___gpu_3_cluster"
+
+
+def test_call_that_hangs_is_given_up(tmp_path: Path) -> None:
+    # Reading a FIFO that nothing writes to never returns.
+    writer = PartWriter(tmp_path / "run", SAVE, 0)
+    writer.commit(manifest(writer, 0, b"one"))
+    path = part_dir(tmp_path / "run", SAVE, 0) / MANIFEST_FILE
+    path.unlink()
+    os.mkfifo(path)
+    nothing: list[PartManifest] = []
+    assert within(0.2, lambda: held_parts(tmp_path / "run"), nothing) is nothing
+    # Ends the thread.
+    path.write_bytes(b"")
+    assert within(5.0, lambda: 3, 0) == 3
+    with pytest.raises(OSError, match="full"):
+        within(5.0, failing, 0)
+
+
+def failing() -> int:
+    raise OSError("full")

@@ -1,0 +1,182 @@
+"""A step that fails is run again on the same and on another rank; three kinds of causes."""
+
+from __future__ import annotations
+
+import math
+import socket
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_deberta.config.schema import GuardConfig
+from megatron_deberta.engine import deepspeed_config
+from megatron_deberta.engine.factory import build_engine
+from megatron_deberta.errors import EXIT_FAILURE, ReplicaError
+from megatron_deberta.train.setup import build_rank_model
+from megatron_deberta.train.stability.replicas import check_replicas, make_equal
+from megatron_deberta.train.stability.verdict import Verdict
+from megatron_deberta.train.step import TrainStep
+from tests.support.layout_matrix import GLOBAL_BATCH, Layout, micro_batches, moments, run_config
+from tests.support.ranks import RankPool, grid
+
+STEPS, FAULTY_STEP, FAULTY_RANK = 4, 2, 2
+LAYER = "encoder.layers.1.ffn.down.weight"
+LAYOUTS = [
+    Layout(1, 0, False, "none"),
+    Layout(2, 1, True, "none"),
+    Layout(1, 2, False, "none"),
+    Layout(1, 3, False, "none"),
+    Layout(2, 3, False, "full"),
+]
+
+
+def flipped(gradient: Tensor) -> Tensor:
+    """Set all bits of one gradient's exponent, so that it is infinite or NaN."""
+    changed = gradient.clone().view(-1)
+    integer, exponent = (
+        (torch.int32, 0x7F800000) if changed.element_size() == 4 else (torch.int16, 0x7F80)
+    )
+    changed.view(integer)[len(changed) // 2] |= exponent
+    return changed.view_as(gradient)
+
+
+class Fault:
+    """A fault of one rank's device, or of the data.
+
+    Args:
+        kind: ``once``: bits of one gradient flip once; ``always``: this rank computes one
+            gradient wrong whenever it computes it from a step on; ``data``: one sample has no
+            finite loss, on whichever rank; ``none``.
+    """
+
+    def __init__(self, kind: str, rank: int) -> None:
+        self.kind, self.is_faulty = kind, rank == FAULTY_RANK
+        self.step = self.count = 0
+
+    def gradient(self, gradient: Tensor) -> Tensor:
+        is_due = self.step >= FAULTY_STEP if self.kind == "always" else self.step == FAULTY_STEP
+        if self.kind not in ("once", "always") or not self.is_faulty or not is_due:
+            return gradient
+        self.count += 1
+        return gradient if self.kind == "once" and self.count > 1 else flipped(gradient)
+
+    def loss(self, module: Any, args: Any, out: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        sample = FAULTY_STEP * GLOBAL_BATCH + 3
+        if self.kind != "data" or sample not in args[0].sample_index.tolist():
+            return out
+        return (out[0] * math.nan, *out[1:])
+
+
+def train(rank: int, layout: Layout, kind: str, dtype: str = "fp32") -> dict[str, Any]:
+    """Train with a fault; return losses, skips, verdicts, the error and the last moments."""
+    deepspeed_config.PERSISTENCE_THRESHOLD = 0
+    config, groups, fault = run_config(layout), grid(layout.tp_size), Fault(kind, rank)
+    precision = replace(config.precision, dtype=dtype)  # type: ignore[arg-type]
+    config = replace(config, guard=GuardConfig(rerun=True), precision=precision)
+    model = build_rank_model(config, groups)
+    # Before the engine's and the record's hooks, like a fault of the device.
+    dict(model.module.named_parameters())[LAYER].register_hook(fault.gradient)
+    engine = build_engine(config, model.module, model.specs, groups)
+    engine.module.register_forward_hook(fault.loss)
+    verdicts: list[Verdict] = []
+    take = TrainStep(engine, config, groups, on_verdict=verdicts.append)
+    found: dict[str, Any] = {"steps": [], "error": "", "verdicts": verdicts}
+    try:
+        for fault.step in range(STEPS):
+            result = take(fault.step, micro_batches(fault.step, groups))
+            found["steps"].append((repr(result.loss), repr(result.outcome.grad_norm), result.skip))
+        found["last"] = moments(engine, model.specs)
+    except ReplicaError as error:
+        found["error"], found["code"] = str(error), error.exit_code
+    engine.destroy()
+    return found
+
+
+def check_ranks(results: list[dict[str, Any]], kind: str, ranks: list[int]) -> None:
+    """Check that all ranks have the same verdict, with host and device."""
+    for result in results:
+        (verdict,) = result["verdicts"]
+        assert (verdict.step, verdict.kind) == (FAULTY_STEP + 1, kind), str(verdict)
+        assert [place.rank for place in verdict.places] == ranks, str(verdict)
+        for place in verdict.places:
+            assert (place.host, place.device) == (socket.gethostname(), "cpu")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(layout, marks=pytest.mark.slow if layout.zero_stage > 1 else ())
+        for layout in LAYOUTS
+    ],
+    ids=lambda layout: layout.name,
+)
+def test_three_causes_have_three_verdicts(four_ranks: RankPool, layout: Layout) -> None:
+    expected = four_ranks.run(train, layout, "none")
+    assert not any(result["verdicts"] for result in expected)
+
+    passing = four_ranks.run(train, layout, "once")
+    check_ranks(passing, "passing", [FAULTY_RANK])
+    for result, unbroken in zip(passing, expected, strict=True):
+        # The run goes on as if nothing had happened.
+        assert result["steps"] == unbroken["steps"]
+        for name, (_, moment) in unbroken["last"].items():
+            assert result["last"][name][1].equal(moment), name
+
+    lasting = four_ranks.run(train, layout, "always")
+    check_ranks(lasting, "lasting", [FAULTY_RANK])
+    for result, unbroken in zip(lasting, expected, strict=True):
+        assert result["steps"] == unbroken["steps"][:FAULTY_STEP]
+        start = f"step {FAULTY_STEP + 1}: gradient not finite; run again: a lasting fault on rank 2"
+        assert result["error"].startswith(start)
+        assert result["code"] == EXIT_FAILURE
+
+    data = four_ranks.run(train, layout, "data")
+    check_ranks(data, "reproducible", [])
+    for result in data:
+        skips = [skip for _, _, skip in result["steps"]]
+        assert skips == [None, None, "loss not finite", None]
+
+
+@pytest.mark.parametrize("dtype", ["bf16"])
+def test_gradients_of_16_bits(four_ranks: RankPool, dtype: str) -> None:
+    check_ranks(four_ranks.run(train, LAYOUTS[1], "data", dtype), "reproducible", [])
+
+
+def differing_replicas(rank: int, kind: str) -> tuple[list[Verdict], list[int]]:
+    """Flip a bit of one rank's weights, then train on a rank that computes right or wrong."""
+    config, groups = run_config(LAYOUTS[0]), grid(1)
+    config = replace(config, guard=GuardConfig(rerun=True))
+    model = build_rank_model(config, groups)
+    fault = Fault(kind, rank)
+    parameter = dict(model.module.named_parameters())[LAYER]
+    parameter.register_hook(fault.gradient)
+    engine = build_engine(config, model.module, model.specs, groups)
+    verdicts: list[Verdict] = []
+    take = TrainStep(engine, config, groups, on_verdict=verdicts.append)
+    take(0, micro_batches(0, groups))
+    if rank == FAULTY_RANK:
+        parameter.data.view(-1).view(torch.int32)[5] ^= 1 << 20
+    ranks: list[int] = []
+    try:
+        check_replicas(engine.module, model.specs, groups, 1)
+    except ReplicaError as error:
+        ranks = sorted({r for found in error.differing.values() for r in found})
+        make_equal(engine.module, model.specs, groups, error.differing)
+        check_replicas(engine.module, model.specs, groups, 1)
+        fault.step = FAULTY_STEP
+        take.check_last("replicas differ", ranks)
+    engine.destroy()
+    return verdicts, ranks
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("none", "passing"), ("always", "lasting")])
+def test_differing_replicas(four_ranks: RankPool, kind: str, expected: str) -> None:
+    for verdicts, ranks in four_ranks.run(differing_replicas, kind):
+        assert ranks == [FAULTY_RANK]
+        (verdict,) = verdicts
+        assert verdict.kind == expected, str(verdict)
+        assert [place.rank for place in verdict.places] == [FAULTY_RANK]
+        assert verdict.step == 1
