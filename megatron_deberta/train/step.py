@@ -353,7 +353,9 @@ class TrainStep:
         task = _Task(step, self._engine.parts[0], update, targets)
         compute, none = functools.partial(self._compute, task), [None] * len(batches)
         first, _ = compute(batches, none)
-        verdict = run_again(step + 1, cause, first, compute, batches, none, self._groups)
+        verdict = run_again(
+            step + 1, cause, first, compute, batches, none, self._groups, has_failed=False
+        )
         verdict = verdict.about_replicas(places(ranks, self._groups))
         self._on_verdict(verdict)
         return verdict

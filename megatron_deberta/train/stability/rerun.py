@@ -74,6 +74,8 @@ def run_again(
     batches: Sequence[MicroBatch],
     outputs: Outputs,
     groups: ProcessGroups,
+    *,
+    has_failed: bool = True,
 ) -> Verdict:
     """Run a step again on the same rank and on the next data-parallel rank. Collective.
 
@@ -85,6 +87,7 @@ def run_again(
         batches: this rank's micro batches.
         outputs: of each micro batch in the update before.
         groups: the rank grid.
+        has_failed: the original run of all ranks together was not finite.
     """
     again, is_finite = compute(batches, outputs)
     runs = [first, again]
@@ -96,7 +99,7 @@ def run_again(
         of_moved = [None if output is None else output.to(device) for output in other_outputs]
         runs.append(compute(moved, of_moved)[0])
     records = gather_rows(_padded(runs, groups), groups).cpu()
-    kind, ranks = diagnose(records, groups.tp_size, repeats=not is_finite)
+    kind, ranks = diagnose(records, groups.tp_size, repeats=not (has_failed and is_finite))
     return Verdict(step, cause, kind, tuple(places(ranks, groups)))
 
 
