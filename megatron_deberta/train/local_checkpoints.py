@@ -242,8 +242,10 @@ class LocalSaveHook:
             return
         self.saver.join(WAIT_SECONDS)
         self._poll(step, schedule)
-        if self.saver.in_progress:
-            schedule.give_up()
+        if not self.saver.in_progress:
+            return
+        schedule.give_up()
+        if self.local.groups.rank == 0:
             logger.warning(
                 "a local checkpoint takes longer than %g s after step %d; training continues, and "
                 "a failure may lose more than checkpoint.local_every=%d steps",
