@@ -241,8 +241,7 @@ class LocalSaveHook:
         if not self.saver.in_progress or not schedule.must_wait(step):
             return
         self.saver.join(WAIT_SECONDS)
-        self._poll(step, schedule)
-        if not self.saver.in_progress:
+        if self._poll(step, schedule):
             return
         schedule.give_up()
         if self.local.groups.rank == 0:
@@ -254,15 +253,15 @@ class LocalSaveHook:
                 schedule.every,
             )
 
-    def _poll(self, step: int, schedule: SaveSchedule) -> None:
-        """Record a save that has finished. Collective."""
+    def _poll(self, step: int, schedule: SaveSchedule) -> bool:
+        """Record a save that has finished; return whether one has. Collective."""
         saved = self.saver.poll()
         if saved is None:
-            return
+            return False
         is_valid = saved.save.generation == self.saver.generation
         schedule.finished(step, saved.save.step, is_complete=saved.is_complete and is_valid)
-        if self.writer is None:
-            return
-        values = asdict(saved)
-        values["checkpoint_step"] = values.pop("save")["step"]
-        self.writer.write(step, values, kind="local_checkpoint")
+        if self.writer is not None:
+            values = asdict(saved)
+            values["checkpoint_step"] = values.pop("save")["step"]
+            self.writer.write(step, values, kind="local_checkpoint")
+        return True
