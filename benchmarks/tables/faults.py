@@ -50,7 +50,8 @@ TEXT_KILLS_CODE = (
 )  # fmt: skip
 # Which model is trained makes no difference to what is saved and resumed.
 LOST_NODES_CODE = (
-    *_packages(("checkpoint", "data", "distributed", "engine", "train")), "tests/faults/lost_nodes.py", "tests/faults/chaos/training.py",
+    *_packages(("checkpoint", "data", "distributed", "engine", "train")),
+    "tests/faults/lost_nodes.py", "tests/faults/chaos/training.py",
 )  # fmt: skip
 LOST_NODES_COUNTS = {"process": 20, "node": 20, "replicas": 10}
 _LOST_NODES_TITLES = {
