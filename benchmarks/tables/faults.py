@@ -48,9 +48,9 @@ TEXT_KILLS_CODE = (
     )),
     "tests/faults/injection", "tests/faults/text_kills.py",
 )  # fmt: skip
-# Which model is trained makes no difference to what is saved and resumed.
+# Which model is trained on which data makes no difference to what is saved and resumed.
 LOST_NODES_CODE = (
-    *_packages(("checkpoint", "data", "distributed", "engine", "train")),
+    *_packages(("checkpoint", "distributed", "engine", "train")),
     "tests/faults/lost_nodes.py", "tests/faults/chaos/training.py",
 )  # fmt: skip
 LOST_NODES_COUNTS = {"process": 20, "node": 20, "replicas": 10}
